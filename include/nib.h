@@ -1,0 +1,521 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * nib.h - NVFP4 tensors: quantise, keep, exchange, dequantise.
+ *
+ * An NVFP4 tensor holds 4-bit E2M1 codes, one E4M3 scale per block of 16 and one FP32 number per tensor
+ * (or per row). docs/format.md draws the bits, docs/numerics.md says how every byte comes about.
+ *
+ * Five rules hold for everything below, so they are stated only here.
+ *   Errors   A call that can fail returns nib_status. On failure its outputs are untouched and
+ *            nib_last_error() has a sentence that names the fact. The library never prints, exits or aborts.
+ *   Memory   create, quantize, clone, view, slice, open and their like give the caller an object; destroy,
+ *            release and close take it back and accept NULL. Every other pointer is borrowed for the call.
+ *   Threads  Different objects may be used at the same time; one object may be read by many threads, but
+ *            not while a call changes it. Calls that change an object take it without const.
+ *   Results  Bytes depend on neither the CPU, the thread count, the rounding mode, FTZ/DAZ nor the locale.
+ *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init.
+ */
+#ifndef NIB_H
+#define NIB_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define NIB_API __attribute__((visibility("default")))
+#else
+#define NIB_API
+#endif
+
+/* ---- Version ------------------------------------------------------------------------------------------ */
+
+#define NIB_VERSION_MAJOR 0
+#define NIB_VERSION_MINOR 1
+#define NIB_VERSION_PATCH 0
+#define NIB_VERSION "0.1.0"
+
+/* The version of the library that is running, as NIB_VERSION is of the header. */
+NIB_API const char *nib_version(void);
+
+/* The instruction set whose kernels run: "scalar", or a faster one. */
+NIB_API const char *nib_isa(void);
+
+/* ---- Errors ------------------------------------------------------------------------------------------- */
+
+typedef enum nib_status {
+    NIB_OK = 0,
+    NIB_ERR_ARG,         /* a null pointer, or a value outside its documented range */
+    NIB_ERR_SHAPE,       /* rank, dims, strides, or a cut that is not at a block border */
+    NIB_ERR_DTYPE,       /* a dtype that the call does not take */
+    NIB_ERR_MODE,        /* options that do not go together */
+    NIB_ERR_USAGE,       /* the copy (rowwise, columnwise) that is needed is not there */
+    NIB_ERR_MISMATCH,    /* two objects that must agree do not */
+    NIB_ERR_MEMORY,      /* out of memory */
+    NIB_ERR_COMM,        /* a communicator's function failed */
+    NIB_ERR_IO,          /* the operating system refused to read or write */
+    NIB_ERR_DATA,        /* a file that breaks its format */
+    NIB_ERR_UNSUPPORTED, /* well formed, but not something this build does */
+    NIB_STATUS_COUNT
+} nib_status;
+
+typedef struct nib_error {
+    nib_status status;
+    char text[512];
+} nib_error;
+
+/* "NIB_ERR_SHAPE" and so on; never NULL. */
+NIB_API const char *nib_status_name(nib_status status);
+
+/* The sentence of this thread's last failed call; "" before any. Valid until the thread's next failure. */
+NIB_API const char *nib_last_error(void);
+
+/* The same with its status, copied to the caller. */
+NIB_API void nib_get_error(nib_error *out);
+
+/* ---- Plain data: dtypes and borrowed arrays ------------------------------------------------------------ */
+
+/* The first eleven have TransformerEngine's numbers. */
+typedef enum nib_dtype {
+    NIB_U8 = 0,
+    NIB_I16,
+    NIB_I32,
+    NIB_I64,
+    NIB_F32,
+    NIB_F16,
+    NIB_BF16,
+    NIB_E4M3, /* float8 e4m3fn: no infinity, 0x7F is NaN */
+    NIB_E5M2,
+    NIB_E8M0, /* a power of two: 2^(code - 127), 255 is NaN */
+    NIB_E2M1, /* two per byte, the even element in the low nibble */
+    NIB_BOOL, /* from here on: carried in files, never computed with */
+    NIB_I8,
+    NIB_U16,
+    NIB_U32,
+    NIB_U64,
+    NIB_F64,
+    NIB_C64,
+    NIB_E2M3,
+    NIB_E3M2,
+    NIB_E4M3FNUZ,
+    NIB_E5M2FNUZ,
+    NIB_DTYPE_COUNT
+} nib_dtype;
+
+/* The name that safetensors files use ("BF16", "F8_E4M3"); NULL for a value outside the enum. */
+NIB_API const char *nib_dtype_name(nib_dtype dtype);
+
+/* Bits per element; 0 for a value outside the enum. */
+NIB_API int nib_dtype_bits(nib_dtype dtype);
+
+#define NIB_MAX_RANK 8
+
+/* A view of plain data that somebody else owns. Strides may be negative or zero. */
+typedef struct nib_array {
+    void *data;    /* start of the memory */
+    size_t bytes;  /* its size: every element must lie within it, and calls check that */
+    size_t offset; /* where element [0, ..., 0] is, in bytes from data; not 0 when a stride is negative */
+    nib_dtype dtype;
+    int32_t rank;
+    int64_t shape[NIB_MAX_RANK];
+    int64_t strides[NIB_MAX_RANK]; /* in elements */
+} nib_array;
+
+/* Fill `out` with a C-contiguous view of `data`, whose size follows from the shape.
+ * ARG, DTYPE (only whole-byte dtypes), SHAPE (rank, negative dims, overflow). */
+NIB_API nib_status nib_array_init(nib_array *out, void *data, nib_dtype dtype, int rank, const int64_t *shape);
+
+/* Encode n floats as dtype (E2M1, E4M3, E5M2, E8M0, BF16, F16, F32), or decode them. Rounding is to nearest even
+ * and saturates to the largest finite value (BF16, F16: to infinity, as IEEE has it); E8M0 takes the power of
+ * two at or above |x|. E2M1 is packed: (n + 1) / 2 bytes, a missing last nibble is 0. */
+NIB_API nib_status nib_encode(nib_dtype dtype, const float *x, size_t n, void *out);
+NIB_API nib_status nib_decode(nib_dtype dtype, const void *codes, size_t n, float *out);
+
+/* ---- Buffers ------------------------------------------------------------------------------------------ */
+
+/* Reference-counted bytes. Counting is thread-safe. */
+typedef struct nib_buffer nib_buffer;
+
+/* New memory, zeroed, aligned to 64 bytes. */
+NIB_API nib_status nib_buffer_create(size_t bytes, nib_buffer **out);
+
+/* Somebody else's memory; `release(context)` is called once when the last reference goes (it may be NULL). */
+NIB_API nib_status nib_buffer_borrow(void *data, size_t bytes, void (*release)(void *context), void *context,
+                                     nib_buffer **out);
+NIB_API nib_buffer *nib_buffer_retain(nib_buffer *buffer); /* returns its argument */
+NIB_API void nib_buffer_release(nib_buffer *buffer);
+NIB_API void *nib_buffer_data(const nib_buffer *buffer);
+NIB_API size_t nib_buffer_bytes(const nib_buffer *buffer);
+
+/* ---- DLPack ------------------------------------------------------------------------------------------- */
+
+struct DLManagedTensor;          /* DLPack before 1.0 */
+struct DLManagedTensorVersioned; /* DLPack 1.x */
+
+/* View a DLPack tensor in host memory without a copy and without taking it over: it must outlive `out`. */
+NIB_API nib_status nib_array_from_dlpack(const struct DLManagedTensor *managed, nib_array *out);
+NIB_API nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned *managed, nib_array *out);
+
+/* Take over a C-contiguous DLPack tensor in host memory: its deleter runs when the buffer goes. */
+NIB_API nib_status nib_buffer_from_dlpack(struct DLManagedTensor *managed, nib_buffer **out);
+NIB_API nib_status nib_buffer_from_dlpack_versioned(struct DLManagedTensorVersioned *managed, nib_buffer **out);
+
+/* ---- Communicators ------------------------------------------------------------------------------------ */
+
+/* What ranks that share a tensor must be able to do together. Every rank makes the same calls in the same
+ * order. A function returns NIB_OK or a status, the same on every rank. */
+typedef struct nib_comm {
+    size_t bytes;
+    void *context;
+    int rank, size;
+    nib_status (*allreduce_max_f32)(void *context, float *values, size_t n); /* in place, elementwise */
+} nib_comm;
+
+/* One rank alone. */
+NIB_API const nib_comm *nib_comm_serial(void);
+
+/* ---- Options ------------------------------------------------------------------------------------------ */
+
+typedef enum nib_format {
+    NIB_NVFP4 = 0,
+    NIB_FORMAT_COUNT
+} nib_format;
+
+/* Whose arithmetic: each fixes the tensor scale, the block scale, zero blocks and the element rule. */
+typedef enum nib_dialect {
+    NIB_DIALECT_TE = 0,             /* TransformerEngine; the only one with the options below marked (te) */
+    NIB_DIALECT_GIST,               /* a global encode scale, by reciprocal and product */
+    NIB_DIALECT_TORCHAO,            /* block scales from 2^-6 */
+    NIB_DIALECT_MODELOPT,           /* block scales from 2^-9, 1.0 for a block of zeros */
+    NIB_DIALECT_COMPRESSED_TENSORS, /* scales in the input's dtype, 0.125 for a block of zeros */
+    NIB_DIALECT_COUNT
+} nib_dialect;
+
+typedef enum nib_scale_rule {
+    NIB_SCALE_RTN = 0,  /* largest magnitude to 6, scale rounded to nearest */
+    NIB_SCALE_4OVER6,   /* (te) largest magnitude to 6 or to 4, whichever errs less */
+    NIB_SCALE_SWEEP,    /* (te) the scale code of least squared error among offsets -3..+7 from the rtn code */
+    NIB_SCALE_RULE_COUNT
+} nib_scale_rule;
+
+typedef enum nib_error_mode { NIB_ERROR_MAE = 0, NIB_ERROR_MSE, NIB_ERROR_MODE_COUNT } nib_error_mode;
+
+typedef enum nib_rounding {
+    NIB_ROUND_NEAREST = 0,
+    NIB_ROUND_STOCHASTIC_8,        /* (te) 8 random bits per element, biased toward zero by up to 1/256 step */
+    NIB_ROUND_STOCHASTIC_24,       /* (te) 24 random bits per element */
+    NIB_ROUND_STOCHASTIC_UNBIASED, /* (te) 24 bits, and scales large enough that no element is clipped */
+    NIB_ROUNDING_COUNT
+} nib_rounding;
+
+/* What the per-tensor number of a tensor means. f is the factor of a block with scale s. */
+typedef enum nib_level {
+    NIB_LEVEL_AMAX = 0, /* largest magnitude: f = (s * amax) * (1 / (6 * e4m3_max)) */
+    NIB_LEVEL_DECODE,   /* multiplier g:      f = s * g */
+    NIB_LEVEL_ENCODE,   /* divisor:           f = s / encode */
+    NIB_LEVEL_COUNT
+} nib_level;
+
+typedef enum nib_tensor_scale {
+    NIB_TENSOR_SCALE_DIALECT = 0, /* what the dialect keeps; te: amax */
+    NIB_TENSOR_SCALE_EXACT,       /* (te) the decode scale g = amax / (6 * e4m3_max), as checkpoints have it */
+    NIB_TENSOR_SCALE_POW2,        /* (te) g rounded up to a power of two */
+    NIB_TENSOR_SCALE_COUNT
+} nib_tensor_scale;
+
+#define NIB_RHT_SIGN_MASK 0xD7E8u /* TransformerEngine's: bit i set when input i changes its sign */
+
+/* Every choice that decides bytes, and the thread count, which does not. Plain data: copy it by assignment. */
+typedef struct nib_quantizer {
+    size_t bytes;
+    nib_format format;
+    nib_dialect dialect;
+    uint8_t rowwise, columnwise; /* which copies to make */
+    uint8_t swizzled;            /* scales in the 128x4 tiles of the GEMM instead of row-major */
+    uint8_t row_scaled;          /* (te) one amax per row (columnwise: per column), 1x16 only */
+    uint8_t rht;                 /* (te) 16-point random Hadamard transform on the columnwise copy */
+    uint8_t rht_rowwise;         /* (te) the same on the rowwise copy */
+    uint16_t rht_sign_mask;      /* 0 for no random signs */
+    int32_t block_dims[2];       /* {1, 16} or, dialect te, {16, 16} */
+    nib_scale_rule scale_rule;
+    nib_error_mode error_mode;   /* four-over-six: how to measure the error */
+    uint8_t fast_error;          /* four-over-six: measure it on scaled values, as TE's fast mode does */
+    uint8_t single_level;        /* dialect torchao: no tensor scale */
+    int32_t e4m3_max;            /* 448, or 256 with four-over-six: what the largest block scale becomes */
+    nib_tensor_scale tensor_scale;
+    float min_block_scale;       /* (te) block scales are at least this; an E4M3 value, 0 for none */
+    nib_rounding rounding;
+    uint64_t seed, offset;       /* of the random stream; advance offset by 4 or more from call to call */
+    int64_t origin[2];           /* row and column of the input's first element in the whole, for the random stream */
+    const nib_comm *amax_comm;   /* amaxes become the maximum over its ranks; never kept in a tensor */
+    int32_t threads;             /* 0: as many as OpenMP would take */
+} nib_quantizer;
+
+/* TransformerEngine's defaults: both copies, 1x16, nearest, amax, the sign mask above; RHT off. */
+NIB_API void nib_quantizer_init(nib_quantizer *q);
+
+/* 1 on, 0 off, -1 as it is. */
+NIB_API nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int columnwise);
+
+/* Says which combination is refused, and why: ARG for a value outside its range, MODE for options that do not
+ * go together. With `x` (its data pointer is not looked at) also whether such an input is taken. */
+NIB_API nib_status nib_quantizer_check(const nib_quantizer *q, const nib_array *x);
+
+/* Same bytes for the same input: every field but threads and amax_comm. The hash agrees with it. */
+NIB_API int nib_quantizer_equal(const nib_quantizer *a, const nib_quantizer *b);
+NIB_API uint64_t nib_quantizer_hash(const nib_quantizer *q);
+
+/* Whether a tensor of this shape can be gathered in quantised form: rank 2 or more, whole blocks on both axes,
+ * one amax. */
+NIB_API int nib_is_quantizable(const nib_quantizer *q, int rank, const int64_t *shape);
+
+/* Whether quantising what was dequantised is safe to repeat: not with stochastic rounding. */
+NIB_API int nib_is_requantization_safe(const nib_quantizer *q);
+
+/* "nvfp4", "te", "compressed-tensors", ...; NULL for a value outside the enum. The _from_name calls give
+ * NIB_ERR_ARG for an unknown name. */
+NIB_API const char *nib_format_name(nib_format format);
+NIB_API const char *nib_dialect_name(nib_dialect dialect);
+NIB_API nib_status nib_format_from_name(const char *name, nib_format *out);
+NIB_API nib_status nib_dialect_from_name(const char *name, nib_dialect *out);
+
+/* ---- Tensors ------------------------------------------------------------------------------------------ */
+
+/* A quantised tensor: shape, nominal dtype, up to six buffers and a copy of its quantiser.
+ * M is the product of all dims but the last, K the last. Scales are padded to (128, 4) with zeros. */
+typedef struct nib_tensor nib_tensor;
+
+typedef enum nib_copy { NIB_ROWWISE = 0, NIB_COLUMNWISE = 1, NIB_EITHER = 2 /* rowwise if it is there */ } nib_copy;
+
+/* The buffers of a tensor, in the order in which they are saved. */
+typedef enum nib_part {
+    NIB_ROW_DATA = 0, /* U8 [..., ceil(K/2)]: two codes per byte, even column low */
+    NIB_COL_DATA,     /* U8 [K, ceil(M/2)]: transposed */
+    NIB_ROW_SCALE,    /* E4M3 [roundup(M, 128), roundup(ceil(K/16), 4)] */
+    NIB_COL_SCALE,    /* E4M3 [roundup(K, 128), roundup(ceil(M/16), 4)] */
+    NIB_ROW_LEVEL,    /* F32 [1], or [M] when row-scaled: amax, or what nib_level says */
+    NIB_COL_LEVEL,    /* F32 [1], or [K] when row-scaled */
+    NIB_PART_COUNT
+} nib_part;
+
+/* Numbers that a caller brings to a quantisation instead of having them computed; each may be NULL.
+ * One float, or one per row (columnwise: per column) when row-scaled. Index with nib_copy.
+ * Without RHT and row-scaling one copy's number serves both. */
+typedef struct nib_given {
+    size_t bytes;
+    const float *amax[2];  /* still reduced over amax_comm */
+    const float *level[2]; /* the finished per-tensor number itself, in the tensor's nib_level */
+} nib_given;
+
+/* Quantise `x` (F32, BF16, F16; any rank from 1, any strides) into a new tensor. given may be NULL. */
+NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor **out);
+
+/* Quantise into a tensor that exists. q NULL: by the tensor's own quantiser. The shape must be the tensor's.
+ * Copies that q does not want are dropped, missing ones allocated, the others written in place, so that views
+ * see them. noop: if not NULL and *noop == 1.0f exactly, nothing at all happens (ranks of amax_comm must agree). */
+NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_given *given,
+                                     const float *noop, nib_tensor *t);
+
+/* Write the tensor's values to `out` (F32, BF16, F16; any strides; the tensor's shape), from one copy.
+ * A transformed copy is transformed back. */
+NIB_API nib_status nib_dequantize(const nib_tensor *t, nib_copy from, const nib_array *out);
+
+/* The same for rows first..first+count-1 of the [M, K] matrix; `out` is [count, K]. Any cut, at a block border or not. */
+NIB_API nib_status nib_dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count,
+                                       const nib_array *out);
+
+/* A tensor of zeros. dtype is the nominal one. */
+NIB_API nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
+                                     nib_tensor **out);
+
+/* A tensor over buffers the caller has; parts[NIB_PART_COUNT], NULL for absent ones. Each is retained. A copy is
+ * data, scale and level together: USAGE if one is missing, SHAPE if a size is not what nib_part says. */
+NIB_API nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
+                                           nib_buffer *const *parts, nib_tensor **out);
+NIB_API void nib_tensor_destroy(nib_tensor *t);
+
+/* All that is not bytes of buffers. */
+typedef struct nib_metadata {
+    size_t bytes;
+    nib_format format;
+    nib_dtype dtype; /* nominal */
+    int32_t rank;
+    int64_t shape[NIB_MAX_RANK];
+    int64_t rows, cols;         /* M, K */
+    nib_level level;            /* what the per-tensor numbers mean */
+    uint8_t rowwise, columnwise; /* which copies are there */
+    nib_quantizer quantizer;    /* block_dims, swizzled, row_scaled, scale rule, e4m3_max, RHT, ... */
+} nib_metadata;
+NIB_API nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out);
+
+/* A buffer, not retained (NULL when absent), or a view of it with its true shape and dtype. */
+NIB_API nib_buffer *nib_tensor_buffer(const nib_tensor *t, nib_part part);
+NIB_API nib_status nib_tensor_part(const nib_tensor *t, nib_part part, nib_array *out);
+
+/* A part as a DLPack tensor that keeps the buffer alive until its deleter runs. Packed codes and scales leave as
+ * uint8. */
+NIB_API nib_status nib_tensor_to_dlpack(const nib_tensor *t, nib_part part, struct DLManagedTensor **out);
+NIB_API nib_status nib_tensor_to_dlpack_versioned(const nib_tensor *t, nib_part part,
+                                                  struct DLManagedTensorVersioned **out);
+
+/* Which copies hold data. */
+NIB_API nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnwise);
+
+/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise copy of 16x16 blocks can be built, from the rowwise one, and
+ * only from compact scales: USAGE otherwise. The quantiser's usages follow. Both 0 leaves a tensor without data. */
+NIB_API nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise);
+
+/* Give the quantiser another one for later updates; it must not change what the bytes mean (MISMATCH). */
+NIB_API nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *q);
+
+/* Save for later. prepare moves the buffers out, NIB_PART_COUNT references in the order of nib_part, NULL for
+ * absent ones; the tensor keeps all else. restore moves them back in from the front of a list of n and says in
+ * *used how many it took; the tensor must be without data (USAGE). */
+NIB_API nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out);
+NIB_API nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved, size_t n, size_t *used);
+
+/* The same for a mixed list of tensors and plain arrays: tensor NULL means the array is the item. */
+typedef struct nib_item {
+    nib_tensor *tensor;
+    nib_array array;
+} nib_item;
+
+typedef struct nib_saved {
+    nib_buffer *buffer; /* a tensor's part, or NULL */
+    nib_array array;    /* a plain array; data NULL when this entry is a part */
+} nib_saved;
+
+/* How many entries the items take. */
+NIB_API nib_status nib_saved_count(const nib_item *items, size_t n, size_t *count);
+NIB_API nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *saved, size_t capacity,
+                                          size_t *count);
+/* `items` as prepare left them; plain arrays are filled in again. */
+NIB_API nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *saved, size_t count,
+                                          size_t *used);
+
+/* Drop all buffers; shape, dtype and quantiser stay. */
+NIB_API void nib_tensor_clear(nib_tensor *t);
+
+/* A deep copy of every buffer. */
+NIB_API nib_status nib_tensor_clone(const nib_tensor *t, nib_tensor **out);
+
+/* Copy bytes between tensors of the same shape and meaning (MISMATCH otherwise). Every copy that dst has must be in
+ * src (USAGE). In place, so that views of dst see it. */
+NIB_API nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src);
+
+/* All values 0: codes 0, scales 0, levels 0 (amax) or 1. In place. */
+NIB_API nib_status nib_tensor_zero(nib_tensor *t);
+
+/* Another shape over the same buffers, which both tensors then share. One dim may be -1. A view that changes the last
+ * dim needs whole blocks (K a multiple of 16 before and after), 1x16 blocks, one level, compact scales and only the
+ * rowwise copy, and scale paddings that coincide; SHAPE or USAGE otherwise. */
+NIB_API nib_status nib_tensor_view(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
+
+/* As view, but where only the scale paddings differ it copies the scales (1/16 byte per element). */
+NIB_API nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
+
+/* Rows first..first+count-1 of the [M, K] matrix as a tensor of its own, [count, K]. Bytes are copied: scale padding
+ * and the columnwise copy cannot be shared. Rows must be cut at block borders: multiples of 16 (or the end) where there
+ * is a columnwise copy or 16x16 blocks, anywhere otherwise. SHAPE elsewhere: nib_dequantize_rows takes any cut. */
+NIB_API nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, nib_tensor **out);
+
+/* n slices of the given row counts, which must add up to M. */
+NIB_API nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, size_t n, nib_tensor **out);
+
+/* Same shape, dtype, meaning, copies and bytes; padding is not looked at. */
+NIB_API nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal);
+
+/* Scales to the GEMM's 128x4 tiles, or back to row-major, padding zero. New buffers: views keep theirs. Nothing happens
+ * where they are so already. */
+NIB_API nib_status nib_tensor_swizzle(nib_tensor *t);
+NIB_API nib_status nib_tensor_unswizzle(nib_tensor *t);
+
+/* Copy the rowwise codes into `buffer`, then let the tensor use that one. SHAPE unless it has exactly their size. */
+NIB_API nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer);
+
+/* ---- Shapes ------------------------------------------------------------------------------------------- */
+
+/* Shape of a part for a logical shape, with its rank (up to NIB_MAX_RANK); what nib_tensor_create allocates. */
+NIB_API nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape, int *out_rank,
+                                  int64_t *out_shape);
+
+/* ---- Reference numbers -------------------------------------------------------------------------------- */
+
+/* H[i][j] = (-1)^popcount(i & j) / 4 */
+NIB_API void nib_hadamard_matrix(float out[256]);
+/* R[i][j] = sign(i) H[i][j] in BF16 (exact): y = x R */
+NIB_API void nib_rht_matrix(uint16_t sign_mask, uint16_t out[256]);
+/* The value of each code: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives */
+NIB_API void nib_e2m1_values(float out[16]);
+/* One block of Philox4x32-10, the generator behind stochastic rounding */
+NIB_API void nib_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
+
+/* Scales of a [rows, cols] matrix between row-major (stride bytes a row) and 128x4 tiles of
+ * roundup(rows, 128) * roundup(cols, 4) bytes. Padding is written as zero. */
+NIB_API nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
+NIB_API nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
+
+/* y = alpha * A B^T, or y += it. An operand's rowwise copy is its [M, K] matrix; its columnwise copy is the
+ * transpose [K, M]; their inner sizes must agree, and both or none must be transformed (by the same mask). y is F32
+ * [rows of A, rows of B]. One FP32 accumulator per output, blocks in the order of k: the bits of TE's reference. */
+NIB_API nib_status nib_gemm_reference(const nib_tensor *a, nib_copy a_copy, const nib_tensor *b, nib_copy b_copy,
+                                      float alpha, int accumulate, const nib_array *y);
+
+/* ---- safetensors files --------------------------------------------------------------------------------- */
+
+/* A file opened for reading: its header is checked whole, its data is read on demand. */
+typedef struct nib_file nib_file;
+
+typedef struct nib_entry {
+    const char *name; /* UTF-8, valid until the file is closed */
+    nib_dtype dtype;
+    int64_t rank; /* files may have any rank */
+    const int64_t *shape;
+    uint64_t begin, end; /* bytes, from the start of the data */
+} nib_entry;
+
+/* IO, DATA (the sentence has the path and the fact), MEMORY. */
+NIB_API nib_status nib_file_open(const char *path, nib_file **out);
+NIB_API void nib_file_close(nib_file *file);
+NIB_API size_t nib_file_count(const nib_file *file);
+
+/* Entries are numbered in the order of their names. */
+NIB_API nib_status nib_file_entry(const nib_file *file, size_t index, nib_entry *out);
+/* ARG with the name in the sentence if there is none. */
+NIB_API nib_status nib_file_find(const nib_file *file, const char *name, size_t *index);
+/* A value of __metadata__, or NULL; or the pairs one by one, in the order of their keys. */
+NIB_API const char *nib_file_metadata(const nib_file *file, const char *key);
+NIB_API size_t nib_file_metadata_count(const nib_file *file);
+NIB_API nib_status nib_file_metadata_entry(const nib_file *file, size_t index, const char **key, const char **value);
+/* Read `bytes` of an entry from `offset` within it. IO if the file has shrunk since. */
+NIB_API nib_status nib_file_read(const nib_file *file, size_t index, uint64_t offset, void *out, size_t bytes);
+
+/* A file being written. Declare everything, then write data in any order, then commit. Until then the data is under
+ * a temporary name in the same folder; commit checks that every byte was written, syncs and renames. */
+typedef struct nib_writer nib_writer;
+
+NIB_API nib_status nib_writer_create(const char *path, nib_writer **out);
+/* ARG: empty name, not UTF-8, repeated, or "__metadata__". */
+NIB_API nib_status nib_writer_metadata(nib_writer *writer, const char *key, const char *value);
+NIB_API nib_status nib_writer_declare(nib_writer *writer, const char *name, nib_dtype dtype, int64_t rank,
+                                      const int64_t *shape);
+/* Write part of a declared tensor. The first write ends the declarations. */
+NIB_API nib_status nib_writer_write(nib_writer *writer, const char *name, uint64_t offset, const void *data,
+                                    size_t bytes);
+NIB_API nib_status nib_writer_commit(nib_writer *writer); /* afterwards only destroy */
+NIB_API void nib_writer_destroy(nib_writer *writer);      /* an uncommitted file is removed */
+
+/* A whole tensor under `name`: its parts as NAME.row_data, NAME.col_scale, ..., scales as they lie in memory, and all of
+ * its metadata. declare before any write; read gives back a tensor equal to the one written. */
+NIB_API nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
+NIB_API nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
+NIB_API nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tensor **out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* NIB_H */

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * base.h - what every layer stands on: the sentence of an error, checked arithmetic, memory, buffers.
+ */
+#ifndef NIB_BASE_H
+#define NIB_BASE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "nib.h"
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "nib needs a little-endian machine: packed codes and file contents are used as they lie in memory"
+#endif
+#if UINTPTR_MAX != UINT64_MAX
+#error "nib needs a 64-bit machine: tensors of more than 2^31 elements are indexed with ptrdiff_t"
+#endif
+
+/* Set this thread's sentence and return the status: `return nib_fail(NIB_ERR_SHAPE, "...", ...)`. */
+nib_status nib_fail(nib_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Leave the calling function when a call fails; for places that have nothing to clean up. */
+#define TRY(call)                     \
+    do {                              \
+        nib_status try_status = (call); \
+        if (try_status)               \
+            return try_status;        \
+    } while (0)
+
+/* Products and sums of untrusted sizes: false on overflow, which leaves *out alone. */
+bool nib_mul(int64_t a, int64_t b, int64_t *out); /* both must be >= 0 */
+bool nib_add(int64_t a, int64_t b, int64_t *out);
+
+static inline int64_t nib_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t nib_max(int64_t a, int64_t b) { return a > b ? a : b; }
+/* For a >= 0 and b > 0, without the overflow of (a + b - 1). */
+static inline int64_t nib_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+static inline int64_t nib_round_up(int64_t a, int64_t b) { return nib_ceil_div(a, b) * b; }
+
+/* All of the library's memory comes from these. NULL when there is none; nib_fail is left to the caller. */
+void *nib_alloc(size_t bytes);           /* not zeroed, aligned to 64 bytes, never NULL for 0 */
+void *nib_alloc_zeroed(size_t bytes);    /* large ones come untouched from the system */
+void *nib_realloc(void *memory, size_t bytes); /* memory from nib_realloc or NULL, and freed by nib_free */
+void nib_free(void *memory);
+
+/* The facts of a dtype that need no call into another layer. */
+struct nib_dtype_facts {
+    const char *name;
+    int bits;
+    bool computes; /* nib_encode and nib_decode take it */
+};
+extern const struct nib_dtype_facts nib_dtypes[NIB_DTYPE_COUNT];
+bool nib_dtype_valid(nib_dtype dtype);
+
+/* Product of dims with the checks that every caller needs: rank, signs, overflow of elements and of bytes. */
+nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
+
+/* A null-pointer check that names the argument. */
+#define NIB_REQUIRE(pointer)                                             \
+    do {                                                                 \
+        if (!(pointer))                                                  \
+            return nib_fail(NIB_ERR_ARG, "%s: " #pointer " is NULL", __func__); \
+    } while (0)
+
+/* The checks of every public call that takes an array: dtype, rank, dims, and that no element leaves the memory.
+ * An array without elements may have a NULL pointer. */
+nib_status nib_check_array(const char *what, const nib_array *array);
+
+#endif

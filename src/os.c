@@ -1,0 +1,187 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * os.c - Linux on x86-64 and aarch64.
+ */
+#define _XOPEN_SOURCE 700
+#include "os.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+/* ---- Floating-point environment ---- */
+
+#if defined(__x86_64__)
+
+/* MXCSR: all exceptions masked, nearest, neither FTZ (bit 15) nor DAZ (bit 6). */
+enum { DEFAULT_MXCSR = 0x1F80 };
+
+nib_fpenv nib_fpenv_enter(void)
+{
+    const nib_fpenv saved = _mm_getcsr();
+    _mm_setcsr(DEFAULT_MXCSR);
+    return saved;
+}
+
+void nib_fpenv_leave(nib_fpenv saved) { _mm_setcsr((unsigned)saved); }
+
+#elif defined(__aarch64__)
+
+/* FPCR 0: nearest, no flush to zero, no default NaN, no traps. */
+nib_fpenv nib_fpenv_enter(void)
+{
+    nib_fpenv saved;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+    __asm__ volatile("msr fpcr, %0" : : "r"((nib_fpenv)0));
+    return saved;
+}
+
+void nib_fpenv_leave(nib_fpenv saved) { __asm__ volatile("msr fpcr, %0" : : "r"(saved)); }
+
+#else
+#error "nib knows the floating-point control of x86-64 and aarch64 only"
+#endif
+
+/* ---- Threads and fork ---- */
+
+static atomic_bool forked;
+
+static void note_fork(void) { atomic_store(&forked, true); }
+
+/* At load time, because the application may have started OpenMP's pool before it first calls us. */
+__attribute__((constructor)) static void watch_forks(void) { (void)pthread_atfork(NULL, NULL, note_fork); }
+
+bool nib_threads_usable(void) { return !atomic_load(&forked); }
+
+/* ---- Files ---- */
+
+static nib_status io_error(const char *path, const char *what)
+{
+    const int code = errno;
+    char reason[128];
+    if (strerror_r(code, reason, sizeof reason))
+        snprintf(reason, sizeof reason, "error %d", code);
+    return nib_fail(NIB_ERR_IO, "%s: %s: %s", path, what, reason);
+}
+
+nib_status nib_os_open_read(const char *path, int *fd, uint64_t *bytes)
+{
+    const int opened = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not hang us */
+    if (opened < 0)
+        return io_error(path, "cannot open");
+    struct stat facts;
+    if (fstat(opened, &facts) < 0) {
+        nib_status status = io_error(path, "cannot stat");
+        close(opened);
+        return status;
+    }
+    if (!S_ISREG(facts.st_mode)) {
+        close(opened);
+        return nib_fail(NIB_ERR_IO, "%s: not a regular file", path);
+    }
+    *fd = opened;
+    *bytes = (uint64_t)facts.st_size;
+    return NIB_OK;
+}
+
+nib_status nib_os_read_at(int fd, const char *path, uint64_t offset, void *out, size_t bytes)
+{
+    if (offset > (uint64_t)INT64_MAX - bytes)
+        return nib_fail(NIB_ERR_IO, "%s: offset %llu is beyond any file", path, (unsigned long long)offset);
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t got = pread(fd, (char *)out + done, bytes - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            return io_error(path, "cannot read");
+        if (got == 0)
+            return nib_fail(NIB_ERR_IO, "%s: ends at byte %llu although it was longer when opened", path,
+                            (unsigned long long)(offset + done));
+        done += (size_t)got;
+    }
+    return NIB_OK;
+}
+
+nib_status nib_os_create_temporary(const char *path, int *fd, char **temporary)
+{
+    static atomic_uint counter;
+    const size_t room = strlen(path) + 48;
+    char *name = nib_alloc(room);
+    if (!name)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for a temporary name", path);
+    for (;;) {
+        snprintf(name, room, "%s.tmp-%ld-%u", path, (long)getpid(), atomic_fetch_add(&counter, 1));
+        *fd = open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (*fd >= 0)
+            break;
+        if (errno != EEXIST) { /* left over by a killed process of the same number: take the next name */
+            nib_status status = io_error(path, "cannot create a temporary file beside it");
+            nib_free(name);
+            return status;
+        }
+    }
+    *temporary = name;
+    return NIB_OK;
+}
+
+nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void *data, size_t bytes)
+{
+    if (offset > (uint64_t)INT64_MAX - bytes)
+        return nib_fail(NIB_ERR_IO, "%s: offset %llu is beyond any file", path, (unsigned long long)offset);
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t put = pwrite(fd, (const char *)data + done, bytes - done, (off_t)(offset + done));
+        if (put < 0 && errno == EINTR)
+            continue;
+        if (put < 0)
+            return io_error(path, "cannot write");
+        done += (size_t)put;
+    }
+    return NIB_OK;
+}
+
+/* A rename lasts only once the folder that holds the name is on disk. */
+static nib_status sync_folder(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    const size_t bytes = slash ? (size_t)(slash - path) + 1 : 1; /* "/" keeps its slash */
+    char *folder = nib_alloc(bytes + 1);
+    if (!folder)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for the name of its folder", path);
+    memcpy(folder, slash ? path : ".", bytes);
+    folder[bytes] = '\0';
+    const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    nib_status status = fd < 0 ? io_error(folder, "cannot open the folder") : NIB_OK;
+    /* Some file systems cannot sync a folder and say EINVAL: their renames are as safe as they get. */
+    if (!status && fsync(fd) < 0 && errno != EINVAL)
+        status = io_error(folder, "cannot sync the folder");
+    if (fd >= 0)
+        close(fd);
+    nib_free(folder);
+    return status;
+}
+
+nib_status nib_os_publish(int fd, const char *temporary, const char *path)
+{
+    nib_status status = fsync(fd) < 0 ? io_error(path, "cannot sync") : NIB_OK;
+    if (close(fd) < 0 && !status)
+        status = io_error(path, "cannot close");
+    if (!status && rename(temporary, path) < 0)
+        status = io_error(path, "cannot rename the finished file to this name");
+    return status ? status : sync_folder(path);
+}
+
+void nib_os_close(int fd)
+{
+    if (fd >= 0)
+        close(fd);
+}
+
+void nib_os_remove(const char *path) { (void)unlink(path); }
