@@ -163,6 +163,12 @@ NIB_API nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorV
 NIB_API nib_status nib_buffer_from_dlpack(struct DLManagedTensor *managed, nib_buffer **out);
 NIB_API nib_status nib_buffer_from_dlpack_versioned(struct DLManagedTensorVersioned *managed, nib_buffer **out);
 
+/* Give a plain array away as a DLPack tensor. `owner` is retained until the deleter runs; NULL if the memory is sure to outlive
+ * the tensor. */
+NIB_API nib_status nib_array_to_dlpack(const nib_array *array, nib_buffer *owner, struct DLManagedTensor **out);
+NIB_API nib_status nib_array_to_dlpack_versioned(const nib_array *array, nib_buffer *owner,
+                                                 struct DLManagedTensorVersioned **out);
+
 /* ---- Communicators ------------------------------------------------------------------------------------ */
 
 /* What ranks that share a tensor must be able to do together. Every rank makes the same calls in the same
@@ -179,10 +185,7 @@ NIB_API const nib_comm *nib_comm_serial(void);
 
 /* ---- Options ------------------------------------------------------------------------------------------ */
 
-typedef enum nib_format {
-    NIB_NVFP4 = 0,
-    NIB_FORMAT_COUNT
-} nib_format;
+typedef enum nib_format { NIB_NVFP4 = 0, NIB_FORMAT_COUNT } nib_format;
 
 /* Whose arithmetic: each fixes the tensor scale, the block scale, zero blocks and the element rule. */
 typedef enum nib_dialect {
@@ -195,9 +198,9 @@ typedef enum nib_dialect {
 } nib_dialect;
 
 typedef enum nib_scale_rule {
-    NIB_SCALE_RTN = 0,  /* largest magnitude to 6, scale rounded to nearest */
-    NIB_SCALE_4OVER6,   /* (te) largest magnitude to 6 or to 4, whichever errs less */
-    NIB_SCALE_SWEEP,    /* (te) the scale code of least squared error among offsets -3..+7 from the rtn code */
+    NIB_SCALE_RTN = 0, /* largest magnitude to 6, scale rounded to nearest */
+    NIB_SCALE_4OVER6,  /* (te) largest magnitude to 6 or to 4, whichever errs less */
+    NIB_SCALE_SWEEP,   /* (te) the scale code of least squared error among offsets -3..+7 from the rtn code */
     NIB_SCALE_RULE_COUNT
 } nib_scale_rule;
 
@@ -241,17 +244,17 @@ typedef struct nib_quantizer {
     uint16_t rht_sign_mask;      /* 0 for no random signs */
     int32_t block_dims[2];       /* {1, 16} or, dialect te, {16, 16} */
     nib_scale_rule scale_rule;
-    nib_error_mode error_mode;   /* four-over-six: how to measure the error */
-    uint8_t fast_error;          /* four-over-six: measure it on scaled values, as TE's fast mode does */
-    uint8_t single_level;        /* dialect torchao: no tensor scale */
-    int32_t e4m3_max;            /* 448, or 256 with four-over-six: what the largest block scale becomes */
+    nib_error_mode error_mode; /* four-over-six: how to measure the error */
+    uint8_t fast_error;        /* four-over-six: measure it on scaled values, as TE's fast mode does */
+    uint8_t single_level;      /* dialect torchao: no tensor scale */
+    int32_t e4m3_max;          /* 448, or 256 with four-over-six: what the largest block scale becomes */
     nib_tensor_scale tensor_scale;
-    float min_block_scale;       /* (te) block scales are at least this; an E4M3 value, 0 for none */
+    float min_block_scale; /* (te) block scales are at least this; an E4M3 value, 0 for none */
     nib_rounding rounding;
-    uint64_t seed, offset;       /* of the random stream; advance offset by 4 or more from call to call */
-    int64_t origin[2];           /* row and column of the input's first element in the whole, for the random stream */
-    const nib_comm *amax_comm;   /* amaxes become the maximum over its ranks; never kept in a tensor */
-    int32_t threads;             /* 0: as many as OpenMP would take */
+    uint64_t seed, offset;     /* of the random stream; advance offset by 4 or more from call to call */
+    int64_t origin[2];         /* row and column of the input's first element in the whole, for the random stream */
+    const nib_comm *amax_comm; /* amaxes become the maximum over its ranks; never kept in a tensor */
+    int32_t threads;           /* 0: as many as OpenMP would take */
 } nib_quantizer;
 
 /* TransformerEngine's defaults: both copies, 1x16, nearest, amax, the sign mask above; RHT off. */
@@ -344,10 +347,10 @@ typedef struct nib_metadata {
     nib_dtype dtype; /* nominal */
     int32_t rank;
     int64_t shape[NIB_MAX_RANK];
-    int64_t rows, cols;         /* M, K */
-    nib_level level;            /* what the per-tensor numbers mean */
+    int64_t rows, cols;          /* M, K */
+    nib_level level;             /* what the per-tensor numbers mean */
     uint8_t rowwise, columnwise; /* which copies are there */
-    nib_quantizer quantizer;    /* block_dims, swizzled, row_scaled, scale rule, e4m3_max, RHT, ... */
+    nib_quantizer quantizer;     /* block_dims, swizzled, row_scaled, scale rule, e4m3_max, RHT, ... */
 } nib_metadata;
 NIB_API nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out);
 
@@ -390,8 +393,7 @@ typedef struct nib_saved {
 
 /* How many entries the items take. */
 NIB_API nib_status nib_saved_count(const nib_item *items, size_t n, size_t *count);
-NIB_API nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *saved, size_t capacity,
-                                          size_t *count);
+NIB_API nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *saved, size_t capacity, size_t *count);
 /* `items` as prepare left them; plain arrays are filled in again. */
 NIB_API nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *saved, size_t count,
                                           size_t *used);

@@ -218,8 +218,7 @@ struct nib_buffer {
     void *context;
 };
 
-nib_status nib_buffer_borrow(void *data, size_t bytes, void (*release)(void *context), void *context,
-                             nib_buffer **out)
+nib_status nib_buffer_borrow(void *data, size_t bytes, void (*release)(void *context), void *context, nib_buffer **out)
 {
     NIB_REQUIRE(out);
     if (!data && bytes)

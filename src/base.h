@@ -23,11 +23,11 @@
 nib_status nib_fail(nib_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Leave the calling function when a call fails; for places that have nothing to clean up. */
-#define TRY(call)                     \
-    do {                              \
+#define TRY(call)                       \
+    do {                                \
         nib_status try_status = (call); \
-        if (try_status)               \
-            return try_status;        \
+        if (try_status)                 \
+            return try_status;          \
     } while (0)
 
 /* Products and sums of untrusted sizes: false on overflow, which leaves *out alone. */
@@ -41,8 +41,8 @@ static inline int64_t nib_ceil_div(int64_t a, int64_t b) { return a / b + (a % b
 static inline int64_t nib_round_up(int64_t a, int64_t b) { return nib_ceil_div(a, b) * b; }
 
 /* All of the library's memory comes from these. NULL when there is none; nib_fail is left to the caller. */
-void *nib_alloc(size_t bytes);           /* not zeroed, aligned to 64 bytes, never NULL for 0 */
-void *nib_alloc_zeroed(size_t bytes);    /* large ones come untouched from the system */
+void *nib_alloc(size_t bytes);                 /* not zeroed, aligned to 64 bytes, never NULL for 0 */
+void *nib_alloc_zeroed(size_t bytes);          /* large ones come untouched from the system */
 void *nib_realloc(void *memory, size_t bytes); /* memory from nib_realloc or NULL, and freed by nib_free */
 void nib_free(void *memory);
 
@@ -59,9 +59,9 @@ bool nib_dtype_valid(nib_dtype dtype);
 nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
 
 /* A null-pointer check that names the argument. */
-#define NIB_REQUIRE(pointer)                                             \
-    do {                                                                 \
-        if (!(pointer))                                                  \
+#define NIB_REQUIRE(pointer)                                                    \
+    do {                                                                        \
+        if (!(pointer))                                                         \
             return nib_fail(NIB_ERR_ARG, "%s: " #pointer " is NULL", __func__); \
     } while (0)
 

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kernels.c - which kernels run on this machine.
+ */
+#include "kernels.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+static bool always(void) { return true; }
+
+const struct nib_isa nib_isas[] = {
+    { "scalar", always, &nib_kernels_scalar },
+    { NULL, NULL, NULL },
+};
+
+static struct nib_kernels best;
+static const char *best_name;
+
+static void merge(void)
+{
+    const char *cap = getenv("NIB_MAX_ISA");
+    for (const struct nib_isa *isa = nib_isas; isa->name; isa++) {
+        if (!isa->present())
+            continue;
+#define X(operation, count)             \
+    for (int i = 0; i < (count); i++)   \
+        if (isa->kernels->operation[i]) \
+            best.operation[i] = isa->kernels->operation[i];
+        NIB_KERNELS(X)
+#undef X
+        best_name = isa->name;
+        if (cap && strcmp(cap, isa->name) == 0)
+            break;
+    }
+}
+
+static pthread_once_t merged = PTHREAD_ONCE_INIT;
+
+const struct nib_kernels *nib_kernels_best(void)
+{
+    (void)pthread_once(&merged, merge);
+    return &best;
+}
+
+const char *nib_isa(void)
+{
+    (void)pthread_once(&merged, merge);
+    return best_name;
+}

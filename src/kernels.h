@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kernels.h - the slots that an instruction set may fill, and what fills them now.
+ *
+ * Kernels know rectangles of plain numbers, lines of codes and scales. They know nothing of tensors, never allocate, and
+ * trust their arguments. Each runs within nib_fpenv_enter.
+ */
+#ifndef NIB_KERNELS_H
+#define NIB_KERNELS_H
+
+#include "dialect.h"
+#include "format.h"
+
+/* A rectangle of input whose rows are contiguous. */
+struct nib_panel {
+    const void *x;
+    nib_dtype dtype;    /* F32, BF16 or F16 */
+    int64_t stride;     /* elements from row to row */
+    int64_t row, col;   /* where it lies in the whole [M, K] matrix; multiples of the block */
+    int64_t rows, cols; /* its size; the matrix ends where they are not whole blocks */
+};
+
+/* How one copy is coded. */
+struct nib_coding {
+    nib_copy copy;
+    int tile_lines; /* lines that share a scale: 1, or the block size for square tiles */
+    bool transform; /* RHT before anything else */
+    uint16_t sign_mask;
+    const struct nib_dialect_facts *dialect;
+    struct nib_rules rules;
+    nib_scale_rule scale_rule;
+    nib_error_mode error_mode;
+    bool fast_error;
+    uint8_t floor_code; /* smallest block scale, as a code */
+    nib_rounding rounding;
+    uint64_t seed, offset;
+    int64_t origin_line, origin_block; /* of the copy in the whole, for the random stream */
+};
+
+/* Where one copy goes. Line 0 is the matrix's first. */
+struct nib_target {
+    uint8_t *codes, *scales;
+    int64_t code_stride, scale_stride;
+    bool swizzled;
+    const float *levels; /* one, or one per line */
+    bool level_per_line;
+};
+
+/* Largest magnitude of n numbers; NaNs do not count. */
+typedef float nib_absmax_fn(const void *x, int64_t n);
+
+/* The same for each line of a panel after its transform: out[i] = max(out[i], ...) for line i of the panel. */
+typedef void nib_absmax_lines_fn(const struct nib_panel *panel, const struct nib_coding *coding, float *out);
+
+/* Scales and codes of every whole or last block of a panel. */
+typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_coding *coding,
+                             const struct nib_target *target);
+
+/* n elements of a line from its codes and its scales, which lie side by side. */
+typedef void nib_decode_fn(float *y, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
+                           const struct nib_rules *rules);
+
+/* Every slot: the operation, and what it is indexed by. */
+#define NIB_KERNELS(X)                \
+    X(absmax, NIB_DTYPE_COUNT)        \
+    X(absmax_lines, NIB_FORMAT_COUNT) \
+    X(quantize, NIB_FORMAT_COUNT)     \
+    X(decode, NIB_FORMAT_COUNT)
+
+struct nib_kernels {
+#define X(operation, count) nib_##operation##_fn *operation[count];
+    NIB_KERNELS(X)
+#undef X
+};
+
+/* An instruction set. The list goes from weakest to strongest; an empty slot keeps the kernel of the line above. */
+struct nib_isa {
+    const char *name;
+    bool (*present)(void);
+    const struct nib_kernels *kernels;
+};
+extern const struct nib_isa nib_isas[]; /* ends with a NULL name */
+
+extern const struct nib_kernels nib_kernels_scalar;
+
+/* The merged table: chosen once, at the first call. NIB_MAX_ISA in the environment names the strongest set to use. */
+const struct nib_kernels *nib_kernels_best(void);
+
+/* The 16-point transform of one block, in place: signs, butterflies, a quarter. */
+void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input);
+void nib_rht_inverse(float x[16], uint16_t sign_mask);
+
+#endif

@@ -1,0 +1,463 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * quantize.c - drives the kernels over an array of any rank and strides.
+ *
+ * The array is seen as a matrix of M rows and K columns and cut into fixed panels of 16 x 256. Where rows are contiguous a panel
+ * points into the array; elsewhere it is copied to the worker's stack first. Panels are whole blocks on both axes, so no two
+ * write the same byte, and which thread takes which does not show in the result.
+ */
+#include "quantize.h"
+
+#include <float.h>
+#include <stdatomic.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "codec.h"
+#include "os.h"
+
+enum { PANEL_ROWS = 16, PANEL_COLS = 256 };
+
+/* ---- Threads ---- */
+
+int nib_thread_count(const nib_quantizer *q, int64_t elements)
+{
+    enum { ELEMENTS_PER_THREAD = 1 << 14 }; /* below this, waking a thread costs more than it saves */
+    int threads = 1;
+#ifdef _OPENMP
+    threads = q->threads ? (int)q->threads : omp_get_max_threads();
+#else
+    (void)q;
+#endif
+    if (!nib_threads_usable())
+        return 1;
+    return (int)nib_max(1, nib_min(threads, elements / ELEMENTS_PER_THREAD));
+}
+
+static void run_serially(int64_t n, void (*body)(void *context, int64_t i), void *context)
+{
+    const nib_fpenv saved = nib_fpenv_enter();
+    for (int64_t i = 0; i < n; i++)
+        body(context, i);
+    nib_fpenv_leave(saved);
+}
+
+void nib_parallel(int64_t n, int threads, void (*body)(void *context, int64_t i), void *context)
+{
+    if (threads <= 1 || n <= 1) {
+        run_serially(n, body, context); /* not even a team of one: after a fork it could not be had */
+        return;
+    }
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    {
+        const nib_fpenv saved = nib_fpenv_enter();
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < n; i++)
+            body(context, i);
+        nib_fpenv_leave(saved);
+    }
+#endif
+}
+
+/* ---- An array as a matrix ---- */
+
+struct matrix {
+    char *first; /* element (0, 0) */
+    int bytes;   /* of an element */
+    nib_dtype dtype;
+    int64_t rows, cols;
+    int64_t row_stride, col_stride; /* in elements; row_stride only when `even` */
+    bool even;                      /* rows are equally far apart */
+    const nib_array *array;
+};
+
+static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t cols)
+{
+    struct matrix m = { .bytes = nib_dtypes[array->dtype].bits / 8,
+                        .dtype = array->dtype,
+                        .rows = rows,
+                        .cols = cols,
+                        .col_stride = array->rank ? array->strides[array->rank - 1] : 1,
+                        .even = true,
+                        .array = array };
+    m.first = array->data ? (char *)array->data + array->offset : NULL;
+    /* From the last leading dim outwards: each must step over the ones inside it exactly. Dims of 1 are never stepped. */
+    int64_t inner = 1;
+    for (int i = array->rank - 2; i >= 0; i--) {
+        if (array->shape[i] == 1)
+            continue;
+        if (inner == 1)
+            m.row_stride = array->strides[i];
+        else if (array->strides[i] != m.row_stride * inner)
+            m.even = false;
+        inner *= array->shape[i];
+    }
+    return m;
+}
+
+static char *element_at(const struct matrix *m, int64_t row, int64_t col)
+{
+    int64_t offset = row * m->row_stride;
+    if (!m->even) {
+        offset = 0;
+        for (int i = m->array->rank - 2; i >= 0; i--) {
+            offset += row % m->array->shape[i] * m->array->strides[i];
+            row /= m->array->shape[i];
+        }
+    }
+    return m->first + (offset + col * m->col_stride) * m->bytes;
+}
+
+/* Memory for a panel that cannot be pointed at. */
+struct stage {
+    _Alignas(64) char bytes[PANEL_ROWS * PANEL_COLS * sizeof(float)];
+};
+
+static struct nib_panel panel_at(const struct matrix *m, int64_t row, int64_t col, struct stage *stage)
+{
+    struct nib_panel panel = { .dtype = m->dtype,
+                               .stride = m->row_stride,
+                               .row = row,
+                               .col = col,
+                               .rows = nib_min(PANEL_ROWS, m->rows - row),
+                               .cols = nib_min(PANEL_COLS, m->cols - col) };
+    if (m->even && m->col_stride == 1) {
+        panel.x = element_at(m, row, col);
+        return panel;
+    }
+    for (int64_t r = 0; r < panel.rows; r++) {
+        const char *from = element_at(m, row + r, col);
+        char *to = stage->bytes + r * PANEL_COLS * m->bytes;
+        for (int64_t c = 0; c < panel.cols; c++)
+            memcpy(to + c * m->bytes, from + c * m->col_stride * m->bytes, (size_t)m->bytes);
+    }
+    panel.x = stage->bytes;
+    panel.stride = PANEL_COLS;
+    return panel;
+}
+
+/* ---- Amaxes ---- */
+
+struct amax_job {
+    const struct matrix *m;
+    const struct nib_kernels *kernels;
+    const struct nib_coding *coding;
+    nib_format format;
+    float *per_line;        /* one per line, or NULL */
+    _Atomic uint32_t whole; /* of all: the bits of a float that is not negative order as the floats do */
+    int64_t column_panels;
+};
+
+static void raise_to(_Atomic uint32_t *whole, float value)
+{
+    uint32_t seen = atomic_load_explicit(whole, memory_order_relaxed);
+    while (nib_bits(value) > seen && !atomic_compare_exchange_weak_explicit(whole, &seen, nib_bits(value),
+                                                                            memory_order_relaxed, memory_order_relaxed))
+        ;
+}
+
+/* One panel of the data as it is. */
+static void amax_of_panel(void *context, int64_t i)
+{
+    struct amax_job *job = context;
+    struct stage stage;
+    const struct nib_panel panel =
+        panel_at(job->m, i / job->column_panels * PANEL_ROWS, i % job->column_panels * PANEL_COLS, &stage);
+    const int64_t row_bytes = panel.stride * job->m->bytes;
+    float amax = 0;
+    for (int64_t r = 0; r < panel.rows; r++)
+        amax = nib_fmax(amax, job->kernels->absmax[panel.dtype]((const char *)panel.x + r * row_bytes, panel.cols));
+    raise_to(&job->whole, amax);
+}
+
+/* All panels that hold the i-th group of lines: rowwise, 16 rows; columnwise, 256 columns. */
+static void amax_of_lines(void *context, int64_t i)
+{
+    struct amax_job *job = context;
+    const bool rowwise = job->coding->copy == NIB_ROWWISE;
+    const int64_t panels = rowwise ? job->column_panels : nib_ceil_div(job->m->rows, PANEL_ROWS);
+    float lines[PANEL_COLS] = { 0 };
+    int64_t count = 0;
+    for (int64_t j = 0; j < panels; j++) {
+        struct stage stage;
+        const struct nib_panel panel =
+            panel_at(job->m, (rowwise ? i : j) * PANEL_ROWS, (rowwise ? j : i) * PANEL_COLS, &stage);
+        job->kernels->absmax_lines[job->format](&panel, job->coding, lines);
+        count = rowwise ? panel.rows : panel.cols;
+    }
+    for (int64_t line = 0; line < count; line++) {
+        if (job->per_line)
+            job->per_line[i * (rowwise ? PANEL_ROWS : PANEL_COLS) + line] = lines[line];
+        raise_to(&job->whole, lines[line]);
+    }
+}
+
+/* The amax of a copy, or one per line of it, into out. */
+static void find_amax(const nib_quantizer *q, const struct matrix *m, const struct nib_coding *coding, float *out)
+{
+    struct amax_job job = { .m = m,
+                            .kernels = nib_kernels_best(),
+                            .coding = coding,
+                            .format = q->format,
+                            .per_line = q->row_scaled ? out : NULL,
+                            .column_panels = nib_ceil_div(m->cols, PANEL_COLS) };
+    const int threads = nib_thread_count(q, m->rows * m->cols);
+    const int64_t row_panels = nib_ceil_div(m->rows, PANEL_ROWS);
+    const int64_t lines = coding->copy == NIB_ROWWISE ? m->rows : m->cols;
+    if (q->row_scaled)
+        memset(out, 0, (size_t)lines * sizeof *out); /* lines without elements */
+    if (!q->row_scaled && !coding->transform)
+        nib_parallel(row_panels * job.column_panels, threads, amax_of_panel, &job);
+    else
+        nib_parallel(coding->copy == NIB_ROWWISE ? row_panels : job.column_panels, threads, amax_of_lines, &job);
+    if (!q->row_scaled)
+        *out = nib_float(job.whole);
+}
+
+/* ---- Levels ---- */
+
+static bool wants(const nib_quantizer *q, int copy) { return copy == NIB_ROWWISE ? q->rowwise : q->columnwise; }
+
+/* The number of `copy` that the caller brought; one serves both copies where both hold the same data. */
+static const float *given_for(const float *const given[2], const nib_quantizer *q, int copy)
+{
+    const bool same = !q->row_scaled && !q->rht && !q->rht_rowwise;
+    return given[copy] ? given[copy] : same ? given[1 - copy] : NULL;
+}
+
+/* The amaxes of the wanted copies that have no given level, side by side from `amax` on: what a reduction is made of. */
+static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
+                             const struct nib_geometry *geometry, const struct nib_coding coding[2], float *amax,
+                             const float *found[2])
+{
+    size_t n = 0;
+    for (int copy = 0; copy < 2; copy++) {
+        found[copy] = NULL;
+        if (!wants(q, copy) || given_for(given->level, q, copy))
+            continue;
+        const size_t count = (size_t)geometry->copy[copy].levels;
+        const float *brought = given_for(given->amax, q, copy);
+        const bool same = copy == 1 && found[0] && !q->row_scaled && !q->rht && !q->rht_rowwise;
+        if (brought || same)
+            memcpy(amax + n, brought ? brought : found[0], count * sizeof *amax);
+        else
+            find_amax(q, m, &coding[copy], amax + n);
+        found[copy] = amax + n;
+        n += count;
+    }
+    return n;
+}
+
+static void finish_levels(const nib_quantizer *q, const nib_given *given, const struct nib_geometry *geometry,
+                          const struct nib_coding coding[2], const float *const found[2],
+                          const struct nib_copy_memory memory[2])
+{
+    const bool unbiased = q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED;
+    for (int copy = 0; copy < 2; copy++) {
+        if (!wants(q, copy))
+            continue;
+        const float *level = given_for(given->level, q, copy);
+        for (int64_t i = 0; i < geometry->copy[copy].levels; i++) {
+            if (level) {
+                memory[copy].levels[i] = level[i];
+                continue;
+            }
+            /* Unbiased rounding must not clip, so that the level, too, is 1/16 larger than the data. */
+            const float amax = unbiased ? nib_fmin(found[copy][i] * (17.0f / 16.0f), FLT_MAX) : found[copy][i];
+            memory[copy].levels[i] = coding[copy].dialect->level_of(amax, &coding[copy].rules);
+        }
+    }
+}
+
+static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
+                                 const struct nib_geometry *geometry, const struct nib_coding coding[2],
+                                 const struct nib_copy_memory memory[2])
+{
+    /* One level per copy needs no memory to speak of. Vectors of amaxes do: they are found in a place of their own, so that the
+     * tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
+    float pair[2], *amax = pair;
+    const float *found[2];
+    if (q->row_scaled) {
+        const int64_t n = (q->rowwise ? geometry->copy[0].levels : 0) + (q->columnwise ? geometry->copy[1].levels : 0);
+        amax = nib_alloc((size_t)n * sizeof *amax);
+        if (!amax)
+            return nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)n);
+    }
+    const size_t n = collect_amaxes(q, m, given, geometry, coding, amax, found);
+    nib_status status = NIB_OK;
+    if (q->amax_comm && n > 0) {
+        const nib_status reduced = q->amax_comm->allreduce_max_f32(q->amax_comm->context, amax, n);
+        if (reduced)
+            status = nib_fail(NIB_ERR_COMM, "the reduction of amaxes over %d ranks failed: %s", q->amax_comm->size,
+                              nib_status_name(reduced));
+    }
+    if (!status)
+        finish_levels(q, given, geometry, coding, found, memory);
+    if (amax != pair)
+        nib_free(amax);
+    return status;
+}
+
+/* ---- Codes ---- */
+
+static struct nib_coding coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype input)
+{
+    const bool rowwise = copy == NIB_ROWWISE;
+    const int64_t block = nib_formats[q->format].block;
+    return (struct nib_coding){ .copy = copy,
+                                .tile_lines = q->block_dims[0],
+                                .transform = nib_copy_is_transformed(q, copy),
+                                .sign_mask = q->rht_sign_mask,
+                                .dialect = &nib_dialects[q->dialect],
+                                .rules = nib_rules_of(q, input),
+                                .scale_rule = q->scale_rule,
+                                .error_mode = q->error_mode,
+                                .fast_error = q->fast_error,
+                                .floor_code = nib_e4m3_from_f32(q->min_block_scale),
+                                .rounding = q->rounding,
+                                .seed = q->seed,
+                                .offset = q->offset,
+                                .origin_line = q->origin[rowwise ? 0 : 1],
+                                .origin_block = q->origin[rowwise ? 1 : 0] / block };
+}
+
+struct code_job {
+    const nib_quantizer *q;
+    const struct matrix *m;
+    nib_quantize_fn *quantize;
+    const struct nib_coding *coding;
+    struct nib_target target[2];
+    int64_t column_panels;
+};
+
+static void quantize_panel(void *context, int64_t i)
+{
+    const struct code_job *job = context;
+    struct stage stage;
+    const struct nib_panel panel =
+        panel_at(job->m, i / job->column_panels * PANEL_ROWS, i % job->column_panels * PANEL_COLS, &stage);
+    for (int copy = 0; copy < 2; copy++)
+        if (wants(job->q, copy))
+            job->quantize(&panel, &job->coding[copy], &job->target[copy]);
+}
+
+/* Scales that stand for no block are 0, whatever the buffer held. */
+static void zero_scale_padding(const struct nib_copy_geometry *geometry, const struct nib_target *target)
+{
+    for (int64_t line = 0; line < geometry->scale_lines; line++)
+        for (int64_t block = line < geometry->lines ? geometry->blocks : 0; block < geometry->scale_stride; block++)
+            target->scales[nib_scale_offset(line, block, target->scale_stride, target->swizzled)] = 0;
+}
+
+nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,
+                               const struct nib_geometry *geometry, const struct nib_copy_memory memory[2])
+{
+    static const nib_given nothing = { sizeof nothing, { NULL, NULL }, { NULL, NULL } };
+    const struct nib_coding coding[2] = { coding_of(q, NIB_ROWWISE, x->dtype), coding_of(q, NIB_COLUMNWISE, x->dtype) };
+    const struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
+    const nib_fpenv saved = nib_fpenv_enter();
+    const nib_status status = compute_levels(q, &m, given ? given : &nothing, geometry, coding, memory);
+    nib_fpenv_leave(saved);
+    if (status)
+        return status;
+
+    struct code_job job = { .q = q,
+                            .m = &m,
+                            .quantize = nib_kernels_best()->quantize[q->format],
+                            .coding = coding,
+                            .column_panels = nib_ceil_div(m.cols, PANEL_COLS) };
+    for (int copy = 0; copy < 2; copy++) {
+        job.target[copy] = (struct nib_target){ .codes = memory[copy].codes,
+                                                .scales = memory[copy].scales,
+                                                .code_stride = geometry->copy[copy].code_stride,
+                                                .scale_stride = geometry->copy[copy].scale_stride,
+                                                .swizzled = q->swizzled,
+                                                .levels = memory[copy].levels,
+                                                .level_per_line = q->row_scaled };
+        if (wants(q, copy))
+            zero_scale_padding(&geometry->copy[copy], &job.target[copy]);
+    }
+    nib_parallel(nib_ceil_div(m.rows, PANEL_ROWS) * job.column_panels, nib_thread_count(q, m.rows * m.cols),
+                 quantize_panel, &job);
+    return NIB_OK;
+}
+
+/* ---- Back ---- */
+
+struct decode_job {
+    const nib_quantizer *q;
+    nib_decode_fn *decode;
+    struct nib_rules rules;
+    const struct nib_copy_geometry *geometry;
+    const struct nib_copy_memory *memory;
+    nib_copy copy;
+    int64_t first; /* the matrix row that is row 0 of out */
+    struct matrix out;
+    int64_t column_panels;
+};
+
+static void store_number(const struct matrix *m, int64_t row, int64_t col, float y)
+{
+    const uint16_t half = m->dtype == NIB_BF16 ? nib_bf16_from_f32(y) : nib_f16_from_f32(y);
+    memcpy(element_at(m, row, col), m->dtype == NIB_F32 ? (const void *)&y : (const void *)&half, (size_t)m->bytes);
+}
+
+/* Elements first..first+n-1 of a line, where `first` begins a block and n is at most PANEL_COLS. */
+static void decode_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, float *y)
+{
+    const int64_t block = nib_formats[job->q->format].block;
+    uint8_t scales[PANEL_COLS];
+    for (int64_t b = 0; b < nib_ceil_div(n, block); b++)
+        scales[b] =
+            job->memory
+                ->scales[nib_scale_offset(line, first / block + b, job->geometry->scale_stride, job->q->swizzled)];
+    const uint8_t *codes = job->memory->codes + line * job->geometry->code_stride + first / 2;
+    job->decode(y, codes, scales, n, job->memory->levels[job->q->row_scaled ? line : 0], &job->rules);
+    if (nib_copy_is_transformed(job->q, job->copy))
+        for (int64_t i = 0; i < n; i += 16)
+            nib_rht_inverse(y + i, job->q->rht_sign_mask);
+}
+
+/* One panel of the output. Lines of the columnwise copy run down it and are decoded in whole blocks, so that a panel that does
+ * not begin at a border takes a few elements more than it needs. */
+static void decode_panel(void *context, int64_t i)
+{
+    const struct decode_job *job = context;
+    const int64_t row = i / job->column_panels * PANEL_ROWS, col = i % job->column_panels * PANEL_COLS;
+    const int64_t rows = nib_min(PANEL_ROWS, job->out.rows - row), cols = nib_min(PANEL_COLS, job->out.cols - col);
+    float y[PANEL_COLS];
+    if (job->copy == NIB_ROWWISE) {
+        for (int64_t r = 0; r < rows; r++) {
+            decode_line(job, job->first + row + r, col, cols, y);
+            for (int64_t c = 0; c < cols; c++)
+                store_number(&job->out, row + r, col + c, y[c]);
+        }
+        return;
+    }
+    const int64_t block = nib_formats[job->q->format].block, start = (job->first + row) / block * block;
+    const int64_t end = nib_min(nib_round_up(job->first + row + rows, block), job->geometry->length);
+    for (int64_t c = 0; c < cols; c++) {
+        decode_line(job, col + c, start, end - start, y);
+        for (int64_t r = 0; r < rows; r++)
+            store_number(&job->out, row + r, col + c, y[job->first + row + r - start]);
+    }
+}
+
+void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geometry, nib_copy from,
+                         const struct nib_copy_memory *memory, int64_t first, int64_t count, const nib_array *out)
+{
+    struct decode_job job = { .q = q,
+                              .decode = nib_kernels_best()->decode[q->format],
+                              .rules = nib_rules_of(q, NIB_F32),
+                              .geometry = &geometry->copy[from],
+                              .memory = memory,
+                              .copy = from,
+                              .first = first,
+                              .out = matrix_of(out, count, geometry->cols),
+                              .column_panels = nib_ceil_div(geometry->cols, PANEL_COLS) };
+    nib_parallel(nib_ceil_div(count, PANEL_ROWS) * job.column_panels, nib_thread_count(q, count * geometry->cols),
+                 decode_panel, &job);
+}

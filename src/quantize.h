@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * quantize.h - from plain arrays to codes and back: options, amaxes, levels, panels, threads.
+ */
+#ifndef NIB_QUANTIZE_H
+#define NIB_QUANTIZE_H
+
+#include "format.h"
+#include "kernels.h"
+
+/* Where one copy of a tensor lies. codes NULL: the copy is absent. */
+struct nib_copy_memory {
+    uint8_t *codes, *scales;
+    float *levels;
+};
+
+/* Takes a caller's options of any version, checks them alone (nib_quantizer_check with x NULL) and normalises flags. */
+nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out);
+
+/* Whether an input of this dtype and shape is taken; q is loaded. Gives its geometry. */
+nib_status nib_check_input(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
+                           struct nib_geometry *out);
+
+/* Amaxes, levels, then codes and scales of the copies that q wants. x and q are checked, memory[] is in place. When this
+ * fails (a communicator, or memory for its vectors) nothing was written. */
+nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,
+                               const struct nib_geometry *geometry, const struct nib_copy_memory memory[2]);
+
+/* Rows first..first+count-1 of the matrix from one copy to `out`, whose leading dims have `count` rows in all. */
+void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geometry, nib_copy from,
+                         const struct nib_copy_memory *memory, int64_t first, int64_t count, const nib_array *out);
+
+/* Whether a copy of this quantiser is transformed. */
+static inline bool nib_copy_is_transformed(const nib_quantizer *q, nib_copy copy)
+{
+    return copy == NIB_ROWWISE ? q->rht_rowwise : q->rht;
+}
+
+/* Call body(context, i) for i in 0..n-1 on so many threads, each in the arithmetic that the specification wants. Items must not
+ * write the same bytes, so that neither order nor count matters. */
+void nib_parallel(int64_t n, int threads, void (*body)(void *context, int64_t i), void *context);
+
+/* How many threads pay for so many elements. */
+int nib_thread_count(const nib_quantizer *q, int64_t elements);
+
+#endif

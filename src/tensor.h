@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * tensor.h - what a nib_tensor is inside.
+ */
+#ifndef NIB_TENSOR_H
+#define NIB_TENSOR_H
+
+#include "quantize.h"
+
+struct nib_tensor {
+    nib_quantizer q; /* says what the bytes mean; its amax_comm is NULL */
+    nib_dtype dtype; /* nominal */
+    int rank;
+    int64_t shape[NIB_MAX_RANK];
+    struct nib_geometry geometry;
+    nib_buffer *parts[NIB_PART_COUNT]; /* a copy's three are there together, or none */
+};
+
+/* The three parts of a copy: data, scale, level. */
+extern const nib_part nib_copy_parts[2][3];
+
+bool nib_tensor_has(const nib_tensor *t, nib_copy copy);
+
+/* "rowwise" and "columnwise", for sentences. */
+const char *nib_copy_name(nib_copy copy);
+
+/* Resolves NIB_EITHER; USAGE when the copy is not there. */
+nib_status nib_tensor_pick(const nib_tensor *t, nib_copy wanted, nib_copy *out);
+
+struct nib_copy_memory nib_tensor_memory(const nib_tensor *t, nib_copy copy);
+size_t nib_part_bytes(const struct nib_geometry *geometry, nib_part part);
+
+/* What a per-tensor number of this tensor means, and the other constants of decoding. */
+struct nib_rules nib_tensor_rules(const nib_tensor *t);
+
+/* Whether bytes written under one quantiser decode the same under the other. */
+bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b);
+
+/* A tensor without buffers; q is loaded. */
+nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out);
+
+/* Fresh zeroed buffers for the copies that are wanted and not there. On failure those it made are released again. */
+nib_status nib_tensor_allocate(nib_tensor *t, bool rowwise, bool columnwise);
+void nib_tensor_drop(nib_tensor *t, nib_copy copy);
+
+#endif

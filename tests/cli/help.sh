@@ -1,0 +1,96 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# The tool about itself: nib, nib help, nib version, an unknown command, outputs that cannot be written.
+set -u
+NIB=${NIB:?the path of the tool}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+
+# run STATUS COMMAND...: runs it into $work/out and $work/err and compares the exit status.
+run() {
+    local expected=$1 status=0
+    shift
+    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
+    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
+}
+
+fail() {
+    echo "FAILED: $1" | cat -v
+    sed "s/^/    out: /" "$work/out" | cat -v
+    sed "s/^/    err: /" "$work/err" | cat -v
+    failures=$((failures + 1))
+}
+
+has() { grep -qF -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
+empty() { [ ! -s "$work/$1" ] || fail "std$1 should be empty"; }
+
+commands="conform version help"
+
+run 2 "$NIB"
+empty out
+for command in $commands; do has err "  $command"; done
+
+for words in help --help -h; do
+    run 0 "$NIB" $words
+    empty err
+    has out "usage: nib COMMAND"
+    for command in $commands; do has out "  $command"; done
+done
+
+for command in $commands; do
+    run 0 "$NIB" "$command" --help
+    empty err
+    has out "usage: nib $command [OPTION]..."
+    has out "-h, --help"
+    cp "$work/out" "$work/by_option"
+    run 0 "$NIB" help "$command"
+    empty err
+    cmp -s "$work/out" "$work/by_option" || fail "nib help $command is not nib $command --help"
+    run 0 "$NIB" "$command" -h
+    run 2 "$NIB" "$command" --no-such-option
+    has err "nib: $command: cannot take option '--no-such-option'; see nib $command --help"
+    empty out
+done
+
+run 2 "$NIB" bogus
+empty out
+has err "nib: there is no command 'bogus'; the commands are conform, version, help"
+run 2 "$NIB" help bogus
+empty out
+has err "nib: there is no command 'bogus'"
+run 2 "$NIB" help conform version
+run 2 "$NIB" --bogus
+run 2 "$NIB" ''
+run 2 "$NIB" $'a\e[31mb\nc'
+has err "'a?[31mb?c'" # nothing that a terminal would obey
+
+header=$(sed -n 's/^#define NIB_VERSION "\(.*\)"$/\1/p' include/nib.h)
+for words in version --version; do
+    run 0 "$NIB" $words
+    empty err
+    [ "$(cat "$work/out")" = "nib $header" ] || fail "nib $words is not nib $header"
+done
+run 0 "$NIB" version -v
+has out "instruction set: "
+run 2 "$NIB" version now
+has err "nib: version: takes no operand, such as 'now'"
+run 2 "$NIB" version -vx
+has err "nib: version: cannot take option '-x'"
+run 2 "$NIB" version --verbose=1
+has err "'--verbose=1'"
+
+# A report that did not arrive is not a success.
+status=0
+"$NIB" help >/dev/full 2>"$work/err" || status=$?
+[ $status = 2 ] || fail "nib help >/dev/full: exit $status"
+has err "nib: cannot write standard output: No space left on device"
+status=0
+"$NIB" version >&- 2>"$work/err" || status=$?
+[ $status = 2 ] || fail "nib version >&-: exit $status"
+has err "nib: cannot write standard output"
+status=0
+{ sleep 0.2; "$NIB" help 2>"$work/err"; echo $? >"$work/status"; } | true
+[ "$(cat "$work/status")" = 2 ] || fail "nib help into a closed pipe: exit $(cat "$work/status")"
+
+[ $failures = 0 ]

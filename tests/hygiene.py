@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the repository and of the built library: hygiene.py [BUILD]. One check, one pass or failure."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BUILD = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else os.path.join(ROOT, "build")
+
+# A file of src/ may include headers of its own rank or below. Files in src/x86 and src/arm are kernels.
+RANK = {
+    "base": 0, "os": 0,
+    "codec": 1, "philox": 1, "json": 1,
+    "format": 2, "safetensors": 2,
+    "dialect": 3, "kernels": 3, "kernels_scalar": 3,
+    "quantize": 4, "options": 4,
+    "tensor": 5,
+    "gemm": 6, "dlpack": 6, "tensor_file": 6, "shard": 6,
+}
+# And these only what is named.
+ONLY = {
+    "json": {"base", "os", "json"},
+    "safetensors": {"base", "os", "json", "safetensors"},
+}
+# What a library must not do by itself: print, exit, abort.
+FORBIDDEN = {"printf", "fprintf", "vprintf", "vfprintf", "puts", "fputs", "putchar", "perror", "__printf_chk", "__fprintf_chk",
+             "__vprintf_chk", "__vfprintf_chk", "exit", "_exit", "_Exit", "abort", "__assert_fail"}
+CLANG_FORMAT = "14"  # versions differ in what they call well formatted
+
+counts = {"passed": 0, "failed": 0, "skipped": 0}
+
+
+def check(what, faults):
+    """faults: a list of sentences; empty is a pass."""
+    counts["failed" if faults else "passed"] += 1
+    if faults:
+        print(f"FAILED {what}")
+        for fault in faults[:20]:
+            print(f"    {fault}")
+        if len(faults) > 20:
+            print(f"    and {len(faults) - 20} more")
+
+
+def skip(what, why):
+    counts["skipped"] += 1
+    print(f"skipped {what}: {why}")
+
+
+def run(*command, **options):
+    """(succeeded, output) of a command in the repository."""
+    env = {**os.environ, **options.get("env", {})}
+    done = subprocess.run(command, cwd=options.get("cwd", ROOT), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode == 0, done.stdout.decode(errors="replace")
+
+
+def faults_of(*command, **options):
+    good, output = run(*command, **options)
+    return [] if good else [" ".join(command)[:300]] + output.splitlines()
+
+
+def repository_files():
+    """Tracked files and those about to be."""
+    good, output = run("git", "ls-files", "-co", "--exclude-standard")
+    if good:
+        names = output.splitlines()
+    else:  # an unpacked release
+        names = [os.path.relpath(os.path.join(folder, name), ROOT)
+                 for folder, _, inner in os.walk(ROOT) for name in inner if "/build" not in folder and "/.git" not in folder]
+    return sorted(name for name in names if os.path.isfile(os.path.join(ROOT, name)))
+
+
+def read(name):
+    with open(os.path.join(ROOT, name), "rb") as file:
+        return file.read()
+
+
+FILES = repository_files()
+SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".py", ".sh", ".cmake", ".cmake.in", ".pc.in"))
+           or os.path.basename(n) in ("CMakeLists.txt", "Makefile")]
+TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" not in read(n)]
+HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n)]
+LIBRARY = [n for n in FILES if re.fullmatch(r"src/(\w+/)?\w+\.[ch]", n)]
+
+
+def lines_matching(names, pattern):
+    pattern = re.compile(pattern)
+    return [f"{name}:{number}: {line.strip()[:150]}" for name in names
+            for number, line in enumerate(read(name).decode(errors="replace").split("\n"), 1) if pattern.search(line)]
+
+
+# ---- The repository --------------------------------------------------------------------------------------
+
+
+def check_text():
+    check("an SPDX line in the first three of every source file",
+          [n for n in SOURCES if b"SPDX-License-Identifier: Apache-2.0" not in b"\n".join(read(n).split(b"\n")[:3])])
+
+    faults = []
+    for name in TEXTS:
+        try:
+            text = read(name).decode("utf-8")
+        except UnicodeDecodeError as error:
+            faults.append(f"{name}: {error}")
+            continue
+        if text and not text.endswith("\n"):
+            faults.append(f"{name}: no newline at the end")
+        if "\r" in text:
+            faults.append(f"{name}: carriage returns")
+    check("text is UTF-8 and ends in a newline", faults)
+    check("no trailing whitespace", lines_matching(TEXTS, r"[ \t]$"))
+    check("no tabs in C", lines_matching([n for n in TEXTS if n.endswith((".c", ".h"))], r"\t"))
+
+    # The patterns are put together so that this file does not match itself.
+    check("no paths of somebody's machine", lines_matching(TEXTS, "/" + "work/"))
+    check("no notes to oneself", lines_matching(TEXTS, r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b"))
+
+
+def check_includes():
+    """Layers: left may use right, never the reverse."""
+    faults = []
+    for name in LIBRARY:
+        folder, stem = os.path.dirname(name), os.path.splitext(os.path.basename(name))[0]
+        if folder != "src":
+            stem = "kernels"
+        if stem not in RANK:
+            faults.append(f"{name}: tests/hygiene.py does not know the layer of {stem}; add it to RANK")
+            continue
+        for header in re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M):
+            if os.path.exists(os.path.join(ROOT, "include", header)):
+                continue
+            other = os.path.splitext(os.path.basename(header))[0]
+            if os.path.exists(os.path.join(ROOT, folder, header)) and folder != "src":
+                continue  # private to one instruction set's folder
+            if other not in RANK:
+                faults.append(f"{name}: tests/hygiene.py does not know the layer of {other}; add it to RANK")
+            elif RANK[other] > RANK[stem] or other not in ONLY.get(stem, RANK):
+                faults.append(f"{name} (layer {RANK[stem]}) may not include {header} (layer {RANK[other]})")
+    check("includes of src/ go down the layers", faults)
+
+    faults = []
+    for name in FILES:
+        if re.fullmatch(r"(tools|examples)/.*\.[ch]", name):
+            for header in re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M):
+                if not any(os.path.exists(os.path.join(ROOT, place, header)) for place in ("include", os.path.dirname(name))):
+                    faults.append(f"{name} may not include {header}")
+    check("tools and examples use only include/", faults)
+    check("no switch on a format outside src/format.c",
+          lines_matching([n for n in FILES if n.endswith((".c", ".h")) and n != "src/format.c"], r"switch *\(.*format"))
+
+
+def check_format():
+    program = shutil.which("clang-format")
+    version = re.search(r"version (\d+)", run(program, "--version")[1]) if program else None
+    if not version or version[1] != CLANG_FORMAT:
+        return skip("clang-format", f"needs version {CLANG_FORMAT}, here is {version[1] if version else 'none'}")
+    names = [n for n in FILES if re.match(r"(include|src|tools|examples)/.*\.[ch]$", n)]
+    check("clang-format (make format)", [n for n in names if not run(program, "--dry-run", "-Werror", n)[0]])
+
+
+# ---- The library -----------------------------------------------------------------------------------------
+
+
+def symbols(path, *options):
+    output = subprocess.run(["nm", *options, path], stdout=subprocess.PIPE, check=True).stdout.decode()
+    return {line.split()[-1].split("@")[0] for line in output.splitlines() if line and not line.endswith(":")}
+
+
+def check_headers():
+    strict = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", "-Iinclude"]
+    for compiler, language in (("gcc", "c11"), ("clang", "c11"), ("g++", "c++17"), ("clang++", "c++17")):
+        what = f"public headers alone as {language} with {compiler}"
+        if not shutil.which(compiler):
+            skip(what, f"there is no {compiler}")
+            continue
+        kind = "c++" if "++" in language else "c"
+        check(what, [f for n in HEADERS for f in faults_of(compiler, f"-std={language}", *strict, "-x", kind, n)])
+
+
+def check_symbols():
+    declared = set()
+    for name in HEADERS:
+        text = re.sub(r"/\*.*?\*/|^ *#.*?$", "", read(name).decode(), flags=re.S | re.M)
+        declared |= set(re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", text))
+    exported = symbols(os.path.join(BUILD, "libnib.so"), "-D", "--defined-only")
+    check("libnib.so exports what the headers declare",
+          [f"declared, not exported: {s}" for s in sorted(declared - exported)]
+          + [f"exported, not declared: {s}" for s in sorted(exported - declared)])
+    check("exported names begin with nib_", sorted(s for s in exported if not s.startswith("nib_")))
+
+    archive = os.path.join(BUILD, "libnib.a")
+    check("global names of libnib.a begin with nib_",
+          sorted(s for s in symbols(archive, "-g", "--defined-only") if not s.startswith("nib_")))
+    check("libnib.a neither prints, exits nor aborts", sorted(symbols(archive, "-u") & FORBIDDEN))
+
+
+def check_plain_build(folder):
+    """One compiler call without a build system: no flags per file, no warnings to silence."""
+    sources = [n for n in LIBRARY if n.endswith(".c")]
+    library = os.path.join(folder, "libnib.so")
+    for compiler in ("gcc", "clang"):
+        what = f"{compiler} src/*.c src/*/*.c"
+        if not shutil.which(compiler):
+            skip(what, f"there is no {compiler}")
+            continue
+        faults = faults_of(compiler, "-std=c11", "-O2", "-ffp-contract=off", "-Werror", "-fPIC", "-shared", "-Iinclude", *sources, "-o", library)
+        if not faults:
+            # NIB_API marks what is public; only the build system hides the rest.
+            faults = [f"exports {s}" for s in sorted(symbols(library, "-D", "--defined-only")) if not s.startswith("nib_")]
+        if not faults:
+            program = os.path.join(folder, "plain")
+            faults = faults_of(compiler, "-Iinclude", "tests/install/consumer.c", library, "-o", program) \
+                or faults_of(program, env={"LD_LIBRARY_PATH": folder})
+        check(what, faults)
+
+
+def check_install(folder):
+    """Install, move the tree elsewhere, and use it as a stranger would."""
+    faults = faults_of("cmake", "--install", BUILD, "--prefix", folder + "/first")
+    check("cmake --install", faults)
+    if faults:
+        return
+    prefix = folder + "/moved"
+    os.rename(folder + "/first", prefix)
+
+    project = folder + "/project"
+    check("find_package(nib)",
+          faults_of("cmake", "-S", "tests/install", "-B", project, f"-DCMAKE_PREFIX_PATH={prefix}")
+          or faults_of("cmake", "--build", project)
+          or faults_of(project + "/consumer") or faults_of(project + "/consumer_static"))
+
+    found = [f for f, _, names in os.walk(prefix) if "nib.pc" in names]
+    env = {"PKG_CONFIG_PATH": found[0] if found else ""}
+    for kind, options in (("shared", []), ("static", ["--static"])):
+        good, flags = run("pkg-config", "--cflags", "--libs", *options, "nib", env=env)
+        faults = [] if good else flags.splitlines()
+        if good:
+            if kind == "static":
+                flags = flags.replace("-lnib", "-l:libnib.a")
+            program = f"{folder}/{kind}"
+            faults = faults_of("cc", "tests/install/consumer.c", *flags.split(), "-o", program) \
+                or faults_of(program, env={"LD_LIBRARY_PATH": os.path.dirname(found[0])} if kind == "shared" else {})
+        check(f"pkg-config, {kind}", faults)
+
+
+def main():
+    check_text()
+    check_includes()
+    check_format()
+    check_headers()
+    if os.path.exists(os.path.join(BUILD, "libnib.so")):
+        check_symbols()
+        with tempfile.TemporaryDirectory() as folder:
+            check_plain_build(folder)
+        with tempfile.TemporaryDirectory() as folder:
+            check_install(folder)
+    else:
+        check("a built library", [f"there is no libnib.so in {BUILD}"])
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Run every test and end with one line: N passed, M failed, K skipped.
+
+    tests/run.py                  all stages (make test)
+    tests/run.py --stage asan     one of them
+    tests/run.py --campaign       and the long things: NIB_CAMPAIGN=1, tests/campaign/*.sh, fuzzing
+
+A stage builds what it needs. A thing that cannot be had (a compiler, a Python package) is skipped with its
+reason, except under CI=true, where that is a failure.
+"""
+import argparse
+import glob
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+CI = os.environ.get("CI") == "true"
+CLOSING = re.compile(r"^(\d+) passed, (\d+) failed(?:, (\d+) skipped)?$")
+TORCH = "torch==2.13.0"
+ORACLES = ["compressed-tensors", "nvidia-modelopt", "torchao", "safetensors", "numpy", "ml_dtypes",
+           "requests"]  # modelopt imports requests without asking for it
+campaign = False
+
+
+def files(pattern):
+    return sorted(glob.glob(os.path.join(ROOT, pattern)))
+
+
+def stem(path):
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+class Tally:
+    passed = failed = skipped = 0
+
+    def ok(self, count=1):
+        self.passed += count
+
+    def fail(self, what, output="", count=1):
+        self.failed += count
+        tail = "\n".join("    " + line for line in output.splitlines()[-100:])
+        print(f"  FAILED {what}" + (f"\n{tail}" if tail else ""), flush=True)
+
+    def skip(self, what, why, count=1):
+        self.skipped += count
+        print(f"  skipped {what}: {why}", flush=True)
+
+    def missing(self, what, why):
+        """Something that a package would provide: a skip here, a failure in CI."""
+        if CI:
+            self.fail(what, why)
+        else:
+            self.skip(what, why)
+
+    def line(self):
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+
+def run(command, env=None, timeout=600):
+    """(exit status or a word, output of both streams); programs run from the top of the repository."""
+    if campaign:
+        timeout = max(timeout, 24 * 3600)
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, start_new_session=True,
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
+        return "not run", str(error)
+    try:
+        output = process.communicate(timeout=timeout)[0]
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the children of a script too
+        status, output = f"no end after {timeout} s", process.communicate()[0]
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return status, output.decode(errors="replace")
+
+
+def run_counted(tally, what, command, env=None, timeout=900):
+    """Run something that ends in a closing line and add up its counts."""
+    status, output = run(command, env, timeout)
+    lines = output.strip().splitlines()
+    closing = CLOSING.match(lines[-1].strip()) if lines else None
+    if not closing:
+        return tally.fail(f"{what}: exit {status}, no closing line", output)
+    passed, failed, skipped = (int(count or 0) for count in closing.groups())
+    tally.ok(passed)
+    if failed or status != 0:
+        tally.fail(f"{what}: {lines[-1]}, exit {status}", output, failed or 1)
+    if skipped:
+        reasons = [line.strip() for line in lines if line.startswith("skipped")]
+        tally.skip(what, "; ".join(reasons) or lines[-1], skipped)
+
+
+def build(tally, folder, flags=(), compiler="gcc"):
+    """Configure and build into a folder; its path, or None."""
+    path = os.path.join(ROOT, folder)
+    if path in build.done:
+        return path
+    if not shutil.which(compiler):
+        return tally.missing(f"build {folder}", f"there is no {compiler}")
+    steps = [["cmake", "-S", ROOT, "-B", path, "-DNIB_WERROR=ON", *flags],
+             ["cmake", "--build", path, "--parallel", str(os.cpu_count() or 1)]]
+    for step in steps:
+        status, output = run(step, {"CC": compiler}, timeout=1200)
+        if status != 0:
+            return tally.fail(f"build {folder}", output)
+    tally.ok()
+    build.done.add(path)
+    return path
+
+
+build.done = set()
+
+
+def run_programs(tally, path, env=None):
+    """Every test program, the corpora of the fuzz targets and the golden files."""
+    for source in files("tests/test_*.c"):
+        run_counted(tally, stem(source), [os.path.join(path, "tests", stem(source))], env)
+
+    for source in files("tests/fuzz/fuzz_*.c"):
+        name = stem(source)
+        corpus = [f for f in files(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*") if os.path.isfile(f)]
+        if not corpus:
+            tally.fail(f"{name}: no corpus")
+            continue
+        status, output = run([os.path.join(path, "tests/fuzz", name), *corpus], env)
+        if status == 0:
+            tally.ok()
+        else:
+            tally.fail(f"{name} on its corpus: exit {status}", output)
+
+    if os.path.exists(os.path.join(path, "nib")):
+        run_counted(tally, "nib conform", [os.path.join(path, "nib"), "conform", *files("tests/golden/*.safetensors")], env)
+
+
+def run_scripts(tally, path, pattern):
+    """Shell scripts: exit 0 is a pass, 77 a skip with the last line as its reason."""
+    env = {"NIB": os.path.join(path, "nib"), "BUILD": path, "LC_ALL": "C"}
+    for script in files(pattern):
+        what = os.path.relpath(script, ROOT)
+        status, output = run(["bash", script], env)
+        if status == 0:
+            tally.ok()
+        elif status == 77:
+            tally.skip(what, (output.strip().splitlines() or ["no reason"])[-1])
+        else:
+            tally.fail(f"{what}: exit {status}", output)
+
+
+# ---- Stages ----------------------------------------------------------------------------------------------
+
+
+def stage_gcc(tally):
+    path = build(tally, "build")
+    if not path:
+        return
+    run_programs(tally, path)
+    run_scripts(tally, path, "tests/cli/*.sh")
+    for source in files("examples/*.c"):
+        status, output = run([os.path.join(path, "examples", stem(source))])
+        if status == 0:
+            tally.ok()
+        else:
+            tally.fail(f"examples/{stem(source)}: exit {status}", output)
+
+
+def stage_clang(tally):
+    path = build(tally, "build/clang", compiler="clang")
+    if path:
+        run_programs(tally, path)
+
+
+def stage_asan(tally):
+    # Without -Werror: under sanitizers gcc warns of conversions that it otherwise sees to be harmless.
+    flags = ["-DNIB_SANITIZE=ON", "-DNIB_WERROR=OFF", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_C_FLAGS_DEBUG=-O1 -g"]
+    path = build(tally, "build/asan", flags)
+    if path:
+        run_programs(tally, path, {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1",
+                                   "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"})
+
+
+def stage_serial(tally):
+    path = build(tally, "build/serial", ["-DNIB_OPENMP=OFF"])
+    if path:
+        run_programs(tally, path)
+
+
+def stage_hygiene(tally):
+    path = build(tally, "build")
+    if path:
+        run_counted(tally, "hygiene", [sys.executable, os.path.join(ROOT, "tests/hygiene.py"), path])
+
+
+def needs_of(script):
+    """The packages of a `# needs: numpy safetensors` line; None: it wants PyTorch and the oracles."""
+    with open(script, encoding="utf-8") as file:
+        for line in [next(file, "") for _ in range(5)]:
+            if line.startswith("# needs:"):
+                return line[len("# needs:"):].split()
+    return None
+
+
+def virtual_environment(folder, packages, own=False):
+    """A Python with these packages (in this order), or (None, why). own: without what the system has."""
+    path = os.path.join(ROOT, folder)
+    python = os.path.join(path, "bin/python")
+    if not os.path.exists(python):
+        command = [sys.executable, "-m", "venv", path] + ([] if own else ["--system-site-packages"])
+        status, output = run(command)
+        if status != 0:
+            shutil.rmtree(path, ignore_errors=True)
+            return None, f"no virtual environment: {(output.strip().splitlines() or [''])[-1]}"
+    for group in packages:
+        probe = ("import sys, importlib.metadata as m\n"
+                 "for name, _, version in (p.partition('==') for p in sys.argv[1:]):\n"
+                 "    assert m.version(name).startswith(version)")
+        if run([python, "-c", probe, *group])[0] == 0:
+            continue
+        status, output = run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *group], timeout=1500)
+        if status != 0:
+            return None, f"pip install {' '.join(group)}: {(output.strip().splitlines() or [str(status)])[-1]}"
+    return python, ""
+
+
+def stage_oracles(tally):
+    """tests/check_*.py compare with other people's packages: argv is libnib.so and the tool."""
+    path = build(tally, "build")
+    if not path:
+        return
+    scripts = {script: needs_of(script) for script in files("tests/check_*.py")}
+    light = sorted({need for needs in scripts.values() if needs is not None for need in needs})
+    light_python = torch_python = None
+    if None in scripts.values():
+        present = importlib.util.find_spec("torch") is not None
+        if os.environ.get("TORCH") == "1":
+            torch_python, why_torch = virtual_environment("build/venv", [[TORCH], ORACLES], own=not present)
+        elif present:
+            torch_python, why_torch = virtual_environment("build/venv", [ORACLES])
+        else:
+            why_torch = "needs PyTorch; TORCH=1 installs it"
+    if len(scripts) > list(scripts.values()).count(None):
+        light_python, why_light = virtual_environment("build/venv-light", [light] if light else [])
+
+    for script, needs in scripts.items():
+        python, why = (torch_python, why_torch if not torch_python else "") if needs is None else \
+                      (light_python, why_light if not light_python else "")
+        if python:
+            run_counted(tally, stem(script), [python, script, os.path.join(path, "libnib.so"), os.path.join(path, "nib")],
+                        timeout=1200)
+        else:
+            tally.missing(stem(script), why)
+
+
+def stage_scripts(tally):
+    path = build(tally, "build")
+    if path:
+        run_scripts(tally, path, "tests/campaign/*.sh")
+
+
+def stage_fuzz(tally):
+    """libFuzzer on a copy of each corpus; what it finds stays in build/fuzz/NAME."""
+    seconds = os.environ.get("NIB_FUZZ_SECONDS", "600")
+    if not shutil.which("clang"):
+        return tally.missing("fuzz", "there is no clang")
+    for source in files("tests/fuzz/fuzz_*.c"):
+        name = stem(source)
+        folder = os.path.join(ROOT, "build/fuzz", name)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(folder + "/corpus")
+        for file in files(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*"):
+            shutil.copy(file, folder + "/corpus")
+        status, output = run(["clang", "-std=gnu11", "-g", "-O1", "-ffp-contract=off", "-fno-sanitize-recover=all",
+                              "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Itests", source,
+                              *files("src/*.c"), *files("src/*/*.c"), "-lm", "-pthread", "-o", folder + "/run"])
+        if status == 0:
+            status, output = run([folder + "/run", f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
+                                  f"-artifact_prefix={folder}/", folder + "/corpus"],
+                                 {"ASAN_OPTIONS": "allocator_may_return_null=1"})
+        if status == 0:
+            tally.ok()
+        else:
+            tally.fail(f"{name}: exit {status}, see {os.path.relpath(folder, ROOT)}", output)
+
+
+STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial,
+          "hygiene": stage_hygiene, "oracles": stage_oracles}
+LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz}
+
+
+def main():
+    global campaign
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=[*STAGES, *LONG_STAGES], help="run only this one")
+    parser.add_argument("--campaign", action="store_true", help="also what takes longer")
+    arguments = parser.parse_args()
+    campaign = arguments.campaign
+    if campaign:
+        os.environ["NIB_CAMPAIGN"] = "1"
+
+    stages = {**STAGES, **LONG_STAGES} if campaign or arguments.stage in LONG_STAGES else STAGES
+    total = Tally()
+    for name, stage in stages.items():
+        if arguments.stage not in (None, name):
+            continue
+        tally, start = Tally(), time.time()
+        stage(tally)
+        print(f"{name:8} {tally.line()}, {time.time() - start:.0f} s", flush=True)
+        total.passed += tally.passed
+        total.failed += tally.failed
+        total.skipped += tally.skipped
+    print(total.line())
+    return 1 if total.failed or not total.passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

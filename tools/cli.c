@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * cli.c - options, help and sentences of the tool. The help is made from the table of options, so that it cannot say
+ * anything else than what is parsed.
+ */
+#include "cli.h"
+
+#include <getopt.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    MAX_OPTIONS = 32,
+    LONG_BASE = 256, /* getopt_long returns this plus the option's number, whether it was short or long */
+    HELP_COLUMN = 24
+};
+
+static const struct cli_option help_option = { 'h', "help", CLI_FLAG, NULL, NULL, "show this text", 0, 0 };
+
+/* Anything that a terminal could take for a command becomes '?': names come from files that anyone may have written. */
+static void put_line(FILE *stream, const char *prefix, const char *format, va_list arguments)
+{
+    char text[4096];
+    const int length = vsnprintf(text, sizeof text, format, arguments);
+    if (length < 0)
+        return;
+    for (char *p = text; *p; p++)
+        if ((unsigned char)*p < 0x20 || *p == 0x7F)
+            *p = '?';
+    fprintf(stream, "%s%s%s\n", prefix, text, (size_t)length < sizeof text ? "" : "...");
+}
+
+void cli_error(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    put_line(stderr, "nib: ", format, arguments);
+    va_end(arguments);
+}
+
+void cli_print(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    put_line(stdout, "", format, arguments);
+    va_end(arguments);
+}
+
+static void show_option(const struct cli_option *option)
+{
+    char left[80];
+    const char letter[] = { '-', option->letter, ',', ' ', 0 };
+    snprintf(left, sizeof left, "  %s--%s%s%s", option->letter ? letter : "    ", option->name,
+             option->argument ? " " : "", option->argument ? option->argument : "");
+    printf("%-*s%s\n", HELP_COLUMN, left, option->help);
+}
+
+static void show_help(const struct cli_command *self, const struct cli_option *options)
+{
+    printf("usage: nib %s [OPTION]...%s%s\n\n%s\n", self->name, *self->operands ? " " : "", self->operands,
+           self->about);
+    for (const struct cli_option *option = options; option->name; option++)
+        show_option(option);
+    show_option(&help_option);
+}
+
+static bool take_number(const struct cli_option *option, const char *text)
+{
+    char *end;
+    const long value = strtol(text, &end, 10); /* an overflow gives LONG_MAX, which is out of any range here */
+    if (!*text || *end || value < option->low || value > option->high)
+        return false;
+    *(int32_t *)option->value = (int32_t)value;
+    return true;
+}
+
+static bool take(const struct cli_command *self, const struct cli_option *option, const char *text)
+{
+    switch (option->kind) {
+    case CLI_FLAG:
+        *(bool *)option->value = true;
+        return true;
+    case CLI_TEXT:
+        *(const char **)option->value = text;
+        return true;
+    case CLI_NUMBER:
+        if (take_number(option, text))
+            return true;
+        cli_error("%s: --%s takes a number from %d to %d, not '%s'", self->name, option->name, (int)option->low,
+                  (int)option->high, text);
+    }
+    return false;
+}
+
+/* getopt's forms of the table; the help option comes last. Returns the number of options. */
+static int translate(const struct cli_option *options, char *letters, struct option *names)
+{
+    int n = 0;
+    *letters++ = ':'; /* tells a missing argument from an unknown option */
+    for (bool last = false; !last; n++) {
+        last = !options[n].name || n == MAX_OPTIONS - 1;
+        const struct cli_option *const option = last ? &help_option : &options[n];
+        names[n] =
+            (struct option){ option->name, option->argument ? required_argument : no_argument, NULL, LONG_BASE + n };
+        if (option->letter) {
+            *letters++ = option->letter;
+            if (option->argument)
+                *letters++ = ':';
+        }
+    }
+    *letters = 0;
+    names[n] = (struct option){ 0 };
+    return n;
+}
+
+static int find_letter(const struct cli_option *options, int count, int letter)
+{
+    for (int i = 0; i < count - 1; i++)
+        if (options[i].letter == letter)
+            return i;
+    return count - 1;
+}
+
+enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_option *options, int argc, char **argv,
+                          int *first)
+{
+    char letters[2 * MAX_OPTIONS + 2];
+    struct option names[MAX_OPTIONS + 1];
+    const int count = translate(options, letters, names);
+    opterr = 0;
+    for (int got; (got = getopt_long(argc, argv, letters, names, NULL)) != -1;) {
+        if (got == ':' || got == '?') {
+            /* A letter may stand in a cluster such as -vx; for a long option optopt is 0 or a LONG_BASE number. */
+            const char letter[] = { '-', (char)optopt, 0 };
+            const bool is_letter = optopt > 0 && optopt < LONG_BASE && strncmp(argv[optind - 1], "--", 2) != 0;
+            cli_error("%s: %s '%s'; see nib %s --help", self->name,
+                      got == ':' ? "an argument is missing after" : "cannot take option",
+                      is_letter ? letter : argv[optind - 1], self->name);
+            return CLI_USAGE;
+        }
+        const int number = got >= LONG_BASE ? got - LONG_BASE : find_letter(options, count, got);
+        if (number == count - 1) {
+            show_help(self, options);
+            return CLI_HELPED;
+        }
+        if (!take(self, &options[number], optarg))
+            return CLI_USAGE;
+    }
+    *first = optind;
+    return CLI_GO;
+}

@@ -1,0 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * commands.h - the commands that have a file of their own. nib.c lists them.
+ */
+#ifndef NIB_COMMANDS_H
+#define NIB_COMMANDS_H
+
+#include "cli.h"
+
+extern const struct cli_command cli_conform; /* conform.c */
+
+#endif
