@@ -58,12 +58,12 @@ struct key {
     const char *takes;            /* for the sentence; choices list themselves */
 };
 
-#define WORD_RANGE                              "0 to 2^64-1, as a number or as a string of digits"
-#define FIELD(f)                                offsetof(struct conform_case, f), sizeof((struct conform_case *)0)->f
-#define BOOL(name, ops, f)                      name, ops, 0, take_bool, FIELD(f), NULL, 0, 0, "true or false"
-#define CHOICE(name, ops, required, f, list)    name, ops, required, take_choice, FIELD(f), list, 0, 0, NULL
+#define WORD_RANGE "0 to 2^64-1, as a number or as a string of digits"
+#define FIELD(f) offsetof(struct conform_case, f), sizeof((struct conform_case *)0)->f
+#define BOOL(name, ops, f) name, ops, 0, take_bool, FIELD(f), NULL, 0, 0, "true or false"
+#define CHOICE(name, ops, required, f, list) name, ops, required, take_choice, FIELD(f), list, 0, 0, NULL
 #define INTEGER(name, ops, f, low, high, takes) name, ops, 0, take_integer, FIELD(f), NULL, low, high, takes
-#define WORD(name, ops, f)                      name, ops, 0, take_word, FIELD(f), NULL, 0, 0, WORD_RANGE
+#define WORD(name, ops, f) name, ops, 0, take_word, FIELD(f), NULL, 0, 0, WORD_RANGE
 #define OTHER(name, ops, required, take, takes) name, ops, required, take, 0, 0, NULL, 0, 0, takes
 
 static const struct key keys[] = {
