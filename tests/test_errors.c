@@ -1,0 +1,1301 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_errors.c - what every public call does with bad arguments and without memory: the documented status, a sentence,
+ * outputs untouched.
+ *
+ * Built with NIB_TEST_WRAP_ALLOC and -Wl,--wrap=aligned_alloc,--wrap=realloc it fails every allocation once.
+ */
+#define _GNU_SOURCE
+#include "test.h"
+
+#include <math.h>
+#include <pthread.h>
+
+#define SHAPE(...) \
+    (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
+
+/* Sizes that no machine has are asked for below; a sanitizer must answer them as the system does. */
+const char *__asan_default_options(void);
+const char *__asan_default_options(void) { return "allocator_may_return_null=1"; }
+
+/* In a sanitized program: whether anything has leaked so far. */
+int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
+#define CHECK_NO_LEAKS() CHECK(!__lsan_do_recoverable_leak_check || __lsan_do_recoverable_leak_check() == 0)
+
+/* What outputs hold before a call that fails, and so afterwards. */
+static char sentinel[1];
+#define UNTOUCHED ((void *)sentinel)
+
+/* ---- Failing allocations ---- */
+
+#ifdef NIB_TEST_WRAP_ALLOC
+static long allocations_left = -1; /* the one that finds 0 here fails; below 0 none does */
+
+void *__real_aligned_alloc(size_t alignment, size_t bytes);
+void *__real_realloc(void *memory, size_t bytes);
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
+void *__wrap_realloc(void *memory, size_t bytes);
+
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
+{
+    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_aligned_alloc(alignment, bytes);
+}
+
+void *__wrap_realloc(void *memory, size_t bytes)
+{
+    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_realloc(memory, bytes);
+}
+#endif
+
+/* ---- Helpers ---- */
+
+static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *shape)
+{
+    nib_array array = { 0 };
+    CHECK_OK(nib_array_init(&array, data, dtype, rank, shape));
+    return array;
+}
+
+static nib_quantizer plain(void)
+{
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    return q;
+}
+
+static nib_tensor *some(const nib_quantizer *q, int rank, const int64_t *shape)
+{
+    static float x[4096];
+    for (size_t i = 0; i < sizeof x / sizeof *x; i++)
+        x[i] = test_normal();
+    nib_tensor *t = NULL;
+    const nib_array array = array_of(x, NIB_F32, rank, shape);
+    CHECK_OK(nib_quantize(q, &array, NULL, &t));
+    return t;
+}
+
+static nib_tensor *clone_of(const nib_tensor *t)
+{
+    nib_tensor *clone = NULL;
+    CHECK_OK(nib_tensor_clone(t, &clone));
+    return clone;
+}
+
+static bool equal(const nib_tensor *a, const nib_tensor *b)
+{
+    int same = -1;
+    CHECK_OK(nib_tensor_equal(a, b, &same));
+    return same == 1;
+}
+
+/* ---- The sentence ---- */
+
+TEST(status_names)
+{
+    static const char *const names[NIB_STATUS_COUNT] = { "NIB_OK",           "NIB_ERR_ARG",    "NIB_ERR_SHAPE",
+                                                         "NIB_ERR_DTYPE",    "NIB_ERR_MODE",   "NIB_ERR_USAGE",
+                                                         "NIB_ERR_MISMATCH", "NIB_ERR_MEMORY", "NIB_ERR_COMM",
+                                                         "NIB_ERR_IO",       "NIB_ERR_DATA",   "NIB_ERR_UNSUPPORTED" };
+    for (int i = 0; i < NIB_STATUS_COUNT; i++)
+        CHECK(strcmp(nib_status_name((nib_status)i), names[i]) == 0);
+    CHECK(nib_status_name(NIB_STATUS_COUNT) && nib_status_name((nib_status)-1)); /* never NULL */
+}
+
+static void *error_in_a_thread(void *argument)
+{
+    nib_error error = { NIB_ERR_DATA, "x" };
+    nib_get_error(&error);
+    CHECK(error.status == NIB_OK && !*error.text && !*nib_last_error()); /* before any */
+    CHECK_FAILS(nib_tensor_zero(NULL), NIB_ERR_ARG, "nib_tensor_zero: t is NULL");
+    nib_get_error(&error);
+    CHECK(error.status == NIB_ERR_ARG && strcmp(error.text, nib_last_error()) == 0);
+    return argument;
+}
+
+TEST(the_last_error_is_a_threads_own)
+{
+    nib_format format = NIB_NVFP4;
+    nib_error error;
+    CHECK_FAILS(nib_format_from_name("what", &format), NIB_ERR_ARG, "\"what\"");
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, error_in_a_thread, NULL) == 0 && pthread_join(thread, NULL) == 0);
+    CHECK(strstr(nib_last_error(), "\"what\""));
+    CHECK_OK(nib_format_from_name("nvfp4", &format)); /* a success leaves it */
+    nib_get_error(&error);
+    CHECK(error.status == NIB_ERR_ARG && strstr(error.text, "\"what\""));
+    nib_get_error(NULL);
+    char name[2000];
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = '\0';
+    CHECK_FAILS(nib_format_from_name(name, &format), NIB_ERR_ARG, "nnn");
+    CHECK(strlen(nib_last_error()) == sizeof error.text - 1);
+    CHECK_FAILS(nib_dialect_from_name(nib_last_error(), (nib_dialect[1]){ NIB_DIALECT_TE }), NIB_ERR_ARG, "nnn");
+}
+
+static nib_status refuse(void *context, float *values, size_t n)
+{
+    (void)context, (void)values, (void)n;
+    return NIB_ERR_COMM;
+}
+
+/* Each status but NIB_OK by one call. */
+TEST(every_status)
+{
+    nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16)), *other = some(&q, SHAPE(32, 16)), *out = UNTOUCHED;
+    nib_array part = { 0 }, array = array_of(sentinel, NIB_U8, SHAPE(1));
+    nib_file *file = UNTOUCHED;
+    CHECK(nib_tensor_clone(NULL, &out) == NIB_ERR_ARG);
+    CHECK(nib_tensor_slice(t, 1, 1, &out) == NIB_ERR_SHAPE);
+    CHECK(nib_quantize(&q, &array, NULL, &out) == NIB_ERR_DTYPE);
+    CHECK(nib_tensor_copy(t, other) == NIB_ERR_MISMATCH);
+    CHECK_OK(nib_tensor_update_usage(t, 0, 1));
+    CHECK(nib_tensor_part(t, NIB_ROW_DATA, &part) == NIB_ERR_USAGE);
+    CHECK(nib_tensor_create(&q, NIB_F32, SHAPE(INT64_C(1) << 30, INT64_C(1) << 28), &out) == NIB_ERR_MEMORY);
+    const nib_comm comm = { sizeof comm, NULL, 0, 2, refuse };
+    q.amax_comm = &comm;
+    float x[16] = { 1 };
+    array = array_of(x, NIB_F32, SHAPE(16));
+    CHECK(nib_quantize(&q, &array, NULL, &out) == NIB_ERR_COMM);
+    q.amax_comm = NULL;
+    q.e4m3_max = 256;
+    CHECK(nib_quantizer_check(&q, NULL) == NIB_ERR_MODE);
+    CHECK(nib_file_open("/no such file", &file) == NIB_ERR_IO);
+    CHECK(nib_file_open("CMakeLists.txt", &file) == NIB_ERR_DATA); /* tests run at the top of the repository */
+    struct {
+        nib_quantizer q;
+        char tail[8];
+    } newer = { .q = plain(), .tail = "new" };
+    newer.q.bytes = sizeof newer;
+    CHECK(nib_quantizer_check(&newer.q, NULL) == NIB_ERR_UNSUPPORTED);
+    CHECK(out == UNTOUCHED && file == UNTOUCHED);
+    nib_tensor_destroy(other);
+    nib_tensor_destroy(t);
+}
+
+/* ---- Names and small things ---- */
+
+TEST(values_outside_enums)
+{
+    for (int i = -1; i < 2; i++) {
+        CHECK(!nib_dtype_name((nib_dtype)(i < 0 ? -1 : NIB_DTYPE_COUNT + i)));
+        CHECK(nib_dtype_bits((nib_dtype)(i < 0 ? -1 : NIB_DTYPE_COUNT + i)) == 0);
+        CHECK(!nib_format_name((nib_format)(i < 0 ? -1 : NIB_FORMAT_COUNT + i)));
+        CHECK(!nib_dialect_name((nib_dialect)(i < 0 ? -1 : NIB_DIALECT_COUNT + i)));
+    }
+    nib_format format = (nib_format)99;
+    nib_dialect dialect = (nib_dialect)99;
+    CHECK_FAILS(nib_format_from_name(NULL, &format), NIB_ERR_ARG, "name is NULL");
+    CHECK_FAILS(nib_format_from_name("nvfp4", NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_format_from_name("", &format), NIB_ERR_ARG, "\"\"");
+    CHECK_FAILS(nib_format_from_name("NVFP4", &format), NIB_ERR_ARG, "\"NVFP4\"");
+    CHECK_FAILS(nib_dialect_from_name(NULL, &dialect), NIB_ERR_ARG, "name is NULL");
+    CHECK_FAILS(nib_dialect_from_name("te", NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_dialect_from_name("te ", &dialect), NIB_ERR_ARG, "\"te \"");
+    CHECK(format == (nib_format)99 && dialect == (nib_dialect)99);
+    for (int i = 0; i < NIB_DIALECT_COUNT; i++) {
+        CHECK_OK(nib_dialect_from_name(nib_dialect_name((nib_dialect)i), &dialect));
+        CHECK((int)dialect == i);
+    }
+    for (int i = 0; i < NIB_DTYPE_COUNT; i++)
+        CHECK(nib_dtype_name((nib_dtype)i) && nib_dtype_bits((nib_dtype)i) > 0);
+    CHECK(nib_version() && strcmp(nib_version(), NIB_VERSION) == 0 && nib_isa() && *nib_isa());
+}
+
+TEST(codecs)
+{
+    float x[2] = { 1, 2 };
+    uint64_t out[2] = { 7, 7 };
+    for (int dtype = -1; dtype <= NIB_DTYPE_COUNT; dtype++) {
+        const bool computes = dtype >= NIB_F32 && dtype <= NIB_E2M1;
+        if (computes) {
+            CHECK_FAILS(nib_encode((nib_dtype)dtype, NULL, 2, out), NIB_ERR_ARG, "NULL");
+            CHECK_FAILS(nib_encode((nib_dtype)dtype, x, 2, NULL), NIB_ERR_ARG, "NULL");
+            CHECK_FAILS(nib_decode((nib_dtype)dtype, NULL, 2, x), NIB_ERR_ARG, "NULL");
+            CHECK_FAILS(nib_decode((nib_dtype)dtype, out, 2, NULL), NIB_ERR_ARG, "NULL");
+            CHECK_OK(nib_encode((nib_dtype)dtype, x, 0, out)); /* no numbers: nothing to point at */
+            CHECK_OK(nib_encode((nib_dtype)dtype, NULL, 0, NULL));
+            CHECK_OK(nib_decode((nib_dtype)dtype, NULL, 0, NULL));
+        } else {
+            CHECK_FAILS(nib_encode((nib_dtype)dtype, x, 2, out), NIB_ERR_DTYPE, "not a dtype that is computed with");
+            CHECK_FAILS(nib_decode((nib_dtype)dtype, out, 2, x), NIB_ERR_DTYPE, "not a dtype that is computed with");
+        }
+    }
+    CHECK(out[0] == 7 && out[1] == 7 && x[0] == 1 && x[1] == 2);
+}
+
+TEST(buffers)
+{
+    nib_buffer *out = UNTOUCHED;
+    CHECK_FAILS(nib_buffer_create(8, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_buffer_create(SIZE_MAX, &out), NIB_ERR_MEMORY, "no memory");
+    CHECK_FAILS(nib_buffer_create(SIZE_MAX - 63, &out), NIB_ERR_MEMORY, "no memory");
+    CHECK_FAILS(nib_buffer_create(SIZE_MAX / 4, &out), NIB_ERR_MEMORY, "no memory");
+    CHECK_FAILS(nib_buffer_borrow(sentinel, 1, NULL, NULL, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_buffer_borrow(NULL, 1, NULL, NULL, &out), NIB_ERR_ARG, "data is NULL");
+    CHECK(out == UNTOUCHED);
+}
+
+/* Calls without a status take NULL as well. */
+TEST(calls_without_a_status)
+{
+    nib_quantizer_init(NULL);
+    nib_hadamard_matrix(NULL);
+    nib_rht_matrix(0, NULL);
+    nib_e2m1_values(NULL);
+    nib_philox4x32(NULL, NULL, NULL);
+    nib_buffer_release(NULL);
+    nib_tensor_destroy(NULL);
+    nib_tensor_clear(NULL);
+    nib_file_close(NULL);
+    nib_writer_destroy(NULL);
+    CHECK(!nib_buffer_retain(NULL) && !nib_buffer_data(NULL) && !nib_buffer_bytes(NULL));
+    CHECK(!nib_tensor_buffer(NULL, NIB_ROW_DATA) && !nib_file_count(NULL) && !nib_file_metadata(NULL, "x"));
+    CHECK(!nib_file_metadata_count(NULL));
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(4, 4));
+    CHECK(!nib_tensor_buffer(t, NIB_PART_COUNT) && !nib_tensor_buffer(t, (nib_part)-1));
+    nib_tensor_destroy(t);
+}
+
+/* ---- Arrays ---- */
+
+TEST(array_init)
+{
+    static const struct {
+        int rank;
+        int64_t shape[9];
+        nib_dtype dtype;
+        nib_status status;
+        const char *words;
+    } bad[] = {
+        { 9, { 1, 1, 1, 1, 1, 1, 1, 1, 1 }, NIB_F32, NIB_ERR_SHAPE, "rank 9" },
+        { -1, { 1 }, NIB_F32, NIB_ERR_SHAPE, "rank -1" },
+        { INT32_MAX, { 1 }, NIB_F32, NIB_ERR_SHAPE, "rank" },
+        { 2, { 4, -1 }, NIB_F32, NIB_ERR_SHAPE, "dim 1 is -1" },
+        { 2, { INT64_MIN, 0 }, NIB_F32, NIB_ERR_SHAPE, "dim 0" },
+        { 1, { INT64_MAX }, NIB_U8, NIB_ERR_SHAPE, "too large" },
+        { 2, { INT64_C(1) << 32, INT64_C(1) << 32 }, NIB_U8, NIB_ERR_SHAPE, "too large" },
+        { 3, { INT64_C(1) << 32, INT64_C(1) << 32, 0 }, NIB_U8, NIB_ERR_SHAPE, "too large" }, /* 0 hides no nonsense */
+        { 3, { 0, INT64_C(1) << 32, INT64_C(1) << 32 }, NIB_U8, NIB_ERR_SHAPE, "too large" },
+        { 1, { INT64_C(1) << 58 }, NIB_F64, NIB_ERR_SHAPE, "too many bytes" },
+        { 1, { 4 }, NIB_E2M1, NIB_ERR_DTYPE, "F4" },
+        { 1, { 4 }, NIB_E2M3, NIB_ERR_DTYPE, "F6_E2M3" },
+        { 1, { 4 }, NIB_E3M2, NIB_ERR_DTYPE, "F6_E3M2" },
+        { 1, { 4 }, NIB_DTYPE_COUNT, NIB_ERR_DTYPE, "unknown dtype 22" },
+        { 1, { 4 }, (nib_dtype)-1, NIB_ERR_DTYPE, "unknown dtype -1" },
+    };
+    nib_array out, before;
+    double memory[4];
+    memset(&out, 0x5A, sizeof out);
+    before = out;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        CHECK_FAILS(nib_array_init(&out, memory, bad[i].dtype, bad[i].rank, bad[i].shape), bad[i].status, bad[i].words);
+    CHECK_FAILS(nib_array_init(NULL, memory, NIB_F32, SHAPE(4)), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_array_init(&out, memory, NIB_F32, 1, NULL), NIB_ERR_ARG, "shape is NULL");
+    CHECK_FAILS(nib_array_init(&out, NULL, NIB_F32, SHAPE(4)), NIB_ERR_ARG, "data is NULL");
+    CHECK_FAILS(nib_array_init(&out, (char *)memory + 2, NIB_F32, SHAPE(4)), NIB_ERR_ARG, "aligned to 4");
+    CHECK_BYTES(&out, &before, sizeof out);
+    CHECK_OK(nib_array_init(&out, memory, NIB_F64, 0, NULL)); /* a scalar */
+    CHECK(out.rank == 0 && out.bytes == 8);
+    CHECK_OK(nib_array_init(&out, NULL, NIB_F64, SHAPE(3, 0)));
+    CHECK(out.bytes == 0);
+}
+
+/* Every way in which an array can lie, through every call that takes one. */
+struct array_fault {
+    const char *what;
+    nib_status status;
+    void (*apply)(nib_array *array);
+};
+
+static void rank_9(nib_array *a) { a->rank = 9; }
+static void rank_negative(nib_array *a) { a->rank = -1; }
+static void rank_least(nib_array *a) { a->rank = INT32_MIN; }
+static void dim_negative(nib_array *a) { a->shape[1] = -16; }
+static void dims_overflow(nib_array *a) { a->shape[0] = a->shape[1] = INT64_C(1) << 32; }
+static void stride_up(nib_array *a) { a->strides[0] = 17; }
+static void stride_far_up(nib_array *a) { a->strides[0] = INT64_MAX; }
+static void stride_far_sum(nib_array *a) { a->strides[0] = a->strides[1] = INT64_MAX / 16; }
+static void stride_down(nib_array *a) { a->strides[0] = -16; }
+static void stride_little_down(nib_array *a) { a->strides[1] = -1; }
+static void stride_far_down(nib_array *a) { a->strides[0] = INT64_MIN; }
+static void offset_one(nib_array *a) { a->offset = 4; }
+static void offset_beyond(nib_array *a) { a->offset = 4096; }
+static void offset_max(nib_array *a) { a->offset = SIZE_MAX; }
+static void offset_wraps(nib_array *a) { a->offset = SIZE_MAX - 3; }
+static void bytes_short(nib_array *a) { a->bytes--; }
+static void bytes_none(nib_array *a) { a->bytes = 0; }
+static void bytes_max(nib_array *a) { a->bytes = SIZE_MAX; }
+static void data_null(nib_array *a) { a->data = NULL; }
+static void data_misaligned(nib_array *a) { a->data = (char *)a->data - 1; }
+static void offset_misaligned(nib_array *a) { a->data = (char *)a->data - 4, a->offset = 2, a->bytes += 4; }
+static void dtype_count(nib_array *a) { a->dtype = NIB_DTYPE_COUNT; }
+static void dtype_negative(nib_array *a) { a->dtype = (nib_dtype)-1; }
+static void dtype_packed(nib_array *a) { a->dtype = NIB_E2M1; }
+static void dtype_integer(nib_array *a) { a->dtype = NIB_I32; }
+
+static const struct array_fault faults[] = {
+    { "rank 9", NIB_ERR_SHAPE, rank_9 },
+    { "rank -1", NIB_ERR_SHAPE, rank_negative },
+    { "least rank", NIB_ERR_SHAPE, rank_least },
+    { "negative dim", NIB_ERR_SHAPE, dim_negative },
+    { "dims overflow", NIB_ERR_SHAPE, dims_overflow },
+    { "stride up", NIB_ERR_SHAPE, stride_up },
+    { "stride far up", NIB_ERR_SHAPE, stride_far_up },
+    { "strides far up together", NIB_ERR_SHAPE, stride_far_sum },
+    { "stride down", NIB_ERR_SHAPE, stride_down },
+    { "stride a little down", NIB_ERR_SHAPE, stride_little_down },
+    { "stride far down", NIB_ERR_SHAPE, stride_far_down },
+    { "offset by one", NIB_ERR_SHAPE, offset_one },
+    { "offset beyond", NIB_ERR_SHAPE, offset_beyond },
+    { "largest offset", NIB_ERR_SHAPE, offset_max },
+    { "offset that wraps", NIB_ERR_SHAPE, offset_wraps },
+    { "a byte too few", NIB_ERR_SHAPE, bytes_short },
+    { "no bytes", NIB_ERR_SHAPE, bytes_none },
+    { "more bytes than memory", NIB_ERR_SHAPE, bytes_max },
+    { "no data", NIB_ERR_ARG, data_null },
+    { "misaligned data", NIB_ERR_ARG, data_misaligned },
+    { "misaligned offset", NIB_ERR_ARG, offset_misaligned },
+    { "dtype too large", NIB_ERR_DTYPE, dtype_count },
+    { "dtype -1", NIB_ERR_DTYPE, dtype_negative },
+    { "packed dtype", NIB_ERR_DTYPE, dtype_packed },
+    { "integers", NIB_ERR_DTYPE, dtype_integer },
+};
+
+static nib_tensor *fault_tensor;
+
+static nib_status into_quantize(const nib_array *array)
+{
+    const nib_quantizer q = plain();
+    nib_tensor *out = UNTOUCHED;
+    const nib_status status = nib_quantize(&q, array, NULL, &out);
+    CHECK(!status || out == UNTOUCHED);
+    return status;
+}
+
+static nib_status into_quantize_into(const nib_array *array)
+{
+    nib_tensor *before = clone_of(fault_tensor);
+    const nib_status status = nib_quantize_into(NULL, array, NULL, NULL, fault_tensor);
+    CHECK(!status || equal(before, fault_tensor));
+    nib_tensor_destroy(before);
+    return status;
+}
+
+static nib_status into_dequantize(const nib_array *array) { return nib_dequantize(fault_tensor, NIB_EITHER, array); }
+
+static nib_status into_dequantize_rows(const nib_array *array)
+{
+    return nib_dequantize_rows(fault_tensor, NIB_COLUMNWISE, 0, 4, array);
+}
+
+static nib_status into_gemm(const nib_array *array)
+{
+    return nib_gemm_reference(fault_tensor, NIB_ROWWISE, fault_tensor, NIB_ROWWISE, 1, 0, array);
+}
+
+static nib_status into_dlpack(const nib_array *array)
+{
+    struct DLManagedTensor *out = UNTOUCHED;
+    const nib_status status = nib_array_to_dlpack(array, NULL, &out);
+    CHECK(out == UNTOUCHED);
+    return status;
+}
+
+static nib_status into_dlpack_versioned(const nib_array *array)
+{
+    struct DLManagedTensorVersioned *out = UNTOUCHED;
+    const nib_status status = nib_array_to_dlpack_versioned(array, NULL, &out);
+    CHECK(out == UNTOUCHED);
+    return status;
+}
+
+TEST(arrays)
+{
+    static const struct {
+        const char *what;
+        nib_status (*call)(const nib_array *array);
+        bool takes_integers;
+    } calls[] = {
+        { "nib_quantize", into_quantize, false },
+        { "nib_quantize_into", into_quantize_into, false },
+        { "nib_dequantize", into_dequantize, false },
+        { "nib_dequantize_rows", into_dequantize_rows, false },
+        { "nib_gemm_reference", into_gemm, false },
+        { "nib_array_to_dlpack", into_dlpack, true },
+        { "nib_array_to_dlpack_versioned", into_dlpack_versioned, true },
+    };
+    const nib_quantizer q = plain();
+    for (size_t c = 0; c < sizeof calls / sizeof *calls; c++) {
+        /* [4, 16] floats between two others. */
+        float memory[1 + 64 + 1], before[66];
+        for (int i = 0; i < 66; i++)
+            memory[i] = before[i] = 99;
+        fault_tensor = some(&q, SHAPE(4, 16));
+        CHECK_FAILS(calls[c].call(NULL), NIB_ERR_ARG, "is NULL");
+        for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) {
+            if (calls[c].takes_integers && faults[i].apply == dtype_integer)
+                continue;
+            nib_array array = array_of(memory + 1, NIB_F32, SHAPE(4, 16));
+            faults[i].apply(&array);
+            const nib_status status = calls[c].call(&array);
+            CHECK_THAT(status == faults[i].status && *nib_last_error(), "%s, %s: %s: %s", calls[c].what, faults[i].what,
+                       nib_status_name(status), nib_last_error());
+        }
+        CHECK_BYTES(memory, before, sizeof memory);
+        nib_tensor_destroy(fault_tensor);
+    }
+}
+
+/* Shapes that are right in themselves and wrong for the call. */
+TEST(wrong_shapes)
+{
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(2, 3, 16));
+    static float memory[200];
+    static const struct {
+        int rank;
+        int64_t shape[4];
+    } shapes[] = { { 0, { 0 } },        { 1, { 96 } },       { 2, { 6, 16 } },       { 3, { 3, 2, 16 } },
+                   { 3, { 2, 3, 15 } }, { 3, { 2, 3, 17 } }, { 4, { 1, 2, 3, 16 } }, { 3, { 2, 0, 16 } } };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const nib_array out = array_of(memory, NIB_F32, shapes[i].rank, shapes[i].shape);
+        CHECK_FAILS(nib_dequantize(t, NIB_ROWWISE, &out), NIB_ERR_SHAPE, "not the tensor's");
+        CHECK_FAILS(nib_quantize_into(NULL, &out, NULL, NULL, t), NIB_ERR_SHAPE, "not the tensor's");
+        if (i != 2)
+            CHECK_FAILS(nib_dequantize_rows(t, NIB_ROWWISE, 0, 6, &out), NIB_ERR_SHAPE, "out must be [6, 16]");
+    }
+    static const int64_t bad[][2] = { { -1, 2 }, { 0, -1 }, { 0, 7 }, { 6, 1 }, { 7, 0 }, { INT64_MIN, 1 } };
+    const nib_array rows = array_of(memory, NIB_F32, SHAPE(2, 16));
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        CHECK_FAILS(nib_dequantize_rows(t, NIB_ROWWISE, bad[i][0], bad[i][1], &rows), NIB_ERR_SHAPE, "of 6");
+    for (int dim = 0; dim < 3; dim++) { /* several values to one place; one value may have any stride */
+        nib_array out = array_of(memory, NIB_F32, SHAPE(2, 3, 16));
+        out.strides[dim] = 0;
+        CHECK_FAILS(nib_dequantize(t, NIB_ROWWISE, &out), NIB_ERR_SHAPE, "stride 0 of dim");
+    }
+    for (int i = 0; i < 200; i++)
+        CHECK(memory[i] == 0);
+    nib_array out = array_of(memory, NIB_F32, SHAPE(1, 16));
+    out.strides[0] = 0;
+    CHECK_OK(nib_dequantize_rows(t, NIB_ROWWISE, 3, 1, &out));
+    for (int copy = -1; copy < 4; copy += copy < 0 ? 4 : 1)
+        CHECK_FAILS(nib_dequantize_rows(t, (nib_copy)copy, 3, 1, &out), NIB_ERR_ARG, "is not a copy");
+    nib_array scalar = array_of(memory, NIB_F32, 0, NULL);
+    nib_tensor *none = UNTOUCHED;
+    CHECK_FAILS(nib_quantize(&q, &scalar, NULL, &none), NIB_ERR_SHAPE, "at least rank 1");
+    CHECK(none == UNTOUCHED);
+    nib_tensor_destroy(t);
+}
+
+/* Row numbers whose sum is larger than 64 bits hold. */
+TEST(rows_that_overflow)
+{
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16)), *out = UNTOUCHED;
+    static float memory[256];
+    const nib_array rows = array_of(memory, NIB_F32, SHAPE(16, 16));
+    static const int64_t bad[][2] = {
+        { INT64_MAX, 1 }, { 1, INT64_MAX }, { INT64_MAX, INT64_MAX }, { INT64_MIN, INT64_MIN }
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        CHECK_FAILS(nib_tensor_slice(t, bad[i][0], bad[i][1], &out), NIB_ERR_SHAPE, "of 16");
+        CHECK_FAILS(nib_dequantize_rows(t, NIB_ROWWISE, bad[i][0], bad[i][1], &rows), NIB_ERR_SHAPE, "of 16");
+    }
+    CHECK(out == UNTOUCHED);
+    nib_tensor_destroy(t);
+}
+
+/* ---- Quantisers ---- */
+
+/* Every call that takes one, with a tensor that must stay as it is. */
+static nib_tensor *kept;
+
+static nib_status by_check(const nib_quantizer *q) { return nib_quantizer_check(q, NULL); }
+
+static nib_status by_create(const nib_quantizer *q)
+{
+    nib_tensor *out = UNTOUCHED;
+    const nib_status status = nib_tensor_create(q, NIB_F32, SHAPE(16, 16), &out);
+    CHECK(out == UNTOUCHED);
+    return status;
+}
+
+static nib_status by_quantize(const nib_quantizer *q)
+{
+    static float x[256] = { 1, 2, 3 };
+    nib_tensor *out = UNTOUCHED;
+    const nib_array array = array_of(x, NIB_F32, SHAPE(16, 16));
+    const nib_status status = nib_quantize(q, &array, NULL, &out);
+    CHECK(out == UNTOUCHED);
+    return status;
+}
+
+static nib_status by_quantize_into(const nib_quantizer *q)
+{
+    static float x[256] = { 1, 2, 3 };
+    const nib_array array = array_of(x, NIB_F32, SHAPE(16, 16));
+    return nib_quantize_into(q, &array, NULL, NULL, kept);
+}
+
+static nib_status by_from_buffers(const nib_quantizer *q)
+{
+    nib_buffer *parts[NIB_PART_COUNT] = { NULL };
+    nib_tensor *out = UNTOUCHED;
+    const nib_status status = nib_tensor_from_buffers(q, NIB_F32, SHAPE(16, 16), parts, &out);
+    CHECK(out == UNTOUCHED);
+    return status;
+}
+
+static nib_status by_set_quantizer(const nib_quantizer *q) { return nib_tensor_set_quantizer(kept, q); }
+
+static nib_status by_part_shape(const nib_quantizer *q)
+{
+    int rank = 99;
+    int64_t shape[NIB_MAX_RANK] = { 99 };
+    const nib_status status = nib_part_shape(q, NIB_ROW_DATA, SHAPE(16, 16), &rank, shape);
+    CHECK(rank == 99 && shape[0] == 99);
+    return status;
+}
+
+static void check_quantizer(int line, const nib_quantizer *q, nib_status wanted, const char *words)
+{
+    static const struct {
+        const char *what;
+        nib_status (*call)(const nib_quantizer *q);
+    } calls[] = { { "nib_quantizer_check", by_check },
+                  { "nib_tensor_create", by_create },
+                  { "nib_quantize", by_quantize },
+                  { "nib_quantize_into", by_quantize_into },
+                  { "nib_tensor_from_buffers", by_from_buffers },
+                  { "nib_tensor_set_quantizer", by_set_quantizer },
+                  { "nib_part_shape", by_part_shape } };
+    const nib_quantizer good = plain();
+    kept = some(&good, SHAPE(16, 16));
+    nib_tensor *before = clone_of(kept);
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
+        if (!q && calls[i].call == by_quantize_into)
+            continue; /* there NULL means the tensor's own */
+        const nib_status status = calls[i].call(q);
+        if (status != wanted || !strstr(nib_last_error(), words))
+            test_fail(__FILE__, line, "%s: %s: %s", calls[i].what, nib_status_name(status), nib_last_error());
+        nib_metadata m = { .bytes = sizeof m };
+        CHECK_OK(nib_tensor_get_metadata(kept, &m));
+        CHECK(equal(kept, before) && nib_quantizer_equal(&m.quantizer, &good));
+    }
+    CHECK(!nib_is_quantizable(q, SHAPE(16, 16)));
+    nib_tensor_destroy(before);
+    nib_tensor_destroy(kept);
+}
+
+TEST(quantizers)
+{
+    nib_quantizer q;
+    check_quantizer(__LINE__, NULL, NIB_ERR_ARG, "is NULL");
+#define BAD(field, value, status, words)              \
+    do {                                              \
+        q = plain();                                  \
+        q.field = (value);                            \
+        check_quantizer(__LINE__, &q, status, words); \
+    } while (0)
+    BAD(bytes, 0, NIB_ERR_ARG, "bytes are 0");
+    BAD(bytes, sizeof q - 1, NIB_ERR_ARG, "nib_quantizer_init");
+    BAD(format, NIB_FORMAT_COUNT, NIB_ERR_ARG, "format 1");
+    BAD(format, (nib_format)-1, NIB_ERR_ARG, "format -1");
+    BAD(dialect, NIB_DIALECT_COUNT, NIB_ERR_ARG, "dialect 5");
+    BAD(dialect, (nib_dialect)-1, NIB_ERR_ARG, "dialect -1");
+    BAD(scale_rule, NIB_SCALE_RULE_COUNT, NIB_ERR_ARG, "scale_rule 3");
+    BAD(scale_rule, (nib_scale_rule)-1, NIB_ERR_ARG, "scale_rule -1");
+    BAD(error_mode, NIB_ERROR_MODE_COUNT, NIB_ERR_ARG, "error_mode 2");
+    BAD(tensor_scale, NIB_TENSOR_SCALE_COUNT, NIB_ERR_ARG, "tensor_scale 3");
+    BAD(rounding, NIB_ROUNDING_COUNT, NIB_ERR_ARG, "rounding 4");
+    BAD(rounding, (nib_rounding)INT32_MIN, NIB_ERR_ARG, "rounding -2147483648");
+    BAD(block_dims[0], 0, NIB_ERR_ARG, "0x16");
+    BAD(block_dims[0], 2, NIB_ERR_ARG, "2x16");
+    BAD(block_dims[0], INT32_MIN, NIB_ERR_ARG, "x16");
+    BAD(block_dims[1], 32, NIB_ERR_ARG, "1x32");
+    BAD(e4m3_max, 0, NIB_ERR_ARG, "e4m3_max");
+    BAD(e4m3_max, 449, NIB_ERR_ARG, "not 449");
+    BAD(threads, -1, NIB_ERR_ARG, "threads");
+    BAD(origin[0], -1, NIB_ERR_ARG, "origin (-1, 0)");
+    BAD(origin[1], INT64_MIN, NIB_ERR_ARG, "origin");
+    BAD(min_block_scale, -1, NIB_ERR_ARG, "min_block_scale");
+    BAD(min_block_scale, 0.3f, NIB_ERR_ARG, "min_block_scale");
+    BAD(min_block_scale, 0x1p-10f, NIB_ERR_ARG, "min_block_scale");
+    BAD(min_block_scale, 449, NIB_ERR_ARG, "min_block_scale");
+    BAD(min_block_scale, INFINITY, NIB_ERR_ARG, "min_block_scale");
+    BAD(min_block_scale, NAN, NIB_ERR_ARG, "min_block_scale");
+    BAD(e4m3_max, 256, NIB_ERR_MODE, "four-over-six");
+    BAD(single_level, 1, NIB_ERR_MODE, "torchao");
+    const nib_comm good = *nib_comm_serial();
+    nib_comm comm[6] = { good, good, good, good, good, good };
+    comm[0].bytes = 0;
+    comm[1].bytes--;
+    comm[2].allreduce_max_f32 = NULL;
+    comm[3].size = 0;
+    comm[4].rank = -1;
+    comm[5].rank = 1;
+    for (int i = 0; i < 6; i++)
+        BAD(amax_comm, &comm[i], NIB_ERR_ARG, "amax_comm");
+#undef BAD
+    struct {
+        nib_quantizer q;
+        char tail[64];
+    } newer = { .q = plain() };
+    newer.q.bytes = sizeof newer;
+    CHECK_OK(nib_quantizer_check(&newer.q, NULL)); /* fields that are 0 ask for nothing */
+    for (size_t i = 0; i < sizeof newer.tail; i += 9) {
+        newer.tail[i] = 1;
+        check_quantizer(__LINE__, &newer.q, NIB_ERR_UNSUPPORTED, NIB_VERSION);
+        newer.tail[i] = 0;
+    }
+    CHECK_FAILS(nib_quantizer_set_usage(NULL, 1, 1), NIB_ERR_ARG, "q is NULL");
+    CHECK_FAILS(nib_quantizer_set_usage(&newer.q, 2, 1), NIB_ERR_ARG, "2 and 1");
+}
+
+TEST(quantizer_checks_inputs)
+{
+    nib_quantizer q = plain();
+    nib_array x = { .dtype = NIB_F32, .rank = 2, .shape = { 5, 6 } }; /* no memory is looked at */
+    CHECK_OK(nib_quantizer_check(&q, &x));
+    for (int dtype = -1; dtype <= NIB_DTYPE_COUNT; dtype++) {
+        x.dtype = (nib_dtype)dtype;
+        if (dtype == NIB_F32 || dtype == NIB_BF16 || dtype == NIB_F16) {
+            CHECK_OK(nib_quantizer_check(&q, &x));
+        } else {
+            CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_DTYPE, "F32, BF16 and F16");
+            nib_tensor *out = UNTOUCHED;
+            nib_buffer *none[NIB_PART_COUNT] = { NULL };
+            CHECK_FAILS(nib_tensor_create(&q, (nib_dtype)dtype, SHAPE(4, 4), &out), NIB_ERR_DTYPE, "F32, BF16 and F16");
+            CHECK_FAILS(nib_tensor_from_buffers(&q, (nib_dtype)dtype, SHAPE(4, 4), none, &out), NIB_ERR_DTYPE,
+                        "F32, BF16 and F16");
+            CHECK(out == UNTOUCHED);
+        }
+    }
+    x.dtype = NIB_F32;
+    static const struct {
+        int rank;
+        int64_t shape[8];
+        const char *words;
+    } bad[] = { { 0, { 0 }, "at least rank 1" },
+                { 9, { 0 }, "rank 9" },
+                { -1, { 0 }, "rank -1" },
+                { 2, { -1, 4 }, "dim 0 is -1" },
+                { 2, { INT64_C(1) << 40, INT64_C(1) << 40 }, "too large" },
+                { 2, { INT64_MAX, 1 }, "too large" },
+                { 3, { 0, INT64_MAX, 16 }, "too large" } };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        int rank = 99;
+        int64_t shape[NIB_MAX_RANK] = { 99 };
+        nib_tensor *out = UNTOUCHED;
+        nib_buffer *none[NIB_PART_COUNT] = { NULL };
+        x.rank = bad[i].rank;
+        memcpy(x.shape, bad[i].shape, sizeof x.shape);
+        CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_SHAPE, bad[i].words);
+        CHECK_FAILS(nib_tensor_create(&q, NIB_F32, bad[i].rank, bad[i].shape, &out), NIB_ERR_SHAPE, bad[i].words);
+        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, bad[i].rank, bad[i].shape, none, &out), NIB_ERR_SHAPE,
+                    bad[i].words);
+        CHECK_FAILS(nib_part_shape(&q, NIB_ROW_DATA, bad[i].rank, bad[i].shape, &rank, shape), NIB_ERR_SHAPE,
+                    bad[i].words);
+        CHECK(out == UNTOUCHED && rank == 99 && shape[0] == 99);
+        CHECK(!nib_is_quantizable(&q, bad[i].rank, bad[i].shape));
+    }
+    x.rank = 2;
+    memcpy(x.shape, (int64_t[]){ 17, 16 }, 2 * sizeof(int64_t));
+    q.rht = 1;
+    CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_SHAPE, "17 rows");
+    q.rht = 0;
+    q.rht_rowwise = 1;
+    CHECK_OK(nib_quantizer_check(&q, &x));
+    x.shape[1] = 17;
+    CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_SHAPE, "17 columns");
+    q = plain();
+    q.rounding = NIB_ROUND_STOCHASTIC_8;
+    q.origin[1] = 8;
+    CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_SHAPE, "origin (0, 8)");
+    q.origin[1] = 0;
+    q.origin[0] = INT64_C(1) << 32;
+    CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_SHAPE, "2^32 rows");
+}
+
+/* What a caller brings along: its size, and fields that this version does not have. */
+TEST(given)
+{
+    float x[16] = { 1 }, amax = 3;
+    const nib_quantizer q = plain();
+    const nib_array array = array_of(x, NIB_F32, SHAPE(16));
+    struct {
+        nib_given given;
+        char tail[16];
+    } newer = { .given = { .amax = { &amax, NULL } } };
+    nib_tensor *t = some(&q, SHAPE(16)), *before = clone_of(t), *out = UNTOUCHED;
+    const size_t sizes[] = { 0, 1, sizeof newer.given - 1 };
+    for (size_t i = 0; i < 3; i++) {
+        newer.given.bytes = sizes[i];
+        CHECK_FAILS(nib_quantize(&q, &array, &newer.given, &out), NIB_ERR_ARG, "given->bytes");
+        CHECK_FAILS(nib_quantize_into(&q, &array, &newer.given, NULL, t), NIB_ERR_ARG, "given->bytes");
+    }
+    CHECK(out == UNTOUCHED && equal(t, before));
+    newer.given.bytes = sizeof newer;
+    CHECK_OK(nib_quantize(&q, &array, &newer.given, &out));
+    nib_tensor_destroy(out);
+    out = UNTOUCHED;
+    newer.tail[3] = 1; /* something to heed that nobody here knows how to */
+    CHECK_FAILS(nib_quantize(&q, &array, &newer.given, &out), NIB_ERR_UNSUPPORTED, "");
+    CHECK_FAILS(nib_quantize_into(&q, &array, &newer.given, NULL, t), NIB_ERR_UNSUPPORTED, "");
+    if (out != UNTOUCHED)
+        nib_tensor_destroy(out);
+    nib_tensor_destroy(before);
+    nib_tensor_destroy(t);
+}
+
+TEST(a_reduction_that_fails)
+{
+    const nib_comm comm = { sizeof comm, NULL, 1, 3, refuse };
+    for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
+        nib_quantizer q = plain();
+        q.amax_comm = &comm;
+        q.row_scaled = (uint8_t)row_scaled;
+        static float x[256] = { 1 };
+        const nib_array array = array_of(x, NIB_F32, SHAPE(16, 16));
+        nib_tensor *out = UNTOUCHED;
+        CHECK_FAILS(nib_quantize(&q, &array, NULL, &out), NIB_ERR_COMM, "3 ranks failed: NIB_ERR_COMM");
+        CHECK(out == UNTOUCHED);
+    }
+}
+
+/* ---- Tensors ---- */
+
+TEST(null_tensors)
+{
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16)), *before = clone_of(t), *out = UNTOUCHED;
+    static float memory[256];
+    const nib_array array = array_of(memory, NIB_F32, SHAPE(16, 16));
+    nib_array view = { .rank = 99 };
+    nib_buffer *parts[NIB_PART_COUNT] = { NULL }, *saved[NIB_PART_COUNT] = { UNTOUCHED };
+    nib_metadata metadata = { .bytes = sizeof metadata, .rank = 99 };
+    nib_item item = { .tensor = t };
+    nib_saved entries[NIB_PART_COUNT];
+    int answer = 99, rank = 99;
+    int64_t shape[NIB_MAX_RANK] = { 99 };
+    size_t count = 99;
+#define NULLS(call, words) CHECK_FAILS(call, NIB_ERR_ARG, words " is NULL")
+    NULLS(nib_quantize(NULL, &array, NULL, &out), "the quantizer");
+    NULLS(nib_quantize(&q, NULL, NULL, &out), "x");
+    NULLS(nib_quantize(&q, &array, NULL, NULL), "out");
+    NULLS(nib_quantize_into(&q, NULL, NULL, NULL, t), "x");
+    NULLS(nib_quantize_into(&q, &array, NULL, NULL, NULL), "t");
+    NULLS(nib_dequantize(NULL, NIB_ROWWISE, &array), "t");
+    NULLS(nib_dequantize(t, NIB_ROWWISE, NULL), "out");
+    NULLS(nib_dequantize_rows(NULL, NIB_ROWWISE, 0, 16, &array), "t");
+    NULLS(nib_dequantize_rows(t, NIB_ROWWISE, 0, 16, NULL), "out");
+    NULLS(nib_tensor_create(NULL, NIB_F32, SHAPE(4, 4), &out), "the quantizer");
+    NULLS(nib_tensor_create(&q, NIB_F32, 2, NULL, &out), "shape");
+    NULLS(nib_tensor_create(&q, NIB_F32, SHAPE(4, 4), NULL), "out");
+    NULLS(nib_tensor_from_buffers(NULL, NIB_F32, SHAPE(4, 4), parts, &out), "the quantizer");
+    NULLS(nib_tensor_from_buffers(&q, NIB_F32, 2, NULL, parts, &out), "shape");
+    NULLS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(4, 4), NULL, &out), "parts");
+    NULLS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(4, 4), parts, NULL), "out");
+    NULLS(nib_tensor_get_metadata(NULL, &metadata), "t");
+    NULLS(nib_tensor_get_metadata(t, NULL), "out");
+    NULLS(nib_tensor_part(NULL, NIB_ROW_DATA, &view), "t");
+    NULLS(nib_tensor_part(t, NIB_ROW_DATA, NULL), "out");
+    NULLS(nib_tensor_get_usages(NULL, &answer, &answer), "t");
+    NULLS(nib_tensor_update_usage(NULL, 1, 1), "t");
+    NULLS(nib_tensor_set_quantizer(NULL, &q), "t");
+    NULLS(nib_tensor_set_quantizer(t, NULL), "the quantizer");
+    NULLS(nib_tensor_prepare_for_saving(NULL, saved), "t");
+    NULLS(nib_tensor_prepare_for_saving(t, NULL), "out");
+    NULLS(nib_tensor_restore_from_saved(NULL, parts, NIB_PART_COUNT, &count), "t");
+    NULLS(nib_tensor_restore_from_saved(t, NULL, NIB_PART_COUNT, &count), "saved");
+    NULLS(nib_saved_count(NULL, 1, &count), "items");
+    NULLS(nib_saved_count(&item, 1, NULL), "count");
+    NULLS(nib_prepare_for_saving(NULL, 1, entries, NIB_PART_COUNT, &count), "items");
+    NULLS(nib_prepare_for_saving(&item, 1, NULL, NIB_PART_COUNT, &count), "saved");
+    NULLS(nib_prepare_for_saving(&item, 1, entries, NIB_PART_COUNT, NULL), "count");
+    NULLS(nib_restore_from_saved(NULL, 1, entries, NIB_PART_COUNT, &count), "items");
+    NULLS(nib_restore_from_saved(&item, 1, NULL, NIB_PART_COUNT, &count), "saved");
+    NULLS(nib_tensor_clone(NULL, &out), "t");
+    NULLS(nib_tensor_clone(t, NULL), "out");
+    NULLS(nib_tensor_copy(NULL, t), "dst");
+    NULLS(nib_tensor_copy(t, NULL), "src");
+    NULLS(nib_tensor_zero(NULL), "t");
+    NULLS(nib_tensor_view(NULL, SHAPE(16, 16), &out), "t");
+    NULLS(nib_tensor_view(t, 2, NULL, &out), "shape");
+    NULLS(nib_tensor_view(t, SHAPE(16, 16), NULL), "out");
+    NULLS(nib_tensor_reshape(NULL, SHAPE(16, 16), &out), "t");
+    NULLS(nib_tensor_reshape(t, 2, NULL, &out), "shape");
+    NULLS(nib_tensor_reshape(t, SHAPE(16, 16), NULL), "out");
+    NULLS(nib_tensor_slice(NULL, 0, 16, &out), "t");
+    NULLS(nib_tensor_slice(t, 0, 16, NULL), "out");
+    NULLS(nib_tensor_split(NULL, (int64_t[]){ 16 }, 1, &out), "t");
+    NULLS(nib_tensor_split(t, NULL, 1, &out), "counts");
+    NULLS(nib_tensor_split(t, (int64_t[]){ 16 }, 1, NULL), "out");
+    NULLS(nib_tensor_equal(NULL, t, &answer), "a");
+    NULLS(nib_tensor_equal(t, NULL, &answer), "b");
+    NULLS(nib_tensor_equal(t, t, NULL), "equal");
+    NULLS(nib_tensor_swizzle(NULL), "t");
+    NULLS(nib_tensor_unswizzle(NULL), "t");
+    NULLS(nib_tensor_rebind_rowwise(NULL, nib_tensor_buffer(t, NIB_ROW_DATA)), "t");
+    NULLS(nib_tensor_rebind_rowwise(t, NULL), "buffer");
+    NULLS(nib_part_shape(NULL, NIB_ROW_DATA, SHAPE(4, 4), &rank, shape), "the quantizer");
+    NULLS(nib_part_shape(&q, NIB_ROW_DATA, 2, NULL, &rank, shape), "shape");
+    NULLS(nib_part_shape(&q, NIB_ROW_DATA, SHAPE(4, 4), NULL, shape), "out_rank");
+    NULLS(nib_part_shape(&q, NIB_ROW_DATA, SHAPE(4, 4), &rank, NULL), "out_shape");
+    NULLS(nib_gemm_reference(NULL, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, &array), "a");
+    NULLS(nib_gemm_reference(t, NIB_ROWWISE, NULL, NIB_ROWWISE, 1, 0, &array), "b");
+    NULLS(nib_gemm_reference(t, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, NULL), "y");
+    CHECK_FAILS(nib_swizzle_scales(NULL, 1, 1, 1, (uint8_t *)memory), NIB_ERR_ARG, "is NULL");
+    CHECK_FAILS(nib_swizzle_scales((uint8_t *)memory, 1, 1, 1, NULL), NIB_ERR_ARG, "is NULL");
+    CHECK_FAILS(nib_unswizzle_scales(NULL, 1, 1, 1, (uint8_t *)memory), NIB_ERR_ARG, "is NULL");
+    CHECK_FAILS(nib_unswizzle_scales((uint8_t *)memory, 1, 1, 1, NULL), NIB_ERR_ARG, "is NULL");
+    const struct DLManagedTensor *managed = UNTOUCHED;
+    const struct DLManagedTensorVersioned *versioned = UNTOUCHED;
+    NULLS(nib_array_from_dlpack(NULL, &view), "managed");
+    NULLS(nib_array_from_dlpack(managed, NULL), "out");
+    NULLS(nib_array_from_dlpack_versioned(NULL, &view), "managed");
+    NULLS(nib_array_from_dlpack_versioned(versioned, NULL), "out");
+    NULLS(nib_buffer_from_dlpack(NULL, &saved[0]), "managed");
+    NULLS(nib_buffer_from_dlpack_versioned(NULL, &saved[0]), "managed");
+    NULLS(nib_tensor_to_dlpack(NULL, NIB_ROW_DATA, (struct DLManagedTensor **)&out), "t");
+    NULLS(nib_tensor_to_dlpack(t, NIB_ROW_DATA, NULL), "out");
+    NULLS(nib_tensor_to_dlpack_versioned(NULL, NIB_ROW_DATA, (struct DLManagedTensorVersioned **)&out), "t");
+    NULLS(nib_tensor_to_dlpack_versioned(t, NIB_ROW_DATA, NULL), "out");
+    for (int part = -1; part <= NIB_PART_COUNT; part += NIB_PART_COUNT + 1) {
+        CHECK_FAILS(nib_tensor_part(t, (nib_part)part, &view), NIB_ERR_ARG, "is not a part");
+        CHECK_FAILS(nib_part_shape(&q, (nib_part)part, SHAPE(4, 4), &rank, shape), NIB_ERR_ARG, "is not a part");
+    }
+    for (int copy = -1; copy <= 3; copy += 4)
+        CHECK_FAILS(nib_dequantize(t, (nib_copy)copy, &array), NIB_ERR_ARG, "is not a copy");
+    static const int usages[][2] = { { 2, 1 }, { 1, 2 }, { -2, 1 }, { 0, -2 }, { INT32_MAX, INT32_MIN } };
+    for (size_t i = 0; i < sizeof usages / sizeof *usages; i++)
+        CHECK_FAILS(nib_tensor_update_usage(t, usages[i][0], usages[i][1]), NIB_ERR_ARG, "a usage is 1, 0, or -1");
+    metadata.bytes = 0;
+    CHECK_FAILS(nib_tensor_get_metadata(t, &metadata), NIB_ERR_ARG, "bytes are 0");
+    metadata.bytes = sizeof metadata - 1;
+    CHECK_FAILS(nib_tensor_get_metadata(t, &metadata), NIB_ERR_ARG, "metadata's bytes");
+    CHECK(out == UNTOUCHED && view.rank == 99 && saved[0] == UNTOUCHED && metadata.rank == 99 && answer == 99);
+    CHECK(rank == 99 && shape[0] == 99 && count == 99 && equal(t, before));
+    for (int i = 0; i < 256; i++)
+        CHECK(memory[i] == 0);
+    CHECK_OK(nib_tensor_get_usages(t, NULL, NULL));
+    nib_tensor_destroy(before);
+    nib_tensor_destroy(t);
+}
+
+TEST(scales)
+{
+    uint8_t in[512], out[512];
+    memset(out, 0x5A, sizeof out);
+    static const int64_t bad[][3] = { { -1, 4, 4 },
+                                      { 4, -1, 4 },
+                                      { 4, 4, 3 },
+                                      { 4, 4, -4 },
+                                      { INT64_MAX, 4, 4 },
+                                      { 4, INT64_MAX, INT64_MAX },
+                                      { INT64_C(1) << 40, INT64_C(1) << 40, INT64_C(1) << 40 },
+                                      { 2, 4, INT64_MAX } };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        CHECK_FAILS(nib_swizzle_scales(in, bad[i][0], bad[i][1], bad[i][2], out), NIB_ERR_SHAPE, "scales of");
+        CHECK_FAILS(nib_unswizzle_scales(in, bad[i][0], bad[i][1], bad[i][2], out), NIB_ERR_SHAPE, "scales of");
+    }
+    for (size_t i = 0; i < sizeof out; i++)
+        CHECK(out[i] == 0x5A);
+}
+
+/* ---- Files ---- */
+
+static char folder[64], path[128];
+
+static void remove_folder(void)
+{
+    unlink(path);
+    rmdir(folder);
+}
+
+static void make_folder(void)
+{
+    if (folder[0])
+        return;
+    const char *tmp = getenv("TMPDIR");
+    snprintf(folder, sizeof folder, "%.40s/nib-test-XXXXXX", tmp && *tmp ? tmp : "/tmp");
+    if (!mkdtemp(folder)) {
+        fprintf(stderr, "no folder for the test's files\n");
+        exit(2);
+    }
+    snprintf(path, sizeof path, "%s/errors.safetensors", folder);
+    atexit(remove_folder);
+}
+
+TEST(files)
+{
+    make_folder();
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16)), *out = UNTOUCHED;
+    nib_writer *writer = UNTOUCHED;
+    nib_file *file = UNTOUCHED;
+    NULLS(nib_writer_create(NULL, &writer), "path");
+    NULLS(nib_writer_create(path, NULL), "out");
+    CHECK_FAILS(nib_writer_create("/no such folder/x", &writer), NIB_ERR_IO, "/no such folder/x");
+    CHECK(writer == UNTOUCHED);
+    CHECK_OK(nib_writer_create(path, &writer));
+    NULLS(nib_writer_metadata(NULL, "k", "v"), "writer");
+    NULLS(nib_writer_metadata(writer, NULL, "v"), "key");
+    NULLS(nib_writer_metadata(writer, "k", NULL), "value");
+    NULLS(nib_writer_declare(NULL, "n", NIB_U8, SHAPE(1)), "writer");
+    NULLS(nib_writer_declare(writer, NULL, NIB_U8, SHAPE(1)), "name");
+    NULLS(nib_writer_declare(writer, "n", NIB_U8, 1, NULL), "shape");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_DTYPE_COUNT, SHAPE(1)), NIB_ERR_DTYPE, "\"n\"");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_U8, SHAPE(-1)), NIB_ERR_SHAPE, "\"n\"");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_U8, -1, NULL), NIB_ERR_SHAPE, "\"n\"");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_F64, SHAPE(INT64_MAX)), NIB_ERR_SHAPE, "\"n\"");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_E2M1, SHAPE(3)), NIB_ERR_SHAPE, "whole bytes");
+    CHECK_FAILS(nib_writer_declare(writer, "", NIB_U8, SHAPE(1)), NIB_ERR_ARG, "name");
+    CHECK_FAILS(nib_writer_declare(writer, "\xFF", NIB_U8, SHAPE(1)), NIB_ERR_ARG, "UTF-8");
+    CHECK_FAILS(nib_writer_declare(writer, "__metadata__", NIB_U8, SHAPE(1)), NIB_ERR_ARG, "reserves");
+    NULLS(nib_writer_declare_tensor(NULL, "t", t), "writer");
+    NULLS(nib_writer_declare_tensor(writer, NULL, t), "name");
+    NULLS(nib_writer_declare_tensor(writer, "t", NULL), "t");
+    CHECK_OK(nib_writer_declare(writer, "n", NIB_U8, SHAPE(2)));
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_U8, SHAPE(2)), NIB_ERR_ARG, "twice");
+    CHECK_OK(nib_writer_declare_tensor(writer, "t", t));
+    NULLS(nib_writer_write(NULL, "n", 0, "xy", 2), "writer");
+    NULLS(nib_writer_write(writer, NULL, 0, "xy", 2), "name");
+    NULLS(nib_writer_write(writer, "n", 0, NULL, 2), "data");
+    CHECK_FAILS(nib_writer_write(writer, "m", 0, "xy", 2), NIB_ERR_ARG, "\"m\"");
+    CHECK_FAILS(nib_writer_write(writer, "n", 1, "xy", 2), NIB_ERR_ARG, "not within its 2 bytes");
+    CHECK_FAILS(nib_writer_write(writer, "n", UINT64_MAX, "xy", 2), NIB_ERR_ARG, "not within its 2 bytes");
+    CHECK_FAILS(nib_writer_write(writer, "n", 0, "xy", SIZE_MAX), NIB_ERR_ARG, "not within its 2 bytes");
+    NULLS(nib_writer_write_tensor(NULL, "t", t), "writer");
+    NULLS(nib_writer_write_tensor(writer, NULL, t), "name");
+    NULLS(nib_writer_write_tensor(writer, "t", NULL), "t");
+    NULLS(nib_writer_commit(NULL), "writer");
+    CHECK_OK(nib_writer_write(writer, "n", 0, "xy", 2));
+    CHECK_OK(nib_writer_write_tensor(writer, "t", t));
+    CHECK_OK(nib_writer_commit(writer)); /* what failed above has left no trace */
+    CHECK_FAILS(nib_writer_commit(writer), NIB_ERR_ARG, "only destroy");
+    nib_writer_destroy(writer);
+
+    NULLS(nib_file_open(NULL, &file), "path");
+    NULLS(nib_file_open(path, NULL), "out");
+    CHECK_FAILS(nib_file_open("", &file), NIB_ERR_IO, "cannot open");
+    CHECK_FAILS(nib_file_open(folder, &file), NIB_ERR_IO, folder);
+    CHECK(file == UNTOUCHED);
+    CHECK_OK(nib_file_open(path, &file));
+    CHECK(nib_file_count(file) == 7 && nib_file_metadata_count(file) == 1);
+    nib_entry entry = { .rank = 99 };
+    size_t index = 99;
+    const char *key = "k", *value = "v";
+    char bytes[2] = "z";
+    NULLS(nib_file_entry(NULL, 0, &entry), "file");
+    NULLS(nib_file_entry(file, 0, NULL), "out");
+    CHECK_FAILS(nib_file_entry(file, 7, &entry), NIB_ERR_ARG, "no tensor 7");
+    CHECK_FAILS(nib_file_entry(file, SIZE_MAX, &entry), NIB_ERR_ARG, path);
+    NULLS(nib_file_find(NULL, "n", &index), "file");
+    NULLS(nib_file_find(file, NULL, &index), "name");
+    NULLS(nib_file_find(file, "n", NULL), "index");
+    CHECK_FAILS(nib_file_find(file, "m", &index), NIB_ERR_ARG, "\"m\"");
+    CHECK(!nib_file_metadata(file, NULL) && !nib_file_metadata(file, "m"));
+    NULLS(nib_file_metadata_entry(NULL, 0, &key, &value), "file");
+    NULLS(nib_file_metadata_entry(file, 0, NULL, &value), "key");
+    NULLS(nib_file_metadata_entry(file, 0, &key, NULL), "value");
+    CHECK_FAILS(nib_file_metadata_entry(file, 1, &key, &value), NIB_ERR_ARG, "no pair 1");
+    NULLS(nib_file_read(NULL, 0, 0, bytes, 1), "file");
+    NULLS(nib_file_read(file, 0, 0, NULL, 1), "out");
+    CHECK_FAILS(nib_file_read(file, 7, 0, bytes, 1), NIB_ERR_ARG, "no tensor 7");
+    CHECK_FAILS(nib_file_read(file, 0, 2, bytes, 1), NIB_ERR_ARG, "not within");
+    CHECK_FAILS(nib_file_read(file, 0, UINT64_MAX, bytes, 2), NIB_ERR_ARG, "not within");
+    CHECK_FAILS(nib_file_read(file, 0, 0, bytes, SIZE_MAX), NIB_ERR_ARG, "not within");
+    NULLS(nib_file_read_tensor(NULL, "t", &out), "file");
+    NULLS(nib_file_read_tensor(file, NULL, &out), "name");
+    NULLS(nib_file_read_tensor(file, "t", NULL), "out");
+    CHECK_FAILS(nib_file_read_tensor(file, "n", &out), NIB_ERR_ARG, "\"n\"");
+    CHECK(out == UNTOUCHED && entry.rank == 99 && index == 99 && *key == 'k' && *value == 'v' && *bytes == 'z');
+    nib_file_close(file);
+    nib_tensor_destroy(t);
+}
+
+/* ---- Memory ---- */
+
+#ifdef NIB_TEST_WRAP_ALLOC
+
+/* The call with its first allocation failing, then its second, and so on until it goes through, which takes `least` or
+ * more. Where it fails `untouched` must hold. */
+#define EVERY_ALLOCATION(least, call, untouched)                                                              \
+    do {                                                                                                      \
+        int every_n = 0;                                                                                      \
+        nib_status every_status;                                                                              \
+        do {                                                                                                  \
+            allocations_left = every_n++;                                                                     \
+            every_status = (call);                                                                            \
+            allocations_left = -1;                                                                            \
+            if (every_status)                                                                                 \
+                CHECK_THAT(every_status == NIB_ERR_MEMORY && *nib_last_error() && (untouched),                \
+                           "%s without allocation %d: %s: %s", #call, every_n, nib_status_name(every_status), \
+                           nib_last_error());                                                                 \
+        } while (every_status == NIB_ERR_MEMORY && every_n < 1000);                                           \
+        CHECK_THAT(!every_status && every_n > (least), "%s: %d allocations", #call, every_n - 1);             \
+    } while (0)
+
+/* And a call that makes none. */
+#define NO_ALLOCATION(call)    \
+    do {                       \
+        allocations_left = 0;  \
+        CHECK_OK(call);        \
+        allocations_left = -1; \
+    } while (0)
+
+/* Whether a tensor is as it was, down to which buffers it has. */
+static nib_buffer *buffers_before[NIB_PART_COUNT];
+static nib_tensor *tensor_before;
+
+static void remember(const nib_tensor *t)
+{
+    nib_tensor_destroy(tensor_before);
+    tensor_before = t ? clone_of(t) : NULL;
+    for (int part = 0; t && part < NIB_PART_COUNT; part++)
+        buffers_before[part] = nib_tensor_buffer(t, (nib_part)part);
+}
+
+static bool as_before(const nib_tensor *t)
+{
+    nib_metadata a = { .bytes = sizeof a }, b = { .bytes = sizeof b };
+    CHECK_OK(nib_tensor_get_metadata(t, &a));
+    CHECK_OK(nib_tensor_get_metadata(tensor_before, &b));
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        if (nib_tensor_buffer(t, (nib_part)part) != buffers_before[part])
+            return false;
+    return equal(t, tensor_before) && nib_quantizer_equal(&a.quantizer, &b.quantizer);
+}
+
+static int released;
+static void count_release(void *context)
+{
+    (void)context;
+    released++;
+}
+
+TEST(allocations_fail_in_buffers)
+{
+    nib_buffer *buffer = UNTOUCHED;
+    EVERY_ALLOCATION(2, nib_buffer_create(100, &buffer), buffer == UNTOUCHED);
+    nib_buffer_release(buffer);
+    buffer = UNTOUCHED;
+    released = 0;
+    EVERY_ALLOCATION(1, nib_buffer_borrow(sentinel, 1, count_release, NULL, &buffer), buffer == UNTOUCHED && !released);
+    CHECK(released == 0);
+    struct DLManagedTensor *managed = UNTOUCHED;
+    struct DLManagedTensorVersioned *versioned = UNTOUCHED;
+    static float x[4];
+    const nib_array array = array_of(x, NIB_F32, SHAPE(4));
+    EVERY_ALLOCATION(1, nib_array_to_dlpack(&array, buffer, &managed), managed == UNTOUCHED);
+    EVERY_ALLOCATION(1, nib_array_to_dlpack_versioned(&array, buffer, &versioned), versioned == UNTOUCHED);
+    nib_buffer_release(buffer); /* the two have a reference each */
+    CHECK(released == 0);
+    buffer = UNTOUCHED;
+    EVERY_ALLOCATION(1, nib_buffer_from_dlpack(managed, &buffer), buffer == UNTOUCHED && !released);
+    nib_buffer_release(buffer);
+    buffer = UNTOUCHED;
+    EVERY_ALLOCATION(1, nib_buffer_from_dlpack_versioned(versioned, &buffer), buffer == UNTOUCHED && !released);
+    nib_buffer_release(buffer);
+    CHECK(released == 1); /* both deleters ran, and each gave up its reference */
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16));
+    buffer = UNTOUCHED;
+    managed = UNTOUCHED;
+    versioned = UNTOUCHED;
+    EVERY_ALLOCATION(1, nib_tensor_to_dlpack(t, NIB_ROW_DATA, &managed), managed == UNTOUCHED);
+    EVERY_ALLOCATION(1, nib_tensor_to_dlpack_versioned(t, NIB_ROW_DATA, &versioned), versioned == UNTOUCHED);
+    nib_tensor_destroy(t);
+    CHECK_OK(nib_buffer_from_dlpack(managed, &buffer));
+    nib_buffer_release(buffer);
+    CHECK_OK(nib_buffer_from_dlpack_versioned(versioned, &buffer));
+    nib_buffer_release(buffer);
+    CHECK_NO_LEAKS();
+}
+
+TEST(allocations_fail_in_tensors)
+{
+    static float x[1024];
+    for (int i = 0; i < 1024; i++)
+        x[i] = test_normal();
+    const nib_array array = array_of(x, NIB_F32, SHAPE(32, 32));
+    nib_tensor *t = UNTOUCHED, *out = UNTOUCHED;
+    for (int kind = 0; kind < 5; kind++) {
+        nib_quantizer q = plain();
+        q.rht = kind == 1;
+        q.row_scaled = kind == 2;
+        q.block_dims[0] = kind == 3 ? 16 : 1;
+        q.swizzled = kind == 4;
+        t = UNTOUCHED;
+        EVERY_ALLOCATION(13, nib_quantize(&q, &array, NULL, &t), t == UNTOUCHED);
+        out = UNTOUCHED;
+        EVERY_ALLOCATION(13, nib_tensor_create(&q, NIB_F32, SHAPE(32, 32), &out), out == UNTOUCHED);
+        nib_tensor_destroy(out);
+        out = UNTOUCHED;
+        EVERY_ALLOCATION(13, nib_tensor_clone(t, &out), out == UNTOUCHED);
+        nib_tensor_destroy(out);
+        out = UNTOUCHED;
+        EVERY_ALLOCATION(1, nib_tensor_view(t, SHAPE(2, 16, 32), &out), out == UNTOUCHED);
+        nib_tensor_destroy(out);
+        out = UNTOUCHED;
+        EVERY_ALLOCATION(13, nib_tensor_slice(t, 16, 16, &out), out == UNTOUCHED);
+        nib_tensor_destroy(out);
+        nib_tensor *pieces[2] = { UNTOUCHED, UNTOUCHED };
+        EVERY_ALLOCATION(27, nib_tensor_split(t, (int64_t[]){ 16, 16 }, 2, pieces),
+                         pieces[0] == UNTOUCHED && pieces[1] == UNTOUCHED);
+        nib_tensor_destroy(pieces[0]);
+        nib_tensor_destroy(pieces[1]);
+
+        remember(t);
+        EVERY_ALLOCATION(1, nib_quantize_into(NULL, &array, NULL, NULL, t), as_before(t));
+        nib_quantizer changed = q;
+        changed.swizzled = !q.swizzled;
+        remember(t);
+        EVERY_ALLOCATION(13, nib_quantize_into(&changed, &array, NULL, NULL, t), as_before(t));
+        remember(t);
+        if (q.swizzled)
+            EVERY_ALLOCATION(4, nib_tensor_swizzle(t), as_before(t));
+        else
+            EVERY_ALLOCATION(4, nib_tensor_unswizzle(t), as_before(t));
+        CHECK_OK(nib_tensor_update_usage(t, 1, 0));
+        remember(t);
+        EVERY_ALLOCATION(7, nib_quantize_into(&q, &array, NULL, NULL, t), as_before(t)); /* a copy comes back */
+        CHECK_OK(nib_tensor_update_usage(t, 1, 0));
+        if (kind == 3) {
+            remember(t);
+            EVERY_ALLOCATION(6, nib_tensor_update_usage(t, 0, 1), as_before(t));
+            CHECK(!nib_tensor_buffer(t, NIB_ROW_DATA));
+        }
+        nib_tensor_destroy(t);
+        CHECK_NO_LEAKS();
+    }
+    nib_quantizer q = plain();
+    q.columnwise = 0;
+    t = some(&q, SHAPE(16, 16));
+    out = UNTOUCHED;
+    remember(t);
+    EVERY_ALLOCATION(3, nib_tensor_reshape(t, SHAPE(8, 32), &out), out == UNTOUCHED && as_before(t));
+    nib_tensor_destroy(out);
+    out = UNTOUCHED;
+    nib_buffer *parts[NIB_PART_COUNT];
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        parts[part] = nib_tensor_buffer(t, (nib_part)part);
+    EVERY_ALLOCATION(1, nib_tensor_from_buffers(&q, NIB_F32, SHAPE(16, 16), parts, &out), out == UNTOUCHED);
+    nib_tensor_destroy(out);
+    nib_tensor_destroy(t);
+    remember(NULL);
+    CHECK_NO_LEAKS();
+}
+
+TEST(allocations_fail_in_saving)
+{
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16)), *before = clone_of(t);
+    nib_buffer *saved[NIB_PART_COUNT];
+    size_t used = 99;
+    NO_ALLOCATION(nib_tensor_prepare_for_saving(t, saved));
+    EVERY_ALLOCATION(0, nib_tensor_restore_from_saved(t, saved, NIB_PART_COUNT, &used),
+                     used == 99 && !nib_tensor_buffer(t, NIB_ROW_DATA));
+    CHECK(equal(t, before));
+    nib_item items[3] = { { .tensor = t },
+                          { .array = array_of(sentinel, NIB_U8, SHAPE(1)) },
+                          { .tensor = clone_of(t) } };
+    nib_saved entries[13];
+    size_t count = 0;
+    NO_ALLOCATION(nib_prepare_for_saving(items, 3, entries, 13, &count));
+    used = 99;
+    EVERY_ALLOCATION(0, nib_restore_from_saved(items, 3, entries, count, &used),
+                     used == 99 && !nib_tensor_buffer(t, NIB_ROW_DATA) &&
+                         !nib_tensor_buffer(items[2].tensor, NIB_ROW_DATA) && !items[1].array.data);
+    CHECK(used == 13 && equal(t, before) && equal(items[2].tensor, before));
+    nib_tensor_destroy(items[2].tensor);
+    nib_tensor_destroy(before);
+    nib_tensor_destroy(t);
+    CHECK_NO_LEAKS();
+}
+
+TEST(calls_that_need_no_memory)
+{
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16)), *other = some(&q, SHAPE(16, 16));
+    static float y[256];
+    const nib_array array = array_of(y, NIB_F32, SHAPE(16, 16));
+    nib_buffer *home = NULL;
+    nib_metadata m = { .bytes = sizeof m };
+    nib_array view;
+    int same;
+    CHECK_OK(nib_buffer_create(128, &home));
+    NO_ALLOCATION(nib_dequantize(t, NIB_ROWWISE, &array));
+    NO_ALLOCATION(nib_dequantize(t, NIB_COLUMNWISE, &array));
+    NO_ALLOCATION(nib_dequantize_rows(t, NIB_COLUMNWISE, 0, 16, &array));
+    NO_ALLOCATION(nib_gemm_reference(t, NIB_ROWWISE, other, NIB_ROWWISE, 1, 0, &array));
+    NO_ALLOCATION(nib_tensor_copy(t, other));
+    NO_ALLOCATION(nib_tensor_equal(t, other, &same));
+    NO_ALLOCATION(nib_tensor_zero(other));
+    NO_ALLOCATION(nib_tensor_rebind_rowwise(t, home));
+    NO_ALLOCATION(nib_tensor_get_metadata(t, &m));
+    NO_ALLOCATION(nib_tensor_part(t, NIB_ROW_DATA, &view));
+    NO_ALLOCATION(nib_tensor_set_quantizer(t, &q));
+    NO_ALLOCATION(nib_tensor_update_usage(t, 1, 0));
+    NO_ALLOCATION(nib_quantize_into(&q, &array, NULL, &(float){ 1 }, t));
+    nib_buffer_release(home);
+    nib_tensor_destroy(t);
+    nib_tensor_destroy(other);
+}
+
+static nib_status write_whole(const nib_tensor *t)
+{
+    nib_writer *writer = NULL;
+    nib_status status = nib_writer_create(path, &writer);
+    if (!status)
+        status = nib_writer_declare_tensor(writer, "t", t);
+    if (!status)
+        status = nib_writer_write_tensor(writer, "t", t);
+    if (!status)
+        status = nib_writer_commit(writer);
+    nib_writer_destroy(writer);
+    return status;
+}
+
+TEST(allocations_fail_in_files)
+{
+    make_folder();
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16)), *out = UNTOUCHED;
+    nib_file *file = UNTOUCHED;
+    EVERY_ALLOCATION(20, write_whole(t), true);
+    EVERY_ALLOCATION(5, nib_file_open(path, &file), file == UNTOUCHED);
+    EVERY_ALLOCATION(20, nib_file_read_tensor(file, "t", &out), out == UNTOUCHED);
+    CHECK(equal(t, out));
+    nib_tensor_destroy(out);
+    nib_file_close(file);
+    nib_tensor_destroy(t);
+    CHECK_NO_LEAKS();
+}
+
+/* A declaration of a tensor that fails has declared nothing, so that it can be made again. */
+TEST(declare_a_tensor_again)
+{
+    make_folder();
+    const nib_quantizer q = plain();
+    nib_tensor *t = some(&q, SHAPE(16, 16));
+    nib_writer *writer = NULL;
+    CHECK_OK(nib_writer_create(path, &writer));
+    EVERY_ALLOCATION(7, nib_writer_declare_tensor(writer, "t", t), true);
+    EVERY_ALLOCATION(6, nib_writer_write_tensor(writer, "t", t), true);
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+    nib_tensor_destroy(t);
+    CHECK_NO_LEAKS();
+}
+
+#else
+
+TEST(allocations_fail) { SKIP("built without failing allocations"); }
+
+#endif
+
+TEST_MAIN
