@@ -46,25 +46,23 @@ static float combined_scale(const struct operand *a, int64_t i, const struct ope
     const float la = operand_level(a, i), lb = operand_level(b, j);
     if (a->rules.level == NIB_LEVEL_AMAX && b->rules.level == NIB_LEVEL_AMAX)
         return la * lb / (a->rules.full_scale * b->rules.full_scale);
-    return nib_decode_scale(la, a->rules.level, a->rules.full_scale) *
-           nib_decode_scale(lb, b->rules.level, b->rules.full_scale);
+    return nib_decode_scale(la, &a->rules) * nib_decode_scale(lb, &b->rules);
 }
 
 static float code_at(const struct operand *o, int64_t line, int64_t k)
 {
-    return nib_f32_from_e2m1(o->memory.codes[line * o->geometry->code_stride + k / 2] >> 4 * (k % 2) & 15);
+    return nib_f32_from_e2m1(nib_code_load(o->geometry, o->memory.codes, line, k));
 }
 
 static float scale_at(const struct operand *o, int64_t line, int64_t block)
 {
-    return nib_f32_from_e4m3(
-        o->memory.scales[nib_scale_offset(line, block, o->geometry->scale_stride, o->q->swizzled)]);
+    return nib_f32_from_e4m3((uint8_t)nib_scale_load(o->geometry, o->memory.scales, line, block));
 }
 
 static void gemm_row(void *context, int64_t i)
 {
     const struct gemm_job *job = context;
-    const int64_t block = nib_formats[job->a.q->format].block, length = job->a.geometry->length;
+    const int64_t block = nib_format_of(job->a.q)->block, length = job->a.geometry->length;
     for (int64_t j = 0; j < job->b.geometry->lines; j++) {
         float acc = 0;
         for (int64_t k0 = 0; k0 < length; k0 += block) {
@@ -85,6 +83,8 @@ static nib_status check_operands(const struct gemm_job *job)
     const nib_array *y = job->y;
     if (a->q->format != b->q->format)
         return nib_fail(NIB_ERR_MISMATCH, "the operands have different formats");
+    if (!nib_format_of(a->q)->exact_dot)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "there is no reference GEMM for %s", nib_format_of(a->q)->name);
     if (a->geometry->length != b->geometry->length)
         return nib_fail(NIB_ERR_MISMATCH, "the inner sizes are %lld and %lld", (long long)a->geometry->length,
                         (long long)b->geometry->length);

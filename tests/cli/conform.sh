@@ -230,7 +230,8 @@ python3 - "$work/out" "$work" <<'END' || fail "--json does not say what it shoul
 import json, sys
 report, work = json.load(open(sys.argv[1])), sys.argv[2]
 first, second, third = report
-assert first["file"] == work + "/v.safetensors" and first["cases"] == 3 and first["failed"] == 1 and first["bad"] is True
+assert first["file"] == work + "/v.safetensors"
+assert (first["cases"], first["failed"], first["bad"]) == (3, 1, True)
 (failure,), (error,) = first["failures"], first["errors"]
 assert failure["case"] == "64x48x256" and failure["tensor"] == "y" and failure["index"] == [0, 0]
 assert int(failure["expected"], 16) ^ int(failure["got"], 16) == 1 and len(failure["got"]) == 10
