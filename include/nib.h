@@ -156,7 +156,8 @@ NIB_API size_t nib_buffer_bytes(const nib_buffer *buffer);
 struct DLManagedTensor;          /* DLPack before 1.0 */
 struct DLManagedTensorVersioned; /* DLPack 1.x */
 
-/* View a DLPack tensor in host memory without a copy and without taking it over: it must outlive `out`. */
+/* View a DLPack tensor in host memory without a copy and without taking it over: it must outlive `out`. A view does not remember that
+ * a tensor is read-only: such a one must not be written to. */
 NIB_API nib_status nib_array_from_dlpack(const struct DLManagedTensor *managed, nib_array *out);
 NIB_API nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned *managed, nib_array *out);
 
@@ -579,7 +580,7 @@ NIB_API nib_status nib_writer_commit(nib_writer *writer); /* afterwards only des
 NIB_API void nib_writer_destroy(nib_writer *writer);      /* an uncommitted file is removed */
 
 /* A whole tensor under `name`: its parts as NAME.row_data, NAME.col_scale, ..., scales as they lie in memory, and all of
- * its metadata. declare before any write; read gives back a tensor equal to the one written. */
+ * its metadata. declare before any write; after a failed one the writer is only fit to be destroyed. read gives back a tensor equal to the one written. */
 NIB_API nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tensor **out);

@@ -186,6 +186,37 @@ nib_status nib_check_array(const char *what, const nib_array *array)
     return NIB_OK;
 }
 
+/* Sorted by stride, every dim must step over all that the smaller ones reach. */
+nib_status nib_check_output(const char *what, const nib_array *array)
+{
+    TRY(nib_check_array(what, array));
+    int64_t elements = 0, reach = 0, least = 0;
+    TRY(nib_check_shape(what, array->rank, array->shape, &elements));
+    for (int done = 0; elements > 0 && done < array->rank; done++) {
+        int next = -1;
+        int64_t stride = 0;
+        for (int i = 0; i < array->rank; i++) {
+            const int64_t step = array->strides[i] < 0 ? -array->strides[i] : array->strides[i];
+            if (array->shape[i] > 1 && step >= least && (next < 0 || step < stride)) {
+                next = i;
+                stride = step;
+            }
+        }
+        if (next < 0)
+            return NIB_OK; /* dims of 1 are never stepped */
+        if (stride <= reach)
+            return nib_fail(NIB_ERR_SHAPE, "%s: stride %lld of dim %d would write several values to one place", what,
+                            (long long)array->strides[next], next);
+        reach += (array->shape[next] - 1) * stride; /* nib_check_array has seen that this stays within the memory */
+        least = stride + 1;                         /* an equal stride is not larger than what this one reaches */
+        for (int i = 0; i < array->rank; i++)
+            if (i != next && array->shape[i] > 1 && (array->strides[i] == stride || array->strides[i] == -stride))
+                return nib_fail(NIB_ERR_SHAPE, "%s: dims %d and %d have the same stride %lld", what,
+                                next < i ? next : i, next < i ? i : next, (long long)stride);
+    }
+    return NIB_OK;
+}
+
 nib_status nib_array_init(nib_array *out, void *data, nib_dtype dtype, int rank, const int64_t *shape)
 {
     NIB_REQUIRE(out);

@@ -69,4 +69,7 @@ nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int
  * An array without elements may have a NULL pointer. */
 nib_status nib_check_array(const char *what, const nib_array *array);
 
+/* The same for an array that is written: no two elements may share a place, or the result would depend on the order of work. */
+nib_status nib_check_output(const char *what, const nib_array *array);
+
 #endif

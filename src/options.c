@@ -183,6 +183,10 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         *flags[i] = *flags[i] != 0;
     TRY(check_ranges(&q));
+    if (q.min_block_scale == 0) /* a negative zero is no floor either */
+        q.min_block_scale = 0;
+    if (q.amax_epsilon == 0)
+        q.amax_epsilon = 0;
     TRY(check_comm(q.amax_comm));
     TRY(check_format(&q, nib_format_of(&q)));
     TRY(check_combination(&q));
@@ -190,13 +194,14 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
     return NIB_OK;
 }
 
-/* The random stream has 32 bits for lines and 31 for blocks, and blocks of the part must be blocks of the whole. */
+/* The random stream has 32 bits for lines and 31 for blocks, and blocks of the part must be blocks of the whole. With square blocks
+ * both copies take the rowwise numbers. */
 static nib_status check_random_range(const nib_quantizer *q, const struct nib_geometry *geometry)
 {
     const int64_t block = nib_format_of(q)->block;
     const bool square = q->block_dims[0] != 1;
     for (int copy = 0; copy < 2; copy++) {
-        if (!(copy == NIB_ROWWISE ? q->rowwise : q->columnwise) && !square)
+        if (square ? copy == NIB_COLUMNWISE : !(copy == NIB_ROWWISE ? q->rowwise : q->columnwise))
             continue;
         const int64_t line0 = q->origin[copy == NIB_ROWWISE ? 0 : 1], first0 = q->origin[copy == NIB_ROWWISE ? 1 : 0];
         if (first0 % block || (square && line0 % block))

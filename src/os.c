@@ -142,13 +142,15 @@ nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void
             continue;
         if (put < 0)
             return io_error(path, "cannot write");
+        if (put == 0)
+            return nib_fail(NIB_ERR_IO, "%s: the system takes no more bytes", path);
         done += (size_t)put;
     }
     return NIB_OK;
 }
 
-/* A rename lasts only once the folder that holds the name is on disk. */
-static nib_status sync_folder(const char *path)
+/* The folder that holds a name, opened so that it can be synced: a rename lasts only once the folder is on disk. */
+static nib_status open_folder(const char *path, int *fd)
 {
     const char *slash = strrchr(path, '/');
     const size_t bytes = slash ? (size_t)(slash - path) + 1 : 1; /* "/" keeps its slash */
@@ -157,25 +159,29 @@ static nib_status sync_folder(const char *path)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory for the name of its folder", path);
     memcpy(folder, slash ? path : ".", bytes);
     folder[bytes] = '\0';
-    const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    nib_status status = fd < 0 ? io_error(folder, "cannot open the folder") : NIB_OK;
-    /* Some file systems cannot sync a folder and say EINVAL: their renames are as safe as they get. */
-    if (!status && fsync(fd) < 0 && errno != EINVAL)
-        status = io_error(folder, "cannot sync the folder");
-    if (fd >= 0)
-        close(fd);
+    *fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const nib_status status = *fd < 0 ? io_error(folder, "cannot open the folder") : NIB_OK;
     nib_free(folder);
     return status;
 }
 
+/* All that can fail comes before the rename, but for the folder's own sync: after that the new file is there whole, and only a
+ * crash of the machine could still bring back the old state. */
 nib_status nib_os_publish(int fd, const char *temporary, const char *path)
 {
+    int folder = -1;
     nib_status status = fsync(fd) < 0 ? io_error(path, "cannot sync") : NIB_OK;
     if (close(fd) < 0 && !status)
         status = io_error(path, "cannot close");
+    if (!status)
+        status = open_folder(path, &folder);
     if (!status && rename(temporary, path) < 0)
         status = io_error(path, "cannot rename the finished file to this name");
-    return status ? status : sync_folder(path);
+    /* Some file systems cannot sync a folder and say EINVAL: their renames are as safe as they get. */
+    if (!status && fsync(folder) < 0 && errno != EINVAL)
+        status = io_error(path, "is complete, but its folder cannot be synced");
+    nib_os_close(folder);
+    return status;
 }
 
 void nib_os_close(int fd)

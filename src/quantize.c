@@ -422,8 +422,9 @@ struct decode_job {
     struct matrix out;
 };
 
-static void store_number(const struct matrix *m, int64_t row, int64_t col, float y)
+static void store_number(const struct matrix *m, int64_t row, int64_t col, float number)
 {
+    const float y = nib_quiet(number); /* 0 times an infinite factor */
     const uint16_t half = m->dtype == NIB_BF16 ? nib_bf16_from_f32(y) : nib_f16_from_f32(y);
     memcpy(element_at(m, row, col), m->dtype == NIB_F32 ? (const void *)&y : (const void *)&half, (size_t)m->bytes);
 }

@@ -1,15 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * safetensors.h - what other parts of the library may ask of an open file beyond nib.h: its name, for sentences.
+ * safetensors.h - what the reader and the writer of the container share, and what other files may ask of them beyond nib.h.
+ *
+ *     bytes 0..7      n, little-endian
+ *     bytes 8..8+n    JSON: { "__metadata__": { key: value, ... },
+ *                             name: { "dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end] }, ... }
+ *     from 8+n        data, to the end of the file; offsets count from here
  */
 #ifndef NIB_SAFETENSORS_H
 #define NIB_SAFETENSORS_H
 
-#include "base.h"
+#include "json.h"
 
 #define NIB_SAFETENSORS_MAX_HEADER 100000000 /* bytes of JSON, by the format's own rule */
+#define NIB_SAFETENSORS_METADATA "__metadata__"
+enum { NIB_SAFETENSORS_LENGTH_BYTES = 8 };
 
+/* For sentences. */
 const char *nib_file_path(const nib_file *file);
 const char *nib_writer_path(const nib_writer *writer);
+
+/* Bytes of a tensor, or the reason why there is no such number. Dims are multiplied from the left and may not overflow on
+ * the way to a later 0, as in the reference. */
+const char *nib_safetensors_bytes(nib_dtype dtype, const int64_t *shape, size_t rank, uint64_t *bytes);
+
+/* A path in memory of its own; NULL without memory. */
+char *nib_safetensors_copy_path(const char *path);
+nib_status nib_safetensors_no_memory(const char *path);
+
+/* Pairs of metadata: each value lies behind its key. */
+const char *nib_safetensors_value(const struct nib_names *keys, uint32_t id);
 
 #endif

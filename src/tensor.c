@@ -147,8 +147,9 @@ nib_status nib_tensor_zero(nib_tensor *t)
         if (!nib_tensor_has(t, (nib_copy)copy))
             continue;
         const struct nib_copy_memory memory = nib_tensor_memory(t, (nib_copy)copy);
-        memset(memory.codes, 0, (size_t)t->geometry.copy[copy].data_bytes);
-        if (memory.scales)
+        if (t->geometry.copy[copy].data_bytes) /* an empty borrowed buffer may be NULL */
+            memset(memory.codes, 0, (size_t)t->geometry.copy[copy].data_bytes);
+        if (t->geometry.copy[copy].scales_bytes)
             memset(memory.scales, 0, (size_t)t->geometry.copy[copy].scales_bytes);
         for (int64_t i = 0; i < t->geometry.copy[copy].levels; i++)
             memory.levels[i] = level;
@@ -210,6 +211,8 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
     nib_quantizer loaded;
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
+    loaded.rowwise = parts[NIB_ROW_DATA] != NULL;
+    loaded.columnwise = parts[NIB_COL_DATA] != NULL;
     TRY(nib_tensor_new(&loaded, dtype, rank, shape, &t));
     const nib_status status = check_parts(nib_format_of(&loaded), &t->geometry, parts);
     if (status) {
@@ -220,18 +223,26 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
         const nib_part part = nib_format_of(&loaded)->saved[i];
         t->parts[part] = nib_buffer_retain(parts[part]);
     }
-    t->q.rowwise = parts[NIB_ROW_DATA] != NULL;
-    t->q.columnwise = parts[NIB_COL_DATA] != NULL;
     *out = t;
     return NIB_OK;
 }
 
 /* ---- Quantise ---- */
 
-static nib_status check_given(const nib_given *given)
+/* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the kernels take it.) */
+static nib_status check_given(const nib_given *given, const struct nib_geometry *geometry)
 {
-    if (given && given->bytes < sizeof *given)
+    if (!given)
+        return NIB_OK;
+    if (given->bytes < sizeof *given)
         return nib_fail(NIB_ERR_ARG, "given->bytes is %zu, not %zu", given->bytes, sizeof *given);
+    if (given->scale && !(*given->scale > 0))
+        return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
+    for (int copy = 0; copy < 2; copy++)
+        for (int64_t i = 0; i < geometry->copy[copy].levels; i++)
+            if ((given->amax[copy] && given->amax[copy][i] < 0) || (given->level[copy] && given->level[copy][i] < 0))
+                return nib_fail(NIB_ERR_ARG, "the given %s %s number %lld is negative", nib_copy_name((nib_copy)copy),
+                                given->amax[copy] && given->amax[copy][i] < 0 ? "amax" : "level", (long long)i);
     return NIB_OK;
 }
 
@@ -249,9 +260,10 @@ nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_gi
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
     TRY(nib_check_array("x", x));
-    TRY(check_given(given));
     TRY(nib_tensor_new(&loaded, x->dtype, x->rank, x->shape, &t));
-    nib_status status = nib_tensor_allocate(t, loaded.rowwise, loaded.columnwise);
+    nib_status status = check_given(given, &t->geometry);
+    if (!status)
+        status = nib_tensor_allocate(t, loaded.rowwise, loaded.columnwise);
     if (!status)
         status = quantize_parts(t, &loaded, x, given);
     if (status)
@@ -278,7 +290,6 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     nib_quantizer loaded;
     TRY(nib_quantizer_load(q ? q : &t->q, &loaded));
     TRY(nib_check_array("x", x));
-    TRY(check_given(given));
     TRY(check_same_shape(t, x));
 
     /* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A view
@@ -293,7 +304,9 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
             if (part < NIB_PART_COUNT && !updated->parts[part])
                 updated->parts[part] = nib_buffer_retain(t->parts[part]);
         }
-    nib_status status = nib_tensor_allocate(updated, loaded.rowwise, loaded.columnwise);
+    nib_status status = check_given(given, &updated->geometry);
+    if (!status)
+        status = nib_tensor_allocate(updated, loaded.rowwise, loaded.columnwise);
     if (!status)
         status = quantize_parts(updated, &loaded, x, given);
     if (!status) {
@@ -307,15 +320,11 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
 
 /* ---- Dequantise ---- */
 
-static nib_status check_output(const nib_array *out)
+static nib_status check_numbers_out(const nib_array *out)
 {
-    TRY(nib_check_array("out", out));
+    TRY(nib_check_output("out", out));
     if (out->dtype != NIB_F32 && out->dtype != NIB_BF16 && out->dtype != NIB_F16)
         return nib_fail(NIB_ERR_DTYPE, "dequantisation gives F32, BF16 and F16, not %s", nib_dtypes[out->dtype].name);
-    for (int i = 0; i < out->rank; i++)
-        if (out->strides[i] == 0 && out->shape[i] > 1)
-            return nib_fail(NIB_ERR_SHAPE, "out: stride 0 of dim %d would write %lld values to one place", i,
-                            (long long)out->shape[i]);
     return NIB_OK;
 }
 
@@ -334,7 +343,7 @@ static nib_status dequantize_rows(const nib_tensor *t, nib_copy from, int64_t fi
 nib_status nib_dequantize(const nib_tensor *t, nib_copy from, const nib_array *out)
 {
     NIB_REQUIRE(t);
-    TRY(check_output(out));
+    TRY(check_numbers_out(out));
     TRY(check_same_shape(t, out));
     return dequantize_rows(t, from, 0, t->geometry.rows, out);
 }
@@ -342,9 +351,9 @@ nib_status nib_dequantize(const nib_tensor *t, nib_copy from, const nib_array *o
 nib_status nib_dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count, const nib_array *out)
 {
     NIB_REQUIRE(t);
-    TRY(check_output(out));
+    TRY(check_numbers_out(out));
     if (first < 0 || count < 0 || first > t->geometry.rows || count > t->geometry.rows - first)
-        return nib_fail(NIB_ERR_SHAPE, "rows %lld to %lld of %lld", (long long)first, (long long)(first + count),
+        return nib_fail(NIB_ERR_SHAPE, "%lld rows from row %lld on, of %lld", (long long)count, (long long)first,
                         (long long)t->geometry.rows);
     if (out->rank != 2 || out->shape[0] != count || out->shape[1] != t->geometry.cols)
         return nib_fail(NIB_ERR_SHAPE, "out must be [%lld, %lld]", (long long)count, (long long)t->geometry.cols);

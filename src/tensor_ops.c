@@ -7,7 +7,12 @@
 /* A tensor like t, with t's buffers where `share`, otherwise with none. */
 static nib_status like(const nib_tensor *t, int rank, const int64_t *shape, bool share, nib_tensor **out)
 {
-    TRY(nib_tensor_new(&t->q, t->dtype, rank, shape, out));
+    nib_quantizer q = t->q; /* asked for what is there, whatever was asked for once */
+    q.rowwise = nib_tensor_has(t, NIB_ROWWISE);
+    q.columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
+    TRY(nib_tensor_new(&q, t->dtype, rank, shape, out));
+    (*out)->q.rowwise = t->q.rowwise;
+    (*out)->q.columnwise = t->q.columnwise;
     for (int i = 0; share && i < NIB_PART_COUNT; i++)
         (*out)->parts[i] = nib_buffer_retain(t->parts[i]);
     (*out)->columnwise_stale = t->columnwise_stale;
@@ -17,7 +22,7 @@ static nib_status like(const nib_tensor *t, int rank, const int64_t *shape, bool
 static void copy_parts(nib_tensor *dst, const nib_tensor *src)
 {
     for (int i = 0; i < NIB_PART_COUNT; i++)
-        if (dst->parts[i] && nib_buffer_data(dst->parts[i]) != nib_buffer_data(src->parts[i]))
+        if (nib_buffer_bytes(dst->parts[i]) && nib_buffer_data(dst->parts[i]) != nib_buffer_data(src->parts[i]))
             memmove(nib_buffer_data(dst->parts[i]), nib_buffer_data(src->parts[i]), nib_buffer_bytes(dst->parts[i]));
 }
 
@@ -119,6 +124,26 @@ static void repack_scales(const nib_tensor *from, nib_tensor *to)
         nib_scale_store(b, dst, i / b->blocks, i % b->blocks, nib_scale_load(a, src, i / a->blocks, i % a->blocks));
 }
 
+/* Scales of their own for a view whose padding differs. */
+static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
+{
+    nib_buffer *fresh = NULL;
+    TRY(nib_buffer_create((size_t)view->geometry.copy[NIB_ROWWISE].scales_bytes, &fresh));
+    nib_buffer_release(view->parts[NIB_ROW_SCALE]);
+    view->parts[NIB_ROW_SCALE] = fresh;
+    repack_scales(t, view);
+    return NIB_OK;
+}
+
+/* Whether the buffers that a view shares are what its shape asks for; an empty tensor may otherwise change its rows at will. */
+static nib_status check_shared_parts(const nib_tensor *view)
+{
+    for (int i = 0; i < NIB_PART_COUNT; i++)
+        if (view->parts[i] && nib_buffer_bytes(view->parts[i]) != nib_part_bytes(&view->geometry, (nib_part)i))
+            return nib_fail(NIB_ERR_SHAPE, "the new shape does not go with the tensor's buffers");
+    return NIB_OK;
+}
+
 static nib_status view_or_reshape(const nib_tensor *t, int rank, const int64_t *shape, bool may_copy, nib_tensor **out)
 {
     int64_t resolved[NIB_MAX_RANK] = { 0 };
@@ -126,23 +151,18 @@ static nib_status view_or_reshape(const nib_tensor *t, int rank, const int64_t *
     TRY(resolve_shape(t, rank, shape, resolved));
     TRY(like(t, rank, resolved, true, &view));
     nib_status status = NIB_OK;
-    if (view->geometry.cols != t->geometry.cols && nib_tensor_has(t, NIB_ROWWISE)) {
+    if (view->geometry.cols != t->geometry.cols) {
         const struct nib_copy_geometry *a = &t->geometry.copy[NIB_ROWWISE], *b = &view->geometry.copy[NIB_ROWWISE];
         const bool coincide =
             a->scales_bytes == b->scales_bytes && a->scale_line == a->blocks && b->scale_line == b->blocks;
         status = check_new_length(t, view->geometry.cols);
         if (!status && !coincide && !may_copy)
             status = nib_fail(NIB_ERR_SHAPE, "the scales of the new shape are padded differently and cannot be shared");
-        if (!status && !coincide) {
-            nib_buffer_release(view->parts[NIB_ROW_SCALE]);
-            view->parts[NIB_ROW_SCALE] = NULL;
-            status = nib_buffer_create((size_t)b->scales_bytes, &view->parts[NIB_ROW_SCALE]);
-            if (!status)
-                repack_scales(t, view);
-        }
-    } else if (view->geometry.cols != t->geometry.cols) {
-        status = check_new_length(t, view->geometry.cols);
+        if (!status && !coincide && view->parts[NIB_ROW_SCALE])
+            status = repack_into(t, view);
     }
+    if (!status)
+        status = check_shared_parts(view);
     if (status)
         nib_tensor_destroy(view);
     else
@@ -188,7 +208,7 @@ nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, n
     NIB_REQUIRE(out);
     const int64_t rows = t->geometry.rows, block = nib_max(nib_format_of(&t->q)->block, 1);
     if (first < 0 || count < 0 || first > rows || count > rows - first)
-        return nib_fail(NIB_ERR_SHAPE, "rows %lld to %lld of %lld", (long long)first, (long long)(first + count),
+        return nib_fail(NIB_ERR_SHAPE, "%lld rows from row %lld on, of %lld", (long long)count, (long long)first,
                         (long long)rows);
     const bool bordered = t->q.block_dims[0] > 1 || nib_tensor_has(t, NIB_COLUMNWISE);
     if (bordered && (first % block || ((first + count) % block && first + count != rows)))
@@ -196,9 +216,12 @@ nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, n
                         (long long)first, (long long)(first + count), (long long)block);
     nib_tensor *slice;
     TRY(like(t, 2, (const int64_t[2]){ count, t->geometry.cols }, false, &slice));
-    slice->q.origin[0] += first; /* so that stochastic rounding goes on with the numbers of its place in the whole */
-    const nib_status status =
-        nib_tensor_allocate(slice, nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE));
+    /* Stochastic rounding goes on with the numbers of its place in the whole. */
+    nib_status status = nib_add(slice->q.origin[0], first, &slice->q.origin[0])
+                            ? NIB_OK
+                            : nib_fail(NIB_ERR_SHAPE, "the slice's origin is beyond any matrix");
+    if (!status)
+        status = nib_tensor_allocate(slice, nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE));
     if (status) {
         nib_tensor_destroy(slice);
         return status;
@@ -481,6 +504,10 @@ nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *sa
     NIB_REQUIRE(saved);
     size_t needed = 0;
     TRY(nib_saved_count(items, n, &needed));
+    for (size_t i = 0; i < n; i++)
+        for (size_t j = 0; j < i; j++)
+            if (items[i].tensor && items[i].tensor == items[j].tensor)
+                return nib_fail(NIB_ERR_ARG, "items %zu and %zu are the same tensor", j, i);
     if (needed > count)
         return nib_fail(NIB_ERR_ARG, "the items take %zu entries and %zu were saved", needed, count);
     /* All is checked before anything moves: first pass looks, second pass acts. */

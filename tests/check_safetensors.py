@@ -28,7 +28,8 @@ STRICTER = [
     (r'__metadata__: the key ".*" comes twice', "the same for keys of the metadata"),
     (r"a tensor has an empty name", "nothing can refer to it"),
     (r"the string holds a NUL", "a C string, and with it the interface, cannot hold it"),
-    (r"tensor \".*\": at byte \d+: expected '\{', found '\['", "entries in array form are an accident of the JSON library"),
+    (r"tensor \".*\": at byte \d+: expected '\{', found '\['",
+     "entries in array form are an accident of the JSON library"),
     (r"expected a string, found '\{'", "so is a dtype in the form of an object"),
     (r"dim \d+ is too large", "dims are int64_t"),
 ]
@@ -46,7 +47,7 @@ WRITABLE = {
     "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F4": "float4_e2m1fn_x2", "BOOL": "bool", "I8": "int8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
     "F64": "float64", "C64": "complex64", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}  # fmt: skip
+}
 
 
 class Entry(ctypes.Structure):
@@ -86,8 +87,8 @@ class Nib:
                 self.call("nib_file_entry", file, ctypes.c_size_t(i), ctypes.byref(entry))
                 data = ctypes.create_string_buffer(entry.end - entry.begin + 1)
                 self.call("nib_file_read", file, ctypes.c_size_t(i), ctypes.c_uint64(0), data,
-                          ctypes.c_size_t(entry.end - entry.begin))  # fmt: skip
-                tensors[entry.name.decode()] = (
+                          ctypes.c_size_t(entry.end - entry.begin))
+                tensors[entry.name.decode("utf-8", "replace")] = (
                     lib.nib_dtype_name(entry.dtype).decode(),
                     [entry.shape[d] for d in range(entry.rank)],
                     data.raw[:-1],
@@ -106,13 +107,14 @@ class Nib:
         try:
             for name, (dtype, shape, _) in tensors.items():
                 dims = (ctypes.c_int64 * len(shape))(*shape)
-                self.call("nib_writer_declare", writer, name.encode(), NAMES.index(dtype), ctypes.c_int64(len(shape)), dims)
+                self.call("nib_writer_declare", writer, name.encode(), NAMES.index(dtype), ctypes.c_int64(len(shape)),
+                          dims)
             for key, value in (metadata or {}).items():
                 self.call("nib_writer_metadata", writer, key.encode(), value.encode())
             for name, (_, _, data) in reversed(tensors.items()):
                 half = len(data) // 2  # the second half first
                 self.call("nib_writer_write", writer, name.encode(), ctypes.c_uint64(half), data[half:],
-                          ctypes.c_size_t(len(data) - half))  # fmt: skip
+                          ctypes.c_size_t(len(data) - half))
                 self.call("nib_writer_write", writer, name.encode(), ctypes.c_uint64(0), data, ctypes.c_size_t(half))
             self.call("nib_writer_commit", writer)
         finally:
@@ -131,24 +133,33 @@ def entry(dtype="U8", shape="[1]", offsets="[0,1]"):
 def by_hand():
     """Files that are chosen, one for each rule and its border."""
     for whole in (b"", b"1234567", struct.pack("<Q", 0), struct.pack("<Q", 1), struct.pack("<Q", 2**64 - 1) + b"{}",
-                  struct.pack("<Q", 100000001) + b"{}", struct.pack("<Q", 3) + b"{}", b"\xff" * 16):  # fmt: skip
+                  struct.pack("<Q", 100000001) + b"{}", struct.pack("<Q", 3) + b"{}", b"\xff" * 16):
         yield whole
     one = entry()
-    for header in ("{}", " {}", "{} \t\r\n", "{}\0", "{}}", "{", "[]", "null", "", "\ufeff{}", "{},", '{"a":}', "{,}", "{a:1}"):
+    for header in ("{}", " {}", "{} \t\r\n", "{}\0", "{}}", "{", "[]", "null", "", "\ufeff{}", "{},", '{"a":}', "{,}",
+                   "{a:1}"):
         yield container(header)
-    for header in ('{"a":%s}', '{"a":%s,}', '{"a":%s', ' { "a" : %s } ', '{"a":%s}x', '{"":%s}', '{"a\\u0000":%s}', '{"\\ud800":%s}',
-                   '{"\\ud83d\\ude00":%s}', '{"\\ude00":%s}', '{"\\ud83d\\u0041":%s}', '{"\\uD83D":%s}', '{"a\nb":%s}', '{"a\\nb":%s}',
-                   '{"a\x7fb":%s}', '{"\u00e9\u20ac\U0001f600":%s}', '{"\\x":%s}', '{"\\u00g0":%s}', '{"\\/":%s}', "{'a':%s}",
-                   '{"a" %s}', '{"a":[%s]}', '{"a/../b":%s}', '{"__metadata__":{},"a":%s}', '{"__metadata__":null,"a":%s}',
-                   '{"__metadata__":[],"a":%s}', '{"__metadata__":{"k":1},"a":%s}', '{"__metadata__":{"k":null},"a":%s}',
+    for header in ('{"a":%s}', '{"a":%s,}', '{"a":%s', ' { "a" : %s } ', '{"a":%s}x', '{"":%s}', '{"a\\u0000":%s}',
+                   '{"\\ud800":%s}',
+                   '{"\\ud83d\\ude00":%s}', '{"\\ude00":%s}', '{"\\ud83d\\u0041":%s}', '{"\\uD83D":%s}', '{"a\nb":%s}',
+                   '{"a\\nb":%s}',
+                   '{"a\x7fb":%s}', '{"\u00e9\u20ac\U0001f600":%s}', '{"\\x":%s}', '{"\\u00g0":%s}', '{"\\/":%s}',
+                   "{'a':%s}",
+                   '{"a" %s}', '{"a":[%s]}', '{"a/../b":%s}', '{"__metadata__":{},"a":%s}',
+                   '{"__metadata__":null,"a":%s}',
+                   '{"__metadata__":[],"a":%s}', '{"__metadata__":{"k":1},"a":%s}',
+                   '{"__metadata__":{"k":null},"a":%s}',
                    '{"__metadata__":{"k":"v","l":"\\u00e9"},"a":%s}', '{"__metadata__":{"k":"v","k":"w"},"a":%s}',
-                   '{"__metadata__":{},"a":%s,"__metadata__":{}}', '{"__metadata__":{"":""},"a":%s}', '{"__metadata__":"x","a":%s}',
-                   '{"__metadata__":{"k":"\\u0000"},"a":%s}', '{"\\u005f_metadata__":{"k":"v"},"a":%s}'):  # fmt: skip
+                   '{"__metadata__":{},"a":%s,"__metadata__":{}}', '{"__metadata__":{"":""},"a":%s}',
+                   '{"__metadata__":"x","a":%s}',
+                   '{"__metadata__":{"k":"\\u0000"},"a":%s}', '{"\\u005f_metadata__":{"k":"v"},"a":%s}'):
         yield container(header % one, b"x")
-    for raw in (b"\x80", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xc3", b"\xf8\x88\x80\x80\x80", b"\xf0\x8f\xbf\xbf", b"\xe0\x9f\xbf"):
+    for raw in (b"\x80", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xc3", b"\xf8\x88\x80\x80\x80",
+                b"\xf0\x8f\xbf\xbf", b"\xe0\x9f\xbf"):
         yield container(b'{"' + raw + b'":' + one.encode() + b"}", b"x")
     for number in ("0", "1", "-0", "-1", "+1", "01", "1.0", "1e0", "1E0", '"1"', "null", "true", "18446744073709551615",
-                   "18446744073709551616", "9223372036854775807", "9223372036854775808", "1 ", "1,", ",1", "[1]", ""):  # fmt: skip
+                   "18446744073709551616", "9223372036854775807", "9223372036854775808", "1 ", "1,", ",1", "[1]",
+                   ""):
         for data in (b"", b"x"):
             yield container('{"a":%s}' % entry("U8", "[%s]" % number, "[0,%d]" % len(data)), data)
             yield container('{"a":%s}' % entry("U8", "[%s,0]" % number, "[0,%d]" % len(data)), data)
@@ -161,25 +172,34 @@ def by_hand():
                 yield container('{"a":%s}' % entry(name, "[%d]" % elements, "[0,%d]" % size), bytes(size))
     for name in ("u8", "", "F4_E2M1", "U8 ", "F8", "FLOAT"):
         yield container('{"a":%s}' % entry(name), b"x")
-    for shape, size in (("[]", 1), ("[]", 0), ("[1,1,1,1,1,1,1,1,1,1,1,1]", 1), ("[4294967296,4294967296]", 0), ("[4294967296,4294967296,0]", 0),
-                        ("[0,4294967296,4294967296]", 0), ("[2305843009213693952]", 0), ("{}", 1), ("1", 1), ("[[1]]", 1)):  # fmt: skip
+    for shape, size in (("[]", 1), ("[]", 0), ("[1,1,1,1,1,1,1,1,1,1,1,1]", 1), ("[4294967296,4294967296]", 0),
+                        ("[4294967296,4294967296,0]", 0),
+                        ("[0,4294967296,4294967296]", 0), ("[2305843009213693952]", 0), ("{}", 1), ("1", 1),
+                        ("[[1]]", 1)):
         yield container('{"a":%s}' % entry("U8", shape, "[0,%d]" % size), bytes(size))
     for offsets in ("[0,1,2]", "[0]", "[]", "{}", "[1,0]", "[1,2]", "[0,2]", "[0,0]", "null", '"01"'):
         yield container('{"a":%s}' % entry(offsets=offsets), b"x")
-    for a, b, size in (((0, 1), (1, 2), 2), ((1, 2), (0, 1), 2), ((0, 1), (2, 3), 3), ((0, 2), (1, 3), 3), ((0, 1), (0, 1), 1), ((0, 0), (0, 0), 0),
-                       ((0, 2), (1, 1), 2), ((0, 2), (2, 2), 2), ((0, 2), (0, 0), 2), ((0, 2), (3, 3), 2), ((0, 1), (1, 2), 1), ((0, 1), (1, 2), 3)):  # fmt: skip
+    for a, b, size in (((0, 1), (1, 2), 2), ((1, 2), (0, 1), 2), ((0, 1), (2, 3), 3), ((0, 2), (1, 3), 3),
+                       ((0, 1), (0, 1), 1), ((0, 0), (0, 0), 0),
+                       ((0, 2), (1, 1), 2), ((0, 2), (2, 2), 2), ((0, 2), (0, 0), 2), ((0, 2), (3, 3), 2),
+                       ((0, 1), (1, 2), 1), ((0, 1), (1, 2), 3)):
         for names in (("a", "b"), ("b", "a"), ("a", "a")):
-            fields = tuple(x for n, r in zip(names, (a, b)) for x in (n, entry("U8", "[%d]" % (r[1] - r[0]), "[%d,%d]" % r)))
-            yield container('{"%s":%s,"%s":%s}' % fields, bytes(size))
-    for fields in ('"dtype":"U8","shape":[1]', '"dtype":"U8","data_offsets":[0,1]', '"shape":[1],"data_offsets":[0,1]', "",
-                   '"dtype":"U8","shape":[1],"data_offsets":[0,1],"dtype":"U8"', '"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]',
-                   '"data_offsets":[0,1],"shape":[1],"dtype":"U8"', '"\\u0064type":"U8","shape":[1],"data_offsets":[0,1]',
-                   '"dtype":{"U8":null},"shape":[1],"data_offsets":[0,1]'):  # fmt: skip
+            first, second = (entry("U8", "[%d]" % (r[1] - r[0]), "[%d,%d]" % r) for r in (a, b))
+            yield container('{"%s":%s,"%s":%s}' % (names[0], first, names[1], second), bytes(size))
+    for fields in ('"dtype":"U8","shape":[1]', '"dtype":"U8","data_offsets":[0,1]', '"shape":[1],"data_offsets":[0,1]',
+                   "",
+                   '"dtype":"U8","shape":[1],"data_offsets":[0,1],"dtype":"U8"',
+                   '"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]',
+                   '"data_offsets":[0,1],"shape":[1],"dtype":"U8"',
+                   '"\\u0064type":"U8","shape":[1],"data_offsets":[0,1]',
+                   '"dtype":{"U8":null},"shape":[1],"data_offsets":[0,1]'):
         yield container('{"a":{%s}}' % fields, b"x")
     yield container('{"a":["U8",[1],[0,1]]}', b"x")
-    for value in ("0", "-0", "01", "1.", "1.5e-3", "1e999", "1" * 400, "-", "tru", "true", "null", "nul", "NaN", '"\\u0000"', '"\\ud800"', "[]", "[1,]", "{}",
-                  '{"a":1,"a":2}', "{1:2}", '{"a"}', "[" * 125 + "]" * 125, "[" * 126 + "]" * 126, '{"a":' * 125 + "1" + "}" * 125,
-                  '{"a":' * 126 + "1" + "}" * 126, "[}", "[1 2]", "'x'", "", '"\x01"'):  # fmt: skip
+    for value in ("0", "-0", "01", "1.", "1.5e-3", "1e999", "1" * 400, "-", "tru", "true", "null", "nul", "NaN",
+                  '"\\u0000"', '"\\ud800"', "[]", "[1,]", "{}",
+                  '{"a":1,"a":2}', "{1:2}", '{"a"}', "[" * 125 + "]" * 125, "[" * 126 + "]" * 126,
+                  '{"a":' * 125 + "1" + "}" * 125,
+                  '{"a":' * 126 + "1" + "}" * 126, "[}", "[1 2]", "'x'", "", '"\x01"'):
         yield container('{"a":{"dtype":"U8","x":%s,"shape":[1],"data_offsets":[0,1]}}' % value, b"x")
     yield container('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x\\u0000":1}}', b"x")
 
@@ -216,11 +236,14 @@ def at_random(rng):
         items.append((name, dict(fields)))
     rng.shuffle(items)
     if rng.random() < 0.5:
-        items.insert(rng.randint(0, len(items)), ("__metadata__", {random_name(rng): random_name(rng) for _ in range(rng.randint(0, 3))}))
-    header = json.dumps(dict(items), ensure_ascii=rng.random() < 0.5, separators=rng.choice(((",", ":"), (", ", " : "))))
+        items.insert(rng.randint(0, len(items)),
+                     ("__metadata__", {random_name(rng): random_name(rng) for _ in range(rng.randint(0, 3))}))
+    header = json.dumps(dict(items), ensure_ascii=rng.random() < 0.5,
+                        separators=rng.choice(((",", ":"), (", ", " : "))))
     header = bytearray(header.encode())
     kind = rng.randint(0, 5)
-    tokens = [b'"', b"{", b"}", b"[", b"]", b",", b":", b"0", b"-", b"1e3", b".", b"\\u0000", b"\\", b"null", b" ", b"\xc3", b'"dtype":"U8",', b"\0"]
+    tokens = [b'"', b"{", b"}", b"[", b"]", b",", b":", b"0", b"-", b"1e3", b".", b"\\u0000", b"\\", b"null", b" ",
+              b"\xc3", b'"dtype":"U8",', b"\0"]
     for _ in range(rng.randint(1, 3) if kind < 5 else 0):
         where = rng.randrange(len(header) + 1)
         if kind == 0:
@@ -238,6 +261,10 @@ def at_random(rng):
     return container(bytes(header), data)
 
 
+def reference_read(content):
+    return {name: (t["dtype"], list(t["shape"]), bytes(t["data"])) for name, t in safetensors.deserialize(content)}
+
+
 def compare_reading(nib, folder, content):
     """None, or what is wrong; and whether both accepted."""
     path = os.path.join(folder, "read.safetensors")
@@ -245,7 +272,7 @@ def compare_reading(nib, folder, content):
         file.write(content)
     theirs = refusal = ours = sentence = None
     try:
-        theirs = {name: (t["dtype"], list(t["shape"]), bytes(t["data"])) for name, t in safetensors.deserialize(content)}
+        theirs = reference_read(content)
     except safetensors.SafetensorError as error:
         refusal = str(error)
     try:
@@ -297,7 +324,7 @@ def compare_writing(nib, folder, rng, keys):
             return "the keys of the metadata are not in order"
     elif ours != theirs:
         return "%r\n  differs from\n  %r" % (ours, theirs)
-    read = {name: (t["dtype"], list(t["shape"]), bytes(t["data"])) for name, t in safetensors.deserialize(ours)}
+    read = reference_read(ours)
     if read != tensors:
         return "safetensors reads other tensors than were written"
     if nib.read(path) != (tensors, metadata or {}):
@@ -311,7 +338,7 @@ def write_six_bits(nib, folder):
     path = os.path.join(folder, "ours.safetensors")
     nib.write(path, tensors, {"format": "pt"})
     with open(path, "rb") as file:
-        read = {name: (t["dtype"], list(t["shape"]), bytes(t["data"])) for name, t in safetensors.deserialize(file.read())}
+        read = reference_read(file.read())
     return None if read == tensors else "safetensors reads other tensors than were written"
 
 

@@ -15,7 +15,7 @@ BUILD = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else os.path.join(ROOT
 RANK = {
     "base": 0, "os": 0,
     "codec": 1, "philox": 1, "json": 1, "reference": 1,
-    "format": 2, "safetensors": 2,
+    "format": 2, "safetensors": 2, "safetensors_write": 2,
     "dialect": 3, "kernels": 3, "kernels_scalar": 3,
     "quantize": 4, "options": 4,
     "tensor": 5,
@@ -25,6 +25,7 @@ RANK = {
 ONLY = {
     "json": {"base", "os", "json"},
     "safetensors": {"base", "os", "json", "safetensors"},
+    "safetensors_write": {"base", "os", "json", "safetensors"},
 }
 # What a library must not do by itself: print, exit, abort.
 FORBIDDEN = {"printf", "fprintf", "vprintf", "vfprintf", "puts", "fputs", "putchar", "perror", "__printf_chk", "__fprintf_chk",
