@@ -580,7 +580,8 @@ NIB_API nib_status nib_writer_commit(nib_writer *writer); /* afterwards only des
 NIB_API void nib_writer_destroy(nib_writer *writer);      /* an uncommitted file is removed */
 
 /* A whole tensor under `name`: its parts as NAME.row_data, NAME.col_scale, ..., scales as they lie in memory, and all of
- * its metadata. declare before any write; after a failed one the writer is only fit to be destroyed. read gives back a tensor equal to the one written. */
+ * its metadata. declare before any write; after a failed declaration the writer is only fit to be destroyed. read gives back a
+ * tensor equal to the one written. */
 NIB_API nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tensor **out);

@@ -197,14 +197,14 @@ static uint8_t e2m1_stochastic(float y, uint32_t r, int bits)
 
 /* ---- From scale to codes ---- */
 
-static uint8_t e2m1_nearest(float y, const struct nib_dialect_facts *dialect)
+/* x is the number, y the scaled one. A NaN's sign is x's: that of one which arithmetic made depends on the processor. */
+static uint8_t e2m1_nearest(float x, float y, const struct nib_dialect_facts *dialect)
 {
-    const uint8_t code = nib_e2m1_from_f32(y);
     if (dialect->drops_zero_sign && y == 0)
         return 0;
     if (dialect->keeps_nan_sign && nib_is_nan(y))
-        return (uint8_t)(7 | nib_bits(y) >> 31 << 3);
-    return code;
+        return (uint8_t)(7 | nib_bits(x) >> 31 << 3);
+    return nib_e2m1_from_f32(y);
 }
 
 /* Codes of the elements inside the matrix; those outside stay 0. `random` is NULL for nearest. */
@@ -216,7 +216,7 @@ static void encode_tile(const struct tile *tile, const struct nib_coding *coding
         for (int i = 0; i < tile->length; i++) {
             const float x = tile->x[l][i], y = coding->dialect->divides ? x / factor : x * factor;
             out->code[l][i] = random ? e2m1_stochastic(y, random[l][i], random_bits(coding->rounding))
-                                     : e2m1_nearest(y, coding->dialect);
+                                     : e2m1_nearest(x, y, coding->dialect);
         }
 }
 
