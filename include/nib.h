@@ -349,7 +349,8 @@ NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, cons
 
 /* Quantise into a tensor that exists. q NULL: by the tensor's own quantiser. The shape must be the tensor's.
  * Copies that q does not want are dropped, missing ones allocated, the others written in place, so that views
- * see them. noop: if not NULL and *noop == 1.0f exactly, nothing at all happens (ranks of amax_comm must agree). */
+ * see them - unless q gives bytes another meaning than the tensor's had: then all buffers are new, and views keep the
+ * old. noop: if not NULL and *noop == 1.0f exactly, nothing at all happens (ranks of amax_comm must agree). */
 NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_given *given,
                                      const float *noop, nib_tensor *t);
 
@@ -409,7 +410,7 @@ NIB_API nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int colum
  * made it anew. Nothing happens where it is the only copy, or absent. */
 NIB_API nib_status nib_tensor_invalidate_columnwise(nib_tensor *t);
 
-/* Give the quantiser another one for later updates; it must not change what the bytes mean (MISMATCH). */
+/* Give the tensor another quantiser for later updates; it must not change what the bytes mean (MISMATCH). */
 NIB_API nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *q);
 
 /* Save for later. prepare moves the buffers out, *n references (NIB_PART_COUNT at most: NVFP4 6, MXFP8, MXFP4 and blockwise Float8
@@ -454,7 +455,7 @@ NIB_API nib_status nib_tensor_zero(nib_tensor *t);
  * rowwise copy, and scale paddings that coincide; SHAPE or USAGE otherwise. */
 NIB_API nib_status nib_tensor_view(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
-/* As view, but where only the scale paddings differ it copies the scales (1/16 byte per element). */
+/* As view, but where only the scale paddings differ the result is a copy that shares nothing. */
 NIB_API nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
 /* Rows first..first+count-1 of the [M, K] matrix as a tensor of its own, [count, K]. Bytes are copied: scale padding
@@ -465,15 +466,17 @@ NIB_API nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t 
 /* n slices of the given row counts, which must add up to M. */
 NIB_API nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, size_t n, nib_tensor **out);
 
-/* Same shape, dtype, meaning, copies and bytes; padding is not looked at. */
+/* Same shape, dtype, meaning, copies and bytes; padding of scales is not looked at. */
 NIB_API nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal);
 
-/* Scales to the GEMM's 128x4 tiles, or back to row-major, padding zero. New buffers: views keep theirs. Nothing happens
- * where they are so already. */
+/* Scales to the GEMM's 128x4 tiles, or back to row-major, padding zero. Afterwards the tensor shares no buffer with views of
+ * it, which stay as they were. Nothing happens where the scales are so already. UNSUPPORTED for formats that no GEMM takes
+ * so. */
 NIB_API nib_status nib_tensor_swizzle(nib_tensor *t);
 NIB_API nib_status nib_tensor_unswizzle(nib_tensor *t);
 
-/* Copy the rowwise codes into `buffer`, then let the tensor use that one. SHAPE unless it has exactly their size. */
+/* Copy the rowwise codes into `buffer`, then let the tensor use that one; views of it stay as they were. SHAPE unless it has
+ * exactly their size. */
 NIB_API nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer);
 
 /* ---- Shapes ------------------------------------------------------------------------------------------- */

@@ -55,6 +55,18 @@ const char *nib_status_name(nib_status status)
 
 const char *nib_version(void) { return NIB_VERSION; }
 
+nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known)
+{
+    size_t bytes;
+    memcpy(&bytes, struct_pointer, sizeof bytes);
+    if (bytes < known)
+        return nib_fail(NIB_ERR_ARG, "the %s's bytes are %zu, not %zu: was it initialised?", what, bytes, known);
+    for (size_t i = known; i < bytes; i++)
+        if (((const char *)struct_pointer)[i])
+            return nib_fail(NIB_ERR_UNSUPPORTED, "the %s sets fields that version %s does not have", what, NIB_VERSION);
+    return NIB_OK;
+}
+
 /* ---- Arithmetic and memory ---- */
 
 bool nib_mul(int64_t a, int64_t b, int64_t *out)
@@ -293,6 +305,11 @@ void nib_buffer_release(nib_buffer *buffer)
     if (buffer->release)
         buffer->release(buffer->context);
     nib_free(buffer);
+}
+
+bool nib_buffer_is_shared(const nib_buffer *buffer)
+{
+    return atomic_load_explicit(&buffer->references, memory_order_acquire) > 1;
 }
 
 void *nib_buffer_data(const nib_buffer *buffer) { return buffer ? buffer->data : NULL; }

@@ -58,6 +58,12 @@ bool nib_dtype_valid(nib_dtype dtype);
 /* Product of dims with the checks that every caller needs: rank, signs, overflow of elements and of bytes. */
 nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
 
+/* A struct that begins with `bytes`: at least as large as this version's, and what a newer header has besides is unused, that is 0. */
+nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known);
+
+/* Whether somebody else holds a reference too. */
+bool nib_buffer_is_shared(const nib_buffer *buffer);
+
 /* A null-pointer check that names the argument. */
 #define NIB_REQUIRE(pointer)                                                    \
     do {                                                                        \

@@ -33,11 +33,14 @@ static float te_level(float amax, const struct nib_rules *rules)
 
 static void te_prepare(struct nib_scaler *scaler, const struct nib_rules *rules)
 {
-    const float amax = rules->level == NIB_LEVEL_AMAX ? scaler->level : scaler->level * rules->full_scale;
-    float encode = nib_fmin(rules->full_scale / amax, FLT_MAX); /* nib_fmin also turns a NaN into FLT_MAX */
-    if (amax == 0 || encode == 0)                               /* nothing to scale, or an infinite amax */
+    const bool decode = rules->level == NIB_LEVEL_DECODE;
+    const float amax = decode ? scaler->level * rules->full_scale : scaler->level;
+    /* For a power of two both forms are the same number, but the second cannot overflow on the way. nib_fmin also turns a NaN
+     * into FLT_MAX. */
+    float encode = nib_fmin(decode && rules->pow2 ? 1.0f / scaler->level : rules->full_scale / amax, FLT_MAX);
+    if (amax == 0 || encode == 0) /* nothing to scale, or an infinite amax */
         encode = 1;
-    scaler->amax = amax;
+    scaler->amax = decode && rules->pow2 ? nib_fmin(amax, FLT_MAX) : amax;
     scaler->encode = encode;
     scaler->decode = 1.0f / encode;
     scaler->block = encode * one_sixth;

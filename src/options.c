@@ -82,7 +82,8 @@ static nib_status check_comm(const nib_comm *comm)
 {
     if (!comm)
         return NIB_OK;
-    if (comm->bytes < sizeof *comm || !comm->allreduce_max_f32)
+    TRY(nib_check_struct("communicator", comm, sizeof *comm));
+    if (!comm->allreduce_max_f32)
         return nib_fail(NIB_ERR_ARG, "amax_comm has no allreduce_max_f32");
     if (comm->size < 1 || comm->rank < 0 || comm->rank >= comm->size)
         return nib_fail(NIB_ERR_ARG, "amax_comm: rank %d of %d", comm->rank, comm->size);
@@ -168,14 +169,7 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
 {
     if (!in)
         return nib_fail(NIB_ERR_ARG, "the quantizer is NULL");
-    if (in->bytes < sizeof *in)
-        return nib_fail(NIB_ERR_ARG, "the quantizer's bytes are %zu, not %zu: was nib_quantizer_init called?",
-                        in->bytes, sizeof *in);
-    /* A newer header may have more fields, which are 0 when unused. */
-    for (size_t i = sizeof *in; i < in->bytes; i++)
-        if (((const char *)in)[i])
-            return nib_fail(NIB_ERR_UNSUPPORTED, "the quantizer sets options that version %s does not have",
-                            NIB_VERSION);
+    TRY(nib_check_struct("quantizer", in, sizeof *in));
     nib_quantizer q = *in;
     q.bytes = sizeof q;
     uint8_t *const flags[] = { &q.rowwise,     &q.columnwise, &q.swizzled,     &q.row_scaled, &q.rht,

@@ -234,8 +234,7 @@ static nib_status check_given(const nib_given *given, const struct nib_geometry 
 {
     if (!given)
         return NIB_OK;
-    if (given->bytes < sizeof *given)
-        return nib_fail(NIB_ERR_ARG, "given->bytes is %zu, not %zu", given->bytes, sizeof *given);
+    TRY(nib_check_struct("nib_given", given, sizeof *given));
     if (given->scale && !(*given->scale > 0))
         return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
     for (int copy = 0; copy < 2; copy++)
@@ -331,9 +330,11 @@ static nib_status check_numbers_out(const nib_array *out)
 static nib_status dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count,
                                   const nib_array *out)
 {
+    nib_copy copy;
+    if (from != NIB_ROWWISE && from != NIB_COLUMNWISE && from != NIB_EITHER)
+        return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)from);
     if (count == 0 || t->geometry.cols == 0)
         return NIB_OK; /* whichever copy, there is nothing in it */
-    nib_copy copy;
     TRY(nib_tensor_pick(t, from, &copy));
     const struct nib_copy_memory memory = nib_tensor_memory(t, copy);
     nib_dequantize_copy(&t->q, &t->geometry, copy, &memory, first, count, out);

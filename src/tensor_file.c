@@ -50,6 +50,8 @@ enum word {
     MX_RULE,
     AMAX_EPSILON,
     COLUMNWISE_VALID,
+    WANTS_ROWWISE,
+    WANTS_COLUMNWISE,
     WORD_COUNT
 };
 
@@ -82,6 +84,8 @@ static const char *const word_names[WORD_COUNT] = {
     [MX_RULE] = "mx_rule",
     [AMAX_EPSILON] = "amax_epsilon", /* the bits of the float */
     [COLUMNWISE_VALID] = "columnwise_valid",
+    [WANTS_ROWWISE] = "wants_rowwise",
+    [WANTS_COLUMNWISE] = "wants_columnwise",
 };
 
 static void words_of(const nib_tensor *t, int64_t words[WORD_COUNT])
@@ -116,8 +120,23 @@ static void words_of(const nib_tensor *t, int64_t words[WORD_COUNT])
         [MX_RULE] = (int64_t)q->mx_rule,
         [AMAX_EPSILON] = nib_bits(q->amax_epsilon),
         [COLUMNWISE_VALID] = !t->columnwise_stale,
+        [WANTS_ROWWISE] = q->rowwise,
+        [WANTS_COLUMNWISE] = q->columnwise,
     };
     memcpy(words, values, sizeof values);
+}
+
+/* Whether every word fits its field; what a field may hold is nib_quantizer_load's to say. */
+static bool words_fit(const int64_t words[WORD_COUNT])
+{
+    static const enum word flags[] = { ROWWISE,     COLUMNWISE,       SWIZZLED,      ROW_SCALED,
+                                       RHT,         RHT_ROWWISE,      FAST_ERROR,    SINGLE_LEVEL,
+                                       POW2_SCALES, COLUMNWISE_VALID, WANTS_ROWWISE, WANTS_COLUMNWISE };
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
+        if (words[flags[i]] != 0 && words[flags[i]] != 1)
+            return false;
+    return words[RHT_SIGN_MASK] >= 0 && words[RHT_SIGN_MASK] <= UINT16_MAX && words[MIN_BLOCK_SCALE] >= 0 &&
+           words[MIN_BLOCK_SCALE] <= UINT32_MAX && words[AMAX_EPSILON] >= 0 && words[AMAX_EPSILON] <= UINT32_MAX;
 }
 
 /* Values that their fields cannot hold become ones that nib_quantizer_load refuses. */
@@ -125,7 +144,7 @@ static int32_t narrow(int64_t value) { return value >= 0 && value <= INT32_MAX ?
 
 static void quantizer_from_words(const int64_t words[WORD_COUNT], nib_quantizer *q)
 {
-    q->rowwise = words[ROWWISE] != 0;
+    q->rowwise = words[ROWWISE] != 0; /* for now: what is there */
     q->columnwise = words[COLUMNWISE] != 0;
     q->swizzled = words[SWIZZLED] != 0;
     q->row_scaled = words[ROW_SCALED] != 0;
@@ -155,7 +174,7 @@ static void quantizer_from_words(const int64_t words[WORD_COUNT], nib_quantizer 
 
 /* ---- Write ---- */
 
-enum { TEXT_BYTES = 1536 }; /* eight dims and 28 numbers of at most 20 digits, with their keys, take less than 1100 */
+enum { TEXT_BYTES = 1536 }; /* eight dims and 30 numbers of at most 20 digits, with their keys, take less than 1100 */
 
 static void describe(const nib_tensor *t, char text[TEXT_BYTES])
 {
@@ -220,6 +239,14 @@ nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const n
     NIB_REQUIRE(writer);
     NIB_REQUIRE(name);
     NIB_REQUIRE(t);
+    char text[TEXT_BYTES], *key = join("nib:", name, "");
+    if (!key)
+        return no_memory(name);
+    const char *declared = nib_writer_metadata_value(writer, key);
+    nib_free(key);
+    describe(t, text);
+    if (!declared || strcmp(declared, text))
+        return nib_fail(NIB_ERR_MISMATCH, "%s: tensor \"%s\" is not as it was declared", nib_writer_path(writer), name);
     nib_status status = NIB_OK;
     for (int part = 0; part < NIB_PART_COUNT && !status; part++) {
         if (!t->parts[part])
@@ -275,7 +302,7 @@ struct description {
     nib_quantizer q;
     nib_dtype dtype;
     int64_t rank, shape[NIB_MAX_RANK];
-    bool columnwise_stale;
+    bool columnwise_stale, wants[2];
 };
 
 static bool take_dtype(const char **cursor, nib_dtype *out)
@@ -309,7 +336,9 @@ static bool parse_description(const char *text, struct description *out)
             return false;
     quantizer_from_words(words, &out->q);
     out->columnwise_stale = !words[COLUMNWISE_VALID];
-    return *text == '\0' && words[VERSION] == 1;
+    out->wants[NIB_ROWWISE] = words[WANTS_ROWWISE];
+    out->wants[NIB_COLUMNWISE] = words[WANTS_COLUMNWISE];
+    return words_fit(words) && *text == '\0' && words[VERSION] == 1;
 }
 
 /* A part of the expected dtype and shape as a buffer. */
@@ -391,6 +420,8 @@ nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tens
             t->parts[part] = parts[part];
     }
     t->columnwise_stale = description.columnwise_stale && nib_tensor_has(t, NIB_COLUMNWISE);
+    t->q.rowwise = description.wants[NIB_ROWWISE];
+    t->q.columnwise = description.wants[NIB_COLUMNWISE];
     if (status)
         nib_tensor_destroy(t);
     else

@@ -26,6 +26,33 @@ static void copy_parts(nib_tensor *dst, const nib_tensor *src)
             memmove(nib_buffer_data(dst->parts[i]), nib_buffer_data(src->parts[i]), nib_buffer_bytes(dst->parts[i]));
 }
 
+/* Parts of a copy that a view shares while other parts are about to be replaced: an update in place would leave the view
+ * with half of it. They become the tensor's own. */
+static nib_status unshare(nib_tensor *t, nib_copy copy)
+{
+    nib_buffer *own[NIB_PART_KINDS] = { NULL };
+    for (int kind = 0; kind < NIB_PART_KINDS; kind++) {
+        const nib_buffer *old = nib_tensor_kind(t, copy, kind);
+        if (!old || !nib_buffer_is_shared(old))
+            continue;
+        const nib_status status = nib_buffer_create(nib_buffer_bytes(old), &own[kind]);
+        if (status) {
+            for (int i = 0; i < kind; i++)
+                nib_buffer_release(own[i]);
+            return status;
+        }
+        if (nib_buffer_bytes(old))
+            memcpy(nib_buffer_data(own[kind]), nib_buffer_data(old), nib_buffer_bytes(old));
+    }
+    for (int kind = 0; kind < NIB_PART_KINDS; kind++)
+        if (own[kind]) {
+            const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+            nib_buffer_release(t->parts[part]);
+            t->parts[part] = own[kind];
+        }
+    return NIB_OK;
+}
+
 /* ---- Clone and copy ---- */
 
 nib_status nib_tensor_clone(const nib_tensor *t, nib_tensor **out)
@@ -49,10 +76,8 @@ nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src)
 {
     NIB_REQUIRE(dst);
     NIB_REQUIRE(src);
-    if (dst->geometry.rows != src->geometry.rows || dst->geometry.cols != src->geometry.cols)
-        return nib_fail(NIB_ERR_MISMATCH, "a %lld x %lld tensor does not fit one of %lld x %lld",
-                        (long long)src->geometry.rows, (long long)src->geometry.cols, (long long)dst->geometry.rows,
-                        (long long)dst->geometry.cols);
+    if (dst->rank != src->rank || memcmp(dst->shape, src->shape, (size_t)dst->rank * sizeof *dst->shape))
+        return nib_fail(NIB_ERR_MISMATCH, "the tensors have different shapes");
     if (!nib_same_meaning(&dst->q, &src->q))
         return nib_fail(NIB_ERR_MISMATCH,
                         "the tensors differ in format, block shape, level, RHT, row scaling or swizzling");
@@ -124,10 +149,12 @@ static void repack_scales(const nib_tensor *from, nib_tensor *to)
         nib_scale_store(b, dst, i / b->blocks, i % b->blocks, nib_scale_load(a, src, i / a->blocks, i % a->blocks));
 }
 
-/* Scales of their own for a view whose padding differs. */
+/* A view whose scale padding differs becomes a tensor of its own: one that shared the codes and not the scales would be
+ * spoilt by an update of either. */
 static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
 {
     nib_buffer *fresh = NULL;
+    TRY(unshare(view, NIB_ROWWISE));
     TRY(nib_buffer_create((size_t)view->geometry.copy[NIB_ROWWISE].scales_bytes, &fresh));
     nib_buffer_release(view->parts[NIB_ROW_SCALE]);
     view->parts[NIB_ROW_SCALE] = fresh;
@@ -354,6 +381,8 @@ static nib_status set_swizzled(nib_tensor *t, bool swizzled)
         return NIB_OK;
     if (!nib_format_of(&t->q)->swizzles)
         return nib_fail(NIB_ERR_UNSUPPORTED, "no GEMM takes the scales of %s swizzled", nib_format_of(&t->q)->name);
+    for (int copy = 0; copy < 2; copy++)
+        TRY(unshare(t, (nib_copy)copy));
     nib_buffer *fresh[2] = { NULL, NULL };
     struct nib_geometry after = t->geometry;
     for (int copy = 0; copy < 2; copy++) {
@@ -403,7 +432,11 @@ nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer)
     if (nib_buffer_bytes(buffer) != nib_buffer_bytes(old))
         return nib_fail(NIB_ERR_SHAPE, "the new buffer has %zu bytes and the rowwise codes take %zu",
                         nib_buffer_bytes(buffer), nib_buffer_bytes(old));
-    if (nib_buffer_data(buffer) != nib_buffer_data(old))
+    if (buffer == old)
+        return NIB_OK;
+    TRY(unshare(t, NIB_ROWWISE));
+    old = t->parts[NIB_ROW_DATA];
+    if (nib_buffer_bytes(old))
         memmove(nib_buffer_data(buffer), nib_buffer_data(old), nib_buffer_bytes(old));
     t->parts[NIB_ROW_DATA] = nib_buffer_retain(buffer);
     nib_buffer_release(old);
@@ -514,6 +547,10 @@ nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *sa
     for (int pass = 0; pass < 2; pass++) {
         size_t at = 0;
         for (size_t i = 0; i < n; at += item_entries(&items[i++])) {
+            for (size_t k = 0; k < item_entries(&items[i]); k++)
+                if (items[i].tensor ? saved[at + k].array.data != NULL : saved[at + k].buffer != NULL)
+                    return nib_fail(NIB_ERR_ARG, "saved entry %zu is %s, and item %zu is not", at + k,
+                                    items[i].tensor ? "a plain array" : "a part of a tensor", i);
             if (!items[i].tensor) {
                 if (pass)
                     items[i].array = saved[at].array;
