@@ -3,7 +3,8 @@
  * nib.h - NVFP4 tensors: quantise, keep, exchange, dequantise.
  *
  * An NVFP4 tensor holds 4-bit E2M1 codes, one E4M3 scale per block of 16 and one FP32 number per tensor
- * (or per row). docs/format.md draws the bits, docs/numerics.md says how every byte comes about.
+ * (or per row). docs/format.md draws the bits, docs/numerics.md says how every byte comes about. The other formats of
+ * the same family (Float8, MXFP8, blockwise Float8, MXFP4) go through the same calls; docs/formats.md compares them.
  *
  * Five rules hold for everything below, so they are stated only here.
  *   Errors   A call that can fail returns nib_status. On failure its outputs are untouched and
@@ -155,7 +156,8 @@ NIB_API size_t nib_buffer_bytes(const nib_buffer *buffer);
 struct DLManagedTensor;          /* DLPack before 1.0 */
 struct DLManagedTensorVersioned; /* DLPack 1.x */
 
-/* View a DLPack tensor in host memory without a copy and without taking it over: it must outlive `out`. */
+/* View a DLPack tensor in host memory without a copy and without taking it over: it must outlive `out`. A view does not remember that
+ * a tensor is read-only: such a one must not be written to. */
 NIB_API nib_status nib_array_from_dlpack(const struct DLManagedTensor *managed, nib_array *out);
 NIB_API nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned *managed, nib_array *out);
 
@@ -185,7 +187,14 @@ NIB_API const nib_comm *nib_comm_serial(void);
 
 /* ---- Options ------------------------------------------------------------------------------------------ */
 
-typedef enum nib_format { NIB_NVFP4 = 0, NIB_FORMAT_COUNT } nib_format;
+typedef enum nib_format {
+    NIB_NVFP4 = 0,    /* E2M1, an E4M3 scale per 16 (1x16 or 16x16), an FP32 level */
+    NIB_FLOAT8,       /* E4M3 or E5M2, one FP32 scale per tensor: current or delayed scaling */
+    NIB_MXFP8,        /* E4M3 or E5M2, an E8M0 scale per 32 (1x32 or 32x32) */
+    NIB_FLOAT8_BLOCK, /* E4M3 or E5M2, an FP32 scale per 128 (1x128 or 128x128) */
+    NIB_MXFP4,        /* E2M1, an E8M0 scale per 32 */
+    NIB_FORMAT_COUNT
+} nib_format;
 
 /* Whose arithmetic: each fixes the tensor scale, the block scale, zero blocks and the element rule. */
 typedef enum nib_dialect {
@@ -219,6 +228,7 @@ typedef enum nib_level {
     NIB_LEVEL_AMAX = 0, /* largest magnitude: f = (s * amax) * (1 / (6 * e4m3_max)) */
     NIB_LEVEL_DECODE,   /* multiplier g:      f = s * g */
     NIB_LEVEL_ENCODE,   /* divisor:           f = s / encode */
+    NIB_LEVEL_NONE,     /* there is none:     f = s */
     NIB_LEVEL_COUNT
 } nib_level;
 
@@ -229,6 +239,13 @@ typedef enum nib_tensor_scale {
     NIB_TENSOR_SCALE_COUNT
 } nib_tensor_scale;
 
+/* How an E8M0 scale covers a block's amax. */
+typedef enum nib_mx_rule {
+    NIB_MX_CEIL = 0, /* the power of two at or above amax / largest element: nothing is clipped */
+    NIB_MX_FLOOR,    /* the exponent of amax less that of the largest element, as OCP's paper has it */
+    NIB_MX_RULE_COUNT
+} nib_mx_rule;
+
 #define NIB_RHT_SIGN_MASK 0xD7E8u /* TransformerEngine's: bit i set when input i changes its sign */
 
 /* Every choice that decides bytes, and the thread count, which does not. Plain data: copy it by assignment. */
@@ -236,13 +253,14 @@ typedef struct nib_quantizer {
     size_t bytes;
     nib_format format;
     nib_dialect dialect;
+    nib_dtype element;           /* what a code is, where the format leaves a choice; 0 for its first */
     uint8_t rowwise, columnwise; /* which copies to make */
     uint8_t swizzled;            /* scales in the 128x4 tiles of the GEMM instead of row-major */
     uint8_t row_scaled;          /* (te) one amax per row (columnwise: per column), 1x16 only */
     uint8_t rht;                 /* (te) 16-point random Hadamard transform on the columnwise copy */
     uint8_t rht_rowwise;         /* (te) the same on the rowwise copy */
     uint16_t rht_sign_mask;      /* 0 for no random signs */
-    int32_t block_dims[2];       /* {1, 16} or, dialect te, {16, 16} */
+    int32_t block_dims[2]; /* {1, 16} or, dialect te, {16, 16}; other formats: their 1xB or BxB, {0, 0} for none */
     nib_scale_rule scale_rule;
     nib_error_mode error_mode; /* four-over-six: how to measure the error */
     uint8_t fast_error;        /* four-over-six: measure it on scaled values, as TE's fast mode does */
@@ -255,10 +273,16 @@ typedef struct nib_quantizer {
     int64_t origin[2];         /* row and column of the input's first element in the whole, for the random stream */
     const nib_comm *amax_comm; /* amaxes become the maximum over its ranks; never kept in a tensor */
     int32_t threads;           /* 0: as many as OpenMP would take */
+    uint8_t pow2_scales;       /* float8 formats: scales rounded down to powers of two */
+    nib_mx_rule mx_rule;       /* MX formats */
+    float amax_epsilon;        /* float8 formats: smaller amaxes count as this */
 } nib_quantizer;
 
 /* TransformerEngine's defaults: both copies, 1x16, nearest, amax, the sign mask above; RHT off. */
 NIB_API void nib_quantizer_init(nib_quantizer *q);
+
+/* The defaults of any format: both copies; MXFP8 1x32, blockwise Float8 128x128 with power-of-two scales. */
+NIB_API nib_status nib_quantizer_init_format(nib_quantizer *q, nib_format format);
 
 /* 1 on, 0 off, -1 as it is. */
 NIB_API nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int columnwise);
@@ -278,6 +302,9 @@ NIB_API int nib_is_quantizable(const nib_quantizer *q, int rank, const int64_t *
 /* Whether quantising what was dequantised is safe to repeat: not with stochastic rounding. */
 NIB_API int nib_is_requantization_safe(const nib_quantizer *q);
 
+/* Formats are numbered 0..count-1: those of nib_format, and any that the library was built with besides. */
+NIB_API int nib_format_count(void);
+
 /* "nvfp4", "te", "compressed-tensors", ...; NULL for a value outside the enum. The _from_name calls give
  * NIB_ERR_ARG for an unknown name. */
 NIB_API const char *nib_format_name(nib_format format);
@@ -288,12 +315,14 @@ NIB_API nib_status nib_dialect_from_name(const char *name, nib_dialect *out);
 /* ---- Tensors ------------------------------------------------------------------------------------------ */
 
 /* A quantised tensor: shape, nominal dtype, up to six buffers and a copy of its quantiser.
- * M is the product of all dims but the last, K the last. Scales are padded to (128, 4) with zeros. */
+ * M is the product of all dims but the last, K the last. Padding of scales is zero. */
 typedef struct nib_tensor nib_tensor;
 
 typedef enum nib_copy { NIB_ROWWISE = 0, NIB_COLUMNWISE = 1, NIB_EITHER = 2 /* rowwise if it is there */ } nib_copy;
 
-/* The buffers of a tensor, in the order in which they are saved. */
+/* The buffers of a tensor, in the order in which they are saved. Shapes are NVFP4's; nib_part_shape knows all.
+ * MXFP8 has no levels, keeps COL_DATA in the logical shape and COL_SCALE as [roundup(M/32, 4), roundup(K, 128)]; blockwise
+ * Float8 has no levels; Float8 has no scales, and one level, ROW_LEVEL, for both copies. */
 typedef enum nib_part {
     NIB_ROW_DATA = 0, /* U8 [..., ceil(K/2)]: two codes per byte, even column low */
     NIB_COL_DATA,     /* U8 [K, ceil(M/2)]: transposed */
@@ -311,6 +340,8 @@ typedef struct nib_given {
     size_t bytes;
     const float *amax[2];  /* still reduced over amax_comm */
     const float *level[2]; /* the finished per-tensor number itself, in the tensor's nib_level */
+    const float *scale;    /* Float8, delayed scaling: multiply the data with this one; the level is its inverse */
+    float *amax_seen; /* Float8: raised to the data's amax, after any reduction; nib_delayed_scaling_update takes it */
 } nib_given;
 
 /* Quantise `x` (F32, BF16, F16; any rank from 1, any strides) into a new tensor. given may be NULL. */
@@ -318,7 +349,8 @@ NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, cons
 
 /* Quantise into a tensor that exists. q NULL: by the tensor's own quantiser. The shape must be the tensor's.
  * Copies that q does not want are dropped, missing ones allocated, the others written in place, so that views
- * see them. noop: if not NULL and *noop == 1.0f exactly, nothing at all happens (ranks of amax_comm must agree). */
+ * see them - unless q gives bytes another meaning than the tensor's had: then all buffers are new, and views keep the
+ * old. noop: if not NULL and *noop == 1.0f exactly, nothing at all happens (ranks of amax_comm must agree). */
 NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_given *given,
                                      const float *noop, nib_tensor *t);
 
@@ -344,12 +376,14 @@ NIB_API void nib_tensor_destroy(nib_tensor *t);
 typedef struct nib_metadata {
     size_t bytes;
     nib_format format;
-    nib_dtype dtype; /* nominal */
+    nib_dtype dtype;   /* nominal */
+    nib_dtype element; /* what a code is */
     int32_t rank;
     int64_t shape[NIB_MAX_RANK];
     int64_t rows, cols;          /* M, K */
     nib_level level;             /* what the per-tensor numbers mean */
     uint8_t rowwise, columnwise; /* which copies are there */
+    uint8_t columnwise_valid;    /* 0 after nib_tensor_invalidate_columnwise */
     nib_quantizer quantizer;     /* block_dims, swizzled, row_scaled, scale rule, e4m3_max, RHT, ... */
 } nib_metadata;
 NIB_API nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out);
@@ -367,17 +401,22 @@ NIB_API nib_status nib_tensor_to_dlpack_versioned(const nib_tensor *t, nib_part 
 /* Which copies hold data. */
 NIB_API nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnwise);
 
-/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise copy of 16x16 blocks can be built, from the rowwise one, and
- * only from compact scales: USAGE otherwise. The quantiser's usages follow. Both 0 leaves a tensor without data. */
+/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise copy of square blocks (or of none) can be built, or built again when it
+ * is not valid, from the rowwise one, and only from compact scales: USAGE otherwise. The quantiser's usages follow. Both 0
+ * leaves a tensor without data. */
 NIB_API nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise);
 
-/* Give the quantiser another one for later updates; it must not change what the bytes mean (MISMATCH). */
+/* Say that the rowwise bytes were changed from outside: the columnwise copy is refused until update_usage or a quantisation has
+ * made it anew. Nothing happens where it is the only copy, or absent. */
+NIB_API nib_status nib_tensor_invalidate_columnwise(nib_tensor *t);
+
+/* Give the tensor another quantiser for later updates; it must not change what the bytes mean (MISMATCH). */
 NIB_API nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *q);
 
-/* Save for later. prepare moves the buffers out, NIB_PART_COUNT references in the order of nib_part, NULL for
- * absent ones; the tensor keeps all else. restore moves them back in from the front of a list of n and says in
- * *used how many it took; the tensor must be without data (USAGE). */
-NIB_API nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out);
+/* Save for later. prepare moves the buffers out, *n references (NIB_PART_COUNT at most: NVFP4 6, MXFP8, MXFP4 and blockwise Float8
+ * 4, Float8 3) in the order of nib_part, NULL for absent ones; the tensor keeps all else. restore moves them back in from the
+ * front of a list of n and says in *used how many it took; the tensor must be without data (USAGE). */
+NIB_API nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t *n);
 NIB_API nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved, size_t n, size_t *used);
 
 /* The same for a mixed list of tensors and plain arrays: tensor NULL means the array is the item. */
@@ -416,7 +455,7 @@ NIB_API nib_status nib_tensor_zero(nib_tensor *t);
  * rowwise copy, and scale paddings that coincide; SHAPE or USAGE otherwise. */
 NIB_API nib_status nib_tensor_view(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
-/* As view, but where only the scale paddings differ it copies the scales (1/16 byte per element). */
+/* As view, but where only the scale paddings differ the result is a copy that shares nothing. */
 NIB_API nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
 /* Rows first..first+count-1 of the [M, K] matrix as a tensor of its own, [count, K]. Bytes are copied: scale padding
@@ -427,22 +466,55 @@ NIB_API nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t 
 /* n slices of the given row counts, which must add up to M. */
 NIB_API nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, size_t n, nib_tensor **out);
 
-/* Same shape, dtype, meaning, copies and bytes; padding is not looked at. */
+/* Same shape, dtype, meaning, copies and bytes; padding of scales is not looked at. */
 NIB_API nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal);
 
-/* Scales to the GEMM's 128x4 tiles, or back to row-major, padding zero. New buffers: views keep theirs. Nothing happens
- * where they are so already. */
+/* Scales to the GEMM's 128x4 tiles, or back to row-major, padding zero. Afterwards the tensor shares no buffer with views of
+ * it, which stay as they were. Nothing happens where the scales are so already. UNSUPPORTED for formats that no GEMM takes
+ * so. */
 NIB_API nib_status nib_tensor_swizzle(nib_tensor *t);
 NIB_API nib_status nib_tensor_unswizzle(nib_tensor *t);
 
-/* Copy the rowwise codes into `buffer`, then let the tensor use that one. SHAPE unless it has exactly their size. */
+/* Copy the rowwise codes into `buffer`, then let the tensor use that one; views of it stay as they were. SHAPE unless it has
+ * exactly their size. */
 NIB_API nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer);
 
 /* ---- Shapes ------------------------------------------------------------------------------------------- */
 
-/* Shape of a part for a logical shape, with its rank (up to NIB_MAX_RANK); what nib_tensor_create allocates. */
+/* Shape of a part for a logical shape, with its rank (up to NIB_MAX_RANK); what nib_tensor_create allocates.
+ * USAGE for a part that the format does not have. */
 NIB_API nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape, int *out_rank,
                                   int64_t *out_shape);
+/* The same without the padding: the corner of it that means something, in row-major scales. USAGE for a part that the format does not
+ * have. */
+NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape,
+                                        int *out_rank, int64_t *out_shape);
+
+/* ---- Delayed scaling (Float8) -------------------------------------------------------------------------- */
+
+typedef enum nib_amax_choice { NIB_AMAX_MAX = 0, NIB_AMAX_MOST_RECENT, NIB_AMAX_CHOICE_COUNT } nib_amax_choice;
+
+/* After a step: history[0] is the amax that the step's quantisations saw, history[1..n-1] are those before. Choose the window's
+ * largest or the most recent; *scale becomes largest / 2^margin / amax (FLT_MAX where that overflows) if that amax is positive and
+ * finite, and stays otherwise; then the window rolls by one and history[0] is 0. element: E4M3 or E5M2. */
+NIB_API nib_status nib_delayed_scaling_update(nib_dtype element, nib_amax_choice choice, int margin, float *history,
+                                              size_t n, float *scale);
+
+/* ---- From MXFP4 to NVFP4 ------------------------------------------------------------------------------- */
+
+/* The first blocks of 32 that have no exact counterpart; `inexact` counts all of them. */
+typedef struct nib_conversion_report {
+    size_t bytes;
+    int64_t blocks, inexact;
+    struct {
+        int64_t line, block;
+    } first[16];
+} nib_conversion_report;
+
+/* The rowwise copy of an MXFP4 tensor as NVFP4 with a power-of-two decode scale: every value is the same where the block's scale lies
+ * within 2^17 of the largest, or its codes allow another one. Elsewhere the nearest codes are taken and the block reported;
+ * the report may be NULL, and inexact blocks are then NIB_ERR_MISMATCH. */
+NIB_API nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *report, nib_tensor **out);
 
 /* ---- Reference numbers -------------------------------------------------------------------------------- */
 
@@ -511,7 +583,8 @@ NIB_API nib_status nib_writer_commit(nib_writer *writer); /* afterwards only des
 NIB_API void nib_writer_destroy(nib_writer *writer);      /* an uncommitted file is removed */
 
 /* A whole tensor under `name`: its parts as NAME.row_data, NAME.col_scale, ..., scales as they lie in memory, and all of
- * its metadata. declare before any write; read gives back a tensor equal to the one written. */
+ * its metadata. declare before any write; after a failed declaration the writer is only fit to be destroyed. read gives back a
+ * tensor equal to the one written. */
 NIB_API nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tensor **out);

@@ -55,6 +55,18 @@ const char *nib_status_name(nib_status status)
 
 const char *nib_version(void) { return NIB_VERSION; }
 
+nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known)
+{
+    size_t bytes;
+    memcpy(&bytes, struct_pointer, sizeof bytes);
+    if (bytes < known)
+        return nib_fail(NIB_ERR_ARG, "the %s's bytes are %zu, not %zu: was it initialised?", what, bytes, known);
+    for (size_t i = known; i < bytes; i++)
+        if (((const char *)struct_pointer)[i])
+            return nib_fail(NIB_ERR_UNSUPPORTED, "the %s sets fields that version %s does not have", what, NIB_VERSION);
+    return NIB_OK;
+}
+
 /* ---- Arithmetic and memory ---- */
 
 bool nib_mul(int64_t a, int64_t b, int64_t *out)
@@ -186,6 +198,37 @@ nib_status nib_check_array(const char *what, const nib_array *array)
     return NIB_OK;
 }
 
+/* Sorted by stride, every dim must step over all that the smaller ones reach. */
+nib_status nib_check_output(const char *what, const nib_array *array)
+{
+    TRY(nib_check_array(what, array));
+    int64_t elements = 0, reach = 0, least = 0;
+    TRY(nib_check_shape(what, array->rank, array->shape, &elements));
+    for (int done = 0; elements > 0 && done < array->rank; done++) {
+        int next = -1;
+        int64_t stride = 0;
+        for (int i = 0; i < array->rank; i++) {
+            const int64_t step = array->strides[i] < 0 ? -array->strides[i] : array->strides[i];
+            if (array->shape[i] > 1 && step >= least && (next < 0 || step < stride)) {
+                next = i;
+                stride = step;
+            }
+        }
+        if (next < 0)
+            return NIB_OK; /* dims of 1 are never stepped */
+        if (stride <= reach)
+            return nib_fail(NIB_ERR_SHAPE, "%s: stride %lld of dim %d would write several values to one place", what,
+                            (long long)array->strides[next], next);
+        reach += (array->shape[next] - 1) * stride; /* nib_check_array has seen that this stays within the memory */
+        least = stride + 1;                         /* an equal stride is not larger than what this one reaches */
+        for (int i = 0; i < array->rank; i++)
+            if (i != next && array->shape[i] > 1 && (array->strides[i] == stride || array->strides[i] == -stride))
+                return nib_fail(NIB_ERR_SHAPE, "%s: dims %d and %d have the same stride %lld", what,
+                                next < i ? next : i, next < i ? i : next, (long long)stride);
+    }
+    return NIB_OK;
+}
+
 nib_status nib_array_init(nib_array *out, void *data, nib_dtype dtype, int rank, const int64_t *shape)
 {
     NIB_REQUIRE(out);
@@ -262,6 +305,11 @@ void nib_buffer_release(nib_buffer *buffer)
     if (buffer->release)
         buffer->release(buffer->context);
     nib_free(buffer);
+}
+
+bool nib_buffer_is_shared(const nib_buffer *buffer)
+{
+    return atomic_load_explicit(&buffer->references, memory_order_acquire) > 1;
 }
 
 void *nib_buffer_data(const nib_buffer *buffer) { return buffer ? buffer->data : NULL; }

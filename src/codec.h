@@ -48,6 +48,9 @@ NIB_CODEC int nib_is_nan(float x) { return (nib_bits(x) & 0x7FFFFFFFu) > 0x7F800
 NIB_CODEC float nib_fmin(float a, float b) { return b < a || nib_is_nan(a) ? b : a; }
 NIB_CODEC float nib_fmax(float a, float b) { return b > a || nib_is_nan(a) ? b : a; }
 
+/* The sign of a NaN that arithmetic made depends on the processor: results have one NaN. */
+NIB_CODEC float nib_quiet(float x) { return nib_is_nan(x) ? nib_float(0x7FC00000u) : x; }
+
 /* ---- E2M1 ---- */
 
 /* Each midpoint between two magnitudes counts once |x| is past it; where the upper neighbour is the even code, reaching it

@@ -21,7 +21,7 @@ enum {
     E5M2FNUZ = 13,
     E8M0FNU = 14
 };
-enum { READ_ONLY = 1, MAJOR_VERSION = 1 };
+enum { READ_ONLY = 1, MAJOR_VERSION = 1, MINOR_VERSION = 1 }; /* 1.1 has the 8-bit floats */
 
 struct dl_tensor {
     void *data;
@@ -96,11 +96,16 @@ static nib_status array_of(const struct dl_tensor *in, nib_array *out)
                             (long long)array.strides[i], i);
     }
     if (elements) {
+        int64_t span;
+        const uintptr_t first = (uintptr_t)in->data + in->byte_offset;
         if (!in->data)
             return nib_fail(NIB_ERR_ARG, "a DLPack tensor's data is NULL");
-        array.data = (char *)in->data + in->byte_offset + low;
+        if (low == INT64_MIN || !nib_add(high, -low, &span) || !nib_add(span, size, &span) || first < (uintptr_t)-low ||
+            first > UINTPTR_MAX - (uintptr_t)high - (uintptr_t)size)
+            return nib_fail(NIB_ERR_SHAPE, "a DLPack tensor: its strides reach beyond any memory");
+        array.data = (void *)(first - (uintptr_t)-low);
         array.offset = (size_t)-low;
-        array.bytes = (size_t)(high - low + size);
+        array.bytes = (size_t)span;
     }
     TRY(nib_check_array("a DLPack tensor", &array));
     *out = array;
@@ -245,7 +250,7 @@ nib_status nib_array_to_dlpack_versioned(const nib_array *array, nib_buffer *own
     struct exported *exported = NULL;
     TRY(export_array(array, owner, &tensor, &exported));
     exported->managed.versioned =
-        (struct DLManagedTensorVersioned){ MAJOR_VERSION, 0, exported, delete_versioned, 0, tensor };
+        (struct DLManagedTensorVersioned){ MAJOR_VERSION, MINOR_VERSION, exported, delete_versioned, 0, tensor };
     *out = &exported->managed.versioned;
     return NIB_OK;
 }

@@ -46,25 +46,23 @@ static float combined_scale(const struct operand *a, int64_t i, const struct ope
     const float la = operand_level(a, i), lb = operand_level(b, j);
     if (a->rules.level == NIB_LEVEL_AMAX && b->rules.level == NIB_LEVEL_AMAX)
         return la * lb / (a->rules.full_scale * b->rules.full_scale);
-    return nib_decode_scale(la, a->rules.level, a->rules.full_scale) *
-           nib_decode_scale(lb, b->rules.level, b->rules.full_scale);
+    return nib_decode_scale(la, &a->rules) * nib_decode_scale(lb, &b->rules);
 }
 
 static float code_at(const struct operand *o, int64_t line, int64_t k)
 {
-    return nib_f32_from_e2m1(o->memory.codes[line * o->geometry->code_stride + k / 2] >> 4 * (k % 2) & 15);
+    return nib_f32_from_e2m1(nib_code_load(o->geometry, o->memory.codes, line, k));
 }
 
 static float scale_at(const struct operand *o, int64_t line, int64_t block)
 {
-    return nib_f32_from_e4m3(
-        o->memory.scales[nib_scale_offset(line, block, o->geometry->scale_stride, o->q->swizzled)]);
+    return nib_f32_from_e4m3((uint8_t)nib_scale_load(o->geometry, o->memory.scales, line, block));
 }
 
 static void gemm_row(void *context, int64_t i)
 {
     const struct gemm_job *job = context;
-    const int64_t block = nib_formats[job->a.q->format].block, length = job->a.geometry->length;
+    const int64_t block = nib_format_of(job->a.q)->block, length = job->a.geometry->length;
     for (int64_t j = 0; j < job->b.geometry->lines; j++) {
         float acc = 0;
         for (int64_t k0 = 0; k0 < length; k0 += block) {
@@ -75,7 +73,7 @@ static void gemm_row(void *context, int64_t i)
         }
         float *y = (float *)((char *)job->y->data + job->y->offset) + i * job->y->strides[0] + j * job->y->strides[1];
         const float product = job->alpha * combined_scale(&job->a, i, &job->b, j) * acc;
-        *y = job->accumulate ? product + *y : product;
+        *y = nib_quiet(job->accumulate ? product + *y : product);
     }
 }
 
@@ -85,6 +83,8 @@ static nib_status check_operands(const struct gemm_job *job)
     const nib_array *y = job->y;
     if (a->q->format != b->q->format)
         return nib_fail(NIB_ERR_MISMATCH, "the operands have different formats");
+    if (!nib_format_of(a->q)->exact_dot)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "there is no reference GEMM for %s", nib_format_of(a->q)->name);
     if (a->geometry->length != b->geometry->length)
         return nib_fail(NIB_ERR_MISMATCH, "the inner sizes are %lld and %lld", (long long)a->geometry->length,
                         (long long)b->geometry->length);
@@ -92,15 +92,12 @@ static nib_status check_operands(const struct gemm_job *job)
     if (ta != tb || (ta && a->q->rht_sign_mask != b->q->rht_sign_mask))
         return nib_fail(NIB_ERR_MISMATCH,
                         "one operand is transformed along the inner axis and the other is not, or differently");
-    TRY(nib_check_array("y", y));
+    TRY(nib_check_output("y", y));
     if (y->dtype != NIB_F32)
         return nib_fail(NIB_ERR_DTYPE, "y must be F32, not %s", nib_dtypes[y->dtype].name);
     if (y->rank != 2 || y->shape[0] != a->geometry->lines || y->shape[1] != b->geometry->lines)
         return nib_fail(NIB_ERR_SHAPE, "y must be [%lld, %lld]", (long long)a->geometry->lines,
                         (long long)b->geometry->lines);
-    for (int i = 0; i < 2; i++)
-        if (y->strides[i] == 0 && y->shape[i] > 1)
-            return nib_fail(NIB_ERR_SHAPE, "y: stride 0 of dim %d would write several results to one place", i);
     return NIB_OK;
 }
 
@@ -113,8 +110,9 @@ nib_status nib_gemm_reference(const nib_tensor *a, nib_copy a_copy, const nib_te
     TRY(operand_of(a, a_copy, &job.a));
     TRY(operand_of(b, b_copy, &job.b));
     TRY(check_operands(&job));
-    const int64_t lines = job.a.geometry->lines;
-    nib_parallel(lines, nib_thread_count(&a->q, lines * job.b.geometry->lines * nib_max(1, job.a.geometry->length)),
-                 gemm_row, &job);
+    int64_t work = job.a.geometry->lines;
+    if (!nib_mul(work, job.b.geometry->lines, &work) || !nib_mul(work, nib_max(1, job.a.geometry->length), &work))
+        work = INT64_MAX; /* more than enough for every thread */
+    nib_parallel(job.a.geometry->lines, nib_thread_count(&a->q, work), gemm_row, &job);
     return NIB_OK;
 }

@@ -8,7 +8,6 @@
 #ifndef NIB_KERNELS_H
 #define NIB_KERNELS_H
 
-#include "dialect.h"
 #include "format.h"
 
 /* A rectangle of input whose rows are contiguous. */
@@ -23,8 +22,10 @@ struct nib_panel {
 /* How one copy is coded. */
 struct nib_coding {
     nib_copy copy;
-    int tile_lines; /* lines that share a scale: 1, or the block size for square tiles */
-    bool transform; /* RHT before anything else */
+    int block;       /* elements along a line that share a scale; 0: all of them */
+    int tile_lines;  /* lines that share it: 1, or as many as the block is long */
+    int scale_bytes; /* of one scale */
+    bool transform;  /* RHT before anything else */
     uint16_t sign_mask;
     const struct nib_dialect_facts *dialect;
     struct nib_rules rules;
@@ -39,11 +40,12 @@ struct nib_coding {
 
 /* Where one copy goes. Line 0 is the matrix's first. */
 struct nib_target {
-    uint8_t *codes, *scales;
-    int64_t code_stride, scale_stride;
-    bool swizzled;
-    const float *levels; /* one, or one per line */
+    uint8_t *codes;
+    void *scales;
+    const struct nib_copy_geometry *geometry;
+    const float *levels; /* one, or one per line; NULL where the format has none */
     bool level_per_line;
+    float encode; /* the multiplier whose inverse the level is, for dialects that have one */
 };
 
 /* Largest magnitude of n numbers; NaNs do not count. */
@@ -56,16 +58,18 @@ typedef void nib_absmax_lines_fn(const struct nib_panel *panel, const struct nib
 typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_coding *coding,
                              const struct nib_target *target);
 
-/* n elements of a line from its codes and its scales, which lie side by side. */
-typedef void nib_decode_fn(float *y, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
-                           const struct nib_rules *rules);
+/* n elements from codes and scales that lie side by side; the first begins a block. */
+typedef void nib_decode_fn(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
+                           const struct nib_coding *coding);
 
-/* Every slot: the operation, and what it is indexed by. */
+/* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot NIB_ANY_FORMAT. */
+enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
+
 #define NIB_KERNELS(X)                \
     X(absmax, NIB_DTYPE_COUNT)        \
-    X(absmax_lines, NIB_FORMAT_COUNT) \
-    X(quantize, NIB_FORMAT_COUNT)     \
-    X(decode, NIB_FORMAT_COUNT)
+    X(absmax_lines, NIB_FORMAT_SLOTS) \
+    X(quantize, NIB_FORMAT_SLOTS)     \
+    X(decode, NIB_FORMAT_SLOTS)
 
 struct nib_kernels {
 #define X(operation, count) nib_##operation##_fn *operation[count];
@@ -85,6 +89,12 @@ extern const struct nib_kernels nib_kernels_scalar;
 
 /* The merged table: chosen once, at the first call. NIB_MAX_ISA in the environment names the strongest set to use. */
 const struct nib_kernels *nib_kernels_best(void);
+
+/* The kernel of a format: its own, or the one for all. */
+#define NIB_KERNEL(operation, format)                                          \
+    ((int)(format) < NIB_FORMAT_COUNT && nib_kernels_best()->operation[format] \
+         ? nib_kernels_best()->operation[format]                               \
+         : nib_kernels_best()->operation[NIB_ANY_FORMAT])
 
 /* The 16-point transform of one block, in place: signs, butterflies, a quarter. */
 void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input);

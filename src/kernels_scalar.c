@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels_scalar.c - the reference. What a byte must be is decided here; every other kernel is compared with this one.
+ * kernels_scalar.c - the reference for NVFP4. What a byte must be is decided here; every other kernel is compared with this one.
  *
  * The unit of work is a tile: the elements that share one scale. It has one line of 16 elements, or 16 lines of 16. A line runs
  * along the axis that is quantised: rowwise, a piece of a row; columnwise, a piece of a column. Both copies and both block
@@ -10,12 +10,14 @@
 
 #include "codec.h"
 #include "kernels.h"
+#include "kernels_any.h"
 #include "philox.h"
 
 enum { BLOCK = 16 };
 
 struct tile {
     int lines, length; /* how many are inside the matrix */
+    float absmax;
     float x[BLOCK][BLOCK];
 };
 
@@ -104,49 +106,31 @@ void nib_rht_inverse(float x[16], uint16_t sign_mask)
 
 /* ---- Tiles of a panel ---- */
 
-static float element(const struct nib_panel *panel, int64_t row, int64_t col)
-{
-    const int64_t i = row * panel->stride + col;
-    if (panel->dtype == NIB_F32)
-        return ((const float *)panel->x)[i];
-    const uint16_t code = ((const uint16_t *)panel->x)[i];
-    return panel->dtype == NIB_BF16 ? nib_f32_from_bf16(code) : nib_f32_from_f16(code);
-}
-
-static int64_t panel_lines(const struct nib_panel *panel, nib_copy copy)
-{
-    return copy == NIB_ROWWISE ? panel->rows : panel->cols;
-}
-
-static int64_t panel_length(const struct nib_panel *panel, nib_copy copy)
-{
-    return copy == NIB_ROWWISE ? panel->cols : panel->rows;
-}
-
 /* The tile whose first element is `first` of line `line`, counted within the panel. */
 static void load_tile(const struct nib_panel *panel, const struct nib_coding *coding, int64_t line, int64_t first,
                       struct tile *tile)
 {
-    tile->lines = (int)nib_min(coding->tile_lines, panel_lines(panel, coding->copy) - line);
-    tile->length = (int)nib_min(BLOCK, panel_length(panel, coding->copy) - first);
+    tile->lines = (int)nib_min(coding->tile_lines, nib_panel_lines(panel, coding->copy) - line);
+    tile->length = (int)nib_min(BLOCK, nib_panel_length(panel, coding->copy) - first);
     for (int l = 0; l < tile->lines; l++) {
         for (int i = 0; i < tile->length; i++)
-            tile->x[l][i] =
-                coding->copy == NIB_ROWWISE ? element(panel, line + l, first + i) : element(panel, first + i, line + l);
+            tile->x[l][i] = coding->copy == NIB_ROWWISE ? nib_panel_element(panel, line + l, first + i)
+                                                        : nib_panel_element(panel, first + i, line + l);
         if (coding->transform)
             nib_rht_forward(tile->x[l], coding->sign_mask, panel->dtype);
     }
+    tile->absmax = tile_absmax(tile);
 }
 
-static void absmax_lines_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
+static void absmax_lines(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
 {
     struct nib_coding single = *coding;
     single.tile_lines = 1;
-    for (int64_t line = 0; line < panel_lines(panel, coding->copy); line++)
-        for (int64_t first = 0; first < panel_length(panel, coding->copy); first += BLOCK) {
+    for (int64_t line = 0; line < nib_panel_lines(panel, coding->copy); line++)
+        for (int64_t first = 0; first < nib_panel_length(panel, coding->copy); first += BLOCK) {
             struct tile tile;
             load_tile(panel, &single, line, first, &tile);
-            out[line] = nib_fmax(out[line], tile_absmax(&tile));
+            out[line] = nib_fmax(out[line], tile.absmax);
         }
 }
 
@@ -213,26 +197,26 @@ static uint8_t e2m1_stochastic(float y, uint32_t r, int bits)
 
 /* ---- From scale to codes ---- */
 
-static uint8_t e2m1_nearest(float y, const struct nib_dialect_facts *dialect)
+/* x is the number, y the scaled one. A NaN's sign is x's: that of one which arithmetic made depends on the processor. */
+static uint8_t e2m1_nearest(float x, float y, const struct nib_dialect_facts *dialect)
 {
-    const uint8_t code = nib_e2m1_from_f32(y);
     if (dialect->drops_zero_sign && y == 0)
         return 0;
     if (dialect->keeps_nan_sign && nib_is_nan(y))
-        return (uint8_t)(7 | nib_bits(y) >> 31 << 3);
-    return code;
+        return (uint8_t)(7 | nib_bits(x) >> 31 << 3);
+    return nib_e2m1_from_f32(y);
 }
 
 /* Codes of the elements inside the matrix; those outside stay 0. `random` is NULL for nearest. */
 static void encode_tile(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                         uint32_t (*random)[BLOCK], struct tile_codes *out)
 {
-    const float factor = coding->dialect->factor(out->scale, scaler);
+    const float factor = coding->dialect->factor(out->scale, tile->absmax, scaler, &coding->rules);
     for (int l = 0; l < tile->lines; l++)
         for (int i = 0; i < tile->length; i++) {
             const float x = tile->x[l][i], y = coding->dialect->divides ? x / factor : x * factor;
             out->code[l][i] = random ? e2m1_stochastic(y, random[l][i], random_bits(coding->rounding))
-                                     : e2m1_nearest(y, coding->dialect);
+                                     : e2m1_nearest(x, y, coding->dialect);
         }
 }
 
@@ -255,10 +239,9 @@ static uint8_t unclipped_scale(float block_amax, const struct nib_scaler *scaler
 static void quantize_rtn(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                          uint32_t (*random)[BLOCK], struct tile_codes *out)
 {
-    const float block_amax = tile_absmax(tile);
     const uint8_t scale = coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED
-                              ? unclipped_scale(block_amax, scaler)
-                              : coding->dialect->block_scale(block_amax, scaler, &coding->rules);
+                              ? unclipped_scale(tile->absmax, scaler)
+                              : (uint8_t)coding->dialect->block_scale(tile->absmax, scaler, &coding->rules);
     out->scale = at_least(scale, coding->floor_code);
     encode_tile(tile, coding, scaler, random, out);
 }
@@ -287,7 +270,7 @@ static float candidate_error(const struct tile *tile, const struct nib_coding *c
 static void quantize_4over6(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                             struct tile_codes *out)
 {
-    const float base = tile_absmax(tile) / 6.0f * scaler->encode; /* a division here, unlike the plain rule */
+    const float base = tile->absmax / 6.0f * scaler->encode; /* a division here, unlike the plain rule */
     struct tile_codes six = { .scale = at_least(nib_e4m3_from_f32(nib_fmin(base, 448.0f)), coding->floor_code) };
     struct tile_codes four = { .scale =
                                    at_least(nib_e4m3_from_f32(nib_fmin(base * 1.5f, 448.0f)), coding->floor_code) };
@@ -317,9 +300,9 @@ static const int sweep_offsets[] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
 static void quantize_sweep(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                            struct tile_codes *out)
 {
-    const float g = nib_decode_scale(scaler->level, coding->rules.level, coding->rules.full_scale);
+    const float g = nib_decode_scale(scaler->level, &coding->rules);
     const int rtn =
-        at_least(coding->dialect->block_scale(tile_absmax(tile), scaler, &coding->rules), coding->floor_code);
+        at_least((uint8_t)coding->dialect->block_scale(tile->absmax, scaler, &coding->rules), coding->floor_code);
     const int lowest = rtn == 0 ? 0 : coding->floor_code ? coding->floor_code : 1;
     float least = 0;
     for (size_t i = 0; i < sizeof sweep_offsets / sizeof *sweep_offsets; i++) {
@@ -342,8 +325,8 @@ static void store_tile(const struct nib_target *target, const struct tile *tile,
                        int64_t line, int64_t block)
 {
     for (int l = 0; l < tile->lines; l++) {
-        target->scales[nib_scale_offset(line + l, block, target->scale_stride, target->swizzled)] = codes->scale;
-        uint8_t *bytes = target->codes + (line + l) * target->code_stride + block * (BLOCK / 2);
+        nib_scale_store(target->geometry, target->scales, line + l, block, codes->scale);
+        uint8_t *bytes = target->codes + (line + l) * target->geometry->line_stride + block * (BLOCK / 2);
         for (int i = 0; i < tile->length; i += 2)
             bytes[i / 2] = (uint8_t)(codes->code[l][i] | codes->code[l][i + 1] << 4);
     }
@@ -370,10 +353,10 @@ static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_codin
     const bool rowwise = coding->copy == NIB_ROWWISE;
     const int64_t first_line = rowwise ? panel->row : panel->col;
     const int64_t first_block = (rowwise ? panel->col : panel->row) / BLOCK;
-    for (int64_t line = 0; line < panel_lines(panel, coding->copy); line += coding->tile_lines) {
+    for (int64_t line = 0; line < nib_panel_lines(panel, coding->copy); line += coding->tile_lines) {
         struct nib_scaler scaler = { .level = target->levels[target->level_per_line ? first_line + line : 0] };
         coding->dialect->prepare(&scaler, &coding->rules);
-        for (int64_t first = 0; first < panel_length(panel, coding->copy); first += BLOCK) {
+        for (int64_t first = 0; first < nib_panel_length(panel, coding->copy); first += BLOCK) {
             struct tile tile;
             struct tile_codes codes = { 0 };
             load_tile(panel, coding, line, first, &tile);
@@ -385,18 +368,18 @@ static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_codin
 
 /* ---- Back ---- */
 
-static void decode_nvfp4(float *y, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
-                         const struct nib_rules *rules)
+static void decode_nvfp4(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
+                         const struct nib_coding *coding)
 {
     for (int64_t i = 0; i < n; i++) {
-        const float f = nib_decode_factor(scales[i / BLOCK], level, rules->level, rules->full_scale);
+        const float f = coding->dialect->decode(((const uint8_t *)scales)[i / BLOCK], level, &coding->rules);
         y[i] = nib_f32_from_e2m1(codes[i / 2] >> 4 * (i % 2) & 15) * f;
     }
 }
 
 const struct nib_kernels nib_kernels_scalar = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
-    .absmax_lines = { [NIB_NVFP4] = absmax_lines_nvfp4 },
-    .quantize = { [NIB_NVFP4] = quantize_nvfp4 },
-    .decode = { [NIB_NVFP4] = decode_nvfp4 },
+    .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4, [NIB_ANY_FORMAT] = nib_quantize_any },
+    .decode = { [NIB_NVFP4] = decode_nvfp4, [NIB_ANY_FORMAT] = nib_decode_any },
 };

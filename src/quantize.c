@@ -2,9 +2,9 @@
 /*
  * quantize.c - drives the kernels over an array of any rank and strides.
  *
- * The array is seen as a matrix of M rows and K columns and cut into fixed panels of 16 x 256. Where rows are contiguous a panel
- * points into the array; elsewhere it is copied to the worker's stack first. Panels are whole blocks on both axes, so no two
- * write the same byte, and which thread takes which does not show in the result.
+ * The array is seen as a matrix of M rows and K columns and cut into fixed panels of 16 x 256, or of 128 x 128 where blocks are that
+ * large. Where rows are contiguous a panel points into the array; elsewhere it is copied to the worker's stack first. Panels are
+ * whole blocks on both axes, so no two write the same byte, and which thread takes which does not show in the result.
  */
 #include "quantize.h"
 
@@ -18,7 +18,20 @@
 #include "codec.h"
 #include "os.h"
 
-enum { PANEL_ROWS = 16, PANEL_COLS = 256 };
+enum {
+    PANEL_LINES = 256,
+    PANEL_ELEMENTS = 128 * 128
+}; /* most lines of a panel in either direction, and most elements */
+
+/* Rows and columns of a panel. */
+struct cut {
+    int64_t rows, cols;
+};
+
+static struct cut cut_for(int block)
+{
+    return block > 32 ? (struct cut){ 128, 128 } : (struct cut){ block > 16 ? 32 : 16, 256 };
+}
 
 /* ---- Threads ---- */
 
@@ -72,9 +85,11 @@ struct matrix {
     int64_t row_stride, col_stride; /* in elements; row_stride only when `even` */
     bool even;                      /* rows are equally far apart */
     const nib_array *array;
+    struct cut cut;
+    int64_t row_panels, column_panels;
 };
 
-static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t cols)
+static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t cols, int block)
 {
     struct matrix m = { .bytes = nib_dtypes[array->dtype].bits / 8,
                         .dtype = array->dtype,
@@ -82,7 +97,10 @@ static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t col
                         .cols = cols,
                         .col_stride = array->rank ? array->strides[array->rank - 1] : 1,
                         .even = true,
-                        .array = array };
+                        .array = array,
+                        .cut = cut_for(block) };
+    m.row_panels = nib_ceil_div(rows, m.cut.rows);
+    m.column_panels = nib_ceil_div(cols, m.cut.cols);
     m.first = array->data ? (char *)array->data + array->offset : NULL;
     /* From the last leading dim outwards: each must step over the ones inside it exactly. Dims of 1 are never stepped. */
     int64_t inner = 1;
@@ -113,29 +131,31 @@ static char *element_at(const struct matrix *m, int64_t row, int64_t col)
 
 /* Memory for a panel that cannot be pointed at. */
 struct stage {
-    _Alignas(64) char bytes[PANEL_ROWS * PANEL_COLS * sizeof(float)];
+    _Alignas(64) char bytes[PANEL_ELEMENTS * sizeof(float)];
 };
 
-static struct nib_panel panel_at(const struct matrix *m, int64_t row, int64_t col, struct stage *stage)
+/* The panel in row `i` and column `j` of panels. */
+static struct nib_panel panel_at(const struct matrix *m, int64_t i, int64_t j, struct stage *stage)
 {
+    const int64_t row = i * m->cut.rows, col = j * m->cut.cols;
     struct nib_panel panel = { .dtype = m->dtype,
                                .stride = m->row_stride,
                                .row = row,
                                .col = col,
-                               .rows = nib_min(PANEL_ROWS, m->rows - row),
-                               .cols = nib_min(PANEL_COLS, m->cols - col) };
+                               .rows = nib_min(m->cut.rows, m->rows - row),
+                               .cols = nib_min(m->cut.cols, m->cols - col) };
     if (m->even && m->col_stride == 1) {
         panel.x = element_at(m, row, col);
         return panel;
     }
     for (int64_t r = 0; r < panel.rows; r++) {
         const char *from = element_at(m, row + r, col);
-        char *to = stage->bytes + r * PANEL_COLS * m->bytes;
+        char *to = stage->bytes + r * m->cut.cols * m->bytes;
         for (int64_t c = 0; c < panel.cols; c++)
             memcpy(to + c * m->bytes, from + c * m->col_stride * m->bytes, (size_t)m->bytes);
     }
     panel.x = stage->bytes;
-    panel.stride = PANEL_COLS;
+    panel.stride = m->cut.cols;
     return panel;
 }
 
@@ -143,12 +163,11 @@ static struct nib_panel panel_at(const struct matrix *m, int64_t row, int64_t co
 
 struct amax_job {
     const struct matrix *m;
-    const struct nib_kernels *kernels;
     const struct nib_coding *coding;
-    nib_format format;
+    nib_absmax_fn *absmax;
+    nib_absmax_lines_fn *absmax_lines;
     float *per_line;        /* one per line, or NULL */
     _Atomic uint32_t whole; /* of all: the bits of a float that is not negative order as the floats do */
-    int64_t column_panels;
 };
 
 static void raise_to(_Atomic uint32_t *whole, float value)
@@ -164,12 +183,11 @@ static void amax_of_panel(void *context, int64_t i)
 {
     struct amax_job *job = context;
     struct stage stage;
-    const struct nib_panel panel =
-        panel_at(job->m, i / job->column_panels * PANEL_ROWS, i % job->column_panels * PANEL_COLS, &stage);
+    const struct nib_panel panel = panel_at(job->m, i / job->m->column_panels, i % job->m->column_panels, &stage);
     const int64_t row_bytes = panel.stride * job->m->bytes;
     float amax = 0;
     for (int64_t r = 0; r < panel.rows; r++)
-        amax = nib_fmax(amax, job->kernels->absmax[panel.dtype]((const char *)panel.x + r * row_bytes, panel.cols));
+        amax = nib_fmax(amax, job->absmax((const char *)panel.x + r * row_bytes, panel.cols));
     raise_to(&job->whole, amax);
 }
 
@@ -178,19 +196,18 @@ static void amax_of_lines(void *context, int64_t i)
 {
     struct amax_job *job = context;
     const bool rowwise = job->coding->copy == NIB_ROWWISE;
-    const int64_t panels = rowwise ? job->column_panels : nib_ceil_div(job->m->rows, PANEL_ROWS);
-    float lines[PANEL_COLS] = { 0 };
+    const int64_t panels = rowwise ? job->m->column_panels : job->m->row_panels;
+    float lines[PANEL_LINES] = { 0 };
     int64_t count = 0;
     for (int64_t j = 0; j < panels; j++) {
         struct stage stage;
-        const struct nib_panel panel =
-            panel_at(job->m, (rowwise ? i : j) * PANEL_ROWS, (rowwise ? j : i) * PANEL_COLS, &stage);
-        job->kernels->absmax_lines[job->format](&panel, job->coding, lines);
+        const struct nib_panel panel = panel_at(job->m, rowwise ? i : j, rowwise ? j : i, &stage);
+        job->absmax_lines(&panel, job->coding, lines);
         count = rowwise ? panel.rows : panel.cols;
     }
     for (int64_t line = 0; line < count; line++) {
         if (job->per_line)
-            job->per_line[i * (rowwise ? PANEL_ROWS : PANEL_COLS) + line] = lines[line];
+            job->per_line[i * (rowwise ? job->m->cut.rows : job->m->cut.cols) + line] = lines[line];
         raise_to(&job->whole, lines[line]);
     }
 }
@@ -199,20 +216,18 @@ static void amax_of_lines(void *context, int64_t i)
 static void find_amax(const nib_quantizer *q, const struct matrix *m, const struct nib_coding *coding, float *out)
 {
     struct amax_job job = { .m = m,
-                            .kernels = nib_kernels_best(),
                             .coding = coding,
-                            .format = q->format,
-                            .per_line = q->row_scaled ? out : NULL,
-                            .column_panels = nib_ceil_div(m->cols, PANEL_COLS) };
+                            .absmax = nib_kernels_best()->absmax[m->dtype],
+                            .absmax_lines = NIB_KERNEL(absmax_lines, q->format),
+                            .per_line = q->row_scaled ? out : NULL };
     const int threads = nib_thread_count(q, m->rows * m->cols);
-    const int64_t row_panels = nib_ceil_div(m->rows, PANEL_ROWS);
     const int64_t lines = coding->copy == NIB_ROWWISE ? m->rows : m->cols;
     if (q->row_scaled)
         memset(out, 0, (size_t)lines * sizeof *out); /* lines without elements */
     if (!q->row_scaled && !coding->transform)
-        nib_parallel(row_panels * job.column_panels, threads, amax_of_panel, &job);
+        nib_parallel(m->row_panels * m->column_panels, threads, amax_of_panel, &job);
     else
-        nib_parallel(coding->copy == NIB_ROWWISE ? row_panels : job.column_panels, threads, amax_of_lines, &job);
+        nib_parallel(coding->copy == NIB_ROWWISE ? m->row_panels : m->column_panels, threads, amax_of_lines, &job);
     if (!q->row_scaled)
         *out = nib_float(job.whole);
 }
@@ -221,14 +236,23 @@ static void find_amax(const nib_quantizer *q, const struct matrix *m, const stru
 
 static bool wants(const nib_quantizer *q, int copy) { return copy == NIB_ROWWISE ? q->rowwise : q->columnwise; }
 
-/* The number of `copy` that the caller brought; one serves both copies where both hold the same data. */
+/* Where both copies hold the same data under one number. */
+static bool copies_share(const nib_quantizer *q) { return !q->row_scaled && !q->rht && !q->rht_rowwise; }
+
+/* The number of `copy` that the caller brought; one serves both copies where they share it. */
 static const float *given_for(const float *const given[2], const nib_quantizer *q, int copy)
 {
-    const bool same = !q->row_scaled && !q->rht && !q->rht_rowwise;
-    return given[copy] ? given[copy] : same ? given[1 - copy] : NULL;
+    return given[copy] ? given[copy] : copies_share(q) ? given[1 - copy] : NULL;
 }
 
-/* The amaxes of the wanted copies that have no given level, side by side from `amax` on: what a reduction is made of. */
+/* Whether the level of a copy comes from the data, so that its amax must be known. */
+static bool needs_amax(const nib_quantizer *q, const nib_given *given, int copy)
+{
+    const bool finished = given_for(given->level, q, copy) || given->scale;
+    return wants(q, copy) && nib_format_of(q)->levels && (!finished || given->amax_seen);
+}
+
+/* The amaxes that are needed, side by side from `amax` on: what a reduction is made of. */
 static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
                              const struct nib_geometry *geometry, const struct nib_coding coding[2], float *amax,
                              const float *found[2])
@@ -236,11 +260,11 @@ static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, con
     size_t n = 0;
     for (int copy = 0; copy < 2; copy++) {
         found[copy] = NULL;
-        if (!wants(q, copy) || given_for(given->level, q, copy))
+        if (!needs_amax(q, given, copy))
             continue;
         const size_t count = (size_t)geometry->copy[copy].levels;
         const float *brought = given_for(given->amax, q, copy);
-        const bool same = copy == 1 && found[0] && !q->row_scaled && !q->rht && !q->rht_rowwise;
+        const bool same = copy == 1 && found[0] && copies_share(q);
         if (brought || same)
             memcpy(amax + n, brought ? brought : found[0], count * sizeof *amax);
         else
@@ -251,31 +275,26 @@ static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, con
     return n;
 }
 
-static void finish_levels(const nib_quantizer *q, const nib_given *given, const struct nib_geometry *geometry,
-                          const struct nib_coding coding[2], const float *const found[2],
-                          const struct nib_copy_memory memory[2])
+/* The level of one line of a copy; *encode is the multiplier whose inverse it is, where the dialect has one. */
+static float level_of(const nib_quantizer *q, const nib_given *given, const struct nib_coding *coding,
+                      const float *found, int64_t i, float *encode)
 {
+    const float *level = given_for(given->level, q, coding->copy);
+    /* Unbiased rounding must not clip, so that the level, too, is 1/16 larger than the data. */
     const bool unbiased = q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED;
-    for (int copy = 0; copy < 2; copy++) {
-        if (!wants(q, copy))
-            continue;
-        const float *level = given_for(given->level, q, copy);
-        for (int64_t i = 0; i < geometry->copy[copy].levels; i++) {
-            if (level) {
-                memory[copy].levels[i] = level[i];
-                continue;
-            }
-            /* Unbiased rounding must not clip, so that the level, too, is 1/16 larger than the data. */
-            const float amax = unbiased ? nib_fmin(found[copy][i] * (17.0f / 16.0f), FLT_MAX) : found[copy][i];
-            memory[copy].levels[i] = coding[copy].dialect->level_of(amax, &coding[copy].rules);
-        }
-    }
+    const float amax = !found ? 0 : unbiased ? nib_fmin(found[i] * (17.0f / 16.0f), FLT_MAX) : found[i];
+    if (!coding->dialect->encode_of)
+        return level ? level[i] : coding->dialect->level_of(amax, &coding->rules);
+    *encode = given->scale ? *given->scale : level ? 1.0f / level[i] : coding->dialect->encode_of(amax, &coding->rules);
+    return level && !given->scale ? level[i] : 1.0f / *encode;
 }
 
 static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
                                  const struct nib_geometry *geometry, const struct nib_coding coding[2],
-                                 const struct nib_copy_memory memory[2])
+                                 const struct nib_copy_memory memory[2], float *encode)
 {
+    if (!nib_format_of(q)->levels)
+        return NIB_OK;
     /* One level per copy needs no memory to speak of. Vectors of amaxes do: they are found in a place of their own, so that the
      * tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
     float pair[2], *amax = pair;
@@ -294,8 +313,12 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
             status = nib_fail(NIB_ERR_COMM, "the reduction of amaxes over %d ranks failed: %s", q->amax_comm->size,
                               nib_status_name(reduced));
     }
-    if (!status)
-        finish_levels(q, given, geometry, coding, found, memory);
+    for (int copy = 0; copy < 2 && !status; copy++)
+        for (int64_t i = 0; wants(q, copy) && i < geometry->copy[copy].levels; i++) {
+            memory[copy].levels[i] = level_of(q, given, &coding[copy], found[copy], i, encode);
+            if (given->amax_seen && found[copy])
+                *given->amax_seen = nib_fmax(*given->amax_seen, found[copy][i]);
+        }
     if (amax != pair)
         nib_free(amax);
     return status;
@@ -306,12 +329,14 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
 static struct nib_coding coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype input)
 {
     const bool rowwise = copy == NIB_ROWWISE;
-    const int64_t block = nib_formats[q->format].block;
+    const struct nib_format_facts *facts = nib_format_of(q);
     return (struct nib_coding){ .copy = copy,
-                                .tile_lines = q->block_dims[0],
+                                .block = facts->block,
+                                .tile_lines = q->block_dims[0] ? q->block_dims[0] : 1,
+                                .scale_bytes = nib_dtypes[facts->scale].bits / 8,
                                 .transform = nib_copy_is_transformed(q, copy),
                                 .sign_mask = q->rht_sign_mask,
-                                .dialect = &nib_dialects[q->dialect],
+                                .dialect = nib_dialect_of(q),
                                 .rules = nib_rules_of(q, input),
                                 .scale_rule = q->scale_rule,
                                 .error_mode = q->error_mode,
@@ -321,7 +346,7 @@ static struct nib_coding coding_of(const nib_quantizer *q, nib_copy copy, nib_dt
                                 .seed = q->seed,
                                 .offset = q->offset,
                                 .origin_line = q->origin[rowwise ? 0 : 1],
-                                .origin_block = q->origin[rowwise ? 1 : 0] / block };
+                                .origin_block = facts->block ? q->origin[rowwise ? 1 : 0] / facts->block : 0 };
 }
 
 struct code_job {
@@ -330,58 +355,58 @@ struct code_job {
     nib_quantize_fn *quantize;
     const struct nib_coding *coding;
     struct nib_target target[2];
-    int64_t column_panels;
 };
 
 static void quantize_panel(void *context, int64_t i)
 {
     const struct code_job *job = context;
     struct stage stage;
-    const struct nib_panel panel =
-        panel_at(job->m, i / job->column_panels * PANEL_ROWS, i % job->column_panels * PANEL_COLS, &stage);
+    const struct nib_panel panel = panel_at(job->m, i / job->m->column_panels, i % job->m->column_panels, &stage);
     for (int copy = 0; copy < 2; copy++)
         if (wants(job->q, copy))
             job->quantize(&panel, &job->coding[copy], &job->target[copy]);
 }
 
 /* Scales that stand for no block are 0, whatever the buffer held. */
-static void zero_scale_padding(const struct nib_copy_geometry *geometry, const struct nib_target *target)
+static void zero_scale_padding(const struct nib_copy_geometry *g, void *scales)
 {
-    for (int64_t line = 0; line < geometry->scale_lines; line++)
-        for (int64_t block = line < geometry->lines ? geometry->blocks : 0; block < geometry->scale_stride; block++)
-            target->scales[nib_scale_offset(line, block, target->scale_stride, target->swizzled)] = 0;
+    const int64_t size = g->scale_bytes;
+    if (g->swizzled) { /* the padding is scattered: all of it, since every scale is written again */
+        memset(scales, 0, (size_t)g->scales_bytes);
+        return;
+    }
+    char *bytes = scales;
+    for (int64_t row = 0; row < g->scale_shape[0]; row++) {
+        const int64_t valid = row < g->valid_shape[0] ? g->valid_shape[1] : 0;
+        memset(bytes + (row * g->scale_shape[1] + valid) * size, 0, (size_t)((g->scale_shape[1] - valid) * size));
+    }
 }
 
 nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,
                                const struct nib_geometry *geometry, const struct nib_copy_memory memory[2])
 {
-    static const nib_given nothing = { sizeof nothing, { NULL, NULL }, { NULL, NULL } };
+    static const nib_given nothing = { .bytes = sizeof nothing };
     const struct nib_coding coding[2] = { coding_of(q, NIB_ROWWISE, x->dtype), coding_of(q, NIB_COLUMNWISE, x->dtype) };
-    const struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
+    const struct matrix m = matrix_of(x, geometry->rows, geometry->cols, coding->block);
+    float encode = 1;
     const nib_fpenv saved = nib_fpenv_enter();
-    const nib_status status = compute_levels(q, &m, given ? given : &nothing, geometry, coding, memory);
+    const nib_status status = compute_levels(q, &m, given ? given : &nothing, geometry, coding, memory, &encode);
     nib_fpenv_leave(saved);
     if (status)
         return status;
 
-    struct code_job job = { .q = q,
-                            .m = &m,
-                            .quantize = nib_kernels_best()->quantize[q->format],
-                            .coding = coding,
-                            .column_panels = nib_ceil_div(m.cols, PANEL_COLS) };
+    struct code_job job = { .q = q, .m = &m, .quantize = NIB_KERNEL(quantize, q->format), .coding = coding };
     for (int copy = 0; copy < 2; copy++) {
         job.target[copy] = (struct nib_target){ .codes = memory[copy].codes,
                                                 .scales = memory[copy].scales,
-                                                .code_stride = geometry->copy[copy].code_stride,
-                                                .scale_stride = geometry->copy[copy].scale_stride,
-                                                .swizzled = q->swizzled,
+                                                .geometry = &geometry->copy[copy],
                                                 .levels = memory[copy].levels,
-                                                .level_per_line = q->row_scaled };
-        if (wants(q, copy))
-            zero_scale_padding(&geometry->copy[copy], &job.target[copy]);
+                                                .level_per_line = q->row_scaled,
+                                                .encode = encode };
+        if (wants(q, copy) && memory[copy].scales)
+            zero_scale_padding(&geometry->copy[copy], memory[copy].scales);
     }
-    nib_parallel(nib_ceil_div(m.rows, PANEL_ROWS) * job.column_panels, nib_thread_count(q, m.rows * m.cols),
-                 quantize_panel, &job);
+    nib_parallel(m.row_panels * m.column_panels, nib_thread_count(q, m.rows * m.cols), quantize_panel, &job);
     return NIB_OK;
 }
 
@@ -390,35 +415,41 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
 struct decode_job {
     const nib_quantizer *q;
     nib_decode_fn *decode;
-    struct nib_rules rules;
+    struct nib_coding coding;
     const struct nib_copy_geometry *geometry;
     const struct nib_copy_memory *memory;
-    nib_copy copy;
     int64_t first; /* the matrix row that is row 0 of out */
     struct matrix out;
-    int64_t column_panels;
 };
 
-static void store_number(const struct matrix *m, int64_t row, int64_t col, float y)
+static void store_number(const struct matrix *m, int64_t row, int64_t col, float number)
 {
+    const float y = nib_quiet(number); /* 0 times an infinite factor */
     const uint16_t half = m->dtype == NIB_BF16 ? nib_bf16_from_f32(y) : nib_f16_from_f32(y);
     memcpy(element_at(m, row, col), m->dtype == NIB_F32 ? (const void *)&y : (const void *)&half, (size_t)m->bytes);
 }
 
-/* Elements first..first+n-1 of a line, where `first` begins a block and n is at most PANEL_COLS. */
+/* Elements first..first+n-1 of a line, where `first` begins a block and n is at most PANEL_LINES. Scales, and codes that are not side
+ * by side, are gathered for the kernel. */
 static void decode_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, float *y)
 {
-    const int64_t block = nib_formats[job->q->format].block;
-    uint8_t scales[PANEL_COLS];
-    for (int64_t b = 0; b < nib_ceil_div(n, block); b++)
-        scales[b] =
-            job->memory
-                ->scales[nib_scale_offset(line, first / block + b, job->geometry->scale_stride, job->q->swizzled)];
-    const uint8_t *codes = job->memory->codes + line * job->geometry->code_stride + first / 2;
-    job->decode(y, codes, scales, n, job->memory->levels[job->q->row_scaled ? line : 0], &job->rules);
-    if (nib_copy_is_transformed(job->q, job->copy))
-        for (int64_t i = 0; i < n; i += 16)
-            nib_rht_inverse(y + i, job->q->rht_sign_mask);
+    const struct nib_copy_geometry *g = job->geometry;
+    const int64_t block = job->coding.block;
+    uint8_t scales[PANEL_LINES * sizeof(nib_scale_bits)], gathered[PANEL_LINES] = { 0 };
+    for (int64_t b = 0; block && b < nib_ceil_div(n, block); b++) {
+        const nib_scale_bits bits = nib_scale_load(g, job->memory->scales, line, first / block + b);
+        memcpy(scales + b * g->scale_bytes, &bits, (size_t)g->scale_bytes);
+    }
+    const uint8_t *codes = job->memory->codes + line * g->line_stride + (g->element_stride ? first : first / 2);
+    if (g->element_stride > 1) {
+        for (int64_t i = 0; i < n; i++)
+            gathered[i] = nib_code_load(g, job->memory->codes, line, first + i);
+        codes = gathered;
+    }
+    const float level = job->memory->levels ? job->memory->levels[job->q->row_scaled ? line : 0] : 1;
+    job->decode(y, codes, scales, n, level, &job->coding);
+    for (int64_t i = 0; job->coding.transform && i < n; i += 16)
+        nib_rht_inverse(y + i, job->q->rht_sign_mask);
 }
 
 /* One panel of the output. Lines of the columnwise copy run down it and are decoded in whole blocks, so that a panel that does
@@ -426,23 +457,24 @@ static void decode_line(const struct decode_job *job, int64_t line, int64_t firs
 static void decode_panel(void *context, int64_t i)
 {
     const struct decode_job *job = context;
-    const int64_t row = i / job->column_panels * PANEL_ROWS, col = i % job->column_panels * PANEL_COLS;
-    const int64_t rows = nib_min(PANEL_ROWS, job->out.rows - row), cols = nib_min(PANEL_COLS, job->out.cols - col);
-    float y[PANEL_COLS];
-    if (job->copy == NIB_ROWWISE) {
+    const struct matrix *out = &job->out;
+    const int64_t row = i / out->column_panels * out->cut.rows, col = i % out->column_panels * out->cut.cols;
+    const int64_t rows = nib_min(out->cut.rows, out->rows - row), cols = nib_min(out->cut.cols, out->cols - col);
+    float y[PANEL_LINES];
+    if (job->coding.copy == NIB_ROWWISE) {
         for (int64_t r = 0; r < rows; r++) {
             decode_line(job, job->first + row + r, col, cols, y);
             for (int64_t c = 0; c < cols; c++)
-                store_number(&job->out, row + r, col + c, y[c]);
+                store_number(out, row + r, col + c, y[c]);
         }
         return;
     }
-    const int64_t block = nib_formats[job->q->format].block, start = (job->first + row) / block * block;
+    const int64_t block = nib_max(job->coding.block, 1), start = (job->first + row) / block * block;
     const int64_t end = nib_min(nib_round_up(job->first + row + rows, block), job->geometry->length);
     for (int64_t c = 0; c < cols; c++) {
         decode_line(job, col + c, start, end - start, y);
         for (int64_t r = 0; r < rows; r++)
-            store_number(&job->out, row + r, col + c, y[job->first + row + r - start]);
+            store_number(out, row + r, col + c, y[job->first + row + r - start]);
     }
 }
 
@@ -450,14 +482,12 @@ void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geom
                          const struct nib_copy_memory *memory, int64_t first, int64_t count, const nib_array *out)
 {
     struct decode_job job = { .q = q,
-                              .decode = nib_kernels_best()->decode[q->format],
-                              .rules = nib_rules_of(q, NIB_F32),
+                              .decode = NIB_KERNEL(decode, q->format),
+                              .coding = coding_of(q, from, NIB_F32),
                               .geometry = &geometry->copy[from],
                               .memory = memory,
-                              .copy = from,
                               .first = first,
-                              .out = matrix_of(out, count, geometry->cols),
-                              .column_panels = nib_ceil_div(geometry->cols, PANEL_COLS) };
-    nib_parallel(nib_ceil_div(count, PANEL_ROWS) * job.column_panels, nib_thread_count(q, count * geometry->cols),
-                 decode_panel, &job);
+                              .out = matrix_of(out, count, geometry->cols, nib_format_of(q)->block) };
+    nib_parallel(job.out.row_panels * job.out.column_panels, nib_thread_count(q, count * geometry->cols), decode_panel,
+                 &job);
 }

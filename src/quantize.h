@@ -10,7 +10,8 @@
 
 /* Where one copy of a tensor lies. codes NULL: the copy is absent. */
 struct nib_copy_memory {
-    uint8_t *codes, *scales;
+    uint8_t *codes;
+    void *scales;
     float *levels;
 };
 

@@ -58,8 +58,16 @@ DEFINE_CODEC(e8m0, uint8_t, nib_e8m0_from_f32, nib_f32_from_e8m0)
 DEFINE_CODEC(bf16, uint16_t, nib_bf16_from_f32, nib_f32_from_bf16)
 DEFINE_CODEC(f16, uint16_t, nib_f16_from_f32, nib_f32_from_f16)
 
-static void encode_f32(const float *x, size_t n, void *out) { memmove(out, x, n * sizeof *x); }
-static void decode_f32(const void *codes, size_t n, float *out) { memmove(out, codes, n * sizeof *out); }
+static void encode_f32(const float *x, size_t n, void *out)
+{
+    if (n)
+        memmove(out, x, n * sizeof *x);
+}
+static void decode_f32(const void *codes, size_t n, float *out)
+{
+    if (n)
+        memmove(out, codes, n * sizeof *out);
+}
 
 static void encode_e2m1(const float *x, size_t n, void *out)
 {

@@ -54,6 +54,13 @@ nib_status nib_writer_create(const char *path, nib_writer **out)
 
 const char *nib_writer_path(const nib_writer *writer) { return writer->path; }
 
+const char *nib_writer_metadata_value(const nib_writer *writer, const char *key)
+{
+    uint32_t id;
+    size_t place;
+    return nib_names_find(&writer->keys, key, &id, &place) ? nib_safetensors_value(&writer->keys, id) : NULL;
+}
+
 static nib_status check_declaring(const nib_writer *writer)
 {
     if (writer->fd < 0)

@@ -6,16 +6,17 @@
 
 #include "os.h"
 
-const nib_part nib_copy_parts[2][3] = {
-    [NIB_ROWWISE] = { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_LEVEL },
-    [NIB_COLUMNWISE] = { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_LEVEL },
-};
-
 /* ---- Small questions ---- */
 
 const char *nib_copy_name(nib_copy copy) { return copy == NIB_ROWWISE ? "rowwise" : "columnwise"; }
 
-bool nib_tensor_has(const nib_tensor *t, nib_copy copy) { return t->parts[nib_copy_parts[copy][0]] != NULL; }
+nib_buffer *nib_tensor_kind(const nib_tensor *t, nib_copy copy, int kind)
+{
+    const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+    return part < NIB_PART_COUNT ? t->parts[part] : NULL;
+}
+
+bool nib_tensor_has(const nib_tensor *t, nib_copy copy) { return nib_tensor_kind(t, copy, 0) != NULL; }
 
 nib_status nib_tensor_pick(const nib_tensor *t, nib_copy wanted, nib_copy *out)
 {
@@ -25,15 +26,18 @@ nib_status nib_tensor_pick(const nib_tensor *t, nib_copy wanted, nib_copy *out)
     if (!nib_tensor_has(t, copy))
         return nib_fail(NIB_ERR_USAGE, wanted == NIB_EITHER ? "the tensor has no data" : "the tensor has no %s copy",
                         nib_copy_name(copy));
+    if (copy == NIB_COLUMNWISE && t->columnwise_stale)
+        return nib_fail(NIB_ERR_USAGE,
+                        "the columnwise copy is not valid any more: nib_tensor_update_usage makes it anew");
     *out = copy;
     return NIB_OK;
 }
 
 struct nib_copy_memory nib_tensor_memory(const nib_tensor *t, nib_copy copy)
 {
-    const nib_part *part = nib_copy_parts[copy];
-    return (struct nib_copy_memory){ nib_buffer_data(t->parts[part[0]]), nib_buffer_data(t->parts[part[1]]),
-                                     nib_buffer_data(t->parts[part[2]]) };
+    return (struct nib_copy_memory){ nib_buffer_data(nib_tensor_kind(t, copy, 0)),
+                                     nib_buffer_data(nib_tensor_kind(t, copy, 1)),
+                                     nib_buffer_data(nib_tensor_kind(t, copy, 2)) };
 }
 
 static nib_copy copy_of_part(nib_part part) { return part % 2 ? NIB_COLUMNWISE : NIB_ROWWISE; }
@@ -41,7 +45,7 @@ static nib_copy copy_of_part(nib_part part) { return part % 2 ? NIB_COLUMNWISE :
 size_t nib_part_bytes(const struct nib_geometry *geometry, nib_part part)
 {
     const struct nib_copy_geometry *copy = &geometry->copy[copy_of_part(part)];
-    const int64_t bytes[3] = { copy->code_bytes, copy->scale_bytes, copy->level_bytes };
+    const int64_t bytes[3] = { copy->data_bytes, copy->scales_bytes, copy->levels_bytes };
     return (size_t)bytes[part / 2];
 }
 
@@ -51,9 +55,9 @@ bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b)
 {
     const struct nib_rules ra = nib_rules_of(a, NIB_F32), rb = nib_rules_of(b, NIB_F32);
     const bool transformed = a->rht || a->rht_rowwise;
-    return a->format == b->format && ra.level == rb.level && ra.full_scale == rb.full_scale &&
-           a->swizzled == b->swizzled && a->row_scaled == b->row_scaled && a->block_dims[0] == b->block_dims[0] &&
-           a->rht == b->rht && a->rht_rowwise == b->rht_rowwise &&
+    return a->format == b->format && ra.element == rb.element && ra.level == rb.level &&
+           ra.full_scale == rb.full_scale && a->swizzled == b->swizzled && a->row_scaled == b->row_scaled &&
+           a->block_dims[0] == b->block_dims[0] && a->rht == b->rht && a->rht_rowwise == b->rht_rowwise &&
            (!transformed || a->rht_sign_mask == b->rht_sign_mask);
 }
 
@@ -76,20 +80,33 @@ nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, con
     return NIB_OK;
 }
 
+/* A part that the other copy, which stays, uses too. */
+static bool shared_with_other(const nib_tensor *t, nib_copy copy, nib_part part)
+{
+    const nib_copy other = copy == NIB_ROWWISE ? NIB_COLUMNWISE : NIB_ROWWISE;
+    return nib_tensor_has(t, other) && nib_part_of(nib_format_of(&t->q), other, (int)part / 2) == part;
+}
+
 void nib_tensor_drop(nib_tensor *t, nib_copy copy)
 {
-    for (int i = 0; i < 3; i++) {
-        nib_buffer_release(t->parts[nib_copy_parts[copy][i]]);
-        t->parts[nib_copy_parts[copy][i]] = NULL;
+    for (int kind = 0; kind < NIB_PART_KINDS; kind++) {
+        const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+        if (part == NIB_PART_COUNT || shared_with_other(t, copy, part))
+            continue;
+        nib_buffer_release(t->parts[part]);
+        t->parts[part] = NULL;
     }
+    if (copy == NIB_COLUMNWISE)
+        t->columnwise_stale = false;
 }
 
 static nib_status allocate_copy(nib_tensor *t, nib_copy copy)
 {
     nib_status status = NIB_OK;
-    for (int i = 0; i < 3 && !status; i++) {
-        const nib_part part = nib_copy_parts[copy][i];
-        status = nib_buffer_create(nib_part_bytes(&t->geometry, part), &t->parts[part]);
+    for (int kind = 0; kind < NIB_PART_KINDS && !status; kind++) {
+        const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+        if (part < NIB_PART_COUNT && !t->parts[part])
+            status = nib_buffer_create(nib_part_bytes(&t->geometry, part), &t->parts[part]);
     }
     if (status)
         nib_tensor_drop(t, copy);
@@ -130,8 +147,10 @@ nib_status nib_tensor_zero(nib_tensor *t)
         if (!nib_tensor_has(t, (nib_copy)copy))
             continue;
         const struct nib_copy_memory memory = nib_tensor_memory(t, (nib_copy)copy);
-        memset(memory.codes, 0, (size_t)t->geometry.copy[copy].code_bytes);
-        memset(memory.scales, 0, (size_t)t->geometry.copy[copy].scale_bytes);
+        if (t->geometry.copy[copy].data_bytes) /* an empty borrowed buffer may be NULL */
+            memset(memory.codes, 0, (size_t)t->geometry.copy[copy].data_bytes);
+        if (t->geometry.copy[copy].scales_bytes)
+            memset(memory.scales, 0, (size_t)t->geometry.copy[copy].scales_bytes);
         for (int64_t i = 0; i < t->geometry.copy[copy].levels; i++)
             memory.levels[i] = level;
     }
@@ -156,22 +175,30 @@ nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, 
 }
 
 /* Whether buffers make up whole copies of the sizes that the geometry wants. */
-static nib_status check_parts(const struct nib_geometry *geometry, nib_buffer *const *parts)
+static nib_status check_parts(const struct nib_format_facts *facts, const struct nib_geometry *geometry,
+                              nib_buffer *const *parts)
 {
     static const char *const names[3] = { "data", "scale", "level" };
     for (int copy = 0; copy < 2; copy++)
-        for (int i = 0; i < 3; i++) {
-            const nib_part part = nib_copy_parts[copy][i];
+        for (int i = 0; i < NIB_PART_KINDS; i++) {
+            const nib_part part = nib_part_of(facts, (nib_copy)copy, i);
+            if (part ==
+                NIB_PART_COUNT) /* not one of this format's; what the caller may have put there is not looked at */
+                continue;
+            const bool shared = nib_part_of(facts, NIB_ROWWISE, i) == nib_part_of(facts, NIB_COLUMNWISE, i);
+            const bool data = parts[NIB_ROW_DATA + copy] || (shared && parts[NIB_COL_DATA - copy]);
             const size_t wanted = nib_part_bytes(geometry, part);
-            if (!parts[part] != !parts[nib_copy_parts[copy][0]])
+            if ((parts[part] != NULL) != data)
                 return nib_fail(NIB_ERR_USAGE, "the %s copy has %s but no %s", nib_copy_name((nib_copy)copy),
                                 parts[part] ? names[i] : "data", parts[part] ? "data" : names[i]);
             if (parts[part] && nib_buffer_bytes(parts[part]) != wanted)
                 return nib_fail(NIB_ERR_SHAPE, "the %s %s buffer has %zu bytes instead of %zu",
                                 nib_copy_name((nib_copy)copy), names[i], nib_buffer_bytes(parts[part]), wanted);
-            if (parts[part] && i == 2 && (uintptr_t)nib_buffer_data(parts[part]) % sizeof(float))
-                return nib_fail(NIB_ERR_ARG, "the %s level buffer is not aligned to floats",
-                                nib_copy_name((nib_copy)copy));
+            if (parts[part] && i > 0 &&
+                (uintptr_t)nib_buffer_data(parts[part]) %
+                    (i == 1 ? (uintptr_t)geometry->copy[copy].scale_bytes : sizeof(float)))
+                return nib_fail(NIB_ERR_ARG, "the %s %s buffer is not aligned to its numbers",
+                                nib_copy_name((nib_copy)copy), names[i]);
         }
     return NIB_OK;
 }
@@ -184,26 +211,37 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
     nib_quantizer loaded;
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
+    loaded.rowwise = parts[NIB_ROW_DATA] != NULL;
+    loaded.columnwise = parts[NIB_COL_DATA] != NULL;
     TRY(nib_tensor_new(&loaded, dtype, rank, shape, &t));
-    const nib_status status = check_parts(&t->geometry, parts);
+    const nib_status status = check_parts(nib_format_of(&loaded), &t->geometry, parts);
     if (status) {
         nib_tensor_destroy(t);
         return status;
     }
-    for (int i = 0; i < NIB_PART_COUNT; i++)
-        t->parts[i] = nib_buffer_retain(parts[i]);
-    t->q.rowwise = parts[NIB_ROW_DATA] != NULL;
-    t->q.columnwise = parts[NIB_COL_DATA] != NULL;
+    for (int i = 0; i < nib_format_of(&loaded)->saved_count; i++) {
+        const nib_part part = nib_format_of(&loaded)->saved[i];
+        t->parts[part] = nib_buffer_retain(parts[part]);
+    }
     *out = t;
     return NIB_OK;
 }
 
 /* ---- Quantise ---- */
 
-static nib_status check_given(const nib_given *given)
+/* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the kernels take it.) */
+static nib_status check_given(const nib_given *given, const struct nib_geometry *geometry)
 {
-    if (given && given->bytes < sizeof *given)
-        return nib_fail(NIB_ERR_ARG, "given->bytes is %zu, not %zu", given->bytes, sizeof *given);
+    if (!given)
+        return NIB_OK;
+    TRY(nib_check_struct("nib_given", given, sizeof *given));
+    if (given->scale && !(*given->scale > 0))
+        return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
+    for (int copy = 0; copy < 2; copy++)
+        for (int64_t i = 0; i < geometry->copy[copy].levels; i++)
+            if ((given->amax[copy] && given->amax[copy][i] < 0) || (given->level[copy] && given->level[copy][i] < 0))
+                return nib_fail(NIB_ERR_ARG, "the given %s %s number %lld is negative", nib_copy_name((nib_copy)copy),
+                                given->amax[copy] && given->amax[copy][i] < 0 ? "amax" : "level", (long long)i);
     return NIB_OK;
 }
 
@@ -221,9 +259,10 @@ nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_gi
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
     TRY(nib_check_array("x", x));
-    TRY(check_given(given));
     TRY(nib_tensor_new(&loaded, x->dtype, x->rank, x->shape, &t));
-    nib_status status = nib_tensor_allocate(t, loaded.rowwise, loaded.columnwise);
+    nib_status status = check_given(given, &t->geometry);
+    if (!status)
+        status = nib_tensor_allocate(t, loaded.rowwise, loaded.columnwise);
     if (!status)
         status = quantize_parts(t, &loaded, x, given);
     if (status)
@@ -250,7 +289,6 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     nib_quantizer loaded;
     TRY(nib_quantizer_load(q ? q : &t->q, &loaded));
     TRY(nib_check_array("x", x));
-    TRY(check_given(given));
     TRY(check_same_shape(t, x));
 
     /* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A view
@@ -258,11 +296,16 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     nib_tensor *updated;
     TRY(nib_tensor_new(&loaded, x->dtype, x->rank, x->shape, &updated));
     updated->dtype = t->dtype;
-    for (int i = 0; i < NIB_PART_COUNT; i++)
-        if (nib_same_meaning(&loaded, &t->q) &&
-            (copy_of_part((nib_part)i) == NIB_ROWWISE ? loaded.rowwise : loaded.columnwise))
-            updated->parts[i] = nib_buffer_retain(t->parts[i]);
-    nib_status status = nib_tensor_allocate(updated, loaded.rowwise, loaded.columnwise);
+    for (int copy = 0; copy < 2 && nib_same_meaning(&loaded, &t->q); copy++)
+        for (int kind = 0; kind < NIB_PART_KINDS && (copy == NIB_ROWWISE ? loaded.rowwise : loaded.columnwise);
+             kind++) {
+            const nib_part part = nib_part_of(nib_format_of(&loaded), (nib_copy)copy, kind);
+            if (part < NIB_PART_COUNT && !updated->parts[part])
+                updated->parts[part] = nib_buffer_retain(t->parts[part]);
+        }
+    nib_status status = check_given(given, &updated->geometry);
+    if (!status)
+        status = nib_tensor_allocate(updated, loaded.rowwise, loaded.columnwise);
     if (!status)
         status = quantize_parts(updated, &loaded, x, given);
     if (!status) {
@@ -276,24 +319,22 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
 
 /* ---- Dequantise ---- */
 
-static nib_status check_output(const nib_array *out)
+static nib_status check_numbers_out(const nib_array *out)
 {
-    TRY(nib_check_array("out", out));
+    TRY(nib_check_output("out", out));
     if (out->dtype != NIB_F32 && out->dtype != NIB_BF16 && out->dtype != NIB_F16)
         return nib_fail(NIB_ERR_DTYPE, "dequantisation gives F32, BF16 and F16, not %s", nib_dtypes[out->dtype].name);
-    for (int i = 0; i < out->rank; i++)
-        if (out->strides[i] == 0 && out->shape[i] > 1)
-            return nib_fail(NIB_ERR_SHAPE, "out: stride 0 of dim %d would write %lld values to one place", i,
-                            (long long)out->shape[i]);
     return NIB_OK;
 }
 
 static nib_status dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count,
                                   const nib_array *out)
 {
+    nib_copy copy;
+    if (from != NIB_ROWWISE && from != NIB_COLUMNWISE && from != NIB_EITHER)
+        return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)from);
     if (count == 0 || t->geometry.cols == 0)
         return NIB_OK; /* whichever copy, there is nothing in it */
-    nib_copy copy;
     TRY(nib_tensor_pick(t, from, &copy));
     const struct nib_copy_memory memory = nib_tensor_memory(t, copy);
     nib_dequantize_copy(&t->q, &t->geometry, copy, &memory, first, count, out);
@@ -303,7 +344,7 @@ static nib_status dequantize_rows(const nib_tensor *t, nib_copy from, int64_t fi
 nib_status nib_dequantize(const nib_tensor *t, nib_copy from, const nib_array *out)
 {
     NIB_REQUIRE(t);
-    TRY(check_output(out));
+    TRY(check_numbers_out(out));
     TRY(check_same_shape(t, out));
     return dequantize_rows(t, from, 0, t->geometry.rows, out);
 }
@@ -311,9 +352,9 @@ nib_status nib_dequantize(const nib_tensor *t, nib_copy from, const nib_array *o
 nib_status nib_dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count, const nib_array *out)
 {
     NIB_REQUIRE(t);
-    TRY(check_output(out));
+    TRY(check_numbers_out(out));
     if (first < 0 || count < 0 || first > t->geometry.rows || count > t->geometry.rows - first)
-        return nib_fail(NIB_ERR_SHAPE, "rows %lld to %lld of %lld", (long long)first, (long long)(first + count),
+        return nib_fail(NIB_ERR_SHAPE, "%lld rows from row %lld on, of %lld", (long long)count, (long long)first,
                         (long long)t->geometry.rows);
     if (out->rank != 2 || out->shape[0] != count || out->shape[1] != t->geometry.cols)
         return nib_fail(NIB_ERR_SHAPE, "out must be [%lld, %lld]", (long long)count, (long long)t->geometry.cols);
@@ -331,12 +372,14 @@ nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out)
     nib_metadata metadata = { .bytes = out->bytes,
                               .format = t->q.format,
                               .dtype = t->dtype,
+                              .element = nib_element_of(&t->q),
                               .rank = t->rank,
                               .rows = t->geometry.rows,
                               .cols = t->geometry.cols,
                               .level = nib_tensor_rules(t).level,
                               .rowwise = nib_tensor_has(t, NIB_ROWWISE),
                               .columnwise = nib_tensor_has(t, NIB_COLUMNWISE),
+                              .columnwise_valid = nib_tensor_has(t, NIB_COLUMNWISE) && !t->columnwise_stale,
                               .quantizer = t->q };
     memcpy(metadata.shape, t->shape, sizeof metadata.shape);
     *out = metadata;
@@ -348,27 +391,48 @@ nib_buffer *nib_tensor_buffer(const nib_tensor *t, nib_part part)
     return t && (unsigned)part < NIB_PART_COUNT ? t->parts[part] : NULL;
 }
 
-/* Shape of a part; the rowwise codes keep the logical leading dims. */
-static nib_dtype part_shape(const nib_quantizer *q, const struct nib_geometry *geometry, nib_part part, int rank,
-                            const int64_t *shape, int *out_rank, int64_t *out_shape)
+/* Dtype and shape of a part, padded or not. Codes in the logical order keep the logical leading dims. */
+static nib_status part_shape(const nib_quantizer *q, const struct nib_geometry *geometry, nib_part part, int rank,
+                             const int64_t *shape, bool padded, nib_dtype *dtype, int *out_rank, int64_t *out_shape)
 {
-    const struct nib_copy_geometry *copy = &geometry->copy[copy_of_part(part)];
-    if (part == NIB_ROW_DATA) {
+    const struct nib_format_facts *facts = nib_format_of(q);
+    const nib_copy side = copy_of_part(part);
+    const struct nib_copy_geometry *copy = &geometry->copy[side];
+    if ((unsigned)part >= NIB_PART_COUNT)
+        return nib_fail(NIB_ERR_ARG, "%d is not a part of a tensor", (int)part);
+    if (nib_part_of(facts, side, (int)part / 2) != part)
+        return nib_fail(NIB_ERR_USAGE, "a %s tensor has no such part", facts->name);
+    if (part == NIB_ROW_DATA || (part == NIB_COL_DATA && !facts->transposed)) {
+        *dtype = NIB_U8;
         *out_rank = rank;
         memcpy(out_shape, shape, (size_t)rank * sizeof *shape);
-        out_shape[rank - 1] = copy->code_stride;
-        return NIB_U8;
+        if (rank && !copy->element_stride)
+            out_shape[rank - 1] = copy->line_stride;
+        return NIB_OK;
     }
+    const int64_t *scales = padded ? copy->scale_shape : copy->valid_shape;
     const struct {
         nib_dtype dtype;
         int rank;
         int64_t shape[2];
-    } kinds[3] = { { NIB_U8, 2, { copy->lines, copy->code_stride } },
-                   { nib_formats[q->format].scale, 2, { copy->scale_lines, copy->scale_stride } },
-                   { NIB_F32, 1, { copy->levels, 0 } } };
+    } kinds[NIB_PART_KINDS] = { { NIB_U8, 2, { copy->lines, copy->line_stride } },
+                                { facts->scale, 2, { scales[0], scales[1] } },
+                                { NIB_F32, 1, { copy->levels, 0 } } };
+    *dtype = kinds[part / 2].dtype;
     *out_rank = kinds[part / 2].rank;
     memcpy(out_shape, kinds[part / 2].shape, (size_t)*out_rank * sizeof *out_shape);
-    return kinds[part / 2].dtype;
+    return NIB_OK;
+}
+
+static nib_status describe_part(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape, bool padded,
+                                int *out_rank, int64_t *out_shape)
+{
+    nib_quantizer loaded;
+    struct nib_geometry geometry;
+    nib_dtype dtype;
+    TRY(nib_quantizer_load(q, &loaded));
+    TRY(nib_geometry_of(&loaded, rank, shape, &geometry));
+    return part_shape(&loaded, &geometry, part, rank, shape, padded, &dtype, out_rank, out_shape);
 }
 
 nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape, int *out_rank,
@@ -376,27 +440,27 @@ nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int rank, const
 {
     NIB_REQUIRE(out_rank);
     NIB_REQUIRE(out_shape);
-    if ((unsigned)part >= NIB_PART_COUNT)
-        return nib_fail(NIB_ERR_ARG, "%d is not a part of a tensor", (int)part);
-    nib_quantizer loaded;
-    struct nib_geometry geometry;
-    TRY(nib_quantizer_load(q, &loaded));
-    TRY(nib_geometry_of(&loaded, rank, shape, &geometry));
-    (void)part_shape(&loaded, &geometry, part, rank, shape, out_rank, out_shape);
-    return NIB_OK;
+    return describe_part(q, part, rank, shape, true, out_rank, out_shape);
+}
+
+nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape, int *out_rank,
+                                int64_t *out_shape)
+{
+    NIB_REQUIRE(out_rank);
+    NIB_REQUIRE(out_shape);
+    return describe_part(q, part, rank, shape, false, out_rank, out_shape);
 }
 
 nib_status nib_tensor_part(const nib_tensor *t, nib_part part, nib_array *out)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(out);
-    if ((unsigned)part >= NIB_PART_COUNT)
-        return nib_fail(NIB_ERR_ARG, "%d is not a part of a tensor", (int)part);
+    nib_dtype dtype = NIB_U8;
+    int rank = 0;
+    int64_t shape[NIB_MAX_RANK] = { 0 };
+    TRY(part_shape(&t->q, &t->geometry, part, t->rank, t->shape, true, &dtype, &rank, shape));
     if (!t->parts[part])
         return nib_fail(NIB_ERR_USAGE, "the tensor has no %s copy", nib_copy_name(copy_of_part(part)));
-    int rank;
-    int64_t shape[NIB_MAX_RANK];
-    const nib_dtype dtype = part_shape(&t->q, &t->geometry, part, t->rank, t->shape, &rank, shape);
     return nib_array_init(out, nib_buffer_data(t->parts[part]), dtype, rank, shape);
 }
 
@@ -415,39 +479,42 @@ nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnw
 struct transpose_job {
     const struct nib_geometry *geometry;
     const struct nib_copy_memory *row, *col;
+    int64_t block;
 };
 
-/* Line c of the columnwise copy: column c of the codes, and of the tile scales, of which one row in 16 is enough. */
+/* Line c of the columnwise copy: column c of the codes, and of the scales of square blocks. */
 static void transpose_line(void *context, int64_t c)
 {
     const struct transpose_job *job = context;
     const struct nib_copy_geometry *row = &job->geometry->copy[NIB_ROWWISE],
                                    *col = &job->geometry->copy[NIB_COLUMNWISE];
-    uint8_t *line = job->col->codes + c * col->code_stride;
-    for (int64_t r = 0; r < row->lines; r++) {
-        const uint8_t code = job->row->codes[r * row->code_stride + c / 2] >> 4 * (c % 2) & 15;
-        line[r / 2] = (uint8_t)(r % 2 ? line[r / 2] | code << 4 : code);
-    }
-    for (int64_t b = 0; b < col->blocks; b++)
-        job->col->scales[c * col->scale_stride + b] = job->row->scales[b * 16 * row->scale_stride + c / 16];
+    for (int64_t r = 0; r < row->lines; r++)
+        nib_code_store(col, job->col->codes, c, r, nib_code_load(row, job->row->codes, r, c));
+    for (int64_t b = 0; b < col->blocks && c % col->lines_per_scale == 0; b++)
+        nib_scale_store(col, job->col->scales, c, b,
+                        nib_scale_load(row, job->row->scales, b * job->block, c / job->block));
 }
 
 static nib_status build_columnwise(nib_tensor *t)
 {
+    const struct nib_format_facts *facts = nib_format_of(&t->q);
     if (!nib_tensor_has(t, NIB_ROWWISE))
         return nib_fail(NIB_ERR_USAGE,
                         "a columnwise copy is built from the rowwise one, which the tensor does not have");
     if (t->q.block_dims[0] == 1)
         return nib_fail(NIB_ERR_USAGE,
-                        "with 1x16 blocks the columnwise copy has scales of its own and cannot be built from the "
-                        "rowwise codes: quantise again");
+                        "with 1x%d blocks the columnwise copy has scales of its own and cannot be built from the "
+                        "rowwise codes: quantise again",
+                        facts->block);
     if (t->q.swizzled)
         return nib_fail(NIB_ERR_USAGE, "the columnwise copy is built from compact scales: unswizzle the tensor first");
     TRY(nib_tensor_allocate(t, false, true));
     const struct nib_copy_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
-    struct transpose_job job = { &t->geometry, &row, &col };
+    struct transpose_job job = { &t->geometry, &row, &col, facts->block };
     nib_parallel(t->geometry.cols, nib_thread_count(&t->q, t->geometry.rows * t->geometry.cols), transpose_line, &job);
-    memcpy(col.levels, row.levels, (size_t)t->geometry.copy[NIB_COLUMNWISE].level_bytes);
+    if (facts->levels && col.levels != row.levels)
+        memcpy(col.levels, row.levels, (size_t)t->geometry.copy[NIB_COLUMNWISE].levels_bytes);
+    t->columnwise_stale = false;
     return NIB_OK;
 }
 
@@ -460,7 +527,7 @@ nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise)
     TRY(nib_quantizer_set_usage(&wanted, rowwise, columnwise));
     if (wanted.rowwise && !nib_tensor_has(t, NIB_ROWWISE))
         return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise copy, and one cannot be built");
-    if (wanted.columnwise && !nib_tensor_has(t, NIB_COLUMNWISE))
+    if (wanted.columnwise && (!nib_tensor_has(t, NIB_COLUMNWISE) || t->columnwise_stale))
         TRY(build_columnwise(t));
     if (!wanted.rowwise)
         nib_tensor_drop(t, NIB_ROWWISE);
@@ -481,5 +548,12 @@ nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *q)
         return nib_fail(NIB_ERR_MISMATCH, "the new quantizer would give the tensor's bytes another meaning");
     loaded.amax_comm = NULL;
     t->q = loaded;
+    return NIB_OK;
+}
+
+nib_status nib_tensor_invalidate_columnwise(nib_tensor *t)
+{
+    NIB_REQUIRE(t);
+    t->columnwise_stale = nib_tensor_has(t, NIB_ROWWISE) && nib_tensor_has(t, NIB_COLUMNWISE);
     return NIB_OK;
 }

@@ -13,13 +13,14 @@ struct nib_tensor {
     int rank;
     int64_t shape[NIB_MAX_RANK];
     struct nib_geometry geometry;
-    nib_buffer *parts[NIB_PART_COUNT]; /* a copy's three are there together, or none */
+    nib_buffer *parts[NIB_PART_COUNT]; /* those of a copy are there together, or none */
+    bool columnwise_stale;             /* the rowwise bytes were changed from outside */
 };
 
-/* The three parts of a copy: data, scale, level. */
-extern const nib_part nib_copy_parts[2][3];
+enum { NIB_PART_KINDS = 3 }; /* data, scales, levels: nib_part_of */
 
 bool nib_tensor_has(const nib_tensor *t, nib_copy copy);
+nib_buffer *nib_tensor_kind(const nib_tensor *t, nib_copy copy, int kind);
 
 /* "rowwise" and "columnwise", for sentences. */
 const char *nib_copy_name(nib_copy copy);

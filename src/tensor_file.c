@@ -45,6 +45,13 @@ enum word {
     ORIGIN_ROW,
     ORIGIN_COL,
     THREADS,
+    ELEMENT,
+    POW2_SCALES,
+    MX_RULE,
+    AMAX_EPSILON,
+    COLUMNWISE_VALID,
+    WANTS_ROWWISE,
+    WANTS_COLUMNWISE,
     WORD_COUNT
 };
 
@@ -72,6 +79,13 @@ static const char *const word_names[WORD_COUNT] = {
     [ORIGIN_ROW] = "origin_row",
     [ORIGIN_COL] = "origin_col",
     [THREADS] = "threads",
+    [ELEMENT] = "element",
+    [POW2_SCALES] = "pow2_scales",
+    [MX_RULE] = "mx_rule",
+    [AMAX_EPSILON] = "amax_epsilon", /* the bits of the float */
+    [COLUMNWISE_VALID] = "columnwise_valid",
+    [WANTS_ROWWISE] = "wants_rowwise",
+    [WANTS_COLUMNWISE] = "wants_columnwise",
 };
 
 static void words_of(const nib_tensor *t, int64_t words[WORD_COUNT])
@@ -101,8 +115,28 @@ static void words_of(const nib_tensor *t, int64_t words[WORD_COUNT])
         [ORIGIN_ROW] = q->origin[0],
         [ORIGIN_COL] = q->origin[1],
         [THREADS] = q->threads,
+        [ELEMENT] = (int64_t)q->element,
+        [POW2_SCALES] = q->pow2_scales,
+        [MX_RULE] = (int64_t)q->mx_rule,
+        [AMAX_EPSILON] = nib_bits(q->amax_epsilon),
+        [COLUMNWISE_VALID] = !t->columnwise_stale,
+        [WANTS_ROWWISE] = q->rowwise,
+        [WANTS_COLUMNWISE] = q->columnwise,
     };
     memcpy(words, values, sizeof values);
+}
+
+/* Whether every word fits its field; what a field may hold is nib_quantizer_load's to say. */
+static bool words_fit(const int64_t words[WORD_COUNT])
+{
+    static const enum word flags[] = { ROWWISE,     COLUMNWISE,       SWIZZLED,      ROW_SCALED,
+                                       RHT,         RHT_ROWWISE,      FAST_ERROR,    SINGLE_LEVEL,
+                                       POW2_SCALES, COLUMNWISE_VALID, WANTS_ROWWISE, WANTS_COLUMNWISE };
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
+        if (words[flags[i]] != 0 && words[flags[i]] != 1)
+            return false;
+    return words[RHT_SIGN_MASK] >= 0 && words[RHT_SIGN_MASK] <= UINT16_MAX && words[MIN_BLOCK_SCALE] >= 0 &&
+           words[MIN_BLOCK_SCALE] <= UINT32_MAX && words[AMAX_EPSILON] >= 0 && words[AMAX_EPSILON] <= UINT32_MAX;
 }
 
 /* Values that their fields cannot hold become ones that nib_quantizer_load refuses. */
@@ -110,7 +144,7 @@ static int32_t narrow(int64_t value) { return value >= 0 && value <= INT32_MAX ?
 
 static void quantizer_from_words(const int64_t words[WORD_COUNT], nib_quantizer *q)
 {
-    q->rowwise = words[ROWWISE] != 0;
+    q->rowwise = words[ROWWISE] != 0; /* for now: what is there */
     q->columnwise = words[COLUMNWISE] != 0;
     q->swizzled = words[SWIZZLED] != 0;
     q->row_scaled = words[ROW_SCALED] != 0;
@@ -132,18 +166,22 @@ static void quantizer_from_words(const int64_t words[WORD_COUNT], nib_quantizer 
     q->origin[0] = words[ORIGIN_ROW];
     q->origin[1] = words[ORIGIN_COL];
     q->threads = narrow(words[THREADS]);
+    q->element = (nib_dtype)narrow(words[ELEMENT]);
+    q->pow2_scales = words[POW2_SCALES] != 0;
+    q->mx_rule = (nib_mx_rule)narrow(words[MX_RULE]);
+    q->amax_epsilon = nib_float((uint32_t)words[AMAX_EPSILON]);
 }
 
 /* ---- Write ---- */
 
-enum { TEXT_BYTES = 1536 }; /* eight dims and 23 numbers of at most 20 digits, with their keys, take less than 1100 */
+enum { TEXT_BYTES = 1536 }; /* eight dims and 30 numbers of at most 20 digits, with their keys, take less than 1100 */
 
 static void describe(const nib_tensor *t, char text[TEXT_BYTES])
 {
     int64_t words[WORD_COUNT];
     words_of(t, words);
-    int n = snprintf(text, TEXT_BYTES, "format=%s dialect=%s dtype=%s rank=%d", nib_formats[t->q.format].name,
-                     nib_dialects[t->q.dialect].name, nib_dtypes[t->dtype].name, t->rank);
+    int n = snprintf(text, TEXT_BYTES, "format=%s dialect=%s dtype=%s rank=%d", nib_format_of(&t->q)->name,
+                     nib_dialect_name(t->q.dialect), nib_dtypes[t->dtype].name, t->rank);
     for (int i = 0; i < t->rank; i++)
         n += snprintf(text + n, TEXT_BYTES - (size_t)n, " dim=%" PRId64, t->shape[i]);
     for (int i = 0; i < WORD_COUNT; i++)
@@ -201,6 +239,14 @@ nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const n
     NIB_REQUIRE(writer);
     NIB_REQUIRE(name);
     NIB_REQUIRE(t);
+    char text[TEXT_BYTES], *key = join("nib:", name, "");
+    if (!key)
+        return no_memory(name);
+    const char *declared = nib_writer_metadata_value(writer, key);
+    nib_free(key);
+    describe(t, text);
+    if (!declared || strcmp(declared, text))
+        return nib_fail(NIB_ERR_MISMATCH, "%s: tensor \"%s\" is not as it was declared", nib_writer_path(writer), name);
     nib_status status = NIB_OK;
     for (int part = 0; part < NIB_PART_COUNT && !status; part++) {
         if (!t->parts[part])
@@ -256,6 +302,7 @@ struct description {
     nib_quantizer q;
     nib_dtype dtype;
     int64_t rank, shape[NIB_MAX_RANK];
+    bool columnwise_stale, wants[2];
 };
 
 static bool take_dtype(const char **cursor, nib_dtype *out)
@@ -288,7 +335,10 @@ static bool parse_description(const char *text, struct description *out)
         if (!take_number(&text, word_names[i], &words[i]))
             return false;
     quantizer_from_words(words, &out->q);
-    return *text == '\0' && words[VERSION] == 1;
+    out->columnwise_stale = !words[COLUMNWISE_VALID];
+    out->wants[NIB_ROWWISE] = words[WANTS_ROWWISE];
+    out->wants[NIB_COLUMNWISE] = words[WANTS_COLUMNWISE];
+    return words_fit(words) && *text == '\0' && words[VERSION] == 1;
 }
 
 /* A part of the expected dtype and shape as a buffer. */
@@ -314,13 +364,16 @@ static nib_status read_part(const nib_file *file, const char *entry_name, nib_dt
 
 static nib_status read_parts(const nib_file *file, const char *name, const nib_tensor *like, nib_buffer **parts)
 {
-    for (int part = 0; part < NIB_PART_COUNT; part++) {
-        if (!(part % 2 ? like->q.columnwise : like->q.rowwise))
+    const struct nib_format_facts *facts = nib_format_of(&like->q);
+    for (int i = 0; i < facts->saved_count; i++) {
+        const nib_part part = facts->saved[i];
+        const bool shared = part / 2 == 2 && facts->shared_level;
+        if (!(part % 2 ? like->q.columnwise : like->q.rowwise) && !(shared && like->q.columnwise))
             continue;
         int rank = 0;
         int64_t shape[NIB_MAX_RANK] = { 0 };
-        TRY(nib_part_shape(&like->q, (nib_part)part, like->rank, like->shape, &rank, shape));
-        const nib_dtype dtype = part / 2 == 0 ? NIB_U8 : part / 2 == 1 ? nib_formats[like->q.format].scale : NIB_F32;
+        TRY(nib_part_shape(&like->q, part, like->rank, like->shape, &rank, shape));
+        const nib_dtype dtype = part / 2 == 0 ? NIB_U8 : part / 2 == 1 ? facts->scale : NIB_F32;
         char *entry = part_name(name, part);
         const nib_status status = entry ? read_part(file, entry, dtype, rank, shape, &parts[part]) : no_memory(name);
         nib_free(entry);
@@ -366,6 +419,9 @@ nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tens
         else
             t->parts[part] = parts[part];
     }
+    t->columnwise_stale = description.columnwise_stale && nib_tensor_has(t, NIB_COLUMNWISE);
+    t->q.rowwise = description.wants[NIB_ROWWISE];
+    t->q.columnwise = description.wants[NIB_COLUMNWISE];
     if (status)
         nib_tensor_destroy(t);
     else

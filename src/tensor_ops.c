@@ -7,17 +7,50 @@
 /* A tensor like t, with t's buffers where `share`, otherwise with none. */
 static nib_status like(const nib_tensor *t, int rank, const int64_t *shape, bool share, nib_tensor **out)
 {
-    TRY(nib_tensor_new(&t->q, t->dtype, rank, shape, out));
+    nib_quantizer q = t->q; /* asked for what is there, whatever was asked for once */
+    q.rowwise = nib_tensor_has(t, NIB_ROWWISE);
+    q.columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
+    TRY(nib_tensor_new(&q, t->dtype, rank, shape, out));
+    (*out)->q.rowwise = t->q.rowwise;
+    (*out)->q.columnwise = t->q.columnwise;
     for (int i = 0; share && i < NIB_PART_COUNT; i++)
         (*out)->parts[i] = nib_buffer_retain(t->parts[i]);
+    (*out)->columnwise_stale = t->columnwise_stale;
     return NIB_OK;
 }
 
 static void copy_parts(nib_tensor *dst, const nib_tensor *src)
 {
     for (int i = 0; i < NIB_PART_COUNT; i++)
-        if (dst->parts[i] && nib_buffer_data(dst->parts[i]) != nib_buffer_data(src->parts[i]))
+        if (nib_buffer_bytes(dst->parts[i]) && nib_buffer_data(dst->parts[i]) != nib_buffer_data(src->parts[i]))
             memmove(nib_buffer_data(dst->parts[i]), nib_buffer_data(src->parts[i]), nib_buffer_bytes(dst->parts[i]));
+}
+
+/* Parts of a copy that a view shares while other parts are about to be replaced: an update in place would leave the view
+ * with half of it. They become the tensor's own. */
+static nib_status unshare(nib_tensor *t, nib_copy copy)
+{
+    nib_buffer *own[NIB_PART_KINDS] = { NULL };
+    for (int kind = 0; kind < NIB_PART_KINDS; kind++) {
+        const nib_buffer *old = nib_tensor_kind(t, copy, kind);
+        if (!old || !nib_buffer_is_shared(old))
+            continue;
+        const nib_status status = nib_buffer_create(nib_buffer_bytes(old), &own[kind]);
+        if (status) {
+            for (int i = 0; i < kind; i++)
+                nib_buffer_release(own[i]);
+            return status;
+        }
+        if (nib_buffer_bytes(old))
+            memcpy(nib_buffer_data(own[kind]), nib_buffer_data(old), nib_buffer_bytes(old));
+    }
+    for (int kind = 0; kind < NIB_PART_KINDS; kind++)
+        if (own[kind]) {
+            const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+            nib_buffer_release(t->parts[part]);
+            t->parts[part] = own[kind];
+        }
+    return NIB_OK;
 }
 
 /* ---- Clone and copy ---- */
@@ -43,10 +76,8 @@ nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src)
 {
     NIB_REQUIRE(dst);
     NIB_REQUIRE(src);
-    if (dst->geometry.rows != src->geometry.rows || dst->geometry.cols != src->geometry.cols)
-        return nib_fail(NIB_ERR_MISMATCH, "a %lld x %lld tensor does not fit one of %lld x %lld",
-                        (long long)src->geometry.rows, (long long)src->geometry.cols, (long long)dst->geometry.rows,
-                        (long long)dst->geometry.cols);
+    if (dst->rank != src->rank || memcmp(dst->shape, src->shape, (size_t)dst->rank * sizeof *dst->shape))
+        return nib_fail(NIB_ERR_MISMATCH, "the tensors have different shapes");
     if (!nib_same_meaning(&dst->q, &src->q))
         return nib_fail(NIB_ERR_MISMATCH,
                         "the tensors differ in format, block shape, level, RHT, row scaling or swizzling");
@@ -55,6 +86,7 @@ nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src)
             return nib_fail(NIB_ERR_USAGE, "the target's %s copy would go stale: the source has none",
                             nib_copy_name((nib_copy)copy));
     copy_parts(dst, src);
+    dst->columnwise_stale = src->columnwise_stale && nib_tensor_has(dst, NIB_COLUMNWISE);
     return NIB_OK;
 }
 
@@ -88,18 +120,22 @@ static nib_status resolve_shape(const nib_tensor *t, int rank, const int64_t *sh
 /* Whether rows of another length can be cut from the same bytes. */
 static nib_status check_new_length(const nib_tensor *t, int64_t cols)
 {
-    const int64_t block = nib_formats[t->q.format].block;
+    const struct nib_format_facts *facts = nib_format_of(&t->q);
+    const struct nib_copy_geometry *g = &t->geometry.copy[NIB_ROWWISE];
+    const int64_t block = nib_max(facts->block, 1);
     if (t->geometry.cols % block || cols % block)
         return nib_fail(NIB_ERR_SHAPE, "the last dim can only change between multiples of %lld, not from %lld to %lld",
                         (long long)block, (long long)t->geometry.cols, (long long)cols);
-    if (t->q.block_dims[0] != 1 || t->q.row_scaled || t->q.swizzled)
+    if (t->q.block_dims[0] > 1 || t->q.row_scaled || t->q.swizzled)
         return nib_fail(NIB_ERR_SHAPE, "the last dim cannot change with %s",
                         t->q.swizzled     ? "swizzled scales"
                         : t->q.row_scaled ? "an amax per row"
-                                          : "16x16 blocks");
+                                          : "square blocks");
+    if (facts->block && g->scale_block != 1)
+        return nib_fail(NIB_ERR_SHAPE, "the last dim cannot change where scales lie block by block");
     if (nib_tensor_has(t, NIB_COLUMNWISE))
         return nib_fail(NIB_ERR_USAGE,
-                        "the last dim cannot change while there is a columnwise copy: its blocks run down columns");
+                        "the last dim cannot change while there is a columnwise copy: its lines run down columns");
     return NIB_OK;
 }
 
@@ -107,10 +143,32 @@ static nib_status check_new_length(const nib_tensor *t, int64_t cols)
 static void repack_scales(const nib_tensor *from, nib_tensor *to)
 {
     const struct nib_copy_geometry *a = &from->geometry.copy[NIB_ROWWISE], *b = &to->geometry.copy[NIB_ROWWISE];
-    const uint8_t *src = nib_buffer_data(from->parts[NIB_ROW_SCALE]);
-    uint8_t *dst = nib_buffer_data(to->parts[NIB_ROW_SCALE]);
+    const void *src = nib_buffer_data(from->parts[NIB_ROW_SCALE]);
+    void *dst = nib_buffer_data(to->parts[NIB_ROW_SCALE]);
     for (int64_t i = 0; i < a->lines * a->blocks; i++)
-        dst[i / b->blocks * b->scale_stride + i % b->blocks] = src[i / a->blocks * a->scale_stride + i % a->blocks];
+        nib_scale_store(b, dst, i / b->blocks, i % b->blocks, nib_scale_load(a, src, i / a->blocks, i % a->blocks));
+}
+
+/* A view whose scale padding differs becomes a tensor of its own: one that shared the codes and not the scales would be
+ * spoilt by an update of either. */
+static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
+{
+    nib_buffer *fresh = NULL;
+    TRY(unshare(view, NIB_ROWWISE));
+    TRY(nib_buffer_create((size_t)view->geometry.copy[NIB_ROWWISE].scales_bytes, &fresh));
+    nib_buffer_release(view->parts[NIB_ROW_SCALE]);
+    view->parts[NIB_ROW_SCALE] = fresh;
+    repack_scales(t, view);
+    return NIB_OK;
+}
+
+/* Whether the buffers that a view shares are what its shape asks for; an empty tensor may otherwise change its rows at will. */
+static nib_status check_shared_parts(const nib_tensor *view)
+{
+    for (int i = 0; i < NIB_PART_COUNT; i++)
+        if (view->parts[i] && nib_buffer_bytes(view->parts[i]) != nib_part_bytes(&view->geometry, (nib_part)i))
+            return nib_fail(NIB_ERR_SHAPE, "the new shape does not go with the tensor's buffers");
+    return NIB_OK;
 }
 
 static nib_status view_or_reshape(const nib_tensor *t, int rank, const int64_t *shape, bool may_copy, nib_tensor **out)
@@ -120,23 +178,18 @@ static nib_status view_or_reshape(const nib_tensor *t, int rank, const int64_t *
     TRY(resolve_shape(t, rank, shape, resolved));
     TRY(like(t, rank, resolved, true, &view));
     nib_status status = NIB_OK;
-    if (view->geometry.cols != t->geometry.cols && nib_tensor_has(t, NIB_ROWWISE)) {
+    if (view->geometry.cols != t->geometry.cols) {
         const struct nib_copy_geometry *a = &t->geometry.copy[NIB_ROWWISE], *b = &view->geometry.copy[NIB_ROWWISE];
         const bool coincide =
-            a->scale_bytes == b->scale_bytes && a->scale_stride == a->blocks && b->scale_stride == b->blocks;
+            a->scales_bytes == b->scales_bytes && a->scale_line == a->blocks && b->scale_line == b->blocks;
         status = check_new_length(t, view->geometry.cols);
         if (!status && !coincide && !may_copy)
             status = nib_fail(NIB_ERR_SHAPE, "the scales of the new shape are padded differently and cannot be shared");
-        if (!status && !coincide) {
-            nib_buffer_release(view->parts[NIB_ROW_SCALE]);
-            view->parts[NIB_ROW_SCALE] = NULL;
-            status = nib_buffer_create((size_t)b->scale_bytes, &view->parts[NIB_ROW_SCALE]);
-            if (!status)
-                repack_scales(t, view);
-        }
-    } else if (view->geometry.cols != t->geometry.cols) {
-        status = check_new_length(t, view->geometry.cols);
+        if (!status && !coincide && view->parts[NIB_ROW_SCALE])
+            status = repack_into(t, view);
     }
+    if (!status)
+        status = check_shared_parts(view);
     if (status)
         nib_tensor_destroy(view);
     else
@@ -160,39 +213,42 @@ nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shap
 
 /* ---- Slice and split ---- */
 
-/* A rectangle of one copy: lines from `line`, elements from `first` (even, and a block's first), as many as dst has. */
+/* A rectangle of one copy: lines from `line`, elements from `first` (a block's first), as many as dst has. */
 static void copy_rectangle(const nib_tensor *src, nib_tensor *dst, nib_copy copy, int64_t line, int64_t first)
 {
     const struct nib_copy_geometry *a = &src->geometry.copy[copy], *b = &dst->geometry.copy[copy];
     const struct nib_copy_memory from = nib_tensor_memory(src, copy), to = nib_tensor_memory(dst, copy);
-    const int64_t block = nib_formats[src->q.format].block;
+    const int64_t block = nib_max(nib_format_of(&src->q)->block, 1);
     for (int64_t l = 0; l < b->lines; l++) {
-        memcpy(to.codes + l * b->code_stride, from.codes + (line + l) * a->code_stride + first / 2,
-               (size_t)b->code_stride);
+        for (int64_t i = 0; i < b->length; i++)
+            nib_code_store(b, to.codes, l, i, nib_code_load(a, from.codes, line + l, first + i));
         for (int64_t i = 0; i < b->blocks; i++)
-            to.scales[nib_scale_offset(l, i, b->scale_stride, dst->q.swizzled)] =
-                from.scales[nib_scale_offset(line + l, first / block + i, a->scale_stride, src->q.swizzled)];
+            nib_scale_store(b, to.scales, l, i, nib_scale_load(a, from.scales, line + l, first / block + i));
     }
-    memcpy(to.levels, from.levels + (src->q.row_scaled ? line : 0), (size_t)b->level_bytes);
+    if (b->levels)
+        memcpy(to.levels, from.levels + (src->q.row_scaled ? line : 0), (size_t)b->levels_bytes);
 }
 
 nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, nib_tensor **out)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(out);
-    const int64_t rows = t->geometry.rows, block = nib_formats[t->q.format].block;
+    const int64_t rows = t->geometry.rows, block = nib_max(nib_format_of(&t->q)->block, 1);
     if (first < 0 || count < 0 || first > rows || count > rows - first)
-        return nib_fail(NIB_ERR_SHAPE, "rows %lld to %lld of %lld", (long long)first, (long long)(first + count),
+        return nib_fail(NIB_ERR_SHAPE, "%lld rows from row %lld on, of %lld", (long long)count, (long long)first,
                         (long long)rows);
-    const bool bordered = t->q.block_dims[0] != 1 || nib_tensor_has(t, NIB_COLUMNWISE);
+    const bool bordered = t->q.block_dims[0] > 1 || nib_tensor_has(t, NIB_COLUMNWISE);
     if (bordered && (first % block || ((first + count) % block && first + count != rows)))
         return nib_fail(NIB_ERR_SHAPE, "rows %lld to %lld are not at block borders, which are multiples of %lld",
                         (long long)first, (long long)(first + count), (long long)block);
     nib_tensor *slice;
     TRY(like(t, 2, (const int64_t[2]){ count, t->geometry.cols }, false, &slice));
-    slice->q.origin[0] += first; /* so that stochastic rounding goes on with the numbers of its place in the whole */
-    const nib_status status =
-        nib_tensor_allocate(slice, nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE));
+    /* Stochastic rounding goes on with the numbers of its place in the whole. */
+    nib_status status = nib_add(slice->q.origin[0], first, &slice->q.origin[0])
+                            ? NIB_OK
+                            : nib_fail(NIB_ERR_SHAPE, "the slice's origin is beyond any matrix");
+    if (!status)
+        status = nib_tensor_allocate(slice, nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE));
     if (status) {
         nib_tensor_destroy(slice);
         return status;
@@ -240,14 +296,13 @@ static bool copies_equal(const nib_tensor *a, const nib_tensor *b, nib_copy copy
 {
     const struct nib_copy_geometry *g = &a->geometry.copy[copy];
     const struct nib_copy_memory ma = nib_tensor_memory(a, copy), mb = nib_tensor_memory(b, copy);
-    if (memcmp(ma.codes, mb.codes, (size_t)g->code_bytes) || memcmp(ma.levels, mb.levels, (size_t)g->level_bytes))
+    if (memcmp(ma.codes, mb.codes, (size_t)g->data_bytes) ||
+        (g->levels && memcmp(ma.levels, mb.levels, (size_t)g->levels_bytes)))
         return false;
-    for (int64_t line = 0; line < g->lines; line++)
-        for (int64_t block = 0; block < g->blocks; block++) {
-            const int64_t at = nib_scale_offset(line, block, g->scale_stride, a->q.swizzled);
-            if (ma.scales[at] != mb.scales[at])
+    for (int64_t line = 0; line < g->lines; line += g->lines_per_scale)
+        for (int64_t block = 0; block < g->blocks; block++)
+            if (nib_scale_load(g, ma.scales, line, block) != nib_scale_load(g, mb.scales, line, block))
                 return false;
-        }
     return true;
 }
 
@@ -256,8 +311,8 @@ nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal
     NIB_REQUIRE(a);
     NIB_REQUIRE(b);
     NIB_REQUIRE(equal);
-    bool same = a->dtype == b->dtype && a->rank == b->rank && nib_same_meaning(&a->q, &b->q) &&
-                memcmp(a->shape, b->shape, (size_t)a->rank * sizeof *a->shape) == 0;
+    bool same = a->dtype == b->dtype && a->columnwise_stale == b->columnwise_stale && a->rank == b->rank &&
+                nib_same_meaning(&a->q, &b->q) && memcmp(a->shape, b->shape, (size_t)a->rank * sizeof *a->shape) == 0;
     for (int copy = 0; copy < 2 && same; copy++)
         same = nib_tensor_has(a, (nib_copy)copy) == nib_tensor_has(b, (nib_copy)copy) &&
                (!nib_tensor_has(a, (nib_copy)copy) || copies_equal(a, b, (nib_copy)copy));
@@ -267,69 +322,88 @@ nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal
 
 /* ---- Swizzle ---- */
 
-/* Scales of a [rows, cols] matrix between the two layouts. The row-major side has `stride` bytes a row; the tiled side is padded to
- * (128, 4), with zeros. */
-static nib_status reorder_scales(const uint8_t *in, int64_t rows, int64_t cols, int64_t stride, uint8_t *out,
-                                 bool to_tiles)
+/* Scales of one copy from one layout to the other; `to` is zeroed. */
+static void move_scales(const struct nib_copy_geometry *a, const void *from, const struct nib_copy_geometry *b,
+                        void *to)
 {
-    NIB_REQUIRE(in);
-    NIB_REQUIRE(out);
+    for (int64_t line = 0; line < a->lines; line++)
+        for (int64_t block = 0; block < a->blocks; block++)
+            nib_scale_store(b, to, line, block, nib_scale_load(a, from, line, block));
+}
+
+/* The two layouts of a [rows, cols] matrix of single bytes: rows `stride` apart, and tiles. */
+static nib_status plain_and_tiled(int64_t rows, int64_t cols, int64_t stride, struct nib_copy_geometry *plain,
+                                  struct nib_copy_geometry *tiled)
+{
     int64_t bytes;
     if (rows < 0 || cols < 0 || stride < cols)
         return nib_fail(NIB_ERR_SHAPE, "scales of %lld x %lld with rows %lld bytes apart", (long long)rows,
                         (long long)cols, (long long)stride);
-    if (rows > INT64_MAX / 2 || cols > INT64_MAX / 2 ||
-        !nib_mul(nib_round_up(rows, 128), nib_max(nib_round_up(cols, 4), stride), &bytes))
+    if (rows > INT64_MAX / 2 || stride > INT64_MAX / 2 ||
+        !nib_mul(nib_round_up(rows, 128), nib_round_up(stride, 4), &bytes))
         return nib_fail(NIB_ERR_SHAPE, "scales of %lld x %lld take too many bytes", (long long)rows, (long long)cols);
-    const int64_t tiled = nib_round_up(cols, 4);
-    if (to_tiles)
-        memset(out, 0, (size_t)(nib_round_up(rows, 128) * tiled));
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < stride; c++) {
-            const int64_t plain = r * stride + c;
-            if (to_tiles && c < cols)
-                out[nib_scale_offset(r, c, tiled, true)] = in[plain];
-            else if (!to_tiles)
-                out[plain] = c < cols ? in[nib_scale_offset(r, c, tiled, true)] : 0;
-        }
+    *plain = (struct nib_copy_geometry){
+        .lines = rows, .blocks = cols, .scale_bytes = 1, .lines_per_scale = 1, .scale_block = 1
+    };
+    *tiled = *plain;
+    plain->scale_line = stride;
+    plain->scales_bytes = rows * stride;
+    tiled->swizzled = true;
+    tiled->scales_bytes = nib_round_up(rows, 128) * nib_round_up(cols, 4);
     return NIB_OK;
 }
 
 nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t stride, uint8_t *out)
 {
-    return reorder_scales(scales, rows, cols, stride, out, true);
+    NIB_REQUIRE(scales);
+    NIB_REQUIRE(out);
+    struct nib_copy_geometry plain, tiled;
+    TRY(plain_and_tiled(rows, cols, stride, &plain, &tiled));
+    memset(out, 0, (size_t)tiled.scales_bytes);
+    move_scales(&plain, scales, &tiled, out);
+    return NIB_OK;
 }
 
 nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols, int64_t stride, uint8_t *out)
 {
-    return reorder_scales(tiles, rows, cols, stride, out, false);
+    NIB_REQUIRE(tiles);
+    NIB_REQUIRE(out);
+    struct nib_copy_geometry plain, tiled;
+    TRY(plain_and_tiled(rows, cols, stride, &plain, &tiled));
+    memset(out, 0, (size_t)plain.scales_bytes);
+    move_scales(&tiled, tiles, &plain, out);
+    return NIB_OK;
 }
 
 static nib_status set_swizzled(nib_tensor *t, bool swizzled)
 {
     if (t->q.swizzled == swizzled)
         return NIB_OK;
+    if (!nib_format_of(&t->q)->swizzles)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "no GEMM takes the scales of %s swizzled", nib_format_of(&t->q)->name);
+    for (int copy = 0; copy < 2; copy++)
+        TRY(unshare(t, (nib_copy)copy));
     nib_buffer *fresh[2] = { NULL, NULL };
+    struct nib_geometry after = t->geometry;
     for (int copy = 0; copy < 2; copy++) {
-        const struct nib_copy_geometry *g = &t->geometry.copy[copy];
-        nib_buffer *old = t->parts[nib_copy_parts[copy][1]];
+        after.copy[copy].swizzled = swizzled;
+        const nib_buffer *old = nib_tensor_kind(t, (nib_copy)copy, 1);
         if (!old)
             continue;
-        nib_status status = nib_buffer_create((size_t)g->scale_bytes, &fresh[copy]); /* zero: the padding is done */
-        if (!status)
-            status = reorder_scales(nib_buffer_data(old), g->lines, g->blocks, g->scale_stride,
-                                    nib_buffer_data(fresh[copy]), swizzled);
+        const nib_status status = nib_buffer_create((size_t)after.copy[copy].scales_bytes, &fresh[copy]);
         if (status) {
             nib_buffer_release(fresh[0]);
-            nib_buffer_release(fresh[1]);
             return status;
         }
+        move_scales(&t->geometry.copy[copy], nib_buffer_data(old), &after.copy[copy], nib_buffer_data(fresh[copy]));
     }
     for (int copy = 0; copy < 2; copy++)
         if (fresh[copy]) {
-            nib_buffer_release(t->parts[nib_copy_parts[copy][1]]);
-            t->parts[nib_copy_parts[copy][1]] = fresh[copy];
+            const nib_part part = nib_part_of(nib_format_of(&t->q), (nib_copy)copy, 1);
+            nib_buffer_release(t->parts[part]);
+            t->parts[part] = fresh[copy];
         }
+    t->geometry = after;
     t->q.swizzled = swizzled;
     return NIB_OK;
 }
@@ -358,7 +432,11 @@ nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer)
     if (nib_buffer_bytes(buffer) != nib_buffer_bytes(old))
         return nib_fail(NIB_ERR_SHAPE, "the new buffer has %zu bytes and the rowwise codes take %zu",
                         nib_buffer_bytes(buffer), nib_buffer_bytes(old));
-    if (nib_buffer_data(buffer) != nib_buffer_data(old))
+    if (buffer == old)
+        return NIB_OK;
+    TRY(unshare(t, NIB_ROWWISE));
+    old = t->parts[NIB_ROW_DATA];
+    if (nib_buffer_bytes(old))
         memmove(nib_buffer_data(buffer), nib_buffer_data(old), nib_buffer_bytes(old));
     t->parts[NIB_ROW_DATA] = nib_buffer_retain(buffer);
     nib_buffer_release(old);
@@ -367,23 +445,32 @@ nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer)
 
 /* ---- Save and restore ---- */
 
-nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out)
+nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t *n)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(out);
-    memcpy(out, t->parts, sizeof t->parts);
-    memset(t->parts, 0, sizeof t->parts);
+    NIB_REQUIRE(n);
+    const struct nib_format_facts *facts = nib_format_of(&t->q);
+    for (int i = 0; i < facts->saved_count; i++) {
+        out[i] = t->parts[facts->saved[i]];
+        t->parts[facts->saved[i]] = NULL;
+    }
+    *n = (size_t)facts->saved_count;
     return NIB_OK;
 }
 
-/* What from_buffers checks, for buffers that are about to be moved in. */
-static nib_status check_restorable(const nib_tensor *t, nib_buffer *const *saved)
+/* What was saved, by part; checked as from_buffers checks it. */
+static nib_status arrange_saved(const nib_tensor *t, nib_buffer *const *saved, nib_buffer *parts[NIB_PART_COUNT])
 {
+    const struct nib_format_facts *facts = nib_format_of(&t->q);
     nib_tensor *trial;
     if (nib_tensor_has(t, NIB_ROWWISE) || nib_tensor_has(t, NIB_COLUMNWISE))
         return nib_fail(NIB_ERR_USAGE,
                         "the tensor still has data: only one that was prepared for saving or cleared is restored");
-    TRY(nib_tensor_from_buffers(&t->q, t->dtype, t->rank, t->shape, saved, &trial));
+    memset(parts, 0, NIB_PART_COUNT * sizeof *parts);
+    for (int i = 0; i < facts->saved_count; i++)
+        parts[facts->saved[i]] = saved[i];
+    TRY(nib_tensor_from_buffers(&t->q, t->dtype, t->rank, t->shape, parts, &trial));
     nib_tensor_destroy(trial);
     return NIB_OK;
 }
@@ -392,13 +479,21 @@ nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(saved);
-    if (n < NIB_PART_COUNT)
-        return nib_fail(NIB_ERR_ARG, "a tensor is restored from %d buffers, and %zu are left", NIB_PART_COUNT, n);
-    TRY(check_restorable(t, saved));
-    memcpy(t->parts, saved, sizeof t->parts);
+    const size_t wanted = (size_t)nib_format_of(&t->q)->saved_count;
+    nib_buffer *parts[NIB_PART_COUNT];
+    if (n < wanted)
+        return nib_fail(NIB_ERR_ARG, "a tensor is restored from %zu buffers, and %zu are left", wanted, n);
+    TRY(arrange_saved(t, saved, parts));
+    memcpy(t->parts, parts, sizeof t->parts);
     if (used)
-        *used = NIB_PART_COUNT;
+        *used = wanted;
     return NIB_OK;
+}
+
+/* How many entries one item takes. */
+static size_t item_entries(const nib_item *item)
+{
+    return item->tensor ? (size_t)nib_format_of(&item->tensor->q)->saved_count : 1;
 }
 
 nib_status nib_saved_count(const nib_item *items, size_t n, size_t *count)
@@ -407,7 +502,7 @@ nib_status nib_saved_count(const nib_item *items, size_t n, size_t *count)
     NIB_REQUIRE(count);
     size_t sum = 0;
     for (size_t i = 0; i < n; i++)
-        sum += items[i].tensor ? NIB_PART_COUNT : 1;
+        sum += item_entries(&items[i]);
     *count = sum;
     return NIB_OK;
 }
@@ -428,8 +523,9 @@ nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *saved, s
             continue;
         }
         nib_buffer *parts[NIB_PART_COUNT];
-        TRY(nib_tensor_prepare_for_saving(items[i].tensor, parts));
-        for (int part = 0; part < NIB_PART_COUNT; part++)
+        size_t taken = 0;
+        TRY(nib_tensor_prepare_for_saving(items[i].tensor, parts, &taken));
+        for (size_t part = 0; part < taken; part++)
             saved[at++] = (nib_saved){ .buffer = parts[part] };
     }
     *count = at;
@@ -441,25 +537,32 @@ nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *sa
     NIB_REQUIRE(saved);
     size_t needed = 0;
     TRY(nib_saved_count(items, n, &needed));
+    for (size_t i = 0; i < n; i++)
+        for (size_t j = 0; j < i; j++)
+            if (items[i].tensor && items[i].tensor == items[j].tensor)
+                return nib_fail(NIB_ERR_ARG, "items %zu and %zu are the same tensor", j, i);
     if (needed > count)
         return nib_fail(NIB_ERR_ARG, "the items take %zu entries and %zu were saved", needed, count);
     /* All is checked before anything moves: first pass looks, second pass acts. */
     for (int pass = 0; pass < 2; pass++) {
         size_t at = 0;
-        for (size_t i = 0; i < n; i++) {
+        for (size_t i = 0; i < n; at += item_entries(&items[i++])) {
+            for (size_t k = 0; k < item_entries(&items[i]); k++)
+                if (items[i].tensor ? saved[at + k].array.data != NULL : saved[at + k].buffer != NULL)
+                    return nib_fail(NIB_ERR_ARG, "saved entry %zu is %s, and item %zu is not", at + k,
+                                    items[i].tensor ? "a plain array" : "a part of a tensor", i);
             if (!items[i].tensor) {
                 if (pass)
                     items[i].array = saved[at].array;
-                at++;
                 continue;
             }
-            nib_buffer *parts[NIB_PART_COUNT];
-            for (int part = 0; part < NIB_PART_COUNT; part++)
-                parts[part] = saved[at++].buffer;
-            if (pass)
-                memcpy(items[i].tensor->parts, parts, sizeof parts);
+            nib_buffer *buffers[NIB_PART_COUNT] = { NULL }, *parts[NIB_PART_COUNT];
+            for (size_t k = 0; k < item_entries(&items[i]); k++)
+                buffers[k] = saved[at + k].buffer;
+            if (!pass)
+                TRY(arrange_saved(items[i].tensor, buffers, parts));
             else
-                TRY(check_restorable(items[i].tensor, parts));
+                TRY(nib_tensor_restore_from_saved(items[i].tensor, buffers, NIB_PART_COUNT, NULL));
         }
     }
     if (used)

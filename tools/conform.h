@@ -24,6 +24,7 @@ struct conform_case {
     uint8_t given_amax;         /* row_amax, col_amax are inputs too */
     uint8_t given_tensor_scale; /* tensor_scale is an input too */
     uint8_t given_global_scale; /* global_scale is an input too */
+    uint8_t given_scale;        /* scale, a multiplier, is an input: delayed scaling */
     int32_t four_over_six;      /* 0 off, else 1 + nib_error_mode */
     int32_t levels;
 };

@@ -43,10 +43,15 @@ static const struct choice roundings[] = { { "nearest", NIB_ROUND_NEAREST },
                                            { "unbiased", NIB_ROUND_STOCHASTIC_UNBIASED },
                                            { NULL, 0 } };
 
+static const struct choice elements[] = {
+    { "e2m1", NIB_E2M1 }, { "e4m3", NIB_E4M3 }, { "e5m2", NIB_E5M2 }, { NULL, 0 }
+};
+static const struct choice mx_rules[] = { { "ceil", NIB_MX_CEIL }, { "floor", NIB_MX_FLOOR }, { NULL, 0 } };
+
 struct key;
 typedef bool take_fn(const struct key *key, const json_t *json, struct conform_case *out);
 static take_fn take_bool, take_choice, take_integer, take_word, take_format, take_dialect, take_block, take_origin,
-    take_floor;
+    take_float;
 
 struct key {
     const char *name;
@@ -64,6 +69,7 @@ struct key {
 #define CHOICE(name, ops, required, f, list) name, ops, required, take_choice, FIELD(f), list, 0, 0, NULL
 #define INTEGER(name, ops, f, low, high, takes) name, ops, 0, take_integer, FIELD(f), NULL, low, high, takes
 #define WORD(name, ops, f) name, ops, 0, take_word, FIELD(f), NULL, 0, 0, WORD_RANGE
+#define FLOAT(name, ops, f) name, ops, 0, take_float, FIELD(f), NULL, 0, 0, "a number that a float holds exactly"
 #define OTHER(name, ops, required, take, takes) name, ops, required, take, 0, 0, NULL, 0, 0, takes
 
 static const struct key keys[] = {
@@ -84,7 +90,11 @@ static const struct key keys[] = {
     { INTEGER("levels", TENSORS, levels, 1, 2, "1 or 2") },
     { CHOICE("tensor_scale", TENSORS, 0, quantizer.tensor_scale, tensor_scales) },
     { CHOICE("scale_rule", TENSORS, 0, quantizer.scale_rule, scale_rules) },
-    { OTHER("min_block_scale", TENSORS, 0, take_floor, "a number that a float holds exactly") },
+    { FLOAT("min_block_scale", TENSORS, quantizer.min_block_scale) },
+    { CHOICE("element", TENSORS, 0, quantizer.element, elements) },
+    { BOOL("pow2_scales", TENSORS, quantizer.pow2_scales) },
+    { CHOICE("mx_rule", TENSORS, 0, quantizer.mx_rule, mx_rules) },
+    { FLOAT("amax_epsilon", TENSORS, quantizer.amax_epsilon) },
     { CHOICE("rounding", QUANTIZE, 0, quantizer.rounding, roundings) },
     { WORD("seed", QUANTIZE, quantizer.seed) },
     { WORD("offset", QUANTIZE, quantizer.offset) },
@@ -92,6 +102,7 @@ static const struct key keys[] = {
     { BOOL("given_amax", QUANTIZE, given_amax) },
     { BOOL("given_tensor_scale", QUANTIZE, given_tensor_scale) },
     { BOOL("given_global_scale", QUANTIZE, given_global_scale) },
+    { BOOL("given_scale", QUANTIZE, given_scale) },
 };
 
 enum { KEYS = sizeof keys / sizeof *keys };
@@ -165,11 +176,16 @@ static bool take_word(const struct key *key, const json_t *json, struct conform_
     return true;
 }
 
+/* A format brings its defaults along; what else the case says comes after it in the table. */
 static bool take_format(const struct key *key, const json_t *json, struct conform_case *out)
 {
     (void)key;
     const char *const text = json_string_value(json);
-    return text && nib_format_from_name(text, &out->quantizer.format) == NIB_OK;
+    nib_format format;
+    if (!text || nib_format_from_name(text, &format) || nib_quantizer_init_format(&out->quantizer, format))
+        return false;
+    out->quantizer.columnwise = 0;
+    return true;
 }
 
 static bool take_dialect(const struct key *key, const json_t *json, struct conform_case *out)
@@ -214,14 +230,14 @@ static bool take_origin(const struct key *key, const json_t *json, struct confor
 }
 
 /* A number that only becomes legal by rounding is another number than the file's. */
-static bool take_floor(const struct key *key, const json_t *json, struct conform_case *out)
+static bool take_float(const struct key *key, const json_t *json, struct conform_case *out)
 {
-    (void)key;
     const double value = json_number_value(json);
     if (!json_is_number(json) || !(value >= -FLT_MAX && value <= FLT_MAX))
         return false;
-    out->quantizer.min_block_scale = (float)value;
-    return (double)out->quantizer.min_block_scale == value;
+    const float narrowed = (float)value;
+    memcpy((char *)out + key->at, &narrowed, sizeof narrowed);
+    return (double)narrowed == value;
 }
 
 static const struct key *find_key(const char *name)

@@ -185,7 +185,7 @@ static void compare(struct run *run, const char *tensor, const nib_array *expect
 
 /* ---- op "quantize" ------------------------------------------------------------------------------------ */
 
-enum { ANY_LEVEL = NIB_LEVEL_COUNT };
+enum { ANY_LEVEL = NIB_LEVEL_COUNT, NO_LEVEL }; /* NO_LEVEL: a multiplier, whose inverse the level is */
 
 /* What a quantised tensor is compared by. The per-tensor number goes by a name that says what it means. */
 static const struct expected_part {
@@ -213,7 +213,7 @@ static const struct given_part {
     const char *key, *tensor;
     nib_part part;
     nib_copy copy;
-    int level; /* ANY_LEVEL: an amax, from which the level follows */
+    int level; /* or ANY_LEVEL: an amax, from which the level follows */
 } given_parts[] = {
     { offsetof(struct conform_case, given_amax), "given_amax", "row_amax", NIB_ROW_LEVEL, NIB_ROWWISE, ANY_LEVEL },
     { offsetof(struct conform_case, given_amax), "given_amax", "col_amax", NIB_COL_LEVEL, NIB_COLUMNWISE, ANY_LEVEL },
@@ -221,6 +221,7 @@ static const struct given_part {
       NIB_ROWWISE, NIB_LEVEL_DECODE },
     { offsetof(struct conform_case, given_global_scale), "given_global_scale", "global_scale", NIB_ROW_LEVEL,
       NIB_ROWWISE, NIB_LEVEL_ENCODE },
+    { offsetof(struct conform_case, given_scale), "given_scale", "scale", NIB_ROW_LEVEL, NIB_ROWWISE, NO_LEVEL },
 };
 
 static bool wants_copy(const nib_quantizer *q, nib_copy copy)
@@ -251,19 +252,21 @@ static bool read_given(struct run *run, const nib_array *x, nib_given *given)
             return library_failed(run);
         if (!check_type(run, part->tensor, &values, NIB_F32, rank, shape))
             return false;
-        *(part->level == ANY_LEVEL ? &given->amax[part->copy] : &given->level[part->copy]) = values.data;
+        *(part->level == NO_LEVEL    ? &given->scale
+          : part->level == ANY_LEVEL ? &given->amax[part->copy]
+                                     : &given->level[part->copy]) = values.data;
     }
     return true;
 }
 
-static const char *const level_names[NIB_LEVEL_COUNT] = { "an amax", "a decode scale", "an encode scale" };
+static const char *const level_names[NIB_LEVEL_COUNT] = { "an amax", "a decode scale", "an encode scale", "no number" };
 
 /* A number given as one thing and taken as another would make the case meaningless. */
 static bool check_given(struct run *run, nib_level level)
 {
     for (size_t i = 0; i < sizeof given_parts / sizeof *given_parts; i++) {
         const struct given_part *const part = &given_parts[i];
-        if (is_given(run->what, part) && part->level != ANY_LEVEL && part->level != (int)level)
+        if (is_given(run->what, part) && part->level < ANY_LEVEL && part->level != (int)level)
             return conform_bad(run->result, "its \"%s\" gives %s, but such a tensor has %s", part->key,
                                level_names[part->level], level_names[level]);
     }
@@ -273,23 +276,19 @@ static bool check_given(struct run *run, nib_level level)
 /* A part without its padding. */
 static bool view_part(struct run *run, const nib_tensor *t, const nib_metadata *meta, nib_part part, nib_array *out)
 {
-    if (nib_tensor_part(t, part, out) != NIB_OK)
+    int rank;
+    int64_t shape[NIB_MAX_RANK];
+    if (nib_tensor_part(t, part, out) != NIB_OK ||
+        nib_part_valid_shape(&meta->quantizer, part, meta->rank, meta->shape, &rank, shape) != NIB_OK)
         return library_failed(run);
-    if (part != NIB_ROW_SCALE && part != NIB_COL_SCALE)
-        return true;
-    const int64_t block = meta->quantizer.block_dims[1];
-    const int64_t along = part == NIB_ROW_SCALE ? meta->cols : meta->rows;
-    out->shape[0] = part == NIB_ROW_SCALE ? meta->rows : meta->cols;
-    out->shape[1] = along / block + (along % block != 0);
+    memcpy(out->shape, shape, (size_t)rank * sizeof *shape);
     return true;
 }
 
-static int codes_per_byte(const nib_metadata *meta, nib_part part, const nib_array *view)
+static int codes_per_byte(const nib_metadata *meta, nib_part part)
 {
-    if (part != NIB_ROW_DATA && part != NIB_COL_DATA)
-        return 1;
-    const int64_t codes = part == NIB_ROW_DATA ? meta->cols : meta->rows;
-    return view->shape[view->rank - 1] == codes ? 1 : E2M1_CODES_PER_BYTE;
+    const nib_dtype element = meta->element;
+    return (part == NIB_ROW_DATA || part == NIB_COL_DATA) && nib_dtype_bits(element) == 4 ? E2M1_CODES_PER_BYTE : 1;
 }
 
 /* Only a transform's sums depend on whose order of adding it was; a plain amax never does. */
@@ -300,12 +299,12 @@ static same_fn *rule_of(const struct conform_case *what, const struct expected_p
     return !what->exact && transformed && part->level != ANY_LEVEL ? nearly_same_f32 : same_bits;
 }
 
-static bool is_expected(struct run *run, const struct expected_part *part, nib_level level)
+static bool is_expected(struct run *run, const nib_tensor *t, const struct expected_part *part, nib_level level)
 {
     const struct conform_case *const what = run->what;
     const nib_quantizer *const q = &what->quantizer;
     size_t index;
-    if (!wants_copy(q, part->copy))
+    if (!wants_copy(q, part->copy) || !nib_tensor_buffer(t, part->part)) /* the copy, or a part that the format has */
         return false;
     if (part->level != ANY_LEVEL && (q->single_level || part->level != (int)level))
         return false;
@@ -325,12 +324,12 @@ static bool compare_tensor(struct run *run, const nib_tensor *t)
     for (size_t i = 0; i < sizeof expected_parts / sizeof *expected_parts; i++) {
         const struct expected_part *const part = &expected_parts[i];
         nib_array expected, got;
-        if (!is_expected(run, part, meta.level))
+        if (!is_expected(run, t, part, meta.level))
             continue;
         if (!read_tensor(run, part->tensor, &expected) || !view_part(run, t, &meta, part->part, &got) ||
             !check_type(run, part->tensor, &expected, got.dtype, got.rank, got.shape))
             return false;
-        compare(run, part->tensor, &expected, &got, codes_per_byte(&meta, part->part, &got), rule_of(run->what, part));
+        compare(run, part->tensor, &expected, &got, codes_per_byte(&meta, part->part), rule_of(run->what, part));
     }
     return true;
 }

@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kernels_any.c - the reference for formats whose blocks need no more than an amax, a scale and a cast to nearest.
+ *
+ * What the element, the scale and the block are comes from the format's row; this file knows no format.
+ */
+#include "kernels_any.h"
+
+static const struct {
+    uint8_t (*encode)(float x);
+    float (*decode)(uint8_t code);
+} codecs[NIB_DTYPE_COUNT] = {
+    [NIB_E2M1] = { nib_e2m1_from_f32, nib_f32_from_e2m1 },
+    [NIB_E4M3] = { nib_e4m3_from_f32, nib_f32_from_e4m3 },
+    [NIB_E5M2] = { nib_e5m2_from_f32, nib_f32_from_e5m2 },
+};
+
+static float line_element(const struct nib_panel *panel, nib_copy copy, int64_t line, int64_t i)
+{
+    return copy == NIB_ROWWISE ? nib_panel_element(panel, line, i) : nib_panel_element(panel, i, line);
+}
+
+/* The elements that share a scale: lines and elements of a panel. */
+struct span {
+    int64_t line, lines, first, length;
+};
+
+static float span_absmax(const struct nib_panel *panel, nib_copy copy, const struct span *span)
+{
+    float m = 0;
+    for (int64_t line = span->line; line < span->line + span->lines; line++)
+        for (int64_t i = span->first; i < span->first + span->length; i++)
+            m = nib_fmax(m, nib_abs(line_element(panel, copy, line, i))); /* NaNs do not count */
+    return m;
+}
+
+static void quantize_span(const struct nib_panel *panel, const struct nib_coding *coding,
+                          const struct nib_target *target, const struct nib_scaler *scaler, const struct span *span)
+{
+    const bool rowwise = coding->copy == NIB_ROWWISE;
+    const int64_t line0 = rowwise ? panel->row : panel->col, first0 = rowwise ? panel->col : panel->row;
+    const struct nib_dialect_facts *dialect = coding->dialect;
+    float absmax = 0;
+    nib_scale_bits scale = 0;
+    if (dialect->block_scale) {
+        absmax = span_absmax(panel, coding->copy, span);
+        scale = dialect->block_scale(absmax, scaler, &coding->rules);
+    }
+    const float factor = dialect->factor(scale, absmax, scaler, &coding->rules);
+    for (int64_t line = span->line; line < span->line + span->lines; line++) {
+        if (dialect->block_scale)
+            nib_scale_store(target->geometry, target->scales, line0 + line, (first0 + span->first) / coding->block,
+                            scale);
+        for (int64_t i = span->first; i < span->first + span->length; i++) {
+            const float x = line_element(panel, coding->copy, line, i), y = dialect->divides ? x / factor : x * factor;
+            nib_code_store(target->geometry, target->codes, line0 + line, first0 + i,
+                           codecs[coding->rules.element].encode(y));
+        }
+    }
+}
+
+void nib_quantize_any(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target)
+{
+    const int64_t lines = nib_panel_lines(panel, coding->copy), length = nib_panel_length(panel, coding->copy);
+    const int64_t step = coding->block ? coding->block : nib_max(length, 1);
+    struct nib_scaler scaler = { .level = target->levels ? target->levels[0] : 1, .encode = target->encode };
+    coding->dialect->prepare(&scaler, &coding->rules);
+    for (int64_t line = 0; line < lines; line += coding->tile_lines)
+        for (int64_t first = 0; first < length; first += step)
+            quantize_span(panel, coding, target, &scaler,
+                          &(struct span){ line, nib_min(coding->tile_lines, lines - line), first,
+                                          nib_min(step, length - first) });
+}
+
+void nib_decode_any(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
+                    const struct nib_coding *coding)
+{
+    const nib_dtype element = coding->rules.element;
+    const bool packed = nib_dtypes[element].bits == 4;
+    for (int64_t i = 0; i < n; i++) {
+        nib_scale_bits scale = 0;
+        if (coding->block)
+            memcpy(&scale, (const char *)scales + i / coding->block * coding->scale_bytes, (size_t)coding->scale_bytes);
+        const uint8_t code = packed ? codes[i / 2] >> 4 * (i % 2) & 15 : codes[i];
+        y[i] = codecs[element].decode(code) * coding->dialect->decode(scale, level, &coding->rules);
+    }
+}
