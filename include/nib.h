@@ -419,7 +419,7 @@ NIB_API nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *
 NIB_API nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t *n);
 NIB_API nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved, size_t n, size_t *used);
 
-/* The same for a mixed list of tensors and plain arrays: tensor NULL means the array is the item. */
+/* The same for a mixed list of tensors and plain arrays: tensor NULL means the array is the item. A tensor may be in it once. */
 typedef struct nib_item {
     nib_tensor *tensor;
     nib_array array;

@@ -60,10 +60,10 @@ nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t
     size_t bytes;
     memcpy(&bytes, struct_pointer, sizeof bytes);
     if (bytes < known)
-        return nib_fail(NIB_ERR_ARG, "the %s's bytes are %zu, not %zu: was it initialised?", what, bytes, known);
+        return nib_fail(NIB_ERR_ARG, "%s->bytes is %zu, not %zu: was it initialised?", what, bytes, known);
     for (size_t i = known; i < bytes; i++)
         if (((const char *)struct_pointer)[i])
-            return nib_fail(NIB_ERR_UNSUPPORTED, "the %s sets fields that version %s does not have", what, NIB_VERSION);
+            return nib_fail(NIB_ERR_UNSUPPORTED, "%s sets fields that version %s does not have", what, NIB_VERSION);
     return NIB_OK;
 }
 

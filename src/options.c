@@ -7,6 +7,7 @@
 #include <float.h>
 
 #include "codec.h"
+#include "os.h"
 
 nib_status nib_quantizer_init_format(nib_quantizer *q, nib_format format)
 {
@@ -82,7 +83,7 @@ static nib_status check_comm(const nib_comm *comm)
 {
     if (!comm)
         return NIB_OK;
-    TRY(nib_check_struct("communicator", comm, sizeof *comm));
+    TRY(nib_check_struct("amax_comm", comm, sizeof *comm));
     if (!comm->allreduce_max_f32)
         return nib_fail(NIB_ERR_ARG, "amax_comm has no allreduce_max_f32");
     if (comm->size < 1 || comm->rank < 0 || comm->rank >= comm->size)
@@ -176,7 +177,10 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
                                &q.rht_rowwise, &q.fast_error, &q.single_level, &q.pow2_scales };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         *flags[i] = *flags[i] != 0;
-    TRY(check_ranges(&q));
+    const nib_fpenv saved = nib_fpenv_enter(); /* flushed to zero, a floor that E4M3 does not have would pass */
+    const nib_status ranges = check_ranges(&q);
+    nib_fpenv_leave(saved);
+    TRY(ranges);
     if (q.min_block_scale == 0) /* a negative zero is no floor either */
         q.min_block_scale = 0;
     if (q.amax_epsilon == 0)

@@ -234,7 +234,7 @@ static nib_status check_given(const nib_given *given, const struct nib_geometry 
 {
     if (!given)
         return NIB_OK;
-    TRY(nib_check_struct("nib_given", given, sizeof *given));
+    TRY(nib_check_struct("given", given, sizeof *given));
     if (given->scale && !(*given->scale > 0))
         return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
     for (int copy = 0; copy < 2; copy++)

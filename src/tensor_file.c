@@ -245,7 +245,9 @@ nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const n
     const char *declared = nib_writer_metadata_value(writer, key);
     nib_free(key);
     describe(t, text);
-    if (!declared || strcmp(declared, text))
+    if (!declared)
+        return nib_fail(NIB_ERR_ARG, "%s: tensor \"%s\" was not declared", nib_writer_path(writer), name);
+    if (strcmp(declared, text))
         return nib_fail(NIB_ERR_MISMATCH, "%s: tensor \"%s\" is not as it was declared", nib_writer_path(writer), name);
     nib_status status = NIB_OK;
     for (int part = 0; part < NIB_PART_COUNT && !status; part++) {

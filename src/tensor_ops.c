@@ -76,6 +76,10 @@ nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src)
 {
     NIB_REQUIRE(dst);
     NIB_REQUIRE(src);
+    if (dst->geometry.rows != src->geometry.rows || dst->geometry.cols != src->geometry.cols)
+        return nib_fail(NIB_ERR_MISMATCH, "a %lld x %lld tensor does not fit one of %lld x %lld",
+                        (long long)src->geometry.rows, (long long)src->geometry.cols, (long long)dst->geometry.rows,
+                        (long long)dst->geometry.cols);
     if (dst->rank != src->rank || memcmp(dst->shape, src->shape, (size_t)dst->rank * sizeof *dst->shape))
         return nib_fail(NIB_ERR_MISMATCH, "the tensors have different shapes");
     if (!nib_same_meaning(&dst->q, &src->q))
@@ -126,11 +130,12 @@ static nib_status check_new_length(const nib_tensor *t, int64_t cols)
     if (t->geometry.cols % block || cols % block)
         return nib_fail(NIB_ERR_SHAPE, "the last dim can only change between multiples of %lld, not from %lld to %lld",
                         (long long)block, (long long)t->geometry.cols, (long long)cols);
-    if (t->q.block_dims[0] > 1 || t->q.row_scaled || t->q.swizzled)
+    if (t->q.row_scaled || t->q.swizzled)
         return nib_fail(NIB_ERR_SHAPE, "the last dim cannot change with %s",
-                        t->q.swizzled     ? "swizzled scales"
-                        : t->q.row_scaled ? "an amax per row"
-                                          : "square blocks");
+                        t->q.swizzled ? "swizzled scales" : "an amax per row");
+    if (t->q.block_dims[0] > 1)
+        return nib_fail(NIB_ERR_SHAPE, "the last dim cannot change with %dx%d blocks", (int)t->q.block_dims[0],
+                        (int)t->q.block_dims[1]);
     if (facts->block && g->scale_block != 1)
         return nib_fail(NIB_ERR_SHAPE, "the last dim cannot change where scales lie block by block");
     if (nib_tensor_has(t, NIB_COLUMNWISE))
@@ -183,7 +188,7 @@ static nib_status view_or_reshape(const nib_tensor *t, int rank, const int64_t *
         const bool coincide =
             a->scales_bytes == b->scales_bytes && a->scale_line == a->blocks && b->scale_line == b->blocks;
         status = check_new_length(t, view->geometry.cols);
-        if (!status && !coincide && !may_copy)
+        if (!status && !coincide && !may_copy && view->parts[NIB_ROW_SCALE])
             status = nib_fail(NIB_ERR_SHAPE, "the scales of the new shape are padded differently and cannot be shared");
         if (!status && !coincide && view->parts[NIB_ROW_SCALE])
             status = repack_into(t, view);
@@ -459,15 +464,15 @@ nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t
     return NIB_OK;
 }
 
-/* What was saved, by part; checked as from_buffers checks it. */
-static nib_status arrange_saved(const nib_tensor *t, nib_buffer *const *saved, nib_buffer *parts[NIB_PART_COUNT])
+/* Whether what was saved can go back in, checked as from_buffers checks it. */
+static nib_status check_saved(const nib_tensor *t, nib_buffer *const *saved)
 {
     const struct nib_format_facts *facts = nib_format_of(&t->q);
+    nib_buffer *parts[NIB_PART_COUNT] = { NULL };
     nib_tensor *trial;
     if (nib_tensor_has(t, NIB_ROWWISE) || nib_tensor_has(t, NIB_COLUMNWISE))
         return nib_fail(NIB_ERR_USAGE,
                         "the tensor still has data: only one that was prepared for saving or cleared is restored");
-    memset(parts, 0, NIB_PART_COUNT * sizeof *parts);
     for (int i = 0; i < facts->saved_count; i++)
         parts[facts->saved[i]] = saved[i];
     TRY(nib_tensor_from_buffers(&t->q, t->dtype, t->rank, t->shape, parts, &trial));
@@ -475,16 +480,22 @@ static nib_status arrange_saved(const nib_tensor *t, nib_buffer *const *saved, n
     return NIB_OK;
 }
 
+static void place_saved(nib_tensor *t, nib_buffer *const *saved)
+{
+    const struct nib_format_facts *facts = nib_format_of(&t->q);
+    for (int i = 0; i < facts->saved_count; i++)
+        t->parts[facts->saved[i]] = saved[i];
+}
+
 nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved, size_t n, size_t *used)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(saved);
     const size_t wanted = (size_t)nib_format_of(&t->q)->saved_count;
-    nib_buffer *parts[NIB_PART_COUNT];
     if (n < wanted)
         return nib_fail(NIB_ERR_ARG, "a tensor is restored from %zu buffers, and %zu are left", wanted, n);
-    TRY(arrange_saved(t, saved, parts));
-    memcpy(t->parts, parts, sizeof t->parts);
+    TRY(check_saved(t, saved));
+    place_saved(t, saved);
     if (used)
         *used = wanted;
     return NIB_OK;
@@ -507,6 +518,16 @@ nib_status nib_saved_count(const nib_item *items, size_t n, size_t *count)
     return NIB_OK;
 }
 
+/* A tensor gives its buffers away once. */
+static nib_status check_distinct(const nib_item *items, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        for (size_t j = 0; j < i; j++)
+            if (items[i].tensor && items[i].tensor == items[j].tensor)
+                return nib_fail(NIB_ERR_ARG, "items %zu and %zu are the same tensor", j, i);
+    return NIB_OK;
+}
+
 nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *saved, size_t capacity, size_t *count)
 {
     NIB_REQUIRE(saved);
@@ -515,6 +536,7 @@ nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *saved, s
     TRY(nib_saved_count(items, n, &needed));
     if (needed > capacity)
         return nib_fail(NIB_ERR_ARG, "the items take %zu entries and there is room for %zu", needed, capacity);
+    TRY(check_distinct(items, n));
     size_t at = 0;
     for (size_t i = 0; i < n; i++) {
         if (!items[i].tensor) {
@@ -537,10 +559,7 @@ nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *sa
     NIB_REQUIRE(saved);
     size_t needed = 0;
     TRY(nib_saved_count(items, n, &needed));
-    for (size_t i = 0; i < n; i++)
-        for (size_t j = 0; j < i; j++)
-            if (items[i].tensor && items[i].tensor == items[j].tensor)
-                return nib_fail(NIB_ERR_ARG, "items %zu and %zu are the same tensor", j, i);
+    TRY(check_distinct(items, n));
     if (needed > count)
         return nib_fail(NIB_ERR_ARG, "the items take %zu entries and %zu were saved", needed, count);
     /* All is checked before anything moves: first pass looks, second pass acts. */
@@ -556,13 +575,13 @@ nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *sa
                     items[i].array = saved[at].array;
                 continue;
             }
-            nib_buffer *buffers[NIB_PART_COUNT] = { NULL }, *parts[NIB_PART_COUNT];
+            nib_buffer *buffers[NIB_PART_COUNT] = { NULL };
             for (size_t k = 0; k < item_entries(&items[i]); k++)
                 buffers[k] = saved[at + k].buffer;
-            if (!pass)
-                TRY(arrange_saved(items[i].tensor, buffers, parts));
+            if (pass)
+                place_saved(items[i].tensor, buffers);
             else
-                TRY(nib_tensor_restore_from_saved(items[i].tensor, buffers, NIB_PART_COUNT, NULL));
+                TRY(check_saved(items[i].tensor, buffers));
         }
     }
     if (used)

@@ -190,7 +190,10 @@ class Levels:
                 g = np.where((g > 0) & np.isfinite(g), up, g)
             g = np.where(amax == 0, ONE, np.maximum(g, FLT_MIN))
             self.stored, self.g, self.amax = g, g[:, None], (g * full)[:, None]
-        encode = np.fmin(full / self.amax, FLT_MAX)
+        quotient = full / self.amax
+        if o["tensor_scale"] == "pow2":  # the same number for a power of two, where g * full does not overflow
+            quotient, self.amax = ONE / self.g, np.fmin(self.amax, FLT_MAX)
+        encode = np.fmin(quotient, FLT_MAX)
         self.encode = np.where((self.amax == 0) | (encode == 0), ONE, encode)
         self.decode = ONE / self.encode
         self.full = full

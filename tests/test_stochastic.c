@@ -54,6 +54,8 @@ static nib_tensor *quantize(const nib_quantizer *q, const nib_array *x, const ni
 {
     nib_tensor *t = NULL;
     CHECK_OK(nib_quantize(q, x, given, &t));
+    if (!t)
+        exit(1); /* nothing below makes sense without it */
     return t;
 }
 
@@ -513,6 +515,23 @@ TEST(ranges_of_the_stream)
             q.rounding = NIB_ROUND_NEAREST; /* which has no stream */
             CHECK_OK(nib_quantizer_check(&q, &x));
         }
+}
+
+/* With 16x16 blocks both copies take the rowwise numbers, so that only those have limits. */
+TEST(ranges_of_the_stream_with_square_blocks)
+{
+    const int64_t lines = INT64_C(1) << 32, elements = INT64_C(1) << 35;
+    for (int which = 0; which < 2; which++) {
+        nib_quantizer q = quantizer_of(NIB_ROUND_STOCHASTIC_24, 0, 0);
+        CHECK_OK(nib_quantizer_set_usage(&q, which == NIB_ROWWISE, which == NIB_COLUMNWISE));
+        q.block_dims[0] = 16;
+        const nib_array wide = vast(16, elements), wider = vast(16, elements + 1), high = vast(lines, 16),
+                        higher = vast(lines + 1, 16);
+        CHECK_OK(nib_quantizer_check(&q, &wide));
+        CHECK_OK(nib_quantizer_check(&q, &high));
+        CHECK_FAILS(nib_quantizer_check(&q, &wider), NIB_ERR_SHAPE, "2^31 blocks");
+        CHECK_FAILS(nib_quantizer_check(&q, &higher), NIB_ERR_SHAPE, "2^32 rows");
+    }
 }
 
 TEST(origins_off_a_block_border)
