@@ -81,7 +81,7 @@ void nib_decode_any(float *y, const uint8_t *codes, const void *scales, int64_t 
         nib_scale_bits scale = 0;
         if (coding->block)
             memcpy(&scale, (const char *)scales + i / coding->block * coding->scale_bytes, (size_t)coding->scale_bytes);
-        const uint8_t code = packed ? codes[i / 2] >> 4 * (i % 2) & 15 : codes[i];
+        const uint8_t code = packed ? (uint8_t)(codes[i / 2] >> 4 * (i % 2) & 15) : codes[i];
         y[i] = codecs[element].decode(code) * coding->dialect->decode(scale, level, &coding->rules);
     }
 }

@@ -230,7 +230,7 @@ static void copy_rectangle(const nib_tensor *src, nib_tensor *dst, nib_copy copy
         for (int64_t i = 0; i < b->blocks; i++)
             nib_scale_store(b, to.scales, l, i, nib_scale_load(a, from.scales, line + l, first / block + i));
     }
-    if (b->levels)
+    if (b->levels_bytes)
         memcpy(to.levels, from.levels + (src->q.row_scaled ? line : 0), (size_t)b->levels_bytes);
 }
 
@@ -301,8 +301,8 @@ static bool copies_equal(const nib_tensor *a, const nib_tensor *b, nib_copy copy
 {
     const struct nib_copy_geometry *g = &a->geometry.copy[copy];
     const struct nib_copy_memory ma = nib_tensor_memory(a, copy), mb = nib_tensor_memory(b, copy);
-    if (memcmp(ma.codes, mb.codes, (size_t)g->data_bytes) ||
-        (g->levels && memcmp(ma.levels, mb.levels, (size_t)g->levels_bytes)))
+    if ((g->data_bytes && memcmp(ma.codes, mb.codes, (size_t)g->data_bytes)) ||
+        (g->levels_bytes && memcmp(ma.levels, mb.levels, (size_t)g->levels_bytes)))
         return false;
     for (int64_t line = 0; line < g->lines; line += g->lines_per_scale)
         for (int64_t block = 0; block < g->blocks; block++)

@@ -599,9 +599,9 @@ TEST(quantizers)
         q.field = (value);                            \
         check_quantizer(__LINE__, &q, status, words); \
     } while (0)
-    BAD(bytes, 0, NIB_ERR_ARG, "bytes are 0");
-    BAD(bytes, sizeof q - 1, NIB_ERR_ARG, "nib_quantizer_init");
-    BAD(format, NIB_FORMAT_COUNT, NIB_ERR_ARG, "format 1");
+    BAD(bytes, 0, NIB_ERR_ARG, "quantizer->bytes");
+    BAD(bytes, sizeof q - 1, NIB_ERR_ARG, "quantizer->bytes");
+    BAD(format, NIB_FORMAT_COUNT, NIB_ERR_ARG, "format 5");
     BAD(format, (nib_format)-1, NIB_ERR_ARG, "format -1");
     BAD(dialect, NIB_DIALECT_COUNT, NIB_ERR_ARG, "dialect 5");
     BAD(dialect, (nib_dialect)-1, NIB_ERR_ARG, "dialect -1");

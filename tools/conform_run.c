@@ -443,7 +443,7 @@ static bool encode(struct run *run, const struct encode_cast *cast, const uint16
         return library_failed(run);
     const bool packed = nib_dtype_bits(cast->to) == 4;
     for (size_t i = 0; i < count; i++)
-        out[i] = packed ? codes[i / 2] >> (i % 2 ? 4 : 0) & 15 : codes[i];
+        out[i] = packed ? (uint8_t)(codes[i / 2] >> (i % 2 ? 4 : 0) & 15) : codes[i];
     return true;
 }
 
