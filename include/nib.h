@@ -494,9 +494,10 @@ NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, i
 
 typedef enum nib_amax_choice { NIB_AMAX_MAX = 0, NIB_AMAX_MOST_RECENT, NIB_AMAX_CHOICE_COUNT } nib_amax_choice;
 
-/* After a step: history[0] is the amax that the step's quantisations saw, history[1..n-1] are those before. Choose the window's
- * largest or the most recent; *scale becomes largest / 2^margin / amax (FLT_MAX where that overflows) if that amax is positive and
- * finite, and stays otherwise; then the window rolls by one and history[0] is 0. element: E4M3 or E5M2. */
+/* After a step: history[0] is the amax that the step's quantisations saw, history[1..n-1] are those before, the oldest first
+ * (TransformerEngine's order). Choose the window's largest or the most recent; *scale becomes largest / 2^margin / amax (FLT_MAX
+ * where that overflows) if that amax is positive and finite, and stays otherwise; then the window rolls: the oldest is gone,
+ * history[0] has become the last and is 0. element: E4M3 or E5M2. */
 NIB_API nib_status nib_delayed_scaling_update(nib_dtype element, nib_amax_choice choice, int margin, float *history,
                                               size_t n, float *scale);
 

@@ -260,7 +260,7 @@ static float float8_scale(float amax, float limit, const struct nib_rules *rules
     const float a = amax < rules->amax_epsilon ? rules->amax_epsilon : amax;
     if (!(a > 0 && a <= FLT_MAX)) /* zero, infinite or NaN */
         return 1.0f;
-    const float scale = nib_fmin(rules->element_max / a, limit);
+    const float quotient = rules->element_max / a, scale = quotient <= FLT_MAX ? quotient : limit;
     return rules->pow2 ? nib_float(nib_bits(scale) & 0xFF800000u) : scale; /* toward zero, so that nothing overflows */
 }
 

@@ -279,7 +279,7 @@ static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, con
 static float level_of(const nib_quantizer *q, const nib_given *given, const struct nib_coding *coding,
                       const float *found, int64_t i, float *encode)
 {
-    const float *level = given_for(given->level, q, coding->copy);
+    const float *level = given_for(given->level, q, (int)coding->copy);
     /* Unbiased rounding must not clip, so that the level, too, is 1/16 larger than the data. */
     const bool unbiased = q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED;
     const float amax = !found ? 0 : unbiased ? nib_fmin(found[i] * (17.0f / 16.0f), FLT_MAX) : found[i];

@@ -376,7 +376,7 @@ static nib_status read_parts(const nib_file *file, const char *name, const nib_t
         int64_t shape[NIB_MAX_RANK] = { 0 };
         TRY(nib_part_shape(&like->q, part, like->rank, like->shape, &rank, shape));
         const nib_dtype dtype = part / 2 == 0 ? NIB_U8 : part / 2 == 1 ? facts->scale : NIB_F32;
-        char *entry = part_name(name, part);
+        char *entry = part_name(name, (int)part);
         const nib_status status = entry ? read_part(file, entry, dtype, rank, shape, &parts[part]) : no_memory(name);
         nib_free(entry);
         TRY(status);
