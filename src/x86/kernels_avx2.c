@@ -174,12 +174,9 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 
 #include "../simd.h"
 
-/* ---- Rows to nearest: the way most data takes ----
- *
- * Blocks lie side by side, so that no transposition is needed if a block's elements share a vector and only amaxes, scales and factors
- * have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of its factors overlap. */
+/* ---- Rows to nearest: the way most data takes (rows.h) ---- */
 
-enum { STRIP = 64 };
+#define STRIP_STEP 8
 
 /* The largest lane of each of eight vectors that are not negative. */
 SIMD VF largest_of_each(const VF m[8])
@@ -191,6 +188,22 @@ SIMD VF largest_of_each(const VF m[8])
         vf_max(_mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
                _mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
     return vf_max(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+}
+
+/* The amaxes of STRIP_STEP blocks; numbers that are not FP32 are widened on the way. */
+SIMD VF strip_absmax(const void *x, int b, nib_dtype dtype, float *widened)
+{
+    VF m[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
+    {
+        const VF low = load_numbers(x, (b + k) * BLOCK, dtype), high = load_numbers(x, (b + k) * BLOCK + 8, dtype);
+        if (dtype != NIB_F32) {
+            vf_store(widened + (b + k) * BLOCK, low);
+            vf_store(widened + (b + k) * BLOCK + 8, high);
+        }
+        m[k] = vf_max(absolute(high), vf_max(absolute(low), vf_set1(0))); /* NaNs give way */
+    }
+    return largest_of_each(m);
 }
 
 /* Codes of eight numbers, one per dword. */
@@ -219,99 +232,9 @@ SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
     _mm_storeu_si128((void *)(out + 16), _mm_unpackhi_epi16(first, second));
 }
 
-/* n blocks, a multiple of 8 and at most STRIP, from x on. */
-SIMD void quantize_strip(const void *x, nib_dtype dtype, int n, const struct nib_coding *coding,
-                         const struct lane_scaler *scaler, uint8_t *codes, uint8_t *scales)
-{
-    float widened[STRIP * BLOCK] __attribute__((aligned(32))), factors[STRIP];
-    const float *numbers = dtype == NIB_F32 ? x : widened;
-    for (int b = 0; b < n; b += 8) {
-        VF m[8];
-        _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
-        {
-            const VF low = load_numbers(x, (b + k) * BLOCK, dtype), high = load_numbers(x, (b + k) * BLOCK + 8, dtype);
-            if (dtype != NIB_F32) {
-                vf_store(widened + (b + k) * BLOCK, low);
-                vf_store(widened + (b + k) * BLOCK + 8, high);
-            }
-            m[k] = vf_max(absolute(high), vf_max(absolute(low), vf_set1(0))); /* NaNs give way */
-        }
-        const struct scales s = rtn_scales(largest_of_each(m), coding, scaler);
-        vi_store_low_bytes(scales + b, s.code);
-        vf_store(factors + b, s.factor);
-    }
-    for (int b = 0; b < n; b += 4) {
-        if (dtype == NIB_F32) { /* two lines each time: the next strip's numbers arrive while this one is coded */
-            _mm_prefetch((const char *)(numbers + (b + n) * BLOCK), _MM_HINT_T0);
-            _mm_prefetch((const char *)(numbers + (b + n) * BLOCK + 16), _MM_HINT_T0);
-            _mm_prefetch((const char *)(numbers + (b + n) * BLOCK + 32), _MM_HINT_T0);
-            _mm_prefetch((const char *)(numbers + (b + n) * BLOCK + 48), _MM_HINT_T0);
-        } else {
-            _mm_prefetch((const char *)x + (b + n) * BLOCK * 2, _MM_HINT_T0);
-            _mm_prefetch((const char *)x + (b + n) * BLOCK * 2 + 64, _MM_HINT_T0);
-        }
-        store_four_blocks(codes + b * 8, numbers + b * BLOCK, factors + b);
-    }
-}
-
-SIMD void quantize_row_to_nearest(const struct nib_panel *panel, int64_t row, const struct nib_coding *coding,
-                                  const struct nib_target *target, int64_t blocks, nib_dtype dtype)
-{
-    const struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row + row, 1);
-    const int64_t line = panel->row + row, first = panel->col / BLOCK;
-    uint8_t *codes = target->codes + line * target->geometry->line_stride + first * 8;
-    uint8_t *scales = (uint8_t *)target->scales + line * target->geometry->scale_line + first;
-    for (int64_t b = 0; b < blocks; b += STRIP)
-        quantize_strip(element_address(panel, row, b * BLOCK), dtype, (int)nib_min(STRIP, blocks - b), coding, &scaler,
-                       codes + b * 8, scales + b);
-}
-
-SLOT void quantize_other(const struct nib_panel *panel, const struct nib_coding *coding,
-                         const struct nib_target *target)
-{
-    quantize_lanes(panel, coding, target);
-}
-
-/* Groups of eight blocks by the fast way, what is left by the other. */
-SIMD void quantize_rows_to_nearest(const struct nib_panel *panel, const struct nib_coding *coding,
-                                   const struct nib_target *target, nib_dtype dtype)
-{
-    const int64_t blocks = panel->cols / BLOCK / 8 * 8;
-    struct nib_panel rest = *panel;
-    rest.x = element_address(panel, 0, blocks * BLOCK);
-    rest.col += blocks * BLOCK;
-    rest.cols -= blocks * BLOCK;
-    for (int64_t row = 0; row < panel->rows; row++)
-        quantize_row_to_nearest(panel, row, coding, target, blocks, dtype);
-    if (rest.cols)
-        quantize_other(&rest, coding, target);
-}
-
-static bool is_plain_row(const struct nib_coding *coding, const struct nib_target *target)
-{
-    return coding->copy == NIB_ROWWISE && coding->tile_lines == 1 && !coding->transform && !coding->dialect->plain &&
-           coding->scale_rule == NIB_SCALE_RTN && coding->rounding == NIB_ROUND_NEAREST && !target->geometry->swizzled;
-}
-
-SLOT void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
-                         const struct nib_target *target)
-{
-    if (!is_plain_row(coding, target))
-        quantize_other(panel, coding, target);
-    else if (panel->dtype == NIB_F32)
-        quantize_rows_to_nearest(panel, coding, target, NIB_F32);
-    else if (panel->dtype == NIB_BF16)
-        quantize_rows_to_nearest(panel, coding, target, NIB_BF16);
-    else
-        quantize_rows_to_nearest(panel, coding, target, NIB_F16);
-}
-
-SLOT void absmax_lines(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
-{
-    absmax_lines_lanes(panel, coding, out);
-}
-
 /* ---- Back ---- */
+
+#define DECODE_STEP 8
 
 /* What the codes of eight blocks are multiplied with. False where one is not an ordinary number: the reference then knows best. */
 SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float *out)
@@ -343,7 +266,7 @@ SIMD void store_vector(void *p, __m256i v, bool stream)
 }
 
 /* E2M1 values are exact in BF16, the upper half of FP32: two tables give its two bytes. */
-SIMD void decode_block_f32(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+SIMD void decode_block_wide(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
 {
     const __m128i high = _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xBF, (char)0xBF,
                                        (char)0xBF, (char)0xC0, (char)0xC0, (char)0xC0, (char)0xC0);
@@ -365,10 +288,10 @@ SIMD void decode_block_f32(char *out, nib_dtype dtype, const uint8_t *codes, flo
 
 /* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to BF16, and the others
  * follow by counting in the exponent - as long as that stays clear of its ends. */
-SIMD bool counts_in_exponent(float factor)
+SIMD bool takes_factor(nib_dtype dtype, float factor)
 {
     const uint32_t exponent = nib_bits(factor) >> 23;
-    return exponent > 16 && exponent < 240;
+    return dtype != NIB_BF16 || (exponent > 16 && exponent < 240);
 }
 
 SIMD void decode_block_bf16(char *out, const uint8_t *codes, float factor, bool stream)
@@ -387,50 +310,15 @@ SIMD void decode_block_bf16(char *out, const uint8_t *codes, float factor, bool 
     store_vector(out, _mm256_set_m128i(_mm_unpackhi_epi8(l, h), _mm_unpacklo_epi8(l, h)), stream);
 }
 
-SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
-                    const struct nib_coding *coding, bool stream)
+SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
 {
-    const int size = dtype == NIB_F32 ? 4 : 2;
-    nib_decode_fn *const reference = nib_kernels_scalar.decode[NIB_NVFP4];
-    int64_t i = 0;
-    for (; i + 8 * BLOCK <= n; i += 8 * BLOCK) {
-        float factor[8];
-        bool ordinary = decode_factors(scales + i / BLOCK, level, &coding->rules, factor);
-        for (int b = 0; b < 8 && dtype == NIB_BF16; b++)
-            ordinary &= counts_in_exponent(factor[b]);
-        if (!ordinary) {
-            reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, 8 * BLOCK, level, coding, stream);
-            continue;
-        }
-        for (int b = 0; b < 8; b++) {
-            char *const out = y + (i + b * BLOCK) * size;
-            const uint8_t *const from = codes + i / 2 + b * 8;
-            if (dtype == NIB_BF16)
-                decode_block_bf16(out, from, factor[b], stream);
-            else
-                decode_block_f32(out, dtype, from, factor[b], stream);
-        }
-    }
-    if (i < n)
-        reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, n - i, level, coding, stream);
-    if (stream)
-        _mm_sfence();
+    if (dtype == NIB_BF16)
+        decode_block_bf16(out, codes, factor, stream);
+    else
+        decode_block_wide(out, dtype, codes, factor, stream);
 }
 
-/* Streaming stores want whole vectors at their places. */
-SLOT void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                       const struct nib_coding *coding, bool stream)
-{
-    const bool streams = stream && (uintptr_t)y % 32 == 0;
-    if (dtype == NIB_F32 && streams)
-        decode_as(y, NIB_F32, codes, scales, n, level, coding, true);
-    else if (dtype == NIB_F32)
-        decode_as(y, NIB_F32, codes, scales, n, level, coding, false);
-    else if (dtype == NIB_BF16)
-        decode_as(y, NIB_BF16, codes, scales, n, level, coding, streams);
-    else
-        decode_as(y, NIB_F16, codes, scales, n, level, coding, streams);
-}
+#include "rows.h"
 
 const struct nib_kernels nib_kernels_avx2 = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
