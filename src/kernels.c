@@ -9,8 +9,25 @@
 
 static bool always(void) { return true; }
 
+#if defined(__x86_64__)
+static bool has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+static bool has_avx512(void)
+{
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
 const struct nib_isa nib_isas[] = {
     { "scalar", always, &nib_kernels_scalar },
+#if defined(__x86_64__)
+    { "avx2", has_avx2, &nib_kernels_avx2 },
+    { "avx512", has_avx512, &nib_kernels_avx512 },
+#endif
     { NULL, NULL, NULL },
 };
 

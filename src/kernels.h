@@ -58,9 +58,10 @@ typedef void nib_absmax_lines_fn(const struct nib_panel *panel, const struct nib
 typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_coding *coding,
                              const struct nib_target *target);
 
-/* n elements from codes and scales that lie side by side; the first begins a block. */
-typedef void nib_decode_fn(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
-                           const struct nib_coding *coding);
+/* n elements from codes and scales that lie side by side, as F32, BF16 or F16; the first begins a block. `stream`: the output is too
+ * large to be wanted in the cache. */
+typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
+                           const struct nib_coding *coding, bool stream);
 
 /* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot NIB_ANY_FORMAT. */
 enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
@@ -85,7 +86,7 @@ struct nib_isa {
 };
 extern const struct nib_isa nib_isas[]; /* ends with a NULL name */
 
-extern const struct nib_kernels nib_kernels_scalar;
+extern const struct nib_kernels nib_kernels_scalar, nib_kernels_avx2, nib_kernels_avx512;
 
 /* The merged table: chosen once, at the first call. NIB_MAX_ISA in the environment names the strongest set to use. */
 const struct nib_kernels *nib_kernels_best(void);

@@ -72,9 +72,10 @@ void nib_quantize_any(const struct nib_panel *panel, const struct nib_coding *co
                                           nib_min(step, length - first) });
 }
 
-void nib_decode_any(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
-                    const struct nib_coding *coding)
+void nib_decode_any(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
+                    const struct nib_coding *coding, bool stream)
 {
+    (void)stream;
     const nib_dtype element = coding->rules.element;
     const bool packed = nib_dtypes[element].bits == 4;
     for (int64_t i = 0; i < n; i++) {
@@ -82,6 +83,7 @@ void nib_decode_any(float *y, const uint8_t *codes, const void *scales, int64_t 
         if (coding->block)
             memcpy(&scale, (const char *)scales + i / coding->block * coding->scale_bytes, (size_t)coding->scale_bytes);
         const uint8_t code = packed ? (uint8_t)(codes[i / 2] >> 4 * (i % 2) & 15) : codes[i];
-        y[i] = codecs[element].decode(code) * coding->dialect->decode(scale, level, &coding->rules);
+        nib_store_number((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
+                         codecs[element].decode(code) * coding->dialect->decode(scale, level, &coding->rules));
     }
 }

@@ -368,12 +368,14 @@ static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_codin
 
 /* ---- Back ---- */
 
-static void decode_nvfp4(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
-                         const struct nib_coding *coding)
+static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
+                         const struct nib_coding *coding, bool stream)
 {
+    (void)stream;
     for (int64_t i = 0; i < n; i++) {
         const float f = coding->dialect->decode(((const uint8_t *)scales)[i / BLOCK], level, &coding->rules);
-        y[i] = nib_f32_from_e2m1(codes[i / 2] >> 4 * (i % 2) & 15) * f;
+        nib_store_number((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
+                         nib_f32_from_e2m1(codes[i / 2] >> 4 * (i % 2) & 15) * f);
     }
 }
 
