@@ -4,16 +4,23 @@
  */
 #include "kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <pthread.h>
 #include <stdlib.h>
 
 static bool always(void) { return true; }
 
 #if defined(__x86_64__)
-static bool has_avx2(void)
+/* Not every compiler's __builtin_cpu_supports knows this one. */
+static bool has_f16c(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
+
+static bool has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 
 static bool has_avx512(void)
 {
