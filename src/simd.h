@@ -92,8 +92,7 @@ SIMD void transform(VF x[BLOCK], uint16_t sign_mask, nib_dtype dtype)
     const VF quarter = vf_set1(0.25f);
     UNROLL
     for (int i = 0; i < BLOCK; i++) {
-        if (sign_mask >> i & 1)
-            x[i] = vf_of(vi_xor(vi_of(x[i]), vi_set1((int)0x80000000u)));
+        x[i] = vf_of(vi_xor(vi_of(x[i]), vi_set1((int)((uint32_t)sign_mask >> i << 31))));
         if (dtype != NIB_F32)
             x[i] = vf_mul(x[i], quarter);
     }
@@ -241,10 +240,23 @@ SIMD VI with_sign(VI magnitude, VF y)
     return vi_or(vi_and(magnitude, vi_set1(7)), vi_and(vi_srl(vi_of(y), 28), vi_set1(8)));
 }
 
-SIMD struct codes encode_nearest(const VF x[BLOCK], VF factor, const struct nib_dialect_facts *dialect)
+/* te's rule. Nothing is decided within the loop. */
+SIMD struct codes encode_te(const VF x[BLOCK], VF factor)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
     UNROLL
+    for (int i = BLOCK - 1; i >= 0; i--) {
+        const VF y = clamp_to_e2m1(vf_mul(x[i], factor));
+        out.word[i / 8] = vi_or(vi_sll(out.word[i / 8], 4), with_sign(e2m1_bits(absolute(y)), y));
+    }
+    return out;
+}
+
+SIMD struct codes encode_nearest(const VF x[BLOCK], VF factor, const struct nib_dialect_facts *dialect)
+{
+    struct codes out = { { vi_set1(0), vi_set1(0) } };
+    if (!dialect->plain)
+        return encode_te(x, factor);
     for (int i = BLOCK - 1; i >= 0; i--) {
         VF y = clamp_to_e2m1(dialect->divides ? vf_div(x[i], factor) : vf_mul(x[i], factor));
         if (dialect->drops_zero_sign)
@@ -275,22 +287,22 @@ SIMD void philox(uint64_t offset, VI line, VI block, uint64_t seed, VI out[4])
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* The random number of each element, for the blocks of lanes (line, block). */
-SIMD void random_lanes(const struct nib_coding *coding, VI line, VI block, VI random[BLOCK])
+/* The random number of each element, for the blocks of lanes (line, block): a byte, or the upper 24 bits of a word. */
+SIMD void random_bytes(const struct nib_coding *coding, VI line, VI block, VI random[BLOCK])
 {
-    if (coding->rounding == NIB_ROUND_STOCHASTIC_8) {
-        VI words[4];
-        philox(coding->offset, line, block, coding->seed, words);
-        UNROLL
-        for (int quad = 0; quad < 4; quad++) { /* shifts want constants */
-            random[4 * quad] = vi_and(words[quad], vi_set1(255));
-            random[4 * quad + 1] = vi_and(vi_srl(words[quad], 8), vi_set1(255));
-            random[4 * quad + 2] = vi_and(vi_srl(words[quad], 16), vi_set1(255));
-            random[4 * quad + 3] = vi_srl(words[quad], 24);
-        }
-        return;
-    }
+    VI words[4];
+    philox(coding->offset, line, block, coding->seed, words);
     UNROLL
+    for (int quad = 0; quad < 4; quad++) { /* shifts want constants */
+        random[4 * quad] = vi_and(words[quad], vi_set1(255));
+        random[4 * quad + 1] = vi_and(vi_srl(words[quad], 8), vi_set1(255));
+        random[4 * quad + 2] = vi_and(vi_srl(words[quad], 16), vi_set1(255));
+        random[4 * quad + 3] = vi_srl(words[quad], 24);
+    }
+}
+
+SIMD void random_words(const struct nib_coding *coding, VI line, VI block, VI random[BLOCK])
+{
     for (int quad = 0; quad < 4; quad++) {
         VI words[4];
         philox(coding->offset + (uint64_t)quad, line, block, coding->seed, words);
@@ -312,7 +324,7 @@ SIMD VI stochastic_bits(VF a, VI random, bool bytes)
     return vi_add(vi_add(steps, vi_sub(vi_srl(p, 22), vi_set1(254))), bytes ? vi_srl(sum, 8) : vi_srl(sum, 24));
 }
 
-SIMD struct codes encode_stochastic(const VF x[BLOCK], VF factor, const VI random[BLOCK], bool bytes)
+SIMD struct codes encode_random(const VF x[BLOCK], VF factor, const VI random[BLOCK], bool bytes)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
     UNROLL
@@ -322,6 +334,18 @@ SIMD struct codes encode_stochastic(const VF x[BLOCK], VF factor, const VI rando
             vi_or(vi_sll(out.word[i / 8], 4), with_sign(stochastic_bits(absolute(y), random[i], bytes), y));
     }
     return out;
+}
+
+/* The random numbers of lanes (line, block), and the codes that they make. */
+SIMD struct codes encode_stochastic(const VF x[BLOCK], VF factor, const struct nib_coding *coding, VI line, VI block)
+{
+    VI random[BLOCK];
+    if (coding->rounding == NIB_ROUND_STOCHASTIC_8) {
+        random_bytes(coding, line, block, random);
+        return encode_random(x, factor, random, true);
+    }
+    random_words(coding, line, block, random);
+    return encode_random(x, factor, random, false);
 }
 
 /* ---- Four over six, and the sweep ---- */
@@ -337,22 +361,34 @@ SIMD VF rounded_e2m1(VF y)
 }
 
 /* |y| up to 6 rounds to at most 6, but 5 < |y| < 6 lies in the range of step 2 and reaches 6; nothing exceeds it. */
-SIMD VF element_error(VF x, const struct scales *s, const struct nib_coding *coding, const struct lane_scaler *scaler)
+SIMD VF element_error(VF x, const struct scales *s, VF full_scale, const struct lane_scaler *scaler, bool fast,
+                      bool absolutes)
 {
     const VF product = vf_mul(rounded_e2m1(vf_mul(x, s->factor)), s->value);
-    const VF d = coding->fast_error
-                     ? vf_sub(product, vf_mul(x, scaler->encode))
-                     : vf_sub(vf_div(vf_mul(product, scaler->amax), vf_set1(coding->rules.full_scale)), x);
-    return coding->error_mode == NIB_ERROR_MAE ? absolute(d) : vf_mul(d, d);
+    const VF d = fast ? vf_sub(product, vf_mul(x, scaler->encode))
+                      : vf_sub(vf_div(vf_mul(product, scaler->amax), full_scale), x);
+    return absolutes ? absolute(d) : vf_mul(d, d);
+}
+
+SIMD VF line_error_as(const VF x[BLOCK], int length, const struct scales *s, float full,
+                      const struct lane_scaler *scaler, bool fast, bool absolutes)
+{
+    const VF full_scale = vf_set1(full);
+    VF error = vf_set1(0);
+    for (int i = 0; i < length; i++)
+        error = vf_add(error, element_error(x[i], s, full_scale, scaler, fast, absolutes));
+    return error;
 }
 
 SIMD VF line_error(const VF x[BLOCK], int length, const struct scales *s, const struct nib_coding *coding,
                    const struct lane_scaler *scaler)
 {
-    VF error = vf_set1(0);
-    for (int i = 0; i < length; i++)
-        error = vf_add(error, element_error(x[i], s, coding, scaler));
-    return error;
+    const float full = coding->rules.full_scale;
+    if (coding->error_mode == NIB_ERROR_MAE)
+        return coding->fast_error ? line_error_as(x, length, s, full, scaler, true, true)
+                                  : line_error_as(x, length, s, full, scaler, false, true);
+    return coding->fast_error ? line_error_as(x, length, s, full, scaler, true, false)
+                              : line_error_as(x, length, s, full, scaler, false, false);
 }
 
 SIMD void four_and_six(VF absmax, const struct nib_coding *coding, const struct lane_scaler *scaler,
@@ -380,21 +416,23 @@ SIMD struct scales choose_4over6(const VF x[BLOCK], int length, VF absmax, const
                   &six);
 }
 
-SIMD VF squared_error_lanes(const VF x[BLOCK], int length, const struct scales *s, VF g)
+/* Elements outside the block are zeros, whose code is 0 and whose error is 0 as well. */
+SIMD VF squared_error_lanes(const VF x[BLOCK], const struct scales *s, VF g)
 {
     VF e[BLOCK];
     const VF f = vf_mul(s->value, g);
     UNROLL
     for (int i = 0; i < BLOCK; i++) {
         const VF d = vf_sub(vf_mul(rounded_e2m1(vf_mul(x[i], s->factor)), f), x[i]);
-        e[i] = i < length ? vf_mul(d, d) : vf_set1(0);
+        e[i] = vf_mul(d, d);
     }
     UNROLL
-    for (int distance = BLOCK / 2; distance > 0; distance /= 2)
-        UNROLL
-    for (int i = 0; i < distance; i++)
-        e[i] = vf_add(e[i], e[i + distance]);
-    return e[0];
+    for (int i = 0; i < 8; i++)
+        e[i] = vf_add(e[i], e[i + 8]);
+    UNROLL
+    for (int i = 0; i < 4; i++)
+        e[i] = vf_add(e[i], e[i + 4]);
+    return vf_add(vf_add(e[0], e[2]), vf_add(e[1], e[3]));
 }
 
 static const int lane_sweep_offsets[] = {
@@ -402,20 +440,20 @@ static const int lane_sweep_offsets[] = {
 }; /* after 0, in the order in which ties go */
 
 /* A candidate outside the range takes part with an error that never wins: that of the rtn code itself. */
-SIMD struct scales choose_sweep(const VF x[BLOCK], int length, VF absmax, const struct nib_coding *coding,
+SIMD struct scales choose_sweep(const VF x[BLOCK], VF absmax, const struct nib_coding *coding,
                                 const struct lane_scaler *scaler)
 {
     const VI rtn = rtn_scales(absmax, coding, scaler).code;
     const VI floor = vi_set1(coding->floor_code ? coding->floor_code : 1);
     const VI lowest = vi_select_less(vf_from(rtn), vf_set1(0.5f), vi_set1(0), floor);
     struct scales best = te_scales_of(rtn, scaler);
-    VF least = squared_error_lanes(x, length, &best, scaler->g);
+    VF least = squared_error_lanes(x, &best, scaler->g);
     for (size_t k = 0; k < sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets; k++) {
         const VI wanted = vi_add(rtn, vi_set1(lane_sweep_offsets[k]));
         const VI code = vi_max(vi_min(wanted, vi_set1(0x7E)), lowest);
         const VI inside = vi_equal(wanted, code);
         const struct scales candidate = te_scales_of(code, scaler);
-        const VF error = squared_error_lanes(x, length, &candidate, scaler->g);
+        const VF error = squared_error_lanes(x, &candidate, scaler->g);
         const VF judged = vf_of(vi_or(vi_and(inside, vi_of(error)), vi_andnot(inside, vi_of(least))));
         best = better(judged, least, &candidate, &best);
         least = vf_of(vi_select_less(judged, least, vi_of(judged), vi_of(least)));
@@ -432,14 +470,16 @@ struct place {
     int n, length; /* blocks that are there, and elements in each */
 };
 
-SIMD void random_of_place(const struct nib_coding *coding, const struct place *at, VI random[BLOCK])
+SIMD struct codes encode_at(const VF x[BLOCK], VF factor, const struct nib_coding *coding, const struct place *at)
 {
+    if (coding->rounding == NIB_ROUND_NEAREST)
+        return encode_nearest(x, factor, coding->dialect);
     const VI lane = vi_lane_numbers();
     const VI line = vi_set1((int)(uint32_t)(coding->origin_line + at->line));
     const VI block = vi_set1(
         (int)((uint32_t)(coding->origin_block + at->block) | (coding->copy == NIB_COLUMNWISE ? 0x80000000u : 0)));
-    random_lanes(coding, at->lanes_are_lines ? vi_add(line, lane) : line,
-                 at->lanes_are_lines ? block : vi_add(block, lane), random);
+    return encode_stochastic(x, factor, coding, at->lanes_are_lines ? vi_add(line, lane) : line,
+                             at->lanes_are_lines ? block : vi_add(block, lane));
 }
 
 /* 1x16 blocks from their numbers to scales and codes. */
@@ -451,15 +491,11 @@ SIMD struct codes quantize_group(const VF x[BLOCK], const struct nib_coding *cod
     if (coding->scale_rule == NIB_SCALE_4OVER6)
         s = choose_4over6(x, at->length, absmax, coding, scaler);
     else if (coding->scale_rule == NIB_SCALE_SWEEP)
-        s = choose_sweep(x, at->length, absmax, coding, scaler);
+        s = choose_sweep(x, absmax, coding, scaler);
     else
         s = rtn_scales(absmax, coding, scaler);
     *scale = s.code;
-    if (coding->rounding == NIB_ROUND_NEAREST)
-        return encode_nearest(x, s.factor, coding->dialect);
-    VI random[BLOCK];
-    random_of_place(coding, at, random);
-    return encode_stochastic(x, s.factor, random, coding->rounding == NIB_ROUND_STOCHASTIC_8);
+    return encode_at(x, s.factor, coding, at);
 }
 
 /* The bytes of `n` lanes, one after the other: 8 of codes and one of scale each. */
@@ -641,15 +677,8 @@ SIMD void quantize_tile_rows(const struct nib_panel *panel, const struct nib_cod
         s = better(error_four[0], error_six[0], &four, &six);
     }
     for (int l = 0; l < lines; l++) {
-        struct codes group;
         at.line = panel->row + row + l;
-        if (coding->rounding == NIB_ROUND_NEAREST) {
-            group = encode_nearest(x[l], s.factor, coding->dialect);
-        } else {
-            VI random[BLOCK];
-            random_of_place(coding, &at, random);
-            group = encode_stochastic(x[l], s.factor, random, coding->rounding == NIB_ROUND_STOCHASTIC_8);
-        }
+        const struct codes group = encode_at(x[l], s.factor, coding, &at);
         uint8_t codes[GROUP_BYTES], scales[VL];
         group_bytes(&group, s.code, codes, scales);
         store_row_group(target, at.line, at.block, at.n, at.length, codes, scales);
