@@ -44,6 +44,25 @@ SIMD const void *element_address(const struct nib_panel *panel, int64_t row, int
     return (const char *)panel->x + (row * panel->stride + col) * (panel->dtype == NIB_F32 ? 4 : 2);
 }
 
+/* Element i of VL blocks is the vector at x + i * stride: in the matrix itself where columns of FP32 are wanted as they are, in `own`
+ * elsewhere. Sixteen vectors do not fit into the registers beside what works on them; the first-level cache holds them just as well. */
+struct lanes {
+    const float *x;
+    int64_t stride;
+    float own[BLOCK][VL] __attribute__((aligned(64)));
+};
+
+SIMD VF lane_vector(const struct lanes *lanes, int i) { return vf_load(lanes->x + i * lanes->stride); }
+
+SIMD void own_lanes(struct lanes *lanes, const VF x[BLOCK])
+{
+    UNROLL
+    for (int i = 0; i < BLOCK; i++)
+        vf_store(lanes->own[i], x[i]);
+    lanes->x = lanes->own[0];
+    lanes->stride = VL;
+}
+
 /* VL blocks that each lie side by side: transpose VL x VL pieces of them. */
 SIMD void load_blocks(const void *const block[VL], nib_dtype dtype, VF x[BLOCK])
 {
@@ -118,16 +137,55 @@ SIMD void transform(VF x[BLOCK], uint16_t sign_mask, nib_dtype dtype)
     }
 }
 
+/* Up to VL columns, transformed where that is wanted. */
+SIMD void columns_to_lanes(const struct nib_panel *panel, const struct nib_coding *coding, int64_t row, int64_t col,
+                           int n, int length, nib_dtype dtype, struct lanes *lanes)
+{
+    VF x[BLOCK];
+    const bool whole = n == VL && length == BLOCK;
+    if (whole && dtype == NIB_F32 && !coding->transform) {
+        lanes->x = element_address(panel, row, col);
+        lanes->stride = panel->stride;
+        return;
+    }
+    if (whole)
+        load_columns(panel, row, col, dtype, x);
+    else
+        load_partial(panel, NIB_COLUMNWISE, col, n, row, length, x);
+    if (coding->transform)
+        transform(x, coding->sign_mask, dtype);
+    own_lanes(lanes, x);
+}
+
+/* Up to VL blocks of a row from its block `first` on; where that is not whole, `length` elements of it alone. */
+SIMD void blocks_to_lanes(const struct nib_panel *panel, const struct nib_coding *coding, int64_t row, int64_t first,
+                          int length, nib_dtype dtype, struct lanes *lanes)
+{
+    VF x[BLOCK];
+    if (length == BLOCK) {
+        const int64_t last = panel->cols / BLOCK - 1;
+        const void *pointers[VL];
+        for (int lane = 0; lane < VL; lane++) /* lanes that have no block take the last one again */
+            pointers[lane] = element_address(panel, row, nib_min(first + lane, last) * BLOCK);
+        load_blocks(pointers, dtype, x);
+    } else {
+        load_partial(panel, NIB_ROWWISE, row, 1, first * BLOCK, length, x);
+    }
+    if (coding->transform)
+        transform(x, coding->sign_mask, dtype);
+    own_lanes(lanes, x);
+}
+
 SIMD VF absolute(VF x) { return vf_of(vi_and(vi_of(x), vi_set1(0x7FFFFFFF))); }
 
 /* vf_max gives its second operand for a NaN, which is how NaNs are left out. */
-SIMD VF absmax_of(const VF x[BLOCK])
+SIMD VF absmax_of(const struct lanes *lanes)
 {
-    VF m = vf_set1(0);
+    VF m[4] = { vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0) }; /* four, so that none waits for another */
     UNROLL
     for (int i = 0; i < BLOCK; i++)
-        m = vf_max(absolute(x[i]), m);
-    return m;
+        m[i % 4] = vf_max(absolute(lane_vector(lanes, i)), m[i % 4]);
+    return vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3]));
 }
 
 /* ---- Scales ---- */
@@ -241,24 +299,24 @@ SIMD VI with_sign(VI magnitude, VF y)
 }
 
 /* te's rule. Nothing is decided within the loop. */
-SIMD struct codes encode_te(const VF x[BLOCK], VF factor)
+SIMD struct codes encode_te(const struct lanes *x, VF factor)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
     UNROLL
     for (int i = BLOCK - 1; i >= 0; i--) {
-        const VF y = clamp_to_e2m1(vf_mul(x[i], factor));
+        const VF y = clamp_to_e2m1(vf_mul(lane_vector(x, i), factor));
         out.word[i / 8] = vi_or(vi_sll(out.word[i / 8], 4), with_sign(e2m1_bits(absolute(y)), y));
     }
     return out;
 }
 
-SIMD struct codes encode_nearest(const VF x[BLOCK], VF factor, const struct nib_dialect_facts *dialect)
+SIMD struct codes encode_nearest(const struct lanes *x, VF factor, const struct nib_dialect_facts *dialect)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
     if (!dialect->plain)
         return encode_te(x, factor);
     for (int i = BLOCK - 1; i >= 0; i--) {
-        VF y = clamp_to_e2m1(dialect->divides ? vf_div(x[i], factor) : vf_mul(x[i], factor));
+        VF y = clamp_to_e2m1(dialect->divides ? vf_div(lane_vector(x, i), factor) : vf_mul(lane_vector(x, i), factor));
         if (dialect->drops_zero_sign)
             y = vf_add(y, vf_set1(0)); /* -0 + 0 is +0, and nothing else changes */
         out.word[i / 8] = vi_or(vi_sll(out.word[i / 8], 4), with_sign(e2m1_bits(absolute(y)), y));
@@ -324,12 +382,12 @@ SIMD VI stochastic_bits(VF a, VI random, bool bytes)
     return vi_add(vi_add(steps, vi_sub(vi_srl(p, 22), vi_set1(254))), bytes ? vi_srl(sum, 8) : vi_srl(sum, 24));
 }
 
-SIMD struct codes encode_random(const VF x[BLOCK], VF factor, const VI random[BLOCK], bool bytes)
+SIMD struct codes encode_random(const struct lanes *x, VF factor, const VI random[BLOCK], bool bytes)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
     UNROLL
     for (int i = BLOCK - 1; i >= 0; i--) {
-        const VF y = clamp_to_e2m1(vf_mul(x[i], factor));
+        const VF y = clamp_to_e2m1(vf_mul(lane_vector(x, i), factor));
         out.word[i / 8] =
             vi_or(vi_sll(out.word[i / 8], 4), with_sign(stochastic_bits(absolute(y), random[i], bytes), y));
     }
@@ -337,7 +395,8 @@ SIMD struct codes encode_random(const VF x[BLOCK], VF factor, const VI random[BL
 }
 
 /* The random numbers of lanes (line, block), and the codes that they make. */
-SIMD struct codes encode_stochastic(const VF x[BLOCK], VF factor, const struct nib_coding *coding, VI line, VI block)
+SIMD struct codes encode_stochastic(const struct lanes *x, VF factor, const struct nib_coding *coding, VI line,
+                                    VI block)
 {
     VI random[BLOCK];
     if (coding->rounding == NIB_ROUND_STOCHASTIC_8) {
@@ -370,17 +429,17 @@ SIMD VF element_error(VF x, const struct scales *s, VF full_scale, const struct 
     return absolutes ? absolute(d) : vf_mul(d, d);
 }
 
-SIMD VF line_error_as(const VF x[BLOCK], int length, const struct scales *s, float full,
+SIMD VF line_error_as(const struct lanes *x, int length, const struct scales *s, float full,
                       const struct lane_scaler *scaler, bool fast, bool absolutes)
 {
     const VF full_scale = vf_set1(full);
     VF error = vf_set1(0);
     for (int i = 0; i < length; i++)
-        error = vf_add(error, element_error(x[i], s, full_scale, scaler, fast, absolutes));
+        error = vf_add(error, element_error(lane_vector(x, i), s, full_scale, scaler, fast, absolutes));
     return error;
 }
 
-SIMD VF line_error(const VF x[BLOCK], int length, const struct scales *s, const struct nib_coding *coding,
+SIMD VF line_error(const struct lanes *x, int length, const struct scales *s, const struct nib_coding *coding,
                    const struct lane_scaler *scaler)
 {
     const float full = coding->rules.full_scale;
@@ -407,7 +466,7 @@ SIMD struct scales better(VF error_a, VF error_b, const struct scales *a, const 
                             vf_of(vi_select_less(error_a, error_b, vi_of(a->factor), vi_of(b->factor))) };
 }
 
-SIMD struct scales choose_4over6(const VF x[BLOCK], int length, VF absmax, const struct nib_coding *coding,
+SIMD struct scales choose_4over6(const struct lanes *x, int length, VF absmax, const struct nib_coding *coding,
                                  const struct lane_scaler *scaler)
 {
     struct scales four, six;
@@ -417,13 +476,13 @@ SIMD struct scales choose_4over6(const VF x[BLOCK], int length, VF absmax, const
 }
 
 /* Elements outside the block are zeros, whose code is 0 and whose error is 0 as well. */
-SIMD VF squared_error_lanes(const VF x[BLOCK], const struct scales *s, VF g)
+SIMD VF squared_error_lanes(const struct lanes *x, const struct scales *s, VF g)
 {
     VF e[BLOCK];
     const VF f = vf_mul(s->value, g);
     UNROLL
     for (int i = 0; i < BLOCK; i++) {
-        const VF d = vf_sub(vf_mul(rounded_e2m1(vf_mul(x[i], s->factor)), f), x[i]);
+        const VF d = vf_sub(vf_mul(rounded_e2m1(vf_mul(lane_vector(x, i), s->factor)), f), lane_vector(x, i));
         e[i] = vf_mul(d, d);
     }
     UNROLL
@@ -440,7 +499,7 @@ static const int lane_sweep_offsets[] = {
 }; /* after 0, in the order in which ties go */
 
 /* A candidate outside the range takes part with an error that never wins: that of the rtn code itself. */
-SIMD struct scales choose_sweep(const VF x[BLOCK], VF absmax, const struct nib_coding *coding,
+SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct nib_coding *coding,
                                 const struct lane_scaler *scaler)
 {
     const VI rtn = rtn_scales(absmax, coding, scaler).code;
@@ -470,7 +529,7 @@ struct place {
     int n, length; /* blocks that are there, and elements in each */
 };
 
-SIMD struct codes encode_at(const VF x[BLOCK], VF factor, const struct nib_coding *coding, const struct place *at)
+SIMD struct codes encode_at(const struct lanes *x, VF factor, const struct nib_coding *coding, const struct place *at)
 {
     if (coding->rounding == NIB_ROUND_NEAREST)
         return encode_nearest(x, factor, coding->dialect);
@@ -483,8 +542,8 @@ SIMD struct codes encode_at(const VF x[BLOCK], VF factor, const struct nib_codin
 }
 
 /* 1x16 blocks from their numbers to scales and codes. */
-SIMD struct codes quantize_group(const VF x[BLOCK], const struct nib_coding *coding, const struct lane_scaler *scaler,
-                                 const struct place *at, VI *scale)
+SIMD struct codes quantize_group(const struct lanes *x, const struct nib_coding *coding,
+                                 const struct lane_scaler *scaler, const struct place *at, VI *scale)
 {
     const VF absmax = absmax_of(x);
     struct scales s;
@@ -520,7 +579,7 @@ SIMD void store_row_group(const struct nib_target *target, int64_t line, int64_t
         ((uint8_t *)target->scales)[nib_scale_index(g, line, block + b)] = scales[b];
 }
 
-/* One row of 1x16 blocks, VL at a time; the last few, and a last block that is not whole, through memory. */
+/* One row of 1x16 blocks, VL at a time; a last block that is not whole alone. */
 SIMD void quantize_row(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target,
                        int64_t row, const struct lane_scaler *scaler, nib_dtype dtype)
 {
@@ -528,22 +587,13 @@ SIMD void quantize_row(const struct nib_panel *panel, const struct nib_coding *c
     uint8_t codes[GROUP_BYTES], scales[VL];
     struct place at = { .line = panel->row + row, .n = VL, .length = BLOCK };
     for (int64_t b = 0; b * BLOCK < panel->cols; b += at.n) {
-        VF x[BLOCK];
+        struct lanes x;
         at.block = panel->col / BLOCK + b;
         at.n = (int)nib_min(VL, b < whole ? whole - b : 1);
         at.length = b < whole ? BLOCK : (int)(panel->cols % BLOCK);
-        if (b < whole) {
-            const void *pointers[VL];
-            for (int lane = 0; lane < VL; lane++) /* lanes that have no block take the last one again */
-                pointers[lane] = element_address(panel, row, nib_min(b + lane, whole - 1) * BLOCK);
-            load_blocks(pointers, dtype, x);
-        } else {
-            load_partial(panel, NIB_ROWWISE, row, 1, b * BLOCK, at.length, x);
-        }
-        if (coding->transform)
-            transform(x, coding->sign_mask, dtype);
+        blocks_to_lanes(panel, coding, row, b, at.length, dtype, &x);
         VI scale;
-        const struct codes group = quantize_group(x, coding, scaler, &at, &scale);
+        const struct codes group = quantize_group(&x, coding, scaler, &at, &scale);
         group_bytes(&group, scale, codes, scales);
         store_row_group(target, at.line, at.block, at.n, at.length, codes, scales);
     }
@@ -585,19 +635,14 @@ SIMD void quantize_column_band(const struct nib_panel *panel, const struct nib_c
                         .length = (int)nib_min(BLOCK, panel->rows - row) };
     struct lane_scaler scaler = lane_scaler_for(coding, target, panel->col + col, 1);
     for (int64_t c = 0; c < lines; c += VL) {
-        VF x[BLOCK];
+        struct lanes x;
         at.line = panel->col + col + c;
         at.n = (int)nib_min(VL, lines - c);
         if (target->level_per_line)
             scaler = lane_scaler_for(coding, target, at.line, at.n);
-        if (at.n == VL && at.length == BLOCK)
-            load_columns(panel, row, col + c, dtype, x);
-        else
-            load_partial(panel, NIB_COLUMNWISE, col + c, at.n, row, at.length, x);
-        if (coding->transform)
-            transform(x, coding->sign_mask, dtype);
+        columns_to_lanes(panel, coding, row, col + c, at.n, at.length, dtype, &x);
         VI scale;
-        const struct codes group = quantize_group(x, coding, &scaler, &at, &scale);
+        const struct codes group = quantize_group(&x, coding, &scaler, &at, &scale);
         uint8_t codes[GROUP_BYTES], scales[VL];
         group_bytes(&group, scale, codes, scales);
         for (int lane = 0; lane < at.n; lane++) {
@@ -647,16 +692,11 @@ SIMD void quantize_tile_rows(const struct nib_panel *panel, const struct nib_cod
     const int64_t whole = panel->cols / BLOCK;
     struct place at = { .block = panel->col / BLOCK + first, .n = (int)nib_min(VL, first < whole ? whole - first : 1) };
     at.length = first < whole ? BLOCK : (int)(panel->cols % BLOCK);
-    VF x[BLOCK][BLOCK], absmax = vf_set1(0), error_four[BLOCK], error_six[BLOCK];
+    struct lanes x[BLOCK];
+    VF absmax = vf_set1(0), error_four[BLOCK], error_six[BLOCK];
     for (int l = 0; l < lines; l++) {
-        const void *pointers[VL];
-        for (int lane = 0; lane < VL; lane++)
-            pointers[lane] = element_address(panel, row + l, nib_min(first + lane, nib_max(whole - 1, 0)) * BLOCK);
-        if (first < whole)
-            load_blocks(pointers, dtype, x[l]);
-        else
-            load_partial(panel, NIB_ROWWISE, row + l, 1, first * BLOCK, at.length, x[l]);
-        absmax = vf_max(absmax_of(x[l]), absmax);
+        blocks_to_lanes(panel, coding, row + l, first, at.length, dtype, &x[l]);
+        absmax = vf_max(absmax_of(&x[l]), absmax);
     }
     struct scales s = rtn_scales(absmax, coding, scaler);
     if (coding->scale_rule == NIB_SCALE_4OVER6) {
@@ -664,8 +704,8 @@ SIMD void quantize_tile_rows(const struct nib_panel *panel, const struct nib_cod
         four_and_six(absmax, coding, scaler, &four, &six);
         UNROLL
         for (int l = 0; l < BLOCK; l++) {
-            error_four[l] = l < lines ? line_error(x[l], at.length, &four, coding, scaler) : vf_set1(0);
-            error_six[l] = l < lines ? line_error(x[l], at.length, &six, coding, scaler) : vf_set1(0);
+            error_four[l] = l < lines ? line_error(&x[l], at.length, &four, coding, scaler) : vf_set1(0);
+            error_six[l] = l < lines ? line_error(&x[l], at.length, &six, coding, scaler) : vf_set1(0);
         }
         UNROLL
         for (int distance = BLOCK / 2; distance > 0; distance /= 2)
@@ -678,7 +718,7 @@ SIMD void quantize_tile_rows(const struct nib_panel *panel, const struct nib_cod
     }
     for (int l = 0; l < lines; l++) {
         at.line = panel->row + row + l;
-        const struct codes group = encode_at(x[l], s.factor, coding, &at);
+        const struct codes group = encode_at(&x[l], s.factor, coding, &at);
         uint8_t codes[GROUP_BYTES], scales[VL];
         group_bytes(&group, s.code, codes, scales);
         store_row_group(target, at.line, at.block, at.n, at.length, codes, scales);
@@ -698,15 +738,15 @@ SIMD void quantize_tiles(const struct nib_panel *panel, const struct nib_coding 
 /* One 16x16 tile of the columnwise copy: lanes are lines of the same tile, so that its amax and its errors go across them. */
 enum { TILE_GROUPS = BLOCK / VL };
 
-SIMD struct scales tile_4over6(VF x[TILE_GROUPS][BLOCK], int length, VF absmax, const struct nib_coding *coding,
-                               const struct lane_scaler *scaler)
+SIMD struct scales tile_4over6(const struct lanes x[TILE_GROUPS], int length, VF absmax,
+                               const struct nib_coding *coding, const struct lane_scaler *scaler)
 {
     struct scales four, six;
     float error_four[BLOCK], error_six[BLOCK];
     four_and_six(absmax, coding, scaler, &four, &six);
     for (int g = 0; g < TILE_GROUPS; g++) { /* lines outside the matrix are zeros and err by nothing */
-        vf_store(error_four + g * VL, line_error(x[g], length, &four, coding, scaler));
-        vf_store(error_six + g * VL, line_error(x[g], length, &six, coding, scaler));
+        vf_store(error_four + g * VL, line_error(&x[g], length, &four, coding, scaler));
+        vf_store(error_six + g * VL, line_error(&x[g], length, &six, coding, scaler));
     }
     UNROLL
     for (int distance = BLOCK / 2; distance > 0; distance /= 2)
@@ -725,15 +765,12 @@ SIMD void quantize_tile_columns(const struct nib_panel *panel, const struct nib_
     const struct nib_copy_geometry *geometry = target->geometry;
     const int lines = (int)nib_min(BLOCK, panel->cols - col), length = (int)nib_min(BLOCK, panel->rows - row);
     const int64_t block = (panel->row + row) / BLOCK;
-    VF x[TILE_GROUPS][BLOCK];
+    struct lanes x[TILE_GROUPS];
     float amax[VL], largest = 0;
     for (int g = 0; g < TILE_GROUPS; g++) {
         const int n = (int)nib_min(VL, nib_max(lines - g * VL, 0));
-        if (n == VL && length == BLOCK)
-            load_columns(panel, row, col + g * VL, dtype, x[g]);
-        else
-            load_partial(panel, NIB_COLUMNWISE, col + g * VL, n, row, length, x[g]);
-        vf_store(amax, absmax_of(x[g]));
+        columns_to_lanes(panel, coding, row, col + g * VL, n, length, dtype, &x[g]);
+        vf_store(amax, absmax_of(&x[g]));
         for (int lane = 0; lane < VL; lane++)
             largest = amax[lane] > largest ? amax[lane] : largest;
     }
@@ -741,7 +778,7 @@ SIMD void quantize_tile_columns(const struct nib_panel *panel, const struct nib_
     const struct scales s = coding->scale_rule == NIB_SCALE_4OVER6 ? tile_4over6(x, length, absmax, coding, scaler)
                                                                    : rtn_scales(absmax, coding, scaler);
     for (int g = 0; g < TILE_GROUPS; g++) {
-        const struct codes group = encode_nearest(x[g], s.factor, coding->dialect);
+        const struct codes group = encode_nearest(&x[g], s.factor, coding->dialect);
         uint8_t codes[GROUP_BYTES], scales[VL];
         group_bytes(&group, s.code, codes, scales);
         for (int lane = 0; lane < VL && g * VL + lane < lines; lane++) {
@@ -804,15 +841,10 @@ SIMD void absmax_columns(const struct nib_panel *panel, const struct nib_coding 
     for (int64_t row = 0; row < panel->rows; row += BLOCK)
         for (int64_t col = 0; col < panel->cols; col += VL) {
             const int n = (int)nib_min(VL, panel->cols - col), length = (int)nib_min(BLOCK, panel->rows - row);
-            VF x[BLOCK];
+            struct lanes x;
             float amax[VL];
-            if (n == VL && length == BLOCK)
-                load_columns(panel, row, col, dtype, x);
-            else
-                load_partial(panel, NIB_COLUMNWISE, col, n, row, length, x);
-            if (coding->transform)
-                transform(x, coding->sign_mask, dtype);
-            vf_store(amax, absmax_of(x));
+            columns_to_lanes(panel, coding, row, col, n, length, dtype, &x);
+            vf_store(amax, absmax_of(&x));
             for (int lane = 0; lane < n; lane++)
                 out[col + lane] = amax[lane] > out[col + lane] ? amax[lane] : out[col + lane];
         }
