@@ -677,8 +677,10 @@ SIMD void quantize_as(const struct nib_panel *panel, const struct nib_coding *co
         quantize_columns(panel, coding, target, dtype);
         return;
     }
+    struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row, 1);
     for (int64_t row = 0; row < panel->rows; row++) {
-        const struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row + row, 1);
+        if (target->level_per_line)
+            scaler = lane_scaler_for(coding, target, panel->row + row, 1);
         quantize_row(panel, coding, target, row, &scaler, dtype);
     }
 }

@@ -190,16 +190,17 @@ SIMD VF largest_of_each(const VF m[8])
     return vf_max(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 }
 
-/* The amaxes of STRIP_STEP blocks; numbers that are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, nib_dtype dtype, float *widened)
+/* The amaxes of STRIP_STEP blocks from b on, none beyond `last`; numbers that are not FP32 are widened on the way. */
+SIMD VF strip_absmax(const void *x, int b, int last, nib_dtype dtype, float *widened)
 {
     VF m[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const VF low = load_numbers(x, (b + k) * BLOCK, dtype), high = load_numbers(x, (b + k) * BLOCK + 8, dtype);
+        const int at = (b + k < last ? b + k : last) * BLOCK;
+        const VF low = load_numbers(x, at, dtype), high = load_numbers(x, at + 8, dtype);
         if (dtype != NIB_F32) {
-            vf_store(widened + (b + k) * BLOCK, low);
-            vf_store(widened + (b + k) * BLOCK + 8, high);
+            vf_store(widened + at, low);
+            vf_store(widened + at + 8, high);
         }
         m[k] = vf_max(absolute(high), vf_max(absolute(low), vf_set1(0))); /* NaNs give way */
     }

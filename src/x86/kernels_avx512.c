@@ -186,15 +186,16 @@ SIMD VF largest_of_each(const VF m[16])
     return vf_max(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
 }
 
-/* The amaxes of STRIP_STEP blocks; numbers that are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, nib_dtype dtype, float *widened)
+/* The amaxes of STRIP_STEP blocks from b on, none beyond `last`; numbers that are not FP32 are widened on the way. */
+SIMD VF strip_absmax(const void *x, int b, int last, nib_dtype dtype, float *widened)
 {
     VF m[16];
     _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++)
     {
-        const VF v = load_numbers(x, (b + k) * BLOCK, dtype);
+        const int at = (b + k < last ? b + k : last) * BLOCK;
+        const VF v = load_numbers(x, at, dtype);
         if (dtype != NIB_F32)
-            vf_store(widened + (b + k) * BLOCK, v);
+            vf_store(widened + at, v);
         m[k] = vf_max(absolute(v), vf_set1(0)); /* NaNs give way */
     }
     return largest_of_each(m);
