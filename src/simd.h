@@ -2,9 +2,10 @@
 /*
  * simd.h - the NVFP4 kernels for any vector width, included once by the file of each instruction set.
  *
- * Lanes are blocks: vector i of a group holds element i of VL blocks, one block per lane. Everything that a block needs - its amax, its
- * scale, its codes, the errors of candidates - is then the same arithmetic in every lane, in the order of the reference, and nothing is
- * summed across lanes. Columns of the matrix already lie so; pieces of rows are transposed on the way in.
+ * Lanes are blocks: vector i of a group holds element i of VL blocks, one block per lane. Everything that a block needs
+ * - its amax, its scale, its codes, the errors of candidates - is then the same arithmetic in every lane, in the order
+ * of the reference, and nothing is summed across lanes. Columns of the matrix already lie so; pieces of rows are
+ * transposed on the way in.
  *
  * The including file defines
  *     VL, VF, VI            lanes, and vectors of so many floats and 32-bit integers
@@ -44,8 +45,9 @@ SIMD const void *element_address(const struct nib_panel *panel, int64_t row, int
     return (const char *)panel->x + (row * panel->stride + col) * (panel->dtype == NIB_F32 ? 4 : 2);
 }
 
-/* Element i of VL blocks is the vector at x + i * stride: in the matrix itself where columns of FP32 are wanted as they are, in `own`
- * elsewhere. Sixteen vectors do not fit into the registers beside what works on them; the first-level cache holds them just as well. */
+/* Element i of VL blocks is the vector at x + i * stride: in the matrix itself where columns of FP32 are wanted as they
+ * are, in `own` elsewhere. Sixteen vectors do not fit into the registers beside what works on them; the first-level
+ * cache holds them just as well. */
 struct lanes {
     const float *x;
     int64_t stride;
@@ -207,7 +209,8 @@ SIMD VF f32_of_e4m3(VI code)
     return vf_of(vi_select_less(vf_from(code), vf_set1(8.0f), vi_of(subnormal), vi_of(normal)));
 }
 
-/* What a level comes to (struct nib_scaler), in every lane: the same in all, or, where columns have levels of their own, each lane's. */
+/* What a level comes to (struct nib_scaler), in every lane: the same in all, or, where columns have levels of their
+ * own, each lane's. */
 struct lane_scaler {
     VF amax, encode, decode, block;
     VF g;                  /* the level as a plain multiplier */
@@ -370,8 +373,8 @@ SIMD void random_words(const struct nib_coding *coding, VI line, VI block, VI ra
     }
 }
 
-/* The reference's rule: p is the power of two at or below max(|y|, 1), the step is p / 2, and the first code of that range is
- * 2 log2 p less than |y| / step. */
+/* The reference's rule: p is the power of two at or below max(|y|, 1), the step is p / 2, and the first code of that
+ * range is 2 log2 p less than |y| / step. */
 SIMD VI stochastic_bits(VF a, VI random, bool bytes)
 {
     const VI p = vi_and(vi_of(vf_max(a, vf_set1(1.0f))), vi_set1(0x7F800000));
@@ -737,7 +740,8 @@ SIMD void quantize_tiles(const struct nib_panel *panel, const struct nib_coding 
             quantize_tile_rows(panel, coding, target, row, b, &scaler, dtype);
 }
 
-/* One 16x16 tile of the columnwise copy: lanes are lines of the same tile, so that its amax and its errors go across them. */
+/* One 16x16 tile of the columnwise copy: lanes are lines of the same tile, so that its amax and its errors go across
+ * them. */
 enum { TILE_GROUPS = BLOCK / VL };
 
 SIMD struct scales tile_4over6(const struct lanes x[TILE_GROUPS], int length, VF absmax,
@@ -801,8 +805,8 @@ SIMD void quantize_column_tiles(const struct nib_panel *panel, const struct nib_
             quantize_tile_columns(panel, coding, target, row, col, &scaler, dtype);
 }
 
-/* What is done here; the rest is the reference's. The columnwise copy of square tiles takes random numbers across its lanes, and a last
- * block of another dialect may have a factor that makes something of nothing. */
+/* What is done here; the rest is the reference's. The columnwise copy of square tiles takes random numbers across its
+ * lanes, and a last block of another dialect may have a factor that makes something of nothing. */
 static bool takes(const struct nib_panel *panel, const struct nib_coding *coding)
 {
     const bool tail = (coding->copy == NIB_ROWWISE ? panel->cols : panel->rows) % BLOCK;

@@ -106,8 +106,9 @@ SIMD void vi_store_low_bytes(uint8_t *p, VI v)
     _mm_storel_epi64((void *)p, both);
 }
 
-/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits: below 2 the grid is halves (2^22), from 2 it is
- * ones (2^23, plus 2 since code 4 is 2), from 4 twos (2^24, plus 8). The low bits of the exponent pick the number. */
+/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits: below 2 the grid is halves
+ * (2^22), from 2 it is ones (2^23, plus 2 since code 4 is 2), from 4 twos (2^24, plus 8). The low bits of the exponent
+ * pick the number. */
 SIMD VI e2m1_bits(VF a)
 {
     const VF grids = _mm256_setr_ps(0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f, 0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f);
@@ -214,8 +215,8 @@ SIMD VI codes_of(VF x, VF factor)
     return with_sign(e2m1_bits(absolute(y)), y);
 }
 
-/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit halves: first a block's two vectors side by side, then pairs of
- * codes to a byte, and in the end the halves are woven together again. */
+/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit halves: first a block's two vectors side by side,
+ * then pairs of codes to a byte, and in the end the halves are woven together again. */
 SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
 {
     const VI pair = _mm256_set1_epi32(16 << 16 | 1);
@@ -237,7 +238,8 @@ SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
 
 #define DECODE_STEP 8
 
-/* What the codes of eight blocks are multiplied with. False where one is not an ordinary number: the reference then knows best. */
+/* What the codes of eight blocks are multiplied with. False where one is not an ordinary number: the reference then
+ * knows best. */
 SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float *out)
 {
     const VI code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)scales));
@@ -287,8 +289,8 @@ SIMD void decode_block_wide(char *out, nib_dtype dtype, const uint8_t *codes, fl
     store_vector(out, halves, stream);
 }
 
-/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to BF16, and the others
- * follow by counting in the exponent - as long as that stays clear of its ends. */
+/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to
+ * BF16, and the others follow by counting in the exponent - as long as that stays clear of its ends. */
 SIMD bool takes_factor(nib_dtype dtype, float factor)
 {
     const uint32_t exponent = nib_bits(factor) >> 23;

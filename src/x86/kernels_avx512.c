@@ -201,7 +201,8 @@ SIMD VF strip_absmax(const void *x, int b, int last, nib_dtype dtype, float *wid
     return largest_of_each(m);
 }
 
-/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit pieces: in the end every fourth pair of bytes is one block's. */
+/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit pieces: in the end every fourth pair of bytes is
+ * one block's. */
 SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
 {
     VI codes[4];

@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rows.h - rows to nearest and back, the way most data takes; included once by the file of each x86 instruction set, after simd.h.
+ * rows.h - rows to nearest and back, the way most data takes; included once by the file of each x86 instruction set,
+ * after simd.h.
  *
- * Blocks lie side by side, so that no transposition is needed if a block's elements share a vector and only amaxes, scales and factors
- * have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of its factors overlap.
+ * Blocks lie side by side, so that no transposition is needed if a block's elements share a vector and only amaxes,
+ * scales and factors have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of
+ * its factors overlap.
  *
- * The including file defines STRIP_STEP, strip_absmax, store_four_blocks; DECODE_STEP, decode_factors, takes_factor, decode_block.
+ * The including file defines STRIP_STEP, strip_absmax, store_four_blocks; DECODE_STEP, decode_factors, takes_factor,
+ * decode_block.
  */
 
 enum { STRIP = 64 };
