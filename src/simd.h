@@ -333,17 +333,17 @@ SIMD struct codes encode_nearest(const struct lanes *x, VF factor, const struct 
 SIMD void philox(uint64_t offset, VI line, VI block, uint64_t seed, VI out[4])
 {
     VI c0 = vi_set1((int)(uint32_t)offset), c1 = vi_set1((int)(uint32_t)(offset >> 32)), c2 = line, c3 = block;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    VI k0 = vi_set1((int)(uint32_t)seed), k1 = vi_set1((int)(uint32_t)(seed >> 32));
     for (int round = 0; round < 10; round++) {
         VI high0, low0, high1, low1;
         vi_multiply_wide(c0, 0xD2511F53u, &high0, &low0);
         vi_multiply_wide(c2, 0xCD9E8D57u, &high1, &low1);
-        c0 = vi_xor(vi_xor(high1, c1), vi_set1((int)k0));
-        c2 = vi_xor(vi_xor(high0, c3), vi_set1((int)k1));
+        c0 = vi_xor(vi_xor(high1, c1), k0);
+        c2 = vi_xor(vi_xor(high0, c3), k1);
         c1 = low1;
         c3 = low0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+        k0 = vi_add(k0, vi_set1((int)0x9E3779B9u));
+        k1 = vi_add(k1, vi_set1((int)0xBB67AE85u));
     }
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
@@ -373,16 +373,16 @@ SIMD void random_words(const struct nib_coding *coding, VI line, VI block, VI ra
     }
 }
 
-/* The reference's rule: p is the power of two at or below max(|y|, 1), the step is p / 2, and the first code of that
- * range is 2 log2 p less than |y| / step. */
+/* The reference's rule in one sum: p is the power of two at or below max(|y|, 1), so that |y| counts in steps of p / 2.
+ * floor(|y| / step * 2^bits) has the steps above and the fraction's bits below; adding the random bits carries into the
+ * steps exactly where the reference rounds up. The first code of the range is 2 log2 p less than its steps. */
 SIMD VI stochastic_bits(VF a, VI random, bool bytes)
 {
+    const uint32_t bits = bytes ? 8 : 24;
     const VI p = vi_and(vi_of(vf_max(a, vf_set1(1.0f))), vi_set1(0x7F800000));
-    const VF scaled = vf_mul(a, vf_of(vi_sub(vi_set1((int)(255u << 23)), p))); /* a * 2 / p, exact */
-    const VI steps = vi_truncate(scaled);
-    const VF frac = vf_sub(scaled, vf_from(steps)); /* exact */
-    const VI sum = vi_add(vi_truncate(vf_mul(frac, vf_set1(bytes ? 0x1p8f : 0x1p24f))), random);
-    return vi_add(vi_add(steps, vi_sub(vi_srl(p, 22), vi_set1(254))), bytes ? vi_srl(sum, 8) : vi_srl(sum, 24));
+    const VF scale = vf_of(vi_sub(vi_set1((int)((255u + bits) << 23)), p)); /* 2^bits * 2 / p */
+    const VI sum = vi_add(vi_truncate(vf_mul(a, scale)), random);           /* exact, and below 2^28 */
+    return vi_add(bytes ? vi_srl(sum, 8) : vi_srl(sum, 24), vi_sub(vi_srl(p, 22), vi_set1(254)));
 }
 
 SIMD struct codes encode_random(const struct lanes *x, VF factor, const VI random[BLOCK], bool bytes)

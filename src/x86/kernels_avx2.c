@@ -191,13 +191,14 @@ SIMD VF largest_of_each(const VF m[8])
     return vf_max(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 }
 
-/* The amaxes of STRIP_STEP blocks from b on, none beyond `last`; numbers that are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, int last, nib_dtype dtype, float *widened)
+/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
+ * are not FP32 are widened on the way. */
+SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
 {
     VF m[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const int at = (b + k < last ? b + k : last) * BLOCK;
+        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
         const VF low = load_numbers(x, at, dtype), high = load_numbers(x, at + 8, dtype);
         if (dtype != NIB_F32) {
             vf_store(widened + at, low);

@@ -20,8 +20,10 @@ SIMD void quantize_strip(const void *x, nib_dtype dtype, int n, const struct nib
     float widened[STRIP * BLOCK] __attribute__((aligned(64))), factors[STRIP];
     uint8_t strip_scales[STRIP];
     const float *numbers = dtype == NIB_F32 ? x : widened;
-    for (int b = 0; b < n; b += STRIP_STEP) { /* the last step may take the last block again for want of others */
-        const struct scales s = rtn_scales(strip_absmax(x, b, n - 1, dtype, widened), coding, scaler);
+    for (int b = 0; b < n; b += STRIP_STEP) {
+        const VF absmax = b + STRIP_STEP <= n ? strip_absmax(x, b, n, true, dtype, widened)
+                                              : strip_absmax(x, b, n, false, dtype, widened);
+        const struct scales s = rtn_scales(absmax, coding, scaler);
         vi_store_low_bytes(strip_scales + b, s.code);
         vf_store(factors + b, s.factor);
     }
