@@ -166,6 +166,7 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 }
 
 #include "../simd.h"
+#include "../simd_panels.h"
 
 /* ---- Rows to nearest: as in kernels_avx2.c, with a vector per block ---- */
 
@@ -264,6 +265,8 @@ SIMD bool takes_factor(nib_dtype dtype, float factor)
     (void)dtype, (void)factor;
     return true;
 }
+
+SIMD void prepare_factors(float *factors, nib_dtype dtype) { (void)factors, (void)dtype; }
 
 #include "rows.h"
 

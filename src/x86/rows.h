@@ -8,7 +8,7 @@
  * its factors overlap.
  *
  * The including file defines STRIP_STEP, strip_absmax, store_four_blocks; DECODE_STEP, decode_factors, takes_factor,
- * decode_block.
+ * prepare_factors, decode_block.
  */
 
 enum { STRIP = 64 };
@@ -115,6 +115,7 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
                       stream);
             continue;
         }
+        prepare_factors(factor, dtype);
         for (int b = 0; b < DECODE_STEP; b++)
             decode_block(y + (i + b * BLOCK) * size, dtype, codes + i / 2 + b * 8, factor[b], stream);
     }
