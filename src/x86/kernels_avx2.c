@@ -174,6 +174,7 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 }
 
 #include "../simd.h"
+#include "../simd_panels.h"
 
 /* ---- Rows to nearest: the way most data takes (rows.h) ---- */
 
@@ -191,13 +192,14 @@ SIMD VF largest_of_each(const VF m[8])
     return vf_max(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 }
 
-/* The amaxes of STRIP_STEP blocks from b on, none beyond `last`; numbers that are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, int last, nib_dtype dtype, float *widened)
+/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
+ * are not FP32 are widened on the way. */
+SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
 {
     VF m[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const int at = (b + k < last ? b + k : last) * BLOCK;
+        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
         const VF low = load_numbers(x, at, dtype), high = load_numbers(x, at + 8, dtype);
         if (dtype != NIB_F32) {
             vf_store(widened + at, low);
@@ -297,18 +299,27 @@ SIMD bool takes_factor(nib_dtype dtype, float factor)
     return dtype != NIB_BF16 || (exponent > 16 && exponent < 240);
 }
 
-SIMD void decode_block_bf16(char *out, const uint8_t *codes, float factor, bool stream)
+/* The two roundings of eight blocks: of the factor in the lower half of a lane, of 1.5 times it in the upper. */
+SIMD void prepare_factors(float *factors, nib_dtype dtype)
 {
-    const int one = nib_bf16_from_f32(factor), more = nib_bf16_from_f32(1.5f * factor);
-    const __m128i pattern = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
-    const __m128i which = _mm_setr_epi16(0, 0, 0, -1, 0, -1, 0, -1),
-                  some = _mm_setr_epi16(0, -1, -1, -1, -1, -1, -1, -1);
-    const __m128i base = _mm_blendv_epi8(_mm_set1_epi16((short)one), _mm_set1_epi16((short)more), which);
-    const __m128i table = _mm_and_si128(_mm_add_epi16(base, pattern), some); /* BF16 of codes 0..7 */
-    const __m128i split = _mm_shuffle_epi8(table, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-    const __m128i low = _mm_unpacklo_epi64(split, split);
+    if (dtype != NIB_BF16)
+        return;
+    const VF one = round_to_bf16(vf_load(factors)), more = round_to_bf16(vf_mul(vf_load(factors), vf_set1(1.5f)));
+    vf_store(factors, vf_of(vi_or(vi_srl(vi_of(one), 16), vi_of(more))));
+}
+
+/* A table of the block's 16 values, a byte of each in two registers. */
+SIMD void decode_block_bf16(char *out, const uint8_t *codes, float roundings, bool stream)
+{
+    const __m128i which = _mm_setr_epi8(0, 1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+    const __m128i steps = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
+    const __m128i some = _mm_setr_epi16(0, -1, -1, -1, -1, -1, -1, -1);
+    const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m128i both = _mm_shuffle_epi8(_mm_set1_epi32((int)nib_bits(roundings)), which);
+    const __m128i table = _mm_shuffle_epi8(_mm_and_si128(_mm_add_epi16(both, steps), some), apart);
+    const __m128i low = _mm_unpacklo_epi64(table, table);
     const __m128i high =
-        _mm_or_si128(_mm_unpackhi_epi64(split, split), _mm_set_epi64x((long long)0x8080808080808080u, 0));
+        _mm_or_si128(_mm_unpackhi_epi64(table, table), _mm_set_epi64x((long long)0x8080808080808080u, 0));
     const __m128i spread = spread_codes(codes), h = _mm_shuffle_epi8(high, spread), l = _mm_shuffle_epi8(low, spread);
     store_vector(out, _mm256_set_m128i(_mm_unpackhi_epi8(l, h), _mm_unpacklo_epi8(l, h)), stream);
 }

@@ -8,7 +8,7 @@
  * its factors overlap.
  *
  * The including file defines STRIP_STEP, strip_absmax, store_four_blocks; DECODE_STEP, decode_factors, takes_factor,
- * decode_block.
+ * prepare_factors, decode_block.
  */
 
 enum { STRIP = 64 };
@@ -20,8 +20,10 @@ SIMD void quantize_strip(const void *x, nib_dtype dtype, int n, const struct nib
     float widened[STRIP * BLOCK] __attribute__((aligned(64))), factors[STRIP];
     uint8_t strip_scales[STRIP];
     const float *numbers = dtype == NIB_F32 ? x : widened;
-    for (int b = 0; b < n; b += STRIP_STEP) { /* the last step may take the last block again for want of others */
-        const struct scales s = rtn_scales(strip_absmax(x, b, n - 1, dtype, widened), coding, scaler);
+    for (int b = 0; b < n; b += STRIP_STEP) {
+        const VF absmax = b + STRIP_STEP <= n ? strip_absmax(x, b, n, true, dtype, widened)
+                                              : strip_absmax(x, b, n, false, dtype, widened);
+        const struct scales s = rtn_scales(absmax, coding, scaler);
         vi_store_low_bytes(strip_scales + b, s.code);
         vf_store(factors + b, s.factor);
     }
@@ -113,6 +115,7 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
                       stream);
             continue;
         }
+        prepare_factors(factor, dtype);
         for (int b = 0; b < DECODE_STEP; b++)
             decode_block(y + (i + b * BLOCK) * size, dtype, codes + i / 2 + b * 8, factor[b], stream);
     }
