@@ -62,6 +62,15 @@ typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_cod
 typedef void nib_decode_fn(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
                            const struct nib_coding *coding);
 
+/* What quantize does to one block whose amax is known from elsewhere, by the rule that needs no more than that (NIB_SCALE_RTN): for
+ * blocks that are not in one place. Its scale; */
+typedef nib_scale_bits nib_block_scale_fn(float block_amax, const struct nib_scaler *scaler,
+                                          const struct nib_coding *coding);
+
+/* and the codes, one a byte, of n of its elements in line `line` of the matrix, of which the first is element `first` of the block. */
+typedef void nib_encode_fn(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
+                           int64_t block, int64_t first, uint8_t *codes);
+
 /* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot NIB_ANY_FORMAT. */
 enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
 
@@ -69,7 +78,9 @@ enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
     X(absmax, NIB_DTYPE_COUNT)        \
     X(absmax_lines, NIB_FORMAT_SLOTS) \
     X(quantize, NIB_FORMAT_SLOTS)     \
-    X(decode, NIB_FORMAT_SLOTS)
+    X(decode, NIB_FORMAT_SLOTS)       \
+    X(block_scale, NIB_FORMAT_SLOTS)  \
+    X(encode, NIB_FORMAT_SLOTS)
 
 struct nib_kernels {
 #define X(operation, count) nib_##operation##_fn *operation[count];

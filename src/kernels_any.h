@@ -29,5 +29,7 @@ static inline int64_t nib_panel_length(const struct nib_panel *panel, nib_copy c
 
 nib_quantize_fn nib_quantize_any;
 nib_decode_fn nib_decode_any;
+nib_block_scale_fn nib_block_scale_any;
+nib_encode_fn nib_encode_any;
 
 #endif

@@ -13,13 +13,14 @@ BUILD = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else os.path.join(ROOT
 
 # A file of src/ may include headers of its own rank or below. Files in src/x86 and src/arm are kernels.
 RANK = {
-    "base": 0, "os": 0,
+    "base": 0, "os": 0, "comm": 0,
     "codec": 1, "philox": 1, "json": 1, "reference": 1,
-    "format": 2, "safetensors": 2, "safetensors_write": 2,
-    "dialect": 3, "kernels": 3, "kernels_scalar": 3,
+    "format": 2, "dialect": 2, "safetensors": 2, "safetensors_write": 2,
+    "kernels": 3, "kernels_scalar": 3, "kernels_any": 3,
     "quantize": 4, "options": 4,
     "tensor": 5,
-    "tensor_ops": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6, "shard": 6,
+    "tensor_ops": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6, "convert": 6,
+    "shard": 6, "shard_steps": 6, "shard_gather": 6, "shard_group": 6,
 }
 # And these only what is named.
 ONLY = {
