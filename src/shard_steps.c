@@ -155,7 +155,7 @@ nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_copy copy, 
                              .last_shared = packed && end_col % 2 == 0 && end_col != cols - 1 };
 }
 
-/* Packed codes beside those of others; behind the last of a row comes nobody's nibble, which is 0. */
+/* A packed code beside another's; behind the last of a row comes nobody's nibble, which is 0. */
 static void put_code(const struct nib_copy_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
                      uint8_t code)
 {
@@ -166,18 +166,36 @@ static void put_code(const struct nib_copy_geometry *g, struct nib_code_place pl
         *byte = (uint8_t)(i % 2 ? (*byte & 0x0F) | code << 4 : (*byte & 0xF0) | code);
 }
 
+/* n codes side by side: whole bytes at once, the ones at the ends beside others'. */
+static void put_codes(const struct nib_copy_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
+                      int64_t n, const uint8_t *codes)
+{
+    int64_t k = 0;
+    if (!g->element_stride) {
+        if (i % 2)
+            put_code(g, place, line, i, codes[k++]);
+        uint8_t *bytes = place.codes + (byte_of(g, line, i + k) - place.first);
+        for (; k + 1 < n; k += 2)
+            *bytes++ = (uint8_t)(codes[k] | codes[k + 1] << 4);
+    }
+    for (; k < n; k++)
+        put_code(g, place, line, i + k, codes[k]);
+}
+
 /* n numbers of a piece from element `first` of the parameter on, rounded to its nominal dtype. */
 static void load_numbers(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
 {
     const nib_array *master = piece->master;
-    const int64_t size = nib_dtypes[master->dtype].bits / 8, step = master->strides[0] * size;
-    const char *from = (const char *)master->data + master->offset + (first - piece->start) * step;
-    for (int64_t i = 0; i < n; i++, from += step) {
-        uint16_t half = 0;
-        memcpy(master->dtype == NIB_F32 ? (void *)&x[i] : (void *)&half, from, (size_t)size);
-        if (master->dtype == NIB_BF16)
-            x[i] = nib_f32_from_bf16(half);
-    }
+    const int64_t step = master->strides[0], at = (first - piece->start) * step;
+    const void *from = (const char *)master->data + master->offset; /* aligned, as nib_check_array saw */
+    if (master->dtype == NIB_F32 && step == 1)
+        memcpy(x, (const float *)from + at, (size_t)n * sizeof *x);
+    else if (master->dtype == NIB_F32)
+        for (int64_t i = 0; i < n; i++)
+            x[i] = ((const float *)from)[at + i * step];
+    else
+        for (int64_t i = 0; i < n; i++)
+            x[i] = nib_f32_from_bf16(((const uint16_t *)from)[at + i * step]);
     for (int64_t i = 0; piece->t->dtype == NIB_BF16 && master->dtype != NIB_BF16 && i < n; i++)
         x[i] = nib_f32_from_bf16(nib_bf16_from_f32(x[i]));
     for (int64_t i = 0; piece->t->dtype == NIB_F16 && i < n; i++)
@@ -323,8 +341,7 @@ static void cast_run(const struct walk *walk, int64_t line, int64_t i, const flo
         grid->coding.dialect->factor(scale, walk->amaxes[cell_of(grid, line, i)], walk->scaler, &grid->coding.rules);
     uint8_t codes[NIB_MAX_BLOCK];
     walk->encode(x, n, factor, &grid->coding, line, b, block ? i % block : 0, codes);
-    for (int64_t k = 0; k < n; k++)
-        put_code(grid->geometry, walk->place, line, i + k, codes[k]);
+    put_codes(grid->geometry, walk->place, line, i, n, codes);
 }
 
 static void cast_span(struct walk *walk, const struct span *span)
