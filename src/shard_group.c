@@ -138,6 +138,8 @@ nib_status nib_split_quantize(const nib_quantizer *q, const nib_array *x, const 
         const nib_array rows = rows_of(x, first, counts[i]);
         status = quantize_member(&loaded, &rows, amaxes, n, i, &made[i]);
     }
+    if (amaxes) /* a rank that lacked memory for a member tells the others */
+        status = nib_agree(comm, status, 0);
     for (size_t i = 0; i < n && made; i++) {
         if (status)
             nib_tensor_destroy(made[i]);
@@ -331,6 +333,8 @@ nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_co
         const nib_array rows = rows_of(x, first, group->rows[i]);
         status = quantize_member(&loaded, &rows, amaxes, group->n, i, &members[i]);
     }
+    if (amaxes)
+        status = nib_agree(amax_comm, status, 0);
     for (size_t i = 0; i < group->n && members; i++)
         nib_tensor_destroy(members[i]);
     nib_free(members);
