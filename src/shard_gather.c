@@ -41,7 +41,8 @@ static nib_status exchange(const nib_comm *comm, const void *mine, size_t bytes,
 static nib_status check_own(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, const nib_array *shard,
                             const nib_comm *comm, struct gather *gather, struct nib_code_place *place)
 {
-    NIB_REQUIRE(t);
+    if (!t)
+        return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
     nib_byte_range bytes;
     TRY(nib_tensor_byte_range(t, copy, start, length, &bytes));
     if (!nib_tensor_has(t, copy))
@@ -277,7 +278,8 @@ static uint64_t row_key(const nib_tensor *t)
 
 static nib_status check_own_rows(const nib_tensor *t, const nib_comm *comm, struct row_gather *gather)
 {
-    NIB_REQUIRE(t);
+    if (!t)
+        return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
     nib_copy copy;
     TRY(nib_tensor_pick(t, NIB_EITHER, &copy));
     if (nib_tensor_has(t, NIB_COLUMNWISE))
