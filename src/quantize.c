@@ -290,7 +290,7 @@ float nib_level_from_amax(const nib_quantizer *q, const struct nib_coding *codin
 static float level_of(const nib_quantizer *q, const nib_given *given, const struct nib_coding *coding,
                       const float *found, int64_t i, float *encode)
 {
-    const float *level = given_for(given->level, q, coding->copy);
+    const float *level = given_for(given->level, q, (int)coding->copy);
     if (level && !coding->dialect->encode_of)
         return level[i];
     if (!coding->dialect->encode_of || (!level && !given->scale))

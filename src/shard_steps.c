@@ -106,8 +106,8 @@ nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array
         return nib_fail(NIB_ERR_ARG, "%s has %lld elements but begins at %lld", what, (long long)length,
                         (long long)start);
     if (start > elements || length > elements - start)
-        return nib_fail(NIB_ERR_SHAPE, "%s has elements %lld to %lld of a parameter of %lld", what, (long long)start,
-                        (long long)start + length - 1, (long long)elements);
+        return nib_fail(NIB_ERR_SHAPE, "%s has %lld elements from %lld on, of a parameter of %lld", what,
+                        (long long)length, (long long)start, (long long)elements);
     *out = (struct nib_piece){ t, master, start, length };
     return NIB_OK;
 }

@@ -225,7 +225,7 @@ nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const
         if (!t->parts[part])
             continue;
         nib_array array = { 0 };
-        char *entry = part_name(name, part);
+        char *entry = part_name(name, (int)part);
         status = entry ? nib_tensor_part(t, (nib_part)part, &array) : no_memory(name);
         if (!status)
             status = nib_writer_declare(writer, entry, array.dtype, array.rank, array.shape);
@@ -253,7 +253,7 @@ nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const n
     for (int part = 0; part < NIB_PART_COUNT && !status; part++) {
         if (!t->parts[part])
             continue;
-        char *entry = part_name(name, part);
+        char *entry = part_name(name, (int)part);
         status = entry ? nib_writer_write(writer, entry, 0, nib_buffer_data(t->parts[part]),
                                           nib_buffer_bytes(t->parts[part]))
                        : no_memory(name);
@@ -376,7 +376,7 @@ static nib_status read_parts(const nib_file *file, const char *name, const nib_t
         int64_t shape[NIB_MAX_RANK] = { 0 };
         TRY(nib_part_shape(&like->q, part, like->rank, like->shape, &rank, shape));
         const nib_dtype dtype = part / 2 == 0 ? NIB_U8 : part / 2 == 1 ? facts->scale : NIB_F32;
-        char *entry = part_name(name, part);
+        char *entry = part_name(name, (int)part);
         const nib_status status = entry ? read_part(file, entry, dtype, rank, shape, &parts[part]) : no_memory(name);
         nib_free(entry);
         TRY(status);

@@ -158,7 +158,7 @@ TEST(lists_and_masters_that_do_not_fit)
     } cases[] = {
         { good, -1, NIB_ERR_ARG, "begins at -1" },
         { good, -2, NIB_ERR_ARG, "begins at -2" },
-        { good, 449, NIB_ERR_SHAPE, "449 to 512 of a parameter of 512" },
+        { good, 449, NIB_ERR_SHAPE, "64 elements from 449 on, of a parameter of 512" },
         { good, INT64_MAX, NIB_ERR_SHAPE, "of a parameter of 512" },
         { array_of(numbers, NIB_F16, 1, SHAPE(64)), 0, NIB_ERR_DTYPE, "F32 or BF16, not F16" },
         { array_of(numbers, NIB_F32, 2, SHAPE(8, 8)), 0, NIB_ERR_SHAPE, "rank 1" },
