@@ -4,13 +4,37 @@
  */
 #include "kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <pthread.h>
 #include <stdlib.h>
 
 static bool always(void) { return true; }
 
+#if defined(__x86_64__)
+/* Not every compiler's __builtin_cpu_supports knows this one. */
+static bool has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+static bool has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+
+static bool has_avx512(void)
+{
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
 const struct nib_isa nib_isas[] = {
     { "scalar", always, &nib_kernels_scalar },
+#if defined(__x86_64__)
+    { "avx2", has_avx2, &nib_kernels_avx2 },
+    { "avx512", has_avx512, &nib_kernels_avx512 },
+#endif
     { NULL, NULL, NULL },
 };
 

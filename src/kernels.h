@@ -2,8 +2,8 @@
 /*
  * kernels.h - the slots that an instruction set may fill, and what fills them now.
  *
- * Kernels know rectangles of plain numbers, lines of codes and scales. They know nothing of tensors, never allocate, and
- * trust their arguments. Each runs within nib_fpenv_enter.
+ * Kernels know rectangles of plain numbers, lines of codes and scales. They know nothing of tensors, never allocate,
+ * and trust their arguments. Each runs within nib_fpenv_enter.
  */
 #ifndef NIB_KERNELS_H
 #define NIB_KERNELS_H
@@ -58,29 +58,20 @@ typedef void nib_absmax_lines_fn(const struct nib_panel *panel, const struct nib
 typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_coding *coding,
                              const struct nib_target *target);
 
-/* n elements from codes and scales that lie side by side; the first begins a block. */
-typedef void nib_decode_fn(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
-                           const struct nib_coding *coding);
+/* n elements from codes and scales that lie side by side, as F32, BF16 or F16; the first begins a block. `stream`: the
+ * output is too large to be wanted in the cache. */
+typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
+                           const struct nib_coding *coding, bool stream);
 
-/* What quantize does to one block whose amax is known from elsewhere, by the rule that needs no more than that (NIB_SCALE_RTN): for
- * blocks that are not in one place. Its scale; */
-typedef nib_scale_bits nib_block_scale_fn(float block_amax, const struct nib_scaler *scaler,
-                                          const struct nib_coding *coding);
-
-/* and the codes, one a byte, of n of its elements in line `line` of the matrix, of which the first is element `first` of the block. */
-typedef void nib_encode_fn(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
-                           int64_t block, int64_t first, uint8_t *codes);
-
-/* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot NIB_ANY_FORMAT. */
+/* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot
+ * NIB_ANY_FORMAT. */
 enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
 
 #define NIB_KERNELS(X)                \
     X(absmax, NIB_DTYPE_COUNT)        \
     X(absmax_lines, NIB_FORMAT_SLOTS) \
     X(quantize, NIB_FORMAT_SLOTS)     \
-    X(decode, NIB_FORMAT_SLOTS)       \
-    X(block_scale, NIB_FORMAT_SLOTS)  \
-    X(encode, NIB_FORMAT_SLOTS)
+    X(decode, NIB_FORMAT_SLOTS)
 
 struct nib_kernels {
 #define X(operation, count) nib_##operation##_fn *operation[count];
@@ -96,7 +87,7 @@ struct nib_isa {
 };
 extern const struct nib_isa nib_isas[]; /* ends with a NULL name */
 
-extern const struct nib_kernels nib_kernels_scalar;
+extern const struct nib_kernels nib_kernels_scalar, nib_kernels_avx2, nib_kernels_avx512;
 
 /* The merged table: chosen once, at the first call. NIB_MAX_ISA in the environment names the strongest set to use. */
 const struct nib_kernels *nib_kernels_best(void);
@@ -106,6 +97,22 @@ const struct nib_kernels *nib_kernels_best(void);
     ((int)(format) < NIB_FORMAT_COUNT && nib_kernels_best()->operation[format] \
          ? nib_kernels_best()->operation[format]                               \
          : nib_kernels_best()->operation[NIB_ANY_FORMAT])
+
+/* What the scalar kernels do to one block, for blocks that are not in one place: amax and elements come from elsewhere.
+ * Only for NIB_SCALE_RTN, which needs no more than the amax. No instruction set has its own. */
+struct nib_block_kernels {
+    /* The block's scale. */
+    nib_scale_bits (*scale)(float block_amax, const struct nib_scaler *scaler, const struct nib_coding *coding);
+    /* The codes, one a byte, of n of its elements in line `line` of the matrix, from element `first` of the block on. */
+    void (*encode)(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
+                   int64_t block, int64_t first, uint8_t *codes);
+};
+extern const struct nib_block_kernels nib_block_kernels_nvfp4, nib_block_kernels_any;
+
+static inline const struct nib_block_kernels *nib_block_kernels_of(const nib_quantizer *q)
+{
+    return nib_format_of(q)->nvfp4_options ? &nib_block_kernels_nvfp4 : &nib_block_kernels_any;
+}
 
 /* The 16-point transform of one block, in place: signs, butterflies, a quarter. */
 void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input);

@@ -72,22 +72,25 @@ void nib_quantize_any(const struct nib_panel *panel, const struct nib_coding *co
                                           nib_min(step, length - first) });
 }
 
-nib_scale_bits nib_block_scale_any(float block_amax, const struct nib_scaler *scaler, const struct nib_coding *coding)
+static nib_scale_bits block_scale(float block_amax, const struct nib_scaler *scaler, const struct nib_coding *coding)
 {
     return coding->dialect->block_scale ? coding->dialect->block_scale(block_amax, scaler, &coding->rules) : 0;
 }
 
-void nib_encode_any(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
-                    int64_t block, int64_t first, uint8_t *codes)
+static void encode(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
+                   int64_t block, int64_t first, uint8_t *codes)
 {
     (void)line, (void)block, (void)first; /* nothing here depends on the place */
     for (int64_t i = 0; i < n; i++)
         codes[i] = codecs[coding->rules.element].encode(coding->dialect->divides ? x[i] / factor : x[i] * factor);
 }
 
-void nib_decode_any(float *y, const uint8_t *codes, const void *scales, int64_t n, float level,
-                    const struct nib_coding *coding)
+const struct nib_block_kernels nib_block_kernels_any = { block_scale, encode };
+
+void nib_decode_any(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
+                    const struct nib_coding *coding, bool stream)
 {
+    (void)stream;
     const nib_dtype element = coding->rules.element;
     const bool packed = nib_dtypes[element].bits == 4;
     for (int64_t i = 0; i < n; i++) {
@@ -95,6 +98,7 @@ void nib_decode_any(float *y, const uint8_t *codes, const void *scales, int64_t 
         if (coding->block)
             memcpy(&scale, (const char *)scales + i / coding->block * coding->scale_bytes, (size_t)coding->scale_bytes);
         const uint8_t code = packed ? (uint8_t)(codes[i / 2] >> 4 * (i % 2) & 15) : codes[i];
-        y[i] = codecs[element].decode(code) * coding->dialect->decode(scale, level, &coding->rules);
+        nib_store_number((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
+                         codecs[element].decode(code) * coding->dialect->decode(scale, level, &coding->rules));
     }
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels_any.h - reading a panel element by element, and the kernels for every format that a row of the table describes.
+ * kernels_any.h - reading a panel element by element, and the kernels for every format that a row of the table
+ * describes.
  */
 #ifndef NIB_KERNELS_ANY_H
 #define NIB_KERNELS_ANY_H
@@ -27,9 +28,16 @@ static inline int64_t nib_panel_length(const struct nib_panel *panel, nib_copy c
     return copy == NIB_ROWWISE ? panel->cols : panel->rows;
 }
 
+/* One number in the dtype of an output. Results have one NaN, whatever the processor makes of 0 times an infinite
+ * factor. */
+static inline void nib_store_number(void *out, nib_dtype dtype, float number)
+{
+    const float y = nib_quiet(number);
+    const uint16_t half = dtype == NIB_BF16 ? nib_bf16_from_f32(y) : nib_f16_from_f32(y);
+    memcpy(out, dtype == NIB_F32 ? (const void *)&y : (const void *)&half, dtype == NIB_F32 ? 4 : 2);
+}
+
 nib_quantize_fn nib_quantize_any;
 nib_decode_fn nib_decode_any;
-nib_block_scale_fn nib_block_scale_any;
-nib_encode_fn nib_encode_any;
 
 #endif

@@ -2,9 +2,10 @@
 /*
  * quantize.c - drives the kernels over an array of any rank and strides.
  *
- * The array is seen as a matrix of M rows and K columns and cut into fixed panels of 16 x 256, or of 128 x 128 where blocks are that
- * large. Where rows are contiguous a panel points into the array; elsewhere it is copied to the worker's stack first. Panels are
- * whole blocks on both axes, so no two write the same byte, and which thread takes which does not show in the result.
+ * The array is seen as a matrix of M rows and K columns and cut into fixed panels of 16 x 256, or of 128 x 128 where
+ * blocks are that large. Where rows are contiguous a panel points into the array; elsewhere it is copied to the
+ * worker's stack first. Panels are whole blocks on both axes, so no two write the same byte, and which thread takes
+ * which does not show in the result.
  */
 #include "quantize.h"
 
@@ -16,22 +17,16 @@
 #endif
 
 #include "codec.h"
+#include "kernels_any.h"
 #include "os.h"
 
-enum {
-    PANEL_LINES = 256,
-    PANEL_ELEMENTS = 128 * 128
-}; /* most lines of a panel in either direction, and most elements */
+/* Most lines of a panel in either direction, and most elements of one that is copied. */
+enum { PANEL_LINES = 256, PANEL_ELEMENTS = 128 * 128 };
 
 /* Rows and columns of a panel. */
 struct cut {
     int64_t rows, cols;
 };
-
-static struct cut cut_for(int block)
-{
-    return block > 32 ? (struct cut){ 128, 128 } : (struct cut){ block > 16 ? 32 : 16, 256 };
-}
 
 /* ---- Threads ---- */
 
@@ -89,7 +84,7 @@ struct matrix {
     int64_t row_panels, column_panels;
 };
 
-static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t cols, int block)
+static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t cols)
 {
     struct matrix m = { .bytes = nib_dtypes[array->dtype].bits / 8,
                         .dtype = array->dtype,
@@ -97,12 +92,10 @@ static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t col
                         .cols = cols,
                         .col_stride = array->rank ? array->strides[array->rank - 1] : 1,
                         .even = true,
-                        .array = array,
-                        .cut = cut_for(block) };
-    m.row_panels = nib_ceil_div(rows, m.cut.rows);
-    m.column_panels = nib_ceil_div(cols, m.cut.cols);
+                        .array = array };
     m.first = array->data ? (char *)array->data + array->offset : NULL;
-    /* From the last leading dim outwards: each must step over the ones inside it exactly. Dims of 1 are never stepped. */
+    /* From the last leading dim outwards: each must step over the ones inside it exactly. Dims of 1 are never
+     * stepped. */
     int64_t inner = 1;
     for (int i = array->rank - 2; i >= 0; i--) {
         if (array->shape[i] == 1)
@@ -114,6 +107,30 @@ static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t col
         inner *= array->shape[i];
     }
     return m;
+}
+
+/* Whether a panel can point into the array. */
+static bool is_direct(const struct matrix *m) { return m->even && m->col_stride == 1; }
+
+static void set_cut(struct matrix *m, int64_t rows, int64_t cols)
+{
+    m->cut = (struct cut){ rows, cols };
+    m->row_panels = nib_ceil_div(m->rows, rows);
+    m->column_panels = nib_ceil_div(m->cols, cols);
+}
+
+/* Panels are whole blocks. Long pieces of rows go well with memory where only rows are wanted; where columns are, a
+ * panel stays in the second-level cache and gives every column a run of 16 blocks. What must be copied is smaller. */
+static void cut_for_coding(struct matrix *m, int block, bool columns)
+{
+    if (block > 32 || (!is_direct(m) && block > 16))
+        set_cut(m, 128, 128);
+    else if (!is_direct(m))
+        set_cut(m, 16, 256);
+    else if (columns)
+        set_cut(m, 256, 128);
+    else
+        set_cut(m, block > 16 ? 32 : 16, 4096);
 }
 
 static char *element_at(const struct matrix *m, int64_t row, int64_t col)
@@ -144,7 +161,7 @@ static struct nib_panel panel_at(const struct matrix *m, int64_t i, int64_t j, s
                                .col = col,
                                .rows = nib_min(m->cut.rows, m->rows - row),
                                .cols = nib_min(m->cut.cols, m->cols - col) };
-    if (m->even && m->col_stride == 1) {
+    if (is_direct(m)) {
         panel.x = element_at(m, row, col);
         return panel;
     }
@@ -178,6 +195,16 @@ void nib_raise_to(_Atomic uint32_t *whole, float value)
         ;
 }
 
+/* A stretch of an array without gaps. */
+enum { STRETCH = 1 << 16 };
+
+static void amax_of_stretch(void *context, int64_t i)
+{
+    struct amax_job *job = context;
+    const int64_t first = i * STRETCH, n = nib_min(STRETCH, job->m->rows * job->m->cols - first);
+    nib_raise_to(&job->whole, job->absmax(job->m->first + first * job->m->bytes, n));
+}
+
 /* One panel of the data as it is. */
 static void amax_of_panel(void *context, int64_t i)
 {
@@ -191,7 +218,7 @@ static void amax_of_panel(void *context, int64_t i)
     nib_raise_to(&job->whole, amax);
 }
 
-/* All panels that hold the i-th group of lines: rowwise, 16 rows; columnwise, 256 columns. */
+/* All panels that hold the i-th group of lines. */
 static void amax_of_lines(void *context, int64_t i)
 {
     struct amax_job *job = context;
@@ -224,7 +251,10 @@ static void find_amax(const nib_quantizer *q, const struct matrix *m, const stru
     const int64_t lines = coding->copy == NIB_ROWWISE ? m->rows : m->cols;
     if (q->row_scaled)
         memset(out, 0, (size_t)lines * sizeof *out); /* lines without elements */
-    if (!q->row_scaled && !coding->transform)
+    const bool gapless = is_direct(m) && (m->row_stride == m->cols || m->rows == 1);
+    if (!q->row_scaled && !coding->transform && gapless)
+        nib_parallel(nib_ceil_div(m->rows * m->cols, STRETCH), threads, amax_of_stretch, &job);
+    else if (!q->row_scaled && !coding->transform)
         nib_parallel(m->row_panels * m->column_panels, threads, amax_of_panel, &job);
     else
         nib_parallel(coding->copy == NIB_ROWWISE ? m->row_panels : m->column_panels, threads, amax_of_lines, &job);
@@ -329,8 +359,8 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
 {
     if (!nib_format_of(q)->levels)
         return NIB_OK;
-    /* One level per copy needs no memory to speak of. Vectors of amaxes do: they are found in a place of their own, so that the
-     * tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
+    /* One level per copy needs no memory to speak of. Vectors of amaxes do: they are found in a place of their own, so
+     * that the tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
     float pair[2], *amax = pair;
     const float *found[2];
     if (q->row_scaled) {
@@ -414,7 +444,8 @@ void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct ni
     static const nib_given nothing = { .bytes = sizeof nothing };
     const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
                                           nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
-    const struct matrix m = matrix_of(x, geometry->rows, geometry->cols, coding->block);
+    struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
+    cut_for_coding(&m, coding->block, q->columnwise);
     float pair[2];
     const float *found[2];
     const nib_fpenv saved = nib_fpenv_enter();
@@ -430,7 +461,8 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
     static const nib_given nothing = { .bytes = sizeof nothing };
     const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
                                           nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
-    const struct matrix m = matrix_of(x, geometry->rows, geometry->cols, coding->block);
+    struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
+    cut_for_coding(&m, coding->block, q->columnwise);
     float encode = 1;
     const nib_fpenv saved = nib_fpenv_enter();
     const nib_status status = compute_levels(q, &m, given ? given : &nothing, geometry, coding, memory, &encode);
@@ -463,40 +495,49 @@ struct decode_job {
     const struct nib_copy_memory *memory;
     int64_t first; /* the matrix row that is row 0 of out */
     struct matrix out;
+    bool stream;
 };
 
-static void store_number(const struct matrix *m, int64_t row, int64_t col, float number)
-{
-    const float y = nib_quiet(number); /* 0 times an infinite factor */
-    const uint16_t half = m->dtype == NIB_BF16 ? nib_bf16_from_f32(y) : nib_f16_from_f32(y);
-    memcpy(element_at(m, row, col), m->dtype == NIB_F32 ? (const void *)&y : (const void *)&half, (size_t)m->bytes);
-}
-
-/* Elements first..first+n-1 of a line, where `first` begins a block and n is at most PANEL_LINES. Scales, and codes that are not side
- * by side, are gathered for the kernel. */
-static void decode_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, float *y)
+/* Elements first..first+n-1 of a line, where `first` begins a block. Scales and codes that do not lie side by side are
+ * gathered for the kernel; n is then at most PANEL_LINES. */
+static void decode_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, void *y, nib_dtype dtype)
 {
     const struct nib_copy_geometry *g = job->geometry;
     const int64_t block = job->coding.block;
-    uint8_t scales[PANEL_LINES * sizeof(nib_scale_bits)], gathered[PANEL_LINES] = { 0 };
-    for (int64_t b = 0; block && b < nib_ceil_div(n, block); b++) {
-        const nib_scale_bits bits = nib_scale_load(g, job->memory->scales, line, first / block + b);
-        memcpy(scales + b * g->scale_bytes, &bits, (size_t)g->scale_bytes);
-    }
+    uint8_t gathered_scales[PANEL_LINES * sizeof(nib_scale_bits)], gathered[PANEL_LINES];
+    const void *scales = gathered_scales;
+    if (block && !g->swizzled && g->scale_block == 1)
+        scales = (const char *)job->memory->scales + nib_scale_index(g, line, first / block) * g->scale_bytes;
+    else
+        for (int64_t b = 0; block && b < nib_ceil_div(n, block); b++) {
+            const nib_scale_bits bits = nib_scale_load(g, job->memory->scales, line, first / block + b);
+            memcpy(gathered_scales + b * g->scale_bytes, &bits, (size_t)g->scale_bytes);
+        }
     const uint8_t *codes = job->memory->codes + line * g->line_stride + (g->element_stride ? first : first / 2);
     if (g->element_stride > 1) {
+        gathered[0] = 0; /* gcc does not see that n > 0 */
         for (int64_t i = 0; i < n; i++)
             gathered[i] = nib_code_load(g, job->memory->codes, line, first + i);
         codes = gathered;
     }
     const float level = job->memory->levels ? job->memory->levels[job->q->row_scaled ? line : 0] : 1;
-    job->decode(y, codes, scales, n, level, &job->coding);
+    job->decode(y, dtype, codes, scales, n, level, &job->coding, job->stream);
+}
+
+static void store_line(const struct matrix *out, int64_t row, int64_t col, int64_t n, bool down, const float *y)
+{
+    for (int64_t i = 0; i < n; i++)
+        nib_store_number(element_at(out, row + (down ? i : 0), col + (down ? 0 : i)), out->dtype, y[i]);
+}
+
+static void inverse_transform(const struct decode_job *job, float *y, int64_t n)
+{
     for (int64_t i = 0; job->coding.transform && i < n; i += 16)
         nib_rht_inverse(y + i, job->q->rht_sign_mask);
 }
 
-/* One panel of the output. Lines of the columnwise copy run down it and are decoded in whole blocks, so that a panel that does
- * not begin at a border takes a few elements more than it needs. */
+/* One panel of the output. Lines of the columnwise copy run down it and are decoded in whole blocks, so that a panel
+ * that does not begin at a border takes a few elements more than it needs. */
 static void decode_panel(void *context, int64_t i)
 {
     const struct decode_job *job = context;
@@ -505,32 +546,45 @@ static void decode_panel(void *context, int64_t i)
     const int64_t rows = nib_min(out->cut.rows, out->rows - row), cols = nib_min(out->cut.cols, out->cols - col);
     float y[PANEL_LINES];
     if (job->coding.copy == NIB_ROWWISE) {
+        const bool straight = out->col_stride == 1 && !job->coding.transform;
         for (int64_t r = 0; r < rows; r++) {
-            decode_line(job, job->first + row + r, col, cols, y);
-            for (int64_t c = 0; c < cols; c++)
-                store_number(out, row + r, col + c, y[c]);
+            if (straight) {
+                decode_line(job, job->first + row + r, col, cols, element_at(out, row + r, col), out->dtype);
+                continue;
+            }
+            decode_line(job, job->first + row + r, col, cols, y, NIB_F32);
+            inverse_transform(job, y, cols);
+            store_line(out, row + r, col, cols, false, y);
         }
         return;
     }
     const int64_t block = nib_max(job->coding.block, 1), start = (job->first + row) / block * block;
     const int64_t end = nib_min(nib_round_up(job->first + row + rows, block), job->geometry->length);
     for (int64_t c = 0; c < cols; c++) {
-        decode_line(job, col + c, start, end - start, y);
-        for (int64_t r = 0; r < rows; r++)
-            store_number(out, row + r, col + c, y[job->first + row + r - start]);
+        decode_line(job, col + c, start, end - start, y, NIB_F32);
+        inverse_transform(job, y, end - start);
+        store_line(out, row, col + c, rows, true, y + (job->first + row - start));
     }
 }
 
 void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geometry, nib_copy from,
                          const struct nib_copy_memory *memory, int64_t first, int64_t count, const nib_array *out)
 {
+    enum { STREAM_BYTES = 8 << 20 }; /* more than a core's share of the caches */
     struct decode_job job = { .q = q,
                               .decode = NIB_KERNEL(decode, q->format),
                               .coding = nib_coding_of(q, from, NIB_F32),
                               .geometry = &geometry->copy[from],
                               .memory = memory,
                               .first = first,
-                              .out = matrix_of(out, count, geometry->cols, nib_format_of(q)->block) };
+                              .out = matrix_of(out, count, geometry->cols) };
+    const bool straight = from == NIB_ROWWISE && job.out.col_stride == 1 && !job.coding.transform;
+    const bool side_by_side = !geometry->copy[from].swizzled && geometry->copy[from].scale_block == 1;
+    job.stream = straight && count * geometry->cols * job.out.bytes >= STREAM_BYTES;
+    if (straight && side_by_side)
+        set_cut(&job.out, 16, 4096);
+    else
+        set_cut(&job.out, job.coding.block > 32 ? 128 : 16, job.coding.block > 32 ? 128 : 256);
     nib_parallel(job.out.row_panels * job.out.column_panels, nib_thread_count(q, count * geometry->cols), decode_panel,
                  &job);
 }

@@ -219,7 +219,7 @@ struct walk {
     const struct nib_scaler *scaler;
     const void *scales;
     struct nib_code_place place;
-    nib_encode_fn *encode;
+    const struct nib_block_kernels *kernels;
 };
 
 /* Calls body for the spans of the i-th band that has elements of the piece. */
@@ -295,7 +295,7 @@ void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, 
 struct scale_job {
     const struct nib_grid *grid;
     const struct nib_scaler *scaler;
-    nib_block_scale_fn *block_scale;
+    const struct nib_block_kernels *kernels;
     const float *amaxes;
     void *scales;
 };
@@ -309,7 +309,7 @@ static void write_scale_row(void *context, int64_t row)
     const int64_t end = nib_min(first + job->grid->coding.tile_lines, g->lines);
     for (int64_t block = 0; block < job->grid->cols; block++) {
         const float amax = job->amaxes[row * job->grid->cols + block];
-        const nib_scale_bits scale = job->block_scale(amax, job->scaler, &job->grid->coding);
+        const nib_scale_bits scale = job->kernels->scale(amax, job->scaler, &job->grid->coding);
         for (int64_t line = first; line < end; line++)
             nib_scale_store(g, job->scales, line, block, scale);
     }
@@ -326,7 +326,7 @@ void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *a
     if (!memory.scales)
         return;
     nib_zero_scale_padding(grid->geometry, memory.scales);
-    struct scale_job job = { grid, &scaler, NIB_KERNEL(block_scale, t->q.format), amaxes, memory.scales };
+    struct scale_job job = { grid, &scaler, nib_block_kernels_of(&t->q), amaxes, memory.scales };
     nib_parallel(grid->rows, nib_thread_count(&t->q, grid->rows * grid->cols), write_scale_row, &job);
 }
 
@@ -340,7 +340,7 @@ static void cast_run(const struct walk *walk, int64_t line, int64_t i, const flo
     const float factor =
         grid->coding.dialect->factor(scale, walk->amaxes[cell_of(grid, line, i)], walk->scaler, &grid->coding.rules);
     uint8_t codes[NIB_MAX_BLOCK];
-    walk->encode(x, n, factor, &grid->coding, line, b, block ? i % block : 0, codes);
+    walk->kernels->encode(x, n, factor, &grid->coding, line, b, block ? i % block : 0, codes);
     put_codes(grid->geometry, walk->place, line, i, n, codes);
 }
 
@@ -369,7 +369,7 @@ void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, 
                          .scaler = &scaler,
                          .scales = nib_tensor_memory(t, grid->coding.copy).scales,
                          .place = place,
-                         .encode = NIB_KERNEL(encode, t->q.format) };
+                         .kernels = nib_block_kernels_of(&t->q) };
     run_walk(&walk, cast_band);
 }
 

@@ -74,7 +74,8 @@ nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, con
     t->q.amax_comm = NULL; /* a communicator may be gone long before the tensor */
     t->dtype = dtype;
     t->rank = rank;
-    memcpy(t->shape, shape, (size_t)rank * sizeof *shape);
+    if (rank)
+        memcpy(t->shape, shape, (size_t)rank * sizeof *shape);
     t->geometry = geometry;
     *out = t;
     return NIB_OK;
@@ -229,12 +230,15 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
 
 /* ---- Quantise ---- */
 
-/* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the kernels take it.) */
-static nib_status check_given(const nib_given *given, const struct nib_geometry *geometry)
+/* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the
+ * kernels take it.) */
+static nib_status check_given(const nib_quantizer *q, const nib_given *given, const struct nib_geometry *geometry)
 {
     if (!given)
         return NIB_OK;
     TRY(nib_check_struct("given", given, sizeof *given));
+    if (given->scale && !nib_dialect_of(q)->encode_of)
+        return nib_fail(NIB_ERR_MODE, "%s does not take a given scale", nib_format_of(q)->name);
     if (given->scale && !(*given->scale > 0))
         return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
     for (int copy = 0; copy < 2; copy++)
@@ -259,7 +263,7 @@ static nib_status prepare_new(const nib_quantizer *q, const nib_array *x, const 
     TRY(nib_quantizer_load(q, loaded));
     TRY(nib_check_array("x", x));
     TRY(nib_tensor_new(loaded, x->dtype, x->rank, x->shape, t));
-    TRY(check_given(given, &(*t)->geometry));
+    TRY(check_given(loaded, given, &(*t)->geometry));
     return nib_tensor_allocate(*t, loaded->rowwise, loaded->columnwise);
 }
 
@@ -299,14 +303,18 @@ static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, con
     TRY(nib_tensor_new(loaded, x->dtype, x->rank, x->shape, out));
     nib_tensor *updated = *out;
     updated->dtype = t->dtype;
-    for (int copy = 0; copy < 2 && nib_same_meaning(loaded, &t->q); copy++)
+    const bool dropping = (nib_tensor_has(t, NIB_ROWWISE) && !loaded->rowwise) ||
+                          (nib_tensor_has(t, NIB_COLUMNWISE) && !loaded->columnwise);
+    /* A level for both copies must not change under a view that keeps the copy which is dropped here. */
+    const bool in_place = nib_same_meaning(loaded, &t->q) && !(nib_format_of(loaded)->shared_level && dropping);
+    for (int copy = 0; copy < 2 && in_place; copy++)
         for (int kind = 0; kind < NIB_PART_KINDS && (copy == NIB_ROWWISE ? loaded->rowwise : loaded->columnwise);
              kind++) {
             const nib_part part = nib_part_of(nib_format_of(loaded), (nib_copy)copy, kind);
             if (part < NIB_PART_COUNT && !updated->parts[part])
                 updated->parts[part] = nib_buffer_retain(t->parts[part]);
         }
-    TRY(check_given(given, &updated->geometry));
+    TRY(check_given(loaded, given, &updated->geometry));
     return nib_tensor_allocate(updated, loaded->rowwise, loaded->columnwise);
 }
 
@@ -420,7 +428,8 @@ static nib_status part_shape(const nib_quantizer *q, const struct nib_geometry *
     if (part == NIB_ROW_DATA || (part == NIB_COL_DATA && !facts->transposed)) {
         *dtype = NIB_U8;
         *out_rank = rank;
-        memcpy(out_shape, shape, (size_t)rank * sizeof *shape);
+        if (rank)
+            memcpy(out_shape, shape, (size_t)rank * sizeof *shape);
         if (rank && !copy->element_stride)
             out_shape[rank - 1] = copy->line_stride;
         return NIB_OK;
@@ -535,6 +544,31 @@ static nib_status build_columnwise(nib_tensor *t)
     return NIB_OK;
 }
 
+nib_status nib_tensor_unshare(nib_tensor *t, nib_copy copy)
+{
+    nib_buffer *own[NIB_PART_KINDS] = { NULL };
+    for (int kind = 0; kind < NIB_PART_KINDS; kind++) {
+        const nib_buffer *old = nib_tensor_kind(t, copy, kind);
+        if (!old || !nib_buffer_is_shared(old))
+            continue;
+        const nib_status status = nib_buffer_create(nib_buffer_bytes(old), &own[kind]);
+        if (status) {
+            for (int i = 0; i < kind; i++)
+                nib_buffer_release(own[i]);
+            return status;
+        }
+        if (nib_buffer_bytes(old))
+            memcpy(nib_buffer_data(own[kind]), nib_buffer_data(old), nib_buffer_bytes(old));
+    }
+    for (int kind = 0; kind < NIB_PART_KINDS; kind++)
+        if (own[kind]) {
+            const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+            nib_buffer_release(t->parts[part]);
+            t->parts[part] = own[kind];
+        }
+    return NIB_OK;
+}
+
 nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise)
 {
     NIB_REQUIRE(t);
@@ -546,6 +580,8 @@ nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise)
         return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise copy, and one cannot be built");
     if (wanted.columnwise && (!nib_tensor_has(t, NIB_COLUMNWISE) || t->columnwise_stale))
         TRY(build_columnwise(t));
+    for (int copy = 0; copy < 2 && nib_format_of(&t->q)->shared_level; copy++) /* a view may keep what is dropped */
+        TRY(nib_tensor_unshare(t, (nib_copy)copy));
     if (!wanted.rowwise)
         nib_tensor_drop(t, NIB_ROWWISE);
     if (!wanted.columnwise)

@@ -26,33 +26,6 @@ static void copy_parts(nib_tensor *dst, const nib_tensor *src)
             memmove(nib_buffer_data(dst->parts[i]), nib_buffer_data(src->parts[i]), nib_buffer_bytes(dst->parts[i]));
 }
 
-/* Parts of a copy that a view shares while other parts are about to be replaced: an update in place would leave the view
- * with half of it. They become the tensor's own. */
-static nib_status unshare(nib_tensor *t, nib_copy copy)
-{
-    nib_buffer *own[NIB_PART_KINDS] = { NULL };
-    for (int kind = 0; kind < NIB_PART_KINDS; kind++) {
-        const nib_buffer *old = nib_tensor_kind(t, copy, kind);
-        if (!old || !nib_buffer_is_shared(old))
-            continue;
-        const nib_status status = nib_buffer_create(nib_buffer_bytes(old), &own[kind]);
-        if (status) {
-            for (int i = 0; i < kind; i++)
-                nib_buffer_release(own[i]);
-            return status;
-        }
-        if (nib_buffer_bytes(old))
-            memcpy(nib_buffer_data(own[kind]), nib_buffer_data(old), nib_buffer_bytes(old));
-    }
-    for (int kind = 0; kind < NIB_PART_KINDS; kind++)
-        if (own[kind]) {
-            const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
-            nib_buffer_release(t->parts[part]);
-            t->parts[part] = own[kind];
-        }
-    return NIB_OK;
-}
-
 /* ---- Clone and copy ---- */
 
 nib_status nib_tensor_clone(const nib_tensor *t, nib_tensor **out)
@@ -159,7 +132,7 @@ static void repack_scales(const nib_tensor *from, nib_tensor *to)
 static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
 {
     nib_buffer *fresh = NULL;
-    TRY(unshare(view, NIB_ROWWISE));
+    TRY(nib_tensor_unshare(view, NIB_ROWWISE));
     TRY(nib_buffer_create((size_t)view->geometry.copy[NIB_ROWWISE].scales_bytes, &fresh));
     nib_buffer_release(view->parts[NIB_ROW_SCALE]);
     view->parts[NIB_ROW_SCALE] = fresh;
@@ -167,7 +140,8 @@ static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
     return NIB_OK;
 }
 
-/* Whether the buffers that a view shares are what its shape asks for; an empty tensor may otherwise change its rows at will. */
+/* Whether the buffers that a view shares are what its shape asks for; an empty tensor may otherwise change its rows at
+ * will. */
 static nib_status check_shared_parts(const nib_tensor *view)
 {
     for (int i = 0; i < NIB_PART_COUNT; i++)
@@ -387,7 +361,7 @@ static nib_status set_swizzled(nib_tensor *t, bool swizzled)
     if (!nib_format_of(&t->q)->swizzles)
         return nib_fail(NIB_ERR_UNSUPPORTED, "no GEMM takes the scales of %s swizzled", nib_format_of(&t->q)->name);
     for (int copy = 0; copy < 2; copy++)
-        TRY(unshare(t, (nib_copy)copy));
+        TRY(nib_tensor_unshare(t, (nib_copy)copy));
     nib_buffer *fresh[2] = { NULL, NULL };
     struct nib_geometry after = t->geometry;
     for (int copy = 0; copy < 2; copy++) {
@@ -439,7 +413,9 @@ nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer)
                         nib_buffer_bytes(buffer), nib_buffer_bytes(old));
     if (buffer == old)
         return NIB_OK;
-    TRY(unshare(t, NIB_ROWWISE));
+    TRY(nib_tensor_unshare(t, NIB_ROWWISE));
+    if (nib_format_of(&t->q)->shared_level)
+        TRY(nib_tensor_unshare(t, NIB_COLUMNWISE));
     old = t->parts[NIB_ROW_DATA];
     if (nib_buffer_bytes(old))
         memmove(nib_buffer_data(buffer), nib_buffer_data(old), nib_buffer_bytes(old));

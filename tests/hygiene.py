@@ -15,11 +15,11 @@ BUILD = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else os.path.join(ROOT
 RANK = {
     "base": 0, "os": 0, "comm": 0,
     "codec": 1, "philox": 1, "json": 1, "reference": 1,
-    "format": 2, "dialect": 2, "safetensors": 2, "safetensors_write": 2,
-    "kernels": 3, "kernels_scalar": 3, "kernels_any": 3,
+    "dialect": 2, "format": 2, "safetensors": 2, "safetensors_write": 2,
+    "kernels": 3, "kernels_any": 3, "kernels_scalar": 3, "simd": 3, "simd_panels": 3,
     "quantize": 4, "options": 4,
     "tensor": 5,
-    "tensor_ops": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6, "convert": 6,
+    "tensor_ops": 6, "convert": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6,
     "shard": 6, "shard_steps": 6, "shard_gather": 6, "shard_group": 6,
 }
 # And these only what is named.

@@ -27,9 +27,10 @@ struct test {
     void (*run)(void);
 };
 
-static struct test test_list[256];
-static int test_count, test_failures;
-static const char *test_skip_reason;
+/* Unused where a program has a main of its own. */
+__attribute__((unused)) static struct test test_list[256];
+__attribute__((unused)) static int test_count, test_failures;
+__attribute__((unused)) static const char *test_skip_reason;
 static uint64_t test_seed = 20261115, test_state;
 
 /* splitmix64: every test starts from the same seed, so that one alone sees the same numbers. */

@@ -1,0 +1,346 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kernels_avx2.c - eight lanes: AVX2, FMA and F16C.
+ */
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "../codec.h"
+#include "../kernels.h"
+
+#define SIMD __attribute__((target("avx2,fma,f16c"), always_inline)) static inline
+#define SLOT __attribute__((target("avx2,fma,f16c"))) static
+
+#define VL 8
+typedef __m256 VF;
+typedef __m256i VI;
+
+/* ---- Operations ---- */
+
+SIMD VF vf_load(const float *p) { return _mm256_loadu_ps(p); }
+SIMD void vf_store(float *p, VF v) { _mm256_storeu_ps(p, v); }
+SIMD VI vi_load(const int32_t *p) { return _mm256_loadu_si256((const void *)p); }
+SIMD VF vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+SIMD VF vf_load_bf16(const uint16_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
+}
+SIMD VF vf_set1(float x) { return _mm256_set1_ps(x); }
+SIMD VI vi_set1(int x) { return _mm256_set1_epi32(x); }
+SIMD VI vi_of(VF v) { return _mm256_castps_si256(v); }
+SIMD VF vf_of(VI v) { return _mm256_castsi256_ps(v); }
+SIMD VF vf_add(VF a, VF b) { return _mm256_add_ps(a, b); }
+SIMD VF vf_sub(VF a, VF b) { return _mm256_sub_ps(a, b); }
+SIMD VF vf_mul(VF a, VF b) { return _mm256_mul_ps(a, b); }
+SIMD VF vf_div(VF a, VF b) { return _mm256_div_ps(a, b); }
+SIMD VF vf_min(VF a, VF b) { return _mm256_min_ps(a, b); }
+SIMD VF vf_max(VF a, VF b) { return _mm256_max_ps(a, b); }
+SIMD VF vf_from(VI v) { return _mm256_cvtepi32_ps(v); }
+SIMD VI vi_round(VF v) { return _mm256_cvtps_epi32(v); }
+SIMD VI vi_truncate(VF v) { return _mm256_cvttps_epi32(v); }
+SIMD VI vi_add(VI a, VI b) { return _mm256_add_epi32(a, b); }
+SIMD VI vi_sub(VI a, VI b) { return _mm256_sub_epi32(a, b); }
+SIMD VI vi_and(VI a, VI b) { return _mm256_and_si256(a, b); }
+SIMD VI vi_andnot(VI a, VI b) { return _mm256_andnot_si256(a, b); }
+SIMD VI vi_or(VI a, VI b) { return _mm256_or_si256(a, b); }
+SIMD VI vi_xor(VI a, VI b) { return _mm256_xor_si256(a, b); }
+SIMD VI vi_min(VI a, VI b) { return _mm256_min_epi32(a, b); }
+SIMD VI vi_max(VI a, VI b) { return _mm256_max_epi32(a, b); }
+SIMD VI vi_equal(VI a, VI b) { return _mm256_cmpeq_epi32(a, b); }
+SIMD VI vi_lane_numbers(void) { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+#define vi_sll(v, n) _mm256_slli_epi32(v, n)
+#define vi_srl(v, n) _mm256_srli_epi32(v, n)
+
+/* x where a < b, y elsewhere and for NaNs. */
+SIMD VI vi_select_less(VF a, VF b, VI x, VI y)
+{
+    return vi_of(_mm256_blendv_ps(vf_of(y), vf_of(x), _mm256_cmp_ps(a, b, _CMP_LT_OQ)));
+}
+
+/* The 64-bit products of all lanes with one number, in two halves. */
+SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
+{
+    const VI factor = vi_set1((int)b), even = _mm256_mul_epu32(a, factor);
+    const VI odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
+    *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+}
+
+SIMD void vf_transpose(VF v[8])
+{
+    VF t[8], u[8];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 2)
+    {
+        t[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    }
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4)
+    {
+        u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
+        u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
+    }
+    _Pragma("GCC unroll 8") for (int i = 0; i < 4; i++)
+    {
+        v[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+}
+
+/* a0 b0 a1 b1 ... as 64 bytes. */
+SIMD void vi_store_pairs(uint8_t *p, VI a, VI b)
+{
+    const VI low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
+    _mm256_storeu_si256((void *)p, _mm256_permute2x128_si256(low, high, 0x20));
+    _mm256_storeu_si256((void *)(p + 32), _mm256_permute2x128_si256(low, high, 0x31));
+}
+
+SIMD void vi_store_low_bytes(uint8_t *p, VI v)
+{
+    const VI pick =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    const VI bytes = _mm256_shuffle_epi8(v, pick);
+    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+    _mm_storel_epi64((void *)p, both);
+}
+
+/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits: below 2 the grid is halves
+ * (2^22), from 2 it is ones (2^23, plus 2 since code 4 is 2), from 4 twos (2^24, plus 8). The low bits of the exponent
+ * pick the number. */
+SIMD VI e2m1_bits(VF a)
+{
+    const VF grids = _mm256_setr_ps(0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f, 0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f);
+    const VI exponent = vi_srl(vi_of(vf_max(a, vf_set1(1.0f))), 23);
+    return vi_of(vf_add(a, _mm256_permutevar_ps(grids, exponent)));
+}
+
+/* ---- Largest magnitude ---- */
+
+SIMD float largest_lane(VF m)
+{
+    __m128 low = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+    low = _mm_max_ps(low, _mm_movehl_ps(low, low));
+    return _mm_cvtss_f32(_mm_max_ss(low, _mm_movehdup_ps(low)));
+}
+
+SLOT float absmax_f32(const void *x, int64_t n)
+{
+    const float *numbers = x;
+    const VF mask = vf_of(vi_set1(0x7FFFFFFF));
+    VF m[4] = { vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0) };
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) /* a NaN gives the second operand, which is never one */
+            m[k] = vf_max(_mm256_and_ps(vf_load(numbers + i + 8 * k), mask), m[k]);
+    float largest = largest_lane(vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3])));
+    for (; i < n; i++) {
+        const float a = nib_abs(numbers[i]);
+        largest = a > largest ? a : largest;
+    }
+    return largest;
+}
+
+/* Magnitudes of 16-bit floats order as integers; those above infinity are NaNs and count as 0. */
+SIMD uint16_t absmax_16(const uint16_t *numbers, int64_t n, int infinity)
+{
+    const VI mask = _mm256_set1_epi16(0x7FFF), limit = _mm256_set1_epi16((short)infinity);
+    VI m[4] = { vi_set1(0), vi_set1(0), vi_set1(0), vi_set1(0) };
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64)
+        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++)
+        {
+            const VI a = vi_and(_mm256_loadu_si256((const void *)(numbers + i + 16 * k)), mask);
+            m[k] = _mm256_max_epi16(m[k], vi_andnot(_mm256_cmpgt_epi16(a, limit), a));
+        }
+    uint16_t lanes[16], largest = 0;
+    _mm256_storeu_si256((void *)lanes, _mm256_max_epi16(_mm256_max_epi16(m[0], m[1]), _mm256_max_epi16(m[2], m[3])));
+    for (int k = 0; k < 16; k++)
+        largest = lanes[k] > largest ? lanes[k] : largest;
+    for (; i < n; i++) {
+        const uint16_t a = numbers[i] & 0x7FFF;
+        largest = a <= infinity && a > largest ? a : largest;
+    }
+    return largest;
+}
+
+SLOT float absmax_bf16(const void *x, int64_t n) { return nib_f32_from_bf16(absmax_16(x, n, 0x7F80)); }
+SLOT float absmax_f16(const void *x, int64_t n) { return nib_f32_from_f16(absmax_16(x, n, 0x7C00)); }
+
+SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
+{
+    return dtype == NIB_F32 ? absmax_f32(x, n) : dtype == NIB_BF16 ? absmax_bf16(x, n) : absmax_f16(x, n);
+}
+
+#include "../simd.h"
+#include "../simd_panels.h"
+
+/* ---- Rows to nearest: the way most data takes (rows.h) ---- */
+
+#define STRIP_STEP 8
+
+/* The largest lane of each of eight vectors that are not negative. */
+SIMD VF largest_of_each(const VF m[8])
+{
+    VF pairs[4], quads[2];
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) pairs[i] =
+        vf_max(_mm256_unpacklo_ps(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_ps(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) quads[i] =
+        vf_max(_mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
+               _mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
+    return vf_max(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+}
+
+/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
+ * are not FP32 are widened on the way. */
+SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
+{
+    VF m[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
+    {
+        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
+        const VF low = load_numbers(x, at, dtype), high = load_numbers(x, at + 8, dtype);
+        if (dtype != NIB_F32) {
+            vf_store(widened + at, low);
+            vf_store(widened + at + 8, high);
+        }
+        m[k] = vf_max(absolute(high), vf_max(absolute(low), vf_set1(0))); /* NaNs give way */
+    }
+    return largest_of_each(m);
+}
+
+/* Codes of eight numbers, one per dword. */
+SIMD VI codes_of(VF x, VF factor)
+{
+    const VF y = clamp_to_e2m1(vf_mul(x, factor));
+    return with_sign(e2m1_bits(absolute(y)), y);
+}
+
+/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit halves: first a block's two vectors side by side,
+ * then pairs of codes to a byte, and in the end the halves are woven together again. */
+SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
+{
+    const VI pair = _mm256_set1_epi32(16 << 16 | 1);
+    VI bytes[4];
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+    {
+        const VF f = _mm256_broadcast_ss(factor + b);
+        const VI low = codes_of(vf_load(x + 16 * b), f), high = codes_of(vf_load(x + 16 * b + 8), f);
+        bytes[b] = _mm256_madd_epi16(_mm256_packs_epi32(low, high), pair);
+    }
+    const VI packed =
+        _mm256_packus_epi16(_mm256_packus_epi32(bytes[0], bytes[1]), _mm256_packus_epi32(bytes[2], bytes[3]));
+    const __m128i first = _mm256_castsi256_si128(packed), second = _mm256_extracti128_si256(packed, 1);
+    _mm_storeu_si128((void *)out, _mm_unpacklo_epi16(first, second));
+    _mm_storeu_si128((void *)(out + 16), _mm_unpackhi_epi16(first, second));
+}
+
+/* ---- Back ---- */
+
+#define DECODE_STEP 8
+
+/* What the codes of eight blocks are multiplied with. False where one is not an ordinary number: the reference then
+ * knows best. */
+SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float *out)
+{
+    const VI code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)scales));
+    const VF s = f32_of_e4m3(code), lv = vf_set1(level);
+    const VF f = rules->level == NIB_LEVEL_AMAX     ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / rules->full_scale))
+                 : rules->level == NIB_LEVEL_DECODE ? vf_mul(s, lv)
+                                                    : vf_div(s, lv);
+    vf_store(out, f);
+    const VI strange = _mm256_cmpgt_epi32(code, vi_set1(0x7E));
+    const VF finite = _mm256_cmp_ps(absolute(f), vf_set1(FLT_MAX), _CMP_LE_OQ);
+    return _mm256_movemask_ps(vf_of(strange)) == 0 && _mm256_movemask_ps(finite) == 0xFF;
+}
+
+/* The 16 codes of eight bytes, in their order, one per byte. */
+SIMD __m128i spread_codes(const uint8_t *codes)
+{
+    const __m128i bytes = _mm_loadl_epi64((const void *)codes), nibble = _mm_set1_epi8(15);
+    return _mm_unpacklo_epi8(_mm_and_si128(bytes, nibble), _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
+}
+
+SIMD void store_vector(void *p, __m256i v, bool stream)
+{
+    if (stream)
+        _mm256_stream_si256(p, v);
+    else
+        _mm256_storeu_si256(p, v);
+}
+
+/* E2M1 values are exact in BF16, the upper half of FP32: two tables give its two bytes. */
+SIMD void decode_block_wide(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+{
+    const __m128i high = _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xBF, (char)0xBF,
+                                       (char)0xBF, (char)0xC0, (char)0xC0, (char)0xC0, (char)0xC0);
+    const __m128i low = _mm_setr_epi8(0, 0, (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0, 0, 0, (char)0x80,
+                                      (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0);
+    const __m128i spread = spread_codes(codes), h = _mm_shuffle_epi8(high, spread), l = _mm_shuffle_epi8(low, spread);
+    const VF f = vf_set1(factor);
+    const VI first = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_unpacklo_epi8(l, h)), 16);
+    const VI second = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_unpackhi_epi8(l, h)), 16);
+    const VF a = vf_mul(vf_of(first), f), b = vf_mul(vf_of(second), f);
+    if (dtype == NIB_F32) {
+        store_vector(out, vi_of(a), stream);
+        store_vector(out + 32, vi_of(b), stream);
+        return;
+    }
+    const __m256i halves = _mm256_set_m128i(_mm256_cvtps_ph(b, 0), _mm256_cvtps_ph(a, 0));
+    store_vector(out, halves, stream);
+}
+
+/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to
+ * BF16, and the others follow by counting in the exponent - as long as that stays clear of its ends. */
+SIMD bool takes_factor(nib_dtype dtype, float factor)
+{
+    const uint32_t exponent = nib_bits(factor) >> 23;
+    return dtype != NIB_BF16 || (exponent > 16 && exponent < 240);
+}
+
+/* The two roundings of eight blocks: of the factor in the lower half of a lane, of 1.5 times it in the upper. */
+SIMD void prepare_factors(float *factors, nib_dtype dtype)
+{
+    if (dtype != NIB_BF16)
+        return;
+    const VF one = round_to_bf16(vf_load(factors)), more = round_to_bf16(vf_mul(vf_load(factors), vf_set1(1.5f)));
+    vf_store(factors, vf_of(vi_or(vi_srl(vi_of(one), 16), vi_of(more))));
+}
+
+/* A table of the block's 16 values, a byte of each in two registers. */
+SIMD void decode_block_bf16(char *out, const uint8_t *codes, float roundings, bool stream)
+{
+    const __m128i which = _mm_setr_epi8(0, 1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+    const __m128i steps = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
+    const __m128i some = _mm_setr_epi16(0, -1, -1, -1, -1, -1, -1, -1);
+    const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m128i both = _mm_shuffle_epi8(_mm_set1_epi32((int)nib_bits(roundings)), which);
+    const __m128i table = _mm_shuffle_epi8(_mm_and_si128(_mm_add_epi16(both, steps), some), apart);
+    const __m128i low = _mm_unpacklo_epi64(table, table);
+    const __m128i high =
+        _mm_or_si128(_mm_unpackhi_epi64(table, table), _mm_set_epi64x((long long)0x8080808080808080u, 0));
+    const __m128i spread = spread_codes(codes), h = _mm_shuffle_epi8(high, spread), l = _mm_shuffle_epi8(low, spread);
+    store_vector(out, _mm256_set_m128i(_mm_unpackhi_epi8(l, h), _mm_unpacklo_epi8(l, h)), stream);
+}
+
+SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+{
+    if (dtype == NIB_BF16)
+        decode_block_bf16(out, codes, factor, stream);
+    else
+        decode_block_wide(out, dtype, codes, factor, stream);
+}
+
+#include "rows.h"
+
+const struct nib_kernels nib_kernels_avx2 = {
+    .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
+    .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4 },
+    .decode = { [NIB_NVFP4] = decode_nvfp4 },
+};
+
+#else
+typedef int nib_no_avx2; /* a translation unit may not be empty */
+#endif
