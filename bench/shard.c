@@ -2,8 +2,8 @@
 /*
  * shard.c - casting master weights over ranks that are threads: shard [MILLIONS OF ELEMENTS]. 16 by default.
  *
- * The parameters are 4096 columns wide, F32 masters, BF16 parameters. A communicator around the real one counts what is reduced and how long
- * ranks spend in collectives, waiting for each other included.
+ * The parameters are 4096 columns wide, F32 masters, BF16 parameters. A communicator around the real one counts what is
+ * reduced and how long ranks spend in collectives, waiting for each other included.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>

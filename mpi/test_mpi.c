@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_mpi.c - the communicator over MPI, and sharded casts over it: mpirun -n N test_mpi. Rank 0 prints the closing line.
+ * test_mpi.c - the communicator over MPI, and sharded casts over it: mpirun -n N test_mpi. Rank 0 prints the closing
+ * line.
  */
 #define _GNU_SOURCE
 #include <unistd.h>

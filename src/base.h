@@ -68,9 +68,9 @@ bool nib_buffer_is_shared(const nib_buffer *buffer);
 /* Whether a communicator can be used at all; `whole`: not only to reduce amaxes. */
 nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
 
-/* What a step came to on this rank, made the same on all: the largest status, or MISMATCH where all went well but keys differ. A status
- * that is another rank's gets a sentence. Every rank must come here, whatever happened to it. Without a communicator, or with one that
- * cannot agree, the status is this rank's own. */
+/* What a step came to on this rank, made the same on all: the largest status, or MISMATCH where all went well but
+ * keys differ. A status that is another rank's gets a sentence. Every rank must come here, whatever happened to it.
+ * Without a communicator, or with one that cannot agree, the status is this rank's own. */
 nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
 
 /* Mixes a word into a key of nib_agree. */

@@ -103,7 +103,8 @@ const struct nib_kernels *nib_kernels_best(void);
 struct nib_block_kernels {
     /* The block's scale. */
     nib_scale_bits (*scale)(float block_amax, const struct nib_scaler *scaler, const struct nib_coding *coding);
-    /* The codes, one a byte, of n of its elements in line `line` of the matrix, from element `first` of the block on. */
+    /* The codes, one a byte, of n of its elements in line `line` of the matrix, from element `first` of the block
+     * on. */
     void (*encode)(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
                    int64_t block, int64_t first, uint8_t *codes);
 };

@@ -33,7 +33,8 @@ struct nib_coding nib_coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype
 /* The level that an amax comes to; *encode is the multiplier whose inverse it is, where the dialect has one. */
 float nib_level_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *encode);
 
-/* The amax of each copy that q wants and whose level comes from the data, not reduced; one number each (q is not row-scaled). */
+/* The amax of each copy that q wants and whose level comes from the data, not reduced; one number each (q is not
+ * row-scaled). */
 void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float amax[2]);
 
 /* Scales that stand for no block are 0, whatever the buffer held. Swizzled: all of them. */

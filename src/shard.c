@@ -2,8 +2,8 @@
 /*
  * shard.c - master weights: many parameters, many ranks, one reduction.
  *
- * First everything is checked and all memory is had; then the ranks agree that this went well everywhere; then amaxes are reduced; and only
- * then is anything written. From there on nothing can fail.
+ * First everything is checked and all memory is had; then the ranks agree that this went well everywhere; then amaxes
+ * are reduced; and only then is anything written. From there on nothing can fail.
  */
 #include "shard.h"
 

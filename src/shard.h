@@ -29,8 +29,8 @@ struct nib_code_place {
     int64_t first;
 };
 
-/* Whether a copy is cast from the master: the rowwise one always; the columnwise one where it has scales of its own and its codes lie
- * in the order of the elements. */
+/* Whether a copy is cast from the master: the rowwise one always; the columnwise one where it has scales of its own
+ * and its codes lie in the order of the elements. */
 bool nib_copy_is_cast(const nib_tensor *t, nib_copy copy);
 
 /* What a sharded cast cannot do to a parameter, and why. */

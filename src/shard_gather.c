@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * shard_gather.c - putting together what ranks have: the codes of one parameter by ranges of elements, or whole tensors by rows.
+ * shard_gather.c - putting together what ranks have: the codes of one parameter by ranges of elements, or whole tensors
+ * by rows.
  *
- * Each gather has the same course: look at one's own things, agree, exchange sizes, get memory, agree, exchange bytes, write. Until
- * the last step nothing has changed.
+ * Each gather has the same course: look at one's own things, agree, exchange sizes, get memory, agree, exchange bytes,
+ * write. Until the last step nothing has changed.
  */
 #include "shard.h"
 
@@ -209,7 +210,8 @@ static uint8_t *pack_copy(const nib_tensor *t, nib_copy copy, uint8_t *to)
     return put(to, memory.levels, packed_levels(&t->q, copy, g));
 }
 
-/* A piece whose first row is row `first` of `whole`, into its place there. Rowwise that is some lines; columnwise, a part of each. */
+/* A piece whose first row is row `first` of `whole`, into its place there. Rowwise that is some lines; columnwise, a
+ * part of each. */
 static const uint8_t *unpack_copy(nib_tensor *whole, nib_copy copy, const struct nib_copy_geometry *piece,
                                   int64_t first, const uint8_t *from)
 {

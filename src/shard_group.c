@@ -81,7 +81,8 @@ nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int6
 
 /* ---- Split and quantise ---- */
 
-/* Amaxes of all members and copies, reduced at once; *out is NULL where there is nothing to reduce. Ranks come here together. */
+/* Amaxes of all members and copies, reduced at once; *out is NULL where there is nothing to reduce. Ranks come here
+ * together. */
 static nib_status reduced_amaxes(const nib_quantizer *q, const nib_comm *comm, const nib_array *x,
                                  const int64_t *counts, size_t n, nib_status status, float **out)
 {
@@ -179,8 +180,8 @@ static nib_status geometry_of_rows(const nib_group *group, int64_t rows, struct 
     return nib_check_input(&group->q, group->dtype, 2, (const int64_t[2]){ rows, group->cols }, out);
 }
 
-/* Where the members lie, and how large the buffers are. Each has the room that a whole number of 128 rows takes; levels, which have
- * no padding, lie side by side. */
+/* Where the members lie, and how large the buffers are. Each has the room that a whole number of 128 rows takes;
+ * levels, which have no padding, lie side by side. */
 static nib_status lay_out(nib_group *group, int64_t total[NIB_PART_COUNT])
 {
     for (size_t i = 0; i < group->n; i++) {

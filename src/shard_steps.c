@@ -2,7 +2,8 @@
 /*
  * shard_steps.c - the steps of a sharded cast: amaxes of a piece, scales from the amaxes of all, codes of a piece.
  *
- * Work goes by bands of rows as high as a block, so that no two threads touch the same amax; and rows share no byte of codes.
+ * Work goes by bands of rows as high as a block, so that no two threads touch the same amax; and rows share no byte of
+ * codes.
  */
 #include "shard.h"
 

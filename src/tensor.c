@@ -292,8 +292,8 @@ static nib_status check_same_shape(const nib_tensor *t, const nib_array *x)
     return same ? NIB_OK : nib_fail(NIB_ERR_SHAPE, "the array's shape is not the tensor's");
 }
 
-/* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A view
- * that shares them must go on decoding them rightly: once their meaning changes they are new. */
+/* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A
+ * view that shares them must go on decoding them rightly: once their meaning changes they are new. */
 static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor *t,
                                  nib_quantizer *loaded, nib_tensor **out)
 {

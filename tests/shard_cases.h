@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * shard_cases.h - one random sharded cast, seen from one rank: for threads of a test program and for processes under MPI.
+ * shard_cases.h - one random sharded cast, seen from one rank: for threads of a test program and for processes under
+ * MPI.
  *
- * Everything follows from the seed, so that all ranks have the same case in mind. A case returns the number of its faults.
+ * Everything follows from the seed, so that all ranks have the same case in mind. A case returns the number of its
+ * faults.
  */
 #ifndef NIB_SHARD_CASES_H
 #define NIB_SHARD_CASES_H
@@ -25,19 +27,19 @@ static inline uint64_t case_random(uint64_t *state)
 
 static inline int64_t case_below(uint64_t *state, int64_t n) { return (int64_t)(case_random(state) % (uint64_t)n); }
 
-#define CASE_CHECK(condition, ...)                                                            \
-    do {                                                                                      \
-        if (!(condition)) {                                                                   \
+#define CASE_CHECK(condition, ...)                                                                             \
+    do {                                                                                                       \
+        if (!(condition)) {                                                                                    \
             fprintf(stderr, "  case %llu, rank %d of %d: ", (unsigned long long)seed, comm->rank, comm->size); \
-            fprintf(stderr, __VA_ARGS__);                                                     \
-            fprintf(stderr, "\n");                                                            \
-            faults++;                                                                         \
-        }                                                                                     \
+            fprintf(stderr, __VA_ARGS__);                                                                      \
+            fprintf(stderr, "\n");                                                                             \
+            faults++;                                                                                          \
+        }                                                                                                      \
     } while (0)
 
-#define CASE_OK(call)                                                                         \
-    do {                                                                                      \
-        nib_status case_status = (call);                                                      \
+#define CASE_OK(call)                                                                                  \
+    do {                                                                                               \
+        nib_status case_status = (call);                                                               \
         CASE_CHECK(!case_status, "%s: %s: %s", #call, nib_status_name(case_status), nib_last_error()); \
     } while (0)
 
@@ -175,7 +177,8 @@ static inline int case_check_cast(const nib_comm *comm, uint64_t seed, const str
     for (int64_t i = 0; i < p->elements && !faults; i++) {
         const bool own = !fsdp && i >= p->start[comm->rank] && i < p->start[comm->rank] + p->length[comm->rank];
         const uint8_t is = case_code(p, codes, i), wanted = own ? case_code(p, whole, i) : before;
-        CASE_CHECK(is == wanted, "element %lld is %x, not %x (%s)", (long long)i, is, wanted, own ? "own" : "another's");
+        CASE_CHECK(is == wanted, "element %lld is %x, not %x (%s)", (long long)i, is, wanted,
+                   own ? "own" : "another's");
     }
     return faults;
 }

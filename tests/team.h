@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * team.h - run a function on as many threads as there are ranks, with a deadline: whoever waits for a rank that never comes would wait
- * for ever.
+ * team.h - run a function on as many threads as there are ranks, with a deadline: whoever waits for a rank that never
+ * comes would wait for ever.
  */
 #ifndef NIB_TEAM_H
 #define NIB_TEAM_H

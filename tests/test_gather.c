@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_gather.c - gathers: codes of a parameter by elements and by bytes, tensors by rows, and FSDP's extract and assign.
+ * test_gather.c - gathers: codes of a parameter by elements and by bytes, tensors by rows, and FSDP's extract and
+ * assign.
  */
 #define _GNU_SOURCE
 #include "team.h"
@@ -61,10 +62,10 @@ TEST(ranges_of_elements)
         { { 41, 0, 13, 14 }, { 23, 13, 1, 27 }, false, NIB_OK }, /* out of order, odd borders, one element */
         { { 41, 0, 13, 14 }, { 23, 13, 1, 27 }, true, NIB_ERR_SHAPE },
         { { 0, 0, 0, 0 }, { 0, 0, 64, 0 }, false, NIB_OK },
-        { { 0, 20, 31, 64 }, { 20, 10, 33, 0 }, false, NIB_ERR_SHAPE },       /* a gap */
-        { { 0, 20, 30, 30 }, { 20, 10, 34, 34 }, false, NIB_ERR_SHAPE },      /* twice */
-        { { 0, 20, 29, 64 }, { 20, 10, 35, 0 }, false, NIB_ERR_SHAPE },       /* overlapping */
-        { { 0, 20, 30, 64 }, { 20, 10, 35, 0 }, false, NIB_ERR_SHAPE },       /* beyond the end */
+        { { 0, 20, 31, 64 }, { 20, 10, 33, 0 }, false, NIB_ERR_SHAPE },  /* a gap */
+        { { 0, 20, 30, 30 }, { 20, 10, 34, 34 }, false, NIB_ERR_SHAPE }, /* twice */
+        { { 0, 20, 29, 64 }, { 20, 10, 35, 0 }, false, NIB_ERR_SHAPE },  /* overlapping */
+        { { 0, 20, 30, 64 }, { 20, 10, 35, 0 }, false, NIB_ERR_SHAPE },  /* beyond the end */
         { { 0, 20, 30, -1 }, { 20, 10, 34, 0 }, false, NIB_ERR_SHAPE },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
@@ -117,7 +118,8 @@ static int gather_rows(const nib_comm *comm, void *context)
     nib_tensor *t = NULL, *all = NULL;
     (void)nib_encode(stack->dtype, stack->x + first * stack->cols, (size_t)(rows * stack->cols), numbers);
     CASE_OK(nib_array_init(&x, numbers, stack->dtype, 2, SHAPE(rows, stack->cols)));
-    q.amax_comm = stack->status == NIB_ERR_MISMATCH || q.format == NIB_MXFP8 || q.format == NIB_FLOAT8_BLOCK ? NULL : comm;
+    q.amax_comm =
+        stack->status == NIB_ERR_MISMATCH || q.format == NIB_MXFP8 || q.format == NIB_FLOAT8_BLOCK ? NULL : comm;
     q.origin[0] = first;
     /* Row-scaled: the rows' amaxes are a rank's own, those of columns are the stack's. */
     nib_given given = { .bytes = sizeof given };
@@ -276,7 +278,8 @@ static void fsdp_round(nib_quantizer q, int64_t rows, int64_t cols, int pieces)
         CHECK_OK(nib_fsdp_extract(t, &parts));
         CHECK(parts.data.shape[0] == rows && (!parts.scales.data || parts.scales.shape[0] == rows));
         if (!data)
-            data = malloc(parts.data.bytes * (size_t)pieces + 1), scales = malloc(parts.scales.bytes * (size_t)pieces + 1);
+            data = malloc(parts.data.bytes * (size_t)pieces + 1),
+            scales = malloc(parts.scales.bytes * (size_t)pieces + 1);
         memcpy(data + parts.data.bytes * (size_t)i, parts.data.data, parts.data.bytes);
         if (parts.scales.data)
             memcpy(scales + parts.scales.bytes * (size_t)i, parts.scales.data, parts.scales.bytes);
@@ -284,8 +287,8 @@ static void fsdp_round(nib_quantizer q, int64_t rows, int64_t cols, int pieces)
     }
     CHECK_OK(nib_array_init(&parts.data, data, NIB_U8, 2, SHAPE(rows * pieces, parts.data.shape[1])));
     if (parts.scales.data)
-        CHECK_OK(nib_array_init(&parts.scales, scales, parts.scales.dtype, 2,
-                                SHAPE(rows * pieces, parts.scales.shape[1])));
+        CHECK_OK(
+            nib_array_init(&parts.scales, scales, parts.scales.dtype, 2, SHAPE(rows * pieces, parts.scales.shape[1])));
     int equal = 0;
     CHECK_OK(nib_fsdp_assign(&parts, rows * pieces, &out));
     CHECK_OK(nib_tensor_equal(out, whole, &equal));
@@ -339,9 +342,9 @@ TEST(fsdp_refuses)
         nib_status status;
         const char *words;
     } cases[] = {
-        { 0, NIB_ERR_UNSUPPORTED, "swizzled" },       { 1, NIB_ERR_UNSUPPORTED, "amax per row" },
-        { 2, NIB_ERR_USAGE, "cannot be built" },      { 3, NIB_ERR_SHAPE, "not whole blocks" },
-        { 4, NIB_ERR_USAGE, "no rowwise copy" },      { 5, NIB_ERR_UNSUPPORTED, "row by row" },
+        { 0, NIB_ERR_UNSUPPORTED, "swizzled" },  { 1, NIB_ERR_UNSUPPORTED, "amax per row" },
+        { 2, NIB_ERR_USAGE, "cannot be built" }, { 3, NIB_ERR_SHAPE, "not whole blocks" },
+        { 4, NIB_ERR_USAGE, "no rowwise copy" }, { 5, NIB_ERR_UNSUPPORTED, "row by row" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         nib_quantizer q;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_groups.c - the rows of one array as many tensors: each as quantised alone, in buffers of its own or in shared ones.
+ * test_groups.c - the rows of one array as many tensors: each as quantised alone, in buffers of its own or in shared
+ * ones.
  */
 #define _GNU_SOURCE
 #include "team.h"
@@ -149,7 +150,8 @@ TEST(group_amax)
         CHECK_OK(nib_group_amax(&c.q, &c.x, c.rows, MEMBERS, (float *const[2]){ NULL, col }));
         for (int i = 0; i < MEMBERS; i++) {
             nib_tensor *one = alone(&c, i);
-            CHECK(row[i] == *(float *)case_part(one, NIB_ROW_LEVEL) && col[i] == *(float *)case_part(one, NIB_COL_LEVEL));
+            CHECK(row[i] == *(float *)case_part(one, NIB_ROW_LEVEL) &&
+                  col[i] == *(float *)case_part(one, NIB_COL_LEVEL));
             nib_tensor_destroy(one);
         }
         free(c.numbers);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_shard.c - sharded casts of master weights: the bytes of a quantisation of the whole, for any cut, any number of ranks; and what
- * becomes of it when one rank fails.
+ * test_shard.c - sharded casts of master weights: the bytes of a quantisation of the whole, for any cut, any number of
+ * ranks; and what becomes of it when one rank fails.
  *
  * Built with NIB_TEST_WRAP_ALLOC, so that every allocation of one rank can be made to fail.
  */
@@ -77,7 +77,6 @@ TEST(one_rank_alone)
         CHECK(case_run(nib_comm_serial(), test_random()) == 0);
 }
 
-
 /* ---- What is refused, before anything changes ---- */
 
 /* Options that no cast takes: the parameter stays as it was. */
@@ -139,11 +138,14 @@ TEST(lists_and_masters_that_do_not_fit)
     const int64_t starts[2] = { 3, -1 };
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 1, starts, 2, comm, NULL), NIB_ERR_ARG, "1 masters");
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 1, comm, NULL), NIB_ERR_ARG, "1 starts");
-    CHECK_FAILS(nib_quantize_master_weights(NULL, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG, "parameters is NULL");
+    CHECK_FAILS(nib_quantize_master_weights(NULL, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
+                "parameters is NULL");
     CHECK_FAILS(nib_quantize_master_weights(t, 2, NULL, 2, starts, 2, comm, NULL), NIB_ERR_ARG, "masters is NULL");
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, NULL, 2, comm, NULL), NIB_ERR_ARG, "starts is NULL");
-    CHECK_FAILS(nib_quantize_master_weights(gap, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG, "parameter 1: it is NULL");
-    CHECK_FAILS(nib_quantize_master_weights(twice, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG, "parameter 0 as well");
+    CHECK_FAILS(nib_quantize_master_weights(gap, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
+                "parameter 1: it is NULL");
+    CHECK_FAILS(nib_quantize_master_weights(twice, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
+                "parameter 0 as well");
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, NULL, NULL), NIB_ERR_ARG, "comm is NULL");
     nib_comm lacking = *comm;
     lacking.agree = NULL;
@@ -169,7 +171,8 @@ TEST(lists_and_masters_that_do_not_fit)
         CHECK_FAILS(nib_quantize_master_weights(t, 2, list, 2, at, 2, comm, NULL), cases[i].status, cases[i].words);
     }
     const nib_array *none[2] = { NULL, NULL };
-    CHECK_FAILS(nib_quantize_master_weights(t, 2, none, 2, starts, 2, comm, NULL), NIB_ERR_ARG, "begins at element 3 but is NULL");
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, none, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
+                "begins at element 3 but is NULL");
 
     /* Shards: 64 elements from 3 on take bytes 1 to 33. */
     nib_array shard = array_of(bytes, NIB_U8, 1, SHAPE(32));
@@ -179,7 +182,8 @@ TEST(lists_and_masters_that_do_not_fit)
     shard = array_of(bytes, NIB_I8, 1, SHAPE(33));
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_DTYPE, "U8");
     options = (nib_master_options){ .bytes = sizeof options, .col_shards = shards };
-    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_USAGE, "takes no shard");
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_USAGE,
+                "takes no shard");
     const float scale = 2, *scales[2] = { &scale, NULL };
     options = (nib_master_options){ .bytes = sizeof options, .scales = scales };
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_MODE, "delayed");
@@ -191,7 +195,8 @@ TEST(lists_and_masters_that_do_not_fit)
     nib_tensor *other = NULL;
     CHECK_OK(nib_quantizer_init_format(&float8, NIB_FLOAT8));
     CHECK_OK(nib_tensor_create(&float8, NIB_BF16, 2, SHAPE(16, 32), &other));
-    CHECK_FAILS(nib_quantize_nvfp4_param_shard(&other, 1, masters, 1, starts, 1, comm, NULL), NIB_ERR_MODE, "not nvfp4");
+    CHECK_FAILS(nib_quantize_nvfp4_param_shard(&other, 1, masters, 1, starts, 1, comm, NULL), NIB_ERR_MODE,
+                "not nvfp4");
     CHECK_OK(nib_quantize_nvfp4_param_shard(NULL, 0, NULL, 0, NULL, 0, comm, NULL));
     CHECK_OK(nib_quantize_master_weights(NULL, 0, NULL, 0, NULL, 0, comm, NULL));
     nib_tensor_destroy(other), nib_tensor_destroy(t[0]), nib_tensor_destroy(t[1]), nib_tensor_destroy(before);
@@ -239,7 +244,8 @@ static int fail_on_one(const nib_comm *comm, void *context)
 
 TEST(one_rank_with_a_bad_argument_makes_all_fail)
 {
-    static const nib_status wanted[] = { NIB_ERR_MODE, NIB_ERR_MISMATCH, NIB_ERR_DTYPE, NIB_ERR_SHAPE, NIB_ERR_MISMATCH };
+    static const nib_status wanted[] = { NIB_ERR_MODE, NIB_ERR_MISMATCH, NIB_ERR_DTYPE, NIB_ERR_SHAPE,
+                                         NIB_ERR_MISMATCH };
     for (int size = 2; size <= 5; size++)
         for (int rank = 0; rank < size; rank++)
             for (int kind = 0; kind < 5; kind++)
@@ -450,7 +456,8 @@ TEST(steps_refuse)
     CHECK_FAILS(nib_transpose_packed(bytes, -1, 2, bytes), NIB_ERR_SHAPE, "dim 0 is -1");
     CHECK_FAILS(nib_transpose_scales(bytes, 16, 17, 1, bytes, 1), NIB_ERR_SHAPE, "strides");
     CHECK_FAILS(nib_tensor_byte_range(t, NIB_COLUMNWISE, 0, 1, &range), NIB_ERR_USAGE, "in the order of the elements");
-    CHECK_FAILS(nib_tensor_byte_range(t, NIB_ROWWISE, 500, 13, &range), NIB_ERR_SHAPE, "13 elements from 500 on, of 512");
+    CHECK_FAILS(nib_tensor_byte_range(t, NIB_ROWWISE, 500, 13, &range), NIB_ERR_SHAPE,
+                "13 elements from 500 on, of 512");
     CHECK_OK(nib_tensor_byte_range(t, NIB_ROWWISE, 3, 4, &range));
     CHECK(range.first == 1 && range.count == 3 && range.first_shared && range.last_shared);
     CHECK_OK(nib_tensor_byte_range(t, NIB_ROWWISE, 30, 2, &range));
@@ -478,8 +485,13 @@ TEST(post_processing)
     CHECK_OK(nib_quantize_nvfp4_param_shard(&t, 1, &list, 1, &start, 1, nib_comm_serial(), NULL));
     CHECK_OK(nib_tensor_get_metadata(t, &m));
     CHECK(m.columnwise && !m.columnwise_valid && case_part(t, NIB_COL_DATA) == place);
-    CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE, &(nib_array){ .data = x, .bytes = 4 * 32 * 48, .dtype = NIB_F32, .rank = 2,
-                                                              .shape = { 32, 48 }, .strides = { 48, 1 } }),
+    CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE,
+                               &(nib_array){ .data = x,
+                                             .bytes = 4 * 32 * 48,
+                                             .dtype = NIB_F32,
+                                             .rank = 2,
+                                             .shape = { 32, 48 },
+                                             .strides = { 48, 1 } }),
                 NIB_ERR_USAGE, "not valid any more");
     CHECK_OK(nib_post_all_gather_processing(&t, 1));
     CHECK_OK(nib_tensor_get_metadata(t, &m));
@@ -575,7 +587,8 @@ TEST(helpers)
     nib_tensor_destroy(t), nib_tensor_destroy(float8);
 }
 
-/* 12. of the specification's invariants: packed ranges from element ranges satisfy 2 * bytes == elements, or are refused. */
+/* 12. of the specification's invariants: packed ranges from element ranges satisfy 2 * bytes == elements, or are
+ * refused. */
 TEST(packed_and_unpacked_buffers)
 {
     int64_t e = 0, n = 0, b = 0, m = 0;
