@@ -28,7 +28,8 @@ campaign:
 	@$(PYTHON) tests/run.py --campaign
 
 bench: all
-	@if [ -f bench/run.sh ]; then NIB=$(BUILD)/nib sh bench/run.sh; else echo "there are no benchmarks yet"; fi
+	@$(BUILD)/bench/shard
+	@if [ -f bench/run.sh ]; then NIB=$(BUILD)/nib sh bench/run.sh; fi
 
 install: all
 	cmake --install $(BUILD)
@@ -37,7 +38,7 @@ clean:
 	rm -rf $(BUILD)
 
 format:
-	clang-format -i include/*.h src/*.[ch] $(wildcard src/*/*.[ch] tools/*.[ch] examples/*.c)
+	clang-format -i include/*.h src/*.[ch] $(wildcard src/*/*.[ch] mpi/*.c bench/*.c tools/*.[ch] examples/*.c)
 
 deps:
 	@sh tests/deps.sh test

@@ -173,17 +173,32 @@ NIB_API nib_status nib_array_to_dlpack_versioned(const nib_array *array, nib_buf
 
 /* ---- Communicators ------------------------------------------------------------------------------------ */
 
-/* What ranks that share a tensor must be able to do together. Every rank makes the same calls in the same
- * order. A function returns NIB_OK or a status, the same on every rank. */
+/* What ranks that share a tensor must be able to do together. Every rank makes the same calls in the same order. A
+ * function returns NIB_OK or a status, the same on every rank. A reduction of amaxes alone (nib_quantizer.amax_comm)
+ * needs only the first function, and calls `agree` before it where there is one: without it a rank that fails before
+ * the reduction leaves the others waiting. */
 typedef struct nib_comm {
     size_t bytes;
     void *context;
     int rank, size;
-    nib_status (*allreduce_max_f32)(void *context, float *values, size_t n); /* in place, elementwise */
+    /* In place, elementwise, the same n everywhere; there are no NaNs. */
+    nib_status (*allreduce_max_f32)(void *context, float *values, size_t n);
+    /* The largest of all ranks' statuses; NIB_ERR_MISMATCH if all are NIB_OK and the keys are not equal. */
+    nib_status (*agree)(void *context, nib_status status, uint64_t key);
+    /* counts[size] bytes of every rank, the same everywhere, side by side into `all`, which does not overlap `mine`. */
+    nib_status (*allgather)(void *context, const void *mine, void *all, const size_t *counts);
+    /* Returns when all ranks are there. */
+    nib_status (*barrier)(void *context);
 } nib_comm;
 
 /* One rank alone. */
 NIB_API const nib_comm *nib_comm_serial(void);
+
+/* Ranks that are threads of this process: *out becomes an array of `size` communicators, and thread r uses only
+ * &(*out)[r]. Calls that do not match (another function, another length) are NIB_ERR_COMM on every rank. A rank that
+ * never comes is waited for. destroy when no thread is in a call; it takes what create gave. */
+NIB_API nib_status nib_comm_threads_create(int size, nib_comm **out);
+NIB_API void nib_comm_threads_destroy(nib_comm *comms);
 
 /* ---- Options ------------------------------------------------------------------------------------------ */
 
@@ -492,6 +507,167 @@ NIB_API nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int ran
  * format does not have. */
 NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape,
                                         int *out_rank, int64_t *out_shape);
+
+/* ---- Sharding ------------------------------------------------------------------------------------------ */
+
+/* Training keeps master weights in FP32, cut into pieces that ranks own, and casts every piece into its place in the
+ * quantised parameter. Elements are numbered along the flattened parameter. The result of all ranks together has the
+ * bytes of a quantisation of the whole, whatever the cut: scales come from amaxes that were reduced over the ranks,
+ * codes are written one by one beside those of neighbours, and random numbers go by place.
+ *
+ * A cast takes NVFP4 with 16x16 or 1x16 blocks and every other format, and refuses (MODE, USAGE) what a part of a
+ * block cannot know: RHT, four-over-six, sweep, one amax per row, swizzled scales, and a columnwise copy with 1xB
+ * blocks, which cannot be built from rowwise codes (MXFP8 casts both copies). A master is F32 or BF16, of rank 1,
+ * and is rounded to the parameter's nominal dtype first, so that the result is that of the parameter in its dtype. */
+
+/* Lists of a sharded cast that not everybody needs. Each is NULL or has one entry per parameter, which may be NULL. */
+typedef struct nib_master_options {
+    size_t bytes;
+    /* Keep columnwise buffers where they are, marked invalid, instead of dropping them. */
+    uint8_t manual_post_all_gather;
+    /* FSDP: where the codes go instead of into the parameter. U8, contiguous, of exactly the bytes that
+     * nib_tensor_byte_range gives for the piece. Scales and levels still go to the parameter. Columnwise only for
+     * formats that cast both copies. */
+    const nib_array *const *row_shards, *const *col_shards;
+    const float *const *scales; /* Float8, delayed scaling: the multiplier; entries NULL: current scaling */
+    float *const *amax_seen;    /* raised to the parameter's reduced amax */
+} nib_master_options;
+
+/* Cast pieces of master weights into parameters. params[i] gets masters[i] from element starts[i] on; a rank that
+ * owns nothing of it passes NULL and -1. Every rank passes all parameters in the same order (MISMATCH otherwise).
+ * Two collectives, whatever the number of parameters: agreement, and one reduction of every parameter's block
+ * amaxes, 4 bytes per block. Every rank then has all scales and levels, and the codes of its pieces; columnwise
+ * copies are dropped or (manual) invalid until nib_post_all_gather_processing. Everything is checked on all ranks
+ * before anything changes: if one fails, all return the largest status and none has changed. */
+NIB_API nib_status nib_quantize_master_weights(nib_tensor *const *params, size_t n_params,
+                                               const nib_array *const *masters, size_t n_masters, const int64_t *starts,
+                                               size_t n_starts, const nib_comm *comm,
+                                               const nib_master_options *options);
+
+/* The same by Megatron's name, for NVFP4 only (MODE otherwise), always manual. row_shards may be NULL. */
+NIB_API nib_status nib_quantize_nvfp4_param_shard(nib_tensor *const *params, size_t n_params,
+                                                  const nib_array *const *masters, size_t n_masters,
+                                                  const int64_t *starts, size_t n_starts, const nib_comm *comm,
+                                                  const nib_array *const *row_shards);
+
+/* After the codes were gathered: build every columnwise copy that is wanted or invalid from the rowwise one. Nothing
+ * happens to formats that cast both copies. All are checked first; if memory runs out, those before are done. */
+NIB_API nib_status nib_post_all_gather_processing(nib_tensor *const *params, size_t n);
+
+/* The steps of a cast, for callers with a reduction of their own. The grid has one amax per scale: [ceil(M/16),
+ * ceil(K/16)] with 16x16 blocks, [M, ceil(K/16)] with 1x16 (columnwise: M and K exchanged), [1, 1] for Float8. */
+NIB_API nib_status nib_amax_grid(const nib_tensor *t, nib_copy copy, int64_t *rows, int64_t *cols);
+/* The grid of a piece; blocks of which it has nothing are 0. The maximum over all pieces is the grid of the whole. */
+NIB_API nib_status nib_partial_amax(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+                                    float *amaxes);
+/* Level and scales of a copy from the grid of the whole: written to all rows that share them, padding zero. */
+NIB_API nib_status nib_block_scales(nib_tensor *t, nib_copy copy, const float *amaxes);
+/* The codes of a piece, after nib_block_scales with the same grid; into `shard` (as in nib_master_options) or, NULL,
+ * the tensor. */
+NIB_API nib_status nib_partial_cast(nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+                                    const float *amaxes, const nib_array *shard);
+/* Packed codes of a [rows, cols] matrix, [rows, ceil(cols/2)] bytes, to [cols, ceil(rows/2)]; missing nibbles are 0. */
+NIB_API nib_status nib_transpose_packed(const uint8_t *codes, int64_t rows, int64_t cols, uint8_t *out);
+/* Scales of 16x16 blocks of a [rows, cols] matrix: from `rows` lines, in_stride bytes apart, to `cols` lines of
+ * ceil(rows/16) scales, out_stride bytes apart, each filled up with zeros. */
+NIB_API nib_status nib_transpose_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t in_stride,
+                                        uint8_t *out, int64_t out_stride);
+
+/* Bytes of a copy's codes that hold elements start..start+length-1. A shared byte holds an element outside of them
+ * as well. */
+typedef struct nib_byte_range {
+    int64_t first, count;
+    int first_shared, last_shared; /* with an element before start; with one after the last */
+} nib_byte_range;
+NIB_API nib_status nib_tensor_byte_range(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+                                         nib_byte_range *out);
+
+/* A buffer of parameters that exists twice: `elements` numbers for gradients, `packed_bytes` bytes of codes. Rank r
+ * of size owns an equal share of either. MISMATCH where these are not the same elements: 2 * packed_bytes !=
+ * elements, or shares that are not whole bytes; gathering such shares would mix them up. */
+NIB_API nib_status nib_param_buffer_range(int64_t elements, int64_t packed_bytes, int rank, int size,
+                                          int64_t *first_element, int64_t *element_count, int64_t *first_byte,
+                                          int64_t *byte_count);
+
+/* ---- Gathers ---- */
+
+/* Gather the codes of a parameter: this rank has elements start..start+length-1, in `shard` (as in
+ * nib_master_options) or, NULL, in the tensor; afterwards the tensor has all. Pieces may lie in any order and be
+ * empty, but must cover every element once (SHAPE). A byte that two ranks share is put together from both.
+ * COLUMNWISE only for formats that cast both copies. */
+NIB_API nib_status nib_all_gather_param(nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+                                        const nib_array *shard, const nib_comm *comm);
+/* The same by whole bytes: SHAPE where ranks share a byte, which a gather of bytes would spoil. */
+NIB_API nib_status nib_all_gather_param_bytes(nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+                                              const nib_array *shard, const nib_comm *comm);
+
+/* Put the ranks' tensors one below the other: shapes may differ in the first dim only, which may be 0, and all have the
+ * same copies. The result equals a quantisation of the whole by the same amax. MISMATCH where levels differ: reduce the
+ * amax (nib_quantizer.amax_comm; row-scaled: only that of columns, by nib_given). SHAPE where a border between ranks is
+ * not one between blocks (columnwise copies and square blocks). */
+NIB_API nib_status nib_all_gather_tensor(const nib_tensor *t, const nib_comm *comm, nib_tensor **out);
+
+/* FSDP: what a framework gathers by itself. extract: views of the rowwise codes, and of the scales without padding
+ * rows; levels are not gathered, they must be equal on all ranks already. assign: `data` and `scales` now hold the
+ * pieces of all ranks, one below the other; rows is their sum. *out NULL: a new tensor; otherwise one of that shape,
+ * written in place. The columnwise copy is built where the quantiser wants one. USAGE or UNSUPPORTED for what cannot
+ * be gathered so: swizzled scales, scales that do not lie row by row, a columnwise copy of 1xB blocks, pieces that
+ * do not end with a block. */
+typedef struct nib_fsdp_parts {
+    size_t bytes;
+    nib_array data;   /* U8 [rows, bytes of a row] */
+    nib_array scales; /* [rows, padded blocks of a row]; data NULL for Float8 */
+    float level;
+    nib_metadata metadata; /* of the piece */
+} nib_fsdp_parts;
+NIB_API nib_status nib_fsdp_extract(const nib_tensor *t, nib_fsdp_parts *out);
+NIB_API nib_status nib_fsdp_assign(const nib_fsdp_parts *parts, int64_t rows, nib_tensor **out);
+
+/* ---- Groups (mixture of experts) ---- */
+
+/* Quantise rows of a [sum of counts, K] array as n tensors of counts[i] rows, which may be 0: each is what
+ * quantising its rows alone gives; for the random stream each starts at (0, 0). With amax_comm all amaxes are
+ * reduced at once (not row-scaled: MODE). */
+NIB_API nib_status nib_split_quantize(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
+                                      nib_tensor **out);
+
+/* The amax of each of them, not reduced: amax[copy] has n numbers, or is NULL. Transformed where the copy is. MODE
+ * where a tensor has not one amax per copy. */
+NIB_API nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
+                                  float *const amax[2]);
+
+/* n tensors [rows[i], cols] of one kind in shared buffers. Each begins at a multiple of NIB_FP4_ALIGN_GRAPH rows, so
+ * that no member's scales share padding with another's and grouped kernels can step from member to member. */
+typedef struct nib_group nib_group;
+NIB_API nib_status nib_group_create(const nib_quantizer *q, nib_dtype dtype, const int64_t *rows, size_t n,
+                                    int64_t cols, nib_group **out);
+NIB_API void nib_group_destroy(nib_group *group); /* members that were handed out stay valid */
+NIB_API size_t nib_group_count(const nib_group *group);
+/* Member i as a tensor that shares its place in the group; the caller destroys it. */
+NIB_API nib_status nib_group_member(const nib_group *group, size_t i, nib_tensor **out);
+/* A shared buffer, not retained (NULL when absent), and where member i begins in it, in bytes. Levels lie side by
+ * side. */
+NIB_API nib_buffer *nib_group_buffer(const nib_group *group, nib_part part);
+NIB_API nib_status nib_group_offset(const nib_group *group, nib_part part, size_t i, int64_t *offset);
+/* nib_split_quantize into the members: x has as many rows as all of them, without gaps. amax_comm may be NULL. */
+NIB_API nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_comm *amax_comm);
+
+/* ---- FP4 helpers by Megatron's names ---- */
+
+enum {
+    NIB_FP4_ALIGN_TMA = 32,     /* elements: the 16 bytes that a tensor memory access moves at least */
+    NIB_FP4_ALIGN_GROUPED = 64, /* rows that grouped RHT kernels take at a time */
+    NIB_FP4_ALIGN_GRAPH = 128   /* rows: no scale padding, so that group sizes may change within a CUDA graph */
+};
+NIB_API int nib_get_fp4_align_size(void); /* what to pad tokens of an expert to: the last, which serves all three */
+NIB_API int nib_is_nvfp4tensor(const nib_tensor *t); /* 0 for NULL */
+/* The last dim halved; rank 0 stays. SHAPE where it is odd: rows of odd length are padded one by one
+ * (nib_part_shape). */
+NIB_API nib_status nib_get_nvfp4_rowwise_packed_shape(int rank, const int64_t *shape, int64_t *out);
+/* nib_tensor_rebind_rowwise for NVFP4 (MODE otherwise): copies the bytes, then uses the new buffer. */
+NIB_API nib_status nib_modify_nvfp4_rowwise_storage(nib_tensor *t, nib_buffer *buffer);
+/* nib_dequantize from either copy, for NVFP4 (MODE otherwise). */
+NIB_API nib_status nib_dequantize_fp4_tensor(const nib_tensor *t, const nib_array *out);
 
 /* ---- Delayed scaling (Float8) -------------------------------------------------------------------------- */
 

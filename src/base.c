@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * base.c - errors, checked arithmetic, memory, dtypes, arrays, buffers, the serial communicator.
+ * base.c - errors, checked arithmetic, memory, dtypes, arrays, buffers.
  */
 #include "base.h"
 
@@ -315,17 +315,3 @@ bool nib_buffer_is_shared(const nib_buffer *buffer)
 void *nib_buffer_data(const nib_buffer *buffer) { return buffer ? buffer->data : NULL; }
 
 size_t nib_buffer_bytes(const nib_buffer *buffer) { return buffer ? buffer->bytes : 0; }
-
-/* ---- The communicator of one ---- */
-
-static nib_status serial_allreduce_max_f32(void *context, float *values, size_t n)
-{
-    (void)context, (void)values, (void)n;
-    return NIB_OK;
-}
-
-const nib_comm *nib_comm_serial(void)
-{
-    static const nib_comm serial = { sizeof serial, NULL, 0, 1, serial_allreduce_max_f32 };
-    return &serial;
-}

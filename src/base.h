@@ -65,6 +65,21 @@ nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t
 /* Whether somebody else holds a reference too. */
 bool nib_buffer_is_shared(const nib_buffer *buffer);
 
+/* Whether a communicator can be used at all; `whole`: not only to reduce amaxes. */
+nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
+
+/* What a step came to on this rank, made the same on all: the largest status, or MISMATCH where all went well but
+ * keys differ. A status that is another rank's gets a sentence. Every rank must come here, whatever happened to it.
+ * Without a communicator, or with one that cannot agree, the status is this rank's own. */
+nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
+
+/* Mixes a word into a key of nib_agree. */
+static inline uint64_t nib_mix(uint64_t key, uint64_t word)
+{
+    key = (key ^ word) * 0x100000001B3u;
+    return key ^ key >> 32;
+}
+
 /* A null-pointer check that names the argument. */
 #define NIB_REQUIRE(pointer)                                                    \
     do {                                                                        \

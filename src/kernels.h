@@ -98,6 +98,23 @@ const struct nib_kernels *nib_kernels_best(void);
          ? nib_kernels_best()->operation[format]                               \
          : nib_kernels_best()->operation[NIB_ANY_FORMAT])
 
+/* What the scalar kernels do to one block, for blocks that are not in one place: amax and elements come from elsewhere.
+ * Only for NIB_SCALE_RTN, which needs no more than the amax. No instruction set has its own. */
+struct nib_block_kernels {
+    /* The block's scale. */
+    nib_scale_bits (*scale)(float block_amax, const struct nib_scaler *scaler, const struct nib_coding *coding);
+    /* The codes, one a byte, of n of its elements in line `line` of the matrix, from element `first` of the block
+     * on. */
+    void (*encode)(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
+                   int64_t block, int64_t first, uint8_t *codes);
+};
+extern const struct nib_block_kernels nib_block_kernels_nvfp4, nib_block_kernels_any;
+
+static inline const struct nib_block_kernels *nib_block_kernels_of(const nib_quantizer *q)
+{
+    return nib_format_of(q)->nvfp4_options ? &nib_block_kernels_nvfp4 : &nib_block_kernels_any;
+}
+
 /* The 16-point transform of one block, in place: signs, butterflies, a quarter. */
 void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input);
 void nib_rht_inverse(float x[16], uint16_t sign_mask);

@@ -72,6 +72,21 @@ void nib_quantize_any(const struct nib_panel *panel, const struct nib_coding *co
                                           nib_min(step, length - first) });
 }
 
+static nib_scale_bits block_scale(float block_amax, const struct nib_scaler *scaler, const struct nib_coding *coding)
+{
+    return coding->dialect->block_scale ? coding->dialect->block_scale(block_amax, scaler, &coding->rules) : 0;
+}
+
+static void encode(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
+                   int64_t block, int64_t first, uint8_t *codes)
+{
+    (void)line, (void)block, (void)first; /* nothing here depends on the place */
+    for (int64_t i = 0; i < n; i++)
+        codes[i] = codecs[coding->rules.element].encode(coding->dialect->divides ? x[i] / factor : x[i] * factor);
+}
+
+const struct nib_block_kernels nib_block_kernels_any = { block_scale, encode };
+
 void nib_decode_any(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
                     const struct nib_coding *coding, bool stream)
 {

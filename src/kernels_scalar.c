@@ -211,17 +211,21 @@ static uint8_t e2m1_nearest(float x, float y, const struct nib_dialect_facts *di
     return nib_e2m1_from_f32(y);
 }
 
+/* One element under its block's factor; `random` is NULL for nearest. */
+static uint8_t element_code(float x, float factor, const struct nib_coding *coding, const uint32_t *random)
+{
+    const float y = coding->dialect->divides ? x / factor : x * factor;
+    return random ? e2m1_stochastic(y, *random, random_bits(coding->rounding)) : e2m1_nearest(x, y, coding->dialect);
+}
+
 /* Codes of the elements inside the matrix; those outside stay 0. `random` is NULL for nearest. */
 static void encode_tile(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                         uint32_t (*random)[BLOCK], struct tile_codes *out)
 {
     const float factor = coding->dialect->factor(out->scale, tile->absmax, scaler, &coding->rules);
     for (int l = 0; l < tile->lines; l++)
-        for (int i = 0; i < tile->length; i++) {
-            const float x = tile->x[l][i], y = coding->dialect->divides ? x / factor : x * factor;
-            out->code[l][i] = random ? e2m1_stochastic(y, random[l][i], random_bits(coding->rounding))
-                                     : e2m1_nearest(x, y, coding->dialect);
-        }
+        for (int i = 0; i < tile->length; i++)
+            out->code[l][i] = element_code(tile->x[l][i], factor, coding, random ? &random[l][i] : NULL);
 }
 
 /* ---- Scale rules ---- */
@@ -240,13 +244,19 @@ static uint8_t unclipped_scale(float block_amax, const struct nib_scaler *scaler
     return (uint8_t)(below + ((float)below < units));
 }
 
+static nib_scale_bits block_scale_nvfp4(float block_amax, const struct nib_scaler *scaler,
+                                        const struct nib_coding *coding)
+{
+    const uint8_t scale = coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED
+                              ? unclipped_scale(block_amax, scaler)
+                              : (uint8_t)coding->dialect->block_scale(block_amax, scaler, &coding->rules);
+    return at_least(scale, coding->floor_code);
+}
+
 static void quantize_rtn(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                          uint32_t (*random)[BLOCK], struct tile_codes *out)
 {
-    const uint8_t scale = coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED
-                              ? unclipped_scale(tile->absmax, scaler)
-                              : (uint8_t)coding->dialect->block_scale(tile->absmax, scaler, &coding->rules);
-    out->scale = at_least(scale, coding->floor_code);
+    out->scale = (uint8_t)block_scale_nvfp4(tile->absmax, scaler, coding);
     encode_tile(tile, coding, scaler, random, out);
 }
 
@@ -369,6 +379,23 @@ static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_codin
         }
     }
 }
+
+/* ---- A part of a block ---- */
+
+static void encode_nvfp4(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
+                         int64_t block, int64_t first, uint8_t *codes)
+{
+    const bool stochastic = coding->rounding != NIB_ROUND_NEAREST;
+    uint32_t random[BLOCK] = { 0 };
+    if (stochastic)
+        random_block(coding, (uint32_t)(coding->origin_line + line),
+                     (uint32_t)(coding->origin_block + block) | (coding->copy == NIB_COLUMNWISE ? 0x80000000u : 0),
+                     random);
+    for (int64_t i = 0; i < n; i++)
+        codes[i] = element_code(x[i], factor, coding, stochastic ? &random[first + i] : NULL);
+}
+
+const struct nib_block_kernels nib_block_kernels_nvfp4 = { block_scale_nvfp4, encode_nvfp4 };
 
 /* ---- Back ---- */
 

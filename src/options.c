@@ -79,18 +79,6 @@ static nib_status check_ranges(const nib_quantizer *q)
     return NIB_OK;
 }
 
-static nib_status check_comm(const nib_comm *comm)
-{
-    if (!comm)
-        return NIB_OK;
-    TRY(nib_check_struct("amax_comm", comm, sizeof *comm));
-    if (!comm->allreduce_max_f32)
-        return nib_fail(NIB_ERR_ARG, "amax_comm has no allreduce_max_f32");
-    if (comm->size < 1 || comm->rank < 0 || comm->rank >= comm->size)
-        return nib_fail(NIB_ERR_ARG, "amax_comm: rank %d of %d", comm->rank, comm->size);
-    return NIB_OK;
-}
-
 /* Blocks and elements that the format does not have. */
 static nib_status check_format(const nib_quantizer *q, const struct nib_format_facts *format)
 {
@@ -185,7 +173,8 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
         q.min_block_scale = 0;
     if (q.amax_epsilon == 0)
         q.amax_epsilon = 0;
-    TRY(check_comm(q.amax_comm));
+    if (q.amax_comm)
+        TRY(nib_check_comm("amax_comm", q.amax_comm, false));
     TRY(check_format(&q, nib_format_of(&q)));
     TRY(check_combination(&q));
     *out = q;

@@ -184,10 +184,10 @@ struct amax_job {
     nib_absmax_fn *absmax;
     nib_absmax_lines_fn *absmax_lines;
     float *per_line;        /* one per line, or NULL */
-    _Atomic uint32_t whole; /* of all: the bits of a float that is not negative order as the floats do */
+    _Atomic uint32_t whole; /* of all, in nib_raise_to's way */
 };
 
-static void raise_to(_Atomic uint32_t *whole, float value)
+void nib_raise_to(_Atomic uint32_t *whole, float value)
 {
     uint32_t seen = atomic_load_explicit(whole, memory_order_relaxed);
     while (nib_bits(value) > seen && !atomic_compare_exchange_weak_explicit(whole, &seen, nib_bits(value),
@@ -202,7 +202,7 @@ static void amax_of_stretch(void *context, int64_t i)
 {
     struct amax_job *job = context;
     const int64_t first = i * STRETCH, n = nib_min(STRETCH, job->m->rows * job->m->cols - first);
-    raise_to(&job->whole, job->absmax(job->m->first + first * job->m->bytes, n));
+    nib_raise_to(&job->whole, job->absmax(job->m->first + first * job->m->bytes, n));
 }
 
 /* One panel of the data as it is. */
@@ -215,7 +215,7 @@ static void amax_of_panel(void *context, int64_t i)
     float amax = 0;
     for (int64_t r = 0; r < panel.rows; r++)
         amax = nib_fmax(amax, job->absmax((const char *)panel.x + r * row_bytes, panel.cols));
-    raise_to(&job->whole, amax);
+    nib_raise_to(&job->whole, amax);
 }
 
 /* All panels that hold the i-th group of lines. */
@@ -235,7 +235,7 @@ static void amax_of_lines(void *context, int64_t i)
     for (int64_t line = 0; line < count; line++) {
         if (job->per_line)
             job->per_line[i * (rowwise ? job->m->cut.rows : job->m->cut.cols) + line] = lines[line];
-        raise_to(&job->whole, lines[line]);
+        nib_raise_to(&job->whole, lines[line]);
     }
 }
 
@@ -305,18 +305,52 @@ static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, con
     return n;
 }
 
-/* The level of one line of a copy; *encode is the multiplier whose inverse it is, where the dialect has one. */
+float nib_level_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *encode)
+{
+    /* Unbiased rounding must not clip, so that the level, too, is 1/16 larger than the data. */
+    if (q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
+        amax = nib_fmin(amax * (17.0f / 16.0f), FLT_MAX);
+    if (!coding->dialect->encode_of)
+        return coding->dialect->level_of(amax, &coding->rules);
+    *encode = coding->dialect->encode_of(amax, &coding->rules);
+    return 1.0f / *encode;
+}
+
+/* The level of one line of a copy: the caller's, or one that follows from the amax. */
 static float level_of(const nib_quantizer *q, const nib_given *given, const struct nib_coding *coding,
                       const float *found, int64_t i, float *encode)
 {
     const float *level = given_for(given->level, q, (int)coding->copy);
-    /* Unbiased rounding must not clip, so that the level, too, is 1/16 larger than the data. */
-    const bool unbiased = q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED;
-    const float amax = !found ? 0 : unbiased ? nib_fmin(found[i] * (17.0f / 16.0f), FLT_MAX) : found[i];
-    if (!coding->dialect->encode_of)
-        return level ? level[i] : coding->dialect->level_of(amax, &coding->rules);
-    *encode = given->scale ? *given->scale : level ? 1.0f / level[i] : coding->dialect->encode_of(amax, &coding->rules);
-    return level && !given->scale ? level[i] : 1.0f / *encode;
+    if (level && !coding->dialect->encode_of)
+        return level[i];
+    if (!coding->dialect->encode_of || (!level && !given->scale))
+        return nib_level_from_amax(q, coding, found ? found[i] : 0, encode);
+    *encode = given->scale ? *given->scale : 1.0f / level[i];
+    return given->scale ? 1.0f / *encode : level[i];
+}
+
+/* The maximum over the ranks, once all of them have come so far. */
+static nib_status reduce_amaxes(const nib_comm *comm, float *amax, size_t n)
+{
+    if (!comm)
+        return NIB_OK;
+    TRY(nib_agree(comm, NIB_OK, n));
+    const nib_status reduced = n > 0 ? comm->allreduce_max_f32(comm->context, amax, n) : NIB_OK;
+    if (reduced)
+        return nib_fail(NIB_ERR_COMM, "the reduction of amaxes over %d ranks failed: %s", comm->size,
+                        nib_status_name(reduced));
+    return NIB_OK;
+}
+
+const nib_comm *nib_amax_comm_of(const nib_quantizer *q)
+{
+    nib_error before; /* the sentence is about something else */
+    nib_get_error(&before);
+    const nib_comm *comm = q && q->bytes >= sizeof *q ? q->amax_comm : NULL;
+    if (!comm || !nib_check_comm("amax_comm", comm, false))
+        return comm;
+    (void)nib_fail(before.status, "%s", before.text);
+    return NULL;
 }
 
 static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
@@ -333,16 +367,10 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
         const int64_t n = (q->rowwise ? geometry->copy[0].levels : 0) + (q->columnwise ? geometry->copy[1].levels : 0);
         amax = nib_alloc((size_t)n * sizeof *amax);
         if (!amax)
-            return nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)n);
+            return nib_agree(q->amax_comm, nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)n), 0);
     }
     const size_t n = collect_amaxes(q, m, given, geometry, coding, amax, found);
-    nib_status status = NIB_OK;
-    if (q->amax_comm && n > 0) {
-        const nib_status reduced = q->amax_comm->allreduce_max_f32(q->amax_comm->context, amax, n);
-        if (reduced)
-            status = nib_fail(NIB_ERR_COMM, "the reduction of amaxes over %d ranks failed: %s", q->amax_comm->size,
-                              nib_status_name(reduced));
-    }
+    const nib_status status = reduce_amaxes(q->amax_comm, amax, n);
     for (int copy = 0; copy < 2 && !status; copy++)
         for (int64_t i = 0; wants(q, copy) && i < geometry->copy[copy].levels; i++) {
             memory[copy].levels[i] = level_of(q, given, &coding[copy], found[copy], i, encode);
@@ -356,7 +384,7 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
 
 /* ---- Codes ---- */
 
-static struct nib_coding coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype input)
+struct nib_coding nib_coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype input)
 {
     const bool rowwise = copy == NIB_ROWWISE;
     const struct nib_format_facts *facts = nib_format_of(q);
@@ -397,8 +425,7 @@ static void quantize_panel(void *context, int64_t i)
             job->quantize(&panel, &job->coding[copy], &job->target[copy]);
 }
 
-/* Scales that stand for no block are 0, whatever the buffer held. */
-static void zero_scale_padding(const struct nib_copy_geometry *g, void *scales)
+void nib_zero_scale_padding(const struct nib_copy_geometry *g, void *scales)
 {
     const int64_t size = g->scale_bytes;
     if (g->swizzled) { /* the padding is scattered: all of it, since every scale is written again */
@@ -412,11 +439,28 @@ static void zero_scale_padding(const struct nib_copy_geometry *g, void *scales)
     }
 }
 
+void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float amax[2])
+{
+    static const nib_given nothing = { .bytes = sizeof nothing };
+    const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
+                                          nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
+    struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
+    cut_for_coding(&m, coding->block, q->columnwise);
+    float pair[2];
+    const float *found[2];
+    const nib_fpenv saved = nib_fpenv_enter();
+    (void)collect_amaxes(q, &m, &nothing, geometry, coding, pair, found);
+    nib_fpenv_leave(saved);
+    for (int copy = 0; copy < 2; copy++)
+        amax[copy] = found[copy] ? *found[copy] : 0;
+}
+
 nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,
                                const struct nib_geometry *geometry, const struct nib_copy_memory memory[2])
 {
     static const nib_given nothing = { .bytes = sizeof nothing };
-    const struct nib_coding coding[2] = { coding_of(q, NIB_ROWWISE, x->dtype), coding_of(q, NIB_COLUMNWISE, x->dtype) };
+    const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
+                                          nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
     struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
     cut_for_coding(&m, coding->block, q->columnwise);
     float encode = 1;
@@ -435,7 +479,7 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
                                                 .level_per_line = q->row_scaled,
                                                 .encode = encode };
         if (wants(q, copy) && memory[copy].scales)
-            zero_scale_padding(&geometry->copy[copy], memory[copy].scales);
+            nib_zero_scale_padding(&geometry->copy[copy], memory[copy].scales);
     }
     nib_parallel(m.row_panels * m.column_panels, nib_thread_count(q, m.rows * m.cols), quantize_panel, &job);
     return NIB_OK;
@@ -529,7 +573,7 @@ void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geom
     enum { STREAM_BYTES = 8 << 20 }; /* more than a core's share of the caches */
     struct decode_job job = { .q = q,
                               .decode = NIB_KERNEL(decode, q->format),
-                              .coding = coding_of(q, from, NIB_F32),
+                              .coding = nib_coding_of(q, from, NIB_F32),
                               .geometry = &geometry->copy[from],
                               .memory = memory,
                               .first = first,

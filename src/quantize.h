@@ -27,6 +27,25 @@ nib_status nib_check_input(const nib_quantizer *q, nib_dtype dtype, int rank, co
 nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,
                                const struct nib_geometry *geometry, const struct nib_copy_memory memory[2]);
 
+/* How a copy is coded, for an input of this dtype. */
+struct nib_coding nib_coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype input);
+
+/* The level that an amax comes to; *encode is the multiplier whose inverse it is, where the dialect has one. */
+float nib_level_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *encode);
+
+/* The amax of each copy that q wants and whose level comes from the data, not reduced; one number each (q is not
+ * row-scaled). */
+void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float amax[2]);
+
+/* Scales that stand for no block are 0, whatever the buffer held. Swizzled: all of them. */
+void nib_zero_scale_padding(const struct nib_copy_geometry *g, void *scales);
+
+/* The communicator of options that may be anything; NULL where it cannot be used. */
+const nib_comm *nib_amax_comm_of(const nib_quantizer *q);
+
+/* Raise a maximum that several threads share: the bits of a float that is not negative order as the floats do. */
+void nib_raise_to(_Atomic uint32_t *whole, float value);
+
 /* Rows first..first+count-1 of the matrix from one copy to `out`, whose leading dims have `count` rows in all. */
 void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geometry, nib_copy from,
                          const struct nib_copy_memory *memory, int64_t first, int64_t count, const nib_array *out);

@@ -256,18 +256,26 @@ static nib_status quantize_parts(nib_tensor *t, const nib_quantizer *q, const ni
     return nib_quantize_copies(q, x, given, &t->geometry, memory);
 }
 
+/* All that can fail on one rank alone before a new tensor is quantised into. */
+static nib_status prepare_new(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_quantizer *loaded,
+                              nib_tensor **t)
+{
+    TRY(nib_quantizer_load(q, loaded));
+    TRY(nib_check_array("x", x));
+    TRY(nib_tensor_new(loaded, x->dtype, x->rank, x->shape, t));
+    TRY(check_given(loaded, given, &(*t)->geometry));
+    return nib_tensor_allocate(*t, loaded->rowwise, loaded->columnwise);
+}
+
 nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor **out)
 {
     NIB_REQUIRE(out);
     nib_quantizer loaded;
-    nib_tensor *t;
-    TRY(nib_quantizer_load(q, &loaded));
-    TRY(nib_check_array("x", x));
-    TRY(nib_tensor_new(&loaded, x->dtype, x->rank, x->shape, &t));
-    nib_status status = check_given(&loaded, given, &t->geometry);
-    if (!status)
-        status = nib_tensor_allocate(t, loaded.rowwise, loaded.columnwise);
-    if (!status)
+    nib_tensor *t = NULL;
+    nib_status status = prepare_new(q, x, given, &loaded, &t);
+    if (status) /* the other ranks are waiting to hear of it */
+        status = nib_agree(nib_amax_comm_of(q), status, 0);
+    else
         status = quantize_parts(t, &loaded, x, given);
     if (status)
         nib_tensor_destroy(t);
@@ -284,6 +292,32 @@ static nib_status check_same_shape(const nib_tensor *t, const nib_array *x)
     return same ? NIB_OK : nib_fail(NIB_ERR_SHAPE, "the array's shape is not the tensor's");
 }
 
+/* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A
+ * view that shares them must go on decoding them rightly: once their meaning changes they are new. */
+static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor *t,
+                                 nib_quantizer *loaded, nib_tensor **out)
+{
+    TRY(nib_quantizer_load(q ? q : &t->q, loaded));
+    TRY(nib_check_array("x", x));
+    TRY(check_same_shape(t, x));
+    TRY(nib_tensor_new(loaded, x->dtype, x->rank, x->shape, out));
+    nib_tensor *updated = *out;
+    updated->dtype = t->dtype;
+    const bool dropping = (nib_tensor_has(t, NIB_ROWWISE) && !loaded->rowwise) ||
+                          (nib_tensor_has(t, NIB_COLUMNWISE) && !loaded->columnwise);
+    /* A level for both copies must not change under a view that keeps the copy which is dropped here. */
+    const bool in_place = nib_same_meaning(loaded, &t->q) && !(nib_format_of(loaded)->shared_level && dropping);
+    for (int copy = 0; copy < 2 && in_place; copy++)
+        for (int kind = 0; kind < NIB_PART_KINDS && (copy == NIB_ROWWISE ? loaded->rowwise : loaded->columnwise);
+             kind++) {
+            const nib_part part = nib_part_of(nib_format_of(loaded), (nib_copy)copy, kind);
+            if (part < NIB_PART_COUNT && !updated->parts[part])
+                updated->parts[part] = nib_buffer_retain(t->parts[part]);
+        }
+    TRY(check_given(loaded, given, &updated->geometry));
+    return nib_tensor_allocate(updated, loaded->rowwise, loaded->columnwise);
+}
+
 nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_given *given, const float *noop,
                              nib_tensor *t)
 {
@@ -291,30 +325,11 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     if (noop && *noop == 1.0f)
         return NIB_OK;
     nib_quantizer loaded;
-    TRY(nib_quantizer_load(q ? q : &t->q, &loaded));
-    TRY(nib_check_array("x", x));
-    TRY(check_same_shape(t, x));
-
-    /* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone.
-     * A view that shares them must go on decoding them rightly: once their meaning changes they are new. */
-    nib_tensor *updated;
-    TRY(nib_tensor_new(&loaded, x->dtype, x->rank, x->shape, &updated));
-    updated->dtype = t->dtype;
-    const bool dropping = (nib_tensor_has(t, NIB_ROWWISE) && !loaded.rowwise) ||
-                          (nib_tensor_has(t, NIB_COLUMNWISE) && !loaded.columnwise);
-    /* A level for both copies must not change under a view that keeps the copy which is dropped here. */
-    const bool in_place = nib_same_meaning(&loaded, &t->q) && !(nib_format_of(&loaded)->shared_level && dropping);
-    for (int copy = 0; copy < 2 && in_place; copy++)
-        for (int kind = 0; kind < NIB_PART_KINDS && (copy == NIB_ROWWISE ? loaded.rowwise : loaded.columnwise);
-             kind++) {
-            const nib_part part = nib_part_of(nib_format_of(&loaded), (nib_copy)copy, kind);
-            if (part < NIB_PART_COUNT && !updated->parts[part])
-                updated->parts[part] = nib_buffer_retain(t->parts[part]);
-        }
-    nib_status status = check_given(&loaded, given, &updated->geometry);
-    if (!status)
-        status = nib_tensor_allocate(updated, loaded.rowwise, loaded.columnwise);
-    if (!status)
+    nib_tensor *updated = NULL;
+    nib_status status = prepare_update(q, x, given, t, &loaded, &updated);
+    if (status) /* the other ranks are waiting to hear of it */
+        status = nib_agree(nib_amax_comm_of(q), status, 0);
+    else
         status = quantize_parts(updated, &loaded, x, given);
     if (!status) {
         const nib_tensor old = *t;
@@ -520,6 +535,8 @@ static nib_status build_columnwise(nib_tensor *t)
     TRY(nib_tensor_allocate(t, false, true));
     const struct nib_copy_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
     struct transpose_job job = { &t->geometry, &row, &col, facts->block };
+    if (col.scales) /* a buffer that was there before may have held anything */
+        nib_zero_scale_padding(&t->geometry.copy[NIB_COLUMNWISE], col.scales);
     nib_parallel(t->geometry.cols, nib_thread_count(&t->q, t->geometry.rows * t->geometry.cols), transpose_line, &job);
     if (facts->levels && col.levels != row.levels)
         memcpy(col.levels, row.levels, (size_t)t->geometry.copy[NIB_COLUMNWISE].levels_bytes);

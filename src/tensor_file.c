@@ -226,7 +226,7 @@ nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const
         if (!t->parts[part])
             continue;
         nib_array array = { 0 };
-        char *entry = part_name(name, part);
+        char *entry = part_name(name, (int)part);
         status = entry ? nib_tensor_part(t, (nib_part)part, &array) : no_memory(name);
         if (!status)
             status = nib_writer_declare(writer, entry, array.dtype, array.rank, array.shape);
@@ -254,7 +254,7 @@ nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const n
     for (int part = 0; part < NIB_PART_COUNT && !status; part++) {
         if (!t->parts[part])
             continue;
-        char *entry = part_name(name, part);
+        char *entry = part_name(name, (int)part);
         status = entry ? nib_writer_write(writer, entry, 0, nib_buffer_data(t->parts[part]),
                                           nib_buffer_bytes(t->parts[part]))
                        : no_memory(name);

@@ -13,13 +13,14 @@ BUILD = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else os.path.join(ROOT
 
 # A file of src/ may include headers of its own rank or below. Files in src/x86 and src/arm are kernels.
 RANK = {
-    "base": 0, "os": 0,
+    "base": 0, "os": 0, "comm": 0,
     "codec": 1, "philox": 1, "json": 1, "reference": 1,
     "dialect": 2, "format": 2, "safetensors": 2, "safetensors_write": 2,
     "kernels": 3, "kernels_any": 3, "kernels_scalar": 3, "simd": 3, "simd_panels": 3,
     "quantize": 4, "options": 4,
     "tensor": 5,
-    "tensor_ops": 6, "convert": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6, "shard": 6,
+    "tensor_ops": 6, "convert": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6,
+    "shard": 6, "shard_steps": 6, "shard_gather": 6, "shard_group": 6,
 }
 # And these only what is named.
 ONLY = {
@@ -83,7 +84,8 @@ FILES = repository_files()
 SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".py", ".sh", ".cmake", ".cmake.in", ".pc.in"))
            or os.path.basename(n) in ("CMakeLists.txt", "Makefile")]
 TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" not in read(n)]
-HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n)]
+HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n) and n != "include/nib_mpi.h"]
+MPI_HEADER = "include/nib_mpi.h"  # the only one that needs more than libc
 LIBRARY = [n for n in FILES if re.fullmatch(r"src/(\w+/)?\w+\.[ch]", n)]
 
 
@@ -144,7 +146,7 @@ def check_includes():
 
     faults = []
     for name in FILES:
-        if re.fullmatch(r"(tools|examples)/.*\.[ch]", name):
+        if re.fullmatch(r"(tools|examples|bench)/.*\.[ch]", name):
             for header in re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M):
                 if not any(os.path.exists(os.path.join(ROOT, place, header)) for place in ("include", os.path.dirname(name))):
                     faults.append(f"{name} may not include {header}")
@@ -158,7 +160,7 @@ def check_format():
     version = re.search(r"version (\d+)", run(program, "--version")[1]) if program else None
     if not version or version[1] != CLANG_FORMAT:
         return skip("clang-format", f"needs version {CLANG_FORMAT}, here is {version[1] if version else 'none'}")
-    names = [n for n in FILES if re.match(r"(include|src|tools|examples)/.*\.[ch]$", n)]
+    names = [n for n in FILES if re.match(r"(include|src|mpi|bench|tools|examples)/.*\.[ch]$", n)]
     check("clang-format (make format)", [n for n in names if not run(program, "--dry-run", "-Werror", n)[0]])
 
 
@@ -179,6 +181,21 @@ def check_headers():
             continue
         kind = "c++" if "++" in language else "c"
         check(what, [f for n in HEADERS for f in faults_of(compiler, f"-std={language}", *strict, "-x", kind, n)])
+    if not shutil.which("mpicc"):
+        return skip(MPI_HEADER, "there is no mpicc")
+    check(f"{MPI_HEADER} alone", faults_of("mpicc", "-std=c11", *strict, "-x", "c", MPI_HEADER))
+
+
+def check_mpi():
+    """<mpi.h> in one header, and the library's names."""
+    check("only nib_mpi.h includes <mpi.h>",
+          lines_matching([n for n in FILES if n.endswith((".c", ".h")) and n != MPI_HEADER], r"#\s*include\s*<mpi\.h>"))
+    library = os.path.join(BUILD, "mpi/mpi/libnib_mpi.so")
+    if not os.path.exists(library):
+        return skip("libnib_mpi.so", "it is not built")
+    declared = set(re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", re.sub(r"/\*.*?\*/", "", read(MPI_HEADER).decode(), flags=re.S)))
+    exported = symbols(library, "-D", "--defined-only")
+    check("libnib_mpi.so exports what nib_mpi.h declares", sorted(declared ^ exported))
 
 
 def check_symbols():
@@ -252,6 +269,7 @@ def main():
     check_includes()
     check_format()
     check_headers()
+    check_mpi()
     if os.path.exists(os.path.join(BUILD, "libnib.so")):
         check_symbols()
         with tempfile.TemporaryDirectory() as folder:

@@ -194,6 +194,19 @@ def stage_serial(tally):
         run_programs(tally, path)
 
 
+def stage_mpi(tally):
+    """The MPI library, under 1 to 4 processes."""
+    if not shutil.which("mpirun") or not shutil.which("mpicc"):
+        return tally.missing("mpi", "there is no Open MPI: apt-get install openmpi-bin libopenmpi-dev")
+    path = build(tally, "build/mpi", ["-DNIB_MPI=ON"])
+    if not path:
+        return
+    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
+           "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    for n in range(1, 5):
+        run_counted(tally, f"test_mpi on {n}", ["mpirun", "-n", str(n), os.path.join(path, "mpi/test_mpi")], env)
+
+
 def stage_hygiene(tally):
     path = build(tally, "build")
     if path:
@@ -292,7 +305,7 @@ def stage_fuzz(tally):
 
 
 STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial,
-          "hygiene": stage_hygiene, "oracles": stage_oracles}
+          "mpi": stage_mpi, "hygiene": stage_hygiene, "oracles": stage_oracles}
 LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz}
 
 

@@ -152,7 +152,7 @@ TEST(every_status)
     CHECK_OK(nib_tensor_update_usage(t, 0, 1));
     CHECK(nib_tensor_part(t, NIB_ROW_DATA, &part) == NIB_ERR_USAGE);
     CHECK(nib_tensor_create(&q, NIB_F32, SHAPE(INT64_C(1) << 30, INT64_C(1) << 28), &out) == NIB_ERR_MEMORY);
-    const nib_comm comm = { sizeof comm, NULL, 0, 2, refuse };
+    const nib_comm comm = { .bytes = sizeof comm, .size = 2, .allreduce_max_f32 = refuse };
     q.amax_comm = &comm;
     float x[16] = { 1 };
     array = array_of(x, NIB_F32, SHAPE(16));
@@ -752,7 +752,7 @@ TEST(given)
 
 TEST(a_reduction_that_fails)
 {
-    const nib_comm comm = { sizeof comm, NULL, 1, 3, refuse };
+    const nib_comm comm = { .bytes = sizeof comm, .rank = 1, .size = 3, .allreduce_max_f32 = refuse };
     for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
         nib_quantizer q = plain();
         q.amax_comm = &comm;

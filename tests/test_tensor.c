@@ -509,7 +509,7 @@ static nib_status refuse(void *context, float *values, size_t n)
 TEST(quantize_into_failures_change_nothing)
 {
     int calls = 0;
-    const nib_comm comm = { sizeof comm, &calls, 0, 2, refuse };
+    const nib_comm comm = { .bytes = sizeof comm, .context = &calls, .size = 2, .allreduce_max_f32 = refuse };
     float *x = normals(32 * 32);
     const nib_array array = array_of(x, NIB_F32, SHAPE(32, 32));
     for (int row_scaled = 0; row_scaled < 2; row_scaled++)

@@ -1,0 +1,117 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * nib_mpi.c - a nib_comm over MPI. Counts of MPI-3 are ints: what is longer goes in pieces.
+ */
+#include "nib_mpi.h"
+
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { PIECE = 1 << 28 }; /* elements at a time */
+
+static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+static nib_status status_of(int error) { return error == MPI_SUCCESS ? NIB_OK : NIB_ERR_COMM; }
+
+struct mpi_comm {
+    nib_comm comm; /* first: what the caller has is a pointer to it */
+    MPI_Comm mpi;
+    int lengths[]; /* of a gather, and where they go: room for two per rank, so that no gather can lack memory */
+};
+
+static MPI_Comm comm_of(void *context) { return ((struct mpi_comm *)context)->mpi; }
+
+static nib_status allreduce_max_f32(void *context, float *values, size_t n)
+{
+    nib_status status = NIB_OK;
+    for (size_t at = 0; at < n && !status; at += PIECE)
+        status = status_of(MPI_Allreduce(MPI_IN_PLACE, values + at, (int)smaller(n - at, PIECE), MPI_FLOAT, MPI_MAX,
+                                         comm_of(context)));
+    return status;
+}
+
+/* The largest key and, by its complement, the smallest: equal where all are. */
+static nib_status agree_over(MPI_Comm comm, nib_status status, uint64_t key)
+{
+    uint64_t words[3] = { (uint64_t)status, key, ~key };
+    if (MPI_Allreduce(MPI_IN_PLACE, words, 3, MPI_UINT64_T, MPI_MAX, comm) != MPI_SUCCESS)
+        return NIB_ERR_COMM;
+    if (words[0])
+        return (nib_status)words[0];
+    return words[1] == ~words[2] ? NIB_OK : NIB_ERR_MISMATCH;
+}
+
+static nib_status agree(void *context, nib_status status, uint64_t key)
+{
+    return agree_over(comm_of(context), status, key);
+}
+
+static nib_status allgather(void *context, const void *mine, void *all, const size_t *counts)
+{
+    struct mpi_comm *made = context;
+    const int size = made->comm.size, rank = made->comm.rank;
+    int *lengths = made->lengths, *places = lengths + size;
+    size_t total = 0;
+    for (int r = 0; r < size; total += counts[r++])
+        if (total <= INT_MAX && counts[r] <= INT_MAX) {
+            lengths[r] = (int)counts[r];
+            places[r] = (int)total;
+        }
+    if (total <= INT_MAX)
+        return status_of(MPI_Allgatherv(mine, lengths[rank], MPI_BYTE, all, lengths, places, MPI_BYTE, made->mpi));
+    /* From each rank to all others, in pieces that an int can count. */
+    char *to = all;
+    nib_status status = NIB_OK;
+    for (int r = 0; r < size && !status; to += counts[r++]) {
+        if (r == rank && counts[r])
+            memcpy(to, mine, counts[r]);
+        for (size_t at = 0; at < counts[r] && !status; at += PIECE)
+            status = status_of(MPI_Bcast(to + at, (int)smaller(counts[r] - at, PIECE), MPI_BYTE, r, made->mpi));
+    }
+    return status;
+}
+
+static nib_status barrier(void *context) { return status_of(MPI_Barrier(comm_of(context))); }
+
+nib_status nib_comm_mpi_create(MPI_Comm mpi, nib_comm **out)
+{
+    int initialised = 0;
+    if (!out || MPI_Initialized(&initialised) != MPI_SUCCESS || !initialised || mpi == MPI_COMM_NULL)
+        return NIB_ERR_ARG;
+    int rank = 0, size = 0;
+    MPI_Comm duplicate = MPI_COMM_NULL;
+    if (MPI_Comm_dup(mpi, &duplicate) != MPI_SUCCESS)
+        return NIB_ERR_COMM;
+    (void)MPI_Comm_set_errhandler(duplicate, MPI_ERRORS_RETURN);
+    (void)MPI_Comm_rank(duplicate, &rank);
+    (void)MPI_Comm_size(duplicate, &size);
+    struct mpi_comm *made = calloc(1, sizeof *made + 2 * (size_t)size * sizeof *made->lengths);
+    /* With or without memory, the rank has the duplicate by now and can tell the others. */
+    const nib_status status = agree_over(duplicate, made ? NIB_OK : NIB_ERR_MEMORY, 0);
+    if (status) {
+        (void)MPI_Comm_free(&duplicate);
+        free(made);
+        return status;
+    }
+    made->mpi = duplicate;
+    made->comm = (nib_comm){ .bytes = sizeof made->comm,
+                             .context = made,
+                             .rank = rank,
+                             .size = size,
+                             .allreduce_max_f32 = allreduce_max_f32,
+                             .agree = agree,
+                             .allgather = allgather,
+                             .barrier = barrier };
+    *out = &made->comm;
+    return NIB_OK;
+}
+
+void nib_comm_mpi_destroy(nib_comm *comm)
+{
+    if (!comm)
+        return;
+    struct mpi_comm *made = (struct mpi_comm *)comm;
+    (void)MPI_Comm_free(&made->mpi);
+    free(made);
+}

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_mpi.c - the communicator over MPI, and sharded casts over it: mpirun -n N test_mpi. Rank 0 prints the closing
+ * line.
+ */
+#define _GNU_SOURCE
+#include <unistd.h>
+
+#include "nib_mpi.h"
+#include "shard_cases.h"
+
+static const nib_comm *comm;
+
+/* The reduction, the gather, and what becomes of it when one rank fails. */
+static int collectives(void)
+{
+    const uint64_t seed = 0;
+    int faults = 0;
+    float values[3] = { (float)comm->rank, (float)-comm->rank, 7 };
+    CASE_OK(comm->allreduce_max_f32(comm->context, values, 3));
+    CASE_CHECK(values[0] == (float)(comm->size - 1) && values[1] == 0 && values[2] == 7, "a maximum is wrong");
+    CASE_OK(comm->barrier(comm->context));
+    size_t counts[CASE_RANKS];
+    char mine[CASE_RANKS], all[CASE_RANKS * CASE_RANKS];
+    size_t total = 0;
+    for (int r = 0; r < comm->size; r++) /* rank r has r bytes: the first has none */
+        total += counts[r] = (size_t)r;
+    memset(mine, 'a' + comm->rank, sizeof mine);
+    memset(all, '.', sizeof all);
+    CASE_OK(comm->allgather(comm->context, mine, all, counts));
+    for (int r = 0, at = 0; r < comm->size; r++)
+        for (int i = 0; i < r; i++, at++)
+            CASE_CHECK(all[at] == 'a' + r, "byte %d is %c", at, all[at]);
+    CASE_CHECK(all[total] == '.', "a byte too many");
+    CASE_CHECK(comm->agree(comm->context, NIB_OK, 5) == NIB_OK, "no agreement");
+    const nib_status other = comm->size > 1 ? NIB_ERR_MISMATCH : NIB_OK;
+    CASE_CHECK(comm->agree(comm->context, NIB_OK, (uint64_t)comm->rank) == other, "different keys agree");
+    const nib_status last = comm->rank == comm->size - 1 ? NIB_ERR_MEMORY : NIB_OK;
+    CASE_CHECK(comm->agree(comm->context, last, (uint64_t)comm->rank) == NIB_ERR_MEMORY, "a failure is not heard of");
+    return faults;
+}
+
+static int random_cases(void)
+{
+    const int cases = getenv("NIB_CAMPAIGN") ? 5000 : 150;
+    int faults = 0;
+    for (int i = 0; i < cases; i++)
+        faults += case_run(comm, 1000 * (uint64_t)comm->size + (uint64_t)i);
+    return faults;
+}
+
+/* The last rank gets a master that is too long: all return that, and no parameter has changed. */
+static int one_rank_fails(void)
+{
+    const uint64_t seed = 0;
+    int faults = 0;
+    nib_quantizer q;
+    nib_tensor *t = NULL, *before = NULL;
+    nib_array master;
+    static float numbers[1024];
+    nib_quantizer_init(&q);
+    q.block_dims[0] = 16;
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[2]){ 32, 16 }, &t));
+    CASE_OK(nib_tensor_clone(t, &before));
+    for (int i = 0; i < 1024; i++)
+        numbers[i] = (float)i;
+    CASE_OK(nib_array_init(&master, numbers, NIB_F32, 1, (const int64_t[1]){ comm->rank == comm->size - 1 ? 600 : 1 }));
+    const nib_array *list = &master;
+    const int64_t start = comm->rank;
+    CASE_CHECK(nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, comm, NULL) == NIB_ERR_SHAPE, "%s",
+               nib_last_error());
+    int equal = 0;
+    CASE_OK(nib_tensor_equal(t, before, &equal));
+    CASE_CHECK(equal, "the parameter has changed");
+    nib_tensor_destroy(t);
+    nib_tensor_destroy(before);
+    return faults;
+}
+
+int main(int argc, char **argv)
+{
+    static int (*const tests[])(void) = { collectives, random_cases, one_rank_fails };
+    nib_comm *created = NULL, *before = NULL;
+    int passed = 0, failed = 0;
+    alarm(300); /* whoever waits for a rank that never comes would wait for ever */
+    failed += nib_comm_mpi_create(MPI_COMM_WORLD, &before) != NIB_ERR_ARG; /* not initialised yet */
+    if (MPI_Init(&argc, &argv) || nib_comm_mpi_create(MPI_COMM_WORLD, &created))
+        return 2;
+    comm = created;
+    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
+        int faults = tests[i](), all = 0;
+        MPI_Allreduce(&faults, &all, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+        *(all ? &failed : &passed) += 1;
+    }
+    nib_comm_mpi_destroy(created);
+    int rank = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Finalize();
+    if (rank == 0)
+        printf("%d passed, %d failed, 0 skipped\n", passed, failed);
+    return failed != 0;
+}

@@ -1,0 +1,258 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_groups.c - the rows of one array as many tensors: each as quantised alone, in buffers of its own or in shared
+ * ones.
+ */
+#define _GNU_SOURCE
+#include "team.h"
+
+#include "shard_cases.h"
+
+#define SHAPE(...) \
+    (const int64_t[]) { __VA_ARGS__ }
+
+enum { MEMBERS = 5, MOST_ROWS = 160 };
+
+struct group_case {
+    nib_quantizer q;
+    nib_dtype dtype;
+    int64_t rows[MEMBERS], total, cols;
+    void *numbers;
+    nib_array x;
+};
+
+static void make_case(struct group_case *c, int kind)
+{
+    static const int64_t widths[] = { 16, 48, 80, 272, 33 };
+    *c = (struct group_case){ .dtype = kind % 2 ? NIB_F32 : NIB_BF16, .cols = widths[test_below(5)] };
+    CHECK_OK(nib_quantizer_init_format(&c->q, kind < 7 ? NIB_NVFP4 : (nib_format)(kind - 6)));
+    if (kind == 1)
+        c->q.block_dims[0] = 16;
+    if (kind == 2)
+        c->q.rht = 1;
+    if (kind == 3)
+        c->q.row_scaled = 1;
+    if (kind == 4)
+        c->q.swizzled = 1;
+    if (kind == 5)
+        c->q.rounding = NIB_ROUND_STOCHASTIC_8, c->q.seed = test_random(), c->q.origin[0] = 64;
+    if (kind == 6)
+        c->q.columnwise = 0;
+    for (int i = 0; i < MEMBERS; i++) { /* none, few, or many rows */
+        c->rows[i] = i == 2 ? 0 : test_below(4) ? test_below(40) : test_below(MOST_ROWS);
+        if (kind == 2)
+            c->rows[i] -= c->rows[i] % 16;
+        c->total += c->rows[i];
+    }
+    const size_t n = (size_t)(c->total * c->cols);
+    float *x = malloc(n * sizeof *x + 4);
+    c->numbers = malloc(n * 4 + 4);
+    for (size_t i = 0; i < n; i++)
+        x[i] = test_normal();
+    CHECK_OK(nib_encode(c->dtype, x, n, c->numbers));
+    CHECK_OK(nib_array_init(&c->x, c->numbers, c->dtype, 2, SHAPE(c->total, c->cols)));
+    free(x);
+}
+
+/* Member i, quantised alone. */
+static nib_tensor *alone(const struct group_case *c, int i)
+{
+    nib_quantizer q = c->q;
+    nib_tensor *t = NULL;
+    nib_array rows;
+    int64_t first = 0;
+    for (int k = 0; k < i; k++)
+        first += c->rows[k];
+    q.origin[0] = q.origin[1] = 0;
+    const size_t size = (size_t)nib_dtype_bits(c->dtype) / 8;
+    CHECK_OK(nib_array_init(&rows, (char *)c->numbers + (size_t)(first * c->cols) * size, c->dtype, 2,
+                            SHAPE(c->rows[i], c->cols)));
+    CHECK_OK(nib_quantize(&q, &rows, NULL, &t));
+    return t;
+}
+
+static void check_same(const nib_tensor *a, const nib_tensor *b)
+{
+    int equal = 0;
+    CHECK_OK(nib_tensor_equal(a, b, &equal));
+    CHECK(equal);
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        CHECK_THAT(case_same_part(a, b, (nib_part)part), "part %d differs", part);
+}
+
+TEST(split_quantize)
+{
+    for (int round = 0; round < 66; round++) {
+        struct group_case c;
+        nib_tensor *t[MEMBERS] = { NULL };
+        make_case(&c, round % 11);
+        CHECK_OK(nib_split_quantize(&c.q, &c.x, c.rows, MEMBERS, t));
+        for (int i = 0; i < MEMBERS; i++) {
+            nib_tensor *one = alone(&c, i);
+            check_same(t[i], one);
+            nib_tensor_destroy(one), nib_tensor_destroy(t[i]);
+        }
+        free(c.numbers);
+    }
+}
+
+TEST(grouped_buffers)
+{
+    for (int round = 0; round < 44; round++) {
+        struct group_case c;
+        nib_group *group = NULL;
+        make_case(&c, round % 11);
+        CHECK_OK(nib_group_create(&c.q, c.dtype, c.rows, MEMBERS, c.cols, &group));
+        CHECK(nib_group_count(group) == MEMBERS && nib_group_count(NULL) == 0);
+        nib_tensor *views[MEMBERS] = { NULL };
+        for (int i = 0; i < MEMBERS; i++) /* taken before: a member is a view */
+            CHECK_OK(nib_group_member(group, (size_t)i, &views[i]));
+        CHECK_OK(nib_group_quantize(group, &c.x, NULL));
+        int64_t rows = 0;
+        for (int i = 0; i < MEMBERS; i++) {
+            nib_tensor *one = alone(&c, i);
+            check_same(views[i], one);
+            nib_tensor_destroy(one);
+            for (int part = 0; part < NIB_PART_COUNT; part++) {
+                int64_t offset = -1;
+                const nib_buffer *whole = nib_group_buffer(group, (nib_part)part);
+                CHECK((whole != NULL) == (nib_tensor_buffer(views[i], (nib_part)part) != NULL));
+                if (!whole)
+                    continue;
+                CHECK_OK(nib_group_offset(group, (nib_part)part, (size_t)i, &offset));
+                CHECK((char *)nib_buffer_data(whole) + offset == case_part(views[i], (nib_part)part));
+                CHECK(offset + (int64_t)nib_buffer_bytes(nib_tensor_buffer(views[i], (nib_part)part)) <=
+                      (int64_t)nib_buffer_bytes(whole));
+                if (part == NIB_ROW_DATA && c.q.format == NIB_NVFP4) /* whole 128 rows before it */
+                    CHECK(offset == rows * ((c.cols + 1) / 2));
+                if (part == NIB_ROW_LEVEL && c.q.format == NIB_NVFP4 && !c.q.row_scaled)
+                    CHECK(offset == i * (int64_t)sizeof(float));
+            }
+            rows += (c.rows[i] + 127) / 128 * 128;
+        }
+        nib_group_destroy(group);
+        for (int i = 0; i < MEMBERS; i++) { /* members outlive the group */
+            nib_tensor *one = alone(&c, i);
+            check_same(views[i], one);
+            nib_tensor_destroy(one), nib_tensor_destroy(views[i]);
+        }
+        free(c.numbers);
+    }
+}
+
+TEST(group_amax)
+{
+    for (int kind = 0; kind < 3; kind++) {
+        struct group_case c;
+        float row[MEMBERS], col[MEMBERS];
+        make_case(&c, kind);
+        CHECK_OK(nib_group_amax(&c.q, &c.x, c.rows, MEMBERS, (float *const[2]){ row, col }));
+        CHECK_OK(nib_group_amax(&c.q, &c.x, c.rows, MEMBERS, (float *const[2]){ NULL, col }));
+        for (int i = 0; i < MEMBERS; i++) {
+            nib_tensor *one = alone(&c, i);
+            CHECK(row[i] == *(float *)case_part(one, NIB_ROW_LEVEL) &&
+                  col[i] == *(float *)case_part(one, NIB_COL_LEVEL));
+            nib_tensor_destroy(one);
+        }
+        free(c.numbers);
+    }
+}
+
+/* ---- Amaxes over ranks ---- */
+
+static int split_over_ranks(const nib_comm *comm, void *context)
+{
+    const uint64_t seed = 0;
+    int faults = 0;
+    const struct group_case *c = context;
+    float numbers[64 * 16];
+    nib_array x;
+    nib_tensor *t[3] = { NULL }, *views[3] = { NULL };
+    nib_group *group = NULL;
+    nib_quantizer q = c->q;
+    for (int i = 0; i < 64 * 16; i++)
+        numbers[i] = (float)((i * 37 + comm->rank * 101) % 211) - 100;
+    CASE_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(64, 16)));
+    const int64_t rows[3] = { 16, 0, 48 };
+    q.amax_comm = comm;
+    CASE_OK(nib_split_quantize(&q, &x, rows, 3, t));
+    CASE_OK(nib_group_create(&q, NIB_F32, rows, 3, 16, &group));
+    CASE_OK(nib_group_quantize(group, &x, comm));
+    int64_t first = 0;
+    for (int i = 0; i < 3; first += rows[i++]) {
+        nib_array part;
+        nib_tensor *one = NULL;
+        int equal = 0;
+        CASE_OK(nib_array_init(&part, numbers + first * 16, NIB_F32, 2, SHAPE(rows[i], 16)));
+        CASE_OK(nib_quantize(&q, &part, NULL, &one)); /* reduces as well */
+        CASE_OK(nib_tensor_equal(one, t[i], &equal));
+        CASE_CHECK(equal, "member %d", i);
+        CASE_OK(nib_group_member(group, (size_t)i, &views[i]));
+        CASE_OK(nib_tensor_equal(one, views[i], &equal));
+        CASE_CHECK(equal, "member %d of the group", i);
+        nib_tensor_destroy(one), nib_tensor_destroy(t[i]), nib_tensor_destroy(views[i]);
+    }
+    nib_group_destroy(group);
+    /* One rank has other rows: all fail. */
+    nib_tensor *none[3] = { NULL };
+    const int64_t wrong[3] = { 16, 0, comm->rank ? 48 : 47 };
+    CASE_CHECK(nib_split_quantize(&q, &x, wrong, 3, none) == NIB_ERR_SHAPE && !none[0], "%s", nib_last_error());
+    q.row_scaled = 1, q.block_dims[0] = 1;
+    CASE_CHECK(nib_split_quantize(&q, &x, rows, 3, none) == NIB_ERR_MODE && !none[0], "%s", nib_last_error());
+    return faults;
+}
+
+TEST(one_reduction_for_a_group)
+{
+    for (int kind = 0; kind < 4; kind++)
+        for (int size = 1; size <= 4; size++) {
+            struct group_case c = { 0 };
+            nib_quantizer_init(&c.q);
+            c.q.threads = 1;
+            c.q.rht = kind == 1;
+            c.q.block_dims[0] = kind == 2 ? 16 : 1;
+            c.q.rowwise = kind != 3;
+            CHECK(team_run(size, split_over_ranks, &c) == 0);
+        }
+}
+
+TEST(groups_refuse)
+{
+    nib_quantizer q;
+    float numbers[32 * 16] = { 0 };
+    nib_array x, flat;
+    nib_tensor *t[2] = { NULL };
+    nib_group *group = NULL;
+    float amax[2];
+    int64_t offset;
+    nib_quantizer_init(&q);
+    CHECK_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(32, 16)));
+    CHECK_OK(nib_array_init(&flat, numbers, NIB_F32, 1, SHAPE(32)));
+    CHECK_FAILS(nib_split_quantize(&q, &x, SHAPE(16, 15), 2, t), NIB_ERR_SHAPE, "31 rows and x has 32");
+    CHECK_FAILS(nib_split_quantize(&q, &x, SHAPE(33, -1), 2, t), NIB_ERR_SHAPE, "member 1 is -1");
+    CHECK_FAILS(nib_split_quantize(&q, &flat, SHAPE(32), 1, t), NIB_ERR_SHAPE, "rank 2");
+    CHECK_FAILS(nib_split_quantize(&q, &x, NULL, 2, t), NIB_ERR_ARG, "counts is NULL");
+    CHECK_FAILS(nib_split_quantize(&q, &x, SHAPE(16, 16), 2, NULL), NIB_ERR_ARG, "out is NULL");
+    q.rht = 1;
+    CHECK_FAILS(nib_split_quantize(&q, &x, SHAPE(17, 15), 2, t), NIB_ERR_SHAPE, "17 rows");
+    CHECK_FAILS(nib_group_amax(&q, &x, SHAPE(17, 15), 2, (float *const[2]){ amax, NULL }), NIB_ERR_SHAPE, "17 rows");
+    q.rht = 0;
+    q.row_scaled = 1;
+    CHECK_FAILS(nib_group_amax(&q, &x, SHAPE(16, 16), 2, (float *const[2]){ amax, NULL }), NIB_ERR_MODE, "one amax");
+    CHECK(!t[0] && !t[1]);
+    q.row_scaled = 0;
+    CHECK_FAILS(nib_group_create(&q, NIB_F32, SHAPE(-1), 1, 16, &group), NIB_ERR_SHAPE, "-1 rows");
+    CHECK_FAILS(nib_group_create(&q, NIB_U8, SHAPE(1), 1, 16, &group), NIB_ERR_DTYPE, "U8");
+    CHECK_FAILS(nib_group_create(&q, NIB_F32, NULL, 1, 16, &group), NIB_ERR_ARG, "rows is NULL");
+    CHECK_OK(nib_group_create(&q, NIB_BF16, SHAPE(16, 16), 2, 16, &group));
+    CHECK_FAILS(nib_group_quantize(group, &x, NULL), NIB_ERR_MISMATCH, "BF16");
+    CHECK_FAILS(nib_group_member(group, 2, &t[0]), NIB_ERR_ARG, "member 2 of 2");
+    CHECK_FAILS(nib_group_offset(group, NIB_PART_COUNT, 0, &offset), NIB_ERR_ARG, "part");
+    CHECK(nib_group_buffer(group, NIB_PART_COUNT) == NULL && nib_group_buffer(NULL, NIB_ROW_DATA) == NULL);
+    nib_group_destroy(group);
+    nib_group_destroy(NULL);
+    CHECK_OK(nib_group_create(&q, NIB_F32, NULL, 0, 16, &group));
+    nib_group_destroy(group);
+}
+
+TEST_MAIN

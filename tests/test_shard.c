@@ -1,0 +1,615 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_shard.c - sharded casts of master weights: the bytes of a quantisation of the whole, for any cut, any number of
+ * ranks; and what becomes of it when one rank fails.
+ *
+ * Built with NIB_TEST_WRAP_ALLOC, so that every allocation of one rank can be made to fail.
+ */
+#define _GNU_SOURCE
+#include "team.h"
+
+#include "shard_cases.h"
+
+#define SHAPE(...) \
+    (const int64_t[]) { __VA_ARGS__ }
+
+#ifdef NIB_TEST_WRAP_ALLOC
+static _Thread_local long allocations_left = -1; /* the one that finds 0 here fails; below 0 none does */
+
+void *__real_aligned_alloc(size_t alignment, size_t bytes);
+void *__real_realloc(void *memory, size_t bytes);
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
+void *__wrap_realloc(void *memory, size_t bytes);
+
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
+{
+    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_aligned_alloc(alignment, bytes);
+}
+
+void *__wrap_realloc(void *memory, size_t bytes)
+{
+    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_realloc(memory, bytes);
+}
+#endif
+
+static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *shape)
+{
+    nib_array array = { 0 };
+    CHECK_OK(nib_array_init(&array, data, dtype, rank, shape));
+    return array;
+}
+
+static nib_quantizer square_options(void)
+{
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    q.block_dims[0] = 16;
+    q.threads = 1;
+    return q;
+}
+
+static float *normal_numbers(size_t n)
+{
+    float *x = malloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++)
+        x[i] = test_normal();
+    return x;
+}
+
+/* ---- Any cut gives the bytes of the whole ---- */
+
+static int one_case(const nib_comm *comm, void *context) { return case_run(comm, *(const uint64_t *)context); }
+
+TEST(any_cut_any_ranks_equals_the_whole)
+{
+    const int cases = getenv("NIB_CAMPAIGN") ? 20000 : 500;
+    for (int i = 0; i < cases && test_failures == 0; i++) {
+        uint64_t seed = test_random();
+        const int size = 1 + i % 9;
+        const int faults = team_run(size, one_case, &seed);
+        CHECK_THAT(faults == 0, "case %llu on %d ranks: %d faults", (unsigned long long)seed, size, faults);
+    }
+}
+
+TEST(one_rank_alone)
+{
+    for (int i = 0; i < 50; i++)
+        CHECK(case_run(nib_comm_serial(), test_random()) == 0);
+}
+
+/* ---- What is refused, before anything changes ---- */
+
+/* Options that no cast takes: the parameter stays as it was. */
+static void refused_options(const nib_quantizer *q, nib_status status, const char *words)
+{
+    nib_tensor *t = NULL, *before = NULL;
+    float numbers[64] = { 1 };
+    const nib_array master = array_of(numbers, NIB_F32, 1, SHAPE(64)), *list = &master;
+    const int64_t start = 0;
+    int equal = 0;
+    CHECK_OK(nib_tensor_create(q, NIB_BF16, 2, SHAPE(32, 32), &t));
+    CHECK_OK(nib_tensor_clone(t, &before));
+    CHECK_FAILS(nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, nib_comm_serial(), NULL), status, words);
+    CHECK(strstr(nib_last_error(), "parameter 0") != NULL);
+    CHECK_OK(nib_tensor_equal(t, before, &equal));
+    CHECK(equal);
+    int64_t rows, cols;
+    CHECK_FAILS(nib_amax_grid(t, NIB_ROWWISE, &rows, &cols), status, words);
+    nib_tensor_destroy(t);
+    nib_tensor_destroy(before);
+}
+
+TEST(options_that_a_part_of_a_block_cannot_know)
+{
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    q.columnwise = 0;
+    nib_quantizer rht = q, row_scaled = q, four = q, sweep = q, swizzled = q, columnwise = q, only = square_options();
+    rht.rht_rowwise = 1;
+    refused_options(&rht, NIB_ERR_MODE, "RHT");
+    row_scaled.row_scaled = 1;
+    refused_options(&row_scaled, NIB_ERR_MODE, "amax per row");
+    four.scale_rule = NIB_SCALE_4OVER6;
+    refused_options(&four, NIB_ERR_MODE, "four-over-six");
+    four.e4m3_max = 256;
+    refused_options(&four, NIB_ERR_MODE, "four-over-six");
+    sweep.scale_rule = NIB_SCALE_SWEEP;
+    refused_options(&sweep, NIB_ERR_MODE, "sweep");
+    swizzled.swizzled = 1;
+    refused_options(&swizzled, NIB_ERR_MODE, "swizzled");
+    columnwise.columnwise = 1;
+    refused_options(&columnwise, NIB_ERR_USAGE, "cannot be built");
+    only.rowwise = 0;
+    refused_options(&only, NIB_ERR_USAGE, "no rowwise copy");
+}
+
+TEST(lists_and_masters_that_do_not_fit)
+{
+    const nib_quantizer q = square_options();
+    float numbers[600] = { 1 };
+    uint8_t bytes[256];
+    nib_tensor *t[2] = { NULL }, *before = NULL, *twice[2], *gap[2];
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), &t[0]));
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), &t[1]));
+    CHECK_OK(nib_tensor_clone(t[0], &before));
+    twice[0] = twice[1] = gap[0] = t[0], gap[1] = NULL;
+    const nib_comm *comm = nib_comm_serial();
+    const nib_array good = array_of(numbers, NIB_F32, 1, SHAPE(64)), *masters[2] = { &good, NULL };
+    const int64_t starts[2] = { 3, -1 };
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 1, starts, 2, comm, NULL), NIB_ERR_ARG, "1 masters");
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 1, comm, NULL), NIB_ERR_ARG, "1 starts");
+    CHECK_FAILS(nib_quantize_master_weights(NULL, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
+                "parameters is NULL");
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, NULL, 2, starts, 2, comm, NULL), NIB_ERR_ARG, "masters is NULL");
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, NULL, 2, comm, NULL), NIB_ERR_ARG, "starts is NULL");
+    CHECK_FAILS(nib_quantize_master_weights(gap, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
+                "parameter 1: it is NULL");
+    CHECK_FAILS(nib_quantize_master_weights(twice, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
+                "parameter 0 as well");
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, NULL, NULL), NIB_ERR_ARG, "comm is NULL");
+    nib_comm lacking = *comm;
+    lacking.agree = NULL;
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, &lacking, NULL), NIB_ERR_ARG, "no agree");
+    nib_master_options options = { .bytes = 1 };
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_ARG, "options");
+    const struct {
+        nib_array master;
+        int64_t start;
+        nib_status status;
+        const char *words;
+    } cases[] = {
+        { good, -1, NIB_ERR_ARG, "begins at -1" },
+        { good, -2, NIB_ERR_ARG, "begins at -2" },
+        { good, 449, NIB_ERR_SHAPE, "64 elements from 449 on, of a parameter of 512" },
+        { good, INT64_MAX, NIB_ERR_SHAPE, "of a parameter of 512" },
+        { array_of(numbers, NIB_F16, 1, SHAPE(64)), 0, NIB_ERR_DTYPE, "F32 or BF16, not F16" },
+        { array_of(numbers, NIB_F32, 2, SHAPE(8, 8)), 0, NIB_ERR_SHAPE, "rank 1" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const nib_array *list[2] = { &cases[i].master, NULL };
+        const int64_t at[2] = { cases[i].start, -1 };
+        CHECK_FAILS(nib_quantize_master_weights(t, 2, list, 2, at, 2, comm, NULL), cases[i].status, cases[i].words);
+    }
+    const nib_array *none[2] = { NULL, NULL };
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, none, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
+                "begins at element 3 but is NULL");
+
+    /* Shards: 64 elements from 3 on take bytes 1 to 33. */
+    nib_array shard = array_of(bytes, NIB_U8, 1, SHAPE(32));
+    const nib_array *shards[2] = { &shard, NULL };
+    options = (nib_master_options){ .bytes = sizeof options, .row_shards = shards };
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_SHAPE, "take 33");
+    shard = array_of(bytes, NIB_I8, 1, SHAPE(33));
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_DTYPE, "U8");
+    options = (nib_master_options){ .bytes = sizeof options, .col_shards = shards };
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_USAGE,
+                "takes no shard");
+    const float scale = 2, *scales[2] = { &scale, NULL };
+    options = (nib_master_options){ .bytes = sizeof options, .scales = scales };
+    CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, &options), NIB_ERR_MODE, "delayed");
+    int equal = 0;
+    CHECK_OK(nib_tensor_equal(t[0], before, &equal));
+    CHECK(equal);
+
+    nib_quantizer float8;
+    nib_tensor *other = NULL;
+    CHECK_OK(nib_quantizer_init_format(&float8, NIB_FLOAT8));
+    CHECK_OK(nib_tensor_create(&float8, NIB_BF16, 2, SHAPE(16, 32), &other));
+    CHECK_FAILS(nib_quantize_nvfp4_param_shard(&other, 1, masters, 1, starts, 1, comm, NULL), NIB_ERR_MODE,
+                "not nvfp4");
+    CHECK_OK(nib_quantize_nvfp4_param_shard(NULL, 0, NULL, 0, NULL, 0, comm, NULL));
+    CHECK_OK(nib_quantize_master_weights(NULL, 0, NULL, 0, NULL, 0, comm, NULL));
+    nib_tensor_destroy(other), nib_tensor_destroy(t[0]), nib_tensor_destroy(t[1]), nib_tensor_destroy(before);
+}
+
+/* ---- One rank fails ---- */
+
+struct failing {
+    int rank, kind; /* which rank fails, and how */
+    nib_status wanted;
+};
+
+static int fail_on_one(const nib_comm *comm, void *context)
+{
+    const struct failing *failing = context;
+    const uint64_t seed = (uint64_t)failing->kind;
+    int faults = 0, equal = 0;
+    const bool here = comm->rank == failing->rank;
+    nib_quantizer q = square_options();
+    nib_tensor *t[2] = { NULL }, *before[2] = { NULL };
+    float numbers[64];
+    for (int i = 0; i < 64; i++)
+        numbers[i] = (float)(comm->rank + i);
+    for (int i = 0; i < 2; i++) {
+        if (here && failing->kind == 0)
+            q.swizzled = 1;
+        CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, here && failing->kind == 1 ? 16 : 48), &t[i]));
+        CASE_OK(nib_tensor_clone(t[i], &before[i]));
+    }
+    nib_array master = { 0 };
+    CASE_OK(nib_array_init(&master, numbers, here && failing->kind == 2 ? NIB_F16 : NIB_F32, 1, SHAPE(63)));
+    const nib_array *masters[2] = { &master, NULL };
+    const int64_t starts[2] = { here && failing->kind == 3 ? 32 * 48 - 5 : 64 * comm->rank + 1, -1 };
+    const size_t n = here && failing->kind == 4 ? 1 : 2;
+    const nib_status status = nib_quantize_master_weights(t, n, masters, n, starts, n, comm, NULL);
+    CASE_CHECK(status == failing->wanted, "kind %d: %s: %s", failing->kind, nib_status_name(status), nib_last_error());
+    CASE_CHECK(nib_last_error()[0] != 0, "no sentence");
+    for (int i = 0; i < 2; i++) {
+        CASE_OK(nib_tensor_equal(t[i], before[i], &equal));
+        CASE_CHECK(equal, "parameter %d has changed", i);
+        nib_tensor_destroy(t[i]), nib_tensor_destroy(before[i]);
+    }
+    return faults;
+}
+
+TEST(one_rank_with_a_bad_argument_makes_all_fail)
+{
+    static const nib_status wanted[] = { NIB_ERR_MODE, NIB_ERR_MISMATCH, NIB_ERR_DTYPE, NIB_ERR_SHAPE,
+                                         NIB_ERR_MISMATCH };
+    for (int size = 2; size <= 5; size++)
+        for (int rank = 0; rank < size; rank++)
+            for (int kind = 0; kind < 5; kind++)
+                CHECK(team_run(size, fail_on_one, &(struct failing){ rank, kind, wanted[kind] }) == 0);
+}
+
+#ifdef NIB_TEST_WRAP_ALLOC
+enum call { CALL_CAST, CALL_GATHER, CALL_ROWS, CALL_QUANTIZE, CALL_ROW_SCALED, CALL_SPLIT, CALL_COUNT };
+
+struct starving {
+    enum call call;
+    int rank;
+    long left; /* allocations that the rank has */
+    int went_through;
+};
+
+/* Each call with one rank's n-th allocation failing. */
+static int starve_one(const nib_comm *comm, void *context)
+{
+    struct starving *starving = context;
+    const uint64_t seed = (uint64_t)starving->call;
+    int faults = 0, equal = 0;
+    nib_quantizer q = square_options();
+    nib_tensor *t = NULL, *before = NULL, *whole = NULL, *split[2] = { NULL };
+    float numbers[32 * 48];
+    nib_array x = { 0 }, master = { 0 };
+    for (int i = 0; i < 32 * 48; i++)
+        numbers[i] = (float)((i * 7 + comm->rank) % 13);
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 48), &t));
+    CASE_OK(nib_tensor_clone(t, &before));
+    CASE_OK(nib_array_init(&master, numbers, NIB_F32, 1, SHAPE(512)));
+    CASE_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(32, 48)));
+    const nib_array *list = &master;
+    const int64_t start = 512 * comm->rank;
+    q.amax_comm = comm;
+    if (starving->call == CALL_ROW_SCALED)
+        q.row_scaled = 1, q.block_dims[0] = 1;
+    if (comm->rank == starving->rank)
+        allocations_left = starving->left;
+    nib_status status = NIB_OK;
+    if (starving->call == CALL_CAST)
+        status = nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, comm, NULL);
+    else if (starving->call == CALL_GATHER)
+        status = nib_all_gather_param(t, NIB_ROWWISE, start, 512, NULL, comm);
+    else if (starving->call == CALL_ROWS)
+        status = nib_all_gather_tensor(t, comm, &whole);
+    else if (starving->call == CALL_SPLIT)
+        status = nib_split_quantize(&q, &x, SHAPE(16, 16), 2, split);
+    else
+        status = nib_quantize(&q, &x, NULL, &whole);
+    const bool spent = allocations_left < 0; /* the failing one was reached */
+    allocations_left = -1;
+    if (comm->rank == starving->rank)
+        starving->went_through = !spent;
+    (void)comm->barrier(comm->context); /* all see what that rank wrote */
+    CASE_CHECK(status == (starving->went_through ? NIB_OK : NIB_ERR_MEMORY), "call %d, allocation %ld: %s: %s",
+               (int)starving->call, starving->left, nib_status_name(status), nib_last_error());
+    if (status) {
+        CASE_OK(nib_tensor_equal(t, before, &equal));
+        CASE_CHECK(equal && !whole && !split[0], "something has changed");
+    }
+    nib_tensor_destroy(t), nib_tensor_destroy(before), nib_tensor_destroy(whole);
+    nib_tensor_destroy(split[0]), nib_tensor_destroy(split[1]);
+    return faults;
+}
+
+TEST(one_rank_without_memory_makes_all_fail)
+{
+    for (int call = 0; call < CALL_COUNT; call++)
+        for (int rank = 0; rank < 3; rank++) {
+            struct starving starving = { (enum call)call, rank, 0, 0 };
+            for (; !starving.went_through && starving.left < 100 && !test_failures; starving.left++)
+                CHECK(team_run(3, starve_one, &starving) == 0);
+            CHECK_THAT(starving.left > 2 && starving.left < 100, "call %d: %ld allocations", call, starving.left);
+        }
+}
+#endif
+
+/* ---- What is moved ---- */
+
+struct counting {
+    int reductions, agreements;
+    size_t numbers;
+    nib_status answer;
+};
+
+static nib_status count_reduction(void *context, float *values, size_t n)
+{
+    struct counting *counting = context;
+    (void)values;
+    counting->reductions++;
+    counting->numbers += n;
+    return counting->answer;
+}
+
+static nib_status count_agreement(void *context, nib_status status, uint64_t key)
+{
+    (void)key;
+    ((struct counting *)context)->agreements++;
+    return status;
+}
+
+static nib_comm counting_comm(struct counting *counting)
+{
+    nib_comm comm = *nib_comm_serial();
+    comm.context = counting;
+    comm.size = 2; /* the other has nothing */
+    comm.allreduce_max_f32 = count_reduction;
+    comm.agree = count_agreement;
+    return comm;
+}
+
+TEST(one_reduction_of_four_bytes_per_block)
+{
+    nib_tensor *t[3] = { NULL }, *before = NULL;
+    nib_quantizer q[3] = { square_options(), square_options(), square_options() };
+    float *numbers = normal_numbers(256 * 256);
+    const nib_array master = array_of(numbers, NIB_F32, 1, SHAPE(1000)), *masters[3] = { &master, NULL, NULL };
+    const int64_t starts[3] = { 17, -1, -1 };
+    q[2].block_dims[0] = 1, q[2].columnwise = 0;
+    CHECK_OK(nib_tensor_create(&q[0], NIB_BF16, 2, SHAPE(256, 256), &t[0]));
+    CHECK_OK(nib_tensor_create(&q[1], NIB_BF16, 2, SHAPE(17, 33), &t[1]));
+    CHECK_OK(nib_tensor_create(&q[2], NIB_BF16, 3, SHAPE(2, 5, 20), &t[2]));
+    CHECK_OK(nib_tensor_clone(t[0], &before));
+    struct counting counting = { .answer = NIB_ERR_IO };
+    const nib_comm comm = counting_comm(&counting);
+    CHECK_FAILS(nib_quantize_master_weights(t, 3, masters, 3, starts, 3, &comm, NULL), NIB_ERR_COMM, "NIB_ERR_IO");
+    int equal = 0;
+    CHECK_OK(nib_tensor_equal(t[0], before, &equal));
+    CHECK(equal);
+    counting = (struct counting){ .answer = NIB_OK };
+    CHECK_OK(nib_quantize_master_weights(t, 3, masters, 3, starts, 3, &comm, NULL));
+    CHECK(counting.reductions == 1 && counting.agreements == 1);
+    CHECK_THAT(counting.numbers == 256 + 2 * 3 + 10 * 2, "%zu", counting.numbers);
+    for (int i = 0; i < 3; i++)
+        nib_tensor_destroy(t[i]);
+    nib_tensor_destroy(before);
+    free(numbers);
+}
+
+/* ---- The steps by themselves ---- */
+
+TEST(steps_compose)
+{
+    for (int round = 0; round < 40; round++) {
+        const int64_t rows = 1 + test_below(50), cols = 1 + test_below(90), n = rows * cols;
+        nib_quantizer q = square_options();
+        q.rounding = (nib_rounding)test_below(NIB_ROUNDING_COUNT);
+        q.seed = test_random();
+        float *x = normal_numbers((size_t)n);
+        const nib_array all = array_of(x, NIB_F32, 2, SHAPE(rows, cols));
+        nib_tensor *whole = NULL, *t = NULL;
+        CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(rows, cols), &t));
+        memset(case_part(t, NIB_ROW_DATA), 0xFF, nib_buffer_bytes(nib_tensor_buffer(t, NIB_ROW_DATA)));
+        int64_t grid_rows = 0, grid_cols = 0;
+        CHECK_OK(nib_amax_grid(t, NIB_ROWWISE, &grid_rows, &grid_cols));
+        CHECK(grid_rows == (rows + 15) / 16 && grid_cols == (cols + 15) / 16);
+        const size_t cells = (size_t)(grid_rows * grid_cols);
+        float *most = calloc(cells, sizeof *most), *part = malloc(cells * sizeof *part);
+        const int64_t cut[4] = { 0, test_below(n + 1), n, n };
+        for (int i = 0; i < 3; i++) {
+            const nib_array piece = array_of(x + cut[i], NIB_F32, 1, SHAPE(cut[i + 1] - cut[i]));
+            CHECK_OK(nib_partial_amax(t, NIB_ROWWISE, &piece, cut[i], part));
+            for (size_t k = 0; k < cells; k++)
+                most[k] = part[k] > most[k] ? part[k] : most[k];
+        }
+        CHECK_OK(nib_block_scales(t, NIB_ROWWISE, most));
+        for (int i = 2; i >= 0; i--) {
+            const nib_array piece = array_of(x + cut[i], NIB_F32, 1, SHAPE(cut[i + 1] - cut[i]));
+            CHECK_OK(nib_partial_cast(t, NIB_ROWWISE, &piece, cut[i], most, NULL));
+        }
+        for (int part_of = 0; part_of <= NIB_ROW_LEVEL; part_of += 2)
+            CHECK(case_same_part(t, whole, (nib_part)part_of));
+
+        /* The transposes are what the columnwise copy has. */
+        nib_array data, scales;
+        CHECK_OK(nib_tensor_part(whole, NIB_COL_DATA, &data));
+        CHECK_OK(nib_tensor_part(whole, NIB_COL_SCALE, &scales));
+        uint8_t *codes = malloc(data.bytes + 1), *turned = malloc(scales.bytes + 1), *back = malloc((size_t)n + 1);
+        CHECK_OK(nib_transpose_packed(case_part(t, NIB_ROW_DATA), rows, cols, codes));
+        CHECK_BYTES(codes, data.data, data.bytes);
+        CHECK_OK(nib_transpose_packed(codes, cols, rows, back));
+        CHECK_BYTES(back, case_part(t, NIB_ROW_DATA), rows * ((cols + 1) / 2));
+        nib_array row_scales;
+        CHECK_OK(nib_tensor_part(t, NIB_ROW_SCALE, &row_scales));
+        CHECK_OK(nib_transpose_scales(row_scales.data, rows, cols, row_scales.shape[1], turned, scales.shape[1]));
+        CHECK_BYTES(turned, scales.data, cols * scales.shape[1]);
+        free(codes), free(turned), free(back), free(most), free(part), free(x);
+        nib_tensor_destroy(t), nib_tensor_destroy(whole);
+    }
+}
+
+TEST(steps_refuse)
+{
+    const nib_quantizer q = square_options();
+    nib_tensor *t = NULL;
+    float amaxes[2] = { 1, -1 };
+    uint8_t bytes[64] = { 0 };
+    nib_byte_range range;
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), &t));
+    CHECK_FAILS(nib_block_scales(t, NIB_ROWWISE, amaxes), NIB_ERR_ARG, "amax 1 is negative");
+    CHECK_FAILS(nib_block_scales(t, NIB_COLUMNWISE, amaxes), NIB_ERR_USAGE, "cast rowwise");
+    CHECK_FAILS(nib_block_scales(t, NIB_EITHER, amaxes), NIB_ERR_ARG, "not a copy");
+    CHECK_FAILS(nib_partial_cast(t, NIB_ROWWISE, NULL, -1, amaxes, NULL), NIB_ERR_ARG, "amax 1");
+    CHECK_FAILS(nib_partial_amax(t, NIB_ROWWISE, NULL, 0, amaxes), NIB_ERR_ARG, "is NULL");
+    CHECK_FAILS(nib_partial_amax(NULL, NIB_ROWWISE, NULL, -1, amaxes), NIB_ERR_ARG, "t is NULL");
+    CHECK_FAILS(nib_transpose_packed(bytes, -1, 2, bytes), NIB_ERR_SHAPE, "dim 0 is -1");
+    CHECK_FAILS(nib_transpose_scales(bytes, 16, 17, 1, bytes, 1), NIB_ERR_SHAPE, "strides");
+    CHECK_FAILS(nib_tensor_byte_range(t, NIB_COLUMNWISE, 0, 1, &range), NIB_ERR_USAGE, "in the order of the elements");
+    CHECK_FAILS(nib_tensor_byte_range(t, NIB_ROWWISE, 500, 13, &range), NIB_ERR_SHAPE,
+                "13 elements from 500 on, of 512");
+    CHECK_OK(nib_tensor_byte_range(t, NIB_ROWWISE, 3, 4, &range));
+    CHECK(range.first == 1 && range.count == 3 && range.first_shared && range.last_shared);
+    CHECK_OK(nib_tensor_byte_range(t, NIB_ROWWISE, 30, 2, &range));
+    CHECK(range.first == 15 && range.count == 1 && !range.first_shared && !range.last_shared);
+    nib_tensor_destroy(t);
+    /* Rows of odd length end in a byte that nobody shares. */
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(4, 5), &t));
+    CHECK_OK(nib_tensor_byte_range(t, NIB_ROWWISE, 4, 2, &range));
+    CHECK(range.first == 2 && range.count == 2 && !range.first_shared && range.last_shared);
+    nib_tensor_destroy(t);
+}
+
+TEST(post_processing)
+{
+    nib_quantizer q = square_options();
+    nib_tensor *t = NULL, *null = NULL;
+    nib_metadata m = { .bytes = sizeof m };
+    float *x = normal_numbers(32 * 48);
+    const nib_array all = array_of(x, NIB_BF16, 2, SHAPE(32, 48));
+    const nib_array master = array_of(x, NIB_F32, 1, SHAPE(32 * 48)), *list = &master;
+    const int64_t start = 0;
+    CHECK_OK(nib_quantize(&q, &all, NULL, &t));
+    const uint8_t *place = case_part(t, NIB_COL_DATA);
+    /* Manual: the buffers stay, and are refused until they are made anew. */
+    CHECK_OK(nib_quantize_nvfp4_param_shard(&t, 1, &list, 1, &start, 1, nib_comm_serial(), NULL));
+    CHECK_OK(nib_tensor_get_metadata(t, &m));
+    CHECK(m.columnwise && !m.columnwise_valid && case_part(t, NIB_COL_DATA) == place);
+    CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE,
+                               &(nib_array){ .data = x,
+                                             .bytes = 4 * 32 * 48,
+                                             .dtype = NIB_F32,
+                                             .rank = 2,
+                                             .shape = { 32, 48 },
+                                             .strides = { 48, 1 } }),
+                NIB_ERR_USAGE, "not valid any more");
+    CHECK_OK(nib_post_all_gather_processing(&t, 1));
+    CHECK_OK(nib_tensor_get_metadata(t, &m));
+    CHECK(m.columnwise && m.columnwise_valid && case_part(t, NIB_COL_DATA) == place);
+    /* Otherwise they are dropped. */
+    CHECK_OK(nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, nib_comm_serial(), NULL));
+    CHECK_OK(nib_tensor_get_metadata(t, &m));
+    CHECK(!m.columnwise);
+    CHECK_OK(nib_post_all_gather_processing(&t, 1));
+    CHECK_OK(nib_tensor_get_metadata(t, &m));
+    CHECK(m.columnwise && m.columnwise_valid);
+    CHECK_FAILS(nib_post_all_gather_processing(&null, 1), NIB_ERR_ARG, "parameter 0 is NULL");
+    CHECK_FAILS(nib_post_all_gather_processing(NULL, 1), NIB_ERR_ARG, "params is NULL");
+    CHECK_OK(nib_post_all_gather_processing(NULL, 0));
+    nib_tensor_destroy(t);
+    nib_quantizer_init(&q);
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), &t));
+    CHECK_OK(nib_tensor_invalidate_columnwise(t));
+    CHECK_FAILS(nib_post_all_gather_processing(&t, 1), NIB_ERR_USAGE, "square blocks");
+    nib_tensor_destroy(t);
+    free(x);
+}
+
+/* ---- Delayed scaling ---- */
+
+static int delayed(const nib_comm *comm, void *context)
+{
+    const uint64_t seed = 0;
+    int faults = 0, equal = 0;
+    const float *x = context;
+    nib_quantizer q;
+    nib_tensor *t = NULL, *whole = NULL;
+    CASE_OK(nib_quantizer_init_format(&q, NIB_FLOAT8));
+    q.columnwise = 0;
+    nib_array all, master;
+    CASE_OK(nib_array_init(&all, (void *)(uintptr_t)x, NIB_F32, 2, SHAPE(20, 30)));
+    const float scale = 37.5f, *scales = &scale;
+    float seen = 0, seen_whole = 0, *seen_list = &seen;
+    const nib_given given = { .bytes = sizeof given, .scale = &scale, .amax_seen = &seen_whole };
+    CASE_OK(nib_quantize(&q, &all, &given, &whole));
+    CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(20, 30), &t));
+    const int64_t share = 600 / comm->size, start = share * comm->rank;
+    CASE_OK(nib_array_init(&master, (void *)(uintptr_t)(x + start), NIB_F32, 1, &share));
+    const nib_array *list = &master;
+    const nib_master_options options = { .bytes = sizeof options, .scales = &scales, .amax_seen = &seen_list };
+    CASE_OK(nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, comm, &options));
+    CASE_OK(nib_all_gather_param(t, NIB_ROWWISE, start, share, NULL, comm));
+    CASE_OK(nib_tensor_equal(t, whole, &equal));
+    CASE_CHECK(equal && seen == seen_whole, "delayed scaling differs from the whole");
+    nib_tensor_destroy(t), nib_tensor_destroy(whole);
+    return faults;
+}
+
+TEST(delayed_scaling)
+{
+    float *x = normal_numbers(600);
+    for (int size = 1; size <= 5; size++)
+        CHECK(team_run(size, delayed, x) == 0);
+    free(x);
+}
+
+/* ---- FP4 helpers ---- */
+
+TEST(helpers)
+{
+    const nib_quantizer q = square_options();
+    nib_quantizer other;
+    nib_tensor *t = NULL, *float8 = NULL;
+    nib_buffer *buffer = NULL, *small = NULL;
+    float y[256];
+    int64_t shape[3];
+    CHECK(nib_get_fp4_align_size() == 128 && NIB_FP4_ALIGN_TMA == 32 && NIB_FP4_ALIGN_GROUPED == 64);
+    CHECK_OK(nib_get_nvfp4_rowwise_packed_shape(3, SHAPE(2, 3, 16), shape));
+    CHECK(shape[0] == 2 && shape[1] == 3 && shape[2] == 8);
+    CHECK_OK(nib_get_nvfp4_rowwise_packed_shape(0, NULL, NULL));
+    CHECK_FAILS(nib_get_nvfp4_rowwise_packed_shape(2, SHAPE(2, 3), shape), NIB_ERR_SHAPE, "last dim is 3");
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), &t));
+    CHECK_OK(nib_quantizer_init_format(&other, NIB_FLOAT8));
+    CHECK_OK(nib_tensor_create(&other, NIB_BF16, 2, SHAPE(16, 16), &float8));
+    CHECK(nib_is_nvfp4tensor(t) && !nib_is_nvfp4tensor(float8) && !nib_is_nvfp4tensor(NULL));
+    CHECK_OK(nib_buffer_create(128, &buffer));
+    CHECK_OK(nib_buffer_create(127, &small));
+    memset(case_part(t, NIB_ROW_DATA), 0x21, 128);
+    CHECK_FAILS(nib_modify_nvfp4_rowwise_storage(t, small), NIB_ERR_SHAPE, "127 bytes");
+    CHECK_FAILS(nib_modify_nvfp4_rowwise_storage(float8, buffer), NIB_ERR_MODE, "not nvfp4");
+    CHECK_FAILS(nib_modify_nvfp4_rowwise_storage(NULL, buffer), NIB_ERR_ARG, "NULL");
+    CHECK_OK(nib_modify_nvfp4_rowwise_storage(t, buffer));
+    CHECK(nib_tensor_buffer(t, NIB_ROW_DATA) == buffer && ((uint8_t *)nib_buffer_data(buffer))[127] == 0x21);
+    const nib_array out = array_of(y, NIB_F32, 2, SHAPE(16, 16));
+    CHECK_OK(nib_dequantize_fp4_tensor(t, &out));
+    CHECK_FAILS(nib_dequantize_fp4_tensor(float8, &out), NIB_ERR_MODE, "not nvfp4");
+    nib_buffer_release(buffer), nib_buffer_release(small);
+    nib_tensor_destroy(t), nib_tensor_destroy(float8);
+}
+
+/* 12. of the specification's invariants: packed ranges from element ranges satisfy 2 * bytes == elements, or are
+ * refused. */
+TEST(packed_and_unpacked_buffers)
+{
+    int64_t e = 0, n = 0, b = 0, m = 0;
+    CHECK_OK(nib_param_buffer_range(1024, 512, 3, 4, &e, &n, &b, &m));
+    CHECK(e == 768 && n == 256 && b == 384 && m == 128);
+    CHECK_FAILS(nib_param_buffer_range(1024, 640, 0, 4, &e, &n, &b, &m), NIB_ERR_MISMATCH, "padded apart");
+    CHECK_FAILS(nib_param_buffer_range(1025, 512, 0, 1, &e, &n, &b, &m), NIB_ERR_MISMATCH, "513");
+    CHECK_FAILS(nib_param_buffer_range(1024, 512, 0, 3, &e, &n, &b, &m), NIB_ERR_MISMATCH, "shared equally by 3");
+    CHECK_FAILS(nib_param_buffer_range(1024, 512, 4, 4, &e, &n, &b, &m), NIB_ERR_ARG, "rank 4 of 4");
+    /* Megatron pads both buffers by itself to lcm(ranks, 128): the shares agree for 96 ranks in some cases only. */
+    int agree = 0, differ = 0;
+    for (int64_t numel = 256; numel < 256 * 200; numel += 256) {
+        const int64_t pad = 384, full = (numel + pad - 1) / pad * pad, packed = (numel / 2 + pad - 1) / pad * pad;
+        const nib_status status = nib_param_buffer_range(full, packed, 5, 96, &e, &n, &b, &m);
+        if (status)
+            differ++;
+        else
+            agree += e == 2 * b && n == 2 * m;
+        CHECK((status == NIB_OK) == (full == 2 * packed));
+    }
+    CHECK(agree > 20 && differ > 20 && agree + differ == 199);
+}
+
+TEST_MAIN
