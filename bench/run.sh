@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Measure the library and make docs/performance.md and docs/performance.svg: make bench.
+# Measure the library and make docs/performance.md, docs/performance.svg and bench/instructions.json: make bench.
 # NIB is the tool; NIB_BENCH_FLAGS go to `nib bench`. On one core of a quiet machine: taskset -c 1 make bench.
 set -eu
 cd "$(dirname "$0")/.."
@@ -15,6 +15,7 @@ echo "measuring; this takes a few minutes"
 # Instructions do not depend on what else the machine does.
 if command -v valgrind >/dev/null 2>&1; then
     python3 bench/instructions.py "$nib" >"$work/instructions.json"
+    cp "$work/instructions.json" bench/instructions.json # what the tests compare with
 else
     echo "there is no valgrind: instructions are not counted" >&2
     echo '{}' >"$work/instructions.json"

@@ -67,6 +67,7 @@ look()
     want gcc-aarch64-linux-gnu cross_compiles
     want libc6-dev-arm64-cross cross_compiles
     want qemu-user command -v qemu-aarch64
+    want valgrind command -v valgrind
 }
 
 look "$1"

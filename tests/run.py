@@ -228,6 +228,22 @@ def stage_neon(tally):
             tally.fail(f"{CROSS} tests/{name}.c", output)
 
 
+def stage_instructions(tally):
+    """Instructions per element against the recorded ones, where the compiler is the one of the record."""
+    path = build(tally, "build")
+    if not path:
+        return
+    if not shutil.which("valgrind"):
+        return tally.missing("instructions", "there is no valgrind")
+    recorded = os.path.join(ROOT, "bench/instructions.json")
+    command = [sys.executable, os.path.join(ROOT, "bench/instructions.py"), os.path.join(path, "nib")]
+    status, output = run(command + (["--compare", recorded] if os.path.exists(recorded) else []))
+    if status != 0:
+        return tally.fail("instructions per element", output)
+    tally.ok()
+    print("  " + " ".join(output.split()), flush=True)
+
+
 def stage_hygiene(tally):
     path = build(tally, "build")
     if path:
@@ -326,7 +342,7 @@ def stage_fuzz(tally):
 
 
 STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial,
-          "neon": stage_neon, "hygiene": stage_hygiene, "oracles": stage_oracles}
+          "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "oracles": stage_oracles}
 LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz}
 
 
@@ -347,7 +363,7 @@ def main():
             continue
         tally, start = Tally(), time.time()
         stage(tally)
-        print(f"{name:8} {tally.line()}, {time.time() - start:.0f} s", flush=True)
+        print(f"{name:12} {tally.line()}, {time.time() - start:.0f} s", flush=True)
         total.passed += tally.passed
         total.failed += tally.failed
         total.skipped += tally.skipped
