@@ -156,8 +156,8 @@ NIB_API size_t nib_buffer_bytes(const nib_buffer *buffer);
 struct DLManagedTensor;          /* DLPack before 1.0 */
 struct DLManagedTensorVersioned; /* DLPack 1.x */
 
-/* View a DLPack tensor in host memory without a copy and without taking it over: it must outlive `out`. A view does not remember that
- * a tensor is read-only: such a one must not be written to. */
+/* View a DLPack tensor in host memory without a copy and without taking it over: it must outlive `out`. A view does not
+ * remember that a tensor is read-only: such a one must not be written to. */
 NIB_API nib_status nib_array_from_dlpack(const struct DLManagedTensor *managed, nib_array *out);
 NIB_API nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned *managed, nib_array *out);
 
@@ -165,8 +165,8 @@ NIB_API nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorV
 NIB_API nib_status nib_buffer_from_dlpack(struct DLManagedTensor *managed, nib_buffer **out);
 NIB_API nib_status nib_buffer_from_dlpack_versioned(struct DLManagedTensorVersioned *managed, nib_buffer **out);
 
-/* Give a plain array away as a DLPack tensor. `owner` is retained until the deleter runs; NULL if the memory is sure to outlive
- * the tensor. */
+/* Give a plain array away as a DLPack tensor. `owner` is retained until the deleter runs; NULL if the memory is sure to
+ * outlive the tensor. */
 NIB_API nib_status nib_array_to_dlpack(const nib_array *array, nib_buffer *owner, struct DLManagedTensor **out);
 NIB_API nib_status nib_array_to_dlpack_versioned(const nib_array *array, nib_buffer *owner,
                                                  struct DLManagedTensorVersioned **out);
@@ -320,8 +320,8 @@ typedef struct nib_tensor nib_tensor;
 
 typedef enum nib_copy { NIB_ROWWISE = 0, NIB_COLUMNWISE = 1, NIB_EITHER = 2 /* rowwise if it is there */ } nib_copy;
 
-/* The buffers of a tensor, in the order in which they are saved. Shapes are NVFP4's; nib_part_shape knows all.
- * MXFP8 has no levels, keeps COL_DATA in the logical shape and COL_SCALE as [roundup(M/32, 4), roundup(K, 128)]; blockwise
+/* The buffers of a tensor, in the order in which they are saved. Shapes are NVFP4's; nib_part_shape knows all. MXFP8
+ * has no levels, keeps COL_DATA in the logical shape and COL_SCALE as [roundup(M/32, 4), roundup(K, 128)]; blockwise
  * Float8 has no levels; Float8 has no scales, and one level, ROW_LEVEL, for both copies. */
 typedef enum nib_part {
     NIB_ROW_DATA = 0, /* U8 [..., ceil(K/2)]: two codes per byte, even column low */
@@ -358,7 +358,8 @@ NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x,
  * A transformed copy is transformed back. */
 NIB_API nib_status nib_dequantize(const nib_tensor *t, nib_copy from, const nib_array *out);
 
-/* The same for rows first..first+count-1 of the [M, K] matrix; `out` is [count, K]. Any cut, at a block border or not. */
+/* The same for rows first..first+count-1 of the [M, K] matrix; `out` is [count, K]. Any cut, at a block border or
+ * not. */
 NIB_API nib_status nib_dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count,
                                        const nib_array *out);
 
@@ -401,25 +402,27 @@ NIB_API nib_status nib_tensor_to_dlpack_versioned(const nib_tensor *t, nib_part 
 /* Which copies hold data. */
 NIB_API nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnwise);
 
-/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise copy of square blocks (or of none) can be built, or built again when it
- * is not valid, from the rowwise one, and only from compact scales: USAGE otherwise. The quantiser's usages follow. Both 0
- * leaves a tensor without data. */
+/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise copy of square blocks (or of none) can be built, or built
+ * again when it is not valid, from the rowwise one, and only from compact scales: USAGE otherwise. The quantiser's
+ * usages follow. Both 0 leaves a tensor without data. */
 NIB_API nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise);
 
-/* Say that the rowwise bytes were changed from outside: the columnwise copy is refused until update_usage or a quantisation has
- * made it anew. Nothing happens where it is the only copy, or absent. */
+/* Say that the rowwise bytes were changed from outside: the columnwise copy is refused until update_usage or a
+ * quantisation has made it anew. Nothing happens where it is the only copy, or absent. */
 NIB_API nib_status nib_tensor_invalidate_columnwise(nib_tensor *t);
 
 /* Give the tensor another quantiser for later updates; it must not change what the bytes mean (MISMATCH). */
 NIB_API nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *q);
 
-/* Save for later. prepare moves the buffers out, *n references (NIB_PART_COUNT at most: NVFP4 6, MXFP8, MXFP4 and blockwise Float8
- * 4, Float8 3) in the order of nib_part, NULL for absent ones; the tensor keeps all else. restore moves them back in from the
- * front of a list of n and says in *used how many it took; the tensor must be without data (USAGE). */
+/* Save for later. prepare moves the buffers out, *n references (NIB_PART_COUNT at most: NVFP4 6, MXFP8, MXFP4 and
+ * blockwise Float8 4, Float8 3) in the order of nib_part, NULL for absent ones; the tensor keeps all else. restore
+ * moves them back in from the front of a list of n and says in *used how many it took; the tensor must be without data
+ * (USAGE). */
 NIB_API nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t *n);
 NIB_API nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved, size_t n, size_t *used);
 
-/* The same for a mixed list of tensors and plain arrays: tensor NULL means the array is the item. A tensor may be in it once. */
+/* The same for a mixed list of tensors and plain arrays: tensor NULL means the array is the item. A tensor may be in it
+ * once. */
 typedef struct nib_item {
     nib_tensor *tensor;
     nib_array array;
@@ -469,14 +472,14 @@ NIB_API nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, 
 /* Same shape, dtype, meaning, copies and bytes; padding of scales is not looked at. */
 NIB_API nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal);
 
-/* Scales to the GEMM's 128x4 tiles, or back to row-major, padding zero. Afterwards the tensor shares no buffer with views of
- * it, which stay as they were. Nothing happens where the scales are so already. UNSUPPORTED for formats that no GEMM takes
- * so. */
+/* Scales to the GEMM's 128x4 tiles, or back to row-major, padding zero. Afterwards the tensor shares no buffer with
+ * views of it, which stay as they were. Nothing happens where the scales are so already. UNSUPPORTED for formats that
+ * no GEMM takes so. */
 NIB_API nib_status nib_tensor_swizzle(nib_tensor *t);
 NIB_API nib_status nib_tensor_unswizzle(nib_tensor *t);
 
-/* Copy the rowwise codes into `buffer`, then let the tensor use that one; views of it stay as they were. SHAPE unless it has
- * exactly their size. */
+/* Copy the rowwise codes into `buffer`, then let the tensor use that one; views of it stay as they were. SHAPE unless
+ * it has exactly their size. */
 NIB_API nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer);
 
 /* ---- Shapes ------------------------------------------------------------------------------------------- */
@@ -485,8 +488,8 @@ NIB_API nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer);
  * USAGE for a part that the format does not have. */
 NIB_API nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape, int *out_rank,
                                   int64_t *out_shape);
-/* The same without the padding: the corner of it that means something, in row-major scales. USAGE for a part that the format does not
- * have. */
+/* The same without the padding: the corner of it that means something, in row-major scales. USAGE for a part that the
+ * format does not have. */
 NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape,
                                         int *out_rank, int64_t *out_shape);
 
@@ -494,10 +497,10 @@ NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, i
 
 typedef enum nib_amax_choice { NIB_AMAX_MAX = 0, NIB_AMAX_MOST_RECENT, NIB_AMAX_CHOICE_COUNT } nib_amax_choice;
 
-/* After a step: history[0] is the amax that the step's quantisations saw, history[1..n-1] are those before, the oldest first
- * (TransformerEngine's order). Choose the window's largest or the most recent; *scale becomes largest / 2^margin / amax (FLT_MAX
- * where that overflows) if that amax is positive and finite, and stays otherwise; then the window rolls: the oldest is gone,
- * history[0] has become the last and is 0. element: E4M3 or E5M2. */
+/* After a step: history[0] is the amax that the step's quantisations saw, history[1..n-1] are those before, the oldest
+ * first (TransformerEngine's order). Choose the window's largest or the most recent; *scale becomes largest / 2^margin
+ * / amax (FLT_MAX where that overflows) if that amax is positive and finite, and stays otherwise; then the window
+ * rolls: the oldest is gone, history[0] has become the last and is 0. element: E4M3 or E5M2. */
 NIB_API nib_status nib_delayed_scaling_update(nib_dtype element, nib_amax_choice choice, int margin, float *history,
                                               size_t n, float *scale);
 
@@ -512,9 +515,9 @@ typedef struct nib_conversion_report {
     } first[16];
 } nib_conversion_report;
 
-/* The rowwise copy of an MXFP4 tensor as NVFP4 with a power-of-two decode scale: every value is the same where the block's scale lies
- * within 2^17 of the largest, or its codes allow another one. Elsewhere the nearest codes are taken and the block reported;
- * the report may be NULL, and inexact blocks are then NIB_ERR_MISMATCH. */
+/* The rowwise copy of an MXFP4 tensor as NVFP4 with a power-of-two decode scale: every value is the same where the
+ * block's scale lies within 2^17 of the largest, or its codes allow another one. Elsewhere the nearest codes are taken
+ * and the block reported; the report may be NULL, and inexact blocks are then NIB_ERR_MISMATCH. */
 NIB_API nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *report, nib_tensor **out);
 
 /* ---- Reference numbers -------------------------------------------------------------------------------- */
@@ -583,9 +586,9 @@ NIB_API nib_status nib_writer_write(nib_writer *writer, const char *name, uint64
 NIB_API nib_status nib_writer_commit(nib_writer *writer); /* afterwards only destroy */
 NIB_API void nib_writer_destroy(nib_writer *writer);      /* an uncommitted file is removed */
 
-/* A whole tensor under `name`: its parts as NAME.row_data, NAME.col_scale, ..., scales as they lie in memory, and all of
- * its metadata. declare before any write; after a failed declaration the writer is only fit to be destroyed. read gives back a
- * tensor equal to the one written. */
+/* A whole tensor under `name`: its parts as NAME.row_data, NAME.col_scale, ..., scales as they lie in memory, and all
+ * of its metadata. declare before any write; after a failed declaration the writer is only fit to be destroyed. read
+ * gives back a tensor equal to the one written. */
 NIB_API nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tensor **out);

@@ -58,7 +58,8 @@ bool nib_dtype_valid(nib_dtype dtype);
 /* Product of dims with the checks that every caller needs: rank, signs, overflow of elements and of bytes. */
 nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
 
-/* A struct that begins with `bytes`: at least as large as this version's, and what a newer header has besides is unused, that is 0. */
+/* A struct that begins with `bytes`: at least as large as this version's, and what a newer header has besides is
+ * unused, that is 0. */
 nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known);
 
 /* Whether somebody else holds a reference too. */
@@ -75,7 +76,8 @@ bool nib_buffer_is_shared(const nib_buffer *buffer);
  * An array without elements may have a NULL pointer. */
 nib_status nib_check_array(const char *what, const nib_array *array);
 
-/* The same for an array that is written: no two elements may share a place, or the result would depend on the order of work. */
+/* The same for an array that is written: no two elements may share a place, or the result would depend on the order of
+ * work. */
 nib_status nib_check_output(const char *what, const nib_array *array);
 
 #endif

@@ -10,9 +10,9 @@
  *   BF16      1      8        7     127             as IEEE
  *   F16       1      5       10      15   65504     as IEEE
  *
- * Encoding rounds to nearest even. E2M1, E4M3 and E5M2 saturate, infinity included, since the hardware's .satfinite does;
- * BF16 and F16 overflow to infinity. Every function wants round-to-nearest and subnormals (os.h brings them about) and
- * compiles for the host and for a device.
+ * Encoding rounds to nearest even. E2M1, E4M3 and E5M2 saturate, infinity included, since the hardware's .satfinite
+ * does; BF16 and F16 overflow to infinity. Every function wants round-to-nearest and subnormals (os.h brings them
+ * about) and compiles for the host and for a device.
  */
 #ifndef NIB_CODEC_H
 #define NIB_CODEC_H
@@ -53,8 +53,8 @@ NIB_CODEC float nib_quiet(float x) { return nib_is_nan(x) ? nib_float(0x7FC00000
 
 /* ---- E2M1 ---- */
 
-/* Each midpoint between two magnitudes counts once |x| is past it; where the upper neighbour is the even code, reaching it
- * is enough. A NaN is +6 and a negative zero keeps its sign, as in the hardware's cvt.rn.satfinite.e2m1x2. */
+/* Each midpoint between two magnitudes counts once |x| is past it; where the upper neighbour is the even code, reaching
+ * it is enough. A NaN is +6 and a negative zero keeps its sign, as in the hardware's cvt.rn.satfinite.e2m1x2. */
 NIB_CODEC uint8_t nib_e2m1_from_f32(float x)
 {
     const float m = nib_abs(x);

@@ -48,8 +48,8 @@ nib_status nib_delayed_scaling_update(nib_dtype element, nib_amax_choice choice,
 
 enum { MX_BLOCK = 32, NV_BLOCK = 16 };
 
-/* One NVFP4 block: 16 codes whose values are those of MXFP4 codes times `ratio`, the MXFP4 scale over the new decode scale. True if
- * nothing is rounded. */
+/* One NVFP4 block: 16 codes whose values are those of MXFP4 codes times `ratio`, the MXFP4 scale over the new decode
+ * scale. True if nothing is rounded. */
 static bool recode(const uint8_t in[NV_BLOCK], float ratio, uint8_t scale, uint8_t out[NV_BLOCK])
 {
     const float s = nib_f32_from_e4m3(scale);
@@ -111,7 +111,8 @@ static bool convert_line(const struct nib_copy_geometry *from, const struct nib_
             break;
         for (int64_t i = 0; i < n; i++)
             codes[i] = nib_code_load(from, in->codes, line, first + i);
-        /* Never 0: a block so far below the largest has no exact counterpart unless it is empty, and recode must see that. */
+        /* Never 0: a block so far below the largest has no exact counterpart unless it is empty, and recode must see
+         * that. */
         const float ratio = nib_fmax(nib_f32_from_e8m0(e8m0 == 255 ? 0 : e8m0) / g, 0x1p-40f);
         exact &= convert_block(codes, ratio, &scale, converted);
         nib_scale_store(to, out.scales, line, first / NV_BLOCK, e8m0 == 255 ? 0x7F : scale); /* a NaN stays one */

@@ -23,8 +23,8 @@ static float te_level(float amax, const struct nib_rules *rules)
 {
     if (rules->level == NIB_LEVEL_AMAX)
         return amax;
-    /* A checkpoint's decode scale must be a normal number, since loaders take its reciprocal. For a tensor of zeros that is
-     * 1, the scale that an amax of 0 stands for below. */
+    /* A checkpoint's decode scale must be a normal number, since loaders take its reciprocal. For a tensor of zeros
+     * that is 1, the scale that an amax of 0 stands for below. */
     if (amax == 0)
         return 1;
     const float g = nib_fmax(amax / rules->full_scale, FLT_MIN);
@@ -35,8 +35,8 @@ static void te_prepare(struct nib_scaler *scaler, const struct nib_rules *rules)
 {
     const bool decode = rules->level == NIB_LEVEL_DECODE;
     const float amax = decode ? scaler->level * rules->full_scale : scaler->level;
-    /* For a power of two both forms are the same number, but the second cannot overflow on the way. nib_fmin also turns a NaN
-     * into FLT_MAX. */
+    /* For a power of two both forms are the same number, but the second cannot overflow on the way. nib_fmin also turns
+     * a NaN into FLT_MAX. */
     float encode = nib_fmin(decode && rules->pow2 ? 1.0f / scaler->level : rules->full_scale / amax, FLT_MAX);
     if (amax == 0 || encode == 0) /* nothing to scale, or an infinite amax */
         encode = 1;

@@ -2,8 +2,8 @@
 /*
  * dialect.h - whose arithmetic: from an amax to the tensor's level, to a block's scale, to an element's code.
  *
- * A dialect of a format answers a few questions, one function each, and stands in one row of a table. All numbers are FP32 and every
- * operation rounds once, in the order written: which byte comes out depends on it.
+ * A dialect of a format answers a few questions, one function each, and stands in one row of a table. All numbers are
+ * FP32 and every operation rounds once, in the order written: which byte comes out depends on it.
  */
 #ifndef NIB_DIALECT_H
 #define NIB_DIALECT_H
@@ -42,7 +42,8 @@ struct nib_dialect_facts {
     bool divides;         /* elements are divided by the factor instead of multiplied */
     bool drops_zero_sign; /* -0 is code 0: the sign comes from x < 0 */
     bool keeps_nan_sign;  /* a negative NaN is -6 */
-    /* From the amax to the level; or, where the level is the inverse of a multiplier, to that multiplier. NULL: no level. */
+    /* From the amax to the level; or, where the level is the inverse of a multiplier, to that multiplier. NULL: no
+     * level. */
     float (*level_of)(float amax, const struct nib_rules *rules);
     float (*encode_of)(float amax, const struct nib_rules *rules);
     /* Before the blocks of a level; scaler->level (and encode) are set. */

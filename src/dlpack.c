@@ -2,8 +2,8 @@
 /*
  * dlpack.c - plain arrays and parts of tensors to and from DLPack, without a copy.
  *
- * The structs below are DLPack's binary interface, of both generations, under names of our own: nib.h only forward-declares the two
- * that have a tag, so that it goes together with whatever dlpack.h a program includes.
+ * The structs below are DLPack's binary interface, of both generations, under names of our own: nib.h only
+ * forward-declares the two that have a tag, so that it goes together with whatever dlpack.h a program includes.
  */
 #include "tensor.h"
 

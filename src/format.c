@@ -6,8 +6,8 @@
 
 #include "codec.h"
 
-/* A program may build the library with formats of its own: NIB_EXTRA_FORMATS names a file that defines NIB_EXTRA_ROWS, rows of this
- * table, and the dialects that they point to. */
+/* A program may build the library with formats of its own: NIB_EXTRA_FORMATS names a file that defines NIB_EXTRA_ROWS,
+ * rows of this table, and the dialects that they point to. */
 #ifdef NIB_EXTRA_FORMATS
 #include NIB_EXTRA_FORMATS
 #else

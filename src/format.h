@@ -89,7 +89,8 @@ nib_status nib_geometry_of(const nib_quantizer *q, int rank, const int64_t *shap
 /* The part that holds a copy's data (kind 0), scales (1) or levels (2); NIB_PART_COUNT where there is none. */
 nib_part nib_part_of(const struct nib_format_facts *facts, nib_copy copy, int kind);
 
-/* Where the scale of (line, block) is, counted in scales. Swizzled: 128 x 4 tiles of 512, in which 32 rows interleave. */
+/* Where the scale of (line, block) is, counted in scales. Swizzled: 128 x 4 tiles of 512, in which 32 rows
+ * interleave. */
 static inline int64_t nib_scale_index(const struct nib_copy_geometry *g, int64_t line, int64_t block)
 {
     if (!g->swizzled)

@@ -2,8 +2,9 @@
 /*
  * gemm.c - the product of two quantised tensors, in an order that is fixed.
  *
- * Twice an E2M1 value is an integer of at most 12, so that the dot product of a block is exact, and so are the product of two E4M3
- * scales and their product with the dot. Only the additions across blocks round, and the factor that comes last.
+ * Twice an E2M1 value is an integer of at most 12, so that the dot product of a block is exact, and so are the product
+ * of two E4M3 scales and their product with the dot. Only the additions across blocks round, and the factor that comes
+ * last.
  */
 #include "tensor.h"
 

@@ -2,8 +2,8 @@
 /*
  * kernels.h - the slots that an instruction set may fill, and what fills them now.
  *
- * Kernels know rectangles of plain numbers, lines of codes and scales. They know nothing of tensors, never allocate, and
- * trust their arguments. Each runs within nib_fpenv_enter.
+ * Kernels know rectangles of plain numbers, lines of codes and scales. They know nothing of tensors, never allocate,
+ * and trust their arguments. Each runs within nib_fpenv_enter.
  */
 #ifndef NIB_KERNELS_H
 #define NIB_KERNELS_H
@@ -58,12 +58,13 @@ typedef void nib_absmax_lines_fn(const struct nib_panel *panel, const struct nib
 typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_coding *coding,
                              const struct nib_target *target);
 
-/* n elements from codes and scales that lie side by side, as F32, BF16 or F16; the first begins a block. `stream`: the output is too
- * large to be wanted in the cache. */
+/* n elements from codes and scales that lie side by side, as F32, BF16 or F16; the first begins a block. `stream`: the
+ * output is too large to be wanted in the cache. */
 typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
                            const struct nib_coding *coding, bool stream);
 
-/* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot NIB_ANY_FORMAT. */
+/* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot
+ * NIB_ANY_FORMAT. */
 enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
 
 #define NIB_KERNELS(X)                \

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels_any.h - reading a panel element by element, and the kernels for every format that a row of the table describes.
+ * kernels_any.h - reading a panel element by element, and the kernels for every format that a row of the table
+ * describes.
  */
 #ifndef NIB_KERNELS_ANY_H
 #define NIB_KERNELS_ANY_H
@@ -27,7 +28,8 @@ static inline int64_t nib_panel_length(const struct nib_panel *panel, nib_copy c
     return copy == NIB_ROWWISE ? panel->cols : panel->rows;
 }
 
-/* One number in the dtype of an output. Results have one NaN, whatever the processor makes of 0 times an infinite factor. */
+/* One number in the dtype of an output. Results have one NaN, whatever the processor makes of 0 times an infinite
+ * factor. */
 static inline void nib_store_number(void *out, nib_dtype dtype, float number)
 {
     const float y = nib_quiet(number);

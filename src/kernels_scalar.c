@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels_scalar.c - the reference for NVFP4. What a byte must be is decided here; every other kernel is compared with this one.
+ * kernels_scalar.c - the reference for NVFP4. What a byte must be is decided here; every other kernel is compared with
+ * this one.
  *
- * The unit of work is a tile: the elements that share one scale. It has one line of 16 elements, or 16 lines of 16. A line runs
- * along the axis that is quantised: rowwise, a piece of a row; columnwise, a piece of a column. Both copies and both block
- * shapes are therefore the same code.
+ * The unit of work is a tile: the elements that share one scale. It has one line of 16 elements, or 16 lines of 16. A
+ * line runs along the axis that is quantised: rowwise, a piece of a row; columnwise, a piece of a column. Both copies
+ * and both block shapes are therefore the same code.
  */
 #include <float.h>
 
@@ -77,9 +78,9 @@ static void flip_signs(float x[16], uint16_t sign_mask)
             x[i] = -x[i];
 }
 
-/* A quarter of a BF16 or F16 number is exact in FP32, so that it is taken first and keeps the sums small; a quarter of an FP32
- * number may be subnormal, so that it is taken last. BF16 results are rounded to BF16, because the amax and the codes of a
- * BF16 tensor are those of the BF16 tensor that the transform would have written. */
+/* A quarter of a BF16 or F16 number is exact in FP32, so that it is taken first and keeps the sums small; a quarter of
+ * an FP32 number may be subnormal, so that it is taken last. BF16 results are rounded to BF16, because the amax and the
+ * codes of a BF16 tensor are those of the BF16 tensor that the transform would have written. */
 void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input)
 {
     flip_signs(x, sign_mask);
@@ -157,8 +158,9 @@ static void random_block(const struct nib_coding *coding, uint32_t line, uint32_
     }
 }
 
-/* The random numbers of a tile. A columnwise copy has numbers of its own, marked in the block's top bit; but with square tiles it
- * takes the rowwise ones, element by element, so that it stays the transpose. There a line is a column of the matrix. */
+/* The random numbers of a tile. A columnwise copy has numbers of its own, marked in the block's top bit; but with
+ * square tiles it takes the rowwise ones, element by element, so that it stays the transpose. There a line is a column
+ * of the matrix. */
 static void random_tile(const struct nib_coding *coding, const struct tile *tile, int64_t line, int64_t block,
                         uint32_t out[BLOCK][BLOCK])
 {
@@ -178,7 +180,8 @@ static void random_tile(const struct nib_coding *coding, const struct tile *tile
     }
 }
 
-/* Up with the probability that y's place between its two neighbours says, to 2^-bits; r is a number of that many bits. */
+/* Up with the probability that y's place between its two neighbours says, to 2^-bits; r is a number of that many
+ * bits. */
 static uint8_t e2m1_stochastic(float y, uint32_t r, int bits)
 {
     const float m = nib_abs(y);
@@ -197,7 +200,8 @@ static uint8_t e2m1_stochastic(float y, uint32_t r, int bits)
 
 /* ---- From scale to codes ---- */
 
-/* x is the number, y the scaled one. A NaN's sign is x's: that of one which arithmetic made depends on the processor. */
+/* x is the number, y the scaled one. A NaN's sign is x's: that of one which arithmetic made depends on the
+ * processor. */
 static uint8_t e2m1_nearest(float x, float y, const struct nib_dialect_facts *dialect)
 {
     if (dialect->drops_zero_sign && y == 0)
@@ -224,8 +228,8 @@ static void encode_tile(const struct tile *tile, const struct nib_coding *coding
 
 static uint8_t at_least(uint8_t code, uint8_t floor_code) { return code < floor_code ? floor_code : code; }
 
-/* So large that no element of the block is clipped: a scale 1/16 larger than wanted survives rounding down to E4M3's 3 bits of
- * mantissa; below the smallest normal, where the bits are fewer, it is rounded up instead. */
+/* So large that no element of the block is clipped: a scale 1/16 larger than wanted survives rounding down to E4M3's 3
+ * bits of mantissa; below the smallest normal, where the bits are fewer, it is rounded up instead. */
 static uint8_t unclipped_scale(float block_amax, const struct nib_scaler *scaler)
 {
     const float wanted = nib_fmin(block_amax * scaler->block, FLT_MAX) * (17.0f / 16.0f);

@@ -192,8 +192,8 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
     return NIB_OK;
 }
 
-/* The random stream has 32 bits for lines and 31 for blocks, and blocks of the part must be blocks of the whole. With square blocks
- * both copies take the rowwise numbers. */
+/* The random stream has 32 bits for lines and 31 for blocks, and blocks of the part must be blocks of the whole. With
+ * square blocks both copies take the rowwise numbers. */
 static nib_status check_random_range(const nib_quantizer *q, const struct nib_geometry *geometry)
 {
     const int64_t block = nib_format_of(q)->block;

@@ -165,8 +165,8 @@ static nib_status open_folder(const char *path, int *fd)
     return status;
 }
 
-/* All that can fail comes before the rename, but for the folder's own sync: after that the new file is there whole, and only a
- * crash of the machine could still bring back the old state. */
+/* All that can fail comes before the rename, but for the folder's own sync: after that the new file is there whole, and
+ * only a crash of the machine could still bring back the old state. */
 nib_status nib_os_publish(int fd, const char *temporary, const char *path)
 {
     int folder = -1;

@@ -2,9 +2,10 @@
 /*
  * quantize.c - drives the kernels over an array of any rank and strides.
  *
- * The array is seen as a matrix of M rows and K columns and cut into fixed panels of 16 x 256, or of 128 x 128 where blocks are that
- * large. Where rows are contiguous a panel points into the array; elsewhere it is copied to the worker's stack first. Panels are
- * whole blocks on both axes, so no two write the same byte, and which thread takes which does not show in the result.
+ * The array is seen as a matrix of M rows and K columns and cut into fixed panels of 16 x 256, or of 128 x 128 where
+ * blocks are that large. Where rows are contiguous a panel points into the array; elsewhere it is copied to the
+ * worker's stack first. Panels are whole blocks on both axes, so no two write the same byte, and which thread takes
+ * which does not show in the result.
  */
 #include "quantize.h"
 
@@ -93,7 +94,8 @@ static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t col
                         .even = true,
                         .array = array };
     m.first = array->data ? (char *)array->data + array->offset : NULL;
-    /* From the last leading dim outwards: each must step over the ones inside it exactly. Dims of 1 are never stepped. */
+    /* From the last leading dim outwards: each must step over the ones inside it exactly. Dims of 1 are never
+     * stepped. */
     int64_t inner = 1;
     for (int i = array->rank - 2; i >= 0; i--) {
         if (array->shape[i] == 1)
@@ -117,8 +119,8 @@ static void set_cut(struct matrix *m, int64_t rows, int64_t cols)
     m->column_panels = nib_ceil_div(m->cols, cols);
 }
 
-/* Panels are whole blocks. Long pieces of rows go well with memory where only rows are wanted; where columns are, a panel
- * stays in the second-level cache and gives every column a run of 16 blocks. What must be copied is smaller. */
+/* Panels are whole blocks. Long pieces of rows go well with memory where only rows are wanted; where columns are, a
+ * panel stays in the second-level cache and gives every column a run of 16 blocks. What must be copied is smaller. */
 static void cut_for_coding(struct matrix *m, int block, bool columns)
 {
     if (block > 32 || (!is_direct(m) && block > 16))
@@ -323,8 +325,8 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
 {
     if (!nib_format_of(q)->levels)
         return NIB_OK;
-    /* One level per copy needs no memory to speak of. Vectors of amaxes do: they are found in a place of their own, so that the
-     * tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
+    /* One level per copy needs no memory to speak of. Vectors of amaxes do: they are found in a place of their own, so
+     * that the tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
     float pair[2], *amax = pair;
     const float *found[2];
     if (q->row_scaled) {
@@ -490,8 +492,8 @@ static void inverse_transform(const struct decode_job *job, float *y, int64_t n)
         nib_rht_inverse(y + i, job->q->rht_sign_mask);
 }
 
-/* One panel of the output. Lines of the columnwise copy run down it and are decoded in whole blocks, so that a panel that does
- * not begin at a border takes a few elements more than it needs. */
+/* One panel of the output. Lines of the columnwise copy run down it and are decoded in whole blocks, so that a panel
+ * that does not begin at a border takes a few elements more than it needs. */
 static void decode_panel(void *context, int64_t i)
 {
     const struct decode_job *job = context;

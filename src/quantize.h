@@ -22,8 +22,8 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out);
 nib_status nib_check_input(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
                            struct nib_geometry *out);
 
-/* Amaxes, levels, then codes and scales of the copies that q wants. x and q are checked, memory[] is in place. When this
- * fails (a communicator, or memory for its vectors) nothing was written. */
+/* Amaxes, levels, then codes and scales of the copies that q wants. x and q are checked, memory[] is in place. When
+ * this fails (a communicator, or memory for its vectors) nothing was written. */
 nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,
                                const struct nib_geometry *geometry, const struct nib_copy_memory memory[2]);
 
@@ -37,8 +37,8 @@ static inline bool nib_copy_is_transformed(const nib_quantizer *q, nib_copy copy
     return copy == NIB_ROWWISE ? q->rht_rowwise : q->rht;
 }
 
-/* Call body(context, i) for i in 0..n-1 on so many threads, each in the arithmetic that the specification wants. Items must not
- * write the same bytes, so that neither order nor count matters. */
+/* Call body(context, i) for i in 0..n-1 on so many threads, each in the arithmetic that the specification wants. Items
+ * must not write the same bytes, so that neither order nor count matters. */
 void nib_parallel(int64_t n, int threads, void (*body)(void *context, int64_t i), void *context);
 
 /* How many threads pay for so many elements. */

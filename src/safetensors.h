@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * safetensors.h - what the reader and the writer of the container share, and what other files may ask of them beyond nib.h.
+ * safetensors.h - what the reader and the writer of the container share, and what other files may ask of them beyond
+ * nib.h.
  *
  *     bytes 0..7      n, little-endian
  *     bytes 8..8+n    JSON: { "__metadata__": { key: value, ... },
@@ -23,8 +24,8 @@ const char *nib_writer_path(const nib_writer *writer);
 /* A value that was given to the writer, or NULL. */
 const char *nib_writer_metadata_value(const nib_writer *writer, const char *key);
 
-/* Bytes of a tensor, or the reason why there is no such number. Dims are multiplied from the left and may not overflow on
- * the way to a later 0, as in the reference. */
+/* Bytes of a tensor, or the reason why there is no such number. Dims are multiplied from the left and may not overflow
+ * on the way to a later 0, as in the reference. */
 const char *nib_safetensors_bytes(nib_dtype dtype, const int64_t *shape, size_t rank, uint64_t *bytes);
 
 /* A path in memory of its own; NULL without memory. */

@@ -2,9 +2,10 @@
 /*
  * simd.h - the NVFP4 kernels for any vector width, included once by the file of each instruction set.
  *
- * Lanes are blocks: vector i of a group holds element i of VL blocks, one block per lane. Everything that a block needs - its amax, its
- * scale, its codes, the errors of candidates - is then the same arithmetic in every lane, in the order of the reference, and nothing is
- * summed across lanes. Columns of the matrix already lie so; pieces of rows are transposed on the way in.
+ * Lanes are blocks: vector i of a group holds element i of VL blocks, one block per lane. Everything that a block needs
+ * - its amax, its scale, its codes, the errors of candidates - is then the same arithmetic in every lane, in the order
+ * of the reference, and nothing is summed across lanes. Columns of the matrix already lie so; pieces of rows are
+ * transposed on the way in.
  *
  * The including file defines
  *     VL, VF, VI            lanes, and vectors of so many floats and 32-bit integers
@@ -12,8 +13,7 @@
  *     vf_*, vi_*            operations; vf_min and vf_max give their second operand when the first is a NaN
  *     e2m1_bits(a)          for 0 <= a <= 6: the code of a rounded to nearest even, in the low three bits
  *     absmax_row(x, n, t)   largest magnitude of n numbers of dtype t
- * and gets
- *     quantize_lanes, absmax_lines_lanes, the bodies of two slots.
+ * and then includes simd_panels.h, which gives it quantize_lanes and absmax_lines_lanes, the bodies of two slots.
  */
 #include "codec.h"
 #include "kernels_any.h"
@@ -42,6 +42,26 @@ SIMD VF load_numbers(const void *x, int64_t i, nib_dtype dtype)
 SIMD const void *element_address(const struct nib_panel *panel, int64_t row, int64_t col)
 {
     return (const char *)panel->x + (row * panel->stride + col) * (panel->dtype == NIB_F32 ? 4 : 2);
+}
+
+/* Element i of VL blocks is the vector at x + i * stride: in the matrix itself where columns of FP32 are wanted as they
+ * are, in `own` elsewhere. Sixteen vectors do not fit into the registers beside what works on them; the first-level
+ * cache holds them just as well. */
+struct lanes {
+    const float *x;
+    int64_t stride;
+    float own[BLOCK][VL] __attribute__((aligned(64)));
+};
+
+SIMD VF lane_vector(const struct lanes *lanes, int i) { return vf_load(lanes->x + i * lanes->stride); }
+
+SIMD void own_lanes(struct lanes *lanes, const VF x[BLOCK])
+{
+    UNROLL
+    for (int i = 0; i < BLOCK; i++)
+        vf_store(lanes->own[i], x[i]);
+    lanes->x = lanes->own[0];
+    lanes->stride = VL;
 }
 
 /* VL blocks that each lie side by side: transpose VL x VL pieces of them. */
@@ -92,8 +112,7 @@ SIMD void transform(VF x[BLOCK], uint16_t sign_mask, nib_dtype dtype)
     const VF quarter = vf_set1(0.25f);
     UNROLL
     for (int i = 0; i < BLOCK; i++) {
-        if (sign_mask >> i & 1)
-            x[i] = vf_of(vi_xor(vi_of(x[i]), vi_set1((int)0x80000000u)));
+        x[i] = vf_of(vi_xor(vi_of(x[i]), vi_set1((int)((uint32_t)sign_mask >> i << 31))));
         if (dtype != NIB_F32)
             x[i] = vf_mul(x[i], quarter);
     }
@@ -119,16 +138,55 @@ SIMD void transform(VF x[BLOCK], uint16_t sign_mask, nib_dtype dtype)
     }
 }
 
+/* Up to VL columns, transformed where that is wanted. */
+SIMD void columns_to_lanes(const struct nib_panel *panel, const struct nib_coding *coding, int64_t row, int64_t col,
+                           int n, int length, nib_dtype dtype, struct lanes *lanes)
+{
+    VF x[BLOCK];
+    const bool whole = n == VL && length == BLOCK;
+    if (whole && dtype == NIB_F32 && !coding->transform) {
+        lanes->x = element_address(panel, row, col);
+        lanes->stride = panel->stride;
+        return;
+    }
+    if (whole)
+        load_columns(panel, row, col, dtype, x);
+    else
+        load_partial(panel, NIB_COLUMNWISE, col, n, row, length, x);
+    if (coding->transform)
+        transform(x, coding->sign_mask, dtype);
+    own_lanes(lanes, x);
+}
+
+/* Up to VL blocks of a row from its block `first` on; where that is not whole, `length` elements of it alone. */
+SIMD void blocks_to_lanes(const struct nib_panel *panel, const struct nib_coding *coding, int64_t row, int64_t first,
+                          int length, nib_dtype dtype, struct lanes *lanes)
+{
+    VF x[BLOCK];
+    if (length == BLOCK) {
+        const int64_t last = panel->cols / BLOCK - 1;
+        const void *pointers[VL];
+        for (int lane = 0; lane < VL; lane++) /* lanes that have no block take the last one again */
+            pointers[lane] = element_address(panel, row, nib_min(first + lane, last) * BLOCK);
+        load_blocks(pointers, dtype, x);
+    } else {
+        load_partial(panel, NIB_ROWWISE, row, 1, first * BLOCK, length, x);
+    }
+    if (coding->transform)
+        transform(x, coding->sign_mask, dtype);
+    own_lanes(lanes, x);
+}
+
 SIMD VF absolute(VF x) { return vf_of(vi_and(vi_of(x), vi_set1(0x7FFFFFFF))); }
 
 /* vf_max gives its second operand for a NaN, which is how NaNs are left out. */
-SIMD VF absmax_of(const VF x[BLOCK])
+SIMD VF absmax_of(const struct lanes *lanes)
 {
-    VF m = vf_set1(0);
+    VF m[4] = { vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0) }; /* four, so that none waits for another */
     UNROLL
     for (int i = 0; i < BLOCK; i++)
-        m = vf_max(absolute(x[i]), m);
-    return m;
+        m[i % 4] = vf_max(absolute(lane_vector(lanes, i)), m[i % 4]);
+    return vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3]));
 }
 
 /* ---- Scales ---- */
@@ -150,7 +208,8 @@ SIMD VF f32_of_e4m3(VI code)
     return vf_of(vi_select_less(vf_from(code), vf_set1(8.0f), vi_of(subnormal), vi_of(normal)));
 }
 
-/* What a level comes to (struct nib_scaler), in every lane: the same in all, or, where columns have levels of their own, each lane's. */
+/* What a level comes to (struct nib_scaler), in every lane: the same in all, or, where columns have levels of their
+ * own, each lane's. */
 struct lane_scaler {
     VF amax, encode, decode, block;
     VF g;                  /* the level as a plain multiplier */
@@ -241,12 +300,25 @@ SIMD VI with_sign(VI magnitude, VF y)
     return vi_or(vi_and(magnitude, vi_set1(7)), vi_and(vi_srl(vi_of(y), 28), vi_set1(8)));
 }
 
-SIMD struct codes encode_nearest(const VF x[BLOCK], VF factor, const struct nib_dialect_facts *dialect)
+/* te's rule. Nothing is decided within the loop. */
+SIMD struct codes encode_te(const struct lanes *x, VF factor)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
     UNROLL
     for (int i = BLOCK - 1; i >= 0; i--) {
-        VF y = clamp_to_e2m1(dialect->divides ? vf_div(x[i], factor) : vf_mul(x[i], factor));
+        const VF y = clamp_to_e2m1(vf_mul(lane_vector(x, i), factor));
+        out.word[i / 8] = vi_or(vi_sll(out.word[i / 8], 4), with_sign(e2m1_bits(absolute(y)), y));
+    }
+    return out;
+}
+
+SIMD struct codes encode_nearest(const struct lanes *x, VF factor, const struct nib_dialect_facts *dialect)
+{
+    struct codes out = { { vi_set1(0), vi_set1(0) } };
+    if (!dialect->plain)
+        return encode_te(x, factor);
+    for (int i = BLOCK - 1; i >= 0; i--) {
+        VF y = clamp_to_e2m1(dialect->divides ? vf_div(lane_vector(x, i), factor) : vf_mul(lane_vector(x, i), factor));
         if (dialect->drops_zero_sign)
             y = vf_add(y, vf_set1(0)); /* -0 + 0 is +0, and nothing else changes */
         out.word[i / 8] = vi_or(vi_sll(out.word[i / 8], 4), with_sign(e2m1_bits(absolute(y)), y));
@@ -260,37 +332,37 @@ SIMD struct codes encode_nearest(const VF x[BLOCK], VF factor, const struct nib_
 SIMD void philox(uint64_t offset, VI line, VI block, uint64_t seed, VI out[4])
 {
     VI c0 = vi_set1((int)(uint32_t)offset), c1 = vi_set1((int)(uint32_t)(offset >> 32)), c2 = line, c3 = block;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    VI k0 = vi_set1((int)(uint32_t)seed), k1 = vi_set1((int)(uint32_t)(seed >> 32));
     for (int round = 0; round < 10; round++) {
         VI high0, low0, high1, low1;
         vi_multiply_wide(c0, 0xD2511F53u, &high0, &low0);
         vi_multiply_wide(c2, 0xCD9E8D57u, &high1, &low1);
-        c0 = vi_xor(vi_xor(high1, c1), vi_set1((int)k0));
-        c2 = vi_xor(vi_xor(high0, c3), vi_set1((int)k1));
+        c0 = vi_xor(vi_xor(high1, c1), k0);
+        c2 = vi_xor(vi_xor(high0, c3), k1);
         c1 = low1;
         c3 = low0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+        k0 = vi_add(k0, vi_set1((int)0x9E3779B9u));
+        k1 = vi_add(k1, vi_set1((int)0xBB67AE85u));
     }
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* The random number of each element, for the blocks of lanes (line, block). */
-SIMD void random_lanes(const struct nib_coding *coding, VI line, VI block, VI random[BLOCK])
+/* The random number of each element, for the blocks of lanes (line, block): a byte, or the upper 24 bits of a word. */
+SIMD void random_bytes(const struct nib_coding *coding, VI line, VI block, VI random[BLOCK])
 {
-    if (coding->rounding == NIB_ROUND_STOCHASTIC_8) {
-        VI words[4];
-        philox(coding->offset, line, block, coding->seed, words);
-        UNROLL
-        for (int quad = 0; quad < 4; quad++) { /* shifts want constants */
-            random[4 * quad] = vi_and(words[quad], vi_set1(255));
-            random[4 * quad + 1] = vi_and(vi_srl(words[quad], 8), vi_set1(255));
-            random[4 * quad + 2] = vi_and(vi_srl(words[quad], 16), vi_set1(255));
-            random[4 * quad + 3] = vi_srl(words[quad], 24);
-        }
-        return;
-    }
+    VI words[4];
+    philox(coding->offset, line, block, coding->seed, words);
     UNROLL
+    for (int quad = 0; quad < 4; quad++) { /* shifts want constants */
+        random[4 * quad] = vi_and(words[quad], vi_set1(255));
+        random[4 * quad + 1] = vi_and(vi_srl(words[quad], 8), vi_set1(255));
+        random[4 * quad + 2] = vi_and(vi_srl(words[quad], 16), vi_set1(255));
+        random[4 * quad + 3] = vi_srl(words[quad], 24);
+    }
+}
+
+SIMD void random_words(const struct nib_coding *coding, VI line, VI block, VI random[BLOCK])
+{
     for (int quad = 0; quad < 4; quad++) {
         VI words[4];
         philox(coding->offset + (uint64_t)quad, line, block, coding->seed, words);
@@ -300,28 +372,41 @@ SIMD void random_lanes(const struct nib_coding *coding, VI line, VI block, VI ra
     }
 }
 
-/* The reference's rule: p is the power of two at or below max(|y|, 1), the step is p / 2, and the first code of that range is
- * 2 log2 p less than |y| / step. */
+/* The reference's rule in one sum: p is the power of two at or below max(|y|, 1), so that |y| counts in steps of p / 2.
+ * floor(|y| / step * 2^bits) has the steps above and the fraction's bits below; adding the random bits carries into the
+ * steps exactly where the reference rounds up. The first code of the range is 2 log2 p less than its steps. */
 SIMD VI stochastic_bits(VF a, VI random, bool bytes)
 {
+    const uint32_t bits = bytes ? 8 : 24;
     const VI p = vi_and(vi_of(vf_max(a, vf_set1(1.0f))), vi_set1(0x7F800000));
-    const VF scaled = vf_mul(a, vf_of(vi_sub(vi_set1((int)(255u << 23)), p))); /* a * 2 / p, exact */
-    const VI steps = vi_truncate(scaled);
-    const VF frac = vf_sub(scaled, vf_from(steps)); /* exact */
-    const VI sum = vi_add(vi_truncate(vf_mul(frac, vf_set1(bytes ? 0x1p8f : 0x1p24f))), random);
-    return vi_add(vi_add(steps, vi_sub(vi_srl(p, 22), vi_set1(254))), bytes ? vi_srl(sum, 8) : vi_srl(sum, 24));
+    const VF scale = vf_of(vi_sub(vi_set1((int)((255u + bits) << 23)), p)); /* 2^bits * 2 / p */
+    const VI sum = vi_add(vi_truncate(vf_mul(a, scale)), random);           /* exact, and below 2^28 */
+    return vi_add(bytes ? vi_srl(sum, 8) : vi_srl(sum, 24), vi_sub(vi_srl(p, 22), vi_set1(254)));
 }
 
-SIMD struct codes encode_stochastic(const VF x[BLOCK], VF factor, const VI random[BLOCK], bool bytes)
+SIMD struct codes encode_random(const struct lanes *x, VF factor, const VI random[BLOCK], bool bytes)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
     UNROLL
     for (int i = BLOCK - 1; i >= 0; i--) {
-        const VF y = clamp_to_e2m1(vf_mul(x[i], factor));
+        const VF y = clamp_to_e2m1(vf_mul(lane_vector(x, i), factor));
         out.word[i / 8] =
             vi_or(vi_sll(out.word[i / 8], 4), with_sign(stochastic_bits(absolute(y), random[i], bytes), y));
     }
     return out;
+}
+
+/* The random numbers of lanes (line, block), and the codes that they make. */
+SIMD struct codes encode_stochastic(const struct lanes *x, VF factor, const struct nib_coding *coding, VI line,
+                                    VI block)
+{
+    VI random[BLOCK];
+    if (coding->rounding == NIB_ROUND_STOCHASTIC_8) {
+        random_bytes(coding, line, block, random);
+        return encode_random(x, factor, random, true);
+    }
+    random_words(coding, line, block, random);
+    return encode_random(x, factor, random, false);
 }
 
 /* ---- Four over six, and the sweep ---- */
@@ -337,22 +422,34 @@ SIMD VF rounded_e2m1(VF y)
 }
 
 /* |y| up to 6 rounds to at most 6, but 5 < |y| < 6 lies in the range of step 2 and reaches 6; nothing exceeds it. */
-SIMD VF element_error(VF x, const struct scales *s, const struct nib_coding *coding, const struct lane_scaler *scaler)
+SIMD VF element_error(VF x, const struct scales *s, VF full_scale, const struct lane_scaler *scaler, bool fast,
+                      bool absolutes)
 {
     const VF product = vf_mul(rounded_e2m1(vf_mul(x, s->factor)), s->value);
-    const VF d = coding->fast_error
-                     ? vf_sub(product, vf_mul(x, scaler->encode))
-                     : vf_sub(vf_div(vf_mul(product, scaler->amax), vf_set1(coding->rules.full_scale)), x);
-    return coding->error_mode == NIB_ERROR_MAE ? absolute(d) : vf_mul(d, d);
+    const VF d = fast ? vf_sub(product, vf_mul(x, scaler->encode))
+                      : vf_sub(vf_div(vf_mul(product, scaler->amax), full_scale), x);
+    return absolutes ? absolute(d) : vf_mul(d, d);
 }
 
-SIMD VF line_error(const VF x[BLOCK], int length, const struct scales *s, const struct nib_coding *coding,
-                   const struct lane_scaler *scaler)
+SIMD VF line_error_as(const struct lanes *x, int length, const struct scales *s, float full,
+                      const struct lane_scaler *scaler, bool fast, bool absolutes)
 {
+    const VF full_scale = vf_set1(full);
     VF error = vf_set1(0);
     for (int i = 0; i < length; i++)
-        error = vf_add(error, element_error(x[i], s, coding, scaler));
+        error = vf_add(error, element_error(lane_vector(x, i), s, full_scale, scaler, fast, absolutes));
     return error;
+}
+
+SIMD VF line_error(const struct lanes *x, int length, const struct scales *s, const struct nib_coding *coding,
+                   const struct lane_scaler *scaler)
+{
+    const float full = coding->rules.full_scale;
+    if (coding->error_mode == NIB_ERROR_MAE)
+        return coding->fast_error ? line_error_as(x, length, s, full, scaler, true, true)
+                                  : line_error_as(x, length, s, full, scaler, false, true);
+    return coding->fast_error ? line_error_as(x, length, s, full, scaler, true, false)
+                              : line_error_as(x, length, s, full, scaler, false, false);
 }
 
 SIMD void four_and_six(VF absmax, const struct nib_coding *coding, const struct lane_scaler *scaler,
@@ -371,7 +468,7 @@ SIMD struct scales better(VF error_a, VF error_b, const struct scales *a, const 
                             vf_of(vi_select_less(error_a, error_b, vi_of(a->factor), vi_of(b->factor))) };
 }
 
-SIMD struct scales choose_4over6(const VF x[BLOCK], int length, VF absmax, const struct nib_coding *coding,
+SIMD struct scales choose_4over6(const struct lanes *x, int length, VF absmax, const struct nib_coding *coding,
                                  const struct lane_scaler *scaler)
 {
     struct scales four, six;
@@ -380,21 +477,23 @@ SIMD struct scales choose_4over6(const VF x[BLOCK], int length, VF absmax, const
                   &six);
 }
 
-SIMD VF squared_error_lanes(const VF x[BLOCK], int length, const struct scales *s, VF g)
+/* Elements outside the block are zeros, whose code is 0 and whose error is 0 as well. */
+SIMD VF squared_error_lanes(const struct lanes *x, const struct scales *s, VF g)
 {
     VF e[BLOCK];
     const VF f = vf_mul(s->value, g);
     UNROLL
     for (int i = 0; i < BLOCK; i++) {
-        const VF d = vf_sub(vf_mul(rounded_e2m1(vf_mul(x[i], s->factor)), f), x[i]);
-        e[i] = i < length ? vf_mul(d, d) : vf_set1(0);
+        const VF d = vf_sub(vf_mul(rounded_e2m1(vf_mul(lane_vector(x, i), s->factor)), f), lane_vector(x, i));
+        e[i] = vf_mul(d, d);
     }
     UNROLL
-    for (int distance = BLOCK / 2; distance > 0; distance /= 2)
-        UNROLL
-    for (int i = 0; i < distance; i++)
-        e[i] = vf_add(e[i], e[i + distance]);
-    return e[0];
+    for (int i = 0; i < 8; i++)
+        e[i] = vf_add(e[i], e[i + 8]);
+    UNROLL
+    for (int i = 0; i < 4; i++)
+        e[i] = vf_add(e[i], e[i + 4]);
+    return vf_add(vf_add(e[0], e[2]), vf_add(e[1], e[3]));
 }
 
 static const int lane_sweep_offsets[] = {
@@ -402,404 +501,23 @@ static const int lane_sweep_offsets[] = {
 }; /* after 0, in the order in which ties go */
 
 /* A candidate outside the range takes part with an error that never wins: that of the rtn code itself. */
-SIMD struct scales choose_sweep(const VF x[BLOCK], int length, VF absmax, const struct nib_coding *coding,
+SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct nib_coding *coding,
                                 const struct lane_scaler *scaler)
 {
     const VI rtn = rtn_scales(absmax, coding, scaler).code;
     const VI floor = vi_set1(coding->floor_code ? coding->floor_code : 1);
     const VI lowest = vi_select_less(vf_from(rtn), vf_set1(0.5f), vi_set1(0), floor);
     struct scales best = te_scales_of(rtn, scaler);
-    VF least = squared_error_lanes(x, length, &best, scaler->g);
+    VF least = squared_error_lanes(x, &best, scaler->g);
     for (size_t k = 0; k < sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets; k++) {
         const VI wanted = vi_add(rtn, vi_set1(lane_sweep_offsets[k]));
         const VI code = vi_max(vi_min(wanted, vi_set1(0x7E)), lowest);
         const VI inside = vi_equal(wanted, code);
         const struct scales candidate = te_scales_of(code, scaler);
-        const VF error = squared_error_lanes(x, length, &candidate, scaler->g);
+        const VF error = squared_error_lanes(x, &candidate, scaler->g);
         const VF judged = vf_of(vi_or(vi_and(inside, vi_of(error)), vi_andnot(inside, vi_of(least))));
         best = better(judged, least, &candidate, &best);
         least = vf_of(vi_select_less(judged, least, vi_of(judged), vi_of(least)));
     }
     return best;
-}
-
-/* ---- Groups of blocks ---- */
-
-/* Where a group lies: lane b is line `line` + b (columns) or block `block` + b of line `line` (rows). */
-struct place {
-    int64_t line, block;
-    bool lanes_are_lines;
-    int n, length; /* blocks that are there, and elements in each */
-};
-
-SIMD void random_of_place(const struct nib_coding *coding, const struct place *at, VI random[BLOCK])
-{
-    const VI lane = vi_lane_numbers();
-    const VI line = vi_set1((int)(uint32_t)(coding->origin_line + at->line));
-    const VI block = vi_set1(
-        (int)((uint32_t)(coding->origin_block + at->block) | (coding->copy == NIB_COLUMNWISE ? 0x80000000u : 0)));
-    random_lanes(coding, at->lanes_are_lines ? vi_add(line, lane) : line,
-                 at->lanes_are_lines ? block : vi_add(block, lane), random);
-}
-
-/* 1x16 blocks from their numbers to scales and codes. */
-SIMD struct codes quantize_group(const VF x[BLOCK], const struct nib_coding *coding, const struct lane_scaler *scaler,
-                                 const struct place *at, VI *scale)
-{
-    const VF absmax = absmax_of(x);
-    struct scales s;
-    if (coding->scale_rule == NIB_SCALE_4OVER6)
-        s = choose_4over6(x, at->length, absmax, coding, scaler);
-    else if (coding->scale_rule == NIB_SCALE_SWEEP)
-        s = choose_sweep(x, at->length, absmax, coding, scaler);
-    else
-        s = rtn_scales(absmax, coding, scaler);
-    *scale = s.code;
-    if (coding->rounding == NIB_ROUND_NEAREST)
-        return encode_nearest(x, s.factor, coding->dialect);
-    VI random[BLOCK];
-    random_of_place(coding, at, random);
-    return encode_stochastic(x, s.factor, random, coding->rounding == NIB_ROUND_STOCHASTIC_8);
-}
-
-/* The bytes of `n` lanes, one after the other: 8 of codes and one of scale each. */
-SIMD void group_bytes(const struct codes *codes, VI scale, uint8_t out_codes[GROUP_BYTES], uint8_t out_scales[VL])
-{
-    vi_store_pairs(out_codes, codes->word[0], codes->word[1]);
-    vi_store_low_bytes(out_scales, scale);
-}
-
-/* ---- Rows ---- */
-
-SIMD void store_row_group(const struct nib_target *target, int64_t line, int64_t block, int n, int length,
-                          const uint8_t *codes, const uint8_t *scales)
-{
-    const struct nib_copy_geometry *g = target->geometry;
-    memcpy(target->codes + line * g->line_stride + block * 8, codes, (size_t)((n - 1) * 8 + (length + 1) / 2));
-    if (!g->swizzled) {
-        memcpy((uint8_t *)target->scales + line * g->scale_line + block, scales, (size_t)n);
-        return;
-    }
-    for (int b = 0; b < n; b++)
-        ((uint8_t *)target->scales)[nib_scale_index(g, line, block + b)] = scales[b];
-}
-
-/* One row of 1x16 blocks, VL at a time; the last few, and a last block that is not whole, through memory. */
-SIMD void quantize_row(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target,
-                       int64_t row, const struct lane_scaler *scaler, nib_dtype dtype)
-{
-    const int64_t whole = panel->cols / BLOCK;
-    uint8_t codes[GROUP_BYTES], scales[VL];
-    struct place at = { .line = panel->row + row, .n = VL, .length = BLOCK };
-    for (int64_t b = 0; b * BLOCK < panel->cols; b += at.n) {
-        VF x[BLOCK];
-        at.block = panel->col / BLOCK + b;
-        at.n = (int)nib_min(VL, b < whole ? whole - b : 1);
-        at.length = b < whole ? BLOCK : (int)(panel->cols % BLOCK);
-        if (b < whole) {
-            const void *pointers[VL];
-            for (int lane = 0; lane < VL; lane++) /* lanes that have no block take the last one again */
-                pointers[lane] = element_address(panel, row, nib_min(b + lane, whole - 1) * BLOCK);
-            load_blocks(pointers, dtype, x);
-        } else {
-            load_partial(panel, NIB_ROWWISE, row, 1, b * BLOCK, at.length, x);
-        }
-        if (coding->transform)
-            transform(x, coding->sign_mask, dtype);
-        VI scale;
-        const struct codes group = quantize_group(x, coding, scaler, &at, &scale);
-        group_bytes(&group, scale, codes, scales);
-        store_row_group(target, at.line, at.block, at.n, at.length, codes, scales);
-    }
-}
-
-/* ---- Columns ---- */
-
-enum { COLUMN_RUN = 16, COLUMN_LINES = 128 }; /* blocks gathered before they are written, and columns */
-
-struct column_run {
-    uint8_t codes[COLUMN_LINES][COLUMN_RUN * 8];
-    uint8_t scales[COLUMN_LINES][COLUMN_RUN];
-};
-
-/* Blocks first..first+n-1 of `lines` lines, gathered, to their places: one run of memory per line. */
-SIMD void store_column_run(const struct nib_target *target, const struct column_run *run, int64_t line, int64_t lines,
-                           int64_t first, int64_t n, int64_t last_length)
-{
-    const struct nib_copy_geometry *g = target->geometry;
-    for (int64_t l = 0; l < lines; l++) {
-        memcpy(target->codes + (line + l) * g->line_stride + first * 8, run->codes[l],
-               (size_t)((n - 1) * 8 + (last_length + 1) / 2));
-        if (!g->swizzled) {
-            memcpy((uint8_t *)target->scales + (line + l) * g->scale_line + first, run->scales[l], (size_t)n);
-            continue;
-        }
-        for (int64_t b = 0; b < n; b++)
-            ((uint8_t *)target->scales)[nib_scale_index(g, line + l, first + b)] = run->scales[l][b];
-    }
-}
-
-/* 16 rows (or the last few) of up to COLUMN_LINES columns, as block `slot` of the run. */
-SIMD void quantize_column_band(const struct nib_panel *panel, const struct nib_coding *coding,
-                               const struct nib_target *target, int64_t row, int64_t col, int64_t lines, int slot,
-                               struct column_run *run, nib_dtype dtype)
-{
-    struct place at = { .block = (panel->row + row) / BLOCK,
-                        .lanes_are_lines = true,
-                        .length = (int)nib_min(BLOCK, panel->rows - row) };
-    struct lane_scaler scaler = lane_scaler_for(coding, target, panel->col + col, 1);
-    for (int64_t c = 0; c < lines; c += VL) {
-        VF x[BLOCK];
-        at.line = panel->col + col + c;
-        at.n = (int)nib_min(VL, lines - c);
-        if (target->level_per_line)
-            scaler = lane_scaler_for(coding, target, at.line, at.n);
-        if (at.n == VL && at.length == BLOCK)
-            load_columns(panel, row, col + c, dtype, x);
-        else
-            load_partial(panel, NIB_COLUMNWISE, col + c, at.n, row, at.length, x);
-        if (coding->transform)
-            transform(x, coding->sign_mask, dtype);
-        VI scale;
-        const struct codes group = quantize_group(x, coding, &scaler, &at, &scale);
-        uint8_t codes[GROUP_BYTES], scales[VL];
-        group_bytes(&group, scale, codes, scales);
-        for (int lane = 0; lane < at.n; lane++) {
-            memcpy(run->codes[c + lane] + slot * 8, codes + lane * 8, 8);
-            run->scales[c + lane][slot] = scales[lane];
-        }
-    }
-}
-
-SIMD void quantize_columns(const struct nib_panel *panel, const struct nib_coding *coding,
-                           const struct nib_target *target, nib_dtype dtype)
-{
-    struct column_run run;
-    for (int64_t col = 0; col < panel->cols; col += COLUMN_LINES) {
-        const int64_t lines = nib_min(COLUMN_LINES, panel->cols - col);
-        for (int64_t row = 0; row < panel->rows; row += COLUMN_RUN * BLOCK) {
-            const int64_t rows = nib_min(COLUMN_RUN * BLOCK, panel->rows - row), n = nib_ceil_div(rows, BLOCK);
-            for (int64_t band = 0; band < n; band++)
-                quantize_column_band(panel, coding, target, row + band * BLOCK, col, lines, (int)band, &run, dtype);
-            store_column_run(target, &run, panel->col + col, lines, (panel->row + row) / BLOCK, n,
-                             (rows - 1) % BLOCK + 1);
-        }
-    }
-}
-
-/* ---- The slots ---- */
-
-SIMD void quantize_as(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target,
-                      nib_dtype dtype)
-{
-    if (coding->copy == NIB_COLUMNWISE) {
-        quantize_columns(panel, coding, target, dtype);
-        return;
-    }
-    for (int64_t row = 0; row < panel->rows; row++) {
-        const struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row + row, 1);
-        quantize_row(panel, coding, target, row, &scaler, dtype);
-    }
-}
-
-/* 16 rows of VL tiles side by side. The tiles' scales come from all their rows; then each row is coded with them. */
-SIMD void quantize_tile_rows(const struct nib_panel *panel, const struct nib_coding *coding,
-                             const struct nib_target *target, int64_t row, int64_t first,
-                             const struct lane_scaler *scaler, nib_dtype dtype)
-{
-    const int lines = (int)nib_min(BLOCK, panel->rows - row);
-    const int64_t whole = panel->cols / BLOCK;
-    struct place at = { .block = panel->col / BLOCK + first, .n = (int)nib_min(VL, first < whole ? whole - first : 1) };
-    at.length = first < whole ? BLOCK : (int)(panel->cols % BLOCK);
-    VF x[BLOCK][BLOCK], absmax = vf_set1(0), error_four[BLOCK], error_six[BLOCK];
-    for (int l = 0; l < lines; l++) {
-        const void *pointers[VL];
-        for (int lane = 0; lane < VL; lane++)
-            pointers[lane] = element_address(panel, row + l, nib_min(first + lane, nib_max(whole - 1, 0)) * BLOCK);
-        if (first < whole)
-            load_blocks(pointers, dtype, x[l]);
-        else
-            load_partial(panel, NIB_ROWWISE, row + l, 1, first * BLOCK, at.length, x[l]);
-        absmax = vf_max(absmax_of(x[l]), absmax);
-    }
-    struct scales s = rtn_scales(absmax, coding, scaler);
-    if (coding->scale_rule == NIB_SCALE_4OVER6) {
-        struct scales four, six;
-        four_and_six(absmax, coding, scaler, &four, &six);
-        UNROLL
-        for (int l = 0; l < BLOCK; l++) {
-            error_four[l] = l < lines ? line_error(x[l], at.length, &four, coding, scaler) : vf_set1(0);
-            error_six[l] = l < lines ? line_error(x[l], at.length, &six, coding, scaler) : vf_set1(0);
-        }
-        UNROLL
-        for (int distance = BLOCK / 2; distance > 0; distance /= 2)
-            UNROLL
-        for (int l = 0; l < distance; l++) {
-            error_four[l] = vf_add(error_four[l], error_four[l + distance]);
-            error_six[l] = vf_add(error_six[l], error_six[l + distance]);
-        }
-        s = better(error_four[0], error_six[0], &four, &six);
-    }
-    for (int l = 0; l < lines; l++) {
-        struct codes group;
-        at.line = panel->row + row + l;
-        if (coding->rounding == NIB_ROUND_NEAREST) {
-            group = encode_nearest(x[l], s.factor, coding->dialect);
-        } else {
-            VI random[BLOCK];
-            random_of_place(coding, &at, random);
-            group = encode_stochastic(x[l], s.factor, random, coding->rounding == NIB_ROUND_STOCHASTIC_8);
-        }
-        uint8_t codes[GROUP_BYTES], scales[VL];
-        group_bytes(&group, s.code, codes, scales);
-        store_row_group(target, at.line, at.block, at.n, at.length, codes, scales);
-    }
-}
-
-SIMD void quantize_tiles(const struct nib_panel *panel, const struct nib_coding *coding,
-                         const struct nib_target *target, nib_dtype dtype)
-{
-    const struct lane_scaler scaler = lane_scaler_for(coding, target, 0, 1);
-    const int64_t whole = panel->cols / BLOCK;
-    for (int64_t row = 0; row < panel->rows; row += BLOCK)
-        for (int64_t b = 0; b * BLOCK < panel->cols; b += b < whole ? nib_min(VL, whole - b) : 1)
-            quantize_tile_rows(panel, coding, target, row, b, &scaler, dtype);
-}
-
-/* One 16x16 tile of the columnwise copy: lanes are lines of the same tile, so that its amax and its errors go across them. */
-enum { TILE_GROUPS = BLOCK / VL };
-
-SIMD struct scales tile_4over6(VF x[TILE_GROUPS][BLOCK], int length, VF absmax, const struct nib_coding *coding,
-                               const struct lane_scaler *scaler)
-{
-    struct scales four, six;
-    float error_four[BLOCK], error_six[BLOCK];
-    four_and_six(absmax, coding, scaler, &four, &six);
-    for (int g = 0; g < TILE_GROUPS; g++) { /* lines outside the matrix are zeros and err by nothing */
-        vf_store(error_four + g * VL, line_error(x[g], length, &four, coding, scaler));
-        vf_store(error_six + g * VL, line_error(x[g], length, &six, coding, scaler));
-    }
-    UNROLL
-    for (int distance = BLOCK / 2; distance > 0; distance /= 2)
-        UNROLL
-    for (int l = 0; l < distance; l++) {
-        error_four[l] += error_four[l + distance];
-        error_six[l] += error_six[l + distance];
-    }
-    return error_four[0] < error_six[0] ? four : six;
-}
-
-SIMD void quantize_tile_columns(const struct nib_panel *panel, const struct nib_coding *coding,
-                                const struct nib_target *target, int64_t row, int64_t col,
-                                const struct lane_scaler *scaler, nib_dtype dtype)
-{
-    const struct nib_copy_geometry *geometry = target->geometry;
-    const int lines = (int)nib_min(BLOCK, panel->cols - col), length = (int)nib_min(BLOCK, panel->rows - row);
-    const int64_t block = (panel->row + row) / BLOCK;
-    VF x[TILE_GROUPS][BLOCK];
-    float amax[VL], largest = 0;
-    for (int g = 0; g < TILE_GROUPS; g++) {
-        const int n = (int)nib_min(VL, nib_max(lines - g * VL, 0));
-        if (n == VL && length == BLOCK)
-            load_columns(panel, row, col + g * VL, dtype, x[g]);
-        else
-            load_partial(panel, NIB_COLUMNWISE, col + g * VL, n, row, length, x[g]);
-        vf_store(amax, absmax_of(x[g]));
-        for (int lane = 0; lane < VL; lane++)
-            largest = amax[lane] > largest ? amax[lane] : largest;
-    }
-    const VF absmax = vf_set1(largest);
-    const struct scales s = coding->scale_rule == NIB_SCALE_4OVER6 ? tile_4over6(x, length, absmax, coding, scaler)
-                                                                   : rtn_scales(absmax, coding, scaler);
-    for (int g = 0; g < TILE_GROUPS; g++) {
-        const struct codes group = encode_nearest(x[g], s.factor, coding->dialect);
-        uint8_t codes[GROUP_BYTES], scales[VL];
-        group_bytes(&group, s.code, codes, scales);
-        for (int lane = 0; lane < VL && g * VL + lane < lines; lane++) {
-            const int64_t line = panel->col + col + g * VL + lane;
-            memcpy(target->codes + line * geometry->line_stride + block * 8, codes + lane * 8,
-                   (size_t)(length + 1) / 2);
-            ((uint8_t *)target->scales)[nib_scale_index(geometry, line, block)] = scales[lane];
-        }
-    }
-}
-
-SIMD void quantize_column_tiles(const struct nib_panel *panel, const struct nib_coding *coding,
-                                const struct nib_target *target, nib_dtype dtype)
-{
-    const struct lane_scaler scaler = lane_scaler_for(coding, target, 0, 1);
-    for (int64_t row = 0; row < panel->rows; row += BLOCK)
-        for (int64_t col = 0; col < panel->cols; col += BLOCK)
-            quantize_tile_columns(panel, coding, target, row, col, &scaler, dtype);
-}
-
-/* What is done here; the rest is the reference's. The columnwise copy of square tiles takes random numbers across its lanes, and a last
- * block of another dialect may have a factor that makes something of nothing. */
-static bool takes(const struct nib_panel *panel, const struct nib_coding *coding)
-{
-    const bool tail = (coding->copy == NIB_ROWWISE ? panel->cols : panel->rows) % BLOCK;
-    if (coding->dialect->keeps_nan_sign || (tail && coding->dialect->plain))
-        return false;
-    return !(coding->tile_lines > 1 && coding->copy == NIB_COLUMNWISE && coding->rounding != NIB_ROUND_NEAREST);
-}
-
-SIMD void quantize_any_shape(const struct nib_panel *panel, const struct nib_coding *coding,
-                             const struct nib_target *target, nib_dtype dtype)
-{
-    if (coding->tile_lines > 1 && coding->copy == NIB_ROWWISE)
-        quantize_tiles(panel, coding, target, dtype);
-    else if (coding->tile_lines > 1)
-        quantize_column_tiles(panel, coding, target, dtype);
-    else
-        quantize_as(panel, coding, target, dtype);
-}
-
-/* A copy of the code for each dtype, so that loads are decided once. */
-SIMD void quantize_lanes(const struct nib_panel *panel, const struct nib_coding *coding,
-                         const struct nib_target *target)
-{
-    if (!takes(panel, coding))
-        nib_kernels_scalar.quantize[NIB_NVFP4](panel, coding, target);
-    else if (panel->dtype == NIB_F32)
-        quantize_any_shape(panel, coding, target, NIB_F32);
-    else if (panel->dtype == NIB_BF16)
-        quantize_any_shape(panel, coding, target, NIB_BF16);
-    else
-        quantize_any_shape(panel, coding, target, NIB_F16);
-}
-
-/* ---- Largest magnitudes per line ---- */
-
-SIMD void absmax_columns(const struct nib_panel *panel, const struct nib_coding *coding, float *out, nib_dtype dtype)
-{
-    for (int64_t row = 0; row < panel->rows; row += BLOCK)
-        for (int64_t col = 0; col < panel->cols; col += VL) {
-            const int n = (int)nib_min(VL, panel->cols - col), length = (int)nib_min(BLOCK, panel->rows - row);
-            VF x[BLOCK];
-            float amax[VL];
-            if (n == VL && length == BLOCK)
-                load_columns(panel, row, col, dtype, x);
-            else
-                load_partial(panel, NIB_COLUMNWISE, col, n, row, length, x);
-            if (coding->transform)
-                transform(x, coding->sign_mask, dtype);
-            vf_store(amax, absmax_of(x));
-            for (int lane = 0; lane < n; lane++)
-                out[col + lane] = amax[lane] > out[col + lane] ? amax[lane] : out[col + lane];
-        }
-}
-
-SIMD void absmax_lines_lanes(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
-{
-    if (coding->copy == NIB_COLUMNWISE && panel->dtype == NIB_F32)
-        absmax_columns(panel, coding, out, NIB_F32);
-    else if (coding->copy == NIB_COLUMNWISE && panel->dtype == NIB_BF16)
-        absmax_columns(panel, coding, out, NIB_BF16);
-    else if (coding->copy == NIB_COLUMNWISE)
-        absmax_columns(panel, coding, out, NIB_F16);
-    else if (coding->transform)
-        nib_kernels_scalar.absmax_lines[NIB_ANY_FORMAT](panel, coding, out);
-    else
-        for (int64_t row = 0; row < panel->rows; row++)
-            out[row] = nib_fmax(out[row], absmax_row(element_address(panel, row, 0), panel->cols, panel->dtype));
 }

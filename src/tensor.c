@@ -230,7 +230,8 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
 
 /* ---- Quantise ---- */
 
-/* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the kernels take it.) */
+/* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the
+ * kernels take it.) */
 static nib_status check_given(const nib_quantizer *q, const nib_given *given, const struct nib_geometry *geometry)
 {
     if (!given)
@@ -294,8 +295,8 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     TRY(nib_check_array("x", x));
     TRY(check_same_shape(t, x));
 
-    /* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A view
-     * that shares them must go on decoding them rightly: once their meaning changes they are new. */
+    /* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone.
+     * A view that shares them must go on decoding them rightly: once their meaning changes they are new. */
     nib_tensor *updated;
     TRY(nib_tensor_new(&loaded, x->dtype, x->rank, x->shape, &updated));
     updated->dtype = t->dtype;

@@ -44,8 +44,8 @@ nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, con
 nib_status nib_tensor_allocate(nib_tensor *t, bool rowwise, bool columnwise);
 void nib_tensor_drop(nib_tensor *t, nib_copy copy);
 
-/* Parts of a copy that a view shares while other parts are about to be replaced: an update in place would leave the view
- * with half of it. They become the tensor's own. */
+/* Parts of a copy that a view shares while other parts are about to be replaced: an update in place would leave the
+ * view with half of it. They become the tensor's own. */
 nib_status nib_tensor_unshare(nib_tensor *t, nib_copy copy);
 
 #endif

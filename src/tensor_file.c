@@ -2,8 +2,9 @@
 /*
  * tensor_file.c - a tensor in a safetensors file.
  *
- * Its parts are entries of their own, NAME.row_data and so on. All else is one string of words `key=value` in the file's metadata,
- * under "nib:NAME". Every value is a decimal integer, or a name that nib.h knows; keys come in a fixed order and all are there.
+ * Its parts are entries of their own, NAME.row_data and so on. All else is one string of words `key=value` in the
+ * file's metadata, under "nib:NAME". Every value is a decimal integer, or a name that nib.h knows; keys come in a fixed
+ * order and all are there.
  */
 #include "tensor.h"
 

@@ -140,7 +140,8 @@ static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
     return NIB_OK;
 }
 
-/* Whether the buffers that a view shares are what its shape asks for; an empty tensor may otherwise change its rows at will. */
+/* Whether the buffers that a view shares are what its shape asks for; an empty tensor may otherwise change its rows at
+ * will. */
 static nib_status check_shared_parts(const nib_tensor *view)
 {
     for (int i = 0; i < NIB_PART_COUNT; i++)

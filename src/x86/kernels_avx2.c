@@ -106,8 +106,9 @@ SIMD void vi_store_low_bytes(uint8_t *p, VI v)
     _mm_storel_epi64((void *)p, both);
 }
 
-/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits: below 2 the grid is halves (2^22), from 2 it is
- * ones (2^23, plus 2 since code 4 is 2), from 4 twos (2^24, plus 8). The low bits of the exponent pick the number. */
+/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits: below 2 the grid is halves
+ * (2^22), from 2 it is ones (2^23, plus 2 since code 4 is 2), from 4 twos (2^24, plus 8). The low bits of the exponent
+ * pick the number. */
 SIMD VI e2m1_bits(VF a)
 {
     const VF grids = _mm256_setr_ps(0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f, 0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f);
@@ -173,6 +174,7 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 }
 
 #include "../simd.h"
+#include "../simd_panels.h"
 
 /* ---- Rows to nearest: the way most data takes (rows.h) ---- */
 
@@ -190,16 +192,18 @@ SIMD VF largest_of_each(const VF m[8])
     return vf_max(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 }
 
-/* The amaxes of STRIP_STEP blocks; numbers that are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, nib_dtype dtype, float *widened)
+/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
+ * are not FP32 are widened on the way. */
+SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
 {
     VF m[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const VF low = load_numbers(x, (b + k) * BLOCK, dtype), high = load_numbers(x, (b + k) * BLOCK + 8, dtype);
+        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
+        const VF low = load_numbers(x, at, dtype), high = load_numbers(x, at + 8, dtype);
         if (dtype != NIB_F32) {
-            vf_store(widened + (b + k) * BLOCK, low);
-            vf_store(widened + (b + k) * BLOCK + 8, high);
+            vf_store(widened + at, low);
+            vf_store(widened + at + 8, high);
         }
         m[k] = vf_max(absolute(high), vf_max(absolute(low), vf_set1(0))); /* NaNs give way */
     }
@@ -213,8 +217,8 @@ SIMD VI codes_of(VF x, VF factor)
     return with_sign(e2m1_bits(absolute(y)), y);
 }
 
-/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit halves: first a block's two vectors side by side, then pairs of
- * codes to a byte, and in the end the halves are woven together again. */
+/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit halves: first a block's two vectors side by side,
+ * then pairs of codes to a byte, and in the end the halves are woven together again. */
 SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
 {
     const VI pair = _mm256_set1_epi32(16 << 16 | 1);
@@ -236,7 +240,8 @@ SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
 
 #define DECODE_STEP 8
 
-/* What the codes of eight blocks are multiplied with. False where one is not an ordinary number: the reference then knows best. */
+/* What the codes of eight blocks are multiplied with. False where one is not an ordinary number: the reference then
+ * knows best. */
 SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float *out)
 {
     const VI code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)scales));
@@ -286,26 +291,35 @@ SIMD void decode_block_wide(char *out, nib_dtype dtype, const uint8_t *codes, fl
     store_vector(out, halves, stream);
 }
 
-/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to BF16, and the others
- * follow by counting in the exponent - as long as that stays clear of its ends. */
+/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to
+ * BF16, and the others follow by counting in the exponent - as long as that stays clear of its ends. */
 SIMD bool takes_factor(nib_dtype dtype, float factor)
 {
     const uint32_t exponent = nib_bits(factor) >> 23;
     return dtype != NIB_BF16 || (exponent > 16 && exponent < 240);
 }
 
-SIMD void decode_block_bf16(char *out, const uint8_t *codes, float factor, bool stream)
+/* The two roundings of eight blocks: of the factor in the lower half of a lane, of 1.5 times it in the upper. */
+SIMD void prepare_factors(float *factors, nib_dtype dtype)
 {
-    const int one = nib_bf16_from_f32(factor), more = nib_bf16_from_f32(1.5f * factor);
-    const __m128i pattern = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
-    const __m128i which = _mm_setr_epi16(0, 0, 0, -1, 0, -1, 0, -1),
-                  some = _mm_setr_epi16(0, -1, -1, -1, -1, -1, -1, -1);
-    const __m128i base = _mm_blendv_epi8(_mm_set1_epi16((short)one), _mm_set1_epi16((short)more), which);
-    const __m128i table = _mm_and_si128(_mm_add_epi16(base, pattern), some); /* BF16 of codes 0..7 */
-    const __m128i split = _mm_shuffle_epi8(table, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-    const __m128i low = _mm_unpacklo_epi64(split, split);
+    if (dtype != NIB_BF16)
+        return;
+    const VF one = round_to_bf16(vf_load(factors)), more = round_to_bf16(vf_mul(vf_load(factors), vf_set1(1.5f)));
+    vf_store(factors, vf_of(vi_or(vi_srl(vi_of(one), 16), vi_of(more))));
+}
+
+/* A table of the block's 16 values, a byte of each in two registers. */
+SIMD void decode_block_bf16(char *out, const uint8_t *codes, float roundings, bool stream)
+{
+    const __m128i which = _mm_setr_epi8(0, 1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+    const __m128i steps = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
+    const __m128i some = _mm_setr_epi16(0, -1, -1, -1, -1, -1, -1, -1);
+    const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m128i both = _mm_shuffle_epi8(_mm_set1_epi32((int)nib_bits(roundings)), which);
+    const __m128i table = _mm_shuffle_epi8(_mm_and_si128(_mm_add_epi16(both, steps), some), apart);
+    const __m128i low = _mm_unpacklo_epi64(table, table);
     const __m128i high =
-        _mm_or_si128(_mm_unpackhi_epi64(split, split), _mm_set_epi64x((long long)0x8080808080808080u, 0));
+        _mm_or_si128(_mm_unpackhi_epi64(table, table), _mm_set_epi64x((long long)0x8080808080808080u, 0));
     const __m128i spread = spread_codes(codes), h = _mm_shuffle_epi8(high, spread), l = _mm_shuffle_epi8(low, spread);
     store_vector(out, _mm256_set_m128i(_mm_unpackhi_epi8(l, h), _mm_unpacklo_epi8(l, h)), stream);
 }

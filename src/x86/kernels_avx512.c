@@ -166,6 +166,7 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 }
 
 #include "../simd.h"
+#include "../simd_panels.h"
 
 /* ---- Rows to nearest: as in kernels_avx2.c, with a vector per block ---- */
 
@@ -186,21 +187,24 @@ SIMD VF largest_of_each(const VF m[16])
     return vf_max(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
 }
 
-/* The amaxes of STRIP_STEP blocks; numbers that are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, nib_dtype dtype, float *widened)
+/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
+ * are not FP32 are widened on the way. */
+SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
 {
     VF m[16];
     _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++)
     {
-        const VF v = load_numbers(x, (b + k) * BLOCK, dtype);
+        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
+        const VF v = load_numbers(x, at, dtype);
         if (dtype != NIB_F32)
-            vf_store(widened + (b + k) * BLOCK, v);
+            vf_store(widened + at, v);
         m[k] = vf_max(absolute(v), vf_set1(0)); /* NaNs give way */
     }
     return largest_of_each(m);
 }
 
-/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit pieces: in the end every fourth pair of bytes is one block's. */
+/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit pieces: in the end every fourth pair of bytes is
+ * one block's. */
 SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
 {
     VI codes[4];
@@ -261,6 +265,8 @@ SIMD bool takes_factor(nib_dtype dtype, float factor)
     (void)dtype, (void)factor;
     return true;
 }
+
+SIMD void prepare_factors(float *factors, nib_dtype dtype) { (void)factors, (void)dtype; }
 
 #include "rows.h"
 

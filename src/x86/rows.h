@@ -1,26 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rows.h - rows to nearest and back, the way most data takes; included once by the file of each x86 instruction set, after simd.h.
+ * rows.h - rows to nearest and back, the way most data takes; included once by the file of each x86 instruction set,
+ * after simd.h.
  *
- * Blocks lie side by side, so that no transposition is needed if a block's elements share a vector and only amaxes, scales and factors
- * have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of its factors overlap.
+ * Blocks lie side by side, so that no transposition is needed if a block's elements share a vector and only amaxes,
+ * scales and factors have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of
+ * its factors overlap.
  *
- * The including file defines STRIP_STEP, strip_absmax, store_four_blocks; DECODE_STEP, decode_factors, takes_factor, decode_block.
+ * The including file defines STRIP_STEP, strip_absmax, store_four_blocks; DECODE_STEP, decode_factors, takes_factor,
+ * prepare_factors, decode_block.
  */
 
 enum { STRIP = 64 };
 
-/* n blocks, a multiple of STRIP_STEP and at most STRIP, from x on. */
+/* n blocks, a multiple of 4 and at most STRIP, from x on. */
 SIMD void quantize_strip(const void *x, nib_dtype dtype, int n, const struct nib_coding *coding,
                          const struct lane_scaler *scaler, uint8_t *codes, uint8_t *scales)
 {
     float widened[STRIP * BLOCK] __attribute__((aligned(64))), factors[STRIP];
+    uint8_t strip_scales[STRIP];
     const float *numbers = dtype == NIB_F32 ? x : widened;
     for (int b = 0; b < n; b += STRIP_STEP) {
-        const struct scales s = rtn_scales(strip_absmax(x, b, dtype, widened), coding, scaler);
-        vi_store_low_bytes(scales + b, s.code);
+        const VF absmax = b + STRIP_STEP <= n ? strip_absmax(x, b, n, true, dtype, widened)
+                                              : strip_absmax(x, b, n, false, dtype, widened);
+        const struct scales s = rtn_scales(absmax, coding, scaler);
+        vi_store_low_bytes(strip_scales + b, s.code);
         vf_store(factors + b, s.factor);
     }
+    memcpy(scales, strip_scales, (size_t)n);
     const int64_t ahead = (int64_t)n * BLOCK * (dtype == NIB_F32 ? 4 : 2);
     for (int b = 0; b < n; b += 4) { /* the next strip's numbers arrive while this one is coded */
         const char *const next = (const char *)x + ahead + (int64_t)b * BLOCK * (dtype == NIB_F32 ? 4 : 2);
@@ -31,14 +38,14 @@ SIMD void quantize_strip(const void *x, nib_dtype dtype, int n, const struct nib
 }
 
 SIMD void quantize_row_to_nearest(const struct nib_panel *panel, int64_t row, const struct nib_coding *coding,
-                                  const struct nib_target *target, int64_t blocks, nib_dtype dtype)
+                                  const struct nib_target *target, const struct lane_scaler *scaler, int64_t blocks,
+                                  nib_dtype dtype)
 {
-    const struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row + row, 1);
     const int64_t line = panel->row + row, first = panel->col / BLOCK;
     uint8_t *codes = target->codes + line * target->geometry->line_stride + first * 8;
     uint8_t *scales = (uint8_t *)target->scales + line * target->geometry->scale_line + first;
     for (int64_t b = 0; b < blocks; b += STRIP)
-        quantize_strip(element_address(panel, row, b * BLOCK), dtype, (int)nib_min(STRIP, blocks - b), coding, &scaler,
+        quantize_strip(element_address(panel, row, b * BLOCK), dtype, (int)nib_min(STRIP, blocks - b), coding, scaler,
                        codes + b * 8, scales + b);
 }
 
@@ -48,17 +55,21 @@ SLOT void quantize_other(const struct nib_panel *panel, const struct nib_coding 
     quantize_lanes(panel, coding, target);
 }
 
-/* Groups of STRIP_STEP blocks by the fast way, what is left by the other. */
+/* Groups of four blocks by the fast way, what is left by the other. */
 SIMD void quantize_rows_to_nearest(const struct nib_panel *panel, const struct nib_coding *coding,
                                    const struct nib_target *target, nib_dtype dtype)
 {
-    const int64_t blocks = panel->cols / BLOCK / STRIP_STEP * STRIP_STEP;
+    const int64_t blocks = panel->cols / BLOCK / 4 * 4;
     struct nib_panel rest = *panel;
     rest.x = element_address(panel, 0, blocks * BLOCK);
     rest.col += blocks * BLOCK;
     rest.cols -= blocks * BLOCK;
-    for (int64_t row = 0; row < panel->rows; row++)
-        quantize_row_to_nearest(panel, row, coding, target, blocks, dtype);
+    struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row, 1);
+    for (int64_t row = 0; row < panel->rows; row++) {
+        if (target->level_per_line)
+            scaler = lane_scaler_for(coding, target, panel->row + row, 1);
+        quantize_row_to_nearest(panel, row, coding, target, &scaler, blocks, dtype);
+    }
     if (rest.cols)
         quantize_other(&rest, coding, target);
 }
@@ -104,6 +115,7 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
                       stream);
             continue;
         }
+        prepare_factors(factor, dtype);
         for (int b = 0; b < DECODE_STEP; b++)
             decode_block(y + (i + b * BLOCK) * size, dtype, codes + i / 2 + b * 8, factor[b], stream);
     }
