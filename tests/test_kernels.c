@@ -8,9 +8,9 @@
  * --list only prints them. --bench times those that pass: a kernel that fails is not worth a figure.
  * NIB_SEED=n replaces the seed. NIB_ROUNDS=n goes n times through all combinations; NIB_CAMPAIGN=1 200 times.
  *
- * Inputs and outputs lie against pages that nobody may touch, in front of them or behind. Outputs begin as random bytes,
- * the same for both kernels, and are compared whole, so that a byte written in the wrong place shows. Data is chosen to
- * be unkind. That all this finds a broken kernel is checked first, with kernels broken on purpose.
+ * Inputs and outputs lie against pages that nobody may touch, in front of them or behind. Outputs begin as random
+ * bytes, the same for both kernels, and are compared whole, so that a byte written in the wrong place shows. Data is chosen
+ * to be unkind. That all this finds a broken kernel is checked first, with kernels broken on purpose.
  */
 #include "test.h"
 
@@ -143,8 +143,8 @@ enum { ARENA_BYTES = 1 << 20 };
 
 enum arena { INPUT, CODES, CODES_WANTED, SCALES, SCALES_WANTED, LEVELS, ARENAS };
 
-/* Memory of so many bytes against a forbidden page. Each arena is used again and again, since a process may have only so
- * many mappings. */
+/* Memory of so many bytes against a forbidden page. Each arena is used again and again, since a process may have only
+ * so many mappings. */
 static void *place(enum arena arena, int64_t bytes, bool at_end)
 {
     static char *memory[ARENAS][2];
@@ -677,7 +677,7 @@ static void bench_one(const struct check *check, struct trial *t)
     free(t->target.scales);
 }
 
-/* Variants of a check that are worth a line: both copies, FP32 and BF16, transformed or not; a decoder's two outputs. */
+/* Variants of a check that are worth a line: both copies, every dtype, transformed or not. */
 static void bench_check(const struct check *check)
 {
     const bool lines = strncmp(check->name, "absmax_lines.", 13) == 0,
