@@ -16,6 +16,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -756,9 +757,23 @@ static void list_kernels(const char *isa, const struct nib_kernels *kernels)
         }
 }
 
+/* A forbidden page ends the program: say at least whose fault it was. A sanitizer has more to say. */
+static const struct check *running;
+
+static void on_fault(int number)
+{
+    static const char words[] = " touched memory that is not its own\n";
+    if (running && write(STDERR_FILENO, running->name, strlen(running->name)) > 0 &&
+        write(STDERR_FILENO, words, sizeof words - 1) > 0)
+        running = NULL;
+    signal(number, SIG_DFL);
+    (void)raise(number);
+}
+
 static struct verdict run_check(const struct check *check)
 {
     struct verdict v = { 0 };
+    running = check;
     test_state = test_seed;
     const nib_fpenv saved = nib_fpenv_enter();
     check->operation->check(check, &v);
@@ -933,6 +948,10 @@ int main(int argc, char **argv)
     if (getenv("NIB_SEED"))
         test_seed = strtoull(getenv("NIB_SEED"), NULL, 0);
 
+    if (!SANITIZED) {
+        signal(SIGSEGV, on_fault);
+        signal(SIGBUS, on_fault);
+    }
     struct counts counts = { 0 };
     int skipped = 0;
     if (!list) {
