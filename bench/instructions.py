@@ -5,8 +5,8 @@
     instructions.py TOOL                       the counts
     instructions.py TOOL --compare FILE.json   the same, and exit 1 if one has grown by more than 2 %
 
-Unlike times, counts do not depend on what else the machine does. They do depend on the compiler: where it is not the one of
-the file, nothing is compared. valgrind has no AVX-512, so that these are the kernels of AVX2.
+Unlike times, counts do not depend on what else the machine does. They do depend on the compiler: where it is not the
+one of the file, nothing is compared. valgrind has no AVX-512, so that these are the kernels of AVX2.
 """
 import json
 import os

@@ -12,10 +12,10 @@ import sys
 
 INTRODUCTION = """# Performance
 
-`make bench` makes this page. Figures are medians of one run; the spread is the distance between the quartiles as a share
-of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation and does
-nothing else, measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the scalar
-kernels the operation is.
+`make bench` makes this page. Figures are medians of one run; the spread is the distance between the quartiles as a
+share of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation
+and does nothing else, measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the
+scalar kernels the operation is.
 """
 
 
@@ -77,8 +77,8 @@ def page(report, instructions):
     yield table(["operation"] + [str(k) for k in keys], rows) + "\n"
     yield "![Throughput against size and threads](performance.svg)\n"
     if instructions:
-        yield ("## Instructions\n\nPer element, by valgrind's callgrind, which has no AVX-512: these are the kernels of "
-               f"{instructions['isa']}. They show a regression without a quiet machine.\n")
+        yield (f"## Instructions\n\nPer element, in the kernels of {instructions['isa']}, by valgrind's callgrind, "
+               "which has no AVX-512. They show a\nregression without a quiet machine.\n")
         yield table(["operation", "instructions per element"],
                     [[name, f"{count:.2f}"] for name, count in instructions["counts"].items()]) + "\n"
     notes = os.path.join(os.path.dirname(os.path.abspath(__file__)), "performance_notes.md")

@@ -91,8 +91,9 @@ fi
 echo "installing$packages$optional"
 $sudo apt-get update -qq || echo "apt-get update failed; trying with the lists that are here" >&2
 # shellcheck disable=SC2086
-[ -z "$optional" ] || $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $optional \
-    >/dev/null || echo "going on without$optional" >&2
+[ -z "$optional" ] ||
+    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $optional >/dev/null ||
+    echo "going on without$optional" >&2
 look "$1"
 [ -z "$packages" ] && exit 0
 # Twice: the names of clang's runtimes are known only when clang is there.

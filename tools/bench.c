@@ -2,8 +2,8 @@
 /*
  * bench.c - nib bench: how fast the library is, and how fast this machine would let it be.
  *
- * Every operation is timed in turn with a loop that only reads and writes the same bytes, so that what other programs do
- * to the memory meets both. The share of the floor is that loop's time over the operation's.
+ * Every operation is timed in turn with a loop that only reads and writes the same bytes, so that what other programs
+ * do to the memory meets both. The share of the floor is that loop's time over the operation's.
  */
 #define _POSIX_C_SOURCE 200809L
 

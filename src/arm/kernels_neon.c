@@ -92,8 +92,8 @@ SIMD void vi_store_low_bytes(uint8_t *p, VI v)
     memcpy(p, &bytes, sizeof bytes);
 }
 
-/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits: p * 2^22, where p is the power of two at or
- * below max(a, 1), and the first code of p's range, which is 2 log2 p units of that sum more than a / (p / 2). */
+/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits. It is p * 2^22, where p is
+ * the power of two at or below max(a, 1), and as many units more as the code of p exceeds p / (p / 2): 2 log2 p. */
 SIMD VI e2m1_bits(VF a)
 {
     const VI p = vi_and(vi_of(vf_max(a, vf_set1(1.0f))), vi_set1(0x7F800000));
@@ -146,6 +146,7 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 }
 
 #include "../simd.h"
+#include "../simd_panels.h"
 
 static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                            const struct nib_target *target)
@@ -162,7 +163,8 @@ static void absmax_lines(const struct nib_panel *panel, const struct nib_coding 
 
 enum { DECODE_STEP = VL }; /* blocks */
 
-/* What the codes of four blocks are multiplied with. False where one is not an ordinary number: the reference then knows best. */
+/* What the codes of four blocks are multiplied with. False where one is not an ordinary number: the reference then
+ * knows best. */
 SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float out[DECODE_STEP])
 {
     const int32_t codes[DECODE_STEP] = { scales[0], scales[1], scales[2], scales[3] };
