@@ -302,8 +302,9 @@ NIB_API nib_status nib_quantizer_init_format(nib_quantizer *q, nib_format format
 /* 1 on, 0 off, -1 as it is. */
 NIB_API nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int columnwise);
 
-/* Says which combination is refused, and why: ARG for a value outside its range, MODE for options that do not
- * go together. With `x` (its data pointer is not looked at) also whether such an input is taken. */
+/* Says which combination is refused, and why: ARG for a value outside its range, MODE for options that do not go
+ * together, DTYPE for an element that the format does not have. With `x` (its data pointer is not looked at) also
+ * whether such an input is taken. */
 NIB_API nib_status nib_quantizer_check(const nib_quantizer *q, const nib_array *x);
 
 /* Same bytes for the same input: every field but threads and amax_comm. The hash agrees with it. */
@@ -311,7 +312,7 @@ NIB_API int nib_quantizer_equal(const nib_quantizer *a, const nib_quantizer *b);
 NIB_API uint64_t nib_quantizer_hash(const nib_quantizer *q);
 
 /* Whether a tensor of this shape can be gathered in quantised form: rank 2 or more, whole blocks on both axes,
- * one amax. */
+ * one amax. Formats without blocks always. */
 NIB_API int nib_is_quantizable(const nib_quantizer *q, int rank, const int64_t *shape);
 
 /* Whether quantising what was dequantised is safe to repeat: not with stochastic rounding. */
@@ -356,16 +357,18 @@ typedef struct nib_given {
     const float *amax[2];  /* still reduced over amax_comm */
     const float *level[2]; /* the finished per-tensor number itself, in the tensor's nib_level */
     const float *scale;    /* Float8, delayed scaling: multiply the data with this one; the level is its inverse */
-    float *amax_seen; /* Float8: raised to the data's amax, after any reduction; nib_delayed_scaling_update takes it */
+    float *
+        amax_seen; /* formats with levels: raised to the data's amax, after any reduction; nib_delayed_scaling_update takes it */
 } nib_given;
 
-/* Quantise `x` (F32, BF16, F16; any rank from 1, any strides) into a new tensor. given may be NULL. */
+/* Quantise `x` (F32, BF16, F16; any rank from 1, Float8 from 0; any strides) into a new tensor. given may be NULL. */
 NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor **out);
 
-/* Quantise into a tensor that exists. q NULL: by the tensor's own quantiser. The shape must be the tensor's.
- * Copies that q does not want are dropped, missing ones allocated, the others written in place, so that views
- * see them - unless q gives bytes another meaning than the tensor's had: then all buffers are new, and views keep the
- * old. noop: if not NULL and *noop == 1.0f exactly, nothing at all happens (ranks of amax_comm must agree). */
+/* Quantise into a tensor that exists. q NULL: by the tensor's own quantiser. The shape must be the tensor's. Copies
+ * that q does not want are dropped, missing ones allocated, the others written in place, so that views see them -
+ * unless q gives bytes another meaning than the tensor's had: then all buffers are new, and views keep the old (for
+ * Float8 also where a copy is dropped, since both share a level). noop: if not NULL and *noop == 1.0f exactly,
+ * nothing at all happens (ranks of amax_comm must agree). */
 NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_given *given,
                                      const float *noop, nib_tensor *t);
 

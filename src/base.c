@@ -217,7 +217,7 @@ nib_status nib_check_output(const char *what, const nib_array *array)
         if (next < 0)
             return NIB_OK; /* dims of 1 are never stepped */
         if (stride <= reach)
-            return nib_fail(NIB_ERR_SHAPE, "%s: stride %lld of dim %d would write several values to one place", what,
+            return nib_fail(NIB_ERR_SHAPE, "%s: stride %lld of dim %d may write several values to one place", what,
                             (long long)array->strides[next], next);
         reach += (array->shape[next] - 1) * stride; /* nib_check_array has seen that this stays within the memory */
         least = stride + 1;                         /* an equal stride is not larger than what this one reaches */

@@ -34,6 +34,8 @@ const struct nib_isa nib_isas[] = {
 #if defined(__x86_64__)
     { "avx2", has_avx2, &nib_kernels_avx2 },
     { "avx512", has_avx512, &nib_kernels_avx512 },
+#elif defined(__aarch64__)
+    { "neon", always, &nib_kernels_neon },
 #endif
     { NULL, NULL, NULL },
 };

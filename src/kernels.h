@@ -87,7 +87,7 @@ struct nib_isa {
 };
 extern const struct nib_isa nib_isas[]; /* ends with a NULL name */
 
-extern const struct nib_kernels nib_kernels_scalar, nib_kernels_avx2, nib_kernels_avx512;
+extern const struct nib_kernels nib_kernels_scalar, nib_kernels_avx2, nib_kernels_avx512, nib_kernels_neon;
 
 /* The merged table: chosen once, at the first call. NIB_MAX_ISA in the environment names the strongest set to use. */
 const struct nib_kernels *nib_kernels_best(void);

@@ -259,7 +259,7 @@ static void quantizer_key(const nib_quantizer *q, uint64_t key[KEY_WORDS])
                                         q->single_level != 0,
                                         (uint64_t)q->e4m3_max,
                                         (uint64_t)q->tensor_scale,
-                                        nib_bits(q->min_block_scale),
+                                        q->min_block_scale == 0 ? 0 : nib_bits(q->min_block_scale), /* -0 is 0 */
                                         (uint64_t)q->rounding,
                                         q->seed,
                                         q->offset,
@@ -268,7 +268,7 @@ static void quantizer_key(const nib_quantizer *q, uint64_t key[KEY_WORDS])
                                         nib_format_find(q->format) ? (uint64_t)nib_element_of(q) : 0,
                                         q->pow2_scales != 0,
                                         (uint64_t)q->mx_rule,
-                                        nib_bits(q->amax_epsilon) };
+                                        q->amax_epsilon == 0 ? 0 : nib_bits(q->amax_epsilon) };
     memcpy(key, words, sizeof words);
 }
 

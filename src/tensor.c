@@ -4,6 +4,7 @@
  */
 #include "tensor.h"
 
+#include "codec.h"
 #include "os.h"
 
 /* ---- Small questions ---- */
@@ -230,6 +231,10 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
 
 /* ---- Quantise ---- */
 
+/* By the bits, so that it does not matter what the caller's arithmetic makes of subnormals. A NaN is neither. */
+static bool is_negative(float x) { return nib_bits(x) > 0x80000000u && !nib_is_nan(x); }
+static bool is_positive(float x) { return nib_bits(x) - 1 < 0x7F800000u; }
+
 /* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the
  * kernels take it.) */
 static nib_status check_given(const nib_quantizer *q, const nib_given *given, const struct nib_geometry *geometry)
@@ -239,13 +244,15 @@ static nib_status check_given(const nib_quantizer *q, const nib_given *given, co
     TRY(nib_check_struct("given", given, sizeof *given));
     if (given->scale && !nib_dialect_of(q)->encode_of)
         return nib_fail(NIB_ERR_MODE, "%s does not take a given scale", nib_format_of(q)->name);
-    if (given->scale && !(*given->scale > 0))
+    if (given->scale && !is_positive(*given->scale))
         return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
     for (int copy = 0; copy < 2; copy++)
-        for (int64_t i = 0; i < geometry->copy[copy].levels; i++)
-            if ((given->amax[copy] && given->amax[copy][i] < 0) || (given->level[copy] && given->level[copy][i] < 0))
+        for (int64_t i = 0; i < geometry->copy[copy].levels; i++) {
+            const bool amax = given->amax[copy] && is_negative(given->amax[copy][i]);
+            if (amax || (given->level[copy] && is_negative(given->level[copy][i])))
                 return nib_fail(NIB_ERR_ARG, "the given %s %s number %lld is negative", nib_copy_name((nib_copy)copy),
-                                given->amax[copy] && given->amax[copy][i] < 0 ? "amax" : "level", (long long)i);
+                                amax ? "amax" : "level", (long long)i);
+        }
     return NIB_OK;
 }
 
@@ -578,10 +585,12 @@ nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise)
     TRY(nib_quantizer_set_usage(&wanted, rowwise, columnwise));
     if (wanted.rowwise && !nib_tensor_has(t, NIB_ROWWISE))
         return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise copy, and one cannot be built");
+    const bool drops = (nib_tensor_has(t, NIB_ROWWISE) && !wanted.rowwise) ||
+                       (nib_tensor_has(t, NIB_COLUMNWISE) && !wanted.columnwise);
+    for (int copy = 0; copy < 2 && drops && nib_format_of(&t->q)->shared_level; copy++)
+        TRY(nib_tensor_unshare(t, (nib_copy)copy)); /* a view may keep what is dropped, and with it the level */
     if (wanted.columnwise && (!nib_tensor_has(t, NIB_COLUMNWISE) || t->columnwise_stale))
         TRY(build_columnwise(t));
-    for (int copy = 0; copy < 2 && nib_format_of(&t->q)->shared_level; copy++) /* a view may keep what is dropped */
-        TRY(nib_tensor_unshare(t, (nib_copy)copy));
     if (!wanted.rowwise)
         nib_tensor_drop(t, NIB_ROWWISE);
     if (!wanted.columnwise)

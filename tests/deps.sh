@@ -4,6 +4,7 @@
 # NIB_NO_INSTALL=1: only say what is missing.
 
 packages=
+optional=
 
 # need PACKAGE COMMAND...: the command tells whether the package is there.
 need()
@@ -11,6 +12,14 @@ need()
     package=$1
     shift
     "$@" >/dev/null 2>&1 || packages="$packages $package"
+}
+
+# want PACKAGE COMMAND...: the same for what a stage of the tests can do without; it then says so.
+want()
+{
+    package=$1
+    shift
+    "$@" >/dev/null 2>&1 || optional="$optional $package"
 }
 
 has_header() { printf '#include <%s>\n' "$1" | ${CC:-cc} -E -; }
@@ -30,9 +39,13 @@ has_venv() { python3 -c 'import venv, ensurepip'; }
 # The packages are named after clang's version: libclang-rt-14-dev, libomp-14-dev.
 clang_version() { clang -dumpversion 2>/dev/null | sed 's/\..*//'; }
 
+# A cross compiler without the headers of its C library is of no use.
+cross_compiles() { echo '#include <stdio.h>' | aarch64-linux-gnu-gcc -E -; }
+
 look()
 {
     packages=
+    optional=
     need gcc command -v "${CC:-cc}"
     need libc6-dev has_header stdio.h
     need make command -v make
@@ -51,21 +64,16 @@ look()
     else
         packages="$packages clang libomp-dev"
     fi
-}
-
-# What a stage of the tests skips when it is not there.
-look_optional()
-{
-    packages=
-    [ "$1" = test ] || return 0
-    need openmpi-bin command -v mpirun
-    need libopenmpi-dev command -v mpicc
+    want gcc-aarch64-linux-gnu cross_compiles
+    want libc6-dev-arm64-cross cross_compiles
+    want qemu-user command -v qemu-aarch64
+    want valgrind command -v valgrind
+    want openmpi-bin command -v mpirun
+    want libopenmpi-dev command -v mpicc
 }
 
 look "$1"
-required=$packages
-look_optional "$1"
-[ -z "$required$packages" ] && exit 0
+[ -z "$packages$optional" ] && exit 0
 
 if [ "$(id -u)" = 0 ]; then
     sudo=
@@ -75,29 +83,24 @@ else
     sudo=none
 fi
 if [ -n "$NIB_NO_INSTALL" ] || [ "$sudo" = none ] || ! command -v apt-get >/dev/null 2>&1; then
-    [ -z "$required" ] && exit 0
-    echo "nib needs these packages: apt-get install$required" >&2
+    [ -z "$packages" ] && exit 0
+    echo "nib needs these packages: apt-get install$packages" >&2
     exit 1
 fi
 
-# install LOOK MODE: what LOOK finds missing. Twice: the names of clang's runtimes are known only when clang is there.
-install()
-{
-    for round in 1 2; do
-        "$1" "$2"
-        [ -z "$packages" ] && return 0
-        # shellcheck disable=SC2086
-        $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null || break
-    done
-    "$1" "$2"
-    [ -z "$packages" ]
-}
-
-echo "installing$required$packages"
+echo "installing$packages$optional"
 $sudo apt-get update -qq || echo "apt-get update failed; trying with the lists that are here" >&2
-if ! install look "$1"; then
-    echo "nib needs these packages, and apt-get could not install them: apt-get install$packages" >&2
-    exit 1
-fi
-install look_optional "$1" || echo "going on without these packages, which apt-get could not install:$packages" >&2
-exit 0
+# shellcheck disable=SC2086
+[ -z "$optional" ] || $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $optional \
+    >/dev/null || echo "going on without$optional" >&2
+look "$1"
+[ -z "$packages" ] && exit 0
+# Twice: the names of clang's runtimes are known only when clang is there.
+for round in 1 2; do
+    # shellcheck disable=SC2086
+    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null || break
+    look "$1"
+    [ -z "$packages" ] && exit 0
+done
+echo "nib needs these packages, and apt-get could not install them: apt-get install$packages" >&2
+exit 1

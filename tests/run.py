@@ -207,6 +207,56 @@ def stage_mpi(tally):
         run_counted(tally, f"test_mpi on {n}", ["mpirun", "-n", str(n), os.path.join(path, "mpi/test_mpi")], env)
 
 
+CROSS = "aarch64-linux-gnu-gcc"
+EMULATOR = "qemu-aarch64"
+NEON_TESTS = ["test_kernels", "test_codec", "test_known_answers", "test_stochastic"]
+NEON_LONG_TESTS = ["test_quantize", "test_formats"]
+
+
+def stage_neon(tally):
+    """The library for AArch64 by plain calls of the cross compiler; its tests run in an emulator."""
+    for program in (CROSS, EMULATOR):
+        if not shutil.which(program):
+            return tally.missing("neon", f"there is no {program}")
+    folder = os.path.join(ROOT, "build/neon")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    compile_one = [CROSS, "-std=gnu11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Iinclude", "-Isrc",
+                   "-Itests"]
+    objects = []
+    for source in [*files("src/*.c"), *files("src/*/*.c")]:
+        objects.append(os.path.join(folder, stem(source) + ".o"))
+        status, output = run([*compile_one, "-c", source, "-o", objects[-1]])
+        if status != 0:
+            return tally.fail(f"{CROSS} {os.path.relpath(source, ROOT)}", output)
+    tally.ok()
+    for name in NEON_TESTS + (NEON_LONG_TESTS if campaign else []):
+        program = os.path.join(folder, name)
+        status, output = run([*compile_one, "-static", f"tests/{name}.c", *objects, "-lm", "-pthread", "-o", program])
+        if status == 0:
+            # A campaign in an emulator would take days: only more rounds of the kernels.
+            run_counted(tally, f"{name} on AArch64", ["env", "-u", "NIB_CAMPAIGN", EMULATOR, program],
+                        {"NIB_ROUNDS": "20" if campaign else "1"}, 1800)
+        else:
+            tally.fail(f"{CROSS} tests/{name}.c", output)
+
+
+def stage_instructions(tally):
+    """Instructions per element against the recorded ones, where the compiler is the one of the record."""
+    path = build(tally, "build")
+    if not path:
+        return
+    if not shutil.which("valgrind"):
+        return tally.missing("instructions", "there is no valgrind")
+    recorded = os.path.join(ROOT, "bench/instructions.json")
+    command = [sys.executable, os.path.join(ROOT, "bench/instructions.py"), os.path.join(path, "nib")]
+    status, output = run(command + (["--compare", recorded] if os.path.exists(recorded) else []))
+    if status != 0:
+        return tally.fail("instructions per element", output)
+    tally.ok()
+    print("  " + " ".join(output.split()), flush=True)
+
+
 def stage_hygiene(tally):
     path = build(tally, "build")
     if path:
@@ -304,8 +354,8 @@ def stage_fuzz(tally):
             tally.fail(f"{name}: exit {status}, see {os.path.relpath(folder, ROOT)}", output)
 
 
-STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial,
-          "mpi": stage_mpi, "hygiene": stage_hygiene, "oracles": stage_oracles}
+STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial, "mpi": stage_mpi,
+          "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "oracles": stage_oracles}
 LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz}
 
 
@@ -326,7 +376,7 @@ def main():
             continue
         tally, start = Tally(), time.time()
         stage(tally)
-        print(f"{name:8} {tally.line()}, {time.time() - start:.0f} s", flush=True)
+        print(f"{name:12} {tally.line()}, {time.time() - start:.0f} s", flush=True)
         total.passed += tally.passed
         total.failed += tally.failed
         total.skipped += tally.skipped

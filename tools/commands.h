@@ -7,6 +7,7 @@
 
 #include "cli.h"
 
+extern const struct cli_command cli_bench;   /* bench.c */
 extern const struct cli_command cli_conform; /* conform.c */
 
 #endif

@@ -26,6 +26,7 @@ static const struct cli_command version_command = { "version", "", "say which ve
 
 static const struct cli_command *const commands[] = {
     &cli_conform,
+    &cli_bench,
     &version_command,
     &help_command,
 };

@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Make docs/performance.md from the JSON of `nib bench` and the counts of bench/instructions.py.
+
+    performance.py REPORT.json INSTRUCTIONS.json >docs/performance.md
+
+What is not measured, such as predictions that failed, is in bench/performance_notes.md and comes last.
+"""
+import json
+import os
+import sys
+
+INTRODUCTION = """# Performance
+
+`make bench` makes this page. Figures are medians of one run; the spread is the distance between the quartiles as a share
+of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation and does
+nothing else, measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the scalar
+kernels the operation is.
+"""
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join("---" for _ in head) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def result_row(r, shape=True):
+    scalar = f"{r['scalar_ratio']:.1f}" if r["scalar_ratio"] else "-"
+    row = [r["operation"], f"{r['gelem_s']:.2f}", f"{r['gb_s']:.1f}", f"{r['floor_share']:.2f}", scalar,
+           f"{100 * r['spread']:.0f} %"]
+    return row[:1] + [f"{r['rows']}x{r['cols']}"] + row[1:] if shape else row
+
+
+def by_operation(results, key, cell):
+    """Operations down, the key across."""
+    keys = sorted({key(r) for r in results})
+    rows = {}
+    for r in results:
+        rows.setdefault(r["operation"], {})[key(r)] = cell(r)
+    return keys, [[name] + [cells.get(k, "") for k in keys] for name, cells in rows.items()]
+
+
+def size_name(elements):
+    size = elements * 4
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size //= 1024
+    return f"{size} {unit}"
+
+
+def page(report, instructions):
+    results = report["results"]
+    shapes = [r for r in results if r["part"] == "shape"]
+    first = {}
+    for r in shapes:
+        first.setdefault(r["operation"], r)
+    yield INTRODUCTION
+    yield (f"Machine: {report['machine']}, {report['cpus']} processors. Instruction set: {report['isa']}. "
+           f"Compiler: {report['compiler']}. nib {report['version']}, {report['threads']} thread(s).\n")
+    yield "## Memory\n"
+    yield table(["access", "GB/s"], [[name, f"{rate:.1f}"] for name, rate in report["memory_gb_s"].items()]) + "\n"
+    yield "## Operations\n"
+    yield table(["operation", "shape", "Gelem/s", "GB/s", "floor", "scalar", "spread"],
+                [result_row(r) for r in first.values()]) + "\n"
+    yield "## Shapes of models\n"
+    rest = [r for r in shapes if r is not first[r["operation"]]]
+    yield table(["operation", "of", "shape", "Gelem/s", "GB/s", "floor", "scalar", "spread"],
+                [[row[0], r["model"], *row[1:]] for r in rest for row in [result_row(r)]]) + "\n"
+    yield "## Sizes\n\nGelem/s by the bytes of an FP32 input of so many elements.\n"
+    keys, rows = by_operation([r for r in results if r["part"] == "size"], lambda r: r["rows"] * r["cols"],
+                              lambda r: f"{r['gelem_s']:.2f}")
+    yield table(["operation"] + [size_name(k) for k in keys], rows) + "\n"
+    yield "## Threads\n\nGelem/s.\n"
+    keys, rows = by_operation([r for r in results if r["part"] == "threads"], lambda r: r["threads"],
+                              lambda r: f"{r['gelem_s']:.2f}")
+    yield table(["operation"] + [str(k) for k in keys], rows) + "\n"
+    yield "![Throughput against size and threads](performance.svg)\n"
+    if instructions:
+        yield ("## Instructions\n\nPer element, by valgrind's callgrind, which has no AVX-512: these are the kernels of "
+               f"{instructions['isa']}. They show a regression without a quiet machine.\n")
+        yield table(["operation", "instructions per element"],
+                    [[name, f"{count:.2f}"] for name, count in instructions["counts"].items()]) + "\n"
+    notes = os.path.join(os.path.dirname(os.path.abspath(__file__)), "performance_notes.md")
+    if os.path.exists(notes):
+        with open(notes, encoding="utf-8") as file:
+            yield file.read()
+
+
+def main():
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    documents = []
+    for path in sys.argv[1:]:
+        with open(path, encoding="utf-8") as file:
+            documents.append(json.load(file))
+    sys.stdout.write("\n".join(page(*documents)).rstrip("\n") + "\n")
+
+
+if __name__ == "__main__":
+    main()

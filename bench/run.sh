@@ -1,0 +1,26 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Measure the library and make docs/performance.md, docs/performance.svg and bench/instructions.json: make bench.
+# NIB is the tool; NIB_BENCH_FLAGS go to `nib bench`. On one core of a quiet machine: taskset -c 1 make bench.
+set -eu
+cd "$(dirname "$0")/.."
+nib=${NIB:-build/nib}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+echo "measuring; this takes a few minutes"
+# shellcheck disable=SC2086
+"$nib" bench --json --svg "$work/performance.svg" ${NIB_BENCH_FLAGS:-} >"$work/report.json"
+
+# Instructions do not depend on what else the machine does.
+if command -v valgrind >/dev/null 2>&1; then
+    python3 bench/instructions.py "$nib" >"$work/instructions.json"
+    cp "$work/instructions.json" bench/instructions.json # what the tests compare with
+else
+    echo "there is no valgrind: instructions are not counted" >&2
+    echo '{}' >"$work/instructions.json"
+fi
+
+python3 bench/performance.py "$work/report.json" "$work/instructions.json" >"$work/performance.md"
+mv "$work/performance.md" "$work/performance.svg" docs/
+echo "wrote docs/performance.md and docs/performance.svg"

@@ -1,0 +1,75 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# nib bench: its report parses, its plot is well-formed, wrong usage is refused. No figure is judged.
+set -u
+NIB=${NIB:?the path of the tool}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+
+# run STATUS COMMAND...: runs it into $work/out and $work/err and compares the exit status.
+run() {
+    local expected=$1 status=0
+    shift
+    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
+    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
+}
+
+fail() {
+    echo "FAILED: $1"
+    head -20 "$work/out" | sed "s/^/    out: /"
+    head -20 "$work/err" | sed "s/^/    err: /"
+    failures=$((failures + 1))
+}
+
+has() { grep -qF -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
+empty() { [ ! -s "$work/$1" ] || fail "std$1 should be empty"; }
+
+run 0 "$NIB" bench --list
+empty err
+cp "$work/out" "$work/names"
+has out quantize.f32
+has out dequantize.bf16
+
+run 0 "$NIB" bench --quick --json --svg "$work/plot.svg"
+empty err
+python3 - "$work/out" "$work/plot.svg" "$work/names" <<'END' || fail "the report or the plot is not as it should be"
+import json, sys
+import xml.etree.ElementTree as tree
+report = json.load(open(sys.argv[1]))
+names = open(sys.argv[3]).read().split()
+for key in ("version", "machine", "compiler", "isa", "cpus", "threads", "memory_gb_s", "results"):
+    assert key in report, key
+assert set(report["memory_gb_s"]) == {"read", "write", "non-temporal write", "copy"}
+assert all(rate > 0 for rate in report["memory_gb_s"].values())
+by_shape = [r for r in report["results"] if r["part"] == "shape"]
+assert [r["operation"] for r in by_shape] == names, "every operation, in order"
+assert {r["part"] for r in report["results"]} == {"shape", "size", "threads"}
+for r in report["results"]:
+    assert r["gelem_s"] > 0 and r["gb_s"] > 0 and r["floor_share"] > 0 and r["seconds"] > 0, r
+    assert r["scalar_ratio"] > 0 and r["rows"] > 0 and r["cols"] > 0 and r["threads"] >= 1, r
+svg = tree.parse(sys.argv[2]).getroot()
+assert svg.tag.endswith("svg"), svg.tag
+assert len(svg.findall("{http://www.w3.org/2000/svg}polyline")) >= 4
+END
+
+run 0 "$NIB" bench --quick --no-scalar --shape 64x256 quantize.bf16
+empty err
+has out "memory non-temporal write"
+[ "$(grep -c '^quantize.bf16  *64x256 ' "$work/out")" = 1 ] || fail "one line for one operation"
+[ "$(wc -l <"$work/out")" = 6 ] || fail "four streams, a heading and a line"
+
+run 2 "$NIB" bench no-such-operation
+empty out
+has err "nib: bench: no operation begins with 'no-such-operation'; see nib bench --list"
+run 2 "$NIB" bench --shape 17x16
+has err "nib: bench: --shape takes ROWSxCOLS"
+run 2 "$NIB" bench --shape 16
+run 2 "$NIB" bench --shape 1048576x1048576
+has err "is beyond --size-limit"
+run 2 "$NIB" bench --threads 0
+run 2 "$NIB" bench --size-limit 1
+run 2 "$NIB" bench --quick --no-scalar --shape 16x16 --svg "$work/no/such/folder.svg" quantize.f32
+has err "nib: bench: cannot write"
+
+[ $failures = 0 ]

@@ -1,0 +1,628 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * bench.c - nib bench: how fast the library is, and how fast this machine would let it be.
+ *
+ * Every operation is timed in turn with a loop that only reads and writes the same bytes, so that what other programs do
+ * to the memory meets both. The share of the floor is that loop's time over the operation's.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include <inttypes.h>
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "bench.h"
+#include "cli.h"
+#include "commands.h"
+#include "nib.h"
+
+/* ---- What is measured ---- */
+
+struct operation {
+    const char *name;
+    nib_format format;
+    nib_dtype dtype;                           /* of the plain side */
+    enum { QUANTIZE, WHOLE, DEQUANTIZE } what; /* WHOLE: the amax is looked for too */
+    uint8_t rowwise, columnwise, rht, square, row_scaled, swizzled;
+    nib_rounding rounding;
+    nib_scale_rule rule;
+    bool main; /* also by shape, by size and by threads */
+};
+
+static const struct operation operations[] = {
+    { .name = "quantize.f32", .dtype = NIB_F32, .rowwise = 1, .main = true },
+    { .name = "quantize.bf16", .dtype = NIB_BF16, .rowwise = 1, .main = true },
+    { .name = "quantize.f16", .dtype = NIB_F16, .rowwise = 1 },
+    { .name = "whole.f32", .dtype = NIB_F32, .what = WHOLE, .rowwise = 1, .main = true },
+    { .name = "whole.bf16", .dtype = NIB_BF16, .what = WHOLE, .rowwise = 1 },
+    { .name = "whole.f16", .dtype = NIB_F16, .what = WHOLE, .rowwise = 1 },
+    { .name = "columnwise.f32", .dtype = NIB_F32, .columnwise = 1, .main = true },
+    { .name = "columnwise.bf16", .dtype = NIB_BF16, .columnwise = 1 },
+    { .name = "rht-columnwise.f32", .dtype = NIB_F32, .columnwise = 1, .rht = 1 },
+    { .name = "rht-columnwise.bf16", .dtype = NIB_BF16, .columnwise = 1, .rht = 1 },
+    { .name = "both-rht.f32", .dtype = NIB_F32, .rowwise = 1, .columnwise = 1, .rht = 1, .main = true },
+    { .name = "both-rht.bf16", .dtype = NIB_BF16, .rowwise = 1, .columnwise = 1, .rht = 1 },
+    { .name = "square-both.f32", .dtype = NIB_F32, .rowwise = 1, .columnwise = 1, .square = 1 },
+    { .name = "stochastic8.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_8 },
+    { .name = "stochastic24.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_24 },
+    { .name = "unbiased.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_UNBIASED },
+    { .name = "4over6.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_4OVER6 },
+    { .name = "sweep.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_SWEEP },
+    { .name = "row-scaled.f32", .dtype = NIB_F32, .what = WHOLE, .rowwise = 1, .row_scaled = 1 },
+    { .name = "swizzled.f32", .dtype = NIB_F32, .rowwise = 1, .swizzled = 1 },
+    { .name = "dequantize.f32", .dtype = NIB_F32, .what = DEQUANTIZE, .rowwise = 1, .main = true },
+    { .name = "dequantize.bf16", .dtype = NIB_BF16, .what = DEQUANTIZE, .rowwise = 1, .main = true },
+    { .name = "dequantize.f16", .dtype = NIB_F16, .what = DEQUANTIZE, .rowwise = 1 },
+    { .name = "dequantize-columnwise.f32", .dtype = NIB_F32, .what = DEQUANTIZE, .columnwise = 1 },
+    { .name = "dequantize-columnwise.bf16", .dtype = NIB_BF16, .what = DEQUANTIZE, .columnwise = 1 },
+    { .name = "float8.f32", .format = NIB_FLOAT8, .dtype = NIB_F32, .rowwise = 1 },
+    { .name = "mxfp8.f32", .format = NIB_MXFP8, .dtype = NIB_F32, .rowwise = 1 },
+    { .name = "mxfp4.f32", .format = NIB_MXFP4, .dtype = NIB_F32, .rowwise = 1 },
+};
+enum { OPERATIONS = sizeof operations / sizeof *operations };
+
+/* Bytes of one copy for each BENCH_CHUNK elements: codes and scales. */
+static const int copy_bytes[NIB_FORMAT_COUNT] = {
+    [NIB_NVFP4] = 144, [NIB_FLOAT8] = 256, [NIB_MXFP8] = 264, [NIB_MXFP4] = 136
+};
+
+struct shape {
+    const char *model;
+    int64_t rows, cols;
+};
+
+/* Weights that people quantise. */
+static const struct shape shapes[] = {
+    { "Llama-3-8B q, o", 4096, 4096 },    { "Llama-3-8B k, v", 1024, 4096 },  { "Llama-3-8B gate, up", 14336, 4096 },
+    { "Llama-3-8B down", 4096, 14336 },   { "Llama-3-70B q, o", 8192, 8192 }, { "Qwen3-30B-A3B expert", 1536, 2048 },
+    { "DeepSeek-V3 expert", 2048, 7168 },
+};
+static const struct shape quick_shape = { "small", 256, 1024 };
+
+struct options {
+    bool json, quick, no_scalar, list;
+    int32_t threads, size_limit;
+    const char *svg, *shape;
+    char **filters; /* NULL at the end; none: everything */
+};
+
+struct report {
+    const struct options *options;
+    double streams[BENCH_STREAMS]; /* bytes per second */
+    struct bench_result *results;
+    size_t n, room;
+};
+
+static bool is_wanted(const struct options *options, const struct operation *operation)
+{
+    bool wanted = !*options->filters;
+    for (char **filter = options->filters; *filter; filter++)
+        wanted |= strncmp(operation->name, *filter, strlen(*filter)) == 0;
+    return wanted;
+}
+
+/* ---- Memory and data ---- */
+
+static enum cli_exit out_of_memory(void)
+{
+    cli_error("bench: out of memory");
+    return CLI_FAILED;
+}
+
+static enum cli_exit library_failed(const struct operation *operation)
+{
+    cli_error("bench: %s: %s", operation->name, nib_last_error());
+    return CLI_FAILED;
+}
+
+static void *allocate(int64_t bytes) { return aligned_alloc(4096, (size_t)(bytes + 8191) / 4096 * 4096); }
+
+/* About normal numbers: the sum of four uniform ones. A generator of its own, so that runs see the same data. */
+static void fill_numbers(float *x, int64_t n)
+{
+    uint64_t state = 20261115;
+    for (int64_t i = 0; i < n; i++) {
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        int sum = 0;
+        for (int k = 0; k < 4; k++)
+            sum += (int)(state >> 16 * k & 0xFFFF);
+        x[i] = (float)(sum - 2 * 65536) * 0x1p-15f;
+    }
+}
+
+/* n numbers of a dtype. A piece of a million is repeated: long enough that no branch predictor learns it. */
+static bool fill(void *x, nib_dtype dtype, int64_t n)
+{
+    enum { PIECE = 1 << 20 };
+    const int64_t width = nib_dtype_bits(dtype) / 8, piece = n < PIECE ? n : PIECE;
+    float *numbers = malloc((size_t)piece * sizeof *numbers);
+    if (!numbers)
+        return false;
+    fill_numbers(numbers, piece);
+    const bool good = nib_encode(dtype, numbers, (size_t)piece, x) == NIB_OK;
+    for (int64_t i = piece; good && i < n; i += piece)
+        memcpy((char *)x + i * width, x, (size_t)((n - i < piece ? n - i : piece) * width));
+    free(numbers);
+    return good;
+}
+
+/* ---- One measurement ---- */
+
+struct job {
+    const struct operation *operation;
+    nib_quantizer q;
+    nib_array plain;
+    nib_tensor *tensor;
+    nib_given given;
+    float amax[2];
+    struct bench_traffic traffic;
+    void *floor_in, *floor_out;
+    int64_t chunks;
+    int threads;
+};
+
+static void close_job(struct job *job)
+{
+    nib_tensor_destroy(job->tensor);
+    free(job->plain.data);
+    free(job->floor_in);
+    free(job->floor_out);
+}
+
+static bool quantizer_of(const struct operation *operation, int threads, nib_quantizer *q)
+{
+    if (nib_quantizer_init_format(q, operation->format))
+        return false;
+    q->rowwise = operation->rowwise;
+    q->columnwise = operation->columnwise;
+    q->rht = operation->rht;
+    if (operation->square)
+        q->block_dims[0] = q->block_dims[1];
+    q->row_scaled = operation->row_scaled;
+    q->swizzled = operation->swizzled;
+    q->rounding = operation->rounding;
+    q->scale_rule = operation->rule;
+    q->threads = threads;
+    return nib_quantizer_check(q, NULL) == NIB_OK;
+}
+
+static struct bench_traffic traffic_of(const struct operation *operation, int64_t elements)
+{
+    enum { STREAM_BYTES = 8 << 20 }; /* from here on the cache cannot be meant to hold an output */
+    const int plain = nib_dtype_bits(operation->dtype) / 8 * BENCH_CHUNK;
+    const int coded = copy_bytes[operation->format] * (operation->rowwise + operation->columnwise);
+    if (operation->what == DEQUANTIZE)
+        return (struct bench_traffic){ 0, coded, plain, elements / BENCH_CHUNK * plain >= STREAM_BYTES };
+    return (struct bench_traffic){ operation->what == WHOLE, plain, coded, false };
+}
+
+/* The numbers that a caller knows beforehand: amaxes, or the scale of a Float8 tensor. */
+static void give_amax(struct job *job)
+{
+    static const float float8_scale = 112;
+    job->amax[0] = 4;
+    job->amax[1] = 8;
+    job->given = (nib_given){ .bytes = sizeof job->given };
+    if (job->operation->format == NIB_NVFP4)
+        job->given.amax[0] = &job->amax[0], job->given.amax[1] = &job->amax[job->operation->rht];
+    if (job->operation->format == NIB_FLOAT8)
+        job->given.scale = &float8_scale;
+}
+
+static bool run_operation(struct job *job)
+{
+    const struct operation *operation = job->operation;
+    if (operation->what == DEQUANTIZE)
+        return nib_dequantize(job->tensor, operation->rowwise ? NIB_ROWWISE : NIB_COLUMNWISE, &job->plain) == NIB_OK;
+    return nib_quantize_into(NULL, &job->plain, operation->what == WHOLE ? NULL : &job->given, NULL, job->tensor) ==
+           NIB_OK;
+}
+
+static enum cli_exit open_job(struct job *job, int64_t rows, int64_t cols)
+{
+    const int64_t shape[2] = { rows, cols }, n = rows * cols;
+    if (nib_array_init(&job->plain, job, job->operation->dtype, 2, shape)) /* for its size */
+        return library_failed(job->operation);
+    job->plain.data = allocate((int64_t)job->plain.bytes);
+    job->traffic = traffic_of(job->operation, n);
+    job->chunks = n / BENCH_CHUNK;
+    job->floor_in = allocate(job->chunks * job->traffic.in);
+    job->floor_out = allocate(job->chunks * job->traffic.out);
+    if (!job->plain.data || !job->floor_in || !job->floor_out)
+        return out_of_memory();
+    if (!fill(job->plain.data, job->operation->dtype, n))
+        return out_of_memory();
+    memset(job->floor_in, 0x5A, (size_t)(job->chunks * job->traffic.in));
+    memset(job->floor_out, 0x5A, (size_t)(job->chunks * job->traffic.out));
+    give_amax(job);
+    if (!quantizer_of(job->operation, job->threads, &job->q) ||
+        nib_quantize(&job->q, &job->plain, NULL, &job->tensor) || !run_operation(job))
+        return library_failed(job->operation);
+    return CLI_FINE;
+}
+
+enum { MAX_RUNS = 25 };
+
+static int by_value(const void *a, const void *b)
+{
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median_of(double *values, int n, double *spread)
+{
+    qsort(values, (size_t)n, sizeof *values, by_value);
+    const double median = values[n / 2];
+    *spread = (values[3 * n / 4] - values[n / 4]) / median;
+    return median;
+}
+
+static double time_operation(struct job *job, int times)
+{
+    const double start = bench_now();
+    for (int i = 0; i < times; i++)
+        (void)run_operation(job); /* it has run once: it cannot fail now */
+    return (bench_now() - start) / times;
+}
+
+static double time_floor(const struct job *job, int times)
+{
+    const double start = bench_now();
+    for (int i = 0; i < times; i++)
+        bench_floor(&job->traffic, job->floor_in, job->floor_out, job->chunks, job->threads);
+    return (bench_now() - start) / times;
+}
+
+/* In turn, until there are MAX_RUNS or the time is up; calls too short for the clock are repeated. */
+static void measure(struct job *job, bool quick, struct bench_result *result)
+{
+    const double least = 20e-6, budget = quick ? 0.01 : 0.6;
+    const int least_runs = quick ? 3 : 7;
+    double operation[MAX_RUNS], floor[MAX_RUNS], ignored;
+    const double once = time_operation(job, 1), floor_once = time_floor(job, 1), begin = bench_now();
+    const int times = once < least ? (int)(least / once) + 1 : 1,
+              floor_times = floor_once < least ? (int)(least / floor_once) + 1 : 1;
+    int n = 0;
+    while (n < least_runs || (n < MAX_RUNS && bench_now() - begin < budget)) {
+        floor[n] = time_floor(job, floor_times);
+        operation[n++] = time_operation(job, times);
+    }
+    result->median = median_of(operation, n, &result->spread);
+    result->floor = median_of(floor, n, &ignored);
+}
+
+/* ---- The report ---- */
+
+static double gigabytes(const struct bench_result *r) { return r->bytes / r->median * 1e-9; }
+
+static void print_result(const struct bench_result *r)
+{
+    char shape[48], scalar[16] = "-";
+    snprintf(shape, sizeof shape, "%" PRId64 "x%" PRId64, r->rows, r->cols);
+    if (r->scalar > 0)
+        snprintf(scalar, sizeof scalar, "%.1f", r->scalar);
+    cli_print("%-27s %-12s %2d %9.3f %8.2f %7.2f %8s %6.1f %%", r->operation, shape, r->threads, bench_rate(r),
+              gigabytes(r), r->floor / r->median, scalar, 100 * r->spread);
+    (void)fflush(stdout);
+}
+
+static bool keep_result(struct report *report, const struct bench_result *result)
+{
+    if (report->n == report->room) {
+        const size_t room = report->room ? 2 * report->room : 64;
+        struct bench_result *more = realloc(report->results, room * sizeof *more);
+        if (!more)
+            return false;
+        report->results = more;
+        report->room = room;
+    }
+    report->results[report->n++] = *result;
+    return true;
+}
+
+/* What the scalar kernels did at a smaller size is in `scalar`, by name. */
+static enum cli_exit bench_one(struct report *report, const struct operation *operation, const struct shape *shape,
+                               const char *part, int threads, const json_t *scalar)
+{
+    struct job job = { .operation = operation, .threads = threads };
+    struct bench_result result = { .operation = operation->name,
+                                   .part = part,
+                                   .model = shape->model,
+                                   .rows = shape->rows,
+                                   .cols = shape->cols,
+                                   .threads = threads };
+    enum cli_exit status = open_job(&job, shape->rows, shape->cols);
+    if (status == CLI_FINE) {
+        measure(&job, report->options->quick, &result);
+        result.bytes =
+            (double)job.chunks * ((job.traffic.passes_before + 1.0) * job.traffic.in + (double)job.traffic.out);
+        const double rate = json_number_value(json_object_get(scalar, operation->name));
+        result.scalar = rate > 0 ? bench_rate(&result) / rate : 0;
+        if (!keep_result(report, &result))
+            status = out_of_memory();
+        else if (!report->options->json)
+            print_result(&result);
+    }
+    close_job(&job);
+    return status;
+}
+
+static bool fits(const struct options *options, const struct shape *shape)
+{
+    return shape->rows * shape->cols * 4 <= options->size_limit;
+}
+
+/* ---- The scalar kernels, in a child: the library chooses its kernels once ---- */
+
+static json_t *read_rates(FILE *stream)
+{
+    json_t *const document = json_loadf(stream, 0, NULL), *const rates = json_object();
+    size_t i;
+    json_t *entry;
+    json_array_foreach(json_object_get(document, "results"), i, entry)
+    {
+        const char *name = json_string_value(json_object_get(entry, "operation"));
+        if (name && rates)
+            json_object_set(rates, name, json_object_get(entry, "gelem_s"));
+    }
+    json_decref(document);
+    return rates;
+}
+
+/* Rates by name; empty where the child could not be had. */
+static json_t *scalar_rates(const struct options *options)
+{
+    enum { FIXED = 7, MAX_FILTERS = 64 };
+    char *words[FIXED + MAX_FILTERS + 1] = {
+        "nib", "bench", "--json", "--quick", "--no-scalar", "--shape", "128x1024"
+    };
+    for (int i = 0; i < MAX_FILTERS && options->filters[i]; i++)
+        words[FIXED + i] = options->filters[i];
+    int ends[2];
+    if (pipe(ends))
+        return json_object();
+    (void)fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        (void)dup2(ends[1], STDOUT_FILENO);
+        close(ends[0]);
+        close(ends[1]);
+        if (setenv("NIB_MAX_ISA", "scalar", 1) == 0)
+            execv("/proc/self/exe", words);
+        _exit(2);
+    }
+    close(ends[1]);
+    FILE *stream = fdopen(ends[0], "r");
+    json_t *rates = stream && child > 0 ? read_rates(stream) : json_object();
+    if (stream)
+        fclose(stream);
+    if (child > 0)
+        (void)waitpid(child, NULL, 0);
+    return rates;
+}
+
+/* ---- Parts of the report ---- */
+
+static void measure_streams(struct report *report)
+{
+    const int64_t bytes = report->options->quick ? 4 << 20 : report->options->size_limit / 2;
+    void *in = allocate(bytes), *out = allocate(bytes);
+    for (int s = 0; in && out && s < BENCH_STREAMS; s++) {
+        memset(in, 0x5A, (size_t)bytes);
+        memset(out, 0xA5, (size_t)bytes);
+        double seconds[MAX_RUNS], ignored;
+        const int runs = report->options->quick ? 3 : 9;
+        for (int i = 0; i < runs; i++) {
+            const double start = bench_now();
+            bench_run_stream((enum bench_stream)s, in, out, bytes, report->options->threads);
+            seconds[i] = bench_now() - start;
+        }
+        report->streams[s] = (s == BENCH_COPY ? 2 : 1) * (double)bytes / median_of(seconds, runs, &ignored);
+    }
+    free(in);
+    free(out);
+}
+
+/* Every operation on the first shape that fits, the main ones on all of them. */
+static enum cli_exit bench_shapes(struct report *report, const json_t *scalar, const struct shape *only)
+{
+    enum cli_exit status = CLI_FINE;
+    for (int i = 0; i < OPERATIONS; i++) {
+        bool all = false;
+        for (size_t s = 0; s < (only ? 1 : sizeof shapes / sizeof *shapes) && status == CLI_FINE; s++) {
+            const struct shape *shape = only ? only : &shapes[s];
+            if (!is_wanted(report->options, &operations[i]) || !fits(report->options, shape) ||
+                (all && !operations[i].main))
+                continue;
+            status = bench_one(report, &operations[i], shape, "shape", report->options->threads, scalar);
+            all = true;
+        }
+    }
+    return status;
+}
+
+static enum cli_exit bench_sizes(struct report *report, const json_t *scalar)
+{
+    enum cli_exit status = CLI_FINE;
+    const int64_t limit = report->options->quick ? 1 << 16 : report->options->size_limit;
+    for (int i = 0; i < OPERATIONS; i++)
+        for (int64_t bytes = 1024; bytes <= limit && status == CLI_FINE; bytes *= 4) {
+            const int64_t cols = bytes / 4 / 16 < 4096 ? bytes / 4 / 16 : 4096; /* 16 rows, for the sake of columns */
+            const struct shape shape = { "by size", bytes / 4 / cols, cols };
+            if (operations[i].main && is_wanted(report->options, &operations[i]))
+                status = bench_one(report, &operations[i], &shape, "size", report->options->threads, scalar);
+        }
+    return status;
+}
+
+static enum cli_exit bench_threads(struct report *report, const json_t *scalar)
+{
+    enum cli_exit status = CLI_FINE;
+    const long online = sysconf(_SC_NPROCESSORS_ONLN);
+    const struct shape *shape =
+        report->options->quick || !fits(report->options, &shapes[0]) ? &quick_shape : &shapes[0];
+    for (int i = 0; i < OPERATIONS; i++)
+        for (int threads = 1; threads <= online && threads <= 64 && status == CLI_FINE; threads *= 2)
+            if (operations[i].main && is_wanted(report->options, &operations[i]))
+                status = bench_one(report, &operations[i], shape, "threads", threads, scalar);
+    return status;
+}
+
+/* ---- JSON ---- */
+
+static void machine_name(char *name, size_t bytes)
+{
+    char line[256];
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    snprintf(name, bytes, "unknown");
+    while (file && fgets(line, sizeof line, file)) {
+        const char *colon = strchr(line, ':');
+        if (strncmp(line, "model name", 10) != 0 || !colon)
+            continue;
+        snprintf(name, bytes, "%.*s", (int)strcspn(colon + 2, "\n"), colon + 2);
+        break;
+    }
+    if (file)
+        fclose(file);
+}
+
+static const char *compiler_name(void)
+{
+#if defined(__clang__)
+    return __VERSION__;
+#else
+    return "gcc " __VERSION__;
+#endif
+}
+
+static json_t *json_of_result(const struct bench_result *r)
+{
+    return json_pack("{s:s, s:s, s:s, s:I, s:I, s:i, s:f, s:f, s:f, s:f, s:f, s:f}", "operation", r->operation, "part",
+                     r->part, "model", r->model, "rows", (json_int_t)r->rows, "cols", (json_int_t)r->cols, "threads",
+                     r->threads, "gelem_s", bench_rate(r), "gb_s", gigabytes(r), "floor_share", r->floor / r->median,
+                     "scalar_ratio", r->scalar, "seconds", r->median, "spread", r->spread);
+}
+
+static enum cli_exit print_json(const struct report *report)
+{
+    char machine[256];
+    machine_name(machine, sizeof machine);
+    json_t *const streams = json_object(), *const results = json_array();
+    for (int s = 0; streams && s < BENCH_STREAMS; s++)
+        json_object_set_new(streams, bench_stream_names[s], json_real(report->streams[s] * 1e-9));
+    for (size_t i = 0; results && i < report->n; i++)
+        json_array_append_new(results, json_of_result(&report->results[i]));
+    json_t *const all =
+        json_pack("{s:s, s:s, s:s, s:s, s:i, s:i, s:o, s:o}", "version", nib_version(), "machine", machine, "compiler",
+                  compiler_name(), "isa", nib_isa(), "cpus", (int)sysconf(_SC_NPROCESSORS_ONLN), "threads",
+                  (int)report->options->threads, "memory_gb_s", streams, "results", results);
+    if (!all)
+        return out_of_memory();
+    const bool written = json_dumpf(all, stdout, JSON_INDENT(1) | JSON_REAL_PRECISION(6)) == 0 && putchar('\n') != EOF;
+    json_decref(all);
+    return written || ferror(stdout) ? CLI_FINE : out_of_memory(); /* main sees what could not be written */
+}
+
+/* ---- The command ---- */
+
+static bool parse_shape(const char *text, struct shape *out)
+{
+    char *end;
+    out->model = "given";
+    out->rows = strtol(text, &end, 10);
+    if (*end != 'x')
+        return false;
+    out->cols = strtol(end + 1, &end, 10);
+    return !*end && out->rows > 0 && out->cols > 0 && out->rows <= 1 << 20 && out->cols <= 1 << 20 &&
+           out->rows % 16 == 0 && out->cols % 16 == 0;
+}
+
+static enum cli_exit bench_all(struct report *report, const struct shape *only)
+{
+    const struct options *options = report->options;
+    measure_streams(report);
+    if (!options->json) {
+        for (int s = 0; s < BENCH_STREAMS; s++)
+            cli_print("memory %-20s %8.2f GB/s", bench_stream_names[s], report->streams[s] * 1e-9);
+        cli_print("%-27s %-12s %2s %9s %8s %7s %8s %8s", "operation", "shape", "th", "Gelem/s", "GB/s", "floor",
+                  "scalar", "spread");
+    }
+    json_t *const scalar = options->no_scalar ? json_object() : scalar_rates(options);
+    enum cli_exit status = bench_shapes(report, scalar, only ? only : options->quick ? &quick_shape : NULL);
+    if (status == CLI_FINE && !only)
+        status = bench_sizes(report, scalar);
+    if (status == CLI_FINE && !only)
+        status = bench_threads(report, scalar);
+    json_decref(scalar);
+    return status;
+}
+
+static enum cli_exit bench(const struct options *options)
+{
+    struct report report = { .options = options };
+    struct shape given;
+    if (options->shape && !parse_shape(options->shape, &given)) {
+        cli_error("bench: --shape takes ROWSxCOLS, two multiples of 16 up to 1048576, not '%s'", options->shape);
+        return CLI_FAILED;
+    }
+    if (options->shape && !fits(options, &given)) {
+        cli_error("bench: a shape of %s is beyond --size-limit %d", options->shape, (int)options->size_limit);
+        return CLI_FAILED;
+    }
+    enum cli_exit status = bench_all(&report, options->shape ? &given : NULL);
+    if (status == CLI_FINE && options->json)
+        status = print_json(&report);
+    if (status == CLI_FINE && options->svg && !bench_write_svg(options->svg, report.results, report.n)) {
+        cli_error("bench: cannot write '%s'", options->svg);
+        status = CLI_FAILED;
+    }
+    free(report.results);
+    return status;
+}
+
+static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
+{
+    struct options options = { .threads = 1, .size_limit = 256 << 20 };
+    const struct cli_option table[] = {
+        { 0, "json", CLI_FLAG, &options.json, NULL, "report in JSON", 0, 0 },
+        { 0, "quick", CLI_FLAG, &options.quick, NULL, "small sizes and few repetitions, to see that it works", 0, 0 },
+        { 0, "list", CLI_FLAG, &options.list, NULL, "only print the names of the operations", 0, 0 },
+        { 't', "threads", CLI_NUMBER, &options.threads, "N", "use N threads; by default one", 1, 256 },
+        { 0, "size-limit", CLI_NUMBER, &options.size_limit, "BYTES", "largest FP32 input; by default 256 MiB", 1 << 16,
+          INT32_MAX },
+        { 0, "shape", CLI_TEXT, &options.shape, "ROWSxCOLS", "only this shape", 0, 0 },
+        { 0, "no-scalar", CLI_FLAG, &options.no_scalar, NULL, "do not compare with the scalar kernels", 0, 0 },
+        { 0, "svg", CLI_TEXT, &options.svg, "FILE", "plot throughput against size and threads", 0, 0 },
+        { 0 }
+    };
+    int first;
+    const enum cli_parsed parsed = cli_parse(self, table, argc, argv, &first);
+    if (parsed != CLI_GO)
+        return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
+    options.filters = argv + first;
+    int wanted = 0;
+    for (int i = 0; i < OPERATIONS; i++) {
+        wanted += is_wanted(&options, &operations[i]);
+        if (options.list && is_wanted(&options, &operations[i]))
+            cli_print("%s", operations[i].name);
+    }
+    if (wanted == 0) {
+        cli_error("bench: no operation begins with '%s'; see nib bench --list", argv[first]);
+        return CLI_FAILED;
+    }
+    return options.list ? CLI_FINE : bench(&options);
+}
+
+const struct cli_command cli_bench = {
+    "bench", "[NAME]...", "measure how fast the library is on this machine",
+    "Measure the operations of the library, or those whose name begins with a NAME, on shapes from real models,\n"
+    "by size and by threads. In the same run: how fast memory is, and for each operation a loop that reads\n"
+    "and writes the same bytes and does nothing else. Columns: threads, 10^9 elements per second, 10^9 bytes\n"
+    "read and written per second, the share of that loop's speed, how often faster than the scalar kernels,\n"
+    "and the distance between the quartiles of the repetitions.\n\n"
+    "Exit status: 0 measured, 2 it could not be done.\n",
+    run
+};
