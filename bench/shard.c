@@ -151,7 +151,7 @@ static int run(int size, int block_rows, int64_t rows, const float *master)
 int main(int argc, char **argv)
 {
     const int64_t millions = argc > 1 ? strtoll(argv[1], NULL, 10) : 16;
-    const int64_t rows = millions * 1000000 / COLUMNS / PARAMETERS;
+    const int64_t rows = millions * 1000000 / COLUMNS / PARAMETERS / 16 * 16; /* whole blocks */
     if (rows < 1)
         return fprintf(stderr, "shard [MILLIONS OF ELEMENTS]\n"), 2;
     const size_t elements = (size_t)rows * COLUMNS * PARAMETERS;

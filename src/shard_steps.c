@@ -3,7 +3,7 @@
  * shard_steps.c - the steps of a sharded cast: amaxes of a piece, scales from the amaxes of all, codes of a piece.
  *
  * Work goes by bands of rows as high as a block, so that no two threads touch the same amax; and rows share no byte of
- * codes.
+ * codes. Bands of NVFP4 that a piece has whole go through the kernels of whole matrices, the others block by block.
  */
 #include "shard.h"
 
@@ -183,7 +183,7 @@ static void put_codes(const struct nib_copy_geometry *g, struct nib_code_place p
         put_code(g, place, line, i + k, codes[k]);
 }
 
-/* n numbers of a piece from element `first` of the parameter on, rounded to its nominal dtype. */
+/* n numbers of a piece from element `first` of the parameter on, as the master has them. */
 static void load_numbers(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
 {
     const nib_array *master = piece->master;
@@ -197,7 +197,12 @@ static void load_numbers(const struct nib_piece *piece, int64_t first, int64_t n
     else
         for (int64_t i = 0; i < n; i++)
             x[i] = nib_f32_from_bf16(((const uint16_t *)from)[at + i * step]);
-    for (int64_t i = 0; piece->t->dtype == NIB_BF16 && master->dtype != NIB_BF16 && i < n; i++)
+}
+
+/* To the parameter's nominal dtype. */
+static void round_numbers(const struct nib_piece *piece, int64_t n, float *x)
+{
+    for (int64_t i = 0; piece->t->dtype == NIB_BF16 && piece->master->dtype != NIB_BF16 && i < n; i++)
         x[i] = nib_f32_from_bf16(nib_bf16_from_f32(x[i]));
     for (int64_t i = 0; piece->t->dtype == NIB_F16 && i < n; i++)
         x[i] = nib_f32_from_f16(nib_f16_from_f32(x[i]));
@@ -221,10 +226,11 @@ struct walk {
     const void *scales;
     struct nib_code_place place;
     const struct nib_block_kernels *kernels;
+    nib_quantize_fn *quantize; /* of whole panels; NULL where they are not NVFP4's */
 };
 
 /* Calls body for the spans of the i-th band that has elements of the piece. */
-static void walk_band(struct walk *walk, int64_t i, void (*body)(struct walk *walk, const struct span *span))
+static void walk_band(struct walk *walk, int64_t i, void (*body)(struct walk *walk, struct span *span))
 {
     const struct nib_piece *piece = walk->piece;
     const int64_t cols = piece->t->geometry.cols, end = piece->start + piece->length;
@@ -256,26 +262,26 @@ static void run_walk(struct walk *walk, void (*body)(void *context, int64_t i))
 
 /* ---- Amaxes ---- */
 
-static float span_absmax(const struct span *span)
+/* Rounding keeps the order, so that the largest rounded number is the largest number rounded. */
+static float span_absmax(const struct walk *walk, const float *x, int64_t n)
 {
-    float m = 0;
-    for (int64_t i = 0; i < span->n; i++)
-        m = nib_abs(span->x[i]) > m ? nib_abs(span->x[i]) : m; /* NaNs do not count */
+    float m = nib_kernels_best()->absmax[NIB_F32](x, n);
+    round_numbers(walk->piece, 1, &m);
     return m;
 }
 
-static void amax_of_span(struct walk *walk, const struct span *span)
+static void amax_of_span(struct walk *walk, struct span *span)
 {
     const struct nib_grid *grid = walk->grid;
     if (!grid->coding.block) {
-        nib_raise_to(&walk->whole, span_absmax(span));
+        nib_raise_to(&walk->whole, span_absmax(walk, span->x, span->n));
     } else if (grid->coding.copy == NIB_ROWWISE) {
         float *amax = &walk->amaxes[cell_of(grid, span->row, span->col)];
-        *amax = nib_fmax(*amax, span_absmax(span));
+        *amax = nib_fmax(*amax, span_absmax(walk, span->x, span->n));
     } else { /* every element is in a line of its own */
         for (int64_t i = 0; i < span->n; i++) {
             float *amax = &walk->amaxes[cell_of(grid, span->col + i, span->row)];
-            *amax = nib_fmax(*amax, nib_abs(span->x[i]));
+            *amax = nib_fmax(*amax, span_absmax(walk, &span->x[i], 1));
         }
     }
 }
@@ -345,8 +351,9 @@ static void cast_run(const struct walk *walk, int64_t line, int64_t i, const flo
     put_codes(grid->geometry, walk->place, line, i, n, codes);
 }
 
-static void cast_span(struct walk *walk, const struct span *span)
+static void cast_span(struct walk *walk, struct span *span)
 {
+    round_numbers(walk->piece, span->n, span->x);
     if (walk->grid->coding.copy == NIB_ROWWISE) {
         cast_run(walk, span->row, span->col, span->x, span->n);
         return;
@@ -355,7 +362,65 @@ static void cast_span(struct walk *walk, const struct span *span)
         cast_run(walk, span->col + i, span->row, &span->x[i], 1);
 }
 
-static void cast_band(void *context, int64_t i) { walk_band(context, i, cast_span); }
+/* A panel of its own, whose codes and scales lie beside each other here. */
+enum { PANEL_ROWS = 16, PANEL_COLS = 256 };
+
+struct panel_stage {
+    _Alignas(64) float x[PANEL_ROWS * PANEL_COLS];
+    _Alignas(64) uint8_t codes[PANEL_ROWS * PANEL_COLS / 2];
+    _Alignas(64) uint8_t scales[PANEL_ROWS * PANEL_COLS / 16];
+};
+
+/* Whole blocks by the kernel that quantises whole matrices, which is the fastest there is. It finds scales by itself: they
+ * must be those of the reduction, or else somebody else had other numbers for these elements. False then. */
+static bool cast_panel(const struct walk *walk, int64_t row, int64_t rows, int64_t col, int64_t cols)
+{
+    const struct nib_piece *piece = walk->piece;
+    struct panel_stage stage;
+    for (int64_t r = 0; r < rows; r++)
+        load_numbers(piece, (row + r) * piece->t->geometry.cols + col, cols, stage.x + r * PANEL_COLS);
+    for (int64_t r = 0; r < rows; r++)
+        round_numbers(piece, cols, stage.x + r * PANEL_COLS);
+    const struct nib_copy_geometry local = { .lines = rows,
+                                             .length = cols,
+                                             .line_stride = PANEL_COLS / 2,
+                                             .blocks = nib_ceil_div(cols, 16),
+                                             .scale_line = PANEL_COLS / 16,
+                                             .scale_block = 1,
+                                             .lines_per_scale = 1,
+                                             .scale_bytes = 1,
+                                             .levels = 1 };
+    struct nib_coding coding = walk->grid->coding;
+    coding.origin_line += row;
+    coding.origin_block += col / 16;
+    const struct nib_panel panel = { .x = stage.x, .dtype = NIB_F32, .stride = PANEL_COLS, .rows = rows, .cols = cols };
+    const struct nib_target target = {
+        .codes = stage.codes, .scales = stage.scales, .geometry = &local, .levels = &walk->scaler->level
+    };
+    walk->quantize(&panel, &coding, &target);
+    const struct nib_copy_geometry *g = walk->grid->geometry;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t b = 0; b < local.blocks; b++)
+            if (nib_scale_load(&local, stage.scales, r, b) != nib_scale_load(g, walk->scales, row + r, col / 16 + b))
+                return false;
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(walk->place.codes + (byte_of(g, row + r, col) - walk->place.first), stage.codes + r * PANEL_COLS / 2,
+               (size_t)nib_ceil_div(cols, 2));
+    return true;
+}
+
+static void cast_band(void *context, int64_t i)
+{
+    struct walk *walk = context;
+    const struct nib_piece *piece = walk->piece;
+    const int64_t cols = piece->t->geometry.cols, row = (piece->start / cols / walk->band + i) * walk->band;
+    const int64_t rows = nib_min(walk->band, piece->t->geometry.rows - row);
+    bool done = walk->quantize && row * cols >= piece->start && (row + rows) * cols <= piece->start + piece->length;
+    for (int64_t col = 0; col < cols && done; col += PANEL_COLS)
+        done = cast_panel(walk, row, rows, col, nib_min(PANEL_COLS, cols - col));
+    if (!done)
+        walk_band(walk, i, cast_span);
+}
 
 void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, const float *amaxes, const float *scale,
                     struct nib_code_place place)
@@ -370,7 +435,8 @@ void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, 
                          .scaler = &scaler,
                          .scales = nib_tensor_memory(t, grid->coding.copy).scales,
                          .place = place,
-                         .kernels = nib_block_kernels_of(&t->q) };
+                         .kernels = nib_block_kernels_of(&t->q),
+                         .quantize = nib_format_of(&t->q)->nvfp4_options ? NIB_KERNEL(quantize, t->q.format) : NULL };
     run_walk(&walk, cast_band);
 }
 

@@ -553,6 +553,53 @@ TEST(delayed_scaling)
     free(x);
 }
 
+/* ---- Ranks that both claim all of it ---- */
+
+enum { BOTH_ROWS = 40, BOTH_COLS = 300 };
+
+/* Scales are those of the reduction, whatever a rank's own numbers would have. */
+static int claim_all(const nib_comm *comm, void *context)
+{
+    const uint64_t seed = 0;
+    int faults = 0;
+    float *x = context;
+    const int64_t n = BOTH_ROWS * BOTH_COLS;
+    nib_quantizer q = square_options();
+    q.columnwise = 0;
+    nib_tensor *t = NULL, *steps = NULL;
+    nib_array master;
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(BOTH_ROWS, BOTH_COLS), &t));
+    CASE_OK(nib_tensor_clone(t, &steps));
+    CASE_OK(nib_array_init(&master, x + comm->rank * n, NIB_F32, 1, &n));
+    const nib_array *list = &master;
+    const int64_t start = 0;
+    CASE_OK(nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, comm, NULL));
+    float amaxes[2][3 * 19];
+    for (int r = 0; r < 2; r++) {
+        CASE_OK(nib_array_init(&master, x + r * n, NIB_F32, 1, &n));
+        CASE_OK(nib_partial_amax(steps, NIB_ROWWISE, &master, 0, amaxes[r]));
+    }
+    for (int i = 0; i < 3 * 19; i++)
+        amaxes[0][i] = amaxes[0][i] > amaxes[1][i] ? amaxes[0][i] : amaxes[1][i];
+    CASE_OK(nib_block_scales(steps, NIB_ROWWISE, amaxes[0]));
+    for (int64_t at = 0; at < n; at += 299) { /* never a whole block of rows */
+        const int64_t length = n - at < 299 ? n - at : 299;
+        CASE_OK(nib_array_init(&master, x + comm->rank * n + at, NIB_F32, 1, &length));
+        CASE_OK(nib_partial_cast(steps, NIB_ROWWISE, &master, at, amaxes[0], NULL));
+    }
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        CASE_CHECK(case_same_part(t, steps, (nib_part)part), "part %d differs", part);
+    nib_tensor_destroy(t), nib_tensor_destroy(steps);
+    return faults;
+}
+
+TEST(pieces_that_overlap)
+{
+    float *x = normal_numbers(2 * BOTH_ROWS * BOTH_COLS);
+    CHECK(team_run(2, claim_all, x) == 0);
+    free(x);
+}
+
 /* ---- FP4 helpers ---- */
 
 TEST(helpers)

@@ -1,3 +1,4 @@
+#!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # libnib_mpi over MPICH: any MPI-3 should do, and two are more than one.
 
