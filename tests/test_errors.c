@@ -7,6 +7,8 @@
  */
 #define _GNU_SOURCE
 #include "test.h"
+#include "test_alloc.h"
+#include "test_folder.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -25,27 +27,6 @@ int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
 /* What outputs hold before a call that fails, and so afterwards. */
 static char sentinel[1];
 #define UNTOUCHED ((void *)sentinel)
-
-/* ---- Failing allocations ---- */
-
-#ifdef NIB_TEST_WRAP_ALLOC
-static long allocations_left = -1; /* the one that finds 0 here fails; below 0 none does */
-
-void *__real_aligned_alloc(size_t alignment, size_t bytes);
-void *__real_realloc(void *memory, size_t bytes);
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
-void *__wrap_realloc(void *memory, size_t bytes);
-
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
-{
-    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_aligned_alloc(alignment, bytes);
-}
-
-void *__wrap_realloc(void *memory, size_t bytes)
-{
-    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_realloc(memory, bytes);
-}
-#endif
 
 /* ---- Helpers ---- */
 
@@ -908,31 +889,18 @@ TEST(scales)
 
 /* ---- Files ---- */
 
-static char folder[64], path[128];
+/* The one file of these tests. */
+static char path[128];
 
-static void remove_folder(void)
+static void make_path(void)
 {
-    unlink(path);
-    rmdir(folder);
-}
-
-static void make_folder(void)
-{
-    if (folder[0])
-        return;
-    const char *tmp = getenv("TMPDIR");
-    snprintf(folder, sizeof folder, "%.40s/nib-test-XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    if (!mkdtemp(folder)) {
-        fprintf(stderr, "no folder for the test's files\n");
-        exit(2);
-    }
+    make_folder();
     snprintf(path, sizeof path, "%s/errors.safetensors", folder);
-    atexit(remove_folder);
 }
 
 TEST(files)
 {
-    make_folder();
+    make_path();
     const nib_quantizer q = plain();
     nib_tensor *t = some(&q, SHAPE(16, 16)), *out = UNTOUCHED;
     nib_writer *writer = UNTOUCHED;
@@ -1263,7 +1231,7 @@ static nib_status write_whole(const nib_tensor *t)
 
 TEST(allocations_fail_in_files)
 {
-    make_folder();
+    make_path();
     const nib_quantizer q = plain();
     nib_tensor *t = some(&q, SHAPE(16, 16)), *out = UNTOUCHED;
     nib_file *file = UNTOUCHED;
@@ -1280,7 +1248,7 @@ TEST(allocations_fail_in_files)
 /* After a declaration that failed the writer is only fit to be destroyed: no file comes of it. */
 TEST(declaration_without_memory)
 {
-    make_folder();
+    make_path();
     const nib_quantizer q = plain();
     nib_tensor *t = some(&q, SHAPE(16, 16));
     unlink(path); /* of an earlier test */

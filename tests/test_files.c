@@ -4,52 +4,16 @@
  * edited.
  */
 #define _GNU_SOURCE
-#include "test.h"
-
-#include <dirent.h>
+#include "test_folder.h"
 
 #define SHAPE(...) \
     (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
-
-/* ---- A folder of our own ---- */
-
-static char folder[64];
-
-static int count_files(bool remove_them)
-{
-    DIR *listing = opendir(folder);
-    int count = 0;
-    if (!listing)
-        return -1;
-    for (struct dirent *item; (item = readdir(listing));)
-        if (strcmp(item->d_name, ".") != 0 && strcmp(item->d_name, "..") != 0) {
-            count++;
-            if (remove_them)
-                unlinkat(dirfd(listing), item->d_name, 0);
-        }
-    closedir(listing);
-    return count;
-}
-
-static void remove_folder(void)
-{
-    count_files(true);
-    rmdir(folder);
-}
 
 /* The path of a file in the folder: the same pointer for the same name. */
 static const char *at(const char *name)
 {
     static char paths[32][256];
-    if (!folder[0]) {
-        const char *tmp = getenv("TMPDIR");
-        snprintf(folder, sizeof folder, "%.40s/nib-test-XXXXXX", tmp && *tmp ? tmp : "/tmp");
-        if (!mkdtemp(folder)) {
-            fprintf(stderr, "no folder for the test's files\n");
-            exit(2);
-        }
-        atexit(remove_folder);
-    }
+    make_folder();
     int i = 0;
     while (paths[i][0] && strcmp(strrchr(paths[i], '/') + 1, name) != 0)
         i++;

@@ -7,8 +7,9 @@
  */
 #define _GNU_SOURCE
 #include "test.h"
+#include "test_alloc.h"
+#include "test_folder.h"
 
-#include <dirent.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -25,46 +26,12 @@
 #define SANITIZED 0
 #endif
 
-/* ---- A folder of our own ---- */
-
-static char folder[64];
-
-static int count_files(bool remove_them)
-{
-    DIR *listing = opendir(folder);
-    int count = 0;
-    if (!listing)
-        return -1;
-    for (struct dirent *item; (item = readdir(listing));)
-        if (strcmp(item->d_name, ".") != 0 && strcmp(item->d_name, "..") != 0) {
-            count++;
-            if (remove_them)
-                unlinkat(dirfd(listing), item->d_name, 0);
-        }
-    closedir(listing);
-    return count;
-}
-
-static void remove_folder(void)
-{
-    count_files(true);
-    rmdir(folder);
-}
-
 /* The path of a file in the folder, in one of four buffers. */
 static const char *at(const char *name)
 {
     static char paths[4][256];
     static int next;
-    if (!folder[0]) {
-        const char *tmp = getenv("TMPDIR");
-        snprintf(folder, sizeof folder, "%.40s/nib-test-XXXXXX", tmp && *tmp ? tmp : "/tmp");
-        if (!mkdtemp(folder)) {
-            fprintf(stderr, "no folder for the test's files\n");
-            exit(2);
-        }
-        atexit(remove_folder);
-    }
+    make_folder();
     char *path = paths[next++ % 4];
     snprintf(path, sizeof paths[0], "%s/%s", folder, name);
     return path;
@@ -144,27 +111,6 @@ static void check_refused(int line, const char *path, const char *words)
 /* An entry of one byte with other fields; and an entry whose dims or offsets are given. */
 #define U8_1 "\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]"
 #define ENTRY(dtype, shape, offsets) "{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
-
-/* ---- Failing allocations ---- */
-
-#ifdef NIB_TEST_WRAP_ALLOC
-static long allocations_left = -1; /* the one that finds 0 here fails; below 0 none does */
-
-void *__real_aligned_alloc(size_t alignment, size_t bytes);
-void *__real_realloc(void *memory, size_t bytes);
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
-void *__wrap_realloc(void *memory, size_t bytes);
-
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
-{
-    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_aligned_alloc(alignment, bytes);
-}
-
-void *__wrap_realloc(void *memory, size_t bytes)
-{
-    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_realloc(memory, bytes);
-}
-#endif
 
 /* ---- Reading: what is accepted ---- */
 
@@ -861,9 +807,9 @@ TEST(write_refused)
     CHECK_FAILS(nib_writer_declare(NULL, "x", NIB_U8, 0, NULL), NIB_ERR_ARG, "writer is NULL");
     CHECK_FAILS(nib_writer_commit(NULL), NIB_ERR_ARG, "writer is NULL");
     CHECK_FAILS(nib_writer_write(writer, "c", 0, "x", 1), NIB_ERR_ARG, "tensor \"c\": it was not declared");
-    CHECK_FAILS(nib_writer_write(writer, "a", 0, "xxx", 3), NIB_ERR_ARG,
+    CHECK_FAILS(nib_writer_write(writer, "a", 0, "abc", 3), NIB_ERR_ARG,
                 "3 bytes from byte 0 are not within its 2 bytes");
-    CHECK_FAILS(nib_writer_write(writer, "a", UINT64_MAX, "xxx", 3), NIB_ERR_ARG, "not within");
+    CHECK_FAILS(nib_writer_write(writer, "a", UINT64_MAX, "abc", 3), NIB_ERR_ARG, "not within");
     CHECK_FAILS(nib_writer_write(writer, "a", 0, NULL, 2), NIB_ERR_ARG, "data is NULL");
     CHECK_OK(DECLARE(writer, "late", NIB_U8, 0)); /* refused writes end nothing */
     CHECK_OK(nib_writer_write(writer, "a", 0, "", 0));

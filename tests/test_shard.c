@@ -9,28 +9,10 @@
 #include "team.h"
 
 #include "shard_cases.h"
+#include "test_alloc.h"
 
 #define SHAPE(...) \
     (const int64_t[]) { __VA_ARGS__ }
-
-#ifdef NIB_TEST_WRAP_ALLOC
-static _Thread_local long allocations_left = -1; /* the one that finds 0 here fails; below 0 none does */
-
-void *__real_aligned_alloc(size_t alignment, size_t bytes);
-void *__real_realloc(void *memory, size_t bytes);
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
-void *__wrap_realloc(void *memory, size_t bytes);
-
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
-{
-    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_aligned_alloc(alignment, bytes);
-}
-
-void *__wrap_realloc(void *memory, size_t bytes)
-{
-    return allocations_left >= 0 && allocations_left-- == 0 ? NULL : __real_realloc(memory, bytes);
-}
-#endif
 
 static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *shape)
 {

@@ -5,31 +5,9 @@
  * Built with NIB_TEST_WRAP_ALLOC it also counts allocations.
  */
 #include "test.h"
+#include "test_alloc.h"
 
 #include <math.h>
-
-/* ---- Counting allocations ---- */
-
-#ifdef NIB_TEST_WRAP_ALLOC
-static long allocations;
-
-void *__real_aligned_alloc(size_t alignment, size_t bytes);
-void *__real_realloc(void *memory, size_t bytes);
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
-void *__wrap_realloc(void *memory, size_t bytes);
-
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
-{
-    allocations++;
-    return __real_aligned_alloc(alignment, bytes);
-}
-
-void *__wrap_realloc(void *memory, size_t bytes)
-{
-    allocations++;
-    return __real_realloc(memory, bytes);
-}
-#endif
 
 /* ---- Helpers ---- */
 
