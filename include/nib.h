@@ -563,9 +563,22 @@ NIB_API nib_status nib_amax_grid(const nib_tensor *t, nib_copy copy, int64_t *ro
 /* The grid of a piece; blocks of which it has nothing are 0. The maximum over all pieces is the grid of the whole. */
 NIB_API nib_status nib_partial_amax(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
                                     float *amaxes);
-/* Level and scales of a copy from the grid of the whole: written to all rows that share them, padding zero. */
+/* Level and scales of a copy from the grid of the whole: written to all rows that share them, padding zero. MODE for
+ * four-over-six and sweep, whose scales take more than amaxes. */
 NIB_API nib_status nib_block_scales(nib_tensor *t, nib_copy copy, const float *amaxes);
-/* The codes of a piece, after nib_block_scales with the same grid; into `shard` (as in nib_master_options) or, NULL,
+/* The fewest elements around start..start+length-1 that are whole blocks side by side: blocks of 16 in a row with 1x16,
+ * whole bands of 16 rows with 16x16. */
+NIB_API nib_status nib_whole_blocks(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, int64_t *first,
+                                    int64_t *count);
+/* Four-over-six and sweep: the codes of the scales of the whole blocks (in the sense of nib_whole_blocks) that a piece
+ * has, 0 for the others; as a grid like the amaxes, which are those of the whole. So that every block is in some
+ * piece, the caller brings the elements of divided blocks together first: a piece may hold elements of neighbours. The
+ * maximum over all pieces is the grid of the whole. */
+NIB_API nib_status nib_partial_scales(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+                                      const float *amaxes, uint8_t *scales);
+/* nib_block_scales for them. */
+NIB_API nib_status nib_chosen_scales(nib_tensor *t, nib_copy copy, const float *amaxes, const uint8_t *scales);
+/* The codes of a piece, after nib_block_scales (or nib_chosen_scales) with the same grid; into `shard` (as in nib_master_options) or, NULL,
  * the tensor. */
 NIB_API nib_status nib_partial_cast(nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
                                     const float *amaxes, const nib_array *shard);

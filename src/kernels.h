@@ -99,7 +99,8 @@ const struct nib_kernels *nib_kernels_best(void);
          : nib_kernels_best()->operation[NIB_ANY_FORMAT])
 
 /* What the scalar kernels do to one block, for blocks that are not in one place: amax and elements come from elsewhere.
- * Only for NIB_SCALE_RTN, which needs no more than the amax. No instruction set has its own. */
+ * The scale is that of NIB_SCALE_RTN, which needs no more than the amax; codes follow from any. No instruction set has
+ * its own. */
 struct nib_block_kernels {
     /* The block's scale. */
     nib_scale_bits (*scale)(float block_amax, const struct nib_scaler *scaler, const struct nib_coding *coding);

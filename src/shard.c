@@ -3,7 +3,8 @@
  * shard.c - master weights: many parameters, many ranks, one reduction.
  *
  * First everything is checked and all memory is had; then the ranks agree that this went well everywhere; then amaxes
- * are reduced; and only then is anything written. From there on nothing can fail.
+ * are reduced, and scales exchanged that do not follow from them; and only then is anything written. From there on
+ * nothing can fail.
  */
 #include "shard.h"
 
@@ -18,6 +19,7 @@ struct parameter {
     const float *scale; /* delayed scaling */
     float *amax_seen;
     int64_t amaxes[2]; /* where the amaxes of each copy begin among all; -1: it is not cast */
+    int64_t scales;    /* where its chosen scales begin among all; -1: they follow from the amaxes */
 };
 
 struct plan {
@@ -25,6 +27,11 @@ struct plan {
     size_t n;
     float *amaxes;
     int64_t amax_count;
+    struct nib_choices choices;
+    size_t choice_count;
+    uint8_t *scales; /* that were chosen, and the levels for it */
+    float *levels;
+    int64_t scale_count, level_count;
     bool manual;
     uint64_t key; /* equal on ranks that want the same */
 };
@@ -70,7 +77,8 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
     const nib_master_options *o = lists->options;
     *p = (struct parameter){ .t = t,
                              .scale = o->scales ? o->scales[i] : NULL,
-                             .amax_seen = o->amax_seen ? o->amax_seen[i] : NULL };
+                             .amax_seen = o->amax_seen ? o->amax_seen[i] : NULL,
+                             .scales = -1 };
     TRY(nib_check_castable(t));
     TRY(nib_piece_init("its master", t, lists->masters[i], lists->starts[i], &p->piece));
     TRY(check_delayed(t, p->scale, p->amax_seen));
@@ -89,6 +97,12 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
         const struct nib_grid grid = nib_grid_of(t, (nib_copy)copy);
         p->amaxes[copy] = plan->amax_count;
         plan->amax_count += grid.rows * grid.cols; /* at most as many as bytes of scales, which were seen to fit */
+        if (nib_scales_are_chosen(t)) {
+            p->scales = plan->scale_count;
+            plan->scale_count += grid.rows * grid.cols;
+            plan->level_count += grid.geometry->levels;
+            plan->choice_count++;
+        }
     }
     for (size_t other = 0; other < i; other++)
         if (plan->parameters[other].t == t)
@@ -117,12 +131,39 @@ static nib_status check_lists(const struct lists *lists)
 
 static void free_plan(struct plan *plan)
 {
+    nib_choices_free(&plan->choices);
     nib_free(plan->parameters);
     nib_free(plan->amaxes);
+    nib_free(plan->scales);
+    nib_free(plan->levels);
+}
+
+/* Memory for scales that are chosen, and who they belong to. */
+static nib_status plan_choices(struct plan *plan, int size)
+{
+    TRY(nib_choices_create(plan->choice_count, size, &plan->choices));
+    plan->scales = nib_alloc((size_t)plan->scale_count);
+    plan->levels = nib_alloc((size_t)plan->level_count * sizeof *plan->levels);
+    if (!plan->scales || !plan->levels)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for %lld scales", (long long)plan->scale_count);
+    float *levels = plan->levels;
+    for (size_t i = 0, k = 0; i < plan->n; i++) {
+        const struct parameter *p = &plan->parameters[i];
+        if (p->scales < 0)
+            continue;
+        plan->choices.list[k++] = (struct nib_choice){ .piece = &p->piece,
+                                                       .grid = nib_grid_of(p->t, NIB_ROWWISE),
+                                                       .index = i,
+                                                       .amaxes = plan->amaxes + p->amaxes[NIB_ROWWISE],
+                                                       .levels = levels,
+                                                       .scales = plan->scales + p->scales };
+        levels += p->t->geometry.copy[NIB_ROWWISE].levels;
+    }
+    return NIB_OK;
 }
 
 /* All that can fail on one rank alone. */
-static nib_status make_plan(const struct lists *lists, struct plan *plan)
+static nib_status make_plan(const struct lists *lists, int size, struct plan *plan)
 {
     TRY(check_lists(lists));
     plan->n = lists->n_params;
@@ -136,10 +177,15 @@ static nib_status make_plan(const struct lists *lists, struct plan *plan)
     plan->amaxes = nib_alloc((size_t)plan->amax_count * sizeof *plan->amaxes);
     if (!plan->amaxes)
         return nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)plan->amax_count);
-    return NIB_OK;
+    return plan->choice_count ? plan_choices(plan, size) : NIB_OK;
 }
 
 /* ---- Doing it ---- */
+
+/* An amax that only a block without elements keeps: where the reduction leaves it, no rank has any of the block. */
+static const float nobodys = -1;
+
+static bool is_empty(const nib_tensor *t) { return t->geometry.rows == 0 || t->geometry.cols == 0; }
 
 static void find_amaxes(const struct plan *plan)
 {
@@ -148,8 +194,29 @@ static void find_amaxes(const struct plan *plan)
             if (plan->parameters[i].amaxes[copy] >= 0) {
                 const struct parameter *p = &plan->parameters[i];
                 const struct nib_grid grid = nib_grid_of(p->t, (nib_copy)copy);
-                nib_piece_amax(&p->piece, &grid, plan->amaxes + p->amaxes[copy]);
+                nib_piece_amax(&p->piece, &grid, is_empty(p->t) ? 0 : nobodys, plan->amaxes + p->amaxes[copy]);
             }
+}
+
+/* The same on all ranks, since the amaxes are. */
+static nib_status check_owned(const struct plan *plan)
+{
+    for (size_t i = 0; i < plan->n; i++)
+        for (int copy = 0; copy < 2; copy++) {
+            const struct parameter *p = &plan->parameters[i];
+            if (p->amaxes[copy] < 0)
+                continue;
+            const struct nib_grid grid = nib_grid_of(p->t, (nib_copy)copy);
+            const float *amaxes = plan->amaxes + p->amaxes[copy];
+            for (int64_t cell = 0; cell < grid.rows * grid.cols; cell++)
+                if (amaxes[cell] < 0)
+                    return nib_fail(NIB_ERR_SHAPE,
+                                    "parameter %zu: no rank has an element of its %s block (%lld, %lld), and its codes "
+                                    "would stay as they were",
+                                    i, nib_copy_name((nib_copy)copy), (long long)(cell / grid.cols),
+                                    (long long)(cell % grid.cols));
+        }
+    return NIB_OK;
 }
 
 static void cast_parameter(const struct plan *plan, const struct parameter *p)
@@ -160,7 +227,7 @@ static void cast_parameter(const struct plan *plan, const struct parameter *p)
             continue;
         const struct nib_grid grid = nib_grid_of(t, (nib_copy)copy);
         const float *amaxes = plan->amaxes + p->amaxes[copy];
-        nib_write_scales(t, &grid, amaxes, p->scale);
+        nib_write_scales(t, &grid, amaxes, p->scale, p->scales < 0 ? NULL : plan->scales + p->scales);
         nib_piece_cast(&p->piece, &grid, amaxes, p->scale, p->place[copy]);
         if (p->amax_seen && copy == NIB_ROWWISE)
             *p->amax_seen = nib_fmax(*p->amax_seen, *amaxes); /* one per tensor, as check_delayed saw */
@@ -174,14 +241,17 @@ static void cast_parameter(const struct plan *plan, const struct parameter *p)
         nib_tensor_drop(t, NIB_COLUMNWISE);
 }
 
-static nib_status run_plan(const struct plan *plan, const nib_comm *comm)
+static nib_status run_plan(struct plan *plan, const nib_comm *comm)
 {
+    TRY(nib_choices_meet(comm, &plan->choices));
     find_amaxes(plan);
     const nib_status reduced =
         plan->amax_count ? comm->allreduce_max_f32(comm->context, plan->amaxes, (size_t)plan->amax_count) : NIB_OK;
     if (reduced)
         return nib_fail(NIB_ERR_COMM, "the reduction of %lld amaxes over %d ranks failed: %s",
                         (long long)plan->amax_count, comm->size, nib_status_name(reduced));
+    TRY(check_owned(plan));
+    TRY(nib_choices_make(comm, &plan->choices));
     for (size_t i = 0; i < plan->n; i++)
         cast_parameter(plan, &plan->parameters[i]);
     return NIB_OK;
@@ -195,7 +265,7 @@ static nib_status quantize_lists(const struct lists *lists, const nib_comm *comm
     checked.options = lists->options ? lists->options : &none;
     struct plan plan = { 0 };
     if (!status)
-        status = make_plan(&checked, &plan);
+        status = make_plan(&checked, comm->size, &plan);
     status = nib_agree(comm, status, plan.key);
     if (!status)
         status = run_plan(&plan, comm);

@@ -23,6 +23,30 @@ struct nib_grid {
 
 struct nib_grid nib_grid_of(const nib_tensor *t, nib_copy copy);
 
+/* The number of the amax that an element of a rowwise copy belongs to. */
+int64_t nib_grid_cell(const nib_tensor *t, const struct nib_grid *grid, int64_t element);
+
+/* The level, or those of the rows, that the amaxes of a whole copy come to. */
+void nib_grid_levels(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, float *levels);
+
+/* Whether it takes all numbers of a block to choose its scale, not only their amax. */
+bool nib_scales_are_chosen(const nib_tensor *t);
+
+struct nib_range {
+    int64_t start, length;
+};
+
+/* The fewest elements side by side around one that are whole blocks: a block in a row; or rows, as many as a block is
+ * high. */
+struct nib_range nib_stretch_of(const nib_tensor *t, const struct nib_grid *grid, int64_t element);
+
+/* Where a piece of the elements is cut into what lies in stretches that others share, before `whole` and from whole_end
+ * on, and whole stretches between. */
+struct nib_cut {
+    int64_t whole, whole_end;
+};
+struct nib_cut nib_cut_of(const nib_tensor *t, const struct nib_grid *grid, struct nib_range range);
+
 /* Where the codes of a cast go: the whole copy (first 0), or a buffer that begins with byte `first` of it. */
 struct nib_code_place {
     uint8_t *codes;
@@ -44,11 +68,55 @@ nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array
 nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
                                 const nib_array *shard, struct nib_code_place *out);
 
-/* The three steps; arguments are checked. A scale (delayed scaling) stands in for the one that the amaxes give. */
-void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, float *amaxes);
-void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *amaxes, const float *scale);
+/* n numbers of a piece from element `first` of the parameter on, in its nominal dtype. */
+void nib_piece_load(const struct nib_piece *piece, int64_t first, int64_t n, float *x);
+
+/* The steps; arguments are checked. Blocks of which the piece has nothing get the amax `none`. A scale (delayed
+ * scaling) stands in for the one that the amaxes give, and codes that were chosen for the scales of blocks. choose
+ * writes those of the piece's whole stretches, and nothing else. */
+void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, float none, float *amaxes);
+void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *levels, uint8_t *scales);
+void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *amaxes, const float *scale,
+                      const uint8_t *chosen);
 void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, const float *amaxes, const float *scale,
                     struct nib_code_place place);
+
+/* Who has which elements. */
+struct nib_owner {
+    struct nib_range range;
+    int rank;
+};
+
+/* The ranks in the order of their elements, rank r having ranges[r * stride]; SHAPE unless they make up the tensor. */
+nib_status nib_order_owners(const nib_tensor *t, const struct nib_range *ranges, size_t stride, int size,
+                            struct nib_owner *owners);
+
+/* A parameter whose scales are chosen from all numbers of a block; memory is its owner's. */
+struct nib_choice {
+    const struct nib_piece *piece;
+    struct nib_grid grid;
+    size_t index; /* among the caller's parameters */
+    const float *amaxes;
+    float *levels;
+    uint8_t *scales; /* one per amax: the result, the same on all ranks */
+};
+
+/* All of them in a call. create gets memory and is followed by filling in the list; meet tells the ranks of each other's
+ * pieces, checks them, and gets the rest of the memory; make does the work once amaxes are reduced, and fails only where
+ * the communicator does. meet and make are collective. */
+struct nib_choices {
+    struct nib_choice *list;
+    size_t n;
+    struct nib_range *own, *ranges; /* by rank, then by parameter */
+    struct nib_owner *owners;       /* of one parameter */
+    size_t *counts, *at;            /* bytes of each rank's message, and where to read on */
+    uint8_t *mine, *all;
+    float *stretch;
+};
+nib_status nib_choices_create(size_t n, int size, struct nib_choices *out);
+nib_status nib_choices_meet(const nib_comm *comm, struct nib_choices *choices);
+nib_status nib_choices_make(const nib_comm *comm, struct nib_choices *choices);
+void nib_choices_free(struct nib_choices *choices);
 
 /* Bytes first..first+count-1 of the codes hold elements start..start+length-1 of the flattened tensor. */
 nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_copy copy, int64_t start, int64_t length);

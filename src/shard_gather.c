@@ -12,19 +12,17 @@
 
 /* ---- The codes of one parameter ---- */
 
-struct range {
-    int64_t start, length;
-};
-
 struct gather {
-    struct range *ranges; /* by rank */
-    size_t *counts;       /* bytes, by rank */
-    uint8_t *all;         /* side by side */
+    struct nib_range *ranges; /* by rank */
+    struct nib_owner *owners; /* by element */
+    size_t *counts;           /* bytes, by rank */
+    uint8_t *all;             /* side by side */
 };
 
 static void free_gather(struct gather *gather)
 {
     nib_free(gather->ranges);
+    nib_free(gather->owners);
     nib_free(gather->counts);
     nib_free(gather->all);
 }
@@ -50,40 +48,17 @@ static nib_status check_own(const nib_tensor *t, nib_copy copy, int64_t start, i
         return nib_fail(NIB_ERR_USAGE, "the tensor has no %s copy", nib_copy_name(copy));
     TRY(nib_check_code_place("the shard", t, copy, start, length, shard, place));
     gather->ranges = nib_alloc((size_t)comm->size * sizeof *gather->ranges);
+    gather->owners = nib_alloc((size_t)comm->size * sizeof *gather->owners);
     gather->counts = nib_alloc((size_t)comm->size * sizeof *gather->counts);
-    return gather->ranges && gather->counts ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory for %d ranges", comm->size);
-}
-
-/* The range that begins at an element, or -1. */
-static int range_at(const struct range *ranges, int size, int64_t start)
-{
-    for (int r = 0; r < size; r++)
-        if (ranges[r].length > 0 && ranges[r].start == start)
-            return r;
-    return -1;
+    return gather->ranges && gather->owners && gather->counts
+               ? NIB_OK
+               : nib_fail(NIB_ERR_MEMORY, "no memory for %d ranges", comm->size);
 }
 
 /* Every rank sees all ranges, so that all come to the same. */
-static nib_status check_cover(const nib_tensor *t, const struct range *ranges, int size)
-{
-    const int64_t elements = t->geometry.rows * t->geometry.cols;
-    int64_t at = 0, sum = 0;
-    for (int r = 0; r < size; r++)
-        sum += ranges[r].length; /* each is at most the tensor's elements, of which there are fewer than 2^59 */
-    for (int r = 0; at < elements; at += ranges[r].length) {
-        r = range_at(ranges, size, at);
-        if (r < 0)
-            return nib_fail(NIB_ERR_SHAPE, "no rank's elements begin at %lld, where another's end", (long long)at);
-    }
-    if (sum != elements)
-        return nib_fail(NIB_ERR_SHAPE, "the ranks have %lld elements of %lld: some overlap", (long long)sum,
-                        (long long)elements);
-    return NIB_OK;
-}
-
 static nib_status plan_bytes(const nib_tensor *t, nib_copy copy, bool merge, int size, struct gather *gather)
 {
-    TRY(check_cover(t, gather->ranges, size));
+    TRY(nib_order_owners(t, gather->ranges, 1, size, gather->owners));
     size_t total = 0;
     for (int r = 0; r < size; r++) {
         const nib_byte_range range =
@@ -148,7 +123,8 @@ static nib_status gather_param(nib_tensor *t, nib_copy copy, int64_t start, int6
                       (uint64_t)t->q.format);
     status = nib_agree(comm, status, key);
     if (!status)
-        status = exchange(comm, &(struct range){ start, length }, sizeof(struct range), gather.ranges, gather.counts);
+        status = exchange(comm, &(struct nib_range){ start, length }, sizeof(struct nib_range), gather.ranges,
+                          gather.counts);
     if (!status)
         status = nib_agree(comm, plan_bytes(t, copy, merge, comm->size, &gather), 0);
     if (!status)

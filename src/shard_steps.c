@@ -30,12 +30,17 @@ static int64_t cell_of(const struct nib_grid *grid, int64_t line, int64_t i)
     return grid->coding.block ? line / grid->coding.tile_lines * grid->cols + i / grid->coding.block : 0;
 }
 
-/* What the amaxes of a whole copy, or a scale instead, come to. */
-static struct nib_scaler scaler_of(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes,
+int64_t nib_grid_cell(const nib_tensor *t, const struct nib_grid *grid, int64_t element)
+{
+    return cell_of(grid, element / t->geometry.cols, element % t->geometry.cols);
+}
+
+/* What n amaxes, or a scale instead, come to: those of a whole copy, or of a row that has a level of its own. */
+static struct nib_scaler scaler_of(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, int64_t n,
                                    const float *scale)
 {
     float amax = 0;
-    for (int64_t i = 0; i < grid->rows * grid->cols; i++)
+    for (int64_t i = 0; i < n; i++)
         amax = nib_fmax(amax, amaxes[i]);
     struct nib_scaler scaler = { .level = 1, .encode = 1 };
     if (scale) {
@@ -46,6 +51,54 @@ static struct nib_scaler scaler_of(const nib_tensor *t, const struct nib_grid *g
     }
     grid->coding.dialect->prepare(&scaler, &grid->coding.rules);
     return scaler;
+}
+
+static struct nib_scaler scaler_of_all(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes,
+                                       const float *scale)
+{
+    const nib_fpenv saved = nib_fpenv_enter();
+    const struct nib_scaler scaler = scaler_of(t, grid, amaxes, grid->rows * grid->cols, scale);
+    nib_fpenv_leave(saved);
+    return scaler;
+}
+
+void nib_grid_levels(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, float *levels)
+{
+    const int64_t n = grid->geometry->levels, cells = grid->rows * grid->cols;
+    const nib_fpenv saved = nib_fpenv_enter();
+    for (int64_t i = 0; i < n; i++)
+        levels[i] = t->q.row_scaled ? scaler_of(t, grid, amaxes + i * grid->cols, grid->cols, NULL).level
+                                    : scaler_of(t, grid, amaxes, cells, NULL).level;
+    nib_fpenv_leave(saved);
+}
+
+bool nib_scales_are_chosen(const nib_tensor *t) { return t->q.scale_rule != NIB_SCALE_RTN; }
+
+struct nib_range nib_stretch_of(const nib_tensor *t, const struct nib_grid *grid, int64_t element)
+{
+    const int64_t rows = t->geometry.rows, cols = t->geometry.cols, row = element / cols, block = grid->coding.block;
+    const bool rowwise = grid->coding.copy == NIB_ROWWISE;
+    if (!block)
+        return (struct nib_range){ 0, rows * cols };
+    if (rowwise && grid->coding.tile_lines == 1) {
+        const int64_t col = element % cols / block * block;
+        return (struct nib_range){ row * cols + col, nib_min(block, cols - col) };
+    }
+    const int64_t band = rowwise ? grid->coding.tile_lines : block, first = row / band * band;
+    return (struct nib_range){ first * cols, nib_min(band, rows - first) * cols };
+}
+
+struct nib_cut nib_cut_of(const nib_tensor *t, const struct nib_grid *grid, struct nib_range range)
+{
+    const int64_t end = range.start + range.length;
+    struct nib_cut cut = { range.start, range.start };
+    if (range.length == 0)
+        return cut;
+    const struct nib_range first = nib_stretch_of(t, grid, range.start), last = nib_stretch_of(t, grid, end - 1);
+    if (first.start < range.start || first.start + first.length > end)
+        cut.whole = nib_min(end, first.start + first.length);
+    cut.whole_end = last.start + last.length == end ? end : nib_max(cut.whole, last.start);
+    return cut;
 }
 
 /* ---- Checks ---- */
@@ -67,12 +120,8 @@ nib_status nib_check_castable(const nib_tensor *t)
     } rules[] = {
         { !nib_tensor_has(t, NIB_ROWWISE), NIB_ERR_USAGE, "it has no rowwise copy to cast into" },
         { q->swizzled, NIB_ERR_MODE, "its scales are swizzled: unswizzle it first" },
-        { q->row_scaled, NIB_ERR_MODE, "it has one amax per row, and a sharded cast reduces those of blocks" },
-        { q->rht || q->rht_rowwise, NIB_ERR_MODE, "the RHT mixes elements that different ranks may own" },
-        { q->scale_rule == NIB_SCALE_4OVER6, NIB_ERR_MODE,
-          "four-over-six compares errors of whole blocks, which different ranks may own" },
-        { q->scale_rule == NIB_SCALE_SWEEP, NIB_ERR_MODE,
-          "the sweep compares errors of whole blocks, which different ranks may own" },
+        { q->rht_rowwise, NIB_ERR_MODE,
+          "the RHT changes the amax of a block, which a rank that has only a part of it cannot know" },
         { columnwise && q->block_dims[0] == 1 && nib_format_of(q)->transposed, NIB_ERR_USAGE,
           "a columnwise copy is wanted, and with 1xB blocks it has scales of its own and cannot be built from the "
           "rowwise codes" },
@@ -208,6 +257,12 @@ static void round_numbers(const struct nib_piece *piece, int64_t n, float *x)
         x[i] = nib_f32_from_f16(nib_f16_from_f32(x[i]));
 }
 
+void nib_piece_load(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
+{
+    load_numbers(piece, first, n, x);
+    round_numbers(piece, n, x);
+}
+
 /* ---- Walking over a piece ---- */
 
 /* Up to a block of elements side by side in a row: what the steps work on. */
@@ -223,6 +278,7 @@ struct walk {
     float *amaxes;
     _Atomic uint32_t whole; /* Float8: the only amax */
     const struct nib_scaler *scaler;
+    const float *levels; /* one per row, where each has its own; NULL: the scaler's */
     const void *scales;
     struct nib_code_place place;
     const struct nib_block_kernels *kernels;
@@ -288,53 +344,154 @@ static void amax_of_span(struct walk *walk, struct span *span)
 
 static void amax_of_band(void *context, int64_t i) { walk_band(context, i, amax_of_span); }
 
-void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, float *amaxes)
+void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, float none, float *amaxes)
 {
     struct walk walk = { .piece = piece, .grid = grid, .amaxes = amaxes };
-    memset(amaxes, 0, (size_t)(grid->rows * grid->cols) * sizeof *amaxes);
+    for (int64_t i = 0; i < grid->rows * grid->cols; i++)
+        amaxes[i] = none;
     run_walk(&walk, amax_of_band);
-    if (!grid->coding.block)
+    if (!grid->coding.block && piece->length)
         *amaxes = nib_float(walk.whole);
 }
 
 /* ---- Scales ---- */
 
 struct scale_job {
+    const nib_tensor *t;
     const struct nib_grid *grid;
-    const struct nib_scaler *scaler;
+    const struct nib_scaler *scaler; /* NULL: each row has its own */
     const struct nib_block_kernels *kernels;
     const float *amaxes;
-    void *scales;
+    const uint8_t *chosen; /* NULL: scales follow from the amaxes */
+    struct nib_copy_memory memory;
 };
 
 /* One row of the grid, to all lines that it stands for. */
 static void write_scale_row(void *context, int64_t row)
 {
     const struct scale_job *job = context;
-    const struct nib_copy_geometry *g = job->grid->geometry;
-    const int64_t first = row * job->grid->coding.tile_lines;
-    const int64_t end = nib_min(first + job->grid->coding.tile_lines, g->lines);
-    for (int64_t block = 0; block < job->grid->cols; block++) {
-        const float amax = job->amaxes[row * job->grid->cols + block];
-        const nib_scale_bits scale = job->kernels->scale(amax, job->scaler, &job->grid->coding);
+    const struct nib_grid *grid = job->grid;
+    const struct nib_copy_geometry *g = grid->geometry;
+    const int64_t first = row * grid->coding.tile_lines, cell = row * grid->cols;
+    const int64_t end = nib_min(first + grid->coding.tile_lines, g->lines);
+    struct nib_scaler own;
+    if (!job->scaler) {
+        own = scaler_of(job->t, grid, job->amaxes + cell, grid->cols, NULL);
+        job->memory.levels[row] = own.level;
+    }
+    const struct nib_scaler *scaler = job->scaler ? job->scaler : &own;
+    for (int64_t block = 0; block < grid->cols; block++) {
+        const nib_scale_bits scale = job->chosen
+                                         ? job->chosen[cell + block]
+                                         : job->kernels->scale(job->amaxes[cell + block], scaler, &grid->coding);
         for (int64_t line = first; line < end; line++)
-            nib_scale_store(g, job->scales, line, block, scale);
+            nib_scale_store(g, job->memory.scales, line, block, scale);
     }
 }
 
-void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *amaxes, const float *scale)
+void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *amaxes, const float *scale,
+                      const uint8_t *chosen)
 {
     const struct nib_copy_memory memory = nib_tensor_memory(t, grid->coding.copy);
-    const nib_fpenv saved = nib_fpenv_enter();
-    const struct nib_scaler scaler = scaler_of(t, grid, amaxes, scale);
-    nib_fpenv_leave(saved);
-    if (memory.levels)
+    const struct nib_scaler scaler = scaler_of_all(t, grid, amaxes, scale);
+    if (memory.levels && !t->q.row_scaled)
         *memory.levels = scaler.level;
     if (!memory.scales)
         return;
     nib_zero_scale_padding(grid->geometry, memory.scales);
-    struct scale_job job = { grid, &scaler, nib_block_kernels_of(&t->q), amaxes, memory.scales };
+    struct scale_job job = { t,      grid,  t->q.row_scaled ? NULL : &scaler, nib_block_kernels_of(&t->q), amaxes,
+                             chosen, memory };
     nib_parallel(grid->rows, nib_thread_count(&t->q, grid->rows * grid->cols), write_scale_row, &job);
+}
+
+/* ---- Panels of whole blocks ---- */
+
+/* A panel of its own, whose codes and scales lie beside each other here. */
+enum { PANEL_ROWS = 16, PANEL_COLS = 256 };
+
+struct panel_stage {
+    _Alignas(64) float x[PANEL_ROWS * PANEL_COLS];
+    _Alignas(64) uint8_t codes[PANEL_ROWS * PANEL_COLS / 2];
+    _Alignas(64) uint8_t scales[PANEL_ROWS * PANEL_COLS / 16];
+};
+
+/* By the kernel that quantises whole matrices, which is the fastest there is and knows every rule. */
+static void quantize_panel(const struct walk *walk, int64_t row, int64_t rows, int64_t col, int64_t cols,
+                           struct panel_stage *stage)
+{
+    const struct nib_piece *piece = walk->piece;
+    for (int64_t r = 0; r < rows; r++)
+        load_numbers(piece, (row + r) * piece->t->geometry.cols + col, cols, stage->x + r * PANEL_COLS);
+    for (int64_t r = 0; r < rows; r++)
+        round_numbers(piece, cols, stage->x + r * PANEL_COLS);
+    const struct nib_copy_geometry local = { .lines = rows,
+                                             .length = cols,
+                                             .line_stride = PANEL_COLS / 2,
+                                             .blocks = nib_ceil_div(cols, 16),
+                                             .scale_line = PANEL_COLS / 16,
+                                             .scale_block = 1,
+                                             .lines_per_scale = 1,
+                                             .scale_bytes = 1,
+                                             .levels = 1 };
+    struct nib_coding coding = walk->grid->coding;
+    coding.origin_line += row;
+    coding.origin_block += col / 16;
+    const struct nib_panel panel = {
+        .x = stage->x, .dtype = NIB_F32, .stride = PANEL_COLS, .rows = rows, .cols = cols
+    };
+    const struct nib_target target = { .codes = stage->codes,
+                                       .scales = stage->scales,
+                                       .geometry = &local,
+                                       .levels = walk->levels ? walk->levels + row : &walk->scaler->level,
+                                       .level_per_line = walk->levels != NULL };
+    walk->quantize(&panel, &coding, &target);
+}
+
+/* ---- Scales that are chosen ---- */
+
+struct choice_job {
+    struct walk walk;
+    uint8_t *scales;
+    int64_t band, first_band, panels; /* rows of a band; the first one; panels in each */
+    int64_t start, end;               /* of the elements in whole stretches */
+};
+
+static void choose_in_panel(void *context, int64_t i)
+{
+    const struct choice_job *job = context;
+    const struct nib_geometry *geometry = &job->walk.piece->t->geometry;
+    const int64_t cols = geometry->cols, row = (job->first_band + i / job->panels) * job->band;
+    /* With 1x16 blocks the first row and the last may not be whole; with square ones bands are. */
+    const int64_t from = nib_max(job->start - row * cols, i % job->panels * PANEL_COLS);
+    const int64_t to = nib_min(nib_min(job->end - row * cols, cols), (i % job->panels + 1) * PANEL_COLS);
+    if (from >= to)
+        return;
+    struct panel_stage stage;
+    quantize_panel(&job->walk, row, nib_min(job->band, geometry->rows - row), from, to - from, &stage);
+    memcpy(job->scales + cell_of(job->walk.grid, row, from), stage.scales, (size_t)nib_ceil_div(to - from, 16));
+}
+
+void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *levels, uint8_t *scales)
+{
+    const nib_tensor *t = piece->t;
+    const struct nib_cut cut = nib_cut_of(t, grid, (struct nib_range){ piece->start, piece->length });
+    if (cut.whole_end == cut.whole)
+        return;
+    const struct nib_scaler scaler = { .level = *levels }; /* kernels prepare their own */
+    const int64_t cols = t->geometry.cols, band = grid->coding.tile_lines;
+    struct choice_job job = { .walk = { .piece = piece,
+                                        .grid = grid,
+                                        .scaler = &scaler,
+                                        .levels = t->q.row_scaled ? levels : NULL,
+                                        .quantize = NIB_KERNEL(quantize, t->q.format) },
+                              .scales = scales,
+                              .band = band,
+                              .first_band = cut.whole / cols / band,
+                              .panels = nib_ceil_div(cols, PANEL_COLS),
+                              .start = cut.whole,
+                              .end = cut.whole_end };
+    const int64_t bands = (cut.whole_end - 1) / cols / band - job.first_band + 1;
+    nib_parallel(bands * job.panels, nib_thread_count(&t->q, cut.whole_end - cut.whole), choose_in_panel, &job);
 }
 
 /* ---- Codes ---- */
@@ -344,8 +501,13 @@ static void cast_run(const struct walk *walk, int64_t line, int64_t i, const flo
     const struct nib_grid *grid = walk->grid;
     const int64_t block = grid->coding.block, b = block ? i / block : 0;
     const nib_scale_bits scale = block ? nib_scale_load(grid->geometry, walk->scales, line, b) : 0;
-    const float factor =
-        grid->coding.dialect->factor(scale, walk->amaxes[cell_of(grid, line, i)], walk->scaler, &grid->coding.rules);
+    struct nib_scaler own;
+    if (walk->levels) {
+        own = (struct nib_scaler){ .level = walk->levels[line], .encode = 1 };
+        grid->coding.dialect->prepare(&own, &grid->coding.rules);
+    }
+    const float factor = grid->coding.dialect->factor(scale, walk->amaxes[cell_of(grid, line, i)],
+                                                      walk->levels ? &own : walk->scaler, &grid->coding.rules);
     uint8_t codes[NIB_MAX_BLOCK];
     walk->kernels->encode(x, n, factor, &grid->coding, line, b, block ? i % block : 0, codes);
     put_codes(grid->geometry, walk->place, line, i, n, codes);
@@ -362,46 +524,16 @@ static void cast_span(struct walk *walk, struct span *span)
         cast_run(walk, span->col + i, span->row, &span->x[i], 1);
 }
 
-/* A panel of its own, whose codes and scales lie beside each other here. */
-enum { PANEL_ROWS = 16, PANEL_COLS = 256 };
-
-struct panel_stage {
-    _Alignas(64) float x[PANEL_ROWS * PANEL_COLS];
-    _Alignas(64) uint8_t codes[PANEL_ROWS * PANEL_COLS / 2];
-    _Alignas(64) uint8_t scales[PANEL_ROWS * PANEL_COLS / 16];
-};
-
-/* Whole blocks by the kernel that quantises whole matrices, which is the fastest there is. It finds scales by itself: they
- * must be those of the reduction, or else somebody else had other numbers for these elements. False then. */
+/* The kernel finds scales by itself: they must be those of the tensor, or else somebody else had other numbers for these
+ * elements. False then. */
 static bool cast_panel(const struct walk *walk, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
-    const struct nib_piece *piece = walk->piece;
     struct panel_stage stage;
-    for (int64_t r = 0; r < rows; r++)
-        load_numbers(piece, (row + r) * piece->t->geometry.cols + col, cols, stage.x + r * PANEL_COLS);
-    for (int64_t r = 0; r < rows; r++)
-        round_numbers(piece, cols, stage.x + r * PANEL_COLS);
-    const struct nib_copy_geometry local = { .lines = rows,
-                                             .length = cols,
-                                             .line_stride = PANEL_COLS / 2,
-                                             .blocks = nib_ceil_div(cols, 16),
-                                             .scale_line = PANEL_COLS / 16,
-                                             .scale_block = 1,
-                                             .lines_per_scale = 1,
-                                             .scale_bytes = 1,
-                                             .levels = 1 };
-    struct nib_coding coding = walk->grid->coding;
-    coding.origin_line += row;
-    coding.origin_block += col / 16;
-    const struct nib_panel panel = { .x = stage.x, .dtype = NIB_F32, .stride = PANEL_COLS, .rows = rows, .cols = cols };
-    const struct nib_target target = {
-        .codes = stage.codes, .scales = stage.scales, .geometry = &local, .levels = &walk->scaler->level
-    };
-    walk->quantize(&panel, &coding, &target);
+    quantize_panel(walk, row, rows, col, cols, &stage);
     const struct nib_copy_geometry *g = walk->grid->geometry;
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t b = 0; b < local.blocks; b++)
-            if (nib_scale_load(&local, stage.scales, r, b) != nib_scale_load(g, walk->scales, row + r, col / 16 + b))
+        for (int64_t b = 0; b < nib_ceil_div(cols, 16); b++)
+            if (stage.scales[r * (PANEL_COLS / 16) + b] != nib_scale_load(g, walk->scales, row + r, col / 16 + b))
                 return false;
     for (int64_t r = 0; r < rows; r++)
         memcpy(walk->place.codes + (byte_of(g, row + r, col) - walk->place.first), stage.codes + r * PANEL_COLS / 2,
@@ -426,14 +558,14 @@ void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, 
                     struct nib_code_place place)
 {
     const nib_tensor *t = piece->t;
-    const nib_fpenv saved = nib_fpenv_enter();
-    const struct nib_scaler scaler = scaler_of(t, grid, amaxes, scale);
-    nib_fpenv_leave(saved);
+    const struct nib_copy_memory memory = nib_tensor_memory(t, grid->coding.copy);
+    const struct nib_scaler scaler = scaler_of_all(t, grid, amaxes, scale);
     struct walk walk = { .piece = piece,
                          .grid = grid,
                          .amaxes = (float *)(uintptr_t)amaxes, /* read only here */
                          .scaler = &scaler,
-                         .scales = nib_tensor_memory(t, grid->coding.copy).scales,
+                         .levels = t->q.row_scaled ? memory.levels : NULL,
+                         .scales = memory.scales,
                          .place = place,
                          .kernels = nib_block_kernels_of(&t->q),
                          .quantize = nib_format_of(&t->q)->nvfp4_options ? NIB_KERNEL(quantize, t->q.format) : NULL };
@@ -441,6 +573,15 @@ void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, 
 }
 
 /* ---- The public steps ---- */
+
+static nib_status check_range(const nib_tensor *t, int64_t start, int64_t length)
+{
+    const int64_t elements = t->geometry.rows * t->geometry.cols;
+    if (start < 0 || length < 0 || start > elements || length > elements - start)
+        return nib_fail(NIB_ERR_SHAPE, "%lld elements from %lld on, of %lld", (long long)length, (long long)start,
+                        (long long)elements);
+    return NIB_OK;
+}
 
 /* Whether a copy of t can be cast, by itself. */
 static nib_status check_step(const nib_tensor *t, nib_copy copy)
@@ -474,7 +615,7 @@ nib_status nib_partial_amax(const nib_tensor *t, nib_copy copy, const nib_array 
     TRY(check_step(t, copy));
     TRY(nib_piece_init("the master", t, master, start, &piece));
     const struct nib_grid grid = nib_grid_of(t, copy);
-    nib_piece_amax(&piece, &grid, amaxes);
+    nib_piece_amax(&piece, &grid, 0, amaxes);
     return NIB_OK;
 }
 
@@ -493,7 +634,75 @@ nib_status nib_block_scales(nib_tensor *t, nib_copy copy, const float *amaxes)
     TRY(check_step(t, copy));
     const struct nib_grid grid = nib_grid_of(t, copy);
     TRY(check_amaxes(&grid, amaxes));
-    nib_write_scales(t, &grid, amaxes, NULL);
+    if (nib_scales_are_chosen(t))
+        return nib_fail(NIB_ERR_MODE,
+                        "the scale of a block takes more than its amax here: nib_partial_scales chooses it, "
+                        "nib_chosen_scales writes it");
+    nib_write_scales(t, &grid, amaxes, NULL, NULL);
+    return NIB_OK;
+}
+
+static nib_status check_chosen(const nib_tensor *t, nib_copy copy)
+{
+    TRY(check_step(t, copy));
+    return nib_scales_are_chosen(t)
+               ? NIB_OK
+               : nib_fail(NIB_ERR_MODE, "scales follow from the amaxes here: nib_block_scales writes them");
+}
+
+nib_status nib_whole_blocks(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, int64_t *first,
+                            int64_t *count)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(first);
+    NIB_REQUIRE(count);
+    TRY(check_step(t, copy));
+    TRY(check_range(t, start, length));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    struct nib_range around = { start, 0 };
+    if (length) {
+        const struct nib_range last = nib_stretch_of(t, &grid, start + length - 1);
+        around.start = nib_stretch_of(t, &grid, start).start;
+        around.length = last.start + last.length - around.start;
+    }
+    *first = around.start;
+    *count = around.length;
+    return NIB_OK;
+}
+
+nib_status nib_partial_scales(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+                              const float *amaxes, uint8_t *scales)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(amaxes);
+    NIB_REQUIRE(scales);
+    struct nib_piece piece;
+    TRY(check_chosen(t, copy));
+    TRY(nib_piece_init("the master", t, master, start, &piece));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_amaxes(&grid, amaxes));
+    float *levels = nib_alloc((size_t)grid.geometry->levels_bytes);
+    if (!levels)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for %lld levels", (long long)grid.geometry->levels);
+    nib_grid_levels(t, &grid, amaxes, levels);
+    memset(scales, 0, (size_t)(grid.rows * grid.cols));
+    nib_piece_choose(&piece, &grid, levels, scales);
+    nib_free(levels);
+    return NIB_OK;
+}
+
+nib_status nib_chosen_scales(nib_tensor *t, nib_copy copy, const float *amaxes, const uint8_t *scales)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(amaxes);
+    NIB_REQUIRE(scales);
+    TRY(check_chosen(t, copy));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_amaxes(&grid, amaxes));
+    for (int64_t i = 0; i < grid.rows * grid.cols; i++)
+        if (scales[i] > 0x7E)
+            return nib_fail(NIB_ERR_ARG, "scale %lld is %02X, which is negative or a NaN", (long long)i, scales[i]);
+    nib_write_scales(t, &grid, amaxes, NULL, scales);
     return NIB_OK;
 }
 
@@ -517,12 +726,9 @@ nib_status nib_tensor_byte_range(const nib_tensor *t, nib_copy copy, int64_t sta
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(out);
-    const int64_t elements = t->geometry.rows * t->geometry.cols;
     if (copy != NIB_ROWWISE && (copy != NIB_COLUMNWISE || nib_format_of(&t->q)->transposed))
         return nib_fail(NIB_ERR_USAGE, "only codes in the order of the elements have ranges of bytes");
-    if (start < 0 || length < 0 || start > elements || length > elements - start)
-        return nib_fail(NIB_ERR_SHAPE, "%lld elements from %lld on, of %lld", (long long)length, (long long)start,
-                        (long long)elements);
+    TRY(check_range(t, start, length));
     *out = nib_bytes_of(&t->geometry, copy, start, length);
     return NIB_OK;
 }

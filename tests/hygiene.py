@@ -20,7 +20,7 @@ RANK = {
     "quantize": 4, "options": 4,
     "tensor": 5,
     "tensor_ops": 6, "convert": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6,
-    "shard": 6, "shard_steps": 6, "shard_gather": 6, "shard_group": 6,
+    "shard": 6, "shard_steps": 6, "shard_choose": 6, "shard_gather": 6, "shard_group": 6,
 }
 # And these only what is named.
 ONLY = {
