@@ -643,7 +643,8 @@ NIB_API nib_status nib_fsdp_assign(const nib_fsdp_parts *parts, int64_t rows, ni
 
 /* Quantise rows of a [sum of counts, K] array as n tensors of counts[i] rows, which may be 0: each is what
  * quantising its rows alone gives; for the random stream each starts at (0, 0). With amax_comm all amaxes are
- * reduced at once (not row-scaled: MODE). */
+ * reduced at once, those of member i with those of member i on the other ranks; where rows have amaxes of their own,
+ * all ranks have the same counts (MISMATCH otherwise). */
 NIB_API nib_status nib_split_quantize(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
                                       nib_tensor **out);
 
@@ -665,7 +666,8 @@ NIB_API nib_status nib_group_member(const nib_group *group, size_t i, nib_tensor
  * side. */
 NIB_API nib_buffer *nib_group_buffer(const nib_group *group, nib_part part);
 NIB_API nib_status nib_group_offset(const nib_group *group, nib_part part, size_t i, int64_t *offset);
-/* nib_split_quantize into the members: x has as many rows as all of them, without gaps. amax_comm may be NULL. */
+/* nib_split_quantize into the members: x has as many rows as all of them, without gaps. amax_comm may be NULL. All
+ * members are written or, where anything fails, none. */
 NIB_API nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_comm *amax_comm);
 
 /* ---- FP4 helpers by Megatron's names ---- */

@@ -282,6 +282,13 @@ static bool needs_amax(const nib_quantizer *q, const nib_given *given, int copy)
     return wants(q, copy) && nib_format_of(q)->levels && (!finished || given->amax_seen);
 }
 
+/* Whether the amaxes of a copy take memory: those that the caller brought are used where they are, unless they are still
+ * to be reduced. */
+static bool keeps_amax(const nib_quantizer *q, const nib_given *given, int copy)
+{
+    return needs_amax(q, given, copy) && (q->amax_comm || !given_for(given->amax, q, copy));
+}
+
 /* The amaxes that are needed, side by side from `amax` on: what a reduction is made of. */
 static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
                              const struct nib_geometry *geometry, const struct nib_coding coding[2], float *amax,
@@ -294,6 +301,10 @@ static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, con
             continue;
         const size_t count = (size_t)geometry->copy[copy].levels;
         const float *brought = given_for(given->amax, q, copy);
+        if (!keeps_amax(q, given, copy)) {
+            found[copy] = brought;
+            continue;
+        }
         const bool same = copy == 1 && found[0] && copies_share(q);
         if (brought || same)
             memcpy(amax + n, brought ? brought : found[0], count * sizeof *amax);
@@ -363,7 +374,7 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
      * that the tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
     float pair[2], *amax = pair;
     const float *found[2];
-    if (q->row_scaled) {
+    if (q->row_scaled && (keeps_amax(q, given, NIB_ROWWISE) || keeps_amax(q, given, NIB_COLUMNWISE))) {
         const int64_t n = (q->rowwise ? geometry->copy[0].levels : 0) + (q->columnwise ? geometry->copy[1].levels : 0);
         amax = nib_alloc((size_t)n * sizeof *amax);
         if (!amax)
@@ -439,20 +450,17 @@ void nib_zero_scale_padding(const struct nib_copy_geometry *g, void *scales)
     }
 }
 
-void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float amax[2])
+void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float *amax)
 {
     static const nib_given nothing = { .bytes = sizeof nothing };
     const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
                                           nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
     struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
     cut_for_coding(&m, coding->block, q->columnwise);
-    float pair[2];
     const float *found[2];
     const nib_fpenv saved = nib_fpenv_enter();
-    (void)collect_amaxes(q, &m, &nothing, geometry, coding, pair, found);
+    (void)collect_amaxes(q, &m, &nothing, geometry, coding, amax, found);
     nib_fpenv_leave(saved);
-    for (int copy = 0; copy < 2; copy++)
-        amax[copy] = found[copy] ? *found[copy] : 0;
 }
 
 nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,

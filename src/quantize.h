@@ -23,7 +23,7 @@ nib_status nib_check_input(const nib_quantizer *q, nib_dtype dtype, int rank, co
                            struct nib_geometry *out);
 
 /* Amaxes, levels, then codes and scales of the copies that q wants. x and q are checked, memory[] is in place. When
- * this fails (a communicator, or memory for its vectors) nothing was written. */
+ * this fails (a communicator, or memory for vectors of amaxes that the caller did not bring) nothing was written. */
 nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,
                                const struct nib_geometry *geometry, const struct nib_copy_memory memory[2]);
 
@@ -33,9 +33,9 @@ struct nib_coding nib_coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype
 /* The level that an amax comes to; *encode is the multiplier whose inverse it is, where the dialect has one. */
 float nib_level_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *encode);
 
-/* The amax of each copy that q wants and whose level comes from the data, not reduced; one number each (q is not
- * row-scaled). */
-void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float amax[2]);
+/* The amaxes of the copies that q wants, not reduced, side by side: one number each, or one per line. The format has
+ * levels. */
+void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float *amax);
 
 /* Scales that stand for no block are 0, whatever the buffer held. Swizzled: all of them. */
 void nib_zero_scale_padding(const struct nib_copy_geometry *g, void *scales);

@@ -37,30 +37,26 @@ static nib_array rows_of(const nib_array *x, int64_t first, int64_t count)
 
 /* ---- Amaxes ---- */
 
-static bool reducible(const nib_quantizer *q) { return nib_format_of(q)->levels && !q->row_scaled; }
+/* Numbers of one member: where each copy's begin, and how many there are. */
+struct amax_layout {
+    int64_t at[2], count;
+};
 
-/* The amaxes of member i, checked as an input. */
-static nib_status member_amax(const nib_quantizer *q, const nib_array *rows, float amax[2])
+static struct amax_layout layout_of(const nib_quantizer *q, const struct nib_geometry *geometry)
 {
-    struct nib_geometry geometry;
-    TRY(nib_check_input(q, rows->dtype, rows->rank, rows->shape, &geometry));
-    nib_find_amaxes(q, rows, &geometry, amax);
-    return NIB_OK;
+    const bool wanted[2] = { q->rowwise, q->columnwise };
+    struct amax_layout layout = { { -1, -1 }, 0 };
+    for (int copy = 0; copy < 2 && nib_format_of(q)->levels; copy++)
+        if (wanted[copy]) {
+            layout.at[copy] = layout.count;
+            layout.count += geometry->copy[copy].levels;
+        }
+    return layout;
 }
 
-static nib_status group_amax(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
-                             float *const amax[2])
+static nib_status member_geometry(const nib_quantizer *q, const nib_array *x, int64_t rows, struct nib_geometry *out)
 {
-    int64_t first = 0;
-    for (size_t i = 0; i < n; first += counts[i++]) {
-        const nib_array rows = rows_of(x, first, counts[i]);
-        float pair[2];
-        TRY(member_amax(q, &rows, pair));
-        for (int copy = 0; copy < 2; copy++)
-            if (amax[copy])
-                amax[copy][i] = pair[copy];
-    }
-    return NIB_OK;
+    return nib_check_input(q, x->dtype, 2, (const int64_t[2]){ rows, x->shape[1] }, out);
 }
 
 nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
@@ -68,79 +64,127 @@ nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int6
 {
     NIB_REQUIRE(amax);
     nib_quantizer loaded;
+    struct nib_geometry geometry;
     TRY(check_group(q, x, counts, n, &loaded));
-    if (!reducible(&loaded))
+    if (!nib_format_of(&loaded)->levels || loaded.row_scaled)
         return nib_fail(NIB_ERR_MODE, "there is not one amax per tensor and copy");
-    /* Whatever can fail does so with every member alike, or with its shape: look before writing. */
-    for (size_t i = 0; i < n; i++) {
-        struct nib_geometry geometry;
-        TRY(nib_check_input(&loaded, x->dtype, 2, (const int64_t[2]){ counts[i], x->shape[1] }, &geometry));
+    for (size_t i = 0; i < n; i++) /* whatever can fail does so here, before anything is written */
+        TRY(member_geometry(&loaded, x, counts[i], &geometry));
+    loaded.amax_comm = NULL;
+    int64_t first = 0;
+    for (size_t i = 0; i < n; first += counts[i++]) {
+        const nib_array rows = rows_of(x, first, counts[i]);
+        float pair[2];
+        TRY(member_geometry(&loaded, x, counts[i], &geometry));
+        const struct amax_layout layout = layout_of(&loaded, &geometry);
+        nib_find_amaxes(&loaded, &rows, &geometry, pair);
+        for (int copy = 0; copy < 2; copy++)
+            if (amax[copy])
+                amax[copy][i] = layout.at[copy] < 0 ? 0 : pair[layout.at[copy]];
     }
-    return group_amax(&loaded, x, counts, n, amax);
+    return NIB_OK;
+}
+
+/* The amaxes of all members, one after the other. */
+static nib_status find_all(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n, float **out,
+                           size_t *total)
+{
+    struct nib_geometry geometry;
+    int64_t sum = 0, first = 0;
+    for (size_t i = 0; i < n; i++) {
+        TRY(member_geometry(q, x, counts[i], &geometry));
+        if (!nib_add(sum, layout_of(q, &geometry).count, &sum))
+            return nib_fail(NIB_ERR_SHAPE, "the members have too many rows");
+    }
+    *out = nib_alloc((size_t)sum * sizeof **out);
+    if (!*out)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes of %zu tensors", (long long)sum, n);
+    float *to = *out;
+    for (size_t i = 0; i < n; first += counts[i++]) {
+        const nib_array rows = rows_of(x, first, counts[i]);
+        TRY(member_geometry(q, x, counts[i], &geometry));
+        nib_find_amaxes(q, &rows, &geometry, to);
+        to += layout_of(q, &geometry).count;
+    }
+    *total = (size_t)sum;
+    return NIB_OK;
+}
+
+/* Amaxes of all members and copies, with a communicator reduced at once. *out stays NULL where each member's may be
+ * found when its turn comes: there is nothing to reduce, and they take no memory. Ranks come here together. */
+static nib_status group_amaxes(const nib_quantizer *q, const nib_comm *comm, const nib_array *x, const int64_t *counts,
+                               size_t n, nib_status status, float **out)
+{
+    *out = NULL;
+    if (!comm && (status || !q->row_scaled))
+        return status;
+    size_t total = 0;
+    if (!status && !nib_format_of(q)->levels)
+        status = nib_fail(NIB_ERR_MODE, "there is no amax per tensor to reduce: every block has its own");
+    if (!status)
+        status = find_all(q, x, counts, n, out, &total);
+    uint64_t key = nib_mix(n, total); /* with amaxes per row, each must meet its like */
+    for (size_t i = 0; i < n && !status && q->row_scaled; i++)
+        key = nib_mix(key, (uint64_t)counts[i]);
+    status = nib_agree(comm, status, key);
+    if (!status && comm && total && comm->allreduce_max_f32(comm->context, *out, total))
+        status = nib_fail(NIB_ERR_COMM, "the reduction of %zu amaxes over %d ranks failed", total, comm->size);
+    if (status) {
+        nib_free(*out);
+        *out = NULL;
+    }
+    return status;
+}
+
+/* What a member brings to its quantisation; *amaxes moves on to the next. */
+static nib_given given_of(const nib_quantizer *q, const struct nib_geometry *geometry, const float **amaxes)
+{
+    nib_given given = { .bytes = sizeof given };
+    if (!*amaxes)
+        return given;
+    const struct amax_layout layout = layout_of(q, geometry);
+    for (int copy = 0; copy < 2; copy++)
+        if (layout.at[copy] >= 0)
+            given.amax[copy] = *amaxes + layout.at[copy];
+    *amaxes += layout.count;
+    return given;
 }
 
 /* ---- Split and quantise ---- */
 
-/* Amaxes of all members and copies, reduced at once; *out is NULL where there is nothing to reduce. Ranks come here
- * together. */
-static nib_status reduced_amaxes(const nib_quantizer *q, const nib_comm *comm, const nib_array *x,
-                                 const int64_t *counts, size_t n, nib_status status, float **out)
+/* New tensors from the rows of x, one after the other. */
+static nib_status quantize_rows(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
+                                const float *amaxes, nib_tensor **made)
 {
-    *out = NULL;
-    if (!comm)
-        return status;
-    if (!status && !reducible(q))
-        status = nib_fail(NIB_ERR_MODE, "amaxes of a group are reduced at once, and so one per tensor and copy");
-    float *amaxes = status ? NULL : nib_alloc(2 * n * sizeof *amaxes);
-    if (!status && !amaxes)
-        status = nib_fail(NIB_ERR_MEMORY, "no memory for the amaxes of %zu tensors", n);
-    if (!status)
-        status = group_amax(q, x, counts, n, (float *const[2]){ amaxes, amaxes + n });
-    status = nib_agree(comm, status, n);
-    if (!status && n && comm->allreduce_max_f32(comm->context, amaxes, 2 * n))
-        status = nib_fail(NIB_ERR_COMM, "the reduction of %zu amaxes over %d ranks failed", 2 * n, comm->size);
-    if (status)
-        nib_free(amaxes);
-    else
-        *out = amaxes;
-    return status;
-}
-
-/* Quantises member i into tensors[i]: a new one where that is NULL. */
-static nib_status quantize_member(const nib_quantizer *q, const nib_array *rows, const float *amaxes, size_t n,
-                                  size_t i, nib_tensor **tensor)
-{
-    nib_given given = { .bytes = sizeof given };
-    if (amaxes) {
-        given.amax[NIB_ROWWISE] = &amaxes[i];
-        given.amax[NIB_COLUMNWISE] = &amaxes[n + i];
-        if (!q->rowwise || !q->columnwise) /* one serves both: it must be the one that was found */
-            given.amax[q->rowwise ? NIB_COLUMNWISE : NIB_ROWWISE] = NULL;
+    int64_t first = 0;
+    for (size_t i = 0; i < n; first += counts[i++]) {
+        const nib_array rows = rows_of(x, first, counts[i]);
+        struct nib_geometry geometry;
+        TRY(member_geometry(q, x, counts[i], &geometry));
+        const nib_given given = given_of(q, &geometry, &amaxes);
+        TRY(nib_quantize(q, &rows, &given, &made[i]));
     }
-    return *tensor ? nib_quantize_into(q, rows, &given, NULL, *tensor) : nib_quantize(q, rows, &given, tensor);
+    return NIB_OK;
 }
 
 nib_status nib_split_quantize(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
                               nib_tensor **out)
 {
-    NIB_REQUIRE(out);
     nib_quantizer loaded;
     float *amaxes;
     const nib_comm *comm = nib_amax_comm_of(q);
     nib_status status = check_group(q, x, counts, n, &loaded);
+    if (!status && !out)
+        status = nib_fail(NIB_ERR_ARG, "nib_split_quantize: out is NULL");
+    loaded.amax_comm = NULL; /* amaxes are reduced here */
     nib_tensor **made = status ? NULL : nib_alloc_zeroed(n * sizeof *made);
     if (!status && !made)
         status = nib_fail(NIB_ERR_MEMORY, "no memory for %zu tensors", n);
-    status = reduced_amaxes(&loaded, comm, x, counts, n, status, &amaxes);
-    if (!status)
-        loaded.amax_comm = NULL;
-    int64_t first = 0;
-    for (size_t i = 0; i < n && !status; first += counts[i++]) {
-        const nib_array rows = rows_of(x, first, counts[i]);
-        status = quantize_member(&loaded, &rows, amaxes, n, i, &made[i]);
+    status = group_amaxes(&loaded, comm, x, counts, n, status, &amaxes);
+    if (!status) {
+        status = quantize_rows(&loaded, x, counts, n, amaxes, made);
+        status = nib_agree(comm, status, 0); /* a rank that lacked memory for a member tells the others */
     }
-    if (amaxes) /* a rank that lacked memory for a member tells the others */
-        status = nib_agree(comm, status, 0);
     for (size_t i = 0; i < n && made; i++) {
         if (status)
             nib_tensor_destroy(made[i]);
@@ -314,9 +358,10 @@ nib_status nib_group_member(const nib_group *group, size_t i, nib_tensor **out)
 
 nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_comm *amax_comm)
 {
-    NIB_REQUIRE(group);
     if (amax_comm)
         TRY(nib_check_comm("amax_comm", amax_comm, false));
+    if (!group) /* the other ranks are waiting to hear of it */
+        return nib_agree(amax_comm, nib_fail(NIB_ERR_ARG, "nib_group_quantize: group is NULL"), 0);
     nib_quantizer loaded;
     float *amaxes;
     nib_status status = check_group(&group->q, x, group->rows, group->n, &loaded);
@@ -328,14 +373,17 @@ nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_co
         status = nib_fail(NIB_ERR_MEMORY, "no memory for %zu tensors", group->n);
     for (size_t i = 0; i < group->n && !status; i++)
         status = nib_group_member(group, i, &members[i]);
-    status = reduced_amaxes(&loaded, amax_comm, x, group->rows, group->n, status, &amaxes);
+    status = group_amaxes(&loaded, amax_comm, x, group->rows, group->n, status, &amaxes);
+    /* From here on there is memory for all of it, and nothing left to fail. */
+    const float *next = amaxes;
     int64_t first = 0;
     for (size_t i = 0; i < group->n && !status; first += group->rows[i++]) {
         const nib_array rows = rows_of(x, first, group->rows[i]);
-        status = quantize_member(&loaded, &rows, amaxes, group->n, i, &members[i]);
+        const nib_given given = given_of(&loaded, &members[i]->geometry, &next);
+        const struct nib_copy_memory memory[2] = { nib_tensor_memory(members[i], NIB_ROWWISE),
+                                                   nib_tensor_memory(members[i], NIB_COLUMNWISE) };
+        status = nib_quantize_copies(&loaded, &rows, &given, &members[i]->geometry, memory);
     }
-    if (amaxes)
-        status = nib_agree(amax_comm, status, 0);
     for (size_t i = 0; i < group->n && members; i++)
         nib_tensor_destroy(members[i]);
     nib_free(members);

@@ -276,10 +276,10 @@ static nib_status prepare_new(const nib_quantizer *q, const nib_array *x, const 
 
 nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor **out)
 {
-    NIB_REQUIRE(out);
     nib_quantizer loaded;
     nib_tensor *t = NULL;
-    nib_status status = prepare_new(q, x, given, &loaded, &t);
+    nib_status status =
+        out ? prepare_new(q, x, given, &loaded, &t) : nib_fail(NIB_ERR_ARG, "nib_quantize: out is NULL");
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
     else
@@ -328,12 +328,12 @@ static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, con
 nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_given *given, const float *noop,
                              nib_tensor *t)
 {
-    NIB_REQUIRE(t);
     if (noop && *noop == 1.0f)
         return NIB_OK;
     nib_quantizer loaded;
     nib_tensor *updated = NULL;
-    nib_status status = prepare_update(q, x, given, t, &loaded, &updated);
+    nib_status status =
+        t ? prepare_update(q, x, given, t, &loaded, &updated) : nib_fail(NIB_ERR_ARG, "nib_quantize_into: t is NULL");
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
     else

@@ -2,11 +2,14 @@
 /*
  * test_groups.c - the rows of one array as many tensors: each as quantised alone, in buffers of its own or in shared
  * ones.
+ *
+ * Built with NIB_TEST_WRAP_ALLOC, so that every allocation can be made to fail.
  */
 #define _GNU_SOURCE
 #include "team.h"
 
 #include "shard_cases.h"
+#include "test_alloc.h"
 
 #define SHAPE(...) \
     (const int64_t[]) { __VA_ARGS__ }
@@ -197,14 +200,29 @@ static int split_over_ranks(const nib_comm *comm, void *context)
     nib_tensor *none[3] = { NULL };
     const int64_t wrong[3] = { 16, 0, comm->rank ? 48 : 47 };
     CASE_CHECK(nib_split_quantize(&q, &x, wrong, 3, none) == NIB_ERR_SHAPE && !none[0], "%s", nib_last_error());
-    q.row_scaled = 1, q.block_dims[0] = 1;
-    CASE_CHECK(nib_split_quantize(&q, &x, rows, 3, none) == NIB_ERR_MODE && !none[0], "%s", nib_last_error());
+    /* Rows with amaxes of their own must be as many everywhere. */
+    const int64_t other[3] = { 32, 0, 32 };
+    q.block_dims[0] = 1, q.row_scaled = !q.rht;
+    if (q.row_scaled) {
+        const nib_status wanted = comm->size > 1 ? NIB_ERR_MISMATCH : NIB_OK;
+        CASE_CHECK(nib_split_quantize(&q, &x, comm->rank ? rows : other, 3, none) == wanted, "%s", nib_last_error());
+        for (int i = 0; i < 3; i++)
+            nib_tensor_destroy(none[i]);
+    }
+    /* A rank without a place for the result does not leave the others waiting. */
+    nib_tensor *nowhere = NULL;
+    nib_tensor **const last = comm->rank == comm->size - 1 ? NULL : &nowhere;
+    CASE_CHECK(nib_split_quantize(&q, &x, SHAPE(64), 1, last) == NIB_ERR_ARG, "%s", nib_last_error());
+    CASE_CHECK(nib_quantize(&q, &x, NULL, last) == NIB_ERR_ARG, "%s", nib_last_error());
+    CASE_CHECK(nib_quantize_into(&q, &x, NULL, NULL, NULL) == NIB_ERR_ARG, "%s", nib_last_error());
+    CASE_CHECK(nib_group_quantize(NULL, &x, comm) == NIB_ERR_ARG, "%s", nib_last_error());
+    CASE_CHECK(!nowhere, "something was made");
     return faults;
 }
 
 TEST(one_reduction_for_a_group)
 {
-    for (int kind = 0; kind < 4; kind++)
+    for (int kind = 0; kind < 5; kind++)
         for (int size = 1; size <= 4; size++) {
             struct group_case c = { 0 };
             nib_quantizer_init(&c.q);
@@ -212,9 +230,44 @@ TEST(one_reduction_for_a_group)
             c.q.rht = kind == 1;
             c.q.block_dims[0] = kind == 2 ? 16 : 1;
             c.q.rowwise = kind != 3;
+            c.q.row_scaled = kind == 4;
             CHECK(team_run(size, split_over_ranks, &c) == 0);
         }
 }
+
+#ifdef NIB_TEST_WRAP_ALLOC
+/* Whichever allocation fails, members keep what they had. */
+TEST(a_group_is_quantised_whole_or_not_at_all)
+{
+    for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
+        nib_quantizer q;
+        nib_group *group = NULL;
+        float numbers[40 * 16];
+        nib_array x;
+        nib_status status = NIB_ERR_MEMORY;
+        nib_quantizer_init(&q);
+        q.row_scaled = (uint8_t)row_scaled;
+        for (int i = 0; i < 40 * 16; i++)
+            numbers[i] = test_normal();
+        CHECK_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(40, 16)));
+        CHECK_OK(nib_group_create(&q, NIB_F32, SHAPE(16, 0, 24), 3, 16, &group));
+        for (long left = 0; status; left++) {
+            CHECK(left < 100);
+            allocations_left = left;
+            status = nib_group_quantize(group, &x, nib_comm_serial());
+            allocations_left = -1;
+            CHECK(status == NIB_OK || status == NIB_ERR_MEMORY);
+            for (int part = 0; part < NIB_PART_COUNT && status; part++) {
+                const uint8_t *bytes = nib_buffer_data(nib_group_buffer(group, (nib_part)part));
+                for (size_t i = 0; i < nib_buffer_bytes(nib_group_buffer(group, (nib_part)part)); i++)
+                    CHECK(bytes[i] == 0);
+            }
+        }
+        CHECK(*(float *)nib_buffer_data(nib_group_buffer(group, NIB_ROW_LEVEL)) > 0);
+        nib_group_destroy(group);
+    }
+}
+#endif
 
 TEST(groups_refuse)
 {
