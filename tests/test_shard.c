@@ -86,17 +86,9 @@ TEST(options_that_a_part_of_a_block_cannot_know)
     nib_quantizer q;
     nib_quantizer_init(&q);
     q.columnwise = 0;
-    nib_quantizer rht = q, row_scaled = q, four = q, sweep = q, swizzled = q, columnwise = q, only = square_options();
+    nib_quantizer rht = q, swizzled = q, columnwise = q, only = square_options();
     rht.rht_rowwise = 1;
     refused_options(&rht, NIB_ERR_MODE, "RHT");
-    row_scaled.row_scaled = 1;
-    refused_options(&row_scaled, NIB_ERR_MODE, "amax per row");
-    four.scale_rule = NIB_SCALE_4OVER6;
-    refused_options(&four, NIB_ERR_MODE, "four-over-six");
-    four.e4m3_max = 256;
-    refused_options(&four, NIB_ERR_MODE, "four-over-six");
-    sweep.scale_rule = NIB_SCALE_SWEEP;
-    refused_options(&sweep, NIB_ERR_MODE, "sweep");
     swizzled.swizzled = 1;
     refused_options(&swizzled, NIB_ERR_MODE, "swizzled");
     columnwise.columnwise = 1;
@@ -235,7 +227,7 @@ TEST(one_rank_with_a_bad_argument_makes_all_fail)
 }
 
 #ifdef NIB_TEST_WRAP_ALLOC
-enum call { CALL_CAST, CALL_GATHER, CALL_ROWS, CALL_QUANTIZE, CALL_ROW_SCALED, CALL_SPLIT, CALL_COUNT };
+enum call { CALL_CAST, CALL_CHOOSE, CALL_GATHER, CALL_ROWS, CALL_QUANTIZE, CALL_ROW_SCALED, CALL_SPLIT, CALL_COUNT };
 
 struct starving {
     enum call call;
@@ -251,6 +243,8 @@ static int starve_one(const nib_comm *comm, void *context)
     const uint64_t seed = (uint64_t)starving->call;
     int faults = 0, equal = 0;
     nib_quantizer q = square_options();
+    if (starving->call == CALL_CHOOSE)
+        q.scale_rule = NIB_SCALE_4OVER6;
     nib_tensor *t = NULL, *before = NULL, *whole = NULL, *split[2] = { NULL };
     float numbers[32 * 48];
     nib_array x = { 0 }, master = { 0 };
@@ -268,7 +262,7 @@ static int starve_one(const nib_comm *comm, void *context)
     if (comm->rank == starving->rank)
         allocations_left = starving->left;
     nib_status status = NIB_OK;
-    if (starving->call == CALL_CAST)
+    if (starving->call == CALL_CAST || starving->call == CALL_CHOOSE)
         status = nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, comm, NULL);
     else if (starving->call == CALL_GATHER)
         status = nib_all_gather_param(t, NIB_ROWWISE, start, 512, NULL, comm);
@@ -309,9 +303,10 @@ TEST(one_rank_without_memory_makes_all_fail)
 /* ---- What is moved ---- */
 
 struct counting {
-    int reductions, agreements;
-    size_t numbers;
+    int reductions, agreements, gathers;
+    size_t numbers, bytes;
     nib_status answer;
+    int failing_gather; /* which one fails, from 1 on */
 };
 
 static nib_status count_reduction(void *context, float *values, size_t n)
@@ -330,6 +325,19 @@ static nib_status count_agreement(void *context, nib_status status, uint64_t key
     return status;
 }
 
+/* What the other rank sends is nothing, and in the exchange of pieces that it has nothing. */
+static nib_status count_gather(void *context, const void *mine, void *all, const size_t *counts)
+{
+    struct counting *counting = context;
+    counting->gathers++;
+    counting->bytes += counts[0];
+    if (counts[0])
+        memcpy(all, mine, counts[0]);
+    if (counts[1])
+        memset((char *)all + counts[0], 0, counts[1]);
+    return counting->gathers == counting->failing_gather ? NIB_ERR_IO : NIB_OK;
+}
+
 static nib_comm counting_comm(struct counting *counting)
 {
     nib_comm comm = *nib_comm_serial();
@@ -337,6 +345,7 @@ static nib_comm counting_comm(struct counting *counting)
     comm.size = 2; /* the other has nothing */
     comm.allreduce_max_f32 = count_reduction;
     comm.agree = count_agreement;
+    comm.allgather = count_gather;
     return comm;
 }
 
@@ -345,8 +354,9 @@ TEST(one_reduction_of_four_bytes_per_block)
     nib_tensor *t[3] = { NULL }, *before = NULL;
     nib_quantizer q[3] = { square_options(), square_options(), square_options() };
     float *numbers = normal_numbers(256 * 256);
-    const nib_array master = array_of(numbers, NIB_F32, 1, SHAPE(1000)), *masters[3] = { &master, NULL, NULL };
-    const int64_t starts[3] = { 17, -1, -1 };
+    const nib_array all = array_of(numbers, NIB_F32, 1, SHAPE(256 * 256)), some = array_of(numbers, NIB_F32, 1, SHAPE(561)),
+                    few = array_of(numbers, NIB_F32, 1, SHAPE(200)), *masters[3] = { &all, &some, &few };
+    const int64_t starts[3] = { 0, 0, 0 };
     q[2].block_dims[0] = 1, q[2].columnwise = 0;
     CHECK_OK(nib_tensor_create(&q[0], NIB_BF16, 2, SHAPE(256, 256), &t[0]));
     CHECK_OK(nib_tensor_create(&q[1], NIB_BF16, 2, SHAPE(17, 33), &t[1]));
@@ -360,12 +370,153 @@ TEST(one_reduction_of_four_bytes_per_block)
     CHECK(equal);
     counting = (struct counting){ .answer = NIB_OK };
     CHECK_OK(nib_quantize_master_weights(t, 3, masters, 3, starts, 3, &comm, NULL));
-    CHECK(counting.reductions == 1 && counting.agreements == 1);
+    CHECK(counting.reductions == 1 && counting.agreements == 1 && counting.gathers == 0);
     CHECK_THAT(counting.numbers == 256 + 2 * 3 + 10 * 2, "%zu", counting.numbers);
     for (int i = 0; i < 3; i++)
         nib_tensor_destroy(t[i]);
     nib_tensor_destroy(before);
     free(numbers);
+}
+
+/* Four-over-six: the same reduction, the pieces of each rank, and one byte per block. Whichever collective fails,
+ * nothing has changed. */
+TEST(one_gather_for_scales_that_are_chosen)
+{
+    nib_tensor *t[2] = { NULL }, *before = NULL;
+    nib_quantizer q[2] = { square_options(), square_options() };
+    float *numbers = normal_numbers(256 * 256);
+    const nib_array all = array_of(numbers, NIB_F32, 1, SHAPE(256 * 256)), few = array_of(numbers, NIB_F32, 1, SHAPE(200)),
+                    *masters[2] = { &all, &few };
+    const int64_t starts[2] = { 0, 0 };
+    int equal = 0;
+    q[0].scale_rule = NIB_SCALE_4OVER6;
+    q[1].block_dims[0] = 1, q[1].columnwise = 0, q[1].scale_rule = NIB_SCALE_SWEEP;
+    CHECK_OK(nib_tensor_create(&q[0], NIB_BF16, 2, SHAPE(256, 256), &t[0]));
+    CHECK_OK(nib_tensor_create(&q[1], NIB_BF16, 3, SHAPE(2, 5, 20), &t[1]));
+    CHECK_OK(nib_tensor_clone(t[0], &before));
+    struct counting counting;
+    const nib_comm comm = counting_comm(&counting);
+    for (int gather = 1; gather <= 2; gather++) {
+        counting = (struct counting){ .failing_gather = gather };
+        CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, &comm, NULL), NIB_ERR_COMM, "NIB_ERR_IO");
+        CHECK_OK(nib_tensor_equal(t[0], before, &equal));
+        CHECK(equal);
+    }
+    counting = (struct counting){ 0 };
+    CHECK_OK(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, &comm, NULL));
+    CHECK(counting.reductions == 1 && counting.agreements == 2 && counting.gathers == 2);
+    CHECK_THAT(counting.numbers == 256 + 10 * 2, "%zu", counting.numbers);
+    CHECK_THAT(counting.bytes == 2 * 16 + 256 + 10 * 2, "%zu", counting.bytes);
+    nib_tensor_destroy(t[0]), nib_tensor_destroy(t[1]), nib_tensor_destroy(before);
+    free(numbers);
+}
+
+/* Two parameters whose bands are all divided, and that have more numbers than one gather takes. */
+enum { ROUND_ROWS = 64, ROUND_COLS = 40000 };
+
+static int many_rounds(const nib_comm *comm, void *context)
+{
+    const uint64_t seed = 0;
+    int faults = 0;
+    float *x = context;
+    const int64_t n = ROUND_ROWS * ROUND_COLS, share = n / comm->size, start = share * comm->rank;
+    nib_quantizer q = square_options();
+    q.scale_rule = NIB_SCALE_4OVER6, q.columnwise = 0;
+    nib_tensor *t[2] = { NULL }, *whole = NULL;
+    nib_array master, all;
+    CASE_OK(nib_array_init(&master, x + start, NIB_F32, 1, &share));
+    CASE_OK(nib_array_init(&all, x, NIB_F32, 2, SHAPE(ROUND_ROWS, ROUND_COLS)));
+    for (int i = 0; i < 2; i++)
+        CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(ROUND_ROWS, ROUND_COLS), &t[i]));
+    CASE_OK(nib_quantize_master_weights(t, 2, (const nib_array *const[2]){ &master, &master }, 2,
+                                        (const int64_t[2]){ start, start }, 2, comm, NULL));
+    CASE_OK(nib_quantize(&q, &all, NULL, &whole));
+    for (int i = 0; i < 2; i++) {
+        int equal = 0;
+        CASE_OK(nib_all_gather_param(t[i], NIB_ROWWISE, start, share, NULL, comm));
+        CASE_OK(nib_tensor_equal(t[i], whole, &equal));
+        CASE_CHECK(equal, "parameter %d differs from the whole", i);
+        nib_tensor_destroy(t[i]);
+    }
+    nib_tensor_destroy(whole);
+    return faults;
+}
+
+TEST(more_numbers_than_one_gather_takes)
+{
+    float *x = normal_numbers(ROUND_ROWS * ROUND_COLS);
+    CHECK(team_run(5, many_rounds, x) == 0);
+    free(x);
+}
+
+/* ---- Pieces that do not make up the parameter ---- */
+
+struct uncovered {
+    nib_scale_rule rule;
+    int64_t start[3], length[3];
+    const char *words;
+};
+
+static int leave_gap(const nib_comm *comm, void *context)
+{
+    const uint64_t seed = 0;
+    const struct uncovered *c = context;
+    int faults = 0, equal = 0;
+    float numbers[512] = { 1 };
+    nib_quantizer q = square_options();
+    nib_tensor *t[2] = { NULL }, *before = NULL;
+    nib_array master, whole;
+    q.scale_rule = c->rule;
+    for (int i = 0; i < 2; i++)
+        CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 16), &t[i]));
+    CASE_OK(nib_tensor_clone(t[0], &before));
+    CASE_OK(nib_array_init(&master, numbers, NIB_F32, 1, &c->length[comm->rank]));
+    CASE_OK(nib_array_init(&whole, numbers, NIB_F32, 1, SHAPE(512)));
+    const nib_array *masters[2] = { comm->rank ? NULL : &whole, &master };
+    const int64_t starts[2] = { comm->rank ? -1 : 0, c->start[comm->rank] };
+    const nib_status status = nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, NULL);
+    CASE_CHECK(status == NIB_ERR_SHAPE && strstr(nib_last_error(), c->words) && strstr(nib_last_error(), "parameter 1"),
+               "%s: %s, not '%s'", nib_status_name(status), nib_last_error(), c->words);
+    for (int i = 0; i < 2; i++) {
+        CASE_OK(nib_tensor_equal(t[i], before, &equal));
+        CASE_CHECK(equal, "parameter %d has changed", i);
+        nib_tensor_destroy(t[i]);
+    }
+    nib_tensor_destroy(before);
+    return faults;
+}
+
+TEST(pieces_that_leave_gaps_are_refused)
+{
+    struct uncovered cases[] = {
+        { NIB_SCALE_RTN, { 0, 100, 200 }, { 100, 100, 56 }, "no rank has an element of its rowwise block (1, 0)" },
+        { NIB_SCALE_RTN, { 0, 0, 0 }, { 0, 0, 0 }, "no rank has an element of its rowwise block (0, 0)" },
+        { NIB_SCALE_4OVER6, { 0, 100, 200 }, { 100, 100, 56 }, "no rank has elements 256 to 511" },
+        { NIB_SCALE_4OVER6, { 200, 100, 0 }, { 312, 99, 100 }, "no rank has elements 199 to 199" },
+        { NIB_SCALE_4OVER6, { 0, 100, 200 }, { 101, 100, 312 }, "ranks 0 and 1 overlap: both have element 100" },
+        { NIB_SCALE_4OVER6, { 1, 100, 200 }, { 99, 100, 312 }, "no rank has elements 0 to 0" },
+        { NIB_SCALE_4OVER6, { 0, 0, 0 }, { 512, 512, 0 }, "overlap" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        CHECK(team_run(3, leave_gap, &cases[i]) == 0);
+}
+
+/* A parameter without elements has nothing to own. */
+TEST(parameters_without_elements)
+{
+    static const nib_format formats[] = { NIB_NVFP4, NIB_FLOAT8, NIB_MXFP8 };
+    for (size_t i = 0; i < 2 * sizeof formats / sizeof *formats; i++) {
+        nib_quantizer q;
+        nib_tensor *t = NULL;
+        const nib_array *none = NULL;
+        CHECK_OK(nib_quantizer_init_format(&q, formats[i / 2]));
+        q.columnwise = 0;
+        if (i < 2)
+            q.scale_rule = i ? NIB_SCALE_4OVER6 : NIB_SCALE_RTN;
+        CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, i % 2 ? SHAPE(0, 16) : SHAPE(16, 0), &t));
+        CHECK_OK(nib_quantize_master_weights(&t, 1, &none, 1, SHAPE(-1), 1, nib_comm_serial(), NULL));
+        nib_tensor_destroy(t);
+    }
 }
 
 /* ---- The steps by themselves ---- */
@@ -421,6 +572,62 @@ TEST(steps_compose)
     }
 }
 
+/* Each piece takes in what is missing of the blocks at its ends, and decides on blocks for all. */
+TEST(steps_compose_where_scales_are_chosen)
+{
+    for (int round = 0; round < 60; round++) {
+        const int64_t rows = 1 + test_below(50), cols = 1 + test_below(90), n = rows * cols;
+        nib_quantizer q = square_options();
+        q.columnwise = 0;
+        q.scale_rule = NIB_SCALE_4OVER6;
+        if (round % 3) {
+            q.block_dims[0] = 1;
+            q.scale_rule = round % 3 == 1 ? NIB_SCALE_SWEEP : NIB_SCALE_4OVER6;
+            q.row_scaled = test_below(2) == 0;
+        }
+        float *x = normal_numbers((size_t)n);
+        const nib_array all = array_of(x, NIB_F32, 2, SHAPE(rows, cols));
+        nib_tensor *whole = NULL, *t = NULL;
+        CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(rows, cols), &t));
+        int64_t grid_rows = 0, grid_cols = 0;
+        CHECK_OK(nib_amax_grid(t, NIB_ROWWISE, &grid_rows, &grid_cols));
+        const size_t cells = (size_t)(grid_rows * grid_cols);
+        float *most = calloc(cells, sizeof *most), *part = malloc(cells * sizeof *part);
+        uint8_t *chosen = calloc(cells, 1), *some = malloc(cells);
+        const int64_t cut[4] = { 0, test_below(n + 1), n, n };
+        for (int i = 0; i < 3; i++) {
+            const nib_array piece = array_of(x + cut[i], NIB_F32, 1, SHAPE(cut[i + 1] - cut[i]));
+            CHECK_OK(nib_partial_amax(t, NIB_ROWWISE, &piece, cut[i], part));
+            for (size_t k = 0; k < cells; k++)
+                most[k] = part[k] > most[k] ? part[k] : most[k];
+        }
+        CHECK_FAILS(nib_block_scales(t, NIB_ROWWISE, most), NIB_ERR_MODE, "nib_partial_scales");
+        for (int i = 0; i < 3; i++) {
+            int64_t first = -1, count = -1;
+            CHECK_OK(nib_whole_blocks(t, NIB_ROWWISE, cut[i], cut[i + 1] - cut[i], &first, &count));
+            CHECK(first <= cut[i] && first + count >= cut[i + 1] && (count > 0) == (cut[i + 1] > cut[i]));
+            if (q.block_dims[0] == 1) /* no more than it takes */
+                CHECK(cut[i] - first < 16 && first + count - cut[i + 1] < 16);
+            const nib_array piece = array_of(x + first, NIB_F32, 1, &count);
+            CHECK_OK(nib_partial_scales(t, NIB_ROWWISE, &piece, first, most, some));
+            for (size_t k = 0; k < cells; k++)
+                chosen[k] = some[k] > chosen[k] ? some[k] : chosen[k];
+        }
+        CHECK_OK(nib_chosen_scales(t, NIB_ROWWISE, most, chosen));
+        for (int i = 2; i >= 0; i--) {
+            const nib_array piece = array_of(x + cut[i], NIB_F32, 1, SHAPE(cut[i + 1] - cut[i]));
+            CHECK_OK(nib_partial_cast(t, NIB_ROWWISE, &piece, cut[i], most, NULL));
+        }
+        for (int part_of = 0; part_of <= NIB_ROW_LEVEL; part_of += 2)
+            CHECK_THAT(case_same_part(t, whole, (nib_part)part_of), "part %d of round %d", part_of, round);
+        chosen[0] = 0x7F;
+        CHECK_FAILS(nib_chosen_scales(t, NIB_ROWWISE, most, chosen), NIB_ERR_ARG, "scale 0 is 7F");
+        free(most), free(part), free(chosen), free(some), free(x);
+        nib_tensor_destroy(t), nib_tensor_destroy(whole);
+    }
+}
+
 TEST(steps_refuse)
 {
     const nib_quantizer q = square_options();
@@ -429,6 +636,12 @@ TEST(steps_refuse)
     uint8_t bytes[64] = { 0 };
     nib_byte_range range;
     CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), &t));
+    int64_t first = 0, count = 0;
+    CHECK_FAILS(nib_partial_scales(t, NIB_ROWWISE, NULL, -1, amaxes, bytes), NIB_ERR_MODE, "nib_block_scales");
+    CHECK_FAILS(nib_chosen_scales(t, NIB_ROWWISE, amaxes, bytes), NIB_ERR_MODE, "nib_block_scales");
+    CHECK_FAILS(nib_whole_blocks(t, NIB_ROWWISE, 500, 13, &first, &count), NIB_ERR_SHAPE, "13 elements from 500 on");
+    CHECK_OK(nib_whole_blocks(t, NIB_ROWWISE, 500, 0, &first, &count));
+    CHECK(first == 500 && count == 0);
     CHECK_FAILS(nib_block_scales(t, NIB_ROWWISE, amaxes), NIB_ERR_ARG, "amax 1 is negative");
     CHECK_FAILS(nib_block_scales(t, NIB_COLUMNWISE, amaxes), NIB_ERR_USAGE, "cast rowwise");
     CHECK_FAILS(nib_block_scales(t, NIB_EITHER, amaxes), NIB_ERR_ARG, "not a copy");
