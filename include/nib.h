@@ -77,6 +77,10 @@ NIB_API const char *nib_last_error(void);
 /* The same with its status, copied to the caller. */
 NIB_API void nib_get_error(nib_error *out);
 
+/* For what is built around the library, communicators among it: set this thread's sentence, and return the status. It is
+ * copied, and cut to what nib_error holds. Nothing happens for NIB_OK. */
+NIB_API nib_status nib_set_error(nib_status status, const char *text);
+
 /* ---- Plain data: dtypes and borrowed arrays ------------------------------------------------------------ */
 
 /* The first eleven have TransformerEngine's numbers. */
@@ -181,7 +185,7 @@ typedef struct nib_comm {
     size_t bytes;
     void *context;
     int rank, size;
-    /* In place, elementwise, the same n everywhere; there are no NaNs. */
+    /* In place, elementwise, the same n everywhere; numbers may be negative, but there are no NaNs. */
     nib_status (*allreduce_max_f32)(void *context, float *values, size_t n);
     /* The largest of all ranks' statuses; NIB_ERR_MISMATCH if all are NIB_OK and the keys are not equal. */
     nib_status (*agree)(void *context, nib_status status, uint64_t key);

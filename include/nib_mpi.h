@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * nib_mpi.h - nib's communicator over MPI: libnib_mpi, any MPI-3. The rules of nib.h hold, but that the calls here give
- * a status without a sentence.
+ * nib_mpi.h - nib's communicator over MPI: libnib_mpi, any MPI-3. The rules of nib.h hold. Sentences are those of the
+ * shared libnib, which libnib_mpi is linked with.
  *
  * MPI is initialised and finalised by the caller. A communicator's calls come from one thread at a time: with several
  * threads, initialise MPI for as much (MPI_THREAD_SERIALIZED or more), and give each thread that runs collectives a
@@ -19,8 +19,8 @@ extern "C" {
 #endif
 
 /* The ranks of an intracommunicator. It is duplicated (collectively), so that nib's messages and the caller's cannot
- * meet, and on the duplicate MPI's errors are returned as NIB_ERR_COMM instead of ending the program. COMM, MEMORY,
- * and ARG before MPI is initialised. */
+ * meet, and on the duplicate MPI's errors are returned as NIB_ERR_COMM instead of ending the program. COMM, MEMORY, the
+ * same on all ranks; ARG before MPI is initialised or after it is finalised, and for what is no intracommunicator. */
 NIB_API nib_status nib_comm_mpi_create(MPI_Comm mpi, nib_comm **out);
 
 /* Before MPI_Finalize, on all ranks. */

@@ -4,15 +4,30 @@
  */
 #include "nib_mpi.h"
 
-#include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECE = 1 << 28 }; /* elements at a time */
+/* Of one message, and in all of a gather. A test makes it small. */
+#ifndef NIB_MPI_MOST_BYTES
+#define NIB_MPI_MOST_BYTES (1 << 30)
+#endif
+enum { MOST_BYTES = NIB_MPI_MOST_BYTES, MOST_FLOATS = MOST_BYTES / sizeof(float) };
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
-static nib_status status_of(int error) { return error == MPI_SUCCESS ? NIB_OK : NIB_ERR_COMM; }
+/* What MPI says about an error of one of its functions. */
+static nib_status status_of(const char *function, int error)
+{
+    if (error == MPI_SUCCESS)
+        return NIB_OK;
+    char reason[MPI_MAX_ERROR_STRING + 1] = "", text[sizeof reason + 64];
+    int length = 0;
+    if (MPI_Error_string(error, reason, &length) != MPI_SUCCESS)
+        snprintf(reason, sizeof reason, "error %d", error);
+    snprintf(text, sizeof text, "%s: %s", function, reason);
+    return nib_set_error(NIB_ERR_COMM, text);
+}
 
 struct mpi_comm {
     nib_comm comm; /* first: what the caller has is a pointer to it */
@@ -25,9 +40,9 @@ static MPI_Comm comm_of(void *context) { return ((struct mpi_comm *)context)->mp
 static nib_status allreduce_max_f32(void *context, float *values, size_t n)
 {
     nib_status status = NIB_OK;
-    for (size_t at = 0; at < n && !status; at += PIECE)
-        status = status_of(MPI_Allreduce(MPI_IN_PLACE, values + at, (int)smaller(n - at, PIECE), MPI_FLOAT, MPI_MAX,
-                                         comm_of(context)));
+    for (size_t at = 0; at < n && !status; at += MOST_FLOATS)
+        status = status_of("MPI_Allreduce", MPI_Allreduce(MPI_IN_PLACE, values + at, (int)smaller(n - at, MOST_FLOATS),
+                                                          MPI_FLOAT, MPI_MAX, comm_of(context)));
     return status;
 }
 
@@ -35,8 +50,10 @@ static nib_status allreduce_max_f32(void *context, float *values, size_t n)
 static nib_status agree_over(MPI_Comm comm, nib_status status, uint64_t key)
 {
     uint64_t words[3] = { (uint64_t)status, key, ~key };
-    if (MPI_Allreduce(MPI_IN_PLACE, words, 3, MPI_UINT64_T, MPI_MAX, comm) != MPI_SUCCESS)
-        return NIB_ERR_COMM;
+    const nib_status reduced =
+        status_of("MPI_Allreduce", MPI_Allreduce(MPI_IN_PLACE, words, 3, MPI_UINT64_T, MPI_MAX, comm));
+    if (reduced)
+        return reduced;
     if (words[0])
         return (nib_status)words[0];
     return words[1] == ~words[2] ? NIB_OK : NIB_ERR_MISMATCH;
@@ -54,42 +71,66 @@ static nib_status allgather(void *context, const void *mine, void *all, const si
     int *lengths = made->lengths, *places = lengths + size;
     size_t total = 0;
     for (int r = 0; r < size; total += counts[r++])
-        if (total <= INT_MAX && counts[r] <= INT_MAX) {
+        if (total <= MOST_BYTES && counts[r] <= MOST_BYTES) {
             lengths[r] = (int)counts[r];
             places[r] = (int)total;
         }
-    if (total <= INT_MAX)
-        return status_of(MPI_Allgatherv(mine, lengths[rank], MPI_BYTE, all, lengths, places, MPI_BYTE, made->mpi));
+    if (total <= MOST_BYTES)
+        return status_of("MPI_Allgatherv",
+                         MPI_Allgatherv(mine, lengths[rank], MPI_BYTE, all, lengths, places, MPI_BYTE, made->mpi));
     /* From each rank to all others, in pieces that an int can count. */
     char *to = all;
     nib_status status = NIB_OK;
     for (int r = 0; r < size && !status; to += counts[r++]) {
         if (r == rank && counts[r])
             memcpy(to, mine, counts[r]);
-        for (size_t at = 0; at < counts[r] && !status; at += PIECE)
-            status = status_of(MPI_Bcast(to + at, (int)smaller(counts[r] - at, PIECE), MPI_BYTE, r, made->mpi));
+        for (size_t at = 0; at < counts[r] && !status; at += MOST_BYTES)
+            status = status_of("MPI_Bcast",
+                               MPI_Bcast(to + at, (int)smaller(counts[r] - at, MOST_BYTES), MPI_BYTE, r, made->mpi));
     }
     return status;
 }
 
-static nib_status barrier(void *context) { return status_of(MPI_Barrier(comm_of(context))); }
+static nib_status barrier(void *context) { return status_of("MPI_Barrier", MPI_Barrier(comm_of(context))); }
+
+/* What can be said of a communicator without talking over it. */
+static nib_status check_mpi(MPI_Comm mpi)
+{
+    int initialised = 0, finalised = 0, inter = 0;
+    if (MPI_Initialized(&initialised) != MPI_SUCCESS || !initialised)
+        return nib_set_error(NIB_ERR_ARG, "MPI is not initialised: call MPI_Init first");
+    if (MPI_Finalized(&finalised) != MPI_SUCCESS || finalised)
+        return nib_set_error(NIB_ERR_ARG, "MPI is finalised");
+    if (mpi == MPI_COMM_NULL)
+        return nib_set_error(NIB_ERR_ARG, "the communicator is MPI_COMM_NULL");
+    const nib_status status = status_of("MPI_Comm_test_inter", MPI_Comm_test_inter(mpi, &inter));
+    if (!status && inter)
+        return nib_set_error(NIB_ERR_ARG, "an intercommunicator has two groups of ranks: merge them first");
+    return status;
+}
 
 nib_status nib_comm_mpi_create(MPI_Comm mpi, nib_comm **out)
 {
-    int initialised = 0;
-    if (!out || MPI_Initialized(&initialised) != MPI_SUCCESS || !initialised || mpi == MPI_COMM_NULL)
-        return NIB_ERR_ARG;
+    nib_status status = check_mpi(mpi);
+    if (status)
+        return status;
     int rank = 0, size = 0;
     MPI_Comm duplicate = MPI_COMM_NULL;
-    if (MPI_Comm_dup(mpi, &duplicate) != MPI_SUCCESS)
-        return NIB_ERR_COMM;
+    status = status_of("MPI_Comm_dup", MPI_Comm_dup(mpi, &duplicate));
+    if (status)
+        return status;
     (void)MPI_Comm_set_errhandler(duplicate, MPI_ERRORS_RETURN);
     (void)MPI_Comm_rank(duplicate, &rank);
     (void)MPI_Comm_size(duplicate, &size);
     struct mpi_comm *made = calloc(1, sizeof *made + 2 * (size_t)size * sizeof *made->lengths);
-    /* With or without memory, the rank has the duplicate by now and can tell the others. */
-    const nib_status status = agree_over(duplicate, made ? NIB_OK : NIB_ERR_MEMORY, 0);
+    /* Whatever it lacks, the rank has the duplicate by now and can tell the others. */
+    const nib_status own = !out    ? nib_set_error(NIB_ERR_ARG, "nib_comm_mpi_create: out is NULL")
+                           : !made ? nib_set_error(NIB_ERR_MEMORY, "no memory for a communicator")
+                                   : NIB_OK;
+    status = agree_over(duplicate, own, 0);
     if (status) {
+        if (status != own && status != NIB_ERR_COMM)
+            (void)nib_set_error(status, "another rank could not create its communicator");
         (void)MPI_Comm_free(&duplicate);
         free(made);
         return status;

@@ -40,6 +40,63 @@ static int collectives(void)
     return faults;
 }
 
+/* More than a message holds, where that is little; every rank sends another amount, none of them even. */
+static int long_messages(void)
+{
+    enum { EACH = 1501, FLOATS = 3001 };
+    const uint64_t seed = 0;
+    int faults = 0;
+    static float values[FLOATS];
+    for (int i = 0; i < FLOATS; i++)
+        values[i] = (float)((i * 7 + comm->rank * 13) % 101 - 50);
+    CASE_OK(comm->allreduce_max_f32(comm->context, values, FLOATS));
+    for (int i = 0; i < FLOATS && !faults; i++) {
+        float most = -51;
+        for (int r = 0; r < comm->size; r++) {
+            const float theirs = (float)((i * 7 + r * 13) % 101 - 50);
+            most = theirs > most ? theirs : most;
+        }
+        CASE_CHECK(values[i] == most, "number %d is %g, not %g", i, (double)values[i], (double)most);
+    }
+    static uint8_t mine[CASE_RANKS * EACH], all[CASE_RANKS * CASE_RANKS * EACH];
+    size_t counts[CASE_RANKS], total = 0;
+    for (int r = 0; r < comm->size; r++)
+        total += counts[r] = (size_t)(r * EACH);
+    for (size_t i = 0; i < counts[comm->rank]; i++)
+        mine[i] = (uint8_t)(i * 31 + (size_t)comm->rank);
+    memset(all, 0xEE, sizeof all);
+    CASE_OK(comm->allgather(comm->context, mine, all, counts));
+    size_t at = 0;
+    for (int r = 0; r < comm->size && !faults; r++)
+        for (size_t i = 0; i < counts[r] && !faults; i++, at++)
+            CASE_CHECK(all[at] == (uint8_t)(i * 31 + (size_t)r), "byte %zu of rank %d is %d", i, r, all[at]);
+    CASE_CHECK(all[total] == 0xEE, "a byte too many");
+    return faults;
+}
+
+/* What cannot become a communicator says why, on all ranks. */
+static int refusals(void)
+{
+    const uint64_t seed = 0;
+    int faults = 0;
+    nib_comm *made = NULL;
+    CASE_CHECK(nib_comm_mpi_create(MPI_COMM_NULL, &made) == NIB_ERR_ARG && strstr(nib_last_error(), "MPI_COMM_NULL"),
+               "%s", nib_last_error());
+    const bool last = comm->rank == comm->size - 1;
+    CASE_CHECK(nib_comm_mpi_create(MPI_COMM_WORLD, last ? NULL : &made) == NIB_ERR_ARG && !made, "it was made");
+    CASE_CHECK(strstr(nib_last_error(), last ? "out is NULL" : "another rank"), "%s", nib_last_error());
+    if (comm->size == 1)
+        return faults;
+    MPI_Comm half = MPI_COMM_NULL, both = MPI_COMM_NULL;
+    MPI_Comm_split(MPI_COMM_WORLD, comm->rank % 2, comm->rank, &half);
+    MPI_Intercomm_create(half, 0, MPI_COMM_WORLD, 1 - comm->rank % 2, 0, &both);
+    CASE_CHECK(nib_comm_mpi_create(both, &made) == NIB_ERR_ARG && strstr(nib_last_error(), "intercommunicator"), "%s",
+               nib_last_error());
+    MPI_Comm_free(&both);
+    MPI_Comm_free(&half);
+    return faults;
+}
+
 static int random_cases(void)
 {
     const int cases = getenv("NIB_CAMPAIGN") ? 5000 : 150;
@@ -79,11 +136,11 @@ static int one_rank_fails(void)
 
 int main(int argc, char **argv)
 {
-    static int (*const tests[])(void) = { collectives, random_cases, one_rank_fails };
+    static int (*const tests[])(void) = { collectives, long_messages, refusals, random_cases, one_rank_fails };
     nib_comm *created = NULL, *before = NULL;
     int passed = 0, failed = 0;
     alarm(300); /* whoever waits for a rank that never comes would wait for ever */
-    failed += nib_comm_mpi_create(MPI_COMM_WORLD, &before) != NIB_ERR_ARG; /* not initialised yet */
+    failed += nib_comm_mpi_create(MPI_COMM_WORLD, &before) != NIB_ERR_ARG || !strstr(nib_last_error(), "MPI_Init");
     if (MPI_Init(&argc, &argv) || nib_comm_mpi_create(MPI_COMM_WORLD, &created))
         return 2;
     comm = created;
@@ -96,6 +153,7 @@ int main(int argc, char **argv)
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Finalize();
+    failed += nib_comm_mpi_create(MPI_COMM_WORLD, &before) != NIB_ERR_ARG || !strstr(nib_last_error(), "finalised");
     if (rank == 0)
         printf("%d passed, %d failed, 0 skipped\n", passed, failed);
     return failed != 0;

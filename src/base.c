@@ -26,6 +26,11 @@ nib_status nib_fail(nib_status status, const char *format, ...)
     return status;
 }
 
+nib_status nib_set_error(nib_status status, const char *text)
+{
+    return status ? nib_fail(status, "%s", text ? text : nib_status_name(status)) : NIB_OK;
+}
+
 const char *nib_last_error(void) { return last_error.text; }
 
 void nib_get_error(nib_error *out)

@@ -73,6 +73,11 @@ nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
  * Without a communicator, or with one that cannot agree, the status is this rank's own. */
 nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
 
+/* The two collectives that move numbers. `what` names them in the sentence of a failure, which is NIB_ERR_COMM and says
+ * what the communicator says. Nothing to reduce is no call. */
+nib_status nib_reduce(const nib_comm *comm, const char *what, float *values, size_t n);
+nib_status nib_gather(const nib_comm *comm, const char *what, const void *mine, void *all, const size_t *counts);
+
 /* Mixes a word into a key of nib_agree. */
 static inline uint64_t nib_mix(uint64_t key, uint64_t word)
 {

@@ -45,6 +45,32 @@ nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key)
     return nib_fail(agreed, "another of the %d ranks failed with %s", comm->size, nib_status_name(agreed));
 }
 
+/* A communicator may have set a sentence of its own, or not. */
+static nib_status comm_failed(const nib_comm *comm, const char *what, nib_status status, const nib_error *before)
+{
+    nib_error said;
+    nib_get_error(&said);
+    const bool spoke = said.status != before->status || strcmp(said.text, before->text) != 0;
+    return nib_fail(NIB_ERR_COMM, "%s over %d ranks failed: %s%s%s", what, comm->size, nib_status_name(status),
+                    spoke ? ": " : "", spoke ? said.text : "");
+}
+
+nib_status nib_reduce(const nib_comm *comm, const char *what, float *values, size_t n)
+{
+    nib_error before;
+    nib_get_error(&before);
+    const nib_status status = n ? comm->allreduce_max_f32(comm->context, values, n) : NIB_OK;
+    return status ? comm_failed(comm, what, status, &before) : NIB_OK;
+}
+
+nib_status nib_gather(const nib_comm *comm, const char *what, const void *mine, void *all, const size_t *counts)
+{
+    nib_error before;
+    nib_get_error(&before);
+    const nib_status status = comm->allgather(comm->context, mine, all, counts);
+    return status ? comm_failed(comm, what, status, &before) : NIB_OK;
+}
+
 /* ---- One rank alone ---- */
 
 static nib_status serial_allreduce_max_f32(void *context, float *values, size_t n)

@@ -346,11 +346,7 @@ static nib_status reduce_amaxes(const nib_comm *comm, float *amax, size_t n)
     if (!comm)
         return NIB_OK;
     TRY(nib_agree(comm, NIB_OK, n));
-    const nib_status reduced = n > 0 ? comm->allreduce_max_f32(comm->context, amax, n) : NIB_OK;
-    if (reduced)
-        return nib_fail(NIB_ERR_COMM, "the reduction of amaxes over %d ranks failed: %s", comm->size,
-                        nib_status_name(reduced));
-    return NIB_OK;
+    return nib_reduce(comm, "the reduction of amaxes", amax, n);
 }
 
 const nib_comm *nib_amax_comm_of(const nib_quantizer *q)

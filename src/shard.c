@@ -245,11 +245,7 @@ static nib_status run_plan(struct plan *plan, const nib_comm *comm)
 {
     TRY(nib_choices_meet(comm, &plan->choices));
     find_amaxes(plan);
-    const nib_status reduced =
-        plan->amax_count ? comm->allreduce_max_f32(comm->context, plan->amaxes, (size_t)plan->amax_count) : NIB_OK;
-    if (reduced)
-        return nib_fail(NIB_ERR_COMM, "the reduction of %lld amaxes over %d ranks failed: %s",
-                        (long long)plan->amax_count, comm->size, nib_status_name(reduced));
+    TRY(nib_reduce(comm, "the reduction of amaxes", plan->amaxes, (size_t)plan->amax_count));
     TRY(check_owned(plan));
     TRY(nib_choices_make(comm, &plan->choices));
     for (size_t i = 0; i < plan->n; i++)

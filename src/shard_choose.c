@@ -190,10 +190,7 @@ nib_status nib_choices_meet(const nib_comm *comm, struct nib_choices *choices)
         choices->counts[r] = choices->n * sizeof *choices->ranges;
     for (size_t i = 0; i < choices->n; i++)
         choices->own[i] = (struct nib_range){ choices->list[i].piece->start, choices->list[i].piece->length };
-    const nib_status status = comm->allgather(comm->context, choices->own, choices->ranges, choices->counts);
-    if (status)
-        return nib_fail(NIB_ERR_COMM, "the gather of pieces over %d ranks failed: %s", comm->size,
-                        nib_status_name(status));
+    TRY(nib_gather(comm, "the gather of pieces", choices->own, choices->ranges, choices->counts));
     return nib_agree(comm, plan_rounds(comm, choices), 0);
 }
 
@@ -269,10 +266,7 @@ nib_status nib_choices_make(const nib_comm *comm, struct nib_choices *choices)
             nib_piece_choose(choice->piece, &choice->grid, choice->levels, choice->scales);
             out = pack(choice, out);
         }
-        const nib_status status = comm->allgather(comm->context, choices->mine, choices->all, choices->counts);
-        if (status)
-            return nib_fail(NIB_ERR_COMM, "the gather of scales over %d ranks failed: %s", comm->size,
-                            nib_status_name(status));
+        TRY(nib_gather(comm, "the gather of scales", choices->mine, choices->all, choices->counts));
         size_t at = 0;
         for (int r = 0; r < comm->size; at += choices->counts[r++])
             choices->at[r] = at;

@@ -32,9 +32,7 @@ static nib_status exchange(const nib_comm *comm, const void *mine, size_t bytes,
 {
     for (int r = 0; r < comm->size; r++)
         counts[r] = bytes;
-    const nib_status status = comm->allgather(comm->context, mine, all, counts);
-    return status ? nib_fail(NIB_ERR_COMM, "a gather over %d ranks failed: %s", comm->size, nib_status_name(status))
-                  : NIB_OK;
+    return nib_gather(comm, "a gather of sizes", mine, all, counts);
 }
 
 static nib_status check_own(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, const nib_array *shard,
@@ -94,9 +92,7 @@ static nib_status exchange_codes(nib_tensor *t, nib_copy copy, int64_t start, in
 {
     const nib_byte_range own = nib_bytes_of(&t->geometry, copy, start, length);
     const uint8_t *mine = length ? place.codes + (own.first - place.first) : NULL;
-    const nib_status status = comm->allgather(comm->context, mine, gather->all, gather->counts);
-    if (status)
-        return nib_fail(NIB_ERR_COMM, "a gather over %d ranks failed: %s", comm->size, nib_status_name(status));
+    TRY(nib_gather(comm, "a gather of codes", mine, gather->all, gather->counts));
     const uint8_t *from = gather->all;
     uint8_t *codes = nib_tensor_memory(t, copy).codes;
     for (int r = 0; r < comm->size; from += gather->counts[r++]) {
@@ -323,9 +319,7 @@ static nib_status exchange_rows(const nib_tensor *t, const nib_comm *comm, struc
     for (int copy = 0; copy < 2; copy++)
         if (nib_tensor_has(t, (nib_copy)copy))
             to = pack_copy(t, (nib_copy)copy, to);
-    const nib_status status = comm->allgather(comm->context, gather->mine, gather->all, gather->counts);
-    if (status)
-        return nib_fail(NIB_ERR_COMM, "a gather over %d ranks failed: %s", comm->size, nib_status_name(status));
+    TRY(nib_gather(comm, "a gather of rows", gather->mine, gather->all, gather->counts));
     const uint8_t *from = gather->all;
     int64_t first = 0;
     for (int r = 0; r < comm->size; r++) {

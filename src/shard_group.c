@@ -127,8 +127,8 @@ static nib_status group_amaxes(const nib_quantizer *q, const nib_comm *comm, con
     for (size_t i = 0; i < n && !status && q->row_scaled; i++)
         key = nib_mix(key, (uint64_t)counts[i]);
     status = nib_agree(comm, status, key);
-    if (!status && comm && total && comm->allreduce_max_f32(comm->context, *out, total))
-        status = nib_fail(NIB_ERR_COMM, "the reduction of %zu amaxes over %d ranks failed", total, comm->size);
+    if (!status && comm)
+        status = nib_reduce(comm, "the reduction of amaxes", *out, total);
     if (status) {
         nib_free(*out);
         *out = NULL;

@@ -203,8 +203,9 @@ def stage_mpi(tally):
         return
     env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
            "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    for n in range(1, 5):
-        run_counted(tally, f"test_mpi on {n}", ["mpirun", "-n", str(n), os.path.join(path, "mpi/test_mpi")], env)
+    for name in ("test_mpi", "test_mpi_pieces"):
+        for n in range(1, 5):
+            run_counted(tally, f"{name} on {n}", ["mpirun", "-n", str(n), os.path.join(path, "mpi", name)], env)
 
 
 CROSS = "aarch64-linux-gnu-gcc"

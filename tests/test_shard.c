@@ -354,8 +354,9 @@ TEST(one_reduction_of_four_bytes_per_block)
     nib_tensor *t[3] = { NULL }, *before = NULL;
     nib_quantizer q[3] = { square_options(), square_options(), square_options() };
     float *numbers = normal_numbers(256 * 256);
-    const nib_array all = array_of(numbers, NIB_F32, 1, SHAPE(256 * 256)), some = array_of(numbers, NIB_F32, 1, SHAPE(561)),
-                    few = array_of(numbers, NIB_F32, 1, SHAPE(200)), *masters[3] = { &all, &some, &few };
+    const nib_array all = array_of(numbers, NIB_F32, 1, SHAPE(256 * 256)),
+                    some = array_of(numbers, NIB_F32, 1, SHAPE(561)), few = array_of(numbers, NIB_F32, 1, SHAPE(200)),
+                    *masters[3] = { &all, &some, &few };
     const int64_t starts[3] = { 0, 0, 0 };
     q[2].block_dims[0] = 1, q[2].columnwise = 0;
     CHECK_OK(nib_tensor_create(&q[0], NIB_BF16, 2, SHAPE(256, 256), &t[0]));
@@ -385,8 +386,8 @@ TEST(one_gather_for_scales_that_are_chosen)
     nib_tensor *t[2] = { NULL }, *before = NULL;
     nib_quantizer q[2] = { square_options(), square_options() };
     float *numbers = normal_numbers(256 * 256);
-    const nib_array all = array_of(numbers, NIB_F32, 1, SHAPE(256 * 256)), few = array_of(numbers, NIB_F32, 1, SHAPE(200)),
-                    *masters[2] = { &all, &few };
+    const nib_array all = array_of(numbers, NIB_F32, 1, SHAPE(256 * 256)),
+                    few = array_of(numbers, NIB_F32, 1, SHAPE(200)), *masters[2] = { &all, &few };
     const int64_t starts[2] = { 0, 0 };
     int equal = 0;
     q[0].scale_rule = NIB_SCALE_4OVER6;
