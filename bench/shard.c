@@ -3,7 +3,7 @@
  * shard.c - casting master weights over ranks that are threads: shard [MILLIONS OF ELEMENTS]. 16 by default.
  *
  * The parameters are 4096 columns wide, F32 masters, BF16 parameters. A communicator around the real one counts what is
- * reduced and how long ranks spend in collectives, waiting for each other included.
+ * reduced and gathered, and how long ranks spend in collectives, waiting for each other included.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
@@ -22,12 +22,22 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+static const struct kind {
+    const char *name;
+    int block_rows;
+    nib_scale_rule rule;
+} kinds[] = {
+    { "16x16", 16, NIB_SCALE_RTN },
+    { "1x16", 1, NIB_SCALE_RTN },
+    { "16x16, 4/6", 16, NIB_SCALE_4OVER6 },
+};
+
 /* ---- A communicator that looks on ---- */
 
 struct watch {
     const nib_comm *inner;
     double seconds;
-    size_t reduced;
+    size_t reduced, gathered;
 };
 
 static nib_status watched_reduce(void *context, float *values, size_t n)
@@ -55,6 +65,8 @@ static nib_status watched_gather(void *context, const void *mine, void *all, con
     const double start = now();
     const nib_status status = watch->inner->allgather(watch->inner->context, mine, all, counts);
     watch->seconds += now() - start;
+    for (int r = 0; r < watch->inner->size; r++)
+        watch->gathered += counts[r];
     return status;
 }
 
@@ -63,10 +75,10 @@ static nib_status watched_gather(void *context, const void *mine, void *all, con
 struct rank {
     const nib_comm *comm;
     int64_t rows; /* of a parameter */
-    int block_rows;
+    const struct kind *kind;
     const float *master; /* of all parameters */
     double cast, cast_collectives, gather;
-    size_t reduced;
+    size_t reduced, gathered;
     int failed;
 };
 
@@ -89,7 +101,8 @@ static void *run_rank(void *context)
     const nib_array *list[PARAMETERS];
     nib_quantizer q;
     nib_quantizer_init(&q);
-    q.block_dims[0] = rank->block_rows;
+    q.block_dims[0] = rank->kind->block_rows;
+    q.scale_rule = rank->kind->rule;
     q.columnwise = 0;
     q.threads = 1;
     for (int i = 0; i < PARAMETERS; i++) {
@@ -108,6 +121,7 @@ static void *run_rank(void *context)
     rank->cast_collectives = watch.seconds;
     rank->cast = now() - start - watch.seconds;
     rank->reduced = watch.reduced;
+    rank->gathered = watch.gathered;
     start = now();
     for (int i = 0; i < PARAMETERS; i++)
         if (nib_all_gather_param(params[i], NIB_ROWWISE, starts[i], length, NULL, &comm))
@@ -118,7 +132,7 @@ static void *run_rank(void *context)
     return NULL;
 }
 
-static int run(int size, int block_rows, int64_t rows, const float *master)
+static int run(int size, const struct kind *kind, int64_t rows, const float *master)
 {
     struct rank ranks[MOST_RANKS];
     pthread_t threads[MOST_RANKS];
@@ -126,7 +140,7 @@ static int run(int size, int block_rows, int64_t rows, const float *master)
     if (nib_comm_threads_create(size, &comms))
         return 1;
     for (int r = 0; r < size; r++) {
-        ranks[r] = (struct rank){ .comm = &comms[r], .rows = rows, .block_rows = block_rows, .master = master };
+        ranks[r] = (struct rank){ .comm = &comms[r], .rows = rows, .kind = kind, .master = master };
         if (pthread_create(&threads[r], NULL, run_rank, &ranks[r]))
             return 1;
     }
@@ -138,12 +152,13 @@ static int run(int size, int block_rows, int64_t rows, const float *master)
         if (ranks[r].cast_collectives > most.cast_collectives)
             most.cast_collectives = ranks[r].cast_collectives;
         most.reduced = ranks[r].reduced;
+        most.gathered = ranks[r].gathered;
         most.failed |= ranks[r].failed;
     }
     nib_comm_threads_destroy(comms);
     const double elements = (double)(rows * COLUMNS) * PARAMETERS;
-    printf("%-6s %5d %16zu %18.4f %12.1f %12.1f %12.1f %12.1f\n", block_rows == 16 ? "16x16" : "1x16", size,
-           most.reduced / PARAMETERS, (double)most.reduced * 256 / elements, 1e3 * most.cast,
+    printf("%-10s %5d %14zu %14.4f %14zu %10.1f %12.1f %10.1f %10.1f\n", kind->name, size, most.reduced / PARAMETERS,
+           (double)most.reduced * 256 / elements, most.gathered / PARAMETERS, 1e3 * most.cast,
            1e3 * most.cast_collectives, 1e3 * most.gather, elements / most.cast / 1e6);
     return most.failed;
 }
@@ -165,12 +180,12 @@ int main(int argc, char **argv)
     }
     printf("%zu elements in %d parameters of %d columns; one thread per rank; times are the slowest rank's\n", elements,
            PARAMETERS, COLUMNS);
-    printf("%-6s %5s %16s %18s %12s %12s %12s %12s\n", "blocks", "ranks", "reduced/param", "bytes per 256", "cast ms",
-           "collect. ms", "gather ms", "M/s");
+    printf("%-10s %5s %14s %14s %14s %10s %12s %10s %10s\n", "blocks", "ranks", "reduced/param", "bytes per 256",
+           "gathered/param", "cast ms", "collect. ms", "gather ms", "M/s");
     int failed = 0;
-    for (int blocks = 0; blocks < 2; blocks++)
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
         for (int size = 1; size <= MOST_RANKS; size *= 2)
-            failed |= run(size, blocks ? 1 : 16, rows, master);
+            failed |= run(size, &kinds[i], rows, master);
     free(master);
     return failed;
 }

@@ -522,10 +522,12 @@ NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, i
  * bytes of a quantisation of the whole, whatever the cut: scales come from amaxes that were reduced over the ranks,
  * codes are written one by one beside those of neighbours, and random numbers go by place.
  *
- * A cast takes NVFP4 with 16x16 or 1x16 blocks and every other format, and refuses (MODE, USAGE) what a part of a
- * block cannot know: RHT, four-over-six, sweep, one amax per row, swizzled scales, and a columnwise copy with 1xB
- * blocks, which cannot be built from rowwise codes (MXFP8 casts both copies). A master is F32 or BF16, of rank 1,
- * and is rounded to the parameter's nominal dtype first, so that the result is that of the parameter in its dtype. */
+ * A cast takes NVFP4 with 16x16 or 1x16 blocks and every other format, and refuses (MODE, USAGE): a rowwise RHT, which
+ * changes amaxes that ranks with a part of a block cannot know; swizzled scales; and a columnwise copy with 1xB blocks,
+ * which cannot be built from rowwise codes (MXFP8 casts both copies). A master is F32 or BF16, of rank 1, and is rounded
+ * to the parameter's nominal dtype first, so that the result is that of the parameter in its dtype. With four-over-six
+ * and 16x16 blocks the columnwise copy, built from rowwise codes, is their transpose; one that was quantised by itself
+ * may have chosen otherwise where two errors nearly tie. */
 
 /* Lists of a sharded cast that not everybody needs. Each is NULL or has one entry per parameter, which may be NULL. */
 typedef struct nib_master_options {
@@ -541,11 +543,20 @@ typedef struct nib_master_options {
 } nib_master_options;
 
 /* Cast pieces of master weights into parameters. params[i] gets masters[i] from element starts[i] on; a rank that
- * owns nothing of it passes NULL and -1. Every rank passes all parameters in the same order (MISMATCH otherwise).
- * Two collectives, whatever the number of parameters: agreement, and one reduction of every parameter's block
+ * owns nothing of it passes NULL and -1. Every rank passes all parameters in the same order (MISMATCH otherwise), each
+ * once. Two collectives, whatever the number of parameters: agreement, and one reduction of every parameter's block
  * amaxes, 4 bytes per block. Every rank then has all scales and levels, and the codes of its pieces; columnwise
  * copies are dropped or (manual) invalid until nib_post_all_gather_processing. Everything is checked on all ranks
- * before anything changes: if one fails, all return the largest status and none has changed. */
+ * before anything changes: if one fails, all return the largest status and none has changed.
+ *
+ * Four-over-six and sweep choose a scale from all numbers of a block. With such parameters in the list there are three
+ * collectives more: a gather of where the pieces lie, agreement, and one gather of a byte per block and of the numbers,
+ * in the nominal dtype, of blocks that a cut divides: of 16 elements per cut with 1x16 blocks, of 16 rows with 16x16. (It
+ * becomes several where it would move more than 16 MiB at once.)
+ *
+ * Pieces must cover each parameter once. A block of which no rank has an element is SHAPE: its codes would be those of
+ * before. With four-over-six and sweep that is SHAPE for every gap and overlap; elsewhere smaller gaps, and overlaps,
+ * would take another collective to see, and are found by nib_all_gather_param. */
 NIB_API nib_status nib_quantize_master_weights(nib_tensor *const *params, size_t n_params,
                                                const nib_array *const *masters, size_t n_masters, const int64_t *starts,
                                                size_t n_starts, const nib_comm *comm,

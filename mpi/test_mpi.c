@@ -134,9 +134,61 @@ static int one_rank_fails(void)
     return faults;
 }
 
+/* What libnib allocates comes from here, so that one rank can be made to run out of it. */
+static long allocations_left = -1;
+
+void *aligned_alloc(size_t alignment, size_t bytes)
+{
+    void *memory = NULL;
+    if (allocations_left >= 0 && allocations_left-- == 0)
+        return NULL;
+    return posix_memalign(&memory, alignment, bytes) ? NULL : memory;
+}
+
+/* Each allocation of the last rank fails in its turn, until none does: all return that, and nothing has changed. */
+static int one_rank_lacks_memory(void)
+{
+    const uint64_t seed = 0;
+    int faults = 0, went_through = 0, left = 0;
+    static float numbers[32 * 48];
+    const int64_t share = 32 * 48 / comm->size, start = share * comm->rank;
+    const int64_t length = comm->rank == comm->size - 1 ? 32 * 48 - start : share;
+    nib_quantizer q;
+    nib_tensor *t = NULL, *before = NULL;
+    nib_array master;
+    nib_quantizer_init(&q);
+    q.block_dims[0] = 16;
+    q.scale_rule = NIB_SCALE_4OVER6;
+    for (int i = 0; i < 32 * 48; i++)
+        numbers[i] = (float)(i * 7 % 13 - 6);
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[2]){ 32, 48 }, &t));
+    CASE_OK(nib_tensor_clone(t, &before));
+    CASE_OK(nib_array_init(&master, numbers + start, NIB_F32, 1, &length));
+    const nib_array *list = &master;
+    for (; !went_through && !faults && left < 100; left++) {
+        if (comm->rank == comm->size - 1)
+            allocations_left = left;
+        const nib_status status = nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, comm, NULL);
+        went_through = allocations_left >= 0; /* some were left over */
+        allocations_left = -1;
+        MPI_Bcast(&went_through, 1, MPI_INT, comm->size - 1, MPI_COMM_WORLD);
+        CASE_CHECK(status == (went_through ? NIB_OK : NIB_ERR_MEMORY), "allocation %d: %s: %s", left,
+                   nib_status_name(status), nib_last_error());
+        int equal = 0;
+        CASE_OK(nib_tensor_equal(t, before, &equal));
+        CASE_CHECK(equal != went_through, "allocation %d: the parameter has %schanged", left, equal ? "not " : "");
+        MPI_Allreduce(MPI_IN_PLACE, &faults, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+    }
+    CASE_CHECK(left > 8 && left < 100, "%d allocations", left);
+    nib_tensor_destroy(t);
+    nib_tensor_destroy(before);
+    return faults;
+}
+
 int main(int argc, char **argv)
 {
-    static int (*const tests[])(void) = { collectives, long_messages, refusals, random_cases, one_rank_fails };
+    static int (*const tests[])(void) = { collectives,  long_messages,  refusals,
+                                          random_cases, one_rank_fails, one_rank_lacks_memory };
     nib_comm *created = NULL, *before = NULL;
     int passed = 0, failed = 0;
     alarm(300); /* whoever waits for a rank that never comes would wait for ever */

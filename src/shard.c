@@ -104,9 +104,11 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
             plan->choice_count++;
         }
     }
-    for (size_t other = 0; other < i; other++)
-        if (plan->parameters[other].t == t)
+    for (size_t other = 0; other < i; other++) { /* as itself, or as a view */
+        const nib_tensor *before = plan->parameters[other].t;
+        if (before == t || nib_tensor_kind(before, NIB_ROWWISE, 0) == nib_tensor_kind(t, NIB_ROWWISE, 0))
             return nib_fail(NIB_ERR_ARG, "it is parameter %zu as well", other);
+    }
     const uint64_t words[] = { (uint64_t)t->geometry.rows, (uint64_t)t->geometry.cols,
                                (uint64_t)t->dtype,         nib_quantizer_hash(&t->q),
                                p->scale != NULL,           p->scale ? nib_bits(*p->scale) : 0,

@@ -113,6 +113,17 @@ TEST(the_last_error_is_a_threads_own)
     CHECK_FAILS(nib_dialect_from_name(nib_last_error(), (nib_dialect[1]){ NIB_DIALECT_TE }), NIB_ERR_ARG, "nnn");
 }
 
+TEST(an_error_of_ones_own)
+{
+    nib_error error;
+    CHECK_FAILS(nib_set_error(NIB_ERR_COMM, "the cable is out: 100%s"), NIB_ERR_COMM, "the cable is out: 100%s");
+    CHECK_OK(nib_set_error(NIB_OK, "all is well"));
+    nib_get_error(&error);
+    CHECK(error.status == NIB_ERR_COMM && strcmp(error.text, "the cable is out: 100%s") == 0);
+    CHECK_FAILS(nib_set_error(NIB_ERR_IO, NULL), NIB_ERR_IO, "NIB_ERR_IO");
+    CHECK_FAILS(nib_set_error(NIB_ERR_DATA, nib_last_error()), NIB_ERR_DATA, "NIB_ERR_IO"); /* its own text */
+}
+
 static nib_status refuse(void *context, float *values, size_t n)
 {
     (void)context, (void)values, (void)n;

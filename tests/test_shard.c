@@ -121,6 +121,11 @@ TEST(lists_and_masters_that_do_not_fit)
     CHECK_FAILS(nib_quantize_master_weights(twice, 2, masters, 2, starts, 2, comm, NULL), NIB_ERR_ARG,
                 "parameter 0 as well");
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, NULL, NULL), NIB_ERR_ARG, "comm is NULL");
+    nib_tensor *view = NULL;
+    CHECK_OK(nib_tensor_view(t[0], 2, SHAPE(16, 32), &view));
+    CHECK_FAILS(nib_quantize_master_weights((nib_tensor *[2]){ t[0], view }, 2, masters, 2, starts, 2, comm, NULL),
+                NIB_ERR_ARG, "parameter 0 as well");
+    nib_tensor_destroy(view);
     nib_comm lacking = *comm;
     lacking.agree = NULL;
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, &lacking, NULL), NIB_ERR_ARG, "no agree");
@@ -315,7 +320,7 @@ static nib_status count_reduction(void *context, float *values, size_t n)
     (void)values;
     counting->reductions++;
     counting->numbers += n;
-    return counting->answer;
+    return nib_set_error(counting->answer, "the cable is out");
 }
 
 static nib_status count_agreement(void *context, nib_status status, uint64_t key)
@@ -365,7 +370,8 @@ TEST(one_reduction_of_four_bytes_per_block)
     CHECK_OK(nib_tensor_clone(t[0], &before));
     struct counting counting = { .answer = NIB_ERR_IO };
     const nib_comm comm = counting_comm(&counting);
-    CHECK_FAILS(nib_quantize_master_weights(t, 3, masters, 3, starts, 3, &comm, NULL), NIB_ERR_COMM, "NIB_ERR_IO");
+    CHECK_FAILS(nib_quantize_master_weights(t, 3, masters, 3, starts, 3, &comm, NULL), NIB_ERR_COMM,
+                "the reduction of amaxes over 2 ranks failed: NIB_ERR_IO: the cable is out");
     int equal = 0;
     CHECK_OK(nib_tensor_equal(t[0], before, &equal));
     CHECK(equal);

@@ -8,7 +8,9 @@ command -v mpicc.mpich >/dev/null 2>&1 && command -v mpirun.mpich >/dev/null 2>&
 }
 set -e
 cmake -S . -B build/mpich -DNIB_MPI=ON -DNIB_WERROR=ON -DMPI_C_COMPILER=mpicc.mpich
-cmake --build build/mpich --parallel --target test_mpi
+cmake --build build/mpich --parallel --target test_mpi test_mpi_pieces
 for n in 1 2 3 4 7; do
-    OMP_NUM_THREADS=1 mpirun.mpich -n $n build/mpich/mpi/test_mpi
+    for name in test_mpi test_mpi_pieces; do
+        OMP_NUM_THREADS=1 mpirun.mpich -n $n build/mpich/mpi/$name
+    done
 done
