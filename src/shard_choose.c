@@ -196,15 +196,29 @@ nib_status nib_choices_meet(const nib_comm *comm, struct nib_choices *choices)
 
 /* ---- The exchange ---- */
 
+/* Numbers lie anywhere in a message, and are coded in a place that is aligned for them. Coding is exact, and the dtypes
+ * are such as nib_encode takes. */
 static uint8_t *pack_numbers(const struct nib_piece *piece, int64_t from, int64_t to, size_t number, uint8_t *out)
 {
     float x[CHUNK];
+    _Alignas(float) uint8_t codes[CHUNK * sizeof *x];
     for (int64_t n; from < to; from += n, out += (size_t)n * number) {
         n = nib_min(CHUNK, to - from);
         nib_piece_load(piece, from, n, x);
-        (void)nib_encode(piece->t->dtype, x, (size_t)n, out); /* exact, and the dtype is one that it takes */
+        (void)nib_encode(piece->t->dtype, x, (size_t)n, codes);
+        memcpy(out, codes, (size_t)n * number);
     }
     return out;
+}
+
+static void unpack_numbers(nib_dtype dtype, const uint8_t *in, int64_t count, size_t number, float *x)
+{
+    _Alignas(float) uint8_t codes[CHUNK * sizeof *x];
+    for (int64_t n, at = 0; at < count; at += n) {
+        n = nib_min(CHUNK, count - at);
+        memcpy(codes, in + (size_t)at * number, (size_t)n * number);
+        (void)nib_decode(dtype, codes, (size_t)n, x + at);
+    }
 }
 
 static uint8_t *pack(const struct nib_choice *choice, uint8_t *out)
@@ -226,7 +240,7 @@ static const uint8_t *take_numbers(const struct nib_choice *choice, int64_t from
         return in;
     const nib_tensor *t = choice->piece->t;
     const struct nib_range around = nib_stretch_of(t, &choice->grid, from);
-    (void)nib_decode(t->dtype, in, (size_t)(to - from), stretch + (from - around.start));
+    unpack_numbers(t->dtype, in, to - from, number, stretch + (from - around.start));
     if (to == around.start + around.length) {
         nib_array x;
         (void)nib_array_init(&x, stretch, NIB_F32, 1, &around.length);
