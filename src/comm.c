@@ -6,6 +6,8 @@
 
 #include <pthread.h>
 
+#include "os.h"
+
 /* ---- What every user of a communicator does ---- */
 
 nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole)
@@ -59,7 +61,9 @@ nib_status nib_reduce(const nib_comm *comm, const char *what, float *values, siz
 {
     nib_error before;
     nib_get_error(&before);
+    const nib_fpenv saved = nib_fpenv_enter(); /* amaxes may be subnormal: to compare them they must not be zeros */
     const nib_status status = n ? comm->allreduce_max_f32(comm->context, values, n) : NIB_OK;
+    nib_fpenv_leave(saved);
     return status ? comm_failed(comm, what, status, &before) : NIB_OK;
 }
 

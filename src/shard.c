@@ -9,6 +9,7 @@
 #include "shard.h"
 
 #include "codec.h"
+#include "os.h"
 
 /* ---- What is to be done ---- */
 
@@ -262,11 +263,13 @@ static nib_status quantize_lists(const struct lists *lists, const nib_comm *comm
     struct lists checked = *lists;
     checked.options = lists->options ? lists->options : &none;
     struct plan plan = { 0 };
+    const nib_fpenv saved = nib_fpenv_enter();
     if (!status)
         status = make_plan(&checked, comm->size, &plan);
     status = nib_agree(comm, status, plan.key);
     if (!status)
         status = run_plan(&plan, comm);
+    nib_fpenv_leave(saved);
     free_plan(&plan);
     return status;
 }

@@ -122,14 +122,16 @@ static inline void case_options(uint64_t *state, struct case_param *p)
 static inline nib_status case_data(uint64_t *state, struct case_param *p)
 {
     const size_t n = (size_t)p->elements;
+    static const float sizes[] = { 1, 1, 1, 1, 0x1p-16f, 0x1p-130f }; /* F16 and others are subnormal then */
     const bool odd_numbers = case_below(state, 12) == 0;
+    const float size = sizes[case_below(state, sizeof sizes / sizeof *sizes)];
     nib_array x;
     p->master = malloc(n * sizeof(float));
     p->master16 = malloc(n * 2);
     p->rounded = malloc(n * sizeof(float));
     for (size_t i = 0; i < n; i++) {
         const float u = (float)((double)(case_random(state) >> 11) * 0x1p-53 * 2 - 1);
-        p->master[i] = case_below(state, 20) == 0 ? 0 : u * u * u * (case_below(state, 30) ? 1.0f : 8.0f);
+        p->master[i] = case_below(state, 20) == 0 ? 0 : u * u * u * (case_below(state, 30) ? 1.0f : 8.0f) * size;
         if (odd_numbers && case_below(state, 50) == 0)
             p->master[i] = case_below(state, 20) ? (case_below(state, 2) ? nanf("") : -nanf("")) : INFINITY;
     }
@@ -225,6 +227,9 @@ static inline int case_gather(const nib_comm *comm, uint64_t seed, const struct 
     return faults;
 }
 
+/* What to do to the thread around a cast, if anything. */
+static void (*case_before)(void), (*case_after)(void);
+
 static inline int case_run(const nib_comm *comm, uint64_t seed)
 {
     uint64_t state = seed;
@@ -272,10 +277,14 @@ static inline int case_run(const nib_comm *comm, uint64_t seed)
                                          .manual_post_all_gather = manual,
                                          .row_shards = fsdp ? shard_list[0] : NULL,
                                          .col_shards = fsdp ? shard_list[1] : NULL };
+    if (case_before)
+        case_before();
     if (nvfp4 && manual)
         CASE_OK(nib_quantize_nvfp4_param_shard(tensors, n, master_list, n, starts, n, comm, options.row_shards));
     else
         CASE_OK(nib_quantize_master_weights(tensors, n, master_list, n, starts, n, comm, &options));
+    if (case_after)
+        case_after();
     for (size_t i = 0; i < n && !faults; i++) {
         faults += case_check_cast(comm, seed, &params[i], tensors[i], fsdp);
         int columnwise = 0;

@@ -6,6 +6,11 @@
  * Built with NIB_TEST_WRAP_ALLOC, so that every allocation of one rank can be made to fail.
  */
 #define _GNU_SOURCE
+#include <fenv.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include "team.h"
 
 #include "shard_cases.h"
@@ -51,6 +56,37 @@ TEST(any_cut_any_ranks_equals_the_whole)
         const int faults = team_run(size, one_case, &seed);
         CHECK_THAT(faults == 0, "case %llu on %d ranks: %d faults", (unsigned long long)seed, size, faults);
     }
+}
+
+/* The caller's rounding mode, and what it does to subnormals, do not show in the bytes. */
+#if defined(__x86_64__)
+static void flush_subnormals(void) { _mm_setcsr(_mm_getcsr() | 0x8040); }
+static void keep_subnormals(void) { _mm_setcsr(_mm_getcsr() & ~0x8040u); }
+#else
+static void flush_subnormals(void) {}
+static void keep_subnormals(void) {}
+#endif
+
+static void disturb(void)
+{
+    fesetround(FE_UPWARD);
+    flush_subnormals();
+}
+
+static void calm(void)
+{
+    fesetround(FE_TONEAREST);
+    keep_subnormals();
+}
+
+TEST(the_callers_arithmetic_does_not_show)
+{
+    case_before = disturb, case_after = calm;
+    for (int i = 0; i < 200 && test_failures == 0; i++) {
+        uint64_t seed = test_random();
+        CHECK_THAT(team_run(1 + i % 5, one_case, &seed) == 0, "case %llu", (unsigned long long)seed);
+    }
+    case_before = case_after = NULL;
 }
 
 TEST(one_rank_alone)
