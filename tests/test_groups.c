@@ -202,7 +202,6 @@ static int split_over_ranks(const nib_comm *comm, void *context)
     CASE_CHECK(nib_split_quantize(&q, &x, wrong, 3, none) == NIB_ERR_SHAPE && !none[0], "%s", nib_last_error());
     /* Rows with amaxes of their own must be as many everywhere. */
     const int64_t other[3] = { 32, 0, 32 };
-    q.block_dims[0] = 1, q.row_scaled = !q.rht;
     if (q.row_scaled) {
         const nib_status wanted = comm->size > 1 ? NIB_ERR_MISMATCH : NIB_OK;
         CASE_CHECK(nib_split_quantize(&q, &x, comm->rank ? rows : other, 3, none) == wanted, "%s", nib_last_error());
@@ -222,13 +221,14 @@ static int split_over_ranks(const nib_comm *comm, void *context)
 
 TEST(one_reduction_for_a_group)
 {
-    for (int kind = 0; kind < 5; kind++)
+    for (int kind = 0; kind < 6; kind++)
         for (int size = 1; size <= 4; size++) {
             struct group_case c = { 0 };
-            nib_quantizer_init(&c.q);
+            CHECK_OK(nib_quantizer_init_format(&c.q, kind == 5 ? NIB_FLOAT8 : NIB_NVFP4));
             c.q.threads = 1;
             c.q.rht = kind == 1;
-            c.q.block_dims[0] = kind == 2 ? 16 : 1;
+            if (kind == 2)
+                c.q.block_dims[0] = 16;
             c.q.rowwise = kind != 3;
             c.q.row_scaled = kind == 4;
             CHECK(team_run(size, split_over_ranks, &c) == 0);
@@ -305,6 +305,11 @@ TEST(groups_refuse)
     nib_group_destroy(group);
     nib_group_destroy(NULL);
     CHECK_OK(nib_group_create(&q, NIB_F32, NULL, 0, 16, &group));
+    nib_group_destroy(group);
+    CHECK_OK(nib_quantizer_init_format(&q, NIB_MXFP8));
+    CHECK_OK(nib_group_create(&q, NIB_F32, SHAPE(32), 1, 16, &group));
+    CHECK_FAILS(nib_group_quantize(group, &x, nib_comm_serial()), NIB_ERR_MODE, "no amax per tensor");
+    CHECK_OK(nib_group_quantize(group, &x, NULL));
     nib_group_destroy(group);
 }
 

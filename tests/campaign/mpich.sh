@@ -10,7 +10,8 @@ set -e
 cmake -S . -B build/mpich -DNIB_MPI=ON -DNIB_WERROR=ON -DMPI_C_COMPILER=mpicc.mpich
 cmake --build build/mpich --parallel --target test_mpi test_mpi_pieces
 for n in 1 2 3 4 7; do
-    for name in test_mpi test_mpi_pieces; do
-        OMP_NUM_THREADS=1 mpirun.mpich -n $n build/mpich/mpi/$name
-    done
+    OMP_NUM_THREADS=1 mpirun.mpich -n $n build/mpich/mpi/test_mpi
+done
+for n in 1 2 3; do # it waits busily, and more often
+    OMP_NUM_THREADS=1 mpirun.mpich -n $n build/mpich/mpi/test_mpi_pieces
 done
