@@ -48,8 +48,7 @@ struct lists {
 
 static const nib_array *entry(const nib_array *const *list, size_t i) { return list ? list[i] : NULL; }
 
-/* Adds the parameter's number to the sentence of what was wrong with it. */
-static nib_status blame(nib_status status, size_t i)
+nib_status nib_blame(nib_status status, size_t i)
 {
     if (!status)
         return NIB_OK;
@@ -176,7 +175,7 @@ static nib_status make_plan(const struct lists *lists, int size, struct plan *pl
     if (!plan->parameters)
         return nib_fail(NIB_ERR_MEMORY, "no memory for a plan of %zu parameters", plan->n);
     for (size_t i = 0; i < plan->n; i++)
-        TRY(blame(plan_parameter(lists, i, plan), i));
+        TRY(nib_blame(plan_parameter(lists, i, plan), i));
     plan->amaxes = nib_alloc((size_t)plan->amax_count * sizeof *plan->amaxes);
     if (!plan->amaxes)
         return nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)plan->amax_count);
@@ -322,7 +321,7 @@ nib_status nib_post_all_gather_processing(nib_tensor *const *params, size_t n)
     }
     for (size_t i = 0; i < n; i++)
         if (needs_columnwise(params[i]))
-            TRY(blame(nib_tensor_update_usage(params[i], -1, 1), i));
+            TRY(nib_blame(nib_tensor_update_usage(params[i], -1, 1), i));
     return NIB_OK;
 }
 

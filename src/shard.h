@@ -81,6 +81,9 @@ void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *a
 void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, const float *amaxes, const float *scale,
                     struct nib_code_place place);
 
+/* Adds a parameter's number to the sentence of what was wrong with it. */
+nib_status nib_blame(nib_status status, size_t i);
+
 /* Who has which elements. */
 struct nib_owner {
     struct nib_range range;

@@ -155,12 +155,8 @@ static nib_status plan_rounds(const nib_comm *comm, struct nib_choices *choices)
     size_t mine = 0, all = 0, stretch = 0;
     for (size_t i = 0; i < choices->n; i++) {
         const nib_tensor *t = choices->list[i].piece->t;
-        const nib_status status = nib_order_owners(t, choices->ranges + i, choices->n, comm->size, choices->owners);
-        if (status) {
-            nib_error error;
-            nib_get_error(&error);
-            return nib_fail(status, "parameter %zu: %s", choices->list[i].index, error.text);
-        }
+        TRY(nib_blame(nib_order_owners(t, choices->ranges + i, choices->n, comm->size, choices->owners),
+                      choices->list[i].index));
         if (t->geometry.rows > 0 && t->geometry.cols > 0) {
             const size_t length = (size_t)nib_stretch_of(t, &choices->list[i].grid, 0).length;
             stretch = length > stretch ? length : stretch;
