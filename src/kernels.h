@@ -63,6 +63,12 @@ typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_cod
 typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
                            const struct nib_coding *coding, bool stream);
 
+/* The transpose of a matrix of rows x cols elements, by the width of its elements (slots E2M1: packed, U8, BF16 and
+ * F32). Strides are bytes from line to line. A nibble that is nobody's is 0; nothing else outside the lines of `out` is
+ * written. */
+typedef void nib_transpose_fn(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out,
+                              int64_t out_stride);
+
 /* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot
  * NIB_ANY_FORMAT. */
 enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
@@ -71,7 +77,8 @@ enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
     X(absmax, NIB_DTYPE_COUNT)        \
     X(absmax_lines, NIB_FORMAT_SLOTS) \
     X(quantize, NIB_FORMAT_SLOTS)     \
-    X(decode, NIB_FORMAT_SLOTS)
+    X(decode, NIB_FORMAT_SLOTS)       \
+    X(transpose, NIB_DTYPE_COUNT)
 
 struct nib_kernels {
 #define X(operation, count) nib_##operation##_fn *operation[count];

@@ -415,4 +415,8 @@ const struct nib_kernels nib_kernels_scalar = {
     .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
     .quantize = { [NIB_NVFP4] = quantize_nvfp4, [NIB_ANY_FORMAT] = nib_quantize_any },
     .decode = { [NIB_NVFP4] = decode_nvfp4, [NIB_ANY_FORMAT] = nib_decode_any },
+    .transpose = { [NIB_E2M1] = nib_transpose_nibbles,
+                   [NIB_U8] = nib_transpose_bytes,
+                   [NIB_BF16] = nib_transpose_halves,
+                   [NIB_F32] = nib_transpose_words },
 };

@@ -17,6 +17,7 @@ RANK = {
     "codec": 1, "philox": 1, "json": 1, "reference": 1,
     "dialect": 2, "format": 2, "safetensors": 2, "safetensors_write": 2,
     "kernels": 3, "kernels_any": 3, "kernels_scalar": 3, "simd": 3, "simd_panels": 3,
+    "simd_any": 3, "simd_transpose": 3,
     "quantize": 4, "options": 4,
     "tensor": 5,
     "tensor_ops": 6, "convert": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6,

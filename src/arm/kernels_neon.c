@@ -10,6 +10,7 @@
 #include "../kernels.h"
 
 #define SIMD __attribute__((always_inline)) static inline
+#define SLOT static
 
 #define VL 4
 typedef float32x4_t VF;
@@ -246,11 +247,18 @@ static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const v
         decode_as(y, NIB_F16, codes, scales, n, level, coding);
 }
 
+#include "steps_neon.h"
+
+#include "../simd_transpose.h"
+
+#include "../simd_any.h"
+
 const struct nib_kernels nib_kernels_neon = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
     .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
-    .quantize = { [NIB_NVFP4] = quantize_nvfp4 },
-    .decode = { [NIB_NVFP4] = decode_nvfp4 },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_ANY },
+    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_ANY },
+    .transpose = { NIB_TRANSPOSE_ALL },
 };
 
 #else
