@@ -483,6 +483,75 @@ SLOT void decode_mxfp4(void *y, nib_dtype dtype, const uint8_t *codes, const voi
     decode_any_dtype(y, dtype, codes, scales, n, level, coding, NIB_E2M1, true, stream);
 }
 
+/* ---- The transform, back ---- */
+
+SIMD void butterflies_lanes(VF v[BLOCK])
+{
+#define BUTTERFLIES(stride)                         \
+    UNROLL                                          \
+    for (int i = 0; i < BLOCK; i++)                 \
+        if (!(i & (stride))) {                      \
+            const VF a = v[i], b = v[i + (stride)]; \
+            v[i] = vf_add(a, b);                    \
+            v[i + (stride)] = vf_sub(a, b);         \
+        }
+    BUTTERFLIES(1)
+    BUTTERFLIES(2)
+    BUTTERFLIES(4)
+    BUTTERFLIES(8)
+#undef BUTTERFLIES
+}
+
+/* VL blocks, a lane each, as in simd.h; then two blocks are a step. */
+SIMD void inverse_blocks(char *y, nib_dtype dtype, const float *x, uint16_t sign_mask)
+{
+    enum { PARTS = BLOCK / VL };
+    const void *block[VL];
+    VF v[BLOCK];
+    for (int b = 0; b < VL; b++)
+        block[b] = x + b * BLOCK;
+    load_blocks(block, NIB_F32, v);
+    butterflies_lanes(v);
+    UNROLL
+    for (int i = 0; i < BLOCK; i++) {
+        const VI sign = vi_set1((int)((uint32_t)sign_mask >> i << 31));
+        v[i] = vf_quiet(vf_of(vi_xor(vi_of(vf_mul(v[i], vf_set1(0.25f))), sign)));
+    }
+    UNROLL
+    for (int part = 0; part < PARTS; part++)
+        vf_transpose(v + part * VL);
+    UNROLL
+    for (int b = 0; b < VL; b += 2) {
+        VF step[STEP_VECTORS];
+        UNROLL
+        for (int k = 0; k < STEP_VECTORS; k++)
+            step[k] = v[k % PARTS * VL + b + k / PARTS];
+        store_step(y + b * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, step, false);
+    }
+}
+
+/* Groups of VL blocks, and a last one whose other blocks are zeros. */
+SIMD void inverse_as(char *y, nib_dtype dtype, const float *x, int64_t n, uint16_t sign_mask)
+{
+    const int size = dtype == NIB_F32 ? 4 : 2;
+    int64_t i = 0;
+    for (; i + VL * BLOCK <= n; i += VL * BLOCK)
+        inverse_blocks(y + i * size, dtype, x + i, sign_mask);
+    if (i == n)
+        return;
+    float last[VL * BLOCK] = { 0 };
+    char numbers[VL * BLOCK * 4];
+    memcpy(last, x + i, (size_t)(n - i) * sizeof *x);
+    inverse_blocks(numbers, dtype, last, sign_mask);
+    memcpy(y + i * size, numbers, (size_t)((n - i) * size));
+}
+
+SLOT void inverse_f32(void *y, const float *x, int64_t n, uint16_t mask) { inverse_as(y, NIB_F32, x, n, mask); }
+SLOT void inverse_bf16(void *y, const float *x, int64_t n, uint16_t mask) { inverse_as(y, NIB_BF16, x, n, mask); }
+SLOT void inverse_f16(void *y, const float *x, int64_t n, uint16_t mask) { inverse_as(y, NIB_F16, x, n, mask); }
+
+#define NIB_INVERSE_ALL [NIB_F32] = inverse_f32, [NIB_BF16] = inverse_bf16, [NIB_F16] = inverse_f16
+
 /* Blockwise Float8 shares Float8's: its blocks of 128 leave time for the dialect's functions. */
 #define NIB_QUANTIZE_ANY                                                                                \
     [NIB_FLOAT8] = quantize_float8, [NIB_FLOAT8_BLOCK] = quantize_float8, [NIB_MXFP8] = quantize_mxfp8, \

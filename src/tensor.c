@@ -5,6 +5,7 @@
 #include "tensor.h"
 
 #include "codec.h"
+#include "layout.h"
 #include "os.h"
 
 /* ---- Small questions ---- */
@@ -507,20 +508,18 @@ nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnw
     return NIB_OK;
 }
 
-struct transpose_job {
+struct scale_job {
     const struct nib_geometry *geometry;
     const struct nib_copy_memory *row, *col;
     int64_t block;
 };
 
-/* Line c of the columnwise copy: column c of the codes, and of the scales of square blocks. */
-static void transpose_line(void *context, int64_t c)
+/* The scales of line c of the columnwise copy of square blocks. */
+static void transpose_scales(void *context, int64_t c)
 {
-    const struct transpose_job *job = context;
+    const struct scale_job *job = context;
     const struct nib_copy_geometry *row = &job->geometry->copy[NIB_ROWWISE],
                                    *col = &job->geometry->copy[NIB_COLUMNWISE];
-    for (int64_t r = 0; r < row->lines; r++)
-        nib_code_store(col, job->col->codes, c, r, nib_code_load(row, job->row->codes, r, c));
     for (int64_t b = 0; b < col->blocks && c % col->lines_per_scale == 0; b++)
         nib_scale_store(col, job->col->scales, c, b,
                         nib_scale_load(row, job->row->scales, b * job->block, c / job->block));
@@ -541,10 +540,17 @@ static nib_status build_columnwise(nib_tensor *t)
         return nib_fail(NIB_ERR_USAGE, "the columnwise copy is built from compact scales: unswizzle the tensor first");
     TRY(nib_tensor_allocate(t, false, true));
     const struct nib_copy_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
-    struct transpose_job job = { &t->geometry, &row, &col, facts->block };
-    if (col.scales) /* a buffer that was there before may have held anything */
-        nib_zero_scale_padding(&t->geometry.copy[NIB_COLUMNWISE], col.scales);
-    nib_parallel(t->geometry.cols, nib_thread_count(&t->q, t->geometry.rows * t->geometry.cols), transpose_line, &job);
+    const struct nib_copy_geometry *from = &t->geometry.copy[NIB_ROWWISE], *to = &t->geometry.copy[NIB_COLUMNWISE];
+    struct scale_job job = { &t->geometry, &row, &col, facts->block };
+    if (facts->transposed)
+        nib_transpose_codes(&t->q, !from->element_stride, row.codes, from->line_stride, from->lines, from->length,
+                            col.codes, to->line_stride);
+    else if (from->data_bytes)
+        memcpy(col.codes, row.codes, (size_t)from->data_bytes);
+    if (col.scales) { /* a buffer that was there before may have held anything */
+        nib_zero_scale_padding(to, col.scales);
+        nib_parallel(to->lines, nib_thread_count(&t->q, to->lines * to->blocks), transpose_scales, &job);
+    }
     if (facts->levels && col.levels != row.levels)
         memcpy(col.levels, row.levels, (size_t)t->geometry.copy[NIB_COLUMNWISE].levels_bytes);
     t->columnwise_stale = false;

@@ -18,7 +18,7 @@ RANK = {
     "dialect": 2, "format": 2, "safetensors": 2, "safetensors_write": 2,
     "kernels": 3, "kernels_any": 3, "kernels_scalar": 3, "simd": 3, "simd_panels": 3,
     "simd_any": 3, "simd_transpose": 3,
-    "quantize": 4, "options": 4,
+    "quantize": 4, "options": 4, "layout": 4,
     "tensor": 5,
     "tensor_ops": 6, "convert": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6,
     "shard": 6, "shard_steps": 6, "shard_gather": 6, "shard_group": 6,

@@ -619,6 +619,24 @@ static void check_decode(const struct check *check, struct verdict *v)
     }
 }
 
+/* ---- inverse: one slot per dtype ---- */
+
+static void check_inverse(const struct check *check, struct verdict *v)
+{
+    for (int i = 0; i < 300 * rounds() && !v->failed; i++) {
+        const int64_t n = 16 * test_below(test_below(4) ? 40 : 100);
+        float *x = place(INPUT, n * 4, test_below(4) != 0);
+        fill(x, n, NIB_F32, some_kind());
+        const uint16_t mask = test_below(2) ? NIB_RHT_SIGN_MASK : (uint16_t)test_random();
+        const struct outputs out = place_outputs(CODES, n * width_of((nib_dtype)check->slot), test_below(2));
+        nib_kernels_scalar.inverse[check->slot](out.wanted, x, n, mask);
+        check->kernels->inverse[check->slot](out.got, x, n, mask);
+        char what[64];
+        snprintf(what, sizeof what, "n %lld, mask %04x", (long long)n, mask);
+        compare(v, what, &out);
+    }
+}
+
 /* ---- transpose ---- */
 
 static void check_transpose(const struct check *check, struct verdict *v)
@@ -682,6 +700,8 @@ static void run_job(const struct job *job)
         job->kernels->absmax_lines[job->slot](&t->panel, &t->coding, job->out);
     else if (strncmp(name, "quantize.", 9) == 0)
         job->kernels->quantize[job->slot](&t->panel, &t->coding, &t->target);
+    else if (strncmp(name, "inverse.", 8) == 0)
+        job->kernels->inverse[job->slot](job->out, t->panel.x, BENCH_N, NIB_RHT_SIGN_MASK);
     else if (strncmp(name, "transpose.", 10) == 0)
         job->kernels->transpose[job->slot](t->panel.x, BENCH_COLS * nib_dtype_bits((nib_dtype)job->slot) / 8,
                                            BENCH_ROWS, BENCH_COLS, job->out,
@@ -758,7 +778,7 @@ static void bench_check(const struct check *check)
 {
     const bool lines = strncmp(check->name, "absmax_lines.", 13) == 0,
                quantizes = strncmp(check->name, "quant", 5) == 0,
-               transposes = strncmp(check->name, "transpose.", 10) == 0;
+               fixed = strncmp(check->name, "transpose.", 10) == 0 || strncmp(check->name, "inverse.", 8) == 0;
     for (int copy = 0; copy < (lines || quantizes ? 2 : 1); copy++)
         for (int d = 0; d < DTYPES; d++)
             for (int rht = 0; rht < (lines || quantizes ? 2 : 1); rht++) {
@@ -772,7 +792,7 @@ static void bench_check(const struct check *check)
                 t.q.rht = t.q.rht_rowwise = (uint8_t)rht;
                 if (strncmp(check->name, "absmax.", 7) == 0 && t.dtype != (nib_dtype)check->slot)
                     continue;
-                if (transposes && d > 0) /* the slot says what is moved */
+                if (fixed && d > 0) /* the slot says what comes out */
                     continue;
                 if (nib_quantizer_load(&t.q, &t.q) == NIB_OK)
                     bench_one(check, &t);
@@ -916,6 +936,11 @@ static void decode_all_but_last(void *y, nib_dtype dtype, const uint8_t *codes, 
     nib_kernels_scalar.decode[NIB_ANY_FORMAT](y, dtype, codes, scales, n - (n % 32 == 1), level, coding, stream);
 }
 
+static void inverse_of_fewer(void *y, const float *x, int64_t n, uint16_t sign_mask)
+{
+    nib_kernels_scalar.inverse[NIB_F16](y, x, n - (n % 64 == 48 ? 16 : 0), sign_mask);
+}
+
 static void transpose_nearly(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out,
                              int64_t out_stride)
 {
@@ -929,6 +954,7 @@ static const struct nib_kernels broken = {
     .absmax_lines = { [NIB_ANY_FORMAT] = lines_of_maxima_that_forget },
     .quantize = { [NIB_NVFP4] = quantize_wrong_bit, [NIB_MXFP8] = quantize_ties_up },
     .decode = { [NIB_NVFP4] = decode_without_sign, [NIB_FLOAT8] = decode_all_but_last },
+    .inverse = { [NIB_F16] = inverse_of_fewer },
     .transpose = { [NIB_E2M1] = transpose_nearly },
 };
 static const struct nib_kernels broken_writes = { .quantize = { [NIB_NVFP4] = quantize_too_much } };

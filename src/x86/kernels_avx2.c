@@ -344,6 +344,7 @@ const struct nib_kernels nib_kernels_avx2 = {
     .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
     .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_ANY },
     .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_ANY },
+    .inverse = { NIB_INVERSE_ALL },
     .transpose = { NIB_TRANSPOSE_ALL },
 };
 
