@@ -282,24 +282,26 @@ static bool needs_amax(const nib_quantizer *q, const nib_given *given, int copy)
     return wants(q, copy) && nib_format_of(q)->levels && (!finished || given->amax_seen);
 }
 
-/* The amaxes that are needed, side by side from `amax` on: what a reduction is made of. */
+/* The amaxes that are needed, side by side from `amax` on, which is what a reduction is made of; or, where in_place is
+ * not NULL, those of each copy there. */
 static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
                              const struct nib_geometry *geometry, const struct nib_coding coding[2], float *amax,
-                             const float *found[2])
+                             float *const *in_place, const float *found[2])
 {
     size_t n = 0;
     for (int copy = 0; copy < 2; copy++) {
         found[copy] = NULL;
-        if (!needs_amax(q, given, copy))
+        if (!needs_amax(q, given, copy) || !geometry->copy[copy].levels)
             continue;
         const size_t count = (size_t)geometry->copy[copy].levels;
+        float *const place = in_place ? in_place[copy] : amax + n;
         const float *brought = given_for(given->amax, q, copy);
         const bool same = copy == 1 && found[0] && copies_share(q);
         if (brought || same)
-            memcpy(amax + n, brought ? brought : found[0], count * sizeof *amax);
+            memmove(place, brought ? brought : found[0], count * sizeof *place);
         else
-            find_amax(q, m, &coding[copy], amax + n);
-        found[copy] = amax + n;
+            find_amax(q, m, &coding[copy], place);
+        found[copy] = place;
         n += count;
     }
     return n;
@@ -359,25 +361,29 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
 {
     if (!nib_format_of(q)->levels)
         return NIB_OK;
-    /* One level per copy needs no memory to speak of. Vectors of amaxes do: they are found in a place of their own, so
-     * that the tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
-    float pair[2], *amax = pair;
+    /* One level per copy needs no memory to speak of. Vectors of amaxes are found where the levels will be; but if they
+     * are reduced they need a place of their own, so that the tensor is untouched if that fails, and so that both can
+     * be reduced in one call. */
+    enum { FEW = 2048 };
+    float few[FEW], *amax = few;
+    float *const in_place[2] = { memory[0].levels, memory[1].levels };
     const float *found[2];
-    if (q->row_scaled) {
+    if (q->row_scaled && q->amax_comm) {
         const int64_t n = (q->rowwise ? geometry->copy[0].levels : 0) + (q->columnwise ? geometry->copy[1].levels : 0);
-        amax = nib_alloc((size_t)n * sizeof *amax);
+        amax = n > FEW ? nib_alloc((size_t)n * sizeof *amax) : few;
         if (!amax)
             return nib_agree(q->amax_comm, nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)n), 0);
     }
-    const size_t n = collect_amaxes(q, m, given, geometry, coding, amax, found);
+    const bool stays = q->row_scaled && !q->amax_comm;
+    const size_t n = collect_amaxes(q, m, given, geometry, coding, amax, stays ? in_place : NULL, found);
     const nib_status status = reduce_amaxes(q->amax_comm, amax, n);
     for (int copy = 0; copy < 2 && !status; copy++)
         for (int64_t i = 0; wants(q, copy) && i < geometry->copy[copy].levels; i++) {
-            memory[copy].levels[i] = level_of(q, given, &coding[copy], found[copy], i, encode);
-            if (given->amax_seen && found[copy])
+            if (given->amax_seen && found[copy]) /* before the level takes its place */
                 *given->amax_seen = nib_fmax(*given->amax_seen, found[copy][i]);
+            memory[copy].levels[i] = level_of(q, given, &coding[copy], found[copy], i, encode);
         }
-    if (amax != pair)
+    if (amax != few)
         nib_free(amax);
     return status;
 }
@@ -449,7 +455,7 @@ void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct ni
     float pair[2];
     const float *found[2];
     const nib_fpenv saved = nib_fpenv_enter();
-    (void)collect_amaxes(q, &m, &nothing, geometry, coding, pair, found);
+    (void)collect_amaxes(q, &m, &nothing, geometry, coding, pair, NULL, found);
     nib_fpenv_leave(saved);
     for (int copy = 0; copy < 2; copy++)
         amax[copy] = found[copy] ? *found[copy] : 0;
