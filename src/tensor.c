@@ -65,20 +65,26 @@ bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b)
 
 /* ---- Life ---- */
 
-nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out)
+/* A tensor without buffers, in memory that is there; untouched on failure. */
+static nib_status init_tensor(nib_tensor *t, const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape)
 {
     struct nib_geometry geometry;
     TRY(nib_check_input(q, dtype, rank, shape, &geometry));
-    nib_tensor *t = nib_alloc_zeroed(sizeof *t);
-    if (!t)
-        return nib_fail(NIB_ERR_MEMORY, "no memory for a tensor");
-    t->q = *q;
+    *t = (nib_tensor){ .q = *q, .dtype = dtype, .rank = rank, .geometry = geometry };
     t->q.amax_comm = NULL; /* a communicator may be gone long before the tensor */
-    t->dtype = dtype;
-    t->rank = rank;
     if (rank)
         memcpy(t->shape, shape, (size_t)rank * sizeof *shape);
-    t->geometry = geometry;
+    return NIB_OK;
+}
+
+nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out)
+{
+    nib_tensor trial;
+    TRY(init_tensor(&trial, q, dtype, rank, shape));
+    nib_tensor *t = nib_alloc(sizeof *t);
+    if (!t)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for a tensor");
+    *t = trial;
     *out = t;
     return NIB_OK;
 }
@@ -301,15 +307,15 @@ static nib_status check_same_shape(const nib_tensor *t, const nib_array *x)
 }
 
 /* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A
- * view that shares them must go on decoding them rightly: once their meaning changes they are new. */
-static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor *t,
-                                 nib_quantizer *loaded, nib_tensor **out)
+ * view that shares them must go on decoding them rightly: once their meaning changes they are new. `updated` is empty
+ * and is to be cleared in any case. */
+static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_given *given,
+                                 const nib_tensor *t, nib_quantizer *loaded, nib_tensor *updated)
 {
     TRY(nib_quantizer_load(q ? q : &t->q, loaded));
     TRY(nib_check_array("x", x));
     TRY(check_same_shape(t, x));
-    TRY(nib_tensor_new(loaded, x->dtype, x->rank, x->shape, out));
-    nib_tensor *updated = *out;
+    TRY(init_tensor(updated, loaded, x->dtype, x->rank, x->shape));
     updated->dtype = t->dtype;
     const bool dropping = (nib_tensor_has(t, NIB_ROWWISE) && !loaded->rowwise) ||
                           (nib_tensor_has(t, NIB_COLUMNWISE) && !loaded->columnwise);
@@ -333,18 +339,18 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     if (noop && *noop == 1.0f)
         return NIB_OK;
     nib_quantizer loaded;
-    nib_tensor *updated = NULL;
+    nib_tensor updated = { .q = t->q };
     nib_status status = prepare_update(q, x, given, t, &loaded, &updated);
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
     else
-        status = quantize_parts(updated, &loaded, x, given);
+        status = quantize_parts(&updated, &loaded, x, given);
     if (!status) {
         const nib_tensor old = *t;
-        *t = *updated;
-        *updated = old;
+        *t = updated;
+        updated = old;
     }
-    nib_tensor_destroy(updated);
+    nib_tensor_clear(&updated);
     return status;
 }
 

@@ -448,6 +448,43 @@ TEST(quantize_into_changes_meaning)
     free(x2);
 }
 
+#ifdef NIB_TEST_WRAP_ALLOC
+/* What a training step or a server repeats: quantising into a tensor that is there, and back. Large enough for several
+ * threads, whose work needs no memory either. */
+TEST(hot_calls_allocate_nothing)
+{
+    enum { ROWS = 160, COLS = 4096 };
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    float *x = normals(ROWS * COLS), *y = malloc((size_t)(ROWS * COLS) * sizeof *y);
+    for (int i = 0; i < VARIANTS + 3 * NIB_FORMAT_COUNT; i++)
+        for (int d = 0; d < 3; d++) {
+            nib_quantizer q;
+            const char *name = i < VARIANTS ? variant(i, &q) : nib_format_name((nib_format)((i - VARIANTS) / 3));
+            if (i >= VARIANTS) {
+                CHECK_OK(nib_quantizer_init_format(&q, (nib_format)((i - VARIANTS) / 3)));
+                q.rowwise = (i - VARIANTS) % 3 != 2, q.columnwise = (i - VARIANTS) % 3 != 1;
+            }
+            q.threads = 3;
+            nib_array in = array_of(x, dtypes[d], SHAPE(ROWS, COLS));
+            const nib_array out = array_of(y, dtypes[d], SHAPE(ROWS, COLS));
+            nib_tensor *t = NULL;
+            CHECK_OK(nib_tensor_create(&q, dtypes[d], SHAPE(ROWS, COLS), &t));
+            const long count = allocations;
+            CHECK_OK(nib_quantize_into(NULL, &in, NULL, NULL, t));
+            CHECK_OK(nib_quantize_into(&q, &in, NULL, NULL, t));
+            in.strides[0] = 1, in.strides[1] = ROWS; /* and through a transposed array */
+            CHECK_OK(nib_quantize_into(NULL, &in, NULL, NULL, t));
+            for (int copy = 0; copy < 2; copy++)
+                if (copy ? q.columnwise : q.rowwise)
+                    CHECK_OK(nib_dequantize(t, (nib_copy)copy, &out));
+            CHECK_THAT(allocations == count, "%s: %ld allocations", name, allocations - count);
+            nib_tensor_destroy(t);
+        }
+    free(x);
+    free(y);
+}
+#endif
+
 TEST(quantize_into_noop)
 {
     const nib_quantizer row = plain(1, 0), other = square(1, 1);
@@ -1535,7 +1572,8 @@ TEST(dequantize_equals_lines_by_the_scalar_kernels)
                     for (int64_t b = 0; b < g->blocks; b++)
                         scales[b] = (uint8_t)nib_scale_load(g, memory.scales, l, b);
                     nib_kernels_scalar.decode[NIB_NVFP4](line, NIB_F32, memory.codes + l * g->line_stride, scales,
-                                                         g->length, memory.levels[q.row_scaled ? l : 0], &coding, false);
+                                                         g->length, memory.levels[q.row_scaled ? l : 0], &coding,
+                                                         false);
                     if (coding.transform)
                         nib_kernels_scalar.inverse[NIB_F32](line, line, g->length, coding.sign_mask);
                     for (int64_t k = 0; k < g->length; k++)
