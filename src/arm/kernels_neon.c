@@ -149,12 +149,6 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 #include "../simd.h"
 #include "../simd_panels.h"
 
-static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
-                           const struct nib_target *target)
-{
-    quantize_lanes(panel, coding, target);
-}
-
 static void absmax_lines(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
 {
     absmax_lines_lanes(panel, coding, out);
@@ -252,6 +246,7 @@ static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const v
 #include "../simd_transpose.h"
 
 #include "../simd_any.h"
+#include "rows.h"
 
 const struct nib_kernels nib_kernels_neon = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
