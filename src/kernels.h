@@ -63,6 +63,15 @@ typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_cod
 typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
                            const struct nib_coding *coding, bool stream);
 
+/* Blocks of 16 back through the transform, to the slot's dtype; n is a multiple of 16. */
+typedef void nib_inverse_fn(void *y, const float *x, int64_t n, uint16_t sign_mask);
+
+/* The transpose of a matrix of rows x cols elements, by the width of its elements (slots E2M1: packed, U8, BF16 and
+ * F32). Strides are bytes from line to line. A nibble that is nobody's is 0; nothing else outside the lines of `out` is
+ * written. */
+typedef void nib_transpose_fn(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out,
+                              int64_t out_stride);
+
 /* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot
  * NIB_ANY_FORMAT. */
 enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
@@ -71,7 +80,9 @@ enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
     X(absmax, NIB_DTYPE_COUNT)        \
     X(absmax_lines, NIB_FORMAT_SLOTS) \
     X(quantize, NIB_FORMAT_SLOTS)     \
-    X(decode, NIB_FORMAT_SLOTS)
+    X(decode, NIB_FORMAT_SLOTS)       \
+    X(inverse, NIB_DTYPE_COUNT)       \
+    X(transpose, NIB_DTYPE_COUNT)
 
 struct nib_kernels {
 #define X(operation, count) nib_##operation##_fn *operation[count];
@@ -118,6 +129,5 @@ static inline const struct nib_block_kernels *nib_block_kernels_of(const nib_qua
 
 /* The 16-point transform of one block, in place: signs, butterflies, a quarter. */
 void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input);
-void nib_rht_inverse(float x[16], uint16_t sign_mask);
 
 #endif

@@ -102,3 +102,25 @@ void nib_decode_any(void *y, nib_dtype dtype, const uint8_t *codes, const void *
                          codecs[element].decode(code) * coding->dialect->decode(scale, level, &coding->rules));
     }
 }
+
+/* ---- Transposes ---- */
+
+void nib_transpose_nibbles(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out,
+                           int64_t out_stride)
+{
+    const struct nib_copy_geometry a = { .line_stride = in_stride }, b = { .line_stride = out_stride };
+    for (int64_t c = 0; c < cols; c++)
+        for (int64_t r = 0; r < rows; r++)
+            nib_code_store(&b, out, c, r, nib_code_load(&a, in, r, c));
+}
+
+#define DEFINE_TRANSPOSE(name, width)                                                                             \
+    void name(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out, int64_t out_stride) \
+    {                                                                                                             \
+        for (int64_t c = 0; c < cols; c++)                                                                        \
+            for (int64_t r = 0; r < rows; r++)                                                                    \
+                memcpy(out + c * out_stride + r * (width), in + r * in_stride + c * (width), width);              \
+    }
+DEFINE_TRANSPOSE(nib_transpose_bytes, 1)
+DEFINE_TRANSPOSE(nib_transpose_halves, 2)
+DEFINE_TRANSPOSE(nib_transpose_words, 4)

@@ -39,5 +39,6 @@ static inline void nib_store_number(void *out, nib_dtype dtype, float number)
 
 nib_quantize_fn nib_quantize_any;
 nib_decode_fn nib_decode_any;
+nib_transpose_fn nib_transpose_nibbles, nib_transpose_bytes, nib_transpose_halves, nib_transpose_words;
 
 #endif

@@ -96,15 +96,6 @@ void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input)
     }
 }
 
-/* The transform is orthogonal and its matrix symmetric but for the signs. */
-void nib_rht_inverse(float x[16], uint16_t sign_mask)
-{
-    butterflies(x);
-    for (int i = 0; i < 16; i++)
-        x[i] *= 0.25f;
-    flip_signs(x, sign_mask);
-}
-
 /* ---- Tiles of a panel ---- */
 
 /* The tile whose first element is `first` of line `line`, counted within the panel. */
@@ -410,9 +401,33 @@ static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const v
     }
 }
 
+/* The transform is orthogonal and its matrix symmetric but for the signs. */
+static void inverse(void *y, nib_dtype dtype, const float *x, int64_t n, uint16_t sign_mask)
+{
+    for (int64_t i = 0; i < n; i += 16) {
+        float block[16];
+        memcpy(block, x + i, sizeof block);
+        butterflies(block);
+        for (int k = 0; k < 16; k++)
+            block[k] *= 0.25f;
+        flip_signs(block, sign_mask);
+        for (int k = 0; k < 16; k++)
+            nib_store_number((char *)y + (i + k) * (dtype == NIB_F32 ? 4 : 2), dtype, block[k]);
+    }
+}
+
+static void inverse_f32(void *y, const float *x, int64_t n, uint16_t mask) { inverse(y, NIB_F32, x, n, mask); }
+static void inverse_bf16(void *y, const float *x, int64_t n, uint16_t mask) { inverse(y, NIB_BF16, x, n, mask); }
+static void inverse_f16(void *y, const float *x, int64_t n, uint16_t mask) { inverse(y, NIB_F16, x, n, mask); }
+
 const struct nib_kernels nib_kernels_scalar = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
     .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
     .quantize = { [NIB_NVFP4] = quantize_nvfp4, [NIB_ANY_FORMAT] = nib_quantize_any },
     .decode = { [NIB_NVFP4] = decode_nvfp4, [NIB_ANY_FORMAT] = nib_decode_any },
+    .inverse = { [NIB_F32] = inverse_f32, [NIB_BF16] = inverse_bf16, [NIB_F16] = inverse_f16 },
+    .transpose = { [NIB_E2M1] = nib_transpose_nibbles,
+                   [NIB_U8] = nib_transpose_bytes,
+                   [NIB_BF16] = nib_transpose_halves,
+                   [NIB_F32] = nib_transpose_words },
 };

@@ -289,17 +289,19 @@ static bool keeps_amax(const nib_quantizer *q, const nib_given *given, int copy)
     return needs_amax(q, given, copy) && (q->amax_comm || !given_for(given->amax, q, copy));
 }
 
-/* The amaxes that are needed, side by side from `amax` on: what a reduction is made of. */
+/* The amaxes that are needed, side by side from `amax` on, which is what a reduction is made of; or, where in_place is
+ * not NULL, those of each copy there. */
 static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
                              const struct nib_geometry *geometry, const struct nib_coding coding[2], float *amax,
-                             const float *found[2])
+                             float *const *in_place, const float *found[2])
 {
     size_t n = 0;
     for (int copy = 0; copy < 2; copy++) {
         found[copy] = NULL;
-        if (!needs_amax(q, given, copy))
+        if (!needs_amax(q, given, copy) || !geometry->copy[copy].levels)
             continue;
         const size_t count = (size_t)geometry->copy[copy].levels;
+        float *const place = in_place ? in_place[copy] : amax + n;
         const float *brought = given_for(given->amax, q, copy);
         if (!keeps_amax(q, given, copy)) {
             found[copy] = brought;
@@ -307,10 +309,10 @@ static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, con
         }
         const bool same = copy == 1 && found[0] && copies_share(q);
         if (brought || same)
-            memcpy(amax + n, brought ? brought : found[0], count * sizeof *amax);
+            memmove(place, brought ? brought : found[0], count * sizeof *place);
         else
-            find_amax(q, m, &coding[copy], amax + n);
-        found[copy] = amax + n;
+            find_amax(q, m, &coding[copy], place);
+        found[copy] = place;
         n += count;
     }
     return n;
@@ -366,25 +368,29 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
 {
     if (!nib_format_of(q)->levels)
         return NIB_OK;
-    /* One level per copy needs no memory to speak of. Vectors of amaxes do: they are found in a place of their own, so
-     * that the tensor is untouched if the reduction fails, and so that both can be reduced in one call. */
-    float pair[2], *amax = pair;
+    /* One level per copy needs no memory to speak of. Vectors of amaxes are found where the levels will be; but if they
+     * are reduced they need a place of their own, so that the tensor is untouched if that fails, and so that both can
+     * be reduced in one call. */
+    enum { FEW = 2048 };
+    float few[FEW], *amax = few;
+    float *const in_place[2] = { memory[0].levels, memory[1].levels };
     const float *found[2];
-    if (q->row_scaled && (keeps_amax(q, given, NIB_ROWWISE) || keeps_amax(q, given, NIB_COLUMNWISE))) {
+    if (q->row_scaled && q->amax_comm) {
         const int64_t n = (q->rowwise ? geometry->copy[0].levels : 0) + (q->columnwise ? geometry->copy[1].levels : 0);
-        amax = nib_alloc((size_t)n * sizeof *amax);
+        amax = n > FEW ? nib_alloc((size_t)n * sizeof *amax) : few;
         if (!amax)
             return nib_agree(q->amax_comm, nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)n), 0);
     }
-    const size_t n = collect_amaxes(q, m, given, geometry, coding, amax, found);
+    const bool stays = q->row_scaled && !q->amax_comm;
+    const size_t n = collect_amaxes(q, m, given, geometry, coding, amax, stays ? in_place : NULL, found);
     const nib_status status = reduce_amaxes(q->amax_comm, amax, n);
     for (int copy = 0; copy < 2 && !status; copy++)
         for (int64_t i = 0; wants(q, copy) && i < geometry->copy[copy].levels; i++) {
-            memory[copy].levels[i] = level_of(q, given, &coding[copy], found[copy], i, encode);
-            if (given->amax_seen && found[copy])
+            if (given->amax_seen && found[copy]) /* before the level takes its place */
                 *given->amax_seen = nib_fmax(*given->amax_seen, found[copy][i]);
+            memory[copy].levels[i] = level_of(q, given, &coding[copy], found[copy], i, encode);
         }
-    if (amax != pair)
+    if (amax != few)
         nib_free(amax);
     return status;
 }
@@ -455,7 +461,7 @@ void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct ni
     cut_for_coding(&m, coding->block, q->columnwise);
     const float *found[2];
     const nib_fpenv saved = nib_fpenv_enter();
-    (void)collect_amaxes(q, &m, &nothing, geometry, coding, amax, found);
+    (void)collect_amaxes(q, &m, &nothing, geometry, coding, amax, NULL, found);
     nib_fpenv_leave(saved);
 }
 
@@ -491,6 +497,10 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
 
 /* ---- Back ---- */
 
+/* Most elements of a line that are decoded at a time where that needs memory: a panel's, and a block that begins before
+ * it. */
+enum { DECODE_LINES = 256, DECODE_LENGTH = DECODE_LINES + NIB_MAX_BLOCK };
+
 struct decode_job {
     const nib_quantizer *q;
     nib_decode_fn *decode;
@@ -502,73 +512,104 @@ struct decode_job {
     bool stream;
 };
 
-/* Elements first..first+n-1 of a line, where `first` begins a block. Scales and codes that do not lie side by side are
- * gathered for the kernel; n is then at most PANEL_LINES. */
-static void decode_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, void *y, nib_dtype dtype)
+/* Elements first..first+n-1 of a line, where `first` begins a block; n is at most DECODE_LENGTH where scales do not lie
+ * side by side and are gathered for the kernel. `codes` are those of a line that does not lie side by side, otherwise
+ * NULL. */
+static void decode_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, const uint8_t *codes,
+                        void *y, nib_dtype dtype)
 {
     const struct nib_copy_geometry *g = job->geometry;
     const int64_t block = job->coding.block;
-    uint8_t gathered_scales[PANEL_LINES * sizeof(nib_scale_bits)], gathered[PANEL_LINES];
-    const void *scales = gathered_scales;
+    uint8_t gathered[DECODE_LENGTH * sizeof(nib_scale_bits)];
+    const void *scales = gathered;
     if (block && !g->swizzled && g->scale_block == 1)
         scales = (const char *)job->memory->scales + nib_scale_index(g, line, first / block) * g->scale_bytes;
     else
         for (int64_t b = 0; block && b < nib_ceil_div(n, block); b++) {
             const nib_scale_bits bits = nib_scale_load(g, job->memory->scales, line, first / block + b);
-            memcpy(gathered_scales + b * g->scale_bytes, &bits, (size_t)g->scale_bytes);
+            memcpy(gathered + b * g->scale_bytes, &bits, (size_t)g->scale_bytes);
         }
-    const uint8_t *codes = job->memory->codes + line * g->line_stride + (g->element_stride ? first : first / 2);
-    if (g->element_stride > 1) {
-        gathered[0] = 0; /* gcc does not see that n > 0 */
-        for (int64_t i = 0; i < n; i++)
-            gathered[i] = nib_code_load(g, job->memory->codes, line, first + i);
-        codes = gathered;
-    }
+    if (!codes)
+        codes = job->memory->codes + line * g->line_stride + (g->element_stride ? first : first / 2);
     const float level = job->memory->levels ? job->memory->levels[job->q->row_scaled ? line : 0] : 1;
     job->decode(y, dtype, codes, scales, n, level, &job->coding, job->stream);
 }
 
-static void store_line(const struct matrix *out, int64_t row, int64_t col, int64_t n, bool down, const float *y)
+/* The same, through the transform back where there is one: then n is at most DECODE_LENGTH. */
+static void restore_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, const uint8_t *codes,
+                         void *y)
+{
+    float transformed[DECODE_LENGTH];
+    if (!job->coding.transform) {
+        decode_line(job, line, first, n, codes, y, job->out.dtype);
+        return;
+    }
+    decode_line(job, line, first, n, codes, transformed, NIB_F32);
+    nib_kernels_best()->inverse[job->out.dtype](y, transformed, n, job->coding.sign_mask);
+}
+
+/* Numbers of the output's dtype to their places, along a row or down a column. */
+static void scatter_line(const struct matrix *out, int64_t row, int64_t col, int64_t n, bool down, const char *y)
 {
     for (int64_t i = 0; i < n; i++)
-        nib_store_number(element_at(out, row + (down ? i : 0), col + (down ? 0 : i)), out->dtype, y[i]);
+        memcpy(element_at(out, row + (down ? i : 0), col + (down ? 0 : i)), y + i * out->bytes, (size_t)out->bytes);
 }
 
-static void inverse_transform(const struct decode_job *job, float *y, int64_t n)
+static void decode_rows(const struct decode_job *job, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
-    for (int64_t i = 0; job->coding.transform && i < n; i += 16)
-        nib_rht_inverse(y + i, job->q->rht_sign_mask);
+    const struct matrix *out = &job->out;
+    char y[DECODE_LENGTH * sizeof(float)];
+    for (int64_t r = row; r < row + rows; r++)
+        if (out->col_stride == 1) {
+            restore_line(job, job->first + r, col, cols, NULL, element_at(out, r, col));
+        } else {
+            restore_line(job, job->first + r, col, cols, NULL, y);
+            scatter_line(out, r, col, cols, false, y);
+        }
 }
 
-/* One panel of the output. Lines of the columnwise copy run down it and are decoded in whole blocks, so that a panel
- * that does not begin at a border takes a few elements more than it needs. */
+/* Lines of the columnwise copy run down the output. As many as make a cache line of it are decoded side by side and
+ * transposed. They are decoded in whole blocks, so that a panel that does not begin at a border takes a few elements
+ * more than it needs. */
+static void decode_columns(const struct decode_job *job, int64_t row, int64_t rows, int64_t col, int64_t cols)
+{
+    enum { LINE = 64 };
+    const struct matrix *out = &job->out;
+    const struct nib_copy_geometry *g = job->geometry;
+    const struct nib_kernels *kernels = nib_kernels_best();
+    const int64_t block = nib_max(job->coding.block, 1), start = (job->first + row) / block * block;
+    const int64_t n = nib_min(nib_round_up(job->first + row + rows, block), g->length) - start;
+    const int64_t stride = DECODE_LENGTH * out->bytes, skip = (job->first + row - start) * out->bytes;
+    const int64_t width = LINE / out->bytes;
+    _Alignas(64) char numbers[LINE * DECODE_LENGTH];
+    uint8_t codes[LINE / 2 * DECODE_LENGTH];
+    for (int64_t c = col; c < col + cols; c += width) {
+        const int64_t lines = nib_min(width, col + cols - c);
+        const bool scattered = g->element_stride > 1; /* codes lie as the numbers do */
+        if (scattered)
+            kernels->transpose[NIB_U8](job->memory->codes + start * g->element_stride + c, g->element_stride, n, lines,
+                                       codes, DECODE_LENGTH);
+        for (int64_t l = 0; l < lines; l++)
+            restore_line(job, c + l, start, n, scattered ? codes + l * DECODE_LENGTH : NULL, numbers + l * stride);
+        if (is_direct(out))
+            kernels->transpose[out->dtype == NIB_F32 ? NIB_F32 : NIB_BF16](
+                (const uint8_t *)numbers + skip, stride, lines, rows, (uint8_t *)element_at(out, row, c),
+                out->row_stride * out->bytes);
+        for (int64_t l = 0; l < lines && !is_direct(out); l++)
+            scatter_line(out, row, c + l, rows, true, numbers + l * stride + skip);
+    }
+}
+
 static void decode_panel(void *context, int64_t i)
 {
     const struct decode_job *job = context;
     const struct matrix *out = &job->out;
     const int64_t row = i / out->column_panels * out->cut.rows, col = i % out->column_panels * out->cut.cols;
     const int64_t rows = nib_min(out->cut.rows, out->rows - row), cols = nib_min(out->cut.cols, out->cols - col);
-    float y[PANEL_LINES];
-    if (job->coding.copy == NIB_ROWWISE) {
-        const bool straight = out->col_stride == 1 && !job->coding.transform;
-        for (int64_t r = 0; r < rows; r++) {
-            if (straight) {
-                decode_line(job, job->first + row + r, col, cols, element_at(out, row + r, col), out->dtype);
-                continue;
-            }
-            decode_line(job, job->first + row + r, col, cols, y, NIB_F32);
-            inverse_transform(job, y, cols);
-            store_line(out, row + r, col, cols, false, y);
-        }
-        return;
-    }
-    const int64_t block = nib_max(job->coding.block, 1), start = (job->first + row) / block * block;
-    const int64_t end = nib_min(nib_round_up(job->first + row + rows, block), job->geometry->length);
-    for (int64_t c = 0; c < cols; c++) {
-        decode_line(job, col + c, start, end - start, y, NIB_F32);
-        inverse_transform(job, y, end - start);
-        store_line(out, row, col + c, rows, true, y + (job->first + row - start));
-    }
+    if (job->coding.copy == NIB_ROWWISE)
+        decode_rows(job, row, rows, col, cols);
+    else
+        decode_columns(job, row, rows, col, cols);
 }
 
 void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geometry, nib_copy from,
@@ -587,8 +628,10 @@ void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geom
     job.stream = straight && count * geometry->cols * job.out.bytes >= STREAM_BYTES;
     if (straight && side_by_side)
         set_cut(&job.out, 16, 4096);
+    else if (from == NIB_ROWWISE)
+        set_cut(&job.out, 16, DECODE_LINES);
     else
-        set_cut(&job.out, job.coding.block > 32 ? 128 : 16, job.coding.block > 32 ? 128 : 256);
+        set_cut(&job.out, DECODE_LINES, 128);
     nib_parallel(job.out.row_panels * job.out.column_panels, nib_thread_count(q, count * geometry->cols), decode_panel,
                  &job);
 }

@@ -8,6 +8,7 @@
 #include "shard.h"
 
 #include "codec.h"
+#include "layout.h"
 #include "os.h"
 
 /* ---- The grid of amaxes ---- */
@@ -740,11 +741,8 @@ nib_status nib_transpose_packed(const uint8_t *codes, int64_t rows, int64_t cols
     NIB_REQUIRE(codes);
     NIB_REQUIRE(out);
     TRY(nib_check_shape("codes", 2, (const int64_t[2]){ rows, cols }, NULL));
-    const struct nib_copy_geometry a = { .line_stride = nib_ceil_div(cols, 2) },
-                                   b = { .line_stride = nib_ceil_div(rows, 2) };
-    for (int64_t c = 0; c < cols; c++)
-        for (int64_t r = 0; r < rows; r++)
-            nib_code_store(&b, out, c, r, nib_code_load(&a, codes, r, c));
+    static const nib_quantizer default_threads;
+    nib_transpose_codes(&default_threads, true, codes, nib_ceil_div(cols, 2), rows, cols, out, nib_ceil_div(rows, 2));
     return NIB_OK;
 }
 

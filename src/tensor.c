@@ -5,6 +5,7 @@
 #include "tensor.h"
 
 #include "codec.h"
+#include "layout.h"
 #include "os.h"
 
 /* ---- Small questions ---- */
@@ -64,20 +65,26 @@ bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b)
 
 /* ---- Life ---- */
 
-nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out)
+/* A tensor without buffers, in memory that is there; untouched on failure. */
+static nib_status init_tensor(nib_tensor *t, const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape)
 {
     struct nib_geometry geometry;
     TRY(nib_check_input(q, dtype, rank, shape, &geometry));
-    nib_tensor *t = nib_alloc_zeroed(sizeof *t);
-    if (!t)
-        return nib_fail(NIB_ERR_MEMORY, "no memory for a tensor");
-    t->q = *q;
+    *t = (nib_tensor){ .q = *q, .dtype = dtype, .rank = rank, .geometry = geometry };
     t->q.amax_comm = NULL; /* a communicator may be gone long before the tensor */
-    t->dtype = dtype;
-    t->rank = rank;
     if (rank)
         memcpy(t->shape, shape, (size_t)rank * sizeof *shape);
-    t->geometry = geometry;
+    return NIB_OK;
+}
+
+nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out)
+{
+    nib_tensor trial;
+    TRY(init_tensor(&trial, q, dtype, rank, shape));
+    nib_tensor *t = nib_alloc(sizeof *t);
+    if (!t)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for a tensor");
+    *t = trial;
     *out = t;
     return NIB_OK;
 }
@@ -300,15 +307,15 @@ static nib_status check_same_shape(const nib_tensor *t, const nib_array *x)
 }
 
 /* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A
- * view that shares them must go on decoding them rightly: once their meaning changes they are new. */
-static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor *t,
-                                 nib_quantizer *loaded, nib_tensor **out)
+ * view that shares them must go on decoding them rightly: once their meaning changes they are new. `updated` is empty
+ * and is to be cleared in any case. */
+static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_given *given,
+                                 const nib_tensor *t, nib_quantizer *loaded, nib_tensor *updated)
 {
     TRY(nib_quantizer_load(q ? q : &t->q, loaded));
     TRY(nib_check_array("x", x));
     TRY(check_same_shape(t, x));
-    TRY(nib_tensor_new(loaded, x->dtype, x->rank, x->shape, out));
-    nib_tensor *updated = *out;
+    TRY(init_tensor(updated, loaded, x->dtype, x->rank, x->shape));
     updated->dtype = t->dtype;
     const bool dropping = (nib_tensor_has(t, NIB_ROWWISE) && !loaded->rowwise) ||
                           (nib_tensor_has(t, NIB_COLUMNWISE) && !loaded->columnwise);
@@ -331,19 +338,21 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     if (noop && *noop == 1.0f)
         return NIB_OK;
     nib_quantizer loaded;
-    nib_tensor *updated = NULL;
+    nib_tensor updated = { 0 };
+    if (t)
+        updated.q = t->q;
     nib_status status =
         t ? prepare_update(q, x, given, t, &loaded, &updated) : nib_fail(NIB_ERR_ARG, "nib_quantize_into: t is NULL");
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
     else
-        status = quantize_parts(updated, &loaded, x, given);
+        status = quantize_parts(&updated, &loaded, x, given);
     if (!status) {
         const nib_tensor old = *t;
-        *t = *updated;
-        *updated = old;
+        *t = updated;
+        updated = old;
     }
-    nib_tensor_destroy(updated);
+    nib_tensor_clear(&updated);
     return status;
 }
 
@@ -507,20 +516,18 @@ nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnw
     return NIB_OK;
 }
 
-struct transpose_job {
+struct scale_job {
     const struct nib_geometry *geometry;
     const struct nib_copy_memory *row, *col;
     int64_t block;
 };
 
-/* Line c of the columnwise copy: column c of the codes, and of the scales of square blocks. */
-static void transpose_line(void *context, int64_t c)
+/* The scales of line c of the columnwise copy of square blocks. */
+static void transpose_scales(void *context, int64_t c)
 {
-    const struct transpose_job *job = context;
+    const struct scale_job *job = context;
     const struct nib_copy_geometry *row = &job->geometry->copy[NIB_ROWWISE],
                                    *col = &job->geometry->copy[NIB_COLUMNWISE];
-    for (int64_t r = 0; r < row->lines; r++)
-        nib_code_store(col, job->col->codes, c, r, nib_code_load(row, job->row->codes, r, c));
     for (int64_t b = 0; b < col->blocks && c % col->lines_per_scale == 0; b++)
         nib_scale_store(col, job->col->scales, c, b,
                         nib_scale_load(row, job->row->scales, b * job->block, c / job->block));
@@ -541,10 +548,17 @@ static nib_status build_columnwise(nib_tensor *t)
         return nib_fail(NIB_ERR_USAGE, "the columnwise copy is built from compact scales: unswizzle the tensor first");
     TRY(nib_tensor_allocate(t, false, true));
     const struct nib_copy_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
-    struct transpose_job job = { &t->geometry, &row, &col, facts->block };
-    if (col.scales) /* a buffer that was there before may have held anything */
-        nib_zero_scale_padding(&t->geometry.copy[NIB_COLUMNWISE], col.scales);
-    nib_parallel(t->geometry.cols, nib_thread_count(&t->q, t->geometry.rows * t->geometry.cols), transpose_line, &job);
+    const struct nib_copy_geometry *from = &t->geometry.copy[NIB_ROWWISE], *to = &t->geometry.copy[NIB_COLUMNWISE];
+    struct scale_job job = { &t->geometry, &row, &col, facts->block };
+    if (facts->transposed)
+        nib_transpose_codes(&t->q, !from->element_stride, row.codes, from->line_stride, from->lines, from->length,
+                            col.codes, to->line_stride);
+    else if (from->data_bytes)
+        memcpy(col.codes, row.codes, (size_t)from->data_bytes);
+    if (col.scales) { /* a buffer that was there before may have held anything */
+        nib_zero_scale_padding(to, col.scales);
+        nib_parallel(to->lines, nib_thread_count(&t->q, to->lines * to->blocks), transpose_scales, &job);
+    }
     if (facts->levels && col.levels != row.levels)
         memcpy(col.levels, row.levels, (size_t)t->geometry.copy[NIB_COLUMNWISE].levels_bytes);
     t->columnwise_stale = false;

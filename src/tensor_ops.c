@@ -2,6 +2,7 @@
 /*
  * tensor_ops.c - tensors from tensors: clone, copy, view, slice, compare, swizzle, save.
  */
+#include "layout.h"
 #include "tensor.h"
 
 /* A tensor like t, with t's buffers where `share`, otherwise with none. */
@@ -301,18 +302,8 @@ nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal
 
 /* ---- Swizzle ---- */
 
-/* Scales of one copy from one layout to the other; `to` is zeroed. */
-static void move_scales(const struct nib_copy_geometry *a, const void *from, const struct nib_copy_geometry *b,
-                        void *to)
-{
-    for (int64_t line = 0; line < a->lines; line++)
-        for (int64_t block = 0; block < a->blocks; block++)
-            nib_scale_store(b, to, line, block, nib_scale_load(a, from, line, block));
-}
-
-/* The two layouts of a [rows, cols] matrix of single bytes: rows `stride` apart, and tiles. */
-static nib_status plain_and_tiled(int64_t rows, int64_t cols, int64_t stride, struct nib_copy_geometry *plain,
-                                  struct nib_copy_geometry *tiled)
+/* A [rows, cols] matrix of single bytes whose rows are `stride` apart. */
+static nib_status plain_scales(int64_t rows, int64_t cols, int64_t stride, struct nib_copy_geometry *out)
 {
     int64_t bytes;
     if (rows < 0 || cols < 0 || stride < cols)
@@ -321,25 +312,21 @@ static nib_status plain_and_tiled(int64_t rows, int64_t cols, int64_t stride, st
     if (rows > INT64_MAX / 2 || stride > INT64_MAX / 2 ||
         !nib_mul(nib_round_up(rows, 128), nib_round_up(stride, 4), &bytes))
         return nib_fail(NIB_ERR_SHAPE, "scales of %lld x %lld take too many bytes", (long long)rows, (long long)cols);
-    *plain = (struct nib_copy_geometry){
-        .lines = rows, .blocks = cols, .scale_bytes = 1, .lines_per_scale = 1, .scale_block = 1
+    *out = (struct nib_copy_geometry){
+        .lines = rows, .blocks = cols, .scale_bytes = 1, .lines_per_scale = 1, .scale_line = stride, .scale_block = 1
     };
-    *tiled = *plain;
-    plain->scale_line = stride;
-    plain->scales_bytes = rows * stride;
-    tiled->swizzled = true;
-    tiled->scales_bytes = nib_round_up(rows, 128) * nib_round_up(cols, 4);
     return NIB_OK;
 }
+
+static const nib_quantizer default_threads;
 
 nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t stride, uint8_t *out)
 {
     NIB_REQUIRE(scales);
     NIB_REQUIRE(out);
-    struct nib_copy_geometry plain, tiled;
-    TRY(plain_and_tiled(rows, cols, stride, &plain, &tiled));
-    memset(out, 0, (size_t)tiled.scales_bytes);
-    move_scales(&plain, scales, &tiled, out);
+    struct nib_copy_geometry plain;
+    TRY(plain_scales(rows, cols, stride, &plain));
+    nib_swizzle(&default_threads, &plain, scales, out);
     return NIB_OK;
 }
 
@@ -347,10 +334,10 @@ nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols
 {
     NIB_REQUIRE(tiles);
     NIB_REQUIRE(out);
-    struct nib_copy_geometry plain, tiled;
-    TRY(plain_and_tiled(rows, cols, stride, &plain, &tiled));
-    memset(out, 0, (size_t)plain.scales_bytes);
-    move_scales(&tiled, tiles, &plain, out);
+    struct nib_copy_geometry plain;
+    TRY(plain_scales(rows, cols, stride, &plain));
+    memset(out, 0, (size_t)(rows * stride));
+    nib_unswizzle(&default_threads, &plain, tiles, out);
     return NIB_OK;
 }
 
@@ -374,7 +361,10 @@ static nib_status set_swizzled(nib_tensor *t, bool swizzled)
             nib_buffer_release(fresh[0]);
             return status;
         }
-        move_scales(&t->geometry.copy[copy], nib_buffer_data(old), &after.copy[copy], nib_buffer_data(fresh[copy]));
+        if (swizzled)
+            nib_swizzle(&t->q, &t->geometry.copy[copy], nib_buffer_data(old), nib_buffer_data(fresh[copy]));
+        else
+            nib_unswizzle(&t->q, &after.copy[copy], nib_buffer_data(old), nib_buffer_data(fresh[copy]));
     }
     for (int copy = 0; copy < 2; copy++)
         if (fresh[copy]) {

@@ -240,6 +240,27 @@ def stage_neon(tally):
                         {"NIB_ROUNDS": "20" if campaign else "1"}, 1800)
         else:
             tally.fail(f"{CROSS} tests/{name}.c", output)
+    golden_on_neon(tally, folder, compile_one, objects)
+
+
+def golden_on_neon(tally, folder, compile_one, objects):
+    """The golden files: the cases are read here, where jansson is, and run in the emulator."""
+    here = build(tally, "build")
+    if not here:
+        return
+    lister, program = os.path.join(folder, "list_cases"), os.path.join(folder, "run_cases")
+    golden = [os.path.relpath(path, ROOT) for path in files("tests/golden/*.safetensors")]
+    steps = [["gcc", "-std=gnu11", "-Iinclude", "-Itools", "tests/cross/list_cases.c", *files("tools/conform_*.c"),
+              os.path.join(here, "libnib.a"), "-ljansson", "-fopenmp", "-pthread", "-lm", "-o", lister],
+             ["sh", "-c", 'exec "$0" "$@" >"' + folder + '/cases.h"', lister, *golden],
+             [*compile_one, "-static", "-Itools", f"-I{folder}", "tests/cross/run_cases.c", "tools/conform_run.c",
+              *objects, "-lm", "-pthread", "-o", program]]
+    for step in steps:
+        status, output = run(step)
+        if status != 0:
+            return tally.fail("golden files on AArch64: " + " ".join(step)[:200], output)
+    for isa in ("neon", "scalar"):
+        run_counted(tally, f"golden files on AArch64, {isa}", [EMULATOR, program], {"NIB_MAX_ISA": isa}, 1800)
 
 
 def stage_instructions(tally):

@@ -476,6 +476,7 @@ TEST(dequantize_rows_across_blocks)
         const nib_array x = matrix(400, 150);
         nib_tensor *t = quantized(&q, &x);
         for (int copy = 0; copy < 2; copy++) {
+            check_values(k, t, (nib_copy)copy);
             dequantize(t, (nib_copy)copy, decoded);
             for (int i = 0; i < 12; i++) {
                 const int64_t first = test_below(400), count = test_below(400 - first) + 1;

@@ -199,7 +199,20 @@ static void compare(struct verdict *v, const char *what, const struct outputs *o
 
 /* ---- Data ---- */
 
-enum data_kind { NORMAL, ROWS_OF_SIZES, BITS, RUNS, TIES, SUBNORMAL, LARGE, TINY, ZEROS, SPRINKLED, DATA_KINDS };
+enum data_kind {
+    NORMAL,
+    ROWS_OF_SIZES,
+    BITS,
+    RUNS,
+    TIES,
+    TIES_8,
+    SUBNORMAL,
+    LARGE,
+    TINY,
+    ZEROS,
+    SPRINKLED,
+    DATA_KINDS
+};
 
 static float random_bits(void) { return nib_float((uint32_t)test_random()); }
 
@@ -222,6 +235,14 @@ static float tie(void)
     return test_below(2) ? -y : y;
 }
 
+/* The same for E4M3 and E5M2: sixteenths of a power of two, down to where the codes are subnormal. */
+static float tie_8(void)
+{
+    const float x = ldexpf((float)(16 + test_below(17)), (int)test_below(44) - 36);
+    const float y = test_below(2) ? x : nib_float(nib_bits(x) + (uint32_t)test_below(3) - 1);
+    return test_below(2) ? -y : y;
+}
+
 static float draw(enum data_kind kind, float size, float last)
 {
     switch (kind) {
@@ -235,6 +256,8 @@ static float draw(enum data_kind kind, float size, float last)
         return test_below(8) ? last : test_below(2) ? tie() : special();
     case TIES:
         return tie();
+    case TIES_8:
+        return tie_8();
     case SUBNORMAL:
         return nib_float((uint32_t)test_random() & 0x80FFFFFFu);
     case LARGE:
@@ -436,11 +459,11 @@ static void make_panel(struct trial *t)
 }
 
 /* The amax that the levels are made from: mostly the data's, now and then one that fits badly, or not at all. */
-static float some_amax(float data, enum data_kind kind)
+static float some_amax(float data, enum data_kind kind, const struct nib_rules *rules)
 {
     const int64_t choice = test_below(16);
-    if (kind == TIES && choice < 12)
-        return 2688.0f * ldexpf(1, (int)test_below(3) - 1); /* then factors are powers of two, and ties stay ties */
+    if ((kind == TIES || kind == TIES_8) && choice < 12) /* then factors are powers of two, and ties stay ties */
+        return rules->full_scale * ldexpf(1, (int)test_below(3) - 1);
     if (choice == 0)
         return nib_abs(special());
     return choice == 1 ? data * ldexpf(1, (int)test_below(40) - 20) : data;
@@ -457,7 +480,7 @@ static void make_levels(struct trial *t, float amax, enum data_kind kind)
         return;
     float *levels = place(LEVELS, g->levels_bytes, true);
     for (int64_t i = 0; i < g->levels; i++) {
-        const float a = some_amax(amax, kind);
+        const float a = some_amax(amax, kind, &t->coding.rules);
         if (dialect->encode_of)
             t->target.encode = dialect->encode_of(a, &t->coding.rules);
         levels[i] = dialect->encode_of ? 1.0f / t->target.encode : dialect->level_of(a, &t->coding.rules);
@@ -570,6 +593,7 @@ static void check_decode(const struct check *check, struct verdict *v)
         struct trial t = { .dtype = NIB_F32 };
         const nib_format format = some_format(check);
         (void)nib_quantizer_init_format(&t.q, format);
+        t.q.element = nib_format_of(&t.q)->elements[test_below(2)];
         t.coding = coding_of(&t.q, NIB_ROWWISE, NIB_F32);
         if (nib_format_of(&t.q)->nvfp4_options)
             t.coding.rules.level = (nib_level)(i % 3); /* amax, decode, encode */
@@ -592,6 +616,49 @@ static void check_decode(const struct check *check, struct verdict *v)
         snprintf(t.text, sizeof t.text, "%s n %lld, level %a, kind %d%s", nib_dtype_name(dtype), (long long)n,
                  (double)level, (int)t.coding.rules.level, stream ? ", stream" : "");
         compare(v, t.text, &out);
+    }
+}
+
+/* ---- inverse: one slot per dtype ---- */
+
+static void check_inverse(const struct check *check, struct verdict *v)
+{
+    for (int i = 0; i < 300 * rounds() && !v->failed; i++) {
+        const int64_t n = 16 * test_below(test_below(4) ? 40 : 100);
+        float *x = place(INPUT, n * 4, test_below(4) != 0);
+        fill(x, n, NIB_F32, some_kind());
+        const uint16_t mask = test_below(2) ? NIB_RHT_SIGN_MASK : (uint16_t)test_random();
+        const struct outputs out = place_outputs(CODES, n * width_of((nib_dtype)check->slot), test_below(2));
+        nib_kernels_scalar.inverse[check->slot](out.wanted, x, n, mask);
+        check->kernels->inverse[check->slot](out.got, x, n, mask);
+        char what[64];
+        snprintf(what, sizeof what, "n %lld, mask %04x", (long long)n, mask);
+        compare(v, what, &out);
+    }
+}
+
+/* ---- transpose ---- */
+
+static void check_transpose(const struct check *check, struct verdict *v)
+{
+    const int64_t bits = nib_dtype_bits((nib_dtype)check->slot);
+    for (int i = 0; i < 600 * rounds() && !v->failed; i++) {
+        const int64_t rows = test_below(4) ? test_below(150) : 16 * test_below(12),
+                      cols = test_below(4) ? test_below(150) : 64 * test_below(5);
+        const int64_t in_bytes = nib_ceil_div(cols * bits, 8), out_bytes = nib_ceil_div(rows * bits, 8);
+        const int64_t in_stride = in_bytes + (test_below(2) ? 0 : test_below(40)),
+                      out_stride = out_bytes + (test_below(2) ? 0 : test_below(40));
+        const int64_t in_all = rows ? (rows - 1) * in_stride + in_bytes : 0,
+                      out_all = cols ? (cols - 1) * out_stride + out_bytes : 0;
+        uint8_t *in = place(INPUT, in_all, test_below(4) != 0);
+        fill_random(in, in_all);
+        const struct outputs out = place_outputs(CODES, out_all, test_below(2));
+        nib_kernels_scalar.transpose[check->slot](in, in_stride, rows, cols, (uint8_t *)out.wanted, out_stride);
+        check->kernels->transpose[check->slot](in, in_stride, rows, cols, (uint8_t *)out.got, out_stride);
+        char what[128];
+        snprintf(what, sizeof what, "%lldx%lld, strides %lld and %lld", (long long)rows, (long long)cols,
+                 (long long)in_stride, (long long)out_stride);
+        compare(v, what, &out);
     }
 }
 
@@ -633,6 +700,12 @@ static void run_job(const struct job *job)
         job->kernels->absmax_lines[job->slot](&t->panel, &t->coding, job->out);
     else if (strncmp(name, "quantize.", 9) == 0)
         job->kernels->quantize[job->slot](&t->panel, &t->coding, &t->target);
+    else if (strncmp(name, "inverse.", 8) == 0)
+        job->kernels->inverse[job->slot](job->out, t->panel.x, BENCH_N, NIB_RHT_SIGN_MASK);
+    else if (strncmp(name, "transpose.", 10) == 0)
+        job->kernels->transpose[job->slot](t->panel.x, BENCH_COLS * nib_dtype_bits((nib_dtype)job->slot) / 8,
+                                           BENCH_ROWS, BENCH_COLS, job->out,
+                                           BENCH_ROWS * nib_dtype_bits((nib_dtype)job->slot) / 8);
     else
         job->kernels->decode[job->slot](job->out, t->dtype, t->target.codes, t->target.scales, BENCH_N, 1.0f,
                                         &t->coding, false);
@@ -704,19 +777,22 @@ static void bench_one(const struct check *check, struct trial *t)
 static void bench_check(const struct check *check)
 {
     const bool lines = strncmp(check->name, "absmax_lines.", 13) == 0,
-               quantizes = strncmp(check->name, "quant", 5) == 0;
+               quantizes = strncmp(check->name, "quant", 5) == 0,
+               fixed = strncmp(check->name, "transpose.", 10) == 0 || strncmp(check->name, "inverse.", 8) == 0;
     for (int copy = 0; copy < (lines || quantizes ? 2 : 1); copy++)
         for (int d = 0; d < DTYPES; d++)
             for (int rht = 0; rht < (lines || quantizes ? 2 : 1); rht++) {
                 struct trial t = { .copy = (nib_copy)copy, .dtype = input_dtypes[d] };
                 nib_quantizer_init(&t.q);
-                if (check->slot < NIB_FORMAT_COUNT && !lines && quantizes)
+                if (check->operation->slots == NIB_FORMAT_SLOTS && check->slot < NIB_FORMAT_COUNT && !lines)
                     (void)nib_quantizer_init_format(&t.q, (nib_format)check->slot);
                 t.q.dialect = check->mode->dialect;
                 t.q.scale_rule = check->mode->rule;
                 t.q.rounding = check->mode->rounding;
                 t.q.rht = t.q.rht_rowwise = (uint8_t)rht;
                 if (strncmp(check->name, "absmax.", 7) == 0 && t.dtype != (nib_dtype)check->slot)
+                    continue;
+                if (fixed && d > 0) /* the slot says what comes out */
                     continue;
                 if (nib_quantizer_load(&t.q, &t.q) == NIB_OK)
                     bench_one(check, &t);
@@ -835,11 +911,51 @@ static void decode_without_sign(void *y, nib_dtype dtype, const uint8_t *codes, 
             ((float *)y)[i] = 0; /* also where it was -0 */
 }
 
+/* Ties go up instead of to even: one code in many, and only where a scale leaves ties as they are. */
+static void quantize_ties_up(const struct nib_panel *panel, const struct nib_coding *coding,
+                             const struct nib_target *target)
+{
+    nib_kernels_scalar.quantize[NIB_ANY_FORMAT](panel, coding, target);
+    const struct nib_copy_geometry *g = target->geometry;
+    const bool rowwise = coding->copy == NIB_ROWWISE;
+    for (int64_t r = 0; r < panel->rows && coding->rules.element == NIB_E4M3 && panel->dtype == NIB_F32; r++)
+        for (int64_t c = 0; c < panel->cols; c++) {
+            const int64_t line = rowwise ? panel->row + r : panel->col + c,
+                          i = rowwise ? panel->col + c : panel->row + r;
+            const uint32_t bits = nib_bits(((const float *)panel->x)[r * panel->stride + c]);
+            uint8_t *const code = target->codes + line * g->line_stride + i * g->element_stride;
+            if ((bits & 0xFFFFF) == 0x80000 && (*code & 0x7F) > 8 && (*code & 0x7F) < 0x7E && *code % 2 == 0)
+                *code += (bits >> 20 & 1) == 0;
+        }
+}
+
+/* The last step of a line is left as it was. */
+static void decode_all_but_last(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                                float level, const struct nib_coding *coding, bool stream)
+{
+    nib_kernels_scalar.decode[NIB_ANY_FORMAT](y, dtype, codes, scales, n - (n % 32 == 1), level, coding, stream);
+}
+
+static void inverse_of_fewer(void *y, const float *x, int64_t n, uint16_t sign_mask)
+{
+    nib_kernels_scalar.inverse[NIB_F16](y, x, n - (n % 64 == 48 ? 16 : 0), sign_mask);
+}
+
+static void transpose_nearly(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out,
+                             int64_t out_stride)
+{
+    nib_kernels_scalar.transpose[NIB_E2M1](in, in_stride, rows, cols, out, out_stride);
+    if (rows % 2 && cols > 100) /* the nibble that is nobody's */
+        out[99 * out_stride + rows / 2] |= 0x10;
+}
+
 static const struct nib_kernels broken = {
     .absmax = { [NIB_F32] = absmax_without_last },
     .absmax_lines = { [NIB_ANY_FORMAT] = lines_of_maxima_that_forget },
-    .quantize = { [NIB_NVFP4] = quantize_wrong_bit },
-    .decode = { [NIB_NVFP4] = decode_without_sign },
+    .quantize = { [NIB_NVFP4] = quantize_wrong_bit, [NIB_MXFP8] = quantize_ties_up },
+    .decode = { [NIB_NVFP4] = decode_without_sign, [NIB_FLOAT8] = decode_all_but_last },
+    .inverse = { [NIB_F16] = inverse_of_fewer },
+    .transpose = { [NIB_E2M1] = transpose_nearly },
 };
 static const struct nib_kernels broken_writes = { .quantize = { [NIB_NVFP4] = quantize_too_much } };
 static const struct nib_kernels over_read = { .absmax = { [NIB_F32] = absmax_beyond_end } };

@@ -9,6 +9,8 @@
 
 #include <math.h>
 
+#include "tensor.h"
+
 /* ---- Helpers ---- */
 
 /* A rank and a shape, as two arguments. */
@@ -445,6 +447,43 @@ TEST(quantize_into_changes_meaning)
     free(x);
     free(x2);
 }
+
+#ifdef NIB_TEST_WRAP_ALLOC
+/* What a training step or a server repeats: quantising into a tensor that is there, and back. Large enough for several
+ * threads, whose work needs no memory either. */
+TEST(hot_calls_allocate_nothing)
+{
+    enum { ROWS = 160, COLS = 4096 };
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    float *x = normals(ROWS * COLS), *y = malloc((size_t)(ROWS * COLS) * sizeof *y);
+    for (int i = 0; i < VARIANTS + 3 * NIB_FORMAT_COUNT; i++)
+        for (int d = 0; d < 3; d++) {
+            nib_quantizer q;
+            const char *name = i < VARIANTS ? variant(i, &q) : nib_format_name((nib_format)((i - VARIANTS) / 3));
+            if (i >= VARIANTS) {
+                CHECK_OK(nib_quantizer_init_format(&q, (nib_format)((i - VARIANTS) / 3)));
+                q.rowwise = (i - VARIANTS) % 3 != 2, q.columnwise = (i - VARIANTS) % 3 != 1;
+            }
+            q.threads = 3;
+            nib_array in = array_of(x, dtypes[d], SHAPE(ROWS, COLS));
+            const nib_array out = array_of(y, dtypes[d], SHAPE(ROWS, COLS));
+            nib_tensor *t = NULL;
+            CHECK_OK(nib_tensor_create(&q, dtypes[d], SHAPE(ROWS, COLS), &t));
+            const long count = allocations;
+            CHECK_OK(nib_quantize_into(NULL, &in, NULL, NULL, t));
+            CHECK_OK(nib_quantize_into(&q, &in, NULL, NULL, t));
+            in.strides[0] = 1, in.strides[1] = ROWS; /* and through a transposed array */
+            CHECK_OK(nib_quantize_into(NULL, &in, NULL, NULL, t));
+            for (int copy = 0; copy < 2; copy++)
+                if (copy ? q.columnwise : q.rowwise)
+                    CHECK_OK(nib_dequantize(t, (nib_copy)copy, &out));
+            CHECK_THAT(allocations == count, "%s: %ld allocations", name, allocations - count);
+            nib_tensor_destroy(t);
+        }
+    free(x);
+    free(y);
+}
+#endif
 
 TEST(quantize_into_noop)
 {
@@ -1508,9 +1547,48 @@ TEST(splits)
     free(x);
 }
 
+/* Panels of the output hold pieces of many lines of a copy: line by line it is the scalar kernels' result. */
+TEST(dequantize_equals_lines_by_the_scalar_kernels)
+{
+    static const int64_t shapes[][2] = { { 560, 80 }, { 300, 33 }, { 35, 560 } };
+    for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
+        for (int i = 0; i < VARIANTS; i++) {
+            nib_quantizer q;
+            const char *name = variant(i, &q);
+            const int64_t rows = shapes[s][0], cols = shapes[s][1];
+            if (whole_blocks_only(&q) && (rows % 16 || cols % 16))
+                continue;
+            nib_tensor *t = some(&q, 2, shapes[s]);
+            for (int copy = 0; copy < 2; copy++) {
+                if (!(copy ? q.columnwise : q.rowwise))
+                    continue;
+                float *y = values_of(t, (nib_copy)copy), line[560];
+                uint8_t scales[35];
+                const struct nib_copy_geometry *g = &t->geometry.copy[copy];
+                const struct nib_copy_memory memory = nib_tensor_memory(t, (nib_copy)copy);
+                const struct nib_coding coding = nib_coding_of(&t->q, (nib_copy)copy, NIB_F32);
+                bool same = true;
+                for (int64_t l = 0; l < g->lines; l++) {
+                    for (int64_t b = 0; b < g->blocks; b++)
+                        scales[b] = (uint8_t)nib_scale_load(g, memory.scales, l, b);
+                    nib_kernels_scalar.decode[NIB_NVFP4](line, NIB_F32, memory.codes + l * g->line_stride, scales,
+                                                         g->length, memory.levels[q.row_scaled ? l : 0], &coding,
+                                                         false);
+                    if (coding.transform)
+                        nib_kernels_scalar.inverse[NIB_F32](line, line, g->length, coding.sign_mask);
+                    for (int64_t k = 0; k < g->length; k++)
+                        same &= !memcmp(&y[copy ? k * cols + l : l * cols + k], &line[k], sizeof *line);
+                }
+                CHECK_THAT(same, "%s copy %d of %d x %d", name, copy, (int)rows, (int)cols);
+                free(y);
+            }
+            nib_tensor_destroy(t);
+        }
+}
+
 TEST(dequantize_rows_at_any_cut)
 {
-    static const int64_t shapes[][2] = { { 48, 32 }, { 37, 21 }, { 16, 272 }, { 3, 5 } };
+    static const int64_t shapes[][2] = { { 48, 32 }, { 37, 21 }, { 16, 272 }, { 3, 5 }, { 560, 32 } };
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
         for (int i = 0; i < VARIANTS; i++) {
             nib_quantizer q;
@@ -1526,8 +1604,8 @@ TEST(dequantize_rows_at_any_cut)
                 const nib_array all = array_of(z, NIB_F32, 2, shapes[s]);
                 CHECK_OK(nib_dequantize(t, (nib_copy)copy, &all));
                 CHECK_BYTES(y, z, (size_t)(rows * cols) * sizeof *y);
-                for (int64_t first = 0; first <= rows; first += cols > 100 ? 3 : 1)
-                    for (int64_t count = 0; count <= rows - first; count += cols > 100 ? 5 : 1) {
+                for (int64_t first = 0; first <= rows; first += rows > 100 ? 71 : cols > 100 ? 3 : 1)
+                    for (int64_t count = 0; count <= rows - first; count += rows > 100 ? 97 : cols > 100 ? 5 : 1) {
                         const nib_array out = array_of(z + 1, NIB_F32, SHAPE(count, cols));
                         z[0] = z[1 + count * cols] = 99;
                         CHECK_OK(nib_dequantize_rows(t, (nib_copy)copy, first, count, &out));

@@ -9,6 +9,7 @@
 
 #include <fnmatch.h>
 #include <inttypes.h>
+#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 

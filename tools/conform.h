@@ -7,7 +7,6 @@
 #ifndef NIB_CONFORM_H
 #define NIB_CONFORM_H
 
-#include <jansson.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -55,8 +54,10 @@ struct conform_file {
 /* Make the result CONFORM_BAD with this sentence. Always false, so that callers can return it. */
 bool conform_bad(struct conform_result *result, const char *format, ...) CLI_FORMAT(2, 3);
 
+struct json_t; /* jansson's, for those who know it */
+
 /* Understand a case. False with the reason in `result`. */
-bool conform_parse(json_t *json, struct conform_case *out, struct conform_result *result);
+bool conform_parse(struct json_t *json, struct conform_case *out, struct conform_result *result);
 
 /* Run the case `name` of the file. The result is passed as zeros. */
 void conform_run(const struct conform_case *what, const char *name, struct conform_file *file,

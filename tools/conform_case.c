@@ -7,7 +7,7 @@
  * library's, which also judges what goes together.
  */
 #include <float.h>
-#include <stdarg.h>
+#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -106,16 +106,6 @@ static const struct key keys[] = {
 };
 
 enum { KEYS = sizeof keys / sizeof *keys };
-
-bool conform_bad(struct conform_result *result, const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(result->sentence, sizeof result->sentence, format, arguments);
-    va_end(arguments);
-    result->verdict = CONFORM_BAD;
-    return false;
-}
 
 /* Enums, flags and numbers of every width go through here; the table knows the width. */
 static void store(const struct key *key, struct conform_case *out, uint64_t value)

@@ -7,10 +7,21 @@
  */
 #include <inttypes.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "conform.h"
+
+bool conform_bad(struct conform_result *result, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(result->sentence, sizeof result->sentence, format, arguments);
+    va_end(arguments);
+    result->verdict = CONFORM_BAD;
+    return false;
+}
 
 enum { MAX_OWNED = 32, E2M1_CODES_PER_BYTE = 2, ULP_TOLERANCE = 2 };
 

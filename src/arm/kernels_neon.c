@@ -10,6 +10,7 @@
 #include "../kernels.h"
 
 #define SIMD __attribute__((always_inline)) static inline
+#define SLOT static
 
 #define VL 4
 typedef float32x4_t VF;
@@ -148,12 +149,6 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 #include "../simd.h"
 #include "../simd_panels.h"
 
-static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
-                           const struct nib_target *target)
-{
-    quantize_lanes(panel, coding, target);
-}
-
 static void absmax_lines(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
 {
     absmax_lines_lanes(panel, coding, out);
@@ -246,11 +241,20 @@ static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const v
         decode_as(y, NIB_F16, codes, scales, n, level, coding);
 }
 
+#include "steps_neon.h"
+
+#include "../simd_transpose.h"
+
+#include "../simd_any.h"
+#include "rows.h"
+
 const struct nib_kernels nib_kernels_neon = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
     .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
-    .quantize = { [NIB_NVFP4] = quantize_nvfp4 },
-    .decode = { [NIB_NVFP4] = decode_nvfp4 },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_ANY },
+    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_ANY },
+    .inverse = { NIB_INVERSE_ALL },
+    .transpose = { NIB_TRANSPOSE_ALL },
 };
 
 #else

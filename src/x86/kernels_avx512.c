@@ -269,12 +269,19 @@ SIMD bool takes_factor(nib_dtype dtype, float factor)
 SIMD void prepare_factors(float *factors, nib_dtype dtype) { (void)factors, (void)dtype; }
 
 #include "rows.h"
+#include "steps_avx512.h"
+
+#include "../simd_transpose.h"
+
+#include "../simd_any.h"
 
 const struct nib_kernels nib_kernels_avx512 = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
     .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
-    .quantize = { [NIB_NVFP4] = quantize_nvfp4 },
-    .decode = { [NIB_NVFP4] = decode_nvfp4 },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_ANY },
+    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_ANY },
+    .inverse = { NIB_INVERSE_ALL },
+    .transpose = { NIB_TRANSPOSE_ALL },
 };
 
 #else
