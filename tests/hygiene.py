@@ -85,8 +85,10 @@ SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".py", ".sh", ".cmake", "
            or os.path.basename(n) in ("CMakeLists.txt", "Makefile")]
 TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" not in read(n)]
 HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n) and n != "include/nib_mpi.h"]
+CHECKPOINT_HEADER = "include/nib_checkpoint.h"
 MPI_HEADER = "include/nib_mpi.h"  # the only one that needs more than libc
 LIBRARY = [n for n in FILES if re.fullmatch(r"src/(\w+/)?\w+\.[ch]", n)]
+CHECKPOINT = [n for n in FILES if re.fullmatch(r"checkpoint/\w+\.[ch]", n)]
 
 
 def lines_matching(names, pattern):
@@ -199,11 +201,16 @@ def check_mpi():
 
 
 def check_symbols():
-    declared = set()
+    declared, of_checkpoints = set(), set()
     for name in HEADERS:
         text = re.sub(r"/\*.*?\*/|^ *#.*?$", "", read(name).decode(), flags=re.S | re.M)
-        declared |= set(re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", text))
-    exported = symbols(os.path.join(BUILD, "libnib.so"), "-D", "--defined-only")
+        (of_checkpoints if name == CHECKPOINT_HEADER else declared).update(
+            re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", text))
+    exported = symbols(os.path.join(BUILD, "libnib_checkpoint.so"), "-D", "--defined-only")
+    check("libnib_checkpoint.so exports what nib_checkpoint.h declares", sorted(of_checkpoints ^ exported))
+    private = {name for n in LIBRARY if n.endswith(".h")
+               for name in re.findall(r"^NIB_PRIVATE .*?\b(nib_\w+)[\[(]", read(n).decode(), flags=re.M)}
+    exported = symbols(os.path.join(BUILD, "libnib.so"), "-D", "--defined-only") - private
     check("libnib.so exports what the headers declare",
           [f"declared, not exported: {s}" for s in sorted(declared - exported)]
           + [f"exported, not declared: {s}" for s in sorted(exported - declared)])
