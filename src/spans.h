@@ -18,11 +18,11 @@ struct nib_spans {
 };
 
 /* Room for one more; false without memory. */
-bool nib_spans_reserve(struct nib_spans *spans);
+NIB_PRIVATE bool nib_spans_reserve(struct nib_spans *spans);
 /* Note begin..end-1, begin < end. There must be that room. */
-void nib_spans_add(struct nib_spans *spans, uint64_t begin, uint64_t end);
+NIB_PRIVATE void nib_spans_add(struct nib_spans *spans, uint64_t begin, uint64_t end);
 /* Whether something of 0..bytes-1 is missing, and the first such stretch. */
-bool nib_spans_gap(const struct nib_spans *spans, uint64_t bytes, struct nib_span *gap);
-void nib_spans_free(struct nib_spans *spans);
+NIB_PRIVATE bool nib_spans_gap(const struct nib_spans *spans, uint64_t bytes, struct nib_span *gap);
+NIB_PRIVATE void nib_spans_free(struct nib_spans *spans);
 
 #endif

@@ -52,6 +52,8 @@ look()
     need cmake command -v cmake
     need pkg-config command -v pkg-config
     need libjansson-dev has_header jansson.h
+    need libpcre2-dev has_header pcre2posix.h
+    need libxxhash-dev has_header xxhash.h
     [ "$1" = test ] || return 0
     need gcc command -v gcc
     need g++ command -v g++

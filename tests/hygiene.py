@@ -16,7 +16,6 @@ RANK = {
     "base": 0, "os": 0, "comm": 0,
     "codec": 1, "philox": 1, "json": 1, "spans": 1, "reference": 1,
     "dialect": 2, "format": 2, "safetensors": 2, "safetensors_write": 2,
-    "gguf": 2, "gguf_write": 2, "gguf_blocks": 2,
     "kernels": 3, "kernels_any": 3, "kernels_scalar": 3, "simd": 3, "simd_panels": 3,
     "quantize": 4, "options": 4,
     "tensor": 5,
@@ -28,9 +27,6 @@ ONLY = {
     "json": {"base", "os", "json"},
     "safetensors": {"base", "os", "json", "safetensors"},
     "safetensors_write": {"base", "os", "json", "spans", "safetensors"},
-    "gguf": {"base", "os", "json", "gguf"},
-    "gguf_write": {"base", "os", "json", "spans", "gguf"},
-    "gguf_blocks": {"base", "gguf"},
 }
 # What a library must not do by itself: print, exit, abort.
 FORBIDDEN = {"printf", "fprintf", "vprintf", "vfprintf", "puts", "fputs", "putchar", "perror", "__printf_chk", "__fprintf_chk",
@@ -89,8 +85,10 @@ SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".py", ".sh", ".cmake", "
            or os.path.basename(n) in ("CMakeLists.txt", "Makefile")]
 TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" not in read(n)]
 HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n) and n != "include/nib_mpi.h"]
+CHECKPOINT_HEADER = "include/nib_checkpoint.h"
 MPI_HEADER = "include/nib_mpi.h"  # the only one that needs more than libc
 LIBRARY = [n for n in FILES if re.fullmatch(r"src/(\w+/)?\w+\.[ch]", n)]
+CHECKPOINT = [n for n in FILES if re.fullmatch(r"checkpoint/\w+\.[ch]", n)]
 
 
 def lines_matching(names, pattern):
@@ -203,11 +201,16 @@ def check_mpi():
 
 
 def check_symbols():
-    declared = set()
+    declared, of_checkpoints = set(), set()
     for name in HEADERS:
         text = re.sub(r"/\*.*?\*/|^ *#.*?$", "", read(name).decode(), flags=re.S | re.M)
-        declared |= set(re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", text))
-    exported = symbols(os.path.join(BUILD, "libnib.so"), "-D", "--defined-only")
+        (of_checkpoints if name == CHECKPOINT_HEADER else declared).update(
+            re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", text))
+    exported = symbols(os.path.join(BUILD, "libnib_checkpoint.so"), "-D", "--defined-only")
+    check("libnib_checkpoint.so exports what nib_checkpoint.h declares", sorted(of_checkpoints ^ exported))
+    private = {name for n in LIBRARY if n.endswith(".h")
+               for name in re.findall(r"^NIB_PRIVATE .*?\b(nib_\w+)[\[(]", read(n).decode(), flags=re.M)}
+    exported = symbols(os.path.join(BUILD, "libnib.so"), "-D", "--defined-only") - private
     check("libnib.so exports what the headers declare",
           [f"declared, not exported: {s}" for s in sorted(declared - exported)]
           + [f"exported, not declared: {s}" for s in sorted(exported - declared)])
