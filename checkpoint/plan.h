@@ -14,7 +14,10 @@
 #define NIB_PLAN_H
 
 #include "checkpoint.h"
-#include "json.h"
+#include "safetensors.h"
+
+enum { NIB_GGML_NVFP4 = 40 };
+#define NIB_SHARD_BYTES UINT64_C(5000000000)
 
 /* Where the bytes of an output tensor come from. */
 enum nib_producer {
@@ -77,6 +80,7 @@ struct nib_out_weight {
 struct nib_out_file {
     const char *name; /* within the output folder; of a GGUF file, and where one file becomes one, it is not used */
     uint32_t first, tensors; /* in plan->tensors: in the order of their bytes, once laid out */
+    uint32_t input_file;     /* whose tensors it began with */
     uint64_t data, bytes;    /* where data begins; size of the file */
 };
 
@@ -134,6 +138,10 @@ nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_by
 /* The end: names are checked, files named and laid out, configuration made. `plan` is destroyed on failure. */
 nib_status nib_plan_finish(nib_plan *plan, nib_plan **out);
 
+/* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */
+int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w);
+/* The name of the stack that a weight comes from, as a stack that is written whole bears it; NULL without memory. */
+const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w);
 /* Source tensors in the order in which they lie in their files: `order` has room for n_tensors. */
 nib_status nib_ck_order_by_place(const nib_checkpoint *c, uint32_t *order);
 
