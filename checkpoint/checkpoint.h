@@ -28,7 +28,7 @@ struct nib_ck_file {
     nib_file *safetensors; /* one of these two */
     struct nib_gguf *gguf;
     int64_t *shapes; /* of a GGUF file's tensors */
-    uint64_t bytes; /* its size when it was opened */
+    uint64_t bytes;  /* its size when it was opened */
 };
 
 struct nib_ck_tensor {

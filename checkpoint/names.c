@@ -20,7 +20,7 @@ struct nib_patterns {
     struct pattern {
         char *text;
         pcre2_code *expression; /* NULL: exact or glob */
-    } *each;
+    } * each;
 };
 
 static bool is_glob(const char *text) { return strpbrk(text, "*?") != NULL; }
@@ -150,7 +150,8 @@ static const char *last_part(const char *name)
 }
 
 /* Whether some part between the dots satisfies the test. */
-static bool any_part(const char *name, bool (*test)(const char *part, size_t length, const char *word), const char *word)
+static bool any_part(const char *name, bool (*test)(const char *part, size_t length, const char *word),
+                     const char *word)
 {
     for (const char *part = name; part; part = strchr(part, '.')) {
         part += *part == '.';
@@ -185,13 +186,13 @@ static bool part_has(const char *part, size_t length, const char *word)
 const char *const nib_ck_fused_sets[][5] = {
     { "q_proj", "k_proj", "v_proj" },
     { "gate_proj", "up_proj" },
-    { "w1", "w3" },                         /* gate and up, as Mixtral calls them */
-    { "q_a_proj", "kv_a_proj_with_mqa" },   /* latent attention */
-    { "in_proj_qkv", "in_proj_z" },         /* gated delta nets */
+    { "w1", "w3" },                       /* gate and up, as Mixtral calls them */
+    { "q_a_proj", "kv_a_proj_with_mqa" }, /* latent attention */
+    { "in_proj_qkv", "in_proj_z" },       /* gated delta nets */
     { "in_proj_b", "in_proj_a" },
-    { "wq", "wk", "wv" },                   /* consolidated files */
+    { "wq", "wk", "wv" }, /* consolidated files */
     { "wq_a", "wkv_a" },
-    { "to_q", "to_k", "to_v" },             /* diffusion models */
+    { "to_q", "to_k", "to_v" }, /* diffusion models */
     { "add_q_proj", "add_k_proj", "add_v_proj" },
     { "query", "key", "value" },
     { NULL },
@@ -203,7 +204,8 @@ bool nib_ck_fused_key(const char *weight, char *room, size_t bytes)
     for (size_t set = 0; nib_ck_fused_sets[set][0]; set++)
         for (size_t i = 0; nib_ck_fused_sets[set][i]; i++)
             if (strcmp(last, nib_ck_fused_sets[set][i]) == 0) {
-                const int n = snprintf(room, bytes, "%.*s{%s}", (int)(last - weight), weight, nib_ck_fused_sets[set][0]);
+                const int n =
+                    snprintf(room, bytes, "%.*s{%s}", (int)(last - weight), weight, nib_ck_fused_sets[set][0]);
                 return n > 0 && (size_t)n < bytes;
             }
     return false;
@@ -255,7 +257,8 @@ static bool is_layer_beyond(const nib_checkpoint *c, const char *name)
 {
     const int64_t layers = nib_ck_config_int(c, "num_hidden_layers", -1);
     const char *place = strstr(name, "layers.");
-    if (layers < 0 || !place || (place != name && place[-1] != '.') || strchr("0123456789", place[7]) == NULL || !place[7])
+    if (layers < 0 || !place || (place != name && place[-1] != '.') || strchr("0123456789", place[7]) == NULL ||
+        !place[7])
         return false;
     int64_t number = 0;
     for (const char *digit = place + 7; *digit >= '0' && *digit <= '9' && number < 1000000; digit++)
@@ -278,8 +281,8 @@ bool nib_ck_is_expert(const char *weight) { return any_part(weight, part_is, "ex
 
 static bool is_mlp(const char *weight)
 {
-    static const char *const words[] = { "mlp", "feed_forward", "block_sparse_moe", "experts", "ffn", "shared_expert",
-                                         "shared_experts", "mixer" };
+    static const char *const words[] = { "mlp", "feed_forward",  "block_sparse_moe", "experts",
+                                         "ffn", "shared_expert", "shared_experts",   "mixer" };
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (any_part(weight, part_is, words[i]))
             return true;
@@ -299,8 +302,8 @@ const char *nib_ck_preset_keep(nib_preset preset, const char *weight)
 
 /* Tensors that hold all experts of a layer. */
 static const struct stack_name {
-    const char *end;       /* of the tensor's name */
-    const char *prefix;    /* what stands in its place before the expert's number */
+    const char *end;    /* of the tensor's name */
+    const char *prefix; /* what stands in its place before the expert's number */
     const char *parts[2];
 } stack_names[] = {
     { ".experts.gate_up_proj", ".experts", { "gate_proj", "up_proj" } },
@@ -316,7 +319,7 @@ static const struct family {
     bool interleaved;       /* gate and up alternate */
     bool whole_in_modelopt; /* its readers want the stack, packed along K as it lies */
 } families[] = {
-    { "qwen3_vl_moe", true, false, false }, { "llama4", true, false, true },     { "gpt_oss", true, true, true },
+    { "qwen3_vl_moe", true, false, false }, { "llama4", true, false, true },       { "gpt_oss", true, true, true },
     { "qwen3_5_moe", false, false, false }, { "qwen3_next", false, false, false }, { "gemma4", false, false, false },
     { "granitemoe", false, false, false },
 };
@@ -352,10 +355,11 @@ static nib_status orientation(const nib_checkpoint *c, const char *tensor, const
     else if (family)
         *transposed = family->transposed;
     else
-        return nib_fail(NIB_ERR_DATA,
-                        "%s: tensor %s: [%lld, %lld, %lld] may be experts of [outputs, inputs] or of [inputs, outputs]: "
-                        "config.json must say hidden_size and moe_intermediate_size, or a model_type that nib knows",
-                        c->path, nib_quote(tensor).text, (long long)shape[0], (long long)shape[1], (long long)shape[2]);
+        return nib_fail(
+            NIB_ERR_DATA,
+            "%s: tensor %s: [%lld, %lld, %lld] may be experts of [outputs, inputs] or of [inputs, outputs]: "
+            "config.json must say hidden_size and moe_intermediate_size, or a model_type that nib knows",
+            c->path, nib_quote(tensor).text, (long long)shape[0], (long long)shape[1], (long long)shape[2]);
     return NIB_OK;
 }
 
@@ -376,7 +380,7 @@ nib_status nib_ck_stack_of(const nib_checkpoint *c, const char *tensor, int64_t 
         if (!ends_with(tensor, row->end))
             continue;
         *is = true;
-        bool transposed;
+        bool transposed = false;
         TRY(orientation(c, tensor, shape, row->parts[1] != NULL, &transposed));
         const struct family *family = family_of(c);
         *out = (struct nib_ck_stack){ .prefix_bytes = strlen(tensor) - strlen(row->end),

@@ -16,8 +16,8 @@
 #include "os.h"
 
 enum {
-    CONFIG_LIMIT = 64 << 20,  /* bytes of config.json: vocabularies have been seen in them */
-    INDEX_LIMIT = 512 << 20   /* bytes of an index */
+    CONFIG_LIMIT = 64 << 20, /* bytes of config.json: vocabularies have been seen in them */
+    INDEX_LIMIT = 512 << 20  /* bytes of an index */
 };
 
 /* ---- Strings and remarks ---- */
@@ -280,7 +280,7 @@ static nib_status check_weight_map(const nib_checkpoint *c, json_t *map)
     json_object_foreach(map, tensor, value)
     {
         const char *file = json_string_value(value);
-        const char *fault = !file ? "it is not a string"
+        const char *fault = !file                                       ? "it is not a string"
                             : strlen(file) != json_string_length(value) ? "it holds a NUL"
                                                                         : fault_of_shard_name(file);
         if (fault)
@@ -401,13 +401,14 @@ static nib_status drop_repeated(nib_checkpoint *c, const json_t *map)
         const bool repeated = (i > 0 && strcmp(tensor->name, c->tensors[i - 1].name) == 0) ||
                               (i + 1 < c->n_tensors && strcmp(tensor->name, c->tensors[i + 1].name) == 0);
         if (repeated && !home)
-            return nib_fail(NIB_ERR_DATA,
-                            "%s: tensor %s is in two files, %s among them, and no index says which one counts: keep one "
-                            "set of files",
-                            c->path, nib_quote(tensor->name).text, nib_quote(c->files[tensor->file].name).text);
+            return nib_fail(
+                NIB_ERR_DATA,
+                "%s: tensor %s is in two files, %s among them, and no index says which one counts: keep one "
+                "set of files",
+                c->path, nib_quote(tensor->name).text, nib_quote(c->files[tensor->file].name).text);
         if (map && !home)
-            TRY(nib_ck_remark(c, "unindexed-tensor", tensor->name,
-                              "its file has it, but the index does not name it", false));
+            TRY(nib_ck_remark(c, "unindexed-tensor", tensor->name, "its file has it, but the index does not name it",
+                              false));
         if (home && strcmp(home, c->files[tensor->file].name) != 0) {
             TRY(nib_ck_remark(c, "repeated-tensor", tensor->name,
                               "a file that the index does not name for it has it too", false));
@@ -424,11 +425,9 @@ static nib_status check_indexed(const nib_checkpoint *c, json_t *map)
 {
     const char *name;
     json_t *value;
-    json_object_foreach(map, name, value)
-        if (nib_ck_find_tensor(c, name) == NIB_NONE)
-            return nib_fail(NIB_ERR_DATA,
-                            "%s: %s says that tensor %s is in %s, and it is not: the index or the file is an old one",
-                            c->folder, c->index_name, nib_quote(name).text, nib_quote(json_string_value(value)).text);
+    json_object_foreach(map, name, value) if (nib_ck_find_tensor(c, name) == NIB_NONE) return nib_fail(
+        NIB_ERR_DATA, "%s: %s says that tensor %s is in %s, and it is not: the index or the file is an old one",
+        c->folder, c->index_name, nib_quote(name).text, nib_quote(json_string_value(value)).text);
     return NIB_OK;
 }
 
@@ -673,7 +672,8 @@ nib_status nib_checkpoint_get_tensor(const nib_checkpoint *c, size_t index, nib_
     if (index >= c->n_tensors)
         return nib_fail(NIB_ERR_ARG, "%s: there is no tensor %zu among its %zu", c->path, index, c->n_tensors);
     const struct nib_ck_tensor *t = &c->tensors[index];
-    const char *dtype = t->ggml_type < 0 ? nib_dtypes[t->dtype].name : nib_gguf_type_facts((uint32_t)t->ggml_type)->name;
+    const char *dtype =
+        t->ggml_type < 0 ? nib_dtypes[t->dtype].name : nib_gguf_type_facts((uint32_t)t->ggml_type)->name;
     *out = (nib_checkpoint_tensor){ .bytes = out->bytes,
                                     .name = t->name,
                                     .file = c->files[t->file].name,

@@ -67,10 +67,16 @@ static const struct layout {
     int rank;
     const char *ends[NIB_ROLE_COUNT];
 } layouts[] = {
-    { NIB_PACKING_COMPRESSED_TENSORS, NIB_U8, -1, 2,
+    { NIB_PACKING_COMPRESSED_TENSORS,
+      NIB_U8,
+      -1,
+      2,
       { ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale" } },
     { NIB_PACKING_MODELOPT, NIB_U8, -1, 2, { ".weight", ".weight_scale", ".weight_scale_2", ".input_scale" } },
-    { NIB_PACKING_TORCHAO, NIB_U8, -1, 2,
+    { NIB_PACKING_TORCHAO,
+      NIB_U8,
+      -1,
+      2,
       { "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale", "._weight_act_per_tensor_scale" } },
     { NIB_PACKING_NIB, NIB_U8, -1, -1, { ".row_data", ".row_scale", ".row_level", NULL } },
     { NIB_PACKING_FP8_BLOCK, NIB_E4M3, -1, 2, { ".weight", ".weight_scale_inv", NULL, NULL } },
@@ -130,8 +136,8 @@ static nib_status find_companion(nib_checkpoint *c, const char *name, size_t byt
     return NIB_OK;
 }
 
-static nib_status find_companions(nib_checkpoint *c, uint32_t data, size_t bytes, const char *const ends[NIB_ROLE_COUNT],
-                                  uint32_t tensor[NIB_ROLE_COUNT])
+static nib_status find_companions(nib_checkpoint *c, uint32_t data, size_t bytes,
+                                  const char *const ends[NIB_ROLE_COUNT], uint32_t tensor[NIB_ROLE_COUNT])
 {
     tensor[NIB_ROLE_DATA] = data;
     for (int role = NIB_ROLE_DATA + 1; role < NIB_ROLE_COUNT; role++)
@@ -197,6 +203,7 @@ static nib_status try_plain_stack(struct finder *finder, uint32_t id, bool *take
     if (!*taken)
         return NIB_OK;
     const struct nib_ck_weight common = { .packing = NIB_PACKING_PLAIN,
+                                          .level = NIB_LEVEL_NONE,
                                           .dtype = t->dtype,
                                           .cols = t->shape[stack.transposed ? 1 : 2],
                                           .tensor = { id, NIB_NONE, NIB_NONE, NIB_NONE },
@@ -212,12 +219,15 @@ static nib_status try_packed_stack(struct finder *finder, uint32_t id, bool *tak
     *taken = false;
     if (t->dtype != NIB_U8 || t->rank != 3 || t->ggml_type >= 0)
         return NIB_OK;
-    struct nib_ck_weight common = { .packing = NIB_PACKING_MODELOPT, .dtype = finder->nominal };
+    struct nib_ck_weight common = { .packing = NIB_PACKING_MODELOPT,
+                                    .level = packings[NIB_PACKING_MODELOPT].level,
+                                    .dtype = finder->nominal };
     TRY(find_companions(c, id, strlen(t->name), stack_ends, common.tensor));
     if (common.tensor[NIB_ROLE_SCALE] == NIB_NONE)
         return NIB_OK;
     const struct nib_ck_tensor *scale = &c->tensors[common.tensor[NIB_ROLE_SCALE]];
-    const bool turned = scale->rank == 3 && scale->shape[1] == nib_ceil_div(t->shape[1], 8) && scale->shape[2] == t->shape[2];
+    const bool turned =
+        scale->rank == 3 && scale->shape[1] == nib_ceil_div(t->shape[1], 8) && scale->shape[2] == t->shape[2];
     /* The logical shape decides nothing here but the names. */
     const int64_t logical[3] = { t->shape[0], turned ? 2 * t->shape[1] : t->shape[1],
                                  turned ? t->shape[2] : 2 * t->shape[2] };
@@ -274,7 +284,8 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
     if (!words || strncmp(words, "format=nvfp4 ", 13) != 0 || saved_word(words, "row_scaled") != 0 ||
         saved_word(words, "swizzled") != 0 || saved_word(words, "rht_rowwise") != 0 || saved_word(words, "rank") != 2)
         return NIB_OK;
-    w->cols = saved_word(strstr(words, "dim="), "dim") < 0 ? 0 : saved_word(strstr(strstr(words, "dim=") + 4, "dim="), "dim");
+    w->cols =
+        saved_word(strstr(words, "dim="), "dim") < 0 ? 0 : saved_word(strstr(strstr(words, "dim=") + 4, "dim="), "dim");
     w->rows = t->rank == 2 ? t->shape[0] : 0;
     w->e4m3_max = (int32_t)saved_word(words, "e4m3_max");
     nib_dialect dialect = NIB_DIALECT_TE;
@@ -284,7 +295,8 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
         snprintf(name, sizeof name, "%.*s", (int)strcspn(word + 8, " "), word + 8);
     if (nib_dialect_from_name(name, &dialect))
         return NIB_OK;
-    w->level = dialect == NIB_DIALECT_TE && saved_word(words, "tensor_scale") == NIB_TENSOR_SCALE_DIALECT ? NIB_LEVEL_AMAX
+    w->level = dialect == NIB_DIALECT_TE && saved_word(words, "tensor_scale") == NIB_TENSOR_SCALE_DIALECT
+                   ? NIB_LEVEL_AMAX
                : dialect == NIB_DIALECT_COMPRESSED_TENSORS || dialect == NIB_DIALECT_GIST ? NIB_LEVEL_ENCODE
                                                                                           : NIB_LEVEL_DECODE;
     if (w->cols < 1 || w->cols > 2 * t->shape[1] || saved_word(words, "single_level") != 0)
@@ -369,7 +381,8 @@ static nib_status find_weight(struct finder *finder, uint32_t id)
         const struct layout *layout = &layouts[i];
         const char *end = layout->ends[NIB_ROLE_DATA];
         if (layout->data != t->dtype || (layout->ggml_type >= 0 && layout->ggml_type != t->ggml_type) ||
-            (layout->rank >= 0 && layout->rank != t->rank) || !ends_with(t->name, end) || strlen(t->name) == strlen(end))
+            (layout->rank >= 0 && layout->rank != t->rank) || !ends_with(t->name, end) ||
+            strlen(t->name) == strlen(end))
             continue;
         /* A row that does not want it after all leaves it to a later one. */
         const size_t before = finder->c->n_weights, remarks = finder->c->n_remarks;
@@ -410,9 +423,9 @@ static int by_name(const void *a, const void *b)
 {
     const struct nib_ck_weight *x = a, *y = b;
     const int order = natural_order(x->name, y->name);
-    return order                                  ? order
+    return order                                                 ? order
            : x->tensor[NIB_ROLE_DATA] < y->tensor[NIB_ROLE_DATA] ? -1
-                                                  : x->tensor[NIB_ROLE_DATA] > y->tensor[NIB_ROLE_DATA];
+                                                                 : x->tensor[NIB_ROLE_DATA] > y->tensor[NIB_ROLE_DATA];
 }
 
 static nib_dtype nominal_dtype(const nib_checkpoint *c)
@@ -423,7 +436,8 @@ static nib_dtype nominal_dtype(const nib_checkpoint *c)
     } names[] = { { "float32", NIB_F32 }, { "float16", NIB_F16 } };
     const json_t *text_config = json_object_get(c->config, "text_config");
     const json_t *const values[] = { json_object_get(c->config, "dtype"), json_object_get(c->config, "torch_dtype"),
-                                     json_object_get(text_config, "dtype"), json_object_get(text_config, "torch_dtype") };
+                                     json_object_get(text_config, "dtype"),
+                                     json_object_get(text_config, "torch_dtype") };
     for (size_t i = 0; i < sizeof values / sizeof *values; i++)
         for (size_t j = 0; json_is_string(values[i]) && j < sizeof names / sizeof *names; j++)
             if (strcmp(json_string_value(values[i]), names[j].name) == 0)
@@ -540,8 +554,8 @@ static nib_status read_turned(const nib_checkpoint *c, const struct nib_ck_weigh
     return status;
 }
 
-static nib_status read_lines(const nib_checkpoint *c, const struct nib_ck_weight *w, const struct place *p, int64_t first,
-                             int64_t count, void *out)
+static nib_status read_lines(const nib_checkpoint *c, const struct nib_ck_weight *w, const struct place *p,
+                             int64_t first, int64_t count, void *out)
 {
     return w->transposed ? read_turned(c, w, p, first, count, out) : read_straight(c, w, p, first, count, out);
 }
@@ -652,7 +666,8 @@ static nib_status gguf_codes(const nib_checkpoint *c, const struct nib_ck_weight
     uint8_t *room = nib_alloc(n * (line + (size_t)blocks * (NIB_GGUF_NVFP4_CODES + NIB_GGUF_NVFP4_SCALES)));
     if (!room)
         return nib_ck_no_memory(c);
-    uint8_t *const spare_codes = room + n * line, *const spare_scales = spare_codes + n * (size_t)blocks * NIB_GGUF_NVFP4_CODES;
+    uint8_t *const spare_codes = room + n * line, *const spare_scales =
+                                                      spare_codes + n * (size_t)blocks * NIB_GGUF_NVFP4_CODES;
     nib_status status = NIB_OK;
     for (int64_t done = 0; done < count && !status; done += at_once) {
         const int64_t rows = nib_min(at_once, count - done);
@@ -845,7 +860,8 @@ static nib_status fp8_rows(const nib_checkpoint *c, const struct nib_ck_weight *
     const size_t out_line = (size_t)w->cols * (size_t)nib_dtypes[dtype].bits / 8;
     const size_t scale_size = (size_t)nib_dtypes[s->dtype].bits / 8;
     const struct place place = { w->tensor[NIB_ROLE_DATA], 1, w->rows, w->cols, -1 };
-    float *numbers = nib_alloc((size_t)w->cols * sizeof *numbers), *factors = nib_alloc((size_t)across * sizeof *factors);
+    float *numbers = nib_alloc((size_t)w->cols * sizeof *numbers),
+          *factors = nib_alloc((size_t)across * sizeof *factors);
     char *raw = nib_alloc((size_t)across * scale_size + (size_t)w->cols);
     nib_status status = numbers && factors && raw ? NIB_OK : nib_ck_no_memory(c);
     int64_t band = -1;
@@ -882,8 +898,8 @@ nib_status nib_ck_read_rows(const nib_checkpoint *c, const struct nib_ck_weight 
                             nib_dtype dtype, void *out)
 {
     const nib_fpenv saved = nib_fpenv_enter();
-    const nib_status status = count > 0 && w->cols > 0 ? packings[w->packing].read_rows(c, w, first, count, dtype, out)
-                                                       : NIB_OK;
+    const nib_status status =
+        count > 0 && w->cols > 0 ? packings[w->packing].read_rows(c, w, first, count, dtype, out) : NIB_OK;
     nib_fpenv_leave(saved);
     return status;
 }
