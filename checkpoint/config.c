@@ -134,17 +134,13 @@ static json_t *kept_modules(const nib_plan *plan)
             return NULL;
         }
     }
-    if (list && !has_head && !nib_ck_has_quantized_head(plan) && json_array_insert_new(list, 0, json_string("lm_head"))) {
+    size_t head;
+    if (list && !has_head && nib_checkpoint_find_weight(plan->in, "lm_head", &head) &&
+        json_array_insert_new(list, 0, json_string("lm_head"))) {
         json_decref(list);
         return NULL;
     }
     return list;
-}
-
-bool nib_ck_has_quantized_head(const nib_plan *plan)
-{
-    size_t index;
-    return !nib_checkpoint_find_weight(plan->in, "lm_head", &index);
 }
 
 static json_t *ct_arguments(bool dynamic)

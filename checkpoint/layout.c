@@ -7,6 +7,8 @@
 
 #include <stdio.h>
 
+#include "gguf.h"
+
 static bool put_string(struct nib_text *text, const char *string) { return nib_text_put(text, string, strlen(string)); }
 
 static bool put_number(struct nib_text *text, uint64_t number)
@@ -25,12 +27,19 @@ static bool put_tensor(struct nib_text *text, const struct nib_out_tensor *t)
            put_number(text, t->offset + t->bytes) && put_string(text, "]}");
 }
 
+/* What torchao's loader wants to know of a tensor that is spread over several; others it takes as they are. */
+static bool put_torchao(const nib_plan *plan, const struct nib_out_file *file, struct nib_text *text)
+{
+    (void)plan, (void)file, (void)text;
+    return true;
+}
+
 static bool put_safetensors(const nib_plan *plan, const struct nib_out_file *file, const char *provenance,
                             struct nib_text *text)
 {
     bool fits = nib_text_put(text, &(uint64_t){ 0 }, NIB_SAFETENSORS_LENGTH_BYTES) &&
                 put_string(text, "{\"__metadata__\":{\"format\":\"pt\",\"nib\":") &&
-                nib_text_put_json(text, provenance) && nib_plan_put_metadata(plan, file, text) && put_string(text, "}");
+                nib_text_put_json(text, provenance) && put_torchao(plan, file, text) && put_string(text, "}");
     for (uint32_t i = 0; i < file->tensors && fits; i++)
         fits = put_string(text, ",") && put_tensor(text, &plan->tensors[file->first + i]);
     fits = fits && put_string(text, "}");
@@ -42,12 +51,76 @@ static bool put_safetensors(const nib_plan *plan, const struct nib_out_file *fil
     return fits;
 }
 
+/* ---- GGUF ---- */
+
+/* What the input says, but for what is no longer so; or, of safetensors, the little that makes a container. */
+static nib_status put_keys(const nib_plan *plan, const char *provenance, nib_gguf_plan *out)
+{
+    static const char *const ours[] = { "general.architecture",         "general.name",      "general.file_type",
+                                        "general.quantization_version", "general.alignment", "nib.provenance" };
+    enum { MOSTLY_NVFP4 = 39, QUANTIZATION_VERSION = 2, OURS = sizeof ours / sizeof *ours };
+    const nib_checkpoint *in = plan->in;
+    const nib_gguf *source = in->n_files == 1 ? in->files[0].gguf : NULL;
+    size_t index;
+    for (int i = 0; i < 2; i++) {
+        if (source && nib_gguf_find_key(source, ours[i], &index))
+            TRY(nib_gguf_put_copy(out, source, index));
+        else
+            TRY(nib_gguf_put_string(out, ours[i], *in->model_type ? in->model_type : "unknown"));
+    }
+    TRY(nib_gguf_put_integer(out, ours[2], NIB_GGUF_KIND_U32, MOSTLY_NVFP4));
+    TRY(nib_gguf_put_integer(out, ours[3], NIB_GGUF_KIND_U32, QUANTIZATION_VERSION));
+    for (size_t i = 0; source && i < nib_gguf_key_count(source); i++) {
+        struct nib_gguf_value value;
+        TRY(nib_gguf_value(source, i, &value));
+        bool known = false;
+        for (int j = 0; j < OURS; j++)
+            known |= !strcmp(value.key, ours[j]);
+        if (!known)
+            TRY(nib_gguf_put_copy(out, source, i));
+    }
+    return nib_gguf_put_string(out, ours[5], provenance);
+}
+
+static nib_status declare(const nib_plan *plan, const struct nib_out_tensor *t, nib_gguf_plan *out)
+{
+    uint32_t type = (uint32_t)t->ggml_type;
+    char room[512];
+    if (t->ggml_type < 0 && !nib_gguf_type_of_dtype(t->dtype, &type))
+        return nib_fail(NIB_ERR_UNSUPPORTED, "%s is %s, which GGUF cannot hold",
+                        t->producer == NIB_PRODUCE_COPY ? nib_ck_place(plan->in, t->source, room, sizeof room) : t->name,
+                        nib_dtypes[t->dtype].name);
+    if (t->rank > NIB_GGUF_MAX_RANK)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "tensor %s has %lld dims, and GGUF takes %d", nib_quote(t->name).text,
+                        (long long)t->rank, NIB_GGUF_MAX_RANK);
+    return nib_gguf_declare(out, t->name, type, (int)t->rank, t->shape);
+}
+
+static nib_status put_gguf(const nib_plan *plan, const struct nib_out_file *file, const char *provenance,
+                           struct nib_text *text)
+{
+    nib_gguf_plan *out;
+    void *header = NULL;
+    size_t bytes = 0;
+    TRY(nib_gguf_plan_create(file->name, &out));
+    nib_status status = put_keys(plan, provenance, out);
+    for (uint32_t i = 0; i < file->tensors && !status; i++)
+        status = declare(plan, &plan->tensors[file->first + i], out);
+    if (!status)
+        status = nib_gguf_plan_header(out, &header, &bytes);
+    if (!status && !nib_text_put(text, header, bytes))
+        status = nib_fail(NIB_ERR_MEMORY, "%s: no memory for its header", file->name);
+    nib_free(header);
+    nib_gguf_plan_destroy(out);
+    return status;
+}
+
 nib_status nib_plan_header(const nib_plan *plan, const struct nib_out_file *file, const char *provenance,
                            struct nib_text *text)
 {
     *text = (struct nib_text){ 0 };
     if (plan->packing == NIB_PACKING_GGUF)
-        return nib_plan_gguf_header(plan, file, provenance, text);
+        return put_gguf(plan, file, provenance, text);
     if (put_safetensors(plan, file, provenance, text))
         return NIB_OK;
     nib_free(text->bytes);
@@ -60,7 +133,7 @@ nib_status nib_plan_lay_out(nib_plan *plan, struct nib_out_file *file)
     const uint64_t(*no_hashes)[2] = NULL;
     struct nib_text provenance, header;
     uint64_t end = 0;
-    const uint64_t align = plan->packing == NIB_PACKING_GGUF ? NIB_GGUF_ALIGN : 1;
+    const uint64_t align = plan->packing == NIB_PACKING_GGUF ? NIB_GGUF_DEFAULT_ALIGNMENT : 1;
     for (uint32_t i = 0; i < file->tensors; i++) {
         struct nib_out_tensor *t = &plan->tensors[file->first + i];
         t->offset = end;

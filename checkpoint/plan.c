@@ -8,6 +8,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "gguf.h"
+
 /* ---- Memory ---- */
 
 /* Pieces that go together. Plans hold hundreds of thousands of names: one block each would cost more than the names. */
@@ -63,6 +65,7 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->options);
     json_decref(plan->config);
     json_decref(plan->hf_quant);
+    json_decref(plan->amaxes);
     nib_free(plan->rows);
     nib_free(plan->tensors);
     nib_free(plan->weights);
@@ -109,6 +112,7 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_pac
     plan->packing = packing;
     plan->one_file = packing == NIB_PACKING_GGUF || !in->is_folder;
     plan->shard_bytes = NIB_SHARD_BYTES;
+    plan->dequantized_dtype = NIB_DTYPE_COUNT;
     plan->options = json_object();
     plan->rows = nib_alloc_zeroed((in->n_weights + 1) * sizeof *plan->rows);
     if (!plan->options || !plan->rows) {
@@ -243,7 +247,7 @@ static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char 
     if (w->laying == NIB_LAY_GGUF) {
         TRY(add_part(plan, name, names->data, NIB_DTYPE_COUNT, 2, (int64_t[]){ rows, cols }, &w->out[NIB_ROLE_DATA]));
         struct nib_out_tensor *t = &plan->tensors[w->out[NIB_ROLE_DATA]];
-        t->ggml_type = NIB_GGML_NVFP4;
+        t->ggml_type = NIB_GGUF_NVFP4;
         t->bytes = (uint64_t)rows * (uint64_t)(cols / 64) * 36;
         return NIB_OK;
     }

@@ -3,7 +3,8 @@
  * plan.h - what a plan is: output files, the tensors of each in the order of their bytes, and where every byte of them
  * comes from. A plan is made from headers and configuration; run.c carries it out without knowing what it is for.
  *
- *     plan.c       plans put together by steps; quantise, convert, dequantise
+ *     plan.c       plans put together by steps           plan_make.c   from actions of weights to tensors
+ *     plan_kinds.c plans to quantise, convert, dequantise
  *     repair.c     the plan of a repair, by the same steps
  *     layout.c     headers of output files: sizes and offsets
  *     config.c     config.json, hf_quant_config.json, the index, provenance
@@ -16,7 +17,6 @@
 #include "checkpoint.h"
 #include "safetensors.h"
 
-enum { NIB_GGML_NVFP4 = 40 };
 #define NIB_SHARD_BYTES UINT64_C(5000000000)
 
 /* Where the bytes of an output tensor come from. */
@@ -46,7 +46,8 @@ struct nib_out_group {
     uint32_t first; /* of its out weights, in their order */
     uint32_t members;
     nib_dtype dtype; /* in which they are quantised */
-    bool mxfp4;      /* all are MXFP4: codes are taken over exactly, `amax` is then 2^k of the largest block scale */
+    bool mxfp4;      /* all are MXFP4: codes are taken over exactly */
+    float input_amax; /* of activations, where a file says it; 0 otherwise */
 };
 
 /* How the codes of a weight are laid down. */
@@ -68,6 +69,7 @@ struct nib_out_weight {
     /* Codes that stay: what the written number per tensor is, in the sense of the plan's packing (CT: the divisor), and
      * what every scale byte becomes (256 bytes in the plan's memory; NULL: itself). */
     float level;
+    bool as_in_source; /* instead: the source's own, and that of activations too, where it has one */
     const uint8_t *scale_map;
     /* The number of activations, in the sense of the packing. Of `norm` it is found in the run: sqrt(K) * max |gamma|
      * of that tensor (or of gamma + 1). */
@@ -98,6 +100,9 @@ struct nib_plan {
     nib_packing packing; /* of the output */
     nib_scheme scheme;   /* of the output, where it is NVFP4 */
     nib_quantizer q;     /* QUANTIZE */
+    nib_activation activation;   /* QUANTIZE with NIB_SCHEME_NVFP4 */
+    json_t *amaxes;              /* of activations, by module */
+    nib_dtype dequantized_dtype; /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
     json_t *options;     /* what provenance says of them */
     json_t *config;      /* config.json as it will be, without provenance; NULL: none is written */
     json_t *hf_quant;    /* hf_quant_config.json; NULL: none */
@@ -138,6 +143,13 @@ nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_by
 /* The end: names are checked, files named and laid out, configuration made. `plan` is destroyed on failure. */
 nib_status nib_plan_finish(nib_plan *plan, nib_plan **out);
 
+/* All of these in one, from the actions of the rows on: groups, tensors, files. `plan` is destroyed on failure. */
+nib_status nib_plan_make(nib_plan *plan, nib_plan **out);
+/* What keeping a weight means: KEEP, or DEQUANTIZE where its format goes. */
+nib_action nib_plan_keep_action(const struct nib_ck_weight *w);
+/* What the packing stores for activations of this amax. */
+float nib_plan_input_scale(const nib_plan *plan, float amax);
+
 /* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */
 int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w);
 /* The name of the stack that a weight comes from, as a stack that is written whole bears it; NULL without memory. */
@@ -160,6 +172,8 @@ nib_status nib_plan_header(const nib_plan *plan, const struct nib_out_file *file
 nib_status nib_plan_configure(nib_plan *plan);
 /* {"tool": "nib", ...} in one line; hashes[i] is the 128-bit hash of input file i, high half first. */
 nib_status nib_plan_provenance(const nib_plan *plan, const uint64_t (*hashes)[2], struct nib_text *text);
+/* model.safetensors.index.json; freed with nib_free(text->bytes). */
+nib_status nib_plan_index(const nib_plan *plan, struct nib_text *text);
 /* JSON as files have it: indented by 2, keys in their order, numbers as short as they can be. */
 bool nib_put_json(struct nib_text *text, const json_t *value, int indent);
 
