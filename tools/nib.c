@@ -25,6 +25,9 @@ static const struct cli_command version_command = { "version", "", "say which ve
                                                     "Print the version of the library.\n", run_version };
 
 static const struct cli_command *const commands[] = {
+    &cli_quantize,
+    &cli_convert,
+    &cli_dequantize,
     &cli_conform,
     &cli_bench,
     &version_command,
