@@ -6,6 +6,7 @@
 """
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import zlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TQDM_DISABLE"] = "1"
 
 import numpy
 import torch
@@ -299,7 +301,7 @@ def transformers():
             nib("dequantize", out, back, "--dtype", "bf16")
             what = f"transformers, {scheme}{', tied' if tied else ''}"
             with torch.no_grad():
-                theirs = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True), device_map="cpu", dtype=torch.bfloat16)
+                theirs = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16)
                 original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
                 before = original(tokens).logits
                 replaced = load(back)
@@ -372,22 +374,22 @@ def dialects():
             tensors = load(out)
             for name, w in weights.items():
                 group = [weights[n] for n in group_of(name, weights)]
-                if dialect == "modelopt" and not any(g.any() for g in group):
-                    continue  # see zeros()
+                if dialect == "modelopt" and platform.machine() != "x86_64" and not any(g.any() for g in group):
+                    continue  # 0/0: the sign of the NaN in its scales is the processor's
                 module = name[:-len(".weight")]
                 wrong = [part for part, t in theirs(w, group).items() if not same_bytes(t, tensors.get(f"{module}.{part}", torch.empty(0)))]
                 check(f"--dialect {dialect}, {str(dtype)[6:]}: {module}", not wrong, wrong)
     for options in (["--scale", "sweep"], ["--tensor-scale", "pow2"], ["--min-block-scale", "0.1"]):
         message = nib("quantize", source, place("parity-refused"), "--dialect", "modelopt", *options, fails=True)
-        check(f"--dialect modelopt {' '.join(options)} is refused, with both named", "modelopt" in message and options[0] in message, message)
+        check(f"--dialect modelopt {' '.join(options)} is refused", "the dialect modelopt" in message and "scale" in message, message)
 
 
 def zeros():
-    """A tensor of zeros: ModelOpt divides 0 by 0 and stores NaN; ours are zeros for every reader."""
+    """A tensor of zeros is zeros for every reader. (ModelOpt divides 0 by 0 and stores NaN, and so does its dialect.)"""
     weights = {f"model.layers.{layer}.{name}.weight": torch.zeros(32, 64, dtype=torch.bfloat16) for layer in range(2)
                for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")}
     source = save("zero-in", weights, {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "torch_dtype": "bfloat16"})
-    for options in ([], ["--format", "modelopt"], ["--scale", "4over6"], ["--dialect", "modelopt", "--format", "modelopt"], ["--dialect", "compressed-tensors"]):
+    for options in ([], ["--format", "modelopt"], ["--scale", "4over6"], ["--dialect", "compressed-tensors"]):
         out = place("zero-out")
         nib("quantize", source, out, *options)
         tensors, decoded = load(out), dequantized(out)
@@ -567,14 +569,15 @@ def fp8_block():
 
 
 def same_after_quantizing(what, source, plain, *options):
-    """Quantising either gives the same tensors."""
+    """Quantising either gives the same tensors; what stays may be rounded to BF16, which the configuration names."""
     out, other = place("same-1"), place("same-2")
     nib("quantize", source, out, *options)
     nib("quantize", plain, other, *options)
     ours, theirs = load(out), load(other)
     check(f"{what}: the same names", sorted(ours) == sorted(theirs), sorted(set(ours) ^ set(theirs))[:6])
-    wrong = [n for n in ours if n in theirs and not same_bytes(ours[n], theirs[n])]
     quantized = modules(ours, ".weight_packed")
+    rounded = lambda n: theirs[n].to(ours[n].dtype) if theirs[n].dtype == torch.float32 and ours[n].dtype == torch.bfloat16 else theirs[n]
+    wrong = [n for n in ours if n in theirs and not same_bytes(ours[n], rounded(n))]
     check(f"{what}: the same bytes", quantized and not wrong, wrong[:6])
     return quantized
 
@@ -589,6 +592,9 @@ def stacks():
         source = make("st-in", "--family", family, "--layers", "2", "--shards", "2", "--hidden", "128", "--intermediate", "96", "--experts", "3")
         plain = {}
         for name, t in load(source).items():
+            if name.endswith("_proj_bias"):
+                plain |= split_bias(name, t)
+                continue
             if t.ndim != 3 or ".experts." not in name:
                 plain[name] = t
                 continue
@@ -603,6 +609,14 @@ def stacks():
                 plain[f"{parent}.{e}.gate_proj.weight"], plain[f"{parent}.{e}.up_proj.weight"] = gate, up
         quantized = same_after_quantizing(family, source, save("st-plain", plain, read_json(source, "config.json")))
         check(f"{family}: experts are quantised", sum(".experts." in m for m in quantized) == 2 * 3 * 3, quantized)
+
+
+def split_bias(name, t):
+    """gpt-oss: the biases of a stack go with its matrices."""
+    parent, _, which = name[:-len("_bias")].rpartition(".")
+    if which == "down_proj":
+        return {f"{parent}.{e}.down_proj.bias": t[e] for e in range(t.shape[0])}
+    return {f"{parent}.{e}.{part}.bias": t[e, i::2] for e in range(t.shape[0]) for i, part in enumerate(("gate_proj", "up_proj"))}
 
 
 # What stays as it is by default, and some that do not.
@@ -631,8 +645,12 @@ def families():
         wrong = [m for m in quantized if any(match_name(m, pattern) for pattern in parsed.ignore)]
         check(f"{family}: nothing quantised is ignored", not wrong, wrong[:4])
         plain = load(source)
-        biases = [n for n in plain if n.endswith("_bias") or n.endswith(".bias")]
-        check(f"{family}: biases are kept", all(n in tensors and same_bytes(plain[n], tensors[n]) for n in biases))
+        biases = {}
+        for name, t in plain.items():
+            if name.endswith(("_bias", ".bias")):
+                biases |= split_bias(name, t) if name.endswith("_proj_bias") else {name: t}
+        wrong = [n for n, t in biases.items() if n not in tensors or not same_bytes(t.contiguous(), tensors[n])]
+        check(f"{family}: biases are kept", not wrong, wrong[:4])
         out = place("fam-modelopt")
         nib("quantize", source, out, "--format", "modelopt", "--scheme", "nvfp4")
         load(out)
