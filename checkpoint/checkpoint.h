@@ -27,7 +27,8 @@ struct nib_ck_file {
     char *path;            /* for opening and for sentences */
     nib_file *safetensors; /* one of these two */
     struct nib_gguf *gguf;
-    uint64_t bytes; /* its size when it was opened */
+    int64_t *shapes; /* of a GGUF file's tensors */
+    uint64_t bytes;  /* its size when it was opened */
 };
 
 struct nib_ck_tensor {
@@ -62,6 +63,16 @@ struct nib_ck_weight {
     int64_t index; /* in a stack of experts; -1: the tensor is the matrix */
     int64_t row_first, row_step;
     bool transposed;
+    nib_level level;  /* NVFP4: what the number per tensor means */
+    int32_t e4m3_max; /* NIB_LEVEL_AMAX: what belongs to it; 0 for 448 */
+};
+
+/* Something that opening noticed and could live with: nib_checkpoint_check reports it, and a plan refuses what blocks. */
+struct nib_ck_remark {
+    const char *id;      /* "stale-shard", "unindexed-tensor", "repeated-tensor", "open-orientation" */
+    const char *subject; /* a file or a tensor */
+    const char *fact;    /* a sentence without a period */
+    bool blocks;         /* what it is about cannot be read as a weight */
 };
 
 struct nib_checkpoint {
@@ -75,7 +86,7 @@ struct nib_checkpoint {
     json_t *quantization;    /* borrowed from config: quantization_config, wherever it was; NULL without */
     json_t *hf_quant_config; /* hf_quant_config.json; NULL without */
     const char *model_type;
-    char *provenance;
+    const char *provenance; /* of the first file that has one */
     nib_packing packing;
     struct nib_ck_file *files;
     size_t n_files;
@@ -83,10 +94,17 @@ struct nib_checkpoint {
     size_t n_tensors;
     struct nib_ck_weight *weights; /* in the order of names, numbers by value */
     size_t n_weights;
-    void *strings; /* names of weights that no file has */
+    struct nib_ck_remark *remarks;
+    size_t n_remarks, remarks_capacity;
+    void *strings; /* names that no file has, and the texts of remarks */
 };
 
 /* ---- Tensors (open.c) ---- */
+
+/* A formatted string that lives as long as the checkpoint; NULL without memory. */
+char *nib_ck_string(nib_checkpoint *c, const char *format, ...) __attribute__((format(printf, 2, 3)));
+nib_status nib_ck_remark(nib_checkpoint *c, const char *id, const char *subject, const char *fact, bool blocks);
+nib_status nib_ck_no_memory(const nib_checkpoint *c);
 
 /* The tensor of a name, or NIB_NONE. */
 uint32_t nib_ck_find_tensor(const nib_checkpoint *c, const char *name);
@@ -117,8 +135,14 @@ nib_status nib_ck_read_codes(const nib_checkpoint *c, const struct nib_ck_weight
 /* The number per tensor, and that of activations (*has_input 0 without): finite or not, as the file has them. */
 nib_status nib_ck_read_level(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_level *kind, float *level);
 nib_status nib_ck_read_input(const nib_checkpoint *c, const struct nib_ck_weight *w, int *has_input, float *scale);
-/* A quantiser that decodes codes with a level of this kind (rowwise, 1x16). */
-void nib_ck_decoder(nib_level kind, nib_quantizer *q);
+/* A quantiser that decodes codes with a level of this kind (rowwise, 1x16, one thread). */
+void nib_ck_decoder(nib_level kind, int32_t e4m3_max, nib_quantizer *q);
+/* Codes and scales, as read_codes gives them, to numbers. */
+nib_status nib_ck_decode(const struct nib_ck_weight *w, float level, const uint8_t *codes, const uint8_t *scales,
+                         int64_t rows, nib_dtype dtype, void *out);
+/* MXFP4: codes [count, K/2] in the same order, and E8M0 scales [count, K/32]. */
+nib_status nib_ck_read_mxfp4(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
+                             uint8_t *codes, uint8_t *scales);
 /* Rows whose data and scratch fit in `bytes`, at least 1, at most w->rows; a multiple of 16 where more than 16. */
 int64_t nib_ck_rows_for(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_dtype dtype, uint64_t bytes);
 
@@ -150,14 +174,16 @@ const char *nib_ck_preset_keep(nib_preset preset, const char *weight);
 /* Whether the module is of a router, a norm...: what a loader builds as something else than a packed linear layer. */
 bool nib_ck_is_expert(const char *weight);
 
-/* How a 3-D tensor of experts splits into matrices. Names of weights: PREFIX.<e>.<part>. */
+/* How a 3-D tensor of experts splits into matrices. Their names: the first prefix_bytes of the tensor's, prefix, the
+ * expert's number, the part: "model.layers.0.mlp" ".experts" ".3" ".up_proj". */
 struct nib_ck_stack {
-    const char *prefix_end; /* in the tensor's name: where ".gate_up_proj" begins */
-    const char *parts[2];   /* "gate_proj", "up_proj"; or "down_proj", NULL */
-    bool transposed;        /* [E, K, N] instead of [E, N, K] */
-    bool interleaved;       /* rows of the two parts alternate (gpt-oss) */
+    size_t prefix_bytes;
+    const char *prefix;
+    const char *parts[2]; /* "gate_proj", "up_proj"; or "down_proj", NULL */
+    bool transposed;      /* [E, K, N] instead of [E, N, K] */
+    bool interleaved;     /* rows of the two parts alternate (gpt-oss) */
 };
-/* False where the tensor is no stack of experts. DATA where config.json leaves the orientation open. */
+/* *is false where the name is no stack of experts. DATA where config.json leaves the orientation open. */
 nib_status nib_ck_stack_of(const nib_checkpoint *c, const char *tensor, int64_t rank, const int64_t *shape, bool *is,
                            struct nib_ck_stack *out);
 /* Families whose ModelOpt readers want the stack whole, packed along dim 1 (Llama-4, gpt-oss). */

@@ -27,7 +27,7 @@ NIB_PRIVATE bool nib_text_put_json(struct nib_text *text, const char *string);
 NIB_PRIVATE void *nib_grow(void *memory, size_t *capacity, size_t needed, size_t size);
 
 /* Length of the UTF-8 sequence at the start of `bytes`, or 0 where there is no well-formed one. */
-size_t nib_utf8_length(const unsigned char *bytes, size_t available);
+NIB_PRIVATE size_t nib_utf8_length(const unsigned char *bytes, size_t available);
 NIB_PRIVATE bool nib_utf8_valid(const char *string);
 
 /* A name from anywhere, fit for a sentence: quoted, at most 80 bytes of it, nothing that a terminal would obey. */

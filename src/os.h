@@ -35,10 +35,10 @@ NIB_PRIVATE void nib_os_remove(const char *path);
 /* Folders. A path may end in a slash. */
 NIB_PRIVATE bool nib_os_is_folder(const char *path);
 NIB_PRIVATE bool nib_os_exists(const char *path); /* anything, a dangling link too */
-NIB_PRIVATE nib_status
-nib_os_make_folder(const char *path); /* its parent must be there; no error if it is there already */
-NIB_PRIVATE nib_status
-nib_os_remove_folder(const char *path); /* and all in it; links are not followed; fine if absent */
+/* Its parent must be there; no error if it is there already. */
+NIB_PRIVATE nib_status nib_os_make_folder(const char *path);
+/* With all in it; links are not followed; fine if absent. */
+NIB_PRIVATE nib_status nib_os_remove_folder(const char *path);
 /* Names in a folder, each to `each` until that fails, in no order, without "." and "..". */
 NIB_PRIVATE nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name),
                                    void *context);

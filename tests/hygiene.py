@@ -14,7 +14,7 @@ BUILD = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else os.path.join(ROOT
 # A file of src/ may include headers of its own rank or below. Files in src/x86 and src/arm are kernels.
 RANK = {
     "base": 0, "os": 0, "comm": 0,
-    "codec": 1, "philox": 1, "json": 1, "reference": 1,
+    "codec": 1, "philox": 1, "json": 1, "spans": 1, "reference": 1,
     "dialect": 2, "format": 2, "safetensors": 2, "safetensors_write": 2,
     "kernels": 3, "kernels_any": 3, "kernels_scalar": 3, "simd": 3, "simd_panels": 3,
     "quantize": 4, "options": 4,
@@ -26,7 +26,7 @@ RANK = {
 ONLY = {
     "json": {"base", "os", "json"},
     "safetensors": {"base", "os", "json", "safetensors"},
-    "safetensors_write": {"base", "os", "json", "safetensors"},
+    "safetensors_write": {"base", "os", "json", "spans", "safetensors"},
 }
 # What a library must not do by itself: print, exit, abort.
 FORBIDDEN = {"printf", "fprintf", "vprintf", "vfprintf", "puts", "fputs", "putchar", "perror", "__printf_chk", "__fprintf_chk",
