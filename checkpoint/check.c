@@ -73,8 +73,6 @@ static const struct fault_facts faults[NIB_FAULTS] = {
     [NIB_FAULT_SCALE_SHAPE] = { "scale-shape", ERROR, 0, "loaders refuse the module or read another block's scale",
                                 AGAIN },
     [NIB_FAULT_LEVEL_SHAPE] = { "level-shape", ERROR, 0, "loaders want one F32 and refuse the module", AGAIN },
-    [NIB_FAULT_WEIGHT_TWICE] = { "weight-twice", ERROR, 0, "which of the two is loaded depends on the loader",
-                                 "remove the one that is not meant" },
     [NIB_FAULT_MISNAMED] = { "companion-misnamed", ERROR, 0,
                              "loaders of this format drop it without a word and compute garbage",
                              "convert the checkpoint with nib convert, or rename the tensor" },
@@ -180,7 +178,7 @@ static const struct fault_facts faults[NIB_FAULTS] = {
                              "remove the file that is not meant" },
     [NIB_FAULT_ORIENTATION] = { "open-orientation", WARNING, 0, "what is a row of the matrix cannot be told",
                                 "complete config.json" },
-    [NIB_FAULT_REMARK] = { "unreadable", ERROR, 0, "it cannot be read as a weight", AGAIN },
+    [NIB_FAULT_UNREADABLE] = { "unreadable", ERROR, 0, "it cannot be read as a weight", AGAIN },
     [NIB_FAULT_NIBBLES_SWAPPED] = { "nibbles-swapped", ERROR, 0,
                                     "every two values change places: the layer computes garbage", AGAIN },
     [NIB_FAULT_SCALES_SWIZZLED] = { "scales-swizzled", ERROR, 0, "loaders want rows of scales and use another block's",
@@ -207,6 +205,7 @@ nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const c
     vsnprintf(fact, sizeof fact, format, arguments);
     va_end(arguments);
     const struct fault_facts *facts = &faults[fault];
+    k->found++;
     const nib_finding finding = { .bytes = sizeof finding,
                                   .severity = facts->severity,
                                   .id = facts->id,
@@ -376,11 +375,6 @@ static nib_status check_names(struct nib_checking *k, const struct nib_check_mod
             have[foreign[i].instead] == NIB_NONE)
             TRY(nib_check_found(k, NIB_FAULT_MISNAMED, c->tensors[have[foreign[i].suffix]].name, "%s looks for %s",
                                 nib_packing_name(m->layout->packing), suffixes[foreign[i].instead] + 1));
-    if (m->layout == &layouts[CT] && m->tensor[NIB_ROLE_DATA] != NIB_NONE) {
-        const uint32_t weight = find_named(c, m->name, ".weight");
-        if (weight != NIB_NONE)
-            TRY(nib_check_found(k, NIB_FAULT_WEIGHT_TWICE, c->tensors[weight].name, "the module has packed codes too"));
-    }
     if (have[PRE_QUANT] != NIB_NONE)
         TRY(nib_check_found(k, NIB_FAULT_PRE_QUANT_SCALE, c->tensors[have[PRE_QUANT]].name,
                             "activations are scaled before they are quantised"));
@@ -449,7 +443,8 @@ static nib_status check_scale_shape(struct nib_checking *k, const struct nib_che
                                t->dtype < NIB_DTYPE_COUNT ? nib_dtype_name(t->dtype) : "of a GGUF type");
     if (m->layout->stack) {
         const struct nib_ck_tensor *codes = &c->tensors[m->tensor[NIB_ROLE_DATA]];
-        if (t->rank == 3 && t->shape[0] == codes->shape[0] && t->shape[1] == blocks && t->shape[2] == rows)
+        if (t->rank == 3 && t->shape[0] == codes->shape[0] &&
+            ((t->shape[1] == blocks && t->shape[2] == rows) || (t->shape[1] == rows && t->shape[2] == blocks)))
             return NIB_OK;
         return nib_check_found(k, NIB_FAULT_SCALE_SHAPE, t->name, "scales are %s; codes ask for [%lld, %lld, %lld]",
                                shape, (long long)codes->shape[0], (long long)blocks, (long long)rows);
@@ -491,38 +486,59 @@ static nib_status check_number_shape(struct nib_checking *k, const struct nib_ch
     return NIB_OK;
 }
 
-static nib_status check_tensors(struct nib_checking *k, struct nib_check_module *m, const uint32_t *have)
+/* Codes and their scales: shapes that fit one another. */
+static nib_status check_payload(struct nib_checking *k, struct nib_check_module *m)
 {
-    const nib_checkpoint *c = k->c;
-    const char *packing = nib_packing_name(m->layout->packing);
-    TRY(check_names(k, m, have));
-    if (m->tensor[NIB_ROLE_DATA] == NIB_NONE)
-        return nib_check_found(k, NIB_FAULT_CODES_MISSING, m->name, "it has scales and no %s",
-                               m->layout->roles[NIB_ROLE_DATA] + 1);
-    const struct nib_ck_tensor *codes = &c->tensors[m->tensor[NIB_ROLE_DATA]];
+    const struct nib_ck_tensor *codes = &k->c->tensors[m->tensor[NIB_ROLE_DATA]];
     const int64_t wanted_rank = m->layout->stack ? 3 : 2;
+    bool fits = codes->dtype == NIB_U8 && codes->rank == wanted_rank;
     char shape[256];
-    if (codes->dtype != NIB_U8 || codes->rank != wanted_rank)
+    for (int64_t i = 0; i < codes->rank; i++)
+        fits &= codes->shape[i] < (int64_t)1 << 48; /* larger ones are of tensors without elements */
+    if (!fits)
         return nib_check_found(k, NIB_FAULT_CODES_SHAPE, codes->name, "codes are %s %s", nib_dtype_name(codes->dtype),
                                shape_text(codes, shape, sizeof shape));
-    m->rows = m->layout->stack ? codes->shape[2] : codes->shape[0];
-    m->cols = codes->shape[1] * 2; /* bytes of a tensor are counted in 63 bits */
+    if (m->layout->stack) {
+        /* Packed along dim 1 or along dim 2: the scales say which. */
+        const uint32_t id = m->tensor[NIB_ROLE_SCALE];
+        const struct nib_ck_tensor *scale = id == NIB_NONE ? NULL : &k->c->tensors[id];
+        const bool last = scale && scale->rank == 3 && scale->shape[1] == codes->shape[1];
+        m->rows = codes->shape[last ? 1 : 2];
+        m->cols = codes->shape[last ? 2 : 1] * 2;
+    } else {
+        m->rows = codes->shape[0];
+        m->cols = codes->shape[1] * 2;
+    }
     if (m->cols % BLOCK)
         return nib_check_found(k, NIB_FAULT_CODES_COLUMNS, codes->name, "rows have %lld values, not a multiple of 16",
                                (long long)m->cols);
     if (m->tensor[NIB_ROLE_SCALE] == NIB_NONE)
-        TRY(nib_check_found(k, NIB_FAULT_SCALE_MISSING, m->name, "%s keeps block scales in %s, and it is not there",
-                            packing, m->layout->roles[NIB_ROLE_SCALE] + !m->layout->stack));
-    else
-        TRY(check_scale_shape(k, m));
-    if (m->tensor[NIB_ROLE_LEVEL] != NIB_NONE)
-        TRY(check_number_shape(k, m, NIB_ROLE_LEVEL));
-    else if (m->layout->packing != NIB_PACKING_TORCHAO && !is_misnamed(m, have, NIB_ROLE_LEVEL))
-        TRY(nib_check_found(k, NIB_FAULT_LEVEL_MISSING, m->name,
-                            "%s keeps the number per tensor in %s, and it is not there", packing,
-                            m->layout->roles[NIB_ROLE_LEVEL] + !m->layout->stack));
-    if (m->tensor[NIB_ROLE_INPUT] != NIB_NONE)
-        TRY(check_number_shape(k, m, NIB_ROLE_INPUT));
+        return nib_check_found(k, NIB_FAULT_SCALE_MISSING, m->name, "%s keeps block scales in %s, and it is not there",
+                               nib_packing_name(m->layout->packing),
+                               m->layout->roles[NIB_ROLE_SCALE] + !m->layout->stack);
+    return check_scale_shape(k, m);
+}
+
+static nib_status check_tensors(struct nib_checking *k, struct nib_check_module *m, const uint32_t *have)
+{
+    TRY(check_names(k, m, have));
+    if (m->tensor[NIB_ROLE_DATA] == NIB_NONE)
+        return nib_check_found(k, NIB_FAULT_CODES_MISSING, m->name, "it has scales and no %s",
+                               m->layout->roles[NIB_ROLE_DATA] + 1);
+    const size_t before = k->found;
+    TRY(check_payload(k, m));
+    k->broken[m->tensor[NIB_ROLE_DATA]] = k->found != before;
+    for (int role = NIB_ROLE_LEVEL; role <= NIB_ROLE_INPUT; role++)
+        if (m->tensor[role] != NIB_NONE) {
+            const size_t so_far = k->found;
+            TRY(check_number_shape(k, m, (enum nib_ck_role)role));
+            k->broken[m->tensor[role]] = k->found != so_far;
+        }
+    if (m->tensor[NIB_ROLE_LEVEL] == NIB_NONE && m->layout->packing != NIB_PACKING_TORCHAO &&
+        !is_misnamed(m, have, NIB_ROLE_LEVEL))
+        TRY(nib_check_found(
+            k, NIB_FAULT_LEVEL_MISSING, m->name, "%s keeps the number per tensor in %s, and it is not there",
+            nib_packing_name(m->layout->packing), m->layout->roles[NIB_ROLE_LEVEL] + !m->layout->stack));
     return NIB_OK;
 }
 
@@ -628,6 +644,7 @@ struct scan {
     int64_t zero, subnormal; /* blocks with such a scale that have something in them */
     uint8_t largest;
     bool nonzero;
+    bool unreadable; /* DATA, and not because of something that was said already */
 };
 
 struct scanning {
@@ -671,8 +688,7 @@ static void scan_row(const uint8_t *codes, const uint8_t *scales, int64_t cols, 
 static nib_status scan_weight(const nib_checkpoint *c, const struct nib_ck_weight *w, uint64_t memory, struct scan *out)
 {
     const int64_t blocks = nib_ceil_div(w->cols, BLOCK), bytes = nib_ceil_div(w->cols, 2);
-    const uint64_t room =
-        w->transposed || w->packing == NIB_PACKING_GGUF ? memory / 4 : nib_min(4 << 20, (int64_t)memory);
+    const uint64_t usual = 4 << 20, room = w->transposed ? memory / 4 : memory < usual ? memory : usual;
     const int64_t panel = nib_max(1, nib_min(w->rows, (int64_t)(room / (uint64_t)nib_max(1, blocks + bytes))));
     uint8_t *codes = nib_alloc((size_t)(panel * bytes)), *scales = nib_alloc((size_t)(panel * blocks));
     nib_status status = codes && scales ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory for rows of %s", w->name);
@@ -700,8 +716,12 @@ static void scan_some(void *context, int64_t worker)
             return;
         const struct nib_ck_weight *w = &c->weights[i];
         nib_status status = NIB_OK;
-        if (nib_ck_is_nvfp4(w->packing))
+        if (nib_ck_is_nvfp4(w->packing) && !s->k->broken[w->tensor[NIB_ROLE_DATA]])
             status = scan_weight(c, w, s->k->job.max_memory / (uint64_t)s->k->job.threads, &s->scans[i]);
+        if (status == NIB_ERR_DATA) {
+            s->scans[i].unreadable = true;
+            status = NIB_OK;
+        }
         const uint64_t done = atomic_fetch_add(&s->done, (uint64_t)(w->rows * w->cols));
         if (!status && s->k->job.progress && !atomic_flag_test_and_set(&s->busy)) {
             status = nib_ck_report(&s->k->job, "checking", w->name, done, s->k->total);
@@ -761,8 +781,13 @@ static nib_status check_level(struct nib_checking *k, const struct nib_ck_weight
                               struct nib_check_weight *out)
 {
     const char *tensor = nib_check_tensor(k->c, w, NIB_ROLE_LEVEL);
-    if (w->tensor[NIB_ROLE_LEVEL] == NIB_NONE || out->kind == NIB_LEVEL_NONE)
+    if (w->tensor[NIB_ROLE_LEVEL] == NIB_NONE) {
+        out->level_good = w->packing == NIB_PACKING_GGUF || w->packing == NIB_PACKING_TORCHAO; /* it is 1 then */
         return NIB_OK;
+    }
+    if (k->broken[w->tensor[NIB_ROLE_LEVEL]])
+        return NIB_OK;
+    TRY(nib_ck_read_level(k->c, w, &out->kind, &out->level));
     if (!isfinite(out->level))
         return nib_check_found(k, NIB_FAULT_LEVEL_NOT_FINITE, tensor, "it is %g", (double)out->level);
     if (out->level < 0 || (out->level == 0 && out->kind != NIB_LEVEL_AMAX))
@@ -779,6 +804,10 @@ static nib_status check_level(struct nib_checking *k, const struct nib_ck_weight
 static nib_status check_input(struct nib_checking *k, const struct nib_ck_weight *w, struct nib_check_weight *out)
 {
     const char *tensor = nib_check_tensor(k->c, w, NIB_ROLE_INPUT);
+    int has_input;
+    if (w->tensor[NIB_ROLE_INPUT] == NIB_NONE || k->broken[w->tensor[NIB_ROLE_INPUT]])
+        return NIB_OK;
+    TRY(nib_ck_read_input(k->c, w, &has_input, &out->input));
     if (!isfinite(out->input))
         return nib_check_found(k, NIB_FAULT_INPUT_NOT_FINITE, tensor, "it is %g", (double)out->input);
     if (out->input <= 0)
@@ -816,12 +845,14 @@ static nib_status check_weight(struct nib_checking *k, size_t i, const struct sc
 {
     const struct nib_ck_weight *w = &k->c->weights[i];
     struct nib_check_weight *out = &k->weights[i];
-    int has_input;
+    uint8_t none;
     out->nvfp4 = true;
     out->nonzero = scan->nonzero;
     out->largest = scan->largest;
-    TRY(nib_ck_read_level(k->c, w, &out->kind, &out->level));
-    TRY(nib_ck_read_input(k->c, w, &has_input, &out->input));
+    out->kind = w->level;
+    out->level = 1;
+    if (scan->unreadable && nib_ck_read_codes(k->c, w, 0, 0, &none, &none))
+        return nib_check_found(k, NIB_FAULT_UNREADABLE, w->name, "%s", nib_last_error());
     if (scan->blocks && scan->nan == scan->blocks && !scan->nonzero) {
         TRY(nib_check_found(k, NIB_FAULT_SCALE_ALL_NAN, nib_check_tensor(k->c, w, NIB_ROLE_SCALE),
                             "all %lld scales are NaN and all codes 0", (long long)scan->blocks));
@@ -829,7 +860,7 @@ static nib_status check_weight(struct nib_checking *k, size_t i, const struct sc
         TRY(check_level(k, w, scan, out));
         TRY(check_scales(k, w, scan));
     }
-    return has_input ? check_input(k, w, out) : NIB_OK;
+    return check_input(k, w, out);
 }
 
 static nib_status check_weights(struct nib_checking *k)
@@ -942,7 +973,7 @@ static nib_status check_range(struct nib_checking *k, const struct nib_check_mem
     bool known = true, nonzero = false;
     for (size_t i = 0; i < n; i++) {
         const struct nib_check_weight *x = &k->weights[first[i].weight];
-        known &= x->nvfp4 && (x->level_good || x->kind == NIB_LEVEL_NONE) && x->kind != NIB_LEVEL_AMAX;
+        known &= x->nvfp4 && x->level_good && x->kind != NIB_LEVEL_AMAX;
         nonzero |= x->nonzero;
         largest = x->largest > largest ? x->largest : largest;
     }
@@ -981,23 +1012,14 @@ static nib_status check_groups(struct nib_checking *k)
 
 static nib_status check_files(struct nib_checking *k)
 {
-    static const struct {
-        const char *id;
-        enum nib_fault fault;
-    } remarks[] = { { "stale-shard", NIB_FAULT_STALE_SHARD },
-                    { "unindexed-tensor", NIB_FAULT_UNINDEXED },
-                    { "repeated-tensor", NIB_FAULT_REPEATED },
-                    { "open-orientation", NIB_FAULT_ORIENTATION } };
+    /* What opening remarked by these words is a finding under the same. */
+    static const enum nib_fault remarks[] = { NIB_FAULT_STALE_SHARD, NIB_FAULT_UNINDEXED, NIB_FAULT_REPEATED,
+                                              NIB_FAULT_ORIENTATION };
     const nib_checkpoint *c = k->c;
-    for (size_t i = 0; i < c->n_remarks; i++) {
-        enum nib_fault fault = NIB_FAULT_REMARK;
+    for (size_t i = 0; i < c->n_remarks; i++)
         for (size_t j = 0; j < sizeof remarks / sizeof *remarks; j++)
-            if (strcmp(remarks[j].id, c->remarks[i].id) == 0)
-                fault = remarks[j].fault;
-        /* What a module's tensors lack is said in more words by check_tensors. */
-        if (fault != NIB_FAULT_REMARK)
-            TRY(nib_check_found(k, fault, c->remarks[i].subject, "%s", c->remarks[i].fact));
-    }
+            if (strcmp(faults[remarks[j]].id, c->remarks[i].id) == 0)
+                TRY(nib_check_found(k, remarks[j], c->remarks[i].subject, "%s", c->remarks[i].fact));
     for (size_t i = 0; i < c->n_files; i++) {
         const struct nib_ck_file *file = &c->files[i];
         const char *format = file->safetensors ? nib_file_metadata(file->safetensors, "format") : "pt";
@@ -1033,11 +1055,13 @@ nib_status nib_checkpoint_check(const nib_checkpoint *checkpoint, const nib_chec
     for (size_t i = 0; i < checkpoint->n_weights; i++)
         k.total += (uint64_t)(checkpoint->weights[i].rows * checkpoint->weights[i].cols);
     k.weights = nib_alloc_zeroed((checkpoint->n_weights + 1) * sizeof *k.weights);
-    if (!k.weights)
-        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for a check", checkpoint->path);
+    k.broken = nib_alloc_zeroed(checkpoint->n_tensors + 1);
     const nib_fpenv saved = nib_fpenv_enter();
-    const nib_status status = run_checks(&k);
+    const nib_status status = k.weights && k.broken
+                                  ? run_checks(&k)
+                                  : nib_fail(NIB_ERR_MEMORY, "%s: no memory for a check", checkpoint->path);
     nib_fpenv_leave(saved);
+    nib_free(k.broken);
     nib_free(k.weights);
     nib_free(k.modules);
     nib_free(k.names);

@@ -28,7 +28,6 @@ enum nib_fault {
     NIB_FAULT_GROUP_SIZE,
     NIB_FAULT_SCALE_SHAPE,
     NIB_FAULT_LEVEL_SHAPE,
-    NIB_FAULT_WEIGHT_TWICE,
     NIB_FAULT_MISNAMED,
     NIB_FAULT_STRAY,
     NIB_FAULT_PRE_QUANT_SCALE,
@@ -80,7 +79,7 @@ enum nib_fault {
     NIB_FAULT_UNINDEXED,
     NIB_FAULT_REPEATED,
     NIB_FAULT_ORIENTATION,
-    NIB_FAULT_REMARK,
+    NIB_FAULT_UNREADABLE,
     /* against the original, or guessed */
     NIB_FAULT_NIBBLES_SWAPPED,
     NIB_FAULT_SCALES_SWIZZLED,
@@ -128,6 +127,8 @@ struct nib_checking {
     struct nib_check_module *modules; /* in the order of names */
     size_t n_modules;
     struct nib_check_weight *weights; /* as the checkpoint's */
+    bool *broken;                     /* tensors that cannot be read as what they are, and that was said */
+    size_t found;                     /* findings so far */
     uint64_t done, total;             /* elements */
     char *names;                      /* of modules */
 };

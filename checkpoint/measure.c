@@ -215,6 +215,7 @@ struct measuring {
     const nib_job *job;
     bool same; /* a is b: read once */
     bool coded;
+    float level;
     float limits[256];
     int64_t panel_rows;
     struct row_sums *rows;
@@ -233,11 +234,13 @@ static nib_status find_limits(struct measuring *m)
     nib_level kind;
     float level;
     TRY(nib_ck_read_level(m->b, m->weight_b, &kind, &level));
+    m->level = level;
+    const float full = 6 * (float)(m->weight_b->e4m3_max ? m->weight_b->e4m3_max : 448);
     for (int i = 0; i < 256; i++) {
         const float s = nib_f32_from_e4m3((uint8_t)i);
         const float factor = kind == NIB_LEVEL_DECODE   ? s * level
                              : kind == NIB_LEVEL_ENCODE ? s / level
-                             : kind == NIB_LEVEL_AMAX   ? s * level * (1.0f / 2688)
+                             : kind == NIB_LEVEL_AMAX   ? s * level * (1 / full)
                                                         : s;
         m->limits[i] = nib_abs(factor) * 6;
     }
@@ -248,11 +251,14 @@ static nib_status measure_panel(struct measuring *m, int64_t first, int64_t coun
                                 uint8_t *scales, struct tally *tally)
 {
     const int64_t cols = m->weight_a->cols;
-    TRY(nib_ck_read_rows(m->b, m->weight_b, first, count, NIB_F32, b));
     if (!m->same)
         TRY(nib_ck_read_rows(m->a, m->weight_a, first, count, NIB_F32, a));
-    if (m->coded)
+    if (m->coded) {
         TRY(nib_ck_read_codes(m->b, m->weight_b, first, count, codes, scales));
+        TRY(nib_ck_decode(m->weight_b, m->level, codes, scales, count, NIB_F32, b));
+    } else {
+        TRY(nib_ck_read_rows(m->b, m->weight_b, first, count, NIB_F32, b));
+    }
     const int64_t code_bytes = nib_ceil_div(cols, 2), blocks = nib_ceil_div(cols, BLOCK);
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *row_scales = m->coded ? scales + i * blocks : NULL;
