@@ -8,6 +8,10 @@
 #include "cli.h"
 
 extern const struct cli_command cli_bench;   /* bench.c */
+extern const struct cli_command cli_check;   /* check.c */
+extern const struct cli_command cli_compare; /* compare.c */
 extern const struct cli_command cli_conform; /* conform.c */
+extern const struct cli_command cli_inspect; /* inspect.c */
+extern const struct cli_command cli_repair;  /* repair.c */
 
 #endif
