@@ -2,6 +2,7 @@
 /*
  * os.c - Linux on x86-64 and aarch64.
  */
+#define _DEFAULT_SOURCE /* flock */
 #define _XOPEN_SOURCE 700
 #include "os.h"
 
@@ -12,6 +13,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -184,6 +186,50 @@ nib_status nib_os_publish(int fd, const char *temporary, const char *path)
         status = io_error(path, "is complete, but its folder cannot be synced");
     nib_os_close(folder);
     return status;
+}
+
+nib_status nib_os_resize(int fd, const char *path, uint64_t bytes)
+{
+    if (bytes > (uint64_t)INT64_MAX)
+        return nib_fail(NIB_ERR_IO, "%s: %llu bytes are more than any file has", path, (unsigned long long)bytes);
+    return ftruncate(fd, (off_t)bytes) < 0 ? io_error(path, "cannot set its size") : NIB_OK;
+}
+
+nib_status nib_os_identity(const char *path, struct nib_os_identity *out)
+{
+    struct stat facts;
+    if (stat(path, &facts) < 0)
+        return io_error(path, "cannot stat");
+    *out = (struct nib_os_identity){ .bytes = (uint64_t)facts.st_size,
+                                     .device = (uint64_t)facts.st_dev,
+                                     .inode = (uint64_t)facts.st_ino,
+                                     .seconds = facts.st_mtim.tv_sec,
+                                     .nanoseconds = facts.st_mtim.tv_nsec };
+    return NIB_OK;
+}
+
+/* A record lock would go when any descriptor of the file is closed; flock's goes with this one. Whoever had the lock
+ * may have removed the file meanwhile: a lock on a file without a name keeps nobody out. */
+nib_status nib_os_lock(const char *path, int *fd, bool *busy)
+{
+    *busy = false;
+    for (;;) {
+        const int opened = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        if (opened < 0)
+            return io_error(path, "cannot create");
+        struct stat mine, named;
+        if (flock(opened, LOCK_EX | LOCK_NB) < 0) {
+            *busy = errno == EWOULDBLOCK;
+            const nib_status status = *busy ? NIB_OK : io_error(path, "cannot lock");
+            close(opened);
+            return status;
+        }
+        if (fstat(opened, &mine) == 0 && stat(path, &named) == 0 && mine.st_ino == named.st_ino) {
+            *fd = opened;
+            return NIB_OK;
+        }
+        close(opened);
+    }
 }
 
 void nib_os_close(int fd)

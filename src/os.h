@@ -29,8 +29,19 @@ NIB_PRIVATE nib_status nib_os_create_temporary(const char *path, int *fd, char *
 NIB_PRIVATE nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void *data, size_t bytes);
 /* Sync the file, close it, rename it to `path`, sync the folder. */
 NIB_PRIVATE nib_status nib_os_publish(int fd, const char *temporary, const char *path);
+/* Cut or extend a file; what is new reads as zeros. */
+NIB_PRIVATE nib_status nib_os_resize(int fd, const char *path, uint64_t bytes);
 NIB_PRIVATE void nib_os_close(int fd);
 NIB_PRIVATE void nib_os_remove(const char *path);
+
+/* What tells a file from another one, or from itself after a change. */
+struct nib_os_identity {
+    uint64_t bytes, device, inode;
+    int64_t seconds, nanoseconds; /* of the last change of its data */
+};
+NIB_PRIVATE nib_status nib_os_identity(const char *path, struct nib_os_identity *out);
+/* Create or open a file and lock it against other processes, until it is closed; *busy where another has it. */
+NIB_PRIVATE nib_status nib_os_lock(const char *path, int *fd, bool *busy);
 
 /* Folders. A path may end in a slash. */
 NIB_PRIVATE bool nib_os_is_folder(const char *path);

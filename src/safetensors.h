@@ -28,6 +28,9 @@ const char *nib_writer_metadata_value(const nib_writer *writer, const char *key)
  * on the way to a later 0, as in the reference. */
 const char *nib_safetensors_bytes(nib_dtype dtype, const int64_t *shape, size_t rank, uint64_t *bytes);
 
+/* The reference puts wide dtypes first, so that every tensor is aligned: descending ranks, then names. */
+NIB_PRIVATE int nib_safetensors_rank(nib_dtype dtype);
+
 /* A path in memory of its own; NULL without memory. */
 char *nib_safetensors_copy_path(const char *path);
 nib_status nib_safetensors_no_memory(const char *path);

@@ -177,8 +177,8 @@ nib_status nib_writer_declare(nib_writer *writer, const char *name, nib_dtype dt
     return NIB_OK;
 }
 
-/* The reference puts wide dtypes first, so that every tensor is aligned; this is its enum. */
-static int dtype_rank(nib_dtype dtype)
+/* This is the reference's enum. */
+int nib_safetensors_rank(nib_dtype dtype)
 {
     static const uint8_t ranks[NIB_DTYPE_COUNT] = {
         [NIB_BOOL] = 0, [NIB_E2M1] = 1, [NIB_E2M3] = 2,  [NIB_E3M2] = 3,     [NIB_U8] = 4,        [NIB_I8] = 5,
@@ -233,7 +233,7 @@ static bool lay_out(nib_writer *writer, struct nib_text *text)
     for (int rank = NIB_DTYPE_COUNT - 1; rank >= 0; rank--)
         for (size_t i = 0; fits && i < order->n; i++) {
             struct declared *tensor = &writer->tensors[order->ids[i]];
-            if (dtype_rank(tensor->dtype) != rank)
+            if (nib_safetensors_rank(tensor->dtype) != rank)
                 continue;
             tensor->begin = begin;
             begin += tensor->bytes;
