@@ -792,11 +792,13 @@ static nib_status check_level(struct nib_checking *k, const struct nib_ck_weight
         return nib_check_found(k, NIB_FAULT_LEVEL_NOT_FINITE, tensor, "it is %g", (double)out->level);
     if (out->level < 0 || (out->level == 0 && out->kind != NIB_LEVEL_AMAX))
         return nib_check_found(k, NIB_FAULT_LEVEL_NOT_POSITIVE, tensor, "it is %g", (double)out->level);
-    if (scan->nonzero && out->kind != NIB_LEVEL_AMAX && is_inverted(out))
+    if (scan->nonzero && out->kind != NIB_LEVEL_AMAX && is_inverted(out)) {
+        out->level_inverted = true;
         return nib_check_found(k, NIB_FAULT_LEVEL_INVERTED, tensor,
                                "%g as a %s makes weights of up to %.3g, its inverse %.3g", (double)out->level,
                                out->kind == NIB_LEVEL_ENCODE ? "divisor" : "multiplier",
                                amax_of(out, multiplier_of(out)), amax_of(out, 1 / multiplier_of(out)));
+    }
     out->level_good = true;
     return NIB_OK;
 }
@@ -812,7 +814,8 @@ static nib_status check_input(struct nib_checking *k, const struct nib_ck_weight
         return nib_check_found(k, NIB_FAULT_INPUT_NOT_FINITE, tensor, "it is %g", (double)out->input);
     if (out->input <= 0)
         return nib_check_found(k, NIB_FAULT_INPUT_NOT_POSITIVE, tensor, "it is %g", (double)out->input);
-    if (is_input_inverted(out))
+    out->input_inverted = is_input_inverted(out);
+    if (out->input_inverted)
         return nib_check_found(k, NIB_FAULT_INPUT_INVERTED, tensor, "%g as a %s expects activations of up to %.3g",
                                (double)out->input, out->kind == NIB_LEVEL_ENCODE ? "divisor" : "multiplier",
                                2688 * (out->kind == NIB_LEVEL_ENCODE ? 1 / (double)out->input : (double)out->input));
@@ -853,7 +856,8 @@ static nib_status check_weight(struct nib_checking *k, size_t i, const struct sc
     out->level = 1;
     if (scan->unreadable && nib_ck_read_codes(k->c, w, 0, 0, &none, &none))
         return nib_check_found(k, NIB_FAULT_UNREADABLE, w->name, "%s", nib_last_error());
-    if (scan->blocks && scan->nan == scan->blocks && !scan->nonzero) {
+    out->all_nan = scan->blocks && scan->nan == scan->blocks && !scan->nonzero;
+    if (out->all_nan) {
         TRY(nib_check_found(k, NIB_FAULT_SCALE_ALL_NAN, nib_check_tensor(k->c, w, NIB_ROLE_SCALE),
                             "all %lld scales are NaN and all codes 0", (long long)scan->blocks));
     } else {
@@ -1045,25 +1049,36 @@ static nib_status run_checks(struct nib_checking *k)
     return NIB_OK;
 }
 
+nib_status nib_check_run(struct nib_checking *k, const char *what, const nib_job *job)
+{
+    const nib_checkpoint *c = k->c;
+    TRY(nib_ck_job(what, job, &k->job));
+    for (size_t i = 0; i < c->n_weights; i++)
+        k->total += (uint64_t)(c->weights[i].rows * c->weights[i].cols);
+    k->weights = nib_alloc_zeroed((c->n_weights + 1) * sizeof *k->weights);
+    k->broken = nib_alloc_zeroed(c->n_tensors + 1);
+    const nib_fpenv saved = nib_fpenv_enter();
+    const nib_status status =
+        k->weights && k->broken ? run_checks(k) : nib_fail(NIB_ERR_MEMORY, "%s: no memory for a check", c->path);
+    nib_fpenv_leave(saved);
+    return status;
+}
+
+void nib_check_end(struct nib_checking *k)
+{
+    nib_free(k->weights);
+    nib_free(k->broken);
+    nib_free(k->modules);
+    nib_free(k->names);
+}
+
 nib_status nib_checkpoint_check(const nib_checkpoint *checkpoint, const nib_checkpoint *against, const nib_job *job,
                                 int (*each)(void *context, const nib_finding *finding), void *context)
 {
     NIB_REQUIRE(checkpoint);
     NIB_REQUIRE(each);
     struct nib_checking k = { .c = checkpoint, .original = against, .each = each, .context = context };
-    TRY(nib_ck_job("nib_checkpoint_check: job", job, &k.job));
-    for (size_t i = 0; i < checkpoint->n_weights; i++)
-        k.total += (uint64_t)(checkpoint->weights[i].rows * checkpoint->weights[i].cols);
-    k.weights = nib_alloc_zeroed((checkpoint->n_weights + 1) * sizeof *k.weights);
-    k.broken = nib_alloc_zeroed(checkpoint->n_tensors + 1);
-    const nib_fpenv saved = nib_fpenv_enter();
-    const nib_status status = k.weights && k.broken
-                                  ? run_checks(&k)
-                                  : nib_fail(NIB_ERR_MEMORY, "%s: no memory for a check", checkpoint->path);
-    nib_fpenv_leave(saved);
-    nib_free(k.broken);
-    nib_free(k.weights);
-    nib_free(k.modules);
-    nib_free(k.names);
+    const nib_status status = nib_check_run(&k, "nib_checkpoint_check: job", job);
+    nib_check_end(&k);
     return status;
 }

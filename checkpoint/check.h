@@ -113,8 +113,10 @@ struct nib_check_module {
 struct nib_check_weight {
     bool nvfp4;
     bool level_good, input_good; /* there, finite, positive, and in the right sense */
-    bool nonzero;                /* some code is not 0 */
-    uint8_t largest;             /* scale code */
+    bool level_inverted, input_inverted;
+    bool all_nan;    /* its scales, and its codes are zeros */
+    bool nonzero;    /* some code is not 0 */
+    uint8_t largest; /* scale code */
     float level, input;
     nib_level kind;
 };
@@ -157,6 +159,10 @@ void nib_check_free_members(struct nib_check_groups *groups);
 size_t nib_check_group_end(const struct nib_check_groups *groups, size_t first);
 /* Whether members of a group must share their numbers: in formats that servers fuse without looking. */
 bool nib_check_is_fused(nib_packing packing);
+
+/* All checks, with k->c, original, each and context set, and what they found out, for a repair. */
+nib_status nib_check_run(struct nib_checking *k, const char *what, const nib_job *job);
+void nib_check_end(struct nib_checking *k);
 
 nib_status nib_check_config(struct nib_checking *k);
 nib_status nib_check_original(struct nib_checking *k);

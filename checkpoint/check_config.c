@@ -57,17 +57,32 @@ static const json_t *listed(const json_t *layers, const char *module)
     return entry;
 }
 
+static const char *method_of(nib_packing packing)
+{
+    return packing == NIB_PACKING_MODELOPT ? "modelopt" : nib_packing_name(packing);
+}
+
+/* Whether the configuration speaks of tensors of this packing: "modelopt_fp4" does too. */
+static bool is_method(const nib_checkpoint *c, nib_packing packing)
+{
+    if (!c->quantization)
+        return packing == NIB_PACKING_MODELOPT && c->hf_quant_config;
+    const char *wanted = method_of(packing);
+    return strncmp(get_text(c->quantization, "quant_method"), wanted, strlen(wanted)) == 0;
+}
+
 bool nib_check_wants_input(const struct nib_checking *k, const char *module)
 {
     const nib_checkpoint *c = k->c;
     const char *key;
     json_t *group;
-    if (is(get_text(c->quantization, "quant_method"), "compressed-tensors")) {
+    const bool known = k->n_modules && is_method(c, k->modules[0].layout->packing);
+    if (known && k->modules[0].layout->packing == NIB_PACKING_COMPRESSED_TENSORS) {
         json_object_foreach(json_object_get(c->quantization, "config_groups"), key,
                             group) if (json_is_object(get(group, "input_activations"))) return true;
         return false;
     }
-    const json_t *modelopt = modelopt_of(c);
+    const json_t *modelopt = known ? modelopt_of(c) : NULL;
     const char *algo = get_text(modelopt, "quant_algo");
     if (is_mixed(modelopt))
         algo = get_text(listed(get(modelopt, "quantized_layers"), module), "quant_algo");
@@ -493,11 +508,10 @@ nib_status nib_check_config(struct nib_checking *k)
     if (!c->quantization && !c->hf_quant_config)
         return nib_check_found(k, NIB_FAULT_CONFIG_MISSING, "config.json", "it has no quantization_config");
     const nib_packing packing = k->modules[0].layout->packing;
-    const char *method = c->quantization ? get_text(c->quantization, "quant_method") : "modelopt";
-    const char *wanted = packing == NIB_PACKING_MODELOPT ? "modelopt" : nib_packing_name(packing);
-    if (strncmp(method, wanted, strlen(wanted)) != 0)
+    if (!is_method(c, packing))
         return nib_check_found(k, NIB_FAULT_CONFIG_METHOD, "config.json",
-                               "quant_method is \"%s\", and the tensors are those of %s", method, wanted);
+                               "quant_method is \"%s\", and the tensors are those of %s",
+                               get_text(c->quantization, "quant_method"), method_of(packing));
     if (packing == NIB_PACKING_COMPRESSED_TENSORS) {
         TRY(check_compressed_tensors(k));
         return check_lists(k, false, c->quantization);

@@ -227,7 +227,8 @@ static nib_status guess_tiles(struct nib_checking *k, const struct sample *s)
     TRY(unswizzle(s));
     const double as_is = structure(s->scales, s->rows, s->blocks),
                  tiles = structure(s->other_scales, s->rows, s->blocks);
-    if (tiles < 4 || tiles < 3 * as_is)
+    /* A tile brings four rows together: taken for rows it still shows a quarter of their differences. */
+    if (tiles < 4 || tiles < 1.8 * as_is)
         return NIB_OK;
     return nib_check_found(k, NIB_FAULT_MAYBE_SWIZZLED, nib_check_tensor(k->c, s->w, NIB_ROLE_SCALE),
                            "rows or columns explain %.1f times as much of its scales if they are taken from tiles",
