@@ -13,25 +13,26 @@ static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory f
 
 static bool put_string(struct nib_text *text, const char *string) { return nib_text_put(text, string, strlen(string)); }
 
-/* The fewest digits that read back as the same number; the decimal point is a point in any locale. */
+/* The fewest digits that read back as the same number, as Python writes them; the decimal point is a point in any
+ * locale. */
 static bool put_real(struct nib_text *text, double value)
 {
-    char digits[40];
-    for (int precision = 1; precision <= 17; precision++) {
-        snprintf(digits, sizeof digits, "%.*g", precision, value);
+    enum { FIXED_FROM = -4, FIXED_TO = 16 };
+    char digits[48];
+    int precision = 0;
+    for (; precision < 17; precision++) {
+        snprintf(digits, sizeof digits, "%.*e", precision, value);
         if (strtod(digits, NULL) == value)
             break;
     }
-    bool real = false; /* a whole number gets ".0", so that it stays a real one */
-    for (char *p = digits; *p; p++) {
-        if (*p == 'e' || *p == 'n' || *p == 'i')
-            real = true;
-        else if ((*p < '0' || *p > '9') && *p != '-' && *p != '+') {
+    const char *mark = strchr(digits, 'e');
+    const int exponent = mark ? atoi(mark + 1) : 0;
+    if (exponent >= FIXED_FROM && exponent < FIXED_TO)
+        snprintf(digits, sizeof digits, "%.*f", precision > exponent ? precision - exponent : 1, value);
+    for (char *p = digits; *p; p++)
+        if ((*p < '0' || *p > '9') && *p != '-' && *p != '+' && *p != 'e')
             *p = '.';
-            real = true;
-        }
-    }
-    return put_string(text, digits) && (real || put_string(text, ".0"));
+    return put_string(text, digits);
 }
 
 static bool put_line(struct nib_text *text, int indent)
@@ -88,7 +89,7 @@ bool nib_put_json(struct nib_text *text, const json_t *value, int indent)
 
 /* ---- Provenance ---- */
 
-nib_status nib_plan_provenance(const nib_plan *plan, const uint64_t (*hashes)[2], struct nib_text *text)
+nib_status nib_plan_provenance(const nib_plan *plan, const struct nib_hash *hashes, struct nib_text *text)
 {
     *text = (struct nib_text){ 0 };
     char *options = json_dumps(plan->options, JSON_COMPACT | JSON_SORT_KEYS);
@@ -99,8 +100,8 @@ nib_status nib_plan_provenance(const nib_plan *plan, const uint64_t (*hashes)[2]
     for (size_t i = 0; i < plan->in->n_files && fits; i++) {
         const char *name = strrchr(plan->in->files[i].name, '/'); /* a single file may be named by its path */
         char hash[48];
-        snprintf(hash, sizeof hash, ",\"xxh3\":\"%016llx%016llx\"}", hashes ? (unsigned long long)hashes[i][0] : 0,
-                 hashes ? (unsigned long long)hashes[i][1] : 0);
+        snprintf(hash, sizeof hash, ",\"xxh3\":\"%016llx%016llx\"}", hashes ? (unsigned long long)hashes[i].high : 0,
+                 hashes ? (unsigned long long)hashes[i].low : 0);
         fits = put_string(text, i ? ",{\"file\":" : "{\"file\":") &&
                nib_text_put_json(text, name ? name + 1 : plan->in->files[i].name) && put_string(text, hash);
     }
@@ -169,11 +170,12 @@ static json_t *quantized_layers(const nib_plan *plan)
     json_t *layers = json_object();
     for (size_t i = 0; i < plan->in->n_weights && layers; i++) {
         const nib_action action = plan->rows[i].action;
-        const bool coded = action == NIB_ACTION_QUANTIZE || action == NIB_ACTION_CONVERT || action == NIB_ACTION_REPAIR ||
+        const bool coded = action == NIB_ACTION_QUANTIZE || action == NIB_ACTION_CONVERT ||
+                           action == NIB_ACTION_REPAIR ||
                            (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].packing));
         const char *name = plan->in->weights[i].name;
-        if (coded && json_object_set_new(layers, name,
-                                         json_pack("{s:s, s:i}", "quant_algo", "W4A16_NVFP4", "group_size", 16))) {
+        if (coded &&
+            json_object_set_new(layers, name, json_pack("{s:s, s:i}", "quant_algo", "W4A16_NVFP4", "group_size", 16))) {
             json_decref(layers);
             return NULL;
         }
@@ -238,7 +240,7 @@ nib_status nib_plan_configure(nib_plan *plan)
     } else
         return NIB_OK; /* torchao says it in the files, and plain numbers need nothing */
     return quantization && !json_object_set_new(plan->config, "quantization_config", quantization) ? NIB_OK
-                                                                                                  : no_memory();
+                                                                                                   : no_memory();
 }
 
 /* ---- Index ---- */

@@ -88,7 +88,8 @@ static nib_status declare(const nib_plan *plan, const struct nib_out_tensor *t, 
     char room[512];
     if (t->ggml_type < 0 && !nib_gguf_type_of_dtype(t->dtype, &type))
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s is %s, which GGUF cannot hold",
-                        t->producer == NIB_PRODUCE_COPY ? nib_ck_place(plan->in, t->source, room, sizeof room) : t->name,
+                        t->producer == NIB_PRODUCE_COPY ? nib_ck_place(plan->in, t->source, room, sizeof room)
+                                                        : t->name,
                         nib_dtypes[t->dtype].name);
     if (t->rank > NIB_GGUF_MAX_RANK)
         return nib_fail(NIB_ERR_UNSUPPORTED, "tensor %s has %lld dims, and GGUF takes %d", nib_quote(t->name).text,
@@ -130,7 +131,6 @@ nib_status nib_plan_header(const nib_plan *plan, const struct nib_out_file *file
 
 nib_status nib_plan_lay_out(nib_plan *plan, struct nib_out_file *file)
 {
-    const uint64_t(*no_hashes)[2] = NULL;
     struct nib_text provenance, header;
     uint64_t end = 0;
     const uint64_t align = plan->packing == NIB_PACKING_GGUF ? NIB_GGUF_DEFAULT_ALIGNMENT : 1;
@@ -141,7 +141,7 @@ nib_status nib_plan_lay_out(nib_plan *plan, struct nib_out_file *file)
             return nib_fail(NIB_ERR_SHAPE, "%s would be larger than any file can be", file->name);
         end += (t->bytes + align - 1) / align * align;
     }
-    TRY(nib_plan_provenance(plan, no_hashes, &provenance));
+    TRY(nib_plan_provenance(plan, NULL, &provenance));
     const nib_status status = nib_plan_header(plan, file, provenance.bytes, &header);
     nib_free(provenance.bytes);
     TRY(status);

@@ -138,8 +138,7 @@ nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_by
         last->data += coming_bytes;
         return NIB_OK;
     }
-    struct nib_out_file *files =
-        nib_grow(plan->files, &plan->files_capacity, plan->n_files + 1, sizeof *plan->files);
+    struct nib_out_file *files = nib_grow(plan->files, &plan->files_capacity, plan->n_files + 1, sizeof *plan->files);
     if (!files)
         return no_memory();
     plan->files = files;
@@ -451,10 +450,9 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
     TRY(nib_check_struct("nib_plan_facts", out, sizeof *out));
-    nib_plan_facts facts = { .bytes = out->bytes,
-                             .weights = plan->in->n_weights,
-                             .files_in = plan->in->n_files,
-                             .files_out = plan->n_files };
+    nib_plan_facts facts = {
+        .bytes = out->bytes, .weights = plan->in->n_weights, .files_in = plan->in->n_files, .files_out = plan->n_files
+    };
     for (size_t i = 0; i < plan->in->n_weights; i++) {
         const struct nib_out_row *row = &plan->rows[i];
         const struct nib_ck_weight *w = &plan->in->weights[i];

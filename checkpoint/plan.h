@@ -45,8 +45,8 @@ struct nib_out_tensor {
 struct nib_out_group {
     uint32_t first; /* of its out weights, in their order */
     uint32_t members;
-    nib_dtype dtype; /* in which they are quantised */
-    bool mxfp4;      /* all are MXFP4: codes are taken over exactly */
+    nib_dtype dtype;  /* in which they are quantised */
+    bool mxfp4;       /* all are MXFP4: codes are taken over exactly */
     float input_amax; /* of activations, where a file says it; 0 otherwise */
 };
 
@@ -96,17 +96,17 @@ struct nib_out_row {
 
 struct nib_plan {
     const nib_checkpoint *in;
-    const char *command; /* "quantize" ...: provenance and sentences */
-    nib_packing packing; /* of the output */
-    nib_scheme scheme;   /* of the output, where it is NVFP4 */
-    nib_quantizer q;     /* QUANTIZE */
+    const char *command;         /* "quantize" ...: provenance and sentences */
+    nib_packing packing;         /* of the output */
+    nib_scheme scheme;           /* of the output, where it is NVFP4 */
+    nib_quantizer q;             /* QUANTIZE */
     nib_activation activation;   /* QUANTIZE with NIB_SCHEME_NVFP4 */
     json_t *amaxes;              /* of activations, by module */
     nib_dtype dequantized_dtype; /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
-    json_t *options;     /* what provenance says of them */
-    json_t *config;      /* config.json as it will be, without provenance; NULL: none is written */
-    json_t *hf_quant;    /* hf_quant_config.json; NULL: none */
-    bool quantized;      /* the output has quantised weights: the copied config.json needs a quantization_config */
+    json_t *options;             /* what provenance says of them */
+    json_t *config;              /* config.json as it will be, without provenance; NULL: none is written */
+    json_t *hf_quant;            /* hf_quant_config.json; NULL: none */
+    bool quantized;           /* the output has quantised weights: the copied config.json needs a quantization_config */
     struct nib_out_row *rows; /* one per weight of the input */
     struct nib_out_tensor *tensors;
     size_t n_tensors, tensors_capacity;
@@ -170,8 +170,11 @@ nib_status nib_plan_header(const nib_plan *plan, const struct nib_out_file *file
 /* config and hf_quant_config of the output from those of the input and the rows: called by nib_plan_finish. A repair
  * may set plan->config and plan->hf_quant itself before that. */
 nib_status nib_plan_configure(nib_plan *plan);
-/* {"tool": "nib", ...} in one line; hashes[i] is the 128-bit hash of input file i, high half first. */
-nib_status nib_plan_provenance(const nib_plan *plan, const uint64_t (*hashes)[2], struct nib_text *text);
+/* {"tool": "nib", ...} in one line, with the XXH3-128 of each input file; NULL: zeros. */
+struct nib_hash {
+    uint64_t high, low;
+};
+nib_status nib_plan_provenance(const nib_plan *plan, const struct nib_hash *hashes, struct nib_text *text);
 /* model.safetensors.index.json; freed with nib_free(text->bytes). */
 nib_status nib_plan_index(const nib_plan *plan, struct nib_text *text);
 /* JSON as files have it: indented by 2, keys in their order, numbers as short as they can be. */

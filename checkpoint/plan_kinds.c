@@ -54,7 +54,8 @@ static nib_status check_options(const nib_quantize_options *o)
         return nib_fail(NIB_ERR_ARG, "the tensor scale of a checkpoint is exact or a power of two, not rule %d",
                         (int)o->tensor_scale);
     if (o->activation != NIB_ACTIVATION_ONE && o->scheme != NIB_SCHEME_NVFP4)
-        return nib_fail(NIB_ERR_MODE, "scales of activations are for the scheme nvfp4: nvfp4a16 leaves activations alone");
+        return nib_fail(NIB_ERR_MODE,
+                        "scales of activations are for the scheme nvfp4: nvfp4a16 leaves activations alone");
     if ((o->activation == NIB_ACTIVATION_FILE) != (o->activation_file != NULL))
         return nib_fail(NIB_ERR_MODE, "a file of activations goes with the choice \"file\", and only with it");
     if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only))
@@ -120,9 +121,9 @@ static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
         "{s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:o, s:o}", "format", nib_packing_name(o->packing), "scheme",
         scheme_names[o->scheme], "dialect", nib_dialect_name(plan->q.dialect), "scale",
         scale_rule_names[plan->q.scale_rule], "tensor_scale",
-        o->dialect != NIB_UNSET && o->dialect != NIB_DIALECT_TE  ? "dialect"
-        : plan->q.tensor_scale == NIB_TENSOR_SCALE_POW2 ? "pow2"
-                                                        : "exact",
+        o->dialect != NIB_UNSET && o->dialect != NIB_DIALECT_TE ? "dialect"
+        : plan->q.tensor_scale == NIB_TENSOR_SCALE_POW2         ? "pow2"
+                                                                : "exact",
         "min_block_scale", floor, "activation", activation_names[o->activation], "preset", preset_names[o->preset],
         "ignore", pattern_list(o->ignore, o->n_ignore), "only", pattern_list(o->only, o->n_only));
     if (!noted)
@@ -313,7 +314,7 @@ nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype, nib_pl
         else
             plan->rows[i].action = NIB_ACTION_DEQUANTIZE;
     }
-    const nib_status status = json_object_set_new(plan->options, "dtype", json_string(nib_dtype_name(dtype))) ? no_memory()
-                                                                                                         : NIB_OK;
+    const nib_status status =
+        json_object_set_new(plan->options, "dtype", json_string(nib_dtype_name(dtype))) ? no_memory() : NIB_OK;
     return finish(plan, status, out);
 }

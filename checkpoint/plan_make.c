@@ -13,11 +13,11 @@ static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory f
 
 struct maker {
     nib_plan *plan;
-    uint32_t *order;             /* source tensors, as they lie */
-    uint32_t *by_data, *first;   /* weights by their data tensor: by_data[first[t]..first[t + 1] - 1] */
-    struct keyed *keyed;         /* weights in sets */
+    uint32_t *order;           /* source tensors, as they lie */
+    uint32_t *by_data, *first; /* weights by their data tensor: by_data[first[t]..first[t + 1] - 1] */
+    struct keyed *keyed;       /* weights in sets */
     size_t n_keyed;
-    uint32_t *group;             /* of each source weight that is quantised */
+    uint32_t *group; /* of each source weight that is quantised */
 };
 
 static void destroy_maker(struct maker *m)
@@ -128,8 +128,7 @@ nib_action nib_plan_keep_action(const struct nib_ck_weight *w)
 static nib_status add_group(struct maker *m, uint32_t weight, uint32_t *group)
 {
     nib_plan *plan = m->plan;
-    struct nib_out_group *groups =
-        nib_grow(plan->groups, &plan->groups_capacity, plan->n_groups + 1, sizeof *groups);
+    struct nib_out_group *groups = nib_grow(plan->groups, &plan->groups_capacity, plan->n_groups + 1, sizeof *groups);
     if (!groups)
         return no_memory();
     plan->groups = groups;
@@ -396,8 +395,7 @@ static uint32_t cut_stack_of_bias(const struct maker *m, const struct nib_ck_ten
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
         char name[1024];
         const int n = snprintf(name, sizeof name, "%.*s%s", (int)(length - suffix), t->name, ends[i]);
-        const uint32_t tensor =
-            n > 0 && (size_t)n < sizeof name ? nib_ck_find_tensor(m->plan->in, name) : NIB_NONE;
+        const uint32_t tensor = n > 0 && (size_t)n < sizeof name ? nib_ck_find_tensor(m->plan->in, name) : NIB_NONE;
         if (tensor != NIB_NONE && any_changes(m, tensor) && !stays_whole(m, tensor) &&
             m->plan->in->weights[m->by_data[m->first[tensor]]].index >= 0)
             return tensor;

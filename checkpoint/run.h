@@ -19,17 +19,18 @@ struct nib_run {
     uint64_t memory; /* of each thread, for data */
 
     /* The folder of the run (stage.c). */
-    char *out;       /* as given, without a slash at the end */
-    bool as_file;    /* the output is one file */
-    char *partial;   /* everything is in it until the end */
-    char *fresh;     /* what will be moved: partial/new */
+    char *out;      /* as given, without a slash at the end */
+    bool as_file;   /* the output is one file */
+    char *partial;  /* everything is in it until the end */
+    char *finished; /* what that is called while it is removed */
+    char *fresh;    /* what will be moved: partial/new */
     int lock;
-    bool made_out;   /* the output folder is this run's */
+    bool made_out; /* the output folder is this run's */
     char fingerprint[33];
 
     /* What the survey finds (survey.c). */
     struct nib_os_identity *identities; /* of input files, when the run began */
-    uint64_t (*hashes)[2];
+    struct nib_hash *hashes;
     float *amaxes; /* of groups; MXFP4: 2^k of the largest block scale that has something in it */
     float *levels; /* of groups, as the packing stores them */
 
@@ -59,9 +60,13 @@ nib_status nib_run_check_sources(const struct nib_run *run);
 
 /* ---- The folder (stage.c) ---- */
 
-/* Checks the place of the output, makes the folder, locks it, and looks at what an earlier run left: *published where
- * all was complete and only the final names are missing. */
-nib_status nib_stage_open(struct nib_run *run, const char *out, bool *published);
+enum nib_stage_left {
+    NIB_STAGE_OPEN = 0, /* nothing, or some of it: go on */
+    NIB_STAGE_COMPLETE, /* all is there, but not all under its final name */
+    NIB_STAGE_DONE      /* there is nothing left to do */
+};
+/* Checks the place of the output, makes the folder, locks it, and looks at what an earlier run left. */
+nib_status nib_stage_open(struct nib_run *run, const char *out, enum nib_stage_left *left);
 /* Everything is in partial/new: give it its names. */
 nib_status nib_stage_publish(struct nib_run *run);
 /* After a failure: what stays for a resume, or nothing. */

@@ -13,6 +13,7 @@
 #include <xxhash.h>
 
 #include "codec.h"
+#include "gguf.h"
 
 /* A stretch of a file whose numbers count for one group; or, where they do not lie in one piece, a weight. */
 struct region {
@@ -28,7 +29,6 @@ struct survey {
     struct region *regions; /* by file, then begin */
     size_t n_regions;
     size_t *first; /* of each file */
-    bool *known;   /* from an earlier run */
 };
 
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the survey of the weights"); }
@@ -115,8 +115,16 @@ static nib_status tensor_begin(const nib_checkpoint *in, uint32_t tensor, uint64
 {
     const struct nib_ck_tensor *t = &in->tensors[tensor];
     const struct nib_ck_file *file = &in->files[t->file];
-    return file->safetensors ? nib_file_place(file->safetensors, t->entry, begin)
-                             : nib_ck_gguf_place(file->gguf, t->entry, begin);
+    if (file->gguf) {
+        struct nib_gguf_entry entry;
+        TRY(nib_gguf_entry(file->gguf, t->entry, &entry));
+        *begin = nib_gguf_facts(file->gguf).data_begin + entry.begin;
+    } else {
+        nib_entry entry;
+        TRY(nib_file_entry(file->safetensors, t->entry, &entry));
+        *begin = nib_file_data_begin(file->safetensors) + entry.begin;
+    }
+    return NIB_OK;
 }
 
 /* One region for the weights i..*end-1: all that a matrix of plain numbers is, if they are of one group; else a single
@@ -159,8 +167,7 @@ static nib_status find_regions(struct survey *s)
     const nib_plan *plan = s->run->plan;
     s->regions = nib_alloc((plan->n_weights + 1) * sizeof *s->regions);
     s->first = nib_alloc_zeroed((plan->in->n_files + 1) * sizeof *s->first);
-    s->known = nib_alloc_zeroed((plan->in->n_files + 1) * sizeof *s->known);
-    if (!s->regions || !s->first || !s->known)
+    if (!s->regions || !s->first)
         return no_memory();
     for (size_t i = 0; i < plan->n_weights;) {
         if (plan->weights[i].action == NIB_ACTION_QUANTIZE)
@@ -305,8 +312,8 @@ static nib_status survey_file(struct survey *s, size_t f)
     }
     if (!status) {
         const XXH128_hash_t hash = XXH3_128bits_digest(r.hash);
-        run->hashes[f][0] = hash.high64;
-        run->hashes[f][1] = hash.low64;
+        run->hashes[f].high = hash.high64;
+        run->hashes[f].low = hash.low64;
     }
     nib_os_close(r.fd);
     XXH3_freeState(r.hash);
@@ -328,8 +335,8 @@ static json_t *make_note(const struct survey *s, size_t f)
     const struct nib_run *run = s->run;
     const struct nib_os_identity *identity = &run->identities[f];
     char hash[40];
-    snprintf(hash, sizeof hash, "%016llx%016llx", (unsigned long long)run->hashes[f][0],
-             (unsigned long long)run->hashes[f][1]);
+    snprintf(hash, sizeof hash, "%016llx%016llx", (unsigned long long)run->hashes[f].high,
+             (unsigned long long)run->hashes[f].low);
     json_t *largest = json_array();
     for (size_t i = s->first[f]; i < s->first[f + 1] && largest; i++)
         if (json_array_append_new(largest, json_integer(s->regions[i].largest)))
@@ -359,7 +366,7 @@ static bool same_integer(const json_t *note, const char *key, int64_t value)
 
 /* Take over what an earlier run found, if the file is the same. A note of a file that has changed counts all the same,
  * once: its hash says whether the data has. */
-static bool take_note(struct survey *s, size_t f, const json_t *note, uint64_t hash[2], bool *same)
+static bool take_note(struct survey *s, size_t f, const json_t *note, struct nib_hash *hash, bool *same)
 {
     const struct nib_os_identity *identity = &s->run->identities[f];
     const json_t *largest = json_object_get(note, "largest");
@@ -368,8 +375,8 @@ static bool take_note(struct survey *s, size_t f, const json_t *note, uint64_t h
     if (!text || strlen(text) != 32 || sscanf(text, "%16llx%16llx", &high, &low) != 2 ||
         json_array_size(largest) != s->first[f + 1] - s->first[f])
         return false;
-    hash[0] = high;
-    hash[1] = low;
+    hash->high = high;
+    hash->low = low;
     *same = same_integer(note, "bytes", (int64_t)identity->bytes) &&
             same_integer(note, "device", (int64_t)identity->device) &&
             same_integer(note, "inode", (int64_t)identity->inode) && same_integer(note, "seconds", identity->seconds) &&
@@ -392,24 +399,24 @@ static nib_status survey_or_recall(void *context, size_t item)
     char *path = note_path(run, f), *text = NULL;
     size_t bytes;
     bool noted = false, same = false;
-    uint64_t before[2];
+    struct nib_hash before;
     if (!path)
         return no_memory();
     if (run->options.resume && nib_os_exists(path) && !nib_ck_read_text(path, 64 << 20, &text, &bytes)) {
         json_t *note = json_loadb(text, bytes, 0, NULL);
-        noted = note && take_note(s, f, note, before, &same);
+        noted = note && take_note(s, f, note, &before, &same);
         json_decref(note);
     }
     nib_free(text);
     nib_free(path);
     if (noted && same) {
-        memcpy(run->hashes[f], before, sizeof before);
+        run->hashes[f] = before;
         return nib_run_progress(run, NULL, run->plan->in->files[f].bytes);
     }
     for (size_t i = s->first[f]; i < s->first[f + 1]; i++)
         s->regions[i].largest = 0;
     TRY(survey_file(s, f));
-    if (noted && memcmp(before, run->hashes[f], sizeof before) != 0)
+    if (noted && memcmp(&before, &run->hashes[f], sizeof before) != 0)
         return nib_fail(NIB_ERR_MODE,
                         "%s: it has changed since the run that was stopped: --force starts anew instead of resuming",
                         run->plan->in->files[f].path);
@@ -443,11 +450,12 @@ static nib_status report_nonfinite(const struct survey *s, const struct region *
                     continue;
                 snprintf(what, sizeof what, "%s", nib_is_nan(numbers[j]) ? "a NaN" : "an infinity");
                 nib_free(numbers);
-                return nib_fail(NIB_ERR_DATA,
-                                "%s: weight %s: element [%lld, %lld] is %s, which NVFP4 cannot hold: mend the model, or "
-                                "leave the weight out with --ignore%s",
-                                plan->in->path, nib_quote(w->name).text, (long long)(row + j / w->cols),
-                                (long long)(j % w->cols), what, more);
+                return nib_fail(
+                    NIB_ERR_DATA,
+                    "%s: weight %s: element [%lld, %lld] is %s, which NVFP4 cannot hold: mend the model, or "
+                    "leave the weight out with --ignore%s",
+                    plan->in->path, nib_quote(w->name).text, (long long)(row + j / w->cols), (long long)(j % w->cols),
+                    what, more);
             }
             if (status) {
                 nib_free(numbers);
@@ -495,19 +503,19 @@ static nib_status share_hashes(struct nib_run *run)
     const nib_comm *comm = run->job.comm;
     const size_t n = run->plan->in->n_files, size = (size_t)comm->size, one = sizeof *run->hashes;
     size_t *counts = nib_alloc(size * sizeof *counts), mine = 0, at = 0;
-    uint64_t(*all)[2] = nib_alloc((n + 1) * one), (*own)[2] = nib_alloc((n + 1) * one);
+    struct nib_hash *all = nib_alloc((n + 1) * one), *own = nib_alloc((n + 1) * one);
     nib_status status = counts && all && own ? NIB_OK : no_memory();
     status = nib_agree(comm, status, n);
     if (!status) {
         for (size_t r = 0; r < size; r++)
             counts[r] = (n > r ? (n - r + size - 1) / size : 0) * one;
         for (size_t f = (size_t)comm->rank; f < n; f += size)
-            memcpy(own[mine++], run->hashes[f], one);
+            own[mine++] = run->hashes[f];
         if (comm->allgather(comm->context, own, all, counts))
             status = nib_fail(NIB_ERR_COMM, "gathering the hashes of the input failed");
         for (size_t r = 0; r < size && !status; r++)
             for (size_t f = r; f < n; f += size)
-                memcpy(run->hashes[f], all[at++], one);
+                run->hashes[f] = all[at++];
     }
     nib_free(counts);
     nib_free(all);
@@ -559,6 +567,5 @@ nib_status nib_run_survey(struct nib_run *run)
         status = share(run);
     nib_free(s.regions);
     nib_free(s.first);
-    nib_free(s.known);
     return status;
 }

@@ -309,6 +309,8 @@ nib_status nib_os_remove_folder(const char *path)
     return rmdir(path) < 0 ? io_error(path, "cannot remove this folder") : NIB_OK;
 }
 
+void nib_os_remove_empty_folder(const char *path) { (void)rmdir(path); }
+
 nib_status nib_os_rename(const char *from, const char *to)
 {
     return rename(from, to) < 0 ? io_error(to, "cannot rename the finished file to this name") : NIB_OK;
@@ -320,6 +322,15 @@ nib_status nib_os_sync_folder(const char *path)
     if (fd < 0)
         return io_error(path, "cannot open the folder");
     const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync the folder") : NIB_OK;
+    close(fd);
+    return status;
+}
+
+nib_status nib_os_sync_parent(const char *path)
+{
+    int fd;
+    TRY(open_folder(path, &fd));
+    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync its folder") : NIB_OK;
     close(fd);
     return status;
 }

@@ -50,11 +50,13 @@ NIB_PRIVATE bool nib_os_exists(const char *path); /* anything, a dangling link t
 NIB_PRIVATE nib_status nib_os_make_folder(const char *path);
 /* With all in it; links are not followed; fine if absent. */
 NIB_PRIVATE nib_status nib_os_remove_folder(const char *path);
+NIB_PRIVATE void nib_os_remove_empty_folder(const char *path);
 /* Names in a folder, each to `each` until that fails, in no order, without "." and "..". */
 NIB_PRIVATE nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name),
                                    void *context);
 NIB_PRIVATE nib_status nib_os_rename(const char *from, const char *to); /* replaces what is there */
 NIB_PRIVATE nib_status nib_os_sync_folder(const char *path);
+NIB_PRIVATE nib_status nib_os_sync_parent(const char *path); /* the folder that the name is in */
 /* The path without links, "." and ".."; where it is not there yet, that of its parent with the last name behind it.
  * Freed with nib_free. */
 NIB_PRIVATE nib_status nib_os_real_path(const char *path, char **out);

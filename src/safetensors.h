@@ -21,6 +21,9 @@ enum { NIB_SAFETENSORS_LENGTH_BYTES = 8 };
 const char *nib_file_path(const nib_file *file);
 const char *nib_writer_path(const nib_writer *writer);
 
+/* Where its data begins in the file. */
+NIB_PRIVATE uint64_t nib_file_data_begin(const nib_file *file);
+
 /* A value that was given to the writer, or NULL. */
 const char *nib_writer_metadata_value(const nib_writer *writer, const char *key);
 

@@ -35,7 +35,15 @@ struct cli_command {
 enum cli_kind {
     CLI_FLAG,  /* *(bool *)value becomes true */
     CLI_TEXT,  /* *(const char **)value */
+    CLI_LIST,  /* *(struct cli_list *)value: may be given again and again */
+    CLI_BYTES, /* *(uint64_t *)value: a size such as 512M or 5G */
     CLI_NUMBER /* *(int32_t *)value, from low to high */
+};
+
+/* What an option was given, in order. */
+struct cli_list {
+    const char *items[256];
+    size_t n;
 };
 
 struct cli_option {
