@@ -2,17 +2,9 @@
 /*
  * repair.c - nib repair: a checkpoint again, without what can be put right, and what is left to say about it.
  */
-#include <stdlib.h>
-#include <string.h>
-
 #include "commands.h"
-#include "nib_checkpoint.h"
 #include "progress.h"
-
-struct options {
-    bool dry_run, force, resume, quiet;
-    int32_t threads;
-};
+#include "run_plan.h"
 
 struct left {
     size_t errors, warnings;
@@ -26,82 +18,53 @@ static int count(void *context, const nib_finding *finding)
     return 0;
 }
 
-static void print_plan(const nib_plan *plan, bool quiet)
-{
-    nib_plan_facts facts = { .bytes = sizeof facts };
-    nib_plan_row row = { .bytes = sizeof row };
-    if (nib_plan_get_facts(plan, &facts))
-        return;
-    for (size_t i = 0; i < facts.weights && !quiet; i++)
-        if (nib_plan_get_row(plan, i, &row) == NIB_OK && row.action == NIB_ACTION_REPAIR)
-            cli_print("repair %s", row.name);
-    cli_print("plan: %zu of %zu weights are written anew, their codes as they are", facts.changed, facts.weights);
-}
-
 /* What a check says of the result. */
-static enum cli_exit look_back(const char *out, const struct options *o)
+static enum cli_exit look_back(const struct cli_command *self, const char *out, const struct run_flags *flags)
 {
-    nib_checkpoint *checkpoint;
     struct left left = { 0 };
     struct progress progress;
     nib_job job;
-    if (nib_checkpoint_open(out, &checkpoint)) {
-        cli_error("repair: %s", nib_last_error());
+    nib_checkpoint *checkpoint = run_open(self, out);
+    if (!checkpoint)
         return CLI_FAILED;
-    }
-    progress_begin(&progress, &job, o->threads, o->quiet);
+    progress_begin(&progress, &job, flags->threads, flags->quiet);
     const nib_status status = nib_checkpoint_check(checkpoint, NULL, &job, count, &left);
     progress_end(&progress);
     nib_checkpoint_close(checkpoint);
-    if (status) {
-        cli_error("repair: %s", nib_last_error());
-        return CLI_FAILED;
-    }
-    if (left.errors + left.warnings == 0) {
-        cli_print("%s: nothing is left to repair", out);
+    if (status)
+        return run_failed(self);
+    if (left.errors + left.warnings == 0)
         return CLI_FINE;
-    }
-    cli_print("%s: %zu errors and %zu warnings are left, for which the original is needed; see nib check", out,
+    cli_error("repair: %s: %zu errors and %zu warnings are left, for which the original is needed; see nib check", out,
               left.errors, left.warnings);
     return CLI_NO;
 }
 
-static enum cli_exit repair(const char *in, const char *out, const struct options *o)
+static enum cli_exit repair(const struct cli_command *self, const char *in, const char *out,
+                            const struct run_flags *flags)
 {
-    nib_checkpoint *checkpoint = NULL;
     nib_plan *plan = NULL;
-    struct progress progress;
-    nib_job job;
-    nib_run_options run = { .bytes = sizeof run, .resume = o->resume, .force = o->force };
-    nib_status status = nib_checkpoint_open(in, &checkpoint);
-    if (!status)
-        status = nib_plan_repair(checkpoint, &plan);
-    if (!status) {
-        print_plan(plan, o->quiet);
-        if (!o->dry_run) {
-            progress_begin(&progress, &job, o->threads, o->quiet);
-            status = nib_plan_run(plan, out, &run, &job);
-            progress_end(&progress);
-        }
+    nib_checkpoint *checkpoint = run_open(self, in);
+    if (!checkpoint)
+        return CLI_FAILED;
+    const nib_status status = nib_plan_repair(checkpoint, &plan);
+    enum cli_exit result;
+    if (status) {
+        (void)run_failed(self);
+        result = status == NIB_ERR_MODE ? CLI_NO : CLI_FAILED; /* there is nothing to repair */
+    } else {
+        result = run_plan(self, plan, out, flags, "repaired");
     }
-    if (status)
-        cli_error("repair: %s", nib_last_error());
     nib_plan_destroy(plan);
     nib_checkpoint_close(checkpoint);
-    if (status)
-        return status == NIB_ERR_MODE && !plan ? CLI_NO : CLI_FAILED;
-    return o->dry_run ? CLI_FINE : look_back(out, o);
+    return result == CLI_FINE && !flags->dry_run ? look_back(self, out, flags) : result;
 }
 
 static enum cli_exit run_repair(const struct cli_command *self, int argc, char **argv)
 {
-    struct options o = { 0 };
+    struct run_flags flags = { .threads = 0 };
     const struct cli_option options[] = {
-        { 0, "dry-run", CLI_FLAG, &o.dry_run, NULL, "say what would be done, and write nothing", 0, 0 },
-        { 0, "force", CLI_FLAG, &o.force, NULL, "replace an output that exists", 0, 0 },
-        { 0, "resume", CLI_FLAG, &o.resume, NULL, "go on where an earlier run was stopped", 0, 0 },
-        { 'q', "quiet", CLI_FLAG, &o.quiet, NULL, "print the summary only", 0, 0 },
-        { 't', "threads", CLI_NUMBER, &o.threads, "N", "use N threads; 0: one for each processor", 0, 4096 },
+        RUN_OPTIONS(flags),
         { 0 },
     };
     int first;
@@ -109,10 +72,10 @@ static enum cli_exit run_repair(const struct cli_command *self, int argc, char *
     if (parsed != CLI_GO)
         return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
     if (argc - first != 2) {
-        cli_error("repair: takes an input and an output, not %d operands", argc - first);
+        cli_error("repair: takes an input and an output, not %d operands; see nib repair --help", argc - first);
         return CLI_FAILED;
     }
-    return repair(argv[first], argv[first + 1], &o);
+    return repair(self, argv[first], argv[first + 1], &flags);
 }
 
 const struct cli_command cli_repair = {
