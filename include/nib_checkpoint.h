@@ -152,8 +152,8 @@ typedef struct nib_compared {
     nib_packing packing_a, packing_b;
     nib_weight_stats stats;
 } nib_compared;
-/* Every weight that both have, in the order of names, given to `each` (not 0 stops: CANCELLED); *only_a and *only_b
- * (may be NULL) count those that one alone has. */
+/* Every weight that both have with the same shape, in the order of names, given to `each` (not 0 stops: CANCELLED);
+ * *only_a and *only_b (may be NULL) count those that one alone has. */
 NIB_API nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint *b, const nib_job *job,
                                           int (*each)(void *context, const nib_compared *compared), void *context,
                                           size_t *only_a, size_t *only_b);
