@@ -16,7 +16,7 @@ all:
 
 demo: all
 	@echo
-	@$(BUILD)/examples/demo
+	@sh examples/demo.sh $(BUILD)
 
 test:
 	@sh tests/deps.sh test
