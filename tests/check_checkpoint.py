@@ -651,12 +651,59 @@ def families():
                 biases |= split_bias(name, t) if name.endswith("_proj_bias") else {name: t}
         wrong = [n for n, t in biases.items() if n not in tensors or not same_bytes(t.contiguous(), tensors[n])]
         check(f"{family}: biases are kept", not wrong, wrong[:4])
+        nib("check", out, "--against", source)
         out = place("fam-modelopt")
         nib("quantize", source, out, "--format", "modelopt", "--scheme", "nvfp4")
-        load(out)
+        nib("check", out, "--against", source)
+        check(f"{family}: in both formats without a finding", len(load(out)) > 10)
 
 
-PARTS = [compressed_tensors, repeatable, modelopt, gguf, transformers, dialects, zeros, conversions, torchao, mxfp4, fp8_block, stacks, families]
+def sources():
+    """Other dtypes, tails and single files; numbers as near as they should be."""
+    for options in (["--dtype", "f16"], ["--dtype", "f32", "--laplace"], ["--varied", "--tied"]):
+        source, out = make("src-in", "--layers", "1", *options), place("src-out")
+        nib("quantize", source, out)
+        plain, decoded = load(source), dequantized(out)
+        worst = min(noise(plain[m + ".weight"], decoded[m + ".weight"]) for m in modules(load(out), ".weight_packed"))
+        check(f"quantise {' '.join(options)}", 19 < worst < 24, worst)
+        alone, file = os.path.join(work, "alone.safetensors"), os.path.join(source, "model.safetensors")
+        nib("quantize", file, alone, "--force")
+        ours, theirs = load(alone), load(out)
+        wrong = [n for n in theirs if n not in ours or not same_bytes(ours[n], theirs[n])]
+        check(f"a single file, {' '.join(options)}", not wrong and len(ours) == len(theirs), wrong[:4])
+
+
+def activations():
+    """Scales of activations: 1, the bound of an RMSNorm, or from a file; equal where servers fuse."""
+    hidden = 256
+    source = make("act-in", "--layers", "2", "--hidden", str(hidden), "--shards", "2")
+    plain = load(source)
+    amaxes = {f"model.layers.{layer}.{name}": 10.0 + 7 * i + layer for layer in range(2) for i, name in
+              enumerate(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))}
+    path = os.path.join(work, "amaxes.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(amaxes, file)
+
+    def bound(module):
+        parent, _, last = module.rpartition(".")
+        norm = {"q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm", "gate_proj": "post_attention_layernorm",
+                "up_proj": "post_attention_layernorm"}.get(last)
+        return hidden**0.5 * plain[f"{parent.rpartition('.')[0]}.{norm}.weight"].float().abs().max().item() / 2688 if norm else 1.0
+
+    def given(module):
+        return max(amaxes[n[:-len(".weight")]] for n in group_of(module + ".weight", [m + ".weight" for m in amaxes])) / 2688
+
+    for option, expected in (("one", lambda module: 1.0), ("norm", bound), (path, given)):
+        for form, name in (("modelopt", "input_scale"), ("compressed-tensors", "input_global_scale")):
+            out = place("act-out")
+            nib("quantize", source, out, "--format", form, "--scheme", "nvfp4", "--activations", option)
+            tensors = load(out)
+            wanted = {m: expected(m) if form == "modelopt" else 1 / expected(m) for m in amaxes}
+            wrong = [(m, tensors[f"{m}.{name}"].item(), w) for m, w in wanted.items() if abs(tensors[f"{m}.{name}"].item() - w) > 1e-6 * w]
+            check(f"--activations {os.path.basename(option)}, {form}", not wrong, wrong[:2])
+
+
+PARTS = [compressed_tensors, repeatable, modelopt, gguf, transformers, dialects, zeros, conversions, torchao, mxfp4, fp8_block, stacks, families, sources, activations]
 
 
 def main():
