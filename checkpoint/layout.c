@@ -27,11 +27,57 @@ static bool put_tensor(struct nib_text *text, const struct nib_out_tensor *t)
            put_number(text, t->offset + t->bytes) && put_string(text, "]}");
 }
 
-/* What torchao's loader wants to know of a tensor that is spread over several; others it takes as they are. */
+/* What torchao's loader wants to know: how a tensor that is spread over several is put together, and the names of all. */
+static bool put_torchao_weight(const struct nib_out_weight *w, struct nib_text *text)
+{
+    static const char *const dtypes[NIB_DTYPE_COUNT] = {
+        [NIB_F32] = "float32", [NIB_F16] = "float16", [NIB_BF16] = "bfloat16"
+    };
+    char facts[512];
+    struct nib_text name = { 0 };
+    snprintf(facts, sizeof facts,
+             "{\"_type\": \"NVFP4Tensor\", \"_data\": {\"is_swizzled_scales\": false, \"use_triton_kernel\": false, "
+             "\"act_quant_kwargs\": null, \"block_size\": 16, \"orig_dtype\": {\"_type\": \"torch.dtype\", "
+             "\"_data\": \"%s\"}}, \"_tensor_data_names\": [\"per_tensor_scale\", %s\"qdata\", \"scale\"]}",
+             dtypes[w->source.dtype], w->out[NIB_ROLE_INPUT] == NIB_NONE ? "" : "\"act_per_tensor_scale\", ");
+    const bool fits = put_string(&name, w->source.name) && nib_text_put(&name, ".weight", sizeof ".weight") &&
+                      put_string(text, ",") && nib_text_put_json(text, name.bytes) && put_string(text, ":") &&
+                      nib_text_put_json(text, facts);
+    nib_free(name.bytes);
+    return fits;
+}
+
+static bool put_name(struct nib_text *names, const char *name, const char *end)
+{
+    struct nib_text whole = { 0 };
+    const bool fits = put_string(&whole, name) && nib_text_put(&whole, end, strlen(end) + 1) &&
+                      put_string(names, names->used ? ", " : "[") && nib_text_put_json(names, whole.bytes);
+    nib_free(whole.bytes);
+    return fits;
+}
+
 static bool put_torchao(const nib_plan *plan, const struct nib_out_file *file, struct nib_text *text)
 {
-    (void)plan, (void)file, (void)text;
-    return true;
+    struct nib_text names = { 0 };
+    bool fits = true;
+    if (plan->packing != NIB_PACKING_TORCHAO)
+        return true;
+    for (size_t i = 0; i < plan->n_weights && fits; i++) {
+        const struct nib_out_weight *w = &plan->weights[i];
+        if (w->action == NIB_ACTION_CONVERT && w->out[NIB_ROLE_DATA] >= file->first &&
+            w->out[NIB_ROLE_DATA] < file->first + file->tensors)
+            fits = put_torchao_weight(w, text) && put_name(&names, w->source.name, ".weight");
+    }
+    for (uint32_t i = 0; i < file->tensors && fits; i++) {
+        const struct nib_out_tensor *t = &plan->tensors[file->first + i];
+        if (t->producer != NIB_PRODUCE_WEIGHT)
+            fits = put_string(text, ",") && nib_text_put_json(text, t->name) && put_string(text, ":") &&
+                   nib_text_put_json(text, "{\"_type\": \"Tensor\"}") && put_name(&names, t->name, "");
+    }
+    fits = fits && put_string(&names, names.used ? "]" : "[]") && nib_text_put(&names, "", 1) &&
+           put_string(text, ",\"tensor_names\":") && nib_text_put_json(text, names.bytes);
+    nib_free(names.bytes);
+    return fits;
 }
 
 static bool put_safetensors(const nib_plan *plan, const struct nib_out_file *file, const char *provenance,

@@ -66,18 +66,19 @@ static nib_status check_options(const nib_quantize_options *o)
 /* What a dialect fixes may be said again, but not otherwise. */
 static nib_status check_fixed(const nib_quantize_options *o)
 {
-    static const struct {
-        float least; /* block scale that it has anyway */
-    } floors[NIB_DIALECT_COUNT] = { [NIB_DIALECT_TORCHAO] = { 0x1p-6f }, [NIB_DIALECT_MODELOPT] = { 0x1p-9f } };
-    const char *name = nib_dialect_name((nib_dialect)o->dialect), *fault = NULL;
+    static const float floors[NIB_DIALECT_COUNT] = {
+        [NIB_DIALECT_TORCHAO] = 0x1p-6f, [NIB_DIALECT_MODELOPT] = 0x1p-9f
+    };
+    const char *name = nib_dialect_name((nib_dialect)o->dialect), *option = NULL, *fixed = NULL;
     if (o->scale_rule != NIB_UNSET && o->scale_rule != NIB_SCALE_RTN)
-        fault = "the scale rule rtn";
+        option = "the scale rule (--scale)", fixed = "rtn";
     else if (o->tensor_scale == NIB_TENSOR_SCALE_POW2)
-        fault = "the exact tensor scale";
-    else if (o->min_block_scale >= 0 && o->min_block_scale != floors[o->dialect].least)
-        fault = "its own smallest block scale";
-    return fault ? nib_fail(NIB_ERR_MODE, "the dialect %s fixes %s: leave one of the two options out", name, fault)
-                 : NIB_OK;
+        option = "the tensor scale (--tensor-scale)", fixed = "an exact one";
+    else if (o->min_block_scale >= 0 && o->min_block_scale != floors[o->dialect])
+        option = "the smallest block scale (--min-block-scale)", fixed = "another one";
+    return option ? nib_fail(NIB_ERR_MODE, "%s contradicts the dialect %s, which fixes %s: leave one of the two out",
+                             option, name, fixed)
+                  : NIB_OK;
 }
 
 static nib_status make_quantizer(const nib_quantize_options *o, nib_quantizer *q)

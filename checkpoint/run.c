@@ -142,7 +142,9 @@ static nib_status find_levels(struct nib_run *run)
         const struct nib_out_group *group = &plan->groups[i];
         nib_level kind = NIB_LEVEL_DECODE;
         float level;
-        if (group->mxfp4)
+        if (!group->mxfp4 && run->amaxes[i] == 0)
+            level = 1; /* nothing but zeros, of which some dialects would make infinities */
+        else if (group->mxfp4)
             level = run->amaxes[i] = nib_mxfp4_decode_scale(run->amaxes[i]);
         else
             TRY(level_of_amax(&plan->q, group->dtype, run->amaxes[i], &kind, &level));
@@ -302,15 +304,17 @@ static nib_status quantize_rows(const struct writer *writer, struct desk *desk, 
     const nib_dtype dtype = plan->groups[w->group].dtype;
     const int64_t cols = w->source.cols, blocks = cols / 16, shape[2] = { piece->count, cols };
     const size_t bytes = (size_t)(piece->count * cols) * size_of(dtype);
-    const float *amax = &writer->run->amaxes[w->group];
+    const float *amax = &writer->run->amaxes[w->group], one = 1;
+    const nib_given given = { .bytes = sizeof given,
+                              .amax = { *amax > 0 ? amax : NULL, NULL },
+                              .level = { *amax > 0 ? NULL : &one, NULL } };
     nib_array x, codes, scales;
     if (!room_for(&desk->numbers, &desk->numbers_bytes, bytes))
         return no_memory();
     TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, dtype, desk->numbers));
     TRY(nib_array_init(&x, desk->numbers, dtype, 2, shape));
     TRY(prepare_tensor(desk, &plan->q, dtype, piece->count, cols));
-    TRY(nib_quantize_into(&plan->q, &x, &(nib_given){ .bytes = sizeof(nib_given), .amax = { amax, NULL } }, NULL,
-                          desk->tensor));
+    TRY(nib_quantize_into(&plan->q, &x, &given, NULL, desk->tensor));
     TRY(nib_tensor_part(desk->tensor, NIB_ROW_DATA, &codes));
     TRY(nib_tensor_part(desk->tensor, NIB_ROW_SCALE, &scales));
     const uint8_t *lines = scales.data;

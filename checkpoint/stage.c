@@ -253,6 +253,8 @@ static nib_status set_paths(struct nib_run *run, const char *out)
     run->out[length] = '\0';
     run->as_file =
         run->plan->packing == NIB_PACKING_GGUF || (run->plan->one_file && ends_with(run->out, ".safetensors"));
+    if (run->plan->packing == NIB_PACKING_GGUF && !ends_with(run->out, ".gguf"))
+        return nib_fail(NIB_ERR_ARG, "%s: the output is one GGUF file: give it a name that ends in .gguf", run->out);
     const size_t room = length + sizeof "/" FINISHED;
     run->partial = nib_alloc(room);
     run->finished = nib_alloc(room);

@@ -16,6 +16,8 @@ enum {
     HELP_COLUMN = 24
 };
 
+bool cli_silent;
+
 static const struct cli_option help_option = { 'h', "help", CLI_FLAG, NULL, NULL, "show this text", 0, 0 };
 
 /* Anything that a terminal could take for a command becomes '?': names come from files that anyone may have written. */
@@ -33,6 +35,8 @@ static void put_line(FILE *stream, const char *prefix, const char *format, va_li
 
 void cli_error(const char *format, ...)
 {
+    if (cli_silent)
+        return;
     va_list arguments;
     va_start(arguments, format);
     put_line(stderr, "nib: ", format, arguments);
@@ -41,6 +45,8 @@ void cli_error(const char *format, ...)
 
 void cli_print(const char *format, ...)
 {
+    if (cli_silent)
+        return;
     va_list arguments;
     va_start(arguments, format);
     put_line(stdout, "", format, arguments);
@@ -188,7 +194,8 @@ enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_optio
         }
         const int number = got >= LONG_BASE ? got - LONG_BASE : find_letter(options, count, got);
         if (number == count - 1) {
-            show_help(self, options);
+            if (!cli_silent)
+                show_help(self, options);
             return CLI_HELPED;
         }
         if (!take(self, &options[number], optarg))

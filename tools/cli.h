@@ -66,6 +66,12 @@ enum cli_parsed {
 enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_option *options, int argc, char **argv,
                           int *first);
 
+/* The whole tool: a command is found and run. Returns the exit code. */
+int cli_main(int argc, char **argv);
+
+/* Of several processes that do the same together, one speaks. */
+extern bool cli_silent;
+
 /* A line `nib: ...` on stderr. Names in it may come from hostile files: control characters are replaced. */
 void cli_error(const char *format, ...) CLI_FORMAT(1, 2);
 

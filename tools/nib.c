@@ -134,7 +134,7 @@ static enum cli_exit finish(enum cli_exit result)
     return CLI_FAILED;
 }
 
-int main(int argc, char **argv)
+int cli_main(int argc, char **argv)
 {
     hold_standard_descriptors();
     signal(SIGPIPE, SIG_IGN); /* a reader that went away is a write error like any other */

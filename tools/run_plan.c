@@ -12,14 +12,18 @@
 #include "words.h"
 
 const nib_comm *run_comm;
-
-static bool speaks(void) { return !run_comm || run_comm->rank == 0; }
+bool run_entered;
 
 enum cli_exit run_failed(const struct cli_command *self)
 {
-    /* Where another rank failed, it says why. */
-    if (speaks() || !strstr(nib_last_error(), "rank"))
-        cli_error("%s: %s", self->name, nib_last_error());
+    const bool silent = cli_silent;
+    char rank[32] = "";
+    if (silent && run_comm && strncmp(nib_last_error(), "another ", 8) != 0) { /* whoever failed says so itself */
+        snprintf(rank, sizeof rank, "rank %d: ", run_comm->rank);
+        cli_silent = false;
+    }
+    cli_error("%s: %s%s", self->name, rank, nib_last_error());
+    cli_silent = silent;
     return CLI_FAILED;
 }
 
@@ -156,20 +160,21 @@ enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, con
     const double began = progress_clock();
     if (!status && !flags->dry_run) {
         progress_catch_interrupts();
-        progress_begin(&progress, &job, flags->threads, flags->quiet || !speaks());
+        progress_begin(&progress, &job, flags->threads, flags->quiet || cli_silent);
         job.max_memory = flags->max_memory;
         job.comm = run_comm;
+        run_entered = true;
         status = nib_plan_run(plan, out, &options, &job);
         progress_end(&progress);
     }
-    if (status == NIB_ERR_CANCELLED && speaks()) {
+    if (status == NIB_ERR_CANCELLED) {
         cli_error("%s: stopped; %s", self->name,
                   flags->resume ? "--resume goes on with it" : "nothing was left behind");
         return CLI_FAILED;
     }
     if (status)
         return run_failed(self);
-    if (!speaks())
+    if (cli_silent)
         return CLI_FINE;
     const double seconds = progress_clock() - began;
     if (flags->json && !print_json(self, plan, &facts, flags, out, seconds)) {

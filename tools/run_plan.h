@@ -32,6 +32,7 @@ struct run_flags {
 
 /* The communicator of all commands; NULL in the tool that runs alone. */
 extern const nib_comm *run_comm;
+extern bool run_entered; /* the ranks have met: a rank that fails before that must tell the others */
 
 /* Carry a plan out, or show it; `done` is the verb of the summary ("quantised"). The plan stays the caller's. */
 enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, const char *out,

@@ -25,7 +25,7 @@ fail() {
 has() { grep -qF -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
 empty() { [ ! -s "$work/$1" ] || fail "std$1 should be empty"; }
 
-commands="conform bench version help"
+commands="quantize convert dequantize conform bench version help"
 
 run 2 "$NIB"
 empty out
