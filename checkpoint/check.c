@@ -170,12 +170,12 @@ static const struct fault_facts faults[NIB_FAULTS] = {
                                         "keep it in high precision" },
     [NIB_FAULT_METADATA] = { "metadata-format", WARNING, 1,
                              "transformers before 4.50 fails on a file that does not say \"format\": \"pt\"", REPAIR },
-    [NIB_FAULT_STALE_SHARD] = { "stale-shard", WARNING, 0,
+    [NIB_FAULT_STALE_SHARD] = { "stale-shard", WARNING, 1,
                                 "loaders that take every file of the folder mix its tensors with the others",
-                                "remove the file" },
+                                "remove the file, or run nib repair" },
     [NIB_FAULT_UNINDEXED] = { "unindexed-tensor", WARNING, 1, "loaders that go by the index do not see it", REPAIR },
-    [NIB_FAULT_REPEATED] = { "repeated-tensor", WARNING, 0, "which of them is loaded depends on the loader",
-                             "remove the file that is not meant" },
+    [NIB_FAULT_REPEATED] = { "repeated-tensor", WARNING, 1, "which of them is loaded depends on the loader",
+                             "remove the file that is not meant, or run nib repair" },
     [NIB_FAULT_ORIENTATION] = { "open-orientation", WARNING, 0, "what is a row of the matrix cannot be told",
                                 "complete config.json" },
     [NIB_FAULT_UNREADABLE] = { "unreadable", ERROR, 0, "it cannot be read as a weight", AGAIN },
@@ -587,6 +587,7 @@ static nib_status take_module(struct nib_checking *k, const struct companion *fi
     m->layout = &layouts[layout];
     for (int role = 0; role < NIB_ROLE_COUNT; role++)
         m->tensor[role] = find_named(c, name, m->layout->roles[role]);
+    k->has_inputs |= m->tensor[NIB_ROLE_INPUT] != NIB_NONE;
     return check_tensors(k, m, have);
 }
 

@@ -128,6 +128,7 @@ struct nib_checking {
     void *context;
     struct nib_check_module *modules; /* in the order of names */
     size_t n_modules;
+    bool has_inputs;                  /* some module has a number of activations */
     struct nib_check_weight *weights; /* as the checkpoint's */
     bool *broken;                     /* tensors that cannot be read as what they are, and that was said */
     size_t found;                     /* findings so far */

@@ -86,12 +86,7 @@ bool nib_check_wants_input(const struct nib_checking *k, const char *module)
     const char *algo = get_text(modelopt, "quant_algo");
     if (is_mixed(modelopt))
         algo = get_text(listed(get(modelopt, "quantized_layers"), module), "quant_algo");
-    if (*algo)
-        return is_nvfp4_algo(algo) && strncmp(algo, "W4A16", 5) != 0;
-    for (size_t i = 0; i < k->n_modules; i++)
-        if (k->modules[i].tensor[NIB_ROLE_INPUT] != NIB_NONE)
-            return true;
-    return false;
+    return *algo ? is_nvfp4_algo(algo) && strncmp(algo, "W4A16", 5) != 0 : k->has_inputs;
 }
 
 /* ---- Lists of modules ---- */
@@ -100,13 +95,37 @@ struct exclusions {
     const char **entries;
     size_t n;
     struct nib_patterns *patterns; /* NULL: the list could not be understood, and that was said */
+    struct nib_patterns *targets;  /* the only modules that are meant; NULL: all */
     bool substrings;               /* as vLLM reads ModelOpt's */
 };
 
 static void free_exclusions(struct exclusions *e)
 {
     nib_patterns_destroy(e->patterns);
+    nib_patterns_destroy(e->targets);
     nib_free(e->entries);
+}
+
+/* Targets of compressed-tensors are classes ("Linear"), names or patterns. A class may mean any module. */
+static nib_status read_targets(struct nib_checking *k, const json_t *config, struct nib_patterns **out)
+{
+    const char *key, *entries[64];
+    json_t *group, *target;
+    size_t n = 0, i;
+    json_object_foreach(json_object_get(config, "config_groups"), key, group)
+    {
+        json_array_foreach(json_object_get(group, "targets"), i, target)
+        {
+            const char *text = json_string_value(target);
+            const bool is_class = text && strncmp(text, "re:", 3) != 0 && !strchr(text, '.');
+            if (!text || is_class || n == sizeof entries / sizeof *entries)
+                return NIB_OK;
+            entries[n++] = text;
+        }
+    }
+    if (n && nib_patterns_create(entries, n, out))
+        return nib_check_found(k, NIB_FAULT_CONFIG_PATTERN, "config.json", "%s", nib_last_error());
+    return NIB_OK;
 }
 
 /* The list as patterns. Globs mean nothing to compressed-tensors: they are told of and left out. */
@@ -186,6 +205,12 @@ static void fused_name(const char *module, char *room, size_t bytes)
     snprintf(room, bytes, "%s", module);
 }
 
+/* vLLM leaves these alone, whatever ModelOpt's configuration says. */
+static bool is_tower(const char *name)
+{
+    return strstr(name, "vision_tower") || strstr(name, "vision_model") || strstr(name, "vit_large_projector");
+}
+
 static bool is_linear(const nib_checkpoint *c, const struct nib_ck_weight *w)
 {
     static const char *const others[] = { "embed", "norm", "conv", "wte", "wpe", "rotary", "patch", "position" };
@@ -214,7 +239,12 @@ static nib_status check_exclusions(struct nib_checking *k, const struct exclusio
     }
     for (size_t i = 0; i < c->n_weights; i++) {
         const struct nib_ck_weight *w = &c->weights[i];
-        if (!is_linear(c, w))
+        uint32_t target = 0;
+        if (!is_linear(c, w) || (e->substrings && is_tower(w->name)))
+            continue;
+        if (e->targets)
+            TRY(nib_patterns_match(e->targets, w->name, &target));
+        if (target == NIB_NONE)
             continue;
         TRY(is_excluded(e, w->name, w->index >= 0, &excluded));
         if (!excluded && !(e->substrings && is_part_of_any(e, w->name)))
@@ -485,8 +515,8 @@ static nib_status check_lists(struct nib_checking *k, bool modelopt, const json_
         return check_layers(k, get(config, "quantized_layers"));
     struct exclusions e;
     TRY(read_exclusions(k, exclusions_of(config), modelopt, &e));
-    nib_status status = NIB_OK;
-    if (e.patterns) {
+    nib_status status = modelopt ? NIB_OK : read_targets(k, config, &e.targets);
+    if (!status && e.patterns) {
         status = check_exclusions(k, &e);
         if (!status && modelopt)
             status = check_widths(k, &e);

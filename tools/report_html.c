@@ -23,14 +23,14 @@ static const char style[] =
     "h1{font-size:1.7rem;line-height:1.2;margin:0 0 .25rem}h2{font-size:1.2rem;margin:2.4rem 0 .6rem}"
     ".sub{color:#57606a;margin:0 0 1.5rem}"
     ".tiles{display:flex;flex-wrap:wrap;gap:.75rem;margin:1.25rem 0;padding:0;list-style:none}"
-    ".tiles li{flex:1 1 9rem;border:1px solid #d0d7de;border-radius:6px;padding:.7rem .9rem}"
-    ".tiles b{display:block;font-size:1.5rem;line-height:1.2;font-variant-numeric:tabular-nums}"
+    ".tiles li{flex:1 1 7.5rem;border:1px solid #d0d7de;border-radius:6px;padding:.6rem .75rem}"
+    ".tiles b{display:block;font-size:1.15rem;line-height:1.3;white-space:nowrap;font-variant-numeric:tabular-nums}"
     ".tiles span{color:#57606a;font-size:.85rem}"
     "table{border-collapse:collapse;width:100%;font-size:.88rem;font-variant-numeric:tabular-nums}"
     "caption{text-align:left;color:#57606a;padding:0 0 .4rem}"
     "th,td{padding:.3rem .6rem;border-bottom:1px solid #d8dee4;text-align:right;vertical-align:top}"
     "th{font-weight:600;border-bottom:2px solid #8c959f}"
-    "th.l,td.l{text-align:left;overflow-wrap:anywhere}td.l code{font-size:.95em}"
+    "th.l,td.l{text-align:left;overflow-wrap:break-word}td.n{width:42%}td.v{overflow-wrap:anywhere}"
     "code{font-family:ui-monospace,'DejaVu Sans Mono','Liberation Mono',monospace;font-size:.9em}"
     "figure{margin:0;break-inside:avoid}figcaption{color:#57606a;font-size:.9rem;margin:.3rem 0 0}"
     "svg{width:100%;height:auto;display:block;font:12px system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}"
@@ -63,6 +63,24 @@ static void put(FILE *f, const char *text)
         default:
             fputc((unsigned char)*text < 0x20 || *text == 0x7F ? '?' : *text, f);
         }
+}
+
+/* The name of a module, which may be broken behind its dots. */
+static void put_name(FILE *f, const char *name)
+{
+    char part[256];
+    fputs("<code>", f);
+    while (*name) {
+        size_t length = strcspn(name, ".") + 1;
+        length = length <= strlen(name) ? length : strlen(name);
+        length = length < sizeof part ? length : sizeof part - 1;
+        memcpy(part, name, length);
+        part[length] = 0;
+        put(f, part);
+        name += length;
+        fputs(*name ? "<wbr>" : "", f);
+    }
+    fputs("</code>", f);
 }
 
 static const char *last_part(const char *path)
@@ -143,7 +161,7 @@ static void y_ticks(const struct chart *c, const char *format, double factor)
     const double step = nice_step((c->high_y - c->low_y) * factor, 6) / factor;
     char text[32];
     for (double y = ceil(c->low_y / step - 1e-9) * step; y <= c->high_y + step * 1e-9; y += step) {
-        snprintf(text, sizeof text, format, y * factor);
+        snprintf(text, sizeof text, format, fabs(y) < step / 2 ? 0.0 : y * factor);
         fprintf(c->f, "<path class=\"grid\" d=\"M%d %.1f H%d\"/>", LEFT, at_y(c, y), WIDTH - RIGHT);
         fprintf(c->f, "<text class=\"tick\" x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%s</text>\n", LEFT - 6,
                 at_y(c, y) + 4, text);
@@ -156,24 +174,24 @@ static const char *const colours[] = { "#0072b2", "#d55e00", "#007a5a", "#a6478a
                                        "#8a6d00", "#3a86c8", "#24292f", "#b3261e" };
 enum { COLOURS = sizeof colours / sizeof *colours, SHAPES = 4 };
 
-static void draw_shape(FILE *f, int series, double x, double y, double size)
+static void draw_shape(FILE *f, const char *kind, int series, double x, double y, double size)
 {
     const char *colour = colours[series % COLOURS];
     const double s = size;
     switch ((series + series / COLOURS) % SHAPES) {
     case 0:
-        fprintf(f, "<circle class=\"mark\" cx=\"%.1f\" cy=\"%.1f\" r=\"%.1f\" fill=\"%s\">", x, y, s, colour);
+        fprintf(f, "<circle class=\"%s\" cx=\"%.1f\" cy=\"%.1f\" r=\"%.1f\" fill=\"%s\">", kind, x, y, s, colour);
         break;
     case 1:
-        fprintf(f, "<path class=\"mark\" d=\"M%.1f %.1f h%.1f v%.1f h%.1f z\" fill=\"%s\">", x - s, y - s, 2 * s, 2 * s,
-                -2 * s, colour);
+        fprintf(f, "<path class=\"%s\" d=\"M%.1f %.1f h%.1f v%.1f h%.1f z\" fill=\"%s\">", kind, x - s, y - s, 2 * s,
+                2 * s, -2 * s, colour);
         break;
     case 2:
-        fprintf(f, "<path class=\"mark\" d=\"M%.1f %.1f l%.1f %.1f h%.1f z\" fill=\"%s\">", x, y - 1.2 * s, 1.2 * s,
+        fprintf(f, "<path class=\"%s\" d=\"M%.1f %.1f l%.1f %.1f h%.1f z\" fill=\"%s\">", kind, x, y - 1.2 * s, 1.2 * s,
                 2.1 * s, -2.4 * s, colour);
         break;
     default:
-        fprintf(f, "<path class=\"mark\" d=\"M%.1f %.1f l%.1f %.1f l%.1f %.1f l%.1f %.1f z\" fill=\"%s\">", x,
+        fprintf(f, "<path class=\"%s\" d=\"M%.1f %.1f l%.1f %.1f l%.1f %.1f l%.1f %.1f z\" fill=\"%s\">", kind, x,
                 y - 1.3 * s, 1.3 * s, 1.3 * s, -1.3 * s, 1.3 * s, -1.3 * s, -1.3 * s, colour);
     }
 }
@@ -247,14 +265,14 @@ static size_t gather_points(const struct report *r, struct point *points, struct
 /* One layer's points of one series: their median, and a line from the least to the largest. */
 static void draw_cell(const struct chart *c, const struct point *first, size_t n, int n_series, int other)
 {
-    const struct point *middle = &first[n / 2];
+    const struct point *middle = &first[(n - 1) / 2];
     const double spread = fmin(0.7, 0.12 * n_series);
     const double shift = n_series > 1 ? ((double)first->series / (n_series - 1) - 0.5) * spread : 0;
     const double x = at_x(c, (first->layer < 0 ? other : first->layer) + shift);
     if (n > 1)
         fprintf(c->f, "<path d=\"M%.1f %.1f V%.1f\" stroke=\"%s\" stroke-width=\"1.5\"/>", x, at_y(c, first[0].db),
                 at_y(c, first[n - 1].db), colours[first->series % COLOURS]);
-    draw_shape(c->f, first->series, x, at_y(c, middle->db), 3.4);
+    draw_shape(c->f, "mark", first->series, x, at_y(c, middle->db), 3.4);
     fputs("<title>", c->f);
     put(c->f, first[0].row->name);
     if (n > 1)
@@ -308,7 +326,7 @@ static void draw_layers(FILE *f, const struct point *points, size_t n, const str
     fputs("<ul class=\"legend\">", f);
     for (int i = 0; i < n_series; i++) {
         fputs("<li><svg viewBox=\"-7 -7 14 14\" aria-hidden=\"true\">", f);
-        draw_shape(f, i, 0, 0, 4.5);
+        draw_shape(f, "key", i, 0, 0, 4.5);
         end_shape(f, i);
         fputs("</svg>", f);
         put(f, series[i].name);
@@ -445,10 +463,10 @@ static void put_worst(FILE *f, const struct report_row **worst)
         f);
     for (int i = 0; i < WORST && worst[i]; i++) {
         const struct report_row *row = worst[i];
-        fputs("<tr><td class=\"l\"><code>", f);
-        put(f, row->name);
-        fprintf(f, "</code></td><td>%" PRId64 "&times;%" PRId64 "</td><td>%s</td><td>%.4f</td><td>%.4g</td><td>",
-                row->rows, row->cols, text_db(row->sqnr, db, sizeof db), row->relative, row->max_error);
+        fputs("<tr><td class=\"l n\">", f);
+        put_name(f, row->name);
+        fprintf(f, "</td><td>%" PRId64 "&times;%" PRId64 "</td><td>%s</td><td>%.4f</td><td>%.4g</td><td>", row->rows,
+                row->cols, text_db(row->sqnr, db, sizeof db), row->relative, row->max_error);
         put_share(f, row->zeroed, row->elements);
         fputs("</td><td>", f);
         put_share(f, row->clipped, row->elements);
@@ -461,11 +479,21 @@ static void put_worst(FILE *f, const struct report_row **worst)
 
 /* Weights to which the same happened. */
 struct fate {
+    nib_action action;
     const char *words;
     const char *first; /* one of them */
     size_t n;
     uint64_t in, out;
 };
+
+/* What changes first, then what is kept, the most frequent first. */
+static int compare_fates(const void *a, const void *b)
+{
+    const struct fate *x = a, *y = b;
+    if (x->action != y->action)
+        return x->action < y->action ? -1 : 1;
+    return x->n != y->n ? (x->n > y->n ? -1 : 1) : strcmp(x->words, y->words);
+}
 
 static void put_fates(FILE *f, const struct fate *fates, size_t n)
 {
@@ -476,10 +504,10 @@ static void put_fates(FILE *f, const struct fate *fates, size_t n)
     for (size_t i = 0; i < n; i++) {
         fputs("<tr><td class=\"l\">", f);
         put(f, fates[i].words);
-        fprintf(f, "</td><td>%zu</td><td>%s</td><td>%s</td><td class=\"l\"><code>", fates[i].n,
+        fprintf(f, "</td><td>%zu</td><td>%s</td><td>%s</td><td class=\"l n\">", fates[i].n,
                 text_bytes(fates[i].in, in, sizeof in), text_bytes(fates[i].out, out, sizeof out));
-        put(f, fates[i].first);
-        fputs("</code></td></tr>\n", f);
+        put_name(f, fates[i].first);
+        fputs("</td></tr>\n", f);
     }
     fputs("</tbody></table>\n", f);
 }
@@ -508,7 +536,7 @@ static bool put_plan(FILE *f, const nib_plan *plan)
             j = MOST - 1;
         else if (j == n) {
             strcpy(words[n], text);
-            fates[n] = (struct fate){ words[n], row.name, 0, 0, 0 };
+            fates[n] = (struct fate){ .action = row.action, .words = words[n], .first = row.name };
             n++;
         }
         fates[j].n++;
@@ -519,6 +547,7 @@ static bool put_plan(FILE *f, const nib_plan *plan)
     if (good) {
         fprintf(f, "<h2>Plan</h2>\n<p>%zu of %zu weights change; %zu groups of two or more share a tensor scale.</p>\n",
                 facts.changed, facts.weights, facts.groups);
+        qsort(fates, n, sizeof *fates, compare_fates);
         put_fates(f, fates, n);
     }
     free(fates);
@@ -531,7 +560,7 @@ static void put_leaf(FILE *f, const char *key, json_t *value)
     char *text = json_is_string(value) ? NULL : json_dumps(value, JSON_ENCODE_ANY);
     fputs("<tr><td class=\"l\"><code>", f);
     put(f, key);
-    fputs("</code></td><td class=\"l\">", f);
+    fputs("</code></td><td class=\"l v\">", f);
     put(f, text ? text : json_is_string(value) ? json_string_value(value) : "");
     fputs("</td></tr>\n", f);
     free(text);
