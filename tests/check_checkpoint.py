@@ -4,6 +4,7 @@
 
     check_checkpoint.py LIBNIB NIB [PART]...     parts are the functions below; all of them without any
 """
+import contextlib
 import json
 import os
 import re
@@ -250,6 +251,56 @@ def modelopt():
             else:
                 check("modelopt nvfp4: uniform", config["quant_algo"] == "NVFP4" and config["config_groups"]["group_0"]["input_activations"]["num_bits"] == 4)
                 check("modelopt nvfp4: input scales", all(tensors[f"{m}.input_scale"].item() == 1 for m in quantized))
+
+
+def exported():
+    """Folders that ModelOpt and transformers write are in order, are what we write by their rules, and convert."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+    source, theirs, ours = make("ex-in", "--hidden", "128", "--intermediate", "256", "--vocab", "256", "--shards", "2"), place("ex-theirs"), place("ex-ours")
+    tokens = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(SEED))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
+        mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, forward_loop=lambda m: m(tokens))
+        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=theirs)
+    check("ModelOpt's export: no finding", "no findings" in nib("check", theirs, "--against", source))
+    nib("quantize", source, ours, "--dialect", "modelopt", "--format", "modelopt", "--scheme", "nvfp4")
+    a, b = load_any(theirs), load(ours)
+    check("ModelOpt's export: the same names", sorted(a) == sorted(b), sorted(set(a) ^ set(b))[:4])
+    wrong = [n for n in a if n in b and not n.endswith("input_scale") and not same_bytes(a[n], b[n].reshape(a[n].shape))]
+    check("ModelOpt's export: the same bytes", not wrong, wrong[:4])
+    a, b = (read_json(path, "config.json")["quantization_config"] for path in (theirs, ours))
+    wrong = [key for key in a if key not in ("producer", "ignore") and a[key] != b.get(key)]
+    check("ModelOpt's export: the configuration", not wrong and set(a["ignore"]) <= set(b["ignore"]) | {"model.embed_tokens"}, (wrong, a, b))
+    converted, back = place("ex-ct"), dequantized(theirs, "bf16")
+    nib("convert", theirs, converted, "--format", "compressed-tensors")
+    check("ModelOpt's export, converted: no finding", "no findings" in nib("check", converted, "--against", source))
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(converted, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16)
+        weights = dict(loaded.named_parameters())
+        wrong = [n for n, t in back.items() if not torch.allclose(weights[n].data.float(), t.float(), rtol=2**-8, atol=0)]
+        check("ModelOpt's export, converted: transformers loads it", not wrong and len(back) == 21, (wrong[:4], len(back)))
+
+    out, again = place("ex-out"), place("ex-again")
+    nib("quantize", source, out)
+    with torch.no_grad():
+        AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).save_pretrained(again)
+    a, b = load_any(again), load(out)
+    wrong = [n for n in b if n not in a or not same_bytes(a[n].reshape(b[n].shape), b[n])]
+    check("transformers saves what it loaded", not wrong and len(a) == len(b), (wrong[:4], sorted(set(a) ^ set(b))[:4]))
+    check("what transformers saves: no finding", "no findings" in nib("check", again, "--against", source))
+
+
+def load_any(path):
+    """Somebody else's folder, without looking at its metadata."""
+    tensors = {}
+    for name in sorted(os.listdir(path)):
+        if name.endswith(".safetensors"):
+            with safe_open(os.path.join(path, name), framework="pt") as opened:
+                tensors |= {key: opened.get_tensor(key) for key in opened.keys()}
+    return tensors
 
 
 # ---- GGUF ------------------------------------------------------------------------------------------------
@@ -703,7 +754,7 @@ def activations():
             check(f"--activations {os.path.basename(option)}, {form}", not wrong, wrong[:2])
 
 
-PARTS = [compressed_tensors, repeatable, modelopt, gguf, transformers, dialects, zeros, conversions, torchao, mxfp4, fp8_block, stacks, families, sources, activations]
+PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros, conversions, torchao, mxfp4, fp8_block, stacks, families, sources, activations]
 
 
 def main():
