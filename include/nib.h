@@ -60,6 +60,7 @@ typedef enum nib_status {
     NIB_ERR_IO,          /* the operating system refused to read or write */
     NIB_ERR_DATA,        /* a file that breaks its format */
     NIB_ERR_UNSUPPORTED, /* well formed, but not something this build does */
+    NIB_ERR_CANCELLED,   /* the caller's own function asked to stop */
     NIB_STATUS_COUNT
 } nib_status;
 

@@ -19,8 +19,11 @@
 #error "nib needs a 64-bit machine: tensors of more than 2^31 elements are indexed with ptrdiff_t"
 #endif
 
+/* Exported for libnib_checkpoint of the same version, and for nobody else: the build lists what is marked so. */
+#define NIB_PRIVATE NIB_API
+
 /* Set this thread's sentence and return the status: `return nib_fail(NIB_ERR_SHAPE, "...", ...)`. */
-nib_status nib_fail(nib_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+NIB_PRIVATE nib_status nib_fail(nib_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Leave the calling function when a call fails; for places that have nothing to clean up. */
 #define TRY(call)                       \
@@ -31,8 +34,8 @@ nib_status nib_fail(nib_status status, const char *format, ...) __attribute__((f
     } while (0)
 
 /* Products and sums of untrusted sizes: false on overflow, which leaves *out alone. */
-bool nib_mul(int64_t a, int64_t b, int64_t *out); /* both must be >= 0 */
-bool nib_add(int64_t a, int64_t b, int64_t *out);
+NIB_PRIVATE bool nib_mul(int64_t a, int64_t b, int64_t *out); /* both must be >= 0 */
+NIB_PRIVATE bool nib_add(int64_t a, int64_t b, int64_t *out);
 
 static inline int64_t nib_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t nib_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -41,10 +44,10 @@ static inline int64_t nib_ceil_div(int64_t a, int64_t b) { return a / b + (a % b
 static inline int64_t nib_round_up(int64_t a, int64_t b) { return nib_ceil_div(a, b) * b; }
 
 /* All of the library's memory comes from these. NULL when there is none; nib_fail is left to the caller. */
-void *nib_alloc(size_t bytes);                 /* not zeroed, aligned to 64 bytes, never NULL for 0 */
-void *nib_alloc_zeroed(size_t bytes);          /* large ones come untouched from the system */
-void *nib_realloc(void *memory, size_t bytes); /* memory from nib_realloc or NULL, and freed by nib_free */
-void nib_free(void *memory);
+NIB_PRIVATE void *nib_alloc(size_t bytes);                 /* not zeroed, aligned to 64 bytes, never NULL for 0 */
+NIB_PRIVATE void *nib_alloc_zeroed(size_t bytes);          /* large ones come untouched from the system */
+NIB_PRIVATE void *nib_realloc(void *memory, size_t bytes); /* memory from nib_realloc or NULL, and freed by nib_free */
+NIB_PRIVATE void nib_free(void *memory);
 
 /* The facts of a dtype that need no call into another layer. */
 struct nib_dtype_facts {
@@ -52,26 +55,26 @@ struct nib_dtype_facts {
     int bits;
     bool computes; /* nib_encode and nib_decode take it */
 };
-extern const struct nib_dtype_facts nib_dtypes[NIB_DTYPE_COUNT];
-bool nib_dtype_valid(nib_dtype dtype);
+NIB_PRIVATE extern const struct nib_dtype_facts nib_dtypes[NIB_DTYPE_COUNT];
+NIB_PRIVATE bool nib_dtype_valid(nib_dtype dtype);
 
 /* Product of dims with the checks that every caller needs: rank, signs, overflow of elements and of bytes. */
-nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
+NIB_PRIVATE nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
 
 /* A struct that begins with `bytes`: at least as large as this version's, and what a newer header has besides is
  * unused, that is 0. */
-nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known);
+NIB_PRIVATE nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known);
 
 /* Whether somebody else holds a reference too. */
 bool nib_buffer_is_shared(const nib_buffer *buffer);
 
 /* Whether a communicator can be used at all; `whole`: not only to reduce amaxes. */
-nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
+NIB_PRIVATE nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
 
 /* What a step came to on this rank, made the same on all: the largest status, or MISMATCH where all went well but
  * keys differ. A status that is another rank's gets a sentence. Every rank must come here, whatever happened to it.
  * Without a communicator, or with one that cannot agree, the status is this rank's own. */
-nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
+NIB_PRIVATE nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
 
 /* The two collectives that move numbers. `what` names them in the sentence of a failure, which is NIB_ERR_COMM and says
  * what the communicator says. Nothing to reduce is no call. */
@@ -94,10 +97,10 @@ static inline uint64_t nib_mix(uint64_t key, uint64_t word)
 
 /* The checks of every public call that takes an array: dtype, rank, dims, and that no element leaves the memory.
  * An array without elements may have a NULL pointer. */
-nib_status nib_check_array(const char *what, const nib_array *array);
+NIB_PRIVATE nib_status nib_check_array(const char *what, const nib_array *array);
 
 /* The same for an array that is written: no two elements may share a place, or the result would depend on the order of
  * work. */
-nib_status nib_check_output(const char *what, const nib_array *array);
+NIB_PRIVATE nib_status nib_check_output(const char *what, const nib_array *array);
 
 #endif

@@ -79,7 +79,26 @@ static bool convert_block(const uint8_t in[NV_BLOCK], float ratio, uint8_t *scal
     return false;
 }
 
-/* The decode scale: a power of two that puts the largest block scale with a value in it at 2^8. */
+/* The decode scale: a power of two that puts the largest block scale with a value in it at 2^8. At least 2^-126, so that
+ * it is normal. */
+static float decode_scale(int largest_e8m0) { return nib_float((uint32_t)nib_max(largest_e8m0 - 8, 1) << 23); }
+
+float nib_mxfp4_decode_scale(float largest) { return largest > 0 ? decode_scale((int)(nib_bits(largest) >> 23)) : 1; }
+
+void nib_mxfp4_to_nvfp4_blocks(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float g, uint8_t *out_codes,
+                               uint8_t *out_scales)
+{
+    for (int64_t half = 0; half < 2 * blocks; half++) {
+        uint8_t in[NV_BLOCK], out[NV_BLOCK];
+        const uint8_t *bytes = codes + half * NV_BLOCK / 2;
+        for (int i = 0; i < NV_BLOCK; i++)
+            in[i] = bytes[i / 2] >> 4 * (i % 2) & 15;
+        (void)convert_block(in, nib_fmax(nib_f32_from_e8m0(scales[half / 2]) / g, 0x1p-40f), &out_scales[half], out);
+        for (int i = 0; i < NV_BLOCK / 2; i++)
+            out_codes[half * NV_BLOCK / 2 + i] = (uint8_t)(out[2 * i] | out[2 * i + 1] << 4);
+    }
+}
+
 static float decode_scale_for(const struct nib_copy_geometry *g, const struct nib_copy_memory *memory)
 {
     int largest = -1;
@@ -92,9 +111,7 @@ static float decode_scale_for(const struct nib_copy_geometry *g, const struct ni
             if (!empty && e8m0 < 255 && e8m0 > largest)
                 largest = e8m0;
         }
-    if (largest < 0)
-        return 1;                                              /* nothing but zeros */
-    return nib_float((uint32_t)nib_max(largest - 8, 1) << 23); /* at least 2^-126, so that it is normal */
+    return largest < 0 ? 1 : decode_scale(largest); /* 1: nothing but zeros */
 }
 
 static bool convert_line(const struct nib_copy_geometry *from, const struct nib_copy_memory *in, nib_tensor *t,

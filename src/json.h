@@ -18,23 +18,23 @@ struct nib_text {
     size_t used, capacity;
 };
 /* False without memory, which leaves the text as it was. */
-bool nib_text_put(struct nib_text *text, const void *bytes, size_t count);
+NIB_PRIVATE bool nib_text_put(struct nib_text *text, const void *bytes, size_t count);
 /* The same with JSON's quotes and escapes around a valid UTF-8 string. */
-bool nib_text_put_json(struct nib_text *text, const char *string);
+NIB_PRIVATE bool nib_text_put_json(struct nib_text *text, const char *string);
 
 /* `memory` (from here, or NULL) with room for `needed` items of `size` bytes; NULL without memory, and then the old
  * one is still there. Grows by half, so that n appends cost O(n). */
-void *nib_grow(void *memory, size_t *capacity, size_t needed, size_t size);
+NIB_PRIVATE void *nib_grow(void *memory, size_t *capacity, size_t needed, size_t size);
 
 /* Length of the UTF-8 sequence at the start of `bytes`, or 0 where there is no well-formed one. */
-size_t nib_utf8_length(const unsigned char *bytes, size_t available);
-bool nib_utf8_valid(const char *string);
+NIB_PRIVATE size_t nib_utf8_length(const unsigned char *bytes, size_t available);
+NIB_PRIVATE bool nib_utf8_valid(const char *string);
 
 /* A name from anywhere, fit for a sentence: quoted, at most 80 bytes of it, nothing that a terminal would obey. */
 struct nib_quoted {
     char text[88];
 };
-struct nib_quoted nib_quote(const char *name);
+NIB_PRIVATE struct nib_quoted nib_quote(const char *name);
 
 /* ---- Orders and names ---- */
 
@@ -47,10 +47,11 @@ struct nib_order {
 };
 /* Whether `a` must come after `b`. */
 typedef bool nib_order_after(const void *context, uint32_t a, uint32_t b);
-bool nib_order_reserve(struct nib_order *order); /* room for one more; false without memory */
-void nib_order_append(struct nib_order *order, nib_order_after *after, const void *context); /* needs that room */
-void nib_order_finish(struct nib_order *order, nib_order_after *after, const void *context);
-void nib_order_free(struct nib_order *order);
+NIB_PRIVATE bool nib_order_reserve(struct nib_order *order); /* room for one more; false without memory */
+NIB_PRIVATE void nib_order_append(struct nib_order *order, nib_order_after *after,
+                                  const void *context); /* needs that room */
+NIB_PRIVATE void nib_order_finish(struct nib_order *order, nib_order_after *after, const void *context);
+NIB_PRIVATE void nib_order_free(struct nib_order *order);
 
 /* Strings in the order of their bytes, each known by its number. */
 struct nib_names {
@@ -60,14 +61,14 @@ struct nib_names {
     struct nib_order order;
 };
 /* The string that begins at `start` of the text, which a caller has just put there, becomes the next number. */
-bool nib_names_add(struct nib_names *names, size_t start);
-void nib_names_finish(struct nib_names *names);
-const char *nib_names_get(const struct nib_names *names, uint32_t id);
+NIB_PRIVATE bool nib_names_add(struct nib_names *names, size_t start);
+NIB_PRIVATE void nib_names_finish(struct nib_names *names);
+NIB_PRIVATE const char *nib_names_get(const struct nib_names *names, uint32_t id);
 /* The number of a name. After finish also its place in the order. */
-bool nib_names_find(const struct nib_names *names, const char *name, uint32_t *id, size_t *place);
+NIB_PRIVATE bool nib_names_find(const struct nib_names *names, const char *name, uint32_t *id, size_t *place);
 /* After finish: a string that is there twice, or NULL. */
-const char *nib_names_repeated(const struct nib_names *names);
-void nib_names_free(struct nib_names *names);
+NIB_PRIVATE const char *nib_names_repeated(const struct nib_names *names);
+NIB_PRIVATE void nib_names_free(struct nib_names *names);
 
 /* ---- The reader ---- */
 

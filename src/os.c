@@ -2,14 +2,18 @@
 /*
  * os.c - Linux on x86-64 and aarch64.
  */
+#define _DEFAULT_SOURCE /* flock */
 #define _XOPEN_SOURCE 700
 #include "os.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -184,6 +188,50 @@ nib_status nib_os_publish(int fd, const char *temporary, const char *path)
     return status;
 }
 
+nib_status nib_os_resize(int fd, const char *path, uint64_t bytes)
+{
+    if (bytes > (uint64_t)INT64_MAX)
+        return nib_fail(NIB_ERR_IO, "%s: %llu bytes are more than any file has", path, (unsigned long long)bytes);
+    return ftruncate(fd, (off_t)bytes) < 0 ? io_error(path, "cannot set its size") : NIB_OK;
+}
+
+nib_status nib_os_identity(const char *path, struct nib_os_identity *out)
+{
+    struct stat facts;
+    if (stat(path, &facts) < 0)
+        return io_error(path, "cannot stat");
+    *out = (struct nib_os_identity){ .bytes = (uint64_t)facts.st_size,
+                                     .device = (uint64_t)facts.st_dev,
+                                     .inode = (uint64_t)facts.st_ino,
+                                     .seconds = facts.st_mtim.tv_sec,
+                                     .nanoseconds = facts.st_mtim.tv_nsec };
+    return NIB_OK;
+}
+
+/* A record lock would go when any descriptor of the file is closed; flock's goes with this one. Whoever had the lock
+ * may have removed the file meanwhile: a lock on a file without a name keeps nobody out. */
+nib_status nib_os_lock(const char *path, int *fd, bool *busy)
+{
+    *busy = false;
+    for (;;) {
+        const int opened = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        if (opened < 0)
+            return io_error(path, "cannot create");
+        struct stat mine, named;
+        if (flock(opened, LOCK_EX | LOCK_NB) < 0) {
+            *busy = errno == EWOULDBLOCK;
+            const nib_status status = *busy ? NIB_OK : io_error(path, "cannot lock");
+            close(opened);
+            return status;
+        }
+        if (fstat(opened, &mine) == 0 && stat(path, &named) == 0 && mine.st_ino == named.st_ino) {
+            *fd = opened;
+            return NIB_OK;
+        }
+        close(opened);
+    }
+}
+
 void nib_os_close(int fd)
 {
     if (fd >= 0)
@@ -191,3 +239,142 @@ void nib_os_close(int fd)
 }
 
 void nib_os_remove(const char *path) { (void)unlink(path); }
+
+/* ---- Folders ---- */
+
+bool nib_os_is_folder(const char *path)
+{
+    struct stat facts;
+    return stat(path, &facts) == 0 && S_ISDIR(facts.st_mode);
+}
+
+bool nib_os_exists(const char *path)
+{
+    struct stat facts;
+    return lstat(path, &facts) == 0;
+}
+
+nib_status nib_os_make_folder(const char *path)
+{
+    if (mkdir(path, 0777) == 0 || (errno == EEXIST && nib_os_is_folder(path)))
+        return NIB_OK;
+    return io_error(path, "cannot make this folder");
+}
+
+nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name), void *context)
+{
+    DIR *folder = opendir(path);
+    if (!folder)
+        return io_error(path, "cannot open the folder");
+    nib_status status = NIB_OK;
+    while (!status) {
+        errno = 0;
+        const struct dirent *entry = readdir(folder);
+        if (!entry) {
+            status = errno ? io_error(path, "cannot read the folder") : NIB_OK;
+            break;
+        }
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            status = each(context, entry->d_name);
+    }
+    closedir(folder);
+    return status;
+}
+
+/* Depth first; one level of recursion per folder in a folder, which only this process has made. */
+static nib_status remove_entry(void *context, const char *name)
+{
+    const char *folder = context;
+    const size_t room = strlen(folder) + strlen(name) + 2;
+    char *path = nib_alloc(room);
+    if (!path)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for the name of what is in it", folder);
+    snprintf(path, room, "%s/%s", folder, name);
+    struct stat facts;
+    nib_status status = NIB_OK;
+    if (lstat(path, &facts) == 0 && S_ISDIR(facts.st_mode))
+        status = nib_os_remove_folder(path);
+    else if (unlink(path) < 0 && errno != ENOENT)
+        status = io_error(path, "cannot remove");
+    nib_free(path);
+    return status;
+}
+
+nib_status nib_os_remove_folder(const char *path)
+{
+    struct stat facts;
+    if (lstat(path, &facts) < 0 && errno == ENOENT)
+        return NIB_OK;
+    TRY(nib_os_list(path, remove_entry, (void *)(uintptr_t)path));
+    return rmdir(path) < 0 ? io_error(path, "cannot remove this folder") : NIB_OK;
+}
+
+void nib_os_remove_empty_folder(const char *path) { (void)rmdir(path); }
+
+nib_status nib_os_rename(const char *from, const char *to)
+{
+    return rename(from, to) < 0 ? io_error(to, "cannot rename the finished file to this name") : NIB_OK;
+}
+
+nib_status nib_os_sync_folder(const char *path)
+{
+    const int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return io_error(path, "cannot open the folder");
+    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync the folder") : NIB_OK;
+    close(fd);
+    return status;
+}
+
+nib_status nib_os_sync_parent(const char *path)
+{
+    int fd;
+    TRY(open_folder(path, &fd));
+    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync its folder") : NIB_OK;
+    close(fd);
+    return status;
+}
+
+nib_status nib_os_real_path(const char *path, char **out)
+{
+    char *real = realpath(path, NULL), *parent = NULL;
+    const char *rest = "";
+    size_t length = strlen(path);
+    if (!real && errno == ENOENT) {
+        while (length > 1 && path[length - 1] == '/')
+            length--;
+        size_t slash = length;
+        while (slash > 0 && path[slash - 1] != '/')
+            slash--;
+        parent = nib_alloc(slash + 2);
+        if (parent) {
+            memcpy(parent, slash ? path : ".", slash ? slash : 1);
+            parent[slash ? slash : 1] = '\0';
+            real = realpath(parent, NULL);
+            rest = path + slash;
+            length -= slash;
+        }
+    }
+    if (!real) {
+        const nib_status status = io_error(path, "there is no such place");
+        nib_free(parent);
+        return status;
+    }
+    const size_t room = strlen(real) + length + 2;
+    char *copy = nib_alloc(room);
+    if (copy)
+        snprintf(copy, room, "%s%s%.*s", real, *rest && strcmp(real, "/") != 0 ? "/" : "", (int)(*rest ? length : 0),
+                 rest);
+    nib_free(parent);
+    free(real);
+    if (!copy)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its name", path);
+    *out = copy;
+    return NIB_OK;
+}
+
+int nib_os_processors(void)
+{
+    const long count = sysconf(_SC_NPROCESSORS_ONLN);
+    return count < 1 ? 1 : count > 1024 ? 1024 : (int)count;
+}

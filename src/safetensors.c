@@ -412,6 +412,8 @@ nib_status nib_file_metadata_entry(const nib_file *file, size_t index, const cha
     return NIB_OK;
 }
 
+uint64_t nib_file_data_begin(const nib_file *file) { return NIB_SAFETENSORS_LENGTH_BYTES + file->header_bytes; }
+
 nib_status nib_file_read(const nib_file *file, size_t index, uint64_t offset, void *out, size_t bytes)
 {
     NIB_REQUIRE(file);

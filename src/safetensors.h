@@ -21,12 +21,18 @@ enum { NIB_SAFETENSORS_LENGTH_BYTES = 8 };
 const char *nib_file_path(const nib_file *file);
 const char *nib_writer_path(const nib_writer *writer);
 
+/* Where its data begins in the file. */
+NIB_PRIVATE uint64_t nib_file_data_begin(const nib_file *file);
+
 /* A value that was given to the writer, or NULL. */
 const char *nib_writer_metadata_value(const nib_writer *writer, const char *key);
 
 /* Bytes of a tensor, or the reason why there is no such number. Dims are multiplied from the left and may not overflow
  * on the way to a later 0, as in the reference. */
 const char *nib_safetensors_bytes(nib_dtype dtype, const int64_t *shape, size_t rank, uint64_t *bytes);
+
+/* The reference puts wide dtypes first, so that every tensor is aligned: descending ranks, then names. */
+NIB_PRIVATE int nib_safetensors_rank(nib_dtype dtype);
 
 /* A path in memory of its own; NULL without memory. */
 char *nib_safetensors_copy_path(const char *path);

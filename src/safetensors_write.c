@@ -7,17 +7,13 @@
 #include <stdio.h>
 
 #include "os.h"
-
-struct span {
-    uint64_t begin, end;
-};
+#include "spans.h"
 
 struct declared {
     uint64_t begin, bytes; /* begin counts from the start of the data, once the header is laid out */
     uint32_t dims, rank;
     nib_dtype dtype;
-    struct span *written; /* sorted, and neither overlapping nor touching: one whole span when complete */
-    size_t spans, spans_capacity;
+    struct nib_spans written;
 };
 
 struct nib_writer {
@@ -181,8 +177,8 @@ nib_status nib_writer_declare(nib_writer *writer, const char *name, nib_dtype dt
     return NIB_OK;
 }
 
-/* The reference puts wide dtypes first, so that every tensor is aligned; this is its enum. */
-static int dtype_rank(nib_dtype dtype)
+/* This is the reference's enum. */
+int nib_safetensors_rank(nib_dtype dtype)
 {
     static const uint8_t ranks[NIB_DTYPE_COUNT] = {
         [NIB_BOOL] = 0, [NIB_E2M1] = 1, [NIB_E2M3] = 2,  [NIB_E3M2] = 3,     [NIB_U8] = 4,        [NIB_I8] = 5,
@@ -237,7 +233,7 @@ static bool lay_out(nib_writer *writer, struct nib_text *text)
     for (int rank = NIB_DTYPE_COUNT - 1; rank >= 0; rank--)
         for (size_t i = 0; fits && i < order->n; i++) {
             struct declared *tensor = &writer->tensors[order->ids[i]];
-            if (dtype_rank(tensor->dtype) != rank)
+            if (nib_safetensors_rank(tensor->dtype) != rank)
                 continue;
             tensor->begin = begin;
             begin += tensor->bytes;
@@ -283,29 +279,6 @@ static nib_status begin_writing(nib_writer *writer)
     return status;
 }
 
-/* Note that a tensor's bytes begin..end-1 are written: one span takes the place of all that it touches. There must be
- * room for one more. */
-static void note_written(struct declared *tensor, uint64_t begin, uint64_t end)
-{
-    size_t first = 0, last = tensor->spans;
-    while (first < last) { /* the first span that does not end before `begin` */
-        const size_t middle = first + (last - first) / 2;
-        if (tensor->written[middle].end < begin)
-            first = middle + 1;
-        else
-            last = middle;
-    }
-    for (last = first; last < tensor->spans && tensor->written[last].begin <= end; last++) {
-        if (tensor->written[last].begin < begin)
-            begin = tensor->written[last].begin;
-        if (tensor->written[last].end > end)
-            end = tensor->written[last].end;
-    }
-    memmove(tensor->written + first + 1, tensor->written + last, (tensor->spans - last) * sizeof *tensor->written);
-    tensor->written[first] = (struct span){ begin, end };
-    tensor->spans = tensor->spans - (last - first) + 1;
-}
-
 nib_status nib_writer_write(nib_writer *writer, const char *name, uint64_t offset, const void *data, size_t bytes)
 {
     NIB_REQUIRE(writer);
@@ -327,12 +300,10 @@ nib_status nib_writer_write(nib_writer *writer, const char *name, uint64_t offse
     if (bytes == 0)
         return NIB_OK;
     /* Room first: what is on disk must not fail to be noted. */
-    struct span *written = nib_grow(tensor->written, &tensor->spans_capacity, tensor->spans + 1, sizeof *written);
-    if (!written)
+    if (!nib_spans_reserve(&tensor->written))
         return nib_safetensors_no_memory(writer->path);
-    tensor->written = written;
     TRY(write_bytes(writer, writer->data_begin + tensor->begin + offset, data, bytes));
-    note_written(tensor, offset, offset + bytes);
+    nib_spans_add(&tensor->written, offset, offset + bytes);
     return NIB_OK;
 }
 
@@ -342,16 +313,12 @@ static nib_status check_complete(const nib_writer *writer)
         return nib_fail(NIB_ERR_IO, "%s: not committed, because an earlier write failed", writer->path);
     for (size_t i = 0; i < writer->names.order.n; i++) {
         const struct declared *tensor = &writer->tensors[i];
-        const struct span *span = tensor->written;
-        if (tensor->bytes == 0 || (tensor->spans && span->begin == 0 && span->end == tensor->bytes))
+        struct nib_span gap;
+        if (!nib_spans_gap(&tensor->written, tensor->bytes, &gap))
             continue;
-        const bool late = !tensor->spans || span->begin > 0; /* the gap is before the first span */
-        const uint64_t begin = late ? 0 : span->end;
-        const uint64_t end =
-            late ? (tensor->spans ? span->begin : tensor->bytes) : (tensor->spans > 1 ? span[1].begin : tensor->bytes);
         return nib_fail(NIB_ERR_ARG, "%s: tensor %s: bytes %llu to %llu of %llu were never written", writer->path,
-                        nib_quote(nib_names_get(&writer->names, (uint32_t)i)).text, (unsigned long long)begin,
-                        (unsigned long long)end, (unsigned long long)tensor->bytes);
+                        nib_quote(nib_names_get(&writer->names, (uint32_t)i)).text, (unsigned long long)gap.begin,
+                        (unsigned long long)gap.end, (unsigned long long)tensor->bytes);
     }
     return NIB_OK;
 }
@@ -392,7 +359,7 @@ void nib_writer_destroy(nib_writer *writer)
         return;
     abandon(writer);
     for (size_t i = 0; i < writer->names.order.n; i++)
-        nib_free(writer->tensors[i].written);
+        nib_spans_free(&writer->tensors[i].written);
     nib_free(writer->tensors);
     nib_free(writer->dims);
     nib_names_free(&writer->names);

@@ -48,4 +48,10 @@ void nib_tensor_drop(nib_tensor *t, nib_copy copy);
  * view with half of it. They become the tensor's own. */
 nib_status nib_tensor_unshare(nib_tensor *t, nib_copy copy);
 
+/* The rule of nib_mxfp4_to_nvfp4 for blocks of 32 of a weight that is converted piece by piece (convert.c): the decode
+ * scale for the largest block scale that has something in it (0: none has), and the blocks under it. No NaNs. */
+NIB_PRIVATE float nib_mxfp4_decode_scale(float largest);
+NIB_PRIVATE void nib_mxfp4_to_nvfp4_blocks(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float g,
+                                           uint8_t *out_codes, uint8_t *out_scales);
+
 #endif

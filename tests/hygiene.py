@@ -14,7 +14,7 @@ BUILD = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else os.path.join(ROOT
 # A file of src/ may include headers of its own rank or below. Files in src/x86 and src/arm are kernels.
 RANK = {
     "base": 0, "os": 0, "comm": 0,
-    "codec": 1, "philox": 1, "json": 1, "reference": 1,
+    "codec": 1, "philox": 1, "json": 1, "spans": 1, "reference": 1,
     "dialect": 2, "format": 2, "safetensors": 2, "safetensors_write": 2,
     "kernels": 3, "kernels_any": 3, "kernels_scalar": 3, "simd": 3, "simd_panels": 3,
     "simd_any": 3, "simd_transpose": 3,
@@ -27,7 +27,7 @@ RANK = {
 ONLY = {
     "json": {"base", "os", "json"},
     "safetensors": {"base", "os", "json", "safetensors"},
-    "safetensors_write": {"base", "os", "json", "safetensors"},
+    "safetensors_write": {"base", "os", "json", "spans", "safetensors"},
 }
 # What a library must not do by itself: print, exit, abort.
 FORBIDDEN = {"printf", "fprintf", "vprintf", "vfprintf", "puts", "fputs", "putchar", "perror", "__printf_chk", "__fprintf_chk",
@@ -86,8 +86,10 @@ SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".py", ".sh", ".cmake", "
            or os.path.basename(n) in ("CMakeLists.txt", "Makefile")]
 TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" not in read(n)]
 HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n) and n != "include/nib_mpi.h"]
+CHECKPOINT_HEADER = "include/nib_checkpoint.h"
 MPI_HEADER = "include/nib_mpi.h"  # the only one that needs more than libc
 LIBRARY = [n for n in FILES if re.fullmatch(r"src/(\w+/)?\w+\.[ch]", n)]
+CHECKPOINT = [n for n in FILES if re.fullmatch(r"checkpoint/\w+\.[ch]", n)]
 
 
 def lines_matching(names, pattern):
@@ -152,6 +154,13 @@ def check_includes():
                 if not any(os.path.exists(os.path.join(ROOT, place, header)) for place in ("include", os.path.dirname(name))):
                     faults.append(f"{name} may not include {header}")
     check("tools and examples use only include/", faults)
+
+    # A library above the core: its own headers, and of the core those whose functions are exported for it.
+    lower = {"base.h", "os.h", "json.h", "spans.h", "codec.h"}
+    check("includes of checkpoint/ go down the layers",
+          [f"{name} may not include {header}" for name in CHECKPOINT
+           for header in re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M)
+           if header not in lower and not any(os.path.exists(os.path.join(ROOT, place, header)) for place in ("include", "checkpoint"))])
     check("no switch on a format outside src/format.c",
           lines_matching([n for n in FILES if n.endswith((".c", ".h")) and n != "src/format.c"], r"switch *\(.*format"))
 
@@ -161,7 +170,7 @@ def check_format():
     version = re.search(r"version (\d+)", run(program, "--version")[1]) if program else None
     if not version or version[1] != CLANG_FORMAT:
         return skip("clang-format", f"needs version {CLANG_FORMAT}, here is {version[1] if version else 'none'}")
-    names = [n for n in FILES if re.match(r"(include|src|mpi|bench|tools|examples)/.*\.[ch]$", n)]
+    names = [n for n in FILES if re.match(r"(include|src|checkpoint|mpi|bench|tools|examples)/.*\.[ch]$", n)]
     check("clang-format (make format)", [n for n in names if not run(program, "--dry-run", "-Werror", n)[0]])
 
 
@@ -170,7 +179,8 @@ def check_format():
 
 def symbols(path, *options):
     output = subprocess.run(["nm", *options, path], stdout=subprocess.PIPE, check=True).stdout.decode()
-    return {line.split()[-1].split("@")[0] for line in output.splitlines() if line and not line.endswith(":")}
+    return {line.split()[-1].split("@")[0] for line in output.splitlines()
+            if line and not line.endswith(":") and " A NIB_" not in line}  # these are names of versions
 
 
 def check_headers():
@@ -200,11 +210,16 @@ def check_mpi():
 
 
 def check_symbols():
-    declared = set()
+    declared, of_checkpoints = set(), set()
     for name in HEADERS:
         text = re.sub(r"/\*.*?\*/|^ *#.*?$", "", read(name).decode(), flags=re.S | re.M)
-        declared |= set(re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", text))
-    exported = symbols(os.path.join(BUILD, "libnib.so"), "-D", "--defined-only")
+        (of_checkpoints if name == CHECKPOINT_HEADER else declared).update(
+            re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", text))
+    exported = symbols(os.path.join(BUILD, "libnib_checkpoint.so"), "-D", "--defined-only")
+    check("libnib_checkpoint.so exports what nib_checkpoint.h declares", sorted(of_checkpoints ^ exported))
+    private = {name for n in LIBRARY if n.endswith(".h")
+               for name in re.findall(r"^NIB_PRIVATE .*?\b(nib_\w+)[\[(]", read(n).decode(), flags=re.M)}
+    exported = symbols(os.path.join(BUILD, "libnib.so"), "-D", "--defined-only") - private
     check("libnib.so exports what the headers declare",
           [f"declared, not exported: {s}" for s in sorted(declared - exported)]
           + [f"exported, not declared: {s}" for s in sorted(exported - declared)])
@@ -214,6 +229,10 @@ def check_symbols():
     check("global names of libnib.a begin with nib_",
           sorted(s for s in symbols(archive, "-g", "--defined-only") if not s.startswith("nib_")))
     check("libnib.a neither prints, exits nor aborts", sorted(symbols(archive, "-u") & FORBIDDEN))
+    archive = os.path.join(BUILD, "libnib_checkpoint.a")
+    check("global names of libnib_checkpoint.a begin with nib_",
+          sorted(s for s in symbols(archive, "-g", "--defined-only") if not s.startswith("nib_")))
+    check("libnib_checkpoint.a neither prints, exits nor aborts", sorted(symbols(archive, "-u") & FORBIDDEN))
 
 
 def check_plain_build(folder):

@@ -10,6 +10,7 @@ A stage builds what it needs. A thing that cannot be had (a compiler, a Python p
 reason, except under CI=true, where that is a failure.
 """
 import argparse
+import concurrent.futures
 import glob
 import importlib.util
 import os
@@ -24,8 +25,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CI = os.environ.get("CI") == "true"
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed(?:, (\d+) skipped)?$")
 TORCH = "torch==2.13.0"
-ORACLES = ["compressed-tensors", "nvidia-modelopt", "torchao", "safetensors", "numpy", "ml_dtypes",
-           "requests"]  # modelopt imports requests without asking for it
+ORACLES = ["compressed-tensors", "nvidia-modelopt", "torchao", "safetensors", "numpy", "ml_dtypes", "transformers>=5",
+           "gguf>=0.19", "requests"]  # modelopt imports requests without asking for it
 campaign = False
 
 
@@ -305,9 +306,11 @@ def virtual_environment(folder, packages, own=False):
             shutil.rmtree(path, ignore_errors=True)
             return None, f"no virtual environment: {(output.strip().splitlines() or [''])[-1]}"
     for group in packages:
-        probe = ("import sys, importlib.metadata as m\n"
-                 "for name, _, version in (p.partition('==') for p in sys.argv[1:]):\n"
-                 "    assert m.version(name).startswith(version)")
+        probe = ("import re, sys, importlib.metadata as m\n"
+                 "numbers = lambda version: [int(n) for n in re.findall('[0-9]+', version)]\n"
+                 "for name, how, version in (re.fullmatch('([^=>]+)(==|>=|)(.*)', p).groups() for p in sys.argv[1:]):\n"
+                 "    has = m.version(name)\n"
+                 "    assert numbers(has) >= numbers(version) if how == '>=' else has.startswith(version)")
         if run([python, "-c", probe, *group])[0] == 0:
             continue
         status, output = run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *group], timeout=1500)
@@ -351,11 +354,34 @@ def stage_scripts(tally):
         run_scripts(tally, path, "tests/campaign/*.sh")
 
 
+FUZZ_SEED = "20261115"
+
+
+def fuzz_objects(folder):
+    """The libraries with what libFuzzer needs: (objects, ""), or (None, what a compiler said). The kernels of instruction sets are
+    compiled plainly: targets do not reach them, and clang takes minutes for them under sanitizers."""
+    os.makedirs(folder, exist_ok=True)
+    plain = ["clang", "-std=gnu11", "-g", "-O1", "-ffp-contract=off", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", "-c"]
+    checked = [*plain, "-fno-sanitize-recover=all", "-fsanitize=fuzzer-no-link,address,undefined"]
+    sources = [(plain, source) for source in files("src/*/*.c")] + \
+              [(checked, source) for source in [*files("src/*.c"), *files("checkpoint/*.c")]]
+    objects = [os.path.join(folder, f"{stem(source)}.o") for _, source in sources]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for status, output in pool.map(lambda pair: run([*pair[0][0], pair[0][1], "-o", pair[1]]), zip(sources, objects)):
+            if status != 0:
+                return None, output
+    return objects, ""
+
+
 def stage_fuzz(tally):
     """libFuzzer on a copy of each corpus; what it finds stays in build/fuzz/NAME."""
     seconds = os.environ.get("NIB_FUZZ_SECONDS", "600")
     if not shutil.which("clang"):
         return tally.missing("fuzz", "there is no clang")
+    objects, output = fuzz_objects(os.path.join(ROOT, "build/fuzz/objects"))
+    if not objects:
+        return tally.fail("building the libraries for fuzzing", output)
+    libraries = run(["pkg-config", "--libs", "jansson", "libpcre2-8", "libxxhash"])[1].split()
     for source in files("tests/fuzz/fuzz_*.c"):
         name = stem(source)
         folder = os.path.join(ROOT, "build/fuzz", name)
@@ -363,15 +389,21 @@ def stage_fuzz(tally):
         os.makedirs(folder + "/corpus")
         for file in files(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*"):
             shutil.copy(file, folder + "/corpus")
-        status, output = run(["clang", "-std=gnu11", "-g", "-O1", "-ffp-contract=off", "-fno-sanitize-recover=all",
-                              "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Itests", source,
-                              *files("src/*.c"), *files("src/*/*.c"), "-lm", "-pthread", "-o", folder + "/run"])
+        status, output = run(["clang", "-std=gnu11", "-g", "-O1", "-fno-sanitize-recover=all",
+                              "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", source,
+                              *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
+        words = [f"-dict={file}" for file in files(f"tests/fuzz/{name}.dict")]
         if status == 0:
-            status, output = run([folder + "/run", f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
-                                  f"-artifact_prefix={folder}/", folder + "/corpus"],
+            status, output = run([folder + "/run", *words, f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
+                                  f"-seed={FUZZ_SEED}", "-print_final_stats=1", f"-artifact_prefix={folder}/", folder + "/corpus"],
                                  {"ASAN_OPTIONS": "allocator_may_return_null=1"})
         if status == 0:
             tally.ok()
+            tried = re.search(r"number_of_executed_units: (\d+)", output)
+            reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", output)
+            if tried and reached:
+                print("  {}: seed {}, {} inputs in {} s, {} edges, {} features, corpus {}".format(
+                    name, FUZZ_SEED, tried[1], seconds, *reached[-1]), flush=True)
         else:
             tally.fail(f"{name}: exit {status}, see {os.path.relpath(folder, ROOT)}", output)
 

@@ -13,8 +13,10 @@
 enum {
     MAX_OPTIONS = 32,
     LONG_BASE = 256, /* getopt_long returns this plus the option's number, whether it was short or long */
-    HELP_COLUMN = 24
+    HELP_COLUMN = 26
 };
+
+bool cli_silent;
 
 static const struct cli_option help_option = { 'h', "help", CLI_FLAG, NULL, NULL, "show this text", 0, 0 };
 
@@ -33,6 +35,8 @@ static void put_line(FILE *stream, const char *prefix, const char *format, va_li
 
 void cli_error(const char *format, ...)
 {
+    if (cli_silent)
+        return;
     va_list arguments;
     va_start(arguments, format);
     put_line(stderr, "nib: ", format, arguments);
@@ -41,6 +45,8 @@ void cli_error(const char *format, ...)
 
 void cli_print(const char *format, ...)
 {
+    if (cli_silent)
+        return;
     va_list arguments;
     va_start(arguments, format);
     put_line(stdout, "", format, arguments);
@@ -75,6 +81,46 @@ static bool take_number(const struct cli_option *option, const char *text)
     return true;
 }
 
+static bool take_item(const struct cli_command *self, const struct cli_option *option, const char *text)
+{
+    struct cli_list *list = option->value;
+    const size_t most = sizeof list->items / sizeof *list->items;
+    if (list->n == most) {
+        cli_error("%s: --%s may be given %zu times", self->name, option->name, most);
+        return false;
+    }
+    list->items[list->n++] = text;
+    return true;
+}
+
+/* Digits and one of the usual letters: K, M, G, T are powers of 1000, Ki and so on of 1024. */
+static bool take_bytes(const char *text, uint64_t *value)
+{
+    static const char letters[] = "KMGT";
+    uint64_t number = 0;
+    const char *p = text;
+    for (; *p >= '0' && *p <= '9'; p++) {
+        if (number > (UINT64_MAX - 9) / 10)
+            return false;
+        number = number * 10 + (uint64_t)(*p - '0');
+    }
+    if (p == text)
+        return false;
+    const char *const letter = *p ? strchr(letters, *p) : NULL;
+    const bool binary = letter && p[1] == 'i';
+    if (letter)
+        p += binary ? 2 : 1;
+    if (*p == 'B')
+        p++;
+    for (const char *power = letters; letter && power <= letter; power++) {
+        if (number > UINT64_MAX / 1024)
+            return false;
+        number *= binary ? 1024 : 1000;
+    }
+    *value = number;
+    return !*p && number > 0;
+}
+
 static bool take(const struct cli_command *self, const struct cli_option *option, const char *text)
 {
     switch (option->kind) {
@@ -84,6 +130,13 @@ static bool take(const struct cli_command *self, const struct cli_option *option
     case CLI_TEXT:
         *(const char **)option->value = text;
         return true;
+    case CLI_LIST:
+        return take_item(self, option, text);
+    case CLI_BYTES:
+        if (take_bytes(text, option->value))
+            return true;
+        cli_error("%s: --%s takes a size such as 512M or 5G, not '%s'", self->name, option->name, text);
+        return false;
     case CLI_NUMBER:
         if (take_number(option, text))
             return true;
@@ -141,7 +194,8 @@ enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_optio
         }
         const int number = got >= LONG_BASE ? got - LONG_BASE : find_letter(options, count, got);
         if (number == count - 1) {
-            show_help(self, options);
+            if (!cli_silent)
+                show_help(self, options);
             return CLI_HELPED;
         }
         if (!take(self, &options[number], optarg))

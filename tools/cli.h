@@ -35,7 +35,15 @@ struct cli_command {
 enum cli_kind {
     CLI_FLAG,  /* *(bool *)value becomes true */
     CLI_TEXT,  /* *(const char **)value */
+    CLI_LIST,  /* *(struct cli_list *)value: may be given again and again */
+    CLI_BYTES, /* *(uint64_t *)value: a size such as 512M or 5G */
     CLI_NUMBER /* *(int32_t *)value, from low to high */
+};
+
+/* What an option was given, in order. */
+struct cli_list {
+    const char *items[256];
+    size_t n;
 };
 
 struct cli_option {
@@ -57,6 +65,12 @@ enum cli_parsed {
 /* Read the options of a command; every command also has -h, --help. Options and operands may be mixed. */
 enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_option *options, int argc, char **argv,
                           int *first);
+
+/* The whole tool: a command is found and run. Returns the exit code. */
+int cli_main(int argc, char **argv);
+
+/* Of several processes that do the same together, one speaks. */
+extern bool cli_silent;
 
 /* A line `nib: ...` on stderr. Names in it may come from hostile files: control characters are replaced. */
 void cli_error(const char *format, ...) CLI_FORMAT(1, 2);

@@ -25,10 +25,8 @@ static const struct cli_command version_command = { "version", "", "say which ve
                                                     "Print the version of the library.\n", run_version };
 
 static const struct cli_command *const commands[] = {
-    &cli_conform,
-    &cli_bench,
-    &version_command,
-    &help_command,
+    &cli_quantize,   &cli_convert, &cli_check, &cli_repair,      &cli_inspect,  &cli_compare,
+    &cli_dequantize, &cli_conform, &cli_bench, &version_command, &help_command,
 };
 
 enum { COMMANDS = sizeof commands / sizeof *commands };
@@ -136,7 +134,7 @@ static enum cli_exit finish(enum cli_exit result)
     return CLI_FAILED;
 }
 
-int main(int argc, char **argv)
+int cli_main(int argc, char **argv)
 {
     hold_standard_descriptors();
     signal(SIGPIPE, SIG_IGN); /* a reader that went away is a write error like any other */

@@ -25,7 +25,7 @@ fail() {
 has() { grep -qF -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
 empty() { [ ! -s "$work/$1" ] || fail "std$1 should be empty"; }
 
-commands="conform bench version help"
+commands="quantize convert check repair inspect compare dequantize conform bench version help"
 
 run 2 "$NIB"
 empty out
@@ -55,7 +55,7 @@ done
 
 run 2 "$NIB" bogus
 empty out
-has err "nib: there is no command 'bogus'; the commands are conform, bench, version, help"
+has err "nib: there is no command 'bogus'; the commands are quantize, convert, check, repair, inspect, compare, dequantize, conform, bench, version, help"
 run 2 "$NIB" help bogus
 empty out
 has err "nib: there is no command 'bogus'"

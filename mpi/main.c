@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * main.c - nib-mpi: the tool on several ranks that see the same files. Commands that write a checkpoint divide the work;
+ * the others are done by rank 0.
+ */
+#include <string.h>
+
+#include "cli.h"
+#include "nib_mpi.h"
+#include "run_plan.h"
+
+static bool is_shared(const char *command)
+{
+    static const char *const shared[] = { "quantize", "convert", "dequantize", "repair" };
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++)
+        if (strcmp(command, shared[i]) == 0)
+            return true;
+    return false;
+}
+
+static int run_shared(int argc, char **argv)
+{
+    nib_comm *comm = NULL;
+    if (nib_comm_mpi_create(MPI_COMM_WORLD, &comm)) {
+        cli_error("the ranks cannot talk to each other over MPI");
+        return CLI_FAILED;
+    }
+    run_comm = comm;
+    cli_silent = comm->rank != 0;
+    int result = cli_main(argc, argv);
+    /* Ranks that wait for the first meeting of the run must hear of one that will not come. */
+    if (!run_entered && comm->agree(comm->context, result == CLI_FINE ? NIB_OK : NIB_ERR_ARG, 0))
+        result = CLI_FAILED;
+    nib_comm_mpi_destroy(comm);
+    return result;
+}
+
+int main(int argc, char **argv)
+{
+    int rank = 0;
+    if (MPI_Init(&argc, &argv) != MPI_SUCCESS)
+        return CLI_FAILED;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    int result = CLI_FINE;
+    if (argc > 1 && is_shared(argv[1]))
+        result = run_shared(argc, argv);
+    else if (rank == 0)
+        result = cli_main(argc, argv);
+    MPI_Finalize();
+    return result;
+}

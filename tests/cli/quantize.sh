@@ -1,0 +1,168 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# nib quantize, convert, dequantize: what they print and write, what they refuse, and what is left after a failure.
+set -u
+NIB=${NIB:?the path of the tool}
+BUILD=${BUILD:?the build folder}
+work=$(mktemp -d)
+mounted=
+trap 'if [ -n "$mounted" ]; then umount "$mounted"; fi; rm -rf "$work"' EXIT
+failures=0
+
+# run STATUS COMMAND...: runs it into $work/out and $work/err and compares the exit status.
+run() {
+    local expected=$1 status=0
+    shift
+    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
+    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
+}
+
+fail() {
+    echo "FAILED: $1" | cat -v
+    sed "s/^/    out: /" "$work/out" | cat -v
+    sed "s/^/    err: /" "$work/err" | cat -v
+    failures=$((failures + 1))
+}
+
+has() { grep -qF -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
+empty() { [ ! -s "$work/$1" ] || fail "std$1 should be empty"; }
+absent() { [ ! -e "$1" ] || fail "$1 should not be there"; }
+same() { diff -r "$1" "$2" >"$work/out" 2>&1 || fail "$1 and $2 differ"; }
+json() { python3 -c "import json, sys; d = json.load(open('$work/out')); sys.exit(not ($1))" || fail "not in the JSON: $1"; }
+
+"$BUILD/examples/make_checkpoint" --family demo --layers 2 --shards 2 "$work/in" || exit 1
+
+# ---- What is printed
+run 0 "$NIB" quantize "$work/in" "$work/ct"
+has out "quantised"
+has out "bits per weight"
+has out "kept: an embedding"
+empty err
+run 0 "$NIB" quantize -q "$work/in" "$work/again"
+empty out
+empty err
+same "$work/ct" "$work/again"
+run 0 "$NIB" quantize -v --dry-run "$work/in" "$work/dry"
+has out "would be quantised"
+has out "scale of"
+absent "$work/dry"
+run 0 "$NIB" quantize --json --dry-run "$work/in" "$work/dry"
+json "d['dry_run'] and d['bytes_out'] == sum(__import__('os').path.getsize(f) for f in __import__('glob').glob('$work/ct/*.safetensors'))"
+json "len(d['rows']) == d['weights'] and d['changed'] + d['kept'] == d['weights']"
+for command in quantize convert dequantize; do
+    run 0 "$NIB" "$command" --help
+    has out "Examples:"
+    has out "--resume"
+done
+
+# ---- Servers
+run 0 "$NIB" quantize -q --for sglang "$work/in" "$work/sglang"
+grep -q MIXED_PRECISION "$work/sglang/config.json" || fail "no portable form for SGLang"
+run 0 "$NIB" quantize -q --for trtllm "$work/in" "$work/trt"
+grep -q '"NVFP4"' "$work/trt/hf_quant_config.json" || fail "not NVFP4 for TensorRT-LLM"
+run 2 "$NIB" quantize --for sglang --format compressed-tensors --scheme nvfp4a16 "$work/in" "$work/x"
+has err "sglang cannot load that"
+run 2 "$NIB" quantize --for llama.cpp --format gguf "$work/in" "$work/x"
+has err "convert_hf_to_gguf.py"
+run 2 "$NIB" quantize --for transformers --format modelopt "$work/in" "$work/x"
+has err "transformers does not load modelopt"
+run 2 "$NIB" quantize --for transformers "$work/in" "$work/x"
+has err "experts"
+run 2 "$NIB" quantize --for nobody "$work/in" "$work/x"
+has err "--for takes vllm"
+
+# ---- Refusals; nothing is left
+run 2 "$NIB" quantize "$work/in"
+has err "an input and an output"
+run 2 "$NIB" quantize --scale best "$work/in" "$work/x"
+has err "rtn, 4over6, sweep"
+run 2 "$NIB" quantize --max-memory lots "$work/in" "$work/x"
+has err "a size such as 512M"
+run 2 "$NIB" quantize --dialect modelopt --scale sweep "$work/in" "$work/x"
+has err "--scale"
+run 2 "$NIB" quantize "$work/nothing" "$work/x"
+has err "$work/nothing"
+run 2 "$NIB" quantize "$work/in" "$work/in/x"
+has err "within the input"
+run 2 "$NIB" quantize "$work/ct" "$work/x"
+has err "nib convert"
+run 2 "$NIB" convert "$work/ct" "$work/x"
+has err "--format"
+run 2 "$NIB" dequantize --dtype int8 "$work/ct" "$work/x"
+has err "bf16, f16 or f32"
+absent "$work/x"
+run 2 "$NIB" quantize "$work/in" "$work/ct"
+has err "--force replaces it"
+run 0 "$NIB" quantize -q --force "$work/in" "$work/ct"
+same "$work/ct" "$work/again"
+
+# ---- There and back
+run 0 "$NIB" convert -q --format modelopt "$work/ct" "$work/mo"
+run 0 "$NIB" convert -q --format compressed-tensors "$work/mo" "$work/back"
+run 0 "$NIB" dequantize -q --dtype f32 "$work/ct" "$work/plain"
+run 0 "$NIB" dequantize -q --dtype f32 "$work/back" "$work/plain2"
+for folder in plain plain2; do # provenance has other hashes
+    python3 - "$work/$folder" <<'PYTHON' >"$work/$folder.data"
+import glob, json, struct, sys, hashlib
+for path in sorted(glob.glob(sys.argv[1] + "/*.safetensors")):
+    data = open(path, "rb").read()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:8 + size])
+    for name, entry in sorted(header.items()):
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            print(name, entry["dtype"], entry["shape"], hashlib.sha256(data[8 + size + begin:8 + size + end]).hexdigest())
+PYTHON
+done
+same "$work/plain.data" "$work/plain2.data"
+
+# ---- Interrupted: nothing is left, or what --resume needs
+"$BUILD/examples/make_checkpoint" --hidden 1024 --intermediate 2816 --layers 6 "$work/large" || exit 1
+interrupt() { # OUT OPTION...: SIGINT once it has begun
+    local out=$1
+    shift
+    "$NIB" quantize -t 1 "$@" "$work/large" "$out" >"$work/out" 2>"$work/err" </dev/null &
+    local process=$!
+    for _ in $(seq 200); do
+        if [ -e "$out/.nib-partial" ]; then break; fi
+        sleep 0.01
+    done
+    kill -INT $process
+    wait $process
+}
+set -m # a background process of a script ignores SIGINT otherwise
+interrupt "$work/int" && fail "an interrupted run says that it is done"
+has err "stopped"
+absent "$work/int"
+interrupt "$work/int" --resume && fail "an interrupted run says that it is done"
+has err "--resume goes on"
+[ -d "$work/int/.nib-partial" ] || fail "nothing is left for a resume"
+run 2 "$NIB" quantize "$work/large" "$work/int"
+has err "--resume goes on with it"
+run 0 "$NIB" quantize -q --resume "$work/large" "$work/int"
+run 0 "$NIB" quantize -q "$work/large" "$work/undisturbed"
+same "$work/int" "$work/undisturbed"
+set +m
+
+# ---- A disk that is full, and one that may not be written
+before=$(cd "$work/large" && cksum ./*)
+mkdir "$work/disk"
+if mount -t tmpfs -o size=8M tmpfs "$work/disk" 2>/dev/null; then
+    mounted=$work/disk
+    run 2 "$NIB" quantize "$work/large" "$work/disk/out"
+    has err "No space left on device"
+    [ "$(ls "$work/disk/out")" = "" ] || fail "something has a final name on the full disk"
+    mount -o remount,size=512M "$work/disk"
+    run 0 "$NIB" quantize -q --resume "$work/large" "$work/disk/out"
+    same "$work/disk/out" "$work/undisturbed"
+    mount -o remount,ro "$work/disk"
+    run 2 "$NIB" quantize "$work/large" "$work/disk/other"
+    has err "Read-only file system"
+    umount "$work/disk" && mounted=
+else
+    echo "no tmpfs could be mounted: the full disk is left out"
+fi
+[ "$before" = "$(cd "$work/large" && cksum ./*)" ] || fail "the input was touched"
+
+[ "$failures" = 0 ] || exit 1
+echo "all fine"

@@ -1,0 +1,1034 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_run.c - plans and their runs: every byte of the output against the library's own quantisation of the whole
+ * matrix; the same bytes for any threads, memory and ranks; and what is left after everything that can go wrong.
+ */
+#define _GNU_SOURCE
+#include "test_folder.h"
+
+#include "checkpoint.h"
+#include "os.h"
+#include "team.h"
+
+#include <errno.h>
+#include <math.h>
+#include <sys/stat.h>
+
+/* ---- Folders ---- */
+
+static void remove_all(void) { (void)nib_os_remove_folder(folder); }
+
+static const char *at(const char *name)
+{
+    static char paths[32][200];
+    static int next;
+    if (!folder[0]) {
+        make_folder();
+        atexit(remove_all);
+    }
+    char *path = paths[next++ % 32];
+    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
+    return path;
+}
+
+static void put_text(const char *path, const char *text)
+{
+    FILE *file = fopen(path, "wb");
+    CHECK(file && fwrite(text, 1, strlen(text), file) == strlen(text));
+    if (file)
+        fclose(file);
+}
+
+static char *get_file(const char *path, size_t *bytes)
+{
+    FILE *file = fopen(path, "rb");
+    char *text = NULL;
+    *bytes = 0;
+    if (!file)
+        return NULL;
+    fseek(file, 0, SEEK_END);
+    const long size = ftell(file);
+    rewind(file);
+    text = malloc((size_t)size + 1);
+    *bytes = fread(text, 1, (size_t)size, file);
+    text[*bytes] = '\0';
+    fclose(file);
+    return text;
+}
+
+static bool file_has(const char *path, const char *words)
+{
+    size_t bytes;
+    char *text = get_file(path, &bytes);
+    const bool has = text && memmem(text, bytes, words, strlen(words));
+    free(text);
+    return has;
+}
+
+static bool same_file(const char *a, const char *b)
+{
+    size_t n, m;
+    char *x = get_file(a, &n), *y = get_file(b, &m);
+    const bool same = x && y && n == m && memcmp(x, y, n) == 0;
+    free(x);
+    free(y);
+    return same;
+}
+
+/* Names in a folder; -1 where there is none. */
+static int entries(const char *path)
+{
+    int n = 0;
+    DIR *listing = opendir(path);
+    if (!listing)
+        return -1;
+    for (struct dirent *item; (item = readdir(listing));)
+        n += strcmp(item->d_name, ".") != 0 && strcmp(item->d_name, "..") != 0;
+    closedir(listing);
+    return n;
+}
+
+static void check_same_folder(const char *a, const char *b)
+{
+    char x[512], y[512];
+    DIR *listing = opendir(a);
+    CHECK_THAT(listing && entries(a) == entries(b), "%s has %d entries, %s has %d", a, entries(a), b, entries(b));
+    if (!listing)
+        return;
+    for (struct dirent *item; (item = readdir(listing));) {
+        if (item->d_name[0] == '.' && strcmp(item->d_name, ".nib-partial") != 0)
+            continue;
+        snprintf(x, sizeof x, "%s/%s", a, item->d_name);
+        snprintf(y, sizeof y, "%s/%s", b, item->d_name);
+        CHECK_THAT(same_file(x, y), "%s and %s differ", x, y);
+    }
+    closedir(listing);
+}
+
+static const char *fresh(const char *name)
+{
+    const char *path = at(name);
+    CHECK_OK(nib_os_remove_folder(path));
+    return path;
+}
+
+/* ---- A model ---- */
+
+struct item {
+    const char *name;
+    nib_dtype dtype;
+    int rank;
+    int64_t shape[4];
+    float sigma; /* 0: ones */
+};
+
+static size_t elements_of(const struct item *item)
+{
+    size_t n = 1;
+    for (int i = 0; i < item->rank; i++)
+        n *= (size_t)item->shape[i];
+    return n;
+}
+
+static void put_tensors(const char *path, const struct item *items, size_t n)
+{
+    nib_writer *writer = NULL;
+    CHECK_OK(nib_writer_create(path, &writer));
+    for (size_t i = 0; i < n; i++)
+        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
+    for (size_t i = 0; i < n; i++) {
+        const size_t count = elements_of(&items[i]), bytes = count * (size_t)nib_dtype_bits(items[i].dtype) / 8;
+        float *x = malloc(count * sizeof *x);
+        void *data = malloc(bytes);
+        for (size_t j = 0; j < count; j++)
+            x[j] = items[i].sigma > 0 ? items[i].sigma * test_normal() : 1;
+        if (items[i].dtype == NIB_I64)
+            memset(data, 0xA5, bytes);
+        else
+            CHECK_OK(nib_encode(items[i].dtype, x, count, data));
+        CHECK_OK(nib_writer_write(writer, items[i].name, 0, data, bytes));
+        free(x);
+        free(data);
+    }
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+}
+#define PUT(path, ...) \
+    put_tensors(path, (struct item[]){ __VA_ARGS__ }, sizeof((struct item[]){ __VA_ARGS__ }) / sizeof(struct item))
+
+enum { H = 64, I = 144, V = 40 };
+#define LAYER "model.layers.0."
+
+/* q and k in different files, and a weight that is much larger than its sisters. */
+static void make_model(const char *path)
+{
+    char name[256];
+    CHECK_OK(nib_os_remove_folder(path));
+    CHECK(mkdir(path, 0777) == 0);
+    snprintf(name, sizeof name, "%s/model-00001-of-00002.safetensors", path);
+    PUT(name, { "model.embed_tokens.weight", NIB_BF16, 2, { V, H }, 1 },
+        { LAYER "self_attn.q_proj.weight", NIB_BF16, 2, { H, H }, 0.02f },
+        { LAYER "self_attn.v_proj.weight", NIB_BF16, 2, { 48, H }, 0.01f },
+        { LAYER "mlp.gate_proj.weight", NIB_BF16, 2, { I, H }, 0.02f },
+        { LAYER "mlp.odd.weight", NIB_BF16, 2, { 8, 24 }, 0.02f },
+        { LAYER "input_layernorm.weight", NIB_BF16, 1, { H }, 0 });
+    snprintf(name, sizeof name, "%s/model-00002-of-00002.safetensors", path);
+    PUT(name, { "lm_head.weight", NIB_BF16, 2, { V, H }, 0.05f },
+        { LAYER "self_attn.k_proj.weight", NIB_BF16, 2, { 48, H }, 0.2f },
+        { LAYER "self_attn.k_proj.bias", NIB_BF16, 1, { 48 }, 0.2f },
+        { LAYER "mlp.up_proj.weight", NIB_BF16, 2, { I, H }, 0.3f },
+        { LAYER "mlp.down_proj.weight", NIB_F32, 2, { H, I }, 0.02f }, { "counter", NIB_I64, 1, { 8 }, 0 });
+    snprintf(name, sizeof name, "%s/config.json", path);
+    put_text(name, "{\"model_type\": \"llama\", \"hidden_size\": 64, \"rms_norm_eps\": 1e-05, \"rope_theta\": 10000.0, "
+                   "\"torch_dtype\": \"bfloat16\"}");
+    snprintf(name, sizeof name, "%s/tokenizer.json", path);
+    put_text(name, "{}");
+    snprintf(name, sizeof name, "%s/pytorch_model.bin", path);
+    put_text(name, "pickled");
+}
+
+static nib_checkpoint *open_good(const char *path)
+{
+    nib_checkpoint *c = NULL;
+    CHECK_OK(nib_checkpoint_open(path, &c));
+    return c;
+}
+
+static nib_plan *plan_quantize(const nib_checkpoint *in, const nib_quantize_options *options)
+{
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_quantize(in, options, &plan));
+    return plan;
+}
+
+/* From folder to folder, all defaults but these. */
+static nib_status quantize(const char *in, const char *out, const nib_quantize_options *options,
+                           const nib_run_options *run, const nib_job *job)
+{
+    nib_checkpoint *c = NULL;
+    nib_plan *plan = NULL;
+    nib_status status = nib_checkpoint_open(in, &c);
+    if (!status)
+        status = nib_plan_quantize(c, options, &plan);
+    if (!status)
+        status = nib_plan_run(plan, out, run, job);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+    return status;
+}
+
+static nib_quantize_options with(nib_packing packing)
+{
+    nib_quantize_options options;
+    nib_quantize_options_init(&options);
+    options.packing = packing;
+    return options;
+}
+
+/* ---- Against the library itself ---- */
+
+static void *read_tensor(const nib_checkpoint *c, const char *name, const struct nib_ck_tensor **t)
+{
+    const uint32_t id = nib_ck_find_tensor(c, name);
+    CHECK_THAT(id != NIB_NONE, "there is no tensor %s", name);
+    if (id == NIB_NONE)
+        return NULL;
+    *t = &c->tensors[id];
+    void *bytes = malloc((*t)->bytes + 1);
+    CHECK_OK(nib_ck_read(c, id, 0, bytes, (*t)->bytes));
+    return bytes;
+}
+
+/* The codes and scales of a weight in `out` are those of the whole matrix quantised with the group's amax. */
+static void check_quantized(const nib_checkpoint *in, const nib_checkpoint *out, const char *name,
+                            const nib_quantizer *q, float amax)
+{
+    size_t a, b;
+    nib_weight facts = { .bytes = sizeof facts }, made = { .bytes = sizeof made };
+    CHECK_OK(nib_checkpoint_find_weight(in, name, &a));
+    CHECK_OK(nib_checkpoint_find_weight(out, name, &b));
+    CHECK_OK(nib_checkpoint_get_weight(in, a, &facts));
+    CHECK_OK(nib_checkpoint_get_weight(out, b, &made));
+    CHECK(facts.rows == made.rows && facts.cols == made.cols);
+    const int64_t rows = facts.rows, cols = facts.cols, blocks = cols / 16, shape[2] = { rows, cols };
+    void *x = malloc((size_t)(rows * cols) * 4);
+    uint8_t *codes = malloc((size_t)(rows * cols / 2)), *scales = malloc((size_t)(rows * blocks));
+    nib_array view, part;
+    nib_tensor *t = NULL;
+    CHECK_OK(nib_array_init(&view, x, facts.dtype, 2, shape));
+    CHECK_OK(nib_checkpoint_read_rows(in, a, 0, rows, &view));
+    CHECK_OK(nib_checkpoint_read_codes(out, b, 0, rows, codes, scales));
+    CHECK_OK(nib_quantize(q, &view, &(nib_given){ .bytes = sizeof(nib_given), .amax = { &amax, NULL } }, &t));
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_DATA, &part));
+    CHECK_BYTES(codes, part.data, rows * cols / 2);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_SCALE, &part));
+    for (int64_t r = 0; r < rows; r++)
+        CHECK_BYTES(scales + r * blocks, (uint8_t *)part.data + r * part.shape[1], blocks);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_LEVEL, &part));
+    const float level = *(float *)part.data, g = made.level_kind == NIB_LEVEL_ENCODE ? 1 / made.level : made.level;
+    CHECK_THAT(g == level, "%s: level %g, not %g", name, (double)g, (double)level);
+    nib_tensor_destroy(t);
+    free(x);
+    free(codes);
+    free(scales);
+}
+
+static float amax_of(const nib_checkpoint *in, const char *name)
+{
+    size_t index;
+    nib_weight facts = { .bytes = sizeof facts };
+    CHECK_OK(nib_checkpoint_find_weight(in, name, &index));
+    CHECK_OK(nib_checkpoint_get_weight(in, index, &facts));
+    const int64_t shape[2] = { facts.rows, facts.cols };
+    const size_t n = (size_t)(facts.rows * facts.cols);
+    float *x = malloc(n * sizeof *x), amax = 0;
+    nib_array view;
+    CHECK_OK(nib_array_init(&view, x, NIB_F32, 2, shape));
+    CHECK_OK(nib_checkpoint_read_rows(in, index, 0, facts.rows, &view));
+    for (size_t i = 0; i < n; i++)
+        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+    free(x);
+    return amax;
+}
+
+static void default_quantizer(nib_quantizer *q)
+{
+    nib_quantizer_init(q);
+    q->columnwise = 0;
+    q->scale_rule = NIB_SCALE_SWEEP;
+    q->tensor_scale = NIB_TENSOR_SCALE_POW2;
+    q->min_block_scale = 0x1p-6f;
+}
+
+TEST(codes_are_those_of_the_whole_matrix_under_the_amax_of_its_set)
+{
+    nib_quantizer q;
+    default_quantizer(&q);
+    make_model(at("in"));
+    static const nib_packing packings[] = { NIB_PACKING_COMPRESSED_TENSORS, NIB_PACKING_MODELOPT };
+    for (int i = 0; i < 2; i++) {
+        const nib_quantize_options options = with(packings[i]);
+        CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+        nib_checkpoint *in = open_good(at("in")), *out = open_good(at("out"));
+        const float k = amax_of(in, LAYER "self_attn.k_proj"), up = amax_of(in, LAYER "mlp.up_proj");
+        CHECK(out->packing == packings[i]);
+        check_quantized(in, out, LAYER "self_attn.q_proj", &q, k);
+        check_quantized(in, out, LAYER "self_attn.k_proj", &q, k);
+        check_quantized(in, out, LAYER "self_attn.v_proj", &q, k);
+        check_quantized(in, out, LAYER "mlp.gate_proj", &q, up);
+        check_quantized(in, out, LAYER "mlp.up_proj", &q, up);
+        check_quantized(in, out, LAYER "mlp.down_proj", &q, amax_of(in, LAYER "mlp.down_proj"));
+        nib_checkpoint_close(in);
+        nib_checkpoint_close(out);
+    }
+}
+
+TEST(what_is_not_quantised_is_copied_byte_for_byte)
+{
+    make_model(at("in"));
+    CHECK_OK(quantize(at("in"), fresh("out"), NULL, NULL, NULL));
+    nib_checkpoint *in = open_good(at("in")), *out = open_good(at("out"));
+    size_t copied = 0;
+    for (size_t i = 0; in && out && i < in->n_tensors; i++) {
+        const struct nib_ck_tensor *t = &in->tensors[i], *u;
+        if (nib_ck_find_tensor(out, t->name) == NIB_NONE)
+            continue;
+        void *x = read_tensor(in, t->name, &t), *y = read_tensor(out, t->name, &u);
+        CHECK(t->dtype == u->dtype && t->bytes == u->bytes);
+        CHECK_BYTES(x, y, t->bytes);
+        free(x);
+        free(y);
+        copied++;
+    }
+    CHECK_THAT(copied == 6, "%zu tensors were copied", copied); /* embedding, head, odd, norm, bias, counter */
+    nib_checkpoint_close(in);
+    nib_checkpoint_close(out);
+    CHECK(same_file(at("in/tokenizer.json"), at("out/tokenizer.json")));
+    CHECK(!nib_os_exists(at("out/pytorch_model.bin")));
+    CHECK(!nib_os_exists(at("out/.nib-partial")));
+    CHECK(file_has(at("out/config.json"), "\"rope_theta\": 10000.0"));
+    CHECK(file_has(at("out/config.json"), "\"rms_norm_eps\": 1e-05"));
+    CHECK(file_has(at("out/config.json"), "\"lm_head\""));
+    CHECK(file_has(at("out/config.json"), LAYER "mlp.odd"));
+}
+
+TEST(a_plan_says_beforehand_what_comes_of_it)
+{
+    make_model(at("in"));
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *plan = plan_quantize(in, NULL);
+    nib_plan_facts facts = { .bytes = sizeof facts };
+    nib_plan_row row = { .bytes = sizeof row };
+    struct stat made;
+    CHECK_OK(nib_plan_get_facts(plan, &facts));
+    CHECK(facts.weights == 9 && facts.changed == 6 && facts.kept == 3 && facts.groups == 2);
+    CHECK(facts.files_in == 2 && facts.files_out == 1);
+    CHECK(facts.changed_elements == H * H + 2 * 48 * H + 3 * H * I);
+    CHECK_OK(nib_plan_run(plan, fresh("out"), NULL, NULL));
+    CHECK(stat(at("out/model.safetensors"), &made) == 0 && (uint64_t)made.st_size == facts.bytes_out);
+    size_t index;
+    CHECK_OK(nib_checkpoint_find_weight(in, LAYER "mlp.odd", &index));
+    CHECK_OK(nib_plan_get_row(plan, index, &row));
+    CHECK(row.action == NIB_ACTION_KEEP && strstr(row.reason, "24 columns"));
+    CHECK_OK(nib_checkpoint_find_weight(in, LAYER "self_attn.v_proj", &index));
+    CHECK_OK(nib_plan_get_row(plan, index, &row));
+    CHECK(row.action == NIB_ACTION_QUANTIZE && strcmp(row.group, LAYER "self_attn.k_proj") == 0);
+    CHECK(row.bytes_in == 48 * H * 2 && row.bytes_out == 48 * H / 2 + 48 * H / 16 + 4);
+    CHECK_FAILS(nib_plan_get_row(plan, 9, &row), NIB_ERR_ARG, "there is no row 9");
+    facts.bytes = 3;
+    CHECK_FAILS(nib_plan_get_facts(plan, &facts), NIB_ERR_ARG, "nib_plan_facts");
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+/* ---- The same bytes ---- */
+
+static int run_on_rank(const nib_comm *comm, void *context)
+{
+    nib_job job;
+    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_job_init(&job);
+    job.comm = comm;
+    job.threads = 2;
+    options.shard_bytes = 9000;
+    return quantize(at("in"), context, &options, NULL, &job) != NIB_OK;
+}
+
+TEST(threads_memory_and_ranks_do_not_show)
+{
+    make_model(at("in"));
+    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    options.shard_bytes = 9000;
+    CHECK_OK(quantize(at("in"), fresh("one"), &options, NULL, NULL));
+    CHECK(entries(at("one")) > 6);
+    static const int32_t threads[] = { 1, 2, 7 };
+    static const uint64_t memory[] = { 1, 40000, 0 };
+    for (int i = 0; i < 3; i++) {
+        nib_job job;
+        nib_job_init(&job);
+        job.threads = threads[i];
+        job.max_memory = memory[i];
+        CHECK_OK(quantize(at("in"), fresh("two"), &options, NULL, &job));
+        check_same_folder(at("one"), at("two"));
+    }
+    for (int ranks = 1; ranks <= 3; ranks++) {
+        char out[200];
+        snprintf(out, sizeof out, "%s", fresh("two"));
+        CHECK(team_run(ranks, run_on_rank, out) == 0);
+        check_same_folder(at("one"), at("two"));
+    }
+}
+
+TEST(files_are_cut_by_size_or_as_the_input_is)
+{
+    make_model(at("in"));
+    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_plan_facts facts = { .bytes = sizeof facts };
+    options.keep_split = 1;
+    CHECK_OK(quantize(at("in"), fresh("split"), &options, NULL, NULL));
+    CHECK(nib_os_exists(at("split/model-00001-of-00002.safetensors")));
+    CHECK(file_has(at("split/model-00002-of-00002.safetensors"), LAYER "self_attn.k_proj.weight_packed"));
+    options.keep_split = 0;
+    options.shard_bytes = 6000;
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *plan = plan_quantize(in, &options);
+    CHECK_OK(nib_plan_get_facts(plan, &facts));
+    CHECK(facts.files_out > 3);
+    CHECK_OK(nib_plan_run(plan, fresh("cut"), NULL, NULL));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+    /* The index is sound: opening checks every name. */
+    static const char *const made[] = { "split", "cut" };
+    for (int i = 0; i < 2; i++) {
+        nib_checkpoint *out = open_good(at(made[i]));
+        CHECK(out && out->has_index && out->n_remarks == 0 && out->n_weights == 9);
+        CHECK(out && out->provenance && strstr(out->provenance, "\"xxh3\""));
+        nib_checkpoint_close(out);
+    }
+    CHECK(file_has(at("cut/model.safetensors.index.json"), "\"total_size\""));
+}
+
+/* ---- Formats ---- */
+
+static nib_status convert(const char *in, const char *out, nib_packing packing)
+{
+    nib_checkpoint *c = NULL;
+    nib_plan *plan = NULL;
+    nib_status status = nib_checkpoint_open(in, &c);
+    if (!status)
+        status = nib_plan_convert(c, packing, &plan);
+    if (!status)
+        status = nib_plan_run(plan, out, NULL, NULL);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+    return status;
+}
+
+static nib_status dequantize(const char *in, const char *out, nib_dtype dtype)
+{
+    nib_checkpoint *c = NULL;
+    nib_plan *plan = NULL;
+    nib_status status = nib_checkpoint_open(in, &c);
+    if (!status)
+        status = nib_plan_dequantize(c, dtype, &plan);
+    if (!status)
+        status = nib_plan_run(plan, out, NULL, NULL);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+    return status;
+}
+
+/* Codes, scales and levels of all NVFP4 weights. */
+static void check_same_weights(const char *path_a, const char *path_b)
+{
+    nib_checkpoint *a = open_good(path_a), *b = open_good(path_b);
+    size_t compared = 0;
+    for (size_t i = 0; a && b && i < a->n_weights; i++) {
+        const struct nib_ck_weight *w = &a->weights[i];
+        size_t j;
+        if (!nib_ck_is_nvfp4(w->packing))
+            continue;
+        compared++;
+        CHECK_OK(nib_checkpoint_find_weight(b, w->name, &j));
+        const size_t codes = (size_t)(w->rows * w->cols / 2), scales = (size_t)(w->rows * w->cols / 16);
+        uint8_t *x = malloc(2 * (codes + scales)), *y = x + codes + scales;
+        CHECK_OK(nib_checkpoint_read_codes(a, i, 0, w->rows, x, x + codes));
+        CHECK_OK(nib_checkpoint_read_codes(b, j, 0, w->rows, y, y + codes));
+        CHECK_BYTES(x, y, codes + scales);
+        nib_weight u = { .bytes = sizeof u }, v = { .bytes = sizeof v };
+        CHECK_OK(nib_checkpoint_get_weight(a, i, &u));
+        CHECK_OK(nib_checkpoint_get_weight(b, j, &v));
+        const bool turned = (u.level_kind == NIB_LEVEL_ENCODE) != (v.level_kind == NIB_LEVEL_ENCODE);
+        CHECK(v.level == (turned ? 1 / u.level : u.level)); /* powers of two */
+        CHECK(u.has_input_scale == v.has_input_scale);
+        CHECK(!u.has_input_scale || v.input_scale == (turned ? 1 / u.input_scale : u.input_scale));
+        free(x);
+    }
+    CHECK_THAT(compared == 6, "%zu weights", compared);
+    nib_checkpoint_close(a);
+    nib_checkpoint_close(b);
+}
+
+TEST(conversions_keep_codes_and_scales)
+{
+    make_model(at("in"));
+    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    options.scheme = NIB_SCHEME_NVFP4;
+    /* 144 columns are no multiple of 64, which GGUF needs. */
+    static const char *const ignore[] = { "*down_proj" };
+    CHECK_OK(quantize(at("in"), fresh("ct"), &options, NULL, NULL));
+    CHECK_OK(convert(at("ct"), fresh("mo"), NIB_PACKING_MODELOPT));
+    CHECK_OK(convert(at("mo"), fresh("ao"), NIB_PACKING_TORCHAO));
+    CHECK_OK(convert(at("ao"), fresh("back"), NIB_PACKING_COMPRESSED_TENSORS));
+    check_same_weights(at("ct"), at("mo"));
+    check_same_weights(at("ct"), at("ao"));
+    check_same_weights(at("ct"), at("back"));
+    CHECK(file_has(at("mo/config.json"), "\"quant_algo\": \"NVFP4\""));
+    CHECK(file_has(at("mo/hf_quant_config.json"), "\"exclude_modules\""));
+    CHECK(file_has(at("back/config.json"), "\"dynamic\": \"local\""));
+    CHECK_FAILS(convert(at("ct"), at("x.gguf"), NIB_PACKING_GGUF), NIB_ERR_UNSUPPORTED, "multiples of 64");
+    options.ignore = ignore;
+    options.n_ignore = 1;
+    CHECK_OK(quantize(at("in"), fresh("ct"), &options, NULL, NULL));
+    CHECK_OK(convert(at("ct"), at("model.gguf"), NIB_PACKING_GGUF));
+    CHECK_OK(convert(at("model.gguf"), fresh("back"), NIB_PACKING_MODELOPT));
+    CHECK_OK(dequantize(at("ct"), fresh("plain"), NIB_F32));
+    CHECK_OK(dequantize(at("model.gguf"), at("plain.safetensors"), NIB_F32));
+    CHECK_OK(dequantize(at("back"), fresh("other"), NIB_F32));
+    nib_checkpoint *plain = open_good(at("plain")), *file = open_good(at("plain.safetensors")),
+                   *other = open_good(at("other"));
+    for (size_t i = 0; plain && file && other && i < plain->n_tensors; i++) {
+        const struct nib_ck_tensor *t, *u, *v;
+        void *x = read_tensor(plain, plain->tensors[i].name, &t), *y = read_tensor(file, plain->tensors[i].name, &u),
+             *z = read_tensor(other, plain->tensors[i].name, &v);
+        CHECK(t->bytes == u->bytes && t->bytes == v->bytes);
+        CHECK_BYTES(x, y, t->bytes);
+        CHECK_BYTES(x, z, t->bytes);
+        free(x);
+        free(y);
+        free(z);
+    }
+    nib_checkpoint_close(plain);
+    nib_checkpoint_close(file);
+    nib_checkpoint_close(other);
+    unlink(at("model.gguf"));
+    unlink(at("plain.safetensors"));
+}
+
+TEST(dequantised_numbers_are_those_of_the_codes)
+{
+    make_model(at("in"));
+    CHECK_OK(quantize(at("in"), fresh("ct"), NULL, NULL, NULL));
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    for (int d = 0; d < 3; d++) {
+        CHECK_OK(dequantize(at("ct"), fresh("plain"), dtypes[d]));
+        nib_checkpoint *ct = open_good(at("ct")), *plain = open_good(at("plain"));
+        CHECK(plain && plain->packing == NIB_PACKING_PLAIN && plain->quantization == NULL);
+        for (size_t i = 0; ct && plain && i < ct->n_weights; i++) {
+            const struct nib_ck_weight *w = &ct->weights[i];
+            if (w->packing == NIB_PACKING_PLAIN)
+                continue;
+            char name[256];
+            const struct nib_ck_tensor *t;
+            snprintf(name, sizeof name, "%s.weight", w->name);
+            void *x = read_tensor(plain, name, &t), *y = malloc(t->bytes);
+            CHECK(t->dtype == dtypes[d]);
+            CHECK_OK(nib_ck_read_rows(ct, w, 0, w->rows, dtypes[d], y));
+            CHECK_BYTES(x, y, t->bytes);
+            free(x);
+            free(y);
+        }
+        nib_checkpoint_close(ct);
+        nib_checkpoint_close(plain);
+    }
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *plan = NULL;
+    CHECK_FAILS(nib_plan_dequantize(in, NIB_U8, &plan), NIB_ERR_DTYPE, "F32, BF16 or F16");
+    CHECK_FAILS(nib_plan_convert(in, NIB_PACKING_MODELOPT, &plan), NIB_ERR_UNSUPPORTED, "no NVFP4 weight");
+    CHECK_FAILS(nib_plan_convert(in, NIB_PACKING_MXFP4, &plan), NIB_ERR_ARG, "conversions are to");
+    nib_checkpoint_close(in);
+    in = open_good(at("ct"));
+    CHECK_FAILS(nib_plan_convert(in, NIB_PACKING_COMPRESSED_TENSORS, &plan), NIB_ERR_MODE, "already");
+    CHECK_FAILS(nib_plan_quantize(in, NULL, &plan), NIB_ERR_UNSUPPORTED, "nib convert");
+    CHECK(plan == NULL);
+    nib_checkpoint_close(in);
+}
+
+/* ---- Stacks of experts ---- */
+
+enum { E = 3, INNER = 32 };
+
+static void make_stacks(const char *path, const char *model_type)
+{
+    char name[256];
+    CHECK_OK(nib_os_remove_folder(path));
+    CHECK(mkdir(path, 0777) == 0);
+    snprintf(name, sizeof name, "%s/model.safetensors", path);
+    PUT(name, { LAYER "mlp.experts.gate_up_proj", NIB_BF16, 3, { E, H, 2 * INNER }, 0.02f },
+        { LAYER "mlp.experts.gate_up_proj_bias", NIB_BF16, 2, { E, 2 * INNER }, 0.5f },
+        { LAYER "mlp.experts.down_proj", NIB_BF16, 3, { E, INNER, H }, 0.02f },
+        { LAYER "mlp.experts.down_proj_bias", NIB_BF16, 2, { E, H }, 0.5f });
+    char text[256];
+    snprintf(text, sizeof text, "{\"model_type\": \"%s\", \"hidden_size\": %d, \"intermediate_size\": %d}", model_type,
+             H, INNER);
+    snprintf(name, sizeof name, "%s/config.json", path);
+    put_text(name, text);
+}
+
+TEST(experts_are_cut_for_compressed_tensors_with_their_biases)
+{
+    nib_quantizer q;
+    default_quantizer(&q);
+    static const char *const families[] = { "llama4", "gpt_oss" };
+    for (int f = 0; f < 2; f++) {
+        make_stacks(at("in"), families[f]);
+        CHECK_OK(quantize(at("in"), fresh("out"), NULL, NULL, NULL));
+        nib_checkpoint *in = open_good(at("in")), *out = open_good(at("out"));
+        const struct nib_ck_tensor *whole, *piece;
+        uint16_t *bias = read_tensor(in, LAYER "mlp.experts.gate_up_proj_bias", &whole);
+        for (int e = 0; e < E; e++) {
+            char gate[96], up[96], name[128];
+            snprintf(gate, sizeof gate, LAYER "mlp.experts.%d.gate_proj", e);
+            snprintf(up, sizeof up, LAYER "mlp.experts.%d.up_proj", e);
+            const float amax = fmaxf(amax_of(in, gate), amax_of(in, up));
+            check_quantized(in, out, gate, &q, amax);
+            check_quantized(in, out, up, &q, amax);
+            snprintf(name, sizeof name, "%s.bias", up);
+            uint16_t *cut = read_tensor(out, name, &piece);
+            CHECK(piece->rank == 1 && piece->shape[0] == INNER);
+            for (int i = 0; i < INNER; i++)
+                CHECK(cut[i] == bias[e * 2 * INNER + (f ? 2 * i + 1 : INNER + i)]);
+            free(cut);
+        }
+        free(bias);
+        nib_checkpoint_close(in);
+        nib_checkpoint_close(out);
+    }
+}
+
+TEST(experts_stay_a_stack_for_modelopt)
+{
+    make_stacks(at("in"), "gpt_oss");
+    nib_quantize_options options = with(NIB_PACKING_MODELOPT);
+    options.scheme = NIB_SCHEME_NVFP4;
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+    nib_checkpoint *in = open_good(at("in")), *out = open_good(at("out"));
+    const struct nib_ck_tensor *codes, *scales, *level;
+    free(read_tensor(out, LAYER "mlp.experts.gate_up_proj", &codes));
+    free(read_tensor(out, LAYER "mlp.experts.gate_up_proj_weight_scale", &scales));
+    free(read_tensor(out, LAYER "mlp.experts.gate_up_proj_weight_scale_2", &level));
+    free(read_tensor(out, LAYER "mlp.experts.gate_up_proj_input_scale", &level));
+    CHECK(codes->rank == 3 && codes->shape[0] == E && codes->shape[1] == H / 2 && codes->shape[2] == 2 * INNER);
+    CHECK(scales->shape[1] == H / 16 && scales->shape[2] == 2 * INNER && level->rank == 0);
+    CHECK(nib_ck_find_tensor(out, LAYER "mlp.experts.gate_up_proj_bias") != NIB_NONE);
+    nib_quantizer q;
+    default_quantizer(&q);
+    float amax = 0;
+    char name[96];
+    for (int e = 0; e < E; e++) {
+        snprintf(name, sizeof name, LAYER "mlp.experts.%d.gate_proj", e);
+        amax = fmaxf(amax, amax_of(in, name));
+        snprintf(name, sizeof name, LAYER "mlp.experts.%d.up_proj", e);
+        amax = fmaxf(amax, amax_of(in, name));
+    }
+    for (int e = 0; e < E; e++) {
+        snprintf(name, sizeof name, LAYER "mlp.experts.%d.gate_proj", e);
+        check_quantized(in, out, name, &q, amax);
+        snprintf(name, sizeof name, LAYER "mlp.experts.%d.up_proj", e);
+        check_quantized(in, out, name, &q, amax);
+    }
+    nib_checkpoint_close(out);
+    /* Tiny panels write columns of it piece by piece. */
+    nib_job job;
+    nib_job_init(&job);
+    job.max_memory = 1;
+    job.threads = 3;
+    CHECK_OK(quantize(at("in"), fresh("two"), &options, NULL, &job));
+    check_same_folder(at("out"), at("two"));
+    nib_checkpoint_close(in);
+    /* And back to what the source was, but for the rounding. */
+    CHECK_OK(dequantize(at("out"), fresh("plain"), NIB_BF16));
+    nib_checkpoint *plain = open_good(at("plain"));
+    free(read_tensor(plain, LAYER "mlp.experts.gate_up_proj", &codes));
+    CHECK(codes->rank == 3 && codes->shape[1] == H && codes->shape[2] == 2 * INNER);
+    CHECK(plain->n_tensors == 4);
+    nib_checkpoint_close(plain);
+}
+
+/* ---- Choices ---- */
+
+static const char *reason_of(const nib_checkpoint *in, const nib_plan *plan, const char *name)
+{
+    size_t index;
+    nib_plan_row row = { .bytes = sizeof row };
+    CHECK_OK(nib_checkpoint_find_weight(in, name, &index));
+    CHECK_OK(nib_plan_get_row(plan, index, &row));
+    return row.reason;
+}
+
+TEST(patterns_choose_and_sets_stay_together)
+{
+    make_model(at("in"));
+    nib_checkpoint *in = open_good(at("in"));
+    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    static const char *const ignore[] = { "*.v_proj" }, *const only[] = { "re:.*self_attn", "lm_head" };
+    options.ignore = ignore;
+    options.n_ignore = 1;
+    nib_plan *plan = plan_quantize(in, &options);
+    CHECK(strstr(reason_of(in, plan, LAYER "self_attn.v_proj"), "ignored by *.v_proj"));
+    CHECK(strstr(reason_of(in, plan, LAYER "self_attn.q_proj"), "servers fuse it with"));
+    CHECK(strcmp(reason_of(in, plan, LAYER "mlp.up_proj"), "") == 0);
+    nib_plan_destroy(plan);
+    options.n_ignore = 0;
+    options.only = only;
+    options.n_only = 2;
+    plan = plan_quantize(in, &options);
+    CHECK(strcmp(reason_of(in, plan, "lm_head"), "") == 0); /* named in full: it is meant */
+    CHECK(strcmp(reason_of(in, plan, LAYER "self_attn.q_proj"), "") == 0);
+    CHECK(strstr(reason_of(in, plan, LAYER "mlp.up_proj"), "not among"));
+    nib_plan_destroy(plan);
+    options.n_only = 0;
+    options.preset = NIB_PRESET_MLP_ONLY;
+    plan = plan_quantize(in, &options);
+    CHECK(strstr(reason_of(in, plan, LAYER "self_attn.q_proj"), "mlp-only"));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+static float input_of(const char *path, const char *name)
+{
+    nib_checkpoint *c = open_good(path);
+    size_t index;
+    nib_weight w = { .bytes = sizeof w };
+    CHECK_OK(nib_checkpoint_find_weight(c, name, &index));
+    CHECK_OK(nib_checkpoint_get_weight(c, index, &w));
+    CHECK(w.has_input_scale);
+    nib_checkpoint_close(c);
+    return w.input_scale;
+}
+
+TEST(activations_have_scales_of_three_kinds)
+{
+    make_model(at("in"));
+    nib_quantize_options options = with(NIB_PACKING_MODELOPT);
+    options.scheme = NIB_SCHEME_NVFP4;
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+    CHECK(input_of(at("out"), LAYER "self_attn.q_proj") == 1);
+    options.activation = NIB_ACTIVATION_NORM; /* gamma is 1 and H is 64 */
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+    CHECK(input_of(at("out"), LAYER "self_attn.q_proj") == 8.0f / 2688.0f);
+    CHECK(input_of(at("out"), LAYER "mlp.down_proj") == 1);
+    options.activation = NIB_ACTIVATION_FILE;
+    char file[200];
+    snprintf(file, sizeof file, "%s", at("amax.json"));
+    options.activation_file = file;
+    put_text(file, "{\"" LAYER "self_attn.q_proj\": 5, \"" LAYER "self_attn.k_proj\": 7.5, \"" LAYER
+                   "mlp.up_proj\": 2, \"" LAYER "mlp.down_proj\": 2688}");
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+    CHECK(input_of(at("out"), LAYER "self_attn.v_proj") == 7.5f / 2688.0f); /* the largest of its set */
+    CHECK(input_of(at("out"), LAYER "mlp.down_proj") == 1);
+    options.packing = NIB_PACKING_COMPRESSED_TENSORS;
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+    CHECK(input_of(at("out"), LAYER "self_attn.v_proj") == 2688.0f / 7.5f);
+    put_text(file, "{\"" LAYER "self_attn.q_proj\": 5}");
+    CHECK_FAILS(quantize(at("in"), at("out"), &options, NULL, NULL), NIB_ERR_ARG, "has no amax for");
+    put_text(file, "{\"" LAYER "self_attn.q_proj\": -5}");
+    CHECK_FAILS(quantize(at("in"), at("out"), &options, NULL, NULL), NIB_ERR_ARG, "not a positive number");
+    put_text(file, "[]");
+    CHECK_FAILS(quantize(at("in"), at("out"), &options, NULL, NULL), NIB_ERR_DATA, "not a JSON object");
+    unlink(file);
+    CHECK_FAILS(quantize(at("in"), at("out"), &options, NULL, NULL), NIB_ERR_IO, "cannot open");
+}
+
+TEST(contradicting_options_are_refused)
+{
+    make_model(at("in"));
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *plan = NULL;
+    nib_quantize_options o = with(NIB_PACKING_PLAIN);
+    CHECK_FAILS(nib_plan_quantize(in, &o, &plan), NIB_ERR_ARG, "compressed-tensors, modelopt or gguf");
+#define REFUSED(change, status, words)                                \
+    do {                                                              \
+        o = with(NIB_PACKING_COMPRESSED_TENSORS);                     \
+        change;                                                       \
+        CHECK_FAILS(nib_plan_quantize(in, &o, &plan), status, words); \
+    } while (0)
+    static const char *const bad[] = { "re:(" };
+    REFUSED(o.scheme = NIB_SCHEME_COUNT, NIB_ERR_ARG, "scheme");
+    REFUSED(o.scale_rule = 9, NIB_ERR_ARG, "scale rule");
+    REFUSED(o.tensor_scale = NIB_TENSOR_SCALE_DIALECT, NIB_ERR_ARG, "tensor scale");
+    REFUSED(o.activation = NIB_ACTIVATION_NORM, NIB_ERR_MODE, "nvfp4a16 leaves activations alone");
+    REFUSED((o.scheme = NIB_SCHEME_NVFP4, o.activation = NIB_ACTIVATION_FILE), NIB_ERR_MODE, "file of activations");
+    REFUSED((o.dialect = NIB_DIALECT_MODELOPT, o.scale_rule = NIB_SCALE_SWEEP), NIB_ERR_MODE, "--scale");
+    REFUSED((o.dialect = NIB_DIALECT_TE, o.tensor_scale = NIB_TENSOR_SCALE_POW2), NIB_ERR_MODE, "--tensor-scale");
+    REFUSED((o.dialect = NIB_DIALECT_GIST, o.min_block_scale = 1), NIB_ERR_MODE, "--min-block-scale");
+    REFUSED((o.n_ignore = 1), NIB_ERR_ARG, "NULL");
+    REFUSED((o.ignore = bad, o.n_ignore = 1), NIB_ERR_ARG, "re:(");
+    REFUSED(o.min_block_scale = 0.3f, NIB_ERR_ARG, "");
+    REFUSED(o.bytes = 8, NIB_ERR_ARG, "nib_quantize_options");
+    CHECK(plan == NULL);
+    o = with(NIB_PACKING_COMPRESSED_TENSORS);
+    o.dialect = NIB_DIALECT_MODELOPT;
+    o.scale_rule = NIB_SCALE_RTN; /* what it fixes may be said */
+    CHECK_OK(nib_plan_quantize(in, &o, &plan));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+/* ---- What goes wrong ---- */
+
+TEST(the_place_of_the_output_is_checked)
+{
+    make_model(at("in"));
+    const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+    CHECK_FAILS(quantize(at("in"), at("in"), NULL, &force, NULL), NIB_ERR_MODE, "in the place of");
+    CHECK_FAILS(quantize(at("in"), at("in/out"), NULL, &force, NULL), NIB_ERR_MODE, "within the input");
+    CHECK_FAILS(quantize(at("in"), folder, NULL, &force, NULL), NIB_ERR_MODE, "around the input");
+    CHECK(symlink(at("in"), at("link")) == 0);
+    CHECK_FAILS(quantize(at("in"), at("link/x"), NULL, &force, NULL), NIB_ERR_MODE, "within the input");
+    unlink(at("link"));
+    CHECK_FAILS(quantize(at("in"), at("no/such/folder"), NULL, NULL, NULL), NIB_ERR_IO, "no such place");
+    CHECK_FAILS(quantize(at("in"), "", NULL, NULL, NULL), NIB_ERR_ARG, "no name");
+    CHECK_OK(nib_os_remove_folder(at("out")));
+    put_text(at("out"), "a file");
+    CHECK_FAILS(quantize(at("in"), at("out"), NULL, &force, NULL), NIB_ERR_MODE, "not a folder");
+    unlink(at("out"));
+    CHECK(mkdir(at("out"), 0777) == 0);
+    put_text(at("out/mine.txt"), "mine");
+    put_text(at("out/model-00007-of-00009.safetensors"), "stale");
+    put_text(at("out/model.safetensors.index.json"), "stale");
+    CHECK_FAILS(quantize(at("in"), at("out"), NULL, NULL, NULL), NIB_ERR_MODE, "--force");
+    CHECK(entries(at("out")) == 3);
+    CHECK_OK(quantize(at("in"), at("out"), NULL, &force, NULL));
+    CHECK(!nib_os_exists(at("out/model-00007-of-00009.safetensors")));
+    CHECK(!nib_os_exists(at("out/model.safetensors.index.json")));
+    CHECK(same_file(at("out/mine.txt"), at("out/mine.txt")));
+    const nib_quantize_options gguf = with(NIB_PACKING_GGUF);
+    CHECK_FAILS(quantize(at("in"), at("x"), &gguf, NULL, NULL), NIB_ERR_ARG, ".gguf");
+    CHECK(mkdir(at("d.gguf"), 0777) == 0);
+    CHECK_FAILS(quantize(at("in"), at("d.gguf"), &gguf, &force, NULL), NIB_ERR_MODE, "it is a folder");
+    rmdir(at("d.gguf"));
+}
+
+static void damage(const char *path, size_t from_end, const void *bytes, size_t count)
+{
+    FILE *file = fopen(path, "r+b");
+    CHECK(file && fseek(file, -(long)from_end, SEEK_END) == 0 && fwrite(bytes, 1, count, file) == count);
+    if (file)
+        fclose(file);
+}
+
+TEST(numbers_that_are_none_are_named_with_their_place)
+{
+    CHECK_OK(nib_os_remove_folder(at("bad")));
+    CHECK(mkdir(at("bad"), 0777) == 0);
+    PUT(at("bad/model.safetensors"), { LAYER "self_attn.q_proj.weight", NIB_BF16, 2, { H, H }, 0.02f });
+    damage(at("bad/model.safetensors"), 2 * (2 * H + 5), (uint8_t[]){ 0xC0, 0xFF }, 2); /* row 61, column 59: NaN */
+    CHECK_FAILS(quantize(at("bad"), fresh("out"), NULL, NULL, NULL), NIB_ERR_DATA, "element [61, 59] is a NaN");
+    CHECK(entries(at("out")) == 1); /* the folder of the run alone */
+    PUT(at("bad/model.safetensors"), { LAYER "mlp.experts.gate_up_proj", NIB_F32, 3, { E, H, 2 * INNER }, 0.02f });
+    put_text(at("bad/config.json"), "{\"model_type\": \"llama4\", \"hidden_size\": 64, \"intermediate_size\": 32}");
+    /* The last element of the last expert: row 31 of "up", column 63. */
+    damage(at("bad/model.safetensors"), 4, (uint8_t[]){ 0, 0, 0x80, 0x7F }, 4);
+    CHECK_FAILS(quantize(at("bad"), fresh("out"), NULL, NULL, NULL), NIB_ERR_DATA,
+                "experts.2.up_proj\": element [31, 63] is an infinity");
+}
+
+/* A callback that stops, or does something, at its n-th call. */
+struct stopper {
+    int calls, at;
+    void (*then)(void);
+    int answer;
+};
+
+static int count_call(void *context, const nib_progress *progress)
+{
+    struct stopper *s = context;
+    CHECK(progress->done <= progress->total && progress->phase);
+    if (s->calls++ != s->at)
+        return 0;
+    if (s->then)
+        s->then();
+    return s->answer;
+}
+
+static nib_job stop_at(struct stopper *s)
+{
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1;
+    job.max_memory = 4096;
+    job.progress = count_call;
+    job.context = s;
+    return job;
+}
+
+TEST(cancelling_leaves_nothing_or_what_resume_needs)
+{
+    make_model(at("in"));
+    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    options.shard_bytes = 9000;
+    CHECK_OK(quantize(at("in"), fresh("whole"), &options, NULL, NULL));
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
+    struct stopper never = { .at = -1 };
+    nib_job job = stop_at(&never);
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, &job));
+    CHECK(never.calls > 10);
+    for (int i = 0; i < never.calls; i++) {
+        struct stopper s = { .at = i, .answer = 1 };
+        job = stop_at(&s);
+        const char *out = fresh("out");
+        CHECK_FAILS(quantize(at("in"), out, &options, NULL, &job), NIB_ERR_CANCELLED, "stopped");
+        CHECK_THAT(!nib_os_exists(at("out")), "%d: the folder is still there", i);
+        s.calls = 0;
+        CHECK_FAILS(quantize(at("in"), out, &options, &resume, &job), NIB_ERR_CANCELLED, "stopped");
+        CHECK(entries(at("out")) == 1);
+        CHECK_FAILS(quantize(at("in"), out, &options, NULL, NULL), NIB_ERR_MODE, "--resume");
+        s = (struct stopper){ .at = -1 };
+        job = stop_at(&s);
+        CHECK_OK(quantize(at("in"), out, &options, &resume, &job));
+        CHECK_THAT(s.calls <= never.calls, "%d: everything was done again", i);
+        check_same_folder(at("whole"), at("out"));
+    }
+}
+
+TEST(resuming_is_for_the_same_plan_and_input)
+{
+    make_model(at("in"));
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 },
+                          force = { .bytes = sizeof force, .force = 1 };
+    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    CHECK_OK(quantize(at("in"), fresh("whole"), &options, NULL, NULL));
+    struct stopper s = { .at = 8, .answer = 1 };
+    nib_job job = stop_at(&s);
+    const char *out = fresh("out");
+    CHECK_FAILS(quantize(at("in"), out, &options, &resume, &job), NIB_ERR_CANCELLED, "stopped");
+    options.scale_rule = NIB_SCALE_RTN;
+    CHECK_FAILS(quantize(at("in"), out, &options, &resume, NULL), NIB_ERR_MODE, "other options");
+    options.scale_rule = NIB_UNSET;
+    damage(at("in/model-00002-of-00002.safetensors"), 1, "\x01", 1);
+    CHECK_FAILS(quantize(at("in"), out, &options, &resume, NULL), NIB_ERR_MODE, "it has changed since");
+    CHECK_OK(quantize(at("in"), out, &options, &force, NULL));
+    /* One that is complete needs nothing more; one that is not this plan's is in the way. */
+    CHECK_OK(quantize(at("in"), out, &options, &resume, NULL));
+    options.scale_rule = NIB_SCALE_RTN;
+    CHECK_FAILS(quantize(at("in"), out, &options, &resume, NULL), NIB_ERR_MODE, "--force");
+    /* With nothing to go on from, resume starts. */
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, &resume, NULL));
+}
+
+static void run_another(void)
+{
+    const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+    CHECK_FAILS(quantize(at("in"), at("out"), NULL, &force, NULL), NIB_ERR_MODE, "another run is at work here");
+}
+
+static void change_input(void) { damage(at("in/model-00001-of-00002.safetensors"), 1, "\x02", 1); }
+
+static void shorten_input(void) { CHECK(truncate(at("in/model-00002-of-00002.safetensors"), 3000) == 0); }
+
+TEST(others_at_work_are_noticed)
+{
+    make_model(at("in"));
+    struct stopper s = { .at = 2, .then = run_another };
+    nib_job job = stop_at(&s);
+    CHECK_OK(quantize(at("in"), fresh("out"), NULL, NULL, &job));
+    s = (struct stopper){ .at = 12, .then = change_input };
+    CHECK_FAILS(quantize(at("in"), fresh("out"), NULL, NULL, &job), NIB_ERR_IO, "it was changed while");
+    CHECK(entries(at("out")) == 1);
+    make_model(at("in"));
+    s = (struct stopper){ .at = 3, .then = shorten_input };
+    CHECK_FAILS(quantize(at("in"), fresh("out"), NULL, NULL, &job), NIB_ERR_IO, "longer when opened");
+    CHECK(entries(at("out")) == 1);
+}
+
+TEST(a_folder_that_cannot_be_written_is_an_error)
+{
+    make_model(at("in"));
+    const char *out = fresh("locked");
+    CHECK(mkdir(out, 0555) == 0);
+    if (geteuid() == 0)
+        SKIP("root may write anywhere");
+    CHECK_FAILS(quantize(at("in"), out, NULL, NULL, NULL), NIB_ERR_IO, "cannot");
+    CHECK(entries(out) == 0);
+}
+
+TEST(a_file_becomes_a_file)
+{
+    make_model(at("in"));
+    const char *in = at("in/model-00001-of-00002.safetensors");
+    CHECK_OK(quantize(in, at("one.safetensors"), NULL, NULL, NULL));
+    CHECK(!nib_os_exists(at("one.safetensors.nib-partial")));
+    nib_checkpoint *c = open_good(at("one.safetensors"));
+    CHECK(c && c->packing == NIB_PACKING_COMPRESSED_TENSORS && c->n_files == 1);
+    nib_checkpoint_close(c);
+    CHECK_FAILS(quantize(in, at("one.safetensors"), NULL, NULL, NULL), NIB_ERR_MODE, "--force");
+    CHECK_FAILS(quantize(in, in, NULL, NULL, NULL), NIB_ERR_MODE, "in the place of");
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
+    CHECK_OK(quantize(in, at("one.safetensors"), NULL, &resume, NULL)); /* it is complete */
+    unlink(at("one.safetensors"));
+}
+
+TEST(arguments_are_checked)
+{
+    make_model(at("in"));
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *plan = plan_quantize(in, NULL), *none = NULL;
+    nib_job job;
+    nib_run_options options = { .bytes = 1 };
+    CHECK_FAILS(nib_plan_run(NULL, "x", NULL, NULL), NIB_ERR_ARG, "plan is NULL");
+    CHECK_FAILS(nib_plan_run(plan, NULL, NULL, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_plan_run(plan, "x", &options, NULL), NIB_ERR_ARG, "nib_run_options");
+    nib_job_init(&job);
+    job.threads = -1;
+    CHECK_FAILS(nib_plan_run(plan, "x", NULL, &job), NIB_ERR_ARG, "-1 threads");
+    CHECK_FAILS(nib_plan_quantize(NULL, NULL, &none), NIB_ERR_ARG, "in is NULL");
+    CHECK_FAILS(nib_plan_quantize(in, NULL, NULL), NIB_ERR_ARG, "out is NULL");
+    nib_plan_destroy(plan);
+    nib_plan_destroy(NULL);
+    nib_job_init(NULL);
+    nib_quantize_options_init(NULL);
+    nib_checkpoint_close(in);
+}
+
+TEST_MAIN

@@ -1,0 +1,187 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * run_plan.c - a plan shown or carried out, and what is said of it.
+ */
+#include "run_plan.h"
+
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "progress.h"
+#include "words.h"
+
+const nib_comm *run_comm;
+bool run_entered;
+
+enum cli_exit run_failed(const struct cli_command *self)
+{
+    const bool silent = cli_silent;
+    char rank[32] = "";
+    if (silent && run_comm && strncmp(nib_last_error(), "another ", 8) != 0) { /* whoever failed says so itself */
+        snprintf(rank, sizeof rank, "rank %d: ", run_comm->rank);
+        cli_silent = false;
+    }
+    cli_error("%s: %s%s", self->name, rank, nib_last_error());
+    cli_silent = silent;
+    return CLI_FAILED;
+}
+
+nib_checkpoint *run_open(const struct cli_command *self, const char *path)
+{
+    nib_checkpoint *checkpoint = NULL;
+    if (nib_checkpoint_open(path, &checkpoint))
+        (void)run_failed(self);
+    return checkpoint;
+}
+
+static const char *const actions[NIB_ACTION_COUNT] = { "quantise", "convert", "dequantise", "repair", "keep" };
+
+/* ---- Words ---- */
+
+/* Reasons with how many weights have them, the most frequent first. */
+struct reasons {
+    struct {
+        const char *reason;
+        size_t count;
+    } each[64];
+    size_t n;
+};
+
+static void count_reason(struct reasons *reasons, const char *reason)
+{
+    size_t i = 0;
+    while (i < reasons->n && strcmp(reasons->each[i].reason, reason) != 0)
+        i++;
+    if (i == sizeof reasons->each / sizeof *reasons->each)
+        i--; /* the last one stands for what no longer fits */
+    if (i == reasons->n)
+        reasons->each[reasons->n++].reason = reason;
+    reasons->each[i].count++;
+}
+
+static void show_reasons(const nib_plan *plan, size_t weights)
+{
+    struct reasons reasons = { .n = 0 };
+    nib_plan_row row = { .bytes = sizeof row };
+    for (size_t i = 0; i < weights && !nib_plan_get_row(plan, i, &row); i++)
+        if (*row.reason)
+            count_reason(&reasons, row.reason);
+    for (size_t shown = 0; shown < reasons.n; shown++) {
+        size_t most = 0;
+        for (size_t i = 1; i < reasons.n; i++)
+            if (reasons.each[i].count > reasons.each[most].count)
+                most = i;
+        cli_print("  %zu kept: %s", reasons.each[most].count, reasons.each[most].reason);
+        reasons.each[most].count = 0;
+    }
+}
+
+static void show_rows(const nib_plan *plan, size_t weights)
+{
+    nib_plan_row row = { .bytes = sizeof row };
+    char in[32], out[32];
+    for (size_t i = 0; i < weights && !nib_plan_get_row(plan, i, &row); i++)
+        cli_print("%-10s  %s  [%lld, %lld]  %s -> %s%s%s%s%s", actions[row.action], row.name, (long long)row.rows,
+                  (long long)row.cols, text_bytes(row.bytes_in, in, sizeof in),
+                  text_bytes(row.bytes_out, out, sizeof out), *row.reason ? "  " : "", row.reason,
+                  *row.group && strcmp(row.group, row.name) != 0 ? "  scale of " : "",
+                  strcmp(row.group, row.name) != 0 ? row.group : "");
+}
+
+static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, const struct run_flags *flags,
+                         const char *done, double seconds)
+{
+    char in[32], out[32], rate[64] = "", bits[48] = "";
+    if (flags->verbose)
+        show_rows(plan, facts->weights);
+    if (!flags->dry_run && seconds > 0.05) {
+        char speed[32];
+        snprintf(rate, sizeof rate, " in %.1f s, %s/s", seconds,
+                 text_bytes((uint64_t)((double)facts->bytes_in / seconds), speed, sizeof speed));
+    }
+    if (facts->changed_elements)
+        snprintf(bits, sizeof bits, ", %.2f bits per weight",
+                 8 * (double)facts->changed_bytes_out / (double)facts->changed_elements);
+    cli_print("%s%s %zu of %zu weights%s: %s in %zu file%s -> %s in %zu file%s%s", flags->dry_run ? "would be " : "",
+              done, facts->changed, facts->weights, bits, text_bytes(facts->bytes_in, in, sizeof in), facts->files_in,
+              facts->files_in == 1 ? "" : "s", text_bytes(facts->bytes_out, out, sizeof out), facts->files_out,
+              facts->files_out == 1 ? "" : "s", rate);
+    show_reasons(plan, facts->weights);
+}
+
+/* ---- JSON ---- */
+
+static json_t *rows_as_json(const nib_plan *plan, size_t weights)
+{
+    json_t *list = json_array();
+    nib_plan_row row = { .bytes = sizeof row };
+    for (size_t i = 0; i < weights && list && !nib_plan_get_row(plan, i, &row); i++)
+        if (json_array_append_new(
+                list, json_pack("{s:o, s:s, s:s, s:I, s:I, s:I, s:I, s:o}", "name", text_json(row.name), "action",
+                                actions[row.action], "reason", row.reason, "rows", (json_int_t)row.rows, "cols",
+                                (json_int_t)row.cols, "bytes_in", (json_int_t)row.bytes_in, "bytes_out",
+                                (json_int_t)row.bytes_out, "group", text_json(row.group)))) {
+            json_decref(list);
+            return NULL;
+        }
+    return list;
+}
+
+static bool print_json(const struct cli_command *self, const nib_plan *plan, const nib_plan_facts *facts,
+                       const struct run_flags *flags, const char *out, double seconds)
+{
+    json_t *object = json_pack("{s:s, s:o, s:b, s:f, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o}", "command",
+                               self->name, "out", text_json(out), "dry_run", (int)flags->dry_run, "seconds", seconds,
+                               "weights", (json_int_t)facts->weights, "changed", (json_int_t)facts->changed, "kept",
+                               (json_int_t)facts->kept, "groups", (json_int_t)facts->groups, "files_in",
+                               (json_int_t)facts->files_in, "files_out", (json_int_t)facts->files_out, "bytes_in",
+                               (json_int_t)facts->bytes_in, "bytes_out", (json_int_t)facts->bytes_out,
+                               "changed_elements", (json_int_t)facts->changed_elements, "changed_bytes_out",
+                               (json_int_t)facts->changed_bytes_out, "rows", rows_as_json(plan, facts->weights));
+    char *text = object ? json_dumps(object, JSON_INDENT(2)) : NULL;
+    if (text)
+        puts(text);
+    free(text);
+    json_decref(object);
+    return text != NULL;
+}
+
+/* ---- The run ---- */
+
+enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, const char *out,
+                       const struct run_flags *flags, const char *done)
+{
+    nib_plan_facts facts = { .bytes = sizeof facts };
+    nib_job job;
+    struct progress progress;
+    const nib_run_options options = { .bytes = sizeof options, .resume = flags->resume, .force = flags->force };
+    nib_status status = nib_plan_get_facts(plan, &facts);
+    const double began = progress_clock();
+    if (!status && !flags->dry_run) {
+        progress_catch_interrupts();
+        progress_begin(&progress, &job, flags->threads, flags->quiet || cli_silent);
+        job.max_memory = flags->max_memory;
+        job.comm = run_comm;
+        run_entered = true;
+        status = nib_plan_run(plan, out, &options, &job);
+        progress_end(&progress);
+    }
+    if (status == NIB_ERR_CANCELLED) {
+        cli_error("%s: stopped; %s", self->name,
+                  flags->resume ? "--resume goes on with it" : "nothing was left behind");
+        return CLI_FAILED;
+    }
+    if (status)
+        return run_failed(self);
+    if (cli_silent)
+        return CLI_FINE;
+    const double seconds = progress_clock() - began;
+    if (flags->json && !print_json(self, plan, &facts, flags, out, seconds)) {
+        cli_error("%s: no memory for the JSON", self->name);
+        return CLI_FAILED;
+    }
+    if (!flags->json && !flags->quiet)
+        show_summary(plan, &facts, flags, done, seconds);
+    return CLI_FINE;
+}

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * words.h - how the tool puts sizes and decibels, and names that may be any bytes.
+ */
+#ifndef NIB_WORDS_H
+#define NIB_WORDS_H
+
+#include <jansson.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* "4.2 GB" and the like; the text is in room, which is returned. */
+const char *text_bytes(uint64_t bytes, char *room, size_t size);
+/* A number of decibels: "21.60", "same" where nothing differs. */
+const char *text_db(double db, char *room, size_t size);
+/* JSON holds UTF-8 only, but a path may be any bytes: what is not ASCII is then replaced. NULL without memory. */
+json_t *text_json(const char *text);
+/* A number as JSON, which knows no infinities and no NaN: null for these. */
+json_t *text_number(double number);
+
+#endif
