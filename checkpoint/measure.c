@@ -16,6 +16,8 @@
 
 /* Elements of a panel that is read row by row. Rows of a transposed tensor lie apart: many are read at once. */
 enum { BLOCK = 16, PANEL_ELEMENTS = 1 << 18, DEFAULT_MEMORY = 512 << 20 };
+/* Rows whose sums are kept at once. */
+enum { BATCH_ROWS = 1 << 18 };
 
 nib_status nib_ck_job(const char *what, const nib_job *given, nib_job *out)
 {
@@ -218,8 +220,9 @@ struct measuring {
     float level;
     float limits[256];
     int64_t panel_rows;
-    struct row_sums *rows;
-    atomic_llong next; /* row that nobody has taken yet */
+    struct row_sums *rows; /* of the batch */
+    int64_t begin, end;    /* its rows */
+    atomic_llong next;     /* row that nobody has taken yet */
     atomic_int stop;
     atomic_flag busy; /* somebody is telling the progress */
     uint64_t done_before, total;
@@ -262,8 +265,8 @@ static nib_status measure_panel(struct measuring *m, int64_t first, int64_t coun
     const int64_t code_bytes = nib_ceil_div(cols, 2), blocks = nib_ceil_div(cols, BLOCK);
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *row_scales = m->coded ? scales + i * blocks : NULL;
-        m->rows[first + i] = measure_row((m->same ? b : a) + i * cols, b + i * cols, cols, first + i, row_scales,
-                                         m->limits, &tally->stats);
+        m->rows[first - m->begin + i] = measure_row((m->same ? b : a) + i * cols, b + i * cols, cols, first + i,
+                                                    row_scales, m->limits, &tally->stats);
         if (m->coded)
             count_codes(codes + i * code_bytes, row_scales, cols, tally);
     }
@@ -283,7 +286,7 @@ static nib_status tell(struct measuring *m, int64_t rows)
 
 static nib_status work(struct measuring *m, struct tally *tally)
 {
-    const int64_t rows = m->weight_a->rows, cols = m->weight_a->cols, panel = m->panel_rows;
+    const int64_t cols = m->weight_a->cols, panel = m->panel_rows;
     float *a = nib_alloc(m->same ? 0 : (size_t)(panel * cols) * sizeof *a);
     float *b = nib_alloc((size_t)(panel * cols) * sizeof *b);
     uint8_t *codes = nib_alloc((size_t)(m->coded ? panel * nib_ceil_div(cols, 2) : 0));
@@ -293,9 +296,9 @@ static nib_status work(struct measuring *m, struct tally *tally)
         status = nib_fail(NIB_ERR_MEMORY, "no memory for %lld rows of %s", (long long)panel, m->weight_a->name);
     while (!status && !atomic_load(&m->stop)) {
         const int64_t first = atomic_fetch_add(&m->next, panel);
-        if (first >= rows)
+        if (first >= m->end)
             break;
-        const int64_t count = nib_min(panel, rows - first);
+        const int64_t count = nib_min(panel, m->end - first);
         status = measure_panel(m, first, count, a, b, codes, scales, tally);
         if (!status)
             status = tell(m, count);
@@ -368,7 +371,7 @@ static nib_status run_workers(struct measuring *m, nib_weight_stats *out)
 {
     const int64_t rows = m->weight_a->rows, cols = m->weight_a->cols;
     const int workers = plan_panels(m);
-    m->rows = nib_alloc_zeroed((size_t)nib_max(rows, 1) * sizeof *m->rows);
+    m->rows = nib_alloc((size_t)nib_min(nib_max(rows, 1), BATCH_ROWS) * sizeof *m->rows);
     m->tallies = nib_alloc_zeroed((size_t)workers * sizeof *m->tallies);
     m->errors = nib_alloc_zeroed((size_t)workers * sizeof *m->errors);
     nib_status status = NIB_OK;
@@ -379,17 +382,20 @@ static nib_status run_workers(struct measuring *m, nib_weight_stats *out)
     stats.bytes = sizeof stats;
     stats.elements = rows * cols;
     stats.blocks = m->coded ? rows * nib_ceil_div(cols, BLOCK) : 0;
-    if (!status)
+    for (m->begin = 0; !status && m->begin < rows; m->begin = m->end) {
+        m->end = nib_min(rows, m->begin + BATCH_ROWS);
+        atomic_store(&m->next, m->begin);
         nib_parallel(workers, workers, run_worker, m);
-    for (int i = 0; !status && i < workers; i++)
-        if (m->errors[i].status)
-            status = nib_fail(m->errors[i].status, "%s", m->errors[i].text);
+        for (int i = 0; !status && i < workers; i++)
+            if (m->errors[i].status)
+                status = nib_fail(m->errors[i].status, "%s", m->errors[i].text);
+        for (int64_t i = 0; !status && i < m->end - m->begin; i++) {
+            stats.sum_squares += m->rows[i].squares;
+            stats.error_squares += m->rows[i].errors;
+        }
+    }
     for (int i = 0; !status && i < workers; i++)
         merge(&stats, &m->tallies[i]);
-    for (int64_t i = 0; !status && i < rows; i++) {
-        stats.sum_squares += m->rows[i].squares;
-        stats.error_squares += m->rows[i].errors;
-    }
     nib_free(m->rows);
     nib_free(m->tallies);
     nib_free(m->errors);
