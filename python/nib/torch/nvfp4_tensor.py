@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFP4: NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, and the matrices of its random Hadamard transform."""
+import ctypes
 import functools
 import os
 
@@ -51,14 +52,12 @@ def get_hadamard_matrix(hadamard_dimension, device=None):
 
 
 def _floats(tensor):
-    import ctypes
     return ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_float))
 
 
 @functools.lru_cache(maxsize=None)
 def get_rht_matrix(with_random_sign_mask, device=None):
     """diag(signs) H, bfloat16 (exact): y = x R."""
-    import ctypes
     matrix = torch.empty(16, 16, dtype=torch.bfloat16)
     raw.nib_rht_matrix(get_random_sign_mask_for_rht(with_random_sign_mask),
                        ctypes.cast(matrix.data_ptr(), ctypes.POINTER(ctypes.c_uint16)))
@@ -206,19 +205,13 @@ class NVFP4TensorStorage(FormatStorage):
     def __new__(cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, amax_rowwise,
                 amax_columnwise, fp4_dtype, quantizer, with_gemm_swizzled_scales, *args, fake_dtype=None,
                 row_scaled_nvfp4=False, nvfp4_use_4over6=False, nvfp4_e4m3_max=448, **kwargs):
-        tensor = issubclass(cls, torch.Tensor)
-        if tensor:
-            self = QuantizedTensor.__new__(cls, *args, fake_dtype=fake_dtype, **kwargs)
-        else:
-            self = object.__new__(cls)
         buffers = dict(rowwise_data=rowwise_data, rowwise_scale_inv=rowwise_scale_inv, columnwise_data=columnwise_data,
                        columnwise_scale_inv=columnwise_scale_inv, amax_rowwise=amax_rowwise,
                        amax_columnwise=amax_columnwise)
         state = dict(fp4_dtype=fp4_dtype, with_gemm_swizzled_scales=with_gemm_swizzled_scales,
                      row_scaled_nvfp4=row_scaled_nvfp4, nvfp4_use_4over6=nvfp4_use_4over6,
                      nvfp4_e4m3_max=nvfp4_e4m3_max if nvfp4_use_4over6 else 448)
-        self._fill(buffers, state, quantizer, fake_dtype, None if tensor else kwargs.get("shape"))
-        return self
+        return cls._construct(buffers, state, quantizer, fake_dtype, args, kwargs)
 
     def _struct(self):
         struct = self._get_quantizer()._struct()
@@ -303,6 +296,56 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
         return NVFP4TensorStorage.__new__(cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv,
                                           amax_rowwise, amax_columnwise, fp4_dtype, quantizer,
                                           with_gemm_swizzled_scales, *args, **kwargs)
+
+    # -- FSDP2: the framework gathers --
+
+    def fsdp_pre_all_gather(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
+        """(what to gather: rowwise codes, and scales without padding rows; what to know afterwards). Amaxes are not
+        gathered: they must be equal on all ranks, so the group is kept for later updates."""
+        if self._with_gemm_swizzled_scales:
+            raise NotImplementedError("FSDP2 with swizzled scales is not supported: they do not lie row by row")
+        if mesh is not None:
+            self.amax_reduction_group = mesh.get_group()
+        rows = self.numel() // self.shape[-1]
+        assert rows % 16 == 0, f"FSDP2 needs shards of whole blocks of 16 rows, not of {rows}"
+        assert self._rowwise_data is not None, "FSDP2 gathers rowwise data, and there is none"
+        quantizer = self._get_quantizer()
+        if quantizer.columnwise_usage:
+            assert quantizer.with_2d_quantization, "columnwise data can be built after a gather only of 16x16 blocks"
+        gathered = (self._rowwise_data, self._rowwise_scale_inv[:rows])
+        metadata = (self._fp4_dtype, quantizer.columnwise_usage, self._amax_rowwise, self._amax_columnwise,
+                    self._row_scaled_nvfp4, self._nvfp4_use_4over6, self._nvfp4_e4m3_max, self.shape[-1])
+        return gathered, metadata
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """(the whole tensor, the buffers it was made of)."""
+        data, scales = (_bridge.host(t).contiguous() for t in all_gather_outputs)
+        columnwise, amax, cols = metadata[1], metadata[2], metadata[7]
+        rows = data.numel() // data.shape[-1]
+        quantizer = self._get_quantizer().copy()
+        quantizer.set_usage(rowwise=True, columnwise=columnwise)
+        quantizer.internal = False
+        struct = self._struct()
+        struct.rowwise, struct.columnwise = 1, bool(columnwise)
+        if out is None:
+            out = quantizer.make_empty((rows, cols), dtype=param_dtype)
+        else:
+            out._quantizer = quantizer
+        piece = _library.Metadata(format=struct.format, dtype=_bridge.code_of(out.dtype), rank=2, quantizer=struct)
+        piece.shape[:2] = (rows, cols)
+        parts = _library.FsdpParts(data=_bridge.array(data.view(rows, -1)), scales=_bridge.array(scales),
+                                   level=float(amax), metadata=piece)
+        parts.scales.dtype = DType.kFloat8E4M3
+        with out._native() as native:
+            handle = ctypes.c_void_p(native.handle.value)
+            lib.nib_fsdp_assign(parts, rows, handle)
+            out._assign(native.parts())
+        for name, value in zip(("_fp4_dtype", "_row_scaled_nvfp4", "_nvfp4_use_4over6", "_nvfp4_e4m3_max"),
+                               (metadata[0], *metadata[4:7])):
+            setattr(out, name, value)
+        return out, all_gather_outputs
+
+    # -- pickling --
 
     def __reduce_ex__(self, protocol):
         return _make_nvfp4_tensor_in_reduce_ex, (

@@ -602,6 +602,7 @@ class FormatQuantizer(Quantizer):
     def _wrap(self, shape, dtype, parts, requires_grad=False):
         """The result of a quantisation: a tensor, or a bare storage where `internal`."""
         storage = self.tensor_class.storage_class
+        parts = storage._shaped(parts, shape)
         buffers = {field.keyword: parts[field.part] for field in storage.FIELDS}
         state = {**self._state(), "quantizer": self}
         if self.internal:
@@ -630,8 +631,10 @@ class FormatQuantizer(Quantizer):
             columnwise = field.part % 2 == 1
             if self._has(field, columnwise):
                 lib.nib_part_shape(struct, field.part, len(shape), shape_array(shape), rank, out)
-                dtype = torch.float32 if self._is_float(field) else torch.uint8
-                specs[field.name] = (torch.Size(out[:rank.value]), dtype)
+                size = torch.Size(out[:rank.value])
+                if field.part == _library.Part.COL_DATA and self.tensor_class.storage_class.COLUMN_KEEPS_RANK:
+                    size = torch.Size(self.get_columnwise_shape(shape))
+                specs[field.name] = (size, torch.float32 if self._is_float(field) else torch.uint8)
         return specs
 
     def _has(self, field, columnwise):
@@ -705,21 +708,42 @@ class FormatStorage(QuantizedTensorStorage):
     FIELDS = ()  # Fields in the order of the constructor
     SAVED = ()  # their names in the order in which they are saved
     STATE = ()  # (attribute, keyword) of everything else that the constructor takes, but for quantizer and fake_dtype
+    COLUMN_KEEPS_RANK = False  # columnwise data is [K, d0, d1, ...] instead of [K, M]
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         cls._INNER_TENSORS = {field.name: field.keyword for field in cls.FIELDS}
 
-    def _fill(self, buffers, state, quantizer, fake_dtype, shape=None):
-        """What constructors end with; dicts by keyword."""
+    @classmethod
+    def _construct(cls, buffers, state, quantizer, fake_dtype, args, kwargs):
+        """A new object: buffers and state by keyword, the rest of the arguments as constructors got them. Those of a
+        bare storage may have a shape among them; the others mean nothing to it."""
+        if issubclass(cls, torch.Tensor):
+            self = QuantizedTensor.__new__(cls, *args, fake_dtype=fake_dtype, **kwargs)
+        else:
+            self = object.__new__(cls)
+            shape = kwargs.get("shape", args[0] if args else None)
+            self._dtype = fake_dtype if fake_dtype is not None else torch.float32
+            self._shape = None if shape is None else torch.Size(shape)
         for field in self.FIELDS:
             setattr(self, field.name, buffers[field.keyword])
         for name, keyword in self.STATE:
             setattr(self, name, state[keyword])
         self._quantizer = quantizer.copy() if quantizer is not None else None
-        if not isinstance(self, torch.Tensor):
-            self._dtype = fake_dtype if fake_dtype is not None else torch.float32
-            self._shape = None if shape is None else torch.Size(shape)
+        return self
+
+    def __init__(self, *args, **kwargs):
+        """__new__ has done it all: a torch.Tensor is complete when it is made."""
+
+    @classmethod
+    def _shaped(cls, parts, shape):
+        """Parts of the library's shapes with those of this format."""
+        col = parts[_library.Part.COL_DATA]
+        if not cls.COLUMN_KEEPS_RANK or col is None or len(shape) == 2:
+            return parts
+        parts = list(parts)
+        parts[_library.Part.COL_DATA] = col.view((shape[-1], *shape[:-1]) if len(shape) else ())
+        return parts
 
     # -- to and from the library --
 
@@ -737,6 +761,7 @@ class FormatStorage(QuantizedTensorStorage):
         return _bridge.Native(self._struct(), self._dtype, tuple(self.shape), self._parts())
 
     def _assign(self, parts):
+        parts = self._shaped(parts, self.shape)
         for field in self.FIELDS:
             setattr(self, field.name, parts[field.part])
 
@@ -758,6 +783,7 @@ class FormatStorage(QuantizedTensorStorage):
 
     def _like(self, parts, shape):
         """An object of this class over other buffers."""
+        parts = self._shaped(parts, shape)
         buffers = {field.keyword: parts[field.part] for field in self.FIELDS}
         if isinstance(self, torch.Tensor):
             return type(self)(shape=shape, dtype=self.dtype, **buffers, **self._clone_state())
