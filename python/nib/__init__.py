@@ -13,7 +13,7 @@ from ._library import (AmaxChoice, ArgumentError, CommError, Copy, DataError, Di
                        ErrorMode, FileError, Format, Level, MismatchError, ModeError, MxRule, NoDataError,
                        OutOfMemoryError, Part, Rounding, ScaleRule, ShapeError, TensorScale, UnsupportedError,
                        UsageError)
-from ._tensor import Quantizer, Tensor, from_parts, quantize
+from ._tensor import Quantizer, Tensor, decode, encode, from_parts, gemm, quantize
 
 __version__ = _library.raw.nib_version().decode()
 

@@ -29,7 +29,8 @@ _TO_NUMPY = {code: dtype for dtype, code in _FROM_NUMPY.items()}
 _TO_NUMPY.update({DType.BF16: BFLOAT16, DType.E4M3: np.dtype(np.uint8), DType.E5M2: np.dtype(np.uint8),
                   DType.E8M0: np.dtype(np.uint8), DType.E2M1: np.dtype(np.uint8)})
 _NAMES = {"f32": DType.F32, "float32": DType.F32, "f16": DType.F16, "float16": DType.F16, "bf16": DType.BF16,
-          "bfloat16": DType.BF16, "e4m3": DType.E4M3, "e5m2": DType.E5M2, "e2m1": DType.E2M1}
+          "bfloat16": DType.BF16, "e4m3": DType.E4M3, "e5m2": DType.E5M2, "e8m0": DType.E8M0,
+          "e2m1": DType.E2M1}
 
 
 def dtype_code(dtype):

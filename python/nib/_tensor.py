@@ -441,6 +441,46 @@ def from_parts(quantizer, shape, dtype="float32", **parts):
     return Tensor(out)
 
 
+# ---- Numbers ---------------------------------------------------------------------------------------------
+
+
+def encode(x, dtype):
+    """FP32 numbers as codes of a dtype (e2m1, e4m3, e5m2, e8m0, bf16, f16): a flat array. E2M1 codes are packed."""
+    code = _arrays.dtype_code(dtype)
+    x = np.ascontiguousarray(x, np.float32).reshape(-1)
+    out = np.empty((x.size + 1) // 2, np.uint8) if code == DType.E2M1 else np.empty(x.size, _arrays.numpy_dtype(code))
+    lib.nib_encode(code, x.ctypes.data_as(_library.P(ctypes.c_float)), x.size, out.ctypes.data)
+    return out
+
+
+def decode(codes, dtype, n=None):
+    """The FP32 numbers of codes. n: how many, where the last byte of packed codes has only one."""
+    code = _arrays.dtype_code(dtype)
+    codes = np.ascontiguousarray(codes).reshape(-1)
+    most = codes.nbytes * 8 // raw.nib_dtype_bits(code)
+    n = most if n is None else n
+    if not 0 <= n <= most:
+        raise _library.ArgumentError(f"{codes.nbytes} bytes hold at most {most} numbers, not {n}")
+    out = np.empty(n, np.float32)
+    lib.nib_decode(code, codes.ctypes.data, n, out.ctypes.data_as(_library.P(ctypes.c_float)))
+    return out
+
+
+def gemm(a, b, *, a_copy="rowwise", b_copy="rowwise", alpha=1.0, out=None):
+    """alpha A B^T in FP32 by the reference, or added to `out`. A rowwise copy is [M, K], a columnwise one [K, M]."""
+    def lines(tensor, copy):
+        m = tensor.metadata()
+        return m.cols if _COPIES[copy] == Copy.COLUMNWISE else m.rows
+
+    accumulate = out is not None
+    if out is None:
+        out = np.empty((lines(a, a_copy), lines(b, b_copy)), np.float32)
+    array, keeper = _arrays.borrow(out, writable=True)
+    lib.nib_gemm_reference(a._handle, _COPIES[a_copy], b._handle, _COPIES[b_copy], alpha, accumulate, array)
+    del keeper
+    return out
+
+
 _kept = {}  # arrays behind borrowed buffers, by a number that the release function gets
 _RELEASE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_kept.__delitem__)
 _release = ctypes.cast(_RELEASE, ctypes.c_void_p)
@@ -451,7 +491,7 @@ def _borrowed_buffer(x):
     array, keeper = _arrays.borrow(x, writable=True)
     strides, expected = list(array.strides[:array.rank]), 1
     for size, stride in zip(reversed(array.shape[:array.rank]), reversed(strides)):
-        if size > 1 and stride != expected:
+        if size > 1 and stride != expected and array.bytes:
             raise _library.ShapeError("a part must be C-contiguous")
         expected *= size
     key = next(_numbers)

@@ -133,6 +133,25 @@ class Native:
         return take(handle, self._used)
 
 
+def part_specs(struct, shape):
+    """(shape, dtype) of each part that a quantisation makes, None for the others."""
+    specs = []
+    for part in Part:
+        wanted = struct.columnwise if part % 2 else struct.rowwise
+        if struct.format == _library.Format.FLOAT8 and part == Part.ROW_LEVEL:
+            wanted = True  # one for both copies
+        rank, out = ctypes.c_int(), (ctypes.c_int64 * _library.MAX_RANK)()
+        status = raw.nib_part_shape(struct, part, len(shape), shape_array(shape), rank, out) if wanted else None
+        if not wanted or status == _library.UsageError.status:  # the format has no such part
+            specs.append(None)
+            continue
+        if status:
+            _library.fail(status)
+        floats = Part.ROW_SCALE if struct.format == _library.Format.FLOAT8_BLOCK else Part.ROW_LEVEL
+        specs.append((torch.Size(out[:rank.value]), torch.float32 if part >= floats else torch.uint8))
+    return specs
+
+
 def draw(struct):
     """Seed and offset of the random stream from torch's default generator: torch.manual_seed repeats them."""
     seed, offset = torch.empty(2, dtype=torch.int64).random_().tolist()

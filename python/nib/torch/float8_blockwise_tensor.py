@@ -34,9 +34,6 @@ class Float8BlockQuantizer(FormatQuantizer):
     def _state(self):
         return {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
 
-    def _is_float(self, field):
-        return field.part >= Part.ROW_SCALE
-
     def is_requantization_safe(self):
         return True
 

@@ -24,9 +24,6 @@ class _Float8Quantizer(FormatQuantizer):
     def _state(self):
         return {"fp8_dtype": self.dtype}
 
-    def _has(self, field, columnwise):
-        return True if field.part == Part.ROW_LEVEL else super()._has(field, columnwise)
-
     def supports_only_rowwise_all_gather(self):
         return True
 
@@ -46,7 +43,7 @@ class _Float8Quantizer(FormatQuantizer):
 
 class Float8Quantizer(_Float8Quantizer):
     """Delayed scaling: data times `scale`; `amax` is raised to what was seen. Both are tensors that others update, so a
-    copy of a quantizer shares them, and two quantizers are equal only if they are one."""
+    copy of a quantizer shares them, and two quantizers are equal only if they do."""
 
     def __init__(self, scale, amax, fp8_dtype, *, rowwise=True, columnwise=True):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -54,8 +51,10 @@ class Float8Quantizer(_Float8Quantizer):
         self.amax = amax
         self.dtype = DType.cast(fp8_dtype)
 
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    value_fields = ("dtype",)
+
+    def _values(self):
+        return (*super()._values(), id(self.scale), id(self.amax))
 
     def _numbers(self, tensor):
         for name, value in (("scale", self.scale), ("amax", self.amax)):

@@ -330,8 +330,7 @@ def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocati
         return []
     source = _bridge.host(tensor.detach())
     first = quantizer_list[0]
-    together = source.dim() == 2 and type(first).__eq__ is not object.__eq__ \
-        and all(type(q) is type(first) and q == first for q in quantizer_list) \
+    together = source.dim() == 2 and all(q == first for q in quantizer_list) and first._numbers(source) is None \
         and len({getattr(q, "amax_reduction_group", None) for q in quantizer_list}) == 1
     if not together:
         return [q(part) for q, part in zip(quantizer_list, torch.split(source, sections))]

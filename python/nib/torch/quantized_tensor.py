@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from .. import _library
 from .._library import Copy, lib, raw, shape_array
-from . import _bridge
+from . import _bridge, _ops
 
 aten = torch.ops.aten
 
@@ -383,6 +383,24 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def quantize_(self, tensor, *, noop_flag=None):
         raise self._lacks("quantize_")
 
+    def _copy_bytes(self, src):
+        """Copy the buffers of a tensor of the same kind that has the same copies; False where it is of another."""
+        kinds = [type(tensor._quantizer) for tensor in (self, src)]
+        if None in (self._quantizer, src._quantizer) or kinds[0] is not kinds[1] or src.shape != self.shape \
+                or src.get_usages() != self.get_usages():
+            return False
+        mine, _ = self.prepare_for_saving()
+        theirs, _ = src.prepare_for_saving() if src is not self else (mine, self)
+        try:
+            for here, there in zip(mine, theirs):
+                if here is not None and there is not None:
+                    here.copy_(there)
+        finally:
+            self.restore_from_saved(mine)
+            if src is not self:
+                src.restore_from_saved(theirs)
+        return True
+
     def float(self):
         return self.dequantize(dtype=torch.float32)
 
@@ -569,9 +587,9 @@ class FormatQuantizer(Quantizer):
     def quantize_impl(self, tensor):
         if isinstance(tensor, QuantizedTensor):
             tensor = tensor.dequantize()
-        if _bridge.is_fake(tensor):
-            return self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         _check_float(tensor)
+        if _bridge.is_fake(tensor):
+            return self._wrap(tensor.shape, tensor.dtype, self._traced(tensor))
         source = tensor.detach()
         parts = self._call(source, None, lambda struct, given: _bridge.quantize(struct, source, given))
         return self._wrap(tensor.shape, tensor.dtype, parts)
@@ -583,6 +601,8 @@ class FormatQuantizer(Quantizer):
         if isinstance(src, QuantizedTensor):
             src = src.dequantize()
         _check_float(src)
+        if _bridge.is_fake(src):
+            return self._update_traced(src, dst, noop_flag)
         src = _bridge.host(src.detach())
         noop = None
         if noop_flag is not None:
@@ -597,6 +617,24 @@ class FormatQuantizer(Quantizer):
             if noop is None or noop.value != 1.0:
                 dst._assign(native.parts())
                 dst._follow(self)
+        return dst
+
+    def _traced(self, tensor):
+        if self._reduction() is not None:
+            raise _library.UnsupportedError("a reduction of amaxes cannot be part of a compiled graph")
+        return _ops.traced_parts(tensor, self._struct(), getattr(self, "scale", None))
+
+    def _update_traced(self, src, dst, noop_flag):
+        if noop_flag is not None:
+            raise _library.UnsupportedError("an update with a no-op flag cannot be part of a compiled graph")
+        parts = dst._shaped(self._traced(src), dst.shape)
+        for field in dst.FIELDS:
+            here, there = getattr(dst, field.name), parts[field.part]
+            if here is None or there is None:
+                setattr(dst, field.name, there)
+            else:
+                here.copy_(there)
+        dst._follow(self)
         return dst
 
     def _wrap(self, shape, dtype, parts, requires_grad=False):
@@ -625,23 +663,14 @@ class FormatQuantizer(Quantizer):
 
     def inner_tensor_specs(self, shape):
         """{attribute: (shape, dtype)} of the buffers that a tensor of this shape has."""
-        struct, specs = self._struct(), {}
+        found, specs = _bridge.part_specs(self._struct(), shape), {}
         for field in self.tensor_class.storage_class.FIELDS:
-            rank, out = ctypes.c_int(), (ctypes.c_int64 * _library.MAX_RANK)()
-            columnwise = field.part % 2 == 1
-            if self._has(field, columnwise):
-                lib.nib_part_shape(struct, field.part, len(shape), shape_array(shape), rank, out)
-                size = torch.Size(out[:rank.value])
+            spec = found[field.part]
+            if spec is not None:
                 if field.part == _library.Part.COL_DATA and self.tensor_class.storage_class.COLUMN_KEEPS_RANK:
-                    size = torch.Size(self.get_columnwise_shape(shape))
-                specs[field.name] = (size, torch.float32 if self._is_float(field) else torch.uint8)
+                    spec = (torch.Size(self.get_columnwise_shape(shape)), spec[1])
+                specs[field.name] = spec
         return specs
-
-    def _has(self, field, columnwise):
-        return self.columnwise_usage if columnwise else self.rowwise_usage
-
-    def _is_float(self, field):
-        return field.part >= _library.Part.ROW_LEVEL
 
     def alloc_tensors(self, shape, device=None, *, pin_memory=False):
         return {name: torch.zeros(size, dtype=dtype, device=device, pin_memory=pin_memory)
@@ -678,9 +707,13 @@ class FormatQuantizer(Quantizer):
         other.__dict__ = dict(self.__dict__)
         return other
 
-    def _values(self):
+    def _options(self):
         return tuple(getattr(self, name) for name in
                      ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", *self.value_fields))
+
+    def _values(self):
+        """What equality and hash go by."""
+        return self._options()
 
     def __eq__(self, other):
         return type(self) is type(other) and self._values() == other._values()
@@ -896,8 +929,10 @@ class FormatStorage(QuantizedTensorStorage):
         data = [part for part in self._parts()[:2] if part is not None]
         if not data:
             raise _library.NoDataError(f"{type(self).__name__} has no data")
-        out = torch.empty(tuple(self.shape), dtype=dtype, device=data[0].device if _bridge.is_fake(data[0]) else "cpu")
-        if _bridge.is_fake(data[0]) or not out.numel():
+        if _bridge.is_fake(data[0]):
+            return _ops.traced_values(self._parts(), self._struct(), self._dtype, self.shape, dtype)
+        out = torch.empty(tuple(self.shape), dtype=dtype)
+        if not out.numel():
             return out
         with self._native() as native:
             lib.nib_dequantize(native.handle, Copy.EITHER, _bridge.array(out))
@@ -933,6 +968,15 @@ class FormatStorage(QuantizedTensorStorage):
                    "requires_grad": getattr(self, "requires_grad", False), "dtype": self._dtype,
                    "shape": tuple(self.shape), "nontensor_kwargs": self._clone_state()}
         return names, context
+
+    @classmethod
+    def __metadata_guard__(cls, one, other):
+        """Whether a graph that was made for one context serves another."""
+        def facts(context):
+            state = dict(context["nontensor_kwargs"])
+            quantizer = state.pop("quantizer")
+            return {**context, "nontensor_kwargs": state}, quantizer and (type(quantizer), quantizer._options())
+        return facts(one) == facts(other)
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, context, outer_size=None, outer_stride=None):
@@ -1086,6 +1130,8 @@ class FormatTensor:
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
         kwargs = {} if kwargs is None else kwargs
         if args and isinstance(args[0], FormatTensor):
+            if func == aten.alias.default:  # tensor[:]
+                return args[0].detach()
             handler = args[0].HANDLERS.get(func)
             if handler is not None:
                 result = handler(args[0], func, args, kwargs)

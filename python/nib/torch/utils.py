@@ -183,6 +183,24 @@ def clear_columnwise_cache(tensor):
                 setattr(tensor, field.name, None)
 
 
+# ---- Products --------------------------------------------------------------------------------------------
+
+
+def gemm_reference(a, b, *, a_columnwise=False, b_columnwise=False, alpha=1.0, out=None):
+    """alpha A B^T in FP32, added to `out` where one is given, with the bits of TransformerEngine's reference. A rowwise
+    copy is the [M, K] matrix, a columnwise one [K, M]; inner sizes must agree, and both or none be transformed."""
+    accumulate = out is not None
+    with a._native() as left, b._native() as right:
+        if out is None:
+            def lines(tensor, columnwise):
+                cols = tensor.shape[-1]
+                return cols if columnwise else tensor.shape.numel() // cols if cols else 0
+            out = torch.empty(lines(a, a_columnwise), lines(b, b_columnwise))
+        lib.nib_gemm_reference(left.handle, int(a_columnwise), right.handle, int(b_columnwise), alpha, accumulate,
+                               _bridge.array(out))
+    return out
+
+
 # ---- Gathers ---------------------------------------------------------------------------------------------
 
 
