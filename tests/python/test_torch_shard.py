@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded casts, gathers and reductions over torch.distributed (gloo), with 2 and 3 processes: the same bytes as in one.
+"""Sharded casts, gathers and reductions over torch.distributed (gloo), with 2 and 3 processes: the bytes of one.
 
 Each test is a function of a rank that runs in processes of its own; `check` there collects failures, and a rank that
 raises ends the test.
