@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch tensors to the library and back. Nothing is computed here.
+
+    array(t)              a nib_array over a torch tensor's memory
+    Native(...)           a nib_tensor over torch buffers, for the length of a `with`; `parts()` says afterwards what
+                          its buffers are: the same torch tensors where the library wrote in place or shares them, new
+                          ones (over the library's memory, by DLPack) where it made them
+    communicator(group)   a nib_comm over a torch.distributed group
+    draw(q)               seed and offset of the random stream, from torch's default CPU generator
+"""
+import ctypes
+import threading
+
+import torch
+
+from .. import _arrays, _library
+from .._library import Array, Part, lib, raw, shape_array
+from .constants import DType, TE_DType
+
+_ITEMSIZE = {DType.kByte: 1, DType.kInt16: 2, DType.kInt32: 4, DType.kInt64: 8, DType.kFloat32: 4, DType.kFloat16: 2,
+             DType.kBFloat16: 2, DType.kFloat8E4M3: 1, DType.kFloat8E5M2: 1}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def code_of(dtype):
+    """The library's dtype of a torch.dtype."""
+    code = TE_DType.get(dtype)
+    if code is None:
+        raise _library.DtypeError(f"nib does not take {dtype}")
+    return code
+
+
+def is_fake(t):
+    """Whether a tensor has a shape but no memory (torch.compile traces with such)."""
+    return t.device.type == "meta" or isinstance(t, torch._subclasses.fake_tensor.FakeTensor) \
+        or isinstance(t, torch._subclasses.functional_tensor.FunctionalTensor)
+
+
+def host(t):
+    """The tensor in host memory."""
+    return t if t.device.type == "cpu" else t.cpu()
+
+
+def array(t, out=None):
+    """A nib_array over a tensor in host memory, whose lifetime is the caller's business."""
+    code = code_of(t.dtype)
+    if t.device.type != "cpu":
+        raise _library.UnsupportedError(f"nib computes in host memory, but the tensor is on {t.device}")
+    size = _ITEMSIZE[code]
+    return _arrays.fill(Array() if out is None else out, t.data_ptr(), code, t.shape,
+                        [s * size for s in t.stride()], size)
+
+
+def _from_part(handle, part):
+    """A part of a nib_tensor as a torch tensor that keeps the library's buffer."""
+    view = Array()
+    lib.nib_tensor_part(handle, part, view)
+    shape = tuple(view.shape[:view.rank])
+    if not view.bytes or 0 in shape:
+        return torch.empty(shape, dtype=torch.float32 if view.dtype == DType.kFloat32 else torch.uint8)
+    return torch.utils.dlpack.from_dlpack(_arrays.dlpack_capsule(handle, part))
+
+
+def parts_of(handle, sources=()):
+    """The parts of a nib_tensor as torch tensors, None where absent. Those that lie in the memory of a source (a torch
+    tensor) are views of it."""
+    by_pointer = {source.data_ptr(): source for source in sources if source is not None and source.numel()}
+    found = []
+    for part in Part:
+        buffer = raw.nib_tensor_buffer(handle, part)
+        if not buffer:
+            found.append(None)
+            continue
+        source = by_pointer.get(raw.nib_buffer_data(buffer))
+        if source is None:
+            found.append(_from_part(handle, part))
+            continue
+        view = Array()
+        lib.nib_tensor_part(handle, part, view)
+        shape = tuple(view.shape[:view.rank])
+        found.append(source if tuple(source.shape) == shape else source.view(shape))
+    return found
+
+
+def take(handle, sources=()):
+    """The parts of a nib_tensor, which is destroyed."""
+    try:
+        return parts_of(handle, sources)
+    finally:
+        raw.nib_tensor_destroy(handle)
+
+
+class Native:
+    """A nib_tensor over torch buffers. `parts`: six tensors or None, in the order of nib_part."""
+
+    def __init__(self, struct, dtype, shape, parts, columnwise_valid=True):
+        self.handle = ctypes.c_void_p()
+        self._given = list(parts)
+        self._used = [None if p is None else host(p).contiguous() for p in parts]
+        buffers = (ctypes.c_void_p * _library.PART_COUNT)()
+        try:
+            for i, part in enumerate(self._used):
+                if part is not None:
+                    buffer = ctypes.c_void_p()
+                    size = part.numel() * part.element_size()
+                    lib.nib_buffer_borrow(part.data_ptr() or None, size, None, None, buffer)
+                    buffers[i] = buffer
+            lib.nib_tensor_from_buffers(struct, code_of(dtype), len(shape), shape_array(shape), buffers, self.handle)
+        finally:
+            for buffer in buffers:
+                raw.nib_buffer_release(buffer)
+        if not columnwise_valid:
+            lib.nib_tensor_invalidate_columnwise(self.handle)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        raw.nib_tensor_destroy(self.handle)
+
+    def parts(self):
+        """What the buffers are now: the caller's own tensors where the library kept them."""
+        now = parts_of(self.handle, self._used)
+        for i, (given, used) in enumerate(zip(self._given, self._used)):
+            if now[i] is used and given is not used:
+                if given is not None:
+                    given.copy_(used)
+                now[i] = given
+        return now
+
+    def shared(self, handle):
+        """The parts of another nib_tensor that came of this one, which is destroyed."""
+        return take(handle, self._used)
+
+
+def part_specs(struct, shape):
+    """(shape, dtype) of each part that a quantisation makes, None for the others."""
+    specs = []
+    for part in Part:
+        wanted = struct.columnwise if part % 2 else struct.rowwise
+        if struct.format == _library.Format.FLOAT8 and part == Part.ROW_LEVEL:
+            wanted = True  # one for both copies
+        rank, out = ctypes.c_int(), (ctypes.c_int64 * _library.MAX_RANK)()
+        status = raw.nib_part_shape(struct, part, len(shape), shape_array(shape), rank, out) if wanted else None
+        if not wanted or status == _library.UsageError.status:  # the format has no such part
+            specs.append(None)
+            continue
+        if status:
+            _library.fail(status)
+        floats = Part.ROW_SCALE if struct.format == _library.Format.FLOAT8_BLOCK else Part.ROW_LEVEL
+        specs.append((torch.Size(out[:rank.value]), torch.float32 if part >= floats else torch.uint8))
+    return specs
+
+
+def draw(struct):
+    """Seed and offset of the random stream from torch's default generator: torch.manual_seed repeats them."""
+    seed, offset = torch.empty(2, dtype=torch.int64).random_().tolist()
+    struct.seed = seed
+    struct.offset = offset & ~3  # callers advance by whole blocks of random numbers
+
+
+def quantize(struct, x, given=None):
+    """Six parts of a new tensor."""
+    out = ctypes.c_void_p()
+    x = host(x)
+    lib.nib_quantize(struct, array(x), given, out)
+    return take(out)
+
+
+# ---- Communicators ---------------------------------------------------------------------------------------
+
+
+class Communicator:
+    """A nib_comm whose functions are collectives of a torch.distributed group. One that fails is an error on its own
+    rank; `check` raises what was behind it."""
+
+    def __init__(self, group):
+        import torch.distributed as dist
+        self._dist, self._group = dist, group
+        self._fault = threading.local()
+        self._functions = (_library.ALLREDUCE_MAX(self._guard(self._allreduce_max)),
+                           _library.AGREE(self._guard(self._agree)),
+                           _library.ALLGATHER(self._guard(self._allgather)),
+                           _library.BARRIER(self._guard(self._barrier)))
+        self.struct = _library.Comm(context=None, rank=dist.get_rank(group), size=dist.get_world_size(group),
+                                    allreduce_max_f32=self._functions[0], agree=self._functions[1],
+                                    allgather=self._functions[2], barrier=self._functions[3])
+
+    def _guard(self, function):
+        def guarded(*arguments):
+            try:
+                return function(*arguments)
+            except BaseException as error:  # must not cross the library
+                self._fault.error = error
+                return _library.CommError.status
+        return guarded
+
+    def __enter__(self):
+        self._fault.error = None
+        return self.struct
+
+    def __exit__(self, kind, error, _trace):
+        behind = getattr(self._fault, "error", None)
+        self._fault.error = None
+        if error is not None and behind is not None:
+            raise error from behind
+
+    def _allreduce_max(self, _context, values, n):
+        if n:
+            t = torch.frombuffer((ctypes.c_float * n).from_address(ctypes.addressof(values.contents)),
+                                 dtype=torch.float32)
+            self._dist.all_reduce(t, op=self._dist.ReduceOp.MAX, group=self._group)
+        return _library.OK
+
+    def _agree(self, _context, status, key):
+        mine = torch.tensor([status, key - (1 << 64) if key >> 63 else key], dtype=torch.int64)
+        everybody = [torch.empty_like(mine) for _ in range(self.struct.size)]
+        self._dist.all_gather(everybody, mine, group=self._group)
+        worst = max(int(pair[0]) for pair in everybody)
+        if worst == _library.OK and any(int(pair[1]) != int(mine[1]) for pair in everybody):
+            return _library.MismatchError.status
+        return worst
+
+    def _allgather(self, _context, mine, everything, counts):
+        counts = counts[:self.struct.size]
+        largest = max(counts)
+        if not largest:
+            return _library.OK
+        own = torch.zeros(largest, dtype=torch.uint8)  # the collective wants equal lengths
+        if counts[self.struct.rank]:
+            ctypes.memmove(own.data_ptr(), mine, counts[self.struct.rank])
+        everybody = [torch.empty_like(own) for _ in counts]
+        self._dist.all_gather(everybody, own, group=self._group)
+        at = everything
+        for piece, count in zip(everybody, counts):
+            if count:
+                ctypes.memmove(at, piece.data_ptr(), count)
+                at += count
+        return _library.OK
+
+    def _barrier(self, _context):
+        self._dist.barrier(group=self._group)
+        return _library.OK
+
+
+class _Serial:
+    """One rank alone, where torch.distributed is not in use."""
+
+    def __enter__(self):
+        return raw.nib_comm_serial().contents
+
+    def __exit__(self, *_):
+        return None
+
+
+def communicator(group=None):
+    """A context manager that gives the nib_comm of a group (None: the default group, or this process alone)."""
+    import torch.distributed as dist
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise _library.CommError("torch.distributed is not initialised")
+        return _Serial()
+    return Communicator(group)

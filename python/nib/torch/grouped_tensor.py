@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of matrices of one format in shared buffers, as the experts of a mixture have them.
+
+Buffers are flat: the members' codes lie one after the other without gaps, so do their scales, each with its own
+padding, and their amaxes. A member is a tensor of its format over its place in them.
+"""
+import ctypes
+import math
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .._library import Part, lib, shape_array
+from . import _bridge
+from .quantized_tensor import QuantizedTensor, _stride_from_shape, aten
+
+# attribute of the group: nib_part of the members
+_BUFFERS = {"rowwise_data": Part.ROW_DATA, "columnwise_data": Part.COL_DATA, "scale_inv": Part.ROW_SCALE,
+            "columnwise_scale_inv": Part.COL_SCALE, "amax": Part.ROW_LEVEL, "columnwise_amax": Part.COL_LEVEL}
+_SAVED = (*_BUFFERS, "scale", "first_dims", "last_dims", "tensor_offsets")
+
+
+class GroupedTensorStorage:
+    """num_tensors matrices. Without a quantizer rowwise_data holds them in high precision.
+
+    first_dims and last_dims are int64 vectors, None where all are equal; tensor_offsets the int64 element offsets (one
+    more than there are members); offsets and tensor_shapes the same for the host. logical_shape is that of the members
+    one below the other, or side by side where the first dims agree.
+    """
+
+    def __new__(cls, shape, dtype, *, num_tensors, shapes, quantizer=None, requires_grad=False, device=None, **buffers):
+        if issubclass(cls, torch.Tensor):
+            outer = (num_tensors, *shapes[0]) if shapes and len(set(shapes)) == 1 else tuple(shape)
+            self = torch.Tensor._make_wrapper_subclass(cls, outer, strides=_stride_from_shape(outer), dtype=dtype,
+                                                       layout=torch.strided, requires_grad=requires_grad,
+                                                       device=torch.device("cpu") if device is None else device)
+        else:
+            self = object.__new__(cls)
+        self.fake_dtype = dtype
+        self.num_tensors = num_tensors
+        self.logical_shape = tuple(shape)
+        self.tensor_shapes = [tuple(s) for s in shapes]
+        self.quantizer = quantizer.copy() if quantizer is not None else None
+        self.scale = buffers.get("scale")
+        for name in _BUFFERS:
+            setattr(self, name, buffers.get(name))
+        self.offsets = [0]
+        for s in self.tensor_shapes:
+            self.offsets.append(self.offsets[-1] + math.prod(s))
+        firsts, lasts = zip(*self.tensor_shapes) if self.tensor_shapes else ((), ())
+        same_first, same_last = len(set(firsts)) <= 1, len(set(lasts)) <= 1
+        self.first_dims = None if same_first else torch.tensor(firsts, dtype=torch.int64)
+        self.last_dims = None if same_last else torch.tensor(lasts, dtype=torch.int64)
+        self.tensor_offsets = None if same_first and same_last else torch.tensor(self.offsets, dtype=torch.int64)
+        self.scale_inv_offsets = self._part_offsets(Part.ROW_SCALE)
+        self.columnwise_scale_inv_offsets = self._part_offsets(Part.COL_SCALE)
+        self.quantized_tensors = None
+        return self
+
+    def __init__(self, *args, **kwargs):
+        """__new__ has done it all."""
+
+    # -- construction --
+
+    @classmethod
+    def make_grouped_tensor_with_shapes(cls, num_tensors, shapes, quantizer=None, device=None, dtype=torch.float32):
+        """An empty group of these matrices."""
+        shapes = [tuple(s) for s in shapes]
+        if len(shapes) != num_tensors:
+            raise ValueError(f"{num_tensors} tensors, but {len(shapes)} shapes")
+        firsts, lasts = {s[0] for s in shapes}, {s[1] for s in shapes}
+        if len(lasts) <= 1:
+            logical = (sum(s[0] for s in shapes), next(iter(lasts), 0))
+        elif len(firsts) == 1:
+            logical = (next(iter(firsts)), sum(s[1] for s in shapes))
+        else:
+            logical = (1, sum(math.prod(s) for s in shapes))
+        buffers = {}
+        if quantizer is None:
+            buffers["rowwise_data"] = torch.zeros(sum(math.prod(s) for s in shapes), dtype=dtype)
+        else:
+            for name, part in _BUFFERS.items():
+                specs = [_spec(quantizer, part, s) for s in shapes]
+                if specs and specs[0] is not None:
+                    buffers[name] = torch.zeros(sum(math.prod(size) for size, _ in specs), dtype=specs[0][1])
+        return cls(logical, dtype, num_tensors=num_tensors, shapes=shapes, quantizer=quantizer, **buffers)
+
+    @classmethod
+    def make_grouped_tensor(cls, num_tensors, first_dims=None, last_dims=None, logical_first_dim=0, logical_last_dim=0,
+                            quantizer=None, device=None, dtype=torch.float32):
+        """The same from vectors of dims (None: all equal) and the logical shape."""
+        def dims(vector, logical, varying_other):
+            if vector is not None:
+                return [int(v) for v in vector]
+            return [logical] * num_tensors if varying_other is not None else [logical // num_tensors] * num_tensors
+
+        if first_dims is None and last_dims is None:
+            shapes = [(logical_first_dim // num_tensors, logical_last_dim)] * num_tensors
+        else:
+            shapes = list(zip(dims(first_dims, logical_first_dim, last_dims),
+                              dims(last_dims, logical_last_dim, first_dims)))
+        return cls.make_grouped_tensor_with_shapes(num_tensors, shapes, quantizer, device, dtype)
+
+    @classmethod
+    def make_grouped_tensor_from_rowwise_data(cls, num_tensors, tensor_shape, rowwise_data, dtype=None):
+        """High-precision matrices of one shape over a buffer that exists."""
+        data = rowwise_data.reshape(-1)
+        shapes = [tuple(tensor_shape)] * num_tensors
+        if data.numel() != num_tensors * math.prod(tensor_shape):
+            raise ValueError(f"{data.numel()} elements are not {num_tensors} of {tuple(tensor_shape)}")
+        logical = (num_tensors * tensor_shape[0], tensor_shape[1])
+        return cls(logical, dtype or rowwise_data.dtype, num_tensors=num_tensors, shapes=shapes, rowwise_data=data)
+
+    def copy(self):
+        """Another object over the same buffers."""
+        return type(self)(self.logical_shape, self.fake_dtype, num_tensors=self.num_tensors, shapes=self.tensor_shapes,
+                          quantizer=self.quantizer, scale=self.scale, **{n: getattr(self, n) for n in _BUFFERS})
+
+    @staticmethod
+    def make_tensor_offsets(first_dims, logical_last_dim):
+        """Element offsets of matrices with these rows."""
+        offsets = [0]
+        for rows in first_dims.tolist():
+            offsets.append(offsets[-1] + rows * logical_last_dim)
+        return torch.tensor(offsets, dtype=torch.int64)
+
+    # -- what it is --
+
+    def has_data(self):
+        return self.rowwise_data is not None
+
+    def has_columnwise_data(self):
+        return self.columnwise_data is not None
+
+    def all_same_first_dim(self):
+        return self.first_dims is None
+
+    def all_same_last_dim(self):
+        return self.last_dims is None
+
+    def all_same_shape(self):
+        return self.first_dims is None and self.last_dims is None
+
+    def varying_both_dims(self):
+        return self.first_dims is not None and self.last_dims is not None
+
+    def get_common_first_dim(self):
+        if not self.all_same_first_dim():
+            raise RuntimeError("the first dims of the group differ")
+        return self.tensor_shapes[0][0]
+
+    def get_common_last_dim(self):
+        if not self.all_same_last_dim():
+            raise RuntimeError("the last dims of the group differ")
+        return self.tensor_shapes[0][1]
+
+    def _part_offsets(self, part):
+        if self.quantizer is None:
+            return None
+        offsets = [0]
+        for shape in self.tensor_shapes:
+            spec = _spec(self.quantizer, part, shape)
+            if spec is None:
+                return None
+            offsets.append(offsets[-1] + math.prod(spec[0]))
+        return offsets
+
+    # -- members --
+
+    def split_into_quantized_tensors(self):
+        """The members: views, nothing is copied."""
+        if self.quantizer is None:
+            return [self.rowwise_data[begin:end].view(shape) for begin, end, shape in
+                    zip(self.offsets, self.offsets[1:], self.tensor_shapes)]
+        quantizer = self.quantizer.copy()
+        quantizer.internal = False
+        members, at = [], dict.fromkeys(_BUFFERS, 0)
+        for shape in self.tensor_shapes:
+            parts = [None] * len(Part)
+            for name, part in _BUFFERS.items():
+                buffer, spec = getattr(self, name), _spec(quantizer, part, shape)
+                if buffer is not None and spec is not None:
+                    n = math.prod(spec[0])
+                    parts[part] = buffer[at[name]:at[name] + n].view(spec[0])
+                    at[name] += n
+            members.append(quantizer._wrap(shape, self.fake_dtype, parts))
+        return members
+
+    def _members(self):
+        if self.quantized_tensors is None:
+            self.quantized_tensors = self.split_into_quantized_tensors()
+        return self.quantized_tensors
+
+    def quantize(self, tensors, noop_flag=None):
+        """Quantise matrices into the members; returns these."""
+        members = self.split_into_quantized_tensors()
+        if len(tensors) != len(members):
+            raise ValueError(f"{len(tensors)} tensors for a group of {len(members)}")
+        for tensor, member in zip(tensors, members):
+            if self.quantizer is None:
+                member.copy_(tensor)
+            else:
+                self.quantizer.update_quantized(tensor, member, noop_flag=noop_flag)
+        self.quantized_tensors = members
+        return members
+
+    def dequantize(self, dtype=None):
+        """The members' values, one below the other in dim 0 of a new one where shapes agree; a list otherwise."""
+        values = [m.dequantize(dtype=dtype or self.fake_dtype) if isinstance(m, QuantizedTensor)
+                  else m.to(dtype or self.fake_dtype) for m in self._members()]
+        return torch.stack(values) if self.all_same_shape() else values
+
+    # -- saving --
+
+    def prepare_for_saving(self):
+        tensors = [getattr(self, name) for name in _SAVED]
+        for name in _SAVED:
+            setattr(self, name, None)
+        self.quantized_tensors = None
+        return tensors, self
+
+    def restore_from_saved(self, tensors):
+        for name, tensor in zip(_SAVED, tensors):
+            setattr(self, name, tensor)
+        return tensors[len(_SAVED):]
+
+    def clear(self):
+        """No members, no data."""
+        for name in _SAVED:
+            setattr(self, name, None)
+        self.quantized_tensors = None
+        self.num_tensors = 0
+        self.tensor_shapes, self.offsets = [], [0]
+        self.scale_inv_offsets = self.columnwise_scale_inv_offsets = None
+        self.logical_shape = (0, 0)
+
+    def __repr__(self):
+        kind = "high precision" if self.quantizer is None else type(self.quantizer).__name__
+        return f"{type(self).__name__}({self.num_tensors} of {self.tensor_shapes}, {kind}, dtype={self.fake_dtype})"
+
+
+def _spec(quantizer, part, shape):
+    """(shape, dtype) of a part of a member, None where it has none."""
+    storage = quantizer.tensor_class.storage_class
+    field = next((f for f in storage.FIELDS if f.part == part), None)
+    return None if field is None else quantizer.inner_tensor_specs(shape).get(field.name)
+
+
+_BANNED = {aten.as_strided.default, aten.transpose.int, aten.t.default, aten.permute.default, aten.slice.Tensor,
+           aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unsqueeze.default,
+           aten.squeeze.default, aten.squeeze.dim, aten.unbind.int, aten.cat.default, aten.stack.default,
+           aten.index_select.default, aten.narrow.default, aten.chunk.default, aten.reshape.default,
+           aten._unsafe_view.default, aten._reshape_alias.default}
+
+
+class GroupedTensor(GroupedTensorStorage, torch.Tensor):
+    """A group as a torch.Tensor: [n, M, N] where all members have one shape, its logical shape otherwise."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self, *, tensor_contents=None):
+        return GroupedTensorStorage.__repr__(self)
+
+    def detach(self):
+        return self.copy()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        kwargs = {} if kwargs is None else kwargs
+        first = args[0] if args else None
+        if isinstance(first, GroupedTensor):
+            if func in (aten.detach.default, aten.alias.default):
+                return first.copy()
+            if func == aten.expand.default:
+                if tuple(args[1]) in (tuple(first.shape), (-1,) * first.dim()):
+                    return first.copy()
+                raise RuntimeError("a GroupedTensor cannot be expanded to another shape")
+            if func == aten.expand_as.default and tuple(args[1].shape) == tuple(first.shape):
+                return first.copy()
+            if func == aten.view.default:
+                if tuple(args[1]) in ((-1,), (first.numel(),)) and first.rowwise_data is not None:
+                    return first.rowwise_data.view(-1)
+                raise RuntimeError("a GroupedTensor can be viewed only as its flat rowwise buffer: view(-1)")
+        if func in _BANNED:
+            raise RuntimeError(f"{func} is not supported on a GroupedTensor: split it into its members")
+        return _on_members(func, args, kwargs)
+
+
+def _on_members(func, args, kwargs):
+    """An operation on the stacked values of the members; those that it writes to are quantised again."""
+    stacked = {}
+
+    def plain(value):
+        if not isinstance(value, GroupedTensor):
+            return value
+        if not value.all_same_shape():
+            raise RuntimeError(f"{func} needs a GroupedTensor whose members have one shape")
+        if id(value) not in stacked:
+            stacked[id(value)] = (value, value.dequantize())
+        return stacked[id(value)][1]
+
+    result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    if not func._schema.is_mutable:
+        return result
+    back = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
+        for group in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(group, GroupedTensor):
+                values = stacked[id(group)][1]
+                group.quantize(list(values.unbind(0)))
+                back[id(values)] = group
+    return tree_map(lambda value: back.get(id(value), value) if isinstance(value, torch.Tensor) else value, result)
+
+
+# ---- Quantise groups -------------------------------------------------------------------------------------
+
+
+def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocation=False):
+    """Quantise rows of a tensor as tensors of their own: section i with quantizer i. Where all quantizers say the same,
+    in one call, with one reduction of amaxes."""
+    sections = [int(n) for n in split_sections]
+    if len(sections) != len(quantizer_list):
+        raise ValueError(f"{len(sections)} sections, but {len(quantizer_list)} quantizers")
+    if sum(sections) != tensor.shape[0]:
+        raise ValueError(f"the sections have {sum(sections)} rows, the tensor {tensor.shape[0]}")
+    if not sections:
+        return []
+    source = _bridge.host(tensor.detach())
+    first = quantizer_list[0]
+    together = source.dim() == 2 and all(q == first for q in quantizer_list) and first._numbers(source) is None \
+        and len({getattr(q, "amax_reduction_group", None) for q in quantizer_list}) == 1
+    if not together:
+        return [q(part) for q, part in zip(quantizer_list, torch.split(source, sections))]
+    out = (ctypes.c_void_p * len(sections))()
+    first._call(source, None, lambda struct, given: lib.nib_split_quantize(
+        struct, _bridge.array(source), shape_array(sections), len(sections), out))
+    results = []
+    for quantizer, rows, handle in zip(quantizer_list, sections, list(out)):
+        results.append(quantizer._wrap((rows, source.shape[1]), tensor.dtype, _bridge.take(ctypes.c_void_p(handle))))
+    for result in results:
+        if getattr(result._quantizer, "with_amax_reduction", False):
+            result._quantizer.with_amax_reduction = False
+            result._quantizer.amax_reduction_group = None
+    return results
+
+
+def group_quantize(tensor, quantizer, num_tensors, first_dims=None, last_dims=None, tensor_offsets=None, noop_flag=None,
+                   output=None):
+    """Quantise a matrix as a GroupedTensor: member i has first_dims[i] of its rows, or an equal share of them."""
+    if last_dims is not None:
+        raise NotImplementedError("a matrix is split by rows: members have all of its columns")
+    rows, cols = tensor.shape
+    if first_dims is None:
+        if rows % num_tensors:
+            raise ValueError(f"{rows} rows cannot be shared by {num_tensors} members")
+        counts = [rows // num_tensors] * num_tensors
+    else:
+        counts = [int(n) for n in first_dims]
+    if sum(counts) != rows:
+        raise ValueError(f"the members have {sum(counts)} rows, the tensor {rows}")
+    if output is None:
+        output = GroupedTensor.make_grouped_tensor_with_shapes(num_tensors, [(n, cols) for n in counts], quantizer,
+                                                               dtype=tensor.dtype)
+    output.quantize(list(torch.split(tensor, counts)), noop_flag=noop_flag)
+    return output
+
+
+def group_dequantize(grouped, dtype=None):
+    """A GroupedTensor of the members' values."""
+    values = [member.dequantize(dtype=dtype or grouped.fake_dtype) for member in grouped._members()]
+    out = GroupedTensor.make_grouped_tensor_with_shapes(grouped.num_tensors, grouped.tensor_shapes,
+                                                        dtype=dtype or grouped.fake_dtype)
+    out.quantize(values)
+    return out

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8: E4M3 or E5M2 codes, one power-of-two scale per 32."""
+import torch
+
+from .._library import Format, Part, lib
+from .constants import DType
+from .format_tensor import Field, FormatQuantizer, FormatStorage, FormatTensor, is_full_slice, is_same_strides
+from .quantized_tensor import QuantizedTensor, _resolve_shape, aten
+
+
+class MXFP8Quantizer(FormatQuantizer):
+    value_fields = ("dtype", "with_2d_quantization")
+
+    def __init__(self, fp8_dtype=DType.kFloat8E4M3, *, rowwise=True, columnwise=True, with_2d_quantization=False):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = DType.cast(fp8_dtype)
+        self.with_2d_quantization = with_2d_quantization
+
+    def _struct(self):
+        q = self._new_struct(Format.MXFP8)
+        q.element = self.dtype
+        if self.with_2d_quantization:
+            q.block_dims[:] = (32, 32)
+        return q
+
+    def _state(self):
+        return {"fp8_dtype": self.dtype, "with_gemm_swizzled_scales": bool(self.optimize_for_gemm)}
+
+    def is_requantization_safe(self):
+        return True
+
+    def _get_compatible_recipe(self):
+        from .recipe import MXFP8BlockScaling
+        return MXFP8BlockScaling
+
+
+class MXFP8TensorStorage(FormatStorage):
+    """_rowwise_data and _columnwise_data, both uint8 of the logical shape; scales are E8M0 bytes, [roundup(M, 128),
+    roundup(K/32, 4)] and [roundup(M/32, 4), roundup(K, 128)]."""
+
+    FIELDS = (Field("_rowwise_data", "rowwise_data", Part.ROW_DATA),
+              Field("_rowwise_scale_inv", "rowwise_scale_inv", Part.ROW_SCALE),
+              Field("_columnwise_data", "columnwise_data", Part.COL_DATA),
+              Field("_columnwise_scale_inv", "columnwise_scale_inv", Part.COL_SCALE))
+    SAVED = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
+    STATE = (("_fp8_dtype", "fp8_dtype"), ("_with_gemm_swizzled_scales", "with_gemm_swizzled_scales"))
+
+    def __new__(cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, quantizer,
+                with_gemm_swizzled_scales=False, *args, fake_dtype=None, **kwargs):
+        buffers = dict(rowwise_data=rowwise_data, rowwise_scale_inv=rowwise_scale_inv, columnwise_data=columnwise_data,
+                       columnwise_scale_inv=columnwise_scale_inv)
+        state = dict(fp8_dtype=DType.cast(fp8_dtype), with_gemm_swizzled_scales=with_gemm_swizzled_scales)
+        return cls._construct(buffers, state, quantizer, fake_dtype, args, kwargs)
+
+    def _struct(self):
+        struct = self._get_quantizer()._struct()
+        struct.element = self._fp8_dtype
+        struct.swizzled = bool(self._with_gemm_swizzled_scales)
+        return struct
+
+    def _build_default_quantizer(self):
+        return MXFP8Quantizer(self._fp8_dtype, **self.get_usages())
+
+    def _shape_of_bytes(self):
+        data = self._rowwise_data if self._rowwise_data is not None else self._columnwise_data
+        return None if data is None else data.shape
+
+
+MXFP8TensorStorage.storage_class = MXFP8TensorStorage
+
+
+def _view(tensor, func, args, kwargs):
+    shape = _resolve_shape((args[1],), tensor.numel())
+    if len(shape) < 2 or shape[-1] != tensor.shape[-1]:
+        raise ValueError(f"MXFP8Tensor: a view has two dims or more and the same last one, but {tuple(tensor.shape)} "
+                         f"would become {tuple(shape)}")
+    return tensor.detach() if shape == tensor.shape else tensor.view(shape)
+
+
+def _slice(tensor, func, args, kwargs):
+    return type(tensor).make_like(tensor) if is_full_slice(tensor, args) else NotImplemented
+
+
+def _as_strided(tensor, func, args, kwargs):
+    return type(tensor).make_like(tensor) if is_same_strides(tensor, args) else NotImplemented
+
+
+def _split(tensor, func, args, kwargs):
+    size, dim = args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    inner = tensor.numel() // tensor.shape[0] // tensor.shape[-1] if tensor.numel() else 0
+    if dim not in (0, -tensor.dim()) or tensor.dim() < 2 or size * inner % 32 or tensor._with_gemm_swizzled_scales \
+            or not size or not inner:
+        return NotImplemented
+    pieces = []
+    for first in range(0, tensor.shape[0], size):
+        count = min(size, tensor.shape[0] - first)
+        parts, _shape = tensor._derive(lib.nib_tensor_slice, first * inner, count * inner)
+        shape = torch.Size((count, *tensor.shape[1:]))
+        for part in (Part.ROW_DATA, Part.COL_DATA):
+            parts[part] = None if parts[part] is None else parts[part].view(shape)
+        pieces.append(tensor._like(parts, shape))
+    return pieces
+
+
+def _new_zeros(tensor, func, args, kwargs):
+    shape = torch.Size(args[1])
+    rows = shape.numel() // shape[-1] if shape.numel() else 0
+    if len(shape) < 2 or not rows or shape[-1] % 32 or rows % 32:
+        return NotImplemented
+    quantizer = tensor._get_quantizer().copy()
+    quantizer.internal = False
+    quantizer.set_usage(**tensor.get_usages())
+    return quantizer.make_empty(shape, dtype=kwargs.get("dtype") or tensor.dtype)
+
+
+class MXFP8Tensor(FormatTensor, MXFP8TensorStorage, QuantizedTensor):
+    HANDLERS = {aten.view.default: _view, aten.slice.Tensor: _slice, aten.as_strided.default: _as_strided,
+                aten.split.Tensor: _split, aten.new_zeros.default: _new_zeros,
+                aten.clone.default: lambda tensor, func, args, kwargs: tensor._clone()}
+
+    def __new__(cls, *args, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype,
+                quantizer, with_gemm_swizzled_scales=False, **kwargs):
+        return MXFP8TensorStorage.__new__(cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv,
+                                          fp8_dtype, quantizer, with_gemm_swizzled_scales, *args, **kwargs)
+
+
+MXFP8Quantizer.tensor_class = MXFP8Tensor
+torch.serialization.add_safe_globals([MXFP8Tensor, MXFP8Quantizer])

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4: NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, and the matrices of its random Hadamard transform."""
+import ctypes
+import functools
+import os
+
+import torch
+
+from .. import _library
+from .._library import ErrorMode, Format, Part, Rounding, ScaleRule, lib, raw
+from . import _bridge
+from .constants import DType
+from .format_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, is_full_slice, is_same_strides,
+                            record_stream_handler, view_handler)
+from .quantized_tensor import QuantizedTensor, _DequantizeFunc, aten
+
+# ---- The transform ---------------------------------------------------------------------------------------
+
+
+def get_no_random_sign_vector(device=None):
+    """No change of signs."""
+    return torch.tensor([1], dtype=torch.float32, device=device)
+
+
+def get_wgrad_sign_vector(device=None):
+    """The signs of the transform's inputs: one for each of 16."""
+    mask = _library.RHT_SIGN_MASK
+    return torch.tensor([-1 if mask >> i & 1 else 1 for i in range(16)], dtype=torch.float32, device=device)
+
+
+def get_sign_from_vector(vector):
+    """The signs as a mask: bit i is set where element i is -1."""
+    mask = 0
+    for i, sign in enumerate(vector.tolist()):
+        mask |= (sign == -1) << i
+    return mask
+
+
+def _check_device(device):
+    """Devices are accepted in every form in which TransformerEngine gets them; memory is the host's."""
+    if isinstance(device, torch.device) or isinstance(device, str):
+        return torch.device(device)
+    return torch.device("cpu")
+
+
+@functools.lru_cache(maxsize=None)
+def get_hadamard_matrix(hadamard_dimension, device=None):
+    """H[i][j] = (-1)^popcount(i & j) / 4, float32."""
+    assert hadamard_dimension == 16, "Only hadamard dimension 16 is supported."
+    matrix = torch.empty(16, 16, dtype=torch.float32)
+    raw.nib_hadamard_matrix(_floats(matrix))
+    return matrix.to(_check_device(device))
+
+
+def _floats(tensor):
+    return ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_float))
+
+
+@functools.lru_cache(maxsize=None)
+def get_rht_matrix(with_random_sign_mask, device=None):
+    """diag(signs) H, bfloat16 (exact): y = x R."""
+    matrix = torch.empty(16, 16, dtype=torch.bfloat16)
+    raw.nib_rht_matrix(get_random_sign_mask_for_rht(with_random_sign_mask),
+                       ctypes.cast(matrix.data_ptr(), ctypes.POINTER(ctypes.c_uint16)))
+    return matrix.to(_check_device(device))
+
+
+def get_random_sign_mask_for_rht(with_random_sign_mask, device=None):
+    return _library.RHT_SIGN_MASK if with_random_sign_mask else 0
+
+
+@functools.lru_cache(maxsize=None)
+def _fp4_e2m1_vals(device, dtype):
+    """The value of each of the 16 codes."""
+    values = torch.empty(16, dtype=torch.float32)
+    raw.nib_e2m1_values(_floats(values))
+    return values.to(device=_check_device(device), dtype=dtype)
+
+
+class _FromNVFP4Func(_DequantizeFunc):
+    """Dequantise; the gradient passes straight through."""
+
+
+# ---- Quantizer -------------------------------------------------------------------------------------------
+
+_SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8, DType.kFloat8E4M3, DType.kByte)
+_BLOCKS = {(1, 16): False, (16, 16): True}
+
+
+class NVFP4Quantizer(FormatQuantizer):
+    """Options of NVFP4, by TransformerEngine's names.
+
+    Besides those: fp8_dtype, the dtype of block scales (E4M3 is the only one), and block_dims, (1, 16) or (16, 16),
+    which is with_2d_quantization by another name. with_rht alone means with_post_rht_amax too.
+    """
+
+    value_fields = ("dtype", "with_amax_reduction", "with_rht", "with_post_rht_amax", "with_2d_quantization",
+                    "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max",
+                    "nvfp4_4over6_err_mode", "with_random_sign_mask")
+
+    def __init__(self, fp4_dtype=DType.kFloat4E2M1, rowwise=True, columnwise=True, with_amax_reduction=False,
+                 amax_reduction_group=None, with_rht=False, with_post_rht_amax=None, with_2d_quantization=None,
+                 stochastic_rounding=False, row_scaled_nvfp4=False, nvfp4_use_4over6=False, nvfp4_e4m3_max=448,
+                 nvfp4_4over6_err_mode="MAE", with_random_sign_mask=True, *, fp8_dtype=None, block_dims=None):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if fp4_dtype in _SCALE_DTYPES[:2] and fp8_dtype is None:  # fp8_dtype is the first argument there
+            fp4_dtype, fp8_dtype = DType.kFloat4E2M1, fp4_dtype
+        self.dtype = DType.cast(fp4_dtype)
+        if self.dtype != DType.kFloat4E2M1:
+            raise ValueError(f"NVFP4 codes are E2M1, not {self.dtype.name}")
+        if fp8_dtype is not None and fp8_dtype not in _SCALE_DTYPES:
+            raise ValueError(f"block scales of NVFP4 are float8_e4m3fn, not {fp8_dtype}")
+        if block_dims is not None:
+            if tuple(block_dims) not in _BLOCKS:
+                raise ValueError(f"block_dims is (1, 16) or (16, 16), not {tuple(block_dims)}")
+            two_dimensional = _BLOCKS[tuple(block_dims)]
+            if with_2d_quantization is not None and with_2d_quantization != two_dimensional:
+                raise ValueError(f"with_2d_quantization={with_2d_quantization} contradicts block_dims={block_dims}")
+            with_2d_quantization = two_dimensional
+        if nvfp4_e4m3_max not in (448, 256):
+            raise ValueError(f"nvfp4_e4m3_max is 448 or 256, not {nvfp4_e4m3_max}")
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.with_rht = with_rht
+        self.with_post_rht_amax = with_rht if with_post_rht_amax is None else with_post_rht_amax
+        self.with_2d_quantization = bool(with_2d_quantization)
+        self.stochastic_rounding = stochastic_rounding
+        self.row_scaled_nvfp4 = row_scaled_nvfp4
+        self.nvfp4_use_4over6 = nvfp4_use_4over6
+        self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
+        self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode.upper()
+        if self.nvfp4_4over6_err_mode not in ErrorMode.__members__:
+            raise ValueError(f"nvfp4_4over6_err_mode is MAE or MSE, not {nvfp4_4over6_err_mode}")
+        self.with_random_sign_mask = with_random_sign_mask
+
+    @property
+    def rht_matrix_random_sign_mask_t(self):
+        return get_random_sign_mask_for_rht(self.with_random_sign_mask)
+
+    @property
+    def rht_matrix(self):
+        return get_rht_matrix(self.with_random_sign_mask)
+
+    def _struct(self):
+        q = self._new_struct(Format.NVFP4)
+        q.block_dims[:] = (16, 16) if self.with_2d_quantization else (1, 16)
+        q.rht = bool(self.with_rht)
+        q.rht_sign_mask = self.rht_matrix_random_sign_mask_t
+        q.row_scaled = bool(self.row_scaled_nvfp4)
+        if self.nvfp4_use_4over6:
+            q.scale_rule = ScaleRule.FOUR_OVER_SIX
+            q.error_mode = ErrorMode[self.nvfp4_4over6_err_mode]
+            q.e4m3_max = self.nvfp4_e4m3_max
+            q.fast_error = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH") == "1"
+        if self.stochastic_rounding:
+            q.rounding = Rounding.STOCHASTIC_8
+        if self.with_rht and not self.with_post_rht_amax:
+            raise _library.ModeError("Pre-RHT amax is not supported yet: with_rht needs with_post_rht_amax")
+        return q
+
+    def _reduction(self, dst=None):
+        group = getattr(dst, "amax_reduction_group", None)  # FSDP2 puts it on the tensor
+        if group is not None:
+            return _bridge.communicator(group)
+        return super()._reduction(dst)
+
+    def _state(self):
+        return {"fp4_dtype": self.dtype, "with_gemm_swizzled_scales": bool(self.optimize_for_gemm),
+                "row_scaled_nvfp4": self.row_scaled_nvfp4, "nvfp4_use_4over6": self.nvfp4_use_4over6,
+                "nvfp4_e4m3_max": self.nvfp4_e4m3_max}
+
+    @staticmethod
+    def convert_shape_for_fp4(shape):
+        """The shape of packed codes: the last dim halved."""
+        shape = list(shape)
+        shape[-1] = shape[-1] // 2
+        return tuple(shape)
+
+    def _get_compatible_recipe(self):
+        from .recipe import NVFP4BlockScaling
+        return NVFP4BlockScaling
+
+
+# ---- Storage and tensor ----------------------------------------------------------------------------------
+
+
+class NVFP4TensorStorage(FormatStorage):
+    """Codes, block scales and amaxes of both copies.
+
+    _rowwise_data uint8 [..., K/2], _rowwise_scale_inv uint8 (E4M3) [roundup(M, 128), roundup(K/16, 4)], _amax_rowwise
+    float32 [1] ([M] where row-scaled); _columnwise_data [K, M/2] and so on with M and K exchanged.
+    """
+
+    FIELDS = (Field("_rowwise_data", "rowwise_data", Part.ROW_DATA),
+              Field("_rowwise_scale_inv", "rowwise_scale_inv", Part.ROW_SCALE),
+              Field("_columnwise_data", "columnwise_data", Part.COL_DATA),
+              Field("_columnwise_scale_inv", "columnwise_scale_inv", Part.COL_SCALE),
+              Field("_amax_rowwise", "amax_rowwise", Part.ROW_LEVEL),
+              Field("_amax_columnwise", "amax_columnwise", Part.COL_LEVEL))
+    SAVED = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_rowwise",
+             "_amax_columnwise")
+    STATE = (("_fp4_dtype", "fp4_dtype"), ("_with_gemm_swizzled_scales", "with_gemm_swizzled_scales"),
+             ("_row_scaled_nvfp4", "row_scaled_nvfp4"), ("_nvfp4_use_4over6", "nvfp4_use_4over6"),
+             ("_nvfp4_e4m3_max", "nvfp4_e4m3_max"))
+
+    def __new__(cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, amax_rowwise,
+                amax_columnwise, fp4_dtype, quantizer, with_gemm_swizzled_scales, *args, fake_dtype=None,
+                row_scaled_nvfp4=False, nvfp4_use_4over6=False, nvfp4_e4m3_max=448, **kwargs):
+        buffers = dict(rowwise_data=rowwise_data, rowwise_scale_inv=rowwise_scale_inv, columnwise_data=columnwise_data,
+                       columnwise_scale_inv=columnwise_scale_inv, amax_rowwise=amax_rowwise,
+                       amax_columnwise=amax_columnwise)
+        state = dict(fp4_dtype=fp4_dtype, with_gemm_swizzled_scales=with_gemm_swizzled_scales,
+                     row_scaled_nvfp4=row_scaled_nvfp4, nvfp4_use_4over6=nvfp4_use_4over6,
+                     nvfp4_e4m3_max=nvfp4_e4m3_max if nvfp4_use_4over6 else 448)
+        return cls._construct(buffers, state, quantizer, fake_dtype, args, kwargs)
+
+    def _struct(self):
+        struct = self._get_quantizer()._struct()
+        struct.rowwise, struct.columnwise = self.get_usages().values()
+        struct.swizzled = bool(self._with_gemm_swizzled_scales)
+        struct.row_scaled = bool(self._row_scaled_nvfp4)
+        struct.scale_rule = ScaleRule.FOUR_OVER_SIX if self._nvfp4_use_4over6 else ScaleRule.RTN
+        struct.e4m3_max = self._nvfp4_e4m3_max
+        return struct
+
+    def _build_default_quantizer(self):
+        return NVFP4Quantizer(row_scaled_nvfp4=self._row_scaled_nvfp4, nvfp4_use_4over6=self._nvfp4_use_4over6,
+                              nvfp4_e4m3_max=self._nvfp4_e4m3_max, **self.get_usages())
+
+    def _shape_of_bytes(self):
+        if self._rowwise_data is not None:
+            *leading, last = self._rowwise_data.shape
+            return torch.Size((*leading, last * 2))
+        if self._columnwise_data is not None:
+            first, *leading, last = self._columnwise_data.shape
+            return torch.Size((*leading, last * 2, first))
+        return None
+
+    def get_data_tensors(self, rowwise_data=True, columnwise_data=True):
+        return self._rowwise_data, self._columnwise_data
+
+    def update_usage(self, rowwise_usage=None, columnwise_usage=None):
+        there = self.get_usages()
+        row = there["rowwise"] if rowwise_usage is None else rowwise_usage
+        col = there["columnwise"] if columnwise_usage is None else columnwise_usage
+        needed = {"rowwise": row, "columnwise": col and not (row and self._rowwise_data is not None)}
+        copies = {"rowwise": (self._rowwise_data, self._rowwise_scale_inv, self._amax_rowwise),
+                  "columnwise": (self._columnwise_data, self._columnwise_scale_inv, self._amax_columnwise)}
+        for name, fields in copies.items():
+            if needed[name] and any(field is None for field in fields):
+                raise RuntimeError(f"Requested {name} usage, but NVFP4Tensor is missing {name} data, scales or amax")
+        if row and col and self._columnwise_data is None:
+            self._create_columnwise()
+            return
+        if not row:
+            self._rowwise_data = self._rowwise_scale_inv = self._amax_rowwise = None
+        if not col:
+            self._columnwise_data = self._columnwise_scale_inv = self._amax_columnwise = None
+
+    def _create_columnwise(self):
+        if self._quantizer is None or not self._quantizer.with_2d_quantization:
+            raise RuntimeError("Cannot create columnwise data from rowwise data without 2D quantization: blocks of "
+                               "1x16 have other scales in each copy")
+        super()._create_columnwise()
+
+
+NVFP4TensorStorage.storage_class = NVFP4TensorStorage
+
+
+def _slice(tensor, func, args, kwargs):
+    if is_full_slice(tensor, args):
+        return type(tensor).make_like(tensor)
+    raise NotImplementedError("NVFP4Tensor does not support slices of a part: dequantize, or split along blocks")
+
+
+def _as_strided(tensor, func, args, kwargs):
+    if tensor.dim() == 2 and is_same_strides(tensor, args):
+        return type(tensor).make_like(tensor)
+    raise NotImplementedError("NVFP4Tensor does not support as_strided to another shape: dequantize first")
+
+
+def _zero_(tensor, func, args, kwargs):
+    tensor._change(lib.nib_tensor_zero)
+    return tensor
+
+
+class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
+    """A tensor of NVFP4 codes with the behaviour of its nominal dtype."""
+
+    amax_reduction_group = None  # FSDP2 sets it on parameters
+
+    HANDLERS = {aten.view.default: view_handler, aten.slice.Tensor: _slice, aten.as_strided.default: _as_strided,
+                aten.zero_.default: _zero_, aten.record_stream.default: record_stream_handler}
+
+    def __new__(cls, *args, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, amax_rowwise,
+                amax_columnwise, fp4_dtype=DType.kFloat4E2M1, quantizer, with_gemm_swizzled_scales, **kwargs):
+        return NVFP4TensorStorage.__new__(cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv,
+                                          amax_rowwise, amax_columnwise, fp4_dtype, quantizer,
+                                          with_gemm_swizzled_scales, *args, **kwargs)
+
+    # -- FSDP2: the framework gathers --
+
+    def fsdp_pre_all_gather(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
+        """(what to gather: rowwise codes, and scales without padding rows; what to know afterwards). Amaxes are not
+        gathered: they must be equal on all ranks, so the group is kept for later updates."""
+        if self._with_gemm_swizzled_scales:
+            raise NotImplementedError("FSDP2 with swizzled scales is not supported: they do not lie row by row")
+        if mesh is not None:
+            self.amax_reduction_group = mesh.get_group()
+        rows = self.numel() // self.shape[-1]
+        assert rows % 16 == 0, f"FSDP2 needs shards of whole blocks of 16 rows, not of {rows}"
+        assert self._rowwise_data is not None, "FSDP2 gathers rowwise data, and there is none"
+        quantizer = self._get_quantizer()
+        if quantizer.columnwise_usage:
+            assert quantizer.with_2d_quantization, "columnwise data can be built after a gather only of 16x16 blocks"
+        gathered = (self._rowwise_data, self._rowwise_scale_inv[:rows])
+        metadata = (self._fp4_dtype, quantizer.columnwise_usage, self._amax_rowwise, self._amax_columnwise,
+                    self._row_scaled_nvfp4, self._nvfp4_use_4over6, self._nvfp4_e4m3_max, self.shape[-1])
+        return gathered, metadata
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """(the whole tensor, the buffers it was made of)."""
+        data, scales = (_bridge.host(t).contiguous() for t in all_gather_outputs)
+        columnwise, amax, cols = metadata[1], metadata[2], metadata[7]
+        rows = data.numel() // data.shape[-1]
+        quantizer = self._get_quantizer().copy()
+        quantizer.set_usage(rowwise=True, columnwise=columnwise)
+        quantizer.internal = False
+        struct = self._struct()
+        struct.rowwise, struct.columnwise = 1, bool(columnwise)
+        if out is None:
+            out = quantizer.make_empty((rows, cols), dtype=param_dtype)
+        else:
+            out._quantizer = quantizer
+        piece = _library.Metadata(format=struct.format, dtype=_bridge.code_of(out.dtype), rank=2, quantizer=struct)
+        piece.shape[:2] = (rows, cols)
+        parts = _library.FsdpParts(data=_bridge.array(data.view(rows, -1)), scales=_bridge.array(scales),
+                                   level=float(amax), metadata=piece)
+        parts.scales.dtype = DType.kFloat8E4M3
+        with out._native() as native:
+            handle = ctypes.c_void_p(native.handle.value)
+            lib.nib_fsdp_assign(parts, rows, handle)
+            out._assign(native.parts())
+        for name, value in zip(("_fp4_dtype", "_row_scaled_nvfp4", "_nvfp4_use_4over6", "_nvfp4_e4m3_max"),
+                               (metadata[0], *metadata[4:7])):
+            setattr(out, name, value)
+        return out, all_gather_outputs
+
+    # -- pickling --
+
+    def __reduce_ex__(self, protocol):
+        return self._reduced(_make_nvfp4_tensor_in_reduce_ex, (
+            self.shape, self._rowwise_data, self._rowwise_scale_inv, self._columnwise_data, self._columnwise_scale_inv,
+            self._amax_rowwise, self._amax_columnwise, self._fp4_dtype, self.dtype, self._quantizer,
+            self._with_gemm_swizzled_scales, self._row_scaled_nvfp4, self._nvfp4_use_4over6, self._nvfp4_e4m3_max))
+
+    @classmethod
+    def _make_in_reduce_ex(cls, *args):
+        """Pickles of before name this."""
+        return _make_nvfp4_tensor_in_reduce_ex(*args)
+
+
+NVFP4Tensor.storage_class = NVFP4TensorStorage
+NVFP4Quantizer.tensor_class = NVFP4Tensor
+
+
+def _make_nvfp4_tensor_in_reduce_ex(shape, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv,
+                                    amax_rowwise, amax_columnwise, fp4_dtype, dtype, quantizer,
+                                    with_gemm_swizzled_scales=False, row_scaled_nvfp4=False, nvfp4_use_4over6=False,
+                                    nvfp4_e4m3_max=448):
+    return NVFP4Tensor(shape=torch.Size(shape), dtype=dtype, rowwise_data=rowwise_data,
+                       rowwise_scale_inv=rowwise_scale_inv, columnwise_data=columnwise_data,
+                       columnwise_scale_inv=columnwise_scale_inv, amax_rowwise=amax_rowwise,
+                       amax_columnwise=amax_columnwise, fp4_dtype=fp4_dtype, quantizer=quantizer,
+                       with_gemm_swizzled_scales=with_gemm_swizzled_scales, row_scaled_nvfp4=row_scaled_nvfp4,
+                       nvfp4_use_4over6=nvfp4_use_4over6, nvfp4_e4m3_max=nvfp4_e4m3_max)
+
+
+torch.serialization.add_safe_globals([_make_nvfp4_tensor_in_reduce_ex, NVFP4Tensor, NVFP4Quantizer, DType])
