@@ -10,6 +10,8 @@
 #include <float.h>
 #include <math.h>
 
+#include "quantize.h"
+
 /* ---- The formats ---- */
 
 struct kind {
@@ -56,7 +58,7 @@ static nib_quantizer quantizer(const struct kind *k)
 
 /* ---- Data ---- */
 
-enum { MAX_ELEMENTS = 1 << 18 };
+enum { MAX_ELEMENTS = 1 << 19 };
 
 static float numbers[MAX_ELEMENTS], decoded[MAX_ELEMENTS], decoded_too[MAX_ELEMENTS];
 
@@ -590,10 +592,11 @@ TEST(blockwise_scales_are_limited_only_where_they_overflow)
 
 TEST(one_thread_equals_seven)
 {
+    enum { K = 520, M = 7 * NIB_ELEMENTS_PER_THREAD / K + 2 };
     FOR_KINDS(k)
     {
         nib_quantizer q = quantizer(k);
-        const nib_array x = matrix(300, 520);
+        const nib_array x = matrix(M, K);
         q.threads = 1;
         nib_tensor *one = quantized(&q, &x);
         q.threads = 7;
@@ -602,7 +605,7 @@ TEST(one_thread_equals_seven)
         for (int copy = 0; copy < 2; copy++) {
             dequantize(one, (nib_copy)copy, decoded);
             dequantize(seven, (nib_copy)copy, decoded_too);
-            CHECK_BYTES(decoded, decoded_too, 300 * 520 * sizeof(float));
+            CHECK_BYTES(decoded, decoded_too, (size_t)M * K * sizeof(float));
         }
         if (derives(k)) {
             CHECK_OK(nib_tensor_update_usage(seven, -1, 0));
