@@ -32,7 +32,6 @@ struct cut {
 
 int nib_thread_count(const nib_quantizer *q, int64_t elements)
 {
-    enum { ELEMENTS_PER_THREAD = 1 << 14 }; /* below this, waking a thread costs more than it saves */
     int threads = 1;
 #ifdef _OPENMP
     threads = q->threads ? (int)q->threads : omp_get_max_threads();
@@ -41,7 +40,7 @@ int nib_thread_count(const nib_quantizer *q, int64_t elements)
 #endif
     if (!nib_threads_usable())
         return 1;
-    return (int)nib_max(1, nib_min(threads, elements / ELEMENTS_PER_THREAD));
+    return (int)nib_max(1, nib_min(threads, elements / NIB_ELEMENTS_PER_THREAD));
 }
 
 static void run_serially(int64_t n, void (*body)(void *context, int64_t i), void *context)
@@ -420,6 +419,15 @@ struct nib_coding nib_coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype
                                 .origin_block = facts->block ? q->origin[rowwise ? 1 : 0] / facts->block : 0 };
 }
 
+/* What an element costs in elements of rows to nearest, roughly and rather too little: more threads pay for slower
+ * rules. */
+static int64_t cost_of(const nib_quantizer *q)
+{
+    const int64_t rule = q->scale_rule == NIB_SCALE_SWEEP ? 8 : q->scale_rule == NIB_SCALE_4OVER6 ? 4 : 1;
+    const int64_t rounding = q->rounding == NIB_ROUND_NEAREST ? 1 : 2;
+    return rule * rounding * (q->columnwise ? 2 : 1);
+}
+
 struct code_job {
     const nib_quantizer *q;
     const struct matrix *m;
@@ -491,7 +499,8 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
         if (wants(q, copy) && memory[copy].scales)
             nib_zero_scale_padding(&geometry->copy[copy], memory[copy].scales);
     }
-    nib_parallel(m.row_panels * m.column_panels, nib_thread_count(q, m.rows * m.cols), quantize_panel, &job);
+    const int threads = nib_thread_count(q, m.rows * m.cols * cost_of(q));
+    nib_parallel(m.row_panels * m.column_panels, threads, quantize_panel, &job);
     return NIB_OK;
 }
 

@@ -14,7 +14,10 @@
  *     store_step_nibbles(p, code)       32 codes in 16 bytes
  *     load_step_e2m1(p, v)              and back, as floats
  *     load_step_halves(p, v, e5m2)      32 bytes that are the upper half of an F16 (E5M2) or, shifted, F16s of 2^-8
- *     store_step(p, dtype, v, stream)   32 numbers in an output's dtype, around the caches where `stream`
+ *     step_has_nan(v)                   whether one of 32 numbers may be a NaN
+ *     step_has_byte(p, least)           whether one of 32 bytes without their first bits is at least so much
+ *     store_step(p, dtype, v, exact, stream)   32 numbers in an output's dtype, around the caches where `stream`;
+ *                                       `exact`: they need no rounding
  *     stores_are_seen()                 after such stores
  */
 
@@ -24,15 +27,18 @@ enum { STEP = 32, STEP_VECTORS = STEP / VL };
 
 /* The sum of a magnitude and a power of two that is `digits` binades above its own is rounded to the code's digits, and
  * has the digits in its last bits and the exponent in its first: one shift away from each other. Magnitudes below the
- * smallest normal number are treated as if they had its exponent. A NaN is 0x7F, whatever its sign. */
+ * smallest normal number are treated as if they had its exponent. A NaN is 0x7F, whatever its sign; `clean`: there is
+ * none. */
 #define DEFINE_MINIFLOAT(name, smallest, digits, offset, largest)                                         \
-    SIMD VI name(VF y)                                                                                    \
+    SIMD VI name(VF y, bool clean)                                                                        \
     {                                                                                                     \
-        const VI nan = vi_is_nan(y), sign = vi_and(vi_srl(vi_andnot(nan, vi_of(y)), 24), vi_set1(0x80));  \
         const VF a = vf_min(absolute(y), vf_set1(largest));                                               \
         const VF power = vf_max(vf_of(vi_and(vi_of(a), vi_set1(0x7F800000))), vf_set1(smallest));         \
         const VI sum = vi_of(vf_add(a, vf_mul(power, vf_set1((float)(1 << (digits))))));                  \
         const VI code = vi_and(vi_add(vi_add(sum, vi_srl(sum, digits)), vi_set1(offset)), vi_set1(0x7F)); \
+        if (clean)                                                                                        \
+            return vi_or(code, vi_and(vi_srl(vi_of(y), 24), vi_set1(0x80)));                              \
+        const VI nan = vi_is_nan(y), sign = vi_and(vi_srl(vi_andnot(nan, vi_of(y)), 24), vi_set1(0x80));  \
         return vi_or(vi_or(code, vi_srl(nan, 25)), sign);                                                 \
     }
 DEFINE_MINIFLOAT(signed_e4m3, 0x1p-6f, 20, -0x468, 448.0f)
@@ -45,9 +51,18 @@ SIMD VI signed_e2m1(VF y)
     return with_sign(e2m1_bits(absolute(t)), t);
 }
 
-SIMD VI code_of(VF y, nib_dtype element)
+/* Codes of 32 scaled numbers. */
+SIMD void codes_of_step(const VF y[STEP_VECTORS], nib_dtype element, VI code[STEP_VECTORS])
 {
-    return element == NIB_E4M3 ? signed_e4m3(y) : element == NIB_E5M2 ? signed_e5m2(y) : signed_e2m1(y);
+    const bool clean = element == NIB_E2M1 || !step_has_nan(y); /* E2M1 has no NaN to make of one */
+    UNROLL
+    for (int i = 0; i < STEP_VECTORS; i++)
+        if (element == NIB_E2M1)
+            code[i] = signed_e2m1(y[i]);
+        else if (clean)
+            code[i] = element == NIB_E4M3 ? signed_e4m3(y[i], true) : signed_e5m2(y[i], true);
+        else
+            code[i] = element == NIB_E4M3 ? signed_e4m3(y[i], false) : signed_e5m2(y[i], false);
 }
 
 /* ---- Numbers in steps ---- */
@@ -97,7 +112,8 @@ SIMD void encode_span(const char *x, int64_t n, nib_dtype dtype, float factor, n
         load_step(x + at * size, n - at, dtype, v);
         UNROLL
         for (int i = 0; i < STEP_VECTORS; i++)
-            code[i] = code_of(vf_mul(v[i], f), element);
+            v[i] = vf_mul(v[i], f);
+        codes_of_step(v, element, code);
         uint8_t last[STEP], *const to = at + STEP <= n ? out + at / (1 + packed) : last;
         if (packed)
             store_step_nibbles(to, code);
@@ -193,32 +209,75 @@ SIMD void store_column_scales(const struct nib_target *target, const struct any_
                (size_t)(n * g->scale_bytes));
         return;
     }
-    for (int l = 0; l < n; l += (int)g->lines_per_scale)
-        nib_scale_store(g, target->scales, line + l, block, scale_bits(s, l, g->scale_bytes));
+    uint8_t *const bytes = (uint8_t *)target->scales;
+    if (g->scale_bytes == 1 && !g->swizzled && g->lines_per_scale == 1) {
+        uint8_t *to = bytes + line * g->scale_line + block * g->scale_block;
+        for (int l = 0; l < n; l++, to += g->scale_line)
+            *to = s->bits.bytes[l];
+    } else if (g->scale_bytes == 1 && g->swizzled) {
+        for (int l = 0; l < n; l++)
+            bytes[nib_scale_index(g, line + l, block)] = s->bits.bytes[l];
+    } else {
+        for (int l = 0; l < n; l += (int)g->lines_per_scale)
+            nib_scale_store(g, target->scales, line + l, block, scale_bits(s, l, g->scale_bytes));
+    }
 }
 
 /* ---- Rows ---- */
+
+/* The amaxes of n blocks of `lines` rows from column `first` on: VL at a time, whose largest lanes are found by a
+ * transposition. */
+SIMD void row_amaxes(const struct nib_panel *panel, int64_t row, int64_t lines, int64_t first, int n, int64_t block,
+                     nib_dtype dtype, float *amax)
+{
+    const int size = dtype == NIB_F32 ? 4 : 2;
+    int b = 0;
+    for (; b + VL <= n && first + (b + VL) * block <= panel->cols; b += VL) {
+        VF m[VL];
+        UNROLL
+        for (int k = 0; k < VL; k++)
+            m[k] = vf_set1(0);
+        for (int64_t l = 0; l < lines; l++) {
+            const char *const x = element_address(panel, row + l, first + b * block);
+            UNROLL
+            for (int k = 0; k < VL; k++)
+                for (int64_t i = 0; i < block; i += STEP) {
+                    VF v[STEP_VECTORS];
+                    load_step(x + (k * block + i) * size, STEP, dtype, v);
+                    UNROLL
+                    for (int part = 0; part < STEP_VECTORS; part++)
+                        m[k] = vf_max(absolute(v[part]), m[k]); /* a NaN gives the second operand */
+                }
+        }
+        vf_transpose(m);
+        UNROLL
+        for (int k = 1; k < VL; k++)
+            m[0] = vf_max(m[0], m[k]);
+        vf_store(amax + b, m[0]);
+    }
+    for (; b < n; b++) {
+        const int64_t at = first + b * block;
+        amax[b] = 0;
+        for (int64_t l = 0; l < lines; l++) {
+            const float m = span_absmax(element_address(panel, row + l, at), nib_min(block, panel->cols - at), dtype);
+            amax[b] = m > amax[b] ? m : amax[b];
+        }
+    }
+}
 
 SIMD void quantize_rows_any(const struct nib_panel *panel, const struct nib_coding *coding,
                             const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype dtype,
                             nib_dtype element, bool mx)
 {
-    const int64_t block = coding->block ? coding->block : nib_max(panel->cols, 1);
+    const int64_t block = mx ? STEP : coding->block ? coding->block : nib_max(panel->cols, 1);
     struct any_scales s;
     for (int64_t row = 0; row < panel->rows; row += coding->tile_lines)
         for (int64_t first = 0; first < panel->cols; first += SCALES * block) {
             const int64_t end = nib_min(panel->cols, first + SCALES * block);
             const int64_t lines = nib_min(coding->tile_lines, panel->rows - row);
             const int n = (int)nib_ceil_div(end - first, block);
-            for (int b = 0; coding->block && b < n; b++) {
-                const int64_t at = first + b * block;
-                s.amax[b] = 0;
-                for (int64_t l = 0; l < lines; l++) {
-                    const float m = span_absmax(element_address(panel, row + l, at), nib_min(block, end - at), dtype);
-                    s.amax[b] = m > s.amax[b] ? m : s.amax[b];
-                }
-            }
             if (coding->block) {
+                row_amaxes(panel, row, lines, first, n, block, dtype, s.amax);
                 scales_of(&s, n, coding, scaler, mx);
                 store_row_scales(target, &s, n, panel->row + row, lines, (panel->col + first) / block);
             } else {
@@ -282,12 +341,13 @@ SIMD void encode_columns(const struct nib_panel *panel, int64_t row, int64_t end
         load_step(element_address(panel, r++, col), n, dtype, v);
         UNROLL
         for (int i = 0; i < STEP_VECTORS; i++)
-            code[i] = code_of(vf_mul(v[i], f[i]), element);
+            v[i] = vf_mul(v[i], f[i]);
+        codes_of_step(v, element, code);
         if (element == NIB_E2M1 && r < end) {
             load_step(element_address(panel, r++, col), n, dtype, v);
             UNROLL
             for (int i = 0; i < STEP_VECTORS; i++)
-                code[i] = vi_or(code[i], vi_sll(code_of(vf_mul(v[i], f[i]), element), 4));
+                code[i] = vi_or(code[i], vi_sll(signed_e2m1(vf_mul(v[i], f[i])), 4));
         }
         uint8_t last[STEP];
         store_step_codes(n < STEP ? last : out, code);
@@ -400,7 +460,9 @@ SLOT void quantize_mxfp4(const struct nib_panel *panel, const struct nib_coding 
 
 /* ---- Back ---- */
 
-SIMD void decode_step(char *out, nib_dtype dtype, const uint8_t *codes, VF factor, nib_dtype element, bool stream)
+/* `clean`: no code is special and the factor is finite, so that no number is a NaN; `exact`: and each is a BF16. */
+SIMD void decode_step(char *out, nib_dtype dtype, const uint8_t *codes, VF factor, nib_dtype element, bool clean,
+                      bool exact, bool stream)
 {
     VF v[STEP_VECTORS];
     if (element == NIB_E2M1)
@@ -409,14 +471,19 @@ SIMD void decode_step(char *out, nib_dtype dtype, const uint8_t *codes, VF facto
         load_step_halves(codes, v, element == NIB_E5M2);
     UNROLL
     for (int i = 0; i < STEP_VECTORS; i++) {
-        if (element == NIB_E4M3) { /* 480 would be the value of the code that is a NaN */
+        if (element == NIB_E4M3)
             v[i] = vf_mul(v[i], vf_set1(256.0f));
+        if (element == NIB_E4M3 && !clean) /* 480 would be the value of the code that is a NaN */
             v[i] = vf_of(vi_or(vi_of(v[i]), vi_equal(vi_of(absolute(v[i])), vi_of(vf_set1(480.0f)))));
-        }
-        v[i] = vf_quiet(vf_mul(v[i], factor));
+        v[i] = vf_mul(v[i], factor);
+        if (!clean)
+            v[i] = vf_quiet(v[i]);
     }
-    store_step(out, dtype, v, stream);
+    store_step(out, dtype, v, exact, stream);
 }
+
+/* A power of two keeps the few digits of a code, as long as the result is no subnormal number. */
+enum { EXACT_SCALE = 32 };
 
 SIMD void decode_any_as(char *y, nib_dtype dtype, const uint8_t *codes, const char *scales, int64_t n, float level,
                         const struct nib_coding *coding, nib_dtype element, bool mx, bool stream)
@@ -427,17 +494,28 @@ SIMD void decode_any_as(char *y, nib_dtype dtype, const uint8_t *codes, const ch
         nib_scale_bits bits = 0;
         if (coding->block)
             memcpy(&bits, scales + first / block * coding->scale_bytes, mx ? 1 : (size_t)coding->scale_bytes);
-        const VF f =
-            vf_set1(mx ? nib_f32_from_e8m0((uint8_t)bits) : coding->dialect->decode(bits, level, &coding->rules));
+        const float factor =
+            mx ? nib_f32_from_e8m0((uint8_t)bits) : coding->dialect->decode(bits, level, &coding->rules);
+        const bool finite = nib_abs(factor) <= FLT_MAX, exact = mx && dtype == NIB_BF16 && bits >= EXACT_SCALE;
+        const VF f = vf_set1(factor);
         const int64_t end = nib_min(first + block, n);
         int64_t i = first;
-        for (; i + STEP <= end; i += STEP)
-            decode_step(y + i * size, dtype, codes + i / per_byte, f, element, stream);
+        for (; i + STEP <= end; i += STEP) {
+            const uint8_t *const step = codes + i / per_byte;
+            const bool clean =
+                finite && (element == NIB_E2M1 || !step_has_byte(step, element == NIB_E4M3 ? 0x7F : 0x7C));
+            if (clean && exact)
+                decode_step(y + i * size, dtype, step, f, element, true, true, stream);
+            else if (clean)
+                decode_step(y + i * size, dtype, step, f, element, true, false, stream);
+            else
+                decode_step(y + i * size, dtype, step, f, element, false, false, stream);
+        }
         if (i < end) {
             uint8_t last[STEP] = { 0 };
             char numbers[STEP * 4];
             memcpy(last, codes + i / per_byte, (size_t)nib_ceil_div(end - i, per_byte));
-            decode_step(numbers, dtype, last, f, element, false);
+            decode_step(numbers, dtype, last, f, element, false, false, false);
             memcpy(y + i * size, numbers, (size_t)((end - i) * size));
         }
     }
@@ -526,7 +604,7 @@ SIMD void inverse_blocks(char *y, nib_dtype dtype, const float *x, uint16_t sign
         UNROLL
         for (int k = 0; k < STEP_VECTORS; k++)
             step[k] = v[k % PARTS * VL + b + k / PARTS];
-        store_step(y + b * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, step, false);
+        store_step(y + b * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, step, false, false);
     }
 }
 

@@ -7,6 +7,8 @@
 #define _GNU_SOURCE
 #include "test.h"
 
+#include "quantize.h"
+
 #include <fenv.h>
 #include <locale.h>
 #include <math.h>
@@ -53,7 +55,7 @@ static void surround(int i)
 
 /* ---- Everything that computes ---- */
 
-enum { ROWS = 144 /* times 256: enough for two threads */, COLS = 256, CASES = 16, LINES = 32 /* of a product */ };
+enum { COLS = 256, ROWS = 2 * NIB_ELEMENTS_PER_THREAD / COLS, CASES = 16, LINES = 32 /* of a product */ };
 
 /* Inputs with subnormals, ties and a wide range; made before any surroundings are. */
 struct inputs {

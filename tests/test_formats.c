@@ -10,6 +10,8 @@
 #include <float.h>
 #include <math.h>
 
+#include "quantize.h"
+
 /* ---- The formats ---- */
 
 struct kind {
@@ -56,7 +58,7 @@ static nib_quantizer quantizer(const struct kind *k)
 
 /* ---- Data ---- */
 
-enum { MAX_ELEMENTS = 1 << 18 };
+enum { MAX_ELEMENTS = 1 << 19 };
 
 static float numbers[MAX_ELEMENTS], decoded[MAX_ELEMENTS], decoded_too[MAX_ELEMENTS];
 
@@ -199,7 +201,7 @@ static void check_values(const struct kind *k, const nib_tensor *t, nib_copy cop
 }
 
 static const int64_t shapes[][2] = { { 256, 384 }, { 64, 96 }, { 33, 45 }, { 1, 5 },    { 5, 1 },
-                                     { 1, 1 },     { 7, 300 }, { 200, 7 }, { 129, 257 } };
+                                     { 1, 1 },     { 7, 300 }, { 200, 7 }, { 129, 257 }, { 2100, 40 } };
 
 #define FOR_SHAPES(s) for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
 
@@ -590,10 +592,11 @@ TEST(blockwise_scales_are_limited_only_where_they_overflow)
 
 TEST(one_thread_equals_seven)
 {
+    enum { K = 520, M = 7 * NIB_ELEMENTS_PER_THREAD / K + 2 };
     FOR_KINDS(k)
     {
         nib_quantizer q = quantizer(k);
-        const nib_array x = matrix(300, 520);
+        const nib_array x = matrix(M, K);
         q.threads = 1;
         nib_tensor *one = quantized(&q, &x);
         q.threads = 7;
@@ -602,7 +605,7 @@ TEST(one_thread_equals_seven)
         for (int copy = 0; copy < 2; copy++) {
             dequantize(one, (nib_copy)copy, decoded);
             dequantize(seven, (nib_copy)copy, decoded_too);
-            CHECK_BYTES(decoded, decoded_too, 300 * 520 * sizeof(float));
+            CHECK_BYTES(decoded, decoded_too, (size_t)M * K * sizeof(float));
         }
         if (derives(k)) {
             CHECK_OK(nib_tensor_update_usage(seven, -1, 0));

@@ -513,7 +513,7 @@ TEST(swizzle)
     } known[] = { { 0, 0, 0 },   { 1, 0, 16 },    { 32, 0, 4 },       { 0, 3, 3 },
                   { 0, 4, 512 }, { 127, 3, 511 }, { 128, 0, 512 * 3 } };
     enum { ROWS = 200, COLUMNS = 9, PADDED = 256 * 12 };
-    uint8_t scales[ROWS * COLUMNS], tiles[PADDED], back[ROWS * COLUMNS];
+    uint8_t scales[ROWS * COLUMNS], tiles[PADDED];
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         memset(scales, 0, sizeof scales);
         memset(tiles, 0xAA, sizeof tiles);
@@ -523,22 +523,39 @@ TEST(swizzle)
             CHECK_THAT(tiles[k] == (k == known[i].offset ? 0x5C : 0), "(%d, %d): byte %d", (int)known[i].r,
                        (int)known[i].c, k);
     }
-    static const int64_t shapes[][2] = { { 1, 1 }, { 31, 3 }, { 128, 4 }, { 129, 5 }, { 200, 9 }, { 97, 8 } };
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        const int64_t rows = shapes[i][0], columns = shapes[i][1];
-        for (int k = 0; k < ROWS * COLUMNS; k++)
-            scales[k] = (uint8_t)(test_random() | 1);
-        CHECK_OK(nib_swizzle_scales(scales, rows, columns, columns, tiles));
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t c = 0; c < columns; c++)
-                CHECK(tiles[tile_offset(r, c, columns)] == scales[r * columns + c]);
-        int nonzero = 0;
-        for (int64_t k = 0; k < (rows + 127) / 128 * 128 * ((columns + 3) / 4 * 4); k++)
-            nonzero += tiles[k] != 0;
-        CHECK(nonzero == rows * columns); /* padding is zero: the scales here are not */
-        CHECK_OK(nib_unswizzle_scales(tiles, rows, columns, columns, back));
-        CHECK_BYTES(back, scales, rows * columns);
-    }
+}
+
+/* Whole strips of tiles, parts of them, and rows with gaps between them. */
+TEST(swizzle_many)
+{
+    static const int64_t shapes[][2] = { { 1, 1 },   { 31, 3 },   { 128, 4 },   { 129, 5 },   { 200, 9 },  { 97, 8 },
+                                         { 0, 7 },   { 7, 0 },    { 128, 64 },  { 256, 130 }, { 300, 67 }, { 385, 200 },
+                                         { 40, 64 }, { 128, 65 }, { 512, 256 }, { 5, 300 } };
+    enum { MOST = 512 * 300, TILES = 512 * 304 };
+    static uint8_t scales[MOST], tiles[TILES + 1], back[MOST];
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int64_t gap = 0; gap < 12; gap += 11) {
+            const int64_t rows = shapes[i][0], columns = shapes[i][1], stride = columns + gap;
+            const int64_t bytes = (rows + 127) / 128 * 128 * ((columns + 3) / 4 * 4);
+            for (int k = 0; k < MOST; k++)
+                scales[k] = (uint8_t)(test_random() | 1);
+            memset(tiles, 0xAA, sizeof tiles);
+            CHECK_OK(nib_swizzle_scales(scales, rows, columns, stride, tiles));
+            int64_t wrong = 0, nonzero = 0;
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = 0; c < columns; c++)
+                    wrong += tiles[tile_offset(r, c, columns)] != scales[r * stride + c];
+            for (int64_t k = 0; k < bytes; k++)
+                nonzero += tiles[k] != 0;
+            CHECK(wrong == 0 && tiles[bytes] == 0xAA);
+            CHECK(nonzero == rows * columns); /* padding is zero: the scales here are not */
+            memset(back, 0xAA, sizeof back);
+            CHECK_OK(nib_unswizzle_scales(tiles, rows, columns, stride, back));
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = 0; c < stride; c++)
+                    wrong += back[r * stride + c] != (c < columns ? scales[r * stride + c] : 0);
+            CHECK(wrong == 0 && back[rows * stride] == 0xAA);
+        }
 }
 
 /* A tensor made swizzled, and one swizzled afterwards. */

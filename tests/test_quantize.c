@@ -10,6 +10,8 @@
 #include <float.h>
 #include <math.h>
 
+#include "quantize.h"
+
 #define U 0x1p-24 /* unit roundoff of FP32: one rounding is a factor within 1 +- U */
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
@@ -827,7 +829,7 @@ TEST(min_block_scale_is_a_floor)
 
 TEST(bytes_do_not_depend_on_the_thread_count)
 {
-    const int64_t rows = 416, cols = 512; /* 13 * 16384 elements: enough for seven threads to get work */
+    const int64_t cols = 512, rows = 7 * NIB_ELEMENTS_PER_THREAD / cols; /* seven threads get work */
     for (int mode = 0; mode < MODES; mode++)
         for (int odd = 0; odd < 2; odd++) {
             nib_quantizer q = mode_of(mode);

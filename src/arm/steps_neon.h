@@ -101,9 +101,22 @@ SIMD void load_step_halves(const uint8_t *p, VF v[8], bool e5m2)
     }
 }
 
-SIMD void store_step(char *p, nib_dtype dtype, const VF v[8], bool stream)
+/* Looking costs here what it would save. */
+SIMD bool step_has_nan(const VF v[8])
 {
-    (void)stream; /* there is no store around the caches that would be worth it */
+    (void)v;
+    return true;
+}
+
+SIMD bool step_has_byte(const uint8_t *p, uint8_t least)
+{
+    const uint8x16_t mask = vdupq_n_u8(0x7F);
+    return vmaxvq_u8(vmaxq_u8(vandq_u8(vld1q_u8(p), mask), vandq_u8(vld1q_u8(p + 16), mask))) >= least;
+}
+
+SIMD void store_step(char *p, nib_dtype dtype, const VF v[8], bool exact, bool stream)
+{
+    (void)exact, (void)stream; /* there is no store around the caches that would be worth it */
     UNROLL
     for (int i = 0; i < 8; i++)
         store_four(p + 4 * i * (dtype == NIB_F32 ? 4 : 2), dtype, v[i]);

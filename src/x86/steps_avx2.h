@@ -83,7 +83,26 @@ SIMD void load_step_halves(const uint8_t *p, VF v[4], bool e5m2)
     }
 }
 
-SIMD void store_step(char *p, nib_dtype dtype, const VF v[4], bool stream)
+SIMD bool step_has_nan(const VF v[4])
+{
+    const VF first = _mm256_cmp_ps(v[0], v[1], _CMP_UNORD_Q), second = _mm256_cmp_ps(v[2], v[3], _CMP_UNORD_Q);
+    return _mm256_movemask_ps(_mm256_or_ps(first, second)) != 0;
+}
+
+SIMD bool step_has_byte(const uint8_t *p, uint8_t least)
+{
+    const __m256i bytes = _mm256_and_si256(_mm256_loadu_si256((const void *)p), _mm256_set1_epi8(0x7F));
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi8(bytes, _mm256_set1_epi8((char)(least - 1)))) != 0;
+}
+
+/* The upper halves of rounded FP32, in the lower ones. */
+SIMD VI bf16_halves(VF v, bool exact)
+{
+    const VI bits = vi_of(v), odd = vi_and(vi_srl(bits, 16), vi_set1(1));
+    return vi_srl(exact ? bits : vi_add(bits, vi_add(odd, vi_set1(0x7FFF))), 16);
+}
+
+SIMD void store_step(char *p, nib_dtype dtype, const VF v[4], bool exact, bool stream)
 {
     if (dtype == NIB_F32) {
         UNROLL
@@ -93,10 +112,10 @@ SIMD void store_step(char *p, nib_dtype dtype, const VF v[4], bool stream)
     }
     UNROLL
     for (int i = 0; i < 4; i += 2) {
-        const VI a = vi_srl(vi_of(round_to_bf16(v[i])), 16), b = vi_srl(vi_of(round_to_bf16(v[i + 1])), 16);
-        const __m256i halves = dtype == NIB_BF16
-                                   ? _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8)
-                                   : _mm256_set_m128i(_mm256_cvtps_ph(v[i + 1], 0), _mm256_cvtps_ph(v[i], 0));
+        const __m256i halves =
+            dtype == NIB_BF16 ? _mm256_permute4x64_epi64(
+                                    _mm256_packus_epi32(bf16_halves(v[i], exact), bf16_halves(v[i + 1], exact)), 0xD8)
+                              : _mm256_set_m128i(_mm256_cvtps_ph(v[i + 1], 0), _mm256_cvtps_ph(v[i], 0));
         store_vector(p + 16 * i, halves, stream);
     }
 }

@@ -72,7 +72,22 @@ SIMD void load_step_halves(const uint8_t *p, VF v[2], bool e5m2)
     }
 }
 
-SIMD void store_step(char *p, nib_dtype dtype, const VF v[2], bool stream)
+SIMD bool step_has_nan(const VF v[2]) { return _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q) != 0; }
+
+SIMD bool step_has_byte(const uint8_t *p, uint8_t least)
+{
+    const __m256i bytes = _mm256_and_si256(_mm256_loadu_si256((const void *)p), _mm256_set1_epi8(0x7F));
+    return _mm256_cmpgt_epi8_mask(bytes, _mm256_set1_epi8((char)(least - 1))) != 0;
+}
+
+/* The upper halves of rounded FP32, in the lower ones. */
+SIMD VI bf16_halves(VF v, bool exact)
+{
+    const VI bits = vi_of(v), odd = vi_and(vi_srl(bits, 16), vi_set1(1));
+    return vi_srl(exact ? bits : vi_add(bits, vi_add(odd, vi_set1(0x7FFF))), 16);
+}
+
+SIMD void store_step(char *p, nib_dtype dtype, const VF v[2], bool exact, bool stream)
 {
     UNROLL
     for (int i = 0; i < 2; i++) {
@@ -83,8 +98,8 @@ SIMD void store_step(char *p, nib_dtype dtype, const VF v[2], bool stream)
                 _mm512_storeu_ps(p + 64 * i, v[i]);
             continue;
         }
-        const __m256i halves = dtype == NIB_BF16 ? _mm512_cvtepi32_epi16(vi_srl(vi_of(round_to_bf16(v[i])), 16))
-                                                 : _mm512_cvtps_ph(v[i], 0);
+        const __m256i halves =
+            dtype == NIB_BF16 ? _mm512_cvtepi32_epi16(bf16_halves(v[i], exact)) : _mm512_cvtps_ph(v[i], 0);
         if (stream)
             _mm256_stream_si256((void *)(p + 32 * i), halves);
         else
