@@ -55,7 +55,7 @@ done
 
 run 2 "$NIB" bogus
 empty out
-has err "nib: there is no command 'bogus'; the commands are conform, bench, version, help"
+has err "nib: there is no command 'bogus'; the commands are quantize, convert, dequantize, conform, bench, version, help"
 run 2 "$NIB" help bogus
 empty out
 has err "nib: there is no command 'bogus'"
