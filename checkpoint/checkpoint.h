@@ -146,6 +146,13 @@ nib_status nib_ck_read_mxfp4(const nib_checkpoint *c, const struct nib_ck_weight
 /* Rows whose data and scratch fit in `bytes`, at least 1, at most w->rows; a multiple of 16 where more than 16. */
 int64_t nib_ck_rows_for(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_dtype dtype, uint64_t bytes);
 
+/* ---- Long calls (measure.c) ---- */
+
+/* What a caller gave, with its defaults filled in. */
+nib_status nib_ck_job(const char *what, const nib_job *given, nib_job *out);
+/* Tell the caller how far it is; CANCELLED where it wants no more. */
+nib_status nib_ck_report(const nib_job *job, const char *phase, const char *tensor, uint64_t done, uint64_t total);
+
 /* ---- Names (names.c) ---- */
 
 /* Patterns of modules: exact, glob, re: (PCRE2, anchored at the start, with a match limit). */

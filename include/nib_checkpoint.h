@@ -152,8 +152,8 @@ typedef struct nib_compared {
     nib_packing packing_a, packing_b;
     nib_weight_stats stats;
 } nib_compared;
-/* Every weight that both have, in the order of names, given to `each` (not 0 stops: CANCELLED); *only_a and *only_b
- * (may be NULL) count those that one alone has. */
+/* Every weight that both have with the same shape, in the order of names, given to `each` (not 0 stops: CANCELLED);
+ * *only_a and *only_b (may be NULL) count those that one alone has. */
 NIB_API nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint *b, const nib_job *job,
                                           int (*each)(void *context, const nib_compared *compared), void *context,
                                           size_t *only_a, size_t *only_b);
@@ -239,7 +239,9 @@ NIB_API nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantiz
 NIB_API nib_status nib_plan_convert(const nib_checkpoint *in, nib_packing packing, nib_plan **out);
 /* Every weight that is not plain to F32, BF16 or F16. */
 NIB_API nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype, nib_plan **out);
-/* What nib_checkpoint_check calls repairable, repaired: same packing, same files. */
+/* What nib_checkpoint_check calls repairable, repaired: same packing, same files, same codes. Unlike the others it reads
+ * data, since it makes such a check. MODE where there is nothing to repair, UNSUPPORTED for packings other than
+ * compressed-tensors and ModelOpt. */
 NIB_API nib_status nib_plan_repair(const nib_checkpoint *in, nib_plan **out);
 NIB_API void nib_plan_destroy(nib_plan *plan);
 

@@ -18,7 +18,7 @@ NIB_PRIVATE nib_fpenv nib_fpenv_enter(void);
 NIB_PRIVATE void nib_fpenv_leave(nib_fpenv saved);
 
 /* False in a child after fork: the pool of worker threads did not survive it. */
-bool nib_threads_usable(void);
+NIB_PRIVATE bool nib_threads_usable(void);
 
 /* Files. `path` is for the sentence. A descriptor is >= 0. */
 NIB_PRIVATE nib_status nib_os_open_read(const char *path, int *fd, uint64_t *bytes);

@@ -58,7 +58,7 @@ static inline bool nib_copy_is_transformed(const nib_quantizer *q, nib_copy copy
 
 /* Call body(context, i) for i in 0..n-1 on so many threads, each in the arithmetic that the specification wants. Items
  * must not write the same bytes, so that neither order nor count matters. */
-void nib_parallel(int64_t n, int threads, void (*body)(void *context, int64_t i), void *context);
+NIB_PRIVATE void nib_parallel(int64_t n, int threads, void (*body)(void *context, int64_t i), void *context);
 
 /* How many threads pay for so many elements. */
 int nib_thread_count(const nib_quantizer *q, int64_t elements);

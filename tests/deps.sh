@@ -42,6 +42,8 @@ clang_version() { clang -dumpversion 2>/dev/null | sed 's/\..*//'; }
 # A cross compiler without the headers of its C library is of no use.
 cross_compiles() { echo '#include <stdio.h>' | aarch64-linux-gnu-gcc -E -; }
 
+has_browser() { command -v chromium || command -v chromium-browser || command -v google-chrome || command -v firefox; }
+
 look()
 {
     packages=
@@ -72,6 +74,7 @@ look()
     want valgrind command -v valgrind
     want openmpi-bin command -v mpirun
     want libopenmpi-dev command -v mpicc
+    want chromium has_browser
 }
 
 look "$1"
@@ -92,10 +95,11 @@ fi
 
 echo "installing$packages$optional"
 $sudo apt-get update -qq || echo "apt-get update failed; trying with the lists that are here" >&2
-# shellcheck disable=SC2086
-[ -z "$optional" ] ||
-    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $optional >/dev/null ||
-    echo "going on without$optional" >&2
+# One by one: a distribution that lacks one of them still has the others.
+for package in $optional; do
+    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$package" >/dev/null ||
+        echo "going on without $package" >&2
+done
 look "$1"
 [ -z "$packages" ] && exit 0
 # Twice: the names of clang's runtimes are known only when clang is there.

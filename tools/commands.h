@@ -8,9 +8,13 @@
 #include "cli.h"
 
 extern const struct cli_command cli_bench;      /* bench.c */
+extern const struct cli_command cli_check;      /* check.c */
+extern const struct cli_command cli_compare;    /* compare.c */
 extern const struct cli_command cli_conform;    /* conform.c */
 extern const struct cli_command cli_convert;    /* convert.c */
 extern const struct cli_command cli_dequantize; /* dequantize.c */
+extern const struct cli_command cli_inspect;    /* inspect.c */
 extern const struct cli_command cli_quantize;   /* quantize.c */
+extern const struct cli_command cli_repair;     /* repair.c */
 
 #endif

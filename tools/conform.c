@@ -14,6 +14,7 @@
 
 #include "commands.h"
 #include "conform.h"
+#include "words.h"
 
 struct options {
     bool verbose, quiet, json;
@@ -38,24 +39,6 @@ struct report {
 
 /* ---- Reporting ---------------------------------------------------------------------------------------- */
 
-/* JSON holds UTF-8 only, but a path may be any bytes: what is not ASCII is then replaced. */
-static json_t *json_text(const char *text)
-{
-    json_t *json = json_string(text);
-    if (json)
-        return json;
-    char *const copy = malloc(strlen(text) + 1);
-    if (!copy)
-        return NULL;
-    strcpy(copy, text);
-    for (char *p = copy; *p; p++)
-        if ((unsigned char)*p > 0x7E)
-            *p = '?';
-    json = json_string(copy);
-    free(copy);
-    return json;
-}
-
 static void append(struct report *report, json_t *list, json_t *object)
 {
     if (!object || json_array_append_new(list, object) != 0)
@@ -67,7 +50,7 @@ static void note_bad(struct report *report, const char *name, const char *senten
     report->bad = true;
     if (report->options->json)
         append(report, report->errors,
-               json_pack("{s:o, s:o}", "case", name ? json_text(name) : json_null(), "error", json_text(sentence)));
+               json_pack("{s:o, s:o}", "case", name ? text_json(name) : json_null(), "error", text_json(sentence)));
 }
 
 /* `name` NULL: a fact about the whole file. */
@@ -96,7 +79,7 @@ static void report_difference(struct report *report, const char *name, const str
     report->failed++;
     if (list)
         append(report, report->failures,
-               json_pack("{s:o, s:s, s:o, s:s, s:s}", "case", json_text(name), "tensor", result->tensor, "index", list,
+               json_pack("{s:o, s:s, s:o, s:s, s:s}", "case", text_json(name), "tensor", result->tensor, "index", list,
                          "expected", expected, "got", got));
     else if (!report->options->quiet && !report->options->json)
         cli_print("%s: %.256s: %s[%s]: expected %s, got %s", report->label, name, result->tensor, index, expected, got);
@@ -118,7 +101,7 @@ static bool report_end(struct report *report, struct totals *totals, json_t *all
     totals->failed += report->failed;
     totals->bad_files += report->bad;
     if (all) {
-        json_t *const object = json_pack("{s:o, s:I, s:I, s:b, s:o, s:o}", "file", json_text(report->path), "cases",
+        json_t *const object = json_pack("{s:o, s:I, s:I, s:b, s:o, s:o}", "file", text_json(report->path), "cases",
                                          (json_int_t)report->cases, "failed", (json_int_t)report->failed, "bad",
                                          (int)report->bad, "failures", report->failures, "errors", report->errors);
         return object && json_array_append_new(all, object) == 0 && !report->incomplete;

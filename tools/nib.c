@@ -25,7 +25,8 @@ static const struct cli_command version_command = { "version", "", "say which ve
                                                     "Print the version of the library.\n", run_version };
 
 static const struct cli_command *const commands[] = {
-    &cli_quantize, &cli_convert, &cli_dequantize, &cli_conform, &cli_bench, &version_command, &help_command,
+    &cli_quantize,   &cli_convert, &cli_check, &cli_repair,      &cli_inspect,  &cli_compare,
+    &cli_dequantize, &cli_conform, &cli_bench, &version_command, &help_command,
 };
 
 enum { COMMANDS = sizeof commands / sizeof *commands };

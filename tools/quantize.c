@@ -6,6 +6,8 @@
 #include <string.h>
 
 #include "commands.h"
+#include "progress.h"
+#include "report.h"
 #include "run_plan.h"
 
 /* ---- Where it is to be loaded ---- */
@@ -209,6 +211,25 @@ static bool set_options(const struct cli_command *self, const struct arguments *
     return true;
 }
 
+/* What it did to the weights; by one rank, which sees all of the output. */
+static enum cli_exit write_report(const struct cli_command *self, const struct arguments *a, const nib_checkpoint *in,
+                                  const nib_plan *plan, const char *path)
+{
+    struct progress progress;
+    nib_job job;
+    if (run_comm && run_comm->rank != 0)
+        return CLI_FINE;
+    nib_checkpoint *out = run_open(self, path);
+    if (!out)
+        return CLI_FAILED;
+    progress_begin(&progress, &job, a->run.threads, a->run.quiet);
+    job.max_memory = a->run.max_memory;
+    const bool good = report_make(a->run.report, in, out, plan, &job);
+    progress_end(&progress);
+    nib_checkpoint_close(out);
+    return good ? CLI_FINE : CLI_FAILED;
+}
+
 static enum cli_exit quantize(const struct cli_command *self, struct arguments *a, const char *in_path, const char *out)
 {
     nib_quantize_options options;
@@ -227,6 +248,8 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
         options.n_only = a->only.n;
         result =
             nib_plan_quantize(in, &options, &plan) ? run_failed(self) : run_plan(self, plan, out, &a->run, "quantised");
+        if (result == CLI_FINE && a->run.report && !a->run.dry_run)
+            result = write_report(self, a, in, plan, out);
     }
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
@@ -254,6 +277,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "preset", CLI_TEXT, &a.preset, "P", "mlp-only or experts-only", 0, 0 },
         { 0, "shard-size", CLI_BYTES, &a.shard_bytes, "SIZE", "of an output file (default 5G)", 0, 0 },
         { 0, "keep-split", CLI_FLAG, &a.keep_split, NULL, "one output file per input file, under its name", 0, 0 },
+        { 0, "report", CLI_TEXT, &a.run.report, "FILE", "also write FILE.html, a page with charts, or FILE.json", 0,
+          0 },
         RUN_OPTIONS(a.run),
         { 0 },
     };
@@ -265,6 +290,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         cli_error("quantize: takes an input and an output, not %d operands; see nib quantize --help", argc - first);
         return CLI_FAILED;
     }
+    if (a.run.report && !report_can_write(a.run.report))
+        return CLI_FAILED;
     return quantize(self, &a, argv[first], argv[first + 1]);
 }
 
@@ -279,6 +306,7 @@ const struct cli_command cli_quantize = {
     "  nib quantize --for sglang --dry-run Qwen3-8B out\n"
     "  nib quantize --format modelopt --scheme nvfp4 --activations norm Llama-3.1-8B out\n"
     "  nib quantize --preset experts-only --ignore 're:.*layers\\.(0|1)\\..*' Mixtral-8x7B out\n"
+    "  nib quantize --report q.html Qwen3-8B out\n"
     "  nib quantize --resume -t 8 --max-memory 4G DeepSeek-V3 out\n",
     run
 };

@@ -1,0 +1,107 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# nib check and nib repair: every finding by a damage of its own. Then how findings are told.
+set -u
+NIB=${NIB:?the path of the tool}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+
+run() {
+    local expected=$1 status=0
+    shift
+    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
+    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
+}
+fail() {
+    echo "FAILED: $1" | cat -v
+    head -20 "$work/out" | sed "s/^/    out: /" | cat -v
+    sed "s/^/    err: /" "$work/err" | cat -v
+    failures=$((failures + 1))
+}
+has() { grep -qE -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
+lines() { [ "$(grep -cE -- "$2" "$work/out")" = "$1" ] || fail "not $1 lines with: $2"; }
+
+mkdir "$work/made"
+python3 tests/cli/damaged.py "$NIB" "$work/made" || failures=$((failures + 1))
+good=$work/made/ct4
+original=$work/made/original
+
+# Lines: severity, kind, tensor, fact, consequence, remedy; many of a kind are counted.
+run 0 "$NIB" check "$good"
+lines 1 .
+has out 'ct4: no findings$'
+cp -r "$good" "$work/bad"
+sed -i 's/"compressed-tensors"/"modelopt"/' "$work/bad/config.json"
+run 1 "$NIB" check "$work/bad"
+has out '^error config-method: config.json: quant_method is "modelopt", and the tensors .*; .*; run nib repair$'
+has out 'bad: 1 error, 0 warnings, 0 hints; nib repair takes care of 1$'
+cp "$good/config.json" "$work/bad/config.json"
+sed -i 's/"model.layers.2.mlp.gate"/"re:.*proj"/' "$work/bad/config.json"
+run 1 "$NIB" check "$work/bad"
+lines 3 '^error config-ignored: model.layers'
+has out '^error config-ignored: and [0-9]+ more; --all lists them$'
+run 1 "$NIB" check --all "$work/bad"
+lines 24 '^error config-ignored: model.layers'
+run 1 "$NIB" check -q "$work/bad"
+lines 1 .
+run 1 "$NIB" check --json "$work/bad"
+python3 -c 'import json,sys; r=json.load(sys.stdin); assert r["errors"] == len(r["findings"]) == 25, r["errors"]' \
+    <"$work/out" || fail "JSON"
+
+# One file, threads, an original that is not one, and what cannot be asked.
+run 0 "$NIB" check "$good/model-00002-of-00002.safetensors"
+run 0 "$NIB" check -t 1 --against "$original" "$good"
+run 1 "$NIB" check --against "$good" "$original"
+has out '^warning kept-differs: '
+run 2 "$NIB" check
+run 2 "$NIB" check "$good" "$good"
+run 2 "$NIB" check "$work/nothing"
+has err '^nib: check: .*nothing'
+run 2 "$NIB" check "$good" --against "$work/nothing"
+printf 'no header' >"$work/bad.safetensors"
+run 1 "$NIB" check "$work/bad.safetensors"
+has out '^error unreadable: '
+
+# What nib itself makes has no findings, however it is made.
+i=0
+while read -r options; do
+    i=$((i + 1))
+    own=$work/own$i
+    [ "$options" != "--format gguf" ] || own=$own.gguf
+    # shellcheck disable=SC2086
+    run 0 "$NIB" quantize -q $options "$original" "$own"
+    run 0 "$NIB" check "$own"
+    lines 1 .
+    run 0 "$NIB" check --against "$original" "$own"
+    lines 1 .
+done <<'LIST'
+
+--scheme nvfp4
+--scheme nvfp4 --activations norm
+--format modelopt
+--format modelopt --scheme nvfp4
+--scale rtn --tensor-scale exact
+--scale 4over6
+--dialect compressed-tensors
+--format modelopt --dialect modelopt
+--preset experts-only
+--ignore *o_proj --only *.self_attn.*
+--format gguf
+LIST
+
+# Repairs: nothing to do, a plan alone, what is left, and that the input is as it was.
+run 1 "$NIB" repair "$good" "$work/same"
+has err 'nothing that can be repaired'
+[ ! -e "$work/same" ] || fail "an output without a repair"
+sum=$(cat "$work/bad"/* | cksum)
+run 0 "$NIB" repair --dry-run "$work/bad" "$work/fixed"
+[ ! -e "$work/fixed" ] || fail "a dry run wrote"
+run 0 "$NIB" repair "$work/bad" "$work/fixed"
+[ "$sum" = "$(cat "$work/bad"/* | cksum)" ] || fail "repair changed its input"
+run 0 "$NIB" check --against "$original" "$work/fixed"
+run 2 "$NIB" repair "$work/bad" "$work/fixed"
+run 0 "$NIB" repair --force "$work/bad" "$work/fixed"
+run 2 "$NIB" repair "$work/bad"
+
+[ $failures = 0 ]

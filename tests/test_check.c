@@ -1,0 +1,596 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_check.c - measuring, comparing, checking and planning repairs by the API: numbers against plain definitions, what
+ * threads and memory must not change, and every error. What each damage of a checkpoint is called is in
+ * tests/cli/damaged.py.
+ *
+ * NIB_TEST_WRAP_ALLOC
+ */
+#define _GNU_SOURCE
+#include "test_folder.h"
+
+#include "nib_checkpoint.h"
+#include "test_alloc.h"
+
+#include <math.h>
+
+/* ---- Files ---- */
+
+static const char *at(const char *name)
+{
+    static char paths[16][160];
+    static int next;
+    char *path = paths[next++ % 16];
+    make_folder();
+    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
+    return path;
+}
+
+struct item {
+    const char *name;
+    nib_dtype dtype;
+    int rank;
+    int64_t shape[4];
+    const void *data;
+};
+
+static void put_tensors(const char *path, const struct item *items, size_t n)
+{
+    nib_writer *writer = NULL;
+    CHECK_OK(nib_writer_create(path, &writer));
+    CHECK_OK(nib_writer_metadata(writer, "format", "pt"));
+    for (size_t i = 0; i < n; i++)
+        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
+    for (size_t i = 0; i < n; i++) {
+        size_t bytes = (size_t)nib_dtype_bits(items[i].dtype) / 8;
+        for (int d = 0; d < items[i].rank; d++)
+            bytes *= (size_t)items[i].shape[d];
+        CHECK_OK(nib_writer_write(writer, items[i].name, 0, items[i].data, bytes));
+    }
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+}
+
+static nib_checkpoint *open_good(const char *path)
+{
+    nib_checkpoint *c = NULL;
+    CHECK_OK(nib_checkpoint_open(path, &c));
+    return c;
+}
+
+/* ---- Pairs of a plain weight and a packed one ---- */
+
+struct pair {
+    int64_t rows, cols;
+    float *a;
+    uint8_t *codes, *scales;
+    float level; /* a divisor */
+};
+
+static float e4m3(uint8_t code)
+{
+    float value;
+    CHECK_OK(nib_decode(NIB_E4M3, &code, 1, &value));
+    return value;
+}
+
+/* Numbers to nearest with scales that are about right: some blocks clip, some underflow. */
+static struct pair make_pair(int64_t rows, int64_t cols)
+{
+    struct pair p = { rows, cols, malloc((size_t)(rows * cols) * sizeof(float)), malloc((size_t)(rows * cols / 2)),
+                      malloc((size_t)(rows * cols / 16)), 4096 };
+    for (int64_t b = 0; b < rows * cols / 16; b++) {
+        const float size = 0.02f * expf(2 * test_normal());
+        float amax = 0, scaled[16];
+        for (int i = 0; i < 16; i++) {
+            p.a[16 * b + i] = test_below(50) ? size * test_normal() : 0;
+            amax = fmaxf(amax, fabsf(p.a[16 * b + i]));
+        }
+        const float wanted = amax / 6 * p.level * (0.8f + 0.4f * (float)test_uniform());
+        CHECK_OK(nib_encode(NIB_E4M3, &wanted, 1, &p.scales[b]));
+        const float factor = e4m3(p.scales[b]) / p.level;
+        for (int i = 0; i < 16; i++)
+            scaled[i] = factor > 0 ? p.a[16 * b + i] / factor : 0;
+        CHECK_OK(nib_encode(NIB_E2M1, scaled, 16, p.codes + 8 * b));
+    }
+    return p;
+}
+
+static void free_pair(struct pair *p)
+{
+    free(p->a);
+    free(p->codes);
+    free(p->scales);
+}
+
+static void put_pair(const struct pair *p)
+{
+    const struct item plain[] = { { "m.weight", NIB_F32, 2, { p->rows, p->cols }, p->a } };
+    const struct item packed[] = {
+        { "m.weight_packed", NIB_U8, 2, { p->rows, p->cols / 2 }, p->codes },
+        { "m.weight_scale", NIB_E4M3, 2, { p->rows, p->cols / 16 }, p->scales },
+        { "m.weight_global_scale", NIB_F32, 1, { 1 }, &p->level },
+    };
+    put_tensors(at("a.safetensors"), plain, 1);
+    put_tensors(at("b.safetensors"), packed, 3);
+}
+
+/* The same by the definitions, in double. */
+static nib_weight_stats by_definition(const struct pair *p)
+{
+    nib_weight_stats s = { .bytes = sizeof s, .elements = p->rows * p->cols, .blocks = p->rows * p->cols / 16 };
+    float values[16];
+    nib_e2m1_values(values);
+    for (int64_t i = 0; i < s.elements; i++) {
+        const uint8_t scale = p->scales[i / 16], code = p->codes[i / 2] >> 4 * (i % 2) & 15;
+        const float factor = e4m3(scale) / p->level, y = values[code] * factor;
+        const double x = p->a[i], error = fabs((double)y - x);
+        s.codes[code]++;
+        s.scales[scale] += i % 16 == 0;
+        if (!isfinite(p->a[i])) {
+            s.nonfinite++;
+            continue;
+        }
+        s.sum_squares += x * x;
+        s.error_squares += isnan(y) ? INFINITY : error * error;
+        s.amax = fmax(s.amax, fabs(x));
+        s.zeroed += y == 0 && x != 0;
+        s.clipped += fabs(x) > 6 * fabsf(factor);
+        if (error > s.max_error) {
+            s.max_error = error;
+            s.max_error_row = i / p->cols;
+            s.max_error_col = i % p->cols;
+        }
+    }
+    for (int64_t b = 0; b < s.blocks; b++) {
+        bool something = false;
+        for (int i = 0; i < 16; i++)
+            something |= isfinite(p->a[16 * b + i]) && p->a[16 * b + i] != 0;
+        s.underflowed += something && (p->scales[b] & 0x7F) < 8;
+    }
+    return s;
+}
+
+static bool about(double a, double b) { return a == b || fabs(a - b) <= 2e-6 * fabs(b); }
+
+static void check_stats(const nib_weight_stats *got, const nib_weight_stats *want)
+{
+    CHECK(got->elements == want->elements && got->blocks == want->blocks && got->nonfinite == want->nonfinite);
+    CHECK_THAT(about(got->sum_squares, want->sum_squares), "%g, not %g", got->sum_squares, want->sum_squares);
+    CHECK_THAT(about(got->error_squares, want->error_squares), "%g, not %g", got->error_squares, want->error_squares);
+    CHECK(got->amax == want->amax && about(got->max_error, want->max_error));
+    CHECK_THAT(got->max_error_row == want->max_error_row && got->max_error_col == want->max_error_col,
+               "the worst is at [%lld, %lld], not [%lld, %lld]", (long long)got->max_error_row,
+               (long long)got->max_error_col, (long long)want->max_error_row, (long long)want->max_error_col);
+    CHECK_THAT(got->zeroed == want->zeroed, "%lld zeroed, not %lld", (long long)got->zeroed, (long long)want->zeroed);
+    CHECK_THAT(got->clipped == want->clipped, "%lld clipped, not %lld", (long long)got->clipped, (long long)want->clipped);
+    CHECK_THAT(got->underflowed == want->underflowed, "%lld underflowed, not %lld", (long long)got->underflowed,
+               (long long)want->underflowed);
+    CHECK(memcmp(got->codes, want->codes, sizeof got->codes) == 0);
+    CHECK(memcmp(got->scales, want->scales, sizeof got->scales) == 0);
+}
+
+static nib_weight_stats measured(int32_t threads, uint64_t memory)
+{
+    nib_checkpoint *a = open_good(at("a.safetensors")), *b = open_good(at("b.safetensors"));
+    nib_weight_stats stats = { .bytes = sizeof stats };
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = threads;
+    job.max_memory = memory;
+    CHECK_OK(nib_checkpoint_measure(a, 0, b, 0, &job, &stats));
+    nib_checkpoint_close(a);
+    nib_checkpoint_close(b);
+    return stats;
+}
+
+TEST(measures_by_definition)
+{
+    static const int64_t shapes[][2] = { { 1, 16 }, { 3, 32 }, { 40, 336 }, { 700, 1024 } };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        struct pair p = make_pair(shapes[i][0], shapes[i][1]);
+        put_pair(&p);
+        const nib_weight_stats want = by_definition(&p), got = measured(1, 0);
+        check_stats(&got, &want);
+        CHECK(about(nib_stats_sqnr(&got), 10 * log10(want.sum_squares / want.error_squares)));
+        /* Neither threads nor memory change a bit. */
+        for (int threads = 2; threads <= 5; threads += 3)
+            for (uint64_t memory = 1; memory <= 64 << 20; memory *= 8 << 20) {
+                const nib_weight_stats again = measured(threads, memory);
+                CHECK_BYTES(&got, &again, sizeof got);
+            }
+        free_pair(&p);
+    }
+}
+
+TEST(measures_what_is_not_finite)
+{
+    struct pair p = make_pair(9, 64);
+    p.a[5] = INFINITY;
+    p.a[80] = NAN;
+    p.a[81] = -INFINITY;
+    p.a[200] = 3e30f; /* its square is beyond FP32 */
+    put_pair(&p);
+    nib_weight_stats want = by_definition(&p), got = measured(2, 0);
+    CHECK(got.nonfinite == 3);
+    check_stats(&got, &want);
+    p.a[200] = 0;
+    p.scales[7] = 0x7F;
+    put_pair(&p);
+    got = measured(1, 0);
+    CHECK(isinf(got.error_squares) && isinf(got.max_error) && got.scales[0x7F] == 1);
+    CHECK(nib_stats_sqnr(&got) == -INFINITY);
+    free_pair(&p);
+}
+
+TEST(measures_a_weight_with_itself)
+{
+    struct pair p = make_pair(24, 48);
+    put_pair(&p);
+    nib_checkpoint *b = open_good(at("b.safetensors"));
+    nib_weight_stats stats = { .bytes = sizeof stats };
+    const nib_weight_stats want = by_definition(&p);
+    CHECK_OK(nib_checkpoint_measure(b, 0, b, 0, NULL, &stats));
+    CHECK(stats.error_squares == 0 && stats.max_error == 0 && stats.zeroed == 0 && stats.clipped == 0);
+    CHECK(isinf(nib_stats_sqnr(&stats)) && isnan(nib_stats_sqnr(NULL)));
+    CHECK(memcmp(stats.codes, want.codes, sizeof want.codes) == 0);
+    nib_checkpoint_close(b);
+    free_pair(&p);
+}
+
+static int stop(void *context, const nib_progress *progress)
+{
+    CHECK(progress->bytes >= sizeof *progress && progress->phase);
+    ++*(int *)context;
+    return 1;
+}
+
+TEST(refuses_wrong_measurements)
+{
+    struct pair p = make_pair(4, 32);
+    put_pair(&p);
+    const struct item other[] = { { "m.weight", NIB_F32, 2, { 2, 64 }, p.a }, { "n.weight", NIB_F32, 2, { 1, 16 }, p.a } };
+    put_tensors(at("c.safetensors"), other, 2);
+    nib_checkpoint *a = open_good(at("a.safetensors")), *b = open_good(at("b.safetensors")), *c = open_good(at("c.safetensors"));
+    nib_weight_stats stats = { .bytes = sizeof stats };
+    nib_job job;
+    int calls = 0;
+    nib_job_init(&job);
+    CHECK_FAILS(nib_checkpoint_measure(NULL, 0, b, 0, NULL, &stats), NIB_ERR_ARG, "a is NULL");
+    CHECK_FAILS(nib_checkpoint_measure(a, 0, NULL, 0, NULL, &stats), NIB_ERR_ARG, "b is NULL");
+    CHECK_FAILS(nib_checkpoint_measure(a, 0, b, 0, NULL, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_checkpoint_measure(a, 1, b, 0, NULL, &stats), NIB_ERR_ARG, "there are 1 and 1");
+    CHECK_FAILS(nib_checkpoint_measure(c, 0, b, 0, NULL, &stats), NIB_ERR_MISMATCH, "m is [2, 64] in");
+    stats.bytes = 3;
+    CHECK_FAILS(nib_checkpoint_measure(a, 0, b, 0, NULL, &stats), NIB_ERR_ARG, "out");
+    stats.bytes = sizeof stats;
+    job.threads = -1;
+    CHECK_FAILS(nib_checkpoint_measure(a, 0, b, 0, &job, &stats), NIB_ERR_ARG, "-1 threads");
+    job.threads = 2;
+    job.progress = stop;
+    job.context = &calls;
+    CHECK_FAILS(nib_checkpoint_measure(a, 0, b, 0, &job, &stats), NIB_ERR_CANCELLED, "stopped");
+    CHECK(calls == 1);
+    nib_checkpoint_close(a);
+    nib_checkpoint_close(b);
+    nib_checkpoint_close(c);
+    free_pair(&p);
+}
+
+static int count_compared(void *context, const nib_compared *compared)
+{
+    CHECK(compared->bytes >= sizeof *compared && compared->stats.elements == compared->rows * compared->cols);
+    return --*(int *)context == 0;
+}
+
+TEST(compares_what_both_have)
+{
+    static const float x[128] = { 1, 2, 3 };
+    const struct item left[] = { { "a.weight", NIB_F32, 2, { 2, 16 }, x },
+                                 { "b.weight", NIB_F32, 2, { 4, 16 }, x },
+                                 { "c.weight", NIB_F32, 2, { 1, 16 }, x },
+                                 { "d.weight", NIB_F32, 2, { 1, 16 }, x } };
+    const struct item right[] = { { "a.weight", NIB_F32, 2, { 2, 16 }, x },
+                                  { "b.weight", NIB_F32, 2, { 2, 32 }, x },
+                                  { "c.weight", NIB_F32, 2, { 1, 16 }, x },
+                                  { "e.weight", NIB_F32, 2, { 1, 16 }, x } };
+    put_tensors(at("a.safetensors"), left, 4);
+    put_tensors(at("b.safetensors"), right, 4);
+    nib_checkpoint *a = open_good(at("a.safetensors")), *b = open_good(at("b.safetensors"));
+    size_t only_a = 99, only_b = 99;
+    int left_to_see = 100;
+    CHECK_OK(nib_checkpoint_compare(a, b, NULL, count_compared, &left_to_see, &only_a, &only_b));
+    CHECK(left_to_see == 98 && only_a == 2 && only_b == 2);
+    CHECK_OK(nib_checkpoint_compare(a, b, NULL, count_compared, &left_to_see, NULL, NULL));
+    left_to_see = 1;
+    CHECK_FAILS(nib_checkpoint_compare(a, b, NULL, count_compared, &left_to_see, &only_a, &only_b), NIB_ERR_CANCELLED, "stopped");
+    CHECK_FAILS(nib_checkpoint_compare(NULL, b, NULL, count_compared, NULL, NULL, NULL), NIB_ERR_ARG, "a is NULL");
+    CHECK_FAILS(nib_checkpoint_compare(a, NULL, NULL, count_compared, NULL, NULL, NULL), NIB_ERR_ARG, "b is NULL");
+    CHECK_FAILS(nib_checkpoint_compare(a, b, NULL, NULL, NULL, NULL, NULL), NIB_ERR_ARG, "each is NULL");
+    nib_checkpoint_close(a);
+    nib_checkpoint_close(b);
+}
+
+/* ---- Checks ---- */
+
+struct found {
+    int n;
+    char ids[512];
+    int stop_at;
+};
+
+static int note(void *context, const nib_finding *finding)
+{
+    struct found *found = context;
+    CHECK(finding->bytes >= sizeof *finding && *finding->tensor && *finding->fact && *finding->consequence && *finding->remedy);
+    CHECK(nib_severity_name(finding->severity) != NULL);
+    const size_t used = strlen(found->ids);
+    snprintf(found->ids + used, sizeof found->ids - used, "%s ", finding->id);
+    return ++found->n == found->stop_at;
+}
+
+static struct found check_file(const char *path)
+{
+    struct found found = { 0 };
+    nib_checkpoint *c = open_good(path);
+    CHECK_OK(nib_checkpoint_check(c, NULL, NULL, note, &found));
+    nib_checkpoint_close(c);
+    return found;
+}
+
+static uint8_t codes[4 * 64 * 64], scales[4 * 64 * 16];
+
+static void fill(uint8_t scale)
+{
+    for (size_t i = 0; i < sizeof codes; i++)
+        codes[i] = (uint8_t)test_random();
+    memset(scales, scale, sizeof scales);
+}
+
+TEST(names_severities)
+{
+    CHECK(strcmp(nib_severity_name(NIB_SEVERITY_ERROR), "error") == 0);
+    CHECK(strcmp(nib_severity_name(NIB_SEVERITY_HINT), "hint") == 0);
+    CHECK(nib_severity_name(NIB_SEVERITY_COUNT) == NULL && nib_severity_name((nib_severity)-1) == NULL);
+}
+
+TEST(refuses_wrong_checks)
+{
+    fill(0x70);
+    const struct item items[] = { { "m.weight_packed", NIB_U8, 2, { 4, 32 }, codes } };
+    put_tensors(at("a.safetensors"), items, 1);
+    nib_checkpoint *c = open_good(at("a.safetensors"));
+    struct found found = { .stop_at = 1 };
+    nib_job job;
+    int calls = 0;
+    CHECK_FAILS(nib_checkpoint_check(NULL, NULL, NULL, note, &found), NIB_ERR_ARG, "checkpoint is NULL");
+    CHECK_FAILS(nib_checkpoint_check(c, NULL, NULL, NULL, NULL), NIB_ERR_ARG, "each is NULL");
+    CHECK_FAILS(nib_checkpoint_check(c, NULL, NULL, note, &found), NIB_ERR_CANCELLED, "stopped");
+    CHECK(strcmp(found.ids, "scale-missing ") == 0);
+    nib_job_init(&job);
+    job.threads = -3;
+    CHECK_FAILS(nib_checkpoint_check(c, NULL, &job, note, &found), NIB_ERR_ARG, "-3 threads");
+    nib_checkpoint_close(c);
+
+    const struct item good[] = { { "m.weight_packed", NIB_U8, 2, { 4, 32 }, codes },
+                                 { "m.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                 { "m.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 4096 } } };
+    put_tensors(at("a.safetensors"), good, 3);
+    c = open_good(at("a.safetensors"));
+    job.threads = 1;
+    job.progress = stop;
+    job.context = &calls;
+    CHECK_FAILS(nib_checkpoint_check(c, NULL, &job, note, &found), NIB_ERR_CANCELLED, "stopped");
+    nib_checkpoint_close(c);
+}
+
+/* A stack of experts as ModelOpt writes it for some families. */
+TEST(checks_stacks)
+{
+    static const float level = 1.0f / 4096;
+    fill(0x70);
+    FILE *config = fopen(at("config.json"), "w");
+    fputs("{\"model_type\": \"llama4\", \"hidden_size\": 64, \"intermediate_size\": 16, "
+          "\"quantization_config\": {\"quant_method\": \"modelopt\", \"quant_algo\": \"W4A16_NVFP4\"}}",
+          config);
+    fclose(config);
+    struct item items[] = {
+        { "l.feed_forward.experts.gate_up_proj", NIB_U8, 3, { 2, 32, 32 }, codes },
+        { "l.feed_forward.experts.gate_up_proj_weight_scale", NIB_E4M3, 3, { 2, 4, 32 }, scales },
+        { "l.feed_forward.experts.gate_up_proj_weight_scale_2", NIB_F32, 0, { 0 }, &level },
+    };
+    put_tensors(at("s.safetensors"), items, 3);
+    struct found found = check_file(at("s.safetensors"));
+    CHECK_THAT(found.n == 0, "found %s", found.ids);
+    items[1].shape[1] = 5;
+    put_tensors(at("s.safetensors"), items, 3);
+    found = check_file(at("s.safetensors"));
+    CHECK_THAT(strcmp(found.ids, "scale-shape ") == 0, "found %s", found.ids);
+    items[1].shape[1] = 4;
+    scales[3] = 0xF0;
+    put_tensors(at("s.safetensors"), items, 3);
+    found = check_file(at("s.safetensors"));
+    CHECK_THAT(strcmp(found.ids, "scale-negative ") == 0, "found %s", found.ids);
+    items[2].rank = 1;
+    items[2].shape[0] = 2; /* a number for each expert is as good */
+    items[2].data = (float[]){ level, level };
+    scales[3] = 0x70;
+    put_tensors(at("s.safetensors"), items, 3);
+    found = check_file(at("s.safetensors"));
+    CHECK_THAT(found.n == 0, "found %s", found.ids);
+    remove(at("config.json"));
+}
+
+/* Weights whose numbers say nothing: no elements, and dims that no file can fill. */
+TEST(checks_empty_tensors)
+{
+    const struct item items[] = { { "a.weight_packed", NIB_U8, 2, { 0, 8 }, codes },
+                                  { "a.weight_scale", NIB_E4M3, 2, { 0, 1 }, scales },
+                                  { "a.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 1 } },
+                                  { "b.weight_packed", NIB_U8, 2, { (int64_t)1 << 62, 0 }, codes },
+                                  { "b.weight_scale", NIB_E4M3, 2, { 0, (int64_t)1 << 62 }, scales },
+                                  { "b.weight_global_scale", NIB_F32, 1, { 0 }, (float[]){ 1 } } };
+    put_tensors(at("e.safetensors"), items, 6);
+    const struct found found = check_file(at("e.safetensors"));
+    CHECK_THAT(strcmp(found.ids, "codes-shape level-shape ") == 0, "found %s", found.ids);
+}
+
+/* ---- Repairs ---- */
+
+/* q, k and v with levels of their own. */
+static void put_group(const float *levels, const char *prefix, bool divisors)
+{
+    static char names[16][64];
+    struct item items[9];
+    size_t n = 0;
+    for (int i = 0; i < 3; i++) {
+        const char *last = (const char *[]){ "q_proj", "k_proj", "v_proj" }[i];
+        snprintf(names[n], 64, "%s%s.%s", prefix, last, divisors ? "weight_packed" : "weight");
+        items[n] = (struct item){ names[n], NIB_U8, 2, { 4, 32 }, codes };
+        n++;
+        snprintf(names[n], 64, "%s%s.weight_scale", prefix, last);
+        items[n] = (struct item){ names[n], NIB_E4M3, 2, { 4, 4 }, scales };
+        n++;
+        snprintf(names[n], 64, "%s%s.%s", prefix, last, divisors ? "weight_global_scale" : "weight_scale_2");
+        items[n] = (struct item){ names[n], NIB_F32, divisors ? 1 : 0, { 1 }, &levels[i] };
+        n++;
+    }
+    put_tensors(at("g.safetensors"), items, n);
+}
+
+/* Carry a repair out, and compare: codes as they were, one level, and scales that are nearest to what they were. */
+static void check_repair(bool divisors, const float *levels, float shared)
+{
+    put_group(levels, "m.", divisors);
+    nib_checkpoint *in = open_good(at("g.safetensors"));
+    nib_plan *plan = NULL;
+    nib_plan_facts facts = { .bytes = sizeof facts };
+    const nib_run_options run = { .bytes = sizeof run, .force = 1 };
+    CHECK_OK(nib_plan_repair(in, &plan));
+    if (!plan) {
+        nib_checkpoint_close(in);
+        return;
+    }
+    CHECK_OK(nib_plan_get_facts(plan, &facts));
+    size_t differing = 0;
+    for (int i = 0; i < 3; i++)
+        differing += levels[i] != shared;
+    CHECK_THAT(facts.weights == 3 && facts.changed == differing, "%zu of %zu change, not %zu", facts.changed,
+               facts.weights, differing);
+    CHECK_OK(nib_plan_run(plan, at("h.safetensors"), &run, NULL));
+    nib_checkpoint *out = open_good(at("h.safetensors"));
+    for (size_t i = 0; i < 3 && out; i++) {
+        uint8_t was[2][4 * 36], is[2][4 * 36];
+        nib_weight a = { .bytes = sizeof a }, b = { .bytes = sizeof b };
+        CHECK_OK(nib_checkpoint_get_weight(in, i, &a));
+        CHECK_OK(nib_checkpoint_get_weight(out, i, &b));
+        CHECK_OK(nib_checkpoint_read_codes(in, i, 0, 4, was[0], was[1]));
+        CHECK_OK(nib_checkpoint_read_codes(out, i, 0, 4, is[0], is[1]));
+        CHECK_BYTES(was[0], is[0], 4 * 32);
+        CHECK_THAT(b.level == shared, "%s has level %g, not %g", b.name, (double)b.level, (double)shared);
+        const float ratio = divisors ? shared / a.level : a.level / shared;
+        for (int s = 0; s < 16; s++) {
+            const float wanted = e4m3(was[1][s]) * ratio;
+            uint8_t nearest;
+            CHECK_OK(nib_encode(NIB_E4M3, &wanted, 1, &nearest));
+            if (!(nearest & 0x7F) && (was[1][s] & 0x7F))
+                nearest = 1;
+            CHECK_THAT(is[1][s] == nearest, "scale 0x%02x times %g is 0x%02x, not 0x%02x", was[1][s], (double)ratio,
+                       is[1][s], nearest);
+        }
+    }
+    nib_checkpoint_close(out);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+    const struct found found = check_file(at("h.safetensors"));
+    CHECK_THAT(strstr(found.ids, "fused") == NULL, "found %s", found.ids);
+    remove(at("h.safetensors"));
+}
+
+TEST(repairs_shared_scales)
+{
+    fill(0);
+    for (int i = 0; i < 16; i++)
+        scales[i] = (uint8_t)(i < 14 ? 8 * i + 6 : i == 14 ? 0x7E : 1);
+    check_repair(true, (float[]){ 4096, 8192, 4096 }, 4096);
+    check_repair(true, (float[]){ 12343, 5334, 8001 }, 5334);
+    check_repair(false, (float[]){ 0x1p-12f, 0x1p-14f, 0x1p-13f }, 0x1p-12f);
+    check_repair(false, (float[]){ 1e-4f, 3e-4f, 2.14e-4f }, 3e-4f);
+}
+
+TEST(refuses_wrong_repairs)
+{
+    nib_plan *plan = NULL;
+    fill(0x70);
+    put_group((float[]){ 4096, 4096, 4096 }, "m.", true);
+    nib_checkpoint *c = open_good(at("g.safetensors"));
+    CHECK_FAILS(nib_plan_repair(NULL, &plan), NIB_ERR_ARG, "in is NULL");
+    CHECK_FAILS(nib_plan_repair(c, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_plan_repair(c, &plan), NIB_ERR_MODE, "nothing that can be repaired");
+    nib_checkpoint_close(c);
+    const struct item items[] = { { "m._weight_qdata", NIB_U8, 2, { 4, 32 }, codes },
+                                  { "m._weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                  { "m._weight_per_tensor_scale", NIB_F32, 0, { 0 }, (float[]){ 4096 } } };
+    put_tensors(at("g.safetensors"), items, 3);
+    c = open_good(at("g.safetensors"));
+    CHECK_FAILS(nib_plan_repair(c, &plan), NIB_ERR_UNSUPPORTED, "it is torchao");
+    CHECK(plan == NULL);
+    nib_checkpoint_close(c);
+}
+
+/* ---- Without memory ---- */
+
+static nib_status check_once(const nib_checkpoint *c, const nib_job *job)
+{
+    struct found found = { 0 };
+    return nib_checkpoint_check(c, c, job, note, &found);
+}
+
+TEST(lives_without_memory)
+{
+    enum { MOST = 4000 };
+    fill(0x70);
+    put_group((float[]){ 4096, 8192, 4096 }, "m.", true);
+    nib_checkpoint *c = open_good(at("g.safetensors"));
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1;
+    long i;
+    for (i = 0; i < MOST; i++) {
+        allocations_left = i;
+        const nib_status status = check_once(c, &job);
+        const bool failed = allocations_left < 0;
+        allocations_left = -1;
+        CHECK_THAT(!failed || status == NIB_ERR_MEMORY || status == NIB_OK, "allocation %ld: %s", i, nib_status_name(status));
+        if (!failed)
+            break;
+    }
+    CHECK(i > 10 && i < MOST);
+    for (i = 0; i < MOST; i++) {
+        nib_plan *plan = NULL;
+        allocations_left = i;
+        const nib_status status = nib_plan_repair(c, &plan);
+        const bool failed = allocations_left < 0;
+        allocations_left = -1;
+        CHECK_THAT(status == NIB_OK || status == NIB_ERR_MEMORY, "allocation %ld: %s", i, nib_status_name(status));
+        CHECK(!status == (plan != NULL));
+        nib_plan_destroy(plan);
+        if (!failed)
+            break;
+    }
+    CHECK(i > 10 && i < MOST);
+    nib_weight_stats stats = { .bytes = sizeof stats };
+    for (i = 0; i < MOST; i++) {
+        allocations_left = i;
+        const nib_status status = nib_checkpoint_measure(c, 0, c, 1, &job, &stats);
+        const bool failed = allocations_left < 0;
+        allocations_left = -1;
+        CHECK_THAT(failed ? status == NIB_ERR_MEMORY : status == NIB_OK, "allocation %ld: %s", i, nib_status_name(status));
+        if (!failed)
+            break;
+    }
+    CHECK(i > 3 && i < MOST);
+    nib_checkpoint_close(c);
+}
+
+TEST_MAIN

@@ -1,0 +1,59 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * report.h - what quantisation did to a model, as a page to look at or as JSON to compute with.
+ */
+#ifndef NIB_REPORT_H
+#define NIB_REPORT_H
+
+#include <jansson.h>
+#include <stdbool.h>
+
+#include "nib_checkpoint.h"
+
+/* One weight that both checkpoints have. */
+struct report_row {
+    const char *name;
+    int64_t rows, cols;
+    nib_packing packing_a, packing_b;
+    double sqnr, relative; /* decibels, and the error's share by L2 norm */
+    double max_error, amax;
+    int64_t zeroed, clipped, underflowed, elements, blocks;
+};
+
+struct report {
+    const nib_checkpoint *a, *b;
+    nib_checkpoint_facts facts_a, facts_b;
+    struct report_row *rows; /* in the order of names; borrowed names live as long as the checkpoints */
+    size_t n, capacity;
+    size_t only_a, only_b;
+    size_t changed;                    /* rows that are not the same numbers */
+    double sum_squares, error_squares; /* of those */
+    int64_t elements, zeroed, clipped, underflowed, blocks;
+    int64_t codes[16], scales[256];
+    bool no_memory;
+};
+
+/* Compare every weight. CANCELLED and errors as nib_checkpoint_compare has them. */
+nib_status report_collect(struct report *report, const nib_checkpoint *original, const nib_checkpoint *quantised,
+                          const nib_job *job);
+void report_free(struct report *report);
+/* The rows that changed, worst first; freed with free. NULL without memory. */
+const struct report_row **report_worst(const struct report *report);
+
+/* A row as an object; NULL without memory. */
+json_t *report_row_json(const struct report_row *row);
+
+/* FILE.html or FILE.json; whatever it is, it appears under its name when it is complete. `plan` may be NULL. False, with
+ * a sentence on standard error. */
+bool report_write(const struct report *report, const nib_plan *plan, const char *path);
+/* Both at once, for a command that has just written `quantised`. */
+bool report_make(const char *path, const nib_checkpoint *original, const nib_checkpoint *quantised,
+                 const nib_plan *plan, const nib_job *job);
+/* Whether a path is one that report_write takes; if not, a sentence is on standard error. */
+bool report_can_write(const char *path);
+
+/* What two provenances say differently: [{"option": "options.scale_rule", "a": "rtn", "b": "sweep"}, ...]; a value that
+ * one lacks is null. Either may be NULL. NULL without memory. */
+json_t *report_differences(const char *a, const char *b);
+
+#endif
