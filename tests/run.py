@@ -371,8 +371,9 @@ def stage_fuzz(tally):
         status, output = run(["clang", "-std=gnu11", "-g", "-O1", "-fno-sanitize-recover=all",
                               "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", source,
                               *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
+        words = [f"-dict={file}" for file in files(f"tests/fuzz/{name}.dict")]
         if status == 0:
-            status, output = run([folder + "/run", f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
+            status, output = run([folder + "/run", *words, f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
                                   f"-seed={FUZZ_SEED}", "-print_final_stats=1", f"-artifact_prefix={folder}/", folder + "/corpus"],
                                  {"ASAN_OPTIONS": "allocator_may_return_null=1"})
         if status == 0:
