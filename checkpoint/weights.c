@@ -625,10 +625,11 @@ static nib_status place_scales(const nib_checkpoint *c, const struct nib_ck_weig
     const int64_t data_lines = w->transposed ? of_data[1] : of_data[0];
     const bool padded = w->packing == NIB_PACKING_NIB;
     if (padded ? lines < data_lines || length < blocks : lines != data_lines || length != blocks) {
-        char fact[160];
+        char fact[192];
         snprintf(fact, sizeof fact,
-                 "its block scales are [%lld, %lld], and for blocks of 16 they should be [%lld, %lld]",
-                 (long long)lines, (long long)length, (long long)data_lines, (long long)blocks);
+                 "its block scales are [%lld, %lld], and for blocks of 16 they should be [%lld, %lld]%s",
+                 (long long)lines, (long long)length, (long long)data_lines, (long long)blocks,
+                 length >= 4 * blocks ? ": they may be swizzled for a GEMM" : "");
         return bad_scales(c, w, fact);
     }
     *p = (struct place){ id, 1, lines, length, w->index };

@@ -76,6 +76,13 @@ static uint64_t mix(uint64_t x) /* splitmix64 */
     return x ^ x >> 31;
 }
 
+static uint64_t hash(const char *text, uint64_t seed)
+{
+    for (; *text; text++)
+        seed = mix(seed ^ (uint8_t)*text);
+    return seed;
+}
+
 /* ---- The model ------------------------------------------------------------------------------------------- */
 
 struct tensor {
@@ -85,6 +92,7 @@ struct tensor {
     int64_t shape[4];
     enum fill fill;
     double size;
+    double tail; /* the power of numbers that are drawn: 1 as they are, more for heavier tails */
     int shard;
     uint64_t bytes;
 };
@@ -95,7 +103,7 @@ struct model {
     uint64_t seed;
     int64_t layers, hidden, intermediate, experts, heads, kv_heads, head_dim, vocab, shards, small;
     nib_dtype dtype;
-    bool laplace, tied;
+    bool laplace, tied, varied;
     struct tensor *tensors;
     size_t count, room;
     const char *wide[16]; /* NAME:ROWSxCOLS */
@@ -126,8 +134,10 @@ static void add(struct model *m, nib_dtype dtype, enum fill fill, double size, c
         m->tensors = realloc(m->tensors, m->room * sizeof *m->tensors);
     }
     struct tensor *t = &m->tensors[m->count++];
-    *t = (struct tensor){ .dtype = dtype, .fill = fill, .size = size, .rank = rank };
+    *t = (struct tensor){ .dtype = dtype, .fill = fill, .size = size, .rank = rank, .tail = 1 };
     t->name = strdup(name);
+    if (m->varied && fill == FILL_WEIGHT)
+        t->tail = 1 + (double)(hash(name, m->seed) % 8) / 8;
     t->bytes = (uint64_t)nib_dtype_bits(dtype) / 8;
     for (int i = 0; i < rank; i++) {
         t->shape[i] = shape[i];
@@ -606,8 +616,12 @@ static void deal(struct model *m)
 static void make_table(const struct tensor *t, void *table)
 {
     static float values[TABLE];
+    double squares = 0;
+    for (int i = 0; i < TABLE; i++)
+        squares += pow(fabs(quantiles[i]), 2 * t->tail);
+    const double unit = t->tail == 1 ? 1 : sqrt(TABLE / squares);
     for (int i = 0; i < TABLE; i++) {
-        const double z = quantiles[i];
+        const double z = t->tail == 1 ? quantiles[i] : copysign(pow(fabs(quantiles[i]), t->tail) * unit, quantiles[i]);
         double v = 0;
         switch (t->fill) {
         case FILL_WEIGHT:
@@ -633,13 +647,6 @@ static void make_table(const struct tensor *t, void *table)
     }
     if (t->fill != FILL_BITS && t->fill != FILL_POWER)
         need(nib_encode(t->dtype, values, TABLE, table));
-}
-
-static uint64_t hash(const char *text, uint64_t seed)
-{
-    for (; *text; text++)
-        seed = mix(seed ^ (uint8_t)*text);
-    return seed;
 }
 
 #define DRAW(type)                                                                  \
@@ -677,7 +684,7 @@ static void write_shard(const struct model *m, int shard, const char *path)
         const struct tensor *t = &m->tensors[i];
         if (t->shard != shard)
             continue;
-        if (!last || last->fill != t->fill || last->dtype != t->dtype || last->size != t->size)
+        if (!last || last->fill != t->fill || last->dtype != t->dtype || last->size != t->size || last->tail != t->tail)
             make_table(t, table);
         last = t;
         const size_t element = (size_t)nib_dtype_bits(t->dtype) / 8;
@@ -831,6 +838,7 @@ static void help(void)
         printf("  %-14s N      %s (%" PRId64 ")\n", numbers[i].name, numbers[i].about, numbers[i].usual);
     puts("  --dtype bf16|f16|f32  of what is not quantised (bf16)\n"
          "  --laplace             weights from Laplace's distribution instead of Gauss's\n"
+         "  --varied              some weights have heavier tails than others, as real ones do\n"
          "  --tied                no lm_head: the embedding is used for it\n"
          "  --linear NAME:RxC     one more linear layer of R x C; may be repeated\n"
          "  --help\n\n"
@@ -864,8 +872,8 @@ static void parse(struct model *m, int argc, char **argv)
             m->folder = option;
             continue;
         }
-        if (!strcmp(option, "--laplace") || !strcmp(option, "--tied")) {
-            *(option[2] == 'l' ? &m->laplace : &m->tied) = true;
+        if (!strcmp(option, "--laplace") || !strcmp(option, "--tied") || !strcmp(option, "--varied")) {
+            *(option[2] == 'l' ? &m->laplace : option[2] == 't' ? &m->tied : &m->varied) = true;
             continue;
         }
         const char *value = i + 1 < argc ? argv[++i] : NULL;

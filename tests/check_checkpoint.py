@@ -4,6 +4,7 @@
 
     check_checkpoint.py LIBNIB NIB [PART]...     parts are the functions below; all of them without any
 """
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import zlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TQDM_DISABLE"] = "1"
 
 import numpy
 import torch
@@ -251,6 +253,56 @@ def modelopt():
                 check("modelopt nvfp4: input scales", all(tensors[f"{m}.input_scale"].item() == 1 for m in quantized))
 
 
+def exported():
+    """Folders that ModelOpt and transformers write are in order, are what we write by their rules, and convert."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+    source, theirs, ours = make("ex-in", "--hidden", "128", "--intermediate", "256", "--vocab", "256", "--shards", "2"), place("ex-theirs"), place("ex-ours")
+    tokens = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(SEED))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
+        mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, forward_loop=lambda m: m(tokens))
+        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=theirs)
+    check("ModelOpt's export: no finding", "no findings" in nib("check", theirs, "--against", source))
+    nib("quantize", source, ours, "--dialect", "modelopt", "--format", "modelopt", "--scheme", "nvfp4")
+    a, b = load_any(theirs), load(ours)
+    check("ModelOpt's export: the same names", sorted(a) == sorted(b), sorted(set(a) ^ set(b))[:4])
+    wrong = [n for n in a if n in b and not n.endswith("input_scale") and not same_bytes(a[n], b[n].reshape(a[n].shape))]
+    check("ModelOpt's export: the same bytes", not wrong, wrong[:4])
+    a, b = (read_json(path, "config.json")["quantization_config"] for path in (theirs, ours))
+    wrong = [key for key in a if key not in ("producer", "ignore") and a[key] != b.get(key)]
+    check("ModelOpt's export: the configuration", not wrong and set(a["ignore"]) <= set(b["ignore"]) | {"model.embed_tokens"}, (wrong, a, b))
+    converted, back = place("ex-ct"), dequantized(theirs, "bf16")
+    nib("convert", theirs, converted, "--format", "compressed-tensors")
+    check("ModelOpt's export, converted: no finding", "no findings" in nib("check", converted, "--against", source))
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(converted, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16)
+        weights = dict(loaded.named_parameters())
+        wrong = [n for n, t in back.items() if not torch.allclose(weights[n].data.float(), t.float(), rtol=2**-8, atol=0)]
+        check("ModelOpt's export, converted: transformers loads it", not wrong and len(back) == 21, (wrong[:4], len(back)))
+
+    out, again = place("ex-out"), place("ex-again")
+    nib("quantize", source, out)
+    with torch.no_grad():
+        AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).save_pretrained(again)
+    a, b = load_any(again), load(out)
+    wrong = [n for n in b if n not in a or not same_bytes(a[n].reshape(b[n].shape), b[n])]
+    check("transformers saves what it loaded", not wrong and len(a) == len(b), (wrong[:4], sorted(set(a) ^ set(b))[:4]))
+    check("what transformers saves: no finding", "no findings" in nib("check", again, "--against", source))
+
+
+def load_any(path):
+    """Somebody else's folder, without looking at its metadata."""
+    tensors = {}
+    for name in sorted(os.listdir(path)):
+        if name.endswith(".safetensors"):
+            with safe_open(os.path.join(path, name), framework="pt") as opened:
+                tensors |= {key: opened.get_tensor(key) for key in opened.keys()}
+    return tensors
+
+
 # ---- GGUF ------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +351,7 @@ def transformers():
             nib("dequantize", out, back, "--dtype", "bf16")
             what = f"transformers, {scheme}{', tied' if tied else ''}"
             with torch.no_grad():
-                theirs = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True), device_map="cpu", dtype=torch.bfloat16)
+                theirs = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16)
                 original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
                 before = original(tokens).logits
                 replaced = load(back)
@@ -373,21 +425,22 @@ def dialects():
             for name, w in weights.items():
                 group = [weights[n] for n in group_of(name, weights)]
                 if dialect == "modelopt" and not any(g.any() for g in group):
-                    continue  # see zeros()
+                    continue  # it divides 0 by 0; see zeros()
                 module = name[:-len(".weight")]
                 wrong = [part for part, t in theirs(w, group).items() if not same_bytes(t, tensors.get(f"{module}.{part}", torch.empty(0)))]
                 check(f"--dialect {dialect}, {str(dtype)[6:]}: {module}", not wrong, wrong)
     for options in (["--scale", "sweep"], ["--tensor-scale", "pow2"], ["--min-block-scale", "0.1"]):
         message = nib("quantize", source, place("parity-refused"), "--dialect", "modelopt", *options, fails=True)
-        check(f"--dialect modelopt {' '.join(options)} is refused, with both named", "modelopt" in message and options[0] in message, message)
+        check(f"--dialect modelopt {' '.join(options)} is refused", "the dialect modelopt" in message and "scale" in message, message)
 
 
 def zeros():
-    """A tensor of zeros: ModelOpt divides 0 by 0 and stores NaN; ours are zeros for every reader."""
+    """A tensor of zeros is zeros for every reader, in ModelOpt's dialect too, where the package stores NaN."""
     weights = {f"model.layers.{layer}.{name}.weight": torch.zeros(32, 64, dtype=torch.bfloat16) for layer in range(2)
                for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")}
     source = save("zero-in", weights, {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "torch_dtype": "bfloat16"})
-    for options in ([], ["--format", "modelopt"], ["--scale", "4over6"], ["--dialect", "modelopt", "--format", "modelopt"], ["--dialect", "compressed-tensors"]):
+    for options in ([], ["--format", "modelopt"], ["--scale", "4over6"], ["--dialect", "compressed-tensors"],
+                    ["--dialect", "modelopt", "--format", "modelopt"]):
         out = place("zero-out")
         nib("quantize", source, out, *options)
         tensors, decoded = load(out), dequantized(out)
@@ -567,14 +620,15 @@ def fp8_block():
 
 
 def same_after_quantizing(what, source, plain, *options):
-    """Quantising either gives the same tensors."""
+    """Quantising either gives the same tensors; what stays may be rounded to BF16, which the configuration names."""
     out, other = place("same-1"), place("same-2")
     nib("quantize", source, out, *options)
     nib("quantize", plain, other, *options)
     ours, theirs = load(out), load(other)
     check(f"{what}: the same names", sorted(ours) == sorted(theirs), sorted(set(ours) ^ set(theirs))[:6])
-    wrong = [n for n in ours if n in theirs and not same_bytes(ours[n], theirs[n])]
     quantized = modules(ours, ".weight_packed")
+    rounded = lambda n: theirs[n].to(ours[n].dtype) if theirs[n].dtype == torch.float32 and ours[n].dtype == torch.bfloat16 else theirs[n]
+    wrong = [n for n in ours if n in theirs and not same_bytes(ours[n], rounded(n))]
     check(f"{what}: the same bytes", quantized and not wrong, wrong[:6])
     return quantized
 
@@ -589,6 +643,9 @@ def stacks():
         source = make("st-in", "--family", family, "--layers", "2", "--shards", "2", "--hidden", "128", "--intermediate", "96", "--experts", "3")
         plain = {}
         for name, t in load(source).items():
+            if name.endswith("_proj_bias"):
+                plain |= split_bias(name, t)
+                continue
             if t.ndim != 3 or ".experts." not in name:
                 plain[name] = t
                 continue
@@ -603,6 +660,14 @@ def stacks():
                 plain[f"{parent}.{e}.gate_proj.weight"], plain[f"{parent}.{e}.up_proj.weight"] = gate, up
         quantized = same_after_quantizing(family, source, save("st-plain", plain, read_json(source, "config.json")))
         check(f"{family}: experts are quantised", sum(".experts." in m for m in quantized) == 2 * 3 * 3, quantized)
+
+
+def split_bias(name, t):
+    """gpt-oss: the biases of a stack go with its matrices."""
+    parent, _, which = name[:-len("_bias")].rpartition(".")
+    if which == "down_proj":
+        return {f"{parent}.{e}.down_proj.bias": t[e] for e in range(t.shape[0])}
+    return {f"{parent}.{e}.{part}.bias": t[e, i::2] for e in range(t.shape[0]) for i, part in enumerate(("gate_proj", "up_proj"))}
 
 
 # What stays as it is by default, and some that do not.
@@ -631,14 +696,65 @@ def families():
         wrong = [m for m in quantized if any(match_name(m, pattern) for pattern in parsed.ignore)]
         check(f"{family}: nothing quantised is ignored", not wrong, wrong[:4])
         plain = load(source)
-        biases = [n for n in plain if n.endswith("_bias") or n.endswith(".bias")]
-        check(f"{family}: biases are kept", all(n in tensors and same_bytes(plain[n], tensors[n]) for n in biases))
+        biases = {}
+        for name, t in plain.items():
+            if name.endswith(("_bias", ".bias")):
+                biases |= split_bias(name, t) if name.endswith("_proj_bias") else {name: t}
+        wrong = [n for n, t in biases.items() if n not in tensors or not same_bytes(t.contiguous(), tensors[n])]
+        check(f"{family}: biases are kept", not wrong, wrong[:4])
+        nib("check", out, "--against", source)
         out = place("fam-modelopt")
         nib("quantize", source, out, "--format", "modelopt", "--scheme", "nvfp4")
-        load(out)
+        nib("check", out, "--against", source)
+        check(f"{family}: in both formats without a finding", len(load(out)) > 10)
 
 
-PARTS = [compressed_tensors, repeatable, modelopt, gguf, transformers, dialects, zeros, conversions, torchao, mxfp4, fp8_block, stacks, families]
+def sources():
+    """Other dtypes, tails and single files; numbers as near as they should be."""
+    for options in (["--dtype", "f16"], ["--dtype", "f32", "--laplace"], ["--varied", "--tied"]):
+        source, out = make("src-in", "--layers", "1", *options), place("src-out")
+        nib("quantize", source, out)
+        plain, decoded = load(source), dequantized(out)
+        worst = min(noise(plain[m + ".weight"], decoded[m + ".weight"]) for m in modules(load(out), ".weight_packed"))
+        check(f"quantise {' '.join(options)}", 19 < worst < 24, worst)
+        alone, file = os.path.join(work, "alone.safetensors"), os.path.join(source, "model.safetensors")
+        nib("quantize", file, alone, "--force")
+        ours, theirs = load(alone), load(out)
+        wrong = [n for n in theirs if n not in ours or not same_bytes(ours[n], theirs[n])]
+        check(f"a single file, {' '.join(options)}", not wrong and len(ours) == len(theirs), wrong[:4])
+
+
+def activations():
+    """Scales of activations: 1, the bound of an RMSNorm, or from a file; equal where servers fuse."""
+    hidden = 256
+    source = make("act-in", "--layers", "2", "--hidden", str(hidden), "--shards", "2")
+    plain = load(source)
+    amaxes = {f"model.layers.{layer}.{name}": 10.0 + 7 * i + layer for layer in range(2) for i, name in
+              enumerate(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))}
+    path = os.path.join(work, "amaxes.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(amaxes, file)
+
+    def bound(module):
+        parent, _, last = module.rpartition(".")
+        norm = {"q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm", "gate_proj": "post_attention_layernorm",
+                "up_proj": "post_attention_layernorm"}.get(last)
+        return hidden**0.5 * plain[f"{parent.rpartition('.')[0]}.{norm}.weight"].float().abs().max().item() / 2688 if norm else 1.0
+
+    def given(module):
+        return max(amaxes[n[:-len(".weight")]] for n in group_of(module + ".weight", [m + ".weight" for m in amaxes])) / 2688
+
+    for option, expected in (("one", lambda module: 1.0), ("norm", bound), (path, given)):
+        for form, name in (("modelopt", "input_scale"), ("compressed-tensors", "input_global_scale")):
+            out = place("act-out")
+            nib("quantize", source, out, "--format", form, "--scheme", "nvfp4", "--activations", option)
+            tensors = load(out)
+            wanted = {m: expected(m) if form == "modelopt" else 1 / expected(m) for m in amaxes}
+            wrong = [(m, tensors[f"{m}.{name}"].item(), w) for m, w in wanted.items() if abs(tensors[f"{m}.{name}"].item() - w) > 1e-6 * w]
+            check(f"--activations {os.path.basename(option)}, {form}", not wrong, wrong[:2])
+
+
+PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros, conversions, torchao, mxfp4, fp8_block, stacks, families, sources, activations]
 
 
 def main():

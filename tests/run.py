@@ -143,9 +143,9 @@ def run_programs(tally, path, env=None):
         run_counted(tally, "nib conform", [os.path.join(path, "nib"), "conform", *files("tests/golden/*.safetensors")], env)
 
 
-def run_scripts(tally, path, pattern):
+def run_scripts(tally, path, pattern, more=None):
     """Shell scripts: exit 0 is a pass, 77 a skip with the last line as its reason."""
-    env = {"NIB": os.path.join(path, "nib"), "BUILD": path, "LC_ALL": "C"}
+    env = {"NIB": os.path.join(path, "nib"), "BUILD": path, "LC_ALL": "C", **(more or {})}
     for script in files(pattern):
         what = os.path.relpath(script, ROOT)
         status, output = run(["bash", script], env)
@@ -206,6 +206,7 @@ def stage_mpi(tally):
            "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     for n in range(1, 5):
         run_counted(tally, f"test_mpi on {n}", ["mpirun", "-n", str(n), os.path.join(path, "mpi/test_mpi")], env)
+    run_scripts(tally, path, "mpi/*.sh", env)
 
 
 CROSS = "aarch64-linux-gnu-gcc"
@@ -370,8 +371,9 @@ def stage_fuzz(tally):
         status, output = run(["clang", "-std=gnu11", "-g", "-O1", "-fno-sanitize-recover=all",
                               "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", source,
                               *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
+        words = [f"-dict={file}" for file in files(f"tests/fuzz/{name}.dict")]
         if status == 0:
-            status, output = run([folder + "/run", f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
+            status, output = run([folder + "/run", *words, f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
                                   f"-seed={FUZZ_SEED}", "-print_final_stats=1", f"-artifact_prefix={folder}/", folder + "/corpus"],
                                  {"ASAN_OPTIONS": "allocator_may_return_null=1"})
         if status == 0:

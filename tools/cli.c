@@ -13,7 +13,7 @@
 enum {
     MAX_OPTIONS = 32,
     LONG_BASE = 256, /* getopt_long returns this plus the option's number, whether it was short or long */
-    HELP_COLUMN = 24
+    HELP_COLUMN = 26
 };
 
 bool cli_silent;

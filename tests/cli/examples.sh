@@ -13,13 +13,13 @@ fail() {
     failures=$((failures + 1))
 }
 
-# demo checks its own claims; here, that they are there and fit a terminal.
-"$BUILD/examples/demo" >"$work/out" 2>&1 || fail "demo: exit $?"
+# blocks checks its own claims; here, that they are there and fit a terminal.
+"$BUILD/examples/blocks" >"$work/out" 2>&1 || fail "blocks: exit $?"
 for line in "scale byte 0x79 = 288" "    -2.000000     F    -6.0        -1.928571   +0.071429" "rtn: largest magnitude to 6" \
     "4over6: to 6 or to 4" "sweep: best of 11" "All of this was checked."; do
-    grep -qF -- "${line#    }" "$work/out" || fail "demo does not print: $line"
+    grep -qF -- "${line#    }" "$work/out" || fail "blocks does not print: $line"
 done
-awk 'length > 100 { exit 1 }' "$work/out" || fail "demo prints lines of more than 100 columns"
+awk 'length > 100 { exit 1 }' "$work/out" || fail "blocks prints lines of more than 100 columns"
 
 # quantize leaves a file that others can read: a header of the stated length, and data behind it.
 (cd "$work" && "$BUILD/examples/quantize" weight.safetensors >out 2>&1) || fail "quantize: exit $?"
@@ -60,5 +60,13 @@ for wrong in "--family none $work/x" "--layers 0 $work/x" "--layers" "--dtype in
     "$make" $wrong >"$work/out" 2>&1 && fail "make_checkpoint $wrong exits with 0"
     grep -q "^make_checkpoint: " "$work/out" || fail "make_checkpoint $wrong gives no reason"
 done
+
+# demo.sh: nothing to find in what it makes, and a report where it says.
+sh examples/demo.sh "$BUILD" >"$work/out" 2>&1 || fail "demo.sh: exit $?"
+grep -qF "model-NVFP4: no findings" "$work/out" || fail "demo.sh: the check finds something"
+grep -q "^signal to noise 2[12]\." "$work/out" || fail "demo.sh: the signal to noise is not what it was"
+report=$(sed -n 's,^  file://,,p' "$work/out")
+[ -s "$report" ] || fail "demo.sh: there is no report $report"
+rm -rf "$BUILD/demo"
 
 [ $failures = 0 ]

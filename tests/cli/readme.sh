@@ -30,7 +30,7 @@ fi
 # Figures. The tool and the demo print them; README.md quotes them.
 line=$("$NIB" conform -q tests/golden/*.safetensors)
 grep -qF "| $line |" README.md || fail "README.md does not say: $line"
-figures=$("$library/examples/demo" | sed -n 's/^  \(rtn\|4over6\|sweep\): .* \([0-9.]*\) dB$/\2/p' | paste -s -d , | sed 's/,/, /g')
+figures=$("$library/examples/blocks" | sed -n 's/^  \(rtn\|4over6\|sweep\): .* \([0-9.]*\) dB$/\2/p' | paste -s -d , | sed 's/,/, /g')
 grep -qF "| $figures dB |" README.md || fail "README.md does not say: $figures dB"
 version=$(sed -n 's/^#define NIB_VERSION "\(.*\)"$/\1/p' include/nib.h)
 grep -qF "This is version $version." README.md || fail "README.md is not about version $version"

@@ -160,8 +160,28 @@ static void walk_plans(const nib_checkpoint *c)
         walk_plan(status, plan);
     }
     nib_plan *plan = NULL;
-    const nib_status status = nib_plan_dequantize(c, NIB_BF16, &plan);
+    nib_status status = nib_plan_dequantize(c, NIB_BF16, &plan);
     walk_plan(status, plan);
+    plan = NULL;
+    status = nib_plan_repair(c, &plan);
+    walk_plan(status, plan);
+}
+
+static int look_at_finding(void *context, const nib_finding *finding)
+{
+    (void)context;
+    require(nib_severity_name(finding->severity) && *finding->id && *finding->tensor && *finding->fact &&
+                *finding->consequence && *finding->remedy,
+            "a finding");
+    return 0;
+}
+
+static void walk_findings(const nib_checkpoint *c)
+{
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1;
+    require(known(nib_checkpoint_check(c, NULL, &job, look_at_finding, NULL)), "a check");
 }
 
 /* Open a folder, whatever is in it, and use what came of it. */
@@ -184,6 +204,7 @@ static void try_folder(const char *path)
     }
     walk_weights(c, facts.weights);
     walk_plans(c);
+    walk_findings(c);
     nib_checkpoint_close(c);
 }
 

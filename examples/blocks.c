@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * demo.c - what `make demo` runs: one block before and after, the transform on an outlier, three scale rules compared.
+ * blocks.c - one block before and after, the transform on an outlier, three scale rules compared.
  * It checks what it says: exit status 1 if a number is not what it should be.
  */
 #include <math.h>
