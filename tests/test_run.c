@@ -596,6 +596,48 @@ TEST(dequantised_numbers_are_those_of_the_codes)
     nib_checkpoint_close(in);
 }
 
+/* ---- Tensors that the library saved ---- */
+
+TEST(saved_tensors_convert_without_their_other_copy)
+{
+    float x[32 * 64];
+    nib_array view;
+    nib_quantizer q;
+    nib_tensor *t = NULL;
+    nib_writer *writer = NULL;
+    for (size_t i = 0; i < sizeof x / sizeof *x; i++)
+        x[i] = test_normal();
+    nib_quantizer_init(&q); /* both copies, an amax */
+    CHECK_OK(nib_array_init(&view, x, NIB_F32, 2, (int64_t[]){ 32, 64 }));
+    CHECK_OK(nib_quantize(&q, &view, NULL, &t));
+    CHECK_OK(nib_writer_create(at("saved.safetensors"), &writer));
+    CHECK_OK(nib_writer_declare_tensor(writer, "layer.w", t));
+    CHECK_OK(nib_writer_write_tensor(writer, "layer.w", t));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+    CHECK_OK(convert(at("saved.safetensors"), at("converted.safetensors"), NIB_PACKING_MODELOPT));
+    nib_checkpoint *c = open_good(at("converted.safetensors"));
+    const struct nib_ck_tensor *u;
+    nib_array part;
+    uint8_t *codes = read_tensor(c, "layer.w.weight", &u), *scales = read_tensor(c, "layer.w.weight_scale", &u);
+    float *level = read_tensor(c, "layer.w.weight_scale_2", &u);
+    CHECK(c && c->n_tensors == 3);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_DATA, &part));
+    CHECK_BYTES(codes, part.data, 32 * 32);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_SCALE, &part));
+    for (int r = 0; r < 32; r++)
+        CHECK_BYTES(scales + 4 * r, (uint8_t *)part.data + r * part.shape[1], 4);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_LEVEL, &part));
+    CHECK(*level == *(float *)part.data / 2688);
+    free(codes);
+    free(scales);
+    free(level);
+    nib_checkpoint_close(c);
+    nib_tensor_destroy(t);
+    unlink(at("saved.safetensors"));
+    unlink(at("converted.safetensors"));
+}
+
 /* ---- Stacks of experts ---- */
 
 enum { E = 3, INNER = 32 };
@@ -729,6 +771,11 @@ TEST(patterns_choose_and_sets_stay_together)
     CHECK(strcmp(reason_of(in, plan, LAYER "self_attn.q_proj"), "") == 0);
     CHECK(strstr(reason_of(in, plan, LAYER "mlp.up_proj"), "not among"));
     nib_plan_destroy(plan);
+    static const char *const nobody[] = { "nobody" };
+    options.only = nobody;
+    options.n_only = 1;
+    plan = NULL;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "none of its 9 weights is left");
     options.n_only = 0;
     options.preset = NIB_PRESET_MLP_ONLY;
     plan = plan_quantize(in, &options);
