@@ -19,6 +19,12 @@ static nib_status finish(nib_plan *plan, nib_status status, nib_plan **out)
 
 /* ---- What is taken at all ---- */
 
+static bool ends_with(const char *name, const char *end)
+{
+    const size_t length = strlen(name), n = strlen(end);
+    return length >= n && !strcmp(name + length - n, end);
+}
+
 /* A plan drops or rewrites what the input's configuration says of quantised tensors: there must be none that it does
  * not understand. */
 static nib_status check_source(const nib_checkpoint *in)
@@ -32,18 +38,23 @@ static nib_status check_source(const nib_checkpoint *in)
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it is quantised by the method %s, which nib does not read", in->path,
                         nib_quote(method).text);
     for (uint32_t i = 0; i < in->n_tensors; i++) {
-        static const char scaled[] = ".pre_quant_scale";
         const struct nib_ck_tensor *t = &in->tensors[i];
-        const size_t length = strlen(t->name);
         const bool float8 = t->dtype == NIB_E4M3 || t->dtype == NIB_E5M2 || t->dtype == NIB_E4M3FNUZ ||
                             t->dtype == NIB_E5M2FNUZ || t->dtype == NIB_E2M1;
         char room[512];
+        if (ends_with(t->name, ".col_scale")) /* of a tensor that the library saved */
+            continue;
+        if (ends_with(t->name, ".row_data") && t->weight == NIB_NONE)
+            return nib_fail(NIB_ERR_UNSUPPORTED,
+                            "%s was saved by the library, but is no matrix of rowwise NVFP4 with one "
+                            "level and plain scales",
+                            nib_ck_place(in, i, room, sizeof room));
         if (float8 && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s is %s, and how it is scaled nib does not know: only NVFP4, MXFP4 and FP8 blocks with "
                             "weight_scale_inv are read",
                             nib_ck_place(in, i, room, sizeof room), nib_dtype_name(t->dtype));
-        if (length >= sizeof scaled - 1 && !strcmp(t->name + length + 1 - sizeof scaled, scaled))
+        if (ends_with(t->name, ".pre_quant_scale"))
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s: its activations are to be multiplied with it (AWQ), which other formats cannot say",
                             nib_ck_place(in, i, room, sizeof room));

@@ -125,8 +125,13 @@ static bool fit_server(const struct cli_command *self, const struct arguments *a
                       self->name, last + 1);
             return false;
         }
-        if (llama && w.cols % 64 && ignore->n < sizeof ignore->items / sizeof *ignore->items)
-            ignore->items[ignore->n++] = w.name;
+        if (!llama || w.cols % 64 == 0)
+            continue;
+        if (ignore->n == sizeof ignore->items / sizeof *ignore->items) {
+            cli_error("%s: too many weights have a number of columns that is no multiple of 64", self->name);
+            return false;
+        }
+        ignore->items[ignore->n++] = w.name;
     }
     return true;
 }
