@@ -507,6 +507,11 @@ static nib_status scan_weight(const nib_checkpoint *c, const struct nib_ck_weigh
     return status;
 }
 
+static uint64_t scanned_bytes(const struct nib_ck_weight *w)
+{
+    return nib_ck_is_nvfp4(w->packing) ? (uint64_t)w->rows * (uint64_t)w->cols / 16 * 9 : 0;
+}
+
 static void scan_some(void *context, int64_t worker)
 {
     struct scanning *s = context;
@@ -523,7 +528,7 @@ static void scan_some(void *context, int64_t worker)
             s->scans[i].unreadable = true;
             status = NIB_OK;
         }
-        const uint64_t done = atomic_fetch_add(&s->done, (uint64_t)(w->rows * w->cols));
+        const uint64_t done = atomic_fetch_add(&s->done, scanned_bytes(w));
         if (!status && s->k->job.progress && !atomic_flag_test_and_set(&s->busy)) {
             status = nib_ck_report(&s->k->job, "checking", w->name, done, s->k->total);
             atomic_flag_clear(&s->busy);
@@ -855,7 +860,7 @@ nib_status nib_check_run(struct nib_checking *k, const char *what, const nib_job
     const nib_checkpoint *c = k->c;
     TRY(nib_ck_job(what, job, &k->job));
     for (size_t i = 0; i < c->n_weights; i++)
-        k->total += (uint64_t)(c->weights[i].rows * c->weights[i].cols);
+        k->total += scanned_bytes(&c->weights[i]);
     k->weights = nib_alloc_zeroed((c->n_weights + 1) * sizeof *k->weights);
     k->broken = nib_alloc_zeroed(c->n_tensors + 1);
     const nib_fpenv saved = nib_fpenv_enter();

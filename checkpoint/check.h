@@ -133,7 +133,7 @@ struct nib_checking {
     struct nib_check_weight *weights; /* as the checkpoint's */
     bool *broken;                     /* tensors that cannot be read as what they are, and that was said */
     size_t found;                     /* findings so far */
-    uint64_t done, total;             /* elements */
+    uint64_t total;                   /* bytes of codes and scales */
     char *names;                      /* of modules */
 };
 

@@ -404,7 +404,7 @@ static nib_status name_files(nib_plan *plan)
         struct nib_out_file *file = &plan->files[i];
         if (plan->packing == NIB_PACKING_GGUF)
             file->name = "model.gguf";
-        else if (plan->keep_split && plan->in->is_folder)
+        else if (plan->keep_split && plan->in->is_folder && plan->in->files[file->input_file].safetensors)
             file->name = plan->in->files[file->input_file].name;
         else if (plan->n_files == 1)
             file->name = "model.safetensors";

@@ -6,9 +6,11 @@
 #define _GNU_SOURCE
 #include "test_folder.h"
 
+/* NIB_TEST_WRAP_ALLOC */
 #include "checkpoint.h"
 #include "os.h"
 #include "team.h"
+#include "test_alloc.h"
 
 #include <errno.h>
 #include <math.h>
@@ -594,6 +596,48 @@ TEST(dequantised_numbers_are_those_of_the_codes)
     nib_checkpoint_close(in);
 }
 
+/* ---- Tensors that the library saved ---- */
+
+TEST(saved_tensors_convert_without_their_other_copy)
+{
+    float x[32 * 64];
+    nib_array view;
+    nib_quantizer q;
+    nib_tensor *t = NULL;
+    nib_writer *writer = NULL;
+    for (size_t i = 0; i < sizeof x / sizeof *x; i++)
+        x[i] = test_normal();
+    nib_quantizer_init(&q); /* both copies, an amax */
+    CHECK_OK(nib_array_init(&view, x, NIB_F32, 2, (int64_t[]){ 32, 64 }));
+    CHECK_OK(nib_quantize(&q, &view, NULL, &t));
+    CHECK_OK(nib_writer_create(at("saved.safetensors"), &writer));
+    CHECK_OK(nib_writer_declare_tensor(writer, "layer.w", t));
+    CHECK_OK(nib_writer_write_tensor(writer, "layer.w", t));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+    CHECK_OK(convert(at("saved.safetensors"), at("converted.safetensors"), NIB_PACKING_MODELOPT));
+    nib_checkpoint *c = open_good(at("converted.safetensors"));
+    const struct nib_ck_tensor *u;
+    nib_array part;
+    uint8_t *codes = read_tensor(c, "layer.w.weight", &u), *scales = read_tensor(c, "layer.w.weight_scale", &u);
+    float *level = read_tensor(c, "layer.w.weight_scale_2", &u);
+    CHECK(c && c->n_tensors == 3);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_DATA, &part));
+    CHECK_BYTES(codes, part.data, 32 * 32);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_SCALE, &part));
+    for (int r = 0; r < 32; r++)
+        CHECK_BYTES(scales + 4 * r, (uint8_t *)part.data + r * part.shape[1], 4);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_LEVEL, &part));
+    CHECK(*level == *(float *)part.data / 2688);
+    free(codes);
+    free(scales);
+    free(level);
+    nib_checkpoint_close(c);
+    nib_tensor_destroy(t);
+    unlink(at("saved.safetensors"));
+    unlink(at("converted.safetensors"));
+}
+
 /* ---- Stacks of experts ---- */
 
 enum { E = 3, INNER = 32 };
@@ -727,6 +771,11 @@ TEST(patterns_choose_and_sets_stay_together)
     CHECK(strcmp(reason_of(in, plan, LAYER "self_attn.q_proj"), "") == 0);
     CHECK(strstr(reason_of(in, plan, LAYER "mlp.up_proj"), "not among"));
     nib_plan_destroy(plan);
+    static const char *const nobody[] = { "nobody" };
+    options.only = nobody;
+    options.n_only = 1;
+    plan = NULL;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "none of its 9 weights is left");
     options.n_only = 0;
     options.preset = NIB_PRESET_MLP_ONLY;
     plan = plan_quantize(in, &options);
@@ -1007,6 +1056,42 @@ TEST(a_file_becomes_a_file)
     const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
     CHECK_OK(quantize(in, at("one.safetensors"), NULL, &resume, NULL)); /* it is complete */
     unlink(at("one.safetensors"));
+}
+
+TEST(no_allocation_that_fails_does_harm)
+{
+    make_model(at("in"));
+    nib_quantize_options options = with(NIB_PACKING_MODELOPT);
+    options.shard_bytes = 9000;
+    options.scheme = NIB_SCHEME_NVFP4;
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1; /* the failing allocator is of this thread */
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
+    CHECK_OK(quantize(at("in"), fresh("whole"), &options, NULL, &job));
+    long tried = 0;
+    for (long left = 0;; left += 1 + left / 30) {
+        CHECK_OK(nib_os_remove_folder(at("out")));
+        allocations_left = left;
+        const nib_status status = quantize(at("in"), at("out"), &options, NULL, &job);
+        const bool failed = allocations_left < 0;
+        allocations_left = -1;
+        if (!failed) {
+            CHECK_OK(status);
+            break;
+        }
+        tried++;
+        CHECK_THAT(status == NIB_OK || status == NIB_ERR_MEMORY, "allocation %ld: %s: %s", left,
+                   nib_status_name(status), nib_last_error());
+        if (status && !nib_os_exists(at("out/.nib-partial/complete")))
+            CHECK(!nib_os_exists(at("out")) || entries(at("out")) <= 1);
+        if (status && nib_os_exists(at("out")))
+            CHECK_OK(quantize(at("in"), at("out"), &options, &resume, &job));
+        if (nib_os_exists(at("out")))
+            check_same_folder(at("whole"), at("out"));
+    }
+    CHECK_THAT(tried > 60, "%ld", tried);
+    check_same_folder(at("whole"), at("out"));
 }
 
 TEST(arguments_are_checked)

@@ -42,7 +42,7 @@ enum cli_kind {
 
 /* What an option was given, in order. */
 struct cli_list {
-    const char *items[256];
+    const char *items[4096];
     size_t n;
 };
 

@@ -527,6 +527,10 @@ def _(m): m.config["quantization_config"]["config_groups"]["group_0"]["weights"]
 def _(m): m.config["quantization_config"]["ignore"].append("re:(")
 
 
+@damage("config-pattern", "ct", repaired=True)
+def _(m): m.config["quantization_config"]["ignore"].append("re:(([a-z._0-9]+)+)+[!?]")  # would take centuries
+
+
 @damage("config-glob", "ct", repaired=True)
 def _(m): m.config["quantization_config"]["ignore"].append("*vision*")
 

@@ -54,8 +54,11 @@ for command in $commands; do
 done
 
 # The manual page has every option of a command under its name.
-for command in check repair inspect compare conform bench version; do
+for command in quantize convert dequantize check repair inspect compare conform bench version; do
     sed -n "/^\.Cm $command :\$/,/^\.Cm [a-z]* :\$/p" man/nib.1 >"$work/man"
+    case $command in
+    quantize | convert | dequantize) sed -n '/^\.Cm repair :$/,/^\.Cm [a-z]* :$/p' man/nib.1 >>"$work/man" ;; # what they share
+    esac
     "$NIB" "$command" --help >"$work/out" 2>"$work/err"
     for option in $(grep -oE '^ +(-[a-zA-Z], )?--[a-z0-9-]+' "$work/out" | grep -oE -- '--[a-z0-9-]+'); do
         [ "$option" = --help ] || grep -qE "(Fl|,) -${option#--}( |\$)" "$work/man" ||
