@@ -151,10 +151,16 @@ def noise(a, b):
     return 10 * torch.log10((a * a).sum() / ((a - b)**2).sum()).item()
 
 
-def dequantized(path, dtype="f32"):
+def dequantize(path, dtype="f32"):
     out = place("dequantized")
-    nib("dequantize", path, out, "--dtype", dtype)
-    return load(out)
+    if path.endswith(".safetensors"):
+        out += ".safetensors"
+    nib("dequantize", path, out, "--dtype", dtype, "--force")
+    return out
+
+
+def dequantized(path, dtype="f32"):
+    return load(dequantize(path, dtype))
 
 
 # ---- compressed-tensors ----------------------------------------------------------------------------------
@@ -346,11 +352,12 @@ def exported():
 
 
 def load_any(path):
-    """Somebody else's folder, without looking at its metadata."""
+    """Somebody else's folder or file, without looking at its metadata."""
     tensors = {}
-    for name in sorted(os.listdir(path)):
+    folder, names = (path, sorted(os.listdir(path))) if os.path.isdir(path) else os.path.split(path)
+    for name in [names] if isinstance(names, str) else names:
         if name.endswith(".safetensors"):
-            with safe_open(os.path.join(path, name), framework="pt") as opened:
+            with safe_open(os.path.join(folder, name), framework="pt") as opened:
                 tensors |= {key: opened.get_tensor(key) for key in opened.keys()}
     return tensors
 
@@ -655,6 +662,26 @@ def torchao():
                   torch.allclose(t.dequantize(torch.float32), decoded[key], rtol=3e-7, atol=0))
 
 
+def saved():
+    """A tensor that the library saved, with both copies: the rowwise one converts, and nothing is left of the other."""
+    path = os.path.join(work, "saved.safetensors")
+    done = subprocess.run([os.path.join(os.path.dirname(MAKE), "quantize"), path], stdout=subprocess.DEVNULL)
+    parts = load_any(path)
+    rows = torch.tensor([(i * 37 % 101 - 50) / 64 for i in range(48 * 80)]).reshape(48, 80)  # as the example has them
+    for form, names in (("compressed-tensors", ("weight_packed", "weight_scale", "weight_global_scale")),
+                        ("modelopt", ("weight", "weight_scale", "weight_scale_2"))):
+        out = os.path.join(work, "saved-out.safetensors")
+        nib("convert", path, out, "--format", form, "--force")
+        tensors = load(out)
+        check(f"a saved tensor to {form}: names",
+              done.returncode == 0 and sorted(tensors) == sorted(f"weight.{n}" for n in names), sorted(tensors))
+        scales = tensors["weight.weight_scale"].view(torch.uint8), parts["weight.row_scale"].view(torch.uint8)[:48, :5]
+        check(f"a saved tensor to {form}: codes and scales",
+              same_bytes(tensors[f"weight.{names[0]}"], parts["weight.row_data"]) and torch.equal(*scales))
+        decoded = load_any(dequantize(out))["weight.weight"]
+        check(f"a saved tensor to {form}: numbers", noise(rows, decoded) > 18, noise(rows, decoded))
+
+
 # ---- Other sources ---------------------------------------------------------------------------------------
 
 
@@ -868,7 +895,8 @@ def reloaded():
             logits = model(tokens).logits.float()
         unexpected = [n for n in facts["unexpected_keys"] if ".layers.2." not in n]  # what predicts more tokens
         wrong = [*facts["missing_keys"], *facts["mismatched_keys"], *unexpected]
-        check(f"{family}: dequantised and loaded", not wrong and 0.5 < logits.std().item() < 2, (wrong[:4], logits.std()))
+        size = logits.std().item()
+        check(f"{family}: dequantised and loaded", not wrong and 0.5 < size < 2, (wrong[:4], size))
 
 
 def sources():
@@ -929,7 +957,7 @@ def activations():
 
 
 PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros,
-         conversions, torchao, mxfp4, fp8_block, stacks, families, reloaded, sources, activations]
+         conversions, torchao, saved, mxfp4, fp8_block, stacks, families, reloaded, sources, activations]
 
 
 def main():
