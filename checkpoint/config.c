@@ -144,6 +144,31 @@ static json_t *kept_modules(const nib_plan *plan)
     return list;
 }
 
+/* A cache of keys and values in FP8 is a matter between the scales that are copied and the server. */
+static bool has_fp8_cache(const nib_checkpoint *in)
+{
+    const json_t *const quantization = json_object_get(in->hf_quant_config, "quantization");
+    const json_t *const algorithms[] = { json_object_get(in->quantization, "kv_cache_quant_algo"),
+                                         json_object_get(quantization, "kv_cache_quant_algo") };
+    const json_t *bits = json_object_get(json_object_get(in->quantization, "kv_cache_scheme"), "num_bits");
+    for (int i = 0; i < 2; i++)
+        if (json_is_string(algorithms[i]) && !strcmp(json_string_value(algorithms[i]), "FP8"))
+            return true;
+    return json_is_integer(bits) && json_integer_value(bits) == 8;
+}
+
+static json_t *ct_cache(const nib_plan *plan)
+{
+    return has_fp8_cache(plan->in) ? json_pack("{s:i, s:s, s:s, s:b, s:b}", "num_bits", 8, "type", "float", "strategy",
+                                               "tensor", "symmetric", 1, "dynamic", 0)
+                                   : json_null();
+}
+
+static json_t *modelopt_cache(const nib_plan *plan)
+{
+    return has_fp8_cache(plan->in) ? json_string("FP8") : json_null();
+}
+
 static json_t *ct_arguments(bool dynamic)
 {
     return json_pack("{s:i, s:s, s:b, s:s, s:i, s:o, s:n, s:n, s:s, s:{}}", "num_bits", 4, "type", "float", "symmetric",
@@ -155,10 +180,10 @@ static json_t *ct_arguments(bool dynamic)
 static json_t *compressed_tensors_config(const nib_plan *plan, json_t *ignore)
 {
     const bool activations = plan->scheme == NIB_SCHEME_NVFP4;
-    return json_pack("{s:s, s:s, s:s, s:n, s:n, s:o, s:{s:{s:[s], s:o, s:o, s:n}}}", "quant_method",
+    return json_pack("{s:s, s:s, s:s, s:n, s:o, s:o, s:{s:{s:[s], s:o, s:o, s:n}}}", "quant_method",
                      "compressed-tensors", "format", "nvfp4-pack-quantized", "quantization_status", "compressed",
-                     "global_compression_ratio", "kv_cache_scheme", "ignore", ignore, "config_groups", "group_0",
-                     "targets", "Linear", "weights", ct_arguments(false), "input_activations",
+                     "global_compression_ratio", "kv_cache_scheme", ct_cache(plan), "ignore", ignore, "config_groups",
+                     "group_0", "targets", "Linear", "weights", ct_arguments(false), "input_activations",
                      activations ? ct_arguments(true) : json_null(), "output_activations");
 }
 
@@ -191,23 +216,23 @@ static json_t *modelopt_arguments(void)
 static json_t *modelopt_config(const nib_plan *plan, json_t *ignore)
 {
     if (plan->scheme == NIB_SCHEME_NVFP4)
-        return json_pack("{s:s, s:s, s:n, s:{s:{s:[s], s:o, s:o}}, s:o, s:o}", "quant_method", "modelopt", "quant_algo",
-                         "NVFP4", "kv_cache_quant_algo", "config_groups", "group_0", "targets", "Linear", "weights",
-                         modelopt_arguments(), "input_activations", modelopt_arguments(), "ignore", ignore, "producer",
-                         producer());
-    return json_pack("{s:s, s:s, s:n, s:o, s:o, s:o}", "quant_method", "modelopt", "quant_algo", "MIXED_PRECISION",
-                     "kv_cache_quant_algo", "ignore", ignore, "producer", producer(), "quantized_layers",
-                     quantized_layers(plan));
+        return json_pack("{s:s, s:s, s:o, s:{s:{s:[s], s:o, s:o}}, s:o, s:o}", "quant_method", "modelopt", "quant_algo",
+                         "NVFP4", "kv_cache_quant_algo", modelopt_cache(plan), "config_groups", "group_0", "targets",
+                         "Linear", "weights", modelopt_arguments(), "input_activations", modelopt_arguments(), "ignore",
+                         ignore, "producer", producer());
+    return json_pack("{s:s, s:s, s:o, s:o, s:o, s:o}", "quant_method", "modelopt", "quant_algo", "MIXED_PRECISION",
+                     "kv_cache_quant_algo", modelopt_cache(plan), "ignore", ignore, "producer", producer(),
+                     "quantized_layers", quantized_layers(plan));
 }
 
 static json_t *modelopt_hf_quant(const nib_plan *plan, json_t *exclude)
 {
     if (plan->scheme == NIB_SCHEME_NVFP4)
-        return json_pack("{s:o, s:{s:s, s:n, s:i, s:o}}", "producer", producer(), "quantization", "quant_algo", "NVFP4",
-                         "kv_cache_quant_algo", "group_size", 16, "exclude_modules", exclude);
-    return json_pack("{s:o, s:{s:s, s:n, s:i, s:o, s:o}}", "producer", producer(), "quantization", "quant_algo",
-                     "MIXED_PRECISION", "kv_cache_quant_algo", "group_size", 16, "exclude_modules", exclude,
-                     "quantized_layers", quantized_layers(plan));
+        return json_pack("{s:o, s:{s:s, s:o, s:i, s:o}}", "producer", producer(), "quantization", "quant_algo", "NVFP4",
+                         "kv_cache_quant_algo", modelopt_cache(plan), "group_size", 16, "exclude_modules", exclude);
+    return json_pack("{s:o, s:{s:s, s:o, s:i, s:o, s:o}}", "producer", producer(), "quantization", "quant_algo",
+                     "MIXED_PRECISION", "kv_cache_quant_algo", modelopt_cache(plan), "group_size", 16,
+                     "exclude_modules", exclude, "quantized_layers", quantized_layers(plan));
 }
 
 /* What a source says of its own quantisation, wherever loaders look for it, is no longer true. */

@@ -3,13 +3,11 @@
  * plan.h - what a plan is: output files, the tensors of each in the order of their bytes, and where every byte of them
  * comes from. A plan is made from headers and configuration; run.c carries it out without knowing what it is for.
  *
- *     plan.c       plans put together by steps           plan_make.c   from actions of weights to tensors
- *     plan_kinds.c plans to quantise, convert, dequantise
- *     repair.c     the plan of a repair, by the same steps
- *     layout.c     headers of output files: sizes and offsets
- *     config.c     config.json, hf_quant_config.json, the index, provenance
- *     survey.c     the first pass over the data: hashes, amaxes         run.c    the second
- *     publish.c    the folder of a run: lock, state, resume, final names
+ *     plan.c        plans put together by steps           plan_make.c   from actions of weights to tensors
+ *     plan_kinds.c  quantise, convert, dequantise         repair.c      a repair
+ *     layout.c      headers of output files               config.c      configuration, index, provenance
+ *     run.c         the order of all steps, threads       stage.c       the folder of a run, final names
+ *     survey.c      the first pass: hashes, amaxes        write.c       the second
  */
 #ifndef NIB_PLAN_H
 #define NIB_PLAN_H

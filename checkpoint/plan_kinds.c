@@ -5,6 +5,7 @@
 #include "plan.h"
 
 #include <stdio.h>
+#include <xxhash.h>
 
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the plan"); }
 
@@ -14,6 +15,40 @@ static nib_status finish(nib_plan *plan, nib_status status, nib_plan **out)
         return nib_plan_make(plan, out);
     nib_plan_destroy(plan);
     return status;
+}
+
+/* ---- What is taken at all ---- */
+
+/* A plan drops or rewrites what the input's configuration says of quantised tensors: there must be none that it does
+ * not understand. */
+static nib_status check_source(const nib_checkpoint *in)
+{
+    static const char *const methods[] = { "compressed-tensors", "modelopt", "fp8", "mxfp4", "torchao" };
+    const char *method = json_string_value(json_object_get(in->quantization, "quant_method"));
+    bool known = !method;
+    for (size_t i = 0; i < sizeof methods / sizeof *methods && !known; i++)
+        known = !strcmp(method, methods[i]);
+    if (!known)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it is quantised by the method %s, which nib does not read", in->path,
+                        nib_quote(method).text);
+    for (uint32_t i = 0; i < in->n_tensors; i++) {
+        static const char scaled[] = ".pre_quant_scale";
+        const struct nib_ck_tensor *t = &in->tensors[i];
+        const size_t length = strlen(t->name);
+        const bool float8 = t->dtype == NIB_E4M3 || t->dtype == NIB_E5M2 || t->dtype == NIB_E4M3FNUZ ||
+                            t->dtype == NIB_E5M2FNUZ || t->dtype == NIB_E2M1;
+        char room[512];
+        if (float8 && t->weight == NIB_NONE)
+            return nib_fail(NIB_ERR_UNSUPPORTED,
+                            "%s is %s, and how it is scaled nib does not know: only NVFP4, MXFP4 and FP8 blocks with "
+                            "weight_scale_inv are read",
+                            nib_ck_place(in, i, room, sizeof room), nib_dtype_name(t->dtype));
+        if (length >= sizeof scaled - 1 && !strcmp(t->name + length + 1 - sizeof scaled, scaled))
+            return nib_fail(NIB_ERR_UNSUPPORTED,
+                            "%s: its activations are to be multiplied with it (AWQ), which other formats cannot say",
+                            nib_ck_place(in, i, room, sizeof room));
+    }
+    return NIB_OK;
 }
 
 /* ---- Options of a quantisation ---- */
@@ -142,9 +177,14 @@ static nib_status read_activations(nib_plan *plan, const nib_quantize_options *o
     char *text;
     size_t bytes;
     TRY(nib_ck_read_text(o->activation_file, LIMIT, &text, &bytes));
+    char hash[40];
+    const XXH128_hash_t digest = XXH3_128bits(text, bytes);
+    snprintf(hash, sizeof hash, "%016llx%016llx", (unsigned long long)digest.high64, (unsigned long long)digest.low64);
     const nib_status status = nib_ck_parse_json(o->activation_file, text, bytes, &plan->amaxes);
     nib_free(text);
     TRY(status);
+    if (json_object_set_new(plan->options, "activation_xxh3", json_string(hash)))
+        return no_memory();
     if (!json_is_object(plan->amaxes))
         return nib_fail(NIB_ERR_DATA, "%s: it is not a JSON object {\"module\": amax}", o->activation_file);
     return NIB_OK;
@@ -219,6 +259,7 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     nib_quantize_options_init(&defaults);
     const nib_quantize_options *o = options ? options : &defaults;
     TRY(check_options(o));
+    TRY(check_source(in));
     nib_quantizer q;
     TRY(make_quantizer(o, &q));
     nib_plan *plan;
@@ -290,6 +331,7 @@ nib_status nib_plan_convert(const nib_checkpoint *in, nib_packing packing, nib_p
         return nib_fail(NIB_ERR_ARG, "conversions are to compressed-tensors, modelopt, torchao or gguf");
     if (in->packing == packing)
         return nib_fail(NIB_ERR_MODE, "%s: it is %s already", in->path, nib_packing_name(packing));
+    TRY(check_source(in));
     nib_plan *plan;
     TRY(nib_plan_start(in, "convert", packing, &plan));
     nib_status status = choose_conversions(plan);
@@ -306,6 +348,7 @@ nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype, nib_pl
     NIB_REQUIRE(out);
     if (dtype != NIB_F32 && dtype != NIB_BF16 && dtype != NIB_F16)
         return nib_fail(NIB_ERR_DTYPE, "plain weights are F32, BF16 or F16");
+    TRY(check_source(in));
     nib_plan *plan;
     TRY(nib_plan_start(in, "dequantize", NIB_PACKING_PLAIN, &plan));
     plan->dequantized_dtype = dtype;

@@ -52,6 +52,15 @@ void nib_run_begin_phase(struct nib_run *run, const char *phase, uint64_t total)
 /* So many bytes of the phase are done. CANCELLED where the caller wants that. */
 nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t bytes);
 
+/* What a packing keeps per tensor: a divisor or a multiplier. */
+nib_level nib_run_level_kind(nib_packing packing);
+/* A level in another sense. Powers of two, which is what quantising here gives by default, lose nothing. */
+float nib_run_translate(float level, nib_level from, nib_level to, int32_t e4m3_max);
+
+/* ---- The second pass (write.c) ---- */
+
+nib_status nib_run_write(struct nib_run *run, const char *provenance);
+
 /* ---- The first pass (survey.c) ---- */
 
 nib_status nib_run_survey(struct nib_run *run);

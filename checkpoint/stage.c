@@ -417,7 +417,8 @@ static bool goes_along(const char *name)
     static const char *const left_out[] = { ".safetensors", ".index.json", ".bin",  ".pt",        ".pth",     ".ckpt",
                                             ".gguf",        ".h5",         ".onnx", ".onnx_data", ".msgpack", ".npz",
                                             ".tflite",      ".tmp",        ".lock", ".incomplete" };
-    if (name[0] == '.' || !strcmp(name, "config.json") || !strcmp(name, "hf_quant_config.json"))
+    if (name[0] == '.' || !strcmp(name, "config.json") || !strcmp(name, "hf_quant_config.json") ||
+        !strcmp(name, "recipe.yaml")) /* of an earlier quantisation */
         return false;
     for (size_t i = 0; i < sizeof left_out / sizeof *left_out; i++)
         if (ends_with(name, left_out[i]))

@@ -218,7 +218,8 @@ nib_status nib_os_lock(const char *path, int *fd, bool *busy)
         if (opened < 0)
             return io_error(path, "cannot create");
         struct stat mine, named;
-        if (flock(opened, LOCK_EX | LOCK_NB) < 0) {
+        /* File systems that know no locks must do without. */
+        if (flock(opened, LOCK_EX | LOCK_NB) < 0 && errno != ENOLCK && errno != ENOSYS && errno != EOPNOTSUPP) {
             *busy = errno == EWOULDBLOCK;
             const nib_status status = *busy ? NIB_OK : io_error(path, "cannot lock");
             close(opened);

@@ -143,9 +143,9 @@ def run_programs(tally, path, env=None):
         run_counted(tally, "nib conform", [os.path.join(path, "nib"), "conform", *files("tests/golden/*.safetensors")], env)
 
 
-def run_scripts(tally, path, pattern):
+def run_scripts(tally, path, pattern, more=None):
     """Shell scripts: exit 0 is a pass, 77 a skip with the last line as its reason."""
-    env = {"NIB": os.path.join(path, "nib"), "BUILD": path, "LC_ALL": "C"}
+    env = {"NIB": os.path.join(path, "nib"), "BUILD": path, "LC_ALL": "C", **(more or {})}
     for script in files(pattern):
         what = os.path.relpath(script, ROOT)
         status, output = run(["bash", script], env)
@@ -206,6 +206,7 @@ def stage_mpi(tally):
            "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     for n in range(1, 5):
         run_counted(tally, f"test_mpi on {n}", ["mpirun", "-n", str(n), os.path.join(path, "mpi/test_mpi")], env)
+    run_scripts(tally, path, "mpi/*.sh", env)
 
 
 CROSS = "aarch64-linux-gnu-gcc"

@@ -6,9 +6,11 @@
 #define _GNU_SOURCE
 #include "test_folder.h"
 
+/* NIB_TEST_WRAP_ALLOC */
 #include "checkpoint.h"
 #include "os.h"
 #include "team.h"
+#include "test_alloc.h"
 
 #include <errno.h>
 #include <math.h>
@@ -1007,6 +1009,42 @@ TEST(a_file_becomes_a_file)
     const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
     CHECK_OK(quantize(in, at("one.safetensors"), NULL, &resume, NULL)); /* it is complete */
     unlink(at("one.safetensors"));
+}
+
+TEST(no_allocation_that_fails_does_harm)
+{
+    make_model(at("in"));
+    nib_quantize_options options = with(NIB_PACKING_MODELOPT);
+    options.shard_bytes = 9000;
+    options.scheme = NIB_SCHEME_NVFP4;
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1; /* the failing allocator is of this thread */
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
+    CHECK_OK(quantize(at("in"), fresh("whole"), &options, NULL, &job));
+    long tried = 0;
+    for (long left = 0;; left += 1 + left / 30) {
+        CHECK_OK(nib_os_remove_folder(at("out")));
+        allocations_left = left;
+        const nib_status status = quantize(at("in"), at("out"), &options, NULL, &job);
+        const bool failed = allocations_left < 0;
+        allocations_left = -1;
+        if (!failed) {
+            CHECK_OK(status);
+            break;
+        }
+        tried++;
+        CHECK_THAT(status == NIB_OK || status == NIB_ERR_MEMORY, "allocation %ld: %s: %s", left,
+                   nib_status_name(status), nib_last_error());
+        if (status && !nib_os_exists(at("out/.nib-partial/complete")))
+            CHECK(!nib_os_exists(at("out")) || entries(at("out")) <= 1);
+        if (status && nib_os_exists(at("out")))
+            CHECK_OK(quantize(at("in"), at("out"), &options, &resume, &job));
+        if (nib_os_exists(at("out")))
+            check_same_folder(at("whole"), at("out"));
+    }
+    CHECK_THAT(tried > 60, "%ld", tried);
+    check_same_folder(at("whole"), at("out"));
 }
 
 TEST(arguments_are_checked)

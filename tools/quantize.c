@@ -94,6 +94,14 @@ static bool choose_pair(const struct cli_command *self, const struct arguments *
     return false;
 }
 
+static bool names_experts(const struct cli_list *patterns)
+{
+    for (size_t i = 0; i < patterns->n; i++)
+        if (strstr(patterns->items[i], "experts"))
+            return true;
+    return false;
+}
+
 /* What a server cannot do with a weight although the format has it: such weights stay, or the whole is refused. */
 static bool fit_server(const struct cli_command *self, const struct arguments *a, const nib_checkpoint *in,
                        struct cli_list *ignore)
@@ -105,13 +113,10 @@ static bool fit_server(const struct cli_command *self, const struct arguments *a
         return true;
     for (size_t i = 0; !nib_checkpoint_get_weight(in, i, &w); i++) {
         const char *const expert = strstr(w.name, ".experts."), *const last = strrchr(w.name, '.');
-        if (expert && transformers) {
+        if (expert && transformers && !names_experts(&a->ignore)) {
             cli_error("%s: transformers drops the tensor scale of NVFP4 experts such as %s and computes garbage: "
                       "use another server, or keep them with --ignore 're:.*\\.experts\\..*'",
                       self->name, w.name);
-            for (size_t j = 0; j < a->ignore.n; j++)
-                if (strstr(a->ignore.items[j], "experts"))
-                    return true;
             return false;
         }
         if (expert && llama && last && last[1] == 'w' && last[2] >= '1' && last[2] <= '3' && !last[3]) {

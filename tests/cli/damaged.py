@@ -799,6 +799,9 @@ def main():
     with open(os.path.join(os.path.dirname(__file__), "../../checkpoint/check.c"), encoding="utf-8") as file:
         source = file.read()
     known = {line.split('"')[1] for line in source.split("[NIB_FAULT_")[1:]}
+    with open(os.path.join(os.path.dirname(__file__), "../../docs/check.md"), encoding="utf-8") as file:
+        told = {line.split("`")[1] for line in file if line.startswith("| `")}
+    check(known == told, f"docs/check.md and the table differ: {sorted(known ^ told)}")
     check(known == seen, f"findings without a test: {sorted(known - seen)}")
     print(f"{counts['passed']} passed, {counts['failed']} failed")
     return 1 if counts["failed"] else 0

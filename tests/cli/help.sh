@@ -53,6 +53,22 @@ for command in $commands; do
     empty out
 done
 
+# The manual page has every option of a command under its name.
+for command in quantize convert dequantize check repair inspect compare conform bench version; do
+    sed -n "/^\.Cm $command :\$/,/^\.Cm [a-z]* :\$/p" man/nib.1 >"$work/man"
+    case $command in
+    quantize | convert | dequantize) sed -n '/^\.Cm repair :$/,/^\.Cm [a-z]* :$/p' man/nib.1 >>"$work/man" ;; # what they share
+    esac
+    "$NIB" "$command" --help >"$work/out" 2>"$work/err"
+    for option in $(grep -oE '^ +(-[a-zA-Z], )?--[a-z0-9-]+' "$work/out" | grep -oE -- '--[a-z0-9-]+'); do
+        [ "$option" = --help ] || grep -qE "(Fl|,) -${option#--}( |\$)" "$work/man" ||
+            case $command:$option in
+            inspect:--threads | compare:--threads) ;; # said under check
+            *) fail "man/nib.1 lacks $option of nib $command" ;;
+            esac
+    done
+done
+
 run 2 "$NIB" bogus
 empty out
 has err "nib: there is no command 'bogus'; the commands are quantize, convert, check, repair, inspect, compare, dequantize, conform, bench, version, help"

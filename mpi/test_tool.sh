@@ -1,0 +1,32 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# nib-mpi on one to three ranks writes what nib alone writes, and fails as one.
+set -u
+NIB=${NIB:?the path of the tool}
+BUILD=${BUILD:?the build folder}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+
+fail() {
+    echo "FAILED: $1"
+    failures=$((failures + 1))
+}
+
+"$BUILD/examples/make_checkpoint" --family demo --layers 2 --shards 3 "$work/in" || exit 1
+"$NIB" quantize -q --shard-size 300K "$work/in" "$work/alone" || exit 1
+"$NIB" dequantize -q "$work/alone" "$work/plain" || exit 1
+for n in 1 2 3; do
+    rm -rf "$work/out" "$work/plain$n"
+    mpirun -n $n "$BUILD/nib-mpi" quantize --shard-size 300K "$work/in" "$work/out" >"$work/log" 2>&1 || fail "on $n ranks: $(cat "$work/log")"
+    [ "$(grep -c quantised "$work/log")" = 1 ] || fail "on $n ranks there are other summaries than one: $(cat "$work/log")"
+    diff -r "$work/alone" "$work/out" || fail "other bytes on $n ranks"
+    mpirun -n $n "$BUILD/nib-mpi" dequantize -q "$work/out" "$work/plain$n" || fail "dequantising on $n ranks"
+    diff -r "$work/plain" "$work/plain$n" || fail "other numbers on $n ranks"
+    if mpirun -n $n "$BUILD/nib-mpi" quantize "$work/in" "$work/out" >"$work/log" 2>&1; then fail "an output that exists is written over"; fi
+    grep -q -- "--force replaces it" "$work/log" || fail "no word of --force: $(cat "$work/log")"
+    if timeout 60 mpirun -n $n "$BUILD/nib-mpi" quantize "$work/nothing" "$work/x" >"$work/log" 2>&1; then fail "there is no input"; fi
+done
+[ "$(mpirun -n 2 "$BUILD/nib-mpi" version | wc -l)" = 1 ] || fail "both ranks say the version"
+[ "$failures" = 0 ] || exit 1
+echo "all fine"
