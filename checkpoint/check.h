@@ -3,7 +3,8 @@
  * check.h - what the files of the check share: the list of findings, the checkpoint in modules, and what was found out
  * about each weight.
  *
- *     check.c           the table of findings; tensors, numbers, fused groups
+ *     check_table.c     the table of findings
+ *     check.c           tensors, numbers, fused groups, files
  *     check_config.c    configuration against tensors
  *     check_original.c  codes and scales against the original, and what can be guessed without it
  */
@@ -132,13 +133,15 @@ struct nib_checking {
     struct nib_check_weight *weights; /* as the checkpoint's */
     bool *broken;                     /* tensors that cannot be read as what they are, and that was said */
     size_t found;                     /* findings so far */
-    uint64_t done, total;             /* elements */
+    uint64_t total;                   /* bytes of codes and scales */
     char *names;                      /* of modules */
 };
 
 /* Hand a finding to the caller: the tensor or file, and the fact. CANCELLED where it wants no more. */
 nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const char *tensor, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
+/* The word for a kind of finding. */
+const char *nib_check_id(enum nib_fault fault);
 /* The name of a weight's tensor in a role, for sentences; its module where that is not there. */
 const char *nib_check_tensor(const nib_checkpoint *c, const struct nib_ck_weight *w, enum nib_ck_role role);
 /* Whether the configuration wants activations of this module quantised; without one, whether any module has them. */

@@ -106,6 +106,14 @@ static void free_exclusions(struct exclusions *e)
     nib_free(e->entries);
 }
 
+/* A pattern that cannot be compiled, or takes too long to match, is a finding. */
+static nib_status say_pattern(struct nib_checking *k, nib_status status)
+{
+    if (status != NIB_ERR_ARG)
+        return status;
+    return nib_check_found(k, NIB_FAULT_CONFIG_PATTERN, "config.json", "%s", nib_last_error());
+}
+
 /* Targets of compressed-tensors are classes ("Linear"), names or patterns. A class may mean any module. */
 static nib_status read_targets(struct nib_checking *k, const json_t *config, struct nib_patterns **out)
 {
@@ -123,9 +131,7 @@ static nib_status read_targets(struct nib_checking *k, const json_t *config, str
             entries[n++] = text;
         }
     }
-    if (n && nib_patterns_create(entries, n, out))
-        return nib_check_found(k, NIB_FAULT_CONFIG_PATTERN, "config.json", "%s", nib_last_error());
-    return NIB_OK;
+    return n ? say_pattern(k, nib_patterns_create(entries, n, out)) : NIB_OK;
 }
 
 /* The list as patterns. Globs mean nothing to compressed-tensors: they are told of and left out. */
@@ -148,8 +154,8 @@ static nib_status read_exclusions(struct nib_checking *k, const json_t *list, bo
         else
             e.entries[e.n++] = entry;
     }
-    if (!status && nib_patterns_create(e.entries, e.n, &e.patterns))
-        status = nib_check_found(k, NIB_FAULT_CONFIG_PATTERN, "config.json", "%s", nib_last_error());
+    if (!status)
+        status = say_pattern(k, nib_patterns_create(e.entries, e.n, &e.patterns));
     if (status)
         free_exclusions(&e);
     else
@@ -522,6 +528,7 @@ static nib_status check_lists(struct nib_checking *k, bool modelopt, const json_
             status = check_widths(k, &e);
         if (!status && !modelopt)
             status = check_tied_head(k, &e);
+        status = say_pattern(k, status);
     }
     free_exclusions(&e);
     return status;

@@ -36,9 +36,17 @@ static void free_sample(struct sample *s)
     nib_free(s->other_scales);
 }
 
+/* As many rows as there is memory for; 0: not even one. */
+static int64_t sample_rows(const struct nib_checking *k, const struct nib_ck_weight *w)
+{
+    enum { BYTES_OF_ELEMENT = 10 };
+    const int64_t fit = (int64_t)(k->job.max_memory / 4 / BYTES_OF_ELEMENT) / nib_max(w->cols, 1);
+    return nib_min(nib_min(w->rows, SAMPLE_ROWS), fit);
+}
+
 static nib_status make_sample(const struct nib_checking *k, const struct nib_ck_weight *w, struct sample *out)
 {
-    struct sample s = { .w = w, .rows = nib_min(w->rows, SAMPLE_ROWS), .cols = w->cols };
+    struct sample s = { .w = w, .rows = sample_rows(k, w), .cols = w->cols };
     s.blocks = nib_ceil_div(s.cols, BLOCK);
     s.bytes = nib_ceil_div(s.cols, 2);
     s.original = nib_alloc((size_t)(s.rows * s.cols) * sizeof(float));
@@ -64,7 +72,10 @@ static void swap_nibbles(const struct sample *s)
 }
 
 /* Scales in tiles of 128 rows by 4 fill as many bytes as in rows only where there is nothing to pad. */
-static bool may_be_tiles(const struct sample *s) { return s->w->rows % 128 == 0 && s->blocks % 4 == 0; }
+static bool may_be_tiles(const struct sample *s)
+{
+    return s->rows == SAMPLE_ROWS && s->w->rows % 128 == 0 && s->blocks % 4 == 0;
+}
 
 static nib_status unswizzle(const struct sample *s)
 {
@@ -173,8 +184,9 @@ static nib_status check_one(struct nib_checking *k, const struct nib_ck_weight *
         return nib_check_found(k, NIB_FAULT_WEIGHT_SHAPE, w->name, "it is [%lld, %lld], the original's [%lld, %lld]",
                                (long long)w->rows, (long long)w->cols, (long long)original->rows,
                                (long long)original->cols);
-    if (k->broken[w->tensor[NIB_ROLE_DATA]] || (x->nvfp4 && !x->level_good) || !w->rows || !w->cols)
-        return NIB_OK; /* said already */
+    if (k->broken[w->tensor[NIB_ROLE_DATA]] || (x->nvfp4 && !x->level_good) || !w->rows || !w->cols ||
+        !sample_rows(k, w))
+        return NIB_OK; /* said already, or not to be had */
     struct sample s;
     TRY(make_sample(k, w, &s));
     nib_status status = nib_ck_read_rows(k->original, original, 0, s.rows, NIB_F32, s.original);
@@ -311,7 +323,8 @@ static nib_status guess_group(struct nib_checking *k, const struct nib_check_mem
         return NIB_OK;
     for (size_t i = 0; i < n; i++)
         if (!k->weights[first[i].weight].level_good || k->broken[c->weights[first[i].weight].tensor[NIB_ROLE_DATA]] ||
-            c->weights[first[i].weight].cols != cols || !k->weights[first[i].weight].nonzero)
+            c->weights[first[i].weight].cols != cols || !k->weights[first[i].weight].nonzero ||
+            !sample_rows(k, &c->weights[first[i].weight]))
             return NIB_OK;
     nib_status status = NIB_OK;
     for (size_t i = 0; !status && i < n; i++) {
@@ -344,7 +357,7 @@ nib_status nib_check_guess(struct nib_checking *k)
     for (size_t i = 0; i < c->n_weights; i++) {
         const struct nib_ck_weight *w = &c->weights[i];
         if (!k->weights[i].nvfp4 || !k->weights[i].level_good || !k->weights[i].nonzero || w->index >= 0 ||
-            k->broken[w->tensor[NIB_ROLE_DATA]] || w->tensor[NIB_ROLE_SCALE] == NIB_NONE)
+            k->broken[w->tensor[NIB_ROLE_DATA]] || w->tensor[NIB_ROLE_SCALE] == NIB_NONE || !sample_rows(k, w))
             continue;
         struct sample s;
         TRY(make_sample(k, w, &s));

@@ -16,6 +16,8 @@
 
 /* Elements of a panel that is read row by row. Rows of a transposed tensor lie apart: many are read at once. */
 enum { BLOCK = 16, PANEL_ELEMENTS = 1 << 18, DEFAULT_MEMORY = 512 << 20 };
+/* Rows whose sums are kept at once. */
+enum { BATCH_ROWS = 1 << 18 };
 
 nib_status nib_ck_job(const char *what, const nib_job *given, nib_job *out)
 {
@@ -218,8 +220,9 @@ struct measuring {
     float level;
     float limits[256];
     int64_t panel_rows;
-    struct row_sums *rows;
-    atomic_llong next; /* row that nobody has taken yet */
+    struct row_sums *rows; /* of the batch */
+    int64_t begin, end;    /* its rows */
+    atomic_llong next;     /* row that nobody has taken yet */
     atomic_int stop;
     atomic_flag busy; /* somebody is telling the progress */
     uint64_t done_before, total;
@@ -262,18 +265,25 @@ static nib_status measure_panel(struct measuring *m, int64_t first, int64_t coun
     const int64_t code_bytes = nib_ceil_div(cols, 2), blocks = nib_ceil_div(cols, BLOCK);
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *row_scales = m->coded ? scales + i * blocks : NULL;
-        m->rows[first + i] = measure_row((m->same ? b : a) + i * cols, b + i * cols, cols, first + i, row_scales,
-                                         m->limits, &tally->stats);
+        m->rows[first - m->begin + i] = measure_row((m->same ? b : a) + i * cols, b + i * cols, cols, first + i,
+                                                    row_scales, m->limits, &tally->stats);
         if (m->coded)
             count_codes(codes + i * code_bytes, row_scales, cols, tally);
     }
     return NIB_OK;
 }
 
+/* What a weight takes as plain numbers. */
+static uint64_t nominal_bytes(const struct nib_ck_weight *w)
+{
+    return (uint64_t)(w->rows * w->cols) * (uint64_t)nib_dtypes[w->dtype].bits / 8;
+}
+
 /* Tell the caller, unless another worker is at it. */
 static nib_status tell(struct measuring *m, int64_t rows)
 {
-    const uint64_t done = atomic_fetch_add(&m->done, (uint64_t)(rows * m->weight_a->cols)) + m->done_before;
+    const uint64_t bytes = (uint64_t)rows * nominal_bytes(m->weight_a) / (uint64_t)nib_max(m->weight_a->rows, 1);
+    const uint64_t done = atomic_fetch_add(&m->done, bytes) + m->done_before;
     if (!m->job->progress || atomic_flag_test_and_set(&m->busy))
         return NIB_OK;
     const nib_status status = nib_ck_report(m->job, "comparing", m->weight_a->name, done, m->total);
@@ -283,7 +293,7 @@ static nib_status tell(struct measuring *m, int64_t rows)
 
 static nib_status work(struct measuring *m, struct tally *tally)
 {
-    const int64_t rows = m->weight_a->rows, cols = m->weight_a->cols, panel = m->panel_rows;
+    const int64_t cols = m->weight_a->cols, panel = m->panel_rows;
     float *a = nib_alloc(m->same ? 0 : (size_t)(panel * cols) * sizeof *a);
     float *b = nib_alloc((size_t)(panel * cols) * sizeof *b);
     uint8_t *codes = nib_alloc((size_t)(m->coded ? panel * nib_ceil_div(cols, 2) : 0));
@@ -293,9 +303,9 @@ static nib_status work(struct measuring *m, struct tally *tally)
         status = nib_fail(NIB_ERR_MEMORY, "no memory for %lld rows of %s", (long long)panel, m->weight_a->name);
     while (!status && !atomic_load(&m->stop)) {
         const int64_t first = atomic_fetch_add(&m->next, panel);
-        if (first >= rows)
+        if (first >= m->end)
             break;
-        const int64_t count = nib_min(panel, rows - first);
+        const int64_t count = nib_min(panel, m->end - first);
         status = measure_panel(m, first, count, a, b, codes, scales, tally);
         if (!status)
             status = tell(m, count);
@@ -350,25 +360,22 @@ static int plan_panels(struct measuring *m)
 {
     const int64_t rows = m->weight_a->rows, cols = m->weight_a->cols;
     const bool apart = m->weight_a->transposed || m->weight_b->transposed;
-    const uint64_t memory = m->job->max_memory;
-    const uint64_t wanted = apart ? (uint64_t)m->job->max_memory / 4 : (uint64_t)PANEL_ELEMENTS * sizeof(float);
-    int64_t panel = nib_min(nib_ck_rows_for(m->a, m->weight_a, NIB_F32, wanted),
-                            nib_ck_rows_for(m->b, m->weight_b, NIB_F32, wanted));
-    panel = nib_max(1, nib_min(panel, rows));
-    const uint64_t bytes = (uint64_t)panel * (uint64_t)cols * 9 +
-                           nib_ck_read_overhead(m->a, m->weight_a, panel, NIB_F32) +
-                           nib_ck_read_overhead(m->b, m->weight_b, panel, NIB_F32);
-    m->panel_rows = panel;
-    const uint64_t fit = memory / (bytes ? bytes : 1);
-    const int64_t useful = nib_min(nib_ceil_div(nib_max(rows, 1), panel), m->job->threads);
-    return (int)nib_max(1, nib_min(useful, fit > INT32_MAX ? INT32_MAX : (int64_t)fit));
+    /* Numbers of both, and codes and scales. */
+    const uint64_t row_bytes = (uint64_t)cols * 9 + 1;
+    const int64_t fit = (int64_t)(m->job->max_memory / 2 / row_bytes), usual = PANEL_ELEMENTS / nib_max(cols, 1);
+    m->panel_rows = nib_max(1, nib_min(nib_min(apart ? fit : usual, fit), rows));
+    const uint64_t bytes = (uint64_t)m->panel_rows * row_bytes +
+                           nib_ck_read_overhead(m->a, m->weight_a, m->panel_rows, NIB_F32) +
+                           nib_ck_read_overhead(m->b, m->weight_b, m->panel_rows, NIB_F32);
+    const int64_t useful = nib_ceil_div(nib_max(rows, 1), m->panel_rows);
+    return (int)nib_max(1, nib_min(nib_min(useful, m->job->threads), (int64_t)(m->job->max_memory / bytes)));
 }
 
 static nib_status run_workers(struct measuring *m, nib_weight_stats *out)
 {
     const int64_t rows = m->weight_a->rows, cols = m->weight_a->cols;
     const int workers = plan_panels(m);
-    m->rows = nib_alloc_zeroed((size_t)nib_max(rows, 1) * sizeof *m->rows);
+    m->rows = nib_alloc((size_t)nib_min(nib_max(rows, 1), BATCH_ROWS) * sizeof *m->rows);
     m->tallies = nib_alloc_zeroed((size_t)workers * sizeof *m->tallies);
     m->errors = nib_alloc_zeroed((size_t)workers * sizeof *m->errors);
     nib_status status = NIB_OK;
@@ -379,17 +386,20 @@ static nib_status run_workers(struct measuring *m, nib_weight_stats *out)
     stats.bytes = sizeof stats;
     stats.elements = rows * cols;
     stats.blocks = m->coded ? rows * nib_ceil_div(cols, BLOCK) : 0;
-    if (!status)
+    for (m->begin = 0; !status && m->begin < rows; m->begin = m->end) {
+        m->end = nib_min(rows, m->begin + BATCH_ROWS);
+        atomic_store(&m->next, m->begin);
         nib_parallel(workers, workers, run_worker, m);
-    for (int i = 0; !status && i < workers; i++)
-        if (m->errors[i].status)
-            status = nib_fail(m->errors[i].status, "%s", m->errors[i].text);
+        for (int i = 0; !status && i < workers; i++)
+            if (m->errors[i].status)
+                status = nib_fail(m->errors[i].status, "%s", m->errors[i].text);
+        for (int64_t i = 0; !status && i < m->end - m->begin; i++) {
+            stats.sum_squares += m->rows[i].squares;
+            stats.error_squares += m->rows[i].errors;
+        }
+    }
     for (int i = 0; !status && i < workers; i++)
         merge(&stats, &m->tallies[i]);
-    for (int64_t i = 0; !status && i < rows; i++) {
-        stats.sum_squares += m->rows[i].squares;
-        stats.error_squares += m->rows[i].errors;
-    }
     nib_free(m->rows);
     nib_free(m->tallies);
     nib_free(m->errors);
@@ -398,7 +408,7 @@ static nib_status run_workers(struct measuring *m, nib_weight_stats *out)
     return status;
 }
 
-/* Of weights by number; `done` of `total` elements are behind us. */
+/* Of weights by number; `done` of `total` bytes are behind us. */
 static nib_status measure(const nib_checkpoint *a, size_t a_index, const nib_checkpoint *b, size_t b_index,
                           const nib_job *job, uint64_t done, uint64_t total, nib_weight_stats *out)
 {
@@ -432,8 +442,7 @@ nib_status nib_checkpoint_measure(const nib_checkpoint *a, size_t a_index, const
                         b_index, a->n_weights, b->n_weights);
     nib_job own;
     TRY(nib_ck_job("nib_checkpoint_measure: job", job, &own));
-    const struct nib_ck_weight *w = &a->weights[a_index];
-    return measure(a, a_index, b, b_index, &own, 0, (uint64_t)(w->rows * w->cols), out);
+    return measure(a, a_index, b, b_index, &own, 0, nominal_bytes(&a->weights[a_index]), out);
 }
 
 nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint *b, const nib_job *job,
@@ -448,10 +457,9 @@ nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint 
     uint64_t done = 0, total = 0;
     size_t common = 0, index;
     for (size_t i = 0; i < a->n_weights; i++)
-        total += (uint64_t)(a->weights[i].rows * a->weights[i].cols);
+        total += nominal_bytes(&a->weights[i]);
     for (size_t i = 0; i < a->n_weights; i++) {
         const struct nib_ck_weight *w = &a->weights[i];
-        const uint64_t elements = (uint64_t)(w->rows * w->cols);
         if (nib_checkpoint_find_weight(b, w->name, &index) == NIB_OK && w->rows == b->weights[index].rows &&
             w->cols == b->weights[index].cols) {
             nib_compared compared = { .bytes = sizeof compared,
@@ -465,7 +473,7 @@ nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint 
                 return nib_fail(NIB_ERR_CANCELLED, "comparing: stopped by the caller");
             common++;
         }
-        done += elements;
+        done += nominal_bytes(w);
     }
     if (only_a)
         *only_a = a->n_weights - common;

@@ -18,6 +18,7 @@ enum { SHOWN_OF_EACH = 3, MOST_KINDS = 128 };
 
 struct findings {
     bool json, all, quiet;
+    bool plain;   /* there is no NVFP4 weight */
     json_t *list; /* with --json */
     bool incomplete;
     size_t counts[NIB_SEVERITY_COUNT], repairable;
@@ -75,7 +76,7 @@ static void print_summary(const struct findings *f, const char *path)
     const size_t errors = f->counts[NIB_SEVERITY_ERROR], warnings = f->counts[NIB_SEVERITY_WARNING],
                  hints = f->counts[NIB_SEVERITY_HINT];
     if (errors + warnings + hints == 0)
-        cli_print("%s: no findings", path);
+        cli_print(f->plain ? "%s: no findings, and no quantised weights" : "%s: no findings", path);
     else if (f->repairable)
         cli_print("%s: %zu error%s, %zu warning%s, %zu hint%s; nib repair takes care of %zu", path, errors,
                   plural(errors), warnings, plural(warnings), hints, plural(hints), f->repairable);
@@ -119,6 +120,10 @@ static nib_status check(struct findings *f, const char *path, const char *origin
         take(f, &finding);
         return NIB_OK;
     }
+    nib_checkpoint_facts facts = { .bytes = sizeof facts };
+    if (!status)
+        status = nib_checkpoint_get_facts(checkpoint, &facts);
+    f->plain = facts.packing == NIB_PACKING_PLAIN;
     if (!status && original)
         status = nib_checkpoint_open(original, &against);
     progress_begin(&f->progress, &job, threads, f->json || f->quiet);

@@ -55,29 +55,49 @@ static char *value_text(json_t *value)
     return json_is_null(value) ? NULL : json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
 }
 
+/* One run, in a line: the command and its options. */
+static void print_run(const char *which, const char *provenance)
+{
+    char line[2048];
+    const char *key;
+    json_t *run = json_loads(provenance, 0, NULL), *value;
+    const char *version = json_string_value(json_object_get(run, "version")),
+               *command = json_string_value(json_object_get(run, "command"));
+    size_t used = (size_t)snprintf(line, sizeof line, "the %s was made by nib %s, %s", which, version ? version : "?",
+                                   command ? command : "?");
+    json_object_foreach(json_object_get(run, "options"), key, value)
+    {
+        char *text = json_is_string(value) ? NULL : value_text(value);
+        const bool empty = json_is_array(value) && json_array_size(value) == 0;
+        if (!empty && used < sizeof line)
+            used += (size_t)snprintf(line + used, sizeof line - used, ", %s %s", key,
+                                     text                    ? text
+                                     : json_is_string(value) ? json_string_value(value)
+                                                             : "");
+        free(text);
+    }
+    cli_print("%s", line);
+    json_decref(run);
+}
+
 /* Two runs of nib are compared by what they noted; of one alone it is said how it was made. */
 static void print_reasons(const struct report *r)
 {
     const char *a = r->facts_a.provenance, *b = r->facts_b.provenance;
-    json_t *differences = a || b ? report_differences(a, b) : NULL, *entry;
-    size_t i;
-    if (!differences)
+    if (!a || !b) {
+        if (a || b)
+            print_run(a ? "first" : "second", a ? a : b);
         return;
-    if (a && b && json_array_size(differences) == 0)
-        cli_print("both were made by the same command from the same files");
-    else if (a && b)
-        cli_print("they were made differently:");
-    else
-        cli_print("how the %s was made:", a ? "first" : "second");
+    }
+    json_t *differences = report_differences(a, b), *entry;
+    size_t i;
+    cli_print(json_array_size(differences) ? "they were made differently:"
+                                           : "both were made by the same command from the same files");
     json_array_foreach(differences, i, entry)
     {
         char *left = value_text(json_object_get(entry, "a")), *right = value_text(json_object_get(entry, "b"));
-        const char *option = json_string_value(json_object_get(entry, "option"));
-        if (a && b)
-            cli_print("  %s: %s in the first, %s in the second", option, left ? left : "nothing",
-                      right ? right : "nothing");
-        else
-            cli_print("  %s: %s", option, left ? left : right ? right : "");
+        cli_print("  %s: %s in the first, %s in the second", json_string_value(json_object_get(entry, "option")),
+                  left ? left : "nothing", right ? right : "nothing");
         free(left);
         free(right);
     }

@@ -28,9 +28,10 @@ static const char style[] =
     ".tiles span{color:#57606a;font-size:.85rem}"
     "table{border-collapse:collapse;width:100%;font-size:.88rem;font-variant-numeric:tabular-nums}"
     "caption{text-align:left;color:#57606a;padding:0 0 .4rem}"
-    "th,td{padding:.3rem .6rem;border-bottom:1px solid #d8dee4;text-align:right;vertical-align:top}"
+    "th,td{padding:.3rem .6rem;border-bottom:1px solid #d8dee4;text-align:right;vertical-align:top;white-space:nowrap}"
     "th{font-weight:600;border-bottom:2px solid #8c959f}"
-    "th.l,td.l{text-align:left;overflow-wrap:break-word}td.n{width:42%}td.v{overflow-wrap:anywhere}"
+    "th{white-space:normal}th.l,td.l{text-align:left;white-space:normal;overflow-wrap:break-word}td.n{width:42%}td.v{"
+    "overflow-wrap:anywhere}"
     "code{font-family:ui-monospace,'DejaVu Sans Mono','Liberation Mono',monospace;font-size:.9em}"
     "figure{margin:0;break-inside:avoid}figcaption{color:#57606a;font-size:.9rem;margin:.3rem 0 0}"
     "svg{width:100%;height:auto;display:block;font:12px system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}"
@@ -38,7 +39,10 @@ static const char style[] =
     ".legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;list-style:none;margin:.3rem 0 0;padding:0;font-size:.85rem}"
     ".legend svg{display:inline-block;width:14px;height:14px;vertical-align:-2px;margin-right:.35rem}"
     "footer{color:#57606a;font-size:.85rem;margin-top:2.5rem;border-top:1px solid #d8dee4;padding-top:.8rem}"
-    "@media print{body{margin:0;max-width:none;font-size:11pt}h2{break-after:avoid}tr{break-inside:avoid}"
+    "@media "
+    "print{body{margin:0;max-width:none;font-size:10pt;padding:0}h2{break-after:avoid;margin-top:1.4rem}tr{break-"
+    "inside:avoid}"
+    "table{font-size:8pt}th,td{padding:.16rem .35rem}svg{max-height:62mm}"
     "thead{display:table-header-group}}@page{margin:16mm}";
 
 /* ---- Text ---- */
@@ -272,7 +276,8 @@ static void draw_cell(const struct chart *c, const struct point *first, size_t n
     if (n > 1)
         fprintf(c->f, "<path d=\"M%.1f %.1f V%.1f\" stroke=\"%s\" stroke-width=\"1.5\"/>", x, at_y(c, first[0].db),
                 at_y(c, first[n - 1].db), colours[first->series % COLOURS]);
-    draw_shape(c->f, "mark", first->series, x, at_y(c, middle->db), 3.4);
+    const double room = at_x(c, 1) - at_x(c, 0); /* of a layer */
+    draw_shape(c->f, "mark", first->series, x, at_y(c, middle->db), fmax(1.8, fmin(3.4, room / 7)));
     fputs("<title>", c->f);
     put(c->f, first[0].row->name);
     if (n > 1)

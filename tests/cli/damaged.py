@@ -527,6 +527,10 @@ def _(m): m.config["quantization_config"]["config_groups"]["group_0"]["weights"]
 def _(m): m.config["quantization_config"]["ignore"].append("re:(")
 
 
+@damage("config-pattern", "ct", repaired=True)
+def _(m): m.config["quantization_config"]["ignore"].append("re:(([a-z._0-9]+)+)+[!?]")  # would take centuries
+
+
 @damage("config-glob", "ct", repaired=True)
 def _(m): m.config["quantization_config"]["ignore"].append("*vision*")
 
@@ -796,7 +800,7 @@ def main():
             if status == 0:
                 status, kinds, found = findings(out, *([] if repaired == "alone" else ["--against", original]))
                 check(kinds == [], f"{finding} in {form}, repaired: {kinds} {found[:3]}")
-    with open(os.path.join(os.path.dirname(__file__), "../../checkpoint/check.c"), encoding="utf-8") as file:
+    with open(os.path.join(os.path.dirname(__file__), "../../checkpoint/check_table.c"), encoding="utf-8") as file:
         source = file.read()
     known = {line.split('"')[1] for line in source.split("[NIB_FAULT_")[1:]}
     with open(os.path.join(os.path.dirname(__file__), "../../docs/check.md"), encoding="utf-8") as file:

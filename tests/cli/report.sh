@@ -61,6 +61,7 @@ run 0 "$NIB" compare "$work/q" "$work/q"
 has out '^27 weights compared, 0 of them differ, 27 are the same$'
 has out 'made by the same command from the same files'
 run 0 "$NIB" compare "$original" "$work/q" --top 0
+has out "^the second was made by nib [0-9.]+, quantize, .*scale sweep"
 lines 24 'proj$'
 sort -c -g "$work/out" 2>/dev/null || [ "$(grep 'proj$' "$work/out" | sort -s -g -k1,1 | cksum)" = "$(grep 'proj$' "$work/out" | cksum)" ] ||
     fail "not the worst first"
