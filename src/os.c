@@ -348,13 +348,13 @@ nib_status nib_os_real_path(const char *path, char **out)
         while (slash > 0 && path[slash - 1] != '/')
             slash--;
         parent = nib_alloc(slash + 2);
-        if (parent) {
-            memcpy(parent, slash ? path : ".", slash ? slash : 1);
-            parent[slash ? slash : 1] = '\0';
-            real = realpath(parent, NULL);
-            rest = path + slash;
-            length -= slash;
-        }
+        if (!parent)
+            return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its name", path);
+        memcpy(parent, slash ? path : ".", slash ? slash : 1);
+        parent[slash ? slash : 1] = '\0';
+        real = realpath(parent, NULL);
+        rest = path + slash;
+        length -= slash;
     }
     if (!real) {
         const nib_status status = io_error(path, "there is no such place");
