@@ -282,31 +282,39 @@ nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const
     return status;
 }
 
-/* Depth first; one level of recursion per folder in a folder, which only this process has made. */
-static nib_status remove_entry(void *context, const char *name)
+/* What is in a folder goes by its descriptor, so that removing needs no memory for names: it must not fail halfway. One
+ * level of recursion per folder in a folder, which only this process has made. */
+static nib_status remove_entries(int fd, const char *path)
 {
-    const char *folder = context;
-    const size_t room = strlen(folder) + strlen(name) + 2;
-    char *path = nib_alloc(room);
-    if (!path)
-        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for the name of what is in it", folder);
-    snprintf(path, room, "%s/%s", folder, name);
-    struct stat facts;
+    DIR *folder = fdopendir(fd);
+    if (!folder) {
+        const nib_status status = io_error(path, "cannot read the folder");
+        close(fd);
+        return status;
+    }
     nib_status status = NIB_OK;
-    if (lstat(path, &facts) == 0 && S_ISDIR(facts.st_mode))
-        status = nib_os_remove_folder(path);
-    else if (unlink(path) < 0 && errno != ENOENT)
-        status = io_error(path, "cannot remove");
-    nib_free(path);
+    for (const struct dirent *entry; !status && (entry = readdir(folder));) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
+            unlinkat(dirfd(folder), entry->d_name, 0) == 0 || errno == ENOENT)
+            continue;
+        const int inner = openat(dirfd(folder), entry->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        if (inner < 0)
+            status = io_error(path, "cannot remove what is in it");
+        else
+            status = remove_entries(inner, path);
+        if (!status && unlinkat(dirfd(folder), entry->d_name, AT_REMOVEDIR) < 0)
+            status = io_error(path, "cannot remove what is in it");
+    }
+    closedir(folder);
     return status;
 }
 
 nib_status nib_os_remove_folder(const char *path)
 {
-    struct stat facts;
-    if (lstat(path, &facts) < 0 && errno == ENOENT)
-        return NIB_OK;
-    TRY(nib_os_list(path, remove_entry, (void *)(uintptr_t)path));
+    const int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0)
+        return errno == ENOENT ? NIB_OK : io_error(path, "cannot open the folder");
+    TRY(remove_entries(fd, path));
     return rmdir(path) < 0 ? io_error(path, "cannot remove this folder") : NIB_OK;
 }
 
