@@ -42,8 +42,6 @@ static nib_status check_source(const nib_checkpoint *in)
         const bool float8 = t->dtype == NIB_E4M3 || t->dtype == NIB_E5M2 || t->dtype == NIB_E4M3FNUZ ||
                             t->dtype == NIB_E5M2FNUZ || t->dtype == NIB_E2M1;
         char room[512];
-        if (ends_with(t->name, ".col_scale")) /* of a tensor that the library saved */
-            continue;
         if (ends_with(t->name, ".row_data") && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s was saved by the library, but is no matrix of rowwise NVFP4 with one "

@@ -427,23 +427,6 @@ static nib_status add_cut_biases(struct maker *m, uint32_t bias, uint32_t stack)
     return NIB_OK;
 }
 
-/* The columnwise copy of a tensor that the library saved goes with its rowwise one. */
-static bool is_other_copy(const struct maker *m, const struct nib_ck_tensor *t)
-{
-    static const char *const parts[] = { ".col_data", ".col_scale", ".col_level" };
-    const size_t length = strlen(t->name);
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        const size_t end = strlen(parts[i]);
-        char name[1024];
-        if (length <= end || strcmp(t->name + length - end, parts[i]) != 0)
-            continue;
-        const int n = snprintf(name, sizeof name, "%.*s.row_data", (int)(length - end), t->name);
-        const uint32_t rows = n > 0 && (size_t)n < sizeof name ? nib_ck_find_tensor(m->plan->in, name) : NIB_NONE;
-        return rows != NIB_NONE && any_changes(m, rows);
-    }
-    return false;
-}
-
 static nib_status add_outputs(struct maker *m, uint32_t tensor)
 {
     nib_plan *plan = m->plan;
@@ -453,8 +436,6 @@ static nib_status add_outputs(struct maker *m, uint32_t tensor)
     /* Scales and the like of a weight that changes are made anew, or no longer needed. */
     if (m->first[tensor] == m->first[tensor + 1] && t->weight != NIB_NONE &&
         any_changes(m, plan->in->weights[t->weight].tensor[NIB_ROLE_DATA]))
-        return NIB_OK;
-    if (is_other_copy(m, t))
         return NIB_OK;
     const uint32_t stack = cut_stack_of_bias(m, t);
     if (stack != NIB_NONE)

@@ -456,6 +456,21 @@ static nib_status check_repeated(const nib_checkpoint *c)
     return NIB_OK;
 }
 
+/* The columnwise copy of a tensor that the library saved belongs to its weight: no other packing has a place for it. */
+static nib_status claim_columnwise(nib_checkpoint *c, uint32_t weight)
+{
+    static const char *const ends[] = { "col_data", "col_scale", "col_level" };
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        const char *name = nib_ck_string(c, "%s.%s", c->weights[weight].name, ends[i]);
+        if (!name)
+            return nib_ck_no_memory(c);
+        const uint32_t tensor = nib_ck_find_tensor(c, name);
+        if (tensor != NIB_NONE)
+            c->tensors[tensor].weight = weight;
+    }
+    return NIB_OK;
+}
+
 nib_status nib_ck_find_weights(nib_checkpoint *c)
 {
     struct finder finder = { .c = c, .nominal = nominal_dtype(c) };
@@ -468,6 +483,9 @@ nib_status nib_ck_find_weights(nib_checkpoint *c)
         for (int role = 0; role < NIB_ROLE_COUNT; role++)
             if (c->weights[i].tensor[role] != NIB_NONE)
                 c->tensors[c->weights[i].tensor[role]].weight = (uint32_t)i;
+    for (size_t i = 0; i < c->n_weights; i++)
+        if (c->weights[i].packing == NIB_PACKING_NIB)
+            TRY(claim_columnwise(c, (uint32_t)i));
     for (size_t i = 0; i < c->n_weights; i++)
         if (c->weights[i].packing && (!c->packing || c->weights[i].packing < c->packing))
             c->packing = c->weights[i].packing;

@@ -751,7 +751,7 @@ static void write_config(const struct model *m)
 {
     const struct family *f = m->family;
     const char *dtype = m->dtype == NIB_BF16 ? "bfloat16" : m->dtype == NIB_F16 ? "float16" : "float32";
-    /* DeepSeek's MLPs are wider than its experts, and a head is what is rotated of it. */
+    /* DeepSeek's MLPs are wider than its experts, every head has keys, and its size is what is rotated. */
     const bool mla = f->config == deepseek_config;
     FILE *file = create(m, "config.json");
     fprintf(file, "{\"architectures\": [\"%s\"], \"model_type\": \"%s\", \"torch_dtype\": \"%s\", ", f->architecture,
@@ -766,8 +766,8 @@ static void write_config(const struct model *m)
             ", \"rms_norm_eps\": 1e-05, \"rope_theta\": 10000.0, \"attention_dropout\": 0.0"
             ", \"initializer_range\": 0.02, \"tie_word_embeddings\": %s, \"use_cache\": true"
             ", \"bos_token_id\": 1, \"eos_token_id\": 2",
-            m->hidden, m->intermediate * (mla ? 2 : 1), m->layers, m->heads, m->kv_heads, mla ? ROPE : m->head_dim,
-            m->vocab, m->tied ? "true" : "false");
+            m->hidden, m->intermediate * (mla ? 2 : 1), m->layers, m->heads, mla ? m->heads : m->kv_heads,
+            mla ? ROPE : m->head_dim, m->vocab, m->tied ? "true" : "false");
     f->config(m, file);
     if (f->nested)
         fprintf(file, "}, \"vision_config\": {\"hidden_size\": 64, \"depth\": 1, \"num_heads\": 4}");

@@ -53,7 +53,10 @@ def check(what, holds, detail=""):
 
 def nib(*arguments, fails=False):
     """Run the tool; its output. An exit status that was not expected ends the part."""
-    done = subprocess.run([TOOL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    done = subprocess.run([TOOL, *arguments],
+                          stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT,
+                          stdin=subprocess.DEVNULL)
     output = done.stdout.decode(errors="replace")
     if (done.returncode != 0) != fails or done.returncode < 0:
         raise Failed(f"nib {' '.join(arguments)}: exit {done.returncode}\n{output}")
@@ -78,7 +81,10 @@ def save(name, tensors, config):
     """A checkpoint of one file."""
     path = place(name)
     os.makedirs(path)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, os.path.join(path, "model.safetensors"), {"format": "pt"})
+    save_file({
+        n: t.contiguous()
+        for n, t in tensors.items()
+    }, os.path.join(path, "model.safetensors"), {"format": "pt"})
     with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config, file)
     return path
@@ -122,7 +128,9 @@ def same(a, b):
 
 
 def same_bytes(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
+    return a.shape == b.shape and a.dtype == b.dtype and bool(
+        torch.equal(a.reshape(-1).view(torch.uint8),
+                    b.reshape(-1).view(torch.uint8)))
 
 
 def modules(tensors, suffix):
@@ -140,20 +148,31 @@ def decode(packed, scale, decode_scale):
 def noise(a, b):
     """Error of b in decibels below a."""
     a, b = a.double(), b.double()
-    return 10 * torch.log10((a * a).sum() / ((a - b) ** 2).sum()).item()
+    return 10 * torch.log10((a * a).sum() / ((a - b)**2).sum()).item()
+
+
+def dequantize(path, dtype="f32"):
+    out = place("dequantized")
+    if path.endswith(".safetensors"):
+        out += ".safetensors"
+    nib("dequantize", path, out, "--dtype", dtype, "--force")
+    return out
 
 
 def dequantized(path, dtype="f32"):
-    out = place("dequantized")
-    nib("dequantize", path, out, "--dtype", dtype)
-    return load(out)
+    return load(dequantize(path, dtype))
 
 
 # ---- compressed-tensors ----------------------------------------------------------------------------------
 
-
-VARIANTS = {"default": [], "exact": ["--tensor-scale", "exact"], "rtn": ["--scale", "rtn"], "4over6": ["--scale", "4over6"],
-            "nvfp4": ["--scheme", "nvfp4"], "no-floor": ["--min-block-scale", "0"]}
+VARIANTS = {
+    "default": [],
+    "exact": ["--tensor-scale", "exact"],
+    "rtn": ["--scale", "rtn"],
+    "4over6": ["--scale", "4over6"],
+    "nvfp4": ["--scheme", "nvfp4"],
+    "no-floor": ["--min-block-scale", "0"]
+}
 
 
 def compressed_tensors():
@@ -172,8 +191,9 @@ def compressed_tensors():
         config.pop("version", None)
         parsed = QuantizationConfig.model_validate(config)
         scheme, = parsed.config_groups.values()
-        check(f"{variant}: status and format", parsed.quantization_status == QuantizationStatus.COMPRESSED
-              and parsed.format == "nvfp4-pack-quantized" and scheme.targets == ["Linear"])
+        check(
+            f"{variant}: status and format", parsed.quantization_status == QuantizationStatus.COMPRESSED
+            and parsed.format == "nvfp4-pack-quantized" and scheme.targets == ["Linear"])
         check(f"{variant}: activations", (scheme.input_activations is not None) == (variant == "nvfp4"))
         quantized = modules(tensors, ".weight_packed")
         check(f"{variant}: something is quantised", len(quantized) == 3 * 4 + 2 * 3 + 4 * 3, len(quantized))
@@ -184,27 +204,41 @@ def compressed_tensors():
             ours = decoded[f"{module}.weight"]
             if not same(theirs, ours.to(theirs.dtype)) or not same(theirs, halves[f"{module}.weight"].to(theirs.dtype)):
                 wrong.append(module)
-            if variant != "exact" and variant != "4over6" and not same(ours, decode(parts["weight_packed"], parts["weight_scale"], 1 / parts["weight_global_scale"].item())):
+            if variant != "exact" and variant != "4over6" and not same(
+                    ours, decode(parts["weight_packed"], parts["weight_scale"],
+                                 1 / parts["weight_global_scale"].item())):
                 wrong.append(module + " (NumPy)")
             if noise(plain[f"{module}.weight"], ours) < 18:
                 wrong.append(module + " (noise)")
-            if ("input_global_scale" in [n.rpartition(".")[2] for n in tensors if n.startswith(module + ".")]) != (variant == "nvfp4"):
+            if ("input_global_scale"
+                    in [n.rpartition(".")[2] for n in tensors if n.startswith(module + ".")]) != (variant == "nvfp4"):
                 wrong.append(module + " (input scale)")
         check(f"{variant}: {len(quantized)} weights decompressed", not wrong, wrong[:4])
         ignored = lambda module: any(match_name(module, pattern) for pattern in parsed.ignore)
         check(f"{variant}: no quantised module is ignored", not [m for m in quantized if ignored(m)])
-        linears = [n[:-len(".weight")] for n, t in tensors.items() if n.endswith(".weight") and t.ndim == 2 and "embed" not in n]
+        linears = [
+            n[:-len(".weight")] for n, t in tensors.items()
+            if n.endswith(".weight") and t.ndim == 2 and "embed" not in n
+        ]
         check(f"{variant}: every other linear layer is", linears and all(ignored(m) for m in linears), linears)
-        wrong = [m for m in quantized for group in FUSED for a in group[:1] for b in group[1:] if m.endswith("." + a)
-                 and not same_bytes(tensors[f"{m}.weight_global_scale"], tensors[f"{m[:-len(a)]}{b}.weight_global_scale"])]
+        wrong = [
+            m for m in quantized for group in FUSED for a in group[:1] for b in group[1:] if m.endswith("." + a)
+            and not same_bytes(tensors[f"{m}.weight_global_scale"], tensors[f"{m[:-len(a)]}{b}.weight_global_scale"])
+        ]
         check(f"{variant}: fused weights share their scale", not wrong, wrong)
-        wrong = [n for n, t in plain.items() if n[:-len(".weight")] not in quantized and not same_bytes(t, tensors.get(n, torch.empty(0)))]
+        wrong = [
+            n for n, t in plain.items()
+            if n[:-len(".weight")] not in quantized and not same_bytes(t, tensors.get(n, torch.empty(0)))
+        ]
         check(f"{variant}: the others are copied", not wrong, wrong)
-        wrong = [n for n in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-                 if open(f"{source}/{n}", "rb").read() != open(f"{out}/{n}", "rb").read()]
+        wrong = [
+            n for n in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+            if open(f"{source}/{n}", "rb").read() != open(f"{out}/{n}", "rb").read()
+        ]
         check(f"{variant}: and other files", not wrong, wrong)
         scales = torch.cat([tensors[f"{m}.weight_scale"].view(torch.uint8).flatten() for m in quantized])
-        check(f"{variant}: scales are in range", bool(((scales <= 0x7E) & (scales >= (0x08 if variant != "no-floor" else 0))).all()))
+        check(f"{variant}: scales are in range",
+              bool(((scales <= 0x7E) & (scales >= (0x08 if variant != "no-floor" else 0))).all()))
 
 
 def repeatable():
@@ -225,7 +259,10 @@ def repeatable():
 def modelopt_decode(packed, scale, double_scale):
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
     shape = torch.Size([*packed.shape[:-1], packed.shape[-1] * 2])
-    return NVFP4QTensor(shape, torch.float32, packed).dequantize(dtype=torch.float32, scale=scale, double_scale=double_scale, block_sizes={-1: 16})
+    return NVFP4QTensor(shape, torch.float32, packed).dequantize(dtype=torch.float32,
+                                                                 scale=scale,
+                                                                 double_scale=double_scale,
+                                                                 block_sizes={-1: 16})
 
 
 def modelopt():
@@ -237,19 +274,31 @@ def modelopt():
             nib("quantize", source, out, "--format", "modelopt", "--scheme", scheme, "--tensor-scale", exact)
             tensors, decoded = load(out), dequantized(out)
             quantized = modules(tensors, ".weight_scale_2")
-            wrong = [m for m in quantized
-                     if not same(modelopt_decode(tensors[f"{m}.weight"], tensors[f"{m}.weight_scale"], tensors[f"{m}.weight_scale_2"]), decoded[f"{m}.weight"])]
+            wrong = [
+                m for m in quantized if not same(
+                    modelopt_decode(tensors[f"{m}.weight"], tensors[f"{m}.weight_scale"],
+                                    tensors[f"{m}.weight_scale_2"]), decoded[f"{m}.weight"])
+            ]
             check(f"modelopt {scheme} {exact}: {len(quantized)} weights", len(quantized) == 30 and not wrong, wrong[:4])
-            config, other = read_json(out, "config.json")["quantization_config"], read_json(out, "hf_quant_config.json")["quantization"]
-            check(f"modelopt {scheme}: both configurations", config["quant_method"] == "modelopt" and config["quant_algo"] == other["quant_algo"]
-                  and {"group_size", "kv_cache_quant_algo", "exclude_modules"} <= set(other), (config.get("quant_algo"), other))
-            check(f"modelopt {scheme}: what is left out", sorted(config["ignore"]) == sorted(other["exclude_modules"]) and "lm_head" in config["ignore"])
+            config, other = read_json(out, "config.json")["quantization_config"], read_json(
+                out, "hf_quant_config.json")["quantization"]
+            check(
+                f"modelopt {scheme}: both configurations", config["quant_method"] == "modelopt"
+                and config["quant_algo"] == other["quant_algo"]
+                and {"group_size", "kv_cache_quant_algo", "exclude_modules"} <= set(other),
+                (config.get("quant_algo"), other))
+            check(f"modelopt {scheme}: what is left out",
+                  sorted(config["ignore"]) == sorted(other["exclude_modules"]) and "lm_head" in config["ignore"])
             if scheme == "nvfp4a16":
                 layers = {m: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for m in quantized}
-                check("modelopt nvfp4a16: the portable form", config["quant_algo"] == "MIXED_PRECISION" and "kv_cache_quant_algo" in config
-                      and config["quantized_layers"] == layers and other["quantized_layers"] == layers)
+                check(
+                    "modelopt nvfp4a16: the portable form", config["quant_algo"] == "MIXED_PRECISION"
+                    and "kv_cache_quant_algo" in config and config["quantized_layers"] == layers
+                    and other["quantized_layers"] == layers)
             else:
-                check("modelopt nvfp4: uniform", config["quant_algo"] == "NVFP4" and config["config_groups"]["group_0"]["input_activations"]["num_bits"] == 4)
+                check(
+                    "modelopt nvfp4: uniform", config["quant_algo"] == "NVFP4"
+                    and config["config_groups"]["group_0"]["input_activations"]["num_bits"] == 4)
                 check("modelopt nvfp4: input scales", all(tensors[f"{m}.input_scale"].item() == 1 for m in quantized))
 
 
@@ -259,7 +308,8 @@ def exported():
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import CompressedTensorsConfig
-    source, theirs, ours = make("ex-in", "--hidden", "128", "--intermediate", "256", "--vocab", "256", "--shards", "2"), place("ex-theirs"), place("ex-ours")
+    source, theirs, ours = make("ex-in", "--hidden", "128", "--intermediate", "256", "--vocab", "256", "--shards",
+                                "2"), place("ex-theirs"), place("ex-ours")
     tokens = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(SEED))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
@@ -269,19 +319,27 @@ def exported():
     nib("quantize", source, ours, "--dialect", "modelopt", "--format", "modelopt", "--scheme", "nvfp4")
     a, b = load_any(theirs), load(ours)
     check("ModelOpt's export: the same names", sorted(a) == sorted(b), sorted(set(a) ^ set(b))[:4])
-    wrong = [n for n in a if n in b and not n.endswith("input_scale") and not same_bytes(a[n], b[n].reshape(a[n].shape))]
+    wrong = [
+        n for n in a if n in b and not n.endswith("input_scale") and not same_bytes(a[n], b[n].reshape(a[n].shape))
+    ]
     check("ModelOpt's export: the same bytes", not wrong, wrong[:4])
     a, b = (read_json(path, "config.json")["quantization_config"] for path in (theirs, ours))
     wrong = [key for key in a if key not in ("producer", "ignore") and a[key] != b.get(key)]
-    check("ModelOpt's export: the configuration", not wrong and set(a["ignore"]) <= set(b["ignore"]) | {"model.embed_tokens"}, (wrong, a, b))
+    check("ModelOpt's export: the configuration", not wrong
+          and set(a["ignore"]) <= set(b["ignore"]) | {"model.embed_tokens"}, (wrong, a, b))
     converted, back = place("ex-ct"), dequantized(theirs, "bf16")
     nib("convert", theirs, converted, "--format", "compressed-tensors")
     check("ModelOpt's export, converted: no finding", "no findings" in nib("check", converted, "--against", source))
     with torch.no_grad():
-        loaded = AutoModelForCausalLM.from_pretrained(converted, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16)
+        loaded = AutoModelForCausalLM.from_pretrained(converted,
+                                                      quantization_config=CompressedTensorsConfig(dequantize=True),
+                                                      dtype=torch.bfloat16)
         weights = dict(loaded.named_parameters())
-        wrong = [n for n, t in back.items() if not torch.allclose(weights[n].data.float(), t.float(), rtol=2**-8, atol=0)]
-        check("ModelOpt's export, converted: transformers loads it", not wrong and len(back) == 21, (wrong[:4], len(back)))
+        wrong = [
+            n for n, t in back.items() if not torch.allclose(weights[n].data.float(), t.float(), rtol=2**-8, atol=0)
+        ]
+        check("ModelOpt's export, converted: transformers loads it", not wrong and len(back) == 21,
+              (wrong[:4], len(back)))
 
     out, again = place("ex-out"), place("ex-again")
     nib("quantize", source, out)
@@ -294,11 +352,12 @@ def exported():
 
 
 def load_any(path):
-    """Somebody else's folder, without looking at its metadata."""
+    """Somebody else's folder or file, without looking at its metadata."""
     tensors = {}
-    for name in sorted(os.listdir(path)):
+    folder, names = (path, sorted(os.listdir(path))) if os.path.isdir(path) else os.path.split(path)
+    for name in [names] if isinstance(names, str) else names:
         if name.endswith(".safetensors"):
-            with safe_open(os.path.join(path, name), framework="pt") as opened:
+            with safe_open(os.path.join(folder, name), framework="pt") as opened:
                 tensors |= {key: opened.get_tensor(key) for key in opened.keys()}
     return tensors
 
@@ -310,7 +369,9 @@ def gguf_tensors(path):
     import gguf
     out = {}
     for t in gguf.GGUFReader(path).tensors:
-        out[t.name] = (t.tensor_type.name, torch.from_numpy(numpy.array(gguf.quants.dequantize(t.data, t.tensor_type), dtype=numpy.float32)))
+        out[t.name] = (t.tensor_type.name,
+                       torch.from_numpy(numpy.array(gguf.quants.dequantize(t.data, t.tensor_type),
+                                                    dtype=numpy.float32)))
     return out
 
 
@@ -328,10 +389,12 @@ def gguf():
             level = tensors[name[:-len(".weight")] + ".scale"][1]
             theirs, ours = tensors[name][1] * level, decoded[name]
             close = same(theirs, ours) if exact == "pow2" else torch.allclose(theirs, ours, rtol=2e-7, atol=0)
-            if not close or level.shape != (1,) or noise(plain[name], ours) < 18:
+            if not close or level.shape != (1, ) or noise(plain[name], ours) < 18:
                 wrong.append(name)
         check(f"gguf {exact}: {len(quantized)} weights", len(quantized) == 30 and not wrong, wrong[:4])
-        wrong = [n for n, t in plain.items() if n not in quantized and not same(tensors[n][1].reshape(t.shape), t.float())]
+        wrong = [
+            n for n, t in plain.items() if n not in quantized and not same(tensors[n][1].reshape(t.shape), t.float())
+        ]
         check(f"gguf {exact}: the others", not wrong, wrong)
 
 
@@ -345,13 +408,15 @@ def transformers():
     tokens = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(SEED))
     for tied in ([], ["--tied"]):
         for scheme in ("nvfp4a16", "nvfp4"):
-            source, out, back = make("tf-in", "--hidden", "128", "--intermediate", "256", "--vocab", "256", "--shards", "2", *tied), place("tf-out"), place("tf-back")
+            source, out, back = make("tf-in", "--hidden", "128", "--intermediate", "256", "--vocab", "256", "--shards",
+                                     "2", *tied), place("tf-out"), place("tf-back")
             nib("quantize", source, out, "--scheme", scheme, "--for", "transformers") if scheme == "nvfp4a16" else \
                 nib("quantize", source, out, "--scheme", scheme)
             nib("dequantize", out, back, "--dtype", "bf16")
             what = f"transformers, {scheme}{', tied' if tied else ''}"
             with torch.no_grad():
-                theirs = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16)
+                theirs = AutoModelForCausalLM.from_pretrained(
+                    out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16)
                 original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
                 before = original(tokens).logits
                 replaced = load(back)
@@ -370,14 +435,21 @@ def transformers():
 
 # ---- The same bytes as the packages ----------------------------------------------------------------------
 
-
-SHAPES = {"q_proj": (64, 128), "k_proj": (32, 128), "v_proj": (32, 128), "o_proj": (128, 64), "gate_proj": (80, 128), "up_proj": (80, 128), "down_proj": (128, 80)}
+SHAPES = {
+    "q_proj": (64, 128),
+    "k_proj": (32, 128),
+    "v_proj": (32, 128),
+    "o_proj": (128, 64),
+    "gate_proj": (80, 128),
+    "up_proj": (80, 128),
+    "down_proj": (128, 80)
+}
 
 
 def parity_weights(dtype):
     """A layer for every kind of data. In the last, members of a group are of different kinds."""
     short = {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
-    kinds = [kind for kind in KINDS if short in ONLY.get(kind, (short,))]
+    kinds = [kind for kind in KINDS if short in ONLY.get(kind, (short, ))]
     tensors = {}
     for layer, kind in enumerate([*kinds, None]):
         for i, (name, shape) in enumerate(SHAPES.items()):
@@ -385,8 +457,14 @@ def parity_weights(dtype):
             random = torch.Generator().manual_seed(SEED + zlib.crc32(f"{layer}.{name}.{short}".encode()))
             part = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             tensors[f"model.layers.{layer}.{part}.{name}.weight"] = KINDS[which](*shape, random).to(dtype)
-    return tensors, {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": len(kinds) + 1, "hidden_size": 128,
-                     "intermediate_size": 80, "torch_dtype": str(dtype)[6:]}
+    return tensors, {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": len(kinds) + 1,
+        "hidden_size": 128,
+        "intermediate_size": 80,
+        "torch_dtype": str(dtype)[6:]
+    }
 
 
 def group_of(name, names):
@@ -409,7 +487,12 @@ def dialects():
         amax, blocks = max(g.abs().amax() for g in group), w.unflatten(-1, (-1, 16)).abs().amax(-1)
         encode = generate_gparam(-amax, amax)
         scale, _ = calculate_qparams(-blocks, blocks, scheme.weights, encode)
-        return NVFP4PackedCompressor.compress({"weight": w, "weight_scale": scale, "weight_global_scale": encode.float().reshape(1)}, scheme)
+        return NVFP4PackedCompressor.compress(
+            {
+                "weight": w,
+                "weight_scale": scale,
+                "weight_global_scale": encode.float().reshape(1)
+            }, scheme)
 
     def by_modelopt(w, group):
         level = max(NVFP4QTensor.get_weights_scaling_factor_2(g) for g in group)
@@ -427,18 +510,30 @@ def dialects():
                 if dialect == "modelopt" and not any(g.any() for g in group):
                     continue  # it divides 0 by 0; see zeros()
                 module = name[:-len(".weight")]
-                wrong = [part for part, t in theirs(w, group).items() if not same_bytes(t, tensors.get(f"{module}.{part}", torch.empty(0)))]
+                wrong = [
+                    part for part, t in theirs(w, group).items()
+                    if not same_bytes(t, tensors.get(f"{module}.{part}", torch.empty(0)))
+                ]
                 check(f"--dialect {dialect}, {str(dtype)[6:]}: {module}", not wrong, wrong)
     for options in (["--scale", "sweep"], ["--tensor-scale", "pow2"], ["--min-block-scale", "0.1"]):
         message = nib("quantize", source, place("parity-refused"), "--dialect", "modelopt", *options, fails=True)
-        check(f"--dialect modelopt {' '.join(options)} is refused", "the dialect modelopt" in message and "scale" in message, message)
+        check(f"--dialect modelopt {' '.join(options)} is refused", "the dialect modelopt" in message
+              and "scale" in message, message)
 
 
 def zeros():
     """A tensor of zeros is zeros for every reader, in ModelOpt's dialect too, where the package stores NaN."""
-    weights = {f"model.layers.{layer}.{name}.weight": torch.zeros(32, 64, dtype=torch.bfloat16) for layer in range(2)
-               for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")}
-    source = save("zero-in", weights, {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "torch_dtype": "bfloat16"})
+    weights = {
+        f"model.layers.{layer}.{name}.weight": torch.zeros(32, 64, dtype=torch.bfloat16)
+        for layer in range(2)
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
+    }
+    source = save("zero-in", weights, {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "torch_dtype": "bfloat16"
+    })
     for options in ([], ["--format", "modelopt"], ["--scale", "4over6"], ["--dialect", "compressed-tensors"],
                     ["--dialect", "modelopt", "--format", "modelopt"]):
         out = place("zero-out")
@@ -448,7 +543,10 @@ def zeros():
         scales = [t.float() for n, t in tensors.items() if n.endswith("weight_scale")]
         what = f"zeros {' '.join(options)}"
         check(f"{what}: decoded", all(not t.any() for t in decoded.values()))
-        check(f"{what}: scales", len(numbers) == 10 and all(bool(torch.isfinite(t).all()) and t.item() > 0 for t in numbers) and all(bool(torch.isfinite(t).all()) for t in scales))
+        check(
+            f"{what}: scales",
+            len(numbers) == 10 and all(bool(torch.isfinite(t).all()) and t.item() > 0 for t in numbers)
+            and all(bool(torch.isfinite(t).all()) for t in scales))
 
 
 # ---- Conversions -----------------------------------------------------------------------------------------
@@ -471,14 +569,22 @@ def conversions():
             again = load(back)
             what = f"compressed-tensors to {middle} and back, {exact}"
             check(f"{what}: names", sorted(again) == sorted(tensors), sorted(set(again) ^ set(tensors))[:4])
-            wrong = [n for n, t in tensors.items() if n in again and not n.endswith("_global_scale") and not same_bytes(t, again[n])]
+            wrong = [
+                n for n, t in tensors.items()
+                if n in again and not n.endswith("_global_scale") and not same_bytes(t, again[n])
+            ]
             check(f"{what}: bytes", not wrong, wrong[:4])
-            wrong = [n for n, t in tensors.items() if n in again and n.endswith("_global_scale")
-                     and not (same_bytes(t, again[n]) if exact == "pow2" else torch.allclose(t, again[n], rtol=2.5e-7, atol=0))]
+            wrong = [
+                n for n, t in tensors.items() if n in again and n.endswith("_global_scale") and not (
+                    same_bytes(t, again[n]) if exact == "pow2" else torch.allclose(t, again[n], rtol=2.5e-7, atol=0))
+            ]
             check(f"{what}: tensor scales", not wrong, wrong[:4])
             middle_decoded, decoded = dequantized(through), dequantized(first)
-            wrong = [m for m in modules(tensors, ".weight_packed") for n in [m + ".weight"]
-                     if not (same(middle_decoded[n], decoded[n]) if exact == "pow2" else torch.allclose(middle_decoded[n], decoded[n], rtol=3e-7, atol=0))]
+            wrong = [
+                m for m in modules(tensors, ".weight_packed") for n in [m + ".weight"]
+                if not (same(middle_decoded[n], decoded[n]) if exact ==
+                        "pow2" else torch.allclose(middle_decoded[n], decoded[n], rtol=3e-7, atol=0))
+            ]
             check(f"{what}: numbers in between", not wrong, wrong[:4])
             if middle != "gguf":
                 wrong = [n for n, t in plain.items() if "embed" in n and not same_bytes(t, load(through)[n])]
@@ -512,13 +618,29 @@ def torchao():
         state = {"model.norm.weight": torch.ones(64, dtype=torch.bfloat16)}
         for name, shape in (("self_attn.o_proj", (128, 64)), ("mlp.down_proj", (256, 192))):
             w = (torch.randn(shape, generator=random) * 0.02).to(torch.bfloat16)
-            state[f"model.layers.0.{name}.weight"] = NVFP4Tensor.to_nvfp4(w, per_tensor_scale=per_tensor_amax_to_scale(w.abs().amax()), is_swizzled_scales=swizzled)
+            state[f"model.layers.0.{name}.weight"] = NVFP4Tensor.to_nvfp4(w,
+                                                                          per_tensor_scale=per_tensor_amax_to_scale(
+                                                                              w.abs().amax()),
+                                                                          is_swizzled_scales=swizzled)
         data, metadata = flatten_tensor_state_dict(state)
         path = place("ao-in")
         os.makedirs(path)
-        save_file({n: t.contiguous() for n, t in data.items()}, os.path.join(path, "model.safetensors"), {**metadata, "format": "pt"})
+        save_file({
+            n: t.contiguous()
+            for n, t in data.items()
+        }, os.path.join(path, "model.safetensors"), {
+            **metadata, "format": "pt"
+        })
         with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
-            json.dump({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "quantization_config": {"quant_method": "torchao"}}, file)
+            json.dump(
+                {
+                    "model_type": "llama",
+                    "num_hidden_layers": 1,
+                    "hidden_size": 64,
+                    "quantization_config": {
+                        "quant_method": "torchao"
+                    }
+                }, file)
         out = place("ao-out")
         if swizzled:
             message = nib("convert", path, out, "--format", "modelopt", fails=True)
@@ -530,9 +652,34 @@ def torchao():
             if type(t).__name__ != "NVFP4Tensor":
                 continue
             module = key[:-len(".weight")]
-            check(f"torchao: {module}", same_bytes(tensors[key], t.qdata) and same_bytes(tensors[f"{module}.weight_scale"].view(torch.uint8).reshape(-1), t.scale.view(torch.uint8).reshape(-1))
-                  and tensors[f"{module}.weight_scale_2"].item() == t.per_tensor_scale.item())
-            check(f"torchao: numbers of {module}", torch.allclose(t.dequantize(torch.float32), decoded[key], rtol=3e-7, atol=0))
+            check(
+                f"torchao: {module}",
+                same_bytes(tensors[key], t.qdata)
+                and same_bytes(tensors[f"{module}.weight_scale"].view(torch.uint8).reshape(-1),
+                               t.scale.view(torch.uint8).reshape(-1))
+                and tensors[f"{module}.weight_scale_2"].item() == t.per_tensor_scale.item())
+            check(f"torchao: numbers of {module}",
+                  torch.allclose(t.dequantize(torch.float32), decoded[key], rtol=3e-7, atol=0))
+
+
+def saved():
+    """A tensor that the library saved, with both copies: the rowwise one converts, and nothing is left of the other."""
+    path = os.path.join(work, "saved.safetensors")
+    done = subprocess.run([os.path.join(os.path.dirname(MAKE), "quantize"), path], stdout=subprocess.DEVNULL)
+    parts = load_any(path)
+    rows = torch.tensor([(i * 37 % 101 - 50) / 64 for i in range(48 * 80)]).reshape(48, 80)  # as the example has them
+    for form, names in (("compressed-tensors", ("weight_packed", "weight_scale", "weight_global_scale")),
+                        ("modelopt", ("weight", "weight_scale", "weight_scale_2"))):
+        out = os.path.join(work, "saved-out.safetensors")
+        nib("convert", path, out, "--format", form, "--force")
+        tensors = load(out)
+        check(f"a saved tensor to {form}: names",
+              done.returncode == 0 and sorted(tensors) == sorted(f"weight.{n}" for n in names), sorted(tensors))
+        scales = tensors["weight.weight_scale"].view(torch.uint8), parts["weight.row_scale"].view(torch.uint8)[:48, :5]
+        check(f"a saved tensor to {form}: codes and scales",
+              same_bytes(tensors[f"weight.{names[0]}"], parts["weight.row_data"]) and torch.equal(*scales))
+        decoded = load_any(dequantize(out))["weight.weight"]
+        check(f"a saved tensor to {form}: numbers", noise(rows, decoded) > 18, noise(rows, decoded))
 
 
 # ---- Other sources ---------------------------------------------------------------------------------------
@@ -548,11 +695,13 @@ def mxfp4():
             continue
         codes, powers = blocks.numpy(), plain[name[:-len("_blocks")] + "_scales"].numpy()
         values = E2M1[numpy.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:3], 32)]
-        values = torch.from_numpy((values * numpy.exp2(powers.astype(numpy.float64) - 127)[..., None]).astype(numpy.float32)).flatten(2)
+        values = torch.from_numpy(
+            (values * numpy.exp2(powers.astype(numpy.float64) - 127)[..., None]).astype(numpy.float32)).flatten(2)
         parent, _, which = name[:-len("_blocks")].rpartition(".")
         for e in range(values.shape[0]):
             if which == "gate_up_proj":  # rows alternate
-                expected[f"{parent}.{e}.gate_proj.weight"], expected[f"{parent}.{e}.up_proj.weight"] = values[e, 0::2], values[e, 1::2]
+                expected[f"{parent}.{e}.gate_proj.weight"], expected[f"{parent}.{e}.up_proj.weight"] = values[
+                    e, 0::2], values[e, 1::2]
             else:
                 expected[f"{parent}.{e}.down_proj.weight"] = values[e]
     out = place("mx-out")
@@ -562,13 +711,15 @@ def mxfp4():
     check(f"mxfp4: {len(expected)} experts keep every number", len(expected) == 24 and not wrong, wrong[:4])
     check("mxfp4: nothing is left of it", not [n for n in tensors if n.endswith(("_blocks", "_scales"))])
     straight = dequantized(source)
-    wrong = [n for n in expected if not any(same(t, expected[n]) for t in (straight.get(n, torch.empty(0)),))]
+    wrong = [n for n, t in expected.items() if n not in straight or not same(straight[n], t)]
     check("mxfp4: dequantize", not wrong or stacked_equal(straight, expected), wrong[:4])
     out = place("mx-modelopt")
     nib("quantize", source, out, "--format", "modelopt")
     tensors = load(out)
-    wrong = [f"{parent}.{which}" for layer in range(2) for parent in [f"model.layers.{layer}.mlp.experts"] for which in ("gate_up_proj", "down_proj")
-             if not stack_equal(tensors, expected, parent, which)]
+    wrong = [
+        f"{parent}.{which}" for layer in range(2) for parent in [f"model.layers.{layer}.mlp.experts"]
+        for which in ("gate_up_proj", "down_proj") if not stack_equal(tensors, expected, parent, which)
+    ]
     check("mxfp4: ModelOpt's stacks", not wrong, wrong)
 
 
@@ -582,7 +733,8 @@ def whole_stack(expected, parent, which):
     matrices = []
     for e in range(4):
         if which == "gate_up_proj":
-            pair = torch.stack([expected[f"{parent}.{e}.gate_proj.weight"], expected[f"{parent}.{e}.up_proj.weight"]], dim=1)
+            pair = torch.stack([expected[f"{parent}.{e}.gate_proj.weight"], expected[f"{parent}.{e}.up_proj.weight"]],
+                               dim=1)
             matrices.append(pair.flatten(0, 1).T)
         else:
             matrices.append(expected[f"{parent}.{e}.down_proj.weight"].T)
@@ -591,16 +743,19 @@ def whole_stack(expected, parent, which):
 
 def stack_equal(tensors, expected, parent, which):
     """ModelOpt keeps these stacks whole and packs along dim 1."""
-    packed, scale, level = (tensors.get(f"{parent}.{which}{suffix}") for suffix in ("", "_weight_scale", "_weight_scale_2"))
+    packed, scale, level = (tensors.get(f"{parent}.{which}{suffix}")
+                            for suffix in ("", "_weight_scale", "_weight_scale_2"))
     if packed is None or scale is None or level is None:
         return False
-    decoded = modelopt_decode(packed.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous(), level).transpose(1, 2)
+    decoded = modelopt_decode(packed.transpose(1, 2).contiguous(),
+                              scale.transpose(1, 2).contiguous(), level).transpose(1, 2)
     return same(decoded.contiguous(), whole_stack(expected, parent, which))
 
 
 def fp8_block():
     """FP8 in blocks of 128 x 128: dequantised and quantised as NumPy's decoding of it is."""
-    source = make("f8-in", "--family", "deepseek-fp8", "--layers", "2", "--shards", "2", "--hidden", "192", "--intermediate", "96")
+    source = make("f8-in", "--family", "deepseek-fp8", "--layers", "2", "--shards", "2", "--hidden", "192",
+                  "--intermediate", "96")
     plain = load(source)
     expected = {}
     for name, t in plain.items():
@@ -613,7 +768,9 @@ def fp8_block():
         expected[name] = torch.from_numpy(t.float().numpy() * wide.numpy())
     decoded = dequantized(source)
     wrong = [n for n, t in expected.items() if n not in decoded or not same(decoded[n], t)]
-    check(f"fp8-block: {len(expected)} tensors", len(expected) > 40 and not wrong and len(decoded) == len(expected), (wrong[:4], sorted(set(decoded) ^ set(expected))[:4]))
+    check(f"fp8-block: {len(expected)} tensors",
+          len(expected) > 40 and not wrong and len(decoded) == len(expected),
+          (wrong[:4], sorted(set(decoded) ^ set(expected))[:4]))
     config = read_json(source, "config.json")
     del config["quantization_config"]
     same_after_quantizing("fp8-block", source, save("f8-plain", expected, config))
@@ -627,20 +784,22 @@ def same_after_quantizing(what, source, plain, *options):
     ours, theirs = load(out), load(other)
     check(f"{what}: the same names", sorted(ours) == sorted(theirs), sorted(set(ours) ^ set(theirs))[:6])
     quantized = modules(ours, ".weight_packed")
-    rounded = lambda n: theirs[n].to(ours[n].dtype) if theirs[n].dtype == torch.float32 and ours[n].dtype == torch.bfloat16 else theirs[n]
+    rounded = lambda n: theirs[n].to(ours[n].dtype) if theirs[n].dtype == torch.float32 and ours[
+        n].dtype == torch.bfloat16 else theirs[n]
     wrong = [n for n in ours if n in theirs and not same_bytes(ours[n], rounded(n))]
     check(f"{what}: the same bytes", quantized and not wrong, wrong[:6])
     return quantized
 
 
-# Which way the matrices of a stack lie: "gate_up" as [E, 2I, H], "up_gate.T" as [E, H, 2I], "pairs.T" with alternating columns.
+# How gate and up lie in a stack: one after the other in [E, 2I, H], the same in [E, H, 2I] (.T), or in turns.
 STACKS = {"qwen3-vl-moe": "halves.T", "qwen3.5-moe": "halves", "llama4": "halves.T", "gpt-oss": "pairs.T"}
 
 
 def stacks():
     """Stacks of experts are quantised as the matrices that they hold, cut out here by hand."""
     for family, lie in STACKS.items():
-        source = make("st-in", "--family", family, "--layers", "2", "--shards", "2", "--hidden", "128", "--intermediate", "96", "--experts", "3")
+        source = make("st-in", "--family", family, "--layers", "2", "--shards", "2", "--hidden", "128",
+                      "--intermediate", "96", "--experts", "3")
         plain = {}
         for name, t in load(source).items():
             if name.endswith("_proj_bias"):
@@ -667,12 +826,20 @@ def split_bias(name, t):
     parent, _, which = name[:-len("_bias")].rpartition(".")
     if which == "down_proj":
         return {f"{parent}.{e}.down_proj.bias": t[e] for e in range(t.shape[0])}
-    return {f"{parent}.{e}.{part}.bias": t[e, i::2] for e in range(t.shape[0]) for i, part in enumerate(("gate_proj", "up_proj"))}
+    return {
+        f"{parent}.{e}.{part}.bias": t[e, i::2]
+        for e in range(t.shape[0])
+        for i, part in enumerate(("gate_proj", "up_proj"))
+    }
 
 
 # What stays as it is by default, and some that do not.
-KEPT = r"lm_head|embed_tokens|norm|\.gate$|router|shared_expert_gate|conv1d|in_proj_[ab]$|visual|vision_model|multi_modal_projector|^mtp\.|layers\.2\."
-FAMILIES = ["llama", "demo", "mixtral", "qwen3-moe", "qwen3-vl-moe", "qwen3.5-moe", "llama4", "gpt-oss", "gpt-oss-mxfp4", "deepseek", "deepseek-fp8"]
+KEPT = (r"lm_head|embed_tokens|norm|\.gate$|router|shared_expert_gate|conv1d|in_proj_[ab]$|visual|vision_model"
+        r"|multi_modal_projector|^mtp\.|layers\.2\.")
+FAMILIES = [
+    "llama", "demo", "mixtral", "qwen3-moe", "qwen3-vl-moe", "qwen3.5-moe", "llama4", "gpt-oss", "gpt-oss-mxfp4",
+    "deepseek", "deepseek-fp8"
+]
 
 
 def families():
@@ -687,8 +854,11 @@ def families():
         quantized = modules(tensors, ".weight_packed")
         wrong = [m for m in quantized if re.search(KEPT, m)]
         check(f"{family}: what must stay does", quantized and not wrong, wrong[:4])
-        wrong = [n for n, t in tensors.items() if t.ndim >= 2 and t.dtype != torch.uint8 and not n.endswith(("weight_scale", "_bias"))
-                 and not re.search(KEPT, n[:-len(".weight")]) and not re.search(r"kv_b_proj|q_a_proj|kv_a_proj", n)]
+        wrong = [
+            n for n, t in tensors.items()
+            if t.ndim >= 2 and t.dtype != torch.uint8 and not n.endswith(("weight_scale", "_bias"))
+            and not re.search(KEPT, n[:-len(".weight")]) and not re.search(r"kv_b_proj|q_a_proj|kv_a_proj", n)
+        ]
         check(f"{family}: everything else is quantised", not wrong, wrong[:4])
         config = read_json(out, "config.json")["quantization_config"]
         config.pop("version", None)
@@ -707,6 +877,26 @@ def families():
         nib("quantize", source, out, "--format", "modelopt", "--scheme", "nvfp4")
         nib("check", out, "--against", source)
         check(f"{family}: in both formats without a finding", len(load(out)) > 10)
+
+
+def reloaded():
+    """What is dequantised, from FP8 and MXFP4 or after quantising, is a model again: transformers misses nothing."""
+    from transformers import AutoModelForCausalLM
+    tokens = torch.arange(8)[None]
+    for family in ("llama", "mixtral", "qwen3-moe", "demo", "deepseek", "deepseek-fp8", "gpt-oss-mxfp4"):
+        source, quantized, back = make("re-in", "--family", family, "--shards", "2"), place("re-out"), place("re-back")
+        if family.endswith(("fp8", "mxfp4")):
+            quantized = source
+        else:
+            nib("quantize", source, quantized)
+        nib("dequantize", quantized, back, "--dtype", "bf16")
+        with torch.no_grad():
+            model, facts = AutoModelForCausalLM.from_pretrained(back, dtype=torch.bfloat16, output_loading_info=True)
+            logits = model(tokens).logits.float()
+        unexpected = [n for n in facts["unexpected_keys"] if ".layers.2." not in n]  # what predicts more tokens
+        wrong = [*facts["missing_keys"], *facts["mismatched_keys"], *unexpected]
+        size = logits.std().item()
+        check(f"{family}: dequantised and loaded", not wrong and 0.5 < size < 2, (wrong[:4], size))
 
 
 def sources():
@@ -729,20 +919,31 @@ def activations():
     hidden = 256
     source = make("act-in", "--layers", "2", "--hidden", str(hidden), "--shards", "2")
     plain = load(source)
-    amaxes = {f"model.layers.{layer}.{name}": 10.0 + 7 * i + layer for layer in range(2) for i, name in
-              enumerate(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))}
+    amaxes = {
+        f"model.layers.{layer}.{name}": 10.0 + 7 * i + layer
+        for layer in range(2)
+        for i, name in enumerate(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                                  "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+    }
     path = os.path.join(work, "amaxes.json")
     with open(path, "w", encoding="utf-8") as file:
         json.dump(amaxes, file)
 
     def bound(module):
         parent, _, last = module.rpartition(".")
-        norm = {"q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm", "gate_proj": "post_attention_layernorm",
-                "up_proj": "post_attention_layernorm"}.get(last)
-        return hidden**0.5 * plain[f"{parent.rpartition('.')[0]}.{norm}.weight"].float().abs().max().item() / 2688 if norm else 1.0
+        norm = {
+            "q_proj": "input_layernorm",
+            "k_proj": "input_layernorm",
+            "v_proj": "input_layernorm",
+            "gate_proj": "post_attention_layernorm",
+            "up_proj": "post_attention_layernorm"
+        }.get(last)
+        return hidden**0.5 * plain[f"{parent.rpartition('.')[0]}.{norm}.weight"].float().abs().max().item(
+        ) / 2688 if norm else 1.0
 
     def given(module):
-        return max(amaxes[n[:-len(".weight")]] for n in group_of(module + ".weight", [m + ".weight" for m in amaxes])) / 2688
+        return max(amaxes[n[:-len(".weight")]]
+                   for n in group_of(module + ".weight", [m + ".weight" for m in amaxes])) / 2688
 
     for option, expected in (("one", lambda module: 1.0), ("norm", bound), (path, given)):
         for form, name in (("modelopt", "input_scale"), ("compressed-tensors", "input_global_scale")):
@@ -750,11 +951,13 @@ def activations():
             nib("quantize", source, out, "--format", form, "--scheme", "nvfp4", "--activations", option)
             tensors = load(out)
             wanted = {m: expected(m) if form == "modelopt" else 1 / expected(m) for m in amaxes}
-            wrong = [(m, tensors[f"{m}.{name}"].item(), w) for m, w in wanted.items() if abs(tensors[f"{m}.{name}"].item() - w) > 1e-6 * w]
+            wrong = [(m, tensors[f"{m}.{name}"].item(), w) for m, w in wanted.items()
+                     if abs(tensors[f"{m}.{name}"].item() - w) > 1e-6 * w]
             check(f"--activations {os.path.basename(option)}, {form}", not wrong, wrong[:2])
 
 
-PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros, conversions, torchao, mxfp4, fp8_block, stacks, families, sources, activations]
+PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros,
+         conversions, torchao, saved, mxfp4, fp8_block, stacks, families, reloaded, sources, activations]
 
 
 def main():
@@ -771,7 +974,8 @@ def main():
                 check(part.__name__, False, error)
             except Exception:
                 check(part.__name__, False, traceback.format_exc())
-            print(f"{part.__name__}: {counts['passed'] - before['passed']} passed, {counts['failed'] - before['failed']} failed", flush=True)
+            passed, failed = (counts[kind] - before[kind] for kind in ("passed", "failed"))
+            print(f"{part.__name__}: {passed} passed, {failed} failed", flush=True)
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return 1 if counts["failed"] else 0
 

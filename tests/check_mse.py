@@ -48,12 +48,14 @@ def main():
     random = numpy.random.default_rng(SEED)
     passed = failed = 0
     for kind, lower in LOWER.items():
-        weights = {"gaussian": random.normal, "laplace": random.laplace}[kind](0, 0.02, (ROWS, COLS)).astype(numpy.float32)
+        draw = {"gaussian": random.normal, "laplace": random.laplace}[kind]
+        weights = draw(0, 0.02, (ROWS, COLS)).astype(numpy.float32)
         weights = (weights.view(numpy.uint32) & 0xFFFF0000).view(numpy.float32)  # numbers that BF16 has
         with tempfile.TemporaryDirectory() as folder:
             found, scales = errors(tool, folder, weights)
         gain = {rule: 1 - error / found["rtn"] for rule, error in found.items()}
-        print(f"{kind}: " + ", ".join(f"{rule} {error:.6f} ({-100 * gain[rule]:+.1f} %)" for rule, error in found.items()))
+        figures = [f"{rule} {error:.6f} ({-100 * gain[rule]:+.1f} %)" for rule, error in found.items()]
+        print(f"{kind}: {', '.join(figures)}")
         for what, holds in ((f"the default errs {100 * lower:.0f} % less", gain["default"] >= lower),
                             ("the default is sweep with a power of two", found["default"] == found["sweep"]),
                             ("both have the same tensor scale", scales["rtn"] == scales["sweep"]),

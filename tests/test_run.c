@@ -23,12 +23,12 @@ static void remove_all(void) { (void)nib_os_remove_folder(folder); }
 static const char *at(const char *name)
 {
     static char paths[32][200];
-    static int next;
+    static _Atomic int next; /* ranks are threads */
     if (!folder[0]) {
         make_folder();
         atexit(remove_all);
     }
-    char *path = paths[next++ % 32];
+    char *path = paths[(unsigned)next++ % 32];
     snprintf(path, sizeof paths[0], "%s/%s", folder, name);
     return path;
 }

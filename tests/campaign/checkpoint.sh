@@ -1,8 +1,9 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Bounded memory and speed on a checkpoint of 8 GB: one 2-D tensor of 3 GB, a transposed stack of experts of 2 GB, and so many small
-# tensors that the index has 25 MB. States the peak of resident memory, which must stay below 600 MB and must not grow with the
-# number of files, and MB/s beside a plain copy of the same files. Takes 25 GB of disk for some minutes.
+# Bounded memory and speed on a checkpoint of 8 GB: one 2-D tensor of 3 GB, a transposed stack of experts of 2 GB, and
+# so many small tensors that the index has 25 MB. States the peak of resident memory, which must stay below 600 MB and
+# must not grow with the number of files, and MB/s beside a plain copy of the same files. Takes 20 GB of disk for some
+# minutes.
 #
 #   NIB_SCALE=16    a sixteenth of it
 #   NIB_FOLDER=...  where the files go, by default below the build directory

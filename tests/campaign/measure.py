@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""measure.py COMMAND...: run it and print seconds and the largest resident memory in MB, on one line after its output."""
+"""measure.py COMMAND...: run it, then print a line with its seconds and its largest resident memory in MB."""
 import os
 import sys
 import time
