@@ -162,17 +162,6 @@ static bool changes(const struct repair *r, size_t i)
     return r->maps[i] || r->levels[i] != x->level || (r->with_input[i] && (!has_input || r->inputs[i] != x->input));
 }
 
-static void choose_rows(struct repair *r)
-{
-    for (size_t i = 0; i < r->k.c->n_weights; i++) {
-        struct nib_out_row *row = &r->plan->rows[i];
-        if (changes(r, i))
-            row->action = NIB_ACTION_REPAIR;
-        else
-            row->reason = "nothing of it can be repaired or needs to be";
-    }
-}
-
 static nib_status add_repaired(struct repair *r, uint32_t weight)
 {
     nib_plan *plan = r->plan;
@@ -196,6 +185,91 @@ static nib_status add_repaired(struct repair *r, uint32_t weight)
     return NIB_OK;
 }
 
+/* ---- Stacks ---- */
+
+/* A stack of experts is one tensor with one number per tensor: its codes and scales are copied, and a number of its own
+ * takes the place of one that is wrong or missing. */
+static bool is_stack(const struct repair *r, size_t i)
+{
+    const struct nib_ck_weight *w = &r->k.c->weights[i];
+    return r->k.weights[i].nvfp4 && w->packing == r->plan->packing && w->index >= 0 &&
+           !r->k.broken[w->tensor[NIB_ROLE_DATA]];
+}
+
+static bool misses_input(const struct repair *r, size_t i)
+{
+    const struct nib_ck_weight *w = &r->k.c->weights[i];
+    return is_stack(r, i) && w->tensor[NIB_ROLE_INPUT] == NIB_NONE &&
+           nib_check_wants_input(&r->k, r->k.c->tensors[w->tensor[NIB_ROLE_DATA]].name);
+}
+
+/* What a number of a stack becomes; false: it is copied. One for each expert is not touched. */
+static bool new_number(const struct repair *r, uint32_t tensor, float *number)
+{
+    const struct nib_ck_tensor *t = &r->k.c->tensors[tensor];
+    if (t->weight == NIB_NONE || !is_stack(r, t->weight) || r->k.broken[tensor] || t->bytes > sizeof(float) ||
+        t->dtype == NIB_DTYPE_COUNT)
+        return false;
+    const struct nib_ck_weight *w = &r->k.c->weights[t->weight];
+    const struct nib_check_weight *x = &r->k.weights[t->weight];
+    if (tensor == w->tensor[NIB_ROLE_LEVEL] && x->level_inverted) {
+        *number = 1 / x->level;
+        return true;
+    }
+    if (tensor == w->tensor[NIB_ROLE_INPUT] && !x->input_good) {
+        *number = x->input_inverted ? 1 / x->input : 1;
+        return true;
+    }
+    return false;
+}
+
+static nib_status add_number(struct repair *r, const char *name, int64_t rank, const int64_t *shape, float number)
+{
+    uint32_t index;
+    TRY(nib_plan_add_tensor(r->plan, name, NIB_F32, rank, shape, NIB_PRODUCE_NUMBER, NIB_NONE, &index));
+    r->plan->tensors[index].number = number;
+    return NIB_OK;
+}
+
+/* A tensor that is no part of a weight that is written anew. */
+static nib_status add_other(struct repair *r, uint32_t tensor)
+{
+    const nib_checkpoint *c = r->k.c;
+    const struct nib_ck_tensor *t = &c->tensors[tensor];
+    float number;
+    TRY(nib_plan_next(r->plan, t->file, 0));
+    if (new_number(r, tensor, &number))
+        return add_number(r, t->name, t->rank, t->shape, number);
+    TRY(nib_plan_add_copy(r->plan, tensor));
+    if (t->weight == NIB_NONE || c->weights[t->weight].tensor[NIB_ROLE_DATA] != tensor || !misses_input(r, t->weight))
+        return NIB_OK;
+    const char *name = nib_plan_string(r->plan, "%s_input_scale", t->name);
+    return name ? add_number(r, name, 0, NULL, 1) : no_memory(r);
+}
+
+static bool stack_changes(const struct repair *r, size_t i)
+{
+    const struct nib_ck_weight *w = &r->k.c->weights[i];
+    float number;
+    for (int role = NIB_ROLE_LEVEL; role <= NIB_ROLE_INPUT; role++)
+        if (w->index >= 0 && w->tensor[role] != NIB_NONE && new_number(r, w->tensor[role], &number))
+            return true;
+    return misses_input(r, i);
+}
+
+/* ---- Rows ---- */
+
+static void choose_rows(struct repair *r)
+{
+    for (size_t i = 0; i < r->k.c->n_weights; i++) {
+        struct nib_out_row *row = &r->plan->rows[i];
+        if (changes(r, i) || stack_changes(r, i))
+            row->action = NIB_ACTION_REPAIR;
+        else
+            row->reason = "nothing of it can be repaired or needs to be";
+    }
+}
+
 static nib_status add_tensors(struct repair *r)
 {
     const nib_checkpoint *c = r->k.c;
@@ -205,14 +279,11 @@ static nib_status add_tensors(struct repair *r)
     nib_status status = nib_ck_order_by_place(c, order);
     for (size_t i = 0; !status && i < c->n_tensors; i++) {
         const struct nib_ck_tensor *t = &c->tensors[order[i]];
-        const bool repaired = t->weight != NIB_NONE && r->plan->rows[t->weight].action == NIB_ACTION_REPAIR;
-        if (repaired && c->weights[t->weight].tensor[NIB_ROLE_DATA] == order[i]) {
+        const bool anew = t->weight != NIB_NONE && changes(r, t->weight);
+        if (!anew)
+            status = add_other(r, order[i]);
+        else if (c->weights[t->weight].tensor[NIB_ROLE_DATA] == order[i])
             status = add_repaired(r, t->weight);
-        } else if (!repaired) {
-            status = nib_plan_next(r->plan, t->file, 0);
-            if (!status)
-                status = nib_plan_add_copy(r->plan, order[i]);
-        }
     }
     nib_free(order);
     return status;
@@ -234,7 +305,8 @@ static nib_status choose_configuration(struct repair *r)
 {
     const nib_checkpoint *c = r->k.c;
     for (size_t i = 0; i < c->n_weights; i++)
-        if (can_write(r, i) && r->with_input[i])
+        if ((can_write(r, i) && r->with_input[i]) || misses_input(r, i) ||
+            (is_stack(r, i) && c->weights[i].tensor[NIB_ROLE_INPUT] != NIB_NONE))
             r->plan->scheme = NIB_SCHEME_NVFP4;
     if (r->configuration && is_uniform(r))
         return NIB_OK; /* nib_plan_configure makes it from the rows */

@@ -520,6 +520,50 @@ TEST(repairs_shared_scales)
     check_repair(false, (float[]){ 1e-4f, 3e-4f, 2.14e-4f }, 3e-4f);
 }
 
+/* Numbers of a stack are put right beside its codes. */
+TEST(repairs_stacks)
+{
+    static const float inverted = 4096, zero = 0;
+    const struct item items[] = {
+        { "l.feed_forward.experts.gate_up_proj", NIB_U8, 3, { 2, 32, 32 }, codes },
+        { "l.feed_forward.experts.gate_up_proj_weight_scale", NIB_E4M3, 3, { 2, 4, 32 }, scales },
+        { "l.feed_forward.experts.gate_up_proj_weight_scale_2", NIB_F32, 0, { 0 }, &inverted },
+        { "l.feed_forward.experts.down_proj", NIB_U8, 3, { 2, 8, 64 }, codes },
+        { "l.feed_forward.experts.down_proj_weight_scale", NIB_E4M3, 3, { 2, 1, 64 }, scales },
+        { "l.feed_forward.experts.down_proj_weight_scale_2", NIB_F32, 0, { 0 }, (float[]){ 0x1p-13f } },
+        { "l.feed_forward.experts.down_proj_input_scale", NIB_F32, 0, { 0 }, &zero },
+    };
+    fill(0x70);
+    FILE *config = fopen(at("config.json"), "w");
+    fputs("{\"model_type\": \"llama4\", \"hidden_size\": 64, \"intermediate_size\": 16, "
+          "\"quantization_config\": {\"quant_method\": \"modelopt\", \"quant_algo\": \"NVFP4\"}}",
+          config);
+    fclose(config);
+    put_tensors(at("s.safetensors"), items, 7);
+    struct found found = check_file(at("s.safetensors"));
+    CHECK_THAT(strstr(found.ids, "level-inverted") && strstr(found.ids, "input-scale-missing") &&
+                   strstr(found.ids, "input-scale-not-positive"),
+               "found %s", found.ids);
+    nib_checkpoint *in = open_good(at("s.safetensors"));
+    nib_plan *plan = NULL;
+    const nib_run_options run = { .bytes = sizeof run, .force = 1 };
+    CHECK_OK(nib_plan_repair(in, &plan));
+    CHECK_OK(nib_plan_run(plan, at("h.safetensors"), &run, NULL));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+    found = check_file(at("h.safetensors"));
+    CHECK_THAT(found.n == 0, "found %s", found.ids);
+    nib_checkpoint *out = open_good(at("h.safetensors"));
+    for (size_t i = 0; i < 6; i++) {
+        nib_weight w = { .bytes = sizeof w };
+        CHECK_OK(nib_checkpoint_get_weight(out, i, &w));
+        CHECK(w.level == (strstr(w.name, "down") ? 0x1p-13f : 0x1p-12f) && w.has_input_scale && w.input_scale == 1);
+    }
+    nib_checkpoint_close(out);
+    remove(at("h.safetensors"));
+    remove(at("config.json"));
+}
+
 TEST(refuses_wrong_repairs)
 {
     nib_plan *plan = NULL;
