@@ -956,8 +956,28 @@ def activations():
             check(f"--activations {os.path.basename(option)}, {form}", not wrong, wrong[:2])
 
 
+def python_numbers():
+    """config.json as Python writes it: numbers that JSON has not come out as they went in."""
+    source, out = make("py-in", "--layers", "1"), place("py-out")
+    config = read_json(source, "config.json")
+    odd = {"time_step_limit": [0.0, float("inf")], "low": {"x": -float("inf")}, "nan": float("nan"), "large": [10**30, -10**25, 2**63 - 1],
+           "text": "NaN, \\\"Infinity\\\" 1000000000000000019884624838656 \\", "small": 1e-05, "pi": 3.141592653589793, "name": "Größe"}
+    with open(os.path.join(source, "config.json"), "w", encoding="utf-8") as file:
+        json.dump({**config, **odd}, file)
+    for command in (["quantize"], ["quantize", "--format", "modelopt"]):
+        nib(*command, source, out, "--force")
+        after = read_json(out, "config.json")
+        wrong = [key for key in {**config, **odd} if repr(after.get(key)) != repr({**config, **odd}[key])]
+        check(f"{' '.join(command)}: numbers of config.json", not wrong and "quantization_config" in after, wrong)
+    for broken in ("Infinit", "-NaN", "+Infinity", "00", "1" * 30 + ".", "\"\\u0001"):
+        with open(os.path.join(source, "config.json"), "w", encoding="utf-8") as file:
+            file.write('{"a": ' + broken + "}")
+        message = nib("quantize", source, place("py-broken"), fails=True)
+        check(f"config.json with {broken} is refused", "config.json: line 1" in message, message)
+
+
 PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros,
-         conversions, torchao, saved, mxfp4, fp8_block, stacks, families, reloaded, sources, activations]
+         conversions, torchao, saved, mxfp4, fp8_block, stacks, families, reloaded, sources, activations, python_numbers]
 
 
 def main():
