@@ -11,10 +11,15 @@
 
 static bool put_string(struct nib_text *text, const char *string) { return nib_text_put(text, string, strlen(string)); }
 
+/* Hundreds of thousands of them make up a header: without the locale's detours. */
 static bool put_number(struct nib_text *text, uint64_t number)
 {
-    char digits[24];
-    return nib_text_put(text, digits, (size_t)snprintf(digits, sizeof digits, "%llu", (unsigned long long)number));
+    char digits[20];
+    size_t at = sizeof digits;
+    do
+        digits[--at] = (char)('0' + number % 10);
+    while (number /= 10);
+    return nib_text_put(text, digits + at, sizeof digits - at);
 }
 
 static bool put_tensor(struct nib_text *text, const struct nib_out_tensor *t)

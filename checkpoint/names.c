@@ -268,11 +268,19 @@ static bool is_layer_beyond(const nib_checkpoint *c, const char *name)
 
 const char *nib_ck_default_keep(const nib_checkpoint *c, const struct nib_ck_weight *w)
 {
+    /* Cut once: there are many rules, and many names. Nobody's has more parts than this. */
+    enum { PARTS = 32 };
+    const char *parts[PARTS];
+    size_t lengths[PARTS], n = 0;
+    for (const char *part = w->name; part && n < PARTS; part = strchr(part, '.'), n++) {
+        parts[n] = part += *part == '.';
+        lengths[n] = strcspn(part, ".");
+    }
     for (size_t i = 0; i < sizeof keep_rules / sizeof *keep_rules; i++) {
         const struct keep_rule *rule = &keep_rules[i];
-        const char *name = rule->last_only ? last_part(w->name) : w->name;
-        if (any_part(name, rule->test, rule->word))
-            return rule->reason;
+        for (size_t part = rule->last_only ? n - 1 : 0; part < n; part++)
+            if (rule->test(parts[part], lengths[part], rule->word))
+                return rule->reason;
     }
     return is_layer_beyond(c, w->name) ? "part of multi-token prediction" : NULL;
 }

@@ -127,6 +127,14 @@ static nib_status check_place(const struct nib_run *run)
 
 /* ---- Which plan ---- */
 
+static void hash_tensor(XXH3_state_t *hash, const struct nib_out_tensor *t)
+{
+    const int64_t facts[] = { (int64_t)t->dtype, t->ggml_type, (int64_t)t->producer, t->rank, (int64_t)t->offset };
+    XXH3_128bits_update(hash, t->name, strlen(t->name) + 1);
+    XXH3_128bits_update(hash, facts, sizeof facts);
+    XXH3_128bits_update(hash, t->shape, (size_t)t->rank * sizeof *t->shape);
+}
+
 /* Everything that decides bytes but for the data itself. */
 static nib_status take_fingerprint(struct nib_run *run)
 {
@@ -134,20 +142,19 @@ static nib_status take_fingerprint(struct nib_run *run)
     XXH3_state_t *hash = XXH3_createState();
     struct nib_text text = { 0 };
     nib_status status = hash ? NIB_OK : no_memory(run->out);
-    if (hash)
+    if (!status) {
         XXH3_128bits_reset(hash);
-    if (!status)
         status = nib_plan_provenance(plan, NULL, &text);
-    for (size_t i = 0; i < plan->n_files && !status; i++) {
-        struct nib_text header;
-        status = nib_plan_header(plan, &plan->files[i], text.bytes, &header);
-        if (status)
-            break;
-        XXH3_128bits_update(hash, plan->files[i].name, strlen(plan->files[i].name) + 1);
-        XXH3_128bits_update(hash, header.bytes, header.used);
-        nib_free(header.bytes);
     }
+    if (!status)
+        XXH3_128bits_update(hash, text.bytes, text.used);
     nib_free(text.bytes);
+    for (size_t i = 0; i < plan->n_files && !status; i++) {
+        const struct nib_out_file *file = &plan->files[i];
+        XXH3_128bits_update(hash, file->name, strlen(file->name) + 1);
+        for (uint32_t j = 0; j < file->tensors; j++)
+            hash_tensor(hash, &plan->tensors[file->first + j]);
+    }
     const json_t *const configurations[] = { plan->config, plan->hf_quant };
     for (int i = 0; i < 2 && !status; i++) {
         text = (struct nib_text){ 0 };

@@ -579,7 +579,7 @@ static void make_model(struct model *m)
         f->rest(m);
     for (int64_t i = 0; i < m->small; i++) {
         const struct name at = join("%s.layers.0.mlp.adapters.experts.%" PRId64, f->prefix, i / 3);
-        plain(m, 64, 64, at.text, gate_up_down[i % 3]);
+        plain(m, 16, 256, at.text, gate_up_down[i % 3]);
     }
     for (size_t i = 0; i < m->n_wide; i++) {
         int64_t rows = 0, cols = 0;
@@ -821,7 +821,7 @@ static const struct number {
     { "--head-dim", "size of a head; 0: hidden / heads", offsetof(struct model, head_dim), 0, 0, 1 << 16 },
     { "--vocab", "rows of the embedding", offsetof(struct model, vocab), 512, 3, 1 << 24 },
     { "--shards", "files", offsetof(struct model, shards), 1, 1, 99999 },
-    { "--small", "so many layers of 64 x 64 besides, to make the index long", offsetof(struct model, small), 0, 0,
+    { "--small", "so many layers of 16 x 256 besides, to make the index long", offsetof(struct model, small), 0, 0,
       10000000 },
     { "--seed", "of all numbers", offsetof(struct model, seed), 1, 0, INT64_MAX },
 };

@@ -59,9 +59,14 @@ bool nib_text_put_json(struct nib_text *text, const char *string)
 {
     const size_t before = text->used;
     bool fits = nib_text_put(text, "\"", 1);
-    for (; fits && *string; string++) {
+    while (fits && *string) {
         char escaped[8];
-        fits = nib_text_put(text, escaped, escape((unsigned char)*string, escaped));
+        size_t plain = 0; /* names hold hardly anything else */
+        while ((unsigned char)string[plain] >= 0x20 && string[plain] != '"' && string[plain] != '\\')
+            plain++;
+        fits = plain ? nib_text_put(text, string, plain)
+                     : nib_text_put(text, escaped, escape((unsigned char)*string, escaped));
+        string += plain ? plain : 1;
     }
     fits = fits && nib_text_put(text, "\"", 1);
     if (!fits)

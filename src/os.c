@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -348,13 +349,13 @@ nib_status nib_os_real_path(const char *path, char **out)
         while (slash > 0 && path[slash - 1] != '/')
             slash--;
         parent = nib_alloc(slash + 2);
-        if (parent) {
-            memcpy(parent, slash ? path : ".", slash ? slash : 1);
-            parent[slash ? slash : 1] = '\0';
-            real = realpath(parent, NULL);
-            rest = path + slash;
-            length -= slash;
-        }
+        if (!parent)
+            return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its name", path);
+        memcpy(parent, slash ? path : ".", slash ? slash : 1);
+        parent[slash ? slash : 1] = '\0';
+        real = realpath(parent, NULL);
+        rest = path + slash;
+        length -= slash;
     }
     if (!real) {
         const nib_status status = io_error(path, "there is no such place");
@@ -372,6 +373,16 @@ nib_status nib_os_real_path(const char *path, char **out)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its name", path);
     *out = copy;
     return NIB_OK;
+}
+
+uint64_t nib_os_free_bytes(const char *folder)
+{
+    struct statvfs facts;
+    uint64_t bytes;
+    if (statvfs(folder, &facts) < 0 || facts.f_blocks == 0 ||
+        __builtin_mul_overflow((uint64_t)facts.f_bavail, (uint64_t)facts.f_frsize, &bytes))
+        return UINT64_MAX;
+    return bytes;
 }
 
 int nib_os_processors(void)
