@@ -78,8 +78,11 @@ bool nib_check_wants_input(const struct nib_checking *k, const char *module)
     json_t *group;
     const bool known = k->n_modules && is_method(c, k->modules[0].layout->packing);
     if (known && k->modules[0].layout->packing == NIB_PACKING_COMPRESSED_TENSORS) {
-        json_object_foreach(json_object_get(c->quantization, "config_groups"), key,
-                            group) if (json_is_object(get(group, "input_activations"))) return true;
+        json_object_foreach(json_object_get(c->quantization, "config_groups"), key, group)
+        {
+            if (json_is_object(get(group, "input_activations")))
+                return true;
+        }
         return false;
     }
     const json_t *modelopt = known ? modelopt_of(c) : NULL;
@@ -352,9 +355,12 @@ static nib_status check_compressed_tensors(struct nib_checking *k)
     const char *format = get_text(config, "format"), *status = get_text(config, "quantization_status"), *name;
     json_t *group;
     bool good = is(format, "nvfp4-pack-quantized") || is(format, "mixed-precision");
-    if (!*format)
-        json_object_foreach(json_object_get(config, "config_groups"), name, group) good |=
-            is(get_text(group, "format"), "nvfp4-pack-quantized");
+    if (!*format) {
+        json_object_foreach(json_object_get(config, "config_groups"), name, group)
+        {
+            good |= is(get_text(group, "format"), "nvfp4-pack-quantized");
+        }
+    }
     if (!good)
         TRY(nib_check_found(k, NIB_FAULT_CONFIG_FORMAT, "config.json", "format is \"%s\" instead of \"%s\"", format,
                             "nvfp4-pack-quantized"));
@@ -373,8 +379,11 @@ static nib_status check_algo(struct nib_checking *k, const char *file, const jso
     if (!is_mixed(config) && !is_nvfp4_algo(algo))
         return nib_check_found(k, NIB_FAULT_CONFIG_SCHEME, file, "quant_algo is \"%s\" instead of NVFP4", algo);
     const json_t *size = get(config, "group_size");
-    json_object_foreach(json_object_get(config, "config_groups"), name, group) if (!size) size =
-        get(get(group, "weights"), "group_size");
+    json_object_foreach(json_object_get(config, "config_groups"), name, group)
+    {
+        if (!size)
+            size = get(get(group, "weights"), "group_size");
+    }
     if (size && json_integer_value(size) != 16)
         return nib_check_found(k, NIB_FAULT_CONFIG_SCHEME, file, "group_size is %lld instead of 16",
                                (long long)json_integer_value(size));
@@ -385,7 +394,11 @@ static bool holds(const json_t *list, const json_t *item)
 {
     size_t i;
     const json_t *other;
-    json_array_foreach(list, i, other) if (json_equal(other, item)) return true;
+    json_array_foreach(list, i, other)
+    {
+        if (json_equal(other, item))
+            return true;
+    }
     return false;
 }
 
@@ -394,8 +407,11 @@ static const char *first_missing(const json_t *from, const json_t *in)
 {
     size_t i;
     const json_t *item;
-    json_array_foreach(from, i, item) if (!holds(in, item)) return json_string_value(item) ? json_string_value(item)
-                                                                                           : "?";
+    json_array_foreach(from, i, item)
+    {
+        if (!holds(in, item))
+            return json_string_value(item) ? json_string_value(item) : "?";
+    }
     return NULL;
 }
 
@@ -432,8 +448,8 @@ static nib_status check_modelopt(struct nib_checking *k)
     return config ? check_both_files(k, config, hf) : NIB_OK;
 }
 
-/* Whether a quantised module is this one, or below it. */
-static bool has_module(const struct nib_checking *k, const char *name)
+/* The first quantised module that is this one, or below it; NULL without. */
+static const struct nib_check_module *find_module(const struct nib_checking *k, const char *name)
 {
     size_t low = 0, high = k->n_modules;
     while (low < high) {
@@ -443,7 +459,44 @@ static bool has_module(const struct nib_checking *k, const char *name)
         else
             high = middle;
     }
-    return low < k->n_modules && is_parent(name, k->modules[low].name);
+    return low < k->n_modules && is_parent(name, k->modules[low].name) ? &k->modules[low] : NULL;
+}
+
+/* "experts" of "experts.gate_up_proj" (one part) or of "experts.3.up_proj" (two). */
+static const char *without_parts(const char *name, int parts, char *room, size_t bytes)
+{
+    snprintf(room, bytes, "%s", name);
+    for (char *dot; parts > 0 && (dot = strrchr(room, '.')); parts--)
+        *dot = 0;
+    return room;
+}
+
+/* Experts of a stack may be listed one by one: loaders look for anything below their module. */
+static bool is_listed(const json_t *layers, const struct nib_check_module *m)
+{
+    const char *key;
+    json_t *layer;
+    char room[1024];
+    if (is_nvfp4_algo(get_text(listed(layers, m->name), "quant_algo")))
+        return true;
+    if (!m->layout->stack)
+        return false;
+    without_parts(m->name, 1, room, sizeof room);
+    json_object_foreach((json_t *)(uintptr_t)layers, key, layer)
+    {
+        if (is_parent(room, key) && is_nvfp4_algo(get_text(layer, "quant_algo")))
+            return true;
+    }
+    return false;
+}
+
+static bool is_quantised(const struct nib_checking *k, const char *name)
+{
+    char room[1024];
+    if (find_module(k, name))
+        return true;
+    const struct nib_check_module *m = find_module(k, without_parts(name, 2, room, sizeof room));
+    return m && m->layout->stack;
 }
 
 static nib_status check_layers(struct nib_checking *k, const json_t *layers)
@@ -451,12 +504,15 @@ static nib_status check_layers(struct nib_checking *k, const json_t *layers)
     const char *name;
     json_t *layer;
     for (size_t i = 0; i < k->n_modules; i++)
-        if (!is_nvfp4_algo(get_text(listed(layers, k->modules[i].name), "quant_algo")))
+        if (!is_listed(layers, &k->modules[i]))
             TRY(nib_check_found(k, NIB_FAULT_CONFIG_UNLISTED, k->modules[i].name,
                                 "it is quantised, and quantized_layers does not list it as NVFP4"));
-    json_object_foreach((json_t *)layers, name,
-                        layer) if (is_nvfp4_algo(get_text(layer, "quant_algo")) && !has_module(k, name))
-        TRY(nib_check_found(k, NIB_FAULT_CONFIG_LISTED, name, "quantized_layers lists it, and it is not quantised"));
+    json_object_foreach((json_t *)(uintptr_t)layers, name, layer)
+    {
+        if (is_nvfp4_algo(get_text(layer, "quant_algo")) && !is_quantised(k, name))
+            TRY(nib_check_found(k, NIB_FAULT_CONFIG_LISTED, name,
+                                "quantized_layers lists it, and it is not quantised"));
+    }
     return NIB_OK;
 }
 

@@ -116,6 +116,9 @@ const char *nib_ck_place(const nib_checkpoint *c, uint32_t tensor, char *room, s
 int64_t nib_ck_config_int(const nib_checkpoint *c, const char *key, int64_t otherwise);
 /* The whole of a file in memory, NUL-terminated, at most `limit` bytes (DATA above); freed with nib_free. */
 nib_status nib_ck_read_text(const char *path, size_t limit, char **out, size_t *bytes);
+/* Whether a token is a number of Python's json that JSON or jansson has not: Infinity, -Infinity, NaN, or an integer of
+ * more than 18 digits. In c->config they are strings behind a \x01. */
+bool nib_ck_is_python_number(const char *token, size_t length);
 /* JSON with its path in the sentence; duplicate keys and trailing garbage are refused. */
 nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, json_t **out);
 

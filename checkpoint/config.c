@@ -68,8 +68,12 @@ bool nib_put_json(struct nib_text *text, const json_t *value, int indent)
                    nib_put_json(text, json_array_get(value, i), indent + STEP);
         return fits && (!json_array_size(value) || put_line(text, indent)) && put_string(text, "]");
     }
-    case JSON_STRING:
-        return nib_text_put_json(text, json_string_value(value));
+    case JSON_STRING: {
+        const char *string = json_string_value(value);
+        if (*string == '\x01' && nib_ck_is_python_number(string + 1, strlen(string + 1)))
+            return put_string(text, string + 1);
+        return nib_text_put_json(text, string);
+    }
     case JSON_INTEGER: {
         char digits[24];
         snprintf(digits, sizeof digits, "%lld", (long long)json_integer_value(value));

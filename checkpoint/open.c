@@ -122,7 +122,56 @@ static char *join_path(const char *folder, const char *name)
     return path;
 }
 
-/* The JSON object of a file in the folder; *out stays NULL where there is no such file. */
+bool nib_ck_is_python_number(const char *token, size_t length)
+{
+    static const char *const words[] = { "Infinity", "-Infinity", "NaN" };
+    enum { DIGITS = 18 }; /* that fit whatever they are */
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (length == strlen(words[i]) && memcmp(token, words[i], length) == 0)
+            return true;
+    const size_t sign = length > 0 && token[0] == '-';
+    for (size_t i = sign; i < length; i++)
+        if (token[i] < '0' || token[i] > '9')
+            return false;
+    return length - sign > DIGITS;
+}
+
+/* A configuration with these numbers as strings behind a mark: jansson refuses them, and nib_put_json takes the mark off. */
+static bool mark_numbers(const char *text, size_t bytes, struct nib_text *out)
+{
+    static const char of_tokens[] = "+-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+    size_t copied = 0;
+    bool in_string = false, fits = true;
+    for (size_t i = 0; i < bytes && fits;) {
+        if (in_string && text[i] == '\\') { /* whatever follows is no end of the string */
+            i += 2;
+            continue;
+        }
+        in_string ^= text[i] == '"';
+        const size_t length = in_string ? 0 : strspn(text + i, of_tokens); /* the text ends with a NUL */
+        if (nib_ck_is_python_number(text + i, length)) {
+            fits = nib_text_put(out, text + copied, i - copied) && nib_text_put(out, "\"\\u0001", 7) &&
+                   nib_text_put(out, text + i, length) && nib_text_put(out, "\"", 1);
+            copied = i + length;
+        }
+        i += length ? length : 1;
+    }
+    return fits && nib_text_put(out, text + copied, bytes - copied);
+}
+
+/* config.json is written by Python, whose numbers are more than JSON's. */
+static nib_status parse_config(const nib_checkpoint *c, const char *path, const char *text, size_t bytes, json_t **out)
+{
+    struct nib_text marked = { 0 };
+    const nib_status status = mark_numbers(text, bytes, &marked)
+                                  ? nib_ck_parse_json(path, marked.bytes ? marked.bytes : "", marked.used, out)
+                                  : nib_ck_no_memory(c);
+    nib_free(marked.bytes);
+    return status;
+}
+
+/* The JSON object of a file in the folder; *out stays NULL where there is no such file. Text is wanted of config.json
+ * alone. */
 static nib_status read_object(const nib_checkpoint *c, const char *name, size_t limit, json_t **out, char **text_out)
 {
     char *path = join_path(c->folder, name), *text = NULL;
@@ -133,7 +182,7 @@ static nib_status read_object(const nib_checkpoint *c, const char *name, size_t 
     if (nib_os_exists(path)) {
         status = nib_ck_read_text(path, limit, &text, &bytes);
         if (!status)
-            status = nib_ck_parse_json(path, text, bytes, out);
+            status = text_out ? parse_config(c, path, text, bytes, out) : nib_ck_parse_json(path, text, bytes, out);
         if (!status && !json_is_object(*out)) {
             json_decref(*out);
             *out = NULL;

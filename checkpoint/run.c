@@ -195,10 +195,31 @@ void nib_job_init(nib_job *job)
         *job = (nib_job){ .bytes = sizeof *job };
 }
 
+/* Better now than after hours. */
+static nib_status check_room(const struct nib_run *run)
+{
+    const nib_plan *plan = run->plan;
+    const uint64_t there = nib_os_free_bytes(run->fresh);
+    uint64_t needed = 0;
+    for (size_t i = 0; i < plan->n_files; i++) {
+        char *path = nib_stage_path(run->fresh, plan->files[i].name);
+        if (!path)
+            return no_memory();
+        needed += nib_os_exists(path) ? 0 : plan->files[i].bytes; /* an earlier run has written it */
+        nib_free(path);
+    }
+    return needed <= there ? NIB_OK
+                           : nib_fail(NIB_ERR_IO,
+                                      "%s: the output needs %.1f MB more and %.1f MB are free: make room, or choose "
+                                      "another place",
+                                      run->out, (double)needed / 1e6, (double)there / 1e6);
+}
+
 static nib_status write_all(struct nib_run *run)
 {
     const bool first = !run->job.comm || run->job.comm->rank == 0;
     struct nib_text provenance = { 0 };
+    TRY(nib_agree(run->job.comm, first ? check_room(run) : NIB_OK, 3));
     TRY(nib_run_survey(run));
     nib_status status = find_levels(run);
     if (!status)

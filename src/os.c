@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -380,6 +381,16 @@ nib_status nib_os_real_path(const char *path, char **out)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its name", path);
     *out = copy;
     return NIB_OK;
+}
+
+uint64_t nib_os_free_bytes(const char *folder)
+{
+    struct statvfs facts;
+    uint64_t bytes;
+    if (statvfs(folder, &facts) < 0 || facts.f_blocks == 0 ||
+        __builtin_mul_overflow((uint64_t)facts.f_bavail, (uint64_t)facts.f_frsize, &bytes))
+        return UINT64_MAX;
+    return bytes;
 }
 
 int nib_os_processors(void)

@@ -60,6 +60,8 @@ NIB_PRIVATE nib_status nib_os_sync_parent(const char *path); /* the folder that 
 /* The path without links, "." and ".."; where it is not there yet, that of its parent with the last name behind it.
  * Freed with nib_free. */
 NIB_PRIVATE nib_status nib_os_real_path(const char *path, char **out);
+/* Bytes that may still be written where a folder is; UINT64_MAX where the file system does not say. */
+NIB_PRIVATE uint64_t nib_os_free_bytes(const char *folder);
 NIB_PRIVATE int nib_os_processors(void); /* that this process may run on */
 
 #endif

@@ -5,6 +5,7 @@
     check_checkpoint.py LIBNIB NIB [PART]...     parts are the functions below; all of them without any
 """
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -797,9 +798,10 @@ STACKS = {"qwen3-vl-moe": "halves.T", "qwen3.5-moe": "halves", "llama4": "halves
 
 def stacks():
     """Stacks of experts are quantised as the matrices that they hold, cut out here by hand."""
-    for family, lie in STACKS.items():
+    # Of the last two sizes a matrix of a stack does not tell which way it lies: 2I = H, and I = H for down_proj.
+    for (family, lie), size in itertools.product(STACKS.items(), ("96", "64", "128")):
         source = make("st-in", "--family", family, "--layers", "2", "--shards", "2", "--hidden", "128",
-                      "--intermediate", "96", "--experts", "3")
+                      "--intermediate", size, "--experts", "3")
         plain = {}
         for name, t in load(source).items():
             if name.endswith("_proj_bias"):
@@ -817,8 +819,28 @@ def stacks():
                 half = matrix.shape[0] // 2
                 gate, up = (matrix[0::2], matrix[1::2]) if lie.startswith("pairs") else (matrix[:half], matrix[half:])
                 plain[f"{parent}.{e}.gate_proj.weight"], plain[f"{parent}.{e}.up_proj.weight"] = gate, up
-        quantized = same_after_quantizing(family, source, save("st-plain", plain, read_json(source, "config.json")))
-        check(f"{family}: experts are quantised", sum(".experts." in m for m in quantized) == 2 * 3 * 3, quantized)
+        what = f"{family}, I = {size}"
+        quantized = same_after_quantizing(what, source, save("st-plain", plain, read_json(source, "config.json")))
+        check(f"{what}: experts are quantised", sum(".experts." in m for m in quantized) == 2 * 3 * 3, quantized)
+
+
+def granite():
+    """Granite's stacks are tensors of linear layers: input_linear holds gate and up, output_linear down."""
+    random = torch.Generator().manual_seed(SEED)
+    experts, hidden, inner = 3, 128, 64
+    at = "model.layers.0.block_sparse_moe"
+    both = (torch.randn(experts, 2 * inner, hidden, generator=random) * 0.05).to(torch.bfloat16)
+    down = (torch.randn(experts, hidden, inner, generator=random) * 0.05).to(torch.bfloat16)
+    router = {f"{at}.router.layer.weight": torch.randn(experts, hidden, generator=random).to(torch.bfloat16)}
+    config = {"model_type": "granitemoe", "hidden_size": hidden, "intermediate_size": inner,
+              "num_local_experts": experts, "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+    plain = dict(router)
+    for e in range(experts):
+        plain |= {f"{at}.experts.{e}.w1.weight": both[e, :inner], f"{at}.experts.{e}.w3.weight": both[e, inner:],
+                  f"{at}.experts.{e}.w2.weight": down[e]}
+    stack = save("gr-in", {f"{at}.input_linear.weight": both, f"{at}.output_linear.weight": down, **router}, config)
+    quantized = same_after_quantizing("granite", stack, save("gr-plain", plain, config))
+    check("granite: experts are quantised", len(quantized) == 9, quantized)
 
 
 def split_bias(name, t):
@@ -956,8 +978,29 @@ def activations():
             check(f"--activations {os.path.basename(option)}, {form}", not wrong, wrong[:2])
 
 
-PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros,
-         conversions, torchao, saved, mxfp4, fp8_block, stacks, families, reloaded, sources, activations]
+def python_numbers():
+    """config.json as Python writes it: numbers that JSON has not come out as they went in."""
+    source, out = make("py-in", "--layers", "1"), place("py-out")
+    config = read_json(source, "config.json")
+    odd = {"time_step_limit": [0.0, float("inf")], "low": {"x": -float("inf")}, "nan": float("nan"),
+           "large": [10**30, -10**25, 2**63 - 1], "small": 1e-05, "pi": 3.141592653589793, "name": "Größe",
+           "text": "NaN, \\\"Infinity\\\" 1000000000000000019884624838656 \\"}
+    with open(os.path.join(source, "config.json"), "w", encoding="utf-8") as file:
+        json.dump({**config, **odd}, file)
+    for command in (["quantize"], ["quantize", "--format", "modelopt"]):
+        nib(*command, source, out, "--force")
+        after = read_json(out, "config.json")
+        wrong = [key for key in {**config, **odd} if repr(after.get(key)) != repr({**config, **odd}[key])]
+        check(f"{' '.join(command)}: numbers of config.json", not wrong and "quantization_config" in after, wrong)
+    for broken in ("Infinit", "-NaN", "+Infinity", "00", "1" * 30 + ".", "\"\\u0001"):
+        with open(os.path.join(source, "config.json"), "w", encoding="utf-8") as file:
+            file.write('{"a": ' + broken + "}")
+        message = nib("quantize", source, place("py-broken"), fails=True)
+        check(f"config.json with {broken} is refused", "config.json: line 1" in message, message)
+
+
+PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros, conversions, torchao,
+         saved, mxfp4, fp8_block, stacks, granite, families, reloaded, sources, activations, python_numbers]
 
 
 def main():

@@ -138,6 +138,7 @@ int cli_main(int argc, char **argv)
 {
     hold_standard_descriptors();
     signal(SIGPIPE, SIG_IGN); /* a reader that went away is a write error like any other */
+    signal(SIGXFSZ, SIG_IGN); /* and so is a file that may not grow */
     if (argc < 2) {
         show_commands(stderr);
         return CLI_FAILED;

@@ -145,9 +145,16 @@ json_t *report_differences(const char *a, const char *b)
     json_t *left = flattened(a), *right = flattened(b), *out = json_array(), *value;
     const char *key;
     if (left && right && out) {
-        json_object_foreach(left, key, value) if (!json_equal(value, json_object_get(right, key)))
-            note_difference(out, key, value, json_object_get(right, key));
-        json_object_foreach(right, key, value) if (!json_object_get(left, key)) note_difference(out, key, NULL, value);
+        json_object_foreach(left, key, value)
+        {
+            if (!json_equal(value, json_object_get(right, key)))
+                note_difference(out, key, value, json_object_get(right, key));
+        }
+        json_object_foreach(right, key, value)
+        {
+            if (!json_object_get(left, key))
+                note_difference(out, key, NULL, value);
+        }
     }
     json_decref(left);
     json_decref(right);

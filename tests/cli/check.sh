@@ -90,6 +90,20 @@ done <<'LIST'
 --format gguf
 LIST
 
+# Families whose experts lie in stacks, in every form.
+for family in llama4 gpt-oss qwen3.5-moe mixtral; do
+    "${BUILD:?the folder of the build}/examples/make_checkpoint" --family $family "$work/$family" >/dev/null || fail "$family"
+    for options in "" "--scheme nvfp4" "--format modelopt" "--format modelopt --scheme nvfp4"; do
+        # shellcheck disable=SC2086
+        run 0 "$NIB" quantize -q -f $options "$work/$family" "$work/$family-4"
+        run 0 "$NIB" check --against "$work/$family" "$work/$family-4"
+        lines 1 'no findings$'
+        run 0 "$NIB" check "$work/$family-4"
+        lines 1 'no findings$'
+    done
+    rm -r "$work/$family" "$work/$family-4"
+done
+
 # Repairs: nothing to do, a plan alone, what is left, and that the input is as it was.
 run 1 "$NIB" repair "$good" "$work/same"
 has err 'nothing that can be repaired'

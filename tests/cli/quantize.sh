@@ -150,11 +150,26 @@ mkdir "$work/disk"
 if mount -t tmpfs -o size=8M tmpfs "$work/disk" 2>/dev/null; then
     mounted=$work/disk
     run 2 "$NIB" quantize "$work/large" "$work/disk/out"
+    has err "make room"
+    [ "$(ls "$work/disk/out")" = "" ] || fail "something has a final name on the full disk"
+    mount -o remount,size=64M "$work/disk"
+    # Somebody else fills it once the run has begun.
+    "$NIB" quantize -q -t 1 --force "$work/large" "$work/disk/out" >"$work/out" 2>"$work/err" </dev/null &
+    process=$!
+    for _ in $(seq 200); do
+        if [ -e "$work/disk/out/.nib-partial/survey-00000.json" ]; then break; fi
+        sleep 0.005
+    done
+    head -c 60M /dev/zero >"$work/disk/filler" 2>/dev/null
+    wait $process && fail "a full disk goes unnoticed"
     has err "No space left on device"
     [ "$(ls "$work/disk/out")" = "" ] || fail "something has a final name on the full disk"
-    mount -o remount,size=512M "$work/disk"
+    rm "$work/disk/filler"
     run 0 "$NIB" quantize -q --resume "$work/large" "$work/disk/out"
     same "$work/disk/out" "$work/undisturbed"
+    rm -r "$work/disk/out"
+    run 2 bash -c "ulimit -f 8192; exec '$NIB' quantize -q '$work/large' '$work/disk/out'"
+    has err "File too large"
     mount -o remount,ro "$work/disk"
     run 2 "$NIB" quantize "$work/large" "$work/disk/other"
     has err "Read-only file system"
