@@ -394,6 +394,9 @@ SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_
     }
     if (straight)
         return;
+    for (int64_t l = 0; l < n; l++) /* far apart, they arrive in time only if they are asked for */
+        for (int64_t i = 0; i < bytes; i += 64)
+            __builtin_prefetch(codes + l * g->line_stride + i, 1);
     transpose_8(stage[0], ANY_COLUMNS, bytes, n, turned[0], ANY_BYTE_ROWS);
     for (int64_t l = 0; l < n; l++)
         memcpy(codes + l * g->line_stride, turned[l], (size_t)bytes);
