@@ -577,33 +577,60 @@ static void decode_rows(const struct decode_job *job, int64_t row, int64_t rows,
         }
 }
 
-/* Lines of the columnwise copy run down the output. As many as make a cache line of it are decoded side by side and
+/* Lines of numbers, `stride` bytes apart, as columns of the output. Its rows may be so far apart that they share their
+ * places in the cache: what goes to them passes through memory of its own and is written once. */
+enum { COLUMNS_BYTES = 256 };
+
+static void store_columns(const struct matrix *out, int64_t row, int64_t rows, int64_t col, int64_t lines,
+                          const char *numbers, int64_t stride)
+{
+    enum { ROWS = 64 };
+    nib_transpose_fn *const transpose = nib_kernels_best()->transpose[out->dtype == NIB_F32 ? NIB_F32 : NIB_BF16];
+    _Alignas(64) uint8_t turned[ROWS * COLUMNS_BYTES];
+    for (int64_t r = 0; r < rows; r += ROWS) {
+        const int64_t n = nib_min(ROWS, rows - r);
+        for (int64_t i = 0; i < n; i++) /* far apart, they arrive in time only if they are asked for */
+            for (int64_t at = 0; at < lines * out->bytes; at += 64)
+                __builtin_prefetch(element_at(out, row + r + i, col) + at, 1);
+        transpose((const uint8_t *)numbers + r * out->bytes, stride, lines, n, turned, COLUMNS_BYTES);
+        for (int64_t i = 0; i < n; i++)
+            memcpy(element_at(out, row + r + i, col), turned + i * COLUMNS_BYTES, (size_t)(lines * out->bytes));
+    }
+}
+
+/* Lines of the columnwise copy run down the output. As many as make a few cache lines of it are decoded side by side and
  * transposed. They are decoded in whole blocks, so that a panel that does not begin at a border takes a few elements
  * more than it needs. */
 static void decode_columns(const struct decode_job *job, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
-    enum { LINE = 64 };
     const struct matrix *out = &job->out;
     const struct nib_copy_geometry *g = job->geometry;
     const struct nib_kernels *kernels = nib_kernels_best();
     const int64_t block = nib_max(job->coding.block, 1), start = (job->first + row) / block * block;
     const int64_t n = nib_min(nib_round_up(job->first + row + rows, block), g->length) - start;
     const int64_t stride = DECODE_LENGTH * out->bytes, skip = (job->first + row - start) * out->bytes;
-    const int64_t width = LINE / out->bytes;
-    _Alignas(64) char numbers[LINE * DECODE_LENGTH];
-    uint8_t codes[LINE / 2 * DECODE_LENGTH];
+    const int64_t width = COLUMNS_BYTES / out->bytes, per_byte = g->element_stride ? 1 : 2;
+    enum { AHEAD = 8 };
+    _Alignas(64) char numbers[COLUMNS_BYTES * DECODE_LENGTH];
+    uint8_t codes[COLUMNS_BYTES / 2 * DECODE_LENGTH];
     for (int64_t c = col; c < col + cols; c += width) {
         const int64_t lines = nib_min(width, col + cols - c);
         const bool scattered = g->element_stride > 1; /* codes lie as the numbers do */
         if (scattered)
             kernels->transpose[NIB_U8](job->memory->codes + start * g->element_stride + c, g->element_stride, n, lines,
                                        codes, DECODE_LENGTH);
-        for (int64_t l = 0; l < lines; l++)
+        for (int64_t l = 0; l < lines; l++) {
+            /* Those of a few lines ahead, which are far apart. (In a function of its own, gcc takes this for nothing.) */
+            const int64_t next = nib_min(c + l + AHEAD, g->lines - 1);
+            for (int64_t i = 0; i < n / per_byte && !scattered; i += 64)
+                __builtin_prefetch(job->memory->codes + next * g->line_stride + start / per_byte + i);
+            if (job->coding.block && g->scale_block == 1)
+                __builtin_prefetch((const char *)job->memory->scales +
+                                   nib_scale_index(g, next, start / job->coding.block) * g->scale_bytes);
             restore_line(job, c + l, start, n, scattered ? codes + l * DECODE_LENGTH : NULL, numbers + l * stride);
+        }
         if (is_direct(out))
-            kernels->transpose[out->dtype == NIB_F32 ? NIB_F32 : NIB_BF16](
-                (const uint8_t *)numbers + skip, stride, lines, rows, (uint8_t *)element_at(out, row, c),
-                out->row_stride * out->bytes);
+            store_columns(out, row, rows, c, lines, numbers + skip, stride);
         for (int64_t l = 0; l < lines && !is_direct(out); l++)
             scatter_line(out, row, c + l, rows, true, numbers + l * stride + skip);
     }

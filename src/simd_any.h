@@ -356,36 +356,50 @@ SIMD void encode_columns(const struct nib_panel *panel, int64_t row, int64_t end
     }
 }
 
-/* Rows row..end-1, whole blocks, of n columns from `col` on, at most ANY_COLUMNS. */
+/* Rows row..end-1, whole blocks, of n columns from `col` on, at most ANY_COLUMNS. Rows of the matrix, and lines of the
+ * result, may be so far apart that they share their places in the cache: both pass through memory that lies side by
+ * side, are read or written once, and long pieces at a time. */
 SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_coding *coding,
                                 const struct nib_target *target, const struct nib_scaler *scaler, int64_t row,
                                 int64_t end, int64_t col, int n, nib_dtype dtype, nib_dtype element, bool mx)
 {
     const struct nib_copy_geometry *g = target->geometry;
     const bool packed = element == NIB_E2M1, straight = g->element_stride > 1; /* codes lie as the numbers do */
-    const int64_t height = coding->block ? coding->block : end - row;
+    const int64_t height = coding->block ? coding->block : nib_min(end - row, ANY_BYTE_ROWS);
     uint8_t stage[ANY_BYTE_ROWS][ANY_COLUMNS] __attribute__((aligned(64)));
+    const int64_t first = (panel->row + row) / (packed ? 2 : 1), bytes = nib_ceil_div(end - row, packed ? 2 : 1);
+    uint8_t *const codes = target->codes + (panel->col + col) * g->line_stride + first;
+    uint8_t turned[ANY_COLUMNS][ANY_BYTE_ROWS] __attribute__((aligned(64)));
+    char numbers[ANY_COLUMNS * ANY_BYTE_ROWS * 4] __attribute__((aligned(64)));
+    const struct nib_panel near = { .x = numbers, .dtype = panel->dtype, .stride = ANY_COLUMNS };
+    const int size = dtype == NIB_F32 ? 4 : 2;
     struct any_scales s;
     const float whole = coding->block ? 0 : coding->dialect->factor(0, 0, scaler, &coding->rules);
     for (int c = 0; c < SCALES; c++)
         s.factor[c] = whole;
     for (int64_t r = row; r < end; r += height) {
         const int64_t last = nib_min(r + height, end);
+        for (int64_t i = r; i < last; i++)
+            memcpy(numbers + (i - r) * ANY_COLUMNS * size, element_address(panel, i, col), (size_t)(n * size));
         if (coding->block) {
-            column_amaxes(panel, coding, r, last, col, n, dtype, s.amax);
+            column_amaxes(&near, coding, 0, last - r, 0, n, dtype, s.amax);
             scales_of(&s, n, coding, scaler, mx);
             store_column_scales(target, &s, n, panel->col + col, (panel->row + r) / coding->block);
         }
         for (int c = 0; c < n; c += STEP)
-            encode_columns(panel, r, last, col + c, n - c, dtype, s.factor + c, element,
+            encode_columns(&near, 0, last - r, c, n - c, dtype, s.factor + c, element,
                            straight ? target->codes + (panel->row + r) * g->element_stride + panel->col + col + c
                                     : &stage[(r - row) / (packed ? 2 : 1)][c],
                            straight ? g->element_stride : ANY_COLUMNS);
     }
-    const int64_t first = (panel->row + row) / (packed ? 2 : 1), bytes = nib_ceil_div(end - row, packed ? 2 : 1);
-    if (!straight)
-        transpose_8(stage[0], ANY_COLUMNS, bytes, n, target->codes + (panel->col + col) * g->line_stride + first,
-                    g->line_stride);
+    if (straight)
+        return;
+    for (int64_t l = 0; l < n; l++) /* far apart, they arrive in time only if they are asked for */
+        for (int64_t i = 0; i < bytes; i += 64)
+            __builtin_prefetch(codes + l * g->line_stride + i, 1);
+    transpose_8(stage[0], ANY_COLUMNS, bytes, n, turned[0], ANY_BYTE_ROWS);
+    for (int64_t l = 0; l < n; l++)
+        memcpy(codes + l * g->line_stride, turned[l], (size_t)bytes);
 }
 
 SIMD void quantize_columns_any(const struct nib_panel *panel, const struct nib_coding *coding,
