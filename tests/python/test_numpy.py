@@ -285,6 +285,16 @@ def test_gemm_and_codes(x):
         nib.decode(np.array([1], np.uint8), "e2m1", 3)
 
 
+def test_torch_is_asked_for():
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        with pytest.raises(ImportError, match="pip install torch"):
+            import nib.torch  # noqa: F401
+    else:
+        pytest.skip("PyTorch is installed")
+
+
 # ---- Options and errors ----------------------------------------------------------------------------------
 
 
