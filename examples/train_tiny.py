@@ -37,10 +37,12 @@ VARIANTS = {
     "nvfp4-no-sr": ((1, 2), {"disable_stochastic_rounding": True}, "... without stochastic rounding"),
     "nvfp4-no-rht": ((1, 2), {"disable_rht": True}, "... without the Hadamard transform"),
     "nvfp4-1d": ((1, 2), {"disable_2d_quantization": True}, "... with 1x16 blocks of weights"),
+    "nvfp4-forward": ((1, 2), {"backward_override": "high_precision"}, "... in the forward pass alone"),
     "whole": ((0, 1, 2, 3), {}, "NVFP4 in all blocks"),
     "whole-no-sr": ((0, 1, 2, 3), {"disable_stochastic_rounding": True}, "... without stochastic rounding"),
     "whole-no-rht": ((0, 1, 2, 3), {"disable_rht": True}, "... without the Hadamard transform"),
     "whole-1d": ((0, 1, 2, 3), {"disable_2d_quantization": True}, "... with 1x16 blocks of weights"),
+    "whole-forward": ((0, 1, 2, 3), {"backward_override": "high_precision"}, "... in the forward pass alone"),
 }
 
 
