@@ -81,7 +81,7 @@ def read(name):
 
 
 FILES = repository_files()
-SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".py", ".sh", ".cmake", ".cmake.in", ".pc.in"))
+SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".py", ".sh", ".cmake", ".cmake.in", ".pc.in", ".toml"))
            or os.path.basename(n) in ("CMakeLists.txt", "Makefile")]
 TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" not in read(n)]
 HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n) and n != "include/nib_mpi.h"]
@@ -116,6 +116,9 @@ def check_text():
     check("text is UTF-8 and ends in a newline", faults)
     check("no trailing whitespace", lines_matching(TEXTS, r"[ \t]$"))
     check("no tabs in C", lines_matching([n for n in TEXTS if n.endswith((".c", ".h"))], r"\t"))
+
+    check("Python within 120 columns", lines_matching([n for n in TEXTS if re.match(r"(python|tests/python)/.*\.py$", n)],
+                                                      r"^.{121,}$"))
 
     # The patterns are put together so that this file does not match itself.
     check("no paths of somebody's machine", lines_matching(TEXTS, "/" + "work/"))

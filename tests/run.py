@@ -294,6 +294,16 @@ def virtual_environment(folder, packages, own=False):
     return python, ""
 
 
+def torch_environment(packages):
+    """A Python with PyTorch and these packages, or (None, why); one for all stages that need it."""
+    present = importlib.util.find_spec("torch") is not None
+    if os.environ.get("TORCH") == "1":
+        return virtual_environment("build/venv", [[TORCH], packages], own=not present)
+    if present:
+        return virtual_environment("build/venv", [packages])
+    return None, "needs PyTorch; TORCH=1 installs it"
+
+
 def stage_oracles(tally):
     """tests/check_*.py compare with other people's packages: argv is libnib.so and the tool."""
     path = build(tally, "build")
@@ -303,13 +313,7 @@ def stage_oracles(tally):
     light = sorted({need for needs in scripts.values() if needs is not None for need in needs})
     light_python = torch_python = None
     if None in scripts.values():
-        present = importlib.util.find_spec("torch") is not None
-        if os.environ.get("TORCH") == "1":
-            torch_python, why_torch = virtual_environment("build/venv", [[TORCH], ORACLES], own=not present)
-        elif present:
-            torch_python, why_torch = virtual_environment("build/venv", [ORACLES])
-        else:
-            why_torch = "needs PyTorch; TORCH=1 installs it"
+        torch_python, why_torch = torch_environment(ORACLES)
     if len(scripts) > list(scripts.values()).count(None):
         light_python, why_light = virtual_environment("build/venv-light", [light] if light else [])
 
@@ -321,6 +325,30 @@ def stage_oracles(tally):
                         timeout=1200)
         else:
             tally.missing(stem(script), why)
+
+
+def stage_python(tally):
+    """The package as a user installs it: in an environment of its own without PyTorch, then in one with it."""
+    environments = {"python": virtual_environment("build/venv-python", [["numpy", "pytest"]], own=True),
+                    "python with PyTorch": torch_environment(["numpy", "pytest", "ml_dtypes"])}
+    for what, (python, why) in environments.items():
+        if not python:
+            tally.missing(what, why)
+            continue
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--force-reinstall", "--no-deps", "."]
+        status, output = run(install, timeout=900)
+        if status != 0:
+            tally.fail(f"{what}: pip install .", output)
+            continue
+        tally.ok()
+        run_counted(tally, what, [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/python"],
+                    {"PYTHONPATH": "", "NIB_LIBRARY": ""}, timeout=1500)
+        status, output = run([python, "bench/python_overhead.py"], {"PYTHONPATH": "", "NIB_LIBRARY": ""})
+        if status != 0:
+            tally.fail(f"{what}: bench/python_overhead.py", output)
+        else:
+            tally.ok()
+            print("  " + output.strip().splitlines()[-1], flush=True)
 
 
 def stage_scripts(tally):
@@ -355,7 +383,8 @@ def stage_fuzz(tally):
 
 
 STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial, "mpi": stage_mpi,
-          "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "oracles": stage_oracles}
+          "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "oracles": stage_oracles,
+          "python": stage_python}
 LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz}
 
 

@@ -326,24 +326,23 @@ def _tensor_from_parts(quantizer, shape, dtype, parts):
 # A second set of function objects, without conversion of pointers: what is passed is prepared once.
 _fast = ctypes.CDLL(_library.path)
 _quantize = _fast.nib_quantize
-_quantize.argtypes = [ctypes.c_void_p] * 4
+_quantize.argtypes = None  # references and None pass as they are
 
-_described = {}  # (dtype, shape, strides): [a nib_array, a reference to it], taken out while in use
+_described = {}  # (dtype, shape): what _describe gives, taken out while in use
 _quantizers = {}  # options as given: a quantiser
 _from_buffer = ctypes.c_char.from_buffer
 _addressof = ctypes.addressof
 _byref = ctypes.byref
-_pointer = ctypes.c_void_p
+_ndarray = np.ndarray
 _default = Quantizer()
 
 
 def _describe(x):
-    """A description of arrays like x, its data still missing. Only for C-contiguous arrays that can be written to: the
-    others are described one by one."""
+    """(nib_array, reference to it, result, reference to it) for contiguous arrays like x, their data still missing."""
     if len(_described) > 256:
         _described.clear()
-    array = _arrays._borrow_numpy(x)
-    return array, _byref(array)
+    array, out = _arrays._borrow_numpy(x), ctypes.c_void_p()
+    return array, _byref(array), out, _byref(out)
 
 
 def _quantizer_of(options):
@@ -376,24 +375,25 @@ def quantize(x, quantizer=None, *, dtype=None, given=None, **options):
         quantizer = _quantizer_of(options) if options else _default
     elif options:
         raise TypeError("either a quantizer or options, not both")
-    if dtype is None and given is None and type(x) is np.ndarray:
-        key = (x.dtype, x.shape, x.strides)
+    if type(x) is _ndarray and dtype is None and given is None:
         try:
             address = _addressof(_from_buffer(x))
         except (TypeError, ValueError, BufferError):  # read-only, empty, not contiguous, or a dtype without a letter
             pass
         else:
+            key = (x.dtype, x.shape)
             described = _described.pop(key, None) or _describe(x)
-            described[0].data = address
-            out = _pointer()
-            status = _quantize(quantizer.ref, described[1], None, _byref(out))
+            array, array_ref, out, out_ref = described
+            array.data = address
+            status = _quantize(quantizer.ref, array_ref, None, out_ref)
+            handle = out.value
             _described[key] = described
             if status:
                 _library.fail(status)
-            return Tensor(out)
+            return Tensor(handle)
     array, keeper = _arrays.borrow(x, dtype)
     numbers, kept = _given(given)
-    out = _pointer()
+    out = ctypes.c_void_p()
     lib.nib_quantize(quantizer.struct, array, numbers, out)
     del keeper, kept
     return Tensor(out)

@@ -11,7 +11,8 @@ reasons = set()
 def note(report):
     if report.skipped:
         counts["skipped"] += 1
-        reasons.add(report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr))
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons.add(reason.removeprefix("Skipped: "))
     elif report.failed:
         counts["failed"] += 1
     elif report.when == "call":

@@ -399,9 +399,9 @@ def test_pickle_and_copies(make, x):
     t = make()(x).detach()
     t.note = {"kept": 1}
     for other in (copy.deepcopy(t), pickle.loads(pickle.dumps(t))):
+        assert other.note == {"kept": 1}
         assert type(other) is type(t) and same(other, t) and other.shape == t.shape and other.dtype == t.dtype
         assert all(a is None or a.data_ptr() != b.data_ptr() for a, b in zip(fields(other), fields(t)))
-    assert copy.deepcopy(t).note == {"kept": 1}
     parameter = torch.nn.Parameter(t)
     parameter.grad = torch.ones_like(x)
     twin = copy.deepcopy(parameter)
@@ -416,6 +416,28 @@ def test_pickle_and_copies(make, x):
         assert type(loaded) is type(t) and same(loaded, t) and loaded._quantizer is not None
         assert isinstance(make(), Float8Quantizer) or loaded._quantizer == t._quantizer
         loaded.quantize_(x * 2)
+
+
+def test_a_saved_module_keeps_its_parameters(make, x):
+    module = torch.nn.Linear(128, 64, bias=False)
+    module.weight = torch.nn.Parameter(make()(x).detach())
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded.weight, torch.nn.Parameter) and same(loaded.weight, module.weight)
+
+
+def test_casts_of_modules(make, x):
+    """A module's half() changes what parameters count as, and dequantises none."""
+    module = torch.nn.Linear(128, 64)
+    module.weight = torch.nn.Parameter(make()(x).detach())
+    kind, data = type(module.weight), [None if p is None else p.clone() for p in fields(module.weight)]
+    for cast, dtype in ((module.half, torch.float16), (module.float, torch.float32), (module.bfloat16, torch.bfloat16)):
+        assert cast() is module
+        assert type(module.weight) is kind and module.weight.dtype == dtype and module.bias.dtype == dtype
+        assert module.weight.dequantize().dtype == dtype and isinstance(module.weight, torch.nn.Parameter)
+        assert all(a is None or torch.equal(a, b) for a, b in zip(data, fields(module.weight)))
 
 
 def test_pickles_of_before(x):
@@ -487,7 +509,7 @@ def test_flatten(make, x):
 def test_compile(make, x):
     """Tensors go into a compiled function, and are made in it."""
     torch.compiler.reset()
-    w, q = make()(x).detach(), make()
+    w = make()(x).detach()
 
     def f(a, w):
         return torch.nn.functional.linear(a, w).relu()

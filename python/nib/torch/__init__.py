@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """nib for PyTorch: the quantisers, tensors and helpers of TransformerEngine by their own names, on CPU tensors.
 
-    quantized_tensor.py          the base classes, and all that formats have in common
+    quantized_tensor.py          the base classes
+    format_tensor.py             all that formats have in common
     nvfp4_tensor.py              NVFP4
     float8_tensor.py             Float8, one scale per tensor: delayed and current scaling
     mxfp8_tensor.py              MXFP8

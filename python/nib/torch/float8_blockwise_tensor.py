@@ -4,8 +4,9 @@ import torch
 
 from .._library import Format, Part
 from .constants import DType
-from .quantized_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, QuantizedTensor, _resolve_shape,
-                               aten, is_full_slice, is_same_strides, record_stream_handler)
+from .format_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, is_full_slice, is_same_strides,
+                            record_stream_handler)
+from .quantized_tensor import QuantizedTensor, _resolve_shape, aten
 
 
 class Float8BlockQuantizer(FormatQuantizer):

@@ -8,8 +8,8 @@ from .. import _library
 from .._library import Format, Part
 from . import _bridge
 from .constants import DType
-from .quantized_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, QuantizedTensor, _CallFunc,
-                               _resolve_shape, aten)
+from .format_tensor import Field, FormatQuantizer, FormatStorage, FormatTensor
+from .quantized_tensor import QuantizedTensor, _CallFunc, _resolve_shape, aten
 
 
 class _Float8Quantizer(FormatQuantizer):
@@ -123,7 +123,7 @@ class Float8TensorStorage(FormatStorage):
               Field("_scale_inv", "fp8_scale_inv", Part.ROW_LEVEL))
     SAVED = ("_data", "_transpose", "_scale_inv")
     STATE = (("_fp8_dtype", "fp8_dtype"),)
-    COLUMN_KEEPS_RANK = True
+    COLUMN_KEEPS_RANK = SHARED_LEVEL = True
 
     def __new__(cls, *args, data=None, fp8_scale_inv, fp8_dtype, fake_dtype=None, data_transpose=None, quantizer=None,
                 **kwargs):

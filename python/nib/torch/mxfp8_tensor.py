@@ -4,8 +4,8 @@ import torch
 
 from .._library import Format, Part, lib
 from .constants import DType
-from .quantized_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, QuantizedTensor, _resolve_shape,
-                               aten, is_full_slice, is_same_strides)
+from .format_tensor import Field, FormatQuantizer, FormatStorage, FormatTensor, is_full_slice, is_same_strides
+from .quantized_tensor import QuantizedTensor, _resolve_shape, aten
 
 
 class MXFP8Quantizer(FormatQuantizer):

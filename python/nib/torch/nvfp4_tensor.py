@@ -10,8 +10,9 @@ from .. import _library
 from .._library import ErrorMode, Format, Part, Rounding, ScaleRule, lib, raw
 from . import _bridge
 from .constants import DType
-from .quantized_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, QuantizedTensor, _DequantizeFunc,
-                               aten, is_full_slice, is_same_strides, record_stream_handler, view_handler)
+from .format_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, is_full_slice, is_same_strides,
+                            record_stream_handler, view_handler)
+from .quantized_tensor import QuantizedTensor, _DequantizeFunc, aten
 
 # ---- The transform ---------------------------------------------------------------------------------------
 
@@ -348,10 +349,10 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
     # -- pickling --
 
     def __reduce_ex__(self, protocol):
-        return _make_nvfp4_tensor_in_reduce_ex, (
+        return self._reduced(_make_nvfp4_tensor_in_reduce_ex, (
             self.shape, self._rowwise_data, self._rowwise_scale_inv, self._columnwise_data, self._columnwise_scale_inv,
             self._amax_rowwise, self._amax_columnwise, self._fp4_dtype, self.dtype, self._quantizer,
-            self._with_gemm_swizzled_scales, self._row_scaled_nvfp4, self._nvfp4_use_4over6, self._nvfp4_e4m3_max)
+            self._with_gemm_swizzled_scales, self._row_scaled_nvfp4, self._nvfp4_use_4over6, self._nvfp4_e4m3_max))
 
     @classmethod
     def _make_in_reduce_ex(cls, *args):

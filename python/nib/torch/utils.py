@@ -10,9 +10,10 @@ from .._library import Array, Copy, P, Part, lib, raw
 from . import _bridge
 from .float8_blockwise_tensor import Float8BlockwiseQTensorStorage
 from .float8_tensor import Float8Quantizer, Float8TensorStorage
+from .format_tensor import FormatStorage
 from .mxfp8_tensor import MXFP8TensorStorage
 from .nvfp4_tensor import NVFP4TensorStorage
-from .quantized_tensor import FormatStorage, QuantizedTensor
+from .quantized_tensor import QuantizedTensor
 
 # ---- Master weights --------------------------------------------------------------------------------------
 
