@@ -12,6 +12,9 @@
     fp4_utils.py                 Megatron's helpers for FP4 parameters
     module.py                    autocast, and a Linear that trains in a recipe
     recipe.py                    recipes: which tensor of a layer is quantised how
+    tex.py                       functions of transformer_engine_torch
+    megatron.py                  Megatron's configuration as recipes
+    aliases.py                   all of this under the names of those packages
     gist.py                      the names and results of a widely copied PyTorch gist
     constants.py                 DType and block sizes
     _bridge.py                   torch tensors to the library and back
@@ -21,7 +24,8 @@ try:
 except ImportError as _error:
     raise ImportError("nib.torch needs PyTorch: pip install torch") from _error
 
-from . import fp4_utils, gist
+from . import fp4_utils, gist, tex
+from .aliases import install_aliases
 from .constants import (DType, MXFP8_BLOCK_SCALING_SIZE, NVFP4_BLOCK_SCALING_SIZE, TE_DType)
 from .float8_blockwise_tensor import Float8BlockQuantizer, Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage

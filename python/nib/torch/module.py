@@ -17,9 +17,10 @@ import threading
 
 import torch
 
-from . import _bridge
 from .._library import Copy, lib
-from .quantized_tensor import FormatStorage, QuantizedTensor, prepare_for_saving, restore_from_func_ctx
+from . import _bridge
+from .format_tensor import FormatStorage
+from .quantized_tensor import QuantizedTensor, prepare_for_saving, restore_from_func_ctx
 from .recipe import NVFP4BlockScaling, Recipe
 
 # ---- autocast --------------------------------------------------------------------------------------------
@@ -139,9 +140,9 @@ class _Linear(torch.autograd.Function):
     """Y = X W^T + b, and its gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, recipe, dtype):
+    def forward(ctx, x, weight, bias, recipe, dtype, with_gradients):
         override = recipe.backward_override
-        wants_input, wants_weight = x.requires_grad, weight.requires_grad
+        wants_input, wants_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.recipe, ctx.device = recipe, x.device
@@ -187,7 +188,7 @@ class _Linear(torch.autograd.Function):
             dw = dw.to(ctx.weight_dtype)
         if wants_bias:
             db = matrix.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 class Linear(torch.nn.Module):
@@ -232,5 +233,5 @@ class Linear(torch.nn.Module):
                 y = torch.nn.functional.linear(inp.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         else:
             with torch.autocast(kind, enabled=False):
-                y = _Linear.apply(inp, self.weight, bias, recipe, dtype)
+                y = _Linear.apply(inp, self.weight, bias, recipe, dtype, torch.is_grad_enabled())
         return (y, self.bias) if self.return_bias else y
