@@ -91,7 +91,10 @@ class _Capsule:
     _new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-def _borrow_dlpack(x):
+_FLAGS_OFFSET, _READ_ONLY = 24, 1  # in DLPack's versioned struct
+
+
+def _borrow_dlpack(x, writable):
     """A capsule that is looked at and not taken over: the producer's deleter runs when it goes."""
     try:
         capsule = x.__dlpack__(max_version=(1, 0))
@@ -99,7 +102,10 @@ def _borrow_dlpack(x):
         capsule = x.__dlpack__()
     array = Array()
     if _Capsule._is(capsule, b"dltensor_versioned"):
-        lib.nib_array_from_dlpack_versioned(_Capsule._get(capsule, b"dltensor_versioned"), array)
+        managed = _Capsule._get(capsule, b"dltensor_versioned")
+        lib.nib_array_from_dlpack_versioned(managed, array)
+        if writable and ctypes.c_uint64.from_address(managed + _FLAGS_OFFSET).value & _READ_ONLY:
+            raise _library.ArgumentError("the array is read-only")
     else:
         lib.nib_array_from_dlpack(_Capsule._get(capsule, b"dltensor"), array)
     return array, capsule
@@ -111,7 +117,7 @@ def borrow(x, dtype=None, writable=False):
     code = None if dtype is None else dtype_code(dtype)
     if not isinstance(x, np.ndarray):
         if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-            array, keeper = _borrow_dlpack(x)
+            array, keeper = _borrow_dlpack(x, writable)
             if code is not None:
                 if raw.nib_dtype_bits(code) != raw.nib_dtype_bits(array.dtype):
                     raise DtypeError(f"{DType(array.dtype).name} elements cannot hold {DType(code).name}")

@@ -3,7 +3,9 @@
 import array
 import copy
 import gc
+import os
 import pickle
+import re
 import threading
 import time
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import nib
+from conftest import ROOT
 
 try:
     import ml_dtypes
@@ -285,6 +288,16 @@ def test_gemm_and_codes(x):
         nib.decode(np.array([1], np.uint8), "e2m1", 3)
 
 
+def test_torch_is_asked_for():
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        with pytest.raises(ImportError, match="pip install torch"):
+            import nib.torch  # noqa: F401
+    else:
+        pytest.skip("PyTorch is installed")
+
+
 # ---- Options and errors ----------------------------------------------------------------------------------
 
 
@@ -352,8 +365,24 @@ def test_every_status_has_its_exception():
 def test_read_only_output_is_refused(x):
     out = np.empty_like(x)
     out.flags.writeable = False
-    with pytest.raises(nib.ArgumentError, match="read-only"):
-        nib.quantize(x).dequantize(out=out)
+    outputs = [out, memoryview(out)]
+    if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 1):
+        outputs.append(Producer(out, versioned=True))
+    for output in outputs:
+        with pytest.raises(nib.ArgumentError, match="read-only"):
+            nib.quantize(x).dequantize(out=output)
+
+
+def test_readme(capsys):
+    """The examples of README.md run as printed."""
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
+        blocks = re.findall(r"^```python\n(.*?)^```", file.read(), re.S | re.M)
+    assert len(blocks) >= 2
+    for block in blocks:
+        if "torch" in block:
+            pytest.importorskip("torch", reason="needs PyTorch; TORCH=1 installs it")
+        exec(compile(block, "README.md", "exec"), {})
+    assert "(128, 32)" in capsys.readouterr().out
 
 
 def test_the_gil_is_released():

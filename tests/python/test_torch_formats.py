@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is special about Float8, MXFP8, blockwise Float8 and groups."""
+import copy
+import io
 import math
 
 import pytest
@@ -288,6 +290,30 @@ def test_group_operations(x):
     assert not parameter.dequantize().any()
     with pytest.raises(RuntimeError, match="one shape"):
         group_quantize(x, NVFP4Quantizer(), 2, torch.tensor([16, 48])) + 1
+
+
+def test_group_copies(x):
+    group = group_quantize(x, NVFP4Quantizer(), 2, torch.tensor([16, 48]))
+    file = io.BytesIO()
+    torch.save({"experts": group}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["experts"]
+    parameter = torch.nn.Parameter(group)
+    for other in (loaded, group.clone(), copy.deepcopy(group), copy.deepcopy(parameter)):
+        assert type(other) is GroupedTensor and other.tensor_shapes == group.tensor_shapes
+        assert all(same(a, b) for a, b in zip(other._members(), group._members()))
+        assert other.rowwise_data.data_ptr() != group.rowwise_data.data_ptr()
+    twin = copy.deepcopy(parameter)
+    assert twin.requires_grad and isinstance(twin, torch.nn.Parameter)
+    module = torch.nn.Module()
+    module.experts = parameter
+    state = copy.deepcopy(module.state_dict())
+    assert type(state["experts"]) is GroupedTensor
+    with torch.no_grad():
+        for member in parameter._members():
+            member.zero_()
+    module.load_state_dict(state)
+    assert all(same(a, b) for a, b in zip(parameter._members(), loaded._members()))
 
 
 def test_members_are_tensors_of_their_format(x):

@@ -507,7 +507,7 @@ def test_flatten(make, x):
 
 
 def test_compile(make, x):
-    """Tensors go into a compiled function, and are made in it."""
+    """Tensors go into a compiled function, are viewed, changed and made in it."""
     torch.compiler.reset()
     w = make()(x).detach()
 
@@ -520,24 +520,37 @@ def test_compile(make, x):
     w.quantize_(x * 2)  # the graph has kept no values
     assert torch.equal(compiled(a, w), f(a, w))
 
+    def change(w, a):
+        w.add_(a)
+        return w.view(2, 32, 128).sum(), w.detach()
+
+    mine, theirs = w.clone().detach(), w.clone().detach()
+    results = torch.compile(change, backend="aot_eager")(mine, x), change(theirs, x)
+    assert torch.equal(results[0][0], results[1][0]) and same(mine, theirs) and same(results[0][1], theirs)
+
+    q = make()
+    compiled = torch.compile(lambda a: q(a * 2).dequantize() + 1, backend="aot_eager")
+    for factor in (1, 3):
+        assert torch.equal(compiled(x * factor), make()(x * factor * 2).dequantize() + 1)
+
 
 def test_operators(make, x):
     """What a graph runs: the operators give the same bytes, and their fake results have the same shapes."""
     from nib.torch import _bridge, _ops
     t = make()(x)
-    struct, scale = make()._struct(), getattr(make(), "scale", None)
-    parts = _ops.traced_parts(x, struct, scale)
+    if make.name == "float8_delayed":
+        pytest.skip("delayed scaling cannot be part of a graph")
+    struct = make()._struct()
+    parts = _ops.traced_parts(x, struct)
     assert all((a is None) == (b is None) and (a is None or torch.equal(a.view(-1), b.view(-1)))
                for a, b in zip(parts, t._parts()))
     assert torch.equal(_ops.traced_values(parts, struct, torch.bfloat16, x.shape, torch.bfloat16), t.dequantize())
-    torch.library.opcheck(torch.ops.nib.quantize, (x, _ops.encode(struct), scale))
+    torch.library.opcheck(torch.ops.nib.quantize, (x, _ops.encode(struct)))
     torch.library.opcheck(torch.ops.nib.dequantize, (parts, _ops.encode(struct), 6, list(x.shape), 6))
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
-        fake = mode.from_tensor(x)
-        if scale is None:
-            traced = make()(fake)
-            assert all(a.shape == b.shape for a, b in zip(traced._parts(), t._parts()) if b is not None)
-            assert traced.dequantize().shape == x.shape and _bridge.is_fake(traced.dequantize())
+        traced = make()(mode.from_tensor(x))
+        assert all(a.shape == b.shape for a, b in zip(traced._parts(), t._parts()) if b is not None)
+        assert traced.dequantize().shape == x.shape and _bridge.is_fake(traced.dequantize())
 
 
 def test_other_threads(make, x):

@@ -38,24 +38,23 @@ def _(parts, struct, nominal, shape, dtype):
 
 
 @torch.library.custom_op("nib::quantize", mutates_args=())
-def quantize(x: Tensor, struct: str, scale: Optional[Tensor]) -> List[Tensor]:
+def quantize(x: Tensor, struct: str) -> List[Tensor]:
     """The parts that there are, in the order of nib_part. Random numbers are drawn when it runs."""
     q = _decode(struct)
     if q.rounding:
         _bridge.draw(q)
-    given = None if scale is None else _library.Given(scale=scale.data_ptr())
-    return [part for part in _bridge.quantize(q, x, given) if part is not None]
+    return [part for part in _bridge.quantize(q, x) if part is not None]
 
 
 @quantize.register_fake
-def _(x, struct, scale):
+def _(x, struct):
     return [torch.empty(shape, dtype=dtype) for shape, dtype in
             filter(None, _bridge.part_specs(_decode(struct), tuple(int(n) for n in x.shape)))]
 
 
-def traced_parts(x, struct, scale=None):
+def traced_parts(x, struct):
     """Six parts of a tensor that is being traced."""
-    found = iter(torch.ops.nib.quantize(x, encode(struct), scale))
+    found = iter(torch.ops.nib.quantize(x, encode(struct)))
     specs = _bridge.part_specs(struct, tuple(int(n) for n in x.shape))
     return [None if spec is None else next(found) for spec in specs]
 

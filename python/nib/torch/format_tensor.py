@@ -18,7 +18,7 @@ from .. import _library
 from .._library import Copy, lib, raw, shape_array
 from . import _bridge, _ops
 from .quantized_tensor import (QuantizedTensor, QuantizedTensorStorage, Quantizer, _CallFunc, _DequantizeFunc,
-                               _resolve_shape, _stride_from_shape, aten)
+                               _resolve_shape, _stride_from_shape, aten, eager)
 
 # attribute, keyword of the constructor, number in nib_part
 Field = namedtuple("Field", "name keyword part")
@@ -75,6 +75,7 @@ class FormatQuantizer(Quantizer):
         parts = self._call(source, None, lambda struct, given: _bridge.quantize(struct, source, given))
         return self._wrap(tensor.shape, tensor.dtype, parts)
 
+    @eager
     def update_quantized(self, src, dst, *, noop_flag=None):
         if not isinstance(dst, self.tensor_class.storage_class):
             raise ValueError(f"{type(self).__name__} can only update {self.tensor_class.storage_class.__name__}s, "
@@ -103,7 +104,9 @@ class FormatQuantizer(Quantizer):
     def _traced(self, tensor):
         if self._reduction() is not None:
             raise _library.UnsupportedError("a reduction of amaxes cannot be part of a compiled graph")
-        return _ops.traced_parts(tensor, self._struct(), getattr(self, "scale", None))
+        if hasattr(self, "scale"):
+            raise _library.UnsupportedError("delayed scaling, which keeps numbers outside, cannot be part of a graph")
+        return _ops.traced_parts(tensor, self._struct())
 
     def _update_traced(self, src, dst, noop_flag):
         if noop_flag is not None:
@@ -256,7 +259,7 @@ class FormatStorage(QuantizedTensorStorage):
     def _shaped(cls, parts, shape):
         """Parts of the library's shapes with those of this format."""
         col = parts[_library.Part.COL_DATA]
-        if not cls.COLUMN_KEEPS_RANK or col is None or len(shape) == 2:
+        if not cls.COLUMN_KEEPS_RANK or col is None or col.dim() == len(shape) == 2:
             return parts
         parts = list(parts)
         parts[_library.Part.COL_DATA] = col.view((shape[-1], *shape[:-1]) if len(shape) else ())
@@ -446,7 +449,10 @@ class FormatStorage(QuantizedTensorStorage):
         shape = _storage_view_shape(self, shape)
         if shape is None:
             return self
-        parts, shape = self._derive(lib.nib_tensor_view, len(shape), shape_array(shape))
+        parts = self._parts()  # the last dim stays, so the matrix behind the shape does too: no byte moves
+        row = parts[_library.Part.ROW_DATA]
+        if row is not None:
+            parts[_library.Part.ROW_DATA] = row.view((*shape[:-1], row.shape[-1]))
         return self._like(parts, shape)
 
     # -- torch.compile --
@@ -502,6 +508,7 @@ class FormatTensor:
     __repr__ = QuantizedTensor.__repr__
     _ViewFunc = _ReshapeFunc = _CallFunc
 
+    @eager
     def dequantize(self, dtype=None):
         if torch.is_grad_enabled():
             return _DequantizeFunc.apply(self, dtype)
@@ -517,6 +524,8 @@ class FormatTensor:
         theirs = src.get_usages()
         if any(has and not theirs[name] for name, has in self.get_usages().items()):
             return False
+        if any(part is not None and _bridge.is_fake(part) for part in (*self._parts(), *src._parts())):
+            return self._copy_traced(src)
         source = _bridge.Native(src._struct(), self._dtype, tuple(src.shape), src._parts())
         with self._native() as native, source as other:
             status = raw.nib_tensor_copy(native.handle, other.handle)
@@ -527,10 +536,22 @@ class FormatTensor:
             self._assign(native.parts())
         return True
 
+    def _copy_traced(self, src):
+        """The same within a graph: buffer by buffer, where both say the same about them."""
+        if any(getattr(self, name) != getattr(src, name) for name, _keyword in self.STATE) \
+                or bytes(self._struct()) != bytes(src._struct()):
+            return False
+        for field in self.FIELDS:
+            here = getattr(self, field.name)
+            if here is not None:
+                here.copy_(getattr(src, field.name))
+        return True
+
     def _clone(self):
         parts = [None if part is None else part.clone() for part in self._parts()]
         return self._like(parts, self.shape)
 
+    @eager
     def clone(self, *, memory_format=torch.preserve_format):
         """A copy of every buffer, as a tensor of the same class; the gradient passes through."""
         return _CallFunc.apply(self, type(self)._clone)
@@ -538,6 +559,7 @@ class FormatTensor:
     def _view(self, shape):
         return FormatStorage.view(self, shape)
 
+    @eager
     def view(self, *shape):
         """Another shape over the same bytes. Where the last dim changes the bytes cannot tell the tale: a warning, and
         the values."""

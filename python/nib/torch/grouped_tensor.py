@@ -113,8 +113,16 @@ class GroupedTensorStorage:
 
     def copy(self):
         """Another object over the same buffers."""
-        return type(self)(self.logical_shape, self.fake_dtype, num_tensors=self.num_tensors, shapes=self.tensor_shapes,
-                          quantizer=self.quantizer, scale=self.scale, **{n: getattr(self, n) for n in _BUFFERS})
+        return _rebuild_group(type(self), *self._facts())
+
+    def _facts(self):
+        buffers = {name: getattr(self, name) for name in (*_BUFFERS, "scale")}
+        return self.logical_shape, self.fake_dtype, self.num_tensors, self.tensor_shapes, self.quantizer, buffers
+
+    def clone(self):
+        """A copy of every buffer."""
+        *facts, buffers = self._facts()
+        return _rebuild_group(type(self), *facts, {n: None if b is None else b.clone() for n, b in buffers.items()})
 
     @staticmethod
     def make_tensor_offsets(first_dims, logical_last_dim):
@@ -239,6 +247,10 @@ class GroupedTensorStorage:
         return f"{type(self).__name__}({self.num_tensors} of {self.tensor_shapes}, {kind}, dtype={self.fake_dtype})"
 
 
+def _rebuild_group(cls, logical_shape, dtype, num_tensors, shapes, quantizer, buffers):
+    return cls(logical_shape, dtype, num_tensors=num_tensors, shapes=shapes, quantizer=quantizer, **buffers)
+
+
 def _spec(quantizer, part, shape):
     """(shape, dtype) of a part of a member, None where it has none."""
     storage = quantizer.tensor_class.storage_class
@@ -261,8 +273,29 @@ class GroupedTensor(GroupedTensorStorage, torch.Tensor):
     def __repr__(self, *, tensor_contents=None):
         return GroupedTensorStorage.__repr__(self)
 
+    def _copy_buffers(self, src):
+        """Copy the bytes of a group of the same kind; False where it is of another."""
+        if not isinstance(src, GroupedTensor) or src.tensor_shapes != self.tensor_shapes \
+                or src.quantizer != self.quantizer:
+            return False
+        for name in _BUFFERS:
+            here, there = getattr(self, name), getattr(src, name)
+            if here is not None:
+                here.copy_(there)
+        return True
+
     def detach(self):
         return self.copy()
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild_group, (type(self), *self._facts())
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            memo[id(self)] = self.clone().requires_grad_(self.requires_grad)
+            if isinstance(self, torch.nn.Parameter):
+                memo[id(self)]._is_param = True
+        return memo[id(self)]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
@@ -271,6 +304,8 @@ class GroupedTensor(GroupedTensorStorage, torch.Tensor):
         if isinstance(first, GroupedTensor):
             if func in (aten.detach.default, aten.alias.default):
                 return first.copy()
+            if func == aten.copy_.default and first._copy_buffers(args[1]):
+                return first
             if func == aten.expand.default:
                 if tuple(args[1]) in (tuple(first.shape), (-1,) * first.dim()):
                     return first.copy()
@@ -314,6 +349,8 @@ def _on_members(func, args, kwargs):
                 back[id(values)] = group
     return tree_map(lambda value: back.get(id(value), value) if isinstance(value, torch.Tensor) else value, result)
 
+
+torch.serialization.add_safe_globals([_rebuild_group, GroupedTensor])
 
 # ---- Quantise groups -------------------------------------------------------------------------------------
 

@@ -52,6 +52,14 @@ class MXFP8TensorStorage(FormatStorage):
         state = dict(fp8_dtype=DType.cast(fp8_dtype), with_gemm_swizzled_scales=with_gemm_swizzled_scales)
         return cls._construct(buffers, state, quantizer, fake_dtype, args, kwargs)
 
+    @classmethod
+    def _shaped(cls, parts, shape):
+        col = parts[Part.COL_DATA]
+        if col is not None and tuple(col.shape) != tuple(shape):
+            parts = list(parts)
+            parts[Part.COL_DATA] = col.view(shape)
+        return parts
+
     def _struct(self):
         struct = self._get_quantizer()._struct()
         struct.element = self._fp8_dtype

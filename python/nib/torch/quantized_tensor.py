@@ -10,6 +10,7 @@ library's formats share.
 """
 import abc
 import math
+import sys
 import warnings
 
 import torch
@@ -21,6 +22,23 @@ aten = torch.ops.aten
 
 # Operations that are handed the quantised tensors as they are.
 _quantized_tensor_passthrough_ops = set()
+
+
+def eager(function):
+    """A function that torch.compile calls and does not trace: it ends in the library, which has nothing to trace. What
+    torch has for this imports its compiler with the first call; that can wait until somebody else has imported it."""
+    disable = getattr(torch, "_disable_dynamo", None)
+    if disable is None:
+        return function
+
+    def untraced(*args, **kwargs):
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        disabled = function.__dynamo_disable = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    function.__dynamo_disable = untraced
+    return disable(function)
 
 
 # ---- Saving ----------------------------------------------------------------------------------------------
@@ -265,6 +283,7 @@ class Quantizer(abc.ABC):
     def _lacks(self, function):
         return NotImplementedError(f"{type(self).__name__} class does not implement {function}")
 
+    @eager
     def quantize(self, tensor, *, out=None, dtype=None):
         """Quantise a tensor, into `out` where that is given. Its gradient passes straight through. `dtype` is accepted
         and not looked at: the nominal dtype is the tensor's."""
