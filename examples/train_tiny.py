@@ -242,9 +242,10 @@ def plot(runs, path):
         out.append(f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle">{round(steps * i / 4)}</text>')
     limit = place(0, 0.6 * entropy).split(",")[1]
     out.append(f'<path d="M{left},{limit} H{wide - right}" stroke="#888888" stroke-dasharray="6 4"/>'
-               f'<text x="{wide - right}" y="{float(limit) - 5:.1f}" text-anchor="end">60 % of the unigram entropy</text>')
-    out.append(f'<text x="{(left + wide - right) / 2}" y="{high - 10}" text-anchor="middle">step (lines: training loss, '
-               'dots: held-out loss, in nats per character)</text>')
+               f'<text x="{wide - right}" y="{float(limit) - 5:.1f}" text-anchor="end">'
+               '60 % of the unigram entropy</text>')
+    out.append(f'<text x="{(left + wide - right) / 2}" y="{high - 10}" text-anchor="middle">'
+               'step (lines: training loss, dots: held-out loss, in nats per character)</text>')
     for i, (variant, run) in enumerate(chosen.items()):
         colour, span = COLOURS[variant], max(1, steps // 100)
         means = [(at + span / 2, statistics.fmean(run["training"][at:at + span]))
@@ -265,8 +266,8 @@ def report(options):
     """Table, results.json and plot of what the folder holds."""
     runs = collect(options.out)
     first = next(iter(next(iter(runs.values())).values()))
-    print(f"{first['parameters']} parameters, {first['steps']} steps of {first['batch']} x {first['context']} characters; "
-          f"unigram entropy {first['entropy']:.4f} nats, 60 % of it {0.6 * first['entropy']:.4f}")
+    print(f"{first['parameters']} parameters, {first['steps']} steps of {first['batch']} x {first['context']} "
+          f"characters; unigram entropy {first['entropy']:.4f} nats, 60 % of it {0.6 * first['entropy']:.4f}")
     print(table(runs))
     with open(os.path.join(options.out, "results.json"), "w", encoding="utf-8") as file:
         json.dump([run for by_seed in runs.values() for run in by_seed.values()], file)
@@ -277,7 +278,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", default="bf16,nvfp4", help=f"of {', '.join(VARIANTS)}; all")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch", type=int, default=16, help="windows per step")
     parser.add_argument("--context", type=int, default=128, help="characters per window")
     parser.add_argument("--rate", type=float, default=1e-3, help="the highest learning rate")

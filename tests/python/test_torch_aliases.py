@@ -224,7 +224,8 @@ def run_python(code, path):
 
 def test_nothing_without_the_call(tmp_path):
     code = ("import nib.torch\n"
-            "try:\n    import transformer_engine\n    print('there')\nexcept ModuleNotFoundError:\n    print('absent')\n")
+            "try:\n    import transformer_engine\n    print('there')\n"
+            "except ModuleNotFoundError:\n    print('absent')\n")
     assert run_python(code, tmp_path) == ["absent"]
 
 
@@ -401,12 +402,11 @@ def test_step_errors():
     import transformer_engine_torch as tex
     with pytest.raises(ValueError, match="16x16"):
         tex.nvfp4_2d_compute_partial_amax(torch.zeros(4), torch.zeros(1, 1), 16, 16, 0, 32)
+    scales, one, room = torch.ones(1, 1), torch.ones(1), torch.zeros(2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="not a piece"):
-        tex.nvfp4_2d_partial_cast(torch.zeros(4), torch.zeros(2, dtype=torch.uint8), torch.ones(1, 1), torch.ones(1), 16,
-                                  16, 254, 16)
+        tex.nvfp4_2d_partial_cast(torch.zeros(4), room, scales, one, 16, 16, 254, 16)
     with pytest.raises(ValueError, match="room"):
-        tex.nvfp4_2d_partial_cast(torch.zeros(4), torch.zeros(1, dtype=torch.uint8), torch.ones(1, 1), torch.ones(1), 16,
-                                  16, 0, 16)
+        tex.nvfp4_2d_partial_cast(torch.zeros(4), room[:1], scales, one, 16, 16, 0, 16)
     with pytest.raises(ValueError, match="pairs"):
         tex.nvfp4_data_transpose(torch.zeros(3, 8, dtype=torch.uint8))
     with pytest.raises(ValueError, match="room"):

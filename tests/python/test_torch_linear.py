@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes, autocast and Linear: which tensor is quantised how, which copy meets which, and what that does to gradients."""
+"""Recipes, autocast and Linear: which tensor is quantised how, which copy meets which, and what that does to
+gradients."""
 import math
 import os
 import subprocess
@@ -11,8 +12,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch; TORCH=1 installs it"
 
 import nib.torch  # noqa: E402
 from nib.torch import module  # noqa: E402
-from nib.torch.recipe import (CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format,  # noqa: E402
-                              MXFP8BlockScaling, NVFP4BlockScaling)
+from nib.torch.recipe import (CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling,  # noqa: E402
+                              Format, MXFP8BlockScaling, NVFP4BlockScaling)
 from nib.torch.utils import gemm_reference  # noqa: E402
 
 
@@ -37,7 +38,8 @@ def test_defaults():
     recipe = NVFP4BlockScaling()
     assert not (recipe.disable_rht or recipe.disable_stochastic_rounding or recipe.disable_2d_quantization)
     assert not (recipe.row_scaled_activation or recipe.fp8_dpa or recipe.fp8_mha)
-    assert (recipe.nvfp4_4over6, recipe.nvfp4_4over6_e4m3_use_256, recipe.nvfp4_4over6_err_mode) == ("none", "all", "MAE")
+    assert recipe.nvfp4_4over6 == "none"
+    assert (recipe.nvfp4_4over6_e4m3_use_256, recipe.nvfp4_4over6_err_mode) == ("all", "MAE")
     assert (recipe.fp4_format, recipe.fp8_format, recipe.backward_override) == (Format.E2M1, Format.E4M3, None)
     assert recipe.nvfp4() and not recipe.mxfp8() and not recipe.delayed() and not recipe.custom()
     assert not recipe.float8_current_scaling() and not recipe.float8_block_scaling()
@@ -56,7 +58,8 @@ def test_switches():
     for role in ("input", "weight", "grad_output"):
         assert not any(options(bare.make_quantizer(role))[name] for name in
                        ("with_rht", "stochastic_rounding", "with_2d_quantization"))
-    four = NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="activations", nvfp4_4over6_err_mode="mse")
+    four = NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="activations",
+                             nvfp4_4over6_err_mode="mse")
     assert four.make_quantizer("weight").nvfp4_use_4over6 and four.make_quantizer("weight").nvfp4_e4m3_max == 448
     assert four.make_quantizer("weight").nvfp4_4over6_err_mode == "MSE"
     assert not four.make_quantizer("input").nvfp4_use_4over6
@@ -90,7 +93,8 @@ def test_environment(variable, value, field, expected):
             "module = importlib.util.module_from_spec(spec)\nsys.modules['recipe'] = module\n"
             "spec.loader.exec_module(module)\n"
             f"print(repr(module.NVFP4BlockScaling().{field}))\n")
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, variable: value}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, variable: value}, capture_output=True,
+                          text=True)
     assert done.stdout.strip() == repr(expected), done.stderr
 
 
@@ -173,8 +177,8 @@ def test_products(dtype, changes):
 
 def test_gradients_are_unbiased():
     """With stochastic rounding the mean of many gradients is that of the exact gradient and the quantised operand. The
-    error of the mean of n draws falls with sqrt(n), down to what the 8-bit rule leaves: half of 1/256 of a step, and the
-    maximum of a block whose E4M3 scale was rounded down, at most 1/16 too small in one element of 16."""
+    error of the mean of n draws falls with sqrt(n), down to what the 8-bit rule leaves: half of 1/256 of a step, and
+    the maximum of a block whose E4M3 scale was rounded down, at most 1/16 too small in one element of 16."""
     torch.manual_seed(2)
     layer, x, g = nib.torch.Linear(64, 64, bias=False), numbers(64, 64, seed=3), 1e-4 * numbers(64, 64, seed=4)
     x.requires_grad_()
@@ -354,9 +358,9 @@ def test_example_trains(tmp_path):
     """A few steps of examples/train_tiny.py, small: losses fall alike in BF16 and in NVFP4, and are plotted."""
     from conftest import ROOT
     out = tmp_path / "out"
-    command = [sys.executable, os.path.join(ROOT, "examples/train_tiny.py"), "--variants", "bf16,nvfp4,whole", "--seeds",
-               "0", "--steps", "12", "--batch", "4", "--context", "64", "--width", "64", "--heads", "2", "--rate", "4e-3",
-               "--threads", "1", "--out", str(out)]
+    command = [sys.executable, os.path.join(ROOT, "examples/train_tiny.py"), "--variants", "bf16,nvfp4,whole",
+               "--seeds", "0", "--steps", "12", "--batch", "4", "--context", "64", "--width", "64", "--heads", "2",
+               "--rate", "4e-3", "--threads", "1", "--out", str(out)]
     env = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(nib.__file__))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,8 @@ _BASES = {"quantized_tensor": ("QuantizedTensor", "QuantizedTensorStorage", "Qua
                                "restore_from_saved", "restore_from_func_ctx")}
 _AVAILABLE = ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available",
               "is_bf16_available")
-_AUTOCAST = ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "get_default_recipe", "is_fp8_enabled")
+_AUTOCAST = ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "get_default_recipe",
+             "is_fp8_enabled")
 _MASTER = ("quantize_master_weights", "cast_master_weights_to_fp8", "post_all_gather_processing", "replace_raw_data",
            "clear_columnwise_cache")
 _EVERYTHING = object()  # all public names of the module
@@ -65,7 +66,8 @@ MODULES = {
     f"{_TE}.module._common": {"utils": ("set_quantizer_amax_reduction_group",)},
     f"{_TE}.tensor": {**_BASES, **_TENSORS, "utils": _MASTER},
     f"{_TE}.tensor.utils": {"utils": _MASTER},
-    f"{_TE}.tensor._quantization_helpers": {"quantized_tensor": ("_QuantizeFunc", "_IdentityFunc", "_stride_from_shape")},
+    f"{_TE}.tensor._quantization_helpers": {"quantized_tensor": ("_QuantizeFunc", "_IdentityFunc",
+                                                                 "_stride_from_shape")},
     **{f"{_TE}.tensor.{name}": {name: _TENSORS[name] + _STORAGES[name]} for name in _TENSORS},
     f"{_TE}.tensor.storage": _STORAGES,
     **{f"{_TE}.tensor.storage.{name}_storage": {name: names} for name, names in _STORAGES.items()},
@@ -117,9 +119,9 @@ _finder = _Finder()
 
 
 def install_aliases():
-    """Make the modules of TransformerEngine and Megatron importable, each only where the real one is absent. Returns the
-    names of the packages that nib gives. A folder that is appended to the `__path__` of one is searched for modules that
-    nib does not have."""
+    """Make the modules of TransformerEngine and Megatron importable, each only where the real one is absent. Returns
+    the names of the packages that nib gives. A folder that is appended to the `__path__` of one is searched for modules
+    that nib does not have."""
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
         importlib.invalidate_caches()

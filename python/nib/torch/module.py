@@ -214,7 +214,8 @@ class Linear(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         if bias:
             bound = 1 / math.sqrt(in_features) if in_features else 0
-            self.bias = torch.nn.Parameter(torch.empty(out_features, dtype=dtype, device=device).uniform_(-bound, bound))
+            values = torch.empty(out_features, dtype=dtype, device=device)
+            self.bias = torch.nn.Parameter(values.uniform_(-bound, bound))
         else:
             self.register_parameter("bias", None)
 
@@ -230,7 +231,8 @@ class Linear(torch.nn.Module):
         if recipe is None:
             weight = self.weight.dequantize() if isinstance(self.weight, QuantizedTensor) else self.weight
             with torch.autocast(kind, enabled=False):
-                y = torch.nn.functional.linear(inp.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+                y = torch.nn.functional.linear(inp.to(dtype), weight.to(dtype),
+                                               None if bias is None else bias.to(dtype))
         else:
             with torch.autocast(kind, enabled=False):
                 y = _Linear.apply(inp, self.weight, bias, recipe, dtype, torch.is_grad_enabled())

@@ -220,8 +220,8 @@ def nvfp4_multi_tensor_fused_scale(block_amax_list, global_amax_list, per_block_
 
 
 def nvfp4_2d_partial_cast(inp, out, scale, global_scale, h, w, start_offset, block_len=16):
-    """The codes of a piece of an h x w weight into `out`, whose first byte holds the piece's first element. Only nibbles
-    of the piece are written; an odd start is right, too."""
+    """The codes of a piece of an h x w weight into `out`, whose first byte holds the piece's first element. Only
+    nibbles of the piece are written; an odd start is right, too."""
     _check_block(block_len)
     piece = _bridge.host(inp.detach()).reshape(-1).float()
     start, n = int(start_offset), piece.numel()
