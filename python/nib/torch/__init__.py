@@ -10,6 +10,11 @@
     grouped_tensor.py            groups of matrices in shared buffers
     utils.py                     sharded master weights, gathers, raw buffers
     fp4_utils.py                 Megatron's helpers for FP4 parameters
+    module.py                    autocast, and a Linear that trains in a recipe
+    recipe.py                    recipes: which tensor of a layer is quantised how
+    tex.py                       functions of transformer_engine_torch
+    megatron.py                  Megatron's configuration as recipes
+    aliases.py                   all of this under the names of those packages
     gist.py                      the names and results of a widely copied PyTorch gist
     constants.py                 DType and block sizes
     _bridge.py                   torch tensors to the library and back
@@ -19,7 +24,8 @@ try:
 except ImportError as _error:
     raise ImportError("nib.torch needs PyTorch: pip install torch") from _error
 
-from . import fp4_utils, gist
+from . import fp4_utils, gist, tex
+from .aliases import install_aliases
 from .constants import (DType, MXFP8_BLOCK_SCALING_SIZE, NVFP4_BLOCK_SCALING_SIZE, TE_DType)
 from .float8_blockwise_tensor import Float8BlockQuantizer, Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
@@ -28,6 +34,8 @@ from .fp4_utils import (HAVE_TE, HAVE_TE_FP4_TENSOR_CLASS, dequantize_fp4_tensor
                         modify_grouped_nvfp4_rowwise_storage, modify_nvfp4_rowwise_storage, quantize_nvfp4_param_shard)
 from .grouped_tensor import (GroupedTensor, GroupedTensorStorage, group_dequantize, group_quantize, split_quantize)
 from .mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from .module import (Linear, autocast, fp8_autocast, fp8_model_init, is_bf16_available, is_fp8_available,
+                     is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available, quantized_model_init)
 from .nvfp4_tensor import (NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, _fp4_e2m1_vals, _FromNVFP4Func,
                            get_hadamard_matrix, get_no_random_sign_vector, get_random_sign_mask_for_rht, get_rht_matrix,
                            get_sign_from_vector, get_wgrad_sign_vector)

@@ -251,3 +251,18 @@ def all_gather_param(weight, start, length, group=None, shard=None):
                                  None if shard is None else _bridge.array(_bytes_of(shard)), comm)
         weight._assign(native.parts())
     return weight
+
+
+# ---- Small things ----------------------------------------------------------------------------------------
+
+
+def round_up_to_nearest_multiple(value, multiple):
+    """The smallest multiple that is not less than a value."""
+    if multiple == 0:
+        raise ValueError("there are no multiples of 0 to round to")
+    return -(-value // multiple) * multiple
+
+
+def is_non_tn_fp8_gemm_supported():
+    """Whether products of Float8 take operands in any layout, so that no transposes are kept: not here."""
+    return False

@@ -1,0 +1,317 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Train a small character model on the text beside this file, in BF16 and in NVFP4, and plot both losses.
+
+    python examples/train_tiny.py                            three seeds in BF16 and in NVFP4, then a table and a plot
+    python examples/train_tiny.py --variants all --jobs 8    with the ablations, eight runs at a time
+    python examples/train_tiny.py --steps 50 --seeds 0       a glimpse
+
+The model is a transformer of 4 blocks and 3.2 million parameters. Its linear layers are nib.torch.Linear: in NVFP4
+they multiply 4-bit operands in the forward and in the backward pass, here with the values that the codes stand for.
+The last tenth of the text is held out. Results go to the folder --out: one file per run, results.json, losses.svg.
+"""
+import argparse
+import json
+import lzma
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import nib.torch
+from nib.torch.recipe import NVFP4BlockScaling
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TEXT = os.path.join(HERE, "text", "pentateuch.txt.xz")
+
+# variant: (which of 4 blocks are quantised, recipe, what it is)
+VARIANTS = {
+    "bf16": ((), {}, "BF16"),
+    "nvfp4": ((1, 2), {}, "NVFP4, first and last block in BF16"),
+    "nvfp4-no-sr": ((1, 2), {"disable_stochastic_rounding": True}, "... without stochastic rounding"),
+    "nvfp4-no-rht": ((1, 2), {"disable_rht": True}, "... without the Hadamard transform"),
+    "nvfp4-1d": ((1, 2), {"disable_2d_quantization": True}, "... with 1x16 blocks of weights"),
+    "nvfp4-forward": ((1, 2), {"backward_override": "high_precision"}, "... in the forward pass alone"),
+    "whole": ((0, 1, 2, 3), {}, "NVFP4 in all blocks"),
+    "whole-no-sr": ((0, 1, 2, 3), {"disable_stochastic_rounding": True}, "... without stochastic rounding"),
+    "whole-no-rht": ((0, 1, 2, 3), {"disable_rht": True}, "... without the Hadamard transform"),
+    "whole-1d": ((0, 1, 2, 3), {"disable_2d_quantization": True}, "... with 1x16 blocks of weights"),
+    "whole-forward": ((0, 1, 2, 3), {"backward_override": "high_precision"}, "... in the forward pass alone"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nib.torch.Linear(width, 3 * width)
+        self.out = nib.torch.Linear(width, width)
+        self.up = nib.torch.Linear(width, 4 * width)
+        self.down = nib.torch.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, symbols, width, heads, blocks, context, quantised, recipe):
+        super().__init__()
+        self.quantised, self.recipe = quantised, recipe
+        self.symbol, self.place = nn.Embedding(symbols, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, symbols, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                last = name.endswith(("out.weight", "down.weight"))  # what is added to the stream, block after block
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * blocks) if last else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, symbols):
+        x = self.symbol(symbols) + self.place(torch.arange(symbols.shape[1], device=symbols.device))
+        for i, block in enumerate(self.blocks):
+            with nib.torch.autocast(enabled=i in self.quantised, recipe=self.recipe):
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+def read_text():
+    """(training part, held-out part, symbols, entropy of the unigrams of the text in nats)."""
+    with lzma.open(TEXT, "rt", encoding="ascii") as file:
+        text = file.read()
+    symbols = sorted(set(text))
+    counts = [text.count(symbol) for symbol in symbols]
+    entropy = -sum(n / len(text) * math.log(n / len(text)) for n in counts)
+    number = {symbol: i for i, symbol in enumerate(symbols)}
+    data = torch.tensor([number[symbol] for symbol in text])
+    cut = len(data) * 9 // 10
+    return data[:cut], data[cut:], symbols, entropy
+
+
+def loss_of(model, data, at, context, device):
+    """The mean loss of the characters that follow those of windows."""
+    windows = torch.stack([data[i:i + context + 1] for i in at]).to(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        logits = model(windows[:, :-1])
+    return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model, data, context, device, batch, most=None):
+    """Over windows side by side, as many as fill batches."""
+    starts = list(range(0, len(data) - context, context))
+    starts = starts[:(len(starts) if most is None else min(most, len(starts))) // batch * batch]
+    model.eval()
+    losses = [loss_of(model, data, starts[i:i + batch], context, device).item() for i in range(0, len(starts), batch)]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def train(variant, seed, options):
+    """One run; returns what goes into its file."""
+    quantised, changes, _ = VARIANTS[variant]
+    training, held_out, symbols, entropy = read_text()
+    device, context, batch, steps = options.device, options.context, options.batch, options.steps
+    torch.manual_seed(seed)  # of the weights; stochastic rounding draws from the same generator
+    model = Model(len(symbols), options.width, options.heads, 4, context, quantised, NVFP4BlockScaling(**changes))
+    model = model.to(device)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() != 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+                                  lr=options.rate, betas=(0.9, 0.95))
+    draw = torch.Generator().manual_seed(1000 + seed)  # the same windows for every variant
+    losses, checks, times, start = [], [], [], time.time()
+    for step in range(steps):
+        began = time.time()
+        warm, done = min(1.0, (step + 1) / max(1, steps // 20)), step / steps
+        for group in optimizer.param_groups:
+            group["lr"] = options.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        at = torch.randint(len(training) - context, (batch,), generator=draw).tolist()
+        loss = loss_of(model, training, at, context, device)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(round(loss.item(), 5))
+        times.append(time.time() - began)
+        if (step + 1) % max(1, steps // 20) == 0 and step + 1 < steps:
+            checks.append((step + 1, round(held_out_loss(model, held_out, context, device, batch, 8 * batch), 5)))
+            print(f"{variant} seed {seed} step {step + 1}: training {losses[-1]:.3f}, held out {checks[-1][1]:.3f}, "
+                  f"{statistics.median(times):.2f} s/step", flush=True)
+    final = held_out_loss(model, held_out, context, device, batch)
+    checks.append((steps, round(final, 5)))
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{variant} seed {seed}: {final:.4f} nats per character held out", flush=True)
+    return {"variant": variant, "seed": seed, "steps": steps, "batch": batch, "context": context, "rate": options.rate,
+            "width": options.width, "device": device, "torch": torch.__version__, "parameters": parameters,
+            "entropy": entropy, "loss": final, "seconds": round(time.time() - start, 1),
+            "seconds_per_step": round(statistics.median(times), 4), "training": losses,
+            "held_out": checks}
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------
+
+
+def run_all(options, work):
+    """Every run in a process of its own, `jobs` at a time, the long ones first."""
+    waiting = sorted(work, key=lambda w: -len(VARIANTS[w[0]][0]))
+    running, failed = {}, []
+    env = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            variant, seed = waiting.pop(0)
+            command = [sys.executable, os.path.abspath(__file__), "--one", variant, "--seeds", str(seed)]
+            for name in ("steps", "batch", "context", "rate", "width", "heads", "device", "threads", "out"):
+                command += [f"--{name}", str(getattr(options, name))]
+            running[variant, seed] = subprocess.Popen(command, env=env)
+        for key, process in list(running.items()):
+            if process.poll() is not None:
+                del running[key]
+                if process.returncode:
+                    failed.append(key)
+        time.sleep(0.2)
+    return failed
+
+
+def collect(folder):
+    """The runs in a folder: {variant: {seed: result}}."""
+    runs = {}
+    for name in sorted(os.listdir(folder)):
+        if name.startswith("run-") and name.endswith(".json"):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                result = json.load(file)
+            runs.setdefault(result["variant"], {})[result["seed"]] = result
+    return runs
+
+
+def table(runs):
+    """The runs against BF16 with the same seed, as Markdown."""
+    lines = ["| variant | held-out loss by seed | median | gap to BF16 by seed | median gap |", "|---|---|---|---|---|"]
+    for variant, (_, _, what) in VARIANTS.items():
+        if variant not in runs:
+            continue
+        losses = {seed: run["loss"] for seed, run in sorted(runs[variant].items())}
+        base = {seed: run["loss"] for seed, run in runs.get("bf16", {}).items()}
+        gaps = [100 * (loss / base[seed] - 1) for seed, loss in losses.items() if seed in base]
+        lines.append(f"| `{variant}`: {what} | {', '.join(f'{loss:.4f}' for loss in losses.values())} "
+                     f"| {statistics.median(losses.values()):.4f} | {', '.join(f'{gap:+.2f} %' for gap in gaps)} "
+                     f"| {f'{statistics.median(gaps):+.2f} %' if gaps else ''} |")
+    return "\n".join(lines)
+
+
+# ---- Plot ------------------------------------------------------------------------------------------------
+
+COLOURS = {"bf16": "#222222", "nvfp4": "#c23b22", "whole": "#2266aa"}
+
+
+def plot(runs, path):
+    """Training losses (means of neighbouring steps, first seed) and held-out losses (dots) as SVG."""
+    chosen = {variant: next(iter(runs[variant].values())) for variant in COLOURS if variant in runs}
+    wide, high, left, top, right, bottom = 820, 480, 60, 30, 20, 50
+    steps = max(run["steps"] for run in chosen.values())
+    entropy = next(iter(chosen.values()))["entropy"]
+    low = math.floor(10 * min(min(run["training"]) for run in chosen.values())) / 10
+    top_loss = max(entropy, low + 0.1)
+
+    def place(step, loss):
+        x = left + (wide - left - right) * step / steps
+        y = top + (high - top - bottom) * (top_loss - min(loss, top_loss)) / (top_loss - low)
+        return f"{x:.1f},{y:.1f}"
+
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" font-family="sans-serif" '
+           'font-size="12">', '<rect width="100%" height="100%" fill="white"/>']
+    mark = math.ceil(low * 5) / 5
+    while mark <= top_loss + 1e-9:
+        x, y = place(0, mark).split(",")
+        out.append(f'<path d="M{x},{y} H{wide - right}" stroke="#dddddd"/>'
+                   f'<text x="{left - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{mark:.1f}</text>')
+        mark += 0.2
+    for i in range(5):
+        x, y = place(steps * i / 4, low).split(",")
+        out.append(f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle">{round(steps * i / 4)}</text>')
+    limit = place(0, 0.6 * entropy).split(",")[1]
+    out.append(f'<path d="M{left},{limit} H{wide - right}" stroke="#888888" stroke-dasharray="6 4"/>'
+               f'<text x="{wide - right}" y="{float(limit) - 5:.1f}" text-anchor="end">'
+               '60 % of the unigram entropy</text>')
+    out.append(f'<text x="{(left + wide - right) / 2}" y="{high - 10}" text-anchor="middle">'
+               'step (lines: training loss, dots: held-out loss, in nats per character)</text>')
+    for i, (variant, run) in enumerate(chosen.items()):
+        colour, span = COLOURS[variant], max(1, steps // 100)
+        means = [(at + span / 2, statistics.fmean(run["training"][at:at + span]))
+                 for at in range(0, run["steps"] - span + 1, span)]
+        out.append(f'<path d="M{" L".join(place(*mean) for mean in means)}" fill="none" stroke="{colour}"/>')
+        for point in run["held_out"]:
+            x, y = place(*point).split(",")
+            out.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>')
+        y = top + 16 + 18 * i
+        out.append(f'<path d="M{wide - 330},{y - 4} h30" stroke="{colour}" stroke-width="2"/>'
+                   f'<text x="{wide - 290}" y="{y}">{VARIANTS[variant][2]}: {run["loss"]:.3f}</text>')
+    out.append("</svg>")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("\n".join(out) + "\n")
+
+
+def report(options):
+    """Table, results.json and plot of what the folder holds."""
+    runs = collect(options.out)
+    first = next(iter(next(iter(runs.values())).values()))
+    print(f"{first['parameters']} parameters, {first['steps']} steps of {first['batch']} x {first['context']} "
+          f"characters; unigram entropy {first['entropy']:.4f} nats, 60 % of it {0.6 * first['entropy']:.4f}")
+    print(table(runs))
+    with open(os.path.join(options.out, "results.json"), "w", encoding="utf-8") as file:
+        json.dump([run for by_seed in runs.values() for run in by_seed.values()], file)
+    plot(runs, os.path.join(options.out, "losses.svg"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", default="bf16,nvfp4", help=f"of {', '.join(VARIANTS)}; all")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--batch", type=int, default=16, help="windows per step")
+    parser.add_argument("--context", type=int, default=128, help="characters per window")
+    parser.add_argument("--rate", type=float, default=1e-3, help="the highest learning rate")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--device", default="cpu", help="of the products; codes are always made on the CPU")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of each run")
+    parser.add_argument("--out", default="train_tiny.out")
+    parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--report", action="store_true", help="only table and plot of what the folder holds")
+    options = parser.parse_args()
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    os.makedirs(options.out, exist_ok=True)
+    if options.one:
+        torch.set_num_threads(options.threads)
+        result = train(options.one, seeds[0], options)
+        with open(os.path.join(options.out, f"run-{options.one}-{seeds[0]}.json"), "w", encoding="utf-8") as file:
+            json.dump(result, file)
+        return 0
+    if not options.report:
+        variants = list(VARIANTS) if options.variants == "all" else options.variants.split(",")
+        unknown = [variant for variant in variants if variant not in VARIANTS]
+        if unknown:
+            parser.error(f"no variant {unknown[0]}: {', '.join(VARIANTS)}")
+        failed = run_all(options, [(variant, seed) for variant in variants for seed in seeds])
+        for variant, seed in failed:
+            print(f"{variant} seed {seed} failed", file=sys.stderr)
+        if failed:
+            return 1
+    report(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nib's classes under the names of TransformerEngine and Megatron, where those are not installed.
+
+    nib.torch.install_aliases()
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+A finder at the end of sys.meta_path makes the modules of MODULES when somebody imports them. Whatever else can be found
+under such a name is found before it, so a real package is never shadowed.
+"""
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+_TENSORS = {
+    "nvfp4_tensor": ("NVFP4Quantizer", "NVFP4Tensor", "get_hadamard_matrix", "get_rht_matrix", "get_wgrad_sign_vector",
+                     "get_no_random_sign_vector", "get_sign_from_vector", "get_random_sign_mask_for_rht",
+                     "_make_nvfp4_tensor_in_reduce_ex"),
+    "float8_tensor": ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8Tensor"),
+    "mxfp8_tensor": ("MXFP8Quantizer", "MXFP8Tensor"),
+    "float8_blockwise_tensor": ("Float8BlockQuantizer", "Float8BlockwiseQTensor"),
+    "grouped_tensor": ("GroupedTensor",),
+}
+_STORAGES = {
+    "nvfp4_tensor": ("NVFP4TensorStorage", "_FromNVFP4Func", "_fp4_e2m1_vals"),
+    "float8_tensor": ("Float8TensorStorage",),
+    "mxfp8_tensor": ("MXFP8TensorStorage",),
+    "float8_blockwise_tensor": ("Float8BlockwiseQTensorStorage",),
+    "grouped_tensor": ("GroupedTensorStorage",),
+}
+_BASES = {"quantized_tensor": ("QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "prepare_for_saving",
+                               "restore_from_saved", "restore_from_func_ctx")}
+_AVAILABLE = ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available",
+              "is_bf16_available")
+_AUTOCAST = ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "get_default_recipe",
+             "is_fp8_enabled")
+_MASTER = ("quantize_master_weights", "cast_master_weights_to_fp8", "post_all_gather_processing", "replace_raw_data",
+           "clear_columnwise_cache")
+_EVERYTHING = object()  # all public names of the module
+
+_MEGATRON = {"fp4_utils": ("HAVE_TE", "HAVE_TE_FP4_TENSOR_CLASS", "FP4_TENSOR_CLASS", "is_nvfp4tensor",
+                           "is_grouped_nvfp4tensor", "get_nvfp4_rowwise_packed_shape", "modify_nvfp4_rowwise_storage",
+                           "modify_grouped_nvfp4_rowwise_storage", "quantize_nvfp4_param_shard", "get_fp4_align_size",
+                           "dequantize_fp4_tensor"),
+             "megatron": ("get_fp4_recipe", "get_fp4_context")}
+
+# alias: {module of nib.torch: names}
+_TE = "transformer_engine.pytorch"
+MODULES = {
+    "transformer_engine": {},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": {"recipe": _EVERYTHING},
+    _TE: {**_BASES, "constants": ("DType",), "module": ("Linear", *_AUTOCAST, *_AVAILABLE),
+          **{name: _TENSORS[name] + _STORAGES[name] for name in _TENSORS}},
+    f"{_TE}.quantized_tensor": _BASES,
+    f"{_TE}.constants": {"constants": _EVERYTHING},
+    f"{_TE}.utils": {"utils": ("round_up_to_nearest_multiple", "is_non_tn_fp8_gemm_supported")},
+    f"{_TE}.distributed": {"utils": ("gather_along_first_dim",)},
+    f"{_TE}.quantization": {"module": (*_AUTOCAST, *_AVAILABLE)},
+    f"{_TE}.fp8": {"module": (*_AUTOCAST, *_AVAILABLE)},
+    f"{_TE}.module": {"module": ("Linear",)},
+    f"{_TE}.module.linear": {"module": ("Linear",)},
+    f"{_TE}.module._common": {"utils": ("set_quantizer_amax_reduction_group",)},
+    f"{_TE}.tensor": {**_BASES, **_TENSORS, "utils": _MASTER},
+    f"{_TE}.tensor.utils": {"utils": _MASTER},
+    f"{_TE}.tensor._quantization_helpers": {"quantized_tensor": ("_QuantizeFunc", "_IdentityFunc",
+                                                                 "_stride_from_shape")},
+    **{f"{_TE}.tensor.{name}": {name: _TENSORS[name] + _STORAGES[name]} for name in _TENSORS},
+    f"{_TE}.tensor.storage": _STORAGES,
+    **{f"{_TE}.tensor.storage.{name}_storage": {name: names} for name, names in _STORAGES.items()},
+    "transformer_engine_torch": {"constants": ("DType",), "tex": _EVERYTHING},
+    "megatron": {},
+    "megatron.core": {},
+    "megatron.core.enums": {"megatron": ("Fp4Recipe",)},
+    "megatron.core.fp4_utils": _MEGATRON,
+    "core": {},
+    "core.fp4_utils": _MEGATRON,
+}
+
+
+def _names(module, names):
+    if names is not _EVERYTHING:
+        return names
+    return [name for name, value in vars(module).items()
+            if not name.startswith("_") and not isinstance(value, types.ModuleType)]
+
+
+class _Loader(importlib.abc.Loader):
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.__nib_alias__ = True
+        for source, names in MODULES[module.__name__].items():
+            found = importlib.import_module(f"nib.torch.{source}")
+            for name in _names(found, names):
+                setattr(module, name, getattr(found, name))
+        prefix = module.__name__ + "."
+        for name in MODULES:  # `import transformer_engine.pytorch as te; te.tensor.utils` works there
+            if name.startswith(prefix) and "." not in name[len(prefix):]:
+                importlib.import_module(name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in MODULES:
+            return None
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        if parent is not None and not getattr(parent, "__nib_alias__", False) and getattr(parent, "__file__", None):
+            return None  # a part that a real package lacks is none of ours
+        # Every alias is a package: others may put modules beside those that are here.
+        return importlib.machinery.ModuleSpec(fullname, _Loader(), origin="nib.torch", is_package=True)
+
+
+_finder = _Finder()
+
+
+def install_aliases():
+    """Make the modules of TransformerEngine and Megatron importable, each only where the real one is absent. Returns
+    the names of the packages that nib gives. A folder that is appended to the `__path__` of one is searched for modules
+    that nib does not have."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.append(_finder)
+        importlib.invalidate_caches()
+    return [name for name in MODULES if "." not in name and _is_alias(name)]
+
+
+def _is_alias(name):
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__nib_alias__", False)
+    spec = importlib.util.find_spec(name)
+    return spec is not None and isinstance(spec.loader, _Loader)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of transformer_engine_torch that concern quantised tensors, by their names and arguments.
+
+The steps of a sharded cast hand single numbers per block from one to the next, as they do there; codes and scales are
+the library's. nib.torch.quantize_master_weights does all of them in two collectives, and gives the same bytes.
+"""
+import ctypes
+
+import torch
+
+from .. import _library
+from .._library import Copy, Part, lib
+from . import _bridge
+from .constants import DType, TE_DType_To_Torch
+from .grouped_tensor import group_dequantize, group_quantize, split_quantize  # noqa: F401
+from .module import values_of
+from .nvfp4_tensor import NVFP4Quantizer, NVFP4TensorStorage
+from .quantized_tensor import QuantizedTensorStorage
+from .utils import gemm_reference
+
+_FLT_MAX = torch.finfo(torch.float32).max
+_FLT_MIN = torch.finfo(torch.float32).tiny
+
+# ---- Quantise and back -----------------------------------------------------------------------------------
+
+
+def quantize(tensor, quantizer, output=None, noop_flag=None):
+    """A quantised tensor: a new one, or `output`."""
+    if output is not None:
+        return quantizer.update_quantized(tensor, output, noop_flag=noop_flag)
+    with torch.no_grad():
+        return quantizer.quantize(tensor)
+
+
+def dequantize(input, otype):
+    """The values in a DType: kFloat32, kFloat16 or kBFloat16."""
+    return input.dequantize(dtype=TE_DType_To_Torch[DType.cast(otype)])
+
+
+def multi_tensor_quantize(tensor_list, quantizer_list):
+    return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
+
+
+def create_empty_quantized_tensor(quantizer, shape, dtype=torch.float32, device=None, pin_memory=False):
+    return quantizer.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+
+
+def nvfp4_quantize_with_amax(tensor, quantizer, rowwise_amax=None, columnwise_amax=None):
+    """Quantise with amaxes that are known, one float32 each; None: found as usual."""
+    kept = [None if amax is None else amax.detach().to("cpu", torch.float32).reshape(-1).contiguous()
+            for amax in (rowwise_amax, columnwise_amax)]
+    given = _library.Given()
+    for i, amax in enumerate(kept):
+        if amax is not None:
+            given.amax[i] = amax.data_ptr()
+    source = tensor.detach()
+    parts = quantizer._call(source, None, lambda struct, _given: _bridge.quantize(struct, source, given))
+    return quantizer._wrap(tensor.shape, tensor.dtype, parts)
+
+
+def compute_amax(tensor, amax):
+    """The largest magnitude of a tensor into `amax`."""
+    struct = _library.new_quantizer()
+    struct.columnwise = 0
+    amax.copy_(_bridge.quantize(struct, tensor.detach().reshape(1, -1))[Part.ROW_LEVEL].reshape(amax.shape))
+
+
+# ---- Products --------------------------------------------------------------------------------------------
+
+
+def generic_gemm(A, transA, B, transB, D=None, quantizer=None, output_dtype=None, bias=None, bias_type=None, gelu=False,
+                 gelu_in=None, grad=False, workspace=None, workspace_size=0, accumulate=False,
+                 use_split_accumulator=False, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False,
+                 alpha=1.0, beta=None):
+    """op(B) op(A): B A^T for (transA, transB) = (True, False), B A for (False, False), B^T A for (False, True). A
+    quantised operand gives its rowwise copy where it is multiplied along its last dim, its columnwise one otherwise.
+
+    Returns (result, gradient of the bias, input of the GELU, extra output). NVFP4 with NVFP4 has the bits of
+    TransformerEngine's reference; everything else is the product of the values in FP32. Added to D where `accumulate`.
+    In a backward pass (grad) a bias stands for its gradient, the sum of B's rows.
+    """
+    if comm_overlap is not None or bulk_overlap:
+        raise NotImplementedError("nib has no overlap of products with communication")
+    if gelu and grad:
+        raise NotImplementedError("nib does not fuse the gradient of the GELU: multiply by it afterwards")
+    if transA and transB:
+        raise NotImplementedError("the layout TT is none of a linear layer's: transpose one operand")
+    if beta not in (None, 0.0, 1.0):
+        raise NotImplementedError(f"beta is 0 or 1, not {beta}")
+    accumulate = accumulate or beta == 1.0
+    if accumulate and D is None:
+        raise ValueError("a result to add to is needed: D")
+    if all(isinstance(operand, NVFP4TensorStorage) for operand in (A, B)):
+        y = gemm_reference(B, A, a_columnwise=bool(transB), b_columnwise=not transA, alpha=alpha)
+    else:
+        a, b = values_of(A, not transA), values_of(B, bool(transB))
+        y = (b.t() if transB else b) @ (a.t() if transA else a)
+        y = y if alpha == 1.0 else y * alpha
+    bias_grad = gelu_input = None
+    if bias is not None and bias.numel():
+        if grad:
+            bias_grad = values_of(B, bool(transB)).sum(0).to(bias.dtype)
+        else:
+            y = y + bias.detach().float()
+    dtype = D.dtype if D is not None else torch.float32 if output_dtype is None else \
+        TE_DType_To_Torch[DType.cast(output_dtype)]
+    if not transB and len(B.shape) != 2:
+        y = y.view(*B.shape[:-1], y.shape[-1])
+    if gelu:
+        gelu_input = y.to(dtype)
+        y = torch.nn.functional.gelu(y, approximate="tanh")
+    if D is not None and not isinstance(D, QuantizedTensorStorage):
+        D.copy_(D.float() + y if accumulate else y)
+        y = D
+    else:
+        y = y.to(dtype)
+        if quantizer is not None:
+            y = quantize(y, quantizer, D)
+    return y, bias_grad, gelu_input, extra_output
+
+
+def swizzle_scales_for_gemm_(tensor):
+    """The scales of a tensor into the tiles of the GEMM, in place. A second call changes nothing."""
+    if not tensor._with_gemm_swizzled_scales:
+        tensor._change(lib.nib_tensor_swizzle)
+        tensor._with_gemm_swizzled_scales = True
+
+
+# ---- The steps of a sharded cast --------------------------------------------------------------------------
+
+
+def _check_block(block_len):
+    if block_len != 16:
+        raise ValueError(f"blocks of NVFP4 have 16x16 elements, not {block_len}x{block_len}")
+
+
+def _floats(tensor):
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError("block amaxes and scales are contiguous float32 in host memory")
+    return ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_float))
+
+
+def _bytes(tensor):
+    if tensor.element_size() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError("codes and scales are contiguous bytes in host memory")
+    return ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
+
+
+def nvfp4_2d_compute_partial_amax(tensor, amax, h, w, start_offset, block_len=16):
+    """The amax of each 16x16 tile of an h x w weight, of which `tensor` is the piece from start_offset on; 0 for tiles
+    of which it has nothing."""
+    _check_block(block_len)
+    quantizer = NVFP4Quantizer(columnwise=False, with_2d_quantization=True)
+    piece = _bridge.host(tensor.detach()).reshape(-1)
+    with quantizer.make_empty((h, w))._native() as native:
+        lib.nib_partial_amax(native.handle, Copy.ROWWISE, _bridge.array(piece), int(start_offset), _floats(amax))
+
+
+def nvfp4_multi_tensor_compute_partial_amax(master_weight_list, partial_amax_list, global_amax_list, h_list, w_list,
+                                            start_offset_list, block_len=16):
+    """The same for many weights, and the amax of each whole piece. A weight of which there is no piece is None."""
+    for master, partial, whole, h, w, start in zip(master_weight_list, partial_amax_list, global_amax_list, h_list,
+                                                   w_list, start_offset_list, strict=True):
+        if master is not None and master.numel():
+            nvfp4_2d_compute_partial_amax(master, partial, h, w, start, block_len)
+            compute_amax(master, whole)
+
+
+def nvfp4_compute_global_scale(global_amax, global_scale):
+    """2688 / amax, at most the largest float; 1 for an amax of 0."""
+    amax = global_amax.float()
+    scale = (2688.0 / amax.clamp(min=_FLT_MIN)).clamp(max=_FLT_MAX)
+    global_scale.copy_(torch.where(amax > 0, scale, torch.ones_like(scale)))
+
+
+def nvfp4_compute_per_block_scale(block_amax, scale, global_amax):
+    """Scales of blocks before they become E4M3: amax (2688 / global amax / 6)."""
+    whole = torch.empty_like(global_amax)
+    nvfp4_compute_global_scale(global_amax, whole)
+    scale.copy_((block_amax * (whole * (1.0 / torch.tensor(6.0)))).clamp(max=_FLT_MAX))
+
+
+def _e4m3(values):
+    """Codes of float32 values."""
+    values = values.contiguous()
+    codes = torch.empty(values.shape, dtype=torch.uint8)
+    lib.nib_encode(_library.DType.E4M3, _floats(values), values.numel(), codes.data_ptr())
+    return codes
+
+
+def _e4m3_values(codes):
+    values = torch.empty(codes.shape)
+    lib.nib_decode(_library.DType.E4M3, codes.data_ptr(), codes.numel(), _floats(values))
+    return values
+
+
+def nvfp4_expand_scale_to_fp8(input, output, tile_rows, tile_cols, rows_padded, block_len=16):
+    """Scales of tiles as E4M3, on each of the tile's 16 rows of `output`; its padding is zero."""
+    _check_block(block_len)
+    target = output.view(torch.uint8)
+    target.zero_()
+    rows = min(tile_rows * 16, rows_padded, target.shape[0])
+    codes = _e4m3(input.reshape(tile_rows, tile_cols)).repeat_interleave(16, 0)
+    target[:rows, :tile_cols] = codes[:rows]
+
+
+def nvfp4_fused_scale(block_amax, global_amax, per_block_scale, target_scale, target_amax, tile_rows, tile_cols,
+                      rows_padded, block_len=16):
+    """From amaxes: the scales of blocks as numbers, as E4M3 in the weight, and the weight's amax."""
+    nvfp4_compute_per_block_scale(block_amax, per_block_scale, global_amax)
+    nvfp4_expand_scale_to_fp8(per_block_scale, target_scale, tile_rows, tile_cols, rows_padded, block_len)
+    target_amax.copy_(global_amax.reshape(target_amax.shape))
+
+
+def nvfp4_multi_tensor_fused_scale(block_amax_list, global_amax_list, per_block_scale_list, target_scale_list,
+                                   target_amax_list, tile_rows_list, tile_cols_list, rows_padded_list, block_len=16):
+    for arguments in zip(block_amax_list, global_amax_list, per_block_scale_list, target_scale_list, target_amax_list,
+                         tile_rows_list, tile_cols_list, rows_padded_list, strict=True):
+        nvfp4_fused_scale(*arguments, block_len)
+
+
+def nvfp4_2d_partial_cast(inp, out, scale, global_scale, h, w, start_offset, block_len=16):
+    """The codes of a piece of an h x w weight into `out`, whose first byte holds the piece's first element. Only
+    nibbles of the piece are written; an odd start is right, too."""
+    _check_block(block_len)
+    piece = _bridge.host(inp.detach()).reshape(-1).float()
+    start, n = int(start_offset), piece.numel()
+    if start < 0 or start + n > h * w:
+        raise ValueError(f"{n} elements from {start} on are not a piece of {h} x {w}")
+    first, last = start % 2, (start + n) % 2
+    bytes_needed = (first + n + last) // 2
+    target = out.view(-1)[:bytes_needed]
+    if target.numel() != bytes_needed:
+        raise ValueError(f"the piece has codes in {bytes_needed} bytes, but there is room for {target.numel()}")
+    if not n:
+        return
+    encode = float(global_scale) if float(global_scale) > 0 else 1.0
+    decode = _e4m3_values(_e4m3(scale.reshape(-1))) * (1.0 / torch.tensor(encode))
+    factor = torch.where(decode > 0, (1.0 / decode).clamp(max=_FLT_MAX), torch.full_like(decode, _FLT_MAX))
+    at = torch.arange(start, start + n)
+    tile = at // w // 16 * ((w + 15) // 16) + at % w // 16
+    scaled = torch.zeros(first + n + last)
+    scaled[first:first + n] = piece * factor[tile]
+    codes = torch.empty(bytes_needed, dtype=torch.uint8)
+    lib.nib_encode(_library.DType.E2M1, _floats(scaled), scaled.numel(), codes.data_ptr())
+    before = target.clone()
+    target.copy_(codes)
+    if first:  # the other nibble of the byte belongs to somebody else
+        target[0] = (before[0] & 0x0F) | (codes[0] & 0xF0)
+    if last:
+        target[-1] = (before[-1] & 0xF0) | (codes[-1] & 0x0F)
+
+
+def nvfp4_multi_tensor_2d_partial_cast(inp_list, out_list, scale_list, global_scale_list, h_list, w_list,
+                                       start_offset_list, block_len=16):
+    for arguments in zip(inp_list, out_list, scale_list, global_scale_list, h_list, w_list, start_offset_list,
+                         strict=True):
+        nvfp4_2d_partial_cast(*arguments, block_len)
+
+
+def nvfp4_data_transpose(input, *, out=None):
+    """Codes [M, K/2] of a matrix as those of its transpose, [K, M/2]."""
+    rows, cols = input.shape[0], 2 * input.shape[1]
+    if rows % 2:
+        raise ValueError(f"{rows} rows cannot be packed in pairs")
+    if out is None:
+        out = torch.empty(cols, rows // 2, dtype=torch.uint8)
+    elif out.numel() != cols * rows // 2:
+        raise ValueError(f"the transpose has {cols * rows // 2} bytes, but there is room for {out.numel()}")
+    lib.nib_transpose_packed(_bytes(input.contiguous()), rows, cols, _bytes(out))
+    return out
+
+
+def nvfp4_2d_scale_transpose(input, output, M_tiles, K_tiles):
+    """Scales of 16x16 blocks, each on the 16 rows of its block, as those of the transpose; the padding is zero."""
+    if output.shape[0] < 16 * K_tiles:
+        raise ValueError(f"{16 * K_tiles} rows of scales do not fit {output.shape[0]}")
+    lib.nib_transpose_scales(_bytes(input), 16 * M_tiles, 16 * K_tiles, input.stride(0), _bytes(output),
+                             output.stride(0))
+    output.view(torch.uint8)[16 * K_tiles:].zero_()
+
+
+def nvfp4_2d_multi_tensor_transpose(rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list,
+                                    columnwise_scale_inv_list, M_list, K_list):
+    for data, data_t, scales, scales_t, rows, cols in zip(rowwise_data_list, columnwise_data_list,
+                                                          rowwise_scale_inv_list, columnwise_scale_inv_list, M_list,
+                                                          K_list, strict=True):
+        nvfp4_data_transpose(data.view(rows, -1), out=data_t)
+        nvfp4_2d_scale_transpose(scales, scales_t, (rows + 15) // 16, (cols + 15) // 16)

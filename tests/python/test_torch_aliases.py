@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of TransformerEngine and Megatron: the documents' examples with the imports that stand there, every module
+and name, buffers as theirs, and what happens where the real packages are."""
+import importlib
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch; TORCH=1 installs it")
+
+import nib.torch  # noqa: E402
+
+nib.torch.install_aliases()
+
+
+@pytest.fixture
+def input_tensor():
+    return torch.randn(64, 128, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+
+
+# ---- The examples, as they stand -------------------------------------------------------------------------
+
+
+def test_storage_example(input_tensor):
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+    quantizer = NVFP4Quantizer()
+    # NVFP4TensorStorage is used as a mixin base class
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
+
+    # Access storage attributes through the tensor
+    nvfp4_tensor = quantizer.quantize(input_tensor)
+    row_data = nvfp4_tensor._rowwise_data # packed FP4 uint8
+    row_scales = nvfp4_tensor._rowwise_scale_inv
+    amax = nvfp4_tensor._amax_rowwise
+
+    from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import (
+        NVFP4TensorStorage,
+    )
+    assert isinstance(nvfp4_tensor, NVFP4Tensor) and isinstance(nvfp4_tensor, NVFP4TensorStorage)
+    assert (row_data.dtype, row_data.shape) == (torch.uint8, (64, 64))
+    assert (row_scales.dtype, row_scales.shape) == (torch.uint8, (128, 8))
+    assert (amax.dtype, amax.shape) == (torch.float32, (1,))
+
+
+def test_nvfp4_tensor_example(input_tensor):
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+    import torch
+
+    # Create NVFP4 quantizer with RHT for better accuracy
+    quantizer = NVFP4Quantizer(
+        fp8_dtype=torch.float8_e4m3fn,
+        with_rht=True,
+    )
+    quantizer.set_usage(rowwise=True, columnwise=True)
+
+    nvfp4_tensor = quantizer.quantize(input_tensor)
+    output = nvfp4_tensor.dequantize(dtype=torch.bfloat16)
+
+    assert output.dtype == torch.bfloat16 and (output - input_tensor).abs().max() < input_tensor.abs().max() / 6
+
+
+def test_quantized_tensor_example(input_tensor):
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch import DType
+    quantizer, regular_tensor = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu"), torch.randn(3)
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+
+    # QuantizedTensor behaves like a regular PyTorch tensor
+    fp8_tensor = quantizer.quantize(input_tensor)
+    assert isinstance(fp8_tensor, QuantizedTensor)
+
+    # Dequantize back to high precision
+    output = fp8_tensor.dequantize(dtype=torch.float32)
+
+    # Works with autograd save_for_backward
+    from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_saved
+    saved = prepare_for_saving(fp8_tensor, regular_tensor)
+    restored = restore_from_saved(*saved)
+
+    assert output.dtype == torch.float32 and restored[0] is fp8_tensor and restored[1] is regular_tensor
+    from transformer_engine.pytorch.quantized_tensor import (  # noqa: F401
+        QuantizedTensorStorage,
+        Quantizer,
+        QuantizedTensor,
+        prepare_for_saving,
+        restore_from_saved,
+    )
+
+
+def test_fp4_utils(input_tensor):
+    import core.fp4_utils
+    import megatron.core.fp4_utils
+    from megatron.core.enums import Fp4Recipe
+    for utils in (core.fp4_utils, megatron.core.fp4_utils):
+        assert utils.HAVE_TE is False and utils.HAVE_TE_FP4_TENSOR_CLASS is False
+        assert utils.is_nvfp4tensor(nib.torch.NVFP4Quantizer()(input_tensor)) and not utils.is_nvfp4tensor(input_tensor)
+        assert utils.get_nvfp4_rowwise_packed_shape(torch.Size([4, 32])) == torch.Size([4, 16])
+        assert utils.get_fp4_align_size(Fp4Recipe.nvfp4) == 128
+        for name in ("modify_nvfp4_rowwise_storage", "quantize_nvfp4_param_shard", "dequantize_fp4_tensor"):
+            assert callable(getattr(utils, name))
+
+
+def test_fp4_recipe_and_context():
+    from megatron.core.enums import Fp4Recipe
+    from megatron.core.fp4_utils import get_fp4_context, get_fp4_recipe
+    config = types.SimpleNamespace(fp4="e2m1", fp4_recipe=Fp4Recipe.nvfp4, fp8_dot_product_attention=True,
+                                   first_last_layers_bf16=True, num_layers_at_start_in_bf16=1,
+                                   num_layers_at_end_in_bf16=2, num_layers=6, fp4_param=False)
+    assert get_fp4_recipe(config).nvfp4() and get_fp4_recipe(config).fp8_dpa
+    on = []
+    for layer in range(6):
+        with get_fp4_context(config, layer):
+            on.append(nib.torch.module.is_fp8_enabled())
+    assert on == [False, True, True, True, False, False] and not nib.torch.module.is_fp8_enabled()
+    with get_fp4_context(config, 1, is_init=True):
+        assert type(nib.torch.Linear(16, 16).weight.data) is torch.Tensor
+    config.fp4_param = True
+    with get_fp4_context(config, 1, is_init=True):
+        assert isinstance(nib.torch.Linear(16, 16).weight, nib.torch.NVFP4Tensor)
+    config.fp4 = None
+    with get_fp4_context(config, 1):
+        assert not nib.torch.module.is_fp8_enabled()
+    config.fp4_recipe = "mxfp4"
+    with pytest.raises(ValueError, match="no FP4 recipe"):
+        get_fp4_recipe(config)
+
+
+# ---- Modules and names -----------------------------------------------------------------------------------
+
+NAMES = {
+    "transformer_engine.pytorch": [
+        "NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage", "Float8Quantizer", "Float8CurrentScalingQuantizer",
+        "Float8Tensor", "Float8TensorStorage", "MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage",
+        "Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage", "QuantizedTensor",
+        "QuantizedTensorStorage", "Quantizer", "DType", "is_fp8_available", "is_mxfp8_available",
+        "is_fp8_block_scaling_available", "is_nvfp4_available", "autocast", "Linear", "quantized_tensor", "tensor"],
+    "transformer_engine.pytorch.quantized_tensor": ["restore_from_func_ctx"],
+    "transformer_engine.pytorch.tensor.nvfp4_tensor": [
+        "get_hadamard_matrix", "get_rht_matrix", "get_wgrad_sign_vector", "get_no_random_sign_vector",
+        "get_sign_from_vector", "get_random_sign_mask_for_rht"],
+    "transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage": ["_FromNVFP4Func", "_fp4_e2m1_vals"],
+    "transformer_engine.pytorch.tensor.storage.float8_tensor_storage": ["Float8TensorStorage"],
+    "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage": ["MXFP8TensorStorage"],
+    "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage": ["Float8BlockwiseQTensorStorage"],
+    "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage": ["GroupedTensorStorage"],
+    "transformer_engine.pytorch.tensor.grouped_tensor": ["GroupedTensor"],
+    "transformer_engine.pytorch.tensor.float8_tensor": ["Float8Tensor"],
+    "transformer_engine.pytorch.tensor.mxfp8_tensor": ["MXFP8Tensor"],
+    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": ["Float8BlockwiseQTensor"],
+    "transformer_engine.pytorch.tensor.utils": [
+        "quantize_master_weights", "cast_master_weights_to_fp8", "post_all_gather_processing", "replace_raw_data",
+        "clear_columnwise_cache"],
+    "transformer_engine.pytorch.constants": ["TE_DType", "NVFP4_BLOCK_SCALING_SIZE"],
+    "transformer_engine.pytorch.utils": ["round_up_to_nearest_multiple", "is_non_tn_fp8_gemm_supported"],
+    "transformer_engine.common.recipe": [
+        "Format", "Recipe", "NVFP4BlockScaling", "MXFP8BlockScaling", "Float8BlockScaling", "Float8CurrentScaling",
+        "DelayedScaling", "CustomRecipe", "QParams", "MMParams"],
+    "transformer_engine_torch": [
+        "DType", "quantize", "dequantize", "split_quantize", "group_quantize", "generic_gemm",
+        "swizzle_scales_for_gemm_", "nvfp4_2d_compute_partial_amax", "nvfp4_2d_partial_cast",
+        "nvfp4_multi_tensor_2d_partial_cast", "nvfp4_fused_scale", "nvfp4_data_transpose", "nvfp4_2d_scale_transpose"],
+    "megatron.core.fp4_utils": ["quantize_nvfp4_param_shard", "is_grouped_nvfp4tensor"],
+    "core.fp4_utils": ["dequantize_fp4_tensor"],
+    "megatron.core.enums": ["Fp4Recipe"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name):
+    module = importlib.import_module(name)
+    assert module.__nib_alias__ and module.__name__ == name and module.__spec__.name == name
+    assert importlib.util.find_spec(name) is not None
+    for wanted in NAMES[name]:
+        assert getattr(module, wanted) is not None, wanted
+
+
+def test_dtype():
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.constants import NVFP4_BLOCK_SCALING_SIZE, TE_DType
+    names = ["kByte", "kInt16", "kInt32", "kInt64", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2",
+             "kFloat8E8M0", "kFloat4E2M1"]
+    assert [tex.DType[name].value for name in names] == list(range(11))
+    assert TE_DType[torch.bfloat16] == tex.DType.kBFloat16 and NVFP4_BLOCK_SCALING_SIZE == 16
+
+
+def test_available():
+    import transformer_engine.pytorch as te
+    for call in (te.is_fp8_available, te.is_mxfp8_available, te.is_fp8_block_scaling_available, te.is_nvfp4_available):
+        assert call() is True and call(return_reason=True) == (True, "")
+
+
+def test_utils():
+    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported, round_up_to_nearest_multiple
+    assert [round_up_to_nearest_multiple(n, 128) for n in (0, 1, 128, 129)] == [0, 128, 128, 256]
+    with pytest.raises(ValueError):
+        round_up_to_nearest_multiple(1, 0)
+    assert is_non_tn_fp8_gemm_supported() is False
+
+
+def test_modules_can_be_added(tmp_path):
+    import transformer_engine.pytorch
+    assert isinstance(transformer_engine.pytorch.__path__, list)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("transformer_engine.pytorch.added_by_a_test")
+    (tmp_path / "added_by_a_test.py").write_text("from .tensor.nvfp4_tensor import NVFP4Quantizer\n")
+    transformer_engine.pytorch.__path__.append(str(tmp_path))
+    try:
+        importlib.invalidate_caches()
+        added = importlib.import_module("transformer_engine.pytorch.added_by_a_test")
+        assert added.NVFP4Quantizer is nib.torch.NVFP4Quantizer
+    finally:
+        transformer_engine.pytorch.__path__.remove(str(tmp_path))
+
+
+def run_python(code, path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.path.dirname(os.path.dirname(nib.__file__))])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_nothing_without_the_call(tmp_path):
+    code = ("import nib.torch\n"
+            "try:\n    import transformer_engine\n    print('there')\n"
+            "except ModuleNotFoundError:\n    print('absent')\n")
+    assert run_python(code, tmp_path) == ["absent"]
+
+
+def test_real_packages_stay(tmp_path):
+    """A package that is really there is left alone, whole: nothing is put into it, nor taken for it."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("mine = 'real'\n")
+    (tmp_path / "megatron").mkdir()  # without __init__.py: a namespace in which others have parts
+    code = ("import nib.torch\n"
+            "given = nib.torch.install_aliases()\n"
+            "import transformer_engine\nprint(transformer_engine.mine, 'transformer_engine' in given)\n"
+            "try:\n    import transformer_engine.pytorch\n    print('there')\n"
+            "except ModuleNotFoundError:\n    print('absent')\n"
+            "import transformer_engine_torch, megatron.core.fp4_utils\n"
+            "print(transformer_engine_torch.__nib_alias__, megatron.core.fp4_utils.HAVE_TE)\n")
+    assert run_python(code, tmp_path) == ["real", "False", "absent", "True", "True"]
+
+
+# ---- Keyword arguments and buffers of TransformerEngine -----------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (128, 64), (48, 80), (2, 64, 32), (4, 8, 16, 48)])
+def test_buffers(shape):
+    import transformer_engine.pytorch as te
+    quantizer = te.NVFP4Quantizer(fp4_dtype=te.DType.kFloat4E2M1, rowwise=True, columnwise=True,
+                                  with_amax_reduction=False, amax_reduction_group=None, with_rht=False,
+                                  with_post_rht_amax=False, with_2d_quantization=False, stochastic_rounding=False,
+                                  row_scaled_nvfp4=False, nvfp4_use_4over6=False, nvfp4_e4m3_max=448,
+                                  nvfp4_4over6_err_mode="MAE", with_random_sign_mask=True)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    t = quantizer(x)
+    rows, cols = x.numel() // shape[-1], shape[-1]
+
+    def padded(n, to):
+        return -(-n // to) * to
+
+    expected = {"_rowwise_data": (torch.uint8, (*shape[:-1], cols // 2)),
+                "_rowwise_scale_inv": (torch.uint8, (padded(rows, 128), padded(cols // 16, 4))),
+                "_columnwise_data": (torch.uint8, (cols, rows // 2)),
+                "_columnwise_scale_inv": (torch.uint8, (padded(cols, 128), padded(rows // 16, 4))),
+                "_amax_rowwise": (torch.float32, (1,)), "_amax_columnwise": (torch.float32, (1,))}
+    for name, (dtype, size) in expected.items():
+        buffer = getattr(t, name)
+        assert (buffer.dtype, tuple(buffer.shape)) == (dtype, size), name
+        assert buffer.is_contiguous()
+    assert not t._rowwise_scale_inv[rows:].any() and not t._rowwise_scale_inv[:, cols // 16:].any()
+    assert not t._columnwise_scale_inv[cols:].any() and not t._columnwise_scale_inv[:, rows // 16:].any()
+    assert tuple(t.shape) == shape and t.dtype == torch.bfloat16 and t._fp4_dtype == te.DType.kFloat4E2M1
+    again = te.NVFP4Tensor(shape=t.shape, dtype=t.dtype, rowwise_data=t._rowwise_data,
+                           rowwise_scale_inv=t._rowwise_scale_inv, columnwise_data=t._columnwise_data,
+                           columnwise_scale_inv=t._columnwise_scale_inv, amax_rowwise=t._amax_rowwise,
+                           amax_columnwise=t._amax_columnwise, fp4_dtype=te.DType.kFloat4E2M1, quantizer=quantizer,
+                           with_gemm_swizzled_scales=False, requires_grad=False)
+    assert torch.equal(again.dequantize(dtype=torch.float32), t.dequantize(dtype=torch.float32))
+
+
+def test_functions():
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    quantizer = te.NVFP4Quantizer()
+    t = tex.quantize(x, quantizer)
+    assert torch.equal(t._rowwise_data, quantizer(x)._rowwise_data)
+    assert torch.equal(tex.dequantize(t, te.DType.kFloat32), t.dequantize(dtype=torch.float32))
+    other = tex.create_empty_quantized_tensor(quantizer, [64, 32], torch.bfloat16, "cpu", False)
+    assert tex.quantize(x, quantizer, other, torch.ones(1)) is other and not other._rowwise_data.any()  # a no-op
+    assert tex.quantize(x, quantizer, output=other, noop_flag=None) is other
+    assert torch.equal(other._columnwise_data, t._columnwise_data)
+    amax = torch.zeros(1)
+    tex.compute_amax(x, amax)
+    assert amax.item() == x.abs().max().item()
+    several = tex.multi_tensor_quantize([x, 2 * x], [quantizer, quantizer])
+    assert torch.equal(several[0]._rowwise_data, several[1]._rowwise_data)
+    parts = tex.split_quantize(x, [16, 48], [quantizer, quantizer])
+    assert torch.equal(parts[1]._rowwise_data, quantizer(x[16:])._rowwise_data)
+    group = tex.group_quantize(x, te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True), 2,
+                               first_dims=torch.tensor([16, 48]))
+    assert group.num_tensors == 2
+    wide = tex.nvfp4_quantize_with_amax(x, quantizer, torch.tensor([8.0]), torch.tensor([16.0]))
+    assert (wide._amax_rowwise.item(), wide._amax_columnwise.item()) == (8, 16)
+    swizzled = quantizer(x)
+    tex.swizzle_scales_for_gemm_(swizzled)
+    tex.swizzle_scales_for_gemm_(swizzled)
+    quantizer.optimize_for_gemm = True
+    assert swizzled._with_gemm_swizzled_scales
+    assert torch.equal(swizzled._rowwise_scale_inv.view(-1), quantizer(x)._rowwise_scale_inv.view(-1))
+    assert torch.equal(swizzled.dequantize(), t.dequantize())
+
+
+def test_generic_gemm():
+    """The three products of a layer, in TransformerEngine's order of arguments."""
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    draw = torch.Generator().manual_seed(3)
+    x, w, g = (torch.randn(*s, generator=draw).bfloat16() for s in ((48, 64), (32, 64), (48, 32)))
+    q = te.NVFP4Quantizer(with_2d_quantization=True)
+    values = {"x": q(x).dequantize(dtype=torch.float32), "w": q(w).dequantize(dtype=torch.float32),
+              "g": q(g).dequantize(dtype=torch.float32)}
+    rest = (None, 0, False, False)
+    for a, ta, b, tb, expected in ((w, True, x, False, values["x"] @ values["w"].t()),
+                                   (w, False, g, False, values["g"] @ values["w"]),
+                                   (x, False, g, True, values["g"].t() @ values["x"])):
+        y, bias_grad, gelu_in, extra = tex.generic_gemm(q(a), ta, q(b), tb, None, None, te.DType.kFloat32, None,
+                                                        te.DType.kBFloat16, False, None, False, *rest)
+        assert bias_grad is None and gelu_in is None and extra is None
+        # Sums of exact products: both round each of at most 64 additions, and the last factors once or twice.
+        bound = 70 * 2 ** -24 * (expected.abs().max() + values["x"].abs().max() * 64)
+        assert (y - expected).abs().max() <= bound
+        plain = tex.generic_gemm(q(a).dequantize(), ta, q(b).dequantize(), tb)[0]
+        assert (plain - expected).abs().max() <= expected.abs().max() / 50
+    bias = torch.randn(32)
+    y0 = tex.generic_gemm(q(w), True, q(x), False, alpha=0.5)[0]
+    y = tex.generic_gemm(q(w), True, q(x), False, bias=bias, alpha=0.5)[0]
+    assert torch.equal(y, y0 + bias)
+    out = torch.ones(48, 32)
+    assert tex.generic_gemm(q(w), True, q(x), False, out, alpha=0.5, accumulate=True)[0] is out
+    assert torch.equal(out, y0 + 1)
+    y, _, pre, _ = tex.generic_gemm(q(w), True, q(x), False, alpha=0.5, gelu=True)
+    assert torch.equal(pre, y0) and torch.equal(y, torch.nn.functional.gelu(y0, approximate="tanh"))
+    grads = tex.generic_gemm(q(x), False, q(g), True, bias=bias, grad=True)
+    assert torch.allclose(grads[1], values["g"].sum(0), rtol=1e-6)
+    assert isinstance(tex.generic_gemm(q(w), True, q(x), False, quantizer=q)[0], te.NVFP4Tensor)
+    assert tex.generic_gemm(q(w), True, q(x.view(3, 16, 64)), False)[0].shape == (3, 16, 32)
+    for wrong, error in ((dict(comm_overlap=1), NotImplementedError), (dict(gelu=True, grad=True), NotImplementedError),
+                         (dict(beta=0.5), NotImplementedError), (dict(accumulate=True), ValueError)):
+        with pytest.raises(error):
+            tex.generic_gemm(q(w), True, q(x), False, **wrong)
+    with pytest.raises(NotImplementedError):
+        tex.generic_gemm(q(w), True, q(x), True)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16), (40, 72)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_a_sharded_cast(shape, dtype):
+    """The steps one by one, over pieces cut anywhere, give the bytes of a quantisation of the whole."""
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    h, w = shape
+    th, tw = (h + 15) // 16, (w + 15) // 16
+    master = torch.randn(h * w, generator=torch.Generator().manual_seed(4)).to(dtype)
+    whole = te.NVFP4Quantizer(with_2d_quantization=True)(master.float().view(h, w))
+    cuts = [0, 1, 2, 77, h * w // 2 - 1, h * w]
+    cuts = sorted(cut for cut in cuts if cut <= h * w)
+    pieces = [(a, master[a:b]) for a, b in zip(cuts, cuts[1:])]
+    blocks, amax = torch.zeros(th, tw), torch.zeros(1)
+    for start, piece in pieces:
+        mine, top = torch.full((th, tw), -1.0), torch.zeros(1)
+        tex.nvfp4_multi_tensor_compute_partial_amax([piece, None], [mine, None], [top, None], [h, h], [w, w],
+                                                    [start, None], 16)
+        blocks, amax = torch.maximum(blocks, mine), torch.maximum(amax, top)
+    assert amax.item() == whole._amax_rowwise.item()
+    scale, global_scale = torch.zeros(th, tw), torch.zeros(1)
+    target, target_amax = torch.full_like(whole._rowwise_scale_inv, 7), torch.zeros(1)
+    tex.nvfp4_compute_global_scale(amax, global_scale)
+    tex.nvfp4_multi_tensor_fused_scale([blocks], [amax], [scale], [target], [target_amax], [th], [tw],
+                                       [target.shape[0]], 16)
+    if h % 16 == 0:
+        assert torch.equal(target, whole._rowwise_scale_inv)
+    assert torch.equal(target[:h], whole._rowwise_scale_inv[:h]) and target_amax.item() == amax.item()
+    data = torch.full((h * w // 2,), 0xFF, dtype=torch.uint8)
+    for start, piece in reversed(pieces):
+        end = start + piece.numel()
+        tex.nvfp4_multi_tensor_2d_partial_cast([piece], [data[start // 2:(end + 1) // 2]], [scale], [global_scale], [h],
+                                               [w], [start], 16)
+    assert torch.equal(data.view(h, w // 2), whole._rowwise_data)
+    if h % 16 == 0 and w % 16 == 0:
+        data_t, scales_t = torch.zeros_like(whole._columnwise_data), torch.full_like(whole._columnwise_scale_inv, 9)
+        tex.nvfp4_2d_multi_tensor_transpose([data.view(h, -1)], [data_t], [target], [scales_t], [h], [w])
+        assert torch.equal(data_t, whole._columnwise_data) and torch.equal(scales_t, whole._columnwise_scale_inv)
+        assert torch.equal(tex.nvfp4_data_transpose(data_t), whole._rowwise_data)
+
+
+def test_step_errors():
+    import transformer_engine_torch as tex
+    with pytest.raises(ValueError, match="16x16"):
+        tex.nvfp4_2d_compute_partial_amax(torch.zeros(4), torch.zeros(1, 1), 16, 16, 0, 32)
+    scales, one, room = torch.ones(1, 1), torch.ones(1), torch.zeros(2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="not a piece"):
+        tex.nvfp4_2d_partial_cast(torch.zeros(4), room, scales, one, 16, 16, 254, 16)
+    with pytest.raises(ValueError, match="room"):
+        tex.nvfp4_2d_partial_cast(torch.zeros(4), room[:1], scales, one, 16, 16, 0, 16)
+    with pytest.raises(ValueError, match="pairs"):
+        tex.nvfp4_data_transpose(torch.zeros(3, 8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="room"):
+        tex.nvfp4_data_transpose(torch.zeros(4, 8, dtype=torch.uint8), out=torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="do not fit"):
+        tex.nvfp4_2d_scale_transpose(torch.zeros(16, 4, dtype=torch.uint8), torch.zeros(16, 4, dtype=torch.uint8), 1, 2)
+    with pytest.raises(ValueError, match="float32"):
+        tex.nvfp4_2d_compute_partial_amax(torch.zeros(4), torch.zeros(1, 1, dtype=torch.float64), 16, 16, 0, 16)
+    with pytest.raises(ValueError, match="bytes"):
+        tex.nvfp4_2d_scale_transpose(torch.zeros(16, 4), torch.zeros(16, 4, dtype=torch.uint8), 1, 1)
+
+
+def test_expanded_scales_keep_their_stride():
+    import transformer_engine_torch as tex
+    scale, out = torch.tensor([[1.0, 2.0], [4.0, 1000.0], [0.0, 0.5]]), torch.full((128, 4), 9, dtype=torch.uint8)
+    tex.nvfp4_expand_scale_to_fp8(scale, out, 3, 2, 128, 16)
+    values = out.view(torch.float8_e4m3fn).float()
+    assert torch.equal(values[:48, :2], scale.clamp(max=448).repeat_interleave(16, 0))
+    assert not out[48:].any() and not out[:, 2:].any()
