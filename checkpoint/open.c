@@ -252,10 +252,14 @@ static nib_status add_file(nib_checkpoint *c, const char *path, const char *name
     *file = (struct nib_ck_file){ .name = nib_ck_string(c, "%s", name), .path = nib_ck_string(c, "%s", path) };
     if (!file->name || !file->path)
         return nib_ck_no_memory(c);
+    /* What a file begins with says more than its name: a safetensors header of that length is refused anyway. */
     int fd;
+    char magic[4] = { 0 };
     TRY(nib_os_open_read(path, &fd, &file->bytes));
+    const nib_status status = file->bytes < sizeof magic ? NIB_OK : nib_os_read_at(fd, path, 0, magic, sizeof magic);
     nib_os_close(fd);
-    if (ends_with(name, ".gguf"))
+    TRY(status);
+    if (memcmp(magic, "GGUF", sizeof magic) == 0)
         TRY(nib_gguf_open(path, &file->gguf));
     else
         TRY(nib_file_open(path, &file->safetensors));

@@ -453,8 +453,10 @@ TEST(gguf_files)
     CHECK_OK(nib_gguf_commit(writer));
     nib_gguf_writer_destroy(writer);
     nib_gguf_plan_destroy(plan);
-    for (int as_file = 0; as_file < 2; as_file++) {
-        nib_checkpoint *c = open_good(as_file ? at("m.gguf") : folder);
+    for (int as_file = 0; as_file < 3; as_file++) { /* by its folder, by its name, by its contents under another */
+        if (as_file == 2)
+            CHECK(rename(at("m.gguf"), at("model")) == 0);
+        nib_checkpoint *c = open_good(as_file == 2 ? at("model") : as_file ? at("m.gguf") : folder);
         CHECK(c->packing == NIB_PACKING_GGUF && c->n_weights == 4);
         check_codes(c, "blk.0.attn_q", &p);
         check_rows(c, "blk.0.attn_q", p.values, 6, 128);
