@@ -71,9 +71,13 @@ class UnsupportedError(Error, NotImplementedError):
     """Well formed, but not something that this build does."""
 
 
+class CancelledError(Error, RuntimeError):
+    """The caller's own function asked to stop."""
+
+
 # In the order of nib_status.
 _ERRORS = [None, ArgumentError, ShapeError, DtypeError, ModeError, UsageError, MismatchError, OutOfMemoryError,
-           CommError, FileError, DataError, UnsupportedError]
+           CommError, FileError, DataError, UnsupportedError, CancelledError]
 for _status, _class in enumerate(_ERRORS):
     if _class:
         _class.status = _status
@@ -293,6 +297,7 @@ FUNCTIONS = {
     "nib_status_name": (c_char_p, [c_int]),
     "nib_last_error": (c_char_p, []),
     "nib_get_error": (None, [P(ErrorText)]),
+    "nib_set_error": (STATUS, [c_int, c_char_p]),
     "nib_dtype_name": (c_char_p, [c_int]),
     "nib_dtype_bits": (c_int, [c_int]),
     "nib_array_init": (STATUS, [P(Array), c_void_p, c_int, c_int, P(c_int64)]),
@@ -369,6 +374,9 @@ FUNCTIONS = {
     "nib_amax_grid": (STATUS, [c_void_p, c_int, P(c_int64), P(c_int64)]),
     "nib_partial_amax": (STATUS, [c_void_p, c_int, P(Array), c_int64, P(c_float)]),
     "nib_block_scales": (STATUS, [c_void_p, c_int, P(c_float)]),
+    "nib_whole_blocks": (STATUS, [c_void_p, c_int, c_int64, c_int64, P(c_int64), P(c_int64)]),
+    "nib_partial_scales": (STATUS, [c_void_p, c_int, P(Array), c_int64, P(c_float), P(c_uint8)]),
+    "nib_chosen_scales": (STATUS, [c_void_p, c_int, P(c_float), P(c_uint8)]),
     "nib_partial_cast": (STATUS, [c_void_p, c_int, P(Array), c_int64, P(c_float), P(Array)]),
     "nib_transpose_packed": (STATUS, [P(c_uint8), c_int64, c_int64, P(c_uint8)]),
     "nib_transpose_scales": (STATUS, [P(c_uint8), c_int64, c_int64, c_int64, P(c_uint8), c_int64]),
