@@ -395,6 +395,21 @@ def test_parameters_and_training(make, x):
     assert isinstance(linear.weight.data, QuantizedTensor)
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+def test_optimizers(make, x, foreach):
+    """A step on a quantised parameter is near that on its values: each operation in place quantises again."""
+    weight = torch.nn.Parameter(make()(x.float()).detach())
+    twin = torch.nn.Parameter(weight.dequantize().detach())
+    grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(8))
+    for parameter in (weight, twin):
+        parameter.grad = grad.clone()
+        torch.optim.AdamW([parameter], lr=0.5, foreach=foreach).step()  # longer than a step of the codes
+    before = make()(x.float()).dequantize()
+    assert isinstance(weight, QuantizedTensor) and (weight.dequantize() - before).abs().mean() > 0.05
+    moved = ((weight.dequantize() - before) * (twin - before)).sum() / (twin - before).square().sum()
+    assert 0.8 < moved < 1.2
+
+
 def test_pickle_and_copies(make, x):
     t = make()(x).detach()
     t.note = {"kept": 1}
@@ -468,6 +483,9 @@ def test_data(make, x):
     assert t._quantizer is not other._quantizer
     t.data = (x * 3)[:32]
     assert same(t, make()((x * 3)[:32]))
+    t.data = x[:32].float()  # Module.to(dtype) comes this way
+    assert t.dtype == torch.float32 and t.dequantize().dtype == torch.float32
+    t.data = x[:32]
     t._quantizer = None
     with pytest.raises(AssertionError):
         t.data = x[:32]

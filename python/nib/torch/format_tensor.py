@@ -592,12 +592,7 @@ class FormatTensor:
     def data(self, tensor):
         """A tensor of the same class: take over its buffers. Any other: quantise it into this one."""
         if isinstance(tensor, self.storage_class):
-            if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
-                dummy = torch.Tensor._make_wrapper_subclass(
-                    type(self), tensor.shape, strides=_stride_from_shape(tensor.shape), dtype=tensor.dtype,
-                    layout=torch.strided, requires_grad=tensor.requires_grad, device=tensor.device)
-                torch.Tensor.data.__set__(self, dummy)
-                self._dtype = tensor.dtype
+            self._look_like(tensor)
             for field in self.FIELDS:
                 setattr(self, field.name, getattr(tensor, field.name))
             for name, _keyword in self.STATE:
@@ -608,8 +603,18 @@ class FormatTensor:
             raise AssertionError("Can't quantize without a quantizer")
         self._quantizer.internal = False
         self._quantizer.update_quantized(tensor, self)
+        self._look_like(tensor)
         if self.requires_grad != tensor.requires_grad:
             self.requires_grad_(requires_grad=tensor.requires_grad)
+
+    def _look_like(self, tensor):
+        """Take over shape and dtype, as PyTorch sees them."""
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            dummy = torch.Tensor._make_wrapper_subclass(
+                type(self), tensor.shape, strides=_stride_from_shape(tensor.shape), dtype=tensor.dtype,
+                layout=torch.strided, requires_grad=tensor.requires_grad, device=self.device)
+            torch.Tensor.data.__set__(self, dummy)
+            self._dtype = tensor.dtype
 
     # -- pickling --
 
