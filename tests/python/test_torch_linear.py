@@ -119,6 +119,23 @@ def test_autocast():
 # ---- Linear ----------------------------------------------------------------------------------------------
 
 
+def test_arguments_of_transformer_engine():
+    layer = nib.torch.Linear(32, 16, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1,
+                             get_rng_state_tracker=print, init_method=torch.nn.init.ones_, bias=False,
+                             return_bias=False, params_dtype=torch.bfloat16, parallel_mode=None, device="cpu",
+                             ub_name="qkv", name="first", save_original_input=True)
+    assert layer.bias is None and layer.weight.eq(1).all() and layer.weight.dtype == torch.bfloat16
+    with nib.torch.autocast():
+        assert layer(numbers(16, 32), is_first_microbatch=True, fp8_output=False).shape == (16, 16)
+    for wrong in (dict(tp_size=2), dict(parallel_mode="column"), dict(fuse_wgrad_accumulation=True)):
+        with pytest.raises(NotImplementedError, match=next(iter(wrong))):
+            nib.torch.Linear(32, 16, **wrong)
+    with pytest.raises(NotImplementedError, match="fp8_output"):
+        layer(numbers(16, 32), fp8_output=True)
+    with pytest.raises(TypeError, match="biased"):
+        nib.torch.Linear(32, 16, biased=True)
+
+
 def test_without_autocast():
     torch.manual_seed(0)
     layer = nib.torch.Linear(32, 48)

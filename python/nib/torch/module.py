@@ -191,16 +191,36 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
+# Arguments of TransformerEngine's layers that concern parallel or fused work, and what they are where there is none.
+_ALONE = {"sequence_parallel": False, "fuse_wgrad_accumulation": False, "tp_group": None, "tp_size": 1,
+          "get_rng_state_tracker": None, "rng_tracker_name": None, "parallel_mode": None, "parameters_split": None,
+          "ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False,
+          "ub_bulk_wgrad": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None,
+          "save_original_input": False, "fp8_output": False, "fp8_grad": False}
+_WORDLESS = ("get_rng_state_tracker", "rng_tracker_name", "ub_name", "save_original_input")  # change no result
+
+
+def _check_alone(where, options):
+    for name, value in options.items():
+        if name not in _ALONE:
+            raise TypeError(f"{where} has no argument {name!r}")
+        if value != _ALONE[name] and name not in _WORDLESS:
+            raise NotImplementedError(f"{where} of nib works alone and fuses nothing: {name}={value!r} is not possible")
+
+
 class Linear(torch.nn.Module):
     """y = x W^T + b. Within autocast() in its recipe, elsewhere as torch.nn.Linear.
 
     Activations have the dtype of torch.autocast where that is on, otherwise the parameters'. Weights made within
-    quantized_model_init() are quantised tensors.
+    quantized_model_init() are quantised tensors. Arguments of TransformerEngine's Linear that concern parallel or fused
+    work are accepted with the values that they have where there is none.
     """
 
     def __init__(self, in_features, out_features, bias=True, *, params_dtype=None, device=None, init_method=None,
-                 return_bias=False):
+                 return_bias=False, name=None, **alone):
         super().__init__()
+        _check_alone("Linear", alone)
+        self.name = name
         self.in_features, self.out_features, self.return_bias = in_features, out_features, return_bias
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         device = None if device is None else torch.device(device)
@@ -222,8 +242,9 @@ class Linear(torch.nn.Module):
     def extra_repr(self):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
-    def forward(self, inp, is_first_microbatch=None):
+    def forward(self, inp, is_first_microbatch=None, **alone):
         """is_first_microbatch is accepted: weights are quantised in every call."""
+        _check_alone("Linear.forward", alone)
         kind = inp.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
         bias = None if self.return_bias else self.bias
