@@ -10,7 +10,7 @@ shopt -s nullglob
 
 command -v "$compiler" >/dev/null || { echo "there is no $compiler"; exit 77; }
 command -v python3 >/dev/null || { echo "there is no python3"; exit 77; }
-jansson=$(pkg-config --cflags --libs jansson 2>/dev/null) || jansson=-ljansson
+needs=$(pkg-config --cflags --libs jansson libpcre2-8 libxxhash 2>/dev/null) || needs="-ljansson -lpcre2-8 -lxxhash"
 
 fail() {
     echo "FAILED: $1"
@@ -26,7 +26,7 @@ flags="-O1 -ffp-contract=off -Wall -Wextra -Wno-unknown-pragmas -Werror -Iinclud
 "$compiler" -std=gnu11 $flags -Itests tests/made_up/check.c -o "$work/check" -L"$work" -lnib -lm -Wl,-rpath,"$work" \
     >"$work/log" 2>&1 || fail "check.c does not build"
 # shellcheck disable=SC2086
-"$compiler" -std=gnu11 $flags tools/*.c -o "$work/nib" -L"$work" -lnib $jansson -lm -Wl,-rpath,"$work" \
+"$compiler" -std=gnu11 $flags -Isrc tools/*.c checkpoint/*.c -o "$work/nib" -L"$work" -lnib $needs -lm -pthread -Wl,-rpath,"$work" \
     >"$work/log" 2>&1 || fail "the tool does not build"
 
 TMPDIR=$work "$work/check" >"$work/log" 2>&1 || fail "check"
