@@ -529,15 +529,27 @@ static nib_status read_straight(const nib_checkpoint *c, const struct nib_ck_wei
     return status;
 }
 
-/* Turn `rows` x `span` units of `size` bytes: out[r][k] from in[k][r * step]. Tiles, for the cache's sake. */
-static void turn(const char *in, int64_t depth, int64_t span, int64_t count, int64_t step, size_t size, char *out,
-                 int64_t out_line)
+/* Turn `rows` x `span` units of `size` bytes: out[r][k] from in[k][r * step]. Tiles, for the cache's sake. With a constant
+ * size a unit is one load and one store. */
+static inline void turn_units(const char *in, int64_t depth, int64_t span, int64_t count, int64_t step, size_t size,
+                              char *out, int64_t out_line)
 {
     enum { TILE = 32 };
     for (int64_t r0 = 0; r0 < count; r0 += TILE)
         for (int64_t r = r0; r < nib_min(r0 + TILE, count); r++)
             for (int64_t k = 0; k < depth; k++)
                 memcpy(out + (size_t)(r * out_line + k) * size, in + (size_t)(k * span + r * step) * size, size);
+}
+
+static void turn(const char *in, int64_t depth, int64_t span, int64_t count, int64_t step, size_t size, char *out,
+                 int64_t out_line)
+{
+    if (size == 1)
+        turn_units(in, depth, span, count, step, 1, out, out_line);
+    else if (size == 2)
+        turn_units(in, depth, span, count, step, 2, out, out_line);
+    else
+        turn_units(in, depth, span, count, step, 4, out, out_line);
 }
 
 /* The same from [length, lines]: a band of `length` at a time is read, as much of each of its rows as is needed. */

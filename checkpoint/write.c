@@ -94,6 +94,27 @@ static nib_status put(const struct writer *writer, uint32_t file, uint32_t tenso
     return nib_os_write_at(f->fd, f->path, f->file->data + t->offset + offset, bytes, count);
 }
 
+/* Units k..k+n-1 of `count` lines, unit by unit. With a constant size each is one load and one store. */
+static inline void turn_units(const char *lines, int64_t count, int64_t length, int64_t k, int64_t n, size_t size,
+                              uint8_t *out)
+{
+    enum { TILE = 32 };
+    for (int64_t r0 = 0; r0 < count; r0 += TILE)
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t r = r0; r < nib_min(r0 + TILE, count); r++)
+                memcpy(out + (size_t)(i * count + r) * size, lines + (size_t)(r * length + k + i) * size, size);
+}
+
+static void turn(const char *lines, int64_t count, int64_t length, int64_t k, int64_t n, size_t size, uint8_t *out)
+{
+    if (size == 1)
+        turn_units(lines, count, length, k, n, 1, out);
+    else if (size == 2)
+        turn_units(lines, count, length, k, n, 2, out);
+    else
+        turn_units(lines, count, length, k, n, 4, out);
+}
+
 /* Lines [count, length] of units become part of columns: unit k of line r goes to [index, k, first + r] of a tensor
  * [experts, length, rows]. */
 static nib_status put_turned(const struct writer *writer, struct desk *desk, const struct piece *piece, uint32_t tensor,
@@ -106,10 +127,7 @@ static nib_status put_turned(const struct writer *writer, struct desk *desk, con
         return no_memory();
     for (int64_t k = 0; k < length; k += BAND) {
         const int64_t n = nib_min(BAND, length - k);
-        for (int64_t i = 0; i < n; i++)
-            for (int64_t r = 0; r < count; r++)
-                memcpy(desk->turned + (size_t)(i * count + r) * size,
-                       (const char *)lines + (size_t)(r * length + k + i) * size, size);
+        turn(lines, count, length, k, n, size, desk->turned);
         const uint64_t line = (uint64_t)(w->index * length + k) * (uint64_t)rows;
         if (count == rows) { /* whole lines lie side by side */
             TRY(put(writer, piece->file, tensor, line * size, desk->turned, (size_t)(n * count) * size));
