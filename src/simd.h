@@ -191,14 +191,17 @@ SIMD VF absmax_of(const struct lanes *lanes)
 
 /* ---- Scales ---- */
 
-/* E4M3 of 0 <= v, to nearest even, saturating. */
-SIMD VI e4m3_of(VF v)
+/* E4M3 of 0 <= v, to nearest even, saturating: the code and its value. Adding 2^20 times the power of two at or below v
+ * (or the smallest normal one) leaves a unit of the last place that is one of E4M3's steps, so that the sum rounds v and
+ * has the steps in its lowest bits, the exponent above. */
+SIMD VI e4m3_of(VF v, VF *value)
 {
     const VF limited = vf_min(v, vf_set1(448.0f));
-    const VI bits = vi_of(limited), odd = vi_and(vi_srl(bits, 20), vi_set1(1));
-    const VI normal = vi_sub(vi_srl(vi_add(bits, vi_add(odd, vi_set1(0x7FFFF))), 20), vi_set1(120 << 3));
-    const VI subnormal = vi_round(vf_mul(limited, vf_set1(512.0f)));
-    return vi_select_less(limited, vf_set1(0x1p-6f), subnormal, normal);
+    const VF power = vf_max(vf_of(vi_and(vi_of(limited), vi_set1(0x7F800000))), vf_set1(0x1p-6f));
+    const VF big = vf_mul(power, vf_set1(0x1p20f)), sum = vf_add(limited, big);
+    *value = vf_sub(sum, big);
+    const VI bits = vi_of(sum);
+    return vi_and(vi_sub(vi_add(bits, vi_srl(bits, 20)), vi_set1(0x468)), vi_set1(0xFF));
 }
 
 SIMD VF f32_of_e4m3(VI code)
@@ -246,14 +249,26 @@ struct scales {
     VF value, factor; /* the code's value, and what elements are multiplied with */
 };
 
+SIMD struct scales te_scales_from(VI code, VF value, const struct lane_scaler *scaler)
+{
+    const VF factor = vf_div(vf_set1(1.0f), vf_mul(value, scaler->decode));
+    return (struct scales){ code, value, vf_min(factor, vf_set1(FLT_MAX)) };
+}
+
 SIMD struct scales te_scales_of(VI code, const struct lane_scaler *scaler)
 {
-    struct scales s = { .code = code, .value = f32_of_e4m3(code) };
-    s.factor = vf_min(vf_div(vf_set1(1.0f), vf_mul(s.value, scaler->decode)), vf_set1(FLT_MAX));
-    return s;
+    return te_scales_from(code, f32_of_e4m3(code), scaler);
 }
 
 SIMD VI at_least_code(VI code, uint8_t floor_code) { return vi_max(code, vi_set1(floor_code)); }
+
+/* te's scales for what they should be, at least the floor. */
+SIMD struct scales te_scales_near(VF wanted, uint8_t floor_code, const struct lane_scaler *scaler)
+{
+    VF value;
+    const VI code = e4m3_of(wanted, &value);
+    return floor_code ? te_scales_of(at_least_code(code, floor_code), scaler) : te_scales_from(code, value, scaler);
+}
 
 /* Rounded up below the smallest normal, so that nothing is clipped (kernels_scalar.c). */
 SIMD VI unclipped_code(VF absmax, const struct lane_scaler *scaler)
@@ -262,18 +277,17 @@ SIMD VI unclipped_code(VF absmax, const struct lane_scaler *scaler)
     const VF wanted = vf_mul(limited, vf_set1(17.0f / 16.0f)), units = vf_mul(wanted, vf_set1(512.0f));
     const VI below = vi_truncate(vf_min(units, vf_set1(16.0f)));
     const VI up = vi_select_less(vf_from(below), units, vi_set1(1), vi_set1(0));
-    return vi_select_less(wanted, vf_set1(0x1p-6f), vi_add(below, up), e4m3_of(wanted));
+    VF ignored;
+    return vi_select_less(wanted, vf_set1(0x1p-6f), vi_add(below, up), e4m3_of(wanted, &ignored));
 }
 
 /* The plain rule, for every dialect: te's in vectors, the others' a lane at a time through their functions. */
 SIMD struct scales rtn_scales(VF absmax, const struct nib_coding *coding, const struct lane_scaler *scaler)
 {
-    if (!coding->dialect->plain) {
-        const VI code = coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED
-                            ? unclipped_code(absmax, scaler)
-                            : e4m3_of(vf_min(vf_mul(absmax, scaler->block), vf_set1(FLT_MAX)));
-        return te_scales_of(at_least_code(code, coding->floor_code), scaler);
-    }
+    if (!coding->dialect->plain && coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
+        return te_scales_of(at_least_code(unclipped_code(absmax, scaler), coding->floor_code), scaler);
+    if (!coding->dialect->plain)
+        return te_scales_near(vf_mul(absmax, scaler->block), coding->floor_code, scaler);
     float amax[VL], factor[VL];
     int32_t code[VL];
     vf_store(amax, absmax);
@@ -384,6 +398,16 @@ SIMD VI stochastic_bits(VF a, VI random, bool bytes)
     return vi_add(bytes ? vi_srl(sum, 8) : vi_srl(sum, 24), vi_sub(vi_srl(p, 22), vi_set1(254)));
 }
 
+/* The same for bytes, with less: the factor has 2^23 in it, so that `units` counts 2^-23 and below 2 is also what the
+ * bits of |y| are above those of 0.5; above 2 only the bits are in E2M1's steps. In either a step is 2^22. */
+SIMD VI stochastic_code(VF a, VF factor, VI random)
+{
+    const VF y = vf_min(vf_mul(a, factor), vf_set1(6.0f * 0x1p23f));
+    const VI units = vi_truncate(y), bits = vi_max(vi_of(y), vi_set1((127 + 23) << 23));
+    const VI steps = vi_min(units, vi_sub(bits, vi_set1((126 + 23) << 23)));
+    return vi_srl(vi_add(steps, vi_sll(random, 14)), 22);
+}
+
 SIMD struct codes encode_random(const struct lanes *x, VF factor, const VI random[BLOCK], bool bytes)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
@@ -456,8 +480,8 @@ SIMD void four_and_six(VF absmax, const struct nib_coding *coding, const struct 
                        struct scales *four, struct scales *six)
 {
     const VF base = vf_mul(vf_div(absmax, vf_set1(6.0f)), scaler->encode);
-    *six = te_scales_of(at_least_code(e4m3_of(base), coding->floor_code), scaler);
-    *four = te_scales_of(at_least_code(e4m3_of(vf_mul(base, vf_set1(1.5f))), coding->floor_code), scaler);
+    *six = te_scales_near(base, coding->floor_code, scaler);
+    *four = te_scales_near(vf_mul(base, vf_set1(1.5f)), coding->floor_code, scaler);
 }
 
 /* Lanes of `a` where e_a < e_b, else of `b`. */

@@ -67,6 +67,13 @@ SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
     *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
 }
 
+/* Of the lower halves of 64-bit lanes. */
+SIMD VI vi_multiply_even(VI a, VI b) { return _mm256_mul_epu32(a, b); }
+SIMD VI vi_upper_halves(VI a) { return _mm256_srli_epi64(a, 32); }
+SIMD VI vi_join_halves(VI low, VI high) { return _mm256_blend_epi32(low, _mm256_slli_epi64(high, 32), 0xAA); }
+SIMD VI vi_xor3(VI a, VI b, VI c) { return vi_xor(a, vi_xor(b, c)); }
+SIMD bool vi_any_greater(VI a, VI b) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(a, b)) != 0; }
+
 SIMD void vf_transpose(VF v[8])
 {
     VF t[8], u[8];
@@ -176,64 +183,128 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 #include "../simd.h"
 #include "../simd_panels.h"
 
-/* ---- Rows to nearest: the way most data takes (rows.h) ---- */
+/* ---- Rows (rows.h) ---- */
 
-#define STRIP_STEP 8
-
-/* The largest lane of each of eight vectors that are not negative. */
-SIMD VF largest_of_each(const VF m[8])
+/* The largest 32-bit lane of each of eight vectors. */
+SIMD VI largest_of_each(const VI m[8])
 {
-    VF pairs[4], quads[2];
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) pairs[i] =
-        vf_max(_mm256_unpacklo_ps(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_ps(m[2 * i], m[2 * i + 1]));
-    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) quads[i] =
-        vf_max(_mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
-               _mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
-    return vf_max(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+    VI halves[4], quarters[2];
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) halves[i] =
+        vi_max(_mm256_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) quarters[i] =
+        vi_max(_mm256_unpacklo_epi64(halves[2 * i], halves[2 * i + 1]),
+               _mm256_unpackhi_epi64(halves[2 * i], halves[2 * i + 1]));
+    return vi_max(_mm256_permute2x128_si256(quarters[0], quarters[1], 0x20),
+                  _mm256_permute2x128_si256(quarters[0], quarters[1], 0x31));
 }
 
-/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
- * are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
+#include "amax16.h"
+
+/* The bits of the amaxes of eight blocks; `next` is for wider vectors. */
+SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
 {
-    VF m[8];
+    (void)next;
+    if (dtype != NIB_F32)
+        return _mm256_castps_si256(amax_16_of_eight(x, dtype));
+    const VI mask = vi_set1(0x7FFFFFFF);
+    VI m[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
-        const VF low = load_numbers(x, at, dtype), high = load_numbers(x, at + 8, dtype);
-        if (dtype != NIB_F32) {
-            vf_store(widened + at, low);
-            vf_store(widened + at + 8, high);
-        }
-        m[k] = vf_max(absolute(high), vf_max(absolute(low), vf_set1(0))); /* NaNs give way */
+        const VI low = _mm256_loadu_si256((const void *)(x + 64 * k));
+        const VI high = _mm256_loadu_si256((const void *)(x + 64 * k + 32));
+        m[k] = vi_max(vi_and(low, mask), vi_and(high, mask));
     }
     return largest_of_each(m);
 }
 
-/* Codes of eight numbers, one per dword. */
-SIMD VI codes_of(VF x, VF factor)
+/* Each vector has a code in the lower word of a lane and a number's upper half, for its sign, in the upper one. Two of
+ * them are a block. Packing to bytes saturates, so that a sign is 0x80; with it, 16 times a code of four bits is a sum of
+ * products, and so is a pair of codes. Packing works within 128-bit halves, which are woven together in the end. */
+SIMD void store_signed_codes(uint8_t *out, const VI v[8])
 {
-    const VF y = clamp_to_e2m1(vf_mul(x, factor));
-    return with_sign(e2m1_bits(absolute(y)), y);
+    const VI wanted = _mm256_set1_epi16((short)0x8007), nibble = _mm256_set1_epi16(1 << 8 | 16);
+    const VI pair = vi_set1(16 << 16 | 1);
+    VI bytes[4];
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+    {
+        const VI code = _mm256_maddubs_epi16(vi_and(_mm256_packs_epi16(v[2 * b], v[2 * b + 1]), wanted), nibble);
+        bytes[b] = _mm256_madd_epi16(code, pair);
+    }
+    const VI low = _mm256_srli_epi16(_mm256_packus_epi32(bytes[0], bytes[1]), 4);
+    const VI high = _mm256_srli_epi16(_mm256_packus_epi32(bytes[2], bytes[3]), 4);
+    const VI packed = _mm256_packus_epi16(low, high);
+    const __m128i first = _mm256_castsi256_si128(packed), second = _mm256_extracti128_si256(packed, 1);
+    _mm_storeu_si128((void *)out, _mm_unpacklo_epi16(first, second));
+    _mm_storeu_si128((void *)(out + 16), _mm_unpackhi_epi16(first, second));
 }
 
-/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit halves: first a block's two vectors side by side,
- * then pairs of codes to a byte, and in the end the halves are woven together again. */
-SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
+SIMD VI with_upper_half(VI code, VF x) { return _mm256_blend_epi16(code, vi_of(x), 0xAA); }
+
+SIMD VI code_bits(VF a, VF factor, bool clamp)
 {
-    const VI pair = _mm256_set1_epi32(16 << 16 | 1);
+    const VF y = vf_mul(a, factor);
+    return e2m1_bits(clamp ? vf_min(y, vf_set1(6.0f)) : y);
+}
+
+/* BF16 is split into even and odd elements, which is a shift and a mask, and a pair of codes is then in one lane. */
+SIMD void code_four_blocks_bf16(uint8_t *out, const char *x, const float *factor, bool clamp)
+{
+    const VI magnitudes = vi_set1(0x7FFF7FFF), upper = vi_set1((int)0xFFFF0000u), sign = _mm256_set1_epi16(8);
+    const VI pair = vi_set1(16 << 16 | 1);
     VI bytes[4];
     _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
     {
         const VF f = _mm256_broadcast_ss(factor + b);
-        const VI low = codes_of(vf_load(x + 16 * b), f), high = codes_of(vf_load(x + 16 * b + 8), f);
-        bytes[b] = _mm256_madd_epi16(_mm256_packs_epi32(low, high), pair);
+        const VI numbers = _mm256_loadu_si256((const void *)(x + 32 * b)), a = vi_and(numbers, magnitudes);
+        const VI even = code_bits(vf_of(vi_sll(a, 16)), f, clamp), odd = code_bits(vf_of(vi_and(a, upper)), f, clamp);
+        const VI codes = _mm256_blend_epi16(even, vi_sll(odd, 16), 0xAA);
+        const VI signs = vi_and(_mm256_srli_epi16(numbers, 12), sign);
+        bytes[b] = _mm256_madd_epi16(vi_or(codes, signs), pair);
     }
     const VI packed =
         _mm256_packus_epi16(_mm256_packus_epi32(bytes[0], bytes[1]), _mm256_packus_epi32(bytes[2], bytes[3]));
-    const __m128i first = _mm256_castsi256_si128(packed), second = _mm256_extracti128_si256(packed, 1);
-    _mm_storeu_si128((void *)out, _mm_unpacklo_epi16(first, second));
-    _mm_storeu_si128((void *)(out + 16), _mm_unpackhi_epi16(first, second));
+    const VI order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((void *)out, _mm256_permutevar8x32_epi32(packed, order));
+}
+
+/* Four blocks of 16 numbers to 32 bytes. */
+SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, bool clamp)
+{
+    if (dtype == NIB_BF16) {
+        code_four_blocks_bf16(out, x, factor, clamp);
+        return;
+    }
+    VI v[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
+    {
+        const VF number = load_numbers(x, 8 * k, dtype);
+        v[k] = with_upper_half(code_bits(absolute(number), _mm256_broadcast_ss(factor + k / 2), clamp), number);
+    }
+    store_signed_codes(out, v);
+}
+
+SIMD void code_four_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
+{
+    VI v[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
+    {
+        const VF number = load_numbers(x, 8 * k, dtype);
+        const VI r = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(random + 8 * k)));
+        v[k] = with_upper_half(stochastic_code(absolute(number), _mm256_broadcast_ss(factor + k / 2), r), number);
+    }
+    store_signed_codes(out, v);
+}
+
+/* Half of eight blocks each, in an order in which they come out of store_random side by side. */
+SIMD VI random_order(int half)
+{
+    return half ? _mm256_setr_epi32(4, 0, 6, 0, 5, 0, 7, 0) : _mm256_setr_epi32(0, 0, 2, 0, 1, 0, 3, 0);
+}
+
+SIMD void store_random(uint8_t *out, VI first, VI second)
+{
+    _mm256_store_si256((void *)out, _mm256_unpacklo_epi64(first, second));
+    _mm256_store_si256((void *)(out + 32), _mm256_unpackhi_epi64(first, second));
 }
 
 /* ---- Back ---- */

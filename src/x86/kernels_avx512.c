@@ -67,6 +67,17 @@ SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
     *high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
 }
 
+/* Of the lower halves of 64-bit lanes. */
+SIMD VI vi_multiply_even(VI a, VI b) { return _mm512_mul_epu32(a, b); }
+SIMD VI vi_upper_halves(VI a) { return _mm512_srli_epi64(a, 32); }
+SIMD VI vi_join_halves(VI low, VI high) { return _mm512_mask_blend_epi32(0xAAAA, low, _mm512_slli_epi64(high, 32)); }
+SIMD VI vi_xor3(VI a, VI b, VI c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
+SIMD bool vi_any_greater(VI a, VI b) { return _mm512_cmpgt_epi32_mask(a, b) != 0; }
+SIMD float largest_lane(VF m) { return _mm512_reduce_max_ps(m); }
+
+/* Bits of b where those of mask are set, of a elsewhere. */
+SIMD VI vi_merge(VI a, VI b, VI mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xD8); }
+
 /* 4x4 within 128-bit pieces, then the pieces. */
 SIMD void vf_transpose(VF v[16])
 {
@@ -126,7 +137,7 @@ SLOT float absmax_f32(const void *x, int64_t n)
     for (; i + 64 <= n; i += 64)
         _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) /* a NaN gives the second operand, which is never one */
             m[k] = vf_max(vf_of(vi_and(vi_of(vf_load(numbers + i + 16 * k)), mask)), m[k]);
-    float largest = _mm512_reduce_max_ps(vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3])));
+    float largest = largest_lane(vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3])));
     for (; i < n; i++) {
         const float a = nib_abs(numbers[i]);
         largest = a > largest ? a : largest;
@@ -168,56 +179,98 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 #include "../simd.h"
 #include "../simd_panels.h"
 
-/* ---- Rows to nearest: as in kernels_avx2.c, with a vector per block ---- */
-
-#define STRIP_STEP 16
+/* ---- Rows (rows.h), with a vector per block ---- */
 
 /* The largest lane of each of sixteen vectors. */
-SIMD VF largest_of_each(const VF m[16])
+SIMD VI largest_of_each(const VI m[16])
 {
-    VF pairs[8], quads[4], halves[2];
-    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) pairs[i] =
-        vf_max(_mm512_unpacklo_ps(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_ps(m[2 * i], m[2 * i + 1]));
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) quads[i] =
-        vf_max(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
-               _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
-    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) halves[i] =
-        vf_max(_mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0x88),
-               _mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0xDD));
-    return vf_max(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
+    VI halves[8], quarters[4], eighths[2];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) halves[i] =
+        vi_max(_mm512_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) quarters[i] =
+        vi_max(_mm512_unpacklo_epi64(halves[2 * i], halves[2 * i + 1]),
+               _mm512_unpackhi_epi64(halves[2 * i], halves[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) eighths[i] =
+        vi_max(_mm512_shuffle_i32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
+               _mm512_shuffle_i32x4(quarters[2 * i], quarters[2 * i + 1], 0xDD));
+    return vi_max(_mm512_shuffle_i32x4(eighths[0], eighths[1], 0x88),
+                  _mm512_shuffle_i32x4(eighths[0], eighths[1], 0xDD));
 }
 
-/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
- * are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
+#include "amax16.h"
+
+/* The bits of the amaxes of eight blocks from x on and of eight from `next` on. */
+SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
 {
-    VF m[16];
-    _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++)
-    {
-        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
-        const VF v = load_numbers(x, at, dtype);
-        if (dtype != NIB_F32)
-            vf_store(widened + at, v);
-        m[k] = vf_max(absolute(v), vf_set1(0)); /* NaNs give way */
-    }
+    if (dtype != NIB_F32)
+        return vi_of(_mm512_insertf32x8(_mm512_castps256_ps512(amax_16_of_eight(x, dtype)),
+                                        amax_16_of_eight(next, dtype), 1));
+    const VI mask = vi_set1(0x7FFFFFFF);
+    VI m[16];
+    _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++) m[k] =
+        vi_and(_mm512_loadu_si512(k < 8 ? x + 64 * k : next + 64 * (k - 8)), mask);
     return largest_of_each(m);
 }
 
-/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit pieces: in the end every fourth pair of bytes is
- * one block's. */
-SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
+/* Codes of four bits, each in the lowest bits of a lane, nothing in the rest of its lower half. They are pushed
+ * together: four blocks to a lane, pairs of lanes to a byte, and at last the bytes into their order. */
+SIMD void store_codes(uint8_t *out, const VI code[4])
+{
+    const VI low = vi_merge(vi_sll(code[1], 8), code[0], vi_set1(0xFF));
+    const VI high = vi_merge(vi_sll(code[3], 8), code[2], vi_set1(0xFF));
+    const VI all = vi_merge(vi_sll(high, 16), low, vi_set1(0xFFFF));
+    const __m256i pairs = _mm512_cvtepi64_epi32(vi_or(all, _mm512_srli_epi64(all, 28)));
+    const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((void *)out, _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(pairs, apart), order));
+}
+
+/* The sign of y, which is bit 31, in bit 3 of a code. */
+SIMD VI with_sign_bit(VI code, VI y) { return vi_merge(code, _mm512_rol_epi32(y, 4), vi_set1(8)); }
+
+/* Four blocks of 16 numbers to 32 bytes. The sum that rounds (e2m1_bits) is made with the sign, so that a range is one
+ * operation. */
+SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, bool clamp)
+{
+    const VF grids = _mm512_broadcast_f32x4(_mm_setr_ps(0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f));
+    const VI sign = vi_set1((int)0x80000000u);
+    VI codes[4];
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+    {
+        VF y = vf_mul(load_numbers(x, BLOCK * b, dtype), vf_set1(factor[b]));
+        if (clamp)
+            y = _mm512_range_ps(y, vf_set1(6.0f), 2); /* the smaller magnitude, with y's sign */
+        const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 0xB); /* the larger magnitude, without */
+        const VI grid = vi_of(_mm512_permutevar_ps(grids, vi_srl(vi_of(larger), 23)));
+        const VI sum = vi_of(vf_add(y, vf_of(_mm512_ternarylogic_epi32(grid, vi_of(y), sign, 0xF8))));
+        codes[b] = with_sign_bit(sum, sum);
+    }
+    store_codes(out, codes);
+}
+
+SIMD void code_four_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
 {
     VI codes[4];
     _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
     {
-        const VF y = clamp_to_e2m1(vf_mul(vf_load(x + 16 * b), vf_set1(factor[b])));
-        codes[b] = with_sign(e2m1_bits(absolute(y)), y);
+        const VF number = load_numbers(x, BLOCK * b, dtype);
+        const VI r = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(random + BLOCK * b)));
+        codes[b] = with_sign_bit(stochastic_code(absolute(number), vf_set1(factor[b]), r), vi_of(number));
     }
-    const VI bytes =
-        _mm512_packus_epi16(_mm512_packus_epi32(codes[0], codes[1]), _mm512_packus_epi32(codes[2], codes[3]));
-    const __m256i packed = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(bytes, _mm512_set1_epi16(16 << 8 | 1)));
-    const __m256i order = _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm256_storeu_si256((void *)out, _mm256_permutexvar_epi16(order, packed));
+    store_codes(out, codes);
+}
+
+/* Half of sixteen blocks each, in an order in which they come out of store_random side by side. */
+SIMD VI random_order(int half)
+{
+    return half ? _mm512_setr_epi32(8, 0, 12, 0, 9, 0, 13, 0, 10, 0, 14, 0, 11, 0, 15, 0)
+                : _mm512_setr_epi32(0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0);
+}
+
+SIMD void store_random(uint8_t *out, VI first, VI second)
+{
+    _mm512_store_si512(out, _mm512_unpacklo_epi64(first, second));
+    _mm512_store_si512(out + 64, _mm512_unpackhi_epi64(first, second));
 }
 
 /* ---- Back ---- */
