@@ -16,11 +16,13 @@
 
 enum { GROUP = 8, GROUPS = 8, STRIP = GROUP * GROUPS, GROUP_LENGTH = GROUP * BLOCK };
 
+/* Groups at equal distances: along a row, or one below the other. */
 struct strip {
     int groups;
-    const char *x[GROUPS]; /* eight blocks each, */
-    uint8_t *codes[GROUPS];
-    int64_t line[GROUPS], block[GROUPS]; /* the first of them in the copy */
+    const char *x;
+    uint8_t *codes;
+    int64_t x_step, codes_step;                        /* bytes from group to group */
+    int64_t line, block, line_step, block_step; /* of the first block of a group in the copy */
 };
 
 /* What the strips of a panel have in common. */
@@ -82,28 +84,45 @@ SIMD void random_bytes_of(const struct strip_job *job, int64_t line, int64_t blo
 
 /* ---- Strips ---- */
 
-/* Scales and factors of a strip's blocks, whose amaxes go over `lines` rows. False where there is a NaN. peak is the
- * largest scaled number; before random rounding, which takes its factors 2^23 times, the largest factor of a block that
- * is not all zeros. */
+/* Scales and factors of n blocks from their amaxes; the largest number that a factor makes of an amax. Random rounding
+ * takes its factors 2^23 times: a block of zeros gets none, and it is the largest factor that is wanted. */
+SIMD float scales_of(const float *amaxes, int n, const struct strip_job *job, uint8_t floor_code, bool random,
+                     float *factors, uint8_t *scales)
+{
+    const struct lane_scaler scaler = job->scaler;
+    VF most = vf_set1(0);
+    for (int b = 0; b < n; b += VL) {
+        const VF amax = vf_load(amaxes + b);
+        struct scales s = te_scales_near(vf_mul(amax, scaler.block), floor_code, &scaler);
+        if (random)
+            s.factor = vf_of(vi_select_less(vf_set1(0), amax, vi_of(s.factor), vi_set1(0)));
+        most = vf_max(random ? s.factor : vf_mul(amax, s.factor), most);
+        vi_store_low_bytes(scales + b, s.code);
+        vf_store(factors + b, s.factor);
+    }
+    return largest_lane(most);
+}
+
+/* The same for a strip, whose amaxes go over `lines` rows. False where there is a NaN. */
 SIMD bool strip_scales(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype, bool random,
                        float factors[STRIP], uint8_t scales[STRIP], float *peak)
 {
     VI largest = vi_set1(0);
-    VF most = vf_set1(0);
+    float amaxes[STRIP] __attribute__((aligned(64)));
     for (int g = 0; g < strip->groups; g += VL / GROUP) {
-        const char *const x = strip->x[g], *const next = strip->x[nib_min(g + VL / GROUP, strip->groups) - 1];
+        const char *const x = strip->x + g * strip->x_step;
+        const char *const next = g + VL / GROUP <= strip->groups ? x + (VL / GROUP - 1) * strip->x_step : x;
         VI bits = amax_bits(x, next, dtype);
         for (int l = 1; l < lines; l++)
             bits = vi_max(bits, amax_bits(x + l * job->row_bytes, next + l * job->row_bytes, dtype));
-        struct scales s = rtn_scales(vf_of(bits), job->coding, &job->scaler);
-        if (random)
-            s.factor = vf_of(vi_select_less(vf_set1(0), vf_of(bits), vi_of(s.factor), vi_set1(0)));
         largest = vi_max(largest, bits);
-        most = vf_max(random ? s.factor : vf_mul(vf_of(bits), s.factor), most);
-        vi_store_low_bytes(scales + g * GROUP, s.code);
-        vf_store(factors + g * GROUP, s.factor);
+        vf_store(amaxes + g * GROUP, vf_of(bits));
     }
-    *peak = largest_lane(most);
+    const int n = strip->groups * GROUP;
+    if (job->coding->floor_code)
+        *peak = scales_of(amaxes, n, job, job->coding->floor_code, random, factors, scales);
+    else
+        *peak = scales_of(amaxes, n, job, 0, random, factors, scales);
     return !vi_any_greater(largest, vi_set1(0x7F800000));
 }
 
@@ -121,19 +140,27 @@ SIMD void store_group_scales(const struct nib_target *target, int64_t line, int6
             out[nib_scale_index(g, line, block + b)] = scales[b];
 }
 
+SIMD void prefetch_group(const char *x, nib_dtype dtype)
+{
+    UNROLL
+    for (int line = 0; line < GROUP_LENGTH * bytes_of(dtype) / 64; line++)
+        _mm_prefetch(x + line * 64, _MM_HINT_T0);
+}
+
 /* The codes of row `l` of a strip. The next strip's numbers arrive meanwhile. */
 SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, int l, nib_dtype dtype, bool clamp,
                       const float factors[STRIP])
 {
-    const int64_t line_stride = job->target->geometry->line_stride;
-    const int group_bytes = GROUP_LENGTH * bytes_of(dtype);
-    for (int g = 0; g < strip->groups; g++) {
-        const char *const x = strip->x[g] + l * job->row_bytes;
-        uint8_t *const codes = strip->codes[g] + l * line_stride;
-        for (int line = 0; line < group_bytes; line += 64)
-            _mm_prefetch(x + job->ahead + line, _MM_HINT_T0);
-        code_four_blocks(codes, x, dtype, factors + g * GROUP, clamp);
-        code_four_blocks(codes + 32, x + group_bytes / 2, dtype, factors + g * GROUP + 4, clamp);
+    const int half = GROUP_LENGTH / 2 * bytes_of(dtype);
+    const char *x = strip->x + l * job->row_bytes;
+    uint8_t *codes = strip->codes + l * job->target->geometry->line_stride;
+    const int64_t ahead = job->ahead, x_step = strip->x_step, codes_step = strip->codes_step;
+    for (const float *end = factors + strip->groups * GROUP; factors < end; factors += GROUP) {
+        prefetch_group(x + ahead, dtype);
+        code_four_blocks(codes, x, dtype, factors, clamp);
+        code_four_blocks(codes + 32, x + half, dtype, factors + 4, clamp);
+        x += x_step;
+        codes += codes_step;
     }
 }
 
@@ -141,20 +168,20 @@ SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, in
 SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job *job, nib_dtype dtype,
                                float factors[STRIP])
 {
-    const int group_bytes = GROUP_LENGTH * bytes_of(dtype);
-    uint8_t random[VL * BLOCK] __attribute__((aligned(64)));
+    const int half = GROUP_LENGTH / 2 * bytes_of(dtype);
+    uint8_t random[(STRIP + GROUP) * BLOCK] __attribute__((aligned(64)));
+    const int together = strip->line_step ? 1 : VL / GROUP; /* groups whose numbers are made at once */
+    for (int g = 0; g < strip->groups; g += together)
+        random_bytes_of(job, strip->line + g * strip->line_step, strip->block + g * strip->block_step,
+                        random + g * GROUP * BLOCK);
     for (int b = 0; b < strip->groups * GROUP; b += VL)
         vf_store(factors + b, vf_mul(vf_load(factors + b), vf_set1(0x1p23f)));
     for (int g = 0; g < strip->groups; g++) {
-        const char *const x = strip->x[g];
-        const bool follows = g % (VL / GROUP) && strip->line[g] == strip->line[g - 1];
-        const uint8_t *const bytes = random + (follows ? GROUP * BLOCK : 0);
-        if (!follows)
-            random_bytes_of(job, strip->line[g], strip->block[g], random);
-        for (int line = 0; line < group_bytes; line += 64)
-            _mm_prefetch(x + job->ahead + line, _MM_HINT_T0);
-        code_four_randomly(strip->codes[g], x, dtype, factors + g * GROUP, bytes);
-        code_four_randomly(strip->codes[g] + 32, x + group_bytes / 2, dtype, factors + g * GROUP + 4, bytes + 64);
+        const char *const x = strip->x + g * strip->x_step;
+        uint8_t *const codes = strip->codes + g * strip->codes_step, *const bytes = random + g * GROUP * BLOCK;
+        prefetch_group(x + job->ahead, dtype);
+        code_four_randomly(codes, x, dtype, factors + g * GROUP, bytes);
+        code_four_randomly(codes + 32, x + half, dtype, factors + g * GROUP + 4, bytes + 64);
     }
 }
 
@@ -196,29 +223,31 @@ SIMD bool quantize_strip(const struct strip *strip, const struct strip_job *job,
     return true;
 }
 
-/* A strip of the panel, its scales stored. */
-SIMD void quantize_panel_strip(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype,
-                               bool random)
+/* A strip of the panel, from (row, col) on, its scales stored. */
+SIMD void quantize_panel_strip(const struct strip_job *job, int64_t row, int64_t col, int groups, bool down, int lines,
+                               nib_dtype dtype, bool random)
 {
     uint8_t scales[STRIP];
+    const struct nib_copy_geometry *const g = job->target->geometry;
     const struct nib_panel *const panel = job->panel;
-    if (quantize_strip(strip, job, lines, dtype, random, scales)) {
-        for (int g = 0; g < strip->groups; g++)
-            for (int l = 0; l < lines; l++)
-                store_group_scales(job->target, strip->line[g] + l, strip->block[g], GROUP, scales + g * GROUP);
+    const struct strip strip = { .groups = groups,
+                                 .x = element_address(panel, row, col),
+                                 .codes = job->target->codes + (panel->row + row) * g->line_stride +
+                                          (panel->col + col) / BLOCK * 8,
+                                 .x_step = down ? job->row_bytes : GROUP_LENGTH * bytes_of(dtype),
+                                 .codes_step = down ? g->line_stride : GROUP * 8,
+                                 .line = panel->row + row,
+                                 .block = (panel->col + col) / BLOCK,
+                                 .line_step = down,
+                                 .block_step = down ? 0 : GROUP };
+    if (!quantize_strip(&strip, job, lines, dtype, random, scales)) {
+        quantize_part(job, row, col, down ? groups : lines, down ? GROUP_LENGTH : groups * GROUP_LENGTH);
         return;
     }
-    for (int g = 0; g < strip->groups; g++)
-        quantize_part(job, strip->line[g] - panel->row, strip->block[g] * BLOCK - panel->col, lines, GROUP_LENGTH);
-}
-
-SIMD void add_group(struct strip *strip, const struct strip_job *job, int64_t row, int64_t col)
-{
-    const int g = strip->groups++;
-    strip->x[g] = element_address(job->panel, row, col);
-    strip->line[g] = job->panel->row + row;
-    strip->block[g] = (job->panel->col + col) / BLOCK;
-    strip->codes[g] = job->target->codes + strip->line[g] * job->target->geometry->line_stride + strip->block[g] * 8;
+    for (int l = 0; l < lines; l++)
+        for (int k = 0; k < groups; k++)
+            store_group_scales(job->target, strip.line + l + k * strip.line_step, strip.block + k * strip.block_step,
+                               GROUP, scales + k * GROUP);
 }
 
 /* ---- What is less than a group ---- */
@@ -230,16 +259,16 @@ SIMD void quantize_gathered(const struct strip_job *job, int64_t row, int64_t ro
     char x[STRIP * BLOCK * 4] __attribute__((aligned(64)));
     uint8_t codes[STRIP * 8], scales[STRIP];
     const int block_bytes = BLOCK * bytes_of(dtype), blocks = (int)rows * n;
-    struct strip strip = { .groups = (int)nib_ceil_div(blocks, GROUP) };
+    const struct strip strip = { .groups = (int)nib_ceil_div(blocks, GROUP),
+                                 .x = x,
+                                 .codes = codes,
+                                 .x_step = GROUP * block_bytes,
+                                 .codes_step = GROUP * 8 };
     for (int r = 0; r < rows; r++)
         for (int b = 0; b < n; b++)
             memcpy(x + (r * n + b) * block_bytes, element_address(job->panel, row + r, (first + b) * BLOCK),
                    (size_t)block_bytes);
     memset(x + blocks * block_bytes, 0, (size_t)((strip.groups * GROUP - blocks) * block_bytes));
-    for (int g = 0; g < strip.groups; g++) {
-        strip.x[g] = x + g * GROUP * block_bytes;
-        strip.codes[g] = codes + g * GROUP * 8;
-    }
     if (!quantize_strip(&strip, job, 1, dtype, false, scales)) {
         quantize_part(job, row, first * BLOCK, rows, n * BLOCK);
         return;
@@ -263,21 +292,15 @@ SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool rando
 {
     const struct nib_panel *const panel = job->panel;
     const bool per_line = job->target->level_per_line;
-    const int64_t length = panel->cols / GROUP_LENGTH * GROUP_LENGTH, in_row = length / GROUP_LENGTH;
-    struct strip strip = { 0 };
-    if (in_row > 0)
-        job->ahead = in_row < GROUPS ? GROUPS / in_row * job->row_bytes : GROUPS * GROUP_LENGTH * bytes_of(dtype);
-    for (int64_t row = 0; row < panel->rows; row++) {
+    const int64_t in_row = panel->cols / GROUP_LENGTH, length = in_row * GROUP_LENGTH;
+    const bool down = in_row == 1 && !per_line; /* one group a row: strips go down the rows */
+    job->ahead = down ? GROUPS * job->row_bytes : GROUPS * GROUP_LENGTH * bytes_of(dtype);
+    for (int64_t row = 0; row < panel->rows && length > 0; row += down ? GROUPS : 1) {
         if (per_line)
             set_row_scaler(job, row);
-        for (int64_t col = 0; col < length; col += GROUP_LENGTH) {
-            add_group(&strip, job, row, col);
-            const bool last = col + GROUP_LENGTH == length && (per_line || row + 1 == panel->rows);
-            if (strip.groups < GROUPS && !last)
-                continue;
-            quantize_panel_strip(&strip, job, 1, dtype, random);
-            strip.groups = 0;
-        }
+        for (int64_t g = 0; g < in_row; g += GROUPS)
+            quantize_panel_strip(job, row, g * GROUP_LENGTH,
+                                 (int)nib_min(GROUPS, down ? panel->rows - row : in_row - g), down, 1, dtype, random);
     }
     const int left = (int)(panel->cols / BLOCK - in_row * GROUP);
     const int64_t at_once = per_line || left == 0 ? 1 : STRIP / left;
@@ -299,12 +322,9 @@ SIMD void quantize_row_tiles(struct strip_job *job, nib_dtype dtype)
     const int64_t length = panel->cols / GROUP_LENGTH * GROUP_LENGTH;
     job->ahead = WIDTH * GROUP_LENGTH * bytes_of(dtype);
     for (int64_t row = 0; row < panel->rows; row += BLOCK)
-        for (int64_t col = 0; col < length; col += WIDTH * GROUP_LENGTH) {
-            struct strip strip = { 0 };
-            for (int g = 0; g < WIDTH && col + g * GROUP_LENGTH < length; g++)
-                add_group(&strip, job, row, col + g * GROUP_LENGTH);
-            quantize_panel_strip(&strip, job, (int)nib_min(BLOCK, panel->rows - row), dtype, false);
-        }
+        for (int64_t col = 0; col < length; col += WIDTH * GROUP_LENGTH)
+            quantize_panel_strip(job, row, col, (int)nib_min(WIDTH, (length - col) / GROUP_LENGTH), false,
+                                 (int)nib_min(BLOCK, panel->rows - row), dtype, false);
     quantize_part(job, 0, length, panel->rows, panel->cols - length);
 }
 
