@@ -74,6 +74,17 @@ SIMD VI vi_join_halves(VI low, VI high) { return _mm256_blend_epi32(low, _mm256_
 SIMD VI vi_xor3(VI a, VI b, VI c) { return vi_xor(a, vi_xor(b, c)); }
 SIMD bool vi_any_greater(VI a, VI b) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(a, b)) != 0; }
 
+SIMD bool vf_all_less(VF a, VF b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)) == 0xFF; }
+SIMD VF vf_multiply_add(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
+SIMD VF vf_multiply_sub(VF a, VF b, VF c) { return _mm256_fmsub_ps(a, b, c); }
+
+SIMD VI vi_largest_everywhere(VI v)
+{
+    v = vi_max(v, _mm256_permute2x128_si256(v, v, 1));
+    v = vi_max(v, _mm256_shuffle_epi32(v, 0x4E));
+    return vi_max(v, _mm256_shuffle_epi32(v, 0xB1));
+}
+
 SIMD void vf_transpose(VF v[8])
 {
     VF t[8], u[8];
@@ -307,6 +318,46 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
     _mm256_store_si256((void *)(out + 32), _mm256_unpackhi_epi64(first, second));
 }
 
+#include "rows.h"
+
+/* ---- Columns (columns.h) ---- */
+
+/* Eight rows of codes as words: in each 128-bit half, rows 0 to 3 of its four columns, then rows 4 to 7. Signs and codes
+ * are packed as in store_signed_codes. */
+SIMD VI eight_rows(float (*x)[VL], VF factor)
+{
+    const VI wanted = _mm256_set1_epi16((short)0x8007), nibble = _mm256_set1_epi16(1 << 8 | 16);
+    VI codes[4];
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+    {
+        const VF a = vf_load(x[i]), b = vf_load(x[i + 4]);
+        const VI packed = _mm256_packs_epi16(with_upper_half(code_bits(absolute(a), factor, false), a),
+                                             with_upper_half(code_bits(absolute(b), factor, false), b));
+        codes[i] = _mm256_maddubs_epi16(vi_and(packed, wanted), nibble); /* 16 times a code */
+    }
+    const VI low = vi_or(_mm256_srli_epi16(codes[0], 4), codes[1]);
+    const VI high = vi_or(_mm256_srli_epi16(codes[2], 4), codes[3]);
+    return vi_or(low, _mm256_slli_epi16(high, 8));
+}
+
+/* Eight columns of sixteen rows, `stride` bytes from column to column of the output. */
+SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
+{
+    const VI order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    const VI first = _mm256_shuffle_epi8(eight_rows(x, factor), order);
+    const VI second = _mm256_shuffle_epi8(eight_rows(x + 8, factor), order);
+    const VI low = _mm256_unpacklo_epi32(first, second), high = _mm256_unpackhi_epi32(first, second);
+    const __m128i pairs[4] = { _mm256_castsi256_si128(low), _mm256_castsi256_si128(high),
+                               _mm256_extracti128_si256(low, 1), _mm256_extracti128_si256(high, 1) };
+    _Pragma("GCC unroll 4") for (size_t i = 0; i < 4; i++)
+    {
+        _mm_storel_pd((double *)(void *)(out + 2 * i * stride), _mm_castsi128_pd(pairs[i]));
+        _mm_storeh_pd((double *)(void *)(out + (2 * i + 1) * stride), _mm_castsi128_pd(pairs[i]));
+    }
+}
+
+#include "columns.h"
+
 /* ---- Back ---- */
 
 #define DECODE_STEP 8
@@ -403,7 +454,7 @@ SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float f
         decode_block_wide(out, dtype, codes, factor, stream);
 }
 
-#include "rows.h"
+#include "slots.h"
 
 const struct nib_kernels nib_kernels_avx2 = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },

@@ -75,6 +75,11 @@ SIMD VI vi_xor3(VI a, VI b, VI c) { return _mm512_ternarylogic_epi32(a, b, c, 0x
 SIMD bool vi_any_greater(VI a, VI b) { return _mm512_cmpgt_epi32_mask(a, b) != 0; }
 SIMD float largest_lane(VF m) { return _mm512_reduce_max_ps(m); }
 
+SIMD bool vf_all_less(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) == 0xFFFF; }
+SIMD VF vf_multiply_add(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+SIMD VF vf_multiply_sub(VF a, VF b, VF c) { return _mm512_fmsub_ps(a, b, c); }
+SIMD VI vi_largest_everywhere(VI v) { return vi_set1(_mm512_reduce_max_epi32(v)); }
+
 /* Bits of b where those of mask are set, of a elsewhere. */
 SIMD VI vi_merge(VI a, VI b, VI mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xD8); }
 
@@ -228,22 +233,25 @@ SIMD void store_codes(uint8_t *out, const VI code[4])
 /* The sign of y, which is bit 31, in bit 3 of a code. */
 SIMD VI with_sign_bit(VI code, VI y) { return vi_merge(code, _mm512_rol_epi32(y, 4), vi_set1(8)); }
 
-/* Four blocks of 16 numbers to 32 bytes. The sum that rounds (e2m1_bits) is made with the sign, so that a range is one
- * operation. */
-SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, bool clamp)
+/* The code of y with its sign, by a sum as in e2m1_bits, in the lowest four bits of a lane; nothing in the rest of its lower half. */
+SIMD VI signed_code(VF y)
 {
     const VF grids = _mm512_broadcast_f32x4(_mm_setr_ps(0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f));
+    const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 0xB); /* the larger magnitude, without sign */
+    const VI grid = vi_of(_mm512_permutevar_ps(grids, vi_srl(vi_of(larger), 23)));
     const VI sign = vi_set1((int)0x80000000u);
+    const VI sum = vi_of(vf_add(y, vf_of(_mm512_ternarylogic_epi32(grid, vi_of(y), sign, 0xF8))));
+    return with_sign_bit(sum, sum);
+}
+
+/* Four blocks of 16 numbers to 32 bytes. */
+SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, bool clamp)
+{
     VI codes[4];
     _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
     {
-        VF y = vf_mul(load_numbers(x, BLOCK * b, dtype), vf_set1(factor[b]));
-        if (clamp)
-            y = _mm512_range_ps(y, vf_set1(6.0f), 2); /* the smaller magnitude, with y's sign */
-        const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 0xB); /* the larger magnitude, without */
-        const VI grid = vi_of(_mm512_permutevar_ps(grids, vi_srl(vi_of(larger), 23)));
-        const VI sum = vi_of(vf_add(y, vf_of(_mm512_ternarylogic_epi32(grid, vi_of(y), sign, 0xF8))));
-        codes[b] = with_sign_bit(sum, sum);
+        const VF y = vf_mul(load_numbers(x, BLOCK * b, dtype), vf_set1(factor[b]));
+        codes[b] = signed_code(clamp ? _mm512_range_ps(y, vf_set1(6.0f), 2) : y); /* the smaller magnitude, y's sign */
     }
     store_codes(out, codes);
 }
@@ -272,6 +280,35 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
     _mm512_store_si512(out, _mm512_unpacklo_epi64(first, second));
     _mm512_store_si512(out + 64, _mm512_unpackhi_epi64(first, second));
 }
+
+#include "rows.h"
+
+/* ---- Columns (columns.h) ---- */
+
+/* Eight rows of codes in a word per lane. */
+SIMD VI eight_rows(float (*x)[VL], VF factor)
+{
+    VI quads[2];
+    _Pragma("GCC unroll 2") for (int q = 0; q < 2; q++)
+    {
+        VI codes[4];
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) codes[i] =
+            signed_code(vf_mul(vf_load(x[4 * q + i]), factor));
+        const VI low = vi_or(vi_sll(codes[1], 4), codes[0]), high = vi_or(vi_sll(codes[3], 4), codes[2]);
+        quads[q] = vi_or(vi_sll(high, 8), low); /* what is not of the codes stays above bit 22 */
+    }
+    return vi_merge(vi_sll(quads[1], 16), quads[0], vi_set1(0xFFFF));
+}
+
+/* Sixteen columns of sixteen rows, `stride` bytes from column to column of the output. */
+SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
+{
+    uint64_t bytes[VL] __attribute__((aligned(64)));
+    vi_store_pairs((uint8_t *)bytes, eight_rows(x, factor), eight_rows(x + 8, factor));
+    _Pragma("GCC unroll 16") for (size_t i = 0; i < VL; i++) memcpy(out + i * stride, &bytes[i], 8);
+}
+
+#include "columns.h"
 
 /* ---- Back ---- */
 
@@ -321,7 +358,7 @@ SIMD bool takes_factor(nib_dtype dtype, float factor)
 
 SIMD void prepare_factors(float *factors, nib_dtype dtype) { (void)factors, (void)dtype; }
 
-#include "rows.h"
+#include "slots.h"
 
 const struct nib_kernels nib_kernels_avx512 = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
