@@ -230,13 +230,20 @@ SIMD void store_stage(const struct nib_target *target, const struct column_stage
         else
             memcpy(codes, stage->codes[l], (size_t)((n - 1) * 8 + (last_length + 1) / 2));
     }
-    int64_t l = 0;
-    for (; whole && !g->swizzled && l + 16 <= lines; l += 16)
-        transpose_scales(stage->scales[0] + l, COLUMN_LINES, scales + (line + l) * g->scale_line + first,
-                         g->scale_line);
-    for (; l < lines; l++)
-        for (int64_t b = 0; b < n; b++)
-            scales[nib_scale_index(g, line + l, first + b)] = stage->scales[b][l];
+    for (int64_t l = 0; l < lines; l += 16) {
+        uint8_t *const to = scales + (line + l) * g->scale_line + first, turned[16][COLUMN_RUN];
+        if (whole && !g->swizzled && l + 16 <= lines) {
+            transpose_scales(stage->scales[0] + l, COLUMN_LINES, to, g->scale_line);
+            continue;
+        }
+        transpose_scales(stage->scales[0] + l, COLUMN_LINES, turned[0], COLUMN_RUN);
+        for (int64_t k = 0; k < nib_min(16, lines - l); k++)
+            if (g->swizzled)
+                for (int64_t b = 0; b < n; b++)
+                    scales[nib_scale_index(g, line + l + k, first + b)] = turned[k][b];
+            else
+                memcpy(to + k * g->scale_line, turned[k], (size_t)n);
+    }
 }
 
 SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_coding *coding,

@@ -21,6 +21,7 @@ typedef __m256i VI;
 SIMD VF vf_load(const float *p) { return _mm256_loadu_ps(p); }
 SIMD void vf_store(float *p, VF v) { _mm256_storeu_ps(p, v); }
 SIMD VI vi_load(const int32_t *p) { return _mm256_loadu_si256((const void *)p); }
+SIMD VI vi_load_bytes(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
 SIMD VF vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 SIMD VF vf_load_bf16(const uint16_t *p)
 {
@@ -360,30 +361,6 @@ SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
 
 /* ---- Back ---- */
 
-#define DECODE_STEP 8
-
-/* What the codes of eight blocks are multiplied with. False where one is not an ordinary number: the reference then
- * knows best. */
-SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float *out)
-{
-    const VI code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)scales));
-    const VF s = f32_of_e4m3(code), lv = vf_set1(level);
-    const VF f = rules->level == NIB_LEVEL_AMAX     ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / rules->full_scale))
-                 : rules->level == NIB_LEVEL_DECODE ? vf_mul(s, lv)
-                                                    : vf_div(s, lv);
-    vf_store(out, f);
-    const VI strange = _mm256_cmpgt_epi32(code, vi_set1(0x7E));
-    const VF finite = _mm256_cmp_ps(absolute(f), vf_set1(FLT_MAX), _CMP_LE_OQ);
-    return _mm256_movemask_ps(vf_of(strange)) == 0 && _mm256_movemask_ps(finite) == 0xFF;
-}
-
-/* The 16 codes of eight bytes, in their order, one per byte. */
-SIMD __m128i spread_codes(const uint8_t *codes)
-{
-    const __m128i bytes = _mm_loadl_epi64((const void *)codes), nibble = _mm_set1_epi8(15);
-    return _mm_unpacklo_epi8(_mm_and_si128(bytes, nibble), _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
-}
-
 SIMD void store_vector(void *p, __m256i v, bool stream)
 {
     if (stream)
@@ -392,66 +369,89 @@ SIMD void store_vector(void *p, __m256i v, bool stream)
         _mm256_storeu_si256(p, v);
 }
 
-/* E2M1 values are exact in BF16, the upper half of FP32: two tables give its two bytes. */
-SIMD void decode_block_wide(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+/* The codes of four blocks, one a byte: blocks 0 and 2 in the halves of the first vector, 1 and 3 in the second. */
+SIMD void spread_codes(const uint8_t *codes, VI out[2])
 {
-    const __m128i high = _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xBF, (char)0xBF,
-                                       (char)0xBF, (char)0xC0, (char)0xC0, (char)0xC0, (char)0xC0);
-    const __m128i low = _mm_setr_epi8(0, 0, (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0, 0, 0, (char)0x80,
-                                      (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0);
-    const __m128i spread = spread_codes(codes), h = _mm_shuffle_epi8(high, spread), l = _mm_shuffle_epi8(low, spread);
-    const VF f = vf_set1(factor);
-    const VI first = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_unpacklo_epi8(l, h)), 16);
-    const VI second = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_unpackhi_epi8(l, h)), 16);
-    const VF a = vf_mul(vf_of(first), f), b = vf_mul(vf_of(second), f);
+    const VI bytes = _mm256_loadu_si256((const void *)codes), nibble = _mm256_set1_epi8(15);
+    const VI low = vi_and(bytes, nibble), high = vi_and(_mm256_srli_epi16(bytes, 4), nibble);
+    out[0] = _mm256_unpacklo_epi8(low, high);
+    out[1] = _mm256_unpackhi_epi8(low, high);
+}
+
+/* A block from the upper halves of its numbers: elements 0 to 3 and 8 to 11 in the lower half, the others in the
+ * upper. */
+SIMD void store_wide(char *out, nib_dtype dtype, VI upper, VF factor, bool stream)
+{
+    const VI zero = _mm256_setzero_si256();
+    const VF a = vf_mul(vf_of(_mm256_unpacklo_epi16(zero, upper)), factor);
+    const VF b = vf_mul(vf_of(_mm256_unpackhi_epi16(zero, upper)), factor);
     if (dtype == NIB_F32) {
         store_vector(out, vi_of(a), stream);
         store_vector(out + 32, vi_of(b), stream);
         return;
     }
-    const __m256i halves = _mm256_set_m128i(_mm256_cvtps_ph(b, 0), _mm256_cvtps_ph(a, 0));
-    store_vector(out, halves, stream);
+    store_vector(out, _mm256_set_m128i(_mm256_cvtps_ph(b, 0), _mm256_cvtps_ph(a, 0)), stream);
 }
 
-/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to
- * BF16, and the others follow by counting in the exponent - as long as that stays clear of its ends. */
-SIMD bool takes_factor(nib_dtype dtype, float factor)
+/* E2M1 values are exact in BF16, the upper half of FP32: two tables give its two bytes. */
+SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factor, bool stream)
 {
-    const uint32_t exponent = nib_bits(factor) >> 23;
-    return dtype != NIB_BF16 || (exponent > 16 && exponent < 240);
+    const VI high = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xBF, (char)0xBF, (char)0xBF,
+                      (char)0xC0, (char)0xC0, (char)0xC0, (char)0xC0));
+    const VI low = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, (char)0x80, (char)0xC0, 0, 0x40, (char)0x80,
+                                                             (char)0xC0, 0, 0, (char)0x80, (char)0xC0, 0, 0x40,
+                                                             (char)0x80, (char)0xC0));
+    const VI order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7); /* so that what comes out is side by side */
+    const int block_bytes = BLOCK * (dtype == NIB_F32 ? 4 : 2);
+    VI spread[2];
+    spread_codes(codes, spread);
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const VI at = _mm256_permutevar8x32_epi32(spread[i], order);
+        const VI h = _mm256_shuffle_epi8(high, at), l = _mm256_shuffle_epi8(low, at);
+        store_wide(out + i * block_bytes, dtype, _mm256_unpacklo_epi8(l, h), _mm256_broadcast_ss(factor + i), stream);
+        store_wide(out + (i + 2) * block_bytes, dtype, _mm256_unpackhi_epi8(l, h), _mm256_broadcast_ss(factor + i + 2),
+                   stream);
+    }
 }
 
-/* The two roundings of eight blocks: of the factor in the lower half of a lane, of 1.5 times it in the upper. */
-SIMD void prepare_factors(float *factors, nib_dtype dtype)
+/* Four blocks by tables of their 16 values, made from the roundings of the factor (lower half) and of 1.5 times it. */
+SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundings, bool stream)
 {
-    if (dtype != NIB_BF16)
-        return;
-    const VF one = round_to_bf16(vf_load(factors)), more = round_to_bf16(vf_mul(vf_load(factors), vf_set1(1.5f)));
-    vf_store(factors, vf_of(vi_or(vi_srl(vi_of(one), 16), vi_of(more))));
+    const VI which = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, -1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3));
+    const VI other = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, -1, 8, 9, 8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11));
+    const VI steps = _mm256_broadcastsi128_si256(_mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100));
+    const VI apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    const VI signs = _mm256_broadcastsi128_si256(_mm_set_epi64x((long long)0x8080808080808080u, 0));
+    const VI all = _mm256_cvtepu32_epi64(_mm_loadu_si128((const void *)roundings));
+    VI spread[2];
+    spread_codes(codes, spread);
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const VI values = _mm256_add_epi16(_mm256_shuffle_epi8(all, i ? other : which), steps);
+        const VI table = _mm256_shuffle_epi8(values, apart);
+        const VI l = _mm256_shuffle_epi8(_mm256_unpacklo_epi64(table, table), spread[i]);
+        const VI h = _mm256_shuffle_epi8(vi_or(_mm256_unpackhi_epi64(table, table), signs), spread[i]);
+        const VI first = _mm256_unpacklo_epi8(l, h), second = _mm256_unpackhi_epi8(l, h);
+        store_vector(out + i * 32, _mm256_permute2x128_si256(first, second, 0x20), stream);
+        store_vector(out + (i + 2) * 32, _mm256_permute2x128_si256(first, second, 0x31), stream);
+    }
 }
 
-/* A table of the block's 16 values, a byte of each in two registers. */
-SIMD void decode_block_bf16(char *out, const uint8_t *codes, float roundings, bool stream)
+SIMD void decode_blocks(char *out, nib_dtype dtype, const uint8_t *codes, VF factor, bool stream)
 {
-    const __m128i which = _mm_setr_epi8(0, 1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
-    const __m128i steps = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
-    const __m128i some = _mm_setr_epi16(0, -1, -1, -1, -1, -1, -1, -1);
-    const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    const __m128i both = _mm_shuffle_epi8(_mm_set1_epi32((int)nib_bits(roundings)), which);
-    const __m128i table = _mm_shuffle_epi8(_mm_and_si128(_mm_add_epi16(both, steps), some), apart);
-    const __m128i low = _mm_unpacklo_epi64(table, table);
-    const __m128i high =
-        _mm_or_si128(_mm_unpackhi_epi64(table, table), _mm_set_epi64x((long long)0x8080808080808080u, 0));
-    const __m128i spread = spread_codes(codes), h = _mm_shuffle_epi8(high, spread), l = _mm_shuffle_epi8(low, spread);
-    store_vector(out, _mm256_set_m128i(_mm_unpackhi_epi8(l, h), _mm_unpacklo_epi8(l, h)), stream);
-}
-
-SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
-{
-    if (dtype == NIB_BF16)
-        decode_block_bf16(out, codes, factor, stream);
-    else
-        decode_block_wide(out, dtype, codes, factor, stream);
+    float factors[VL] __attribute__((aligned(64)));
+    const VI one = vi_of(round_to_bf16(factor)), more = vi_of(round_to_bf16(vf_mul(factor, vf_set1(1.5f))));
+    vf_store(factors, dtype == NIB_BF16 ? vf_of(vi_or(vi_srl(one, 16), more)) : factor);
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        char *const y = out + i * 4 * BLOCK * (dtype == NIB_F32 ? 4 : 2);
+        if (dtype == NIB_BF16)
+            decode_four_bf16(y, codes + i * 32, factors + i * 4, stream);
+        else
+            decode_four_wide(y, dtype, codes + i * 32, factors + i * 4, stream);
+    }
 }
 
 #include "slots.h"

@@ -21,6 +21,7 @@ typedef __m512i VI;
 SIMD VF vf_load(const float *p) { return _mm512_loadu_ps(p); }
 SIMD void vf_store(float *p, VF v) { _mm512_storeu_ps(p, v); }
 SIMD VI vi_load(const int32_t *p) { return _mm512_loadu_si512(p); }
+SIMD VI vi_load_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
 SIMD VF vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 SIMD VF vf_load_bf16(const uint16_t *p)
 {
@@ -312,51 +313,60 @@ SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
 
 /* ---- Back ---- */
 
-#define DECODE_STEP 16
-
-/* What the codes of sixteen blocks are multiplied with. False where one is not an ordinary number. */
-SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float *out)
-{
-    const VI code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)scales));
-    const VF s = f32_of_e4m3(code), lv = vf_set1(level);
-    const VF f = rules->level == NIB_LEVEL_AMAX     ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / rules->full_scale))
-                 : rules->level == NIB_LEVEL_DECODE ? vf_mul(s, lv)
-                                                    : vf_div(s, lv);
-    vf_store(out, f);
-    return _mm512_cmpgt_epi32_mask(code, vi_set1(0x7E)) == 0 &&
-           _mm512_cmp_ps_mask(absolute(f), vf_set1(FLT_MAX), _CMP_LE_OQ) == 0xFFFF;
-}
-
-SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+/* A block by a table of its values. A byte in a lane of 64 bits is the place of its first code, and 28 bits up it is
+ * that of its second; only four bits of a place count. */
+SIMD void decode_block_wide(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
 {
     const VF values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    const __m128i bytes = _mm_loadl_epi64((const void *)codes), nibble = _mm_set1_epi8(15);
-    const __m128i spread =
-        _mm_unpacklo_epi8(_mm_and_si128(bytes, nibble), _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
-    const VF y = vf_mul(_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(spread), values), vf_set1(factor));
-    if (dtype == NIB_F32) {
-        if (stream)
-            _mm512_stream_ps((float *)out, y);
-        else
-            _mm512_storeu_ps((float *)out, y);
+    const VI bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)codes));
+    const VI at = vi_or(bytes, _mm512_slli_epi64(bytes, 28));
+    const VF y = _mm512_permutexvar_ps(at, vf_mul(values, vf_set1(factor)));
+    if (dtype == NIB_F32 && stream)
+        _mm512_stream_ps((float *)(void *)out, y);
+    else if (dtype == NIB_F32)
+        _mm512_storeu_ps(out, y);
+    else if (stream)
+        _mm256_stream_si256((void *)out, _mm512_cvtps_ph(y, 0));
+    else
+        _mm256_storeu_si256((void *)out, _mm512_cvtps_ph(y, 0));
+}
+
+/* Two blocks by a table of their 16 values each, made from the roundings of the factor and of 1.5 times it. */
+SIMD void decode_pair_bf16(char *out, const uint8_t *codes, VI roundings, VI which, bool stream)
+{
+    const VI steps = _mm512_broadcast_i64x4(_mm256_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100, (short)0x8000,
+                                                              0x7F80, (short)0x8000, (short)0x8000, (short)0x8080,
+                                                              (short)0x8080, (short)0x8100, (short)0x8100));
+    const VI second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const VI table = _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xFEFEFEFEu, which, roundings), steps);
+    const VI bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)codes));
+    const VI at = _mm512_ternarylogic_epi32(bytes, vi_sll(bytes, 12), vi_set1(0x000F000F), 0xA8); /* (a | b) & c */
+    const VI y = _mm512_permutexvar_epi16(vi_or(at, second), table);
+    if (stream)
+        _mm512_stream_si512((void *)out, y);
+    else
+        _mm512_storeu_si512(out, y);
+}
+
+SIMD void decode_blocks(char *out, nib_dtype dtype, const uint8_t *codes, VF factor, bool stream)
+{
+    if (dtype == NIB_BF16) {
+        const VI one = vi_of(round_to_bf16(factor)), more = vi_of(round_to_bf16(vf_mul(factor, vf_set1(1.5f))));
+        const VI roundings = vi_or(vi_srl(one, 16), more);
+        const __m256i places = _mm256_setr_epi16(0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1);
+        VI which = _mm512_inserti64x4(_mm512_castsi256_si512(places), _mm256_add_epi16(places, _mm256_set1_epi16(2)), 1);
+        _Pragma("GCC unroll 8") for (int pair = 0; pair < VL / 2; pair++)
+        {
+            decode_pair_bf16(out + pair * 64, codes + pair * 16, roundings, which, stream);
+            which = _mm512_add_epi16(which, _mm512_set1_epi16(4));
+        }
         return;
     }
-    const VI rounded = vi_add(vi_of(y), vi_add(vi_and(vi_srl(vi_of(y), 16), vi_set1(1)), vi_set1(0x7FFF)));
-    const __m256i halves = dtype == NIB_BF16 ? _mm512_cvtepi32_epi16(vi_srl(rounded, 16)) : _mm512_cvtps_ph(y, 0);
-    if (stream)
-        _mm256_stream_si256((void *)out, halves);
-    else
-        _mm256_storeu_si256((void *)out, halves);
+    float factors[VL] __attribute__((aligned(64)));
+    vf_store(factors, factor);
+    _Pragma("GCC unroll 16") for (int b = 0; b < VL; b++)
+        decode_block_wide(out + b * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, codes + b * 8, factors[b], stream);
 }
-
-/* Every finite factor will do: the rounding above is the reference's. */
-SIMD bool takes_factor(nib_dtype dtype, float factor)
-{
-    (void)dtype, (void)factor;
-    return true;
-}
-
-SIMD void prepare_factors(float *factors, nib_dtype dtype) { (void)factors, (void)dtype; }
 
 #include "slots.h"
 

@@ -2,8 +2,10 @@
 /*
  * slots.h - the slots of an x86 instruction set: who takes what. Included last by the file of each.
  *
- * The including file defines DECODE_STEP, decode_factors, takes_factor, prepare_factors and decode_block.
+ * The including file defines decode_blocks, which decodes VL of them.
  */
+
+#include <math.h>
 
 SLOT void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                          const struct nib_target *target)
@@ -21,26 +23,31 @@ SLOT void absmax_lines(const struct nib_panel *panel, const struct nib_coding *c
     absmax_lines_lanes(panel, coding, out);
 }
 
-/* Groups of DECODE_STEP blocks; what is left, and factors that are no ordinary numbers, by the reference. */
+/* VL blocks at once; what is left, and factors that are no ordinary numbers, by the reference. */
 SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
                     const struct nib_coding *coding, bool stream)
 {
-    const int size = dtype == NIB_F32 ? 4 : 2;
+    const int64_t size = bytes_of(dtype);
     nib_decode_fn *const reference = nib_kernels_scalar.decode[NIB_NVFP4];
     int64_t i = 0;
-    for (; i + DECODE_STEP * BLOCK <= n; i += DECODE_STEP * BLOCK) {
-        float factor[DECODE_STEP];
-        bool ordinary = decode_factors(scales + i / BLOCK, level, &coding->rules, factor);
-        for (int b = 0; b < DECODE_STEP; b++)
-            ordinary &= takes_factor(dtype, factor[b]);
-        if (!ordinary) {
-            reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, DECODE_STEP * BLOCK, level, coding,
-                      stream);
-            continue;
-        }
-        prepare_factors(factor, dtype);
-        for (int b = 0; b < DECODE_STEP; b++)
-            decode_block(y + (i + b * BLOCK) * size, dtype, codes + i / 2 + b * 8, factor[b], stream);
+    for (; i + VL * BLOCK <= n; i += VL * BLOCK) {
+        const VI scale = vi_load_bytes(scales + i / BLOCK);
+        const VF s = f32_of_e4m3(scale), lv = vf_set1(level);
+        const VF factor = coding->rules.level == NIB_LEVEL_AMAX
+                              ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / coding->rules.full_scale))
+                          : coding->rules.level == NIB_LEVEL_DECODE ? vf_mul(s, lv)
+                                                                    : vf_div(s, lv);
+        /* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding
+         * to BF16, and the others follow by counting in the exponent - as long as that stays clear of its ends. */
+        const VF size_of = absolute(factor);
+        const bool ordinary = !vi_any_greater(scale, vi_set1(0x7E)) &&
+                              (dtype == NIB_BF16 ? vf_all_less(size_of, vf_set1(0x1p112f)) &&
+                                                       vf_all_less(vf_set1(0x1p-110f), factor)
+                                                 : vf_all_less(size_of, vf_set1(INFINITY)));
+        if (ordinary)
+            decode_blocks(y + i * size, dtype, codes + i / 2, factor, stream);
+        else
+            reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, VL * BLOCK, level, coding, stream);
     }
     if (i < n)
         reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, n - i, level, coding, stream);
@@ -48,17 +55,29 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
         _mm_sfence();
 }
 
+#define DEFINE_DECODE(name, dtype, stream)                                                               \
+    SLOT void name(char *y, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,         \
+                   const struct nib_coding *coding)                                                      \
+    {                                                                                                    \
+        decode_as(y, dtype, codes, scales, n, level, coding, stream);                                    \
+    }
+DEFINE_DECODE(decode_f32, NIB_F32, false)
+DEFINE_DECODE(stream_f32, NIB_F32, true)
+DEFINE_DECODE(decode_bf16, NIB_BF16, false)
+DEFINE_DECODE(stream_bf16, NIB_BF16, true)
+DEFINE_DECODE(decode_f16, NIB_F16, false)
+DEFINE_DECODE(stream_f16, NIB_F16, true)
+#undef DEFINE_DECODE
+
 /* Streaming stores want whole vectors at their places. */
 SLOT void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
                        const struct nib_coding *coding, bool stream)
 {
     const bool streams = stream && (uintptr_t)y % 64 == 0;
-    if (dtype == NIB_F32 && streams)
-        decode_as(y, NIB_F32, codes, scales, n, level, coding, true);
-    else if (dtype == NIB_F32)
-        decode_as(y, NIB_F32, codes, scales, n, level, coding, false);
+    if (dtype == NIB_F32)
+        (streams ? stream_f32 : decode_f32)(y, codes, scales, n, level, coding);
     else if (dtype == NIB_BF16)
-        decode_as(y, NIB_BF16, codes, scales, n, level, coding, streams);
+        (streams ? stream_bf16 : decode_bf16)(y, codes, scales, n, level, coding);
     else
-        decode_as(y, NIB_F16, codes, scales, n, level, coding, streams);
+        (streams ? stream_f16 : decode_f16)(y, codes, scales, n, level, coding);
 }
