@@ -390,6 +390,11 @@ SIMD void store_wide(char *out, nib_dtype dtype, VI upper, VF factor, bool strea
         store_vector(out + 32, vi_of(b), stream);
         return;
     }
+    if (dtype == NIB_BF16) {
+        const VI low = vi_srl(vi_of(round_to_bf16(a)), 16), high = vi_srl(vi_of(round_to_bf16(b)), 16);
+        store_vector(out, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8), stream);
+        return;
+    }
     store_vector(out, _mm256_set_m128i(_mm256_cvtps_ph(b, 0), _mm256_cvtps_ph(a, 0)), stream);
 }
 
@@ -436,21 +441,6 @@ SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundin
         const VI first = _mm256_unpacklo_epi8(l, h), second = _mm256_unpackhi_epi8(l, h);
         store_vector(out + i * 32, _mm256_permute2x128_si256(first, second, 0x20), stream);
         store_vector(out + (i + 2) * 32, _mm256_permute2x128_si256(first, second, 0x31), stream);
-    }
-}
-
-SIMD void decode_blocks(char *out, nib_dtype dtype, const uint8_t *codes, VF factor, bool stream)
-{
-    float factors[VL] __attribute__((aligned(64)));
-    const VI one = vi_of(round_to_bf16(factor)), more = vi_of(round_to_bf16(vf_mul(factor, vf_set1(1.5f))));
-    vf_store(factors, dtype == NIB_BF16 ? vf_of(vi_or(vi_srl(one, 16), more)) : factor);
-    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
-    {
-        char *const y = out + i * 4 * BLOCK * (dtype == NIB_F32 ? 4 : 2);
-        if (dtype == NIB_BF16)
-            decode_four_bf16(y, codes + i * 32, factors + i * 4, stream);
-        else
-            decode_four_wide(y, dtype, codes + i * 32, factors + i * 4, stream);
     }
 }
 

@@ -313,59 +313,60 @@ SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
 
 /* ---- Back ---- */
 
-/* A block by a table of its values. A byte in a lane of 64 bits is the place of its first code, and 28 bits up it is
- * that of its second; only four bits of a place count. */
-SIMD void decode_block_wide(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+SIMD void store_half_vector(void *p, __m256i v, bool stream)
 {
-    const VF values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    const VI bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)codes));
-    const VI at = vi_or(bytes, _mm512_slli_epi64(bytes, 28));
-    const VF y = _mm512_permutexvar_ps(at, vf_mul(values, vf_set1(factor)));
-    if (dtype == NIB_F32 && stream)
-        _mm512_stream_ps((float *)(void *)out, y);
-    else if (dtype == NIB_F32)
-        _mm512_storeu_ps(out, y);
-    else if (stream)
-        _mm256_stream_si256((void *)out, _mm512_cvtps_ph(y, 0));
+    if (stream)
+        _mm256_stream_si256(p, v);
     else
-        _mm256_storeu_si256((void *)out, _mm512_cvtps_ph(y, 0));
+        _mm256_storeu_si256(p, v);
 }
 
-/* Two blocks by a table of their 16 values each, made from the roundings of the factor and of 1.5 times it. */
-SIMD void decode_pair_bf16(char *out, const uint8_t *codes, VI roundings, VI which, bool stream)
+SIMD void store_vector(void *p, VI v, bool stream)
+{
+    if (stream)
+        _mm512_stream_si512(p, v);
+    else
+        _mm512_storeu_si512(p, v);
+}
+
+/* Blocks by a table of their values. A byte in a lane of 64 bits is the place of its first code, and 28 bits up it is
+ * that of its second; only four bits of a place count. */
+SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factor, bool stream)
+{
+    const VF values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+    {
+        const VI bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)(codes + b * 8)));
+        const VI at = vi_or(bytes, _mm512_slli_epi64(bytes, 28));
+        const VF y = _mm512_permutexvar_ps(at, vf_mul(values, vf_set1(factor[b])));
+        if (dtype == NIB_F32)
+            store_vector(out + b * 64, vi_of(y), stream);
+        else if (dtype == NIB_BF16)
+            store_half_vector(out + b * 32, _mm512_cvtepi32_epi16(vi_srl(vi_of(round_to_bf16(y)), 16)), stream);
+        else
+            store_half_vector(out + b * 32, _mm512_cvtps_ph(y, 0), stream);
+    }
+}
+
+/* Two at once by a table of their 16 values each, made from the roundings of the factor (lower half) and of 1.5 times
+ * it. */
+SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundings, bool stream)
 {
     const VI steps = _mm512_broadcast_i64x4(_mm256_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100, (short)0x8000,
                                                               0x7F80, (short)0x8000, (short)0x8000, (short)0x8080,
                                                               (short)0x8080, (short)0x8100, (short)0x8100));
+    const __m256i places = _mm256_setr_epi16(0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1);
+    const VI which =
+        _mm512_inserti64x4(_mm512_castsi256_si512(places), _mm256_add_epi16(places, _mm256_set1_epi16(2)), 1);
     const VI second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-    const VI table = _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xFEFEFEFEu, which, roundings), steps);
-    const VI bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)codes));
-    const VI at = _mm512_ternarylogic_epi32(bytes, vi_sll(bytes, 12), vi_set1(0x000F000F), 0xA8); /* (a | b) & c */
-    const VI y = _mm512_permutexvar_epi16(vi_or(at, second), table);
-    if (stream)
-        _mm512_stream_si512((void *)out, y);
-    else
-        _mm512_storeu_si512(out, y);
-}
-
-SIMD void decode_blocks(char *out, nib_dtype dtype, const uint8_t *codes, VF factor, bool stream)
-{
-    if (dtype == NIB_BF16) {
-        const VI one = vi_of(round_to_bf16(factor)), more = vi_of(round_to_bf16(vf_mul(factor, vf_set1(1.5f))));
-        const VI roundings = vi_or(vi_srl(one, 16), more);
-        const __m256i places = _mm256_setr_epi16(0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1);
-        VI which = _mm512_inserti64x4(_mm512_castsi256_si512(places), _mm256_add_epi16(places, _mm256_set1_epi16(2)), 1);
-        _Pragma("GCC unroll 8") for (int pair = 0; pair < VL / 2; pair++)
-        {
-            decode_pair_bf16(out + pair * 64, codes + pair * 16, roundings, which, stream);
-            which = _mm512_add_epi16(which, _mm512_set1_epi16(4));
-        }
-        return;
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const VI two = _mm512_castsi128_si512(_mm_loadl_epi64((const void *)(roundings + 2 * i)));
+        const VI table = _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xFEFEFEFEu, which, two), steps);
+        const VI bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(codes + 16 * i)));
+        const VI at = _mm512_ternarylogic_epi32(bytes, vi_sll(bytes, 12), vi_set1(0x000F000F), 0xA8); /* (a | b) & c */
+        store_vector(out + 64 * i, _mm512_permutexvar_epi16(vi_or(at, second), table), stream);
     }
-    float factors[VL] __attribute__((aligned(64)));
-    vf_store(factors, factor);
-    _Pragma("GCC unroll 16") for (int b = 0; b < VL; b++)
-        decode_block_wide(out + b * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, codes + b * 8, factors[b], stream);
 }
 
 #include "slots.h"

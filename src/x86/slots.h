@@ -2,7 +2,7 @@
 /*
  * slots.h - the slots of an x86 instruction set: who takes what. Included last by the file of each.
  *
- * The including file defines decode_blocks, which decodes VL of them.
+ * The including file defines decode_four_wide and decode_four_bf16.
  */
 
 #include <math.h>
@@ -23,34 +23,75 @@ SLOT void absmax_lines(const struct nib_panel *panel, const struct nib_coding *c
     absmax_lines_lanes(panel, coding, out);
 }
 
-/* VL blocks at once; what is left, and factors that are no ordinary numbers, by the reference. */
+/* How a chunk of blocks can be decoded. */
+enum decode_way { BY_REFERENCE, BY_VALUES, BY_TABLES };
+
+/* The factors of n blocks, a multiple of VL. Those that are no ordinary numbers are left to the reference. The eight
+ * magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to BF16, and the
+ * others follow by counting in the exponent - as long as that stays clear of its ends. */
+SIMD enum decode_way decode_factors(const uint8_t *scales, int n, float level, const struct nib_rules *rules,
+                                    nib_dtype dtype, float *factors)
+{
+    const bool divides = rules->level != NIB_LEVEL_AMAX && rules->level != NIB_LEVEL_DECODE;
+    const VF lv = vf_set1(level), last = vf_set1(rules->level == NIB_LEVEL_AMAX ? 1.0f / rules->full_scale : 1.0f);
+    VI largest_scale = vi_set1(0);
+    VF least = vf_set1(FLT_MAX), most = vf_set1(0);
+    bool finite = true;
+    for (int b = 0; b < n; b += VL) {
+        const VI scale = vi_load_bytes(scales + b);
+        const VF s = f32_of_e4m3(scale), f = divides ? vf_div(s, lv) : vf_mul(vf_mul(s, lv), last);
+        largest_scale = vi_max(largest_scale, scale);
+        least = vf_min(f, least);
+        most = vf_max(absolute(f), most);
+        finite &= vf_all_less(absolute(f), vf_set1(INFINITY)); /* not so for a NaN */
+        vf_store(factors + b, f);
+    }
+    if (!finite || vi_any_greater(largest_scale, vi_set1(0x7E)))
+        return BY_REFERENCE;
+    if (dtype != NIB_BF16 || !vf_all_less(vf_set1(0x1p-110f), least) || !vf_all_less(most, vf_set1(0x1p112f)))
+        return BY_VALUES;
+    for (int b = 0; b < n; b += VL) {
+        const VF f = vf_load(factors + b);
+        const VI one = vi_of(round_to_bf16(f)), more = vi_of(round_to_bf16(vf_mul(f, vf_set1(1.5f))));
+        vf_store(factors + b, vf_of(vi_or(vi_srl(one, 16), more)));
+    }
+    return BY_TABLES;
+}
+
+/* n blocks, a multiple of VL and at most STRIP. */
+SIMD void decode_chunk(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int n, float level,
+                       const struct nib_coding *coding, bool stream)
+{
+    float factors[STRIP] __attribute__((aligned(64)));
+    const enum decode_way way = decode_factors(scales, n, level, &coding->rules, dtype, factors);
+    const int four = 4 * BLOCK * bytes_of(dtype);
+    if (way == BY_REFERENCE)
+        nib_kernels_scalar.decode[NIB_NVFP4](y, dtype, codes, scales, n * BLOCK, level, coding, stream);
+    else if (way == BY_TABLES)
+        for (int b = 0; b < n; b += 4)
+            decode_four_bf16(y + b / 4 * four, codes + b * 8, factors + b, stream);
+    else
+        for (int b = 0; b < n; b += 4)
+            decode_four_wide(y + b / 4 * four, dtype, codes + b * 8, factors + b, stream);
+}
+
 SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
                     const struct nib_coding *coding, bool stream)
 {
-    const int64_t size = bytes_of(dtype);
-    nib_decode_fn *const reference = nib_kernels_scalar.decode[NIB_NVFP4];
-    int64_t i = 0;
-    for (; i + VL * BLOCK <= n; i += VL * BLOCK) {
-        const VI scale = vi_load_bytes(scales + i / BLOCK);
-        const VF s = f32_of_e4m3(scale), lv = vf_set1(level);
-        const VF factor = coding->rules.level == NIB_LEVEL_AMAX
-                              ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / coding->rules.full_scale))
-                          : coding->rules.level == NIB_LEVEL_DECODE ? vf_mul(s, lv)
-                                                                    : vf_div(s, lv);
-        /* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding
-         * to BF16, and the others follow by counting in the exponent - as long as that stays clear of its ends. */
-        const VF size_of = absolute(factor);
-        const bool ordinary = !vi_any_greater(scale, vi_set1(0x7E)) &&
-                              (dtype == NIB_BF16 ? vf_all_less(size_of, vf_set1(0x1p112f)) &&
-                                                       vf_all_less(vf_set1(0x1p-110f), factor)
-                                                 : vf_all_less(size_of, vf_set1(INFINITY)));
-        if (ordinary)
-            decode_blocks(y + i * size, dtype, codes + i / 2, factor, stream);
-        else
-            reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, VL * BLOCK, level, coding, stream);
+    const int64_t size = bytes_of(dtype), whole = n / (VL * BLOCK) * VL;
+    for (int64_t b = 0; b < whole; b += STRIP)
+        decode_chunk(y + b * BLOCK * size, dtype, codes + b * 8, scales + b, (int)nib_min(STRIP, whole - b), level,
+                     coding, stream);
+    const int64_t done = whole * BLOCK, left = n - done;
+    if (left > 0) { /* less than VL blocks: among others that do no harm */
+        char numbers[VL * BLOCK * 4] __attribute__((aligned(64)));
+        uint8_t last_codes[VL * 8] = { 0 }, last_scales[VL];
+        memset(last_scales, scales[whole], sizeof last_scales);
+        memcpy(last_scales, scales + whole, (size_t)nib_ceil_div(left, BLOCK));
+        memcpy(last_codes, codes + whole * 8, (size_t)(left + 1) / 2);
+        decode_chunk(numbers, dtype, last_codes, last_scales, VL, level, coding, false);
+        memcpy(y + done * size, numbers, (size_t)(left * size));
     }
-    if (i < n)
-        reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, n - i, level, coding, stream);
     if (stream)
         _mm_sfence();
 }
