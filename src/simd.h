@@ -501,47 +501,79 @@ SIMD struct scales choose_4over6(const struct lanes *x, int length, VF absmax, c
                   &six);
 }
 
-/* Elements outside the block are zeros, whose code is 0 and whose error is 0 as well. */
-SIMD VF squared_error_lanes(const struct lanes *x, const struct scales *s, VF g)
+/* The value of a magnitude rounded to E2M1. What lies between 6 and 7 needs no clamp. */
+SIMD VF rounded_magnitude(VF a, bool clamp)
 {
-    VF e[BLOCK];
-    const VF f = vf_mul(s->value, g);
-    UNROLL
-    for (int i = 0; i < BLOCK; i++) {
-        const VF d = vf_sub(vf_mul(rounded_e2m1(vf_mul(lane_vector(x, i), s->factor)), f), lane_vector(x, i));
-        e[i] = vf_mul(d, d);
-    }
-    UNROLL
-    for (int i = 0; i < 8; i++)
-        e[i] = vf_add(e[i], e[i + 8]);
-    UNROLL
-    for (int i = 0; i < 4; i++)
-        e[i] = vf_add(e[i], e[i + 4]);
-    return vf_add(vf_add(e[0], e[2]), vf_add(e[1], e[3]));
+    const VF t = clamp ? vf_min(a, vf_set1(6.0f)) : a;
+    const VI p = vi_and(vi_of(vf_max(t, vf_set1(1.0f))), vi_set1(0x7F800000));
+    const VF big = vf_of(vi_add(p, vi_set1(22 << 23)));
+    return vf_sub(vf_add(t, big), big);
 }
 
-static const int lane_sweep_offsets[] = {
-    -1, 1, -2, 2, -3, 3, 4, 5, 6, 7
-}; /* after 0, in the order in which ties go */
+SIMD VF squared_difference(VF a, VF factor, VF f, bool clamp)
+{
+    const VF d = vf_sub(vf_mul(rounded_magnitude(vf_mul(a, factor), clamp), f), a);
+    return vf_mul(d, d);
+}
 
-/* A candidate outside the range takes part with an error that never wins: that of the rtn code itself. */
+/* Magnitudes do for errors: a sign would change that of d. Elements outside the block are zeros, whose code is 0 and
+ * whose error is 0 as well. Sums are made as soon as they can be, so that few are kept. */
+SIMD VF squared_error_lanes(const struct lanes *magnitudes, const struct scales *s, VF g, bool clamp)
+{
+    const VF f = vf_mul(s->value, g);
+    VF fours[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        VF twos[2];
+        UNROLL
+        for (int k = 0; k < 2; k++)
+            twos[k] = vf_add(squared_difference(lane_vector(magnitudes, i + 4 * k), s->factor, f, clamp),
+                             squared_difference(lane_vector(magnitudes, i + 4 * k + 8), s->factor, f, clamp));
+        fours[i] = vf_add(twos[0], twos[1]);
+    }
+    return vf_add(vf_add(fours[0], fours[2]), vf_add(fours[1], fours[3]));
+}
+
+/* After 0, in the order in which ties go: nearest to the rtn code first, the smaller of two first. */
+static const int lane_sweep_offsets[] = { -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
+
+struct sweep {
+    VI rtn, lowest, best; /* codes */
+    VF least;             /* the best one's error */
+};
+
+/* A candidate outside the range takes part with an error that never wins: that of the best one. */
+SIMD void try_candidate(const struct lanes *magnitudes, int offset, const struct lane_scaler *scaler, bool clamp,
+                        struct sweep *sweep)
+{
+    const VI wanted = vi_add(sweep->rtn, vi_set1(offset));
+    const VI code = vi_max(vi_min(wanted, vi_set1(0x7E)), sweep->lowest), inside = vi_equal(wanted, code);
+    const struct scales candidate = te_scales_of(code, scaler);
+    const VF error = squared_error_lanes(magnitudes, &candidate, scaler->g, clamp);
+    const VF judged = vf_of(vi_or(vi_and(inside, vi_of(error)), vi_andnot(inside, vi_of(sweep->least))));
+    sweep->best = vi_select_less(judged, sweep->least, code, sweep->best);
+    sweep->least = vf_of(vi_select_less(judged, sweep->least, vi_of(judged), vi_of(sweep->least)));
+}
+
 SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct nib_coding *coding,
                                 const struct lane_scaler *scaler)
 {
-    const VI rtn = rtn_scales(absmax, coding, scaler).code;
+    const struct scales rtn = rtn_scales(absmax, coding, scaler);
     const VI floor = vi_set1(coding->floor_code ? coding->floor_code : 1);
-    const VI lowest = vi_select_less(vf_from(rtn), vf_set1(0.5f), vi_set1(0), floor);
-    struct scales best = te_scales_of(rtn, scaler);
-    VF least = squared_error_lanes(x, &best, scaler->g);
-    for (size_t k = 0; k < sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets; k++) {
-        const VI wanted = vi_add(rtn, vi_set1(lane_sweep_offsets[k]));
-        const VI code = vi_max(vi_min(wanted, vi_set1(0x7E)), lowest);
-        const VI inside = vi_equal(wanted, code);
-        const struct scales candidate = te_scales_of(code, scaler);
-        const VF error = squared_error_lanes(x, &candidate, scaler->g);
-        const VF judged = vf_of(vi_or(vi_and(inside, vi_of(error)), vi_andnot(inside, vi_of(least))));
-        best = better(judged, least, &candidate, &best);
-        least = vf_of(vi_select_less(judged, least, vi_of(judged), vi_of(least)));
-    }
-    return best;
+    struct sweep sweep = { .rtn = rtn.code, .best = rtn.code };
+    sweep.lowest = vi_select_less(vf_from(rtn.code), vf_set1(0.5f), vi_set1(0), floor);
+    struct lanes magnitudes = { .x = magnitudes.own[0], .stride = VL };
+    UNROLL
+    for (int i = 0; i < BLOCK; i++)
+        vf_store(magnitudes.own[i], absolute(lane_vector(x, i)));
+    const struct scales first = te_scales_of(rtn.code, scaler);
+    sweep.least = squared_error_lanes(&magnitudes, &first, scaler->g, true);
+    /* Larger scales than a fitting one fit as well. */
+    const bool fits = vf_all_less(vf_mul(absmax, first.factor), vf_set1(7.0f));
+    for (size_t k = 0; k < sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets; k++)
+        if (fits && lane_sweep_offsets[k] > 0)
+            try_candidate(&magnitudes, lane_sweep_offsets[k], scaler, false, &sweep);
+        else
+            try_candidate(&magnitudes, lane_sweep_offsets[k], scaler, true, &sweep);
+    return te_scales_of(sweep.best, scaler);
 }
