@@ -259,14 +259,14 @@ SIMD VI code_bits(VF a, VF factor, bool clamp)
 }
 
 /* BF16 is split into even and odd elements, which is a shift and a mask, and a pair of codes is then in one lane. */
-SIMD void code_four_blocks_bf16(uint8_t *out, const char *x, const float *factor, bool clamp)
+SIMD void code_four_blocks_bf16(uint8_t *out, const char *x, const float *factors, const uint8_t *scales, bool clamp)
 {
     const VI magnitudes = vi_set1(0x7FFF7FFF), upper = vi_set1((int)0xFFFF0000u), sign = _mm256_set1_epi16(8);
     const VI pair = vi_set1(16 << 16 | 1);
     VI bytes[4];
     _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
     {
-        const VF f = _mm256_broadcast_ss(factor + b);
+        const VF f = _mm256_broadcast_ss(factors + scales[b]);
         const VI numbers = _mm256_loadu_si256((const void *)(x + 32 * b)), a = vi_and(numbers, magnitudes);
         const VI even = code_bits(vf_of(vi_sll(a, 16)), f, clamp), odd = code_bits(vf_of(vi_and(a, upper)), f, clamp);
         const VI codes = _mm256_blend_epi16(even, vi_sll(odd, 16), 0xAA);
@@ -279,20 +279,29 @@ SIMD void code_four_blocks_bf16(uint8_t *out, const char *x, const float *factor
     _mm256_storeu_si256((void *)out, _mm256_permutevar8x32_epi32(packed, order));
 }
 
-/* Four blocks of 16 numbers to 32 bytes. */
-SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, bool clamp)
+/* Four blocks of 16 numbers to 32 bytes; `factors` has one for each scale. */
+SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
+                           bool clamp)
 {
     if (dtype == NIB_BF16) {
-        code_four_blocks_bf16(out, x, factor, clamp);
+        code_four_blocks_bf16(out, x, factors, scales, clamp);
         return;
     }
     VI v[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
         const VF number = load_numbers(x, 8 * k, dtype);
-        v[k] = with_upper_half(code_bits(absolute(number), _mm256_broadcast_ss(factor + k / 2), clamp), number);
+        const VF factor = _mm256_broadcast_ss(factors + scales[k / 2]);
+        v[k] = with_upper_half(code_bits(absolute(number), factor, clamp), number);
     }
     store_signed_codes(out, v);
+}
+
+SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
+                     bool clamp)
+{
+    code_four_blocks(out, x, dtype, factors, scales, clamp);
+    code_four_blocks(out + 32, x + 4 * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, factors, scales + 4, clamp);
 }
 
 SIMD void code_four_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
@@ -305,6 +314,12 @@ SIMD void code_four_randomly(uint8_t *out, const char *x, nib_dtype dtype, const
         v[k] = with_upper_half(stochastic_code(absolute(number), _mm256_broadcast_ss(factor + k / 2), r), number);
     }
     store_signed_codes(out, v);
+}
+
+SIMD void code_group_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
+{
+    code_four_randomly(out, x, dtype, factor, random);
+    code_four_randomly(out + 32, x + 4 * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, factor + 4, random + 4 * BLOCK);
 }
 
 /* Half of eight blocks each, in an order in which they come out of store_random side by side. */

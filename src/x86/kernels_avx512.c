@@ -218,55 +218,85 @@ SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
     return largest_of_each(m);
 }
 
-/* Codes of four bits, each in the lowest bits of a lane, nothing in the rest of its lower half. They are pushed
- * together: four blocks to a lane, pairs of lanes to a byte, and at last the bytes into their order. */
-SIMD void store_codes(uint8_t *out, const VI code[4])
+/* The code of y, in the lowest bits of a lane, and 2 (4 if y is negative) in its second byte; what is in the upper half
+ * is of no account. The sum rounds y as in e2m1_bits, but the power of two that it takes is made from y's own, and the
+ * code is the last bits of the sum and twice its exponent. 214 / 2 is there so that all else in those bits goes away;
+ * it is even, as ties want it. */
+SIMD VI word_of_code(VF y)
 {
-    const VI low = vi_merge(vi_sll(code[1], 8), code[0], vi_set1(0xFF));
-    const VI high = vi_merge(vi_sll(code[3], 8), code[2], vi_set1(0xFF));
-    const VI all = vi_merge(vi_sll(high, 16), low, vi_set1(0xFFFF));
-    const __m256i pairs = _mm512_cvtepi64_epi32(vi_or(all, _mm512_srli_epi64(all, 28)));
-    const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256((void *)out, _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(pairs, apart), order));
+    const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 3); /* the larger magnitude, with y's sign */
+    const VF power = vf_of(vi_and(vi_of(larger), vi_set1((int)0xFF800000u)));
+    const VI sum = vi_of(vf_multiply_add(power, vf_set1(0x1p22f + 107), y)); /* the product is exact */
+    return vi_add(sum, vi_srl(sum, 22));
 }
 
-/* The sign of y, which is bit 31, in bit 3 of a code. */
-SIMD VI with_sign_bit(VI code, VI y) { return vi_merge(code, _mm512_rol_epi32(y, 4), vi_set1(8)); }
-
-/* The code of y with its sign, by a sum as in e2m1_bits, in the lowest four bits of a lane; nothing in the rest of its lower half. */
-SIMD VI signed_code(VF y)
+/* The words of two vectors side by side, as codes of four bits and 8 more: 2 becomes 8 and 4 becomes 16. */
+SIMD VI join_words(VI low, VI high)
 {
-    const VF grids = _mm512_broadcast_f32x4(_mm_setr_ps(0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f));
-    const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 0xB); /* the larger magnitude, without sign */
-    const VI grid = vi_of(_mm512_permutevar_ps(grids, vi_srl(vi_of(larger), 23)));
-    const VI sign = vi_set1((int)0x80000000u);
-    const VI sum = vi_of(vf_add(y, vf_of(_mm512_ternarylogic_epi32(grid, vi_of(y), sign, 0xF8))));
-    return with_sign_bit(sum, sum);
+    const VI words = vi_merge(vi_sll(high, 16), low, vi_set1(0xFFFF));
+    return _mm512_maddubs_epi16(words, _mm512_set1_epi16(4 << 8 | 1));
 }
 
-/* Four blocks of 16 numbers to 32 bytes. */
-SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, bool clamp)
+/* Codes of four blocks, of four bits and 8 more in each word: lanes of 64 bits get the eight bytes of a pair of elements,
+ * of which the first four are wanted: blocks 0, 2, 1, 3. The 8s add up to 0x88 or carry out of the byte above. */
+SIMD VI pair_codes(VI first, VI second)
 {
-    VI codes[4];
-    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+    const VI eights = _mm512_set1_epi16(8);
+    const VI codes = vi_or(_mm512_sub_epi16(first, eights), _mm512_slli_epi16(_mm512_sub_epi16(second, eights), 8));
+    return vi_or(codes, _mm512_srli_epi64(codes, 28));
+}
+
+/* Eight blocks, from two results of pair_codes, to 64 bytes. */
+SIMD void store_codes(uint8_t *out, VI first, VI second)
+{
+    const VI all = _mm512_mask_blend_epi32(0xAAAA, first, _mm512_slli_epi64(second, 32));
+    const VI apart =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15)); /* by blocks */
+    const VI order = _mm512_setr_epi32(0x00080000, 0x00180010, 0x00090001, 0x00190011, 0x000A0002, 0x001A0012,
+                                       0x000B0003, 0x001B0013, 0x000C0004, 0x001C0014, 0x000D0005, 0x001D0015,
+                                       0x000E0006, 0x001E0016, 0x000F0007, 0x001F0017);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(order, _mm512_shuffle_epi8(all, apart)));
+}
+
+/* Eight blocks of 16 numbers to 64 bytes; `factors` has one for each scale. */
+SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
+                     bool clamp)
+{
+    VI pairs[2];
+    _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)
     {
-        const VF y = vf_mul(load_numbers(x, BLOCK * b, dtype), vf_set1(factor[b]));
-        codes[b] = signed_code(clamp ? _mm512_range_ps(y, vf_set1(6.0f), 2) : y); /* the smaller magnitude, y's sign */
+        VI words[4];
+        _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+        {
+            const VF factor = vf_set1(factors[scales[4 * half + b]]);
+            const VF y = vf_mul(load_numbers(x, BLOCK * (4 * half + b), dtype), factor);
+            words[b] = word_of_code(clamp ? _mm512_range_ps(y, vf_set1(6.0f), 2) : y); /* the smaller, y's sign */
+        }
+        pairs[half] = pair_codes(join_words(words[0], words[1]), join_words(words[2], words[3]));
     }
-    store_codes(out, codes);
+    store_codes(out, pairs[0], pairs[1]);
 }
 
-SIMD void code_four_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
+SIMD void code_group_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
 {
-    VI codes[4];
-    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+    VI pairs[2];
+    _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)
     {
-        const VF number = load_numbers(x, BLOCK * b, dtype);
-        const VI r = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(random + BLOCK * b)));
-        codes[b] = with_sign_bit(stochastic_code(absolute(number), vf_set1(factor[b]), r), vi_of(number));
+        VI codes[4];
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+        {
+            const int b = 4 * half + i;
+            const VF number = load_numbers(x, BLOCK * b, dtype);
+            const VI r = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(random + BLOCK * b)));
+            const VI code = stochastic_code(absolute(number), vf_set1(factor[b]), r);
+            codes[i] = vi_merge(code, _mm512_rol_epi32(vi_of(number), 4), vi_set1(8)); /* the sign */
+        }
+        const VI low = vi_merge(vi_sll(codes[1], 16), codes[0], vi_set1(0xFFFF));
+        const VI high = vi_merge(vi_sll(codes[3], 16), codes[2], vi_set1(0xFFFF));
+        const VI bytes = vi_or(low, _mm512_slli_epi16(high, 8));
+        pairs[half] = vi_or(bytes, _mm512_srli_epi64(bytes, 28));
     }
-    store_codes(out, codes);
+    store_codes(out, pairs[0], pairs[1]);
 }
 
 /* Half of sixteen blocks each, in an order in which they come out of store_random side by side. */
@@ -289,16 +319,12 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 /* Eight rows of codes in a word per lane. */
 SIMD VI eight_rows(float (*x)[VL], VF factor)
 {
-    VI quads[2];
-    _Pragma("GCC unroll 2") for (int q = 0; q < 2; q++)
-    {
-        VI codes[4];
-        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) codes[i] =
-            signed_code(vf_mul(vf_load(x[4 * q + i]), factor));
-        const VI low = vi_or(vi_sll(codes[1], 4), codes[0]), high = vi_or(vi_sll(codes[3], 4), codes[2]);
-        quads[q] = vi_or(vi_sll(high, 8), low); /* what is not of the codes stays above bit 22 */
-    }
-    return vi_merge(vi_sll(quads[1], 16), quads[0], vi_set1(0xFFFF));
+    VI rows[4]; /* i and i + 4 */
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) rows[i] = join_words(
+        word_of_code(vf_mul(vf_load(x[i]), factor)), word_of_code(vf_mul(vf_load(x[i + 4]), factor)));
+    const VI low = _mm512_add_epi16(rows[0], _mm512_slli_epi16(rows[1], 4));
+    const VI high = _mm512_add_epi16(rows[2], _mm512_slli_epi16(rows[3], 4));
+    return _mm512_sub_epi16(_mm512_add_epi16(low, _mm512_slli_epi16(high, 8)), _mm512_set1_epi16((short)0x8888));
 }
 
 /* Sixteen columns of sixteen rows, `stride` bytes from column to column of the output. */

@@ -11,7 +11,7 @@
  * that has one is left to the lanes of simd.h, and what follows need not think of NaNs: a number's sign is then the
  * sign of its code.
  *
- * The including file defines amax_bits, code_four_blocks and code_four_randomly, and what random_bytes_of works with.
+ * The including file defines amax_bits, code_group and code_group_randomly, and what random_bytes_of works with.
  */
 
 enum { GROUP = 8, GROUPS = 8, STRIP = GROUP * GROUPS, GROUP_LENGTH = GROUP * BLOCK };
@@ -33,6 +33,7 @@ struct strip_job {
     struct lane_scaler scaler;
     int64_t row_bytes, ahead; /* from row to row, and from strip to strip */
     VI keys[2][10];           /* of the ten rounds of Philox */
+    float factors[128];       /* of every scale under this level */
 };
 
 SIMD int bytes_of(nib_dtype dtype) { return dtype == NIB_F32 ? 4 : 2; }
@@ -84,31 +85,11 @@ SIMD void random_bytes_of(const struct strip_job *job, int64_t line, int64_t blo
 
 /* ---- Strips ---- */
 
-/* Scales and factors of n blocks from their amaxes; the largest number that a factor makes of an amax. Random rounding
- * takes its factors 2^23 times: a block of zeros gets none, and it is the largest factor that is wanted. */
-SIMD float scales_of(const float *amaxes, int n, const struct strip_job *job, uint8_t floor_code, bool random,
-                     float *factors, uint8_t *scales)
-{
-    const struct lane_scaler scaler = job->scaler;
-    VF most = vf_set1(0);
-    for (int b = 0; b < n; b += VL) {
-        const VF amax = vf_load(amaxes + b);
-        struct scales s = te_scales_near(vf_mul(amax, scaler.block), floor_code, &scaler);
-        if (random)
-            s.factor = vf_of(vi_select_less(vf_set1(0), amax, vi_of(s.factor), vi_set1(0)));
-        most = vf_max(random ? s.factor : vf_mul(amax, s.factor), most);
-        vi_store_low_bytes(scales + b, s.code);
-        vf_store(factors + b, s.factor);
-    }
-    return largest_lane(most);
-}
-
-/* The same for a strip, whose amaxes go over `lines` rows. False where there is a NaN. */
-SIMD bool strip_scales(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype, bool random,
-                       float factors[STRIP], uint8_t scales[STRIP], float *peak)
+/* The amaxes of a strip's blocks, over `lines` rows. False where there is a NaN. */
+SIMD bool strip_amaxes(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype,
+                       float amaxes[STRIP])
 {
     VI largest = vi_set1(0);
-    float amaxes[STRIP] __attribute__((aligned(64)));
     for (int g = 0; g < strip->groups; g += VL / GROUP) {
         const char *const x = strip->x + g * strip->x_step;
         const char *const next = g + VL / GROUP <= strip->groups ? x + (VL / GROUP - 1) * strip->x_step : x;
@@ -118,12 +99,43 @@ SIMD bool strip_scales(const struct strip *strip, const struct strip_job *job, i
         largest = vi_max(largest, bits);
         vf_store(amaxes + g * GROUP, vf_of(bits));
     }
-    const int n = strip->groups * GROUP;
-    if (job->coding->floor_code)
-        *peak = scales_of(amaxes, n, job, job->coding->floor_code, random, factors, scales);
-    else
-        *peak = scales_of(amaxes, n, job, 0, random, factors, scales);
     return !vi_any_greater(largest, vi_set1(0x7F800000));
+}
+
+/* The scales of n blocks. True if no number that they scale comes to 7 or more: a scale is not limited, and so large
+ * that rounding it down has not changed it by a seventh. */
+SIMD bool scales_of(const float *amaxes, int n, const struct strip_job *job, uint8_t *scales)
+{
+    const VF block = job->scaler.block;
+    const VI floor_code = vi_set1(job->coding->floor_code);
+    VF most = vf_set1(0);
+    VI least = vi_set1(127);
+    for (int b = 0; b < n; b += VL) {
+        const VF amax = vf_load(amaxes + b), wanted = vf_mul(amax, block);
+        VF ignored;
+        const VI code = vi_max(e4m3_of(wanted, &ignored), floor_code);
+        most = vf_max(wanted, most);
+        least = vi_min(least, vi_select_less(vf_set1(0), amax, code, vi_set1(127)));
+        vi_store_low_bytes(scales + b, code);
+    }
+    return largest_lane(most) < 480.0f && !vi_any_greater(vi_set1(4), least);
+}
+
+/* Scales and factors for random rounding, which takes its factors 2^23 times; a block of zeros has none. False where
+ * one is too large for that. */
+SIMD bool scales_and_factors_of(const float *amaxes, int n, const struct strip_job *job, uint8_t *scales,
+                                float *factors)
+{
+    VF most = vf_set1(0);
+    for (int b = 0; b < n; b += VL) {
+        const VF amax = vf_load(amaxes + b);
+        const struct scales s = rtn_scales(amax, job->coding, &job->scaler);
+        const VF factor = vf_of(vi_select_less(vf_set1(0), amax, vi_of(s.factor), vi_set1(0)));
+        most = vf_max(factor, most);
+        vi_store_low_bytes(scales + b, s.code);
+        vf_store(factors + b, vf_mul(factor, vf_set1(0x1p23f)));
+    }
+    return largest_lane(most) < 0x1p100f;
 }
 
 SIMD void store_group_scales(const struct nib_target *target, int64_t line, int64_t block, int n, const uint8_t *scales)
@@ -149,16 +161,14 @@ SIMD void prefetch_group(const char *x, nib_dtype dtype)
 
 /* The codes of row `l` of a strip. The next strip's numbers arrive meanwhile. */
 SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, int l, nib_dtype dtype, bool clamp,
-                      const float factors[STRIP])
+                      const uint8_t scales[STRIP])
 {
-    const int half = GROUP_LENGTH / 2 * bytes_of(dtype);
     const char *x = strip->x + l * job->row_bytes;
     uint8_t *codes = strip->codes + l * job->target->geometry->line_stride;
     const int64_t ahead = job->ahead, x_step = strip->x_step, codes_step = strip->codes_step;
-    for (const float *end = factors + strip->groups * GROUP; factors < end; factors += GROUP) {
+    for (const uint8_t *end = scales + strip->groups * GROUP; scales < end; scales += GROUP) {
         prefetch_group(x + ahead, dtype);
-        code_four_blocks(codes, x, dtype, factors, clamp);
-        code_four_blocks(codes + 32, x + half, dtype, factors + 4, clamp);
+        code_group(codes, x, dtype, job->factors, scales, clamp);
         x += x_step;
         codes += codes_step;
     }
@@ -166,22 +176,18 @@ SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, in
 
 /* The same with random bytes. Magnitudes are counted in units of 2^-23 (stochastic_code), which the factors bring. */
 SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job *job, nib_dtype dtype,
-                               float factors[STRIP])
+                               const float factors[STRIP])
 {
-    const int half = GROUP_LENGTH / 2 * bytes_of(dtype);
     uint8_t random[(STRIP + GROUP) * BLOCK] __attribute__((aligned(64)));
     const int together = strip->line_step ? 1 : VL / GROUP; /* groups whose numbers are made at once */
     for (int g = 0; g < strip->groups; g += together)
         random_bytes_of(job, strip->line + g * strip->line_step, strip->block + g * strip->block_step,
                         random + g * GROUP * BLOCK);
-    for (int b = 0; b < strip->groups * GROUP; b += VL)
-        vf_store(factors + b, vf_mul(vf_load(factors + b), vf_set1(0x1p23f)));
     for (int g = 0; g < strip->groups; g++) {
         const char *const x = strip->x + g * strip->x_step;
         uint8_t *const codes = strip->codes + g * strip->codes_step, *const bytes = random + g * GROUP * BLOCK;
         prefetch_group(x + job->ahead, dtype);
-        code_four_randomly(codes, x, dtype, factors + g * GROUP, bytes);
-        code_four_randomly(codes + 32, x + half, dtype, factors + g * GROUP + 4, bytes + 64);
+        code_group_randomly(codes, x, dtype, factors + g * GROUP, bytes);
     }
 }
 
@@ -208,18 +214,22 @@ SIMD void quantize_part(const struct strip_job *job, int64_t row, int64_t col, i
 SIMD bool quantize_strip(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype,
                          bool random, uint8_t scales[STRIP])
 {
-    float factors[STRIP] __attribute__((aligned(64))), peak;
-    if (!strip_scales(strip, job, lines, dtype, random, factors, scales, &peak) || (random && !(peak < 0x1p100f)))
+    float amaxes[STRIP] __attribute__((aligned(64))), factors[STRIP] __attribute__((aligned(64)));
+    const int n = strip->groups * GROUP;
+    if (!strip_amaxes(strip, job, lines, dtype, amaxes))
         return false;
     if (random) {
+        if (!scales_and_factors_of(amaxes, n, job, scales, factors))
+            return false;
         strip_codes_randomly(strip, job, dtype, factors);
         return true;
     }
+    const bool fits = scales_of(amaxes, n, job, scales);
     for (int l = 0; l < lines; l++)
-        if (peak < 7.0f) /* what lies between 6 and 7 rounds to 6 */
-            strip_codes(strip, job, l, dtype, false, factors);
+        if (fits) /* what lies between 6 and 7 rounds to 6 */
+            strip_codes(strip, job, l, dtype, false, scales);
         else
-            strip_codes(strip, job, l, dtype, true, factors);
+            strip_codes(strip, job, l, dtype, true, scales);
     return true;
 }
 
@@ -286,6 +296,8 @@ SIMD void quantize_gathered(const struct strip_job *job, int64_t row, int64_t ro
 SIMD void set_row_scaler(struct strip_job *job, int64_t row)
 {
     job->scaler = lane_scaler_for(job->coding, job->target, job->panel->row + row, 1);
+    for (int code = 0; code < 128; code += VL)
+        vf_store(job->factors + code, te_scales_of(vi_add(vi_lane_numbers(), vi_set1(code)), &job->scaler).factor);
 }
 
 SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool random)

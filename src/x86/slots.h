@@ -75,13 +75,24 @@ SIMD void decode_chunk(char *y, nib_dtype dtype, const uint8_t *codes, const uin
             decode_four_wide(y + b / 4 * four, dtype, codes + b * 8, factors + b, stream);
 }
 
+/* Codes and scales of a chunk some way on arrive while this one is decoded. */
+SIMD void prefetch_codes(const uint8_t *codes, const uint8_t *scales)
+{
+    enum { AHEAD = 4 * STRIP };
+    for (int line = 0; line < STRIP * 8; line += 64)
+        _mm_prefetch((const char *)codes + AHEAD * 8 + line, _MM_HINT_T0);
+    _mm_prefetch((const char *)scales + AHEAD, _MM_HINT_T0);
+}
+
 SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
                     const struct nib_coding *coding, bool stream)
 {
     const int64_t size = bytes_of(dtype), whole = n / (VL * BLOCK) * VL;
-    for (int64_t b = 0; b < whole; b += STRIP)
+    for (int64_t b = 0; b < whole; b += STRIP) {
+        prefetch_codes(codes + b * 8, scales + b);
         decode_chunk(y + b * BLOCK * size, dtype, codes + b * 8, scales + b, (int)nib_min(STRIP, whole - b), level,
                      coding, stream);
+    }
     const int64_t done = whole * BLOCK, left = n - done;
     if (left > 0) { /* less than VL blocks: among others that do no harm */
         char numbers[VL * BLOCK * 4] __attribute__((aligned(64)));
