@@ -125,7 +125,9 @@ SLOT void stage_other(const struct nib_panel *panel, const struct nib_coding *co
                       int64_t row, int64_t col, int64_t lines, int64_t line, int slot, struct column_stage *stage)
 {
     uint8_t codes[COLUMNS * 8] = { 0 }, scales[COLUMNS];
-    const struct nib_copy_geometry geometry = { .line_stride = 8, .scale_line = 1, .scale_block = 1, .lines_per_scale = 1 };
+    const struct nib_copy_geometry geometry = {
+        .line_stride = 8, .scale_line = 1, .scale_block = 1, .lines_per_scale = 1
+    };
     struct nib_panel part = *panel;
     struct nib_target local = *target;
     part.x = element_address(panel, row, col);
@@ -172,9 +174,9 @@ SIMD bool stage_columns(const struct nib_panel *panel, const struct nib_coding *
     for (int g = 0; g < COLUMN_GROUPS; g++) {
         VF a = vf_of(amax[g]);
         if (quarter) { /* exact within these bounds, and what is so much smaller than the amax has no say */
-            good &= vf_all_less(a, vf_set1(0x1p100f)) &&
-                    vf_all_less(vf_set1(0x1p-100f),
-                                vf_of(vi_select_less(vf_set1(0), a, vi_of(a), vi_of(vf_set1(1.0f)))));
+            good &=
+                vf_all_less(a, vf_set1(0x1p100f)) &&
+                vf_all_less(vf_set1(0x1p-100f), vf_of(vi_select_less(vf_set1(0), a, vi_of(a), vi_of(vf_set1(1.0f)))));
             a = vf_mul(a, vf_set1(0.25f));
         }
         if (target->level_per_line)
@@ -199,10 +201,10 @@ SIMD void transpose_scales(const uint8_t *in, int64_t in_stride, uint8_t *out, i
     UNROLL
     for (int i = 0; i < 16; i++)
         a[i] = _mm_loadu_si128((const void *)(in + i * in_stride));
-#define WEAVE(from, to, low, high)               \
-    UNROLL                                       \
-    for (int i = 0; i < 8; i++) {                \
-        to[2 * i] = low(from[i], from[i + 8]);   \
+#define WEAVE(from, to, low, high)                  \
+    UNROLL                                          \
+    for (int i = 0; i < 8; i++) {                   \
+        to[2 * i] = low(from[i], from[i + 8]);      \
         to[2 * i + 1] = high(from[i], from[i + 8]); \
     }
     /* Four times each row is woven with the one eight below. */
@@ -268,20 +270,18 @@ SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_co
                         stage_other(panel, coding, target, at, col + c, nib_min(COLUMNS, lines - c), c, (int)band,
                                     &stage);
                 }
-            store_stage(target, &stage, panel->col + col, lines, (panel->row + row) / BLOCK, n,
-                        (rows - 1) % BLOCK + 1);
+            store_stage(target, &stage, panel->col + col, lines, (panel->row + row) / BLOCK, n, (rows - 1) % BLOCK + 1);
         }
     }
 }
 
-#define DEFINE_COLUMNS(name, dtype, transform, square)                                            \
-    SLOT void name(const struct nib_panel *panel, const struct nib_coding *coding,                \
-                   const struct nib_target *target)                                               \
-    {                                                                                             \
-        quantize_columns_as(panel, coding, target, dtype, transform, square, coding->floor_code); \
+#define DEFINE_COLUMNS(name, dtype, transform, square)                                                              \
+    SLOT void name(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target) \
+    {                                                                                                               \
+        quantize_columns_as(panel, coding, target, dtype, transform, square, coding->floor_code);                   \
     }
-#define DEFINE_COLUMNS_OF(name, dtype)               \
-    DEFINE_COLUMNS(columns_##name, dtype, false, false)  \
+#define DEFINE_COLUMNS_OF(name, dtype)                     \
+    DEFINE_COLUMNS(columns_##name, dtype, false, false)    \
     DEFINE_COLUMNS(transformed_##name, dtype, true, false) \
     DEFINE_COLUMNS(tiles_##name, dtype, false, true)
 DEFINE_COLUMNS_OF(f32, NIB_F32)

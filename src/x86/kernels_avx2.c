@@ -416,12 +416,12 @@ SIMD void store_wide(char *out, nib_dtype dtype, VI upper, VF factor, bool strea
 /* E2M1 values are exact in BF16, the upper half of FP32: two tables give its two bytes. */
 SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factor, bool stream)
 {
-    const VI high = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xBF, (char)0xBF, (char)0xBF,
-                      (char)0xC0, (char)0xC0, (char)0xC0, (char)0xC0));
-    const VI low = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, (char)0x80, (char)0xC0, 0, 0x40, (char)0x80,
-                                                             (char)0xC0, 0, 0, (char)0x80, (char)0xC0, 0, 0x40,
-                                                             (char)0x80, (char)0xC0));
+    const VI high = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80,
+                                                              (char)0xBF, (char)0xBF, (char)0xBF, (char)0xC0,
+                                                              (char)0xC0, (char)0xC0, (char)0xC0));
+    const VI low =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0, 0, 0,
+                                                  (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0));
     const VI order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7); /* so that what comes out is side by side */
     const int block_bytes = BLOCK * (dtype == NIB_F32 ? 4 : 2);
     VI spread[2];

@@ -209,8 +209,8 @@ SIMD VI largest_of_each(const VI m[16])
 SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
 {
     if (dtype != NIB_F32)
-        return vi_of(_mm512_insertf32x8(_mm512_castps256_ps512(amax_16_of_eight(x, dtype)),
-                                        amax_16_of_eight(next, dtype), 1));
+        return vi_of(
+            _mm512_insertf32x8(_mm512_castps256_ps512(amax_16_of_eight(x, dtype)), amax_16_of_eight(next, dtype), 1));
     const VI mask = vi_set1(0x7FFFFFFF);
     VI m[16];
     _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++) m[k] =
@@ -320,8 +320,8 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 SIMD VI eight_rows(float (*x)[VL], VF factor)
 {
     VI rows[4]; /* i and i + 4 */
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) rows[i] = join_words(
-        word_of_code(vf_mul(vf_load(x[i]), factor)), word_of_code(vf_mul(vf_load(x[i + 4]), factor)));
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) rows[i] =
+        join_words(word_of_code(vf_mul(vf_load(x[i]), factor)), word_of_code(vf_mul(vf_load(x[i + 4]), factor)));
     const VI low = _mm512_add_epi16(rows[0], _mm512_slli_epi16(rows[1], 4));
     const VI high = _mm512_add_epi16(rows[2], _mm512_slli_epi16(rows[3], 4));
     return _mm512_sub_epi16(_mm512_add_epi16(low, _mm512_slli_epi16(high, 8)), _mm512_set1_epi16((short)0x8888));

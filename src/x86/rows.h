@@ -21,7 +21,7 @@ struct strip {
     int groups;
     const char *x;
     uint8_t *codes;
-    int64_t x_step, codes_step;                        /* bytes from group to group */
+    int64_t x_step, codes_step;                 /* bytes from group to group */
     int64_t line, block, line_step, block_step; /* of the first block of a group in the copy */
 };
 

@@ -107,11 +107,11 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
         _mm_sfence();
 }
 
-#define DEFINE_DECODE(name, dtype, stream)                                                               \
-    SLOT void name(char *y, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,         \
-                   const struct nib_coding *coding)                                                      \
-    {                                                                                                    \
-        decode_as(y, dtype, codes, scales, n, level, coding, stream);                                    \
+#define DEFINE_DECODE(name, dtype, stream)                                                       \
+    SLOT void name(char *y, const uint8_t *codes, const uint8_t *scales, int64_t n, float level, \
+                   const struct nib_coding *coding)                                              \
+    {                                                                                            \
+        decode_as(y, dtype, codes, scales, n, level, coding, stream);                            \
     }
 DEFINE_DECODE(decode_f32, NIB_F32, false)
 DEFINE_DECODE(stream_f32, NIB_F32, true)
