@@ -21,7 +21,13 @@ typedef __m256i VI;
 SIMD VF vf_load(const float *p) { return _mm256_loadu_ps(p); }
 SIMD void vf_store(float *p, VF v) { _mm256_storeu_ps(p, v); }
 SIMD VI vi_load(const int32_t *p) { return _mm256_loadu_si256((const void *)p); }
-SIMD VI vi_load_bytes(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
+
+/* E4M3 is F16 with a smaller exponent: 2^-8 of the value, and more than 448 times that for what is a NaN or negative. */
+SIMD VF vf_load_scaled_e4m3(const uint8_t *p)
+{
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const void *)p)), 7));
+}
+
 SIMD VF vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 SIMD VF vf_load_bf16(const uint16_t *p)
 {
@@ -424,16 +430,17 @@ SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, con
                                                   (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0));
     const VI order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7); /* so that what comes out is side by side */
     const int block_bytes = BLOCK * (dtype == NIB_F32 ? 4 : 2);
-    VI spread[2];
+    VI spread[2], upper[4];
     spread_codes(codes, spread);
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
     {
         const VI at = _mm256_permutevar8x32_epi32(spread[i], order);
         const VI h = _mm256_shuffle_epi8(high, at), l = _mm256_shuffle_epi8(low, at);
-        store_wide(out + i * block_bytes, dtype, _mm256_unpacklo_epi8(l, h), _mm256_broadcast_ss(factor + i), stream);
-        store_wide(out + (i + 2) * block_bytes, dtype, _mm256_unpackhi_epi8(l, h), _mm256_broadcast_ss(factor + i + 2),
-                   stream);
+        upper[i] = _mm256_unpacklo_epi8(l, h);
+        upper[i + 2] = _mm256_unpackhi_epi8(l, h);
     }
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+        store_wide(out + b * block_bytes, dtype, upper[b], _mm256_broadcast_ss(factor + b), stream);
 }
 
 /* Four blocks by tables of their 16 values, made from the roundings of the factor (lower half) and of 1.5 times it. */
@@ -445,7 +452,7 @@ SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundin
     const VI apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
     const VI signs = _mm256_broadcastsi128_si256(_mm_set_epi64x((long long)0x8080808080808080u, 0));
     const VI all = _mm256_cvtepu32_epi64(_mm_loadu_si128((const void *)roundings));
-    VI spread[2];
+    VI spread[2], block[4];
     spread_codes(codes, spread);
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
     {
@@ -454,9 +461,10 @@ SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundin
         const VI l = _mm256_shuffle_epi8(_mm256_unpacklo_epi64(table, table), spread[i]);
         const VI h = _mm256_shuffle_epi8(vi_or(_mm256_unpackhi_epi64(table, table), signs), spread[i]);
         const VI first = _mm256_unpacklo_epi8(l, h), second = _mm256_unpackhi_epi8(l, h);
-        store_vector(out + i * 32, _mm256_permute2x128_si256(first, second, 0x20), stream);
-        store_vector(out + (i + 2) * 32, _mm256_permute2x128_si256(first, second, 0x31), stream);
+        block[i] = _mm256_permute2x128_si256(first, second, 0x20);
+        block[i + 2] = _mm256_permute2x128_si256(first, second, 0x31);
     }
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++) store_vector(out + b * 32, block[b], stream);
 }
 
 #include "slots.h"

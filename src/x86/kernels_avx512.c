@@ -21,7 +21,13 @@ typedef __m512i VI;
 SIMD VF vf_load(const float *p) { return _mm512_loadu_ps(p); }
 SIMD void vf_store(float *p, VF v) { _mm512_storeu_ps(p, v); }
 SIMD VI vi_load(const int32_t *p) { return _mm512_loadu_si512(p); }
-SIMD VI vi_load_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
+
+/* E4M3 is F16 with a smaller exponent: 2^-8 of the value, and more than 448 times that for what is a NaN or negative. */
+SIMD VF vf_load_scaled_e4m3(const uint8_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)p)), 7));
+}
+
 SIMD VF vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 SIMD VF vf_load_bf16(const uint16_t *p)
 {

@@ -26,27 +26,26 @@ SLOT void absmax_lines(const struct nib_panel *panel, const struct nib_coding *c
 /* How a chunk of blocks can be decoded. */
 enum decode_way { BY_REFERENCE, BY_VALUES, BY_TABLES };
 
-/* The factors of n blocks, a multiple of VL. Those that are no ordinary numbers are left to the reference. The eight
- * magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to BF16, and the
- * others follow by counting in the exponent - as long as that stays clear of its ends. */
+/* The factors of n blocks, a multiple of VL. Those that are no ordinary numbers are left to the reference; a level that
+ * is none has gone there before. The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two
+ * numbers need rounding to BF16, and the others follow by counting in the exponent - as long as that stays clear of its
+ * ends. */
 SIMD enum decode_way decode_factors(const uint8_t *scales, int n, float level, const struct nib_rules *rules,
                                     nib_dtype dtype, float *factors)
 {
     const bool divides = rules->level != NIB_LEVEL_AMAX && rules->level != NIB_LEVEL_DECODE;
     const VF lv = vf_set1(level), last = vf_set1(rules->level == NIB_LEVEL_AMAX ? 1.0f / rules->full_scale : 1.0f);
-    VI largest_scale = vi_set1(0);
+    VI largest_scale = vi_set1(0); /* over bits, where a NaN shows */
     VF least = vf_set1(FLT_MAX), most = vf_set1(0);
-    bool finite = true;
     for (int b = 0; b < n; b += VL) {
-        const VI scale = vi_load_bytes(scales + b);
-        const VF s = f32_of_e4m3(scale), f = divides ? vf_div(s, lv) : vf_mul(vf_mul(s, lv), last);
-        largest_scale = vi_max(largest_scale, scale);
+        const VF s = vf_mul(vf_load_scaled_e4m3(scales + b), vf_set1(256.0f));
+        const VF f = divides ? vf_div(s, lv) : vf_mul(vf_mul(s, lv), last);
+        largest_scale = vi_max(vi_of(s), largest_scale);
         least = vf_min(f, least);
         most = vf_max(absolute(f), most);
-        finite &= vf_all_less(absolute(f), vf_set1(INFINITY)); /* not so for a NaN */
         vf_store(factors + b, f);
     }
-    if (!finite || vi_any_greater(largest_scale, vi_set1(0x7E)))
+    if (vi_any_greater(largest_scale, vi_of(vf_set1(448.0f))) || !vf_all_less(most, vf_set1(INFINITY)))
         return BY_REFERENCE;
     if (dtype != NIB_BF16 || !vf_all_less(vf_set1(0x1p-110f), least) || !vf_all_less(most, vf_set1(0x1p112f)))
         return BY_VALUES;
@@ -126,6 +125,10 @@ SLOT void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const voi
                        const struct nib_coding *coding, bool stream)
 {
     const bool streams = stream && (uintptr_t)y % 64 == 0;
+    if (!(nib_abs(level) <= FLT_MAX) || level == 0) {
+        nib_kernels_scalar.decode[NIB_NVFP4](y, dtype, codes, scales, n, level, coding, stream);
+        return;
+    }
     if (dtype == NIB_F32)
         (streams ? stream_f32 : decode_f32)(y, codes, scales, n, level, coding);
     else if (dtype == NIB_BF16)
