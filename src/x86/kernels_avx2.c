@@ -216,7 +216,26 @@ SIMD VI largest_of_each(const VI m[8])
                   _mm256_permute2x128_si256(quarters[0], quarters[1], 0x31));
 }
 
-#include "amax16.h"
+SIMD VI larger_16(VI a, VI b) { return _mm256_max_epi16(a, b); }
+
+/* The amaxes of eight blocks of 16-bit numbers, as FP32: a vector is a block, and magnitudes order as integers, NaNs
+ * above infinity. */
+SIMD VF amax_16_of_eight(const char *x, nib_dtype dtype)
+{
+    const VI mask = _mm256_set1_epi16(0x7FFF);
+    VI m[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) m[k] =
+        _mm256_and_si256(_mm256_loadu_si256((const void *)(x + 32 * k)), mask);
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) m[i] =
+        larger_16(_mm256_unpacklo_epi16(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi16(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) m[i] =
+        larger_16(_mm256_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    const VI both = larger_16(_mm256_unpacklo_epi64(m[0], m[1]), _mm256_unpackhi_epi64(m[0], m[1]));
+    const __m128i all = _mm_max_epi16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    if (dtype == NIB_F16)
+        return _mm256_cvtph_ps(all);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(all), 16));
+}
 
 /* The bits of the amaxes of eight blocks; `next` is for wider vectors. */
 SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)

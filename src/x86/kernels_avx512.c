@@ -209,14 +209,32 @@ SIMD VI largest_of_each(const VI m[16])
                   _mm512_shuffle_i32x4(eighths[0], eighths[1], 0xDD));
 }
 
-#include "amax16.h"
+/* The larger words of pairs of vectors, woven by words, by 32 and by 64 bits. */
+SIMD VI larger_words(VI low, VI high) { return _mm512_max_epi16(low, high); }
+
+/* Blocks of 16-bit numbers, two to a vector: magnitudes order as integers, NaNs above infinity. */
+SIMD VI amax_bits_16(const char *x, const char *next, nib_dtype dtype)
+{
+    const VI mask = _mm512_set1_epi16(0x7FFF);
+    VI m[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) m[k] =
+        vi_and(_mm512_loadu_si512(k < 4 ? x + 64 * k : next + 64 * (k - 4)), mask);
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) m[i] =
+        larger_words(_mm512_unpacklo_epi16(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi16(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) m[i] =
+        larger_words(_mm512_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    const VI both = larger_words(_mm512_unpacklo_epi64(m[0], m[1]), _mm512_unpackhi_epi64(m[0], m[1]));
+    const VI all = larger_words(both, _mm512_shuffle_i32x4(both, both, 0xB1)); /* even blocks, then odd ones */
+    const __m128i even = _mm512_castsi512_si128(all), odd = _mm512_extracti32x4_epi32(all, 2);
+    const __m256i words = _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd));
+    return dtype == NIB_F16 ? vi_of(_mm512_cvtph_ps(words)) : vi_sll(_mm512_cvtepu16_epi32(words), 16);
+}
 
 /* The bits of the amaxes of eight blocks from x on and of eight from `next` on. */
 SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
 {
     if (dtype != NIB_F32)
-        return vi_of(
-            _mm512_insertf32x8(_mm512_castps256_ps512(amax_16_of_eight(x, dtype)), amax_16_of_eight(next, dtype), 1));
+        return amax_bits_16(x, next, dtype);
     const VI mask = vi_set1(0x7FFFFFFF);
     VI m[16];
     _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++) m[k] =
@@ -264,10 +282,41 @@ SIMD void store_codes(uint8_t *out, VI first, VI second)
     _mm512_storeu_si512(out, _mm512_permutexvar_epi16(order, _mm512_shuffle_epi8(all, apart)));
 }
 
+SIMD VF clamped(VF y, bool clamp)
+{
+    return clamp ? _mm512_range_ps(y, vf_set1(6.0f), 2) : y; /* the smaller magnitude, with y's sign */
+}
+
+/* BF16 is split into even and odd elements, which is a shift and a mask, and a pair of codes is then in one lane: two
+ * blocks to a vector. */
+SIMD void code_group_bf16(uint8_t *out, const char *x, const float *factors, const uint8_t *scales, bool clamp)
+{
+    const VI upper = vi_set1((int)0xFFFF0000u), pair = vi_set1(16 << 16 | 1);
+    VI bytes[4]; /* and 0x88 more */
+    _Pragma("GCC unroll 4") for (int p = 0; p < 4; p++)
+    {
+        const VI numbers = _mm512_loadu_si512(x + 64 * p);
+        const VF f = _mm512_mask_mov_ps(vf_set1(factors[scales[2 * p]]), 0xFF00, vf_set1(factors[scales[2 * p + 1]]));
+        const VI even = word_of_code(clamped(vf_mul(vf_of(vi_sll(numbers, 16)), f), clamp));
+        const VI odd = word_of_code(clamped(vf_mul(vf_of(vi_and(numbers, upper)), f), clamp));
+        bytes[p] = _mm512_madd_epi16(join_words(even, odd), pair);
+    }
+    const VI low = vi_merge(vi_sll(bytes[1], 8), bytes[0], vi_set1(0xFF));
+    const VI high = vi_merge(vi_sll(bytes[3], 8), bytes[2], vi_set1(0xFF));
+    const VI all = _mm512_sub_epi8(vi_merge(vi_sll(high, 16), low, vi_set1(0xFFFF)), _mm512_set1_epi8((char)0x88));
+    const VI apart = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const VI order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, _mm512_shuffle_epi8(all, apart)));
+}
+
 /* Eight blocks of 16 numbers to 64 bytes; `factors` has one for each scale. */
 SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
                      bool clamp)
 {
+    if (dtype == NIB_BF16) {
+        code_group_bf16(out, x, factors, scales, clamp);
+        return;
+    }
     VI pairs[2];
     _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)
     {
@@ -276,7 +325,7 @@ SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *
         {
             const VF factor = vf_set1(factors[scales[4 * half + b]]);
             const VF y = vf_mul(load_numbers(x, BLOCK * (4 * half + b), dtype), factor);
-            words[b] = word_of_code(clamp ? _mm512_range_ps(y, vf_set1(6.0f), 2) : y); /* the smaller, y's sign */
+            words[b] = word_of_code(clamped(y, clamp));
         }
         pairs[half] = pair_codes(join_words(words[0], words[1]), join_words(words[2], words[3]));
     }
