@@ -422,10 +422,10 @@ static json_t *read_rates(FILE *stream)
 }
 
 /* Rates by name; empty where the child could not be had. */
-static json_t *rates_of(const char *isa, const char *shape, char *const *filters)
+static json_t *rates_of(const char *isa, const char *shape, bool quick, char *const *filters)
 {
     enum { FIXED = 7, MAX_FILTERS = 64 };
-    char *words[FIXED + MAX_FILTERS + 1] = { "nib",         "bench",   "--json",     "--quick",
+    char *words[FIXED + MAX_FILTERS + 1] = { "nib",         "bench",   "--json",     quick ? "--quick" : "--json",
                                              "--no-scalar", "--shape", (char *)shape };
     for (int i = 0; i < MAX_FILTERS && filters[i]; i++)
         words[FIXED + i] = filters[i];
@@ -628,8 +628,8 @@ static void judge_wider(struct report *report)
             continue;
         double best[2] = { 0, 0 };
         for (int turn = 0; turn < 4; turn++) {
-            json_t *const rates =
-                rates_of(turn % 2 ? "avx2" : "avx512", shape, (char *[]){ (char *)wider_operations[i], NULL });
+            json_t *const rates = rates_of(turn % 2 ? "avx2" : "avx512", shape, report->options->quick,
+                                           (char *[]){ (char *)wider_operations[i], NULL });
             const double rate = json_number_value(json_object_get(rates, wider_operations[i]));
             best[turn % 2] = rate > best[turn % 2] ? rate : best[turn % 2];
             json_decref(rates);
@@ -734,7 +734,7 @@ static enum cli_exit bench_all(struct report *report, const struct shape *only)
     if (status != CLI_FINE || options->only_floors)
         return status;
     print_heading(options);
-    json_t *const scalar = options->no_scalar ? json_object() : rates_of("scalar", "128x1024", options->filters);
+    json_t *const scalar = options->no_scalar ? json_object() : rates_of("scalar", "128x1024", true, options->filters);
     status = bench_shapes(report, scalar, only ? only : options->quick ? &quick_shape : NULL);
     if (status == CLI_FINE && !only)
         status = bench_sizes(report, scalar);
