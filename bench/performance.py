@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make docs/performance.md from the JSON of `nib bench` and the counts of bench/instructions.py.
 
-    performance.py REPORT.json INSTRUCTIONS.json >docs/performance.md
+    performance.py INSTRUCTIONS.json REPORT.json [MORE.json...] >docs/performance.md
+
+The first report is shown whole; of the others, which are of other instruction sets, what must hold and the operations.
 
 What is not measured, such as predictions that failed, is in bench/performance_notes.md and comes last.
 """
@@ -16,6 +18,14 @@ INTRODUCTION = """# Performance
 share of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation
 and does nothing else, measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the
 scalar kernels the operation is.
+"""
+
+
+FLOORS = """## What must hold
+
+From memory on one core, but for what is said to be in the cache. *Its plain loop* is the loop of *floor* above; for
+dequantise it writes around the caches. A pair of operations is what the two take one after the other. Two threads are
+compared with one, and with what two of the plain loops gain where that is less.
 """
 
 
@@ -49,20 +59,46 @@ def size_name(elements):
     return f"{size} {unit}"
 
 
-def page(report, instructions):
+def described(report):
+    return (f"{report['machine']}, {report['cpus']} processors; {report['isa']} kernels by {report['compiler']}; "
+            f"nib {report['version']}, {report['threads']} thread(s)")
+
+
+def floors_of(report):
+    rows = [[f["what"], f"{f['value']:.2f}", f"{f['target']:.2f}", "holds" if f["holds"] else "**does not hold**"]
+            for f in report["floors"]]
+    return table(["speed", "is", "at least", ""], rows) + "\n"
+
+
+def operations_of(report):
+    """Every operation on its first shape."""
+    first = {}
+    for r in report["results"]:
+        if r["part"] == "shape":
+            first.setdefault(r["operation"], r)
+    return first
+
+
+def page(instructions, report, *others):
     results = report["results"]
     shapes = [r for r in results if r["part"] == "shape"]
-    first = {}
-    for r in shapes:
-        first.setdefault(r["operation"], r)
+    first = operations_of(report)
     yield INTRODUCTION
-    yield (f"Machine: {report['machine']}, {report['cpus']} processors. Instruction set: {report['isa']}. "
-           f"Compiler: {report['compiler']}. nib {report['version']}, {report['threads']} thread(s).\n")
+    yield f"Machine: {described(report)}.\n"
+    yield FLOORS
+    for one in (report, *others):
+        yield f"### {one['isa']}\n"
+        yield f"{described(one)}.\n"
+        yield floors_of(one)
     yield "## Memory\n"
     yield table(["access", "GB/s"], [[name, f"{rate:.1f}"] for name, rate in report["memory_gb_s"].items()]) + "\n"
     yield "## Operations\n"
     yield table(["operation", "shape", "Gelem/s", "GB/s", "floor", "scalar", "spread"],
                 [result_row(r) for r in first.values()]) + "\n"
+    for one in others:
+        yield f"With {one['isa']}:\n"
+        yield table(["operation", "shape", "Gelem/s", "GB/s", "floor", "scalar", "spread"],
+                    [result_row(r) for r in operations_of(one).values()]) + "\n"
     yield "## Shapes of models\n"
     rest = [r for r in shapes if r is not first[r["operation"]]]
     yield table(["operation", "of", "shape", "Gelem/s", "GB/s", "floor", "scalar", "spread"],
@@ -77,10 +113,15 @@ def page(report, instructions):
     yield table(["operation"] + [str(k) for k in keys], rows) + "\n"
     yield "![Throughput against size and threads](performance.svg)\n"
     if instructions:
-        yield (f"## Instructions\n\nPer element, in the kernels of {instructions['isa']}, by valgrind's callgrind, "
-               "which has no AVX-512. They show a\nregression without a quiet machine.\n")
-        yield table(["operation", "instructions per element"],
-                    [[name, f"{count:.2f}"] for name, count in instructions["counts"].items()]) + "\n"
+        yield (f"## Instructions\n\nPer element of {instructions['shape']}, by {instructions['compiler']}: within the "
+               "library's call for scalar and AVX2, by valgrind's\ncallgrind; for AVX-512, which it does not have, "
+               "vector instructions of the innermost loops from the\ndisassembly. They show a regression without a "
+               "quiet machine: `make test` compares them.\n")
+        isas = list(instructions["counts"])
+        names = list(instructions["counts"][isas[0]])
+        yield table(["operation", *isas],
+                    [[name] + [f"{instructions['counts'][isa][name]:.2f}" if name in instructions["counts"][isa]
+                               else "" for isa in isas] for name in names]) + "\n"
     notes = os.path.join(os.path.dirname(os.path.abspath(__file__)), "performance_notes.md")
     if os.path.exists(notes):
         with open(notes, encoding="utf-8") as file:
@@ -88,7 +129,7 @@ def page(report, instructions):
 
 
 def main():
-    if len(sys.argv) != 3:
+    if len(sys.argv) < 3:
         sys.exit(__doc__)
     documents = []
     for path in sys.argv[1:]:

@@ -191,14 +191,17 @@ SIMD VF absmax_of(const struct lanes *lanes)
 
 /* ---- Scales ---- */
 
-/* E4M3 of 0 <= v, to nearest even, saturating. */
-SIMD VI e4m3_of(VF v)
+/* E4M3 of 0 <= v, to nearest even, saturating: the code and its value. Adding 2^20 times the power of two at or below v
+ * (or the smallest normal one) leaves a unit of the last place that is one of E4M3's steps, so that the sum rounds v and
+ * has the steps in its lowest bits, the exponent above. */
+SIMD VI e4m3_of(VF v, VF *value)
 {
     const VF limited = vf_min(v, vf_set1(448.0f));
-    const VI bits = vi_of(limited), odd = vi_and(vi_srl(bits, 20), vi_set1(1));
-    const VI normal = vi_sub(vi_srl(vi_add(bits, vi_add(odd, vi_set1(0x7FFFF))), 20), vi_set1(120 << 3));
-    const VI subnormal = vi_round(vf_mul(limited, vf_set1(512.0f)));
-    return vi_select_less(limited, vf_set1(0x1p-6f), subnormal, normal);
+    const VF power = vf_max(vf_of(vi_and(vi_of(limited), vi_set1(0x7F800000))), vf_set1(0x1p-6f));
+    const VF big = vf_mul(power, vf_set1(0x1p20f)), sum = vf_add(limited, big);
+    *value = vf_sub(sum, big);
+    const VI bits = vi_of(sum);
+    return vi_and(vi_sub(vi_add(bits, vi_srl(bits, 20)), vi_set1(0x468)), vi_set1(0xFF));
 }
 
 SIMD VF f32_of_e4m3(VI code)
@@ -246,14 +249,26 @@ struct scales {
     VF value, factor; /* the code's value, and what elements are multiplied with */
 };
 
+SIMD struct scales te_scales_from(VI code, VF value, const struct lane_scaler *scaler)
+{
+    const VF factor = vf_div(vf_set1(1.0f), vf_mul(value, scaler->decode));
+    return (struct scales){ code, value, vf_min(factor, vf_set1(FLT_MAX)) };
+}
+
 SIMD struct scales te_scales_of(VI code, const struct lane_scaler *scaler)
 {
-    struct scales s = { .code = code, .value = f32_of_e4m3(code) };
-    s.factor = vf_min(vf_div(vf_set1(1.0f), vf_mul(s.value, scaler->decode)), vf_set1(FLT_MAX));
-    return s;
+    return te_scales_from(code, f32_of_e4m3(code), scaler);
 }
 
 SIMD VI at_least_code(VI code, uint8_t floor_code) { return vi_max(code, vi_set1(floor_code)); }
+
+/* te's scales for what they should be, at least the floor. */
+SIMD struct scales te_scales_near(VF wanted, uint8_t floor_code, const struct lane_scaler *scaler)
+{
+    VF value;
+    const VI code = e4m3_of(wanted, &value);
+    return floor_code ? te_scales_of(at_least_code(code, floor_code), scaler) : te_scales_from(code, value, scaler);
+}
 
 /* Rounded up below the smallest normal, so that nothing is clipped (kernels_scalar.c). */
 SIMD VI unclipped_code(VF absmax, const struct lane_scaler *scaler)
@@ -262,18 +277,17 @@ SIMD VI unclipped_code(VF absmax, const struct lane_scaler *scaler)
     const VF wanted = vf_mul(limited, vf_set1(17.0f / 16.0f)), units = vf_mul(wanted, vf_set1(512.0f));
     const VI below = vi_truncate(vf_min(units, vf_set1(16.0f)));
     const VI up = vi_select_less(vf_from(below), units, vi_set1(1), vi_set1(0));
-    return vi_select_less(wanted, vf_set1(0x1p-6f), vi_add(below, up), e4m3_of(wanted));
+    VF ignored;
+    return vi_select_less(wanted, vf_set1(0x1p-6f), vi_add(below, up), e4m3_of(wanted, &ignored));
 }
 
 /* The plain rule, for every dialect: te's in vectors, the others' a lane at a time through their functions. */
 SIMD struct scales rtn_scales(VF absmax, const struct nib_coding *coding, const struct lane_scaler *scaler)
 {
-    if (!coding->dialect->plain) {
-        const VI code = coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED
-                            ? unclipped_code(absmax, scaler)
-                            : e4m3_of(vf_min(vf_mul(absmax, scaler->block), vf_set1(FLT_MAX)));
-        return te_scales_of(at_least_code(code, coding->floor_code), scaler);
-    }
+    if (!coding->dialect->plain && coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
+        return te_scales_of(at_least_code(unclipped_code(absmax, scaler), coding->floor_code), scaler);
+    if (!coding->dialect->plain)
+        return te_scales_near(vf_mul(absmax, scaler->block), coding->floor_code, scaler);
     float amax[VL], factor[VL];
     int32_t code[VL];
     vf_store(amax, absmax);
@@ -384,6 +398,16 @@ SIMD VI stochastic_bits(VF a, VI random, bool bytes)
     return vi_add(bytes ? vi_srl(sum, 8) : vi_srl(sum, 24), vi_sub(vi_srl(p, 22), vi_set1(254)));
 }
 
+/* The same for bytes, with less: the factor has 2^23 in it, so that `units` counts 2^-23 and below 2 is also what the
+ * bits of |y| are above those of 0.5; above 2 only the bits are in E2M1's steps. In either a step is 2^22. */
+SIMD VI stochastic_code(VF a, VF factor, VI random)
+{
+    const VF y = vf_min(vf_mul(a, factor), vf_set1(6.0f * 0x1p23f));
+    const VI units = vi_truncate(y), bits = vi_max(vi_of(y), vi_set1((127 + 23) << 23));
+    const VI steps = vi_min(units, vi_sub(bits, vi_set1((126 + 23) << 23)));
+    return vi_srl(vi_add(steps, vi_sll(random, 14)), 22);
+}
+
 SIMD struct codes encode_random(const struct lanes *x, VF factor, const VI random[BLOCK], bool bytes)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
@@ -456,8 +480,8 @@ SIMD void four_and_six(VF absmax, const struct nib_coding *coding, const struct 
                        struct scales *four, struct scales *six)
 {
     const VF base = vf_mul(vf_div(absmax, vf_set1(6.0f)), scaler->encode);
-    *six = te_scales_of(at_least_code(e4m3_of(base), coding->floor_code), scaler);
-    *four = te_scales_of(at_least_code(e4m3_of(vf_mul(base, vf_set1(1.5f))), coding->floor_code), scaler);
+    *six = te_scales_near(base, coding->floor_code, scaler);
+    *four = te_scales_near(vf_mul(base, vf_set1(1.5f)), coding->floor_code, scaler);
 }
 
 /* Lanes of `a` where e_a < e_b, else of `b`. */
@@ -477,47 +501,79 @@ SIMD struct scales choose_4over6(const struct lanes *x, int length, VF absmax, c
                   &six);
 }
 
-/* Elements outside the block are zeros, whose code is 0 and whose error is 0 as well. */
-SIMD VF squared_error_lanes(const struct lanes *x, const struct scales *s, VF g)
+/* The value of a magnitude rounded to E2M1. What lies between 6 and 7 needs no clamp. */
+SIMD VF rounded_magnitude(VF a, bool clamp)
 {
-    VF e[BLOCK];
-    const VF f = vf_mul(s->value, g);
-    UNROLL
-    for (int i = 0; i < BLOCK; i++) {
-        const VF d = vf_sub(vf_mul(rounded_e2m1(vf_mul(lane_vector(x, i), s->factor)), f), lane_vector(x, i));
-        e[i] = vf_mul(d, d);
-    }
-    UNROLL
-    for (int i = 0; i < 8; i++)
-        e[i] = vf_add(e[i], e[i + 8]);
-    UNROLL
-    for (int i = 0; i < 4; i++)
-        e[i] = vf_add(e[i], e[i + 4]);
-    return vf_add(vf_add(e[0], e[2]), vf_add(e[1], e[3]));
+    const VF t = clamp ? vf_min(a, vf_set1(6.0f)) : a;
+    const VI p = vi_and(vi_of(vf_max(t, vf_set1(1.0f))), vi_set1(0x7F800000));
+    const VF big = vf_of(vi_add(p, vi_set1(22 << 23)));
+    return vf_sub(vf_add(t, big), big);
 }
 
-static const int lane_sweep_offsets[] = {
-    -1, 1, -2, 2, -3, 3, 4, 5, 6, 7
-}; /* after 0, in the order in which ties go */
+SIMD VF squared_difference(VF a, VF factor, VF f, bool clamp)
+{
+    const VF d = vf_sub(vf_mul(rounded_magnitude(vf_mul(a, factor), clamp), f), a);
+    return vf_mul(d, d);
+}
 
-/* A candidate outside the range takes part with an error that never wins: that of the rtn code itself. */
+/* Magnitudes do for errors: a sign would change that of d. Elements outside the block are zeros, whose code is 0 and
+ * whose error is 0 as well. Sums are made as soon as they can be, so that few are kept. */
+SIMD VF squared_error_lanes(const struct lanes *magnitudes, const struct scales *s, VF g, bool clamp)
+{
+    const VF f = vf_mul(s->value, g);
+    VF fours[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        VF twos[2];
+        UNROLL
+        for (int k = 0; k < 2; k++)
+            twos[k] = vf_add(squared_difference(lane_vector(magnitudes, i + 4 * k), s->factor, f, clamp),
+                             squared_difference(lane_vector(magnitudes, i + 4 * k + 8), s->factor, f, clamp));
+        fours[i] = vf_add(twos[0], twos[1]);
+    }
+    return vf_add(vf_add(fours[0], fours[2]), vf_add(fours[1], fours[3]));
+}
+
+/* After 0, in the order in which ties go: nearest to the rtn code first, the smaller of two first. */
+static const int lane_sweep_offsets[] = { -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
+
+struct sweep {
+    VI rtn, lowest, best; /* codes */
+    VF least;             /* the best one's error */
+};
+
+/* A candidate outside the range takes part with an error that never wins: that of the best one. */
+SIMD void try_candidate(const struct lanes *magnitudes, int offset, const struct lane_scaler *scaler, bool clamp,
+                        struct sweep *sweep)
+{
+    const VI wanted = vi_add(sweep->rtn, vi_set1(offset));
+    const VI code = vi_max(vi_min(wanted, vi_set1(0x7E)), sweep->lowest), inside = vi_equal(wanted, code);
+    const struct scales candidate = te_scales_of(code, scaler);
+    const VF error = squared_error_lanes(magnitudes, &candidate, scaler->g, clamp);
+    const VF judged = vf_of(vi_or(vi_and(inside, vi_of(error)), vi_andnot(inside, vi_of(sweep->least))));
+    sweep->best = vi_select_less(judged, sweep->least, code, sweep->best);
+    sweep->least = vf_of(vi_select_less(judged, sweep->least, vi_of(judged), vi_of(sweep->least)));
+}
+
 SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct nib_coding *coding,
                                 const struct lane_scaler *scaler)
 {
-    const VI rtn = rtn_scales(absmax, coding, scaler).code;
+    const struct scales rtn = rtn_scales(absmax, coding, scaler);
     const VI floor = vi_set1(coding->floor_code ? coding->floor_code : 1);
-    const VI lowest = vi_select_less(vf_from(rtn), vf_set1(0.5f), vi_set1(0), floor);
-    struct scales best = te_scales_of(rtn, scaler);
-    VF least = squared_error_lanes(x, &best, scaler->g);
-    for (size_t k = 0; k < sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets; k++) {
-        const VI wanted = vi_add(rtn, vi_set1(lane_sweep_offsets[k]));
-        const VI code = vi_max(vi_min(wanted, vi_set1(0x7E)), lowest);
-        const VI inside = vi_equal(wanted, code);
-        const struct scales candidate = te_scales_of(code, scaler);
-        const VF error = squared_error_lanes(x, &candidate, scaler->g);
-        const VF judged = vf_of(vi_or(vi_and(inside, vi_of(error)), vi_andnot(inside, vi_of(least))));
-        best = better(judged, least, &candidate, &best);
-        least = vf_of(vi_select_less(judged, least, vi_of(judged), vi_of(least)));
-    }
-    return best;
+    struct sweep sweep = { .rtn = rtn.code, .best = rtn.code };
+    sweep.lowest = vi_select_less(vf_from(rtn.code), vf_set1(0.5f), vi_set1(0), floor);
+    struct lanes magnitudes = { .x = magnitudes.own[0], .stride = VL };
+    UNROLL
+    for (int i = 0; i < BLOCK; i++)
+        vf_store(magnitudes.own[i], absolute(lane_vector(x, i)));
+    const struct scales first = te_scales_of(rtn.code, scaler);
+    sweep.least = squared_error_lanes(&magnitudes, &first, scaler->g, true);
+    /* Larger scales than a fitting one fit as well. */
+    const bool fits = vf_all_less(vf_mul(absmax, first.factor), vf_set1(7.0f));
+    for (size_t k = 0; k < sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets; k++)
+        if (fits && lane_sweep_offsets[k] > 0)
+            try_candidate(&magnitudes, lane_sweep_offsets[k], scaler, false, &sweep);
+        else
+            try_candidate(&magnitudes, lane_sweep_offsets[k], scaler, true, &sweep);
+    return te_scales_of(sweep.best, scaler);
 }

@@ -337,6 +337,24 @@ SIMD void absmax_columns(const struct nib_panel *panel, const struct nib_coding 
         }
 }
 
+/* Rows that are transformed, which are whole blocks. */
+SIMD void absmax_transformed_rows(const struct nib_panel *panel, const struct nib_coding *coding, float *out,
+                                  nib_dtype dtype)
+{
+    for (int64_t row = 0; row < panel->rows; row++) {
+        VF absmax = vf_set1(0);
+        for (int64_t b = 0; b < panel->cols / BLOCK; b += VL) { /* lanes without a block have the last one again */
+            struct lanes x;
+            blocks_to_lanes(panel, coding, row, b, BLOCK, dtype, &x);
+            absmax = vf_max(absmax_of(&x), absmax);
+        }
+        float amax[VL];
+        vf_store(amax, absmax);
+        for (int lane = 0; lane < VL; lane++)
+            out[row] = amax[lane] > out[row] ? amax[lane] : out[row];
+    }
+}
+
 SIMD void absmax_lines_lanes(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
 {
     if (coding->copy == NIB_COLUMNWISE && panel->dtype == NIB_F32)
@@ -345,8 +363,14 @@ SIMD void absmax_lines_lanes(const struct nib_panel *panel, const struct nib_cod
         absmax_columns(panel, coding, out, NIB_BF16);
     else if (coding->copy == NIB_COLUMNWISE)
         absmax_columns(panel, coding, out, NIB_F16);
-    else if (coding->transform)
+    else if (coding->transform && panel->cols % BLOCK)
         nib_kernels_scalar.absmax_lines[NIB_ANY_FORMAT](panel, coding, out);
+    else if (coding->transform && panel->dtype == NIB_F32)
+        absmax_transformed_rows(panel, coding, out, NIB_F32);
+    else if (coding->transform && panel->dtype == NIB_BF16)
+        absmax_transformed_rows(panel, coding, out, NIB_BF16);
+    else if (coding->transform)
+        absmax_transformed_rows(panel, coding, out, NIB_F16);
     else
         for (int64_t row = 0; row < panel->rows; row++)
             out[row] = nib_fmax(out[row], absmax_row(element_address(panel, row, 0), panel->cols, panel->dtype));

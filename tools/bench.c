@@ -24,8 +24,8 @@
 struct operation {
     const char *name;
     nib_format format;
-    nib_dtype dtype;                           /* of the plain side */
-    enum { QUANTIZE, WHOLE, DEQUANTIZE } what; /* WHOLE: the amax is looked for too */
+    nib_dtype dtype;                                 /* of the plain side */
+    enum { QUANTIZE, WHOLE, DEQUANTIZE, AMAX } what; /* WHOLE: the amax is looked for too */
     uint8_t rowwise, columnwise, rht, square, row_scaled, swizzled;
     nib_rounding rounding;
     nib_scale_rule rule;
@@ -36,6 +36,8 @@ static const struct operation operations[] = {
     { .name = "quantize.f32", .dtype = NIB_F32, .rowwise = 1, .main = true },
     { .name = "quantize.bf16", .dtype = NIB_BF16, .rowwise = 1, .main = true },
     { .name = "quantize.f16", .dtype = NIB_F16, .rowwise = 1 },
+    { .name = "amax.f32", .dtype = NIB_F32, .what = AMAX, .rowwise = 1 },
+    { .name = "amax.bf16", .dtype = NIB_BF16, .what = AMAX, .rowwise = 1 },
     { .name = "whole.f32", .dtype = NIB_F32, .what = WHOLE, .rowwise = 1, .main = true },
     { .name = "whole.bf16", .dtype = NIB_BF16, .what = WHOLE, .rowwise = 1 },
     { .name = "whole.f16", .dtype = NIB_F16, .what = WHOLE, .rowwise = 1 },
@@ -82,8 +84,49 @@ static const struct shape shapes[] = {
 };
 static const struct shape quick_shape = { "small", 256, 1024 };
 
+/* What must hold, in one run on one core: an operation's speed as a share of that of its plain loop, or as a multiple of
+ * other operations'. */
+struct rule {
+    const char *operation, *against[2]; /* against one, or two done in turn; none: the plain loop */
+    double target;
+    bool cached; /* on data that stays in the cache; elsewhere it is far larger */
+    int threads; /* 2: against the same on one thread, unless memory allows less */
+};
+
+static const struct rule rules[] = {
+    { .operation = "amax.f32", .target = 0.9 },
+    { .operation = "amax.bf16", .target = 0.9 },
+    { .operation = "quantize.f32", .target = 0.65 },
+    { .operation = "quantize.bf16", .target = 0.4 },
+    { .operation = "whole.f32", .against = { "amax.f32", "quantize.f32" }, .target = 0.8 },
+    { .operation = "whole.bf16", .against = { "amax.bf16", "quantize.bf16" }, .target = 0.8 },
+    { .operation = "dequantize.f32", .target = 0.9 },
+    { .operation = "dequantize.bf16", .target = 0.85 },
+    { .operation = "both-rht.f32", .against = { "quantize.f32" }, .target = 0.25 },
+    { .operation = "stochastic8.f32", .against = { "quantize.f32" }, .target = 0.45 },
+    { .operation = "sweep.f32", .against = { "quantize.f32" }, .target = 1.0 / 15, .cached = true },
+    { .operation = "quantize.f32", .target = 1.7, .threads = 2 },
+    { .operation = "whole.f32", .target = 1.7, .threads = 2 },
+    { .operation = "both-rht.f32", .target = 1.7, .threads = 2 },
+};
+enum { RULES = sizeof rules / sizeof *rules };
+
+/* Against the AVX2 kernels, where there are better ones, in the cache. */
+static const char *const wider_operations[] = {
+    "quantize.f32",    "quantize.bf16", "columnwise.f32", "both-rht.f32",
+    "stochastic8.f32", "sweep.f32",     "dequantize.f32", "dequantize.bf16"
+};
+enum { WIDER = sizeof wider_operations / sizeof *wider_operations };
+static const double wider_target = 1.5;
+static const struct shape cached_shape = { "in the cache", 256, 1024 };
+
+struct verdict {
+    char what[96];
+    double value, target;
+};
+
 struct options {
-    bool json, quick, no_scalar, list;
+    bool json, quick, no_scalar, list, only_floors;
     int32_t threads, size_limit;
     const char *svg, *shape;
     char **filters; /* NULL at the end; none: everything */
@@ -94,6 +137,8 @@ struct report {
     double streams[BENCH_STREAMS]; /* bytes per second */
     struct bench_result *results;
     size_t n, room;
+    struct verdict verdicts[RULES + WIDER];
+    int verdict_count;
 };
 
 static bool is_wanted(const struct options *options, const struct operation *operation)
@@ -194,6 +239,8 @@ static struct bench_traffic traffic_of(const struct operation *operation, int64_
     enum { STREAM_BYTES = 8 << 20 }; /* from here on the cache cannot be meant to hold an output */
     const int plain = nib_dtype_bits(operation->dtype) / 8 * BENCH_CHUNK;
     const int coded = copy_bytes[operation->format] * (operation->rowwise + operation->columnwise);
+    if (operation->what == AMAX)
+        return (struct bench_traffic){ 0, plain, 0, false };
     if (operation->what == DEQUANTIZE)
         return (struct bench_traffic){ 0, coded, plain, elements / BENCH_CHUNK * plain >= STREAM_BYTES };
     return (struct bench_traffic){ operation->what == WHOLE, plain, coded, false };
@@ -215,6 +262,8 @@ static void give_amax(struct job *job)
 static bool run_operation(struct job *job)
 {
     const struct operation *operation = job->operation;
+    if (operation->what == AMAX)
+        return nib_group_amax(&job->q, &job->plain, &job->plain.shape[0], 1, (float *[2]){ job->amax, NULL }) == NIB_OK;
     if (operation->what == DEQUANTIZE)
         return nib_dequantize(job->tensor, operation->rowwise ? NIB_ROWWISE : NIB_COLUMNWISE, &job->plain) == NIB_OK;
     return nib_quantize_into(NULL, &job->plain, operation->what == WHOLE ? NULL : &job->given, NULL, job->tensor) ==
@@ -355,7 +404,7 @@ static bool fits(const struct options *options, const struct shape *shape)
     return shape->rows * shape->cols * 4 <= options->size_limit;
 }
 
-/* ---- The scalar kernels, in a child: the library chooses its kernels once ---- */
+/* ---- Other kernels, in a child: the library chooses its kernels once ---- */
 
 static json_t *read_rates(FILE *stream)
 {
@@ -373,14 +422,13 @@ static json_t *read_rates(FILE *stream)
 }
 
 /* Rates by name; empty where the child could not be had. */
-static json_t *scalar_rates(const struct options *options)
+static json_t *rates_of(const char *isa, const char *shape, bool quick, char *const *filters)
 {
     enum { FIXED = 7, MAX_FILTERS = 64 };
-    char *words[FIXED + MAX_FILTERS + 1] = {
-        "nib", "bench", "--json", "--quick", "--no-scalar", "--shape", "128x1024"
-    };
-    for (int i = 0; i < MAX_FILTERS && options->filters[i]; i++)
-        words[FIXED + i] = options->filters[i];
+    char *words[FIXED + MAX_FILTERS + 1] = { "nib",         "bench",   "--json",     quick ? "--quick" : "--json",
+                                             "--no-scalar", "--shape", (char *)shape };
+    for (int i = 0; i < MAX_FILTERS && filters[i]; i++)
+        words[FIXED + i] = filters[i];
     int ends[2];
     if (pipe(ends))
         return json_object();
@@ -390,7 +438,7 @@ static json_t *scalar_rates(const struct options *options)
         (void)dup2(ends[1], STDOUT_FILENO);
         close(ends[0]);
         close(ends[1]);
-        if (setenv("NIB_MAX_ISA", "scalar", 1) == 0)
+        if (setenv("NIB_MAX_ISA", isa, 1) == 0)
             execv("/proc/self/exe", words);
         _exit(2);
     }
@@ -471,6 +519,126 @@ static enum cli_exit bench_threads(struct report *report, const json_t *scalar)
     return status;
 }
 
+/* ---- What must hold ---- */
+
+static const struct operation *find_operation(const char *name)
+{
+    for (int i = 0; i < OPERATIONS; i++)
+        if (strcmp(operations[i].name, name) == 0)
+            return &operations[i];
+    return NULL;
+}
+
+static void add_verdict(struct report *report, const char *what, double value, double target)
+{
+    struct verdict *const verdict = &report->verdicts[report->verdict_count++];
+    snprintf(verdict->what, sizeof verdict->what, "%s", what);
+    verdict->value = value;
+    verdict->target = target;
+    if (report->options->json)
+        return;
+    cli_print("%-52s %8.3f %8.3f  %s", what, value, target, value >= target ? "holds" : "does not hold");
+    (void)fflush(stdout);
+}
+
+static void describe_rule(const struct rule *rule, char *text, size_t bytes)
+{
+    if (rule->threads)
+        snprintf(text, bytes, "%s, %d threads: against one", rule->operation, rule->threads);
+    else if (rule->against[1])
+        snprintf(text, bytes, "%s: of %s and %s", rule->operation, rule->against[0], rule->against[1]);
+    else
+        snprintf(text, bytes, "%s: of %s%s", rule->operation, rule->against[0] ? rule->against[0] : "its plain loop",
+                 rule->cached ? ", in the cache" : "");
+}
+
+/* The median of what the others take by what the operation takes, both in turn; and the same of the plain loops. */
+static double compare_jobs(struct job *job, struct job *others, int n, bool loop, bool quick, double *loops)
+{
+    enum { ROUNDS = 15 };
+    double ratio[ROUNDS], loop_ratio[ROUNDS], ignored;
+    const int rounds = quick ? 3 : ROUNDS, times = time_operation(job, 1) < 1e-3 ? 5 : 1;
+    for (int i = 0; i < rounds; i++) {
+        const double floor = time_floor(job, times);
+        double other = 0;
+        for (int k = 0; k < n; k++)
+            other += time_operation(&others[k], times);
+        ratio[i] = (loop ? floor : other) / time_operation(job, times);
+        loop_ratio[i] = n == 1 ? time_floor(&others[0], times) / floor : 1;
+    }
+    *loops = median_of(loop_ratio, rounds, &ignored);
+    return median_of(ratio, rounds, &ignored);
+}
+
+static enum cli_exit judge_rule(struct report *report, const struct rule *rule, const struct shape *shape)
+{
+    struct job job = { .operation = find_operation(rule->operation), .threads = rule->threads ? rule->threads : 1 };
+    struct job others[2] = { { .operation = NULL } };
+    char what[sizeof report->verdicts->what];
+    double loops;
+    int n = 0;
+    enum cli_exit status = open_job(&job, shape->rows, shape->cols);
+    for (; n < 2 && status == CLI_FINE && (rule->against[n] || (rule->threads && n == 0)); n++) {
+        others[n].operation = rule->threads ? job.operation : find_operation(rule->against[n]);
+        others[n].threads = 1;
+        status = open_job(&others[n], shape->rows, shape->cols);
+    }
+    if (status == CLI_FINE) {
+        const double value = compare_jobs(&job, others, n, n == 0, report->options->quick, &loops);
+        describe_rule(rule, what, sizeof what);
+        add_verdict(report, what, value, rule->threads && loops < rule->target ? loops : rule->target);
+    }
+    close_job(&job);
+    close_job(&others[0]);
+    close_job(&others[1]);
+    return status;
+}
+
+/* The largest shape that fits. */
+static const struct shape *large_shape(const struct options *options)
+{
+    const struct shape *large = &quick_shape;
+    for (size_t s = 0; s < sizeof shapes / sizeof *shapes && !options->quick; s++)
+        if (fits(options, &shapes[s]) && shapes[s].rows * shapes[s].cols > large->rows * large->cols)
+            large = &shapes[s];
+    return large;
+}
+
+static enum cli_exit judge_rules(struct report *report)
+{
+    const struct options *const options = report->options;
+    enum cli_exit status = CLI_FINE;
+    if (!options->json)
+        cli_print("%-52s %8s %8s", "what must hold, on one core", "is", "at least");
+    for (int i = 0; i < RULES && status == CLI_FINE; i++)
+        if (is_wanted(options, find_operation(rules[i].operation)) && rules[i].threads <= sysconf(_SC_NPROCESSORS_ONLN))
+            status = judge_rule(report, &rules[i], rules[i].cached ? &cached_shape : large_shape(options));
+    return status;
+}
+
+/* Rates of this process and of one that has AVX2 at most, each the better of two: they cannot take turns. */
+static void judge_wider(struct report *report)
+{
+    char shape[32], what[sizeof report->verdicts->what];
+    if (strcmp(nib_isa(), "avx512") != 0)
+        return;
+    snprintf(shape, sizeof shape, "%dx%d", (int)cached_shape.rows, (int)cached_shape.cols);
+    for (int i = 0; i < WIDER; i++) {
+        if (!is_wanted(report->options, find_operation(wider_operations[i])))
+            continue;
+        double best[2] = { 0, 0 };
+        for (int turn = 0; turn < 4; turn++) {
+            json_t *const rates = rates_of(turn % 2 ? "avx2" : "avx512", shape, report->options->quick,
+                                           (char *[]){ (char *)wider_operations[i], NULL });
+            const double rate = json_number_value(json_object_get(rates, wider_operations[i]));
+            best[turn % 2] = rate > best[turn % 2] ? rate : best[turn % 2];
+            json_decref(rates);
+        }
+        snprintf(what, sizeof what, "%s: of AVX2, in the cache", wider_operations[i]);
+        add_verdict(report, what, best[1] > 0 ? best[0] / best[1] : 0, wider_target);
+    }
+}
+
 /* ---- JSON ---- */
 
 static void machine_name(char *name, size_t bytes)
@@ -510,15 +678,20 @@ static enum cli_exit print_json(const struct report *report)
 {
     char machine[256];
     machine_name(machine, sizeof machine);
-    json_t *const streams = json_object(), *const results = json_array();
+    json_t *const streams = json_object(), *const results = json_array(), *const floors = json_array();
     for (int s = 0; streams && s < BENCH_STREAMS; s++)
         json_object_set_new(streams, bench_stream_names[s], json_real(report->streams[s] * 1e-9));
     for (size_t i = 0; results && i < report->n; i++)
         json_array_append_new(results, json_of_result(&report->results[i]));
+    for (int i = 0; floors && i < report->verdict_count; i++) {
+        const struct verdict *const v = &report->verdicts[i];
+        json_array_append_new(floors, json_pack("{s:s, s:f, s:f, s:b}", "what", v->what, "value", v->value, "target",
+                                                v->target, "holds", v->value >= v->target));
+    }
     json_t *const all =
-        json_pack("{s:s, s:s, s:s, s:s, s:i, s:i, s:o, s:o}", "version", nib_version(), "machine", machine, "compiler",
-                  compiler_name(), "isa", nib_isa(), "cpus", (int)sysconf(_SC_NPROCESSORS_ONLN), "threads",
-                  (int)report->options->threads, "memory_gb_s", streams, "results", results);
+        json_pack("{s:s, s:s, s:s, s:s, s:i, s:i, s:o, s:o, s:o}", "version", nib_version(), "machine", machine,
+                  "compiler", compiler_name(), "isa", nib_isa(), "cpus", (int)sysconf(_SC_NPROCESSORS_ONLN), "threads",
+                  (int)report->options->threads, "memory_gb_s", streams, "floors", floors, "results", results);
     if (!all)
         return out_of_memory();
     const bool written = json_dumpf(all, stdout, JSON_INDENT(1) | JSON_REAL_PRECISION(6)) == 0 && putchar('\n') != EOF;
@@ -540,6 +713,13 @@ static bool parse_shape(const char *text, struct shape *out)
            out->rows % 16 == 0 && out->cols % 16 == 0;
 }
 
+static void print_heading(const struct options *options)
+{
+    if (!options->json)
+        cli_print("%-27s %-12s %2s %9s %8s %7s %8s %8s", "operation", "shape", "th", "Gelem/s", "GB/s", "floor",
+                  "scalar", "spread");
+}
+
 static enum cli_exit bench_all(struct report *report, const struct shape *only)
 {
     const struct options *options = report->options;
@@ -547,11 +727,15 @@ static enum cli_exit bench_all(struct report *report, const struct shape *only)
     if (!options->json) {
         for (int s = 0; s < BENCH_STREAMS; s++)
             cli_print("memory %-20s %8.2f GB/s", bench_stream_names[s], report->streams[s] * 1e-9);
-        cli_print("%-27s %-12s %2s %9s %8s %7s %8s %8s", "operation", "shape", "th", "Gelem/s", "GB/s", "floor",
-                  "scalar", "spread");
     }
-    json_t *const scalar = options->no_scalar ? json_object() : scalar_rates(options);
-    enum cli_exit status = bench_shapes(report, scalar, only ? only : options->quick ? &quick_shape : NULL);
+    enum cli_exit status = only ? CLI_FINE : judge_rules(report);
+    if (status == CLI_FINE && !only)
+        judge_wider(report);
+    if (status != CLI_FINE || options->only_floors)
+        return status;
+    print_heading(options);
+    json_t *const scalar = options->no_scalar ? json_object() : rates_of("scalar", "128x1024", true, options->filters);
+    status = bench_shapes(report, scalar, only ? only : options->quick ? &quick_shape : NULL);
     if (status == CLI_FINE && !only)
         status = bench_sizes(report, scalar);
     if (status == CLI_FINE && !only)
@@ -589,6 +773,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
     const struct cli_option table[] = {
         { 0, "json", CLI_FLAG, &options.json, NULL, "report in JSON", 0, 0 },
         { 0, "quick", CLI_FLAG, &options.quick, NULL, "small sizes and few repetitions, to see that it works", 0, 0 },
+        { 0, "floors", CLI_FLAG, &options.only_floors, NULL, "only what must hold", 0, 0 },
         { 0, "list", CLI_FLAG, &options.list, NULL, "only print the names of the operations", 0, 0 },
         { 't', "threads", CLI_NUMBER, &options.threads, "N", "use N threads; by default one", 1, 256 },
         { 0, "size-limit", CLI_NUMBER, &options.size_limit, "BYTES", "largest FP32 input; by default 256 MiB", 1 << 16,
@@ -620,7 +805,9 @@ const struct cli_command cli_bench = {
     "bench", "[NAME]...", "measure how fast the library is on this machine",
     "Measure the operations of the library, or those whose name begins with a NAME, on shapes from real models,\n"
     "by size and by threads. In the same run: how fast memory is, and for each operation a loop that reads\n"
-    "and writes the same bytes and does nothing else. Columns: threads, 10^9 elements per second, 10^9 bytes\n"
+    "and writes the same bytes and does nothing else. First comes what must hold: shares of that loop's speed,\n"
+    "or of other operations', from memory on one core, each with the least that it should be. Columns: threads, 10^9 "
+    "elements per second, 10^9 bytes\n"
     "read and written per second, the share of that loop's speed, how often faster than the scalar kernels,\n"
     "and the distance between the quartiles of the repetitions.\n\n"
     "Exit status: 0 measured, 2 it could not be done.\n",

@@ -60,6 +60,8 @@ SIMD VI vi_lane_numbers(void)
 /* x where a < b, y elsewhere and for NaNs. */
 SIMD VI vi_select_less(VF a, VF b, VI x, VI y) { return vbslq_s32(vcltq_f32(a, b), x, y); }
 
+SIMD bool vf_all_less(VF a, VF b) { return vminvq_u32(vcltq_f32(a, b)) != 0; }
+
 /* The 64-bit products of all lanes with one number, in two halves. */
 SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
 {

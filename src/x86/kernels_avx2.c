@@ -21,6 +21,13 @@ typedef __m256i VI;
 SIMD VF vf_load(const float *p) { return _mm256_loadu_ps(p); }
 SIMD void vf_store(float *p, VF v) { _mm256_storeu_ps(p, v); }
 SIMD VI vi_load(const int32_t *p) { return _mm256_loadu_si256((const void *)p); }
+
+/* E4M3 is F16 with a smaller exponent: 2^-8 of the value, and more than 448 times that for what is a NaN or negative. */
+SIMD VF vf_load_scaled_e4m3(const uint8_t *p)
+{
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const void *)p)), 7));
+}
+
 SIMD VF vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 SIMD VF vf_load_bf16(const uint16_t *p)
 {
@@ -65,6 +72,24 @@ SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
     const VI odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
     *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
     *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+}
+
+/* Of the lower halves of 64-bit lanes. */
+SIMD VI vi_multiply_even(VI a, VI b) { return _mm256_mul_epu32(a, b); }
+SIMD VI vi_upper_halves(VI a) { return _mm256_srli_epi64(a, 32); }
+SIMD VI vi_join_halves(VI low, VI high) { return _mm256_blend_epi32(low, _mm256_slli_epi64(high, 32), 0xAA); }
+SIMD VI vi_xor3(VI a, VI b, VI c) { return vi_xor(a, vi_xor(b, c)); }
+SIMD bool vi_any_greater(VI a, VI b) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(a, b)) != 0; }
+
+SIMD bool vf_all_less(VF a, VF b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)) == 0xFF; }
+SIMD VF vf_multiply_add(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
+SIMD VF vf_multiply_sub(VF a, VF b, VF c) { return _mm256_fmsub_ps(a, b, c); }
+
+SIMD VI vi_largest_everywhere(VI v)
+{
+    v = vi_max(v, _mm256_permute2x128_si256(v, v, 1));
+    v = vi_max(v, _mm256_shuffle_epi32(v, 0x4E));
+    return vi_max(v, _mm256_shuffle_epi32(v, 0xB1));
 }
 
 SIMD void vf_transpose(VF v[8])
@@ -176,91 +201,205 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 #include "../simd.h"
 #include "../simd_panels.h"
 
-/* ---- Rows to nearest: the way most data takes (rows.h) ---- */
+/* ---- Rows (rows.h) ---- */
 
-#define STRIP_STEP 8
-
-/* The largest lane of each of eight vectors that are not negative. */
-SIMD VF largest_of_each(const VF m[8])
+/* The largest 32-bit lane of each of eight vectors. */
+SIMD VI largest_of_each(const VI m[8])
 {
-    VF pairs[4], quads[2];
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) pairs[i] =
-        vf_max(_mm256_unpacklo_ps(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_ps(m[2 * i], m[2 * i + 1]));
-    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) quads[i] =
-        vf_max(_mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
-               _mm256_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
-    return vf_max(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+    VI halves[4], quarters[2];
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) halves[i] =
+        vi_max(_mm256_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) quarters[i] =
+        vi_max(_mm256_unpacklo_epi64(halves[2 * i], halves[2 * i + 1]),
+               _mm256_unpackhi_epi64(halves[2 * i], halves[2 * i + 1]));
+    return vi_max(_mm256_permute2x128_si256(quarters[0], quarters[1], 0x20),
+                  _mm256_permute2x128_si256(quarters[0], quarters[1], 0x31));
 }
 
-/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
- * are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
+SIMD VI larger_16(VI a, VI b) { return _mm256_max_epi16(a, b); }
+
+/* The amaxes of eight blocks of 16-bit numbers, as FP32: a vector is a block, and magnitudes order as integers, NaNs
+ * above infinity. */
+SIMD VF amax_16_of_eight(const char *x, nib_dtype dtype)
 {
-    VF m[8];
+    const VI mask = _mm256_set1_epi16(0x7FFF);
+    VI m[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) m[k] =
+        _mm256_and_si256(_mm256_loadu_si256((const void *)(x + 32 * k)), mask);
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) m[i] =
+        larger_16(_mm256_unpacklo_epi16(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi16(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) m[i] =
+        larger_16(_mm256_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    const VI both = larger_16(_mm256_unpacklo_epi64(m[0], m[1]), _mm256_unpackhi_epi64(m[0], m[1]));
+    const __m128i all = _mm_max_epi16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    if (dtype == NIB_F16)
+        return _mm256_cvtph_ps(all);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(all), 16));
+}
+
+/* The bits of the amaxes of eight blocks; `next` is for wider vectors. */
+SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
+{
+    (void)next;
+    if (dtype != NIB_F32)
+        return _mm256_castps_si256(amax_16_of_eight(x, dtype));
+    const VI mask = vi_set1(0x7FFFFFFF);
+    VI m[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
-        const VF low = load_numbers(x, at, dtype), high = load_numbers(x, at + 8, dtype);
-        if (dtype != NIB_F32) {
-            vf_store(widened + at, low);
-            vf_store(widened + at + 8, high);
-        }
-        m[k] = vf_max(absolute(high), vf_max(absolute(low), vf_set1(0))); /* NaNs give way */
+        const VI low = _mm256_loadu_si256((const void *)(x + 64 * k));
+        const VI high = _mm256_loadu_si256((const void *)(x + 64 * k + 32));
+        m[k] = vi_max(vi_and(low, mask), vi_and(high, mask));
     }
     return largest_of_each(m);
 }
 
-/* Codes of eight numbers, one per dword. */
-SIMD VI codes_of(VF x, VF factor)
+/* Each vector has a code in the lower word of a lane and a number's upper half, for its sign, in the upper one. Two of
+ * them are a block. Packing to bytes saturates, so that a sign is 0x80; with it, 16 times a code of four bits is a sum of
+ * products, and so is a pair of codes. Packing works within 128-bit halves, which are woven together in the end. */
+SIMD void store_signed_codes(uint8_t *out, const VI v[8])
 {
-    const VF y = clamp_to_e2m1(vf_mul(x, factor));
-    return with_sign(e2m1_bits(absolute(y)), y);
-}
-
-/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit halves: first a block's two vectors side by side,
- * then pairs of codes to a byte, and in the end the halves are woven together again. */
-SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
-{
-    const VI pair = _mm256_set1_epi32(16 << 16 | 1);
+    const VI wanted = _mm256_set1_epi16((short)0x8007), nibble = _mm256_set1_epi16(1 << 8 | 16);
+    const VI pair = vi_set1(16 << 16 | 1);
     VI bytes[4];
     _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
     {
-        const VF f = _mm256_broadcast_ss(factor + b);
-        const VI low = codes_of(vf_load(x + 16 * b), f), high = codes_of(vf_load(x + 16 * b + 8), f);
-        bytes[b] = _mm256_madd_epi16(_mm256_packs_epi32(low, high), pair);
+        const VI code = _mm256_maddubs_epi16(vi_and(_mm256_packs_epi16(v[2 * b], v[2 * b + 1]), wanted), nibble);
+        bytes[b] = _mm256_madd_epi16(code, pair);
     }
-    const VI packed =
-        _mm256_packus_epi16(_mm256_packus_epi32(bytes[0], bytes[1]), _mm256_packus_epi32(bytes[2], bytes[3]));
+    const VI low = _mm256_srli_epi16(_mm256_packus_epi32(bytes[0], bytes[1]), 4);
+    const VI high = _mm256_srli_epi16(_mm256_packus_epi32(bytes[2], bytes[3]), 4);
+    const VI packed = _mm256_packus_epi16(low, high);
     const __m128i first = _mm256_castsi256_si128(packed), second = _mm256_extracti128_si256(packed, 1);
     _mm_storeu_si128((void *)out, _mm_unpacklo_epi16(first, second));
     _mm_storeu_si128((void *)(out + 16), _mm_unpackhi_epi16(first, second));
 }
 
+SIMD VI with_upper_half(VI code, VF x) { return _mm256_blend_epi16(code, vi_of(x), 0xAA); }
+
+SIMD VI code_bits(VF a, VF factor, bool clamp)
+{
+    const VF y = vf_mul(a, factor);
+    return e2m1_bits(clamp ? vf_min(y, vf_set1(6.0f)) : y);
+}
+
+/* BF16 is split into even and odd elements, which is a shift and a mask, and a pair of codes is then in one lane. */
+SIMD void code_four_blocks_bf16(uint8_t *out, const char *x, const float *factors, const uint8_t *scales, bool clamp)
+{
+    const VI magnitudes = vi_set1(0x7FFF7FFF), upper = vi_set1((int)0xFFFF0000u), sign = _mm256_set1_epi16(8);
+    const VI pair = vi_set1(16 << 16 | 1);
+    VI bytes[4];
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+    {
+        const VF f = _mm256_broadcast_ss(factors + scales[b]);
+        const VI numbers = _mm256_loadu_si256((const void *)(x + 32 * b)), a = vi_and(numbers, magnitudes);
+        const VI even = code_bits(vf_of(vi_sll(a, 16)), f, clamp), odd = code_bits(vf_of(vi_and(a, upper)), f, clamp);
+        const VI codes = _mm256_blend_epi16(even, vi_sll(odd, 16), 0xAA);
+        const VI signs = vi_and(_mm256_srli_epi16(numbers, 12), sign);
+        bytes[b] = _mm256_madd_epi16(vi_or(codes, signs), pair);
+    }
+    const VI packed =
+        _mm256_packus_epi16(_mm256_packus_epi32(bytes[0], bytes[1]), _mm256_packus_epi32(bytes[2], bytes[3]));
+    const VI order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((void *)out, _mm256_permutevar8x32_epi32(packed, order));
+}
+
+/* Four blocks of 16 numbers to 32 bytes; `factors` has one for each scale. */
+SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
+                           bool clamp)
+{
+    if (dtype == NIB_BF16) {
+        code_four_blocks_bf16(out, x, factors, scales, clamp);
+        return;
+    }
+    VI v[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
+    {
+        const VF number = load_numbers(x, 8 * k, dtype);
+        const VF factor = _mm256_broadcast_ss(factors + scales[k / 2]);
+        v[k] = with_upper_half(code_bits(absolute(number), factor, clamp), number);
+    }
+    store_signed_codes(out, v);
+}
+
+SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
+                     bool clamp)
+{
+    code_four_blocks(out, x, dtype, factors, scales, clamp);
+    code_four_blocks(out + 32, x + 4 * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, factors, scales + 4, clamp);
+}
+
+SIMD void code_four_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
+{
+    VI v[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
+    {
+        const VF number = load_numbers(x, 8 * k, dtype);
+        const VI r = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(random + 8 * k)));
+        v[k] = with_upper_half(stochastic_code(absolute(number), _mm256_broadcast_ss(factor + k / 2), r), number);
+    }
+    store_signed_codes(out, v);
+}
+
+SIMD void code_group_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
+{
+    code_four_randomly(out, x, dtype, factor, random);
+    code_four_randomly(out + 32, x + 4 * BLOCK * (dtype == NIB_F32 ? 4 : 2), dtype, factor + 4, random + 4 * BLOCK);
+}
+
+/* Half of eight blocks each, in an order in which they come out of store_random side by side. */
+SIMD VI random_order(int half)
+{
+    return half ? _mm256_setr_epi32(4, 0, 6, 0, 5, 0, 7, 0) : _mm256_setr_epi32(0, 0, 2, 0, 1, 0, 3, 0);
+}
+
+SIMD void store_random(uint8_t *out, VI first, VI second)
+{
+    _mm256_store_si256((void *)out, _mm256_unpacklo_epi64(first, second));
+    _mm256_store_si256((void *)(out + 32), _mm256_unpackhi_epi64(first, second));
+}
+
+#include "rows.h"
+
+/* ---- Columns (columns.h) ---- */
+
+/* Eight rows of codes as words: in each 128-bit half, rows 0 to 3 of its four columns, then rows 4 to 7. Signs and codes
+ * are packed as in store_signed_codes. */
+SIMD VI eight_rows(float (*x)[VL], VF factor)
+{
+    const VI wanted = _mm256_set1_epi16((short)0x8007), nibble = _mm256_set1_epi16(1 << 8 | 16);
+    VI codes[4];
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+    {
+        const VF a = vf_load(x[i]), b = vf_load(x[i + 4]);
+        const VI packed = _mm256_packs_epi16(with_upper_half(code_bits(absolute(a), factor, false), a),
+                                             with_upper_half(code_bits(absolute(b), factor, false), b));
+        codes[i] = _mm256_maddubs_epi16(vi_and(packed, wanted), nibble); /* 16 times a code */
+    }
+    const VI low = vi_or(_mm256_srli_epi16(codes[0], 4), codes[1]);
+    const VI high = vi_or(_mm256_srli_epi16(codes[2], 4), codes[3]);
+    return vi_or(low, _mm256_slli_epi16(high, 8));
+}
+
+/* Eight columns of sixteen rows, `stride` bytes from column to column of the output. */
+SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
+{
+    const VI order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    const VI first = _mm256_shuffle_epi8(eight_rows(x, factor), order);
+    const VI second = _mm256_shuffle_epi8(eight_rows(x + 8, factor), order);
+    const VI low = _mm256_unpacklo_epi32(first, second), high = _mm256_unpackhi_epi32(first, second);
+    const __m128i pairs[4] = { _mm256_castsi256_si128(low), _mm256_castsi256_si128(high),
+                               _mm256_extracti128_si256(low, 1), _mm256_extracti128_si256(high, 1) };
+    _Pragma("GCC unroll 4") for (size_t i = 0; i < 4; i++)
+    {
+        _mm_storel_pd((double *)(void *)(out + 2 * i * stride), _mm_castsi128_pd(pairs[i]));
+        _mm_storeh_pd((double *)(void *)(out + (2 * i + 1) * stride), _mm_castsi128_pd(pairs[i]));
+    }
+}
+
+#include "columns.h"
+
 /* ---- Back ---- */
-
-#define DECODE_STEP 8
-
-/* What the codes of eight blocks are multiplied with. False where one is not an ordinary number: the reference then
- * knows best. */
-SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float *out)
-{
-    const VI code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)scales));
-    const VF s = f32_of_e4m3(code), lv = vf_set1(level);
-    const VF f = rules->level == NIB_LEVEL_AMAX     ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / rules->full_scale))
-                 : rules->level == NIB_LEVEL_DECODE ? vf_mul(s, lv)
-                                                    : vf_div(s, lv);
-    vf_store(out, f);
-    const VI strange = _mm256_cmpgt_epi32(code, vi_set1(0x7E));
-    const VF finite = _mm256_cmp_ps(absolute(f), vf_set1(FLT_MAX), _CMP_LE_OQ);
-    return _mm256_movemask_ps(vf_of(strange)) == 0 && _mm256_movemask_ps(finite) == 0xFF;
-}
-
-/* The 16 codes of eight bytes, in their order, one per byte. */
-SIMD __m128i spread_codes(const uint8_t *codes)
-{
-    const __m128i bytes = _mm_loadl_epi64((const void *)codes), nibble = _mm_set1_epi8(15);
-    return _mm_unpacklo_epi8(_mm_and_si128(bytes, nibble), _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
-}
 
 SIMD void store_vector(void *p, __m256i v, bool stream)
 {
@@ -270,69 +409,84 @@ SIMD void store_vector(void *p, __m256i v, bool stream)
         _mm256_storeu_si256(p, v);
 }
 
-/* E2M1 values are exact in BF16, the upper half of FP32: two tables give its two bytes. */
-SIMD void decode_block_wide(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+/* The codes of four blocks, one a byte: blocks 0 and 2 in the halves of the first vector, 1 and 3 in the second. */
+SIMD void spread_codes(const uint8_t *codes, VI out[2])
 {
-    const __m128i high = _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xBF, (char)0xBF,
-                                       (char)0xBF, (char)0xC0, (char)0xC0, (char)0xC0, (char)0xC0);
-    const __m128i low = _mm_setr_epi8(0, 0, (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0, 0, 0, (char)0x80,
-                                      (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0);
-    const __m128i spread = spread_codes(codes), h = _mm_shuffle_epi8(high, spread), l = _mm_shuffle_epi8(low, spread);
-    const VF f = vf_set1(factor);
-    const VI first = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_unpacklo_epi8(l, h)), 16);
-    const VI second = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_unpackhi_epi8(l, h)), 16);
-    const VF a = vf_mul(vf_of(first), f), b = vf_mul(vf_of(second), f);
+    const VI bytes = _mm256_loadu_si256((const void *)codes), nibble = _mm256_set1_epi8(15);
+    const VI low = vi_and(bytes, nibble), high = vi_and(_mm256_srli_epi16(bytes, 4), nibble);
+    out[0] = _mm256_unpacklo_epi8(low, high);
+    out[1] = _mm256_unpackhi_epi8(low, high);
+}
+
+/* A block from the upper halves of its numbers: elements 0 to 3 and 8 to 11 in the lower half, the others in the
+ * upper. */
+SIMD void store_wide(char *out, nib_dtype dtype, VI upper, VF factor, bool stream)
+{
+    const VI zero = _mm256_setzero_si256();
+    const VF a = vf_mul(vf_of(_mm256_unpacklo_epi16(zero, upper)), factor);
+    const VF b = vf_mul(vf_of(_mm256_unpackhi_epi16(zero, upper)), factor);
     if (dtype == NIB_F32) {
         store_vector(out, vi_of(a), stream);
         store_vector(out + 32, vi_of(b), stream);
         return;
     }
-    const __m256i halves = _mm256_set_m128i(_mm256_cvtps_ph(b, 0), _mm256_cvtps_ph(a, 0));
-    store_vector(out, halves, stream);
-}
-
-/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to
- * BF16, and the others follow by counting in the exponent - as long as that stays clear of its ends. */
-SIMD bool takes_factor(nib_dtype dtype, float factor)
-{
-    const uint32_t exponent = nib_bits(factor) >> 23;
-    return dtype != NIB_BF16 || (exponent > 16 && exponent < 240);
-}
-
-/* The two roundings of eight blocks: of the factor in the lower half of a lane, of 1.5 times it in the upper. */
-SIMD void prepare_factors(float *factors, nib_dtype dtype)
-{
-    if (dtype != NIB_BF16)
+    if (dtype == NIB_BF16) {
+        const VI low = vi_srl(vi_of(round_to_bf16(a)), 16), high = vi_srl(vi_of(round_to_bf16(b)), 16);
+        store_vector(out, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8), stream);
         return;
-    const VF one = round_to_bf16(vf_load(factors)), more = round_to_bf16(vf_mul(vf_load(factors), vf_set1(1.5f)));
-    vf_store(factors, vf_of(vi_or(vi_srl(vi_of(one), 16), vi_of(more))));
+    }
+    store_vector(out, _mm256_set_m128i(_mm256_cvtps_ph(b, 0), _mm256_cvtps_ph(a, 0)), stream);
 }
 
-/* A table of the block's 16 values, a byte of each in two registers. */
-SIMD void decode_block_bf16(char *out, const uint8_t *codes, float roundings, bool stream)
+/* E2M1 values are exact in BF16, the upper half of FP32: two tables give its two bytes. */
+SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factor, bool stream)
 {
-    const __m128i which = _mm_setr_epi8(0, 1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
-    const __m128i steps = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
-    const __m128i some = _mm_setr_epi16(0, -1, -1, -1, -1, -1, -1, -1);
-    const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    const __m128i both = _mm_shuffle_epi8(_mm_set1_epi32((int)nib_bits(roundings)), which);
-    const __m128i table = _mm_shuffle_epi8(_mm_and_si128(_mm_add_epi16(both, steps), some), apart);
-    const __m128i low = _mm_unpacklo_epi64(table, table);
-    const __m128i high =
-        _mm_or_si128(_mm_unpackhi_epi64(table, table), _mm_set_epi64x((long long)0x8080808080808080u, 0));
-    const __m128i spread = spread_codes(codes), h = _mm_shuffle_epi8(high, spread), l = _mm_shuffle_epi8(low, spread);
-    store_vector(out, _mm256_set_m128i(_mm_unpackhi_epi8(l, h), _mm_unpacklo_epi8(l, h)), stream);
+    const VI high = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80,
+                                                              (char)0xBF, (char)0xBF, (char)0xBF, (char)0xC0,
+                                                              (char)0xC0, (char)0xC0, (char)0xC0));
+    const VI low =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0, 0, 0,
+                                                  (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0));
+    const VI order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7); /* so that what comes out is side by side */
+    const int block_bytes = BLOCK * (dtype == NIB_F32 ? 4 : 2);
+    VI spread[2], upper[4];
+    spread_codes(codes, spread);
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const VI at = _mm256_permutevar8x32_epi32(spread[i], order);
+        const VI h = _mm256_shuffle_epi8(high, at), l = _mm256_shuffle_epi8(low, at);
+        upper[i] = _mm256_unpacklo_epi8(l, h);
+        upper[i + 2] = _mm256_unpackhi_epi8(l, h);
+    }
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+        store_wide(out + b * block_bytes, dtype, upper[b], _mm256_broadcast_ss(factor + b), stream);
 }
 
-SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+/* Four blocks by tables of their 16 values, made from the roundings of the factor (lower half) and of 1.5 times it. */
+SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundings, bool stream)
 {
-    if (dtype == NIB_BF16)
-        decode_block_bf16(out, codes, factor, stream);
-    else
-        decode_block_wide(out, dtype, codes, factor, stream);
+    const VI which = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, -1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3));
+    const VI other = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, -1, 8, 9, 8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11));
+    const VI steps = _mm256_broadcastsi128_si256(_mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100));
+    const VI apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    const VI signs = _mm256_broadcastsi128_si256(_mm_set_epi64x((long long)0x8080808080808080u, 0));
+    const VI all = _mm256_cvtepu32_epi64(_mm_loadu_si128((const void *)roundings));
+    VI spread[2], block[4];
+    spread_codes(codes, spread);
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const VI values = _mm256_add_epi16(_mm256_shuffle_epi8(all, i ? other : which), steps);
+        const VI table = _mm256_shuffle_epi8(values, apart);
+        const VI l = _mm256_shuffle_epi8(_mm256_unpacklo_epi64(table, table), spread[i]);
+        const VI h = _mm256_shuffle_epi8(vi_or(_mm256_unpackhi_epi64(table, table), signs), spread[i]);
+        const VI first = _mm256_unpacklo_epi8(l, h), second = _mm256_unpackhi_epi8(l, h);
+        block[i] = _mm256_permute2x128_si256(first, second, 0x20);
+        block[i + 2] = _mm256_permute2x128_si256(first, second, 0x31);
+    }
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++) store_vector(out + b * 32, block[b], stream);
 }
 
-#include "rows.h"
+#include "slots.h"
 #include "steps_avx2.h"
 
 #include "../simd_transpose.h"

@@ -21,6 +21,13 @@ typedef __m512i VI;
 SIMD VF vf_load(const float *p) { return _mm512_loadu_ps(p); }
 SIMD void vf_store(float *p, VF v) { _mm512_storeu_ps(p, v); }
 SIMD VI vi_load(const int32_t *p) { return _mm512_loadu_si512(p); }
+
+/* E4M3 is F16 with a smaller exponent: 2^-8 of the value, and more than 448 times that for what is a NaN or negative. */
+SIMD VF vf_load_scaled_e4m3(const uint8_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)p)), 7));
+}
+
 SIMD VF vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 SIMD VF vf_load_bf16(const uint16_t *p)
 {
@@ -66,6 +73,22 @@ SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
     *low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
     *high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
 }
+
+/* Of the lower halves of 64-bit lanes. */
+SIMD VI vi_multiply_even(VI a, VI b) { return _mm512_mul_epu32(a, b); }
+SIMD VI vi_upper_halves(VI a) { return _mm512_srli_epi64(a, 32); }
+SIMD VI vi_join_halves(VI low, VI high) { return _mm512_mask_blend_epi32(0xAAAA, low, _mm512_slli_epi64(high, 32)); }
+SIMD VI vi_xor3(VI a, VI b, VI c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
+SIMD bool vi_any_greater(VI a, VI b) { return _mm512_cmpgt_epi32_mask(a, b) != 0; }
+SIMD float largest_lane(VF m) { return _mm512_reduce_max_ps(m); }
+
+SIMD bool vf_all_less(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) == 0xFFFF; }
+SIMD VF vf_multiply_add(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+SIMD VF vf_multiply_sub(VF a, VF b, VF c) { return _mm512_fmsub_ps(a, b, c); }
+SIMD VI vi_largest_everywhere(VI v) { return vi_set1(_mm512_reduce_max_epi32(v)); }
+
+/* Bits of b where those of mask are set, of a elsewhere. */
+SIMD VI vi_merge(VI a, VI b, VI mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xD8); }
 
 /* 4x4 within 128-bit pieces, then the pieces. */
 SIMD void vf_transpose(VF v[16])
@@ -126,7 +149,7 @@ SLOT float absmax_f32(const void *x, int64_t n)
     for (; i + 64 <= n; i += 64)
         _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) /* a NaN gives the second operand, which is never one */
             m[k] = vf_max(vf_of(vi_and(vi_of(vf_load(numbers + i + 16 * k)), mask)), m[k]);
-    float largest = _mm512_reduce_max_ps(vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3])));
+    float largest = largest_lane(vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3])));
     for (; i < n; i++) {
         const float a = nib_abs(numbers[i]);
         largest = a > largest ? a : largest;
@@ -168,107 +191,266 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 #include "../simd.h"
 #include "../simd_panels.h"
 
-/* ---- Rows to nearest: as in kernels_avx2.c, with a vector per block ---- */
-
-#define STRIP_STEP 16
+/* ---- Rows (rows.h), with a vector per block ---- */
 
 /* The largest lane of each of sixteen vectors. */
-SIMD VF largest_of_each(const VF m[16])
+SIMD VI largest_of_each(const VI m[16])
 {
-    VF pairs[8], quads[4], halves[2];
-    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) pairs[i] =
-        vf_max(_mm512_unpacklo_ps(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_ps(m[2 * i], m[2 * i + 1]));
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) quads[i] =
-        vf_max(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
-               _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
-    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) halves[i] =
-        vf_max(_mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0x88),
-               _mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0xDD));
-    return vf_max(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
+    VI halves[8], quarters[4], eighths[2];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) halves[i] =
+        vi_max(_mm512_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) quarters[i] =
+        vi_max(_mm512_unpacklo_epi64(halves[2 * i], halves[2 * i + 1]),
+               _mm512_unpackhi_epi64(halves[2 * i], halves[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) eighths[i] =
+        vi_max(_mm512_shuffle_i32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
+               _mm512_shuffle_i32x4(quarters[2 * i], quarters[2 * i + 1], 0xDD));
+    return vi_max(_mm512_shuffle_i32x4(eighths[0], eighths[1], 0x88),
+                  _mm512_shuffle_i32x4(eighths[0], eighths[1], 0xDD));
 }
 
-/* The amaxes of STRIP_STEP blocks from b on, of n in all: those that are not there are the last one again. Numbers that
- * are not FP32 are widened on the way. */
-SIMD VF strip_absmax(const void *x, int b, int n, bool whole, nib_dtype dtype, float *widened)
+/* The larger words of pairs of vectors, woven by words, by 32 and by 64 bits. */
+SIMD VI larger_words(VI low, VI high) { return _mm512_max_epi16(low, high); }
+
+/* Blocks of 16-bit numbers, two to a vector: magnitudes order as integers, NaNs above infinity. */
+SIMD VI amax_bits_16(const char *x, const char *next, nib_dtype dtype)
 {
-    VF m[16];
-    _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++)
-    {
-        const int at = (whole || b + k < n ? b + k : n - 1) * BLOCK;
-        const VF v = load_numbers(x, at, dtype);
-        if (dtype != NIB_F32)
-            vf_store(widened + at, v);
-        m[k] = vf_max(absolute(v), vf_set1(0)); /* NaNs give way */
-    }
+    const VI mask = _mm512_set1_epi16(0x7FFF);
+    VI m[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) m[k] =
+        vi_and(_mm512_loadu_si512(k < 4 ? x + 64 * k : next + 64 * (k - 4)), mask);
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) m[i] =
+        larger_words(_mm512_unpacklo_epi16(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi16(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) m[i] =
+        larger_words(_mm512_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    const VI both = larger_words(_mm512_unpacklo_epi64(m[0], m[1]), _mm512_unpackhi_epi64(m[0], m[1]));
+    const VI all = larger_words(both, _mm512_shuffle_i32x4(both, both, 0xB1)); /* even blocks, then odd ones */
+    const __m128i even = _mm512_castsi512_si128(all), odd = _mm512_extracti32x4_epi32(all, 2);
+    const __m256i words = _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd));
+    return dtype == NIB_F16 ? vi_of(_mm512_cvtph_ps(words)) : vi_sll(_mm512_cvtepu16_epi32(words), 16);
+}
+
+/* The bits of the amaxes of eight blocks from x on and of eight from `next` on. */
+SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
+{
+    if (dtype != NIB_F32)
+        return amax_bits_16(x, next, dtype);
+    const VI mask = vi_set1(0x7FFFFFFF);
+    VI m[16];
+    _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++) m[k] =
+        vi_and(_mm512_loadu_si512(k < 8 ? x + 64 * k : next + 64 * (k - 8)), mask);
     return largest_of_each(m);
 }
 
-/* Four blocks of 16 numbers to 32 bytes. Packing works within 128-bit pieces: in the end every fourth pair of bytes is
- * one block's. */
-SIMD void store_four_blocks(uint8_t *out, const float *x, const float *factor)
+/* The code of y, in the lowest bits of a lane, and 2 (4 if y is negative) in its second byte; what is in the upper half
+ * is of no account. The sum rounds y as in e2m1_bits, but the power of two that it takes is made from y's own, and the
+ * code is the last bits of the sum and twice its exponent. 214 / 2 is there so that all else in those bits goes away;
+ * it is even, as ties want it. */
+SIMD VI word_of_code(VF y)
 {
-    VI codes[4];
-    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
-    {
-        const VF y = clamp_to_e2m1(vf_mul(vf_load(x + 16 * b), vf_set1(factor[b])));
-        codes[b] = with_sign(e2m1_bits(absolute(y)), y);
-    }
-    const VI bytes =
-        _mm512_packus_epi16(_mm512_packus_epi32(codes[0], codes[1]), _mm512_packus_epi32(codes[2], codes[3]));
-    const __m256i packed = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(bytes, _mm512_set1_epi16(16 << 8 | 1)));
-    const __m256i order = _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm256_storeu_si256((void *)out, _mm256_permutexvar_epi16(order, packed));
+    const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 3); /* the larger magnitude, with y's sign */
+    const VF power = vf_of(vi_and(vi_of(larger), vi_set1((int)0xFF800000u)));
+    const VI sum = vi_of(vf_multiply_add(power, vf_set1(0x1p22f + 107), y)); /* the product is exact */
+    return vi_add(sum, vi_srl(sum, 22));
 }
+
+/* The words of two vectors side by side, as codes of four bits and 8 more: 2 becomes 8 and 4 becomes 16. */
+SIMD VI join_words(VI low, VI high)
+{
+    const VI words = vi_merge(vi_sll(high, 16), low, vi_set1(0xFFFF));
+    return _mm512_maddubs_epi16(words, _mm512_set1_epi16(4 << 8 | 1));
+}
+
+/* Codes of four blocks, of four bits and 8 more in each word: lanes of 64 bits get the eight bytes of a pair of elements,
+ * of which the first four are wanted: blocks 0, 2, 1, 3. The 8s add up to 0x88 or carry out of the byte above. */
+SIMD VI pair_codes(VI first, VI second)
+{
+    const VI eights = _mm512_set1_epi16(8);
+    const VI codes = vi_or(_mm512_sub_epi16(first, eights), _mm512_slli_epi16(_mm512_sub_epi16(second, eights), 8));
+    return vi_or(codes, _mm512_srli_epi64(codes, 28));
+}
+
+/* Eight blocks, from two results of pair_codes, to 64 bytes. */
+SIMD void store_codes(uint8_t *out, VI first, VI second)
+{
+    const VI all = _mm512_mask_blend_epi32(0xAAAA, first, _mm512_slli_epi64(second, 32));
+    const VI apart =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15)); /* by blocks */
+    const VI order = _mm512_setr_epi32(0x00080000, 0x00180010, 0x00090001, 0x00190011, 0x000A0002, 0x001A0012,
+                                       0x000B0003, 0x001B0013, 0x000C0004, 0x001C0014, 0x000D0005, 0x001D0015,
+                                       0x000E0006, 0x001E0016, 0x000F0007, 0x001F0017);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(order, _mm512_shuffle_epi8(all, apart)));
+}
+
+SIMD VF clamped(VF y, bool clamp)
+{
+    return clamp ? _mm512_range_ps(y, vf_set1(6.0f), 2) : y; /* the smaller magnitude, with y's sign */
+}
+
+/* BF16 is split into even and odd elements, which is a shift and a mask, and a pair of codes is then in one lane: two
+ * blocks to a vector. */
+SIMD void code_group_bf16(uint8_t *out, const char *x, const float *factors, const uint8_t *scales, bool clamp)
+{
+    const VI upper = vi_set1((int)0xFFFF0000u), pair = vi_set1(16 << 16 | 1);
+    VI bytes[4]; /* and 0x88 more */
+    _Pragma("GCC unroll 4") for (int p = 0; p < 4; p++)
+    {
+        const VI numbers = _mm512_loadu_si512(x + 64 * p);
+        const VF f = _mm512_mask_mov_ps(vf_set1(factors[scales[2 * p]]), 0xFF00, vf_set1(factors[scales[2 * p + 1]]));
+        const VI even = word_of_code(clamped(vf_mul(vf_of(vi_sll(numbers, 16)), f), clamp));
+        const VI odd = word_of_code(clamped(vf_mul(vf_of(vi_and(numbers, upper)), f), clamp));
+        bytes[p] = _mm512_madd_epi16(join_words(even, odd), pair);
+    }
+    const VI low = vi_merge(vi_sll(bytes[1], 8), bytes[0], vi_set1(0xFF));
+    const VI high = vi_merge(vi_sll(bytes[3], 8), bytes[2], vi_set1(0xFF));
+    const VI all = _mm512_sub_epi8(vi_merge(vi_sll(high, 16), low, vi_set1(0xFFFF)), _mm512_set1_epi8((char)0x88));
+    const VI apart = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const VI order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, _mm512_shuffle_epi8(all, apart)));
+}
+
+/* Eight blocks of 16 numbers to 64 bytes; `factors` has one for each scale. */
+SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
+                     bool clamp)
+{
+    if (dtype == NIB_BF16) {
+        code_group_bf16(out, x, factors, scales, clamp);
+        return;
+    }
+    VI pairs[2];
+    _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)
+    {
+        VI words[4];
+        _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+        {
+            const VF factor = vf_set1(factors[scales[4 * half + b]]);
+            const VF y = vf_mul(load_numbers(x, BLOCK * (4 * half + b), dtype), factor);
+            words[b] = word_of_code(clamped(y, clamp));
+        }
+        pairs[half] = pair_codes(join_words(words[0], words[1]), join_words(words[2], words[3]));
+    }
+    store_codes(out, pairs[0], pairs[1]);
+}
+
+SIMD void code_group_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
+{
+    VI pairs[2];
+    _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)
+    {
+        VI codes[4];
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+        {
+            const int b = 4 * half + i;
+            const VF number = load_numbers(x, BLOCK * b, dtype);
+            const VI r = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(random + BLOCK * b)));
+            const VI code = stochastic_code(absolute(number), vf_set1(factor[b]), r);
+            codes[i] = vi_merge(code, _mm512_rol_epi32(vi_of(number), 4), vi_set1(8)); /* the sign */
+        }
+        const VI low = vi_merge(vi_sll(codes[1], 16), codes[0], vi_set1(0xFFFF));
+        const VI high = vi_merge(vi_sll(codes[3], 16), codes[2], vi_set1(0xFFFF));
+        const VI bytes = vi_or(low, _mm512_slli_epi16(high, 8));
+        pairs[half] = vi_or(bytes, _mm512_srli_epi64(bytes, 28));
+    }
+    store_codes(out, pairs[0], pairs[1]);
+}
+
+/* Half of sixteen blocks each, in an order in which they come out of store_random side by side. */
+SIMD VI random_order(int half)
+{
+    return half ? _mm512_setr_epi32(8, 0, 12, 0, 9, 0, 13, 0, 10, 0, 14, 0, 11, 0, 15, 0)
+                : _mm512_setr_epi32(0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0);
+}
+
+SIMD void store_random(uint8_t *out, VI first, VI second)
+{
+    _mm512_store_si512(out, _mm512_unpacklo_epi64(first, second));
+    _mm512_store_si512(out + 64, _mm512_unpackhi_epi64(first, second));
+}
+
+#include "rows.h"
+
+/* ---- Columns (columns.h) ---- */
+
+/* Eight rows of codes in a word per lane. */
+SIMD VI eight_rows(float (*x)[VL], VF factor)
+{
+    VI rows[4]; /* i and i + 4 */
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) rows[i] =
+        join_words(word_of_code(vf_mul(vf_load(x[i]), factor)), word_of_code(vf_mul(vf_load(x[i + 4]), factor)));
+    const VI low = _mm512_add_epi16(rows[0], _mm512_slli_epi16(rows[1], 4));
+    const VI high = _mm512_add_epi16(rows[2], _mm512_slli_epi16(rows[3], 4));
+    return _mm512_sub_epi16(_mm512_add_epi16(low, _mm512_slli_epi16(high, 8)), _mm512_set1_epi16((short)0x8888));
+}
+
+/* Sixteen columns of sixteen rows, `stride` bytes from column to column of the output. */
+SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
+{
+    uint64_t bytes[VL] __attribute__((aligned(64)));
+    vi_store_pairs((uint8_t *)bytes, eight_rows(x, factor), eight_rows(x + 8, factor));
+    _Pragma("GCC unroll 16") for (size_t i = 0; i < VL; i++) memcpy(out + i * stride, &bytes[i], 8);
+}
+
+#include "columns.h"
 
 /* ---- Back ---- */
 
-#define DECODE_STEP 16
-
-/* What the codes of sixteen blocks are multiplied with. False where one is not an ordinary number. */
-SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float *out)
+SIMD void store_half_vector(void *p, __m256i v, bool stream)
 {
-    const VI code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)scales));
-    const VF s = f32_of_e4m3(code), lv = vf_set1(level);
-    const VF f = rules->level == NIB_LEVEL_AMAX     ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / rules->full_scale))
-                 : rules->level == NIB_LEVEL_DECODE ? vf_mul(s, lv)
-                                                    : vf_div(s, lv);
-    vf_store(out, f);
-    return _mm512_cmpgt_epi32_mask(code, vi_set1(0x7E)) == 0 &&
-           _mm512_cmp_ps_mask(absolute(f), vf_set1(FLT_MAX), _CMP_LE_OQ) == 0xFFFF;
+    if (stream)
+        _mm256_stream_si256(p, v);
+    else
+        _mm256_storeu_si256(p, v);
 }
 
-SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float factor, bool stream)
+SIMD void store_vector(void *p, VI v, bool stream)
+{
+    if (stream)
+        _mm512_stream_si512(p, v);
+    else
+        _mm512_storeu_si512(p, v);
+}
+
+/* Blocks by a table of their values. A byte in a lane of 64 bits is the place of its first code, and 28 bits up it is
+ * that of its second; only four bits of a place count. */
+SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factor, bool stream)
 {
     const VF values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    const __m128i bytes = _mm_loadl_epi64((const void *)codes), nibble = _mm_set1_epi8(15);
-    const __m128i spread =
-        _mm_unpacklo_epi8(_mm_and_si128(bytes, nibble), _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
-    const VF y = vf_mul(_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(spread), values), vf_set1(factor));
-    if (dtype == NIB_F32) {
-        if (stream)
-            _mm512_stream_ps((float *)out, y);
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
+    {
+        const VI bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)(codes + b * 8)));
+        const VI at = vi_or(bytes, _mm512_slli_epi64(bytes, 28));
+        const VF y = _mm512_permutexvar_ps(at, vf_mul(values, vf_set1(factor[b])));
+        if (dtype == NIB_F32)
+            store_vector(out + b * 64, vi_of(y), stream);
+        else if (dtype == NIB_BF16)
+            store_half_vector(out + b * 32, _mm512_cvtepi32_epi16(vi_srl(vi_of(round_to_bf16(y)), 16)), stream);
         else
-            _mm512_storeu_ps((float *)out, y);
-        return;
+            store_half_vector(out + b * 32, _mm512_cvtps_ph(y, 0), stream);
     }
-    const VI rounded = vi_add(vi_of(y), vi_add(vi_and(vi_srl(vi_of(y), 16), vi_set1(1)), vi_set1(0x7FFF)));
-    const __m256i halves = dtype == NIB_BF16 ? _mm512_cvtepi32_epi16(vi_srl(rounded, 16)) : _mm512_cvtps_ph(y, 0);
-    if (stream)
-        _mm256_stream_si256((void *)out, halves);
-    else
-        _mm256_storeu_si256((void *)out, halves);
 }
 
-/* Every finite factor will do: the rounding above is the reference's. */
-SIMD bool takes_factor(nib_dtype dtype, float factor)
+/* Two at once by a table of their 16 values each, made from the roundings of the factor (lower half) and of 1.5 times
+ * it. */
+SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundings, bool stream)
 {
-    (void)dtype, (void)factor;
-    return true;
+    const VI steps = _mm512_broadcast_i64x4(_mm256_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100, (short)0x8000,
+                                                              0x7F80, (short)0x8000, (short)0x8000, (short)0x8080,
+                                                              (short)0x8080, (short)0x8100, (short)0x8100));
+    const __m256i places = _mm256_setr_epi16(0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1);
+    const VI which =
+        _mm512_inserti64x4(_mm512_castsi256_si512(places), _mm256_add_epi16(places, _mm256_set1_epi16(2)), 1);
+    const VI second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const VI two = _mm512_castsi128_si512(_mm_loadl_epi64((const void *)(roundings + 2 * i)));
+        const VI table = _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xFEFEFEFEu, which, two), steps);
+        const VI bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(codes + 16 * i)));
+        const VI at = _mm512_ternarylogic_epi32(bytes, vi_sll(bytes, 12), vi_set1(0x000F000F), 0xA8); /* (a | b) & c */
+        store_vector(out + 64 * i, _mm512_permutexvar_epi16(vi_or(at, second), table), stream);
+    }
 }
 
-SIMD void prepare_factors(float *factors, nib_dtype dtype) { (void)factors, (void)dtype; }
-
-#include "rows.h"
+#include "slots.h"
 #include "steps_avx512.h"
 
 #include "../simd_transpose.h"

@@ -1,52 +1,194 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rows.h - rows to nearest and back, the way most data takes; included once by the file of each x86 instruction set,
- * after simd.h.
+ * rows.h - rows by te's rule, to nearest or with random bytes: the way most data takes. Included once by the file of
+ * each x86 instruction set, after simd.h.
  *
  * Blocks lie side by side, so that no transposition is needed if a block's elements share a vector and only amaxes,
  * scales and factors have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of
- * its factors overlap.
+ * its factors overlap. It is made of groups of eight blocks, which may come from different rows.
  *
- * The including file defines STRIP_STEP, strip_absmax, store_four_blocks; DECODE_STEP, decode_factors, takes_factor,
- * prepare_factors, decode_block.
+ * Amaxes are taken over the bits of magnitudes, in whose order NaNs come above infinity and so stay visible. A strip
+ * that has one is left to the lanes of simd.h, and what follows need not think of NaNs: a number's sign is then the
+ * sign of its code.
+ *
+ * The including file defines amax_bits, code_group and code_group_randomly, and what random_bytes_of works with.
  */
 
-enum { STRIP = 64 };
+enum { GROUP = 8, GROUPS = 8, STRIP = GROUP * GROUPS, GROUP_LENGTH = GROUP * BLOCK };
 
-/* n blocks, a multiple of 4 and at most STRIP, from x on. */
-SIMD void quantize_strip(const void *x, nib_dtype dtype, int n, const struct nib_coding *coding,
-                         const struct lane_scaler *scaler, uint8_t *codes, uint8_t *scales)
+/* Groups at equal distances: along a row, or one below the other. */
+struct strip {
+    int groups;
+    const char *x;
+    uint8_t *codes;
+    int64_t x_step, codes_step;                 /* bytes from group to group */
+    int64_t line, block, line_step, block_step; /* of the first block of a group in the copy */
+};
+
+/* What the strips of a panel have in common. */
+struct strip_job {
+    const struct nib_panel *panel;
+    const struct nib_coding *coding;
+    const struct nib_target *target;
+    struct lane_scaler scaler;
+    int64_t row_bytes, ahead; /* from row to row, and from strip to strip */
+    VI keys[2][10];           /* of the ten rounds of Philox */
+    float factors[128];       /* of every scale under this level */
+};
+
+SIMD int bytes_of(nib_dtype dtype) { return dtype == NIB_F32 ? 4 : 2; }
+
+/* ---- Random bytes ---- */
+
+static void round_keys(const struct nib_coding *coding, uint32_t keys[2][10])
 {
-    float widened[STRIP * BLOCK] __attribute__((aligned(64))), factors[STRIP];
-    uint8_t strip_scales[STRIP];
-    const float *numbers = dtype == NIB_F32 ? x : widened;
-    for (int b = 0; b < n; b += STRIP_STEP) {
-        const VF absmax = b + STRIP_STEP <= n ? strip_absmax(x, b, n, true, dtype, widened)
-                                              : strip_absmax(x, b, n, false, dtype, widened);
-        const struct scales s = rtn_scales(absmax, coding, scaler);
-        vi_store_low_bytes(strip_scales + b, s.code);
-        vf_store(factors + b, s.factor);
-    }
-    memcpy(scales, strip_scales, (size_t)n);
-    const int64_t ahead = (int64_t)n * BLOCK * (dtype == NIB_F32 ? 4 : 2);
-    for (int b = 0; b < n; b += 4) { /* the next strip's numbers arrive while this one is coded */
-        const char *const next = (const char *)x + ahead + (int64_t)b * BLOCK * (dtype == NIB_F32 ? 4 : 2);
-        for (int line = 0; line < (dtype == NIB_F32 ? 256 : 128); line += 64)
-            _mm_prefetch(next + line, _MM_HINT_T0);
-        store_four_blocks(codes + b * 8, numbers + b * BLOCK, factors + b);
+    for (uint32_t round = 0; round < 10; round++) {
+        keys[0][round] = (uint32_t)coding->seed + round * 0x9E3779B9u;
+        keys[1][round] = (uint32_t)(coding->seed >> 32) + round * 0xBB67AE85u;
     }
 }
 
-SIMD void quantize_row_to_nearest(const struct nib_panel *panel, int64_t row, const struct nib_coding *coding,
-                                  const struct nib_target *target, const struct lane_scaler *scaler, int64_t blocks,
-                                  nib_dtype dtype)
+/* The 16 random bytes of each of VL blocks of a line. Philox with its state in the lower halves of 64-bit lanes, where
+ * products are: a state's upper half is of no account. In the first three rounds most of the state is the same for all
+ * blocks of a line. */
+SIMD void random_bytes_of(const struct strip_job *job, int64_t line, int64_t block, uint8_t *out)
 {
-    const int64_t line = panel->row + row, first = panel->col / BLOCK;
-    uint8_t *codes = target->codes + line * target->geometry->line_stride + first * 8;
-    uint8_t *scales = (uint8_t *)target->scales + line * target->geometry->scale_line + first;
-    for (int64_t b = 0; b < blocks; b += STRIP)
-        quantize_strip(element_address(panel, row, b * BLOCK), dtype, (int)nib_min(STRIP, blocks - b), coding, scaler,
-                       codes + b * 8, scales + b);
+    const struct nib_coding *coding = job->coding;
+    const uint64_t m0 = 0xD2511F53u, m1 = 0xCD9E8D57u;
+    uint32_t k[2][10];
+    round_keys(coding, k);
+    const uint64_t p0 = m0 * (uint32_t)coding->offset, p1 = m1 * (uint32_t)(coding->origin_line + line);
+    const uint64_t q0 = m0 * (uint32_t)((uint32_t)(p1 >> 32) ^ (uint32_t)(coding->offset >> 32) ^ k[0][0]);
+    const uint64_t r1 = m1 * (uint32_t)((uint32_t)(q0 >> 32) ^ (uint32_t)p0 ^ k[1][1]);
+    const VI f0 = vi_set1((int)m0), f1 = vi_set1((int)m1);
+    UNROLL
+    for (int half = 0; half < 2; half++) {
+        const VI number = vi_add(random_order(half), vi_set1((int)(uint32_t)(coding->origin_block + block)));
+        VI c2 = vi_xor(number, vi_set1((int)((uint32_t)(p0 >> 32) ^ k[1][0])));
+        const VI second = vi_multiply_even(c2, f1);
+        VI c0 = vi_xor(vi_upper_halves(second), vi_set1((int)((uint32_t)p1 ^ k[0][1])));
+        VI c3 = vi_multiply_even(c0, f0);
+        c2 = vi_xor(vi_upper_halves(c3), vi_set1((int)((uint32_t)q0 ^ k[1][2])));
+        c0 = vi_xor(second, vi_set1((int)((uint32_t)(r1 >> 32) ^ k[0][2])));
+        VI c1 = vi_set1((int)(uint32_t)r1);
+        UNROLL
+        for (int round = 3; round < 10; round++) {
+            const VI a = vi_multiply_even(c0, f0), b = vi_multiply_even(c2, f1);
+            c0 = vi_xor3(vi_upper_halves(b), c1, job->keys[0][round]);
+            c2 = vi_xor3(vi_upper_halves(a), c3, job->keys[1][round]);
+            c1 = b;
+            c3 = a;
+        }
+        store_random(out + half * VL * BLOCK / 2, vi_join_halves(c0, c1), vi_join_halves(c2, c3));
+    }
+}
+
+/* ---- Strips ---- */
+
+/* The amaxes of a strip's blocks, over `lines` rows. False where there is a NaN. */
+SIMD bool strip_amaxes(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype,
+                       float amaxes[STRIP])
+{
+    VI largest = vi_set1(0);
+    for (int g = 0; g < strip->groups; g += VL / GROUP) {
+        const char *const x = strip->x + g * strip->x_step;
+        const char *const next = g + VL / GROUP <= strip->groups ? x + (VL / GROUP - 1) * strip->x_step : x;
+        VI bits = amax_bits(x, next, dtype);
+        for (int l = 1; l < lines; l++)
+            bits = vi_max(bits, amax_bits(x + l * job->row_bytes, next + l * job->row_bytes, dtype));
+        largest = vi_max(largest, bits);
+        vf_store(amaxes + g * GROUP, vf_of(bits));
+    }
+    return !vi_any_greater(largest, vi_set1(0x7F800000));
+}
+
+/* The scales of n blocks. True if no number that they scale comes to 7 or more: a scale is not limited, and so large
+ * that rounding it down has not changed it by a seventh. */
+SIMD bool scales_of(const float *amaxes, int n, const struct strip_job *job, uint8_t *scales)
+{
+    const VF block = job->scaler.block;
+    const VI floor_code = vi_set1(job->coding->floor_code);
+    VF most = vf_set1(0);
+    VI least = vi_set1(127);
+    for (int b = 0; b < n; b += VL) {
+        const VF amax = vf_load(amaxes + b), wanted = vf_mul(amax, block);
+        VF ignored;
+        const VI code = vi_max(e4m3_of(wanted, &ignored), floor_code);
+        most = vf_max(wanted, most);
+        least = vi_min(least, vi_select_less(vf_set1(0), amax, code, vi_set1(127)));
+        vi_store_low_bytes(scales + b, code);
+    }
+    return largest_lane(most) < 480.0f && !vi_any_greater(vi_set1(4), least);
+}
+
+/* Scales and factors for random rounding, which takes its factors 2^23 times; a block of zeros has none. False where
+ * one is too large for that. */
+SIMD bool scales_and_factors_of(const float *amaxes, int n, const struct strip_job *job, uint8_t *scales,
+                                float *factors)
+{
+    VF most = vf_set1(0);
+    for (int b = 0; b < n; b += VL) {
+        const VF amax = vf_load(amaxes + b);
+        const struct scales s = rtn_scales(amax, job->coding, &job->scaler);
+        const VF factor = vf_of(vi_select_less(vf_set1(0), amax, vi_of(s.factor), vi_set1(0)));
+        most = vf_max(factor, most);
+        vi_store_low_bytes(scales + b, s.code);
+        vf_store(factors + b, vf_mul(factor, vf_set1(0x1p23f)));
+    }
+    return largest_lane(most) < 0x1p100f;
+}
+
+SIMD void store_group_scales(const struct nib_target *target, int64_t line, int64_t block, int n, const uint8_t *scales)
+{
+    const struct nib_copy_geometry *g = target->geometry;
+    uint8_t *const out = target->scales;
+    if (!g->swizzled && n == GROUP)
+        memcpy(out + line * g->scale_line + block, scales, GROUP);
+    else if (g->swizzled && n == GROUP && block % 4 == 0)
+        for (int b = 0; b < GROUP; b += 4) /* four side by side stay so */
+            memcpy(out + nib_scale_index(g, line, block + b), scales + b, 4);
+    else
+        for (int b = 0; b < n; b++)
+            out[nib_scale_index(g, line, block + b)] = scales[b];
+}
+
+SIMD void prefetch_group(const char *x, nib_dtype dtype)
+{
+    UNROLL
+    for (int line = 0; line < GROUP_LENGTH * bytes_of(dtype) / 64; line++)
+        _mm_prefetch(x + line * 64, _MM_HINT_T0);
+}
+
+/* The codes of row `l` of a strip. The next strip's numbers arrive meanwhile. */
+SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, int l, nib_dtype dtype, bool clamp,
+                      const uint8_t scales[STRIP])
+{
+    const char *x = strip->x + l * job->row_bytes;
+    uint8_t *codes = strip->codes + l * job->target->geometry->line_stride;
+    const int64_t ahead = job->ahead, x_step = strip->x_step, codes_step = strip->codes_step;
+    for (const uint8_t *end = scales + strip->groups * GROUP; scales < end; scales += GROUP) {
+        prefetch_group(x + ahead, dtype);
+        code_group(codes, x, dtype, job->factors, scales, clamp);
+        x += x_step;
+        codes += codes_step;
+    }
+}
+
+/* The same with random bytes. Magnitudes are counted in units of 2^-23 (stochastic_code), which the factors bring. */
+SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job *job, nib_dtype dtype,
+                               const float factors[STRIP])
+{
+    uint8_t random[(STRIP + GROUP) * BLOCK] __attribute__((aligned(64)));
+    const int together = strip->line_step ? 1 : VL / GROUP; /* groups whose numbers are made at once */
+    for (int g = 0; g < strip->groups; g += together)
+        random_bytes_of(job, strip->line + g * strip->line_step, strip->block + g * strip->block_step,
+                        random + g * GROUP * BLOCK);
+    for (int g = 0; g < strip->groups; g++) {
+        const char *const x = strip->x + g * strip->x_step;
+        uint8_t *const codes = strip->codes + g * strip->codes_step, *const bytes = random + g * GROUP * BLOCK;
+        prefetch_group(x + job->ahead, dtype);
+        code_group_randomly(codes, x, dtype, factors + g * GROUP, bytes);
+    }
 }
 
 SLOT void quantize_other(const struct nib_panel *panel, const struct nib_coding *coding,
@@ -55,87 +197,204 @@ SLOT void quantize_other(const struct nib_panel *panel, const struct nib_coding 
     quantize_lanes(panel, coding, target);
 }
 
-/* Groups of four blocks by the fast way, what is left by the other. */
-SIMD void quantize_rows_to_nearest(const struct nib_panel *panel, const struct nib_coding *coding,
-                                   const struct nib_target *target, nib_dtype dtype)
+/* Part of a panel by the other way. */
+SIMD void quantize_part(const struct strip_job *job, int64_t row, int64_t col, int64_t rows, int64_t cols)
 {
-    const int64_t blocks = panel->cols / BLOCK / 4 * 4;
-    struct nib_panel rest = *panel;
-    rest.x = element_address(panel, 0, blocks * BLOCK);
-    rest.col += blocks * BLOCK;
-    rest.cols -= blocks * BLOCK;
-    struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row, 1);
-    for (int64_t row = 0; row < panel->rows; row++) {
-        if (target->level_per_line)
-            scaler = lane_scaler_for(coding, target, panel->row + row, 1);
-        quantize_row_to_nearest(panel, row, coding, target, &scaler, blocks, dtype);
+    struct nib_panel part = *job->panel;
+    part.x = element_address(&part, row, col);
+    part.row += row;
+    part.col += col;
+    part.rows = rows;
+    part.cols = cols;
+    if (rows > 0 && cols > 0)
+        quantize_other(&part, job->coding, job->target);
+}
+
+/* One strip of `lines` rows that share their scales. False, and nothing done, where it is not for this. */
+SIMD bool quantize_strip(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype,
+                         bool random, uint8_t scales[STRIP])
+{
+    float amaxes[STRIP] __attribute__((aligned(64))), factors[STRIP] __attribute__((aligned(64)));
+    const int n = strip->groups * GROUP;
+    if (!strip_amaxes(strip, job, lines, dtype, amaxes))
+        return false;
+    if (random) {
+        if (!scales_and_factors_of(amaxes, n, job, scales, factors))
+            return false;
+        strip_codes_randomly(strip, job, dtype, factors);
+        return true;
     }
-    if (rest.cols)
-        quantize_other(&rest, coding, target);
+    const bool fits = scales_of(amaxes, n, job, scales);
+    for (int l = 0; l < lines; l++)
+        if (fits) /* what lies between 6 and 7 rounds to 6 */
+            strip_codes(strip, job, l, dtype, false, scales);
+        else
+            strip_codes(strip, job, l, dtype, true, scales);
+    return true;
 }
 
-static bool is_plain_row(const struct nib_coding *coding, const struct nib_target *target)
+/* A strip of the panel, from (row, col) on, its scales stored. */
+SIMD void quantize_panel_strip(const struct strip_job *job, int64_t row, int64_t col, int groups, bool down, int lines,
+                               nib_dtype dtype, bool random)
 {
-    return coding->copy == NIB_ROWWISE && coding->tile_lines == 1 && !coding->transform && !coding->dialect->plain &&
-           coding->scale_rule == NIB_SCALE_RTN && coding->rounding == NIB_ROUND_NEAREST && !target->geometry->swizzled;
+    uint8_t scales[STRIP];
+    const struct nib_copy_geometry *const g = job->target->geometry;
+    const struct nib_panel *const panel = job->panel;
+    const struct strip strip = { .groups = groups,
+                                 .x = element_address(panel, row, col),
+                                 .codes = job->target->codes + (panel->row + row) * g->line_stride +
+                                          (panel->col + col) / BLOCK * 8,
+                                 .x_step = down ? job->row_bytes : GROUP_LENGTH * bytes_of(dtype),
+                                 .codes_step = down ? g->line_stride : GROUP * 8,
+                                 .line = panel->row + row,
+                                 .block = (panel->col + col) / BLOCK,
+                                 .line_step = down,
+                                 .block_step = down ? 0 : GROUP };
+    if (!quantize_strip(&strip, job, lines, dtype, random, scales)) {
+        quantize_part(job, row, col, down ? groups : lines, down ? GROUP_LENGTH : groups * GROUP_LENGTH);
+        return;
+    }
+    for (int l = 0; l < lines; l++)
+        for (int k = 0; k < groups; k++)
+            store_group_scales(job->target, strip.line + l + k * strip.line_step, strip.block + k * strip.block_step,
+                               GROUP, scales + k * GROUP);
 }
 
-SLOT void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
-                         const struct nib_target *target)
+/* ---- What is less than a group ---- */
+
+/* Blocks first..first+n-1 of rows row..row+rows-1, at most STRIP in all and n less than a group, side by side. */
+SIMD void quantize_gathered(const struct strip_job *job, int64_t row, int64_t rows, int64_t first, int n,
+                            nib_dtype dtype)
 {
-    if (!is_plain_row(coding, target))
-        quantize_other(panel, coding, target);
-    else if (panel->dtype == NIB_F32)
-        quantize_rows_to_nearest(panel, coding, target, NIB_F32);
+    char x[STRIP * BLOCK * 4] __attribute__((aligned(64)));
+    uint8_t codes[STRIP * 8], scales[STRIP];
+    const int block_bytes = BLOCK * bytes_of(dtype), blocks = (int)rows * n;
+    const struct strip strip = { .groups = (int)nib_ceil_div(blocks, GROUP),
+                                 .x = x,
+                                 .codes = codes,
+                                 .x_step = GROUP * block_bytes,
+                                 .codes_step = GROUP * 8 };
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < n; b++)
+            memcpy(x + (r * n + b) * block_bytes, element_address(job->panel, row + r, (first + b) * BLOCK),
+                   (size_t)block_bytes);
+    memset(x + blocks * block_bytes, 0, (size_t)((strip.groups * GROUP - blocks) * block_bytes));
+    if (!quantize_strip(&strip, job, 1, dtype, false, scales)) {
+        quantize_part(job, row, first * BLOCK, rows, n * BLOCK);
+        return;
+    }
+    for (int r = 0; r < rows; r++) {
+        const int64_t line = job->panel->row + row + r, block = job->panel->col / BLOCK + first;
+        memcpy(job->target->codes + line * job->target->geometry->line_stride + block * 8, codes + r * n * 8,
+               (size_t)n * 8);
+        store_group_scales(job->target, line, block, n, scales + r * n);
+    }
+}
+
+/* ---- Panels ---- */
+
+SIMD void set_row_scaler(struct strip_job *job, int64_t row)
+{
+    job->scaler = lane_scaler_for(job->coding, job->target, job->panel->row + row, 1);
+    for (int code = 0; code < 128; code += VL)
+        vf_store(job->factors + code, te_scales_of(vi_add(vi_lane_numbers(), vi_set1(code)), &job->scaler).factor);
+}
+
+SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool random)
+{
+    const struct nib_panel *const panel = job->panel;
+    const bool per_line = job->target->level_per_line;
+    const int64_t in_row = panel->cols / GROUP_LENGTH, length = in_row * GROUP_LENGTH;
+    const bool down = in_row == 1 && !per_line; /* one group a row: strips go down the rows */
+    job->ahead = down ? GROUPS * job->row_bytes : GROUPS * GROUP_LENGTH * bytes_of(dtype);
+    for (int64_t row = 0; row < panel->rows && length > 0; row += down ? GROUPS : 1) {
+        if (per_line)
+            set_row_scaler(job, row);
+        for (int64_t g = 0; g < in_row; g += GROUPS)
+            quantize_panel_strip(job, row, g * GROUP_LENGTH,
+                                 (int)nib_min(GROUPS, down ? panel->rows - row : in_row - g), down, 1, dtype, random);
+    }
+    const int left = (int)(panel->cols / BLOCK - in_row * GROUP);
+    const int64_t at_once = per_line || left == 0 ? 1 : STRIP / left;
+    job->ahead = 0;
+    for (int64_t row = 0; !random && left > 0 && row < panel->rows; row += at_once) {
+        if (per_line)
+            set_row_scaler(job, row);
+        quantize_gathered(job, row, nib_min(at_once, panel->rows - row), in_row * GROUP, left, dtype);
+    }
+    const int64_t done = random ? length : panel->cols / BLOCK * BLOCK;
+    quantize_part(job, 0, done, panel->rows, panel->cols - done);
+}
+
+/* Square tiles: sixteen rows share the scales of a strip. */
+SIMD void quantize_row_tiles(struct strip_job *job, nib_dtype dtype)
+{
+    enum { WIDTH = 2 }; /* groups at once: the first-level cache holds sixteen rows of them */
+    const struct nib_panel *const panel = job->panel;
+    const int64_t length = panel->cols / GROUP_LENGTH * GROUP_LENGTH;
+    job->ahead = WIDTH * GROUP_LENGTH * bytes_of(dtype);
+    for (int64_t row = 0; row < panel->rows; row += BLOCK)
+        for (int64_t col = 0; col < length; col += WIDTH * GROUP_LENGTH)
+            quantize_panel_strip(job, row, col, (int)nib_min(WIDTH, (length - col) / GROUP_LENGTH), false,
+                                 (int)nib_min(BLOCK, panel->rows - row), dtype, false);
+    quantize_part(job, 0, length, panel->rows, panel->cols - length);
+}
+
+SIMD void quantize_rows_as(const struct nib_panel *panel, const struct nib_coding *coding,
+                           const struct nib_target *target, nib_dtype dtype)
+{
+    struct strip_job job = { .panel = panel, .coding = coding, .target = target };
+    job.row_bytes = panel->stride * bytes_of(dtype);
+    set_row_scaler(&job, 0);
+    if (coding->tile_lines > 1) {
+        quantize_row_tiles(&job, dtype);
+        return;
+    }
+    if (coding->rounding == NIB_ROUND_NEAREST) {
+        quantize_row_blocks(&job, dtype, false);
+        return;
+    }
+    uint32_t keys[2][10];
+    round_keys(coding, keys);
+    for (int round = 0; round < 10; round++) {
+        job.keys[0][round] = vi_set1((int)keys[0][round]);
+        job.keys[1][round] = vi_set1((int)keys[1][round]);
+    }
+    quantize_row_blocks(&job, dtype, true);
+}
+
+SLOT void quantize_rows_f32(const struct nib_panel *panel, const struct nib_coding *coding,
+                            const struct nib_target *target)
+{
+    quantize_rows_as(panel, coding, target, NIB_F32);
+}
+
+SLOT void quantize_rows_bf16(const struct nib_panel *panel, const struct nib_coding *coding,
+                             const struct nib_target *target)
+{
+    quantize_rows_as(panel, coding, target, NIB_BF16);
+}
+
+SLOT void quantize_rows_f16(const struct nib_panel *panel, const struct nib_coding *coding,
+                            const struct nib_target *target)
+{
+    quantize_rows_as(panel, coding, target, NIB_F16);
+}
+
+SIMD void quantize_rows(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target)
+{
+    if (panel->dtype == NIB_F32)
+        quantize_rows_f32(panel, coding, target);
     else if (panel->dtype == NIB_BF16)
-        quantize_rows_to_nearest(panel, coding, target, NIB_BF16);
+        quantize_rows_bf16(panel, coding, target);
     else
-        quantize_rows_to_nearest(panel, coding, target, NIB_F16);
+        quantize_rows_f16(panel, coding, target);
 }
 
-SLOT void absmax_lines(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
+/* te's plain rule, with or without random bytes; those of square tiles are left to the other way. */
+static bool is_plain(const struct nib_coding *coding)
 {
-    absmax_lines_lanes(panel, coding, out);
-}
-
-/* Groups of DECODE_STEP blocks; what is left, and factors that are no ordinary numbers, by the reference. */
-SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
-                    const struct nib_coding *coding, bool stream)
-{
-    const int size = dtype == NIB_F32 ? 4 : 2;
-    nib_decode_fn *const reference = nib_kernels_scalar.decode[NIB_NVFP4];
-    int64_t i = 0;
-    for (; i + DECODE_STEP * BLOCK <= n; i += DECODE_STEP * BLOCK) {
-        float factor[DECODE_STEP];
-        bool ordinary = decode_factors(scales + i / BLOCK, level, &coding->rules, factor);
-        for (int b = 0; b < DECODE_STEP; b++)
-            ordinary &= takes_factor(dtype, factor[b]);
-        if (!ordinary) {
-            reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, DECODE_STEP * BLOCK, level, coding,
-                      stream);
-            continue;
-        }
-        prepare_factors(factor, dtype);
-        for (int b = 0; b < DECODE_STEP; b++)
-            decode_block(y + (i + b * BLOCK) * size, dtype, codes + i / 2 + b * 8, factor[b], stream);
-    }
-    if (i < n)
-        reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, n - i, level, coding, stream);
-    if (stream)
-        _mm_sfence();
-}
-
-/* Streaming stores want whole vectors at their places. */
-SLOT void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                       const struct nib_coding *coding, bool stream)
-{
-    const bool streams = stream && (uintptr_t)y % 64 == 0;
-    if (dtype == NIB_F32 && streams)
-        decode_as(y, NIB_F32, codes, scales, n, level, coding, true);
-    else if (dtype == NIB_F32)
-        decode_as(y, NIB_F32, codes, scales, n, level, coding, false);
-    else if (dtype == NIB_BF16)
-        decode_as(y, NIB_BF16, codes, scales, n, level, coding, streams);
-    else
-        decode_as(y, NIB_F16, codes, scales, n, level, coding, streams);
+    const bool nearest = coding->rounding == NIB_ROUND_NEAREST;
+    return !coding->dialect->plain && coding->scale_rule == NIB_SCALE_RTN &&
+           (nearest || (coding->rounding == NIB_ROUND_STOCHASTIC_8 && coding->tile_lines == 1));
 }
