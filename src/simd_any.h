@@ -158,8 +158,8 @@ SIMD void mx_scales(struct any_scales *s, int n, const struct nib_rules *rules)
 }
 
 /* Scales and factors of n blocks from their amaxes. `mx`: by the rules of MX, otherwise by the dialect's functions. */
-SIMD void scales_of(struct any_scales *s, int n, const struct nib_coding *coding, const struct nib_scaler *scaler,
-                    bool mx)
+SIMD void any_scales_of(struct any_scales *s, int n, const struct nib_coding *coding, const struct nib_scaler *scaler,
+                        bool mx)
 {
     if (mx) {
         for (int b = n; b % VL; b++)
@@ -278,7 +278,7 @@ SIMD void quantize_rows_any(const struct nib_panel *panel, const struct nib_codi
             const int n = (int)nib_ceil_div(end - first, block);
             if (coding->block) {
                 row_amaxes(panel, row, lines, first, n, block, dtype, s.amax);
-                scales_of(&s, n, coding, scaler, mx);
+                any_scales_of(&s, n, coding, scaler, mx);
                 store_row_scales(target, &s, n, panel->row + row, lines, (panel->col + first) / block);
             } else {
                 s.factor[0] = coding->dialect->factor(0, 0, scaler, &coding->rules);
@@ -383,7 +383,7 @@ SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_
             memcpy(numbers + (i - r) * ANY_COLUMNS * size, element_address(panel, i, col), (size_t)(n * size));
         if (coding->block) {
             column_amaxes(&near, coding, 0, last - r, 0, n, dtype, s.amax);
-            scales_of(&s, n, coding, scaler, mx);
+            any_scales_of(&s, n, coding, scaler, mx);
             store_column_scales(target, &s, n, panel->col + col, (panel->row + r) / coding->block);
         }
         for (int c = 0; c < n; c += STEP)
