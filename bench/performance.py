@@ -14,7 +14,7 @@ import sys
 
 INTRODUCTION = """# Performance
 
-`make bench` makes this page. Figures are medians of one run; the spread is the distance between the quartiles as a
+`make bench` makes this page. Figures are medians; the spread is the distance between the quartiles as a
 share of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation
 and does nothing else, measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the
 scalar kernels the operation is.
@@ -115,7 +115,7 @@ def page(instructions, report, *others):
     if instructions:
         yield (f"## Instructions\n\nPer element of {instructions['shape']}, by {instructions['compiler']}: within the "
                "library's call for scalar and AVX2, by valgrind's\ncallgrind; for AVX-512, which it does not have, "
-               "vector instructions of the innermost loops from the\ndisassembly. They show a regression without a "
+               "by single steps on 256x128. They show a regression without a "
                "quiet machine: `make test` compares them.\n")
         isas = list(instructions["counts"])
         names = list(instructions["counts"][isas[0]])

@@ -10,7 +10,13 @@ trap 'rm -rf "$work"' EXIT
 
 echo "measuring; this takes a few minutes"
 # shellcheck disable=SC2086
-"$nib" bench --json --svg "$work/performance.svg" ${NIB_BENCH_FLAGS:-} >"$work/report.json"
+NIB_MAX_ISA=${NIB_MAX_ISA:-avx2} "$nib" bench --json --svg "$work/performance.svg" ${NIB_BENCH_FLAGS:-} >"$work/report.json"
+more=
+if grep -qw avx512dq /proc/cpuinfo; then
+    # shellcheck disable=SC2086
+    "$nib" bench --json ${NIB_BENCH_FLAGS:-} >"$work/wider.json"
+    more=$work/wider.json
+fi
 
 # Instructions do not depend on what else the machine does.
 if command -v valgrind >/dev/null 2>&1; then
@@ -21,6 +27,7 @@ else
     echo '{}' >"$work/instructions.json"
 fi
 
-python3 bench/performance.py "$work/report.json" "$work/instructions.json" >"$work/performance.md"
+# With AVX-512 the kernels of AVX2 are shown whole and the others beside them.
+python3 bench/performance.py "$work/instructions.json" "$work/report.json" $more >"$work/performance.md"
 mv "$work/performance.md" "$work/performance.svg" docs/
 echo "wrote docs/performance.md and docs/performance.svg"

@@ -37,7 +37,6 @@ SIMD VF vf_min(VF a, VF b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 SIMD VF vf_max(VF a, VF b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 
 SIMD VF vf_from(VI v) { return vcvtq_f32_s32(v); }
-SIMD VI vi_round(VF v) { return vcvtnq_s32_f32(v); }
 SIMD VI vi_truncate(VF v) { return vcvtq_s32_f32(v); }
 SIMD VI vi_add(VI a, VI b) { return vaddq_s32(a, b); }
 SIMD VI vi_sub(VI a, VI b) { return vsubq_s32(a, b); }

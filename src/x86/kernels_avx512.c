@@ -44,7 +44,6 @@ SIMD VF vf_div(VF a, VF b) { return _mm512_div_ps(a, b); }
 SIMD VF vf_min(VF a, VF b) { return _mm512_min_ps(a, b); }
 SIMD VF vf_max(VF a, VF b) { return _mm512_max_ps(a, b); }
 SIMD VF vf_from(VI v) { return _mm512_cvtepi32_ps(v); }
-SIMD VI vi_round(VF v) { return _mm512_cvtps_epi32(v); }
 SIMD VI vi_truncate(VF v) { return _mm512_cvttps_epi32(v); }
 SIMD VI vi_add(VI a, VI b) { return _mm512_add_epi32(a, b); }
 SIMD VI vi_sub(VI a, VI b) { return _mm512_sub_epi32(a, b); }

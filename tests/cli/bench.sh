@@ -38,10 +38,11 @@ import json, sys
 import xml.etree.ElementTree as tree
 report = json.load(open(sys.argv[1]))
 names = open(sys.argv[3]).read().split()
-for key in ("version", "machine", "compiler", "isa", "cpus", "threads", "memory_gb_s", "results"):
+for key in ("version", "machine", "compiler", "isa", "cpus", "threads", "memory_gb_s", "floors", "results"):
     assert key in report, key
 assert set(report["memory_gb_s"]) == {"read", "write", "non-temporal write", "copy"}
 assert all(rate > 0 for rate in report["memory_gb_s"].values())
+assert len(report["floors"]) >= 11 and all(f["value"] > 0 and f["target"] > 0 for f in report["floors"])
 by_shape = [r for r in report["results"] if r["part"] == "shape"]
 assert [r["operation"] for r in by_shape] == names, "every operation, in order"
 assert {r["part"] for r in report["results"]} == {"shape", "size", "threads"}
