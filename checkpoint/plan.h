@@ -5,7 +5,7 @@
  *
  *     plan.c        plans put together by steps           plan_make.c   from actions of weights to tensors
  *     plan_kinds.c  quantise, convert, dequantise         repair.c      a repair
- *     layout.c      headers of output files               config.c      configuration, index, provenance
+ *     plan_layout.c headers of output files               config.c      configuration, index, provenance
  *     run.c         the order of all steps, threads       stage.c       the folder of a run, final names
  *     survey.c      the first pass: hashes, amaxes        write.c       the second
  */
@@ -155,7 +155,7 @@ const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w);
 /* Source tensors in the order in which they lie in their files: `order` has room for n_tensors. */
 nib_status nib_ck_order_by_place(const nib_checkpoint *c, uint32_t *order);
 
-/* ---- Layout (layout.c) ---- */
+/* ---- Layout (plan_layout.c) ---- */
 
 /* Sizes and offsets of a file; its tensors are put in the order of their bytes. */
 nib_status nib_plan_lay_out(nib_plan *plan, struct nib_out_file *file);

@@ -394,7 +394,7 @@ def fuzz_objects(folder):
     checked = [*plain, "-fno-sanitize-recover=all", "-fsanitize=fuzzer-no-link,address,undefined"]
     sources = [(plain, source) for source in files("src/*/*.c")] + \
               [(checked, source) for source in [*files("src/*.c"), *files("checkpoint/*.c")]]
-    objects = [os.path.join(folder, f"{stem(source)}.o") for _, source in sources]
+    objects = [os.path.join(folder, os.path.relpath(source, ROOT).replace("/", "-") + ".o") for _, source in sources]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for status, output in pool.map(lambda pair: run([*pair[0][0], pair[0][1], "-o", pair[1]]), zip(sources, objects)):
             if status != 0:
@@ -411,7 +411,8 @@ def stage_fuzz(tally):
     if not objects:
         return tally.fail("building the libraries for fuzzing", output)
     libraries = run(["pkg-config", "--libs", "jansson", "libpcre2-8", "libxxhash"])[1].split()
-    for source in files("tests/fuzz/fuzz_*.c"):
+
+    def fuzz(source):
         name = stem(source)
         folder = os.path.join(ROOT, "build/fuzz", name)
         shutil.rmtree(folder, ignore_errors=True)
@@ -422,19 +423,25 @@ def stage_fuzz(tally):
                               "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", source,
                               *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
         words = [f"-dict={file}" for file in files(f"tests/fuzz/{name}.dict")]
-        if status == 0:
-            status, output = run([folder + "/run", *words, f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
-                                  f"-seed={FUZZ_SEED}", "-print_final_stats=1", f"-artifact_prefix={folder}/", folder + "/corpus"],
-                                 {"ASAN_OPTIONS": "allocator_may_return_null=1"})
-        if status == 0:
+        if status != 0:
+            return status, output
+        return run([folder + "/run", *words, f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=4096",
+                    f"-seed={FUZZ_SEED}", "-print_final_stats=1", f"-artifact_prefix={folder}/", folder + "/corpus"],
+                   {"ASAN_OPTIONS": "allocator_may_return_null=1"})
+
+    sources = files("tests/fuzz/fuzz_*.c")
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # a target takes one core
+        for source, (status, output) in zip(sources, pool.map(fuzz, sources)):
+            name = stem(source)
+            if status != 0:
+                tally.fail(f"{name}: exit {status}, see build/fuzz/{name}", output)
+                continue
             tally.ok()
             tried = re.search(r"number_of_executed_units: (\d+)", output)
             reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", output)
             if tried and reached:
                 print("  {}: seed {}, {} inputs in {} s, {} edges, {} features, corpus {}".format(
                     name, FUZZ_SEED, tried[1], seconds, *reached[-1]), flush=True)
-        else:
-            tally.fail(f"{name}: exit {status}, see {os.path.relpath(folder, ROOT)}", output)
 
 
 STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial, "mpi": stage_mpi,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * layout.c - headers of output files. Provenance has the same length whatever the hashes are, so that every offset is
+ * plan_layout.c - headers of output files. Provenance has the same length whatever the hashes are, so that every offset is
  * known before a byte of data is read.
  */
 #include "plan.h"
