@@ -443,7 +443,9 @@ nib_status nib_plan_finish(nib_plan *plan, nib_plan **out)
 
 /* ---- A plan as the caller sees it ---- */
 
-static bool changes(nib_action action) { return action != NIB_ACTION_KEEP; }
+/* A weight with a reason to stay is kept, though its packing may not be: what was FP8 blocks or MXFP4 stays in the numbers
+ * that it stands for. */
+static bool changes(const struct nib_out_row *row) { return row->action != NIB_ACTION_KEEP && !*row->reason; }
 
 nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
 {
@@ -456,11 +458,11 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
     for (size_t i = 0; i < plan->in->n_weights; i++) {
         const struct nib_out_row *row = &plan->rows[i];
         const struct nib_ck_weight *w = &plan->in->weights[i];
-        facts.changed += changes(row->action);
-        facts.kept += !changes(row->action);
+        facts.changed += changes(row);
+        facts.kept += !changes(row);
         facts.groups += row->group_name == i;
-        facts.changed_elements += changes(row->action) ? (uint64_t)w->rows * (uint64_t)w->cols : 0;
-        facts.changed_bytes_out += changes(row->action) ? row->bytes_out : 0;
+        facts.changed_elements += changes(row) ? (uint64_t)w->rows * (uint64_t)w->cols : 0;
+        facts.changed_bytes_out += changes(row) ? row->bytes_out : 0;
     }
     for (size_t i = 0; i < plan->in->n_files; i++)
         facts.bytes_in += plan->in->files[i].bytes;

@@ -259,7 +259,7 @@ typedef struct nib_plan_row {
     size_t bytes;
     const char *name;
     nib_action action;
-    const char *reason; /* why it is kept; "" otherwise */
+    const char *reason; /* why it is kept (or dequantised, where only plain numbers can be kept); "" otherwise */
     int64_t rows, cols;
     uint64_t bytes_in, bytes_out;
     const char *group; /* name of the first weight that shares its tensor scale; "" where it is alone */

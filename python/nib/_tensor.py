@@ -454,8 +454,13 @@ def encode(x, dtype):
 
 
 def decode(codes, dtype, n=None):
-    """The FP32 numbers of codes. n: how many, where the last byte of packed codes has only one."""
+    """The FP32 numbers of codes: bytes, an array of them in any dtype, or a list of codes of 8 bits or fewer. n: how
+    many, where the last byte of packed codes has only one."""
     code = _arrays.dtype_code(dtype)
+    if isinstance(codes, (bytes, bytearray, memoryview)):
+        codes = np.frombuffer(codes, np.uint8)
+    elif not hasattr(codes, "dtype"):  # NumPy would make 64-bit integers of a list
+        codes = np.asarray(codes, np.uint8)
     codes = np.ascontiguousarray(codes).reshape(-1)
     most = codes.nbytes * 8 // raw.nib_dtype_bits(code)
     n = most if n is None else n

@@ -38,6 +38,12 @@ has out "quantised"
 has out "bits per weight"
 has out "kept: an embedding"
 empty err
+
+# Weights of FP8 blocks that stay are written as the numbers they stand for, and counted as kept.
+"$BUILD/examples/make_checkpoint" --family deepseek-fp8 --layers 3 "$work/fp8" >/dev/null || exit 1
+run 0 "$NIB" quantize --dry-run "$work/fp8" "$work/none"
+has out "quantised 48 of 74 weights, 4.50 bits per weight"
+has out "21 kept: part of multi-token prediction"
 run 0 "$NIB" quantize -q "$work/in" "$work/again"
 empty out
 empty err

@@ -405,3 +405,9 @@ def test_the_gil_is_released():
     done.set()
     thread.join()
     assert during >= 3, f"{during} steps of another thread in {took:.3f} s"
+
+
+def test_codes_to_decode_may_be_a_list_bytes_or_an_array():
+    want = [1.0, 448.0]
+    for codes in ([0x38, 0x7E], bytes([0x38, 0x7E]), bytearray([0x38, 0x7E]), np.array([0x38, 0x7E], np.uint8)):
+        assert nib.decode(codes, "e4m3").tolist() == want
