@@ -197,7 +197,7 @@ nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const c
     const nib_finding finding = { .bytes = sizeof finding,
                                   .severity = facts->severity,
                                   .id = facts->id,
-                                  .tensor = tensor,
+                                  .tensor = *tensor ? tensor : "\"\"", /* a list of names may hold an empty one */
                                   .fact = fact,
                                   .consequence = facts->consequence,
                                   .remedy = facts->remedy,
