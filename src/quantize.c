@@ -53,20 +53,22 @@ static void run_serially(int64_t n, void (*body)(void *context, int64_t i), void
 
 void nib_parallel(int64_t n, int threads, void (*body)(void *context, int64_t i), void *context)
 {
-    if (threads <= 1 || n <= 1) {
-        run_serially(n, body, context); /* not even a team of one: after a fork it could not be had */
+#ifdef _OPENMP
+    if (threads > 1 && n > 1) { /* otherwise not even a team of one: after a fork it could not be had */
+#pragma omp parallel num_threads(threads)
+        {
+            const nib_fpenv saved = nib_fpenv_enter();
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < n; i++)
+                body(context, i);
+            nib_fpenv_leave(saved);
+        }
         return;
     }
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads)
-    {
-        const nib_fpenv saved = nib_fpenv_enter();
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < n; i++)
-            body(context, i);
-        nib_fpenv_leave(saved);
-    }
+#else
+    (void)threads; /* callers outside this file ask for as many as there are processors */
 #endif
+    run_serially(n, body, context);
 }
 
 /* ---- An array as a matrix ---- */
