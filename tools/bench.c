@@ -5,10 +5,11 @@
  * Every operation is timed in turn with a loop that only reads and writes the same bytes, so that what other programs
  * do to the memory meets both. The share of the floor is that loop's time over the operation's.
  */
-#define _POSIX_C_SOURCE 200809L
+#define _GNU_SOURCE /* sched_getaffinity */
 
 #include <inttypes.h>
 #include <jansson.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -506,10 +507,17 @@ static enum cli_exit bench_sizes(struct report *report, const json_t *scalar)
     return status;
 }
 
+/* That this process may run on: more threads than these would only take turns. */
+static int processors(void)
+{
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
+}
+
 static enum cli_exit bench_threads(struct report *report, const json_t *scalar)
 {
     enum cli_exit status = CLI_FINE;
-    const long online = sysconf(_SC_NPROCESSORS_ONLN);
+    const int online = processors();
     const struct shape *shape =
         report->options->quick || !fits(report->options, &shapes[0]) ? &quick_shape : &shapes[0];
     for (int i = 0; i < OPERATIONS; i++)
@@ -611,7 +619,7 @@ static enum cli_exit judge_rules(struct report *report)
     if (!options->json)
         cli_print("%-52s %8s %8s", "what must hold, on one core", "is", "at least");
     for (int i = 0; i < RULES && status == CLI_FINE; i++)
-        if (is_wanted(options, find_operation(rules[i].operation)) && rules[i].threads <= sysconf(_SC_NPROCESSORS_ONLN))
+        if (is_wanted(options, find_operation(rules[i].operation)) && rules[i].threads <= processors())
             status = judge_rule(report, &rules[i], rules[i].cached ? &cached_shape : large_shape(options));
     return status;
 }
@@ -690,7 +698,7 @@ static enum cli_exit print_json(const struct report *report)
     }
     json_t *const all =
         json_pack("{s:s, s:s, s:s, s:s, s:i, s:i, s:o, s:o, s:o}", "version", nib_version(), "machine", machine,
-                  "compiler", compiler_name(), "isa", nib_isa(), "cpus", (int)sysconf(_SC_NPROCESSORS_ONLN), "threads",
+                  "compiler", compiler_name(), "isa", nib_isa(), "cpus", processors(), "threads",
                   (int)report->options->threads, "memory_gb_s", streams, "floors", floors, "results", results);
     if (!all)
         return out_of_memory();

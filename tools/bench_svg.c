@@ -7,7 +7,18 @@
 
 #include "bench.h"
 
-enum { WIDTH = 520, HEIGHT = 340, LEFT = 60, RIGHT = 20, TOP = 40, BOTTOM = 50, LEGEND = 24, MAX_LINES = 8 };
+enum {
+    WIDTH = 520,
+    HEIGHT = 340,
+    LEFT = 60,
+    RIGHT = 20,
+    TOP = 40,
+    BOTTOM = 50,
+    LEGEND = 18,
+    LEGEND_ROWS = 4,
+    LEGEND_WIDTH = 180,
+    MAX_LINES = 8
+};
 
 static const char *const colours[MAX_LINES] = { "#1b6ca8", "#c0392b", "#27864a", "#8e44ad",
                                                 "#b9770e", "#117a8b", "#7f8c8d", "#2c3e50" };
@@ -102,7 +113,8 @@ static void draw_lines(const struct plot *p, const struct bench_result *results,
         for (size_t k = i; k < n; k++)
             if (is_in(p, &results[k]) && strcmp(results[k].operation, last) == 0)
                 fprintf(p->file, "%.1f,%.1f ", place_x(p, p->x(&results[k])), place_y(p, bench_rate(&results[k])));
-        const double y = HEIGHT + 14 + LEGEND * (line / 3.0), x = p->left + LEFT;
+        const double y = HEIGHT + 14 + LEGEND * (line % LEGEND_ROWS),
+                     x = p->left + LEFT + LEGEND_WIDTH * (line / LEGEND_ROWS);
         fprintf(p->file, "\"/>\n<path d=\"M%.1f %.1f h18\" stroke-width=\"3\" stroke=\"%s\"/>\n", x, y - 4,
                 colours[line]);
         text(p, x + 24, y, "start", last);
@@ -130,7 +142,7 @@ bool bench_write_svg(const char *path, const struct bench_result *results, size_
           .label = thread_label,
           .step = 1 },
     };
-    const int height = HEIGHT + 3 * LEGEND + 10;
+    const int height = HEIGHT + LEGEND_ROWS * LEGEND + 10;
     fprintf(file,
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" "
             "font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n",
