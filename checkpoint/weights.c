@@ -203,6 +203,7 @@ static nib_status try_plain_stack(struct finder *finder, uint32_t id, bool *take
     if (!*taken)
         return NIB_OK;
     const struct nib_ck_weight common = { .packing = NIB_PACKING_PLAIN,
+                                          .level = NIB_LEVEL_NONE,
                                           .dtype = t->dtype,
                                           .cols = t->shape[stack.transposed ? 1 : 2],
                                           .tensor = { id, NIB_NONE, NIB_NONE, NIB_NONE },
@@ -218,7 +219,9 @@ static nib_status try_packed_stack(struct finder *finder, uint32_t id, bool *tak
     *taken = false;
     if (t->dtype != NIB_U8 || t->rank != 3 || t->ggml_type >= 0)
         return NIB_OK;
-    struct nib_ck_weight common = { .packing = NIB_PACKING_MODELOPT, .dtype = finder->nominal };
+    struct nib_ck_weight common = { .packing = NIB_PACKING_MODELOPT,
+                                    .level = packings[NIB_PACKING_MODELOPT].level,
+                                    .dtype = finder->nominal };
     TRY(find_companions(c, id, strlen(t->name), stack_ends, common.tensor));
     if (common.tensor[NIB_ROLE_SCALE] == NIB_NONE)
         return NIB_OK;

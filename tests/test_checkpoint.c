@@ -1,0 +1,730 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_checkpoint.c - opening checkpoints, good and hostile, and reading weights of every packing: each against the
+ * numbers that were put in, computed here by the plain definition.
+ */
+#define _GNU_SOURCE
+#include "test_folder.h"
+
+#include "checkpoint.h"
+#include "gguf.h"
+
+#include <math.h>
+
+/* ---- Folders of files ---- */
+
+static const char *at(const char *name)
+{
+    static char paths[16][160];
+    static int next;
+    char *path = paths[next++ % 16];
+    make_folder();
+    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
+    return path;
+}
+
+static void empty(void)
+{
+    make_folder();
+    count_files(true);
+}
+
+static void put_text(const char *name, const char *text)
+{
+    FILE *file = fopen(at(name), "wb");
+    CHECK(file && fwrite(text, 1, strlen(text), file) == strlen(text));
+    if (file)
+        fclose(file);
+}
+
+/* A tensor to be written. */
+struct item {
+    const char *name;
+    nib_dtype dtype;
+    int rank;
+    int64_t shape[4];
+    const void *data;
+};
+
+static size_t bytes_of(const struct item *item)
+{
+    size_t n = 1;
+    for (int i = 0; i < item->rank; i++)
+        n *= (size_t)item->shape[i];
+    return n * (size_t)nib_dtype_bits(item->dtype) / 8;
+}
+
+static void put_tensors(const char *name, const struct item *items, size_t n)
+{
+    nib_writer *writer = NULL;
+    CHECK_OK(nib_writer_create(at(name), &writer));
+    CHECK_OK(nib_writer_metadata(writer, "format", "pt"));
+    for (size_t i = 0; i < n; i++)
+        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
+    for (size_t i = 0; i < n; i++)
+        CHECK_OK(nib_writer_write(writer, items[i].name, 0, items[i].data, bytes_of(&items[i])));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+}
+#define PUT(name, ...)                                                                     \
+    put_tensors(name, (struct item[]){ __VA_ARGS__ }, sizeof((struct item[]){ __VA_ARGS__ }) / sizeof(struct item))
+
+static nib_checkpoint *open_good(const char *path)
+{
+    nib_checkpoint *c = NULL;
+    CHECK_OK(nib_checkpoint_open(path, &c));
+    return c;
+}
+
+static void check_refused(nib_status status, const char *words)
+{
+    nib_checkpoint *c = NULL;
+    CHECK_FAILS(nib_checkpoint_open(folder, &c), status, words);
+    CHECK(c == NULL);
+}
+
+static void random_floats(float *x, size_t n, float sigma)
+{
+    for (size_t i = 0; i < n; i++)
+        x[i] = sigma * test_normal();
+}
+
+/* A weight's rows, in pieces, against numbers. */
+static void check_rows(const nib_checkpoint *c, const char *name, const float *want, int64_t rows, int64_t cols)
+{
+    size_t index = 0;
+    float *got = malloc((size_t)(rows * cols + 1) * sizeof *got);
+    nib_weight facts = { .bytes = sizeof facts };
+    CHECK_OK(nib_checkpoint_find_weight(c, name, &index));
+    CHECK_OK(nib_checkpoint_get_weight(c, index, &facts));
+    CHECK_THAT(facts.rows == rows && facts.cols == cols, "%s is [%lld, %lld]", name, (long long)facts.rows,
+               (long long)facts.cols);
+    if (facts.rows != rows || facts.cols != cols) {
+        free(got);
+        return;
+    }
+    for (int64_t first = 0, step; first < rows; first += step) {
+        step = 1 + test_below(rows);
+        if (step > rows - first)
+            step = rows - first;
+        nib_array out;
+        CHECK_OK(nib_array_init(&out, got, NIB_F32, 2, (int64_t[]){ step, cols }));
+        CHECK_OK(nib_checkpoint_read_rows(c, index, first, step, &out));
+        for (int64_t i = 0; i < step * cols; i++)
+            if (got[i] != want[first * cols + i]) {
+                test_fail(__FILE__, __LINE__, "%s: element %lld is %g, not %g", name, (long long)(first * cols + i),
+                          (double)got[i], (double)want[first * cols + i]);
+                break;
+            }
+    }
+    free(got);
+}
+
+/* ---- Plain ---- */
+
+TEST(plain_folder)
+{
+    empty();
+    float q[6 * 32], k[4 * 32], norm[32], wide[3 * 5];
+    uint16_t q16[6 * 32];
+    random_floats(q, 6 * 32, 1);
+    random_floats(k, 4 * 32, 1);
+    random_floats(norm, 32, 1);
+    random_floats(wide, 15, 1);
+    CHECK_OK(nib_encode(NIB_BF16, q, 6 * 32, q16));
+    CHECK_OK(nib_decode(NIB_BF16, q16, 6 * 32, q));
+    PUT("model-00001-of-00002.safetensors", { "model.layers.10.q_proj.weight", NIB_BF16, 2, { 6, 32 }, q16 },
+        { "model.norm.weight", NIB_F32, 1, { 32 }, norm });
+    PUT("model-00002-of-00002.safetensors", { "model.layers.9.k_proj.weight", NIB_F32, 2, { 4, 32 }, k },
+        { "model.layers.9.odd.weight", NIB_F32, 2, { 3, 5 }, wide });
+    put_text("model.safetensors.index.json",
+             "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {"
+             "\"model.layers.10.q_proj.weight\": \"model-00001-of-00002.safetensors\","
+             "\"model.norm.weight\": \"model-00001-of-00002.safetensors\","
+             "\"model.layers.9.k_proj.weight\": \"model-00002-of-00002.safetensors\","
+             "\"model.layers.9.odd.weight\": \"model-00002-of-00002.safetensors\"}}");
+    put_text("config.json", "{\"model_type\": \"llama\", \"hidden_size\": 32}");
+    nib_checkpoint *c = open_good(folder);
+    nib_checkpoint_facts facts = { .bytes = sizeof facts };
+    CHECK_OK(nib_checkpoint_get_facts(c, &facts));
+    CHECK(facts.files == 2 && facts.tensors == 4 && facts.weights == 3 && facts.packing == NIB_PACKING_PLAIN);
+    CHECK(strcmp(facts.model_type, "llama") == 0 && facts.config && !facts.provenance);
+    CHECK(facts.tensor_bytes == 2 * 6 * 32 + 4 * (32 + 4 * 32 + 15));
+    nib_weight weight = { .bytes = sizeof weight };
+    CHECK_OK(nib_checkpoint_get_weight(c, 2, &weight)); /* 9 before 10 */
+    CHECK(strcmp(weight.name, "model.layers.10.q_proj") == 0 && weight.dtype == NIB_BF16);
+    CHECK(strcmp(weight.file, "model-00001-of-00002.safetensors") == 0 && weight.stored_bytes == 2 * 6 * 32);
+    check_rows(c, "model.layers.10.q_proj", q, 6, 32);
+    check_rows(c, "model.layers.9.k_proj", k, 4, 32);
+    check_rows(c, "model.layers.9.odd", wide, 3, 5);
+
+    size_t index = 7;
+    nib_array out;
+    CHECK_OK(nib_array_init(&out, q, NIB_F32, 2, (int64_t[]){ 6, 32 }));
+    CHECK_FAILS(nib_checkpoint_find_weight(c, "nothing", &index), NIB_ERR_ARG, "no weight \"nothing\"");
+    CHECK_FAILS(nib_checkpoint_get_weight(c, 3, &weight), NIB_ERR_ARG, "no weight 3 among its 3");
+    CHECK_FAILS(nib_checkpoint_read_rows(c, 2, 1, 6, &out), NIB_ERR_ARG, "not within its 6");
+    CHECK_FAILS(nib_checkpoint_read_rows(c, 2, 0, 5, &out), NIB_ERR_SHAPE, "not a contiguous [5, 32]");
+    CHECK_FAILS(nib_checkpoint_read_codes(c, 2, 0, 1, NULL, NULL), NIB_ERR_MODE, "no NVFP4 codes");
+    out.dtype = NIB_U8;
+    CHECK_FAILS(nib_checkpoint_read_rows(c, 2, 0, 6, &out), NIB_ERR_DTYPE, "neither F32");
+    nib_checkpoint_tensor tensor = { .bytes = sizeof tensor };
+    CHECK_OK(nib_checkpoint_get_tensor(c, 3, &tensor));
+    CHECK(strcmp(tensor.name, "model.norm.weight") == 0 && strcmp(tensor.dtype, "F32") == 0 && tensor.rank == 1);
+    CHECK_FAILS(nib_checkpoint_get_tensor(c, 4, &tensor), NIB_ERR_ARG, "no tensor 4");
+    nib_checkpoint_close(c);
+
+    /* A file that shrinks is an error, not a signal. */
+    c = open_good(folder);
+    CHECK(truncate(at("model-00001-of-00002.safetensors"), 400) == 0);
+    CHECK_OK(nib_array_init(&out, q, NIB_F32, 2, (int64_t[]){ 6, 32 }));
+    CHECK_FAILS(nib_checkpoint_read_rows(c, 2, 0, 6, &out), NIB_ERR_IO, "although it was longer when opened");
+    nib_checkpoint_close(c);
+    nib_checkpoint_close(NULL);
+}
+
+TEST(hostile_folders)
+{
+    static const float x[32] = { 1 };
+    static const struct {
+        const char *index, *words;
+        nib_status status;
+    } indexes[] = {
+        { "[]", "not a JSON object", NIB_ERR_DATA },
+        { "{}", "no object \"weight_map\"", NIB_ERR_DATA },
+        { "{\"weight_map\": []}", "no object \"weight_map\"", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": 3}}", "not a string", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"\"}}", "it is empty", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"../m.safetensors\"}}", "leaves the folder", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"/etc/passwd\"}}", "leaves the folder", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"m.bin\"}}", "not a .safetensors file", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"m.safetensors\\u0000\"}}", "holds a NUL", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"n.safetensors\"}}", "which is not there: download it", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"b.weight\": \"m.safetensors\"}}", "an old one", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"m.safetensors\", \"a.weight\": \"m.safetensors\"}}", "duplicate", NIB_ERR_DATA },
+        { "{\"weight_map\": {} } x", "line 1", NIB_ERR_DATA },
+    };
+    for (size_t i = 0; i < sizeof indexes / sizeof *indexes; i++) {
+        empty();
+        PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
+        put_text("model.safetensors.index.json", indexes[i].index);
+        check_refused(indexes[i].status, indexes[i].words);
+    }
+    empty();
+    check_refused(NIB_ERR_DATA, "no .safetensors and no .gguf");
+    put_text("pytorch_model.bin", "x");
+    check_refused(NIB_ERR_UNSUPPORTED, "pickled (\"pytorch_model.bin\")");
+    PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
+    nib_checkpoint_close(open_good(folder)); /* beside safetensors nobody minds */
+    PUT("n.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
+    check_refused(NIB_ERR_DATA, "is in two files");
+    put_text("x.safetensors.index.json", "{}");
+    put_text("y.safetensors.index.json", "{}");
+    check_refused(NIB_ERR_DATA, "it has 2 indexes");
+    empty();
+    PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
+    put_text("config.json", "{\"a\": 1, \"a\": 2}");
+    check_refused(NIB_ERR_DATA, "duplicate");
+    put_text("config.json", "[1]");
+    check_refused(NIB_ERR_DATA, "not a JSON object");
+    put_text("config.json", "{}");
+    put_text("hf_quant_config.json", "{");
+    check_refused(NIB_ERR_DATA, "hf_quant_config.json: line 1");
+    empty();
+    put_text("m.safetensors", "not one");
+    check_refused(NIB_ERR_DATA, "at least 8");
+    nib_checkpoint *c = NULL;
+    CHECK_FAILS(nib_checkpoint_open(at("nowhere"), &c), NIB_ERR_IO, "nowhere: cannot open");
+    CHECK_FAILS(nib_checkpoint_open(NULL, &c), NIB_ERR_ARG, "path is NULL");
+}
+
+TEST(remarks)
+{
+    static const float x[32] = { 1 };
+    empty();
+    PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x }, { "c.weight", NIB_F32, 2, { 2, 16 }, x });
+    PUT("n.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x }, { "b.weight", NIB_F32, 2, { 2, 16 }, x });
+    PUT("old.safetensors", { "z.weight", NIB_F32, 2, { 2, 16 }, x });
+    put_text("model.safetensors.index.json",
+             "{\"weight_map\": {\"a.weight\": \"m.safetensors\", \"b.weight\": \"n.safetensors\"}}");
+    nib_checkpoint *c = open_good(folder);
+    CHECK(c->n_remarks == 3 && c->n_weights == 3);
+    const char *const ids[] = { "stale-shard", "repeated-tensor", "unindexed-tensor" };
+    const char *const subjects[] = { "old.safetensors", "a.weight", "c.weight" };
+    for (size_t i = 0; i < c->n_remarks; i++)
+        CHECK(strcmp(c->remarks[i].id, ids[i]) == 0 && strcmp(c->remarks[i].subject, subjects[i]) == 0);
+    nib_checkpoint_close(c);
+}
+
+/* ---- NVFP4 ---- */
+
+/* Codes, scales and a level of a random matrix, and what they mean by the definition. */
+struct packed {
+    int64_t rows, cols;
+    uint8_t *codes, *scales;
+    float g, *values; /* with multiplier g; with the divisor 1/g, a power of two, they are the same */
+};
+
+static struct packed pack(int64_t rows, int64_t cols)
+{
+    static const float grid[16] = { 0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6 };
+    struct packed p = { rows, cols, malloc((size_t)(rows * cols / 2)), malloc((size_t)(rows * cols / 16)), 0x1p-11f,
+                        malloc((size_t)(rows * cols) * sizeof(float)) };
+    for (int64_t i = 0; i < rows * cols / 2; i++)
+        p.codes[i] = (uint8_t)test_random();
+    for (int64_t i = 0; i < rows * cols / 16; i++)
+        p.scales[i] = (uint8_t)test_below(0x7F);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        float scale;
+        CHECK_OK(nib_decode(NIB_E4M3, &p.scales[i / 16], 1, &scale));
+        p.values[i] = grid[i % 2 ? p.codes[i / 2] >> 4 : p.codes[i / 2] & 15] * (scale * p.g);
+    }
+    return p;
+}
+
+static void unpack(struct packed *p)
+{
+    free(p->codes);
+    free(p->scales);
+    free(p->values);
+}
+
+static void check_codes(const nib_checkpoint *c, const char *name, const struct packed *p)
+{
+    size_t index = 0;
+    uint8_t *codes = malloc((size_t)(p->rows * p->cols / 2)), *scales = malloc((size_t)(p->rows * p->cols / 16));
+    CHECK_OK(nib_checkpoint_find_weight(c, name, &index));
+    for (int64_t first = 0; first < p->rows; first += 3) {
+        const int64_t n = p->rows - first < 3 ? p->rows - first : 3;
+        CHECK_OK(nib_checkpoint_read_codes(c, index, first, n, codes + first * p->cols / 2, scales + first * p->cols / 16));
+    }
+    CHECK_BYTES(codes, p->codes, p->rows * p->cols / 2);
+    CHECK_BYTES(scales, p->scales, p->rows * p->cols / 16);
+    free(codes);
+    free(scales);
+}
+
+TEST(nvfp4_packings)
+{
+    empty();
+    struct packed p = pack(20, 192);
+    const float divisor = 1 / p.g, input = 0.5f;
+    const uint16_t g16 = 0x3A00; /* 2^-11 as BF16 */
+    PUT("model.safetensors", { "ct.weight_packed", NIB_U8, 2, { 20, 96 }, p.codes },
+        { "ct.weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales }, { "ct.weight_global_scale", NIB_F32, 1, { 1 }, &divisor },
+        { "ct.input_global_scale", NIB_F32, 1, { 1 }, &input }, { "mo.weight", NIB_U8, 2, { 20, 96 }, p.codes },
+        { "mo.weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales }, { "mo.weight_scale_2", NIB_BF16, 0, { 0 }, &g16 },
+        { "ao._weight_qdata", NIB_U8, 2, { 20, 96 }, p.codes }, { "ao._weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales },
+        { "ao._weight_per_tensor_scale", NIB_F32, 0, { 0 }, &p.g });
+    nib_checkpoint *c = open_good(folder);
+    CHECK(c->packing == NIB_PACKING_COMPRESSED_TENSORS && c->n_weights == 3);
+    static const char *const names[] = { "ct", "mo", "ao" };
+    for (int i = 0; i < 3; i++) {
+        check_codes(c, names[i], &p);
+        check_rows(c, names[i], p.values, 20, 192);
+    }
+    nib_weight weight = { .bytes = sizeof weight };
+    size_t index;
+    CHECK_OK(nib_checkpoint_find_weight(c, "ct", &index));
+    CHECK_OK(nib_checkpoint_get_weight(c, index, &weight));
+    CHECK(weight.level_kind == NIB_LEVEL_ENCODE && weight.level == divisor);
+    CHECK(weight.has_input_scale && weight.input_scale == input && weight.dtype == NIB_BF16);
+    CHECK(weight.stored_bytes == 20 * 96 + 20 * 12 + 4 + 4);
+    CHECK_OK(nib_checkpoint_find_weight(c, "mo", &index));
+    CHECK_OK(nib_checkpoint_get_weight(c, index, &weight));
+    CHECK(weight.level_kind == NIB_LEVEL_DECODE && weight.level == p.g && !weight.has_input_scale);
+    nib_checkpoint_close(c);
+    unpack(&p);
+}
+
+TEST(damaged_nvfp4)
+{
+    struct packed p = pack(20, 192);
+    const float g = 1;
+    const double wrong = 1;
+    const struct {
+        const char *words;
+        struct item scale, level;
+    } cases[] = {
+        { "block scales are missing", { .name = NULL }, { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
+        { "tensor scale is missing", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL }, { .name = NULL } },
+        { "are not F8_E4M3", { "a.weight_scale", NIB_U8, 2, { 20, 12 }, NULL }, { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
+        { "may be swizzled", { "a.weight_scale", NIB_E4M3, 1, { 240 }, NULL }, { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
+        { "[20, 6], and for blocks of 16", { "a.weight_scale", NIB_E4M3, 2, { 20, 6 }, NULL },
+          { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
+        { "not F32, BF16 or F16", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
+          { "a.weight_scale_2", NIB_F64, 0, { 0 }, &wrong } },
+        { "it has 2 numbers", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
+          { "a.weight_scale_2", NIB_F32, 1, { 2 }, p.values } },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        empty();
+        struct item items[3] = { { "a.weight", NIB_U8, 2, { 20, 96 }, p.codes } };
+        size_t n = 1;
+        if (cases[i].scale.name) {
+            items[n] = cases[i].scale;
+            items[n++].data = p.scales;
+        }
+        if (cases[i].level.name)
+            items[n++] = cases[i].level;
+        put_tensors("model.safetensors", items, n);
+        nib_checkpoint *c = open_good(folder);
+        float row[192];
+        nib_array out;
+        CHECK_OK(nib_array_init(&out, row, NIB_F32, 2, (int64_t[]){ 1, 192 }));
+        CHECK(c->n_weights == 1);
+        CHECK_FAILS(nib_checkpoint_read_rows(c, 0, 0, 1, &out), NIB_ERR_DATA, cases[i].words);
+        nib_checkpoint_close(c);
+    }
+    unpack(&p);
+}
+
+TEST(saved_tensors)
+{
+    empty();
+    float x[20 * 48], want[20 * 48];
+    random_floats(x, 20 * 48, 1);
+    static const struct {
+        nib_dialect dialect;
+        nib_tensor_scale scale;
+        nib_scale_rule rule;
+        nib_level level;
+    } kinds[] = { { NIB_DIALECT_TE, NIB_TENSOR_SCALE_DIALECT, NIB_SCALE_RTN, NIB_LEVEL_AMAX },
+                  { NIB_DIALECT_TE, NIB_TENSOR_SCALE_POW2, NIB_SCALE_SWEEP, NIB_LEVEL_DECODE },
+                  { NIB_DIALECT_TE, NIB_TENSOR_SCALE_DIALECT, NIB_SCALE_4OVER6, NIB_LEVEL_AMAX },
+                  { NIB_DIALECT_COMPRESSED_TENSORS, NIB_TENSOR_SCALE_DIALECT, NIB_SCALE_RTN, NIB_LEVEL_ENCODE },
+                  { NIB_DIALECT_MODELOPT, NIB_TENSOR_SCALE_DIALECT, NIB_SCALE_RTN, NIB_LEVEL_DECODE } };
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        nib_quantizer q;
+        nib_quantizer_init(&q);
+        q.dialect = kinds[i].dialect;
+        q.tensor_scale = kinds[i].scale;
+        q.scale_rule = kinds[i].rule;
+        q.columnwise = kinds[i].dialect == NIB_DIALECT_TE;
+        if (q.scale_rule == NIB_SCALE_4OVER6)
+            q.e4m3_max = 256;
+        nib_array view, out;
+        nib_tensor *t = NULL;
+        nib_writer *writer = NULL;
+        CHECK_OK(nib_array_init(&view, x, NIB_F32, 2, (int64_t[]){ 20, 48 }));
+        CHECK_OK(nib_array_init(&out, want, NIB_F32, 2, (int64_t[]){ 20, 48 }));
+        CHECK_OK(nib_quantize(&q, &view, NULL, &t));
+        CHECK_OK(nib_dequantize(t, NIB_ROWWISE, &out));
+        CHECK_OK(nib_writer_create(at("model.safetensors"), &writer));
+        CHECK_OK(nib_writer_declare_tensor(writer, "a.b", t));
+        CHECK_OK(nib_writer_write_tensor(writer, "a.b", t));
+        CHECK_OK(nib_writer_commit(writer));
+        nib_writer_destroy(writer);
+        nib_tensor_destroy(t);
+        nib_checkpoint *c = open_good(folder);
+        CHECK(c->packing == NIB_PACKING_NIB && c->n_weights == 1 && c->weights[0].level == kinds[i].level);
+        check_rows(c, "a.b", want, 20, 48);
+        nib_checkpoint_close(c);
+    }
+}
+
+TEST(gguf_files)
+{
+    empty();
+    struct packed p = pack(6, 128);
+    uint8_t blocks[6 * 2 * 36];
+    uint16_t plain[2 * 64];
+    float numbers[2 * 64];
+    random_floats(numbers, 128, 1);
+    CHECK_OK(nib_encode(NIB_BF16, numbers, 128, plain));
+    CHECK_OK(nib_decode(NIB_BF16, plain, 128, numbers));
+    nib_gguf_nvfp4_join(p.codes, p.scales, 12, blocks);
+    nib_gguf_plan *plan = NULL;
+    nib_gguf_writer *writer = NULL;
+    CHECK_OK(nib_gguf_plan_create(at("m.gguf"), &plan));
+    CHECK_OK(nib_gguf_put_string(plan, "general.architecture", "llama"));
+    CHECK_OK(nib_gguf_declare(plan, "blk.0.attn_q.weight", NIB_GGUF_NVFP4, 2, (int64_t[]){ 6, 128 }));
+    CHECK_OK(nib_gguf_declare(plan, "blk.0.attn_q.scale", NIB_GGUF_F32, 1, (int64_t[]){ 1 }));
+    CHECK_OK(nib_gguf_declare(plan, "blk.0.ffn_up_exps.weight", NIB_GGUF_NVFP4, 3, (int64_t[]){ 2, 3, 128 }));
+    CHECK_OK(nib_gguf_declare(plan, "blk.0.ffn_up_exps.scale", NIB_GGUF_F32, 1, (int64_t[]){ 2 }));
+    CHECK_OK(nib_gguf_declare(plan, "token_embd.weight", NIB_GGUF_BF16, 2, (int64_t[]){ 2, 64 }));
+    CHECK_OK(nib_gguf_writer_create(plan, &writer));
+    const float levels[2] = { p.g, p.g };
+    CHECK_OK(nib_gguf_write(writer, 0, 0, blocks, sizeof blocks));
+    CHECK_OK(nib_gguf_write(writer, 1, 0, &p.g, 4));
+    CHECK_OK(nib_gguf_write(writer, 2, 0, blocks, sizeof blocks));
+    CHECK_OK(nib_gguf_write(writer, 3, 0, levels, 8));
+    CHECK_OK(nib_gguf_write(writer, 4, 0, plain, sizeof plain));
+    CHECK_OK(nib_gguf_commit(writer));
+    nib_gguf_writer_destroy(writer);
+    nib_gguf_plan_destroy(plan);
+    for (int as_file = 0; as_file < 2; as_file++) {
+        nib_checkpoint *c = open_good(as_file ? at("m.gguf") : folder);
+        CHECK(c->packing == NIB_PACKING_GGUF && c->n_weights == 4);
+        check_codes(c, "blk.0.attn_q", &p);
+        check_rows(c, "blk.0.attn_q", p.values, 6, 128);
+        check_rows(c, "blk.0.ffn_up_exps.0", p.values, 3, 128);
+        check_rows(c, "blk.0.ffn_up_exps.1", p.values + 3 * 128, 3, 128);
+        check_rows(c, "token_embd", numbers, 2, 64);
+        nib_checkpoint_tensor tensor = { .bytes = sizeof tensor };
+        CHECK_OK(nib_checkpoint_get_tensor(c, 1, &tensor));
+        CHECK(strcmp(tensor.dtype, "NVFP4") == 0 && tensor.shape[0] == 6 && tensor.shape[1] == 128);
+        nib_checkpoint_close(c);
+    }
+    unpack(&p);
+}
+
+/* ---- Experts ---- */
+
+enum { E = 3, H = 32, I = 48 };
+
+/* gate[e], up[e] are [I, H], down[e] is [H, I]; tensors are made from them in every order that is on the market. */
+static float gate[E][I][H], up[E][I][H], down[E][H][I];
+
+static void make_experts(void)
+{
+    random_floats(&gate[0][0][0], E * I * H, 1);
+    random_floats(&up[0][0][0], E * I * H, 1);
+    random_floats(&down[0][0][0], E * H * I, 1);
+}
+
+static void check_experts(const nib_checkpoint *c, const char *const parts[3])
+{
+    for (int e = 0; e < E; e++) {
+        char name[80];
+        snprintf(name, sizeof name, "model.layers.0.mlp.experts.%d.%s", e, parts[0]);
+        check_rows(c, name, &gate[e][0][0], I, H);
+        snprintf(name, sizeof name, "model.layers.0.mlp.experts.%d.%s", e, parts[1]);
+        check_rows(c, name, &up[e][0][0], I, H);
+        snprintf(name, sizeof name, "model.layers.0.mlp.experts.%d.%s", e, parts[2]);
+        check_rows(c, name, &down[e][0][0], H, I);
+    }
+}
+
+TEST(stacks_of_experts)
+{
+    static const char *const parts[3] = { "gate_proj", "up_proj", "down_proj" };
+    static float gate_up[E * 2 * I * H], down_stack[E * H * I];
+    make_experts();
+    for (int kind = 0; kind < 3; kind++) { /* [E, 2I, H]; [E, H, 2I]; the same with gate and up alternating */
+        empty();
+        const bool turned = kind > 0;
+        for (int e = 0; e < E; e++)
+            for (int n = 0; n < 2 * I; n++)
+                for (int k = 0; k < H; k++) {
+                    const float value = kind == 2 ? (n % 2 ? up[e][n / 2][k] : gate[e][n / 2][k])
+                                                  : (n < I ? gate[e][n][k] : up[e][n - I][k]);
+                    gate_up[turned ? (e * H + k) * 2 * I + n : (e * 2 * I + n) * H + k] = value;
+                }
+        for (int e = 0; e < E; e++)
+            for (int n = 0; n < H; n++)
+                for (int k = 0; k < I; k++)
+                    down_stack[turned ? (e * I + k) * H + n : (e * H + n) * I + k] = down[e][n][k];
+        PUT("model.safetensors",
+            { "model.layers.0.mlp.experts.gate_up_proj", NIB_F32, 3, { E, turned ? H : 2 * I, turned ? 2 * I : H }, gate_up },
+            { "model.layers.0.mlp.experts.down_proj", NIB_F32, 3, { E, turned ? I : H, turned ? H : I }, down_stack });
+        put_text("config.json", kind == 2 ? "{\"model_type\": \"gpt_oss\", \"hidden_size\": 32, \"intermediate_size\": 48}"
+                                          : "{\"text_config\": {\"hidden_size\": 32, \"moe_intermediate_size\": 48}}");
+        nib_checkpoint *c = open_good(folder);
+        CHECK(c->n_weights == 3 * E && c->n_remarks == 0 && nib_ck_keeps_stacks(c) == (kind == 2));
+        check_experts(c, parts);
+        nib_weight weight = { .bytes = sizeof weight };
+        CHECK_OK(nib_checkpoint_get_weight(c, 1, &weight));
+        CHECK(weight.stored_bytes == 4 * I * H && strstr(weight.tensor, ".experts.gate_up_proj"));
+        nib_checkpoint_close(c);
+    }
+    /* Square ones are told apart by the model alone. */
+    empty();
+    PUT("model.safetensors", { "m.experts.down_proj", NIB_F32, 3, { 2, H, H }, gate_up });
+    nib_checkpoint *c = open_good(folder);
+    CHECK(c->n_weights == 0 && c->n_remarks == 1 && c->remarks[0].blocks);
+    CHECK(strstr(c->remarks[0].fact, "hidden_size"));
+    nib_checkpoint_close(c);
+    put_text("config.json", "{\"model_type\": \"qwen3_vl_moe\", \"hidden_size\": 32, \"moe_intermediate_size\": 32}");
+    c = open_good(folder);
+    CHECK(c->n_weights == 2 && c->weights[0].transposed);
+    nib_checkpoint_close(c);
+    put_text("config.json", "{\"model_type\": \"qwen3_5_moe\", \"hidden_size\": 32, \"moe_intermediate_size\": 32}");
+    c = open_good(folder);
+    CHECK(c->n_weights == 2 && !c->weights[0].transposed);
+    nib_checkpoint_close(c);
+}
+
+/* ModelOpt keeps some stacks whole: codes [E, K/2, N], scales [E, K/16, N]. */
+TEST(packed_stack)
+{
+    enum { N = 12, K = 64, COUNT = 2 };
+    empty();
+    struct packed p[COUNT] = { pack(N, K), pack(N, K) };
+    uint8_t codes[COUNT * K / 2 * N], scales[COUNT * K / 16 * N];
+    for (int e = 0; e < COUNT; e++)
+        for (int n = 0; n < N; n++) {
+            for (int k = 0; k < K / 2; k++)
+                codes[(e * K / 2 + k) * N + n] = p[e].codes[n * K / 2 + k];
+            for (int k = 0; k < K / 16; k++)
+                scales[(e * K / 16 + k) * N + n] = p[e].scales[n * K / 16 + k];
+        }
+    PUT("model.safetensors", { "m.experts.gate_up_proj", NIB_U8, 3, { COUNT, K / 2, N }, codes },
+        { "m.experts.gate_up_proj_weight_scale", NIB_E4M3, 3, { COUNT, K / 16, N }, scales },
+        { "m.experts.gate_up_proj_weight_scale_2", NIB_F32, 0, { 0 }, &p[0].g });
+    put_text("config.json", "{\"model_type\": \"llama4\", \"hidden_size\": 64, \"intermediate_size\": 6}");
+    nib_checkpoint *c = open_good(folder);
+    CHECK(c->n_weights == 4 && c->packing == NIB_PACKING_MODELOPT);
+    for (int e = 0; e < COUNT; e++) {
+        char name[40];
+        snprintf(name, sizeof name, "m.experts.%d.gate_proj", e);
+        check_rows(c, name, p[e].values, N / 2, K);
+        snprintf(name, sizeof name, "m.experts.%d.up_proj", e);
+        check_rows(c, name, p[e].values + N / 2 * K, N / 2, K);
+        unpack(&p[e]);
+    }
+    nib_checkpoint_close(c);
+}
+
+/* ---- Other packings ---- */
+
+TEST(mxfp4_blocks)
+{
+    static const float grid[8] = { 0, .5f, 1, 1.5f, 2, 3, 4, 6 };
+    enum { EXPERTS = 2, ROWS = 8, K = 64 };
+    static uint8_t blocks[EXPERTS][ROWS][K / 32][16], scales[EXPERTS][ROWS][K / 32];
+    static float want[EXPERTS][2][ROWS / 2][K];
+    empty();
+    for (size_t i = 0; i < sizeof blocks; i++)
+        (&blocks[0][0][0][0])[i] = (uint8_t)test_random();
+    for (size_t i = 0; i < sizeof scales; i++)
+        (&scales[0][0][0])[i] = (uint8_t)(120 + test_below(15));
+    for (int e = 0; e < EXPERTS; e++)
+        for (int n = 0; n < ROWS; n++)
+            for (int k = 0; k < K; k++) {
+                const uint8_t byte = blocks[e][n][k / 32][k % 32 / 2], code = k % 2 ? byte >> 4 : byte & 15;
+                want[e][n % 2][n / 2][k] =
+                    (code & 8 ? -1.f : 1.f) * grid[code & 7] * ldexpf(1, scales[e][n][k / 32] - 127);
+            }
+    PUT("model.safetensors", { "m.experts.gate_up_proj_blocks", NIB_U8, 4, { EXPERTS, ROWS, K / 32, 16 }, blocks },
+        { "m.experts.gate_up_proj_scales", NIB_U8, 3, { EXPERTS, ROWS, K / 32 }, scales });
+    put_text("config.json", "{\"model_type\": \"gpt_oss\", \"hidden_size\": 64, \"intermediate_size\": 4}");
+    nib_checkpoint *c = open_good(folder);
+    CHECK(c->packing == NIB_PACKING_MXFP4 && c->n_weights == 4);
+    check_rows(c, "m.experts.0.gate_proj", &want[0][0][0][0], ROWS / 2, K);
+    check_rows(c, "m.experts.1.up_proj", &want[1][1][0][0], ROWS / 2, K);
+    nib_checkpoint_close(c);
+}
+
+TEST(fp8_blocks)
+{
+    enum { ROWS = 200, COLS = 160 };
+    static uint8_t codes[ROWS][COLS];
+    static float want[ROWS][COLS];
+    const float factors[2][2] = { { 0.5f, 3e-3f }, { 7, 1e-5f } };
+    empty();
+    for (int n = 0; n < ROWS; n++)
+        for (int k = 0; k < COLS; k++) {
+            codes[n][k] = (uint8_t)test_below(0x7F);
+            CHECK_OK(nib_decode(NIB_E4M3, &codes[n][k], 1, &want[n][k]));
+            want[n][k] *= factors[n / 128][k / 128];
+        }
+    PUT("model.safetensors", { "a.weight", NIB_E4M3, 2, { ROWS, COLS }, codes },
+        { "a.weight_scale_inv", NIB_F32, 2, { 2, 2 }, factors });
+    nib_checkpoint *c = open_good(folder);
+    CHECK(c->packing == NIB_PACKING_FP8_BLOCK && c->n_weights == 1);
+    check_rows(c, "a", &want[0][0], ROWS, COLS);
+    nib_checkpoint_close(c);
+    PUT("model.safetensors", { "a.weight", NIB_E4M3, 2, { ROWS, COLS }, codes },
+        { "a.weight_scale_inv", NIB_F32, 2, { 4, 1 }, factors });
+    c = open_good(folder);
+    nib_array out;
+    CHECK_OK(nib_array_init(&out, want, NIB_F32, 2, (int64_t[]){ ROWS, COLS }));
+    CHECK_FAILS(nib_checkpoint_read_rows(c, 0, 0, ROWS, &out), NIB_ERR_DATA, "128x128");
+    nib_checkpoint_close(c);
+}
+
+/* ---- Names ---- */
+
+TEST(patterns)
+{
+    static const struct {
+        const char *pattern, *name;
+        bool matches;
+    } cases[] = {
+        { "lm_head", "lm_head", true },
+        { "lm_head", "model.lm_head", false },
+        { "*lm_head*", "model.lm_head", true },
+        { "model.layers.?.mlp*", "model.layers.3.mlp.up_proj", true },
+        { "model.layers.?.mlp*", "model.layers.13.mlp.up_proj", false },
+        { "a*b*c", "aXbXbc", true },
+        { "a*b*c", "aXbXb", false },
+        { "*", "", true },
+        { "re:.*gate$", "model.mlp.gate", true },
+        { "re:gate$", "model.mlp.gate", false }, /* from the start, as Python's re.match */
+        { "re:model", "model.mlp.gate", true },
+        { "re:.*\\.(q|k)_proj", "a.k_proj", true },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct nib_patterns *patterns = NULL;
+        uint32_t which;
+        CHECK_OK(nib_patterns_create(&cases[i].pattern, 1, &patterns));
+        CHECK_OK(nib_patterns_match(patterns, cases[i].name, &which));
+        CHECK_THAT((which == 0) == cases[i].matches, "%s on %s", cases[i].pattern, cases[i].name);
+        nib_patterns_destroy(patterns);
+    }
+    struct nib_patterns *patterns = NULL;
+    uint32_t which;
+    const char *bad = "re:(", *none = "", *slow = "re:(a+)+$";
+    CHECK_FAILS(nib_patterns_create(&bad, 1, &patterns), NIB_ERR_ARG, "pattern \"re:(\"");
+    CHECK_FAILS(nib_patterns_create(&none, 1, &patterns), NIB_ERR_ARG, "pattern 1 is empty");
+    CHECK_OK(nib_patterns_create(&slow, 1, &patterns));
+    CHECK_FAILS(nib_patterns_match(patterns, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaX", &which), NIB_ERR_ARG, "limit");
+    nib_patterns_destroy(patterns);
+    nib_patterns_destroy(NULL);
+}
+
+TEST(fused_and_kept)
+{
+    char a[200], b[200];
+    CHECK(nib_ck_fused_key("m.0.q_proj", a, sizeof a) && nib_ck_fused_key("m.0.v_proj", b, sizeof b) && !strcmp(a, b));
+    CHECK(nib_ck_fused_key("m.1.q_proj", b, sizeof b) && strcmp(a, b));
+    CHECK(nib_ck_fused_key("m.0.gate_proj", b, sizeof b) && strcmp(a, b));
+    CHECK(!nib_ck_fused_key("m.0.o_proj", a, sizeof a) && !nib_ck_fused_key("m.0.down_proj", a, sizeof a));
+    CHECK(nib_ck_fused_key("x.experts.7.w1", a, sizeof a) && nib_ck_fused_key("x.experts.7.w3", b, sizeof b) && !strcmp(a, b));
+
+    static const float x[32] = { 1 };
+    empty();
+    PUT("model.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
+    put_text("config.json", "{\"num_hidden_layers\": 61}");
+    nib_checkpoint *c = open_good(folder);
+    static const struct {
+        const char *name;
+        bool kept;
+    } names[] = {
+        { "lm_head", true },
+        { "model.embed_tokens", true },
+        { "model.layers.3.mlp.gate", true },
+        { "model.layers.3.mlp.gate_proj", false },
+        { "model.layers.3.mlp.shared_expert_gate", true },
+        { "model.layers.3.feed_forward.router", true },
+        { "model.layers.3.block_sparse_moe.gate", true },
+        { "model.layers.3.self_attn.q_proj", false },
+        { "model.layers.3.linear_attn.in_proj_a", true },
+        { "model.layers.3.linear_attn.in_proj_qkv", false },
+        { "model.layers.3.self_attn.indexer.wq_b", true },
+        { "visual.blocks.0.attn.qkv", true },
+        { "vision_tower.layers.0.mlp.fc1", true },
+        { "multi_modal_projector.linear_1", true },
+        { "model.layers.60.mlp.up_proj", false },
+        { "model.layers.61.mlp.up_proj", true }, /* beyond the model's own: multi-token prediction */
+        { "mtp.fc", true },
+        { "model.layers.3.input_layernorm", true },
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        struct nib_ck_weight w = c->weights[0];
+        w.name = names[i].name;
+        CHECK_THAT((nib_ck_default_keep(c, &w) != NULL) == names[i].kept, "%s", names[i].name);
+    }
+    CHECK(nib_ck_preset_keep(NIB_PRESET_MLP_ONLY, "m.self_attn.q_proj") && !nib_ck_preset_keep(NIB_PRESET_MLP_ONLY, "m.mlp.up_proj"));
+    CHECK(nib_ck_preset_keep(NIB_PRESET_EXPERTS_ONLY, "m.mlp.up_proj") &&
+          !nib_ck_preset_keep(NIB_PRESET_EXPERTS_ONLY, "m.mlp.experts.0.up_proj"));
+    CHECK(!nib_ck_preset_keep(NIB_PRESET_DEFAULT, "m.self_attn.q_proj"));
+    nib_packing packing;
+    CHECK_OK(nib_packing_from_name("modelopt", &packing));
+    CHECK(packing == NIB_PACKING_MODELOPT && !nib_packing_name(NIB_PACKING_COUNT));
+    CHECK_FAILS(nib_packing_from_name("x", &packing), NIB_ERR_ARG, "no packing \"x\"");
+    nib_checkpoint_close(c);
+}
+
+TEST_MAIN
