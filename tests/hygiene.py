@@ -153,6 +153,13 @@ def check_includes():
                 if not any(os.path.exists(os.path.join(ROOT, place, header)) for place in ("include", os.path.dirname(name))):
                     faults.append(f"{name} may not include {header}")
     check("tools and examples use only include/", faults)
+
+    # A library above the core: its own headers, and of the core those whose functions are exported for it.
+    lower = {"base.h", "os.h", "json.h", "spans.h", "codec.h"}
+    check("includes of checkpoint/ go down the layers",
+          [f"{name} may not include {header}" for name in CHECKPOINT
+           for header in re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M)
+           if header not in lower and not any(os.path.exists(os.path.join(ROOT, place, header)) for place in ("include", "checkpoint"))])
     check("no switch on a format outside src/format.c",
           lines_matching([n for n in FILES if n.endswith((".c", ".h")) and n != "src/format.c"], r"switch *\(.*format"))
 
@@ -162,7 +169,7 @@ def check_format():
     version = re.search(r"version (\d+)", run(program, "--version")[1]) if program else None
     if not version or version[1] != CLANG_FORMAT:
         return skip("clang-format", f"needs version {CLANG_FORMAT}, here is {version[1] if version else 'none'}")
-    names = [n for n in FILES if re.match(r"(include|src|mpi|bench|tools|examples)/.*\.[ch]$", n)]
+    names = [n for n in FILES if re.match(r"(include|src|checkpoint|mpi|bench|tools|examples)/.*\.[ch]$", n)]
     check("clang-format (make format)", [n for n in names if not run(program, "--dry-run", "-Werror", n)[0]])
 
 
@@ -171,7 +178,8 @@ def check_format():
 
 def symbols(path, *options):
     output = subprocess.run(["nm", *options, path], stdout=subprocess.PIPE, check=True).stdout.decode()
-    return {line.split()[-1].split("@")[0] for line in output.splitlines() if line and not line.endswith(":")}
+    return {line.split()[-1].split("@")[0] for line in output.splitlines()
+            if line and not line.endswith(":") and " A NIB_" not in line}  # these are names of versions
 
 
 def check_headers():
@@ -220,6 +228,10 @@ def check_symbols():
     check("global names of libnib.a begin with nib_",
           sorted(s for s in symbols(archive, "-g", "--defined-only") if not s.startswith("nib_")))
     check("libnib.a neither prints, exits nor aborts", sorted(symbols(archive, "-u") & FORBIDDEN))
+    archive = os.path.join(BUILD, "libnib_checkpoint.a")
+    check("global names of libnib_checkpoint.a begin with nib_",
+          sorted(s for s in symbols(archive, "-g", "--defined-only") if not s.startswith("nib_")))
+    check("libnib_checkpoint.a neither prints, exits nor aborts", sorted(symbols(archive, "-u") & FORBIDDEN))
 
 
 def check_plain_build(folder):
