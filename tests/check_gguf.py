@@ -27,7 +27,7 @@ except ImportError:
     sys.exit(0)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SOURCES = "base os json spans gguf gguf_write gguf_blocks".split()
+SOURCES = "src/base src/os src/json src/spans checkpoint/gguf checkpoint/gguf_write checkpoint/gguf_blocks".split()
 KINDS = list(gguf.GGUFValueType)
 STRING, ARRAY, BOOL = (gguf.GGUFValueType[name] for name in ("STRING", "ARRAY", "BOOL"))
 PACK = {"UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "UINT32": "I", "INT32": "i", "FLOAT32": "f",
@@ -70,9 +70,10 @@ class Strings(ctypes.Structure):
 class Nib:
     def __init__(self, folder):
         path = os.path.join(folder, "libgguf.so")
-        sources = [os.path.join(ROOT, "src", name + ".c") for name in SOURCES]
+        sources = [os.path.join(ROOT, name + ".c") for name in SOURCES]
         subprocess.run([os.environ.get("CC", "cc"), "-std=c11", "-O1", "-fPIC", "-shared", "-Wl,-z,defs",
-                        "-I" + os.path.join(ROOT, "include"), *sources, "-o", path], check=True)
+                        *["-I" + os.path.join(ROOT, name) for name in ("include", "src")], *sources, "-o", path],
+                       check=True)
         self.lib = lib = ctypes.CDLL(path)
         lib.nib_last_error.restype = ctypes.c_char_p
         lib.nib_gguf_facts.restype = Facts
