@@ -122,6 +122,13 @@ static nib_status level_of_amax(const nib_quantizer *q, nib_dtype dtype, float a
     return status;
 }
 
+/* Of nothing but zeros some dialects would make infinities. Only who asks for ModelOpt's bytes in ModelOpt's form gets
+ * what ModelOpt writes: a level of 0 and scales that are NaN. */
+bool nib_run_is_nothing(const nib_plan *plan, float amax)
+{
+    return amax == 0 && !(plan->q.dialect == NIB_DIALECT_MODELOPT && plan->packing == NIB_PACKING_MODELOPT);
+}
+
 static nib_status find_levels(struct nib_run *run)
 {
     const nib_plan *plan = run->plan;
@@ -129,8 +136,8 @@ static nib_status find_levels(struct nib_run *run)
         const struct nib_out_group *group = &plan->groups[i];
         nib_level kind = NIB_LEVEL_DECODE;
         float level;
-        if (!group->mxfp4 && run->amaxes[i] == 0)
-            level = 1; /* nothing but zeros, of which some dialects would make infinities */
+        if (!group->mxfp4 && nib_run_is_nothing(plan, run->amaxes[i]))
+            level = 1;
         else if (group->mxfp4)
             level = run->amaxes[i] = nib_mxfp4_decode_scale(run->amaxes[i]);
         else

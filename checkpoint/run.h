@@ -86,4 +86,7 @@ char *nib_stage_path(const char *folder, const char *name); /* NULL without memo
 /* Files of the input folder that go along: tokenizer, licence ... */
 nib_status nib_stage_copy_others(struct nib_run *run);
 
+/* Whether a group is nothing but zeros and gets the level 1 instead of what the dialect makes of it. */
+bool nib_run_is_nothing(const nib_plan *plan, float amax);
+
 #endif

@@ -190,9 +190,10 @@ static nib_status quantize_rows(const struct writer *writer, struct desk *desk, 
     const int64_t cols = w->source.cols, blocks = cols / 16, shape[2] = { piece->count, cols };
     const size_t bytes = (size_t)(piece->count * cols) * size_of(dtype);
     const float *amax = &writer->run->amaxes[w->group], one = 1;
+    const bool nothing = nib_run_is_nothing(plan, *amax);
     const nib_given given = { .bytes = sizeof given,
-                              .amax = { *amax > 0 ? amax : NULL, NULL },
-                              .level = { *amax > 0 ? NULL : &one, NULL } };
+                              .amax = { nothing ? NULL : amax, NULL },
+                              .level = { nothing ? &one : NULL, NULL } };
     nib_array x, codes, scales;
     if (!room_for(&desk->numbers, &desk->numbers_bytes, bytes))
         return no_memory();
