@@ -518,12 +518,6 @@ static nib_status check_layers(struct nib_checking *k, const json_t *layers)
 
 /* ---- Modules that are better not quantised ---- */
 
-static bool ends_with(const char *name, const char *end)
-{
-    const size_t a = strlen(name), b = strlen(end);
-    return a >= b && is(name + a - b, end) && (a == b || name[a - b - 1] == '.');
-}
-
 static bool is_tied(const nib_checkpoint *c)
 {
     return json_is_true(get(c->config, "tie_word_embeddings")) ||
@@ -547,11 +541,11 @@ static nib_status check_special_modules(struct nib_checking *k)
     };
     for (size_t i = 0; i < k->n_modules; i++) {
         const char *name = k->modules[i].name;
-        if (ends_with(name, "lm_head"))
+        if (nib_ck_ends_with(name, "lm_head"))
             TRY(nib_check_found(k, is_tied(k->c) ? NIB_FAULT_HEAD_TIED : NIB_FAULT_HEAD_QUANTISED, name,
                                 "the head is quantised"));
         for (size_t j = 0; j < sizeof special / sizeof *special; j++)
-            if (ends_with(name, special[j].end))
+            if (nib_ck_ends_with(name, special[j].end))
                 TRY(nib_check_found(k, special[j].fault, name, "%s", special[j].fact));
     }
     return NIB_OK;

@@ -158,6 +158,12 @@ nib_status nib_ck_report(const nib_job *job, const char *phase, const char *tens
 
 /* ---- Names (names.c) ---- */
 
+static inline bool nib_ck_ends_with(const char *name, const char *end)
+{
+    const size_t n = strlen(name), m = strlen(end);
+    return n >= m && strcmp(name + n - m, end) == 0;
+}
+
 /* Patterns of modules: exact, glob, re: (PCRE2, anchored at the start, with a match limit). */
 struct nib_patterns;
 nib_status nib_patterns_create(const char *const *patterns, size_t n, struct nib_patterns **out);

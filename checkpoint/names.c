@@ -371,12 +371,6 @@ static nib_status orientation(const nib_checkpoint *c, const char *tensor, const
     return NIB_OK;
 }
 
-static bool ends_with(const char *name, const char *end)
-{
-    const size_t n = strlen(name), m = strlen(end);
-    return n >= m && strcmp(name + n - m, end) == 0;
-}
-
 nib_status nib_ck_stack_of(const nib_checkpoint *c, const char *tensor, int64_t rank, const int64_t *shape, bool *is,
                            struct nib_ck_stack *out)
 {
@@ -385,7 +379,7 @@ nib_status nib_ck_stack_of(const nib_checkpoint *c, const char *tensor, int64_t 
         return NIB_OK;
     for (size_t i = 0; i < sizeof stack_names / sizeof *stack_names; i++) {
         const struct stack_name *row = &stack_names[i];
-        if (!ends_with(tensor, row->end))
+        if (!nib_ck_ends_with(tensor, row->end))
             continue;
         *is = true;
         bool transposed = false;

@@ -235,12 +235,6 @@ static nib_status read_configuration(nib_checkpoint *c)
 
 /* ---- Files ---- */
 
-static bool ends_with(const char *name, const char *end)
-{
-    const size_t n = strlen(name), m = strlen(end);
-    return n >= m && strcmp(name + n - m, end) == 0;
-}
-
 /* Add a file and read its header. */
 static nib_status add_file(nib_checkpoint *c, const char *path, const char *name)
 {
@@ -289,10 +283,10 @@ static nib_status note_name(void *context, const char *name)
 {
     static const char *const pickles[] = { ".bin", ".pt", ".pth", ".ckpt" };
     struct listing *listing = context;
-    struct nib_names *list = ends_with(name, ".safetensors")              ? &listing->safetensors
-                             : ends_with(name, ".safetensors.index.json") ? &listing->indexes
-                             : ends_with(name, ".gguf")                   ? &listing->gguf
-                                                                          : NULL;
+    struct nib_names *list = nib_ck_ends_with(name, ".safetensors")              ? &listing->safetensors
+                             : nib_ck_ends_with(name, ".safetensors.index.json") ? &listing->indexes
+                             : nib_ck_ends_with(name, ".gguf")                   ? &listing->gguf
+                                                                                 : NULL;
     if (list) {
         const size_t start = list->text.used;
         if (!nib_text_put(&list->text, name, strlen(name) + 1) || !nib_names_add(list, start))
@@ -300,7 +294,7 @@ static nib_status note_name(void *context, const char *name)
         return NIB_OK;
     }
     for (size_t i = 0; i < sizeof pickles / sizeof *pickles; i++)
-        if (ends_with(name, pickles[i]) && (!*listing->pickled || strcmp(name, listing->pickled) < 0))
+        if (nib_ck_ends_with(name, pickles[i]) && (!*listing->pickled || strcmp(name, listing->pickled) < 0))
             snprintf(listing->pickled, sizeof listing->pickled, "%s", name);
     return NIB_OK;
 }
@@ -319,7 +313,7 @@ static const char *fault_of_shard_name(const char *name)
         return "it is empty";
     if (strchr(name, '/') || strchr(name, '\\') || strcmp(name, "..") == 0)
         return "it leaves the folder";
-    if (!ends_with(name, ".safetensors"))
+    if (!nib_ck_ends_with(name, ".safetensors"))
         return "it is not a .safetensors file";
     return NULL;
 }

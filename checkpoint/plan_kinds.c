@@ -19,12 +19,6 @@ static nib_status finish(nib_plan *plan, nib_status status, nib_plan **out)
 
 /* ---- What is taken at all ---- */
 
-static bool ends_with(const char *name, const char *end)
-{
-    const size_t length = strlen(name), n = strlen(end);
-    return length >= n && !strcmp(name + length - n, end);
-}
-
 /* A plan drops or rewrites what the input's configuration says of quantised tensors: there must be none that it does
  * not understand. */
 static nib_status check_source(const nib_checkpoint *in)
@@ -42,7 +36,7 @@ static nib_status check_source(const nib_checkpoint *in)
         const bool float8 = t->dtype == NIB_E4M3 || t->dtype == NIB_E5M2 || t->dtype == NIB_E4M3FNUZ ||
                             t->dtype == NIB_E5M2FNUZ || t->dtype == NIB_E2M1;
         char room[512];
-        if (ends_with(t->name, ".row_data") && t->weight == NIB_NONE)
+        if (nib_ck_ends_with(t->name, ".row_data") && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s was saved by the library, but is no matrix of rowwise NVFP4 with one "
                             "level and plain scales",
@@ -52,7 +46,7 @@ static nib_status check_source(const nib_checkpoint *in)
                             "%s is %s, and how it is scaled nib does not know: only NVFP4, MXFP4 and FP8 blocks with "
                             "weight_scale_inv are read",
                             nib_ck_place(in, i, room, sizeof room), nib_dtype_name(t->dtype));
-        if (ends_with(t->name, ".pre_quant_scale"))
+        if (nib_ck_ends_with(t->name, ".pre_quant_scale"))
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s: its activations are to be multiplied with it (AWQ), which other formats cannot say",
                             nib_ck_place(in, i, room, sizeof room));

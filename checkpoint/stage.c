@@ -50,12 +50,6 @@ nib_status nib_stage_write(const char *path, const void *bytes, size_t count)
     return status;
 }
 
-static bool ends_with(const char *name, const char *end)
-{
-    const size_t length = strlen(name), n = strlen(end);
-    return length >= n && !strcmp(name + length - n, end);
-}
-
 /* ---- The place of the output ---- */
 
 /* Whether `inner` is `outer` or lies in it; both are real paths. */
@@ -259,8 +253,8 @@ static nib_status set_paths(struct nib_run *run, const char *out)
     memcpy(run->out, out, length);
     run->out[length] = '\0';
     run->as_file =
-        run->plan->packing == NIB_PACKING_GGUF || (run->plan->one_file && ends_with(run->out, ".safetensors"));
-    if (run->plan->packing == NIB_PACKING_GGUF && !ends_with(run->out, ".gguf"))
+        run->plan->packing == NIB_PACKING_GGUF || (run->plan->one_file && nib_ck_ends_with(run->out, ".safetensors"));
+    if (run->plan->packing == NIB_PACKING_GGUF && !nib_ck_ends_with(run->out, ".gguf"))
         return nib_fail(NIB_ERR_ARG, "%s: the output is one GGUF file: give it a name that ends in .gguf", run->out);
     const size_t room = length + sizeof "/" FINISHED;
     run->partial = nib_alloc(room);
@@ -428,7 +422,7 @@ static bool goes_along(const char *name)
         !strcmp(name, "recipe.yaml")) /* of an earlier quantisation */
         return false;
     for (size_t i = 0; i < sizeof left_out / sizeof *left_out; i++)
-        if (ends_with(name, left_out[i]))
+        if (nib_ck_ends_with(name, left_out[i]))
             return false;
     return true;
 }
@@ -488,7 +482,7 @@ static int publishing_rank(const struct nib_run *run, const char *name)
     for (size_t i = 0; i < run->plan->n_files; i++)
         if (!strcmp(run->plan->files[i].name, name))
             return 0;
-    return ends_with(name, ".index.json") ? 1 : !strcmp(name, "config.json") ? 3 : 2;
+    return nib_ck_ends_with(name, ".index.json") ? 1 : !strcmp(name, "config.json") ? 3 : 2;
 }
 
 struct publishing {
@@ -513,12 +507,12 @@ static nib_status move_one(void *context, const char *name)
 static nib_status remove_stale(void *context, const char *name)
 {
     const struct nib_run *run = context;
-    const bool data = ends_with(name, ".safetensors") || ends_with(name, ".safetensors.index.json");
+    const bool data = nib_ck_ends_with(name, ".safetensors") || nib_ck_ends_with(name, ".safetensors.index.json");
     const bool configuration = !strcmp(name, "config.json") || !strcmp(name, "hf_quant_config.json");
     if (!data && !configuration)
         return NIB_OK;
     char *fresh = nib_stage_path(run->fresh, name), *old = nib_stage_path(run->out, name);
-    bool ours = publishing_rank(run, name) == 0 || (ends_with(name, ".index.json") && run->plan->n_files > 1) ||
+    bool ours = publishing_rank(run, name) == 0 || (nib_ck_ends_with(name, ".index.json") && run->plan->n_files > 1) ||
                 (!strcmp(name, "config.json") && run->plan->config) ||
                 (!strcmp(name, "hf_quant_config.json") && run->plan->hf_quant);
     const nib_status status = fresh && old ? NIB_OK : no_memory(run->out);

@@ -92,12 +92,6 @@ enum { LAYOUTS = sizeof layouts / sizeof *layouts };
 /* A stack of experts in ModelOpt's form, whose name has no ".weight". */
 static const char *const stack_ends[NIB_ROLE_COUNT] = { "", "_weight_scale", "_weight_scale_2", "_input_scale" };
 
-static bool ends_with(const char *name, const char *end)
-{
-    const size_t n = strlen(name), m = strlen(end);
-    return n >= m && strcmp(name + n - m, end) == 0;
-}
-
 /* ---- Finding weights ---- */
 
 struct finder {
@@ -381,7 +375,7 @@ static nib_status find_weight(struct finder *finder, uint32_t id)
         const struct layout *layout = &layouts[i];
         const char *end = layout->ends[NIB_ROLE_DATA];
         if (layout->data != t->dtype || (layout->ggml_type >= 0 && layout->ggml_type != t->ggml_type) ||
-            (layout->rank >= 0 && layout->rank != t->rank) || !ends_with(t->name, end) ||
+            (layout->rank >= 0 && layout->rank != t->rank) || !nib_ck_ends_with(t->name, end) ||
             strlen(t->name) == strlen(end))
             continue;
         /* A row that does not want it after all leaves it to a later one. */
