@@ -325,6 +325,38 @@ TEST(codes_are_those_of_the_whole_matrix_under_the_amax_of_its_set)
     }
 }
 
+/* ModelOpt makes 0 / 0 of a tensor of zeros. Its dialect has that in its own form alone; anything else is zeros. */
+TEST(zeros_are_zeros_unless_modelopt_is_asked_for)
+{
+    PUT(at("zeros.safetensors"), { "a.weight", NIB_BF16, 2, { 16, 32 }, 1e-44f }); /* BF16 has nothing so small */
+    static const struct {
+        int32_t dialect;
+        nib_packing packing;
+        float level; /* as stored */
+    } cases[] = {
+        { NIB_UNSET, NIB_PACKING_COMPRESSED_TENSORS, 1 },
+        { NIB_DIALECT_MODELOPT, NIB_PACKING_COMPRESSED_TENSORS, 1 },
+        { NIB_DIALECT_COMPRESSED_TENSORS, NIB_PACKING_MODELOPT, 1 },
+        { NIB_DIALECT_MODELOPT, NIB_PACKING_MODELOPT, 0 },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        nib_quantize_options options = with(cases[i].packing);
+        options.dialect = cases[i].dialect;
+        CHECK_OK(quantize(at("zeros.safetensors"), fresh("zeros-out"), &options, NULL, NULL));
+        nib_checkpoint *c = open_good(at("zeros-out"));
+        nib_weight w = { .bytes = sizeof w };
+        float numbers[16 * 32];
+        nib_array out;
+        CHECK_OK(nib_checkpoint_get_weight(c, 0, &w));
+        CHECK_OK(nib_array_init(&out, numbers, NIB_F32, 2, (int64_t[]){ 16, 32 }));
+        CHECK_OK(nib_checkpoint_read_rows(c, 0, 0, 16, &out));
+        CHECK_THAT(w.level == cases[i].level, "case %zu: level %g", i, (double)w.level);
+        for (int k = 0; k < 16 * 32; k++)
+            CHECK(cases[i].level == 0 ? isnan(numbers[k]) : numbers[k] == 0);
+        nib_checkpoint_close(c);
+    }
+}
+
 TEST(what_is_not_quantised_is_copied_byte_for_byte)
 {
     make_model(at("in"));
