@@ -192,20 +192,39 @@ SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 
 /* ---- Rows (rows.h), with a vector per block ---- */
 
-/* The largest lane of each of sixteen vectors. */
-SIMD VI largest_of_each(const VI m[16])
+/* The larger magnitude, positive. */
+SIMD VF larger_magnitude(VF a, VF b) { return _mm512_range_ps(a, b, 0xB); }
+
+/* Two halves of a vector from two places. */
+SIMD VF join_halves(const char *low, const char *high)
 {
-    VI halves[8], quarters[4], eighths[2];
-    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) halves[i] =
-        vi_max(_mm512_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) quarters[i] =
-        vi_max(_mm512_unpacklo_epi64(halves[2 * i], halves[2 * i + 1]),
-               _mm512_unpackhi_epi64(halves[2 * i], halves[2 * i + 1]));
-    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) eighths[i] =
-        vi_max(_mm512_shuffle_i32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
-               _mm512_shuffle_i32x4(quarters[2 * i], quarters[2 * i + 1], 0xDD));
-    return vi_max(_mm512_shuffle_i32x4(eighths[0], eighths[1], 0x88),
-                  _mm512_shuffle_i32x4(eighths[0], eighths[1], 0xDD));
+    const __m512d first = _mm512_castpd256_pd512(_mm256_loadu_pd((const void *)low));
+    return _mm512_castpd_ps(_mm512_insertf64x4(first, _mm256_loadu_pd((const void *)high), 1));
+}
+
+/* The bits of the amaxes of eight blocks from x on and of eight from `next` on, if there is no NaN. Halves of two blocks
+ * share a vector, which costs no shuffle, and maxima of magnitudes run on either port; they drop NaNs, which are noticed
+ * apart and then show in the result. */
+SIMD VI amax_bits_f32(const char *x, const char *next)
+{
+    __mmask16 numbers = 0xFFFF;
+    VF m[8]; /* blocks i and i + 8 */
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++)
+    {
+        const VF a = join_halves(x + 64 * i, next + 64 * i), b = join_halves(x + 64 * i + 32, next + 64 * i + 32);
+        numbers = _mm512_mask_cmp_ps_mask(numbers, a, b, _CMP_ORD_Q);
+        m[i] = larger_magnitude(a, b);
+    }
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) m[i] =
+        vf_max(_mm512_unpacklo_ps(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_ps(m[2 * i], m[2 * i + 1]));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const __m512d a = _mm512_castps_pd(m[2 * i]), b = _mm512_castps_pd(m[2 * i + 1]);
+        m[i] = vf_max(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const VF all = vf_max(_mm512_shuffle_f32x4(m[0], m[1], 0x88), _mm512_shuffle_f32x4(m[0], m[1], 0xDD));
+    const VF blocks = _mm512_shuffle_f32x4(all, all, 0xD8);
+    return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), numbers, vi_of(blocks));
 }
 
 /* The larger words of pairs of vectors, woven by words, by 32 and by 64 bits. */
@@ -224,21 +243,19 @@ SIMD VI amax_bits_16(const char *x, const char *next, nib_dtype dtype)
         larger_words(_mm512_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
     const VI both = larger_words(_mm512_unpacklo_epi64(m[0], m[1]), _mm512_unpackhi_epi64(m[0], m[1]));
     const VI all = larger_words(both, _mm512_shuffle_i32x4(both, both, 0xB1)); /* even blocks, then odd ones */
+    if (dtype == NIB_BF16) { /* the upper words of FP32 */
+        const VI places = _mm512_setr_epi32(0x00000000, 0x00100000, 0x00010000, 0x00110000, 0x00020000, 0x00120000,
+                                            0x00030000, 0x00130000, 0x00040000, 0x00140000, 0x00050000, 0x00150000,
+                                            0x00060000, 0x00160000, 0x00070000, 0x00170000);
+        return _mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, places, all);
+    }
     const __m128i even = _mm512_castsi512_si128(all), odd = _mm512_extracti32x4_epi32(all, 2);
-    const __m256i words = _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd));
-    return dtype == NIB_F16 ? vi_of(_mm512_cvtph_ps(words)) : vi_sll(_mm512_cvtepu16_epi32(words), 16);
+    return vi_of(_mm512_cvtph_ps(_mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd))));
 }
 
-/* The bits of the amaxes of eight blocks from x on and of eight from `next` on. */
 SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
 {
-    if (dtype != NIB_F32)
-        return amax_bits_16(x, next, dtype);
-    const VI mask = vi_set1(0x7FFFFFFF);
-    VI m[16];
-    _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++) m[k] =
-        vi_and(_mm512_loadu_si512(k < 8 ? x + 64 * k : next + 64 * (k - 8)), mask);
-    return largest_of_each(m);
+    return dtype == NIB_F32 ? amax_bits_f32(x, next) : amax_bits_16(x, next, dtype);
 }
 
 /* The code of y, in the lowest bits of a lane, and 2 (4 if y is negative) in its second byte; what is in the upper half
@@ -253,6 +270,44 @@ SIMD VI word_of_code(VF y)
     return vi_add(sum, vi_srl(sum, 22));
 }
 
+/* 64 times the code of y, less 2^15 if y is negative: the code is in bits 6 to 8 of a lane and the sign in bit 15 and all
+ * above. As in e2m1_bits a sum rounds y, but the power of two that it takes is made from y's own; 32619 is there so that
+ * 64 times the sum's lower half, as a signed number, and its upper half once come to the code. It counts twice, which is
+ * even, as ties want it. */
+SIMD VI code_of(VF y)
+{
+    const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 3); /* the larger magnitude, with y's sign */
+    const VF power = vf_of(vi_and(vi_of(larger), vi_set1((int)0xFF800000u)));
+    const VI sum = vi_of(vf_multiply_add(power, vf_set1(0x1p22f + 32619), y)); /* the product is exact */
+    return _mm512_madd_epi16(sum, vi_set1(1 << 16 | 64));
+}
+
+/* The words of two vectors from code_of, as codes of four bits: 16 bits hold both. Pieces of 128 bits have four elements
+ * of the first vector and then four of the second. */
+SIMD VI pack_codes(VI first, VI second)
+{
+    const VI bytes = _mm512_srli_epi16(_mm512_packs_epi32(first, second), 6); /* the code, and 2 if it is negative */
+    return _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(4 << 8 | 1));
+}
+
+/* Four vectors of words that are codes, to bytes that hold two: in each piece of 128 bits four bytes of every vector. */
+SIMD VI pair_codes_of(const VI words[4])
+{
+    const VI pair = _mm512_set1_epi16(16 << 8 | 1);
+    const VI low = _mm512_maddubs_epi16(_mm512_packus_epi16(words[0], words[1]), pair);
+    const VI high = _mm512_maddubs_epi16(_mm512_packus_epi16(words[2], words[3]), pair);
+    return _mm512_packus_epi16(low, high);
+}
+
+/* Eight blocks, two to a vector as pack_codes leaves them. */
+SIMD void store_blocks(uint8_t *out, const VI words[4])
+{
+    const VI order = _mm512_setr_epi32(0x00080000, 0x00180010, 0x00090001, 0x00190011, 0x000A0002, 0x001A0012,
+                                       0x000B0003, 0x001B0013, 0x000C0004, 0x001C0014, 0x000D0005, 0x001D0015,
+                                       0x000E0006, 0x001E0016, 0x000F0007, 0x001F0017);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(order, pair_codes_of(words)));
+}
+
 /* The words of two vectors side by side, as codes of four bits and 8 more: 2 becomes 8 and 4 becomes 16. */
 SIMD VI join_words(VI low, VI high)
 {
@@ -260,52 +315,25 @@ SIMD VI join_words(VI low, VI high)
     return _mm512_maddubs_epi16(words, _mm512_set1_epi16(4 << 8 | 1));
 }
 
-/* Codes of four blocks, of four bits and 8 more in each word: lanes of 64 bits get the eight bytes of a pair of elements,
- * of which the first four are wanted: blocks 0, 2, 1, 3. The 8s add up to 0x88 or carry out of the byte above. */
-SIMD VI pair_codes(VI first, VI second)
-{
-    const VI eights = _mm512_set1_epi16(8);
-    const VI codes = vi_or(_mm512_sub_epi16(first, eights), _mm512_slli_epi16(_mm512_sub_epi16(second, eights), 8));
-    return vi_or(codes, _mm512_srli_epi64(codes, 28));
-}
-
-/* Eight blocks, from two results of pair_codes, to 64 bytes. */
-SIMD void store_codes(uint8_t *out, VI first, VI second)
-{
-    const VI all = _mm512_mask_blend_epi32(0xAAAA, first, _mm512_slli_epi64(second, 32));
-    const VI apart =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15)); /* by blocks */
-    const VI order = _mm512_setr_epi32(0x00080000, 0x00180010, 0x00090001, 0x00190011, 0x000A0002, 0x001A0012,
-                                       0x000B0003, 0x001B0013, 0x000C0004, 0x001C0014, 0x000D0005, 0x001D0015,
-                                       0x000E0006, 0x001E0016, 0x000F0007, 0x001F0017);
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(order, _mm512_shuffle_epi8(all, apart)));
-}
-
 SIMD VF clamped(VF y, bool clamp)
 {
     return clamp ? _mm512_range_ps(y, vf_set1(6.0f), 2) : y; /* the smaller magnitude, with y's sign */
 }
 
-/* BF16 is split into even and odd elements, which is a shift and a mask, and a pair of codes is then in one lane: two
- * blocks to a vector. */
+/* BF16 lies two blocks to a vector; FP32 has it in its upper half. */
 SIMD void code_group_bf16(uint8_t *out, const char *x, const float *factors, const uint8_t *scales, bool clamp)
 {
-    const VI upper = vi_set1((int)0xFFFF0000u), pair = vi_set1(16 << 16 | 1);
-    VI bytes[4]; /* and 0x88 more */
+    const VI zero = vi_set1(0);
+    VI words[4];
     _Pragma("GCC unroll 4") for (int p = 0; p < 4; p++)
     {
         const VI numbers = _mm512_loadu_si512(x + 64 * p);
         const VF f = _mm512_mask_mov_ps(vf_set1(factors[scales[2 * p]]), 0xFF00, vf_set1(factors[scales[2 * p + 1]]));
-        const VI even = word_of_code(clamped(vf_mul(vf_of(vi_sll(numbers, 16)), f), clamp));
-        const VI odd = word_of_code(clamped(vf_mul(vf_of(vi_and(numbers, upper)), f), clamp));
-        bytes[p] = _mm512_madd_epi16(join_words(even, odd), pair);
+        const VF low = vf_of(_mm512_unpacklo_epi16(zero, numbers)), high = vf_of(_mm512_unpackhi_epi16(zero, numbers));
+        words[p] = pack_codes(code_of(clamped(vf_mul(low, f), clamp)), code_of(clamped(vf_mul(high, f), clamp)));
     }
-    const VI low = vi_merge(vi_sll(bytes[1], 8), bytes[0], vi_set1(0xFF));
-    const VI high = vi_merge(vi_sll(bytes[3], 8), bytes[2], vi_set1(0xFF));
-    const VI all = _mm512_sub_epi8(vi_merge(vi_sll(high, 16), low, vi_set1(0xFFFF)), _mm512_set1_epi8((char)0x88));
-    const VI apart = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     const VI order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, _mm512_shuffle_epi8(all, apart)));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, pair_codes_of(words)));
 }
 
 /* Eight blocks of 16 numbers to 64 bytes; `factors` has one for each scale. */
@@ -316,41 +344,33 @@ SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *
         code_group_bf16(out, x, factors, scales, clamp);
         return;
     }
-    VI pairs[2];
-    _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)
+    VI words[4];
+    _Pragma("GCC unroll 4") for (int p = 0; p < 4; p++)
     {
-        VI words[4];
-        _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
-        {
-            const VF factor = vf_set1(factors[scales[4 * half + b]]);
-            const VF y = vf_mul(load_numbers(x, BLOCK * (4 * half + b), dtype), factor);
-            words[b] = word_of_code(clamped(y, clamp));
-        }
-        pairs[half] = pair_codes(join_words(words[0], words[1]), join_words(words[2], words[3]));
+        const VF a = vf_mul(load_numbers(x, BLOCK * 2 * p, dtype), vf_set1(factors[scales[2 * p]]));
+        const VF b = vf_mul(load_numbers(x, BLOCK * (2 * p + 1), dtype), vf_set1(factors[scales[2 * p + 1]]));
+        words[p] = pack_codes(code_of(clamped(a, clamp)), code_of(clamped(b, clamp)));
     }
-    store_codes(out, pairs[0], pairs[1]);
+    store_blocks(out, words);
 }
 
 SIMD void code_group_randomly(uint8_t *out, const char *x, nib_dtype dtype, const float *factor, const uint8_t *random)
 {
-    VI pairs[2];
-    _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)
+    VI words[4];
+    _Pragma("GCC unroll 4") for (int p = 0; p < 4; p++)
     {
-        VI codes[4];
-        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+        VI codes[2];
+        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
         {
-            const int b = 4 * half + i;
+            const int b = 2 * p + i;
             const VF number = load_numbers(x, BLOCK * b, dtype);
             const VI r = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(random + BLOCK * b)));
             const VI code = stochastic_code(absolute(number), vf_set1(factor[b]), r);
             codes[i] = vi_merge(code, _mm512_rol_epi32(vi_of(number), 4), vi_set1(8)); /* the sign */
         }
-        const VI low = vi_merge(vi_sll(codes[1], 16), codes[0], vi_set1(0xFFFF));
-        const VI high = vi_merge(vi_sll(codes[3], 16), codes[2], vi_set1(0xFFFF));
-        const VI bytes = vi_or(low, _mm512_slli_epi16(high, 8));
-        pairs[half] = vi_or(bytes, _mm512_srli_epi64(bytes, 28));
+        words[p] = _mm512_packs_epi32(codes[0], codes[1]);
     }
-    store_codes(out, pairs[0], pairs[1]);
+    store_blocks(out, words);
 }
 
 /* Half of sixteen blocks each, in an order in which they come out of store_random side by side. */

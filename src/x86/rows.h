@@ -4,8 +4,8 @@
  * each x86 instruction set, after simd.h.
  *
  * Blocks lie side by side, so that no transposition is needed if a block's elements share a vector and only amaxes,
- * scales and factors have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of
- * its factors overlap. It is made of groups of eight blocks, which may come from different rows.
+ * scales and factors have a lane per block. They go through in strips of up to 64 groups of eight blocks, which may come
+ * from different rows; while the codes of some groups are made, the next ones get their scales.
  *
  * Amaxes are taken over the bits of magnitudes, in whose order NaNs come above infinity and so stay visible. A strip
  * that has one is left to the lanes of simd.h, and what follows need not think of NaNs: a number's sign is then the
@@ -14,7 +14,8 @@
  * The including file defines amax_bits, code_group and code_group_randomly, and what random_bytes_of works with.
  */
 
-enum { GROUP = 8, GROUPS = 8, STRIP = GROUP * GROUPS, GROUP_LENGTH = GROUP * BLOCK };
+enum { GROUP = 8, GROUPS = 64, STRIP = GROUP * GROUPS, GROUP_LENGTH = GROUP * BLOCK };
+enum { GATHERED = 64, AHEAD = 64 }; /* blocks that are gathered at once, and from a block to what is prefetched */
 
 /* Groups at equal distances: along a row, or one below the other. */
 struct strip {
@@ -31,7 +32,7 @@ struct strip_job {
     const struct nib_coding *coding;
     const struct nib_target *target;
     struct lane_scaler scaler;
-    int64_t row_bytes, ahead; /* from row to row, and from strip to strip */
+    int64_t row_bytes, ahead; /* from row to row, and to what is prefetched */
     VI keys[2][10];           /* of the ten rounds of Philox */
     float factors[128];       /* of every scale under this level */
 };
@@ -85,21 +86,38 @@ SIMD void random_bytes_of(const struct strip_job *job, int64_t line, int64_t blo
 
 /* ---- Strips ---- */
 
-/* The amaxes of a strip's blocks, over `lines` rows. False where there is a NaN. */
-SIMD bool strip_amaxes(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype,
-                       float amaxes[STRIP])
+/* Groups whose amaxes fill a vector, and groups that go through together: so many that the constants of each step are
+ * loaded once for all of them, and so few that the steps of different ones overlap. */
+enum { AT_ONCE = VL / GROUP, TURN = 4 };
+
+/* What is known of a strip while it goes through. */
+struct strip_state {
+    uint8_t scales[STRIP + VL];
+    float amaxes[TURN * GROUP] __attribute__((aligned(64)));      /* of the turn that comes next */
+    float factors[2][TURN * GROUP] __attribute__((aligned(64)));  /* of random rounding: 2^23 times what they are */
+    uint8_t random[2][TURN * GROUP * BLOCK] __attribute__((aligned(64)));
+    bool fits; /* what the scales of the turn make of its numbers is less than 7 */
+    bool good; /* there is no NaN, and no factor is too large */
+};
+
+SIMD int groups_of_turn(const struct strip *strip, int g) { return (int)nib_min(TURN, strip->groups - g); }
+
+/* The amaxes of the blocks of groups g.. over `lines` rows. */
+SIMD void strip_amaxes(const struct strip *strip, const struct strip_job *job, int g, int lines, nib_dtype dtype,
+                       struct strip_state *state)
 {
+    const char *x = strip->x + g * strip->x_step;
+    const int n = groups_of_turn(strip, g);
     VI largest = vi_set1(0);
-    for (int g = 0; g < strip->groups; g += VL / GROUP) {
-        const char *const x = strip->x + g * strip->x_step;
-        const char *const next = g + VL / GROUP <= strip->groups ? x + (VL / GROUP - 1) * strip->x_step : x;
+    for (int k = 0; k < n; k += AT_ONCE, x += AT_ONCE * strip->x_step) {
+        const char *const next = k + AT_ONCE <= n ? x + (AT_ONCE - 1) * strip->x_step : x;
         VI bits = amax_bits(x, next, dtype);
         for (int l = 1; l < lines; l++)
             bits = vi_max(bits, amax_bits(x + l * job->row_bytes, next + l * job->row_bytes, dtype));
         largest = vi_max(largest, bits);
-        vf_store(amaxes + g * GROUP, vf_of(bits));
+        vf_store(state->amaxes + k * GROUP, vf_of(bits));
     }
-    return !vi_any_greater(largest, vi_set1(0x7F800000));
+    state->good &= !vi_any_greater(largest, vi_set1(0x7F800000));
 }
 
 /* The scales of n blocks. True if no number that they scale comes to 7 or more: a scale is not limited, and so large
@@ -118,7 +136,7 @@ SIMD bool scales_of(const float *amaxes, int n, const struct strip_job *job, uin
         least = vi_min(least, vi_select_less(vf_set1(0), amax, code, vi_set1(127)));
         vi_store_low_bytes(scales + b, code);
     }
-    return largest_lane(most) < 480.0f && !vi_any_greater(vi_set1(4), least);
+    return vf_all_less(most, vf_set1(480.0f)) & !vi_any_greater(vi_set1(4), least);
 }
 
 /* Scales and factors for random rounding, which takes its factors 2^23 times; a block of zeros has none. False where
@@ -135,7 +153,7 @@ SIMD bool scales_and_factors_of(const float *amaxes, int n, const struct strip_j
         vi_store_low_bytes(scales + b, s.code);
         vf_store(factors + b, vf_mul(factor, vf_set1(0x1p23f)));
     }
-    return largest_lane(most) < 0x1p100f;
+    return vf_all_less(most, vf_set1(0x1p100f));
 }
 
 SIMD void store_group_scales(const struct nib_target *target, int64_t line, int64_t block, int n, const uint8_t *scales)
@@ -159,14 +177,12 @@ SIMD void prefetch_group(const char *x, nib_dtype dtype)
         _mm_prefetch(x + line * 64, _MM_HINT_T0);
 }
 
-/* The codes of row `l` of a strip. The next strip's numbers arrive meanwhile. */
-SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, int l, nib_dtype dtype, bool clamp,
-                      const uint8_t scales[STRIP])
+/* The codes of n groups in a row. Numbers further on arrive meanwhile. */
+SIMD void row_codes(const char *x, uint8_t *codes, const struct strip *strip, const struct strip_job *job, int n,
+                    nib_dtype dtype, bool clamp, const uint8_t *scales)
 {
-    const char *x = strip->x + l * job->row_bytes;
-    uint8_t *codes = strip->codes + l * job->target->geometry->line_stride;
     const int64_t ahead = job->ahead, x_step = strip->x_step, codes_step = strip->codes_step;
-    for (const uint8_t *end = scales + strip->groups * GROUP; scales < end; scales += GROUP) {
+    for (const uint8_t *end = scales + n * GROUP; scales < end; scales += GROUP) {
         prefetch_group(x + ahead, dtype);
         code_group(codes, x, dtype, job->factors, scales, clamp);
         x += x_step;
@@ -174,21 +190,73 @@ SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, in
     }
 }
 
-/* The same with random bytes. Magnitudes are counted in units of 2^-23 (stochastic_code), which the factors bring. */
-SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job *job, nib_dtype dtype,
-                               const float factors[STRIP])
+SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, int g, int lines, nib_dtype dtype,
+                      const struct strip_state *state)
 {
-    uint8_t random[(STRIP + GROUP) * BLOCK] __attribute__((aligned(64)));
-    const int together = strip->line_step ? 1 : VL / GROUP; /* groups whose numbers are made at once */
-    for (int g = 0; g < strip->groups; g += together)
-        random_bytes_of(job, strip->line + g * strip->line_step, strip->block + g * strip->block_step,
-                        random + g * GROUP * BLOCK);
-    for (int g = 0; g < strip->groups; g++) {
-        const char *const x = strip->x + g * strip->x_step;
-        uint8_t *const codes = strip->codes + g * strip->codes_step, *const bytes = random + g * GROUP * BLOCK;
+    const char *x = strip->x + g * strip->x_step;
+    uint8_t *codes = strip->codes + g * strip->codes_step;
+    for (int l = 0; l < lines; l++, x += job->row_bytes, codes += job->target->geometry->line_stride)
+        if (state->fits) /* what lies between 6 and 7 rounds to 6 */
+            row_codes(x, codes, strip, job, groups_of_turn(strip, g), dtype, false, state->scales + g * GROUP);
+        else
+            row_codes(x, codes, strip, job, groups_of_turn(strip, g), dtype, true, state->scales + g * GROUP);
+}
+
+/* The same with random bytes. Magnitudes are counted in units of 2^-23 (stochastic_code), which the factors bring. */
+SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job *job, int g, nib_dtype dtype,
+                               const struct strip_state *state)
+{
+    const char *x = strip->x + g * strip->x_step;
+    uint8_t *codes = strip->codes + g * strip->codes_step;
+    const float *const factors = state->factors[g / TURN % 2];
+    const uint8_t *const random = state->random[g / TURN % 2];
+    for (int k = 0; k < groups_of_turn(strip, g); k++, x += strip->x_step, codes += strip->codes_step) {
         prefetch_group(x + job->ahead, dtype);
-        code_group_randomly(codes, x, dtype, factors + g * GROUP, bytes);
+        code_group_randomly(codes, x, dtype, factors + k * GROUP, random + k * GROUP * BLOCK);
     }
+}
+
+/* Random bytes for the blocks of groups g.. */
+SIMD void strip_random(const struct strip *strip, const struct strip_job *job, int g, uint8_t *random)
+{
+    const int together = strip->line_step ? 1 : AT_ONCE; /* groups whose numbers are made at once */
+    for (int k = g; k < g + groups_of_turn(strip, g); k += together, random += together * GROUP * BLOCK)
+        random_bytes_of(job, strip->line + k * strip->line_step, strip->block + k * strip->block_step, random);
+}
+
+/* What comes before the codes of groups g..: their scales, from amaxes that are known. */
+SIMD void strip_scales(const struct strip *strip, const struct strip_job *job, int g, bool random,
+                       struct strip_state *state)
+{
+    uint8_t *const scales = state->scales + g * GROUP;
+    const int n = groups_of_turn(strip, g) * GROUP;
+    if (!random) {
+        state->fits = scales_of(state->amaxes, n, job, scales);
+        return;
+    }
+    state->good &= scales_and_factors_of(state->amaxes, n, job, scales, state->factors[g / TURN % 2]);
+    strip_random(strip, job, g, state->random[g / TURN % 2]);
+}
+
+/* One strip of `lines` rows that share their scales; the scales are left in `state`. While some groups get their codes,
+ * the next ones get their scales and those after them their amaxes: none waits for another. False where the strip is not
+ * for this: what was written is of no use. */
+SIMD bool quantize_strip(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype,
+                         bool random, struct strip_state *state)
+{
+    state->good = true;
+    for (int g = -2 * TURN; g < strip->groups; g += TURN) {
+        const int second = g + TURN, third = g + 2 * TURN;
+        if (g >= 0 && random)
+            strip_codes_randomly(strip, job, g, dtype, state);
+        else if (g >= 0)
+            strip_codes(strip, job, g, lines, dtype, state);
+        if (second >= 0 && second < strip->groups)
+            strip_scales(strip, job, second, random, state);
+        if (third < strip->groups)
+            strip_amaxes(strip, job, third, lines, dtype, state);
+    }
+    return state->good;
 }
 
 SLOT void quantize_other(const struct nib_panel *panel, const struct nib_coding *coding,
@@ -210,34 +278,11 @@ SIMD void quantize_part(const struct strip_job *job, int64_t row, int64_t col, i
         quantize_other(&part, job->coding, job->target);
 }
 
-/* One strip of `lines` rows that share their scales. False, and nothing done, where it is not for this. */
-SIMD bool quantize_strip(const struct strip *strip, const struct strip_job *job, int lines, nib_dtype dtype,
-                         bool random, uint8_t scales[STRIP])
-{
-    float amaxes[STRIP] __attribute__((aligned(64))), factors[STRIP] __attribute__((aligned(64)));
-    const int n = strip->groups * GROUP;
-    if (!strip_amaxes(strip, job, lines, dtype, amaxes))
-        return false;
-    if (random) {
-        if (!scales_and_factors_of(amaxes, n, job, scales, factors))
-            return false;
-        strip_codes_randomly(strip, job, dtype, factors);
-        return true;
-    }
-    const bool fits = scales_of(amaxes, n, job, scales);
-    for (int l = 0; l < lines; l++)
-        if (fits) /* what lies between 6 and 7 rounds to 6 */
-            strip_codes(strip, job, l, dtype, false, scales);
-        else
-            strip_codes(strip, job, l, dtype, true, scales);
-    return true;
-}
-
 /* A strip of the panel, from (row, col) on, its scales stored. */
 SIMD void quantize_panel_strip(const struct strip_job *job, int64_t row, int64_t col, int groups, bool down, int lines,
                                nib_dtype dtype, bool random)
 {
-    uint8_t scales[STRIP];
+    struct strip_state state;
     const struct nib_copy_geometry *const g = job->target->geometry;
     const struct nib_panel *const panel = job->panel;
     const struct strip strip = { .groups = groups,
@@ -250,24 +295,29 @@ SIMD void quantize_panel_strip(const struct strip_job *job, int64_t row, int64_t
                                  .block = (panel->col + col) / BLOCK,
                                  .line_step = down,
                                  .block_step = down ? 0 : GROUP };
-    if (!quantize_strip(&strip, job, lines, dtype, random, scales)) {
+    if (!quantize_strip(&strip, job, lines, dtype, random, &state)) {
         quantize_part(job, row, col, down ? groups : lines, down ? GROUP_LENGTH : groups * GROUP_LENGTH);
         return;
     }
     for (int l = 0; l < lines; l++)
-        for (int k = 0; k < groups; k++)
-            store_group_scales(job->target, strip.line + l + k * strip.line_step, strip.block + k * strip.block_step,
-                               GROUP, scales + k * GROUP);
+        if (!g->swizzled && !down)
+            memcpy((uint8_t *)job->target->scales + (strip.line + l) * g->scale_line + strip.block, state.scales,
+                   (size_t)(groups * GROUP));
+        else
+            for (int k = 0; k < groups; k++)
+                store_group_scales(job->target, strip.line + l + k * strip.line_step,
+                                   strip.block + k * strip.block_step, GROUP, state.scales + k * GROUP);
 }
 
 /* ---- What is less than a group ---- */
 
-/* Blocks first..first+n-1 of rows row..row+rows-1, at most STRIP in all and n less than a group, side by side. */
+/* Blocks first..first+n-1 of rows row..row+rows-1, at most GATHERED in all and n less than a group, side by side. */
 SIMD void quantize_gathered(const struct strip_job *job, int64_t row, int64_t rows, int64_t first, int n,
                             nib_dtype dtype)
 {
-    char x[STRIP * BLOCK * 4] __attribute__((aligned(64)));
-    uint8_t codes[STRIP * 8], scales[STRIP];
+    char x[GATHERED * BLOCK * 4] __attribute__((aligned(64)));
+    uint8_t codes[GATHERED * 8];
+    struct strip_state state;
     const int block_bytes = BLOCK * bytes_of(dtype), blocks = (int)rows * n;
     const struct strip strip = { .groups = (int)nib_ceil_div(blocks, GROUP),
                                  .x = x,
@@ -279,7 +329,7 @@ SIMD void quantize_gathered(const struct strip_job *job, int64_t row, int64_t ro
             memcpy(x + (r * n + b) * block_bytes, element_address(job->panel, row + r, (first + b) * BLOCK),
                    (size_t)block_bytes);
     memset(x + blocks * block_bytes, 0, (size_t)((strip.groups * GROUP - blocks) * block_bytes));
-    if (!quantize_strip(&strip, job, 1, dtype, false, scales)) {
+    if (!quantize_strip(&strip, job, 1, dtype, false, &state)) {
         quantize_part(job, row, first * BLOCK, rows, n * BLOCK);
         return;
     }
@@ -287,7 +337,7 @@ SIMD void quantize_gathered(const struct strip_job *job, int64_t row, int64_t ro
         const int64_t line = job->panel->row + row + r, block = job->panel->col / BLOCK + first;
         memcpy(job->target->codes + line * job->target->geometry->line_stride + block * 8, codes + r * n * 8,
                (size_t)n * 8);
-        store_group_scales(job->target, line, block, n, scales + r * n);
+        store_group_scales(job->target, line, block, n, state.scales + r * n);
     }
 }
 
@@ -306,7 +356,7 @@ SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool rando
     const bool per_line = job->target->level_per_line;
     const int64_t in_row = panel->cols / GROUP_LENGTH, length = in_row * GROUP_LENGTH;
     const bool down = in_row == 1 && !per_line; /* one group a row: strips go down the rows */
-    job->ahead = down ? GROUPS * job->row_bytes : GROUPS * GROUP_LENGTH * bytes_of(dtype);
+    job->ahead = down ? AHEAD / GROUP * job->row_bytes : AHEAD * BLOCK * bytes_of(dtype);
     for (int64_t row = 0; row < panel->rows && length > 0; row += down ? GROUPS : 1) {
         if (per_line)
             set_row_scaler(job, row);
@@ -315,7 +365,7 @@ SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool rando
                                  (int)nib_min(GROUPS, down ? panel->rows - row : in_row - g), down, 1, dtype, random);
     }
     const int left = (int)(panel->cols / BLOCK - in_row * GROUP);
-    const int64_t at_once = per_line || left == 0 ? 1 : STRIP / left;
+    const int64_t at_once = per_line || left == 0 ? 1 : GATHERED / left;
     job->ahead = 0;
     for (int64_t row = 0; !random && left > 0 && row < panel->rows; row += at_once) {
         if (per_line)

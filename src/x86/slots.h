@@ -57,11 +57,13 @@ SIMD enum decode_way decode_factors(const uint8_t *scales, int n, float level, c
     return BY_TABLES;
 }
 
-/* n blocks, a multiple of VL and at most STRIP. */
+enum { CHUNK = 64 }; /* blocks whose factors are made at once */
+
+/* n blocks, a multiple of VL and at most CHUNK. */
 SIMD void decode_chunk(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int n, float level,
                        const struct nib_coding *coding, bool stream)
 {
-    float factors[STRIP] __attribute__((aligned(64)));
+    float factors[CHUNK] __attribute__((aligned(64)));
     const enum decode_way way = decode_factors(scales, n, level, &coding->rules, dtype, factors);
     const int four = 4 * BLOCK * bytes_of(dtype);
     if (way == BY_REFERENCE)
@@ -77,19 +79,19 @@ SIMD void decode_chunk(char *y, nib_dtype dtype, const uint8_t *codes, const uin
 /* Codes and scales of a chunk some way on arrive while this one is decoded. */
 SIMD void prefetch_codes(const uint8_t *codes, const uint8_t *scales)
 {
-    enum { AHEAD = 4 * STRIP };
-    for (int line = 0; line < STRIP * 8; line += 64)
-        _mm_prefetch((const char *)codes + AHEAD * 8 + line, _MM_HINT_T0);
-    _mm_prefetch((const char *)scales + AHEAD, _MM_HINT_T0);
+    enum { CODES_AHEAD = 4 * CHUNK };
+    for (int line = 0; line < CHUNK * 8; line += 64)
+        _mm_prefetch((const char *)codes + CODES_AHEAD * 8 + line, _MM_HINT_T0);
+    _mm_prefetch((const char *)scales + CODES_AHEAD, _MM_HINT_T0);
 }
 
 SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
                     const struct nib_coding *coding, bool stream)
 {
     const int64_t size = bytes_of(dtype), whole = n / (VL * BLOCK) * VL;
-    for (int64_t b = 0; b < whole; b += STRIP) {
+    for (int64_t b = 0; b < whole; b += CHUNK) {
         prefetch_codes(codes + b * 8, scales + b);
-        decode_chunk(y + b * BLOCK * size, dtype, codes + b * 8, scales + b, (int)nib_min(STRIP, whole - b), level,
+        decode_chunk(y + b * BLOCK * size, dtype, codes + b * 8, scales + b, (int)nib_min(CHUNK, whole - b), level,
                      coding, stream);
     }
     const int64_t done = whole * BLOCK, left = n - done;
