@@ -650,6 +650,23 @@ static void decode_panel(void *context, int64_t i)
         decode_columns(job, row, rows, col, cols);
 }
 
+/* Whether nothing lies between a row's end and the next one's beginning, here or there: what is decoded in long runs is
+ * decoded faster. */
+static bool rows_are_one_line(const struct decode_job *job)
+{
+    const struct nib_copy_geometry *g = job->geometry;
+    const int64_t cols = job->out.cols, block = job->coding.block, per_byte = g->element_stride ? 1 : 2;
+    const bool codes = g->element_stride <= 1 && g->line_stride * per_byte == cols;
+    const bool scales = !block || (g->lines_per_scale == 1 && g->scale_line * block == cols);
+    return codes && scales && !job->q->row_scaled && job->out.even && job->out.row_stride == cols;
+}
+
+static void join_rows(struct matrix *m)
+{
+    m->cols *= m->rows;
+    m->rows = 1;
+}
+
 void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geometry, nib_copy from,
                          const struct nib_copy_memory *memory, int64_t first, int64_t count, const nib_array *out)
 {
@@ -664,8 +681,10 @@ void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geom
     const bool straight = from == NIB_ROWWISE && job.out.col_stride == 1 && !job.coding.transform;
     const bool side_by_side = !geometry->copy[from].swizzled && geometry->copy[from].scale_block == 1;
     job.stream = straight && count * geometry->cols * job.out.bytes >= STREAM_BYTES;
+    if (straight && side_by_side && rows_are_one_line(&job))
+        join_rows(&job.out);
     if (straight && side_by_side)
-        set_cut(&job.out, 16, 4096);
+        set_cut(&job.out, 16, job.out.rows == 1 ? 16 * 4096 : 4096);
     else if (from == NIB_ROWWISE)
         set_cut(&job.out, 16, DECODE_LINES);
     else

@@ -166,31 +166,14 @@ SLOT float absmax_f32(const void *x, int64_t n)
     return largest;
 }
 
-/* Magnitudes of 16-bit floats order as integers; those above infinity are NaNs and count as 0. */
-SIMD uint16_t absmax_16(const uint16_t *numbers, int64_t n, int infinity)
-{
-    const VI mask = _mm256_set1_epi16(0x7FFF), limit = _mm256_set1_epi16((short)infinity);
-    VI m[4] = { vi_set1(0), vi_set1(0), vi_set1(0), vi_set1(0) };
-    int64_t i = 0;
-    for (; i + 64 <= n; i += 64)
-        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++)
-        {
-            const VI a = vi_and(_mm256_loadu_si256((const void *)(numbers + i + 16 * k)), mask);
-            m[k] = _mm256_max_epi16(m[k], vi_andnot(_mm256_cmpgt_epi16(a, limit), a));
-        }
-    uint16_t lanes[16], largest = 0;
-    _mm256_storeu_si256((void *)lanes, _mm256_max_epi16(_mm256_max_epi16(m[0], m[1]), _mm256_max_epi16(m[2], m[3])));
-    for (int k = 0; k < 16; k++)
-        largest = lanes[k] > largest ? lanes[k] : largest;
-    for (; i < n; i++) {
-        const uint16_t a = numbers[i] & 0x7FFF;
-        largest = a <= infinity && a > largest ? a : largest;
-    }
-    return largest;
-}
+enum { WORDS = 16 };
+SIMD VI vw_load(const uint16_t *p) { return _mm256_loadu_si256((const void *)p); }
+SIMD VI vw_set1(int word) { return _mm256_set1_epi16((short)word); }
+SIMD VI vw_max(VI a, VI b) { return _mm256_max_epi16(a, b); }
+SIMD VI vw_up_to(VI a, VI limit) { return vi_andnot(_mm256_cmpgt_epi16(a, limit), a); }
+SIMD bool vw_any_above(VI a, VI limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi16(a, limit)) != 0; }
 
-SLOT float absmax_bf16(const void *x, int64_t n) { return nib_f32_from_bf16(absmax_16(x, n, 0x7F80)); }
-SLOT float absmax_f16(const void *x, int64_t n) { return nib_f32_from_f16(absmax_16(x, n, 0x7C00)); }
+#include "absmax.h"
 
 SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 {
@@ -215,8 +198,6 @@ SIMD VI largest_of_each(const VI m[8])
                   _mm256_permute2x128_si256(quarters[0], quarters[1], 0x31));
 }
 
-SIMD VI larger_16(VI a, VI b) { return _mm256_max_epi16(a, b); }
-
 /* The amaxes of eight blocks of 16-bit numbers, as FP32: a vector is a block, and magnitudes order as integers, NaNs
  * above infinity. */
 SIMD VF amax_16_of_eight(const char *x, nib_dtype dtype)
@@ -226,10 +207,10 @@ SIMD VF amax_16_of_eight(const char *x, nib_dtype dtype)
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) m[k] =
         _mm256_and_si256(_mm256_loadu_si256((const void *)(x + 32 * k)), mask);
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) m[i] =
-        larger_16(_mm256_unpacklo_epi16(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi16(m[2 * i], m[2 * i + 1]));
+        vw_max(_mm256_unpacklo_epi16(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi16(m[2 * i], m[2 * i + 1]));
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) m[i] =
-        larger_16(_mm256_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
-    const VI both = larger_16(_mm256_unpacklo_epi64(m[0], m[1]), _mm256_unpackhi_epi64(m[0], m[1]));
+        vw_max(_mm256_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    const VI both = vw_max(_mm256_unpacklo_epi64(m[0], m[1]), _mm256_unpackhi_epi64(m[0], m[1]));
     const __m128i all = _mm_max_epi16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
     if (dtype == NIB_F16)
         return _mm256_cvtph_ps(all);
@@ -438,7 +419,8 @@ SIMD void store_wide(char *out, nib_dtype dtype, VI upper, VF factor, bool strea
 }
 
 /* E2M1 values are exact in BF16, the upper half of FP32: two tables give its two bytes. */
-SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factor, bool stream)
+SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factors, const uint8_t *which,
+                           bool stream)
 {
     const VI high = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80,
                                                               (char)0xBF, (char)0xBF, (char)0xBF, (char)0xC0,
@@ -458,11 +440,27 @@ SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, con
         upper[i + 2] = _mm256_unpackhi_epi8(l, h);
     }
     _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
-        store_wide(out + b * block_bytes, dtype, upper[b], _mm256_broadcast_ss(factor + b), stream);
+        store_wide(out + b * block_bytes, dtype, upper[b], _mm256_broadcast_ss(factors + which[b]), stream);
 }
 
-/* Four blocks by tables of their 16 values, made from the roundings of the factor (lower half) and of 1.5 times it. */
-SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundings, bool stream)
+/* Four blocks by tables of their 16 values: of the lower bytes and of the upper ones, of blocks 0 and 2 and of blocks 1
+ * and 3. */
+SIMD void decode_four_by(char *out, const uint8_t *codes, const VI lower[2], const VI upper[2], bool stream)
+{
+    VI spread[2], block[4];
+    spread_codes(codes, spread);
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const VI l = _mm256_shuffle_epi8(lower[i], spread[i]), h = _mm256_shuffle_epi8(upper[i], spread[i]);
+        const VI first = _mm256_unpacklo_epi8(l, h), second = _mm256_unpackhi_epi8(l, h);
+        block[i] = _mm256_permute2x128_si256(first, second, 0x20);
+        block[i + 2] = _mm256_permute2x128_si256(first, second, 0x31);
+    }
+    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++) store_vector(out + b * 32, block[b], stream);
+}
+
+/* Those tables from the roundings of four factors (lower half) and of 1.5 times them. */
+SIMD void bf16_values(const float *roundings, VI lower[2], VI upper[2])
 {
     const VI which = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, -1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3));
     const VI other = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, -1, 8, 9, 8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11));
@@ -470,19 +468,65 @@ SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundin
     const VI apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
     const VI signs = _mm256_broadcastsi128_si256(_mm_set_epi64x((long long)0x8080808080808080u, 0));
     const VI all = _mm256_cvtepu32_epi64(_mm_loadu_si128((const void *)roundings));
-    VI spread[2], block[4];
-    spread_codes(codes, spread);
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
     {
         const VI values = _mm256_add_epi16(_mm256_shuffle_epi8(all, i ? other : which), steps);
         const VI table = _mm256_shuffle_epi8(values, apart);
-        const VI l = _mm256_shuffle_epi8(_mm256_unpacklo_epi64(table, table), spread[i]);
-        const VI h = _mm256_shuffle_epi8(vi_or(_mm256_unpackhi_epi64(table, table), signs), spread[i]);
-        const VI first = _mm256_unpacklo_epi8(l, h), second = _mm256_unpackhi_epi8(l, h);
-        block[i] = _mm256_permute2x128_si256(first, second, 0x20);
-        block[i + 2] = _mm256_permute2x128_si256(first, second, 0x31);
+        lower[i] = _mm256_unpacklo_epi64(table, table);
+        upper[i] = vi_or(_mm256_unpackhi_epi64(table, table), signs);
     }
-    _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++) store_vector(out + b * 32, block[b], stream);
+}
+
+SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundings, bool stream)
+{
+    VI lower[2], upper[2];
+    bf16_values(roundings, lower, upper);
+    decode_four_by(out, codes, lower, upper, stream);
+}
+
+/* The lower bytes of a block's 16 values, then the upper ones. */
+SIMD void make_bf16_values(uint16_t *values, const float *roundings, int n)
+{
+    for (int code = 0; code < n; code += 4) {
+        VI lower[2], upper[2];
+        bf16_values(roundings + code, lower, upper);
+        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+        {
+            _mm256_store_si256((void *)(values + (code + i) * BLOCK),
+                               _mm256_permute2x128_si256(lower[i], upper[i], 0x20));
+            _mm256_store_si256((void *)(values + (code + i + 2) * BLOCK),
+                               _mm256_permute2x128_si256(lower[i], upper[i], 0x31));
+        }
+    }
+}
+
+SIMD VI two_halves(const uint16_t *low, const uint16_t *high)
+{
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_load_si128((const void *)low)),
+                                   _mm_load_si128((const void *)high), 1);
+}
+
+/* By tables of the values of all scales. */
+SIMD void decode_four_known(char *out, const uint8_t *codes, const uint16_t *values, const uint8_t *scales, bool stream)
+{
+    VI lower[2], upper[2];
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const uint16_t *const low = values + scales[i] * BLOCK, *const high = values + scales[i + 2] * BLOCK;
+        lower[i] = two_halves(low, high);
+        upper[i] = two_halves(low + 8, high + 8);
+    }
+    decode_four_by(out, codes, lower, upper, stream);
+}
+
+/* Whether 64 scales are all between `least` and 126. */
+SIMD bool scales_within(const uint8_t *scales, uint8_t least)
+{
+    const VI from = _mm256_set1_epi8((char)least), limit = _mm256_set1_epi8((char)(126 - least));
+    const VI a = _mm256_sub_epi8(_mm256_loadu_si256((const void *)scales), from);
+    const VI b = _mm256_sub_epi8(_mm256_loadu_si256((const void *)(scales + 32)), from);
+    const VI most = _mm256_max_epu8(a, b);
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(most, limit), limit)) == -1;
 }
 
 #include "slots.h"

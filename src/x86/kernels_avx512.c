@@ -156,31 +156,14 @@ SLOT float absmax_f32(const void *x, int64_t n)
     return largest;
 }
 
-/* Magnitudes of 16-bit floats order as integers; those above infinity are NaNs and count as 0. */
-SIMD uint16_t absmax_16(const uint16_t *numbers, int64_t n, int infinity)
-{
-    const VI mask = _mm512_set1_epi16(0x7FFF), limit = _mm512_set1_epi16((short)infinity);
-    VI m[4] = { vi_set1(0), vi_set1(0), vi_set1(0), vi_set1(0) };
-    int64_t i = 0;
-    for (; i + 128 <= n; i += 128)
-        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++)
-        {
-            const VI a = vi_and(_mm512_loadu_si512(numbers + i + 32 * k), mask);
-            m[k] = _mm512_mask_max_epu16(m[k], _mm512_cmple_epu16_mask(a, limit), m[k], a);
-        }
-    uint16_t lanes[32], largest = 0;
-    _mm512_storeu_si512(lanes, _mm512_max_epu16(_mm512_max_epu16(m[0], m[1]), _mm512_max_epu16(m[2], m[3])));
-    for (int k = 0; k < 32; k++)
-        largest = lanes[k] > largest ? lanes[k] : largest;
-    for (; i < n; i++) {
-        const uint16_t a = numbers[i] & 0x7FFF;
-        largest = a <= infinity && a > largest ? a : largest;
-    }
-    return largest;
-}
+enum { WORDS = 32 };
+SIMD VI vw_load(const uint16_t *p) { return _mm512_loadu_si512(p); }
+SIMD VI vw_set1(int word) { return _mm512_set1_epi16((short)word); }
+SIMD VI vw_max(VI a, VI b) { return _mm512_max_epi16(a, b); }
+SIMD VI vw_up_to(VI a, VI limit) { return _mm512_maskz_mov_epi16(_mm512_cmple_epi16_mask(a, limit), a); }
+SIMD bool vw_any_above(VI a, VI limit) { return _mm512_cmpgt_epi16_mask(a, limit) != 0; }
 
-SLOT float absmax_bf16(const void *x, int64_t n) { return nib_f32_from_bf16(absmax_16(x, n, 0x7F80)); }
-SLOT float absmax_f16(const void *x, int64_t n) { return nib_f32_from_f16(absmax_16(x, n, 0x7C00)); }
+#include "absmax.h"
 
 SIMD float absmax_row(const void *x, int64_t n, nib_dtype dtype)
 {
@@ -227,9 +210,6 @@ SIMD VI amax_bits_f32(const char *x, const char *next)
     return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), numbers, vi_of(blocks));
 }
 
-/* The larger words of pairs of vectors, woven by words, by 32 and by 64 bits. */
-SIMD VI larger_words(VI low, VI high) { return _mm512_max_epi16(low, high); }
-
 /* Blocks of 16-bit numbers, two to a vector: magnitudes order as integers, NaNs above infinity. */
 SIMD VI amax_bits_16(const char *x, const char *next, nib_dtype dtype)
 {
@@ -238,12 +218,12 @@ SIMD VI amax_bits_16(const char *x, const char *next, nib_dtype dtype)
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) m[k] =
         vi_and(_mm512_loadu_si512(k < 4 ? x + 64 * k : next + 64 * (k - 4)), mask);
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) m[i] =
-        larger_words(_mm512_unpacklo_epi16(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi16(m[2 * i], m[2 * i + 1]));
+        vw_max(_mm512_unpacklo_epi16(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi16(m[2 * i], m[2 * i + 1]));
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) m[i] =
-        larger_words(_mm512_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
-    const VI both = larger_words(_mm512_unpacklo_epi64(m[0], m[1]), _mm512_unpackhi_epi64(m[0], m[1]));
-    const VI all = larger_words(both, _mm512_shuffle_i32x4(both, both, 0xB1)); /* even blocks, then odd ones */
-    if (dtype == NIB_BF16) { /* the upper words of FP32 */
+        vw_max(_mm512_unpacklo_epi32(m[2 * i], m[2 * i + 1]), _mm512_unpackhi_epi32(m[2 * i], m[2 * i + 1]));
+    const VI both = vw_max(_mm512_unpacklo_epi64(m[0], m[1]), _mm512_unpackhi_epi64(m[0], m[1]));
+    const VI all = vw_max(both, _mm512_shuffle_i32x4(both, both, 0xB1)); /* even blocks, then odd ones */
+    if (dtype == NIB_BF16) {                                             /* the upper words of FP32 */
         const VI places = _mm512_setr_epi32(0x00000000, 0x00100000, 0x00010000, 0x00110000, 0x00020000, 0x00120000,
                                             0x00030000, 0x00130000, 0x00040000, 0x00140000, 0x00050000, 0x00150000,
                                             0x00060000, 0x00160000, 0x00070000, 0x00170000);
@@ -429,16 +409,19 @@ SIMD void store_vector(void *p, VI v, bool stream)
         _mm512_storeu_si512(p, v);
 }
 
-/* Blocks by a table of their values. A byte in a lane of 64 bits is the place of its first code, and 28 bits up it is
- * that of its second; only four bits of a place count. */
-SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factor, bool stream)
+/* Blocks by a table of their values. The first half of the lanes has the first four bytes and the second the others,
+ * each with its element's code in the lowest bits: no other bit of a place counts. */
+SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, const float *factors, const uint8_t *which,
+                           bool stream)
 {
     const VF values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    const VI shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
     _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
     {
-        const VI bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)(codes + b * 8)));
-        const VI at = vi_or(bytes, _mm512_slli_epi64(bytes, 28));
-        const VF y = _mm512_permutexvar_ps(at, vf_mul(values, vf_set1(factor[b])));
+        const VI first = _mm512_broadcastd_epi32(_mm_loadu_si32(codes + b * 8));
+        const VI bytes = _mm512_mask_broadcastd_epi32(first, 0xFF00, _mm_loadu_si32(codes + b * 8 + 4));
+        const VI at = _mm512_srlv_epi32(bytes, shifts);
+        const VF y = _mm512_permutexvar_ps(at, vf_mul(values, vf_set1(factors[which[b]])));
         if (dtype == NIB_F32)
             store_vector(out + b * 64, vi_of(y), stream);
         else if (dtype == NIB_BF16)
@@ -448,9 +431,8 @@ SIMD void decode_four_wide(char *out, nib_dtype dtype, const uint8_t *codes, con
     }
 }
 
-/* Two at once by a table of their 16 values each, made from the roundings of the factor (lower half) and of 1.5 times
- * it. */
-SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundings, bool stream)
+/* The 16 values of each of two blocks, from the roundings of their factors (lower half) and of 1.5 times them. */
+SIMD VI bf16_values(const float *roundings)
 {
     const VI steps = _mm512_broadcast_i64x4(_mm256_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100, (short)0x8000,
                                                               0x7F80, (short)0x8000, (short)0x8000, (short)0x8080,
@@ -458,15 +440,52 @@ SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundin
     const __m256i places = _mm256_setr_epi16(0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1);
     const VI which =
         _mm512_inserti64x4(_mm512_castsi256_si512(places), _mm256_add_epi16(places, _mm256_set1_epi16(2)), 1);
+    const VI two = _mm512_castsi128_si512(_mm_loadl_epi64((const void *)roundings));
+    return _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xFEFEFEFEu, which, two), steps);
+}
+
+/* Two blocks, by a table of the values of both. A word of codes stands in four lanes, shifted to each of its codes. */
+SIMD void decode_two(char *out, const uint8_t *codes, VI table, bool stream)
+{
+    const VI spread = _mm512_setr_epi32(0x01000100, 0x01000100, 0x03020302, 0x03020302, 0x05040504, 0x05040504,
+                                        0x07060706, 0x07060706, 0x09080908, 0x09080908, 0x0B0A0B0A, 0x0B0A0B0A,
+                                        0x0D0C0D0C, 0x0D0C0D0C, 0x0F0E0F0E, 0x0F0E0F0E);
+    const VI shifts = _mm512_set1_epi64(0x000C000800040000);
     const VI second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const VI bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)codes));
+    const VI at = _mm512_srlv_epi16(_mm512_shuffle_epi8(bytes, spread), shifts);
+    const VI place = _mm512_ternarylogic_epi32(at, second, _mm512_set1_epi16(15), 0xEC); /* (a & c) | b */
+    store_vector(out, _mm512_permutexvar_epi16(place, table), stream);
+}
+
+SIMD void decode_four_bf16(char *out, const uint8_t *codes, const float *roundings, bool stream)
+{
+    decode_two(out, codes, bf16_values(roundings), stream);
+    decode_two(out + 64, codes + 16, bf16_values(roundings + 2), stream);
+}
+
+SIMD void make_bf16_values(uint16_t *values, const float *roundings, int n)
+{
+    for (int code = 0; code < n; code += 2)
+        _mm512_store_si512(values + code * BLOCK, bf16_values(roundings + code));
+}
+
+/* By tables of the values of all scales. */
+SIMD void decode_four_known(char *out, const uint8_t *codes, const uint16_t *values, const uint8_t *scales, bool stream)
+{
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
     {
-        const VI two = _mm512_castsi128_si512(_mm_loadl_epi64((const void *)(roundings + 2 * i)));
-        const VI table = _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xFEFEFEFEu, which, two), steps);
-        const VI bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(codes + 16 * i)));
-        const VI at = _mm512_ternarylogic_epi32(bytes, vi_sll(bytes, 12), vi_set1(0x000F000F), 0xA8); /* (a | b) & c */
-        store_vector(out + 64 * i, _mm512_permutexvar_epi16(vi_or(at, second), table), stream);
+        const __m256i first = _mm256_load_si256((const void *)(values + scales[2 * i] * BLOCK));
+        const __m256i second = _mm256_load_si256((const void *)(values + scales[2 * i + 1] * BLOCK));
+        decode_two(out + 64 * i, codes + 16 * i, _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1), stream);
     }
+}
+
+/* Whether 64 scales are all between `least` and 126. */
+SIMD bool scales_within(const uint8_t *scales, uint8_t least)
+{
+    const VI above = _mm512_sub_epi8(_mm512_loadu_si512(scales), _mm512_set1_epi8((char)least));
+    return _mm512_cmpgt_epu8_mask(above, _mm512_set1_epi8((char)(126 - least))) == 0;
 }
 
 #include "slots.h"
