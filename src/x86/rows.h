@@ -95,7 +95,7 @@ struct strip_state {
     uint8_t scales[STRIP + VL];
     float amaxes[TURN * GROUP] __attribute__((aligned(64)));     /* of the turn that comes next */
     float factors[2][TURN * GROUP] __attribute__((aligned(64))); /* of random rounding: 2^23 times what they are */
-    uint8_t random[2][TURN * GROUP * BLOCK] __attribute__((aligned(64)));
+    uint8_t random[2][(TURN * GROUP + VL) * BLOCK] __attribute__((aligned(64)));
     bool fits; /* what the scales of the turn make of its numbers is less than 7 */
     bool good; /* there is no NaN, and no factor is too large */
 };
