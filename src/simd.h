@@ -216,6 +216,7 @@ SIMD VF f32_of_e4m3(VI code)
 struct lane_scaler {
     VF amax, encode, decode, block;
     VF g;                  /* the level as a plain multiplier */
+    bool ordinary;         /* quotients with amaxes come out of products (quotient) */
     struct nib_scaler one; /* of the first lane, for dialects that have one level per tensor */
 };
 
@@ -223,11 +224,12 @@ SIMD struct lane_scaler lane_scaler_for(const struct nib_coding *coding, const s
                                         int n)
 {
     float numbers[5][VL];
-    struct lane_scaler out;
+    struct lane_scaler out = { .ordinary = true };
     const bool each = target->level_per_line && n > 1;
     for (int b = 0; b < (each ? VL : 1); b++) {
         struct nib_scaler scaler = { .level = target->levels[target->level_per_line ? line + (b < n ? b : 0) : 0] };
         coding->dialect->prepare(&scaler, &coding->rules);
+        out.ordinary &= scaler.amax > 0x1p-80f && scaler.amax < 0x1p100f;
         numbers[0][b] = scaler.amax;
         numbers[1][b] = scaler.encode;
         numbers[2][b] = scaler.decode;
@@ -435,33 +437,48 @@ SIMD struct codes encode_stochastic(const struct lanes *x, VF factor, const stru
 
 /* ---- Four over six, and the sweep ---- */
 
-/* The value of y rounded to E2M1, as a float: adding and taking away p * 2^22 leaves half steps of p. */
-SIMD VF rounded_e2m1(VF y)
+/* The value of a magnitude rounded to E2M1: adding and taking away p * 2^22 leaves half steps of p, the power of two at or
+ * below it. What lies between 6 and 7 needs no clamp. */
+SIMD VF rounded_magnitude(VF a, bool clamp)
 {
-    const VF t = clamp_to_e2m1(y), a = absolute(t);
-    const VI p = vi_and(vi_of(vf_max(a, vf_set1(1.0f))), vi_set1(0x7F800000));
+    const VF t = clamp ? vf_min(a, vf_set1(6.0f)) : a;
+    const VI p = vi_and(vi_of(vf_max(t, vf_set1(1.0f))), vi_set1(0x7F800000));
     const VF big = vf_of(vi_add(p, vi_set1(22 << 23)));
-    const VI magnitude = vi_of(vf_sub(vf_add(a, big), big));
-    return vf_of(vi_or(magnitude, vi_and(vi_of(t), vi_set1((int)0x80000000u))));
+    return vf_sub(vf_add(t, big), big);
 }
 
-/* |y| up to 6 rounds to at most 6, but 5 < |y| < 6 lies in the range of step 2 and reaches 6; nothing exceeds it. */
-SIMD VF element_error(VF x, const struct scales *s, VF full_scale, const struct lane_scaler *scaler, bool fast,
-                      bool absolutes)
+/* What a sum of errors needs beside the candidate. */
+struct error_terms {
+    VF amax, encode, full_scale, inverse, minus_inverse; /* of the full scale */
+};
+
+/* a / full_scale, rounded as a division rounds it: a product with the rounded inverse is a unit off at most, a fused
+ * product shows exactly by how much, and correcting by that rounds the same quotient (Markstein 1990). Nothing may
+ * underflow or overflow on the way. */
+SIMD VF quotient(VF a, const struct error_terms *terms)
 {
-    const VF product = vf_mul(rounded_e2m1(vf_mul(x, s->factor)), s->value);
-    const VF d = fast ? vf_sub(product, vf_mul(x, scaler->encode))
-                      : vf_sub(vf_div(vf_mul(product, scaler->amax), full_scale), x);
+    const VF near = vf_mul(a, terms->inverse), excess = vf_multiply_sub(near, terms->full_scale, a);
+    return vf_multiply_add(excess, terms->minus_inverse, near);
+}
+
+/* The error of one magnitude: a sign would only change that of d. */
+SIMD VF element_error(VF a, const struct scales *s, const struct error_terms *terms, bool fast, bool absolutes,
+                      bool divides)
+{
+    const VF product = vf_mul(rounded_magnitude(vf_mul(a, s->factor), true), s->value);
+    const VF back = vf_mul(product, terms->amax);
+    const VF d = fast      ? vf_sub(product, vf_mul(a, terms->encode))
+                 : divides ? vf_sub(vf_div(back, terms->full_scale), a)
+                           : vf_sub(quotient(back, terms), a);
     return absolutes ? absolute(d) : vf_mul(d, d);
 }
 
-SIMD VF line_error_as(const struct lanes *x, int length, const struct scales *s, float full,
-                      const struct lane_scaler *scaler, bool fast, bool absolutes)
+SIMD VF line_error_as(const struct lanes *x, int length, const struct scales *s, const struct error_terms *terms,
+                      bool fast, bool absolutes, bool divides)
 {
-    const VF full_scale = vf_set1(full);
     VF error = vf_set1(0);
     for (int i = 0; i < length; i++)
-        error = vf_add(error, element_error(lane_vector(x, i), s, full_scale, scaler, fast, absolutes));
+        error = vf_add(error, element_error(absolute(lane_vector(x, i)), s, terms, fast, absolutes, divides));
     return error;
 }
 
@@ -469,11 +486,17 @@ SIMD VF line_error(const struct lanes *x, int length, const struct scales *s, co
                    const struct lane_scaler *scaler)
 {
     const float full = coding->rules.full_scale;
-    if (coding->error_mode == NIB_ERROR_MAE)
-        return coding->fast_error ? line_error_as(x, length, s, full, scaler, true, true)
-                                  : line_error_as(x, length, s, full, scaler, false, true);
-    return coding->fast_error ? line_error_as(x, length, s, full, scaler, true, false)
-                              : line_error_as(x, length, s, full, scaler, false, false);
+    const struct error_terms terms = { scaler->amax, scaler->encode, vf_set1(full), vf_set1(1.0f / full),
+                                       vf_set1(-1.0f / full) };
+    const bool absolutes = coding->error_mode == NIB_ERROR_MAE;
+    if (coding->fast_error)
+        return absolutes ? line_error_as(x, length, s, &terms, true, true, false)
+                         : line_error_as(x, length, s, &terms, true, false, false);
+    if (!scaler->ordinary)
+        return absolutes ? line_error_as(x, length, s, &terms, false, true, true)
+                         : line_error_as(x, length, s, &terms, false, false, true);
+    return absolutes ? line_error_as(x, length, s, &terms, false, true, false)
+                     : line_error_as(x, length, s, &terms, false, false, false);
 }
 
 SIMD void four_and_six(VF absmax, const struct nib_coding *coding, const struct lane_scaler *scaler,
@@ -499,15 +522,6 @@ SIMD struct scales choose_4over6(const struct lanes *x, int length, VF absmax, c
     four_and_six(absmax, coding, scaler, &four, &six);
     return better(line_error(x, length, &four, coding, scaler), line_error(x, length, &six, coding, scaler), &four,
                   &six);
-}
-
-/* The value of a magnitude rounded to E2M1. What lies between 6 and 7 needs no clamp. */
-SIMD VF rounded_magnitude(VF a, bool clamp)
-{
-    const VF t = clamp ? vf_min(a, vf_set1(6.0f)) : a;
-    const VI p = vi_and(vi_of(vf_max(t, vf_set1(1.0f))), vi_set1(0x7F800000));
-    const VF big = vf_of(vi_add(p, vi_set1(22 << 23)));
-    return vf_sub(vf_add(t, big), big);
 }
 
 SIMD VF squared_difference(VF a, VF factor, VF f, bool clamp)

@@ -31,6 +31,8 @@ SIMD VF vf_add(VF a, VF b) { return vaddq_f32(a, b); }
 SIMD VF vf_sub(VF a, VF b) { return vsubq_f32(a, b); }
 SIMD VF vf_mul(VF a, VF b) { return vmulq_f32(a, b); }
 SIMD VF vf_div(VF a, VF b) { return vdivq_f32(a, b); }
+SIMD VF vf_multiply_add(VF a, VF b, VF c) { return vfmaq_f32(c, a, b); }
+SIMD VF vf_multiply_sub(VF a, VF b, VF c) { return vfmaq_f32(vnegq_f32(c), a, b); }
 
 /* By comparison: fminnm and fmaxnm give a NaN where the other operand is a signalling one. */
 SIMD VF vf_min(VF a, VF b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
