@@ -253,6 +253,15 @@ SIMD VI word_of_code(VF y)
     return vi_add(sum, vi_srl(sum, 22));
 }
 
+/* 64 times the code of y, less 2^15 if y is negative: the code is in bits 6 to 8 of a lane and the sign in bit 15 and all above. As in e2m1_bits a sum rounds y, but the power of two that it takes is made from y's own; 32619 is there so that 64 times the sum's lower half, as a signed number, and its upper half once come to the code. It counts twice, which is even, as ties want it. */
+SIMD VI code_of(VF y)
+{
+    const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 3); /* the larger magnitude, with y's sign */
+    const VF power = vf_of(vi_and(vi_of(larger), vi_set1((int)0xFF800000u)));
+    const VI sum = vi_of(vf_multiply_add(power, vf_set1(0x1p22f + 32619), y)); /* the product is exact */
+    return _mm512_madd_epi16(sum, vi_set1(1 << 16 | 64));
+}
+
 /* The words of two vectors side by side, as codes of four bits and 8 more: 2 becomes 8 and 4 becomes 16. */
 SIMD VI join_words(VI low, VI high)
 {
@@ -370,24 +379,85 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 
 /* ---- Columns (columns.h) ---- */
 
-/* Eight rows of codes in a word per lane. */
-SIMD VI eight_rows(float (*x)[VL], VF factor)
+/* The largest magnitudes, without NaNs, which are noted beside them. */
+struct column_amax {
+    VF largest[2];
+    __mmask16 ordered[2];
+};
+
+SIMD void column_amax_of(struct column_amax *amax, int i, VF a, VF b)
 {
-    VI rows[4]; /* i and i + 4 */
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) rows[i] =
-        join_words(word_of_code(vf_mul(vf_load(x[i]), factor)), word_of_code(vf_mul(vf_load(x[i + 4]), factor)));
-    const VI low = _mm512_add_epi16(rows[0], _mm512_slli_epi16(rows[1], 4));
-    const VI high = _mm512_add_epi16(rows[2], _mm512_slli_epi16(rows[3], 4));
-    return _mm512_sub_epi16(_mm512_add_epi16(low, _mm512_slli_epi16(high, 8)), _mm512_set1_epi16((short)0x8888));
+    enum { LARGER_MAGNITUDE = 0x0B };
+    const VF larger = i < 2 ? a : _mm512_range_ps(amax->largest[i % 2], a, LARGER_MAGNITUDE);
+    amax->largest[i % 2] = _mm512_range_ps(larger, b, LARGER_MAGNITUDE);
+    amax->ordered[i % 2] = i < 2 ? _mm512_cmp_ps_mask(a, b, _CMP_ORD_Q)
+                                 : _mm512_mask_cmp_ps_mask(amax->ordered[i % 2], a, b, _CMP_ORD_Q);
 }
 
-/* Sixteen columns of sixteen rows, `stride` bytes from column to column of the output. */
-SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
+SIMD VI column_amax_bits(const struct column_amax *amax)
 {
-    uint64_t bytes[VL] __attribute__((aligned(64)));
-    vi_store_pairs((uint8_t *)bytes, eight_rows(x, factor), eight_rows(x + 8, factor));
-    _Pragma("GCC unroll 16") for (size_t i = 0; i < VL; i++) memcpy(out + i * stride, &bytes[i], 8);
+    const VF largest = _mm512_range_ps(amax->largest[0], amax->largest[1], 0x0B);
+    return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), amax->ordered[0] & amax->ordered[1], vi_of(largest));
 }
+
+/* round_to_bf16 without a shift. */
+SIMD VF column_bf16(VF x)
+{
+    const VI bits = vi_of(x), up = vi_add(bits, vi_set1(0x7FFF));
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, vi_set1(0x10000));
+    return vf_of(vi_and(_mm512_mask_add_epi32(up, odd, up, vi_set1(1)), vi_set1((int)0xFFFF0000u)));
+}
+
+/* Rows i and i + 1, and those eight below, of codes: in each 128-bit piece a word for each of four columns, twice. */
+SIMD VI column_pairs(float (*x)[VL], int i, VF factor)
+{
+    const VI even = _mm512_packs_epi32(code_of(vf_mul(vf_load(x[i]), factor)),
+                                       code_of(vf_mul(vf_load(x[i + 8]), factor)));
+    const VI odd = _mm512_packs_epi32(code_of(vf_mul(vf_load(x[i + 1]), factor)),
+                                      code_of(vf_mul(vf_load(x[i + 9]), factor)));
+    const VI both = vi_or(_mm512_srli_epi16(even, 6), _mm512_srli_epi16(odd, 2)); /* signs in the upper byte */
+    return _mm512_maddubs_epi16(both, _mm512_set1_epi16(4 << 8 | 1));
+}
+
+/* Sixteen columns of sixteen rows, eight bytes for each in the order of column_place. */
+SIMD void column_codes(uint8_t *out, float (*x)[VL], VF factor)
+{
+    const VI order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15));
+    const VI first = _mm512_packus_epi16(column_pairs(x, 0, factor), column_pairs(x, 2, factor));
+    const VI second = _mm512_packus_epi16(column_pairs(x, 4, factor), column_pairs(x, 6, factor));
+    const VI a = _mm512_shuffle_epi8(first, order), b = _mm512_shuffle_epi8(second, order);
+    _mm512_store_si512(out, _mm512_unpacklo_epi16(a, b));
+    _mm512_store_si512(out + 64, _mm512_unpackhi_epi16(a, b));
+}
+
+/* Eight vectors of eight times eight bytes, transposed. */
+SIMD void turn_codes(const uint8_t *in, size_t stride, VI out[8])
+{
+    VI a[8], b[8];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++)
+    {
+        const uint8_t *const from = in + (size_t)(i % 4) * stride + i / 4 * 32;
+        a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_load_si256((const void *)from)),
+                                  _mm256_load_si256((const void *)(from + 4 * stride)), 1);
+    }
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4)
+    {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 1]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 2], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 2], a[i + 3]);
+    }
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4)
+        _Pragma("GCC unroll 2") for (int k = 0; k < 2; k++)
+    {
+        /* pieces of b[i+k]: blocks 01 of two lines, blocks 45; of b[i+k+2]: 23 and 67 */
+        out[i + k] = _mm512_permutex2var_epi64(b[i + k], _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), b[i + k + 2]);
+        out[i + k + 2] =
+            _mm512_permutex2var_epi64(b[i + k], _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15), b[i + k + 2]);
+    }
+}
+
+SIMD void store_whole(uint8_t *out, VI v) { _mm512_storeu_si512(out, v); }
 
 #include "columns.h"
 
