@@ -13,15 +13,27 @@
  * The including file defines column_codes, which gives eight bytes for each lane.
  */
 
-enum { COLUMNS = 16, COLUMN_GROUPS = COLUMNS / VL };
+#ifndef COLUMN_HINT
+#define COLUMN_HINT _MM_HINT_T1
+#endif
+
+enum { MOST_COLUMNS = VL < 16 ? 16 : 2 * VL };
+
+/* Columns that go through at once, VL of them in a group. Those of BF16 are split into even and odd ones, which is a
+ * shift and a mask. */
+SIMD int columns_of(nib_dtype dtype) { return dtype == NIB_BF16 ? 2 * VL : 16; }
+SIMD int column_groups(nib_dtype dtype) { return columns_of(dtype) / VL; }
+
+/* The column of a lane, from the first of its group's tile on. */
+SIMD int column_of_lane(int g, int lane, nib_dtype dtype) { return dtype == NIB_BF16 ? 2 * lane + g : g * VL + lane; }
 
 /* The signs of the transform; a quarter, too, where it comes first. */
 struct column_signs {
     float x[BLOCK][VL] __attribute__((aligned(64)));
 };
 
-/* Sixteen rows of a run's columns, on their way, and what has become of a run of such bands. The codes of a band are in
- * the order of column_place. */
+/* Sixteen rows of a run's columns, on their way, and what has become of a run of such bands. The codes and
+ * scales of a band are in orders of their own (place_of_column, lane_of_column). */
 struct column_stage {
     float numbers[COLUMN_LINES / VL][BLOCK][VL] __attribute__((aligned(64)));
     float factors[COLUMN_LINES] __attribute__((aligned(64)));
@@ -55,14 +67,43 @@ SIMD void set_signs(struct column_signs *signs, const struct nib_coding *coding,
         vf_store(signs->x[i], vf_set1(coding->sign_mask >> i & 1 ? -one : one));
 }
 
-/* Where the codes of column c of a band are: those of four columns come out as two pairs in two vectors. */
-SIMD int64_t column_place(int64_t c) { return c / VL * VL + c % 4 / 2 * (VL / 2) + c % VL / 4 * 2 + c % 2; }
-SIMD int64_t column_at(int64_t place)
+/* The codes and scales of a band are by tiles and groups. Within a group the codes of four columns come out as two pairs
+ * in two vectors. */
+SIMD int64_t column_at(int64_t lane, nib_dtype dtype)
 {
-    return place / VL * VL + place % (VL / 2) / 2 * 4 + place % VL / (VL / 2) * 2 + place % 2;
+    const int columns = columns_of(dtype), c = (int)(lane % columns);
+    return lane - c + column_of_lane(c / VL, c % VL, dtype);
+}
+SIMD int lane_at(int place) { return place % (VL / 2) / 2 * 4 + place % VL / (VL / 2) * 2 + place % 2; }
+SIMD int64_t lane_of_column(int64_t column, nib_dtype dtype)
+{
+    const int columns = columns_of(dtype), c = (int)(column % columns);
+    return dtype == NIB_BF16 ? column - c + c % 2 * VL + c / 2 : column;
+}
+SIMD int64_t place_of_column(int64_t column, nib_dtype dtype)
+{
+    const int64_t lane = lane_of_column(column, dtype);
+    return lane / VL * VL + lane % 4 / 2 * (VL / 2) + lane % VL / 4 * 2 + lane % 2;
 }
 
 /* ---- Numbers and their amaxes ---- */
+
+/* What is sixteen rows below arrives meanwhile: in the second level, since sixteen rows may share few places of the
+ * first. */
+SIMD void prefetch_below(const struct column_source *from, const char *x)
+{
+    _mm_prefetch(x + from->ahead, COLUMN_HINT);
+}
+
+SIMD VI even_columns(VI words) { return vi_sll(words, 16); }
+SIMD VI odd_columns(VI words) { return vi_and(words, vi_set1((int)0xFFFF0000u)); }
+
+SIMD VF column_numbers(const void *x, int g, nib_dtype dtype)
+{
+    if (dtype != NIB_BF16)
+        return load_numbers(x, g * VL, dtype);
+    return vf_of(g ? odd_columns(vi_load(x)) : even_columns(vi_load(x)));
+}
 
 SIMD VI copy_columns(const struct column_source *from, int g, nib_dtype dtype, float (*out)[VL])
 {
@@ -71,15 +112,33 @@ SIMD VI copy_columns(const struct column_source *from, int g, nib_dtype dtype, f
     for (int i = 0; i < BLOCK; i += 2) {
         const char *const x = from->x + i * from->row_bytes, *const next = x + from->row_bytes;
         if (g == 0) {
-            _mm_prefetch(x + from->ahead, _MM_HINT_T0);
-            _mm_prefetch(next + from->ahead, _MM_HINT_T0);
+            prefetch_below(from, x);
+            prefetch_below(from, next);
         }
-        const VF a = load_numbers(x, g * VL, dtype), b = load_numbers(next, g * VL, dtype);
+        const VF a = column_numbers(x, g, dtype), b = column_numbers(next, g, dtype);
         vf_store(out[i], a);
         vf_store(out[i + 1], b);
         column_amax_of(&amax, i / 2, a, b);
     }
     return column_amax_bits(&amax);
+}
+
+/* BF16 as it is, both groups at once; magnitudes order as integers, NaNs above infinity. */
+SIMD void copy_words(const struct column_source *from, float (*out)[VL], VI amax[2])
+{
+    VI m[2];
+    UNROLL
+    for (int i = 0; i < BLOCK; i++) {
+        const char *const x = from->x + i * from->row_bytes;
+        const VI words = vi_load((const void *)x);
+        prefetch_below(from, x);
+        const VI a = vi_and(words, vi_set1(0x7FFF7FFF));
+        vf_store(out[i], vf_of(words));
+        m[i % 2] = i < 2 ? a : larger_words(m[i % 2], a);
+    }
+    const VI both = larger_words(m[0], m[1]);
+    amax[0] = even_columns(both);
+    amax[1] = odd_columns(both);
 }
 
 /* The butterflies of transform() at strides 1, 2 and 4 on eight rows. The signs are factors: products with them are
@@ -91,11 +150,11 @@ SIMD void transform_eight(const struct column_source *from, int first, int g, ni
     for (int i = 0; i < 8; i += 2) {
         const char *const x = from->x + (first + i) * from->row_bytes, *const next = x + from->row_bytes;
         if (g == 0) {
-            _mm_prefetch(x + from->ahead, _MM_HINT_T0);
-            _mm_prefetch(next + from->ahead, _MM_HINT_T0);
+            prefetch_below(from, x);
+            prefetch_below(from, next);
         }
         const VF sign = vf_load(signs->x[first + i]), next_sign = vf_load(signs->x[first + i + 1]);
-        const VF a = load_numbers(x, g * VL, dtype), b = vf_mul(load_numbers(next, g * VL, dtype), next_sign);
+        const VF a = column_numbers(x, g, dtype), b = vf_mul(column_numbers(next, g, dtype), next_sign);
         v[i] = vf_multiply_add(a, sign, b);
         v[i + 1] = vf_multiply_sub(a, sign, b);
     }
@@ -140,29 +199,38 @@ SIMD VI transform_columns(const struct column_source *from, int g, nib_dtype dty
 
 /* ---- A band ---- */
 
-/* The numbers of sixteen columns from `line` on, their scales and factors into the stage. False where this is not the
- * way. */
+SIMD struct lane_scaler column_scaler(const struct column_job *job, int64_t col, int g, nib_dtype dtype)
+{
+    const int64_t last = job->panel->cols - 1;
+    float levels[VL];
+    struct nib_target local = *job->target;
+    local.levels = levels;
+    for (int lane = 0; lane < VL; lane++)
+        levels[lane] = job->target->levels[job->panel->col + nib_min(col + column_of_lane(g, lane, dtype), last)];
+    return lane_scaler_for(job->coding, &local, 0, VL);
+}
+
+/* The numbers of as many columns as go at once, their scales and factors into the stage, from `line` on. False where this
+ * is not the way. */
 SIMD bool stage_numbers(const struct column_job *job, const struct column_source *from, int64_t col, nib_dtype dtype,
                         bool transform, bool square, uint8_t floor_code, int64_t line, int slot,
                         struct column_stage *stage)
 {
     const bool quarter = transform && dtype == NIB_F32;
-    VI amax[COLUMN_GROUPS];
+    VI amax[MOST_COLUMNS / VL];
     bool good = true;
-    UNROLL
-    for (int g = 0; g < COLUMN_GROUPS; g++) {
+    if (dtype == NIB_BF16 && !transform)
+        copy_words(from, stage->numbers[line / VL], amax);
+    else
+        UNROLL
+    for (int g = 0; g < column_groups(dtype); g++) {
         float(*const out)[VL] = stage->numbers[line / VL + g];
         amax[g] = transform ? transform_columns(from, g, dtype, &job->signs, out) : copy_columns(from, g, dtype, out);
     }
-    if (square) {
-        for (int g = 1; g < COLUMN_GROUPS; g++)
-            amax[0] = vi_max(amax[0], amax[g]);
-        const VI largest = vi_largest_everywhere(amax[0]);
-        for (int g = 0; g < COLUMN_GROUPS; g++)
-            amax[g] = largest;
-    }
+    if (square)
+        largest_of_squares(amax, dtype);
     UNROLL
-    for (int g = 0; g < COLUMN_GROUPS; g++) {
+    for (int g = 0; g < column_groups(dtype); g++) {
         struct lane_scaler scaler = job->scaler;
         VF a = vf_of(amax[g]);
         if (quarter) { /* exact within these bounds, and what is so much smaller than the amax has no say */
@@ -171,11 +239,8 @@ SIMD bool stage_numbers(const struct column_job *job, const struct column_source
                 vf_all_less(vf_set1(0x1p-100f), vf_of(vi_select_less(vf_set1(0), a, vi_of(a), vi_of(vf_set1(1.0f)))));
             a = vf_mul(a, vf_set1(0.25f));
         }
-        if (job->target->level_per_line) {
-            const int64_t at = col + g * VL, left = job->panel->cols - at;
-            scaler = lane_scaler_for(job->coding, job->target, job->panel->col + (left > 0 ? at : col),
-                                     left > 0 ? (int)nib_min(VL, left) : 1);
-        }
+        if (job->target->level_per_line)
+            scaler = column_scaler(job, col, g, dtype);
         const struct scales s = te_scales_near(vf_mul(a, scaler.block), floor_code, &scaler);
         good &= vf_all_less(vf_mul(a, s.factor), vf_set1(7.0f)); /* not so for a NaN */
         vf_store(stage->factors + line + g * VL, quarter ? vf_mul(s.factor, vf_set1(0.25f)) : s.factor);
@@ -184,11 +249,12 @@ SIMD bool stage_numbers(const struct column_job *job, const struct column_source
     return good;
 }
 
-/* Up to sixteen columns by the lanes of simd.h, where the fast way does not do: as a matrix of its own. */
+/* Columns by the lanes of simd.h, where the fast way does not do: as a matrix of its own. */
 SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, int64_t lines, int64_t line, int slot,
                       struct column_stage *stage)
 {
-    uint8_t codes[COLUMNS * 8] = { 0 }, scales[COLUMNS];
+    const nib_dtype dtype = job->panel->dtype;
+    uint8_t codes[MOST_COLUMNS * 8] = { 0 }, scales[MOST_COLUMNS];
     const struct nib_copy_geometry geometry = {
         .line_stride = 8, .scale_line = 1, .scale_block = 1, .lines_per_scale = 1
     };
@@ -205,17 +271,18 @@ SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, in
         local.levels += job->panel->col + col;
     quantize_other(&part, job->coding, &local);
     for (int64_t l = 0; l < lines; l++) {
-        memcpy(stage->codes[slot][column_place(line + l)], codes + l * 8, 8);
-        stage->scales[slot][line + l] = scales[l];
+        memcpy(stage->codes[slot][place_of_column(line + l, dtype)], codes + l * 8, 8);
+        stage->scales[slot][lane_of_column(line + l, dtype)] = scales[l];
     }
 }
 
-/* Numbers of up to sixteen rows and columns with zeros beside and below. */
+/* The numbers of up to sixteen rows and of columns with zeros beside and below. */
 SIMD struct column_source pad_columns(const struct nib_panel *panel, int64_t row, int64_t col, int64_t lines,
                                       nib_dtype dtype, struct column_padding *padding)
 {
-    const int64_t rows = nib_min(BLOCK, panel->rows - row);
-    const size_t bytes = (size_t)(lines * bytes_of(dtype)), padded = (size_t)(nib_ceil_div(lines, COLUMNS) * COLUMNS * bytes_of(dtype));
+    const int64_t rows = nib_min(BLOCK, panel->rows - row), tile_bytes = columns_of(dtype) * bytes_of(dtype);
+    const size_t bytes = (size_t)(lines * bytes_of(dtype));
+    const size_t padded = (size_t)(nib_ceil_div((int64_t)bytes, tile_bytes) * tile_bytes);
     for (int64_t i = 0; i < rows; i++) {
         memcpy(padding->x[i], element_address(panel, row + i, col), bytes);
         memset(padding->x[i] + bytes, 0, padded - bytes);
@@ -231,34 +298,39 @@ SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int
                      bool transform, bool square, uint8_t floor_code, int slot, struct column_stage *stage)
 {
     const struct nib_panel *const panel = job->panel;
-    const int64_t row_bytes = panel->stride * bytes_of(dtype);
-    const int64_t whole = row + BLOCK <= panel->rows ? lines / COLUMNS * COLUMNS : 0;
+    const int64_t row_bytes = panel->stride * bytes_of(dtype), columns = columns_of(dtype);
+    const int64_t whole = row + BLOCK <= panel->rows ? lines / columns * columns : 0;
     struct column_source from = { element_address(panel, row, col), row_bytes, BLOCK * row_bytes };
     struct column_padding padding;
     uint32_t bad = 0;
-    for (int64_t c = 0; c < lines; c += COLUMNS) {
+    for (int64_t c = 0; c < lines; c += columns) {
         if (c == whole)
             from = pad_columns(panel, row, col + c, lines - c, dtype, &padding);
         if (!stage_numbers(job, &from, col + c, dtype, transform, square, floor_code, c, slot, stage))
-            bad |= 1u << c / COLUMNS;
-        from.x += COLUMNS * bytes_of(dtype);
+            bad |= 1u << c / columns;
+        from.x += columns * bytes_of(dtype);
     }
-    for (int64_t c = 0; c < lines; c += VL)
-        column_codes(stage->codes[slot][c], stage->numbers[c / VL], vf_load(stage->factors + c));
-    for (int64_t c = 0; bad; c += COLUMNS, bad >>= 1)
+    for (int64_t c = 0; c < lines; c += columns) {
+        const bool words = dtype == NIB_BF16 && !transform;
+        UNROLL
+        for (int g = 0; g < column_groups(dtype); g++)
+            column_codes(stage->codes[slot][c + g * VL], stage->numbers[c / VL + (words ? 0 : g)], words, g,
+                         vf_load(stage->factors + c + g * VL));
+    }
+    for (int64_t c = 0; bad; c += columns, bad >>= 1)
         if (bad & 1)
-            stage_other(job, row, col + c, nib_min(COLUMNS, lines - c), c, slot, stage);
+            stage_other(job, row, col + c, nib_min(columns, lines - c), c, slot, stage);
 }
 
 /* ---- A run ---- */
 
-/* Sixteen lines' scales of sixteen blocks: from block by block to line by line. */
-SIMD void transpose_scales(const uint8_t *in, int64_t in_stride, uint8_t *out, int64_t out_stride)
+/* Sixteen lanes' scales of sixteen blocks: from block by block to line by line, where `order` has the columns of lanes. */
+SIMD void transpose_scales(const uint8_t *in, uint8_t *out, int64_t stride, nib_dtype order)
 {
     __m128i a[16], b[16];
     UNROLL
     for (int i = 0; i < 16; i++)
-        a[i] = _mm_loadu_si128((const void *)(in + i * in_stride));
+        a[i] = _mm_loadu_si128((const void *)(in + i * COLUMN_LINES));
 #define WEAVE(from, to, low, high)                  \
     UNROLL                                          \
     for (int i = 0; i < 8; i++) {                   \
@@ -273,52 +345,67 @@ SIMD void transpose_scales(const uint8_t *in, int64_t in_stride, uint8_t *out, i
 #undef WEAVE
     UNROLL
     for (int i = 0; i < 16; i++)
-        _mm_storeu_si128((void *)(out + i * out_stride), a[i]);
+        _mm_storeu_si128((void *)(out + column_at(i, order) * stride), a[i]);
 }
 
-/* Blocks 0..n-1 of a run's lines, from block by block to line by line. */
-SIMD void store_codes_of(const struct column_stage *stage, int64_t lines, int64_t n, int64_t last_length, uint8_t *out,
-                         int64_t stride)
+/* Blocks first..n-1 of whole tiles, a copy each. */
+SIMD void copy_codes(const struct column_stage *stage, int64_t lines, int64_t first, int64_t n, nib_dtype dtype,
+                     uint8_t *out, int64_t stride)
+{
+    for (int64_t lane = 0; lane < lines; lane += VL) {
+        uint8_t *const to = out + column_at(lane, dtype) * stride;
+        for (int64_t b = first; b < n; b++)
+            UNROLL
+        for (int i = 0; i < VL; i++)
+            memcpy(to + column_of_lane(0, lane_at(i), dtype) * stride + b * 8, stage->codes[b][lane + i], 8);
+    }
+}
+
+/* The codes of a run's n blocks, from block by block to line by line. */
+SIMD void store_codes_of(const struct column_stage *stage, int64_t lines, int64_t n, int64_t last_bytes,
+                         nib_dtype dtype, uint8_t *out, int64_t stride)
 {
     enum { TURNED = VL / 2 };
-    const int64_t whole = last_length == BLOCK ? n : n - 1, turned = whole / TURNED * TURNED, full = lines / VL * VL;
-    for (int64_t place = 0; place < full; place += TURNED) {
-        uint8_t *const to = out + column_at(place) * stride;
+    const int64_t whole = last_bytes == 8 ? n : n - 1, turned = whole / TURNED * TURNED;
+    const int64_t full = lines / columns_of(dtype) * columns_of(dtype);
+    for (int64_t place = 0; place < (turned ? full : 0); place += TURNED) {
+        uint8_t *const to = out + column_at(place / VL * VL + lane_at((int)(place % VL)), dtype) * stride;
         for (int64_t b = 0; b < turned; b += TURNED) {
             VI v[TURNED];
             turn_codes(stage->codes[b][place], sizeof stage->codes[0], v);
             UNROLL
             for (int i = 0; i < TURNED; i++)
-                store_whole(to + column_at(i) * stride + b * 8, v[i]);
+                store_whole(to + column_of_lane(0, lane_at(i), dtype) * stride + b * 8, v[i]);
         }
     }
-    for (int64_t l = turned ? full : 0; l < lines; l++)
-        for (int64_t b = 0; b < whole; b++)
-            memcpy(out + l * stride + b * 8, stage->codes[b][column_place(l)], 8);
-    for (int64_t l = 0; l < full && turned; l++)
-        for (int64_t b = turned; b < whole; b++)
-            memcpy(out + l * stride + b * 8, stage->codes[b][column_place(l)], 8);
-    for (int64_t l = 0; l < lines && whole < n; l++)
-        memcpy(out + l * stride + whole * 8, stage->codes[whole][column_place(l)], (size_t)(last_length + 1) / 2);
+    copy_codes(stage, full, turned, whole, dtype, out, stride);
+    for (int64_t l = whole < n ? 0 : full; l < lines; l++)
+        for (int64_t b = l < full ? whole : 0; b < n; b++)
+            memcpy(out + l * stride + b * 8, stage->codes[b][place_of_column(l, dtype)],
+                   b < whole ? 8 : (size_t)last_bytes);
 }
 
 SIMD void store_scales_of(const struct column_stage *stage, int64_t line, int64_t lines, int64_t first, int64_t n,
-                          const struct nib_copy_geometry *g, uint8_t *scales)
+                          nib_dtype dtype, const struct nib_copy_geometry *g, uint8_t *scales)
 {
-    for (int64_t l = 0; l < lines; l += 16) {
-        uint8_t *const to = scales + (line + l) * g->scale_line + first, turned[16][COLUMN_RUN];
-        if (n == COLUMN_RUN && !g->swizzled && l + 16 <= lines) {
-            transpose_scales(stage->scales[0] + l, COLUMN_LINES, to, g->scale_line);
-            continue;
-        }
-        transpose_scales(stage->scales[0] + l, COLUMN_LINES, turned[0], COLUMN_RUN);
-        for (int64_t k = 0; k < nib_min(16, lines - l); k++)
-            if (g->swizzled)
-                for (int64_t b = 0; b < n; b++)
-                    scales[nib_scale_index(g, line + l + k, first + b)] = turned[k][b];
-            else
-                memcpy(to + k * g->scale_line, turned[k], (size_t)n);
+    const int64_t whole = g->swizzled ? 0 : lines / columns_of(dtype) * columns_of(dtype);
+    uint8_t *const to = scales + line * g->scale_line + first;
+    for (int64_t l = 0; l < whole; l += 16) {
+        uint8_t *const here = to + column_at(l, dtype) * g->scale_line;
+        if (n == COLUMN_RUN)
+            transpose_scales(stage->scales[0] + l, here, g->scale_line, dtype);
+        else
+            for (int64_t b = 0; b < n; b++)
+                UNROLL
+        for (int k = 0; k < 16; k++)
+            here[column_at(k, dtype) * g->scale_line + b] = stage->scales[b][l + k];
     }
+    for (int64_t l = whole; l < lines; l++)
+        for (int64_t b = 0; b < n; b++) {
+            const int64_t at =
+                g->swizzled ? nib_scale_index(g, line + l, first + b) : (line + l) * g->scale_line + first + b;
+            scales[at] = stage->scales[b][lane_of_column(l, dtype)];
+        }
 }
 
 SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_coding *coding,
@@ -339,9 +426,9 @@ SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_co
             const int64_t first = (panel->row + row) / BLOCK;
             for (int band = 0; band < n; band++)
                 stage_band(&job, row + band * BLOCK, col, lines, dtype, transform, square, floor_code, band, &stage);
-            store_codes_of(&stage, lines, n, (rows - 1) % BLOCK + 1, target->codes + line * g->line_stride + first * 8,
-                           g->line_stride);
-            store_scales_of(&stage, line, lines, first, n, g, target->scales);
+            store_codes_of(&stage, lines, n, ((rows - 1) % BLOCK + 2) / 2, dtype,
+                           target->codes + line * g->line_stride + first * 8, g->line_stride);
+            store_scales_of(&stage, line, lines, first, n, dtype, g, target->scales);
         }
     }
 }

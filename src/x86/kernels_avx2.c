@@ -362,15 +362,30 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 
 /* ---- Columns (columns.h) ---- */
 
+SIMD VI larger_words(VI a, VI b) { return _mm256_max_epi16(a, b); }
+
+SIMD void largest_of_squares(VI *amax, nib_dtype dtype)
+{
+    (void)dtype;
+    amax[0] = amax[1] = vi_largest_everywhere(vi_max(amax[0], amax[1]));
+}
+
+/* Row i; of words, the even or odd ones. */
+SIMD VF column_row(float (*x)[VL], int i, bool words, int odd)
+{
+    const VI v = vi_of(vf_load(x[i]));
+    return vf_of(!words ? v : odd ? vi_and(v, vi_set1((int)0xFFFF0000u)) : vi_sll(v, 16));
+}
+
 /* Eight rows of codes as words: in each 128-bit half, rows 0 to 3 of its four columns, then rows 4 to 7. Signs and codes
  * are packed as in store_signed_codes. */
-SIMD VI eight_rows(float (*x)[VL], VF factor)
+SIMD VI eight_rows(float (*x)[VL], bool words, int odd, VF factor)
 {
     const VI wanted = _mm256_set1_epi16((short)0x8007), nibble = _mm256_set1_epi16(1 << 8 | 16);
     VI codes[4];
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
     {
-        const VF a = vf_load(x[i]), b = vf_load(x[i + 4]);
+        const VF a = column_row(x, i, words, odd), b = column_row(x, i + 4, words, odd);
         const VI packed = _mm256_packs_epi16(with_upper_half(code_bits(absolute(a), factor, false), a),
                                              with_upper_half(code_bits(absolute(b), factor, false), b));
         codes[i] = _mm256_maddubs_epi16(vi_and(packed, wanted), nibble); /* 16 times a code */
@@ -380,12 +395,12 @@ SIMD VI eight_rows(float (*x)[VL], VF factor)
     return vi_or(low, _mm256_slli_epi16(high, 8));
 }
 
-/* Eight columns of sixteen rows, eight bytes for each in the order of column_place. */
-SIMD void column_codes(uint8_t *out, float (*x)[VL], VF factor)
+/* Eight columns of sixteen rows, eight bytes for each in the order of lane_at. */
+SIMD void column_codes(uint8_t *out, float (*x)[VL], bool words, int odd, VF factor)
 {
     const VI order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
-    const VI first = _mm256_shuffle_epi8(eight_rows(x, factor), order);
-    const VI second = _mm256_shuffle_epi8(eight_rows(x + 8, factor), order);
+    const VI first = _mm256_shuffle_epi8(eight_rows(x, words, odd, factor), order);
+    const VI second = _mm256_shuffle_epi8(eight_rows(x + 8, words, odd, factor), order);
     _mm256_store_si256((void *)out, _mm256_unpacklo_epi32(first, second));
     _mm256_store_si256((void *)(out + 32), _mm256_unpackhi_epi32(first, second));
 }

@@ -390,8 +390,8 @@ SIMD void column_amax_of(struct column_amax *amax, int i, VF a, VF b)
     enum { LARGER_MAGNITUDE = 0x0B };
     const VF larger = i < 2 ? a : _mm512_range_ps(amax->largest[i % 2], a, LARGER_MAGNITUDE);
     amax->largest[i % 2] = _mm512_range_ps(larger, b, LARGER_MAGNITUDE);
-    amax->ordered[i % 2] = i < 2 ? _mm512_cmp_ps_mask(a, b, _CMP_ORD_Q)
-                                 : _mm512_mask_cmp_ps_mask(amax->ordered[i % 2], a, b, _CMP_ORD_Q);
+    amax->ordered[i % 2] =
+        i < 2 ? _mm512_cmp_ps_mask(a, b, _CMP_ORD_Q) : _mm512_mask_cmp_ps_mask(amax->ordered[i % 2], a, b, _CMP_ORD_Q);
 }
 
 SIMD VI column_amax_bits(const struct column_amax *amax)
@@ -408,23 +408,43 @@ SIMD VF column_bf16(VF x)
     return vf_of(vi_and(_mm512_mask_add_epi32(up, odd, up, vi_set1(1)), vi_set1((int)0xFFFF0000u)));
 }
 
-/* Rows i and i + 1, and those eight below, of codes: in each 128-bit piece a word for each of four columns, twice. */
-SIMD VI column_pairs(float (*x)[VL], int i, VF factor)
+/* In words the larger magnitude of a 16x16 tile is that of eight lanes of both groups. */
+SIMD void largest_of_squares(VI *amax, nib_dtype dtype)
 {
-    const VI even = _mm512_packs_epi32(code_of(vf_mul(vf_load(x[i]), factor)),
-                                       code_of(vf_mul(vf_load(x[i + 8]), factor)));
-    const VI odd = _mm512_packs_epi32(code_of(vf_mul(vf_load(x[i + 1]), factor)),
-                                      code_of(vf_mul(vf_load(x[i + 9]), factor)));
-    const VI both = vi_or(_mm512_srli_epi16(even, 6), _mm512_srli_epi16(odd, 2)); /* signs in the upper byte */
+    VI m = dtype == NIB_BF16 ? vi_max(amax[0], amax[1]) : vi_max(amax[0], _mm512_shuffle_i32x4(amax[0], amax[0], 0x4E));
+    m = vi_max(m, _mm512_shuffle_i32x4(m, m, 0xB1));
+    m = vi_max(m, _mm512_shuffle_epi32(m, 0x4E));
+    amax[0] = vi_max(m, _mm512_shuffle_epi32(m, 0xB1));
+    if (dtype == NIB_BF16)
+        amax[1] = amax[0];
+}
+
+/* Row i times the factor; of words, the even or odd ones. */
+SIMD VF column_row(float (*x)[VL], int i, bool words, int odd, VF factor)
+{
+    const VI v = vi_of(vf_load(x[i]));
+    return vf_mul(vf_of(!words ? v : odd ? vi_and(v, vi_set1((int)0xFFFF0000u)) : vi_sll(v, 16)), factor);
+}
+
+/* Codes of rows i and i + 1, and of those eight below: in each 128-bit piece words for four columns, twice. */
+SIMD VI column_pairs(float (*x)[VL], int i, bool words, int odd, VF factor)
+{
+    const VI first = _mm512_packs_epi32(code_of(column_row(x, i, words, odd, factor)),
+                                        code_of(column_row(x, i + 8, words, odd, factor)));
+    const VI second = _mm512_packs_epi32(code_of(column_row(x, i + 1, words, odd, factor)),
+                                         code_of(column_row(x, i + 9, words, odd, factor)));
+    const VI both = vi_or(_mm512_srli_epi16(first, 6), _mm512_srli_epi16(second, 2)); /* signs in the upper byte */
     return _mm512_maddubs_epi16(both, _mm512_set1_epi16(4 << 8 | 1));
 }
 
-/* Sixteen columns of sixteen rows, eight bytes for each in the order of column_place. */
-SIMD void column_codes(uint8_t *out, float (*x)[VL], VF factor)
+/* Sixteen columns of sixteen rows, eight bytes for each in the order of lane_at. */
+SIMD void column_codes(uint8_t *out, float (*x)[VL], bool words, int odd, VF factor)
 {
     const VI order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15));
-    const VI first = _mm512_packus_epi16(column_pairs(x, 0, factor), column_pairs(x, 2, factor));
-    const VI second = _mm512_packus_epi16(column_pairs(x, 4, factor), column_pairs(x, 6, factor));
+    const VI first =
+        _mm512_packus_epi16(column_pairs(x, 0, words, odd, factor), column_pairs(x, 2, words, odd, factor));
+    const VI second =
+        _mm512_packus_epi16(column_pairs(x, 4, words, odd, factor), column_pairs(x, 6, words, odd, factor));
     const VI a = _mm512_shuffle_epi8(first, order), b = _mm512_shuffle_epi8(second, order);
     _mm512_store_si512(out, _mm512_unpacklo_epi16(a, b));
     _mm512_store_si512(out + 64, _mm512_unpackhi_epi16(a, b));
@@ -447,8 +467,7 @@ SIMD void turn_codes(const uint8_t *in, size_t stride, VI out[8])
         b[i + 2] = _mm512_unpacklo_epi64(a[i + 2], a[i + 3]);
         b[i + 3] = _mm512_unpackhi_epi64(a[i + 2], a[i + 3]);
     }
-    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4)
-        _Pragma("GCC unroll 2") for (int k = 0; k < 2; k++)
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4) _Pragma("GCC unroll 2") for (int k = 0; k < 2; k++)
     {
         /* pieces of b[i+k]: blocks 01 of two lines, blocks 45; of b[i+k+2]: 23 and 67 */
         out[i + k] = _mm512_permutex2var_epi64(b[i + k], _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), b[i + k + 2]);
