@@ -13,10 +13,6 @@
  * The including file defines column_codes, which gives eight bytes for each lane.
  */
 
-#ifndef COLUMN_HINT
-#define COLUMN_HINT _MM_HINT_T1
-#endif
-
 enum { MOST_COLUMNS = VL < 16 ? 16 : 2 * VL };
 
 /* Columns that go through at once, VL of them in a group. Those of BF16 are split into even and odd ones, which is a
@@ -92,7 +88,7 @@ SIMD int64_t place_of_column(int64_t column, nib_dtype dtype)
  * first. */
 SIMD void prefetch_below(const struct column_source *from, const char *x)
 {
-    _mm_prefetch(x + from->ahead, COLUMN_HINT);
+    _mm_prefetch(x + from->ahead, _MM_HINT_T1);
 }
 
 SIMD VI even_columns(VI words) { return vi_sll(words, 16); }
@@ -310,13 +306,14 @@ SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int
             bad |= 1u << c / columns;
         from.x += columns * bytes_of(dtype);
     }
-    for (int64_t c = 0; c < lines; c += columns) {
-        const bool words = dtype == NIB_BF16 && !transform;
-        UNROLL
-        for (int g = 0; g < column_groups(dtype); g++)
-            column_codes(stage->codes[slot][c + g * VL], stage->numbers[c / VL + (words ? 0 : g)], words, g,
-                         vf_load(stage->factors + c + g * VL));
-    }
+    if (dtype == NIB_BF16 && !transform)
+        for (int64_t c = 0; c < lines; c += columns) {
+            column_codes(stage->codes[slot][c], stage->numbers[c / VL], true, 0, vf_load(stage->factors + c));
+            column_codes(stage->codes[slot][c + VL], stage->numbers[c / VL], true, 1, vf_load(stage->factors + c + VL));
+        }
+    else
+        for (int64_t c = 0; c < nib_ceil_div(lines, columns) * columns; c += VL)
+            column_codes(stage->codes[slot][c], stage->numbers[c / VL], false, 0, vf_load(stage->factors + c));
     for (int64_t c = 0; bad; c += columns, bad >>= 1)
         if (bad & 1)
             stage_other(job, row, col + c, nib_min(columns, lines - c), c, slot, stage);
