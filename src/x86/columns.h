@@ -3,14 +3,16 @@
  * columns.h - the columnwise copy by te's rule to nearest, transformed or not. Included once by the file of each x86
  * instruction set, after rows.h.
  *
- * Lanes are columns. Sixteen columns go through at once: they are a cache line of FP32, and sixteen rows of a wide
- * matrix may share few places of the first-level cache. Their numbers are copied on the way to the amaxes, and the
- * second pass reads the copy.
+ * Lanes are columns. Sixteen rows of some columns, a band, go through in three phases, so that what one column waits for
+ * (its numbers, the chain of its amax, a division) overlaps with the work on others: numbers are copied on the way to the
+ * amaxes, amaxes become scales and factors, and the copies become codes. They are copied since sixteen rows of a wide
+ * matrix may share few places of the first-level cache. A run of bands is gathered before it is written, block by block,
+ * and turned then. What is less than sixteen rows or a tile of columns is padded with zeros.
  *
- * As in rows.h amaxes are taken over bits, and columns that hold a NaN, or numbers that need a clamp, are left to the
- * lanes of simd.h.
+ * As in rows.h columns that hold a NaN, or numbers that need a clamp, are left to the lanes of simd.h.
  *
- * The including file defines column_codes, which gives eight bytes for each lane.
+ * The including file defines column_amax_of and column_amax_bits, which show a NaN as one, column_bf16, column_larger_words,
+ * largest_of_squares, column_codes, which gives eight bytes for each lane, turn_codes and store_whole.
  */
 
 enum { MOST_COLUMNS = VL < 16 ? 16 : 2 * VL };
@@ -130,9 +132,9 @@ SIMD void copy_words(const struct column_source *from, float (*out)[VL], VI amax
         prefetch_below(from, x);
         const VI a = vi_and(words, vi_set1(0x7FFF7FFF));
         vf_store(out[i], vf_of(words));
-        m[i % 2] = i < 2 ? a : larger_words(m[i % 2], a);
+        m[i % 2] = i < 2 ? a : column_larger_words(m[i % 2], a);
     }
-    const VI both = larger_words(m[0], m[1]);
+    const VI both = column_larger_words(m[0], m[1]);
     amax[0] = even_columns(both);
     amax[1] = odd_columns(both);
 }
@@ -206,15 +208,11 @@ SIMD struct lane_scaler column_scaler(const struct column_job *job, int64_t col,
     return lane_scaler_for(job->coding, &local, 0, VL);
 }
 
-/* The numbers of as many columns as go at once, their scales and factors into the stage, from `line` on. False where this
- * is not the way. */
-SIMD bool stage_numbers(const struct column_job *job, const struct column_source *from, int64_t col, nib_dtype dtype,
-                        bool transform, bool square, uint8_t floor_code, int64_t line, int slot,
-                        struct column_stage *stage)
+/* The numbers of as many columns as go at once, and their amaxes where the factors will be, into the stage. */
+SIMD void stage_numbers(const struct column_job *job, const struct column_source *from, nib_dtype dtype, bool transform,
+                        bool square, int64_t line, struct column_stage *stage)
 {
-    const bool quarter = transform && dtype == NIB_F32;
     VI amax[MOST_COLUMNS / VL];
-    bool good = true;
     if (dtype == NIB_BF16 && !transform)
         copy_words(from, stage->numbers[line / VL], amax);
     else
@@ -226,22 +224,28 @@ SIMD bool stage_numbers(const struct column_job *job, const struct column_source
     if (square)
         largest_of_squares(amax, dtype);
     UNROLL
-    for (int g = 0; g < column_groups(dtype); g++) {
-        struct lane_scaler scaler = job->scaler;
-        VF a = vf_of(amax[g]);
-        if (quarter) { /* exact within these bounds, and what is so much smaller than the amax has no say */
-            good &=
-                vf_all_less(a, vf_set1(0x1p100f)) &&
-                vf_all_less(vf_set1(0x1p-100f), vf_of(vi_select_less(vf_set1(0), a, vi_of(a), vi_of(vf_set1(1.0f)))));
-            a = vf_mul(a, vf_set1(0.25f));
-        }
-        if (job->target->level_per_line)
-            scaler = column_scaler(job, col, g, dtype);
-        const struct scales s = te_scales_near(vf_mul(a, scaler.block), floor_code, &scaler);
-        good &= vf_all_less(vf_mul(a, s.factor), vf_set1(7.0f)); /* not so for a NaN */
-        vf_store(stage->factors + line + g * VL, quarter ? vf_mul(s.factor, vf_set1(0.25f)) : s.factor);
-        vi_store_low_bytes(stage->scales[slot] + line + g * VL, s.code);
+    for (int g = 0; g < column_groups(dtype); g++)
+        vf_store(stage->factors + line + g * VL, vf_of(amax[g]));
+}
+
+/* From amaxes to scales and factors. False where this is not the way. */
+SIMD bool stage_scales(const struct column_job *job, int64_t col, int g, nib_dtype dtype, bool quarter,
+                       uint8_t floor_code, int64_t line, int slot, struct column_stage *stage)
+{
+    struct lane_scaler scaler = job->scaler;
+    VF a = vf_load(stage->factors + line + g * VL);
+    bool good = true;
+    if (quarter) { /* exact within these bounds, and what is so much smaller than the amax has no say */
+        const VF b = vf_of(vi_select_less(vf_set1(0), a, vi_of(a), vi_of(vf_set1(1.0f))));
+        good = (int)vf_all_less(a, vf_set1(0x1p100f)) & (int)vf_all_less(vf_set1(0x1p-100f), b);
+        a = vf_mul(a, vf_set1(0.25f));
     }
+    if (job->target->level_per_line)
+        scaler = column_scaler(job, col, g, dtype);
+    const struct scales s = te_scales_near(vf_mul(a, scaler.block), floor_code, &scaler);
+    good &= vf_all_less(vf_mul(a, s.factor), vf_set1(7.0f)); /* not so for a NaN */
+    vf_store(stage->factors + line + g * VL, quarter ? vf_mul(s.factor, vf_set1(0.25f)) : s.factor);
+    vi_store_low_bytes(stage->scales[slot] + line + g * VL, s.code);
     return good;
 }
 
@@ -288,8 +292,8 @@ SIMD struct column_source pad_columns(const struct nib_panel *panel, int64_t row
     return (struct column_source){ padding->x[0], sizeof padding->x[0], 0 };
 }
 
-/* Sixteen rows (or the last few) of up to COLUMN_LINES columns, as block `slot` of the run. Divisions take long: all
- * columns get their factors before the first needs them. */
+/* Sixteen rows (or the last few) of up to COLUMN_LINES columns, as block `slot` of the run. Amaxes and
+ * divisions take long: what waits for them comes when all columns have theirs. */
 SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int64_t lines, nib_dtype dtype,
                      bool transform, bool square, uint8_t floor_code, int slot, struct column_stage *stage)
 {
@@ -302,9 +306,14 @@ SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int
     for (int64_t c = 0; c < lines; c += columns) {
         if (c == whole)
             from = pad_columns(panel, row, col + c, lines - c, dtype, &padding);
-        if (!stage_numbers(job, &from, col + c, dtype, transform, square, floor_code, c, slot, stage))
-            bad |= 1u << c / columns;
+        stage_numbers(job, &from, dtype, transform, square, c, stage);
         from.x += columns * bytes_of(dtype);
+    }
+    for (int64_t c = 0; c < lines; c += columns) {
+        bool good = true;
+        for (int g = 0; g < column_groups(dtype); g++)
+            good &= stage_scales(job, col + c, g, dtype, transform && dtype == NIB_F32, floor_code, c, slot, stage);
+        bad |= (uint32_t)!good << c / columns;
     }
     if (dtype == NIB_BF16 && !transform)
         for (int64_t c = 0; c < lines; c += columns) {

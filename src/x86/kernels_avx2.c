@@ -362,7 +362,7 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 
 /* ---- Columns (columns.h) ---- */
 
-SIMD VI larger_words(VI a, VI b) { return _mm256_max_epi16(a, b); }
+SIMD VI column_larger_words(VI a, VI b) { return _mm256_max_epi16(a, b); }
 
 SIMD void largest_of_squares(VI *amax, nib_dtype dtype)
 {

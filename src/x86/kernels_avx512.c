@@ -379,26 +379,31 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 
 /* ---- Columns (columns.h) ---- */
 
-/* The largest magnitudes, without NaNs, which are noted beside them. */
+/* The largest magnitudes, without NaNs, which are noted beside them. Four, so that none waits long for another. */
 struct column_amax {
-    VF largest[2];
-    __mmask16 ordered[2];
+    VF largest[4];
+    __mmask16 ordered[4];
 };
+
+SIMD VF larger_magnitude(VF a, VF b) { return _mm512_range_ps(a, b, 0x0B); }
 
 SIMD void column_amax_of(struct column_amax *amax, int i, VF a, VF b)
 {
-    enum { LARGER_MAGNITUDE = 0x0B };
-    const VF larger = i < 2 ? a : _mm512_range_ps(amax->largest[i % 2], a, LARGER_MAGNITUDE);
-    amax->largest[i % 2] = _mm512_range_ps(larger, b, LARGER_MAGNITUDE);
-    amax->ordered[i % 2] =
-        i < 2 ? _mm512_cmp_ps_mask(a, b, _CMP_ORD_Q) : _mm512_mask_cmp_ps_mask(amax->ordered[i % 2], a, b, _CMP_ORD_Q);
+    const VF larger = larger_magnitude(a, b);
+    amax->largest[i % 4] = i < 4 ? larger : larger_magnitude(amax->largest[i % 4], larger);
+    amax->ordered[i % 4] =
+        i < 4 ? _mm512_cmp_ps_mask(a, b, _CMP_ORD_Q) : _mm512_mask_cmp_ps_mask(amax->ordered[i % 4], a, b, _CMP_ORD_Q);
 }
 
 SIMD VI column_amax_bits(const struct column_amax *amax)
 {
-    const VF largest = _mm512_range_ps(amax->largest[0], amax->largest[1], 0x0B);
-    return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), amax->ordered[0] & amax->ordered[1], vi_of(largest));
+    const VF first = larger_magnitude(amax->largest[0], amax->largest[1]);
+    const VF second = larger_magnitude(amax->largest[2], amax->largest[3]);
+    const __mmask16 ordered = amax->ordered[0] & amax->ordered[1] & amax->ordered[2] & amax->ordered[3];
+    return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), ordered, vi_of(larger_magnitude(first, second)));
 }
+
+SIMD VI column_larger_words(VI a, VI b) { return _mm512_max_epi16(a, b); }
 
 /* round_to_bf16 without a shift. */
 SIMD VF column_bf16(VF x)
@@ -408,15 +413,17 @@ SIMD VF column_bf16(VF x)
     return vf_of(vi_and(_mm512_mask_add_epi32(up, odd, up, vi_set1(1)), vi_set1((int)0xFFFF0000u)));
 }
 
-/* In words the larger magnitude of a 16x16 tile is that of eight lanes of both groups. */
+/* A tile of 16x16 is a vector, or, of BF16, half of the even columns and half of the odd ones. */
 SIMD void largest_of_squares(VI *amax, nib_dtype dtype)
 {
-    VI m = dtype == NIB_BF16 ? vi_max(amax[0], amax[1]) : vi_max(amax[0], _mm512_shuffle_i32x4(amax[0], amax[0], 0x4E));
+    if (dtype != NIB_BF16) {
+        amax[0] = vi_largest_everywhere(amax[0]);
+        return;
+    }
+    VI m = vi_max(amax[0], amax[1]);
     m = vi_max(m, _mm512_shuffle_i32x4(m, m, 0xB1));
     m = vi_max(m, _mm512_shuffle_epi32(m, 0x4E));
-    amax[0] = vi_max(m, _mm512_shuffle_epi32(m, 0xB1));
-    if (dtype == NIB_BF16)
-        amax[1] = amax[0];
+    amax[0] = amax[1] = vi_max(m, _mm512_shuffle_epi32(m, 0xB1));
 }
 
 /* Row i times the factor; of words, the even or odd ones. */
