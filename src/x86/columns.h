@@ -3,76 +3,158 @@
  * columns.h - the columnwise copy by te's rule to nearest, transformed or not. Included once by the file of each x86
  * instruction set, after rows.h.
  *
- * Lanes are columns. Sixteen columns go through at once: they are a cache line of FP32, and sixteen rows of a wide
- * matrix may share few places of the first-level cache. Their numbers are copied on the way to the amaxes, and the
- * second pass reads the copy.
+ * Lanes are columns. Sixteen rows of some columns, a band, go through in three phases, so that what one column waits for
+ * (its numbers, the chain of its amax, a division) overlaps with the work on others: numbers are copied on the way to the
+ * amaxes, amaxes become scales and factors, and the copies become codes. They are copied since sixteen rows of a wide
+ * matrix may share few places of the first-level cache. A run of bands is gathered before it is written, block by block,
+ * and turned then. What is less than sixteen rows or a tile of columns is padded with zeros.
  *
- * As in rows.h amaxes are taken over bits, and columns that hold a NaN, or numbers that need a clamp, are left to the
- * lanes of simd.h.
+ * As in rows.h columns that hold a NaN, or numbers that need a clamp, are left to the lanes of simd.h.
  *
- * The including file defines column_codes, which gives eight bytes for each lane.
+ * The including file defines column_amax_of and column_amax_bits, which show a NaN as one, column_bf16, column_larger_words,
+ * largest_of_squares, column_codes, which gives eight bytes for each lane, turn_codes and store_whole.
  */
 
-enum { COLUMNS = 16, COLUMN_GROUPS = COLUMNS / VL };
+enum { MOST_COLUMNS = VL < 16 ? 16 : 2 * VL };
 
-struct column_tile {
-    float x[COLUMN_GROUPS][BLOCK][VL] __attribute__((aligned(64)));
-};
+/* Columns that go through at once, VL of them in a group. Those of BF16 are split into even and odd ones, which is a
+ * shift and a mask. */
+SIMD int columns_of(nib_dtype dtype) { return dtype == NIB_BF16 ? 2 * VL : 16; }
+SIMD int column_groups(nib_dtype dtype) { return columns_of(dtype) / VL; }
+
+/* The column of a lane, from the first of its group's tile on. */
+SIMD int column_of_lane(int g, int lane, nib_dtype dtype) { return dtype == NIB_BF16 ? 2 * lane + g : g * VL + lane; }
 
 /* The signs of the transform; a quarter, too, where it comes first. */
 struct column_signs {
     float x[BLOCK][VL] __attribute__((aligned(64)));
 };
 
-static void set_signs(struct column_signs *signs, const struct nib_coding *coding, nib_dtype dtype)
+/* Sixteen rows of a run's columns, on their way, and what has become of a run of such bands. The codes and
+ * scales of a band are in orders of their own (place_of_column, lane_of_column). */
+struct column_stage {
+    float numbers[COLUMN_LINES / VL][BLOCK][VL] __attribute__((aligned(64)));
+    float factors[COLUMN_LINES] __attribute__((aligned(64)));
+    uint8_t codes[COLUMN_RUN][COLUMN_LINES][8] __attribute__((aligned(64)));
+    uint8_t scales[COLUMN_RUN][COLUMN_LINES] __attribute__((aligned(64)));
+};
+
+/* Where numbers that are a band, or the columns from some on, lie: in the matrix, or padded with zeros. */
+struct column_source {
+    const char *x;
+    int64_t row_bytes, ahead;
+};
+
+struct column_padding {
+    char x[BLOCK][COLUMN_LINES * 4] __attribute__((aligned(64)));
+};
+
+/* What the bands of a panel have in common. */
+struct column_job {
+    const struct nib_panel *panel;
+    const struct nib_coding *coding;
+    const struct nib_target *target;
+    struct lane_scaler scaler;
+    struct column_signs signs;
+};
+
+SIMD void set_signs(struct column_signs *signs, const struct nib_coding *coding, nib_dtype dtype)
 {
+    const float one = dtype == NIB_F32 ? 1.0f : 0.25f;
     for (int i = 0; i < BLOCK; i++)
-        for (int lane = 0; lane < VL; lane++)
-            signs->x[i][lane] = (dtype == NIB_F32 ? 1.0f : 0.25f) * (coding->sign_mask >> i & 1 ? -1.0f : 1.0f);
+        vf_store(signs->x[i], vf_set1(coding->sign_mask >> i & 1 ? -one : one));
 }
 
-SIMD VI magnitude_bits(VF x) { return vi_and(vi_of(x), vi_set1(0x7FFFFFFF)); }
-
-/* Numbers as they are. */
-SIMD void copy_columns(const struct nib_panel *panel, int64_t row, int64_t col, nib_dtype dtype,
-                       struct column_tile *tile, VI amax[COLUMN_GROUPS])
+/* The codes and scales of a band are by tiles and groups. Within a group the codes of four columns come out as two pairs
+ * in two vectors. */
+SIMD int64_t column_at(int64_t lane, nib_dtype dtype)
 {
-    const char *x = element_address(panel, row, col);
-    const int64_t row_bytes = panel->stride * bytes_of(dtype), ahead = BLOCK * row_bytes;
-    VI m[COLUMN_GROUPS][2];
+    const int columns = columns_of(dtype), c = (int)(lane % columns);
+    return lane - c + column_of_lane(c / VL, c % VL, dtype);
+}
+SIMD int lane_at(int place) { return place % (VL / 2) / 2 * 4 + place % VL / (VL / 2) * 2 + place % 2; }
+SIMD int64_t lane_of_column(int64_t column, nib_dtype dtype)
+{
+    const int columns = columns_of(dtype), c = (int)(column % columns);
+    return dtype == NIB_BF16 ? column - c + c % 2 * VL + c / 2 : column;
+}
+SIMD int64_t place_of_column(int64_t column, nib_dtype dtype)
+{
+    const int64_t lane = lane_of_column(column, dtype);
+    return lane / VL * VL + lane % 4 / 2 * (VL / 2) + lane % VL / 4 * 2 + lane % 2;
+}
+
+/* ---- Numbers and their amaxes ---- */
+
+/* What is sixteen rows below arrives meanwhile: in the second level, since sixteen rows may share few places of the
+ * first. */
+SIMD void prefetch_below(const struct column_source *from, const char *x)
+{
+    _mm_prefetch(x + from->ahead, _MM_HINT_T1);
+}
+
+SIMD VI even_columns(VI words) { return vi_sll(words, 16); }
+SIMD VI odd_columns(VI words) { return vi_and(words, vi_set1((int)0xFFFF0000u)); }
+
+SIMD VF column_numbers(const void *x, int g, nib_dtype dtype)
+{
+    if (dtype != NIB_BF16)
+        return load_numbers(x, g * VL, dtype);
+    return vf_of(g ? odd_columns(vi_load(x)) : even_columns(vi_load(x)));
+}
+
+SIMD VI copy_columns(const struct column_source *from, int g, nib_dtype dtype, float (*out)[VL])
+{
+    struct column_amax amax;
     UNROLL
-    for (int g = 0; g < COLUMN_GROUPS; g++)
-        m[g][0] = m[g][1] = vi_set1(0);
-    UNROLL
-    for (int i = 0; i < BLOCK; i++, x += row_bytes) {
-        _mm_prefetch(x + ahead, _MM_HINT_T0);
-        UNROLL
-        for (int g = 0; g < COLUMN_GROUPS; g++) {
-            const VF v = load_numbers(x, g * VL, dtype);
-            vf_store(tile->x[g][i], v);
-            m[g][i % 2] = vi_max(magnitude_bits(v), m[g][i % 2]);
+    for (int i = 0; i < BLOCK; i += 2) {
+        const char *const x = from->x + i * from->row_bytes, *const next = x + from->row_bytes;
+        if (g == 0) {
+            prefetch_below(from, x);
+            prefetch_below(from, next);
         }
+        const VF a = column_numbers(x, g, dtype), b = column_numbers(next, g, dtype);
+        vf_store(out[i], a);
+        vf_store(out[i + 1], b);
+        column_amax_of(&amax, i / 2, a, b);
     }
+    return column_amax_bits(&amax);
+}
+
+/* BF16 as it is, both groups at once; magnitudes order as integers, NaNs above infinity. */
+SIMD void copy_words(const struct column_source *from, float (*out)[VL], VI amax[2])
+{
+    VI m[2];
     UNROLL
-    for (int g = 0; g < COLUMN_GROUPS; g++)
-        amax[g] = vi_max(m[g][0], m[g][1]);
+    for (int i = 0; i < BLOCK; i++) {
+        const char *const x = from->x + i * from->row_bytes;
+        const VI words = vi_load((const void *)x);
+        prefetch_below(from, x);
+        const VI a = vi_and(words, vi_set1(0x7FFF7FFF));
+        vf_store(out[i], vf_of(words));
+        m[i % 2] = i < 2 ? a : column_larger_words(m[i % 2], a);
+    }
+    const VI both = column_larger_words(m[0], m[1]);
+    amax[0] = even_columns(both);
+    amax[1] = odd_columns(both);
 }
 
 /* The butterflies of transform() at strides 1, 2 and 4 on eight rows. The signs are factors: products with them are
  * exact, so that a fused sum rounds as a plain one does. */
-SIMD void transform_eight(const char *x, int64_t row_bytes, int64_t ahead, int g, nib_dtype dtype, float (*signs)[VL],
-                          VF v[8])
+SIMD void transform_eight(const struct column_source *from, int first, int g, nib_dtype dtype,
+                          const struct column_signs *signs, VF v[8])
 {
     UNROLL
     for (int i = 0; i < 8; i += 2) {
+        const char *const x = from->x + (first + i) * from->row_bytes, *const next = x + from->row_bytes;
         if (g == 0) {
-            _mm_prefetch(x + i * row_bytes + ahead, _MM_HINT_T0);
-            _mm_prefetch(x + (i + 1) * row_bytes + ahead, _MM_HINT_T0);
+            prefetch_below(from, x);
+            prefetch_below(from, next);
         }
-        const VF a = load_numbers(x + i * row_bytes, g * VL, dtype);
-        const VF b = vf_mul(load_numbers(x + (i + 1) * row_bytes, g * VL, dtype), vf_load(signs[i + 1]));
-        v[i] = vf_multiply_add(a, vf_load(signs[i]), b);
-        v[i + 1] = vf_multiply_sub(a, vf_load(signs[i]), b);
+        const VF sign = vf_load(signs->x[first + i]), next_sign = vf_load(signs->x[first + i + 1]);
+        const VF a = column_numbers(x, g, dtype), b = vf_mul(column_numbers(next, g, dtype), next_sign);
+        v[i] = vf_multiply_add(a, sign, b);
+        v[i + 1] = vf_multiply_sub(a, sign, b);
     }
     UNROLL
     for (int stride = 2; stride < 8; stride *= 2)
@@ -86,121 +168,175 @@ SIMD void transform_eight(const char *x, int64_t row_bytes, int64_t ahead, int g
 }
 
 /* The whole transform, but for the quarter that FP32 takes last. */
-SIMD VI transform_columns(const struct nib_panel *panel, int64_t row, int64_t col, int g, nib_dtype dtype,
-                          struct column_signs *signs, float (*out)[VL])
+SIMD VI transform_columns(const struct column_source *from, int g, nib_dtype dtype, const struct column_signs *signs,
+                          float (*out)[VL])
 {
-    const char *const x = element_address(panel, row, col);
-    const int64_t row_bytes = panel->stride * bytes_of(dtype), ahead = BLOCK * row_bytes;
+    const bool through_memory = VL < 16; /* eight vectors and what eight others are summed in are too many registers */
     VF first[8], second[8];
-    transform_eight(x, row_bytes, ahead, g, dtype, signs->x, first);
+    struct column_amax amax;
+    transform_eight(from, 0, g, dtype, signs, first);
     UNROLL
-    for (int i = 0; i < 8; i++) /* sixteen vectors and what they are summed in are more than some have registers */
-        vf_store(out[i], first[i]);
-    transform_eight(x + 8 * row_bytes, row_bytes, ahead, g, dtype, signs->x + 8, second);
-    VI m[2] = { vi_set1(0), vi_set1(0) };
+    for (int i = 0; i < 8; i++)
+        if (through_memory)
+            vf_store(out[i], first[i]);
+    transform_eight(from, 8, g, dtype, signs, second);
     UNROLL
     for (int i = 0; i < 8; i++) {
-        const VF a = vf_load(out[i]), b = second[i];
+        const VF a = through_memory ? vf_load(out[i]) : first[i], b = second[i];
         VF sum = vf_add(a, b), difference = vf_sub(a, b);
         if (dtype == NIB_BF16) {
-            sum = round_to_bf16(sum);
-            difference = round_to_bf16(difference);
+            sum = column_bf16(sum);
+            difference = column_bf16(difference);
         }
         vf_store(out[i], sum);
         vf_store(out[8 + i], difference);
-        m[0] = vi_max(magnitude_bits(sum), m[0]);
-        m[1] = vi_max(magnitude_bits(difference), m[1]);
+        column_amax_of(&amax, i, sum, difference);
     }
-    return vi_max(m[0], m[1]);
+    return column_amax_bits(&amax);
 }
 
-/* Where a run of blocks is gathered before it is written: a piece of memory per line, a scale per line and block. */
-struct column_stage {
-    uint8_t codes[COLUMN_LINES][COLUMN_RUN * 8] __attribute__((aligned(64)));
-    uint8_t scales[COLUMN_RUN][COLUMN_LINES] __attribute__((aligned(64)));
-};
+/* ---- A band ---- */
 
-/* Up to sixteen columns by the lanes of simd.h, where the fast way does not do: as a matrix of its own. */
-SLOT void stage_other(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target,
-                      int64_t row, int64_t col, int64_t lines, int64_t line, int slot, struct column_stage *stage)
+SIMD struct lane_scaler column_scaler(const struct column_job *job, int64_t col, int g, nib_dtype dtype)
 {
-    uint8_t codes[COLUMNS * 8] = { 0 }, scales[COLUMNS];
+    const int64_t last = job->panel->cols - 1;
+    float levels[VL];
+    struct nib_target local = *job->target;
+    local.levels = levels;
+    for (int lane = 0; lane < VL; lane++)
+        levels[lane] = job->target->levels[job->panel->col + nib_min(col + column_of_lane(g, lane, dtype), last)];
+    return lane_scaler_for(job->coding, &local, 0, VL);
+}
+
+/* The numbers of as many columns as go at once, and their amaxes where the factors will be, into the stage. */
+SIMD void stage_numbers(const struct column_job *job, const struct column_source *from, nib_dtype dtype, bool transform,
+                        bool square, int64_t line, struct column_stage *stage)
+{
+    VI amax[MOST_COLUMNS / VL];
+    if (dtype == NIB_BF16 && !transform)
+        copy_words(from, stage->numbers[line / VL], amax);
+    else
+        UNROLL
+    for (int g = 0; g < column_groups(dtype); g++) {
+        float(*const out)[VL] = stage->numbers[line / VL + g];
+        amax[g] = transform ? transform_columns(from, g, dtype, &job->signs, out) : copy_columns(from, g, dtype, out);
+    }
+    if (square)
+        largest_of_squares(amax, dtype);
+    UNROLL
+    for (int g = 0; g < column_groups(dtype); g++)
+        vf_store(stage->factors + line + g * VL, vf_of(amax[g]));
+}
+
+/* From amaxes to scales and factors. False where this is not the way. */
+SIMD bool stage_scales(const struct column_job *job, int64_t col, int g, nib_dtype dtype, bool quarter,
+                       uint8_t floor_code, int64_t line, int slot, struct column_stage *stage)
+{
+    struct lane_scaler scaler = job->scaler;
+    VF a = vf_load(stage->factors + line + g * VL);
+    bool good = true;
+    if (quarter) { /* exact within these bounds, and what is so much smaller than the amax has no say */
+        const VF b = vf_of(vi_select_less(vf_set1(0), a, vi_of(a), vi_of(vf_set1(1.0f))));
+        good = (int)vf_all_less(a, vf_set1(0x1p100f)) & (int)vf_all_less(vf_set1(0x1p-100f), b);
+        a = vf_mul(a, vf_set1(0.25f));
+    }
+    if (job->target->level_per_line)
+        scaler = column_scaler(job, col, g, dtype);
+    const struct scales s = te_scales_near(vf_mul(a, scaler.block), floor_code, &scaler);
+    good &= vf_all_less(vf_mul(a, s.factor), vf_set1(7.0f)); /* not so for a NaN */
+    vf_store(stage->factors + line + g * VL, quarter ? vf_mul(s.factor, vf_set1(0.25f)) : s.factor);
+    vi_store_low_bytes(stage->scales[slot] + line + g * VL, s.code);
+    return good;
+}
+
+/* Columns by the lanes of simd.h, where the fast way does not do: as a matrix of its own. */
+SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, int64_t lines, int64_t line, int slot,
+                      struct column_stage *stage)
+{
+    const nib_dtype dtype = job->panel->dtype;
+    uint8_t codes[MOST_COLUMNS * 8] = { 0 }, scales[MOST_COLUMNS];
     const struct nib_copy_geometry geometry = {
         .line_stride = 8, .scale_line = 1, .scale_block = 1, .lines_per_scale = 1
     };
-    struct nib_panel part = *panel;
-    struct nib_target local = *target;
-    part.x = element_address(panel, row, col);
+    struct nib_panel part = *job->panel;
+    struct nib_target local = *job->target;
+    part.x = element_address(job->panel, row, col);
     part.row = part.col = 0;
-    part.rows = nib_min(BLOCK, panel->rows - row);
+    part.rows = nib_min(BLOCK, job->panel->rows - row);
     part.cols = lines;
     local.codes = codes;
     local.scales = scales;
     local.geometry = &geometry;
-    if (target->level_per_line)
-        local.levels += panel->col + col;
-    quantize_other(&part, coding, &local);
+    if (local.level_per_line)
+        local.levels += job->panel->col + col;
+    quantize_other(&part, job->coding, &local);
     for (int64_t l = 0; l < lines; l++) {
-        memcpy(stage->codes[line + l] + slot * 8, codes + l * 8, 8);
-        stage->scales[slot][line + l] = scales[l];
+        memcpy(stage->codes[slot][place_of_column(line + l, dtype)], codes + l * 8, 8);
+        stage->scales[slot][lane_of_column(line + l, dtype)] = scales[l];
     }
 }
 
-/* Sixteen whole rows of sixteen columns into the stage. False, and nothing done, where this is not the way. */
-SIMD bool stage_columns(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target,
-                        int64_t row, int64_t col, nib_dtype dtype, bool transform, bool square, uint8_t floor_code,
-                        struct lane_scaler *scaler, struct column_signs *signs, int64_t line, int slot,
-                        struct column_stage *stage)
+/* The numbers of up to sixteen rows and of columns with zeros beside and below. */
+SIMD struct column_source pad_columns(const struct nib_panel *panel, int64_t row, int64_t col, int64_t lines,
+                                      nib_dtype dtype, struct column_padding *padding)
 {
-    const bool quarter = transform && dtype == NIB_F32;
-    struct column_tile tile;
-    VI amax[COLUMN_GROUPS];
-    VF factor[COLUMN_GROUPS];
-    bool good = true;
-    if (!transform)
-        copy_columns(panel, row, col, dtype, &tile, amax);
-    UNROLL
-    for (int g = 0; g < COLUMN_GROUPS; g++)
-        if (transform)
-            amax[g] = transform_columns(panel, row, col, g, dtype, signs, tile.x[g]);
-    if (square) {
-        for (int g = 1; g < COLUMN_GROUPS; g++)
-            amax[0] = vi_max(amax[0], amax[g]);
-        const VI largest = vi_largest_everywhere(amax[0]);
-        for (int g = 0; g < COLUMN_GROUPS; g++)
-            amax[g] = largest;
+    const int64_t rows = nib_min(BLOCK, panel->rows - row), tile_bytes = columns_of(dtype) * bytes_of(dtype);
+    const size_t bytes = (size_t)(lines * bytes_of(dtype));
+    const size_t padded = (size_t)(nib_ceil_div((int64_t)bytes, tile_bytes) * tile_bytes);
+    for (int64_t i = 0; i < rows; i++) {
+        memcpy(padding->x[i], element_address(panel, row + i, col), bytes);
+        memset(padding->x[i] + bytes, 0, padded - bytes);
     }
-    UNROLL
-    for (int g = 0; g < COLUMN_GROUPS; g++) {
-        VF a = vf_of(amax[g]);
-        if (quarter) { /* exact within these bounds, and what is so much smaller than the amax has no say */
-            good &=
-                vf_all_less(a, vf_set1(0x1p100f)) &&
-                vf_all_less(vf_set1(0x1p-100f), vf_of(vi_select_less(vf_set1(0), a, vi_of(a), vi_of(vf_set1(1.0f)))));
-            a = vf_mul(a, vf_set1(0.25f));
-        }
-        if (target->level_per_line)
-            *scaler = lane_scaler_for(coding, target, panel->col + col + g * VL, VL);
-        const struct scales s = te_scales_near(vf_mul(a, scaler->block), floor_code, scaler);
-        good &= vf_all_less(vf_mul(a, s.factor), vf_set1(7.0f)); /* not so for a NaN */
-        factor[g] = quarter ? vf_mul(s.factor, vf_set1(0.25f)) : s.factor;
-        vi_store_low_bytes(stage->scales[slot] + line + g * VL, s.code);
-    }
-    if (!good)
-        return false;
-    UNROLL
-    for (int g = 0; g < COLUMN_GROUPS; g++)
-        column_codes(stage->codes[line + g * VL] + slot * 8, sizeof stage->codes[0], tile.x[g], factor[g]);
-    return true;
+    for (int64_t i = rows; i < BLOCK; i++)
+        memset(padding->x[i], 0, padded);
+    return (struct column_source){ padding->x[0], sizeof padding->x[0], 0 };
 }
 
-/* Sixteen lines' scales of sixteen blocks: from block by block to line by line. */
-SIMD void transpose_scales(const uint8_t *in, int64_t in_stride, uint8_t *out, int64_t out_stride)
+/* Sixteen rows (or the last few) of up to COLUMN_LINES columns, as block `slot` of the run. Amaxes and
+ * divisions take long: what waits for them comes when all columns have theirs. */
+SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int64_t lines, nib_dtype dtype,
+                     bool transform, bool square, uint8_t floor_code, int slot, struct column_stage *stage)
+{
+    const struct nib_panel *const panel = job->panel;
+    const int64_t row_bytes = panel->stride * bytes_of(dtype), columns = columns_of(dtype);
+    const int64_t whole = row + BLOCK <= panel->rows ? lines / columns * columns : 0;
+    struct column_source from = { element_address(panel, row, col), row_bytes, BLOCK * row_bytes };
+    struct column_padding padding;
+    uint32_t bad = 0;
+    for (int64_t c = 0; c < lines; c += columns) {
+        if (c == whole)
+            from = pad_columns(panel, row, col + c, lines - c, dtype, &padding);
+        stage_numbers(job, &from, dtype, transform, square, c, stage);
+        from.x += columns * bytes_of(dtype);
+    }
+    for (int64_t c = 0; c < lines; c += columns) {
+        bool good = true;
+        for (int g = 0; g < column_groups(dtype); g++)
+            good &= stage_scales(job, col + c, g, dtype, transform && dtype == NIB_F32, floor_code, c, slot, stage);
+        bad |= (uint32_t)!good << c / columns;
+    }
+    if (dtype == NIB_BF16 && !transform)
+        for (int64_t c = 0; c < lines; c += columns) {
+            column_codes(stage->codes[slot][c], stage->numbers[c / VL], true, 0, vf_load(stage->factors + c));
+            column_codes(stage->codes[slot][c + VL], stage->numbers[c / VL], true, 1, vf_load(stage->factors + c + VL));
+        }
+    else
+        for (int64_t c = 0; c < nib_ceil_div(lines, columns) * columns; c += VL)
+            column_codes(stage->codes[slot][c], stage->numbers[c / VL], false, 0, vf_load(stage->factors + c));
+    for (int64_t c = 0; bad; c += columns, bad >>= 1)
+        if (bad & 1)
+            stage_other(job, row, col + c, nib_min(columns, lines - c), c, slot, stage);
+}
+
+/* ---- A run ---- */
+
+/* Sixteen lanes' scales of sixteen blocks: from block by block to line by line, where `order` has the columns of lanes. */
+SIMD void transpose_scales(const uint8_t *in, uint8_t *out, int64_t stride, nib_dtype order)
 {
     __m128i a[16], b[16];
     UNROLL
     for (int i = 0; i < 16; i++)
-        a[i] = _mm_loadu_si128((const void *)(in + i * in_stride));
+        a[i] = _mm_loadu_si128((const void *)(in + i * COLUMN_LINES));
 #define WEAVE(from, to, low, high)                  \
     UNROLL                                          \
     for (int i = 0; i < 8; i++) {                   \
@@ -215,62 +351,90 @@ SIMD void transpose_scales(const uint8_t *in, int64_t in_stride, uint8_t *out, i
 #undef WEAVE
     UNROLL
     for (int i = 0; i < 16; i++)
-        _mm_storeu_si128((void *)(out + i * out_stride), a[i]);
+        _mm_storeu_si128((void *)(out + column_at(i, order) * stride), a[i]);
 }
 
-/* Blocks first..first+n-1 of `lines` lines to their places. */
-SIMD void store_stage(const struct nib_target *target, const struct column_stage *stage, int64_t line, int64_t lines,
-                      int64_t first, int64_t n, int64_t last_length)
+/* Blocks first..n-1 of whole tiles, a copy each. */
+SIMD void copy_codes(const struct column_stage *stage, int64_t lines, int64_t first, int64_t n, nib_dtype dtype,
+                     uint8_t *out, int64_t stride)
 {
-    const struct nib_copy_geometry *const g = target->geometry;
-    uint8_t *const scales = target->scales;
-    const bool whole = n == COLUMN_RUN && last_length == BLOCK;
-    for (int64_t l = 0; l < lines; l++) {
-        uint8_t *const codes = target->codes + (line + l) * g->line_stride + first * 8;
-        if (whole)
-            memcpy(codes, stage->codes[l], COLUMN_RUN * 8);
-        else
-            memcpy(codes, stage->codes[l], (size_t)((n - 1) * 8 + (last_length + 1) / 2));
+    for (int64_t lane = 0; lane < lines; lane += VL) {
+        uint8_t *const to = out + column_at(lane, dtype) * stride;
+        for (int64_t b = first; b < n; b++)
+            UNROLL
+        for (int i = 0; i < VL; i++)
+            memcpy(to + column_of_lane(0, lane_at(i), dtype) * stride + b * 8, stage->codes[b][lane + i], 8);
     }
-    for (int64_t l = 0; l < lines; l += 16) {
-        uint8_t *const to = scales + (line + l) * g->scale_line + first, turned[16][COLUMN_RUN];
-        if (whole && !g->swizzled && l + 16 <= lines) {
-            transpose_scales(stage->scales[0] + l, COLUMN_LINES, to, g->scale_line);
-            continue;
+}
+
+/* The codes of a run's n blocks, from block by block to line by line. */
+SIMD void store_codes_of(const struct column_stage *stage, int64_t lines, int64_t n, int64_t last_bytes,
+                         nib_dtype dtype, uint8_t *out, int64_t stride)
+{
+    enum { TURNED = VL / 2 };
+    const int64_t whole = last_bytes == 8 ? n : n - 1, turned = whole / TURNED * TURNED;
+    const int64_t full = lines / columns_of(dtype) * columns_of(dtype);
+    for (int64_t place = 0; place < (turned ? full : 0); place += TURNED) {
+        uint8_t *const to = out + column_at(place / VL * VL + lane_at((int)(place % VL)), dtype) * stride;
+        for (int64_t b = 0; b < turned; b += TURNED) {
+            VI v[TURNED];
+            turn_codes(stage->codes[b][place], sizeof stage->codes[0], v);
+            UNROLL
+            for (int i = 0; i < TURNED; i++)
+                store_whole(to + column_of_lane(0, lane_at(i), dtype) * stride + b * 8, v[i]);
         }
-        transpose_scales(stage->scales[0] + l, COLUMN_LINES, turned[0], COLUMN_RUN);
-        for (int64_t k = 0; k < nib_min(16, lines - l); k++)
-            if (g->swizzled)
-                for (int64_t b = 0; b < n; b++)
-                    scales[nib_scale_index(g, line + l + k, first + b)] = turned[k][b];
-            else
-                memcpy(to + k * g->scale_line, turned[k], (size_t)n);
     }
+    copy_codes(stage, full, turned, whole, dtype, out, stride);
+    for (int64_t l = whole < n ? 0 : full; l < lines; l++)
+        for (int64_t b = l < full ? whole : 0; b < n; b++)
+            memcpy(out + l * stride + b * 8, stage->codes[b][place_of_column(l, dtype)],
+                   b < whole ? 8 : (size_t)last_bytes);
+}
+
+SIMD void store_scales_of(const struct column_stage *stage, int64_t line, int64_t lines, int64_t first, int64_t n,
+                          nib_dtype dtype, const struct nib_copy_geometry *g, uint8_t *scales)
+{
+    const int64_t whole = g->swizzled ? 0 : lines / columns_of(dtype) * columns_of(dtype);
+    uint8_t *const to = scales + line * g->scale_line + first;
+    for (int64_t l = 0; l < whole; l += 16) {
+        uint8_t *const here = to + column_at(l, dtype) * g->scale_line;
+        if (n == COLUMN_RUN)
+            transpose_scales(stage->scales[0] + l, here, g->scale_line, dtype);
+        else
+            for (int64_t b = 0; b < n; b++)
+                UNROLL
+        for (int k = 0; k < 16; k++)
+            here[column_at(k, dtype) * g->scale_line + b] = stage->scales[b][l + k];
+    }
+    for (int64_t l = whole; l < lines; l++)
+        for (int64_t b = 0; b < n; b++) {
+            const int64_t at =
+                g->swizzled ? nib_scale_index(g, line + l, first + b) : (line + l) * g->scale_line + first + b;
+            scales[at] = stage->scales[b][lane_of_column(l, dtype)];
+        }
 }
 
 SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_coding *coding,
                               const struct nib_target *target, nib_dtype dtype, bool transform, bool square,
                               uint8_t floor_code)
 {
+    const struct nib_copy_geometry *const g = target->geometry;
     struct column_stage stage;
-    struct column_signs signs;
-    struct lane_scaler scaler = lane_scaler_for(coding, target, panel->col, 1);
+    struct column_job job = {
+        .panel = panel, .coding = coding, .target = target, .scaler = lane_scaler_for(coding, target, panel->col, 1)
+    };
     if (transform)
-        set_signs(&signs, coding, dtype);
+        set_signs(&job.signs, coding, dtype);
     for (int64_t col = 0; col < panel->cols; col += COLUMN_LINES) {
-        const int64_t lines = nib_min(COLUMN_LINES, panel->cols - col);
+        const int64_t lines = nib_min(COLUMN_LINES, panel->cols - col), line = panel->col + col;
         for (int64_t row = 0; row < panel->rows; row += COLUMN_RUN * BLOCK) {
             const int64_t rows = nib_min(COLUMN_RUN * BLOCK, panel->rows - row), n = nib_ceil_div(rows, BLOCK);
-            for (int64_t band = 0; band < n; band++)
-                for (int64_t c = 0; c < lines; c += COLUMNS) {
-                    const int64_t at = row + band * BLOCK;
-                    if (c + COLUMNS > lines || at + BLOCK > panel->rows ||
-                        !stage_columns(panel, coding, target, at, col + c, dtype, transform, square, floor_code,
-                                       &scaler, &signs, c, (int)band, &stage))
-                        stage_other(panel, coding, target, at, col + c, nib_min(COLUMNS, lines - c), c, (int)band,
-                                    &stage);
-                }
-            store_stage(target, &stage, panel->col + col, lines, (panel->row + row) / BLOCK, n, (rows - 1) % BLOCK + 1);
+            const int64_t first = (panel->row + row) / BLOCK;
+            for (int band = 0; band < n; band++)
+                stage_band(&job, row + band * BLOCK, col, lines, dtype, transform, square, floor_code, band, &stage);
+            store_codes_of(&stage, lines, n, ((rows - 1) % BLOCK + 2) / 2, dtype,
+                           target->codes + line * g->line_stride + first * 8, g->line_stride);
+            store_scales_of(&stage, line, lines, first, n, dtype, g, target->scales);
         }
     }
 }

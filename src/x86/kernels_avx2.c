@@ -343,15 +343,30 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 
 /* ---- Columns (columns.h) ---- */
 
+SIMD VI column_larger_words(VI a, VI b) { return _mm256_max_epi16(a, b); }
+
+SIMD void largest_of_squares(VI *amax, nib_dtype dtype)
+{
+    (void)dtype;
+    amax[0] = amax[1] = vi_largest_everywhere(vi_max(amax[0], amax[1]));
+}
+
+/* Row i; of words, the even or odd ones. */
+SIMD VF column_row(float (*x)[VL], int i, bool words, int odd)
+{
+    const VI v = vi_of(vf_load(x[i]));
+    return vf_of(!words ? v : odd ? vi_and(v, vi_set1((int)0xFFFF0000u)) : vi_sll(v, 16));
+}
+
 /* Eight rows of codes as words: in each 128-bit half, rows 0 to 3 of its four columns, then rows 4 to 7. Signs and codes
  * are packed as in store_signed_codes. */
-SIMD VI eight_rows(float (*x)[VL], VF factor)
+SIMD VI eight_rows(float (*x)[VL], bool words, int odd, VF factor)
 {
     const VI wanted = _mm256_set1_epi16((short)0x8007), nibble = _mm256_set1_epi16(1 << 8 | 16);
     VI codes[4];
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
     {
-        const VF a = vf_load(x[i]), b = vf_load(x[i + 4]);
+        const VF a = column_row(x, i, words, odd), b = column_row(x, i + 4, words, odd);
         const VI packed = _mm256_packs_epi16(with_upper_half(code_bits(absolute(a), factor, false), a),
                                              with_upper_half(code_bits(absolute(b), factor, false), b));
         codes[i] = _mm256_maddubs_epi16(vi_and(packed, wanted), nibble); /* 16 times a code */
@@ -361,21 +376,49 @@ SIMD VI eight_rows(float (*x)[VL], VF factor)
     return vi_or(low, _mm256_slli_epi16(high, 8));
 }
 
-/* Eight columns of sixteen rows, `stride` bytes from column to column of the output. */
-SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
+/* Eight columns of sixteen rows, eight bytes for each in the order of lane_at. */
+SIMD void column_codes(uint8_t *out, float (*x)[VL], bool words, int odd, VF factor)
 {
     const VI order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
-    const VI first = _mm256_shuffle_epi8(eight_rows(x, factor), order);
-    const VI second = _mm256_shuffle_epi8(eight_rows(x + 8, factor), order);
-    const VI low = _mm256_unpacklo_epi32(first, second), high = _mm256_unpackhi_epi32(first, second);
-    const __m128i pairs[4] = { _mm256_castsi256_si128(low), _mm256_castsi256_si128(high),
-                               _mm256_extracti128_si256(low, 1), _mm256_extracti128_si256(high, 1) };
-    _Pragma("GCC unroll 4") for (size_t i = 0; i < 4; i++)
-    {
-        _mm_storel_pd((double *)(void *)(out + 2 * i * stride), _mm_castsi128_pd(pairs[i]));
-        _mm_storeh_pd((double *)(void *)(out + (2 * i + 1) * stride), _mm_castsi128_pd(pairs[i]));
-    }
+    const VI first = _mm256_shuffle_epi8(eight_rows(x, words, odd, factor), order);
+    const VI second = _mm256_shuffle_epi8(eight_rows(x + 8, words, odd, factor), order);
+    _mm256_store_si256((void *)out, _mm256_unpacklo_epi32(first, second));
+    _mm256_store_si256((void *)(out + 32), _mm256_unpackhi_epi32(first, second));
 }
+
+/* Four vectors of four times eight bytes, transposed. */
+SIMD void turn_codes(const uint8_t *in, size_t stride, VI out[4])
+{
+    VI a[4];
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+    {
+        const uint8_t *const from = in + (size_t)(i % 2) * stride + i / 2 * 16;
+        a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_load_si128((const void *)from)),
+                                       _mm_load_si128((const void *)(from + 2 * stride)), 1);
+    }
+    out[0] = _mm256_unpacklo_epi64(a[0], a[1]);
+    out[1] = _mm256_unpackhi_epi64(a[0], a[1]);
+    out[2] = _mm256_unpacklo_epi64(a[2], a[3]);
+    out[3] = _mm256_unpackhi_epi64(a[2], a[3]);
+}
+
+SIMD void store_whole(uint8_t *out, VI v) { _mm256_storeu_si256((void *)out, v); }
+
+/* Amaxes are taken over bits, where NaNs are above infinity. */
+struct column_amax {
+    VI bits[2];
+};
+
+SIMD void column_amax_of(struct column_amax *amax, int i, VF a, VF b)
+{
+    const VI first = vi_of(absolute(a)), second = vi_of(absolute(b));
+    amax->bits[0] = i ? vi_max(first, amax->bits[0]) : first;
+    amax->bits[1] = i ? vi_max(second, amax->bits[1]) : second;
+}
+
+SIMD VI column_amax_bits(const struct column_amax *amax) { return vi_max(amax->bits[0], amax->bits[1]); }
+
+SIMD VF column_bf16(VF x) { return round_to_bf16(x); }
 
 #include "columns.h"
 

@@ -238,18 +238,6 @@ SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
     return dtype == NIB_F32 ? amax_bits_f32(x, next) : amax_bits_16(x, next, dtype);
 }
 
-/* The code of y, in the lowest bits of a lane, and 2 (4 if y is negative) in its second byte; what is in the upper half
- * is of no account. The sum rounds y as in e2m1_bits, but the power of two that it takes is made from y's own, and the
- * code is the last bits of the sum and twice its exponent. 214 / 2 is there so that all else in those bits goes away;
- * it is even, as ties want it. */
-SIMD VI word_of_code(VF y)
-{
-    const VF larger = _mm512_range_ps(y, vf_set1(1.0f), 3); /* the larger magnitude, with y's sign */
-    const VF power = vf_of(vi_and(vi_of(larger), vi_set1((int)0xFF800000u)));
-    const VI sum = vi_of(vf_multiply_add(power, vf_set1(0x1p22f + 107), y)); /* the product is exact */
-    return vi_add(sum, vi_srl(sum, 22));
-}
-
 /* 64 times the code of y, less 2^15 if y is negative: the code is in bits 6 to 8 of a lane and the sign in bit 15 and all
  * above. As in e2m1_bits a sum rounds y, but the power of two that it takes is made from y's own; 32619 is there so that
  * 64 times the sum's lower half, as a signed number, and its upper half once come to the code. It counts twice, which is
@@ -271,7 +259,7 @@ SIMD VI pack_codes(VI first, VI second)
 }
 
 /* Four vectors of words that are codes, to bytes that hold two: in each piece of 128 bits four bytes of every vector. */
-SIMD VI pair_codes_of(const VI words[4])
+SIMD VI pair_codes(const VI words[4])
 {
     const VI pair = _mm512_set1_epi16(16 << 8 | 1);
     const VI low = _mm512_maddubs_epi16(_mm512_packus_epi16(words[0], words[1]), pair);
@@ -285,14 +273,7 @@ SIMD void store_blocks(uint8_t *out, const VI words[4])
     const VI order = _mm512_setr_epi32(0x00080000, 0x00180010, 0x00090001, 0x00190011, 0x000A0002, 0x001A0012,
                                        0x000B0003, 0x001B0013, 0x000C0004, 0x001C0014, 0x000D0005, 0x001D0015,
                                        0x000E0006, 0x001E0016, 0x000F0007, 0x001F0017);
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(order, pair_codes_of(words)));
-}
-
-/* The words of two vectors side by side, as codes of four bits and 8 more: 2 becomes 8 and 4 becomes 16. */
-SIMD VI join_words(VI low, VI high)
-{
-    const VI words = vi_merge(vi_sll(high, 16), low, vi_set1(0xFFFF));
-    return _mm512_maddubs_epi16(words, _mm512_set1_epi16(4 << 8 | 1));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(order, pair_codes(words)));
 }
 
 SIMD VF clamped(VF y, bool clamp)
@@ -313,7 +294,7 @@ SIMD void code_group_bf16(uint8_t *out, const char *x, const float *factors, con
         words[p] = pack_codes(code_of(clamped(vf_mul(low, f), clamp)), code_of(clamped(vf_mul(high, f), clamp)));
     }
     const VI order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, pair_codes_of(words)));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, pair_codes(words)));
 }
 
 /* Eight blocks of 16 numbers to 64 bytes; `factors` has one for each scale. */
@@ -370,24 +351,111 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 
 /* ---- Columns (columns.h) ---- */
 
-/* Eight rows of codes in a word per lane. */
-SIMD VI eight_rows(float (*x)[VL], VF factor)
+/* The largest magnitudes, without NaNs, which are noted beside them. Four, so that none waits long for another. */
+struct column_amax {
+    VF largest[4];
+    __mmask16 ordered[4];
+};
+
+SIMD VF larger_magnitude(VF a, VF b) { return _mm512_range_ps(a, b, 0x0B); }
+
+SIMD void column_amax_of(struct column_amax *amax, int i, VF a, VF b)
 {
-    VI rows[4]; /* i and i + 4 */
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) rows[i] =
-        join_words(word_of_code(vf_mul(vf_load(x[i]), factor)), word_of_code(vf_mul(vf_load(x[i + 4]), factor)));
-    const VI low = _mm512_add_epi16(rows[0], _mm512_slli_epi16(rows[1], 4));
-    const VI high = _mm512_add_epi16(rows[2], _mm512_slli_epi16(rows[3], 4));
-    return _mm512_sub_epi16(_mm512_add_epi16(low, _mm512_slli_epi16(high, 8)), _mm512_set1_epi16((short)0x8888));
+    const VF larger = larger_magnitude(a, b);
+    amax->largest[i % 4] = i < 4 ? larger : larger_magnitude(amax->largest[i % 4], larger);
+    amax->ordered[i % 4] =
+        i < 4 ? _mm512_cmp_ps_mask(a, b, _CMP_ORD_Q) : _mm512_mask_cmp_ps_mask(amax->ordered[i % 4], a, b, _CMP_ORD_Q);
 }
 
-/* Sixteen columns of sixteen rows, `stride` bytes from column to column of the output. */
-SIMD void column_codes(uint8_t *out, size_t stride, float (*x)[VL], VF factor)
+SIMD VI column_amax_bits(const struct column_amax *amax)
 {
-    uint64_t bytes[VL] __attribute__((aligned(64)));
-    vi_store_pairs((uint8_t *)bytes, eight_rows(x, factor), eight_rows(x + 8, factor));
-    _Pragma("GCC unroll 16") for (size_t i = 0; i < VL; i++) memcpy(out + i * stride, &bytes[i], 8);
+    const VF first = larger_magnitude(amax->largest[0], amax->largest[1]);
+    const VF second = larger_magnitude(amax->largest[2], amax->largest[3]);
+    const __mmask16 ordered = amax->ordered[0] & amax->ordered[1] & amax->ordered[2] & amax->ordered[3];
+    return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), ordered, vi_of(larger_magnitude(first, second)));
 }
+
+SIMD VI column_larger_words(VI a, VI b) { return _mm512_max_epi16(a, b); }
+
+/* round_to_bf16 without a shift. */
+SIMD VF column_bf16(VF x)
+{
+    const VI bits = vi_of(x), up = vi_add(bits, vi_set1(0x7FFF));
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, vi_set1(0x10000));
+    return vf_of(vi_and(_mm512_mask_add_epi32(up, odd, up, vi_set1(1)), vi_set1((int)0xFFFF0000u)));
+}
+
+/* A tile of 16x16 is a vector, or, of BF16, half of the even columns and half of the odd ones. */
+SIMD void largest_of_squares(VI *amax, nib_dtype dtype)
+{
+    if (dtype != NIB_BF16) {
+        amax[0] = vi_largest_everywhere(amax[0]);
+        return;
+    }
+    VI m = vi_max(amax[0], amax[1]);
+    m = vi_max(m, _mm512_shuffle_i32x4(m, m, 0xB1));
+    m = vi_max(m, _mm512_shuffle_epi32(m, 0x4E));
+    amax[0] = amax[1] = vi_max(m, _mm512_shuffle_epi32(m, 0xB1));
+}
+
+/* Row i times the factor; of words, the even or odd ones. */
+SIMD VF column_row(float (*x)[VL], int i, bool words, int odd, VF factor)
+{
+    const VI v = vi_of(vf_load(x[i]));
+    return vf_mul(vf_of(!words ? v : odd ? vi_and(v, vi_set1((int)0xFFFF0000u)) : vi_sll(v, 16)), factor);
+}
+
+/* Codes of rows i and i + 1, and of those eight below: in each 128-bit piece words for four columns, twice. */
+SIMD VI column_pairs(float (*x)[VL], int i, bool words, int odd, VF factor)
+{
+    const VI first = _mm512_packs_epi32(code_of(column_row(x, i, words, odd, factor)),
+                                        code_of(column_row(x, i + 8, words, odd, factor)));
+    const VI second = _mm512_packs_epi32(code_of(column_row(x, i + 1, words, odd, factor)),
+                                         code_of(column_row(x, i + 9, words, odd, factor)));
+    const VI both = vi_or(_mm512_srli_epi16(first, 6), _mm512_srli_epi16(second, 2)); /* signs in the upper byte */
+    return _mm512_maddubs_epi16(both, _mm512_set1_epi16(4 << 8 | 1));
+}
+
+/* Sixteen columns of sixteen rows, eight bytes for each in the order of lane_at. */
+SIMD void column_codes(uint8_t *out, float (*x)[VL], bool words, int odd, VF factor)
+{
+    const VI order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15));
+    const VI first =
+        _mm512_packus_epi16(column_pairs(x, 0, words, odd, factor), column_pairs(x, 2, words, odd, factor));
+    const VI second =
+        _mm512_packus_epi16(column_pairs(x, 4, words, odd, factor), column_pairs(x, 6, words, odd, factor));
+    const VI a = _mm512_shuffle_epi8(first, order), b = _mm512_shuffle_epi8(second, order);
+    _mm512_store_si512(out, _mm512_unpacklo_epi16(a, b));
+    _mm512_store_si512(out + 64, _mm512_unpackhi_epi16(a, b));
+}
+
+/* Eight vectors of eight times eight bytes, transposed. */
+SIMD void turn_codes(const uint8_t *in, size_t stride, VI out[8])
+{
+    VI a[8], b[8];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++)
+    {
+        const uint8_t *const from = in + (size_t)(i % 4) * stride + i / 4 * 32;
+        a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_load_si256((const void *)from)),
+                                  _mm256_load_si256((const void *)(from + 4 * stride)), 1);
+    }
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4)
+    {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 1]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 2], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 2], a[i + 3]);
+    }
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4) _Pragma("GCC unroll 2") for (int k = 0; k < 2; k++)
+    {
+        /* pieces of b[i+k]: blocks 01 of two lines, blocks 45; of b[i+k+2]: 23 and 67 */
+        out[i + k] = _mm512_permutex2var_epi64(b[i + k], _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), b[i + k + 2]);
+        out[i + k + 2] =
+            _mm512_permutex2var_epi64(b[i + k], _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15), b[i + k + 2]);
+    }
+}
+
+SIMD void store_whole(uint8_t *out, VI v) { _mm512_storeu_si512(out, v); }
 
 #include "columns.h"
 
