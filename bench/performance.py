@@ -16,7 +16,7 @@ INTRODUCTION = """# Performance
 
 `make bench` makes this page. Figures are medians; the spread is the distance between the quartiles as a
 share of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation
-and does nothing else, measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the
+and does nothing else, with vectors as wide as the kernels', measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the
 scalar kernels the operation is.
 """
 

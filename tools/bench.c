@@ -659,8 +659,8 @@ static enum cli_exit judge_rules(struct report *report)
     return status;
 }
 
-/* One turn of each kind of kernels, each in a process of its own: the rate of AVX-512 by that of AVX2, and what the plain
- * loop would reach by it. False where a child could not be had. */
+/* One turn of each kind of kernels, each in a process of its own: the rate of AVX-512 by that of AVX2, and the same of the
+ * plain loop in place of AVX-512. False where a child could not be had. */
 static bool compare_kernels(const char *operation, const char *shape, bool wider_first, double *ratio, double *allowed)
 {
     double rate[2] = { 0, 0 }, share = 0;
@@ -668,13 +668,13 @@ static bool compare_kernels(const char *operation, const char *shape, bool wider
         const int wider = turn == !wider_first;
         json_t *const results = results_of(wider ? "avx512" : "avx2", shape, (char *[]){ (char *)operation, NULL });
         rate[wider] = figure_of(results, operation, "gelem_s");
-        share = wider ? share : figure_of(results, operation, "floor_share");
+        share = wider ? figure_of(results, operation, "floor_share") : share;
         json_decref(results);
     }
     if (rate[0] <= 0 || rate[1] <= 0 || share <= 0)
         return false;
     *ratio = rate[1] / rate[0];
-    *allowed = 1 / share;
+    *allowed = *ratio / share;
     return true;
 }
 
