@@ -16,8 +16,8 @@ INTRODUCTION = """# Performance
 
 `make bench` makes this page. Figures are medians; the spread is the distance between the quartiles as a
 share of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation
-and does nothing else, with vectors as wide as the kernels', measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the
-scalar kernels the operation is.
+and does nothing else, with vectors as wide as the kernels', measured in turn with it: 1 is as fast as memory allows.
+*Scalar* says how often faster than the scalar kernels the operation is. One thread is bound to one processor.
 """
 
 
@@ -27,8 +27,8 @@ From memory on one core, but for what is said to be in the cache. *Its plain loo
 dequantise it writes around the caches. A pair of operations is what the two take one after the other. Two threads are
 compared with one, and with what two of the plain loops gain where that is less. AVX-512 is compared with AVX2 in the
 cache, where it should be 1.5 times as fast or as fast as the plain loop, if that is less: a decoder that AVX2 already
-makes nearly as fast as the cache takes stores cannot be. The kernels of the two run in many short processes in turn; the figure is
-the median of the ratios.
+makes nearly as fast as the cache takes stores cannot be. The kernels of the two run in many short processes in turn;
+the figure is the median of the ratios.
 """
 
 
