@@ -16,8 +16,8 @@ INTRODUCTION = """# Performance
 
 `make bench` makes this page. Figures are medians; the spread is the distance between the quartiles as a
 share of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation
-and does nothing else, measured in turn with it: 1 is as fast as memory allows. *Scalar* says how often faster than the
-scalar kernels the operation is.
+and does nothing else, with vectors as wide as the kernels', measured in turn with it: 1 is as fast as memory allows.
+*Scalar* says how often faster than the scalar kernels the operation is. One thread is bound to one processor.
 """
 
 
@@ -25,7 +25,10 @@ FLOORS = """## What must hold
 
 From memory on one core, but for what is said to be in the cache. *Its plain loop* is the loop of *floor* above; for
 dequantise it writes around the caches. A pair of operations is what the two take one after the other. Two threads are
-compared with one, and with what two of the plain loops gain where that is less.
+compared with one, and with what two of the plain loops gain where that is less. AVX-512 is compared with AVX2 in the
+cache, where it should be 1.5 times as fast or as fast as the plain loop, if that is less: a decoder that AVX2 already
+makes nearly as fast as the cache takes stores cannot be. The kernels of the two run in many short processes in turn;
+the figure is the median of the ratios.
 """
 
 
@@ -113,10 +116,12 @@ def page(instructions, report, *others):
     yield table(["operation"] + [str(k) for k in keys], rows) + "\n"
     yield "![Throughput against size and threads](performance.svg)\n"
     if instructions:
-        yield (f"## Instructions\n\nPer element of {instructions['shape']}, by {instructions['compiler']}: within the "
-               "library's call for scalar and AVX2, by valgrind's\ncallgrind; for AVX-512, which it does not have, "
-               "by single steps on 256x128. They show a regression without a "
-               "quiet machine: `make test` compares them.\n")
+        yield (f"## Instructions\n\nPer element, by {instructions['compiler']}: what a call takes on a larger matrix more "
+               f"than on a smaller one ({instructions['shape']}), so that a call's own\ncost is not in it. For scalar and "
+               "AVX2 valgrind's callgrind counts; for AVX-512, which it does not have, the processor stops after\neach "
+               "instruction of the library, and `bench/instructions.py build/bench/count --where avx512 quantize.f32` finds them in the "
+               "disassembly, by function\nand by loop. They show a regression without a quiet machine: `make test` compares "
+               "them.\n")
         isas = list(instructions["counts"])
         names = list(instructions["counts"][isas[0]])
         yield table(["operation", *isas],

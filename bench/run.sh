@@ -1,14 +1,15 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Measure the library and make docs/performance.md, docs/performance.svg and bench/instructions.json: make bench.
-# NIB is the tool; NIB_BENCH_FLAGS go to `nib bench`. On one core of a quiet machine: taskset -c 1 make bench.
+# NIB is the tool; NIB_BENCH_FLAGS go to `nib bench`. It wants a quiet machine, 3 GiB of memory for the largest size, and no
+# taskset: what one thread does is bound to one processor, what several do is not.
 set -eu
 cd "$(dirname "$0")/.."
 nib=${NIB:-build/nib}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-echo "measuring; this takes a few minutes"
+echo "measuring; this takes several minutes"
 # shellcheck disable=SC2086
 NIB_MAX_ISA=${NIB_MAX_ISA:-avx2} "$nib" bench --json --svg "$work/performance.svg" ${NIB_BENCH_FLAGS:-} >"$work/report.json"
 more=
@@ -20,7 +21,7 @@ fi
 
 # Instructions do not depend on what else the machine does.
 if command -v valgrind >/dev/null 2>&1; then
-    python3 bench/instructions.py "$nib" >"$work/instructions.json"
+    python3 bench/instructions.py "$(dirname "$nib")/bench/count" >"$work/instructions.json"
     cp "$work/instructions.json" bench/instructions.json # what the tests compare with
 else
     echo "there is no valgrind: instructions are not counted" >&2

@@ -273,7 +273,7 @@ def stage_instructions(tally):
     if not shutil.which("valgrind"):
         return tally.missing("instructions", "there is no valgrind")
     recorded = os.path.join(ROOT, "bench/instructions.json")
-    command = [sys.executable, os.path.join(ROOT, "bench/instructions.py"), os.path.join(path, "nib")]
+    command = [sys.executable, os.path.join(ROOT, "bench/instructions.py"), os.path.join(path, "bench/count")]
     status, output = run(command + (["--compare", recorded] if os.path.exists(recorded) else []))
     if status != 0:
         return tally.fail("instructions per element", output)

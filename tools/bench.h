@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * bench.h - what the files of `nib bench` share: plain memory loops, results, and the plot.
+ * bench.h - what the files of `nib bench` share: plain memory loops, the machine, results, and the plot.
  */
 #ifndef NIB_BENCH_H
 #define NIB_BENCH_H
@@ -29,6 +29,19 @@ extern const char *const bench_stream_names[BENCH_STREAMS];
 void bench_run_stream(enum bench_stream stream, const void *in, void *out, int64_t bytes, int threads);
 
 double bench_now(void);
+
+/* As the system calls its processor. */
+void bench_machine_name(char *name, size_t bytes);
+
+/* How many the process was given: more threads than these would only take turns. */
+int bench_processors(void);
+
+/* What one thread does is measured on one processor, where nothing moves it to a cold cache; more threads get all that the
+ * process was given. Threads that start later inherit it, and so do children. */
+void bench_bind(int threads);
+
+/* Bytes that could be had without swapping, within the limit of a container too; INT64_MAX: nobody knows. */
+int64_t bench_free_memory(void);
 
 struct bench_result {
     const char *operation;

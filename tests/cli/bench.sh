@@ -42,6 +42,8 @@ for key in ("version", "machine", "compiler", "isa", "cpus", "threads", "memory_
     assert key in report, key
 assert set(report["memory_gb_s"]) == {"read", "write", "non-temporal write", "copy"}
 assert all(rate > 0 for rate in report["memory_gb_s"].values())
+wider = [f for f in report["floors"] if "of AVX2" in f["what"]]
+assert len(wider) == (13 if report["isa"] == "avx512" else 0) and all(f["target"] <= 1.5 for f in wider), wider
 assert len(report["floors"]) >= 11 and all(f["value"] > 0 and f["target"] > 0 for f in report["floors"])
 by_shape = [r for r in report["results"] if r["part"] == "shape"]
 assert [r["operation"] for r in by_shape] == names, "every operation, in order"
@@ -59,6 +61,13 @@ empty err
 has out "memory non-temporal write"
 [ "$(grep -c '^quantize.bf16  *64x256 ' "$work/out")" = 1 ] || fail "one line for one operation"
 [ "$(wc -l <"$work/out")" = 6 ] || fail "four streams, a heading and a line"
+
+# The processors are those that it was given, before it binds itself to one of them.
+if command -v taskset >/dev/null; then
+    run 0 taskset -c "$(taskset -cp $$ | sed 's/.*: *//; s/[-,].*//')" "$NIB" bench --quick --no-scalar --json quantize.f32
+    grep -q '"cpus": 1,' "$work/out" || fail "one processor"
+    ! grep -q '"threads": 2' "$work/out" || fail "no more threads than processors"
+fi
 
 run 2 "$NIB" bench no-such-operation
 empty out
