@@ -357,8 +357,6 @@ struct column_amax {
     __mmask16 ordered[4];
 };
 
-SIMD VF larger_magnitude(VF a, VF b) { return _mm512_range_ps(a, b, 0x0B); }
-
 SIMD void column_amax_of(struct column_amax *amax, int i, VF a, VF b)
 {
     const VF larger = larger_magnitude(a, b);
