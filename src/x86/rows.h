@@ -15,7 +15,7 @@
  */
 
 enum { GROUP = 8, GROUPS = 64, STRIP = GROUP * GROUPS, GROUP_LENGTH = GROUP * BLOCK };
-enum { GATHERED = 64, AHEAD = 64 }; /* blocks that are gathered at once, and from a block to what is prefetched */
+enum { GATHERED = 64, AHEAD = 128 }; /* blocks that are gathered at once, and from a block to what is prefetched */
 
 /* Groups at equal distances: along a row, or one below the other. */
 struct strip {
@@ -170,11 +170,13 @@ SIMD void store_group_scales(const struct nib_target *target, int64_t line, int6
             out[nib_scale_index(g, line, block + b)] = scales[b];
 }
 
+/* To the second level: the amaxes, which come next, fetch it from there well enough, and the first has no room for what
+ * is not wanted yet. */
 SIMD void prefetch_group(const char *x, nib_dtype dtype)
 {
     UNROLL
     for (int line = 0; line < GROUP_LENGTH * bytes_of(dtype) / 64; line++)
-        _mm_prefetch(x + line * 64, _MM_HINT_T0);
+        _mm_prefetch(x + line * 64, _MM_HINT_T1);
 }
 
 /* The codes of n groups in a row. Numbers further on arrive meanwhile. */
