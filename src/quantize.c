@@ -120,6 +120,13 @@ static void set_cut(struct matrix *m, int64_t rows, int64_t cols)
     m->column_panels = nib_ceil_div(m->cols, cols);
 }
 
+/* Of shorter rows so many that a panel is worth its setup. */
+static int64_t rows_of_a_panel(int64_t cols, int64_t least)
+{
+    const int64_t rows = 65536 / nib_max(cols, 1) / least * least;
+    return nib_min(nib_max(rows, least), PANEL_LINES);
+}
+
 /* Panels are whole blocks. Long pieces of rows go well with memory where only rows are wanted; where columns are, a
  * panel stays in the second-level cache and gives every column a run of 16 blocks. What must be copied is smaller. */
 static void cut_for_coding(struct matrix *m, int block, bool columns)
@@ -131,7 +138,7 @@ static void cut_for_coding(struct matrix *m, int block, bool columns)
     else if (columns)
         set_cut(m, 256, 128);
     else
-        set_cut(m, block > 16 ? 32 : 16, 4096);
+        set_cut(m, rows_of_a_panel(m->cols, block > 16 ? 32 : 16), 4096);
 }
 
 static char *element_at(const struct matrix *m, int64_t row, int64_t col)

@@ -392,11 +392,26 @@ SIMD void quantize_row_tiles(struct strip_job *job, nib_dtype dtype)
     quantize_part(job, 0, length, panel->rows, panel->cols - length);
 }
 
+/* Whether each row begins where the one above ends: numbers, codes and scales. They are then one long row. */
+SIMD bool rows_follow(const struct nib_panel *panel, const struct nib_target *target)
+{
+    const struct nib_copy_geometry *const g = target->geometry;
+    const int64_t cols = panel->cols;
+    return cols % GROUP_LENGTH == 0 && panel->stride == cols && !target->level_per_line && !g->swizzled &&
+           g->line_stride * 2 == cols && g->scale_line * BLOCK == cols;
+}
+
 SIMD void quantize_rows_as(const struct nib_panel *panel, const struct nib_coding *coding,
                            const struct nib_target *target, nib_dtype dtype)
 {
+    struct nib_panel row = *panel;
     struct strip_job job = { .panel = panel, .coding = coding, .target = target };
-    job.row_bytes = panel->stride * bytes_of(dtype);
+    if (coding->tile_lines == 1 && coding->rounding == NIB_ROUND_NEAREST && rows_follow(panel, target)) {
+        row.rows = 1;
+        row.cols = row.stride = panel->rows * panel->cols;
+        job.panel = &row;
+    }
+    job.row_bytes = job.panel->stride * bytes_of(dtype);
     set_row_scaler(&job, 0);
     if (coding->tile_lines > 1) {
         quantize_row_tiles(&job, dtype);
