@@ -25,7 +25,7 @@ SIMD VI largest_words(const uint16_t *numbers, int64_t n, VI infinity, bool nans
 
 SIMD uint16_t absmax_16(const uint16_t *numbers, int64_t n, int infinity)
 {
-    enum { PIECE = 4096 };
+    enum { PIECE = 16384 };
     const VI limit = vw_set1(infinity);
     const int64_t whole = n / (4 * WORDS) * (4 * WORDS);
     VI most = vi_set1(0);

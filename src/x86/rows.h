@@ -136,7 +136,7 @@ SIMD bool scales_of(const float *amaxes, int n, const struct strip_job *job, uin
         least = vi_min(least, vi_select_less(vf_set1(0), amax, code, vi_set1(127)));
         vi_store_low_bytes(scales + b, code);
     }
-    return vf_all_less(most, vf_set1(480.0f)) & !vi_any_greater(vi_set1(4), least);
+    return vf_all_less(most, vf_set1(480.0f)) && !vi_any_greater(vi_set1(4), least);
 }
 
 /* Scales and factors for random rounding, which takes its factors 2^23 times; a block of zeros has none. False where
