@@ -198,8 +198,8 @@ SIMD VI e4m3_of(VF v, VF *value)
 {
     const VF limited = vf_min(v, vf_set1(448.0f));
     const VF power = vf_max(vf_of(vi_and(vi_of(limited), vi_set1(0x7F800000))), vf_set1(0x1p-6f));
-    const VF big = vf_mul(power, vf_set1(0x1p20f)), sum = vf_add(limited, big);
-    *value = vf_sub(sum, big);
+    const VF sum = vf_multiply_add(power, vf_set1(0x1p20f), limited); /* the products are exact */
+    *value = vf_multiply_add(power, vf_set1(-0x1p20f), sum);
     const VI bits = vi_of(sum);
     return vi_and(vi_sub(vi_add(bits, vi_srl(bits, 20)), vi_set1(0x468)), vi_set1(0xFF));
 }

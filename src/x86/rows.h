@@ -121,22 +121,20 @@ SIMD void strip_amaxes(const struct strip *strip, const struct strip_job *job, i
 }
 
 /* The scales of n blocks. True if no number that they scale comes to 7 or more: a scale is not limited, and so large
- * that rounding it down has not changed it by a seventh. */
+ * that rounding it down has not changed it by a seventh. (Blocks of zeros are taken for too small: it is no matter.) */
 SIMD bool scales_of(const float *amaxes, int n, const struct strip_job *job, uint8_t *scales)
 {
     const VF block = job->scaler.block;
     const VI floor_code = vi_set1(job->coding->floor_code);
-    VF most = vf_set1(0);
-    VI least = vi_set1(127);
+    VF most = vf_set1(0), least = vf_set1(1);
     for (int b = 0; b < n; b += VL) {
-        const VF amax = vf_load(amaxes + b), wanted = vf_mul(amax, block);
+        const VF wanted = vf_mul(vf_load(amaxes + b), block);
         VF ignored;
-        const VI code = vi_max(e4m3_of(wanted, &ignored), floor_code);
         most = vf_max(wanted, most);
-        least = vi_min(least, vi_select_less(vf_set1(0), amax, code, vi_set1(127)));
-        vi_store_low_bytes(scales + b, code);
+        least = vf_min(wanted, least);
+        vi_store_low_bytes(scales + b, vi_max(e4m3_of(wanted, &ignored), floor_code));
     }
-    return vf_all_less(most, vf_set1(480.0f)) && !vi_any_greater(vi_set1(4), least);
+    return vf_all_less(most, vf_set1(480.0f)) && vf_all_less(vf_set1(4 * 0x1p-9f), least);
 }
 
 /* Scales and factors for random rounding, which takes its factors 2^23 times; a block of zeros has none. False where
