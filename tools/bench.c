@@ -120,11 +120,13 @@ static const char *const wider_operations[] = { "quantize.f32",   "quantize.bf16
 enum { WIDER = sizeof wider_operations / sizeof *wider_operations };
 static const double wider_target = 1.5, wider_loop_target = 0.9; /* of AVX2, and of that loop */
 
-/* 512 KiB of FP32: with its output it fits into a second-level cache of 1 MiB, which 256x1024 does not. Half of it would
- * too, but then a call's own cost, 0.3 us for an amax and 1 us for a quantisation, is up to a fifth of a call and hides
- * as much of the difference between kernels; here it is a tenth at most, 4 % for rows. Few rows make columns too short:
- * columns of 128 are written in pieces of one cache line and cost half as much again as those of 256. */
-static const struct shape cached_rows = { "in the cache", 128, 1024 }, cached_columns = { "in the cache", 256, 512 };
+/* 512 KiB of numbers: with what is made of them they fit into a second-level cache of 1 MiB, which twice as many do not.
+ * Half of them would too, but then a call's own cost, 0.3 us for an amax and 1 us for a quantisation, is up to a fifth of
+ * a call and hides as much of the difference between kernels; here it is a tenth at most, 4 % for rows. Few rows make
+ * columns too short: columns of 128 are written in pieces of one cache line and cost half as much again as those of
+ * 256. */
+static const struct shape cached_rows = { "in the cache", 128, 1024 }, cached_halves = { "in the cache", 256, 1024 },
+                          cached_columns = { "in the cache", 256, 512 };
 
 struct verdict {
     char what[96];
@@ -149,7 +151,7 @@ struct report {
 
 static const struct shape *cached_shape(const struct operation *operation)
 {
-    return operation->columnwise ? &cached_columns : &cached_rows;
+    return operation->columnwise ? &cached_columns : operation->dtype == NIB_F32 ? &cached_rows : &cached_halves;
 }
 
 static bool is_wanted(const struct options *options, const struct operation *operation)
