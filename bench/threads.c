@@ -79,7 +79,7 @@ static void time_all(int operation, int64_t rows, const int *counts, int n, void
     nib_tensor *t = NULL;
     nib_quantizer q = options_of(operation);
     require(nib_array_init(&array, x, dtype, 2, shape));
-    require(nib_tensor_create(&q, dtype, 2, shape, &t));
+    require(nib_quantize(&q, &array, NULL, &t));
     for (int run = -2; run < RUNS; run++)
         for (int i = 0; i < n; i++) {
             q.threads = counts[i];

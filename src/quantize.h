@@ -61,10 +61,10 @@ static inline bool nib_copy_is_transformed(const nib_quantizer *q, nib_copy copy
 NIB_PRIVATE void nib_parallel(int64_t n, int threads, void (*body)(void *context, int64_t i), void *context);
 
 /* Fewer elements than this are not worth a thread of their own. Measured by bench/threads.sh (Zen 4, libgomp): a team
- * of workers that still wait for work costs 2 us, and one that has gone to sleep 15 to 30 us. An element takes 0.13 ns
- * (decoding) to 0.3 ns (rows to nearest) in the cache, so that 2^16 of them are 9 to 20 us. At two threads of so many
- * each, decoding is 1.25 and quantising 1.7 times as fast as one thread if the workers are awake, and neither is slower
- * to speak of if they are not. At half as many decoding loses. */
+ * of workers that still wait for work costs 2 us, and one that has gone to sleep 20 to 30 us. An element takes 0.06 ns
+ * (decoding) to 0.2 ns (rows to nearest) in the cache, so that 2^16 of them are 4 to 13 us. At two threads of so many
+ * each, decoding is 1.5 and quantising 1.6 times as fast as one thread if the workers are awake, as they are where one
+ * call follows another. Sleepers pay from 2^18 elements (quantising) and 2^19 (decoding) each on. */
 #ifndef NIB_ELEMENTS_PER_THREAD
 #define NIB_ELEMENTS_PER_THREAD (1 << 16)
 #endif
