@@ -93,9 +93,9 @@ enum { AT_ONCE = VL / GROUP, TURN = 4 };
 /* What is known of a strip while it goes through. */
 struct strip_state {
     uint8_t scales[STRIP + VL];
-    float amaxes[TURN * GROUP] __attribute__((aligned(64)));     /* of the turn that comes next */
-    float factors[2][TURN * GROUP] __attribute__((aligned(64))); /* of random rounding: 2^23 times what they are */
-    uint8_t random[2][(TURN * GROUP + VL) * BLOCK] __attribute__((aligned(64)));
+    float amaxes[TURN * GROUP] __attribute__((aligned(64)));  /* of the turn after the next */
+    float factors[TURN * GROUP] __attribute__((aligned(64))); /* of random rounding: 2^23 times what they are */
+    uint8_t random[(TURN * GROUP + VL) * BLOCK] __attribute__((aligned(64)));
     bool fits; /* what the scales of the turn make of its numbers is less than 7 */
     bool good; /* there is no NaN, and no factor is too large */
 };
@@ -208,11 +208,9 @@ SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job
 {
     const char *x = strip->x + g * strip->x_step;
     uint8_t *codes = strip->codes + g * strip->codes_step;
-    const float *const factors = state->factors[g / TURN % 2];
-    const uint8_t *const random = state->random[g / TURN % 2];
     for (int k = 0; k < groups_of_turn(strip, g); k++, x += strip->x_step, codes += strip->codes_step) {
         prefetch_group(x + job->ahead, dtype);
-        code_group_randomly(codes, x, dtype, factors + k * GROUP, random + k * GROUP * BLOCK);
+        code_group_randomly(codes, x, dtype, state->factors + k * GROUP, state->random + k * GROUP * BLOCK);
     }
 }
 
@@ -234,8 +232,8 @@ SIMD void strip_scales(const struct strip *strip, const struct strip_job *job, i
         state->fits = scales_of(state->amaxes, n, job, scales);
         return;
     }
-    state->good &= scales_and_factors_of(state->amaxes, n, job, scales, state->factors[g / TURN % 2]);
-    strip_random(strip, job, g, state->random[g / TURN % 2]);
+    state->good &= scales_and_factors_of(state->amaxes, n, job, scales, state->factors);
+    strip_random(strip, job, g, state->random);
 }
 
 /* One strip of `lines` rows that share their scales; the scales are left in `state`. While some groups get their codes,

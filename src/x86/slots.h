@@ -130,7 +130,7 @@ SIMD void decode_many(char *y, const uint8_t *codes, const uint8_t *scales, cons
     enum { CODES_AHEAD = 4 * CHUNK }; /* codes and scales some way on arrive meanwhile */
     const int block_bytes = BLOCK * bytes_of(job->dtype);
     _mm_prefetch((const char *)scales + CODES_AHEAD, _MM_HINT_T0);
-    if (tables->has_values && job->dtype == NIB_BF16)
+    if (tables->has_values && job->dtype == NIB_BF16) /* the compiler knows the dtype */
         for (int b = 0; b < CHUNK; b += 8) {
             _mm_prefetch((const char *)codes + (CODES_AHEAD + b) * 8, _MM_HINT_T0);
             decode_four_known(y + b * block_bytes, codes + b * 8, tables->values[0], scales + b, job->stream);
