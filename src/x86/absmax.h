@@ -3,7 +3,7 @@
  * absmax.h - the largest magnitude of 16-bit floats. Included once by the file of each x86 instruction set.
  *
  * Magnitudes order as integers, and NaNs come above infinity. They are looked for only where something is too large, so
- * that most pieces cost no more than a load and a maximum.
+ * that most arrays cost no more than a load and a maximum. (Callers come with stretches that the cache holds.)
  *
  * The including file defines WORDS, the words of a vector; vw_load, vw_set1, vw_max and vw_any_above; and vw_up_to, which
  * gives 0 for words above a limit.
@@ -25,17 +25,11 @@ SIMD VI largest_words(const uint16_t *numbers, int64_t n, VI infinity, bool nans
 
 SIMD uint16_t absmax_16(const uint16_t *numbers, int64_t n, int infinity)
 {
-    enum { PIECE = 16384 };
     const VI limit = vw_set1(infinity);
     const int64_t whole = n / (4 * WORDS) * (4 * WORDS);
-    VI most = vi_set1(0);
-    for (int64_t i = 0; i < whole; i += PIECE) {
-        const int64_t length = nib_min(PIECE, whole - i);
-        VI m = largest_words(numbers + i, length, limit, false);
-        if (vw_any_above(m, limit))
-            m = largest_words(numbers + i, length, limit, true);
-        most = vw_max(most, m);
-    }
+    VI most = largest_words(numbers, whole, limit, false);
+    if (vw_any_above(most, limit))
+        most = largest_words(numbers, whole, limit, true);
     uint16_t lanes[WORDS], largest = 0;
     memcpy(lanes, &most, sizeof lanes);
     for (int k = 0; k < WORDS; k++)
