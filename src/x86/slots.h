@@ -36,6 +36,11 @@ struct decode_job {
     bool divides, stream;
 };
 
+SIMD bool level_divides(const struct nib_rules *rules)
+{
+    return rules->level != NIB_LEVEL_AMAX && rules->level != NIB_LEVEL_DECODE;
+}
+
 SIMD VF factors_of(VF scales, const struct decode_job *job)
 {
     return job->divides ? vf_div(scales, job->multiplier) : vf_mul(vf_mul(scales, job->multiplier), job->last);
@@ -150,13 +155,13 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
                     const struct nib_coding *coding, bool stream)
 {
     enum { MANY = 4 * CHUNK };
-    const nib_level kind = coding->rules.level;
+    const bool has_amax = coding->rules.level == NIB_LEVEL_AMAX;
     const struct decode_job job = { .coding = coding,
                                     .dtype = dtype,
                                     .level = level,
                                     .multiplier = vf_set1(level),
-                                    .last = vf_set1(kind == NIB_LEVEL_AMAX ? 1.0f / coding->rules.full_scale : 1.0f),
-                                    .divides = kind != NIB_LEVEL_AMAX && kind != NIB_LEVEL_DECODE,
+                                    .last = vf_set1(has_amax ? 1.0f / coding->rules.full_scale : 1.0f),
+                                    .divides = level_divides(&coding->rules),
                                     .stream = stream };
     const int64_t block_bytes = BLOCK * bytes_of(dtype), whole = n / (VL * BLOCK) * VL;
     struct decode_tables tables;
@@ -206,7 +211,7 @@ SLOT void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const voi
                        const struct nib_coding *coding, bool stream)
 {
     const bool streams = stream && (uintptr_t)y % 64 == 0;
-    if (!(nib_abs(level) <= FLT_MAX) || level == 0) {
+    if (!(nib_abs(level) <= FLT_MAX) || (level == 0 && level_divides(&coding->rules))) {
         nib_kernels_scalar.decode[NIB_NVFP4](y, dtype, codes, scales, n, level, coding, stream);
         return;
     }
