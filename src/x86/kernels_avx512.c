@@ -258,6 +258,13 @@ SIMD VI pack_codes(VI first, VI second)
     return _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(4 << 8 | 1));
 }
 
+/* Two vectors of words from code_of, packed: each word of one and that of the other, as two codes in its lower byte. */
+SIMD VI join_codes(VI low, VI high)
+{
+    const VI both = vi_or(_mm512_srli_epi16(low, 6), _mm512_srli_epi16(high, 2)); /* signs in the upper byte */
+    return _mm512_maddubs_epi16(both, _mm512_set1_epi16(4 << 8 | 1));
+}
+
 /* Four vectors of words that are codes, to bytes that hold two: in each piece of 128 bits four bytes of every vector. */
 SIMD VI pair_codes(const VI words[4])
 {
@@ -281,20 +288,28 @@ SIMD VF clamped(VF y, bool clamp)
     return clamp ? _mm512_range_ps(y, vf_set1(6.0f), 2) : y; /* the smaller magnitude, with y's sign */
 }
 
-/* BF16 lies two blocks to a vector; FP32 has it in its upper half. */
+/* BF16 lies two blocks to a vector. The even elements, shifted, and the odd ones, masked, are FP32, and their codes are
+ * already in the lanes of the bytes that they share. */
+SIMD VI code_pairs_bf16(const char *x, const float *factors, const uint8_t *scales, bool clamp)
+{
+    VI even[2], odd[2];
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+    {
+        const VI numbers = _mm512_loadu_si512(x + 64 * i);
+        const VF f = _mm512_mask_mov_ps(vf_set1(factors[scales[2 * i]]), 0xFF00, vf_set1(factors[scales[2 * i + 1]]));
+        const VF lower = vf_of(vi_sll(numbers, 16)), upper = vf_of(vi_and(numbers, vi_set1((int)0xFFFF0000u)));
+        even[i] = code_of(clamped(vf_mul(lower, f), clamp));
+        odd[i] = code_of(clamped(vf_mul(upper, f), clamp));
+    }
+    return join_codes(_mm512_packs_epi32(even[0], even[1]), _mm512_packs_epi32(odd[0], odd[1]));
+}
+
 SIMD void code_group_bf16(uint8_t *out, const char *x, const float *factors, const uint8_t *scales, bool clamp)
 {
-    const VI zero = vi_set1(0);
-    VI words[4];
-    _Pragma("GCC unroll 4") for (int p = 0; p < 4; p++)
-    {
-        const VI numbers = _mm512_loadu_si512(x + 64 * p);
-        const VF f = _mm512_mask_mov_ps(vf_set1(factors[scales[2 * p]]), 0xFF00, vf_set1(factors[scales[2 * p + 1]]));
-        const VF low = vf_of(_mm512_unpacklo_epi16(zero, numbers)), high = vf_of(_mm512_unpackhi_epi16(zero, numbers));
-        words[p] = pack_codes(code_of(clamped(vf_mul(low, f), clamp)), code_of(clamped(vf_mul(high, f), clamp)));
-    }
     const VI order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, pair_codes(words)));
+    const VI bytes = _mm512_packus_epi16(code_pairs_bf16(x, factors, scales, clamp),
+                                         code_pairs_bf16(x + 128, factors, scales + 4, clamp));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
 }
 
 /* Eight blocks of 16 numbers to 64 bytes; `factors` has one for each scale. */
@@ -410,8 +425,7 @@ SIMD VI column_pairs(float (*x)[VL], int i, bool words, int odd, VF factor)
                                         code_of(column_row(x, i + 8, words, odd, factor)));
     const VI second = _mm512_packs_epi32(code_of(column_row(x, i + 1, words, odd, factor)),
                                          code_of(column_row(x, i + 9, words, odd, factor)));
-    const VI both = vi_or(_mm512_srli_epi16(first, 6), _mm512_srli_epi16(second, 2)); /* signs in the upper byte */
-    return _mm512_maddubs_epi16(both, _mm512_set1_epi16(4 << 8 | 1));
+    return join_codes(first, second);
 }
 
 /* Sixteen columns of sixteen rows, eight bytes for each in the order of lane_at. */
