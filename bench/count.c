@@ -18,35 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "nib.h"
-
-struct operation {
-    const char *name;
-    nib_dtype dtype;
-    enum { QUANTIZE, WHOLE, DEQUANTIZE, AMAX } what;
-    uint8_t rowwise, columnwise, rht;
-    nib_rounding rounding;
-    nib_scale_rule rule;
-};
-
-/* As in nib bench, and so are the numbers. */
-static const struct operation operations[] = {
-    { .name = "quantize.f32", .dtype = NIB_F32, .rowwise = 1 },
-    { .name = "quantize.bf16", .dtype = NIB_BF16, .rowwise = 1 },
-    { .name = "amax.f32", .dtype = NIB_F32, .what = AMAX, .rowwise = 1 },
-    { .name = "amax.bf16", .dtype = NIB_BF16, .what = AMAX, .rowwise = 1 },
-    { .name = "whole.f32", .dtype = NIB_F32, .what = WHOLE, .rowwise = 1 },
-    { .name = "columnwise.f32", .dtype = NIB_F32, .columnwise = 1 },
-    { .name = "rht-columnwise.f32", .dtype = NIB_F32, .columnwise = 1, .rht = 1 },
-    { .name = "both-rht.f32", .dtype = NIB_F32, .rowwise = 1, .columnwise = 1, .rht = 1 },
-    { .name = "stochastic8.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_8 },
-    { .name = "stochastic24.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_24 },
-    { .name = "4over6.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_4OVER6 },
-    { .name = "sweep.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_SWEEP },
-    { .name = "dequantize.f32", .dtype = NIB_F32, .what = DEQUANTIZE, .rowwise = 1 },
-    { .name = "dequantize.bf16", .dtype = NIB_BF16, .what = DEQUANTIZE, .rowwise = 1 },
-};
-enum { OPERATIONS = sizeof operations / sizeof *operations };
+#include "bench.h"
 
 static void require(bool good, const char *what)
 {
@@ -58,71 +30,13 @@ static void require(bool good, const char *what)
 
 /* ---- One call ---- */
 
-struct job {
-    const struct operation *operation;
-    nib_quantizer q;
-    nib_array plain;
-    nib_tensor *tensor;
-    nib_given given;
-    float amax[2];
-};
-
-static bool call(struct job *job)
-{
-    const struct operation *const operation = job->operation;
-    if (operation->what == AMAX)
-        return nib_group_amax(&job->q, &job->plain, &job->plain.shape[0], 1, (float *[2]){ job->amax, NULL }) == NIB_OK;
-    if (operation->what == DEQUANTIZE)
-        return nib_dequantize(job->tensor, NIB_ROWWISE, &job->plain) == NIB_OK;
-    return nib_quantize_into(NULL, &job->plain, operation->what == WHOLE ? NULL : &job->given, NULL, job->tensor) ==
-           NIB_OK;
-}
-
 /* What is counted. valgrind finds it by its name: neither inlined nor renamed, for it is called from elsewhere too. */
-bool counted_call(struct job *job);
-__attribute__((noinline)) bool counted_call(struct job *job)
+bool counted_call(struct bench_call *call);
+__attribute__((noinline)) bool counted_call(struct bench_call *call)
 {
-    const bool good = call(job);
+    const bool good = bench_call_run(call) == NIB_OK;
     __asm__ volatile("" ::: "memory"); /* no jump in place of the call */
     return good;
-}
-
-static void open_job(struct job *job, int64_t rows, int64_t cols)
-{
-    const struct operation *const operation = job->operation;
-    const int64_t shape[2] = { rows, cols };
-    const size_t n = (size_t)(rows * cols);
-    float *const numbers = malloc(n * sizeof *numbers);
-    void *const x = aligned_alloc(4096, (n * sizeof *numbers + 4095) / 4096 * 4096);
-    require(numbers && x, "memory");
-    uint64_t state = 20261115;
-    for (size_t i = 0; i < n; i++) {
-        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-        int sum = 0;
-        for (int k = 0; k < 4; k++)
-            sum += (int)(state >> 16 * k & 0xFFFF);
-        numbers[i] = (float)(sum - 2 * 65536) * 0x1p-15f;
-    }
-    require(nib_encode(operation->dtype, numbers, n, x) == NIB_OK, "numbers");
-    free(numbers);
-    require(nib_array_init(&job->plain, x, operation->dtype, 2, shape) == NIB_OK, "array");
-    nib_quantizer_init(&job->q);
-    job->q.rowwise = operation->rowwise;
-    job->q.columnwise = operation->columnwise;
-    job->q.rht = operation->rht;
-    job->q.rounding = operation->rounding;
-    job->q.scale_rule = operation->rule;
-    job->q.threads = 1;
-    job->amax[0] = 4;
-    job->amax[1] = 8;
-    job->given = (nib_given){ .bytes = sizeof job->given, .amax = { &job->amax[0], &job->amax[operation->rht] } };
-    require(nib_quantize(&job->q, &job->plain, NULL, &job->tensor) == NIB_OK && call(job), operation->name);
-}
-
-static void close_job(struct job *job)
-{
-    nib_tensor_destroy(job->tensor);
-    free(job->plain.data);
 }
 
 /* ---- Single steps ---- */
@@ -179,12 +93,12 @@ static void set_trap_flag(bool on)
                          : "memory", "cc");
 }
 
-static bool call_by_steps(struct job *job)
+static bool call_by_steps(struct bench_call *call)
 {
     memset(stops, 0, (text_end - text_begin) * sizeof *stops);
     elsewhere = last = 0;
     set_trap_flag(true);
-    const bool good = counted_call(job);
+    const bool good = counted_call(call);
     set_trap_flag(false);
     for (uintptr_t at = text_begin; at < text_end; at++)
         if (stops[at - text_begin])
@@ -194,12 +108,12 @@ static bool call_by_steps(struct job *job)
 }
 #else
 static void prepare_steps(void) { require(false, "steps are not known for this processor"); }
-static bool call_by_steps(struct job *job) { return counted_call(job); }
+static bool call_by_steps(struct bench_call *call) { return counted_call(call); }
 #endif
 
 /* ---- The program ---- */
 
-static bool is_named(const struct operation *operation, char **names)
+static bool is_named(const struct bench_operation *operation, char **names)
 {
     bool named = !*names;
     for (; *names; names++)
@@ -207,16 +121,16 @@ static bool is_named(const struct operation *operation, char **names)
     return named;
 }
 
-static void count(const struct operation *operation, char **shapes, bool steps)
+static void count(const struct bench_operation *operation, char **shapes, bool steps)
 {
     for (; *shapes && strcmp(*shapes, "--") != 0; shapes++) {
-        struct job job = { .operation = operation };
+        struct bench_call call = { .operation = operation };
         char *end;
         const int64_t rows = strtol(*shapes, &end, 10), cols = *end ? strtol(end + 1, NULL, 10) : 0;
-        open_job(&job, rows, cols);
+        require(bench_call_open(&call, rows, cols, 1) == NIB_OK, operation->name);
         printf("call %s %" PRId64 " %" PRId64 "\n", operation->name, rows, cols);
-        require(steps ? call_by_steps(&job) : counted_call(&job), operation->name);
-        close_job(&job);
+        require(steps ? call_by_steps(&call) : counted_call(&call), operation->name);
+        bench_call_close(&call);
     }
 }
 
@@ -239,8 +153,8 @@ int main(int argc, char **argv)
 #else
     printf("compiler gcc %s\n", __VERSION__);
 #endif
-    for (int i = 0; i < OPERATIONS; i++)
-        if (is_named(&operations[i], *names ? names + 1 : names))
-            count(&operations[i], shapes, steps);
+    for (int i = 0; i < bench_operation_count; i++)
+        if (is_named(&bench_operations[i], *names ? names + 1 : names))
+            count(&bench_operations[i], shapes, steps);
     return 0;
 }

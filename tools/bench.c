@@ -21,51 +21,6 @@
 
 /* ---- What is measured ---- */
 
-struct operation {
-    const char *name;
-    nib_format format;
-    nib_dtype dtype;                                 /* of the plain side */
-    enum { QUANTIZE, WHOLE, DEQUANTIZE, AMAX } what; /* WHOLE: the amax is looked for too */
-    uint8_t rowwise, columnwise, rht, square, row_scaled, swizzled;
-    nib_rounding rounding;
-    nib_scale_rule rule;
-    bool main; /* also by shape, by size and by threads */
-};
-
-static const struct operation operations[] = {
-    { .name = "quantize.f32", .dtype = NIB_F32, .rowwise = 1, .main = true },
-    { .name = "quantize.bf16", .dtype = NIB_BF16, .rowwise = 1, .main = true },
-    { .name = "quantize.f16", .dtype = NIB_F16, .rowwise = 1 },
-    { .name = "amax.f32", .dtype = NIB_F32, .what = AMAX, .rowwise = 1 },
-    { .name = "amax.bf16", .dtype = NIB_BF16, .what = AMAX, .rowwise = 1 },
-    { .name = "whole.f32", .dtype = NIB_F32, .what = WHOLE, .rowwise = 1, .main = true },
-    { .name = "whole.bf16", .dtype = NIB_BF16, .what = WHOLE, .rowwise = 1 },
-    { .name = "whole.f16", .dtype = NIB_F16, .what = WHOLE, .rowwise = 1 },
-    { .name = "columnwise.f32", .dtype = NIB_F32, .columnwise = 1, .main = true },
-    { .name = "columnwise.bf16", .dtype = NIB_BF16, .columnwise = 1 },
-    { .name = "rht-columnwise.f32", .dtype = NIB_F32, .columnwise = 1, .rht = 1 },
-    { .name = "rht-columnwise.bf16", .dtype = NIB_BF16, .columnwise = 1, .rht = 1 },
-    { .name = "both-rht.f32", .dtype = NIB_F32, .rowwise = 1, .columnwise = 1, .rht = 1, .main = true },
-    { .name = "both-rht.bf16", .dtype = NIB_BF16, .rowwise = 1, .columnwise = 1, .rht = 1 },
-    { .name = "square-both.f32", .dtype = NIB_F32, .rowwise = 1, .columnwise = 1, .square = 1 },
-    { .name = "stochastic8.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_8 },
-    { .name = "stochastic24.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_24 },
-    { .name = "unbiased.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_UNBIASED },
-    { .name = "4over6.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_4OVER6 },
-    { .name = "sweep.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_SWEEP },
-    { .name = "row-scaled.f32", .dtype = NIB_F32, .what = WHOLE, .rowwise = 1, .row_scaled = 1 },
-    { .name = "swizzled.f32", .dtype = NIB_F32, .rowwise = 1, .swizzled = 1 },
-    { .name = "dequantize.f32", .dtype = NIB_F32, .what = DEQUANTIZE, .rowwise = 1, .main = true },
-    { .name = "dequantize.bf16", .dtype = NIB_BF16, .what = DEQUANTIZE, .rowwise = 1, .main = true },
-    { .name = "dequantize.f16", .dtype = NIB_F16, .what = DEQUANTIZE, .rowwise = 1 },
-    { .name = "dequantize-columnwise.f32", .dtype = NIB_F32, .what = DEQUANTIZE, .columnwise = 1 },
-    { .name = "dequantize-columnwise.bf16", .dtype = NIB_BF16, .what = DEQUANTIZE, .columnwise = 1 },
-    { .name = "float8.f32", .format = NIB_FLOAT8, .dtype = NIB_F32, .rowwise = 1 },
-    { .name = "mxfp8.f32", .format = NIB_MXFP8, .dtype = NIB_F32, .rowwise = 1 },
-    { .name = "mxfp4.f32", .format = NIB_MXFP4, .dtype = NIB_F32, .rowwise = 1 },
-};
-enum { OPERATIONS = sizeof operations / sizeof *operations };
-
 /* Bytes of one copy for each BENCH_CHUNK elements: codes and scales. */
 static const int copy_bytes[NIB_FORMAT_COUNT] = {
     [NIB_NVFP4] = 144, [NIB_FLOAT8] = 256, [NIB_MXFP8] = 264, [NIB_MXFP4] = 136
@@ -149,12 +104,12 @@ struct report {
     int verdict_count;
 };
 
-static const struct shape *cached_shape(const struct operation *operation)
+static const struct shape *cached_shape(const struct bench_operation *operation)
 {
     return operation->columnwise ? &cached_columns : operation->dtype == NIB_F32 ? &cached_rows : &cached_halves;
 }
 
-static bool is_wanted(const struct options *options, const struct operation *operation)
+static bool is_wanted(const struct options *options, const struct bench_operation *operation)
 {
     bool wanted = !*options->filters;
     for (char **filter = options->filters; *filter; filter++)
@@ -162,7 +117,7 @@ static bool is_wanted(const struct options *options, const struct operation *ope
     return wanted;
 }
 
-/* ---- Memory and data ---- */
+/* ---- Errors ---- */
 
 static enum cli_exit out_of_memory(void)
 {
@@ -170,52 +125,16 @@ static enum cli_exit out_of_memory(void)
     return CLI_FAILED;
 }
 
-static enum cli_exit library_failed(const struct operation *operation)
+static enum cli_exit library_failed(const struct bench_operation *operation)
 {
     cli_error("bench: %s: %s", operation->name, nib_last_error());
     return CLI_FAILED;
 }
 
-static void *allocate(int64_t bytes) { return aligned_alloc(4096, (size_t)(bytes + 8191) / 4096 * 4096); }
-
-/* About normal numbers: the sum of four uniform ones. A generator of its own, so that runs see the same data. */
-static void fill_numbers(float *x, int64_t n)
-{
-    uint64_t state = 20261115;
-    for (int64_t i = 0; i < n; i++) {
-        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-        int sum = 0;
-        for (int k = 0; k < 4; k++)
-            sum += (int)(state >> 16 * k & 0xFFFF);
-        x[i] = (float)(sum - 2 * 65536) * 0x1p-15f;
-    }
-}
-
-/* n numbers of a dtype. A piece of a million is repeated: long enough that no branch predictor learns it. */
-static bool fill(void *x, nib_dtype dtype, int64_t n)
-{
-    enum { PIECE = 1 << 20 };
-    const int64_t width = nib_dtype_bits(dtype) / 8, piece = n < PIECE ? n : PIECE;
-    float *numbers = malloc((size_t)piece * sizeof *numbers);
-    if (!numbers)
-        return false;
-    fill_numbers(numbers, piece);
-    const bool good = nib_encode(dtype, numbers, (size_t)piece, x) == NIB_OK;
-    for (int64_t i = piece; good && i < n; i += piece)
-        memcpy((char *)x + i * width, x, (size_t)((n - i < piece ? n - i : piece) * width));
-    free(numbers);
-    return good;
-}
-
 /* ---- One measurement ---- */
 
 struct job {
-    const struct operation *operation;
-    nib_quantizer q;
-    nib_array plain;
-    nib_tensor *tensor;
-    nib_given given;
-    float amax[2];
+    struct bench_call call;
     struct bench_traffic traffic;
     void *floor_in, *floor_out;
     int64_t chunks;
@@ -224,86 +143,36 @@ struct job {
 
 static void close_job(struct job *job)
 {
-    nib_tensor_destroy(job->tensor);
-    free(job->plain.data);
+    bench_call_close(&job->call);
     free(job->floor_in);
     free(job->floor_out);
 }
 
-static bool quantizer_of(const struct operation *operation, int threads, nib_quantizer *q)
-{
-    if (nib_quantizer_init_format(q, operation->format))
-        return false;
-    q->rowwise = operation->rowwise;
-    q->columnwise = operation->columnwise;
-    q->rht = operation->rht;
-    if (operation->square)
-        q->block_dims[0] = q->block_dims[1];
-    q->row_scaled = operation->row_scaled;
-    q->swizzled = operation->swizzled;
-    q->rounding = operation->rounding;
-    q->scale_rule = operation->rule;
-    q->threads = threads;
-    return nib_quantizer_check(q, NULL) == NIB_OK;
-}
-
-static struct bench_traffic traffic_of(const struct operation *operation, int64_t elements)
+static struct bench_traffic traffic_of(const struct bench_operation *operation, int64_t elements)
 {
     enum { STREAM_BYTES = 8 << 20 }; /* from here on the cache cannot be meant to hold an output */
     const int plain = nib_dtype_bits(operation->dtype) / 8 * BENCH_CHUNK;
     const int coded = copy_bytes[operation->format] * (operation->rowwise + operation->columnwise);
-    if (operation->what == AMAX)
+    if (operation->what == BENCH_AMAX)
         return (struct bench_traffic){ 0, plain, 0, false };
-    if (operation->what == DEQUANTIZE)
+    if (operation->what == BENCH_DEQUANTIZE)
         return (struct bench_traffic){ 0, coded, plain, elements / BENCH_CHUNK * plain >= STREAM_BYTES };
-    return (struct bench_traffic){ operation->what == WHOLE, plain, coded, false };
-}
-
-/* The numbers that a caller knows beforehand: amaxes, or the scale of a Float8 tensor. */
-static void give_amax(struct job *job)
-{
-    static const float float8_scale = 112;
-    job->amax[0] = 4;
-    job->amax[1] = 8;
-    job->given = (nib_given){ .bytes = sizeof job->given };
-    if (job->operation->format == NIB_NVFP4)
-        job->given.amax[0] = &job->amax[0], job->given.amax[1] = &job->amax[job->operation->rht];
-    if (job->operation->format == NIB_FLOAT8)
-        job->given.scale = &float8_scale;
-}
-
-static bool run_operation(struct job *job)
-{
-    const struct operation *operation = job->operation;
-    if (operation->what == AMAX)
-        return nib_group_amax(&job->q, &job->plain, &job->plain.shape[0], 1, (float *[2]){ job->amax, NULL }) == NIB_OK;
-    if (operation->what == DEQUANTIZE)
-        return nib_dequantize(job->tensor, operation->rowwise ? NIB_ROWWISE : NIB_COLUMNWISE, &job->plain) == NIB_OK;
-    return nib_quantize_into(NULL, &job->plain, operation->what == WHOLE ? NULL : &job->given, NULL, job->tensor) ==
-           NIB_OK;
+    return (struct bench_traffic){ operation->what == BENCH_WHOLE, plain, coded, false };
 }
 
 static enum cli_exit open_job(struct job *job, int64_t rows, int64_t cols)
 {
-    const int64_t shape[2] = { rows, cols }, n = rows * cols;
-    if (nib_array_init(&job->plain, job, job->operation->dtype, 2, shape)) /* for its size */
-        return library_failed(job->operation);
-    job->plain.data = allocate((int64_t)job->plain.bytes);
-    job->traffic = traffic_of(job->operation, n);
-    job->chunks = n / BENCH_CHUNK;
-    job->floor_in = allocate(job->chunks * job->traffic.in);
-    job->floor_out = allocate(job->chunks * job->traffic.out);
-    if (!job->plain.data || !job->floor_in || !job->floor_out)
+    job->traffic = traffic_of(job->call.operation, rows * cols);
+    job->chunks = rows * cols / BENCH_CHUNK;
+    const int64_t in = job->chunks * job->traffic.in, out = job->chunks * job->traffic.out;
+    job->floor_in = bench_allocate(in);
+    job->floor_out = bench_allocate(out);
+    if (!job->floor_in || !job->floor_out)
         return out_of_memory();
-    if (!fill(job->plain.data, job->operation->dtype, n))
-        return out_of_memory();
-    memset(job->floor_in, 0x5A, (size_t)(job->chunks * job->traffic.in));
-    memset(job->floor_out, 0x5A, (size_t)(job->chunks * job->traffic.out));
-    give_amax(job);
-    if (!quantizer_of(job->operation, job->threads, &job->q) ||
-        nib_quantize(&job->q, &job->plain, NULL, &job->tensor) || !run_operation(job))
-        return library_failed(job->operation);
-    return CLI_FINE;
+    memset(job->floor_in, 0x5A, (size_t)in);
+    memset(job->floor_out, 0x5A, (size_t)out);
+    const nib_status status = bench_call_open(&job->call, rows, cols, job->threads);
+    return status == NIB_ERR_MEMORY ? out_of_memory() : status ? library_failed(job->call.operation) : CLI_FINE;
 }
 
 enum { MAX_RUNS = 25 };
@@ -325,10 +194,10 @@ static double median_of(double *values, int n, double *spread)
 static double time_operation(struct job *job, int times)
 {
     if (times > 1)
-        (void)run_operation(job); /* the other one's data is in the cache */
+        (void)bench_call_run(&job->call); /* the other one's data is in the cache */
     const double start = bench_now();
     for (int i = 0; i < times; i++)
-        (void)run_operation(job); /* it has run once: it cannot fail now */
+        (void)bench_call_run(&job->call); /* it has run once: it cannot fail now */
     return (bench_now() - start) / times;
 }
 
@@ -445,10 +314,10 @@ static bool keep_result(struct report *report, const struct bench_result *result
 }
 
 /* What the scalar kernels did at a smaller size is in `scalar`, by name. */
-static enum cli_exit bench_one(struct report *report, const struct operation *operation, const struct shape *shape,
-                               const char *part, int threads, const json_t *scalar)
+static enum cli_exit bench_one(struct report *report, const struct bench_operation *operation,
+                               const struct shape *shape, const char *part, int threads, const json_t *scalar)
 {
-    struct job job = { .operation = operation, .threads = threads };
+    struct job job = { .call = { .operation = operation }, .threads = threads };
     struct bench_result result = { .operation = operation->name,
                                    .part = part,
                                    .model = shape->model,
@@ -485,7 +354,7 @@ static void measure_streams(struct report *report)
     const int64_t half = report->options->size_limit / 2;
     const int64_t bytes = report->options->quick ? QUICK_BYTES : half < BYTES ? half : BYTES;
     bench_bind(report->options->threads);
-    void *in = allocate(bytes), *out = allocate(bytes);
+    void *in = bench_allocate(bytes), *out = bench_allocate(bytes);
     for (int s = 0; in && out && s < BENCH_STREAMS; s++) {
         memset(in, 0x5A, (size_t)bytes);
         memset(out, 0xA5, (size_t)bytes);
@@ -506,14 +375,14 @@ static void measure_streams(struct report *report)
 static enum cli_exit bench_shapes(struct report *report, const json_t *scalar, const struct shape *only)
 {
     enum cli_exit status = CLI_FINE;
-    for (int i = 0; i < OPERATIONS; i++) {
+    for (int i = 0; i < bench_operation_count; i++) {
         bool all = false;
         for (size_t s = 0; s < (only ? 1 : sizeof shapes / sizeof *shapes) && status == CLI_FINE; s++) {
             const struct shape *shape = only ? only : &shapes[s];
-            if (!is_wanted(report->options, &operations[i]) || !fits(report->options, shape) ||
-                (all && !operations[i].main))
+            if (!is_wanted(report->options, &bench_operations[i]) || !fits(report->options, shape) ||
+                (all && !bench_operations[i].main))
                 continue;
-            status = bench_one(report, &operations[i], shape, "shape", report->options->threads, scalar);
+            status = bench_one(report, &bench_operations[i], shape, "shape", report->options->threads, scalar);
             all = true;
         }
     }
@@ -521,7 +390,7 @@ static enum cli_exit bench_shapes(struct report *report, const json_t *scalar, c
 }
 
 /* By what open_job allocates: the plain side, the codes, and the same again for the plain loop. */
-static bool has_memory(const struct operation *operation, const struct shape *shape)
+static bool has_memory(const struct bench_operation *operation, const struct shape *shape)
 {
     const struct bench_traffic traffic = traffic_of(operation, shape->rows * shape->cols);
     const int64_t coded = copy_bytes[operation->format] * (operation->rowwise + operation->columnwise);
@@ -540,12 +409,13 @@ static enum cli_exit bench_sizes(struct report *report, const json_t *scalar)
 {
     enum cli_exit status = CLI_FINE;
     const int64_t limit = report->options->quick ? 1 << 16 : report->options->size_limit;
-    for (int i = 0; i < OPERATIONS; i++)
+    for (int i = 0; i < bench_operation_count; i++)
         for (int64_t bytes = 1024; bytes <= limit && status == CLI_FINE; bytes *= 4) {
             const int64_t cols = bytes / 4 / 16 < 4096 ? bytes / 4 / 16 : 4096; /* 16 rows, for the sake of columns */
             const struct shape shape = { "by size", bytes / 4 / cols, cols };
-            if (operations[i].main && is_wanted(report->options, &operations[i]) && has_memory(&operations[i], &shape))
-                status = bench_one(report, &operations[i], &shape, "size", report->options->threads, scalar);
+            if (bench_operations[i].main && is_wanted(report->options, &bench_operations[i]) &&
+                has_memory(&bench_operations[i], &shape))
+                status = bench_one(report, &bench_operations[i], &shape, "size", report->options->threads, scalar);
         }
     return status;
 }
@@ -556,20 +426,20 @@ static enum cli_exit bench_threads(struct report *report, const json_t *scalar)
     const int online = bench_processors();
     const struct shape *shape =
         report->options->quick || !fits(report->options, &shapes[0]) ? &quick_shape : &shapes[0];
-    for (int i = 0; i < OPERATIONS; i++)
+    for (int i = 0; i < bench_operation_count; i++)
         for (int threads = 1; threads <= online && threads <= 64 && status == CLI_FINE; threads *= 2)
-            if (operations[i].main && is_wanted(report->options, &operations[i]))
-                status = bench_one(report, &operations[i], shape, "threads", threads, scalar);
+            if (bench_operations[i].main && is_wanted(report->options, &bench_operations[i]))
+                status = bench_one(report, &bench_operations[i], shape, "threads", threads, scalar);
     return status;
 }
 
 /* ---- What must hold ---- */
 
-static const struct operation *find_operation(const char *name)
+static const struct bench_operation *find_operation(const char *name)
 {
-    for (int i = 0; i < OPERATIONS; i++)
-        if (strcmp(operations[i].name, name) == 0)
-            return &operations[i];
+    for (int i = 0; i < bench_operation_count; i++)
+        if (strcmp(bench_operations[i].name, name) == 0)
+            return &bench_operations[i];
     return NULL;
 }
 
@@ -616,15 +486,16 @@ static double compare_jobs(struct job *job, struct job *others, int n, bool loop
 
 static enum cli_exit judge_rule(struct report *report, const struct rule *rule, const struct shape *shape)
 {
-    struct job job = { .operation = find_operation(rule->operation), .threads = rule->threads ? rule->threads : 1 };
-    struct job others[2] = { { .operation = NULL } };
+    struct job job = { .call = { .operation = find_operation(rule->operation) },
+                       .threads = rule->threads ? rule->threads : 1 };
+    struct job others[2] = { 0 };
     char what[sizeof report->verdicts->what];
     double loops;
     int n = 0;
     bench_bind(job.threads);
     enum cli_exit status = open_job(&job, shape->rows, shape->cols);
     for (; n < 2 && status == CLI_FINE && (rule->against[n] || (rule->threads && n == 0)); n++) {
-        others[n].operation = rule->threads ? job.operation : find_operation(rule->against[n]);
+        others[n].call.operation = rule->threads ? job.call.operation : find_operation(rule->against[n]);
         others[n].threads = 1;
         status = open_job(&others[n], shape->rows, shape->cols);
     }
@@ -682,7 +553,7 @@ static bool compare_kernels(const char *operation, const char *shape, bool wider
 
 /* Medians of many short turns: clocks wander from one second to the next, and where a process's pages lie in the cache
  * differs from one process to the next. */
-static bool judge_wider_operation(struct report *report, const struct operation *operation)
+static bool judge_wider_operation(struct report *report, const struct bench_operation *operation)
 {
     enum { PAIRS = 31, QUICK_PAIRS = 3 };
     char text[32], what[sizeof report->verdicts->what];
@@ -705,7 +576,7 @@ static void judge_wider(struct report *report)
         return;
     bench_bind(1);
     for (int i = 0; i < WIDER; i++) {
-        const struct operation *const operation = find_operation(wider_operations[i]);
+        const struct bench_operation *const operation = find_operation(wider_operations[i]);
         if (is_wanted(report->options, operation) && !judge_wider_operation(report, operation))
             cli_error("bench: %s is not compared with AVX2: another process could not be had", operation->name);
     }
@@ -845,10 +716,10 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
     options.filters = argv + first;
     int wanted = 0;
-    for (int i = 0; i < OPERATIONS; i++) {
-        wanted += is_wanted(&options, &operations[i]);
-        if (options.list && is_wanted(&options, &operations[i]))
-            cli_print("%s", operations[i].name);
+    for (int i = 0; i < bench_operation_count; i++) {
+        wanted += is_wanted(&options, &bench_operations[i]);
+        if (options.list && is_wanted(&options, &bench_operations[i]))
+            cli_print("%s", bench_operations[i].name);
     }
     if (wanted == 0) {
         cli_error("bench: no operation begins with '%s'; see nib bench --list", argv[first]);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * bench.h - what the files of `nib bench` share: plain memory loops, the machine, results, and the plot.
+ * bench.h - what the files of `nib bench` share: operations, plain memory loops, the machine, results, and the plot.
  */
 #ifndef NIB_BENCH_H
 #define NIB_BENCH_H
@@ -9,6 +9,44 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+
+#include "nib.h"
+
+/* ---- Operations (bench_operations.c) ---- */
+
+struct bench_operation {
+    const char *name;
+    nib_format format;
+    nib_dtype dtype;                                                         /* of the plain side */
+    enum { BENCH_QUANTIZE, BENCH_WHOLE, BENCH_DEQUANTIZE, BENCH_AMAX } what; /* whole: the amax is looked for too */
+    uint8_t rowwise, columnwise, rht, square, row_scaled, swizzled;
+    nib_rounding rounding;
+    nib_scale_rule rule;
+    bool main; /* also by shape, by size and by threads */
+};
+
+extern const struct bench_operation bench_operations[];
+extern const int bench_operation_count;
+
+/* A call of an operation, and its memory. It begins with the operation and zeros. */
+struct bench_call {
+    const struct bench_operation *operation;
+    nib_quantizer q;
+    nib_array plain;
+    nib_tensor *tensor;
+    nib_given given;
+    float amax[2];
+};
+
+/* Makes the memory, on numbers that are always the same, and runs it once. To be closed whatever comes of it. */
+nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads);
+nib_status bench_call_run(struct bench_call *call);
+void bench_call_close(struct bench_call *call);
+
+/* Memory that begins with a page. */
+void *bench_allocate(int64_t bytes);
+
+/* ---- Memory and the machine ---- */
 
 /* Bytes that a loop reads and writes for each 256 elements; multiples of 8. */
 enum { BENCH_CHUNK = 256 };
@@ -42,6 +80,8 @@ void bench_bind(int threads);
 
 /* Bytes that could be had without swapping, within the limit of a container too; INT64_MAX: nobody knows. */
 int64_t bench_free_memory(void);
+
+/* ---- Results ---- */
 
 struct bench_result {
     const char *operation;

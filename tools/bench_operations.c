@@ -1,0 +1,137 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * bench_operations.c - what is measured: the operations of `nib bench`, and one call of each. bench/count.c, which counts
+ * their instructions, takes them from here too.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "bench.h"
+
+const struct bench_operation bench_operations[] = {
+    { .name = "quantize.f32", .dtype = NIB_F32, .rowwise = 1, .main = true },
+    { .name = "quantize.bf16", .dtype = NIB_BF16, .rowwise = 1, .main = true },
+    { .name = "quantize.f16", .dtype = NIB_F16, .rowwise = 1 },
+    { .name = "amax.f32", .dtype = NIB_F32, .what = BENCH_AMAX, .rowwise = 1 },
+    { .name = "amax.bf16", .dtype = NIB_BF16, .what = BENCH_AMAX, .rowwise = 1 },
+    { .name = "whole.f32", .dtype = NIB_F32, .what = BENCH_WHOLE, .rowwise = 1, .main = true },
+    { .name = "whole.bf16", .dtype = NIB_BF16, .what = BENCH_WHOLE, .rowwise = 1 },
+    { .name = "whole.f16", .dtype = NIB_F16, .what = BENCH_WHOLE, .rowwise = 1 },
+    { .name = "columnwise.f32", .dtype = NIB_F32, .columnwise = 1, .main = true },
+    { .name = "columnwise.bf16", .dtype = NIB_BF16, .columnwise = 1 },
+    { .name = "rht-columnwise.f32", .dtype = NIB_F32, .columnwise = 1, .rht = 1 },
+    { .name = "rht-columnwise.bf16", .dtype = NIB_BF16, .columnwise = 1, .rht = 1 },
+    { .name = "both-rht.f32", .dtype = NIB_F32, .rowwise = 1, .columnwise = 1, .rht = 1, .main = true },
+    { .name = "both-rht.bf16", .dtype = NIB_BF16, .rowwise = 1, .columnwise = 1, .rht = 1 },
+    { .name = "square-both.f32", .dtype = NIB_F32, .rowwise = 1, .columnwise = 1, .square = 1 },
+    { .name = "stochastic8.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_8 },
+    { .name = "stochastic24.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_24 },
+    { .name = "unbiased.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_UNBIASED },
+    { .name = "4over6.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_4OVER6 },
+    { .name = "sweep.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_SWEEP },
+    { .name = "row-scaled.f32", .dtype = NIB_F32, .what = BENCH_WHOLE, .rowwise = 1, .row_scaled = 1 },
+    { .name = "swizzled.f32", .dtype = NIB_F32, .rowwise = 1, .swizzled = 1 },
+    { .name = "dequantize.f32", .dtype = NIB_F32, .what = BENCH_DEQUANTIZE, .rowwise = 1, .main = true },
+    { .name = "dequantize.bf16", .dtype = NIB_BF16, .what = BENCH_DEQUANTIZE, .rowwise = 1, .main = true },
+    { .name = "dequantize.f16", .dtype = NIB_F16, .what = BENCH_DEQUANTIZE, .rowwise = 1 },
+    { .name = "dequantize-columnwise.f32", .dtype = NIB_F32, .what = BENCH_DEQUANTIZE, .columnwise = 1 },
+    { .name = "dequantize-columnwise.bf16", .dtype = NIB_BF16, .what = BENCH_DEQUANTIZE, .columnwise = 1 },
+    { .name = "float8.f32", .format = NIB_FLOAT8, .dtype = NIB_F32, .rowwise = 1 },
+    { .name = "mxfp8.f32", .format = NIB_MXFP8, .dtype = NIB_F32, .rowwise = 1 },
+    { .name = "mxfp4.f32", .format = NIB_MXFP4, .dtype = NIB_F32, .rowwise = 1 },
+};
+const int bench_operation_count = sizeof bench_operations / sizeof *bench_operations;
+
+void *bench_allocate(int64_t bytes) { return aligned_alloc(4096, (size_t)(bytes + 8191) / 4096 * 4096); }
+
+/* About normal numbers: the sum of four uniform ones. A generator of its own, so that runs see the same data. */
+static void fill_numbers(float *x, int64_t n)
+{
+    uint64_t state = 20261115;
+    for (int64_t i = 0; i < n; i++) {
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        int sum = 0;
+        for (int k = 0; k < 4; k++)
+            sum += (int)(state >> 16 * k & 0xFFFF);
+        x[i] = (float)(sum - 2 * 65536) * 0x1p-15f;
+    }
+}
+
+/* n numbers of a dtype. A piece of a million is repeated: long enough that no branch predictor learns it. */
+static bool fill(void *x, nib_dtype dtype, int64_t n)
+{
+    enum { PIECE = 1 << 20 };
+    const int64_t width = nib_dtype_bits(dtype) / 8, piece = n < PIECE ? n : PIECE;
+    float *numbers = malloc((size_t)piece * sizeof *numbers);
+    if (!numbers)
+        return false;
+    fill_numbers(numbers, piece);
+    const bool good = nib_encode(dtype, numbers, (size_t)piece, x) == NIB_OK;
+    for (int64_t i = piece; good && i < n; i += piece)
+        memcpy((char *)x + i * width, x, (size_t)((n - i < piece ? n - i : piece) * width));
+    free(numbers);
+    return good;
+}
+
+static nib_status quantizer_of(const struct bench_operation *operation, int threads, nib_quantizer *q)
+{
+    const nib_status status = nib_quantizer_init_format(q, operation->format);
+    if (status)
+        return status;
+    q->rowwise = operation->rowwise;
+    q->columnwise = operation->columnwise;
+    q->rht = operation->rht;
+    if (operation->square)
+        q->block_dims[0] = q->block_dims[1];
+    q->row_scaled = operation->row_scaled;
+    q->swizzled = operation->swizzled;
+    q->rounding = operation->rounding;
+    q->scale_rule = operation->rule;
+    q->threads = threads;
+    return nib_quantizer_check(q, NULL);
+}
+
+/* The numbers that a caller knows beforehand: amaxes, or the scale of a Float8 tensor. */
+static void give_amax(struct bench_call *call)
+{
+    static const float float8_scale = 112;
+    call->amax[0] = 4;
+    call->amax[1] = 8;
+    call->given = (nib_given){ .bytes = sizeof call->given };
+    if (call->operation->format == NIB_NVFP4)
+        call->given.amax[0] = &call->amax[0], call->given.amax[1] = &call->amax[call->operation->rht];
+    if (call->operation->format == NIB_FLOAT8)
+        call->given.scale = &float8_scale;
+}
+
+nib_status bench_call_run(struct bench_call *call)
+{
+    const struct bench_operation *const operation = call->operation;
+    if (operation->what == BENCH_AMAX)
+        return nib_group_amax(&call->q, &call->plain, &call->plain.shape[0], 1, (float *[2]){ call->amax, NULL });
+    if (operation->what == BENCH_DEQUANTIZE)
+        return nib_dequantize(call->tensor, operation->rowwise ? NIB_ROWWISE : NIB_COLUMNWISE, &call->plain);
+    return nib_quantize_into(NULL, &call->plain, operation->what == BENCH_WHOLE ? NULL : &call->given, NULL,
+                             call->tensor);
+}
+
+nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads)
+{
+    const int64_t shape[2] = { rows, cols };
+    nib_status status = nib_array_init(&call->plain, call, call->operation->dtype, 2, shape); /* for its size */
+    call->plain.data = status ? NULL : bench_allocate((int64_t)call->plain.bytes);
+    if (status)
+        return status;
+    if (!call->plain.data || !fill(call->plain.data, call->operation->dtype, rows * cols))
+        return NIB_ERR_MEMORY;
+    give_amax(call);
+    status = quantizer_of(call->operation, threads, &call->q);
+    status = status ? status : nib_quantize(&call->q, &call->plain, NULL, &call->tensor);
+    return status ? status : bench_call_run(call);
+}
+
+void bench_call_close(struct bench_call *call)
+{
+    nib_tensor_destroy(call->tensor);
+    free(call->plain.data);
+}
