@@ -462,11 +462,11 @@ void nib_zero_scale_padding(const struct nib_copy_geometry *g, void *scales)
         memset(scales, 0, (size_t)g->scales_bytes);
         return;
     }
-    char *bytes = scales;
-    for (int64_t row = 0; row < g->scale_shape[0]; row++) {
-        const int64_t valid = row < g->valid_shape[0] ? g->valid_shape[1] : 0;
-        memset(bytes + (row * g->scale_shape[1] + valid) * size, 0, (size_t)((g->scale_shape[1] - valid) * size));
-    }
+    char *const bytes = scales;
+    const int64_t rows = g->valid_shape[0], length = g->scale_shape[1] * size, valid = g->valid_shape[1] * size;
+    for (int64_t row = 0; row < rows && valid < length; row++) /* on the right */
+        memset(bytes + row * length + valid, 0, (size_t)(length - valid));
+    memset(bytes + rows * length, 0, (size_t)((g->scale_shape[0] - rows) * length)); /* below */
 }
 
 void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float *amax)
