@@ -438,13 +438,12 @@ SIMD struct codes encode_stochastic(const struct lanes *x, VF factor, const stru
 /* ---- Four over six, and the sweep ---- */
 
 /* The value of a magnitude rounded to E2M1: adding and taking away p * 2^22 leaves half steps of p, the power of two at or
- * below it. What lies between 6 and 7 needs no clamp. */
+ * below it; the products are exact. What lies between 6 and 7 needs no clamp. */
 SIMD VF rounded_magnitude(VF a, bool clamp)
 {
     const VF t = clamp ? vf_min(a, vf_set1(6.0f)) : a;
-    const VI p = vi_and(vi_of(vf_max(t, vf_set1(1.0f))), vi_set1(0x7F800000));
-    const VF big = vf_of(vi_add(p, vi_set1(22 << 23)));
-    return vf_sub(vf_add(t, big), big);
+    const VF p = vf_of(vi_and(vi_of(vf_max(t, vf_set1(1.0f))), vi_set1(0x7F800000)));
+    return vf_multiply_add(p, vf_set1(-0x1p22f), vf_multiply_add(p, vf_set1(0x1p22f), t));
 }
 
 /* What a sum of errors needs beside the candidate. */
