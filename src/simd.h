@@ -9,6 +9,8 @@
  *
  * The including file defines
  *     VL, VF, VI            lanes, and vectors of so many floats and 32-bit integers
+ *     SUMS_APART            1 where sums have ports of their own, beside those of products: two are then cheaper than
+ *                           one fused product
  *     SIMD                  the attributes of a function for this instruction set
  *     vf_*, vi_*            operations; vf_min and vf_max give their second operand when the first is a NaN
  *     e2m1_bits(a)          for 0 <= a <= 6: the code of a rounded to nearest even, in the low three bits
@@ -442,8 +444,12 @@ SIMD struct codes encode_stochastic(const struct lanes *x, VF factor, const stru
 SIMD VF rounded_magnitude(VF a, bool clamp)
 {
     const VF t = clamp ? vf_min(a, vf_set1(6.0f)) : a;
-    const VF p = vf_of(vi_and(vi_of(vf_max(t, vf_set1(1.0f))), vi_set1(0x7F800000)));
-    return vf_multiply_add(p, vf_set1(-0x1p22f), vf_multiply_add(p, vf_set1(0x1p22f), t));
+    const VI p = vi_and(vi_of(vf_max(t, vf_set1(1.0f))), vi_set1(0x7F800000));
+    if (SUMS_APART) {
+        const VF big = vf_of(vi_add(p, vi_set1(22 << 23)));
+        return vf_sub(vf_add(t, big), big);
+    }
+    return vf_multiply_add(vf_of(p), vf_set1(-0x1p22f), vf_multiply_add(vf_of(p), vf_set1(0x1p22f), t));
 }
 
 /* What a sum of errors needs beside the candidate. */

@@ -13,6 +13,7 @@
 #define SLOT static
 
 #define VL 4
+#define SUMS_APART 0
 typedef float32x4_t VF;
 typedef int32x4_t VI;
 

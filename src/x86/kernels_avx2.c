@@ -13,6 +13,7 @@
 #define SLOT __attribute__((target("avx2,fma,f16c"))) static
 
 #define VL 8
+#define SUMS_APART 1
 typedef __m256 VF;
 typedef __m256i VI;
 

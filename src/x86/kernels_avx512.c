@@ -13,6 +13,7 @@
 #define SLOT __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c"))) static
 
 #define VL 16
+#define SUMS_APART 0
 typedef __m512 VF;
 typedef __m512i VI;
 
