@@ -537,62 +537,62 @@ SIMD VF squared_difference(VF a, VF factor, VF f, bool clamp)
 
 /* Magnitudes do for errors: a sign would change that of d. Elements outside the block are zeros, whose code is 0 and
  * whose error is 0 as well. Sums are made as soon as they can be, so that few are kept. */
-SIMD VF squared_error_lanes(const struct lanes *magnitudes, const struct scales *s, VF g, bool clamp)
+SIMD VF squared_error_lanes(float (*magnitudes)[VL], VF factor, VF f, bool clamp)
 {
-    const VF f = vf_mul(s->value, g);
     VF fours[4];
     UNROLL
     for (int i = 0; i < 4; i++) {
         VF twos[2];
         UNROLL
         for (int k = 0; k < 2; k++)
-            twos[k] = vf_add(squared_difference(lane_vector(magnitudes, i + 4 * k), s->factor, f, clamp),
-                             squared_difference(lane_vector(magnitudes, i + 4 * k + 8), s->factor, f, clamp));
+            twos[k] = vf_add(squared_difference(vf_load(magnitudes[i + 4 * k]), factor, f, clamp),
+                             squared_difference(vf_load(magnitudes[i + 4 * k + 8]), factor, f, clamp));
         fours[i] = vf_add(twos[0], twos[1]);
     }
     return vf_add(vf_add(fours[0], fours[2]), vf_add(fours[1], fours[3]));
 }
 
-/* After 0, in the order in which ties go: nearest to the rtn code first, the smaller of two first. */
-static const int lane_sweep_offsets[] = { -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
-
-struct sweep {
-    VI rtn, lowest, best; /* codes */
-    VF least;             /* the best one's error */
-};
-
-/* A candidate outside the range takes part with an error that never wins: that of the best one. */
-SIMD void try_candidate(const struct lanes *magnitudes, int offset, const struct lane_scaler *scaler, bool clamp,
-                        struct sweep *sweep)
+/* Functions of their own, or else what they have in common is joined, with all differences in memory between. */
+__attribute__((noinline)) SLOT VF squared_error(float (*magnitudes)[VL], VF factor, VF f)
 {
-    const VI wanted = vi_add(sweep->rtn, vi_set1(offset));
-    const VI code = vi_max(vi_min(wanted, vi_set1(0x7E)), sweep->lowest), inside = vi_equal(wanted, code);
-    const struct scales candidate = te_scales_of(code, scaler);
-    const VF error = squared_error_lanes(magnitudes, &candidate, scaler->g, clamp);
-    const VF judged = vf_of(vi_or(vi_and(inside, vi_of(error)), vi_andnot(inside, vi_of(sweep->least))));
-    sweep->best = vi_select_less(judged, sweep->least, code, sweep->best);
-    sweep->least = vf_of(vi_select_less(judged, sweep->least, vi_of(judged), vi_of(sweep->least)));
+    return squared_error_lanes(magnitudes, factor, f, false);
 }
 
+__attribute__((noinline)) SLOT VF squared_error_clamped(float (*magnitudes)[VL], VF factor, VF f)
+{
+    return squared_error_lanes(magnitudes, factor, f, true);
+}
+
+/* In the order in which ties go: nearest to the rtn code first, the smaller of two first. */
+static const int lane_sweep_offsets[] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
+enum { CANDIDATES = sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets };
+
+/* A candidate beyond the ends of the range is taken for the end, which came before it: it cannot be better. */
 SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct nib_coding *coding,
                                 const struct lane_scaler *scaler)
 {
-    const struct scales rtn = rtn_scales(absmax, coding, scaler);
+    const VI rtn = rtn_scales(absmax, coding, scaler).code;
     const VI floor = vi_set1(coding->floor_code ? coding->floor_code : 1);
-    struct sweep sweep = { .rtn = rtn.code, .best = rtn.code };
-    sweep.lowest = vi_select_less(vf_from(rtn.code), vf_set1(0.5f), vi_set1(0), floor);
-    struct lanes magnitudes = { .x = magnitudes.own[0], .stride = VL };
+    const VI lowest = vi_select_less(vf_from(rtn), vf_set1(0.5f), vi_set1(0), floor);
+    float magnitudes[BLOCK][VL] __attribute__((aligned(4 * VL)));
+    struct scales candidates[CANDIDATES]; /* all of them beforehand, so that no error waits for a division */
     UNROLL
     for (int i = 0; i < BLOCK; i++)
-        vf_store(magnitudes.own[i], absolute(lane_vector(x, i)));
-    const struct scales first = te_scales_of(rtn.code, scaler);
-    sweep.least = squared_error_lanes(&magnitudes, &first, scaler->g, true);
+        vf_store(magnitudes[i], absolute(lane_vector(x, i)));
+    for (int k = 0; k < CANDIDATES; k++) {
+        const VI wanted = vi_add(rtn, vi_set1(lane_sweep_offsets[k]));
+        candidates[k] = te_scales_of(vi_max(vi_min(wanted, vi_set1(0x7E)), lowest), scaler);
+    }
     /* Larger scales than a fitting one fit as well. */
-    const bool fits = vf_all_less(vf_mul(absmax, first.factor), vf_set1(7.0f));
-    for (size_t k = 0; k < sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets; k++)
-        if (fits && lane_sweep_offsets[k] > 0)
-            try_candidate(&magnitudes, lane_sweep_offsets[k], scaler, false, &sweep);
-        else
-            try_candidate(&magnitudes, lane_sweep_offsets[k], scaler, true, &sweep);
-    return te_scales_of(sweep.best, scaler);
+    const bool fits = vf_all_less(vf_mul(absmax, candidates[0].factor), vf_set1(7.0f));
+    VI best = rtn;
+    VF least = vf_set1(0);
+    for (int k = 0; k < CANDIDATES; k++) {
+        const VF factor = candidates[k].factor, f = vf_mul(candidates[k].value, scaler->g);
+        const VF error = fits && lane_sweep_offsets[k] >= 0 ? squared_error(magnitudes, factor, f)
+                                                            : squared_error_clamped(magnitudes, factor, f);
+        best = k == 0 ? best : vi_select_less(error, least, candidates[k].code, best);
+        least = k == 0 ? error : vf_of(vi_select_less(error, least, vi_of(error), vi_of(least)));
+    }
+    return te_scales_of(best, scaler);
 }
