@@ -4,7 +4,7 @@
 
     performance.py INSTRUCTIONS.json REPORT.json [MORE.json...] >docs/performance.md
 
-The first report is shown whole; of the others, which are of other instruction sets, what must hold and the operations.
+The first report is shown whole; of the others, which are of other instruction sets or machines, what must hold and the operations.
 
 What is not measured, such as predictions that failed, is in bench/performance_notes.md and comes last.
 """
@@ -90,7 +90,7 @@ def page(instructions, report, *others):
     yield f"Machine: {described(report)}.\n"
     yield FLOORS
     for one in (report, *others):
-        yield f"### {one['isa']}\n"
+        yield f"### {one['isa']}, {one['machine']}\n"
         yield f"{described(one)}.\n"
         yield floors_of(one)
     yield "## Memory\n"
@@ -99,7 +99,7 @@ def page(instructions, report, *others):
     yield table(["operation", "shape", "Gelem/s", "GB/s", "floor", "scalar", "spread"],
                 [result_row(r) for r in first.values()]) + "\n"
     for one in others:
-        yield f"With {one['isa']}:\n"
+        yield f"With {one['isa']}, {one['machine']}:\n"
         yield table(["operation", "shape", "Gelem/s", "GB/s", "floor", "scalar", "spread"],
                     [result_row(r) for r in operations_of(one).values()]) + "\n"
     yield "## Shapes of models\n"

@@ -23,6 +23,9 @@
 /* Most lines of a panel in either direction, and most elements of one that is copied. */
 enum { PANEL_LINES = 256, PANEL_ELEMENTS = 128 * 128 };
 
+/* Elements that follow one another and are worth the setup of a panel and the work of a thread. */
+enum { PANEL_RUN = 65536 };
+
 /* Rows and columns of a panel. */
 struct cut {
     int64_t rows, cols;
@@ -120,25 +123,21 @@ static void set_cut(struct matrix *m, int64_t rows, int64_t cols)
     m->column_panels = nib_ceil_div(m->cols, cols);
 }
 
-/* Of shorter rows so many that a panel is worth its setup. */
-static int64_t rows_of_a_panel(int64_t cols, int64_t least)
+/* Panels are whole blocks. Where only rows are wanted they are whole rows as well, which follow one another in memory;
+ * where columns are, a panel stays in the second-level cache and gives every column a run of 16 blocks. What must be
+ * copied is smaller. */
+static void cut_for_coding(struct matrix *m, const struct nib_coding *coding, bool columns)
 {
-    const int64_t rows = 65536 / nib_max(cols, 1) / least * least;
-    return nib_min(nib_max(rows, least), PANEL_LINES);
-}
-
-/* Panels are whole blocks. Long pieces of rows go well with memory where only rows are wanted; where columns are, a
- * panel stays in the second-level cache and gives every column a run of 16 blocks. What must be copied is smaller. */
-static void cut_for_coding(struct matrix *m, int block, bool columns)
-{
-    if (block > 32 || (!is_direct(m) && block > 16))
+    const int64_t lines = coding->tile_lines, most_cols = PANEL_RUN / lines;
+    const int64_t rows = PANEL_RUN / nib_min(nib_max(m->cols, 1), most_cols) / lines * lines;
+    if (coding->block > 32 || (!is_direct(m) && coding->block > 16))
         set_cut(m, 128, 128);
     else if (!is_direct(m))
         set_cut(m, 16, 256);
     else if (columns)
         set_cut(m, 256, 128);
     else
-        set_cut(m, rows_of_a_panel(m->cols, block > 16 ? 32 : 16), 4096);
+        set_cut(m, nib_min(rows, PANEL_LINES), most_cols);
 }
 
 static char *element_at(const struct matrix *m, int64_t row, int64_t col)
@@ -475,7 +474,7 @@ void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct ni
     const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
                                           nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
     struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
-    cut_for_coding(&m, coding->block, q->columnwise);
+    cut_for_coding(&m, coding, q->columnwise);
     const float *found[2];
     const nib_fpenv saved = nib_fpenv_enter();
     (void)collect_amaxes(q, &m, &nothing, geometry, coding, amax, NULL, found);
@@ -489,7 +488,7 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
     const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
                                           nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
     struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
-    cut_for_coding(&m, coding->block, q->columnwise);
+    cut_for_coding(&m, coding, q->columnwise);
     float encode = 1;
     const nib_fpenv saved = nib_fpenv_enter();
     const nib_status status = compute_levels(q, &m, given ? given : &nothing, geometry, coding, memory, &encode);
@@ -691,7 +690,7 @@ void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geom
     if (straight && side_by_side && rows_are_one_line(&job))
         join_rows(&job.out);
     if (straight && side_by_side)
-        set_cut(&job.out, 16, job.out.rows == 1 ? 16 * 4096 : 4096);
+        set_cut(&job.out, nib_max(1, PANEL_RUN / nib_max(job.out.cols, 1)), PANEL_RUN);
     else if (from == NIB_ROWWISE)
         set_cut(&job.out, 16, DECODE_LINES);
     else

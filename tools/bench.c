@@ -162,6 +162,9 @@ static struct bench_traffic traffic_of(const struct bench_operation *operation, 
 
 static enum cli_exit open_job(struct job *job, int64_t rows, int64_t cols)
 {
+    const nib_status status = bench_call_open(&job->call, rows, cols, job->threads);
+    if (status)
+        return status == NIB_ERR_MEMORY ? out_of_memory() : library_failed(job->call.operation);
     job->traffic = traffic_of(job->call.operation, rows * cols);
     job->chunks = rows * cols / BENCH_CHUNK;
     const int64_t in = job->chunks * job->traffic.in, out = job->chunks * job->traffic.out;
@@ -171,8 +174,7 @@ static enum cli_exit open_job(struct job *job, int64_t rows, int64_t cols)
         return out_of_memory();
     memset(job->floor_in, 0x5A, (size_t)in);
     memset(job->floor_out, 0x5A, (size_t)out);
-    const nib_status status = bench_call_open(&job->call, rows, cols, job->threads);
-    return status == NIB_ERR_MEMORY ? out_of_memory() : status ? library_failed(job->call.operation) : CLI_FINE;
+    return CLI_FINE;
 }
 
 enum { MAX_RUNS = 25 };
