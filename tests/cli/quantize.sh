@@ -125,10 +125,11 @@ same "$work/plain.data" "$work/plain2.data"
 # ---- Interrupted: nothing is left, or what --resume needs
 "$BUILD/examples/make_checkpoint" --hidden 1024 --intermediate 2816 --layers 6 "$work/large" || exit 1
 # Scalar kernels take seconds where others would be done before anybody could disturb them on a busy machine.
-interrupt() { # OUT OPTION...: SIGINT once it has begun
+interrupt() { # OUT OPTION...: SIGINT once it has begun, which background processes ignore unless told otherwise
     local out=$1
     shift
-    NIB_MAX_ISA=scalar "$NIB" quantize -t 1 "$@" "$work/large" "$out" >"$work/out" 2>"$work/err" </dev/null &
+    env --default-signal=INT NIB_MAX_ISA=scalar "$NIB" quantize -t 1 "$@" "$work/large" "$out" >"$work/out" 2>"$work/err" \
+        </dev/null &
     local process=$!
     for _ in $(seq 200); do
         if [ -e "$out/.nib-partial" ]; then break; fi
@@ -137,7 +138,6 @@ interrupt() { # OUT OPTION...: SIGINT once it has begun
     kill -INT $process
     wait $process
 }
-set -m # a background process of a script ignores SIGINT otherwise
 interrupt "$work/int" && fail "an interrupted run says that it is done"
 has err "stopped"
 absent "$work/int"
@@ -149,7 +149,6 @@ has err "--resume goes on with it"
 run 0 "$NIB" quantize -q --resume "$work/large" "$work/int"
 run 0 "$NIB" quantize -q "$work/large" "$work/undisturbed"
 same "$work/int" "$work/undisturbed"
-set +m
 
 # ---- A disk that is full, and one that may not be written
 before=$(cd "$work/large" && cksum ./*)
