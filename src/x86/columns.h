@@ -414,6 +414,24 @@ SIMD void store_scales_of(const struct column_stage *stage, int64_t line, int64_
         }
 }
 
+/* The places of a run's codes and scales, on as many pages as it has lines: with every band those of some lines, so that
+ * they have arrived when the run is stored. (Scales that are swizzled lie together.) */
+SIMD void prefetch_places(const struct nib_target *target, int64_t line, int64_t first, int band)
+{
+    enum { LINES = COLUMN_LINES / COLUMN_RUN };
+    const struct nib_copy_geometry *const g = target->geometry;
+    const char *codes = (const char *)target->codes + (line + band * LINES) * g->line_stride + first * 8;
+    const char *scales = (const char *)target->scales + (line + band * LINES) * g->scale_line + first;
+    UNROLL
+    for (int i = 0; i < LINES; i++) {
+        _mm_prefetch(codes, _MM_HINT_T1);
+        _mm_prefetch(codes + 64, _MM_HINT_T1);
+        _mm_prefetch(scales, _MM_HINT_T1);
+        codes += g->line_stride;
+        scales += g->scale_line;
+    }
+}
+
 SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_coding *coding,
                               const struct nib_target *target, nib_dtype dtype, bool transform, bool square,
                               uint8_t floor_code)
@@ -430,8 +448,10 @@ SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_co
         for (int64_t row = 0; row < panel->rows; row += COLUMN_RUN * BLOCK) {
             const int64_t rows = nib_min(COLUMN_RUN * BLOCK, panel->rows - row), n = nib_ceil_div(rows, BLOCK);
             const int64_t first = (panel->row + row) / BLOCK;
-            for (int band = 0; band < n; band++)
+            for (int band = 0; band < n; band++) {
+                prefetch_places(target, line, first, band);
                 stage_band(&job, row + band * BLOCK, col, lines, dtype, transform, square, floor_code, band, &stage);
+            }
             store_codes_of(&stage, lines, n, ((rows - 1) % BLOCK + 2) / 2, dtype,
                            target->codes + line * g->line_stride + first * 8, g->line_stride);
             store_scales_of(&stage, line, lines, first, n, dtype, g, target->scales);

@@ -184,6 +184,8 @@ SIMD void row_codes(const char *x, uint8_t *codes, const struct strip *strip, co
     const int64_t ahead = job->ahead, x_step = strip->x_step, codes_step = strip->codes_step;
     for (const uint8_t *end = scales + n * GROUP; scales < end; scales += GROUP) {
         prefetch_group(x + ahead, dtype);
+        if (codes_step != GROUP * 8) /* so do the places of codes that are far apart */
+            _mm_prefetch((const char *)codes + AHEAD / GROUP * codes_step, _MM_HINT_T1);
         code_group(codes, x, dtype, job->factors, scales, clamp);
         x += x_step;
         codes += codes_step;
