@@ -38,6 +38,11 @@ struct nib_coding {
     int64_t origin_line, origin_block; /* of the copy in the whole, for the random stream */
 };
 
+/* Scales that the sweep tries, as distances from the rtn code, in the order in which they win a tie: the nearest first,
+ * the smaller of two first. */
+static const int nib_sweep_offsets[] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
+enum { NIB_SWEEP_CANDIDATES = sizeof nib_sweep_offsets / sizeof *nib_sweep_offsets };
+
 /* Where one copy goes. Line 0 is the matrix's first. */
 struct nib_target {
     uint8_t *codes;

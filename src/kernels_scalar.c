@@ -299,9 +299,6 @@ static float squared_error(const struct tile *tile, const struct tile_codes *can
     return e[0];
 }
 
-/* Candidates in the order in which they win a tie: nearest to the rtn code first, the smaller of two first. */
-static const int sweep_offsets[] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
-
 static void quantize_sweep(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                            struct tile_codes *out)
 {
@@ -310,8 +307,8 @@ static void quantize_sweep(const struct tile *tile, const struct nib_coding *cod
         at_least((uint8_t)coding->dialect->block_scale(tile->absmax, scaler, &coding->rules), coding->floor_code);
     const int lowest = rtn == 0 ? 0 : coding->floor_code ? coding->floor_code : 1;
     float least = 0;
-    for (size_t i = 0; i < sizeof sweep_offsets / sizeof *sweep_offsets; i++) {
-        const int code = rtn + sweep_offsets[i];
+    for (int i = 0; i < NIB_SWEEP_CANDIDATES; i++) {
+        const int code = rtn + nib_sweep_offsets[i];
         if (code < lowest || code > 0x7E)
             continue;
         struct tile_codes candidate = { .scale = (uint8_t)code };

@@ -2,10 +2,10 @@
 /*
  * quantize.c - drives the kernels over an array of any rank and strides.
  *
- * The array is seen as a matrix of M rows and K columns and cut into fixed panels of 16 x 256, or of 128 x 128 where
- * blocks are that large. Where rows are contiguous a panel points into the array; elsewhere it is copied to the
- * worker's stack first. Panels are whole blocks on both axes, so no two write the same byte, and which thread takes
- * which does not show in the result.
+ * The array is seen as a matrix of M rows and K columns and cut into panels, whose size follows from the matrix and
+ * what is wanted of it (cut_for_coding), never from the threads. Where rows are contiguous a panel points into the
+ * array; elsewhere it is copied to the worker's stack first. Panels are whole blocks on both axes, so no two write the
+ * same byte, and which thread takes which does not show in the result.
  */
 #include "quantize.h"
 
@@ -123,9 +123,9 @@ static void set_cut(struct matrix *m, int64_t rows, int64_t cols)
     m->column_panels = nib_ceil_div(m->cols, cols);
 }
 
-/* Panels are whole blocks. Where only rows are wanted they are whole rows as well, which follow one another in memory;
- * where columns are, a panel stays in the second-level cache and gives every column a run of 16 blocks. What must be
- * copied is smaller. */
+/* Panels are whole blocks. Where only rows are wanted they are whole rows as well, unless a row, or sixteen that share
+ * their blocks, is longer than PANEL_RUN: what follows in memory is read in one go. Where columns are, a panel stays in
+ * the second-level cache and gives every column a run of 16 blocks. What must be copied is smaller. */
 static void cut_for_coding(struct matrix *m, const struct nib_coding *coding, bool columns)
 {
     const int64_t lines = coding->tile_lines, most_cols = PANEL_RUN / lines;
@@ -203,12 +203,10 @@ void nib_raise_to(_Atomic uint32_t *whole, float value)
 }
 
 /* A stretch of an array without gaps. */
-enum { STRETCH = 1 << 16 };
-
 static void amax_of_stretch(void *context, int64_t i)
 {
     struct amax_job *job = context;
-    const int64_t first = i * STRETCH, n = nib_min(STRETCH, job->m->rows * job->m->cols - first);
+    const int64_t first = i * PANEL_RUN, n = nib_min(PANEL_RUN, job->m->rows * job->m->cols - first);
     nib_raise_to(&job->whole, job->absmax(job->m->first + first * job->m->bytes, n));
 }
 
@@ -260,7 +258,7 @@ static void find_amax(const nib_quantizer *q, const struct matrix *m, const stru
         memset(out, 0, (size_t)lines * sizeof *out); /* lines without elements */
     const bool gapless = is_direct(m) && (m->row_stride == m->cols || m->rows == 1);
     if (!q->row_scaled && !coding->transform && gapless)
-        nib_parallel(nib_ceil_div(m->rows * m->cols, STRETCH), threads, amax_of_stretch, &job);
+        nib_parallel(nib_ceil_div(m->rows * m->cols, PANEL_RUN), threads, amax_of_stretch, &job);
     else if (!q->row_scaled && !coding->transform)
         nib_parallel(m->row_panels * m->column_panels, threads, amax_of_panel, &job);
     else

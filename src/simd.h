@@ -11,7 +11,8 @@
  *     VL, VF, VI            lanes, and vectors of so many floats and 32-bit integers
  *     SUMS_APART            1 where sums have ports of their own, beside those of products: two are then cheaper than
  *                           one fused product
- *     SIMD                  the attributes of a function for this instruction set
+ *     SIMD, SLOT            the attributes of functions for this instruction set: that vanish in their callers, and
+ *                           that stay
  *     vf_*, vi_*            operations; vf_min and vf_max give their second operand when the first is a NaN
  *     e2m1_bits(a)          for 0 <= a <= 6: the code of a rounded to nearest even, in the low three bits
  *     absmax_row(x, n, t)   largest magnitude of n numbers of dtype t
@@ -563,10 +564,6 @@ __attribute__((noinline)) SLOT VF squared_error_clamped(float (*magnitudes)[VL],
     return squared_error_lanes(magnitudes, factor, f, true);
 }
 
-/* In the order in which ties go: nearest to the rtn code first, the smaller of two first. */
-static const int lane_sweep_offsets[] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
-enum { CANDIDATES = sizeof lane_sweep_offsets / sizeof *lane_sweep_offsets };
-
 /* A candidate beyond the ends of the range is taken for the end, which came before it: it cannot be better. */
 SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct nib_coding *coding,
                                 const struct lane_scaler *scaler)
@@ -575,22 +572,22 @@ SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct n
     const VI floor = vi_set1(coding->floor_code ? coding->floor_code : 1);
     const VI lowest = vi_select_less(vf_from(rtn), vf_set1(0.5f), vi_set1(0), floor);
     float magnitudes[BLOCK][VL] __attribute__((aligned(4 * VL)));
-    struct scales candidates[CANDIDATES]; /* all of them beforehand, so that no error waits for a division */
+    struct scales candidates[NIB_SWEEP_CANDIDATES]; /* all of them beforehand, so that no error waits for a division */
     UNROLL
     for (int i = 0; i < BLOCK; i++)
         vf_store(magnitudes[i], absolute(lane_vector(x, i)));
-    for (int k = 0; k < CANDIDATES; k++) {
-        const VI wanted = vi_add(rtn, vi_set1(lane_sweep_offsets[k]));
+    for (int k = 0; k < NIB_SWEEP_CANDIDATES; k++) {
+        const VI wanted = vi_add(rtn, vi_set1(nib_sweep_offsets[k]));
         candidates[k] = te_scales_of(vi_max(vi_min(wanted, vi_set1(0x7E)), lowest), scaler);
     }
     /* Larger scales than a fitting one fit as well. */
     const bool fits = vf_all_less(vf_mul(absmax, candidates[0].factor), vf_set1(7.0f));
     VI best = rtn;
     VF least = vf_set1(0);
-    for (int k = 0; k < CANDIDATES; k++) {
+    for (int k = 0; k < NIB_SWEEP_CANDIDATES; k++) {
         const VF factor = candidates[k].factor, f = vf_mul(candidates[k].value, scaler->g);
-        const VF error = fits && lane_sweep_offsets[k] >= 0 ? squared_error(magnitudes, factor, f)
-                                                            : squared_error_clamped(magnitudes, factor, f);
+        const VF error = fits && nib_sweep_offsets[k] >= 0 ? squared_error(magnitudes, factor, f)
+                                                           : squared_error_clamped(magnitudes, factor, f);
         best = k == 0 ? best : vi_select_less(error, least, candidates[k].code, best);
         least = k == 0 ? error : vf_of(vi_select_less(error, least, vi_of(error), vi_of(least)));
     }
