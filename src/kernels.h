@@ -63,6 +63,11 @@ typedef void nib_absmax_lines_fn(const struct nib_panel *panel, const struct nib
 typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_coding *coding,
                              const struct nib_target *target);
 
+/* The same for both copies, whose coding and target are [NIB_ROWWISE] and [NIB_COLUMNWISE]. Only where reading a panel
+ * once pays; elsewhere the slot is empty, and the copies are made one after the other. */
+typedef void nib_quantize_both_fn(const struct nib_panel *panel, const struct nib_coding coding[2],
+                                  const struct nib_target target[2]);
+
 /* n elements from codes and scales that lie side by side, as F32, BF16 or F16; the first begins a block. `stream`: the
  * output is too large to be wanted in the cache. */
 typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
@@ -81,12 +86,13 @@ typedef void nib_transpose_fn(const uint8_t *in, int64_t in_stride, int64_t rows
  * NIB_ANY_FORMAT. */
 enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
 
-#define NIB_KERNELS(X)                \
-    X(absmax, NIB_DTYPE_COUNT)        \
-    X(absmax_lines, NIB_FORMAT_SLOTS) \
-    X(quantize, NIB_FORMAT_SLOTS)     \
-    X(decode, NIB_FORMAT_SLOTS)       \
-    X(inverse, NIB_DTYPE_COUNT)       \
+#define NIB_KERNELS(X)                 \
+    X(absmax, NIB_DTYPE_COUNT)         \
+    X(absmax_lines, NIB_FORMAT_SLOTS)  \
+    X(quantize, NIB_FORMAT_SLOTS)      \
+    X(quantize_both, NIB_FORMAT_SLOTS) \
+    X(decode, NIB_FORMAT_SLOTS)        \
+    X(inverse, NIB_DTYPE_COUNT)        \
     X(transpose, NIB_DTYPE_COUNT)
 
 struct nib_kernels {

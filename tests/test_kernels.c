@@ -65,6 +65,7 @@ static const struct mode nvfp4_modes[] = {
     { "compressed-tensors", NIB_DIALECT_COMPRESSED_TENSORS, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
     { NULL, NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
 };
+enum { NVFP4_MODES = sizeof nvfp4_modes / sizeof *nvfp4_modes - 1 };
 static const struct mode plain_modes[] = {
     { "all", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
     { NULL, NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
@@ -142,7 +143,11 @@ static nib_format some_format(const struct check *check)
 
 enum { ARENA_BYTES = 4 << 20 };
 
-enum arena { INPUT, CODES, CODES_WANTED, SCALES, SCALES_WANTED, LEVELS, ARENAS };
+/* Those of the rowwise copy; the columnwise one has as many after them. */
+enum arena { INPUT, CODES, CODES_WANTED, SCALES, SCALES_WANTED, LEVELS };
+enum { OF_A_COPY = LEVELS - INPUT, ARENAS = INPUT + 2 * OF_A_COPY + 1 };
+
+static enum arena arena_of(enum arena arena, nib_copy copy) { return (enum arena)(arena + (int)copy * OF_A_COPY); }
 
 /* Memory of so many bytes against a forbidden page. Each arena is used again and again, since a process may have only
  * so many mappings. */
@@ -436,15 +441,10 @@ static int64_t some_size(int64_t block, bool whole)
     return whole || test_below(2) ? nib_round_up(n, block) : n;
 }
 
-/* A matrix, and the panel of it that the kernel gets. */
-static void make_panel(struct trial *t)
+/* The panel of a matrix of this shape that the kernel gets. */
+static void make_panel_of(struct trial *t, const int64_t shape[2])
 {
     const int64_t block = nib_max(nib_format_of(&t->q)->block, 16);
-    const bool along_rows = t->copy == NIB_ROWWISE;
-    const bool transformed = nib_copy_is_transformed(&t->q, t->copy);
-    int64_t shape[2] = { some_size(block, transformed && !along_rows), some_size(block, transformed && along_rows) };
-    if (shape[0] * shape[1] > 25600) /* one long side is enough */
-        shape[along_rows ? 0 : 1] = 1 + test_below(shape[along_rows] > 2000 ? 3 : 20);
     if (nib_geometry_of(&t->q, 2, shape, &t->geometry)) {
         fprintf(stderr, "test_kernels: %s\n", nib_last_error());
         exit(2);
@@ -458,6 +458,17 @@ static void make_panel(struct trial *t)
     const int64_t n = (t->panel.rows - 1) * t->panel.stride + t->panel.cols;
     void *x = place(INPUT, n * width_of(t->dtype), test_below(4) != 0);
     t->panel.x = x;
+}
+
+static void make_panel(struct trial *t)
+{
+    const int64_t block = nib_max(nib_format_of(&t->q)->block, 16);
+    const bool along_rows = t->copy == NIB_ROWWISE;
+    const bool transformed = nib_copy_is_transformed(&t->q, t->copy);
+    int64_t shape[2] = { some_size(block, transformed && !along_rows), some_size(block, transformed && along_rows) };
+    if (shape[0] * shape[1] > 25600) /* one long side is enough */
+        shape[along_rows ? 0 : 1] = 1 + test_below(shape[along_rows] > 2000 ? 3 : 20);
+    make_panel_of(t, shape);
 }
 
 /* The amax that the levels are made from: mostly the data's, now and then one that fits badly, or not at all. */
@@ -480,7 +491,7 @@ static void make_levels(struct trial *t, float amax, enum data_kind kind)
     t->target.levels = NULL;
     if (!g->levels)
         return;
-    float *levels = place(LEVELS, g->levels_bytes, true);
+    float *levels = place(arena_of(LEVELS, t->copy), g->levels_bytes, true);
     for (int64_t i = 0; i < g->levels; i++) {
         const float a = some_amax(amax, kind, &t->coding.rules);
         if (dialect->encode_of)
@@ -535,31 +546,53 @@ static void check_absmax_lines(const struct check *check, struct verdict *v)
 
 /* ---- quantize ---- */
 
+/* What becomes of a copy: by the kernel, and by the reference. */
+struct coded {
+    struct outputs codes, scales;
+    struct nib_target got, wanted;
+};
+
+/* The amax is that of all numbers, padding included, or of the first row: then the others are clipped. */
+static float panel_amax(const struct trial *t)
+{
+    const int64_t rows = test_below(4) ? t->panel.rows : 1;
+    return nib_kernels_scalar.absmax[t->dtype](t->panel.x, (rows - 1) * t->panel.stride + t->panel.cols);
+}
+
+static struct coded place_coded(struct trial *t, float amax, enum data_kind kind)
+{
+    const struct nib_copy_geometry *g = &t->geometry.copy[t->copy];
+    const bool at_end = test_below(4) != 0;
+    make_levels(t, amax, kind);
+    t->target.geometry = g;
+    struct coded coded = { .codes = place_outputs(arena_of(CODES, t->copy), g->data_bytes, at_end),
+                           .scales = place_outputs(arena_of(SCALES, t->copy), g->scales_bytes, at_end),
+                           .got = t->target,
+                           .wanted = t->target };
+    coded.got.codes = (uint8_t *)coded.codes.got;
+    coded.wanted.codes = (uint8_t *)coded.codes.wanted;
+    coded.got.scales = coded.scales.got;
+    coded.wanted.scales = coded.scales.wanted;
+    return coded;
+}
+
+static void compare_coded(struct verdict *v, const struct trial *t, const struct coded *coded)
+{
+    char what[200];
+    snprintf(what, sizeof what, "scales, %s", t->text);
+    compare(v, what, &coded->scales);
+    snprintf(what, sizeof what, "codes, %s", t->text);
+    compare(v, what, &coded->codes);
+}
+
 static void compare_quantize(const struct check *check, struct trial *t, struct verdict *v)
 {
     make_panel(t);
     const enum data_kind kind = fill_panel(t);
-    /* Of all numbers, padding included, or of the first row: then the others are clipped. */
-    const int64_t rows = test_below(4) ? t->panel.rows : 1;
-    const float amax = nib_kernels_scalar.absmax[t->dtype](t->panel.x, (rows - 1) * t->panel.stride + t->panel.cols);
-    make_levels(t, amax, kind);
-    const struct nib_copy_geometry *g = &t->geometry.copy[t->copy];
-    const bool at_end = test_below(4) != 0;
-    struct nib_target got = t->target, wanted = t->target;
-    got.geometry = wanted.geometry = g;
-    const struct outputs codes = place_outputs(CODES, g->data_bytes, at_end);
-    const struct outputs scales = place_outputs(SCALES, g->scales_bytes, at_end);
-    got.codes = (uint8_t *)codes.got;
-    wanted.codes = (uint8_t *)codes.wanted;
-    got.scales = scales.got;
-    wanted.scales = scales.wanted;
-    REFERENCE(quantize, t->q.format)(&t->panel, &t->coding, &wanted);
-    check->kernels->quantize[check->slot](&t->panel, &t->coding, &got);
-    char what[200];
-    snprintf(what, sizeof what, "scales, %s", t->text);
-    compare(v, what, &scales);
-    snprintf(what, sizeof what, "codes, %s", t->text);
-    compare(v, what, &codes);
+    const struct coded coded = place_coded(t, panel_amax(t), kind);
+    REFERENCE(quantize, t->q.format)(&t->panel, &t->coding, &coded.wanted);
+    check->kernels->quantize[check->slot](&t->panel, &t->coding, &coded.got);
+    compare_coded(v, t, &coded);
 }
 
 static void check_quantize(const struct check *check, struct verdict *v)
@@ -574,6 +607,47 @@ static void check_quantize(const struct check *check, struct verdict *v)
         t.q.rht_sign_mask = test_below(2) ? NIB_RHT_SIGN_MASK : (uint16_t)test_random();
         some_stream(&t.q);
         compare_quantize(check, &t, v);
+    }
+}
+
+/* ---- quantize_both ---- */
+
+/* Mostly what has a kernel of its own, and panels so wide that it takes them in more than one go. */
+static void check_quantize_both(const struct check *check, struct verdict *v)
+{
+    const int64_t most = SANITIZED ? 20000 : 100000;
+    for (int i = 0; i < 400 * rounds() && !v->failed; i++) {
+        struct trial t = { .dtype = NIB_F32 };
+        const struct mode *mode = &nvfp4_modes[test_below(8) ? 0 : test_below(NVFP4_MODES)];
+        if (!nvfp4_variant(mode, (int)test_below(NVFP4_VARIANTS), &t))
+            continue;
+        t.q.rht_rowwise = t.q.rht && test_below(8) == 0;
+        some_stream(&t.q);
+        int64_t shape[2] = { 1 + test_below(test_below(3) ? 70 : 700), 1 + test_below(test_below(3) ? 300 : 1500) };
+        for (int axis = 0; axis < 2; axis++)
+            if (t.q.rht || test_below(2))
+                shape[axis] = nib_round_up(shape[axis], 16);
+        if (shape[0] * shape[1] > most)
+            shape[0] = nib_max(16, most / shape[1] / 16 * 16);
+        make_panel_of(&t, shape);
+        const enum data_kind kind = fill_panel(&t);
+        struct nib_coding coding[2];
+        struct nib_target got[2];
+        struct coded coded[2];
+        for (int copy = 0; copy < 2; copy++) {
+            t.copy = (nib_copy)copy;
+            t.coding = coding[copy] = coding_of(&t.q, t.copy, t.dtype);
+            coded[copy] = place_coded(&t, panel_amax(&t), kind);
+            got[copy] = coded[copy].got;
+            nib_kernels_scalar.quantize[NIB_NVFP4](&t.panel, &coding[copy], &coded[copy].wanted);
+        }
+        check->kernels->quantize_both[check->slot](&t.panel, coding, got);
+        for (int copy = 0; copy < 2; copy++) {
+            t.copy = (nib_copy)copy;
+            t.coding = coding[copy];
+            describe(&t, kind);
+            compare_coded(v, &t, &coded[copy]);
+        }
     }
 }
 
@@ -776,9 +850,12 @@ static void bench_one(const struct check *check, struct trial *t)
     free(t->target.scales);
 }
 
-/* Variants of a check that are worth a line: both copies, every dtype, transformed or not. */
+/* Variants of a check that are worth a line: both copies, every dtype, transformed or not. Both copies at once are for
+ * matrices that are larger than the cache (nib bench). */
 static void bench_check(const struct check *check)
 {
+    if (check->operation->check == check_quantize_both)
+        return;
     const bool lines = strncmp(check->name, "absmax_lines.", 13) == 0,
                quantizes = strncmp(check->name, "quant", 5) == 0,
                fixed = strncmp(check->name, "transpose.", 10) == 0 || strncmp(check->name, "inverse.", 8) == 0;
@@ -908,6 +985,16 @@ static void quantize_too_much(const struct nib_panel *panel, const struct nib_co
         target->codes[line * target->geometry->line_stride + end / 2] ^= 1;
 }
 
+/* A row's code in the columns' way: the last block of a band that is wide enough. */
+static void quantize_both_wrongly(const struct nib_panel *panel, const struct nib_coding coding[2],
+                                  const struct nib_target target[2])
+{
+    for (int copy = 0; copy < 2; copy++)
+        nib_kernels_scalar.quantize[NIB_NVFP4](panel, &coding[copy], &target[copy]);
+    if (panel->cols > 512 && panel->rows >= 16)
+        target[0].codes[(panel->row + 15) * target[0].geometry->line_stride + (panel->col + panel->cols - 1) / 2] ^= 1;
+}
+
 static void decode_without_sign(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
                                 float level, const struct nib_coding *coding, bool stream)
 {
@@ -959,6 +1046,7 @@ static const struct nib_kernels broken = {
     .absmax = { [NIB_F32] = absmax_without_last },
     .absmax_lines = { [NIB_ANY_FORMAT] = lines_of_maxima_that_forget },
     .quantize = { [NIB_NVFP4] = quantize_wrong_bit, [NIB_MXFP8] = quantize_ties_up },
+    .quantize_both = { [NIB_NVFP4] = quantize_both_wrongly },
     .decode = { [NIB_NVFP4] = decode_without_sign, [NIB_FLOAT8] = decode_all_but_last },
     .inverse = { [NIB_F16] = inverse_of_fewer },
     .transpose = { [NIB_E2M1] = transpose_nearly },

@@ -7,7 +7,8 @@
  * (its numbers, the chain of its amax, a division) overlaps with the work on others: numbers are copied on the way to the
  * amaxes, amaxes become scales and factors, and the copies become codes. They are copied since sixteen rows of a wide
  * matrix may share few places of the first-level cache. A run of bands is gathered before it is written, block by block,
- * and turned then. What is less than sixteen rows or a tile of columns is padded with zeros.
+ * and turned then. What is less than sixteen rows or a tile of columns is padded with zeros. Where the rowwise copy is
+ * wanted too, the rows of a band are coded before its columns, which then find them in the cache.
  *
  * As in rows.h columns that hold a NaN, or numbers that need a clamp, are left to the lanes of simd.h.
  *
@@ -30,14 +31,21 @@ struct column_signs {
     float x[BLOCK][VL] __attribute__((aligned(64)));
 };
 
-/* Sixteen rows of a run's columns, on their way, and what has become of a run of such bands. The codes and
- * scales of a band are in orders of their own (place_of_column, lane_of_column). */
+/* Sixteen rows of some columns, on their way. */
 struct column_stage {
     float numbers[COLUMN_LINES / VL][BLOCK][VL] __attribute__((aligned(64)));
     float factors[COLUMN_LINES] __attribute__((aligned(64)));
+};
+
+/* What has become of a run of such bands. The codes and scales of a band are in orders of their own (place_of_column,
+ * lane_of_column). */
+struct column_blocks {
     uint8_t codes[COLUMN_RUN][COLUMN_LINES][8] __attribute__((aligned(64)));
     uint8_t scales[COLUMN_RUN][COLUMN_LINES] __attribute__((aligned(64)));
 };
+
+/* So many of them side by side: bands that are wide are read from memory in longer pieces. */
+enum { COLUMN_PARTS = 4, WIDE_COLUMNS = COLUMN_PARTS * COLUMN_LINES };
 
 /* Where numbers that are a band, or the columns from some on, lie: in the matrix, or padded with zeros. */
 struct column_source {
@@ -54,6 +62,7 @@ struct column_job {
     const struct nib_panel *panel;
     const struct nib_coding *coding;
     const struct nib_target *target;
+    struct strip_job *rows; /* of the rowwise copy, or NULL */
     struct lane_scaler scaler;
     struct column_signs signs;
 };
@@ -230,7 +239,7 @@ SIMD void stage_numbers(const struct column_job *job, const struct column_source
 
 /* From amaxes to scales and factors. False where this is not the way. */
 SIMD bool stage_scales(const struct column_job *job, int64_t col, int g, nib_dtype dtype, bool quarter,
-                       uint8_t floor_code, int64_t line, int slot, struct column_stage *stage)
+                       uint8_t floor_code, int64_t line, uint8_t *scales, struct column_stage *stage)
 {
     struct lane_scaler scaler = job->scaler;
     VF a = vf_load(stage->factors + line + g * VL);
@@ -245,13 +254,13 @@ SIMD bool stage_scales(const struct column_job *job, int64_t col, int g, nib_dty
     const struct scales s = te_scales_near(vf_mul(a, scaler.block), floor_code, &scaler);
     good &= vf_all_less(vf_mul(a, s.factor), vf_set1(7.0f)); /* not so for a NaN */
     vf_store(stage->factors + line + g * VL, quarter ? vf_mul(s.factor, vf_set1(0.25f)) : s.factor);
-    vi_store_low_bytes(stage->scales[slot] + line + g * VL, s.code);
+    vi_store_low_bytes(scales + line + g * VL, s.code);
     return good;
 }
 
 /* Columns by the lanes of simd.h, where the fast way does not do: as a matrix of its own. */
 SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, int64_t lines, int64_t line, int slot,
-                      struct column_stage *stage)
+                      struct column_blocks *blocks)
 {
     const nib_dtype dtype = job->panel->dtype;
     uint8_t codes[MOST_COLUMNS * 8] = { 0 }, scales[MOST_COLUMNS];
@@ -271,8 +280,8 @@ SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, in
         local.levels += job->panel->col + col;
     quantize_other(&part, job->coding, &local);
     for (int64_t l = 0; l < lines; l++) {
-        memcpy(stage->codes[slot][place_of_column(line + l, dtype)], codes + l * 8, 8);
-        stage->scales[slot][lane_of_column(line + l, dtype)] = scales[l];
+        memcpy(blocks->codes[slot][place_of_column(line + l, dtype)], codes + l * 8, 8);
+        blocks->scales[slot][lane_of_column(line + l, dtype)] = scales[l];
     }
 }
 
@@ -295,12 +304,13 @@ SIMD struct column_source pad_columns(const struct nib_panel *panel, int64_t row
 /* Sixteen rows (or the last few) of up to COLUMN_LINES columns, as block `slot` of the run. Amaxes and
  * divisions take long: what waits for them comes when all columns have theirs. */
 SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int64_t lines, nib_dtype dtype,
-                     bool transform, bool square, uint8_t floor_code, int slot, struct column_stage *stage)
+                     bool transform, bool square, uint8_t floor_code, int slot, struct column_stage *stage,
+                     struct column_blocks *blocks)
 {
     const struct nib_panel *const panel = job->panel;
     const int64_t row_bytes = panel->stride * bytes_of(dtype), columns = columns_of(dtype);
     const int64_t whole = row + BLOCK <= panel->rows ? lines / columns * columns : 0;
-    struct column_source from = { element_address(panel, row, col), row_bytes, BLOCK * row_bytes };
+    struct column_source from = { element_address(panel, row, col), row_bytes, job->rows ? 0 : BLOCK * row_bytes };
     struct column_padding padding;
     uint32_t bad = 0;
     for (int64_t c = 0; c < lines; c += columns) {
@@ -312,20 +322,22 @@ SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int
     for (int64_t c = 0; c < lines; c += columns) {
         bool good = true;
         for (int g = 0; g < column_groups(dtype); g++)
-            good &= stage_scales(job, col + c, g, dtype, transform && dtype == NIB_F32, floor_code, c, slot, stage);
+            good &= stage_scales(job, col + c, g, dtype, transform && dtype == NIB_F32, floor_code, c,
+                                 blocks->scales[slot], stage);
         bad |= (uint32_t)!good << c / columns;
     }
     if (dtype == NIB_BF16 && !transform)
         for (int64_t c = 0; c < lines; c += columns) {
-            column_codes(stage->codes[slot][c], stage->numbers[c / VL], true, 0, vf_load(stage->factors + c));
-            column_codes(stage->codes[slot][c + VL], stage->numbers[c / VL], true, 1, vf_load(stage->factors + c + VL));
+            column_codes(blocks->codes[slot][c], stage->numbers[c / VL], true, 0, vf_load(stage->factors + c));
+            column_codes(blocks->codes[slot][c + VL], stage->numbers[c / VL], true, 1,
+                         vf_load(stage->factors + c + VL));
         }
     else
         for (int64_t c = 0; c < nib_ceil_div(lines, columns) * columns; c += VL)
-            column_codes(stage->codes[slot][c], stage->numbers[c / VL], false, 0, vf_load(stage->factors + c));
+            column_codes(blocks->codes[slot][c], stage->numbers[c / VL], false, 0, vf_load(stage->factors + c));
     for (int64_t c = 0; bad; c += columns, bad >>= 1)
         if (bad & 1)
-            stage_other(job, row, col + c, nib_min(columns, lines - c), c, slot, stage);
+            stage_other(job, row, col + c, nib_min(columns, lines - c), c, slot, blocks);
 }
 
 /* ---- A run ---- */
@@ -355,7 +367,7 @@ SIMD void transpose_scales(const uint8_t *in, uint8_t *out, int64_t stride, nib_
 }
 
 /* Blocks first..n-1 of whole tiles, a copy each. */
-SIMD void copy_codes(const struct column_stage *stage, int64_t lines, int64_t first, int64_t n, nib_dtype dtype,
+SIMD void copy_codes(const struct column_blocks *blocks, int64_t lines, int64_t first, int64_t n, nib_dtype dtype,
                      uint8_t *out, int64_t stride)
 {
     for (int64_t lane = 0; lane < lines; lane += VL) {
@@ -363,12 +375,12 @@ SIMD void copy_codes(const struct column_stage *stage, int64_t lines, int64_t fi
         for (int64_t b = first; b < n; b++)
             UNROLL
         for (int i = 0; i < VL; i++)
-            memcpy(to + column_of_lane(0, lane_at(i), dtype) * stride + b * 8, stage->codes[b][lane + i], 8);
+            memcpy(to + column_of_lane(0, lane_at(i), dtype) * stride + b * 8, blocks->codes[b][lane + i], 8);
     }
 }
 
 /* The codes of a run's n blocks, from block by block to line by line. */
-SIMD void store_codes_of(const struct column_stage *stage, int64_t lines, int64_t n, int64_t last_bytes,
+SIMD void store_codes_of(const struct column_blocks *blocks, int64_t lines, int64_t n, int64_t last_bytes,
                          nib_dtype dtype, uint8_t *out, int64_t stride)
 {
     enum { TURNED = VL / 2 };
@@ -378,20 +390,20 @@ SIMD void store_codes_of(const struct column_stage *stage, int64_t lines, int64_
         uint8_t *const to = out + column_at(place / VL * VL + lane_at((int)(place % VL)), dtype) * stride;
         for (int64_t b = 0; b < turned; b += TURNED) {
             VI v[TURNED];
-            turn_codes(stage->codes[b][place], sizeof stage->codes[0], v);
+            turn_codes(blocks->codes[b][place], sizeof blocks->codes[0], v);
             UNROLL
             for (int i = 0; i < TURNED; i++)
                 store_whole(to + column_of_lane(0, lane_at(i), dtype) * stride + b * 8, v[i]);
         }
     }
-    copy_codes(stage, full, turned, whole, dtype, out, stride);
+    copy_codes(blocks, full, turned, whole, dtype, out, stride);
     for (int64_t l = whole < n ? 0 : full; l < lines; l++)
         for (int64_t b = l < full ? whole : 0; b < n; b++)
-            memcpy(out + l * stride + b * 8, stage->codes[b][place_of_column(l, dtype)],
+            memcpy(out + l * stride + b * 8, blocks->codes[b][place_of_column(l, dtype)],
                    b < whole ? 8 : (size_t)last_bytes);
 }
 
-SIMD void store_scales_of(const struct column_stage *stage, int64_t line, int64_t lines, int64_t first, int64_t n,
+SIMD void store_scales_of(const struct column_blocks *blocks, int64_t line, int64_t lines, int64_t first, int64_t n,
                           nib_dtype dtype, const struct nib_copy_geometry *g, uint8_t *scales)
 {
     const int64_t whole = g->swizzled ? 0 : lines / columns_of(dtype) * columns_of(dtype);
@@ -399,18 +411,18 @@ SIMD void store_scales_of(const struct column_stage *stage, int64_t line, int64_
     for (int64_t l = 0; l < whole; l += 16) {
         uint8_t *const here = to + column_at(l, dtype) * g->scale_line;
         if (n == COLUMN_RUN)
-            transpose_scales(stage->scales[0] + l, here, g->scale_line, dtype);
+            transpose_scales(blocks->scales[0] + l, here, g->scale_line, dtype);
         else
             for (int64_t b = 0; b < n; b++)
                 UNROLL
         for (int k = 0; k < 16; k++)
-            here[column_at(k, dtype) * g->scale_line + b] = stage->scales[b][l + k];
+            here[column_at(k, dtype) * g->scale_line + b] = blocks->scales[b][l + k];
     }
     for (int64_t l = whole; l < lines; l++)
         for (int64_t b = 0; b < n; b++) {
             const int64_t at =
                 g->swizzled ? nib_scale_index(g, line + l, first + b) : (line + l) * g->scale_line + first + b;
-            scales[at] = stage->scales[b][lane_of_column(l, dtype)];
+            scales[at] = blocks->scales[b][lane_of_column(l, dtype)];
         }
 }
 
@@ -432,37 +444,69 @@ SIMD void prefetch_places(const struct nib_target *target, int64_t line, int64_t
     }
 }
 
-SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_coding *coding,
-                              const struct nib_target *target, nib_dtype dtype, bool transform, bool square,
-                              uint8_t floor_code)
+/* The rowwise copy of a part of the panel. */
+SIMD void code_rows_of(const struct column_job *job, int64_t row, int64_t col, int64_t rows, int64_t cols,
+                       nib_dtype dtype)
 {
-    const struct nib_copy_geometry *const g = target->geometry;
+    struct nib_panel part = *job->panel;
+    part.x = element_address(&part, row, col);
+    part.row += row;
+    part.col += col;
+    part.rows = rows;
+    part.cols = cols;
+    job->rows->panel = &part;
+    code_rows(job->rows, dtype);
+}
+
+/* A run: up to COLUMN_RUN bands of WIDE_COLUMNS. */
+SIMD void quantize_run(const struct column_job *job, int64_t row, int64_t col, nib_dtype dtype, bool transform,
+                       bool square, uint8_t floor_code)
+{
+    const struct nib_panel *const panel = job->panel;
+    const struct nib_copy_geometry *const g = job->target->geometry;
+    const int64_t end = nib_min(col + WIDE_COLUMNS, panel->cols), rows = nib_min(COLUMN_RUN * BLOCK, panel->rows - row);
+    const int64_t n = nib_ceil_div(rows, BLOCK), first = (panel->row + row) / BLOCK;
     struct column_stage stage;
-    struct column_job job = {
-        .panel = panel, .coding = coding, .target = target, .scaler = lane_scaler_for(coding, target, panel->col, 1)
-    };
-    if (transform)
-        set_signs(&job.signs, coding, dtype);
-    for (int64_t col = 0; col < panel->cols; col += COLUMN_LINES) {
-        const int64_t lines = nib_min(COLUMN_LINES, panel->cols - col), line = panel->col + col;
-        for (int64_t row = 0; row < panel->rows; row += COLUMN_RUN * BLOCK) {
-            const int64_t rows = nib_min(COLUMN_RUN * BLOCK, panel->rows - row), n = nib_ceil_div(rows, BLOCK);
-            const int64_t first = (panel->row + row) / BLOCK;
-            for (int band = 0; band < n; band++) {
-                prefetch_places(target, line, first, band);
-                stage_band(&job, row + band * BLOCK, col, lines, dtype, transform, square, floor_code, band, &stage);
-            }
-            store_codes_of(&stage, lines, n, ((rows - 1) % BLOCK + 2) / 2, dtype,
-                           target->codes + line * g->line_stride + first * 8, g->line_stride);
-            store_scales_of(&stage, line, lines, first, n, dtype, g, target->scales);
+    struct column_blocks blocks[COLUMN_PARTS];
+    for (int band = 0; band < n; band++) {
+        const int64_t top = row + band * BLOCK;
+        if (job->rows)
+            code_rows_of(job, top, col, nib_min(BLOCK, panel->rows - top), end - col, dtype);
+        for (int64_t c = col, part = 0; c < end; c += COLUMN_LINES, part++) {
+            prefetch_places(job->target, panel->col + c, first, band);
+            stage_band(job, top, c, nib_min(COLUMN_LINES, end - c), dtype, transform, square, floor_code, band, &stage,
+                       &blocks[part]);
         }
+    }
+    for (int64_t c = col, part = 0; c < end; c += COLUMN_LINES, part++) {
+        const int64_t lines = nib_min(COLUMN_LINES, end - c), line = panel->col + c;
+        store_codes_of(&blocks[part], lines, n, ((rows - 1) % BLOCK + 2) / 2, dtype,
+                       job->target->codes + line * g->line_stride + first * 8, g->line_stride);
+        store_scales_of(&blocks[part], line, lines, first, n, dtype, g, job->target->scales);
     }
 }
 
+SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_coding *coding,
+                              const struct nib_target *target, struct strip_job *rows, nib_dtype dtype, bool transform,
+                              bool square, uint8_t floor_code)
+{
+    struct column_job job = { .panel = panel,
+                              .coding = coding,
+                              .target = target,
+                              .rows = rows,
+                              .scaler = lane_scaler_for(coding, target, panel->col, 1) };
+    if (transform)
+        set_signs(&job.signs, coding, dtype);
+    for (int64_t col = 0; col < panel->cols; col += WIDE_COLUMNS)
+        for (int64_t row = 0; row < panel->rows; row += COLUMN_RUN * BLOCK)
+            quantize_run(&job, row, col, dtype, transform, square, floor_code);
+}
+
 #define DEFINE_COLUMNS(name, dtype, transform, square)                                                              \
-    SLOT void name(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target) \
+    SLOT void name(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target, \
+                   struct strip_job *rows)                                                                          \
     {                                                                                                               \
-        quantize_columns_as(panel, coding, target, dtype, transform, square, coding->floor_code);                   \
+        quantize_columns_as(panel, coding, target, rows, dtype, transform, square, coding->floor_code);             \
     }
 #define DEFINE_COLUMNS_OF(name, dtype)                     \
     DEFINE_COLUMNS(columns_##name, dtype, false, false)    \
@@ -474,10 +518,13 @@ DEFINE_COLUMNS_OF(f16, NIB_F16)
 #undef DEFINE_COLUMNS_OF
 #undef DEFINE_COLUMNS
 
-static nib_quantize_fn *columns_kernel(const struct nib_coding *coding, nib_dtype dtype)
+typedef void columns_fn(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target,
+                        struct strip_job *rows);
+
+static columns_fn *columns_kernel(const struct nib_coding *coding, nib_dtype dtype)
 {
-    static nib_quantize_fn *const kernels[3][3] = { { columns_f32, transformed_f32, tiles_f32 },
-                                                    { columns_bf16, transformed_bf16, tiles_bf16 },
-                                                    { columns_f16, transformed_f16, tiles_f16 } };
+    static columns_fn *const kernels[3][3] = { { columns_f32, transformed_f32, tiles_f32 },
+                                               { columns_bf16, transformed_bf16, tiles_bf16 },
+                                               { columns_f16, transformed_f16, tiles_f16 } };
     return kernels[dtype == NIB_F32 ? 0 : dtype == NIB_BF16 ? 1 : 2][coding->tile_lines > 1 ? 2 : coding->transform];
 }

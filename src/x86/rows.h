@@ -33,6 +33,7 @@ struct strip_job {
     const struct nib_target *target;
     struct lane_scaler scaler;
     int64_t row_bytes, ahead; /* from row to row, and to what is prefetched */
+    bool below;               /* what comes next lies below, not beside */
     VI keys[2][10];           /* of the ten rounds of Philox */
     float factors[128];       /* of every scale under this level */
 };
@@ -184,8 +185,6 @@ SIMD void row_codes(const char *x, uint8_t *codes, const struct strip *strip, co
     const int64_t ahead = job->ahead, x_step = strip->x_step, codes_step = strip->codes_step;
     for (const uint8_t *end = scales + n * GROUP; scales < end; scales += GROUP) {
         prefetch_group(x + ahead, dtype);
-        if (codes_step != GROUP * 8) /* so do the places of codes that are far apart */
-            _mm_prefetch((const char *)codes + AHEAD / GROUP * codes_step, _MM_HINT_T1);
         code_group(codes, x, dtype, job->factors, scales, clamp);
         x += x_step;
         codes += codes_step;
@@ -197,6 +196,8 @@ SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, in
 {
     const char *x = strip->x + g * strip->x_step;
     uint8_t *codes = strip->codes + g * strip->codes_step;
+    for (int k = 0; strip->line_step && k < TURN; k++) /* places in rows that may be far apart */
+        _mm_prefetch((const char *)codes + (BLOCK + k) * strip->codes_step, _MM_HINT_T1);
     for (int l = 0; l < lines; l++, x += job->row_bytes, codes += job->target->geometry->line_stride)
         if (state->fits) /* what lies between 6 and 7 rounds to 6 */
             row_codes(x, codes, strip, job, groups_of_turn(strip, g), dtype, false, state->scales + g * GROUP);
@@ -356,7 +357,7 @@ SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool rando
     const bool per_line = job->target->level_per_line;
     const int64_t in_row = panel->cols / GROUP_LENGTH, length = in_row * GROUP_LENGTH;
     const bool down = in_row == 1 && !per_line; /* one group a row: strips go down the rows */
-    job->ahead = down ? AHEAD / GROUP * job->row_bytes : AHEAD * BLOCK * bytes_of(dtype);
+    job->ahead = down || job->below ? BLOCK * job->row_bytes : AHEAD * BLOCK * bytes_of(dtype);
     for (int64_t row = 0; row < panel->rows && length > 0; row += down ? GROUPS : 1) {
         if (per_line)
             set_row_scaler(job, row);
@@ -382,7 +383,7 @@ SIMD void quantize_row_tiles(struct strip_job *job, nib_dtype dtype)
     enum { WIDTH = 2 }; /* groups at once: the first-level cache holds sixteen rows of them */
     const struct nib_panel *const panel = job->panel;
     const int64_t length = panel->cols / GROUP_LENGTH * GROUP_LENGTH;
-    job->ahead = WIDTH * GROUP_LENGTH * bytes_of(dtype);
+    job->ahead = job->below ? BLOCK * job->row_bytes : WIDTH * GROUP_LENGTH * bytes_of(dtype);
     for (int64_t row = 0; row < panel->rows; row += BLOCK)
         for (int64_t col = 0; col < length; col += WIDTH * GROUP_LENGTH)
             quantize_panel_strip(job, row, col, (int)nib_min(WIDTH, (length - col) / GROUP_LENGTH), false,
@@ -399,52 +400,58 @@ SIMD bool rows_follow(const struct nib_panel *panel, const struct nib_target *ta
            g->line_stride * 2 == cols && g->scale_line * BLOCK == cols;
 }
 
+/* All that the rows of a panel, or of parts of it, have in common. */
+SIMD void begin_rows(struct strip_job *job, const struct nib_panel *panel, const struct nib_coding *coding,
+                     const struct nib_target *target, nib_dtype dtype)
+{
+    *job = (struct strip_job){ .panel = panel, .coding = coding, .target = target };
+    job->row_bytes = panel->stride * bytes_of(dtype);
+    set_row_scaler(job, 0);
+    if (coding->rounding == NIB_ROUND_NEAREST)
+        return;
+    uint32_t keys[2][10];
+    round_keys(coding, keys);
+    for (int round = 0; round < 10; round++) {
+        job->keys[0][round] = vi_set1((int)keys[0][round]);
+        job->keys[1][round] = vi_set1((int)keys[1][round]);
+    }
+}
+
+SIMD void code_rows_as(struct strip_job *job, nib_dtype dtype)
+{
+    if (job->coding->tile_lines > 1)
+        quantize_row_tiles(job, dtype);
+    else if (job->coding->rounding == NIB_ROUND_NEAREST)
+        quantize_row_blocks(job, dtype, false);
+    else
+        quantize_row_blocks(job, dtype, true);
+}
+
+/* A panel. Its job is known to the compiler only where it is made. */
 SIMD void quantize_rows_as(const struct nib_panel *panel, const struct nib_coding *coding,
                            const struct nib_target *target, nib_dtype dtype)
 {
     struct nib_panel row = *panel;
-    struct strip_job job = { .panel = panel, .coding = coding, .target = target };
+    struct strip_job job;
     if (coding->tile_lines == 1 && coding->rounding == NIB_ROUND_NEAREST && rows_follow(panel, target)) {
         row.rows = 1;
         row.cols = row.stride = panel->rows * panel->cols;
-        job.panel = &row;
     }
-    job.row_bytes = job.panel->stride * bytes_of(dtype);
-    set_row_scaler(&job, 0);
-    if (coding->tile_lines > 1) {
-        quantize_row_tiles(&job, dtype);
-        return;
-    }
-    if (coding->rounding == NIB_ROUND_NEAREST) {
-        quantize_row_blocks(&job, dtype, false);
-        return;
-    }
-    uint32_t keys[2][10];
-    round_keys(coding, keys);
-    for (int round = 0; round < 10; round++) {
-        job.keys[0][round] = vi_set1((int)keys[0][round]);
-        job.keys[1][round] = vi_set1((int)keys[1][round]);
-    }
-    quantize_row_blocks(&job, dtype, true);
+    begin_rows(&job, &row, coding, target, dtype);
+    code_rows_as(&job, dtype);
 }
 
-SLOT void quantize_rows_f32(const struct nib_panel *panel, const struct nib_coding *coding,
-                            const struct nib_target *target)
-{
-    quantize_rows_as(panel, coding, target, NIB_F32);
-}
-
-SLOT void quantize_rows_bf16(const struct nib_panel *panel, const struct nib_coding *coding,
-                             const struct nib_target *target)
-{
-    quantize_rows_as(panel, coding, target, NIB_BF16);
-}
-
-SLOT void quantize_rows_f16(const struct nib_panel *panel, const struct nib_coding *coding,
-                            const struct nib_target *target)
-{
-    quantize_rows_as(panel, coding, target, NIB_F16);
-}
+#define DEFINE_ROWS(name, dtype)                                                                   \
+    SLOT void quantize_rows_##name(const struct nib_panel *panel, const struct nib_coding *coding, \
+                                   const struct nib_target *target)                                \
+    {                                                                                              \
+        quantize_rows_as(panel, coding, target, dtype);                                            \
+    }                                                                                              \
+    SLOT void code_rows_##name(struct strip_job *job) { code_rows_as(job, dtype); }
+DEFINE_ROWS(f32, NIB_F32)
+DEFINE_ROWS(bf16, NIB_BF16)
+DEFINE_ROWS(f16, NIB_F16)
+#undef DEFINE_ROWS
 
 SIMD void quantize_rows(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target)
 {
@@ -454,6 +461,17 @@ SIMD void quantize_rows(const struct nib_panel *panel, const struct nib_coding *
         quantize_rows_bf16(panel, coding, target);
     else
         quantize_rows_f16(panel, coding, target);
+}
+
+/* A part of a panel, for a job that has begun. */
+SIMD void code_rows(struct strip_job *job, nib_dtype dtype)
+{
+    if (dtype == NIB_F32)
+        code_rows_f32(job);
+    else if (dtype == NIB_BF16)
+        code_rows_bf16(job);
+    else
+        code_rows_f16(job);
 }
 
 /* te's plain rule, with or without random bytes; those of square tiles are left to the other way. */

@@ -7,15 +7,40 @@
 
 #include <math.h>
 
+static bool takes_rows(const struct nib_coding *coding)
+{
+    return is_plain(coding) && coding->copy == NIB_ROWWISE && !coding->transform;
+}
+
+static bool takes_columns(const struct nib_coding *coding)
+{
+    return is_plain(coding) && coding->copy == NIB_COLUMNWISE && coding->rounding == NIB_ROUND_NEAREST;
+}
+
 SLOT void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                          const struct nib_target *target)
 {
-    if (is_plain(coding) && coding->copy == NIB_ROWWISE && !coding->transform)
+    if (takes_rows(coding))
         quantize_rows(panel, coding, target);
-    else if (is_plain(coding) && coding->copy == NIB_COLUMNWISE && coding->rounding == NIB_ROUND_NEAREST)
-        columns_kernel(coding, panel->dtype)(panel, coding, target);
+    else if (takes_columns(coding))
+        columns_kernel(coding, panel->dtype)(panel, coding, target, NULL);
     else
         quantize_other(panel, coding, target);
+}
+
+/* Rows of narrow panels are better coded all before the columns: strips go down them. */
+SLOT void quantize_both_nvfp4(const struct nib_panel *panel, const struct nib_coding coding[2],
+                              const struct nib_target target[2])
+{
+    if (takes_rows(&coding[0]) && takes_columns(&coding[1]) && panel->cols > COLUMN_LINES) {
+        struct strip_job rows;
+        begin_rows(&rows, panel, &coding[0], &target[0], panel->dtype);
+        rows.below = true;
+        columns_kernel(&coding[1], panel->dtype)(panel, &coding[1], &target[1], &rows);
+        return;
+    }
+    quantize_nvfp4(panel, &coding[0], &target[0]);
+    quantize_nvfp4(panel, &coding[1], &target[1]);
 }
 
 SLOT void absmax_lines(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
