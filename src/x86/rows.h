@@ -368,7 +368,9 @@ SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool rando
     const bool per_line = job->target->level_per_line;
     const int64_t in_row = panel->cols / GROUP_LENGTH, length = in_row * GROUP_LENGTH;
     const bool down = in_row == 1 && !per_line; /* one group a row: strips go down the rows */
-    job->ahead = down || job->below ? BLOCK * job->row_bytes : blocks_ahead(dtype) * BLOCK * bytes_of(dtype);
+    job->ahead = job->below ? BLOCK * job->row_bytes
+                 : down     ? blocks_ahead(dtype) / GROUP * job->row_bytes
+                            : blocks_ahead(dtype) * BLOCK * bytes_of(dtype);
     for (int64_t row = 0; row < panel->rows && length > 0; row += down ? GROUPS : 1) {
         if (per_line)
             set_row_scaler(job, row);
