@@ -616,11 +616,11 @@ static void check_quantize(const struct check *check, struct verdict *v)
 static void check_quantize_both(const struct check *check, struct verdict *v)
 {
     const int64_t most = SANITIZED ? 20000 : 100000;
-    for (int i = 0; i < 400 * rounds() && !v->failed; i++) {
+    for (int i = 0; i < 200 * rounds() && !v->failed; i++) {
         struct trial t = { .dtype = NIB_F32 };
         const struct mode *mode = &nvfp4_modes[test_below(8) ? 0 : test_below(NVFP4_MODES)];
-        if (!nvfp4_variant(mode, (int)test_below(NVFP4_VARIANTS), &t))
-            continue;
+        while (!nvfp4_variant(mode, (int)test_below(NVFP4_VARIANTS), &t))
+            ;
         t.q.rht_rowwise = t.q.rht && test_below(8) == 0;
         some_stream(&t.q);
         int64_t shape[2] = { 1 + test_below(test_below(3) ? 70 : 700), 1 + test_below(test_below(3) ? 300 : 1500) };
@@ -985,13 +985,13 @@ static void quantize_too_much(const struct nib_panel *panel, const struct nib_co
         target->codes[line * target->geometry->line_stride + end / 2] ^= 1;
 }
 
-/* A row's code in the columns' way: the last block of a band that is wide enough. */
+/* A code of the last row of a band that is wide enough. */
 static void quantize_both_wrongly(const struct nib_panel *panel, const struct nib_coding coding[2],
                                   const struct nib_target target[2])
 {
     for (int copy = 0; copy < 2; copy++)
         nib_kernels_scalar.quantize[NIB_NVFP4](panel, &coding[copy], &target[copy]);
-    if (panel->cols > 512 && panel->rows >= 16)
+    if (panel->cols > 300 && panel->rows >= 16)
         target[0].codes[(panel->row + 15) * target[0].geometry->line_stride + (panel->col + panel->cols - 1) / 2] ^= 1;
 }
 

@@ -87,38 +87,31 @@ SIMD void random_bytes_of(const struct strip_job *job, int64_t line, int64_t blo
 
 /* ---- Strips ---- */
 
-/* Groups whose amaxes fill a vector. */
-enum { AT_ONCE = VL / GROUP };
-
-/* Groups that go through together: so many that the constants of each step are loaded once for all of them, and so few
- * that the steps of different ones overlap. */
-enum { MOST_TURN = 8 };
-SIMD int turn_of(nib_dtype dtype) { return VL == 16 && dtype != NIB_F32 ? 8 : 4; }
+/* Groups whose amaxes fill a vector, and groups that go through together: so many that the constants of each step are
+ * loaded once for all of them, and so few that the steps of different ones overlap. */
+enum { AT_ONCE = VL / GROUP, TURN = VL < 16 ? 4 : 8 };
 
 /* Blocks from one that is coded to what is prefetched: beyond those whose amaxes are made, two turns on. */
-SIMD int blocks_ahead(nib_dtype dtype) { return 2 * turn_of(dtype) * GROUP + 64; }
+enum { AHEAD = VL < 16 ? 128 : 176 };
 
 /* What is known of a strip while it goes through. */
 struct strip_state {
     uint8_t scales[STRIP + VL];
-    float amaxes[MOST_TURN * GROUP] __attribute__((aligned(64)));  /* of the turn after the next */
-    float factors[MOST_TURN * GROUP] __attribute__((aligned(64))); /* of random rounding: 2^23 times what they are */
-    uint8_t random[(MOST_TURN * GROUP + VL) * BLOCK] __attribute__((aligned(64)));
+    float amaxes[TURN * GROUP] __attribute__((aligned(64)));  /* of the turn after the next */
+    float factors[TURN * GROUP] __attribute__((aligned(64))); /* of random rounding: 2^23 times what they are */
+    uint8_t random[(TURN * GROUP + VL) * BLOCK] __attribute__((aligned(64)));
     bool fits; /* what the scales of the turn make of its numbers is less than 7 */
     bool good; /* there is no NaN, and no factor is too large */
 };
 
-SIMD int groups_of_turn(const struct strip *strip, int g, nib_dtype dtype)
-{
-    return (int)nib_min(turn_of(dtype), strip->groups - g);
-}
+SIMD int groups_of_turn(const struct strip *strip, int g) { return (int)nib_min(TURN, strip->groups - g); }
 
 /* The amaxes of the blocks of groups g.. over `lines` rows. */
 SIMD void strip_amaxes(const struct strip *strip, const struct strip_job *job, int g, int lines, nib_dtype dtype,
                        struct strip_state *state)
 {
     const char *x = strip->x + g * strip->x_step;
-    const int n = groups_of_turn(strip, g, dtype);
+    const int n = groups_of_turn(strip, g);
     VI largest = vi_set1(0);
     for (int k = 0; k < n; k += AT_ONCE, x += AT_ONCE * strip->x_step) {
         const char *const next = k + AT_ONCE <= n ? x + (AT_ONCE - 1) * strip->x_step : x;
@@ -206,13 +199,13 @@ SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, in
 {
     const char *x = strip->x + g * strip->x_step;
     uint8_t *codes = strip->codes + g * strip->codes_step;
-    for (int k = 0; strip->line_step && k < turn_of(dtype); k++) /* places in rows that may be far apart */
+    for (int k = 0; strip->line_step && k < TURN; k++) /* places in rows that may be far apart */
         _mm_prefetch((const char *)codes + (BLOCK + k) * strip->codes_step, _MM_HINT_T1);
     for (int l = 0; l < lines; l++, x += job->row_bytes, codes += job->target->geometry->line_stride)
         if (state->fits) /* what lies between 6 and 7 rounds to 6 */
-            row_codes(x, codes, strip, job, groups_of_turn(strip, g, dtype), dtype, false, state->scales + g * GROUP);
+            row_codes(x, codes, strip, job, groups_of_turn(strip, g), dtype, false, state->scales + g * GROUP);
         else
-            row_codes(x, codes, strip, job, groups_of_turn(strip, g, dtype), dtype, true, state->scales + g * GROUP);
+            row_codes(x, codes, strip, job, groups_of_turn(strip, g), dtype, true, state->scales + g * GROUP);
 }
 
 /* The same with random bytes. Magnitudes are counted in units of 2^-23 (stochastic_code), which the factors bring. */
@@ -221,32 +214,32 @@ SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job
 {
     const char *x = strip->x + g * strip->x_step;
     uint8_t *codes = strip->codes + g * strip->codes_step;
-    for (int k = 0; k < groups_of_turn(strip, g, dtype); k++, x += strip->x_step, codes += strip->codes_step) {
+    for (int k = 0; k < groups_of_turn(strip, g); k++, x += strip->x_step, codes += strip->codes_step) {
         prefetch_group(x + job->ahead, dtype);
         code_group_randomly(codes, x, dtype, state->factors + k * GROUP, state->random + k * GROUP * BLOCK);
     }
 }
 
 /* Random bytes for the blocks of groups g.. */
-SIMD void strip_random(const struct strip *strip, const struct strip_job *job, int g, nib_dtype dtype, uint8_t *random)
+SIMD void strip_random(const struct strip *strip, const struct strip_job *job, int g, uint8_t *random)
 {
     const int together = strip->line_step ? 1 : AT_ONCE; /* groups whose numbers are made at once */
-    for (int k = g; k < g + groups_of_turn(strip, g, dtype); k += together, random += together * GROUP * BLOCK)
+    for (int k = g; k < g + groups_of_turn(strip, g); k += together, random += together * GROUP * BLOCK)
         random_bytes_of(job, strip->line + k * strip->line_step, strip->block + k * strip->block_step, random);
 }
 
 /* What comes before the codes of groups g..: their scales, from amaxes that are known. */
-SIMD void strip_scales(const struct strip *strip, const struct strip_job *job, int g, nib_dtype dtype, bool random,
+SIMD void strip_scales(const struct strip *strip, const struct strip_job *job, int g, bool random,
                        struct strip_state *state)
 {
     uint8_t *const scales = state->scales + g * GROUP;
-    const int n = groups_of_turn(strip, g, dtype) * GROUP;
+    const int n = groups_of_turn(strip, g) * GROUP;
     if (!random) {
         state->fits = scales_of(state->amaxes, n, job, scales);
         return;
     }
     state->good &= scales_and_factors_of(state->amaxes, n, job, scales, state->factors);
-    strip_random(strip, job, g, dtype, state->random);
+    strip_random(strip, job, g, state->random);
 }
 
 /* One strip of `lines` rows that share their scales; the scales are left in `state`. While some groups get their codes,
@@ -256,15 +249,14 @@ SIMD bool quantize_strip(const struct strip *strip, const struct strip_job *job,
                          bool random, struct strip_state *state)
 {
     state->good = true;
-    const int turn = turn_of(dtype);
-    for (int g = -2 * turn; g < strip->groups; g += turn) {
-        const int second = g + turn, third = g + 2 * turn;
+    for (int g = -2 * TURN; g < strip->groups; g += TURN) {
+        const int second = g + TURN, third = g + 2 * TURN;
         if (g >= 0 && random)
             strip_codes_randomly(strip, job, g, dtype, state);
         else if (g >= 0)
             strip_codes(strip, job, g, lines, dtype, state);
         if (second >= 0 && second < strip->groups)
-            strip_scales(strip, job, second, dtype, random, state);
+            strip_scales(strip, job, second, random, state);
         if (third < strip->groups)
             strip_amaxes(strip, job, third, lines, dtype, state);
     }
@@ -369,8 +361,8 @@ SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool rando
     const int64_t in_row = panel->cols / GROUP_LENGTH, length = in_row * GROUP_LENGTH;
     const bool down = in_row == 1 && !per_line; /* one group a row: strips go down the rows */
     job->ahead = job->below ? BLOCK * job->row_bytes
-                 : down     ? blocks_ahead(dtype) / GROUP * job->row_bytes
-                            : blocks_ahead(dtype) * BLOCK * bytes_of(dtype);
+                 : down     ? AHEAD / GROUP * job->row_bytes
+                            : AHEAD * BLOCK * bytes_of(dtype);
     for (int64_t row = 0; row < panel->rows && length > 0; row += down ? GROUPS : 1) {
         if (per_line)
             set_row_scaler(job, row);
