@@ -653,12 +653,16 @@ static void check_quantize_both(const struct check *check, struct verdict *v)
 
 /* ---- decode ---- */
 
+/* All of the scales' bits, scales of most tensors, all numbers, and those of a tensor of zeros. */
+enum { SCALE_KINDS = 4 };
+
 static void fill_scales(uint8_t *scales, int64_t bytes, int kind)
 {
     for (int64_t i = 0; i < bytes; i++)
         scales[i] = kind == 0   ? (uint8_t)test_random()
                     : kind == 1 ? (uint8_t)(0x30 + test_below(0x20))
-                                : (uint8_t)test_below(0x7F);
+                    : kind == 2 ? (uint8_t)test_below(0x7F)
+                                : 0;
 }
 
 static void check_decode(const struct check *check, struct verdict *v)
@@ -684,7 +688,7 @@ static void check_decode(const struct check *check, struct verdict *v)
         uint8_t *codes = place(INPUT, code_bytes, test_below(4) != 0);
         uint8_t *scales = place(LEVELS, scale_bytes, test_below(4) != 0);
         fill_random(codes, code_bytes);
-        fill_scales(scales, scale_bytes, (int)test_below(3));
+        fill_scales(scales, scale_bytes, (int)test_below(SCALE_KINDS));
         const struct outputs out = place_outputs(CODES, bytes, at_end);
         const int64_t choice = test_below(24);
         const float level = choice < 12 ? levels[choice] : choice < 16 ? random_bits() : nib_abs(test_normal());

@@ -456,6 +456,7 @@ SIMD void code_rows_of(const struct column_job *job, int64_t row, int64_t col, i
     part.cols = cols;
     job->rows->panel = &part;
     code_rows(job->rows, dtype);
+    job->rows->panel = job->panel;
 }
 
 /* A run: up to COLUMN_RUN bands of WIDE_COLUMNS. */
