@@ -2,10 +2,10 @@
 /*
  * quantize.c - drives the kernels over an array of any rank and strides.
  *
- * The array is seen as a matrix of M rows and K columns and cut into panels, whose size depends on the matrix, on what is
- * wanted of it and on the threads that share the work. Where rows are contiguous a panel points into the array; elsewhere
- * it is copied to the worker's stack first. Panels are whole blocks on both axes, so no two write the same byte, and
- * neither how a matrix is cut nor which thread takes which panel shows in the result.
+ * The array is seen as a matrix of M rows and K columns and cut into panels, whose size depends on the matrix and on what
+ * is wanted of it, never on the threads that share the work. Where rows are contiguous a panel points into the array;
+ * elsewhere it is copied to the worker's stack first. Panels are whole blocks on both axes, so no two write the same
+ * byte, and neither how a matrix is cut nor which thread takes which panel shows in the result.
  */
 #include "quantize.h"
 
@@ -20,7 +20,7 @@
 #include "kernels_any.h"
 #include "os.h"
 
-/* Most lines of a panel in either direction, and most elements of one that is copied. */
+/* Most lines of a panel in either direction while amaxes are found, and most elements of one that is copied. */
 enum { PANEL_LINES = 256, PANEL_ELEMENTS = 128 * 128 };
 
 /* A panel of which columns are wanted: it stays in the second-level cache and gives each a run of 16 blocks. */
@@ -127,8 +127,7 @@ static void set_cut(struct matrix *m, int64_t rows, int64_t cols)
 }
 
 /* Panels are whole blocks. Where only rows are wanted they are whole rows as well, unless a row, or sixteen that share
- * their blocks, is longer than PANEL_RUN: what follows in memory is read in one go. What must be
- * copied is smaller. */
+ * their blocks, is longer than PANEL_RUN: what follows in memory is read in one go. What must be copied is smaller. */
 static void cut_for_coding(struct matrix *m, const struct nib_coding *coding, bool columns)
 {
     const int64_t lines = coding->tile_lines, most_cols = PANEL_RUN / lines;
@@ -143,15 +142,14 @@ static void cut_for_coding(struct matrix *m, const struct nib_coding *coding, bo
         set_cut(m, nib_min(rows, PANEL_LINES), most_cols);
 }
 
-/* Where columns of FP32 are wanted, wider panels, since longer pieces of rows come faster from memory; BF16 and FP16 gain
- * nothing. Each thread should still have several. */
-static void widen_cut(struct matrix *m, int threads)
+/* For codes, wider panels where columns of FP32 are wanted, since longer pieces of rows come faster from memory; BF16 and
+ * FP16 gain nothing. Many threads should still have several each. */
+static void widen_cut(struct matrix *m)
 {
-    enum { WIDE = 512, PANELS = 8 };
+    enum { WIDE = 512, PANELS = 64 };
     const bool narrow = m->cut.rows == COLUMN_ROWS && m->cut.cols == COLUMN_COLS;
-    if (is_direct(m) && narrow && m->bytes == 4 &&
-        m->row_panels * nib_ceil_div(m->cols, WIDE) >= (int64_t)PANELS * threads)
-        set_cut(m, m->cut.rows, WIDE);
+    if (narrow && m->bytes == 4 && m->row_panels * nib_ceil_div(m->cols, WIDE) >= PANELS)
+        set_cut(m, COLUMN_ROWS, WIDE);
 }
 
 static char *element_at(const struct matrix *m, int64_t row, int64_t col)
@@ -513,9 +511,8 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
     if (status)
         return status;
 
-    const int threads = nib_thread_count(q, m.rows * m.cols * cost_of(q));
     if (q->columnwise)
-        widen_cut(&m, threads);
+        widen_cut(&m);
     struct code_job job = { .q = q,
                             .m = &m,
                             .quantize = NIB_KERNEL(quantize, q->format),
@@ -531,6 +528,7 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
         if (wants(q, copy) && memory[copy].scales)
             nib_zero_scale_padding(&geometry->copy[copy], memory[copy].scales);
     }
+    const int threads = nib_thread_count(q, m.rows * m.cols * cost_of(q));
     nib_parallel(m.row_panels * m.column_panels, threads, quantize_panel, &job);
     return NIB_OK;
 }

@@ -871,36 +871,38 @@ static void check_layout(const char *name, const nib_array *view)
     free(plain.data);
 }
 
-/* Rows alone are cut otherwise than columns, and otherwise where they must be copied: here from every second element of a
- * row, and back into such. */
+/* Rows alone are cut otherwise than columns, columns of FP32 that are many otherwise than few, and all otherwise where they
+ * must be copied: here from every second element of a row, and back into such. */
 TEST(rows_wider_than_a_panel_leave_no_trace_of_it)
 {
-    static const int64_t wide_shapes[][2] = { { 3, 66013 }, { 40, 4144 }, { 1, 140000 }, { 17, 8192 } };
+    static const int64_t wide_shapes[][2] = { { 3, 66013 }, { 40, 4144 }, { 1, 140000 }, { 17, 8192 }, { 48, 33120 } };
     for (size_t s = 0; s < sizeof wide_shapes / sizeof *wide_shapes; s++)
-        for (int mode = 0; mode < MODES; mode++) {
-            const int64_t rows = wide_shapes[s][0], cols = wide_shapes[s][1];
-            nib_quantizer q = mode_of(mode);
-            q.columnwise = 0;
-            if (nib_quantizer_check(&q, NULL) || !takes(&q, rows, cols))
-                continue;
-            snprintf(where, sizeof where, "%s, %lld rows of %lld", mode_names[mode], (long long)rows, (long long)cols);
-            const nib_array wide = random_matrix(HEAVY, dtypes[mode % 3], rows, 2 * cols);
-            nib_array view = wide;
-            view.shape[1] = cols;
-            view.strides[1] = 2;
-            const nib_array plain = contiguous_copy(&view);
-            nib_tensor *a = quantize(&q, &view, NULL), *b = quantize(&q, &plain, NULL);
-            CHECK_SAME(a, b);
-            CHECK_OK(nib_dequantize(a, NIB_ROWWISE, &view));
-            CHECK_OK(nib_dequantize(a, NIB_ROWWISE, &plain));
-            const nib_array back = contiguous_copy(&view);
-            CHECK_THAT(memcmp(back.data, plain.data, plain.bytes) == 0, "%s: decoded otherwise", where);
-            nib_tensor_destroy(a);
-            nib_tensor_destroy(b);
-            free(back.data);
-            free(plain.data);
-            free(wide.data);
-        }
+        for (int both = 0; both < 2; both++)
+            for (int mode = 0; mode < MODES; mode++) {
+                const int64_t rows = wide_shapes[s][0], cols = wide_shapes[s][1];
+                nib_quantizer q = mode_of(mode);
+                q.columnwise = (uint8_t)both;
+                if (nib_quantizer_check(&q, NULL) || !takes(&q, rows, cols))
+                    continue;
+                snprintf(where, sizeof where, "%s, %lld rows of %lld%s", mode_names[mode], (long long)rows,
+                         (long long)cols, both ? ", both" : "");
+                const nib_array wide = random_matrix(HEAVY, both ? NIB_F32 : dtypes[mode % 3], rows, 2 * cols);
+                nib_array view = wide;
+                view.shape[1] = cols;
+                view.strides[1] = 2;
+                const nib_array plain = contiguous_copy(&view);
+                nib_tensor *a = quantize(&q, &view, NULL), *b = quantize(&q, &plain, NULL);
+                CHECK_SAME(a, b);
+                CHECK_OK(nib_dequantize(a, NIB_ROWWISE, &view));
+                CHECK_OK(nib_dequantize(a, NIB_ROWWISE, &plain));
+                const nib_array back = contiguous_copy(&view);
+                CHECK_THAT(memcmp(back.data, plain.data, plain.bytes) == 0, "%s: decoded otherwise", where);
+                nib_tensor_destroy(a);
+                nib_tensor_destroy(b);
+                free(back.data);
+                free(plain.data);
+                free(wide.data);
+            }
 }
 
 /* A view of [5, 4, 6, 320] elements: every stride has a factor and an offset of its own. */

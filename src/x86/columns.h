@@ -267,12 +267,9 @@ SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, in
     const struct nib_copy_geometry geometry = {
         .line_stride = 8, .scale_line = 1, .scale_block = 1, .lines_per_scale = 1
     };
-    struct nib_panel part = *job->panel;
+    struct nib_panel part = part_of(job->panel, row, col, nib_min(BLOCK, job->panel->rows - row), lines);
     struct nib_target local = *job->target;
-    part.x = element_address(job->panel, row, col);
     part.row = part.col = 0;
-    part.rows = nib_min(BLOCK, job->panel->rows - row);
-    part.cols = lines;
     local.codes = codes;
     local.scales = scales;
     local.geometry = &geometry;
@@ -448,12 +445,7 @@ SIMD void prefetch_places(const struct nib_target *target, int64_t line, int64_t
 SIMD void code_rows_of(const struct column_job *job, int64_t row, int64_t col, int64_t rows, int64_t cols,
                        nib_dtype dtype)
 {
-    struct nib_panel part = *job->panel;
-    part.x = element_address(&part, row, col);
-    part.row += row;
-    part.col += col;
-    part.rows = rows;
-    part.cols = cols;
+    const struct nib_panel part = part_of(job->panel, row, col, rows, cols);
     job->rows->panel = &part;
     code_rows(job->rows, dtype);
     job->rows->panel = job->panel;

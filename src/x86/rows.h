@@ -269,15 +269,21 @@ SLOT void quantize_other(const struct nib_panel *panel, const struct nib_coding 
     quantize_lanes(panel, coding, target);
 }
 
-/* Part of a panel by the other way. */
-SIMD void quantize_part(const struct strip_job *job, int64_t row, int64_t col, int64_t rows, int64_t cols)
+SIMD struct nib_panel part_of(const struct nib_panel *panel, int64_t row, int64_t col, int64_t rows, int64_t cols)
 {
-    struct nib_panel part = *job->panel;
-    part.x = element_address(&part, row, col);
+    struct nib_panel part = *panel;
+    part.x = element_address(panel, row, col);
     part.row += row;
     part.col += col;
     part.rows = rows;
     part.cols = cols;
+    return part;
+}
+
+/* Part of a panel by the other way. */
+SIMD void quantize_part(const struct strip_job *job, int64_t row, int64_t col, int64_t rows, int64_t cols)
+{
+    const struct nib_panel part = part_of(job->panel, row, col, rows, cols);
     if (rows > 0 && cols > 0)
         quantize_other(&part, job->coding, job->target);
 }
