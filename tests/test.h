@@ -22,6 +22,18 @@
 
 #include "nib.h"
 
+/* Under AddressSanitizer, which takes time, memory and stack of its own. */
+#if defined(__SANITIZE_ADDRESS__)
+#define SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define SANITIZED 1
+#endif
+#endif
+#ifndef SANITIZED
+#define SANITIZED 0
+#endif
+
 struct test {
     const char *name;
     void (*run)(void);

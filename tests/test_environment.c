@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * test_environment.c - the same bytes whatever the process around the library does: rounding modes, flushed
- * subnormals, forks, threads, locales. Everything that computes runs once plainly, on one thread, and then again in
+ * subnormals, forks, threads, small stacks, locales. Everything that computes runs once plainly, on one thread, and then again in
  * each of these surroundings.
  */
 #define _GNU_SOURCE
@@ -55,7 +55,13 @@ static void surround(int i)
 
 /* ---- Everything that computes ---- */
 
-enum { COLS = 256, ROWS = 2 * NIB_ELEMENTS_PER_THREAD / COLS, CASES = 16, LINES = 32 /* of a product */ };
+enum {
+    COLS = 256,
+    ROWS = 2 * NIB_ELEMENTS_PER_THREAD / COLS,
+    NVFP4_CASES = 16,
+    CASES = NVFP4_CASES + NIB_FORMAT_COUNT - 1, /* and one of each other format */
+    LINES = 32                                  /* of a product */
+};
 
 /* Inputs with subnormals, ties and a wide range; made before any surroundings are. */
 struct inputs {
@@ -109,8 +115,10 @@ static void note(struct run *run, nib_status status)
 static nib_quantizer case_of(int i, int threads)
 {
     nib_quantizer q;
-    nib_quantizer_init(&q);
+    nib_quantizer_init_format(&q, i < NVFP4_CASES ? NIB_NVFP4 : (nib_format)(i - NVFP4_CASES + 1));
     q.threads = threads;
+    if (i >= NVFP4_CASES)
+        return q;
     q.seed = 5, q.offset = UINT32_MAX;
     q.scale_rule = i == 1 || i == 2 ? NIB_SCALE_4OVER6 : i == 3 ? NIB_SCALE_SWEEP : NIB_SCALE_RTN;
     q.error_mode = i == 2 ? NIB_ERROR_MSE : NIB_ERROR_MAE;
@@ -126,7 +134,8 @@ static nib_quantizer case_of(int i, int threads)
     return q;
 }
 
-static nib_array input_of(const struct inputs *in, int i)
+/* The same numbers row by row or column by column: two matrices. Panels of the second are copied first. */
+static nib_array input_of(const struct inputs *in, int i, bool by_columns)
 {
     const void *data = i % 3 == 1 ? (const void *)in->bf16 : i % 3 == 2 ? (const void *)in->f16 : (const void *)in->x;
     const nib_dtype dtype = i % 3 == 1 ? NIB_BF16 : i % 3 == 2 ? NIB_F16 : NIB_F32;
@@ -135,14 +144,14 @@ static nib_array input_of(const struct inputs *in, int i)
                         .dtype = dtype,
                         .rank = 2,
                         .shape = { ROWS, COLS },
-                        .strides = { COLS, 1 } };
+                        .strides = { by_columns ? 1 : COLS, by_columns ? ROWS : 1 } };
 }
 
 static void run_tensor(struct run *run, const struct inputs *in, int i, float *y)
 {
     const nib_quantizer q = case_of(i, run->threads);
-    const nib_array x = input_of(in, i), other = input_of(in, i + 3);
-    const bool twice = i % 4 == 0;
+    const bool by_columns = i % 5 == 4, twice = i % 4 == 0;
+    const nib_array x = input_of(in, i, by_columns), other = input_of(in, i, !by_columns);
     nib_tensor *t = NULL;
     note(run, nib_quantize(&q, twice ? &other : &x, NULL, &t));
     if (twice)
@@ -168,7 +177,7 @@ static void run_tensor(struct run *run, const struct inputs *in, int i, float *y
 static void run_gemm(struct run *run, const struct inputs *in, float *y)
 {
     const nib_quantizer q = case_of(0, run->threads);
-    nib_array x = input_of(in, 0);
+    nib_array x = input_of(in, 0, false);
     x.shape[0] = LINES;
     const nib_array out = { .data = y,
                             .bytes = LINES * LINES * sizeof *y,
@@ -389,6 +398,33 @@ TEST(eight_threads_at_once)
     }
 }
 
+/* ---- Stacks ---- */
+
+struct small_stack {
+    pthread_attr_t attributes;
+    struct outcome outcome;
+};
+
+static void *work_on_a_small_stack(void *context)
+{
+    ((struct small_stack *)context)->outcome = compute(&inputs, 1);
+    return NULL;
+}
+
+/* 256 KiB, with the thread's own variables; what a call takes more of ends in the page below. */
+TEST(a_thread_with_a_small_stack)
+{
+    const struct outcome plain = plain_outcome();
+    static struct small_stack small;
+    pthread_t thread;
+    CHECK(pthread_attr_init(&small.attributes) == 0);
+    CHECK(pthread_attr_setstacksize(&small.attributes, (SANITIZED ? 1024 : 256) * 1024) == 0);
+    CHECK(pthread_create(&thread, &small.attributes, work_on_a_small_stack, &small) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+    check_outcome(&small.outcome, &plain, "a thread with a small stack");
+    pthread_attr_destroy(&small.attributes);
+}
+
 /* ---- Locale ---- */
 
 /* What the library writes in words: sentences, and a file with its header. */
@@ -408,7 +444,7 @@ static void write_words(char *out, size_t room, const char *path)
         used += (size_t)snprintf(out + used, room - used, "%s\n", nib_last_error());
     }
     q.min_block_scale = 0.875f, q.seed = 1234567890123456789u;
-    const nib_array x = input_of(&inputs, 0);
+    const nib_array x = input_of(&inputs, 0, false);
     nib_tensor *t = NULL, *back = NULL;
     nib_writer *writer = NULL;
     nib_file *file = NULL;

@@ -26,17 +26,6 @@
 #include "os.h"
 #include "quantize.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#define SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
-#ifndef SANITIZED
-#define SANITIZED 0
-#endif
-
 static const nib_dtype input_dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
 enum { DTYPES = sizeof input_dtypes / sizeof *input_dtypes };
 

@@ -15,17 +15,6 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-#if defined(__SANITIZE_ADDRESS__)
-#define SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
-#ifndef SANITIZED
-#define SANITIZED 0
-#endif
-
 /* The path of a file in the folder, in one of four buffers. */
 static const char *at(const char *name)
 {
