@@ -13,7 +13,7 @@
  *            release and close take it back and accept NULL. Every other pointer is borrowed for the call.
  *   Threads  Different objects may be used at the same time; one object may be read by many threads, but
  *            not while a call changes it. Calls that change an object take it without const. A thread
- *            needs 256 KiB of stack.
+ *            needs 256 KiB of stack (of an optimised library).
  *   Results  Bytes depend on neither the CPU, the thread count, the rounding mode, FTZ/DAZ nor the locale.
  *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init.
  */
