@@ -143,12 +143,16 @@ def run_programs(tally, path, env=None):
         run_counted(tally, "nib conform", [os.path.join(path, "nib"), "conform", *files("tests/golden/*.safetensors")], env)
 
 
-def run_scripts(tally, path, pattern, more=None):
-    """Shell scripts: exit 0 is a pass, 77 a skip with the last line as its reason."""
+def run_scripts(tally, path, pattern, more=None, logs=None):
+    """Shell scripts: exit 0 is a pass, 77 a skip with the last line as its reason. A folder `logs` keeps what they print."""
     env = {"NIB": os.path.join(path, "nib"), "BUILD": path, "LC_ALL": "C", **(more or {})}
     for script in files(pattern):
         what = os.path.relpath(script, ROOT)
         status, output = run(["bash", script], env)
+        if logs:
+            os.makedirs(logs, exist_ok=True)
+            with open(os.path.join(logs, stem(script) + ".log"), "w", encoding="utf-8") as log:
+                log.write(output)
         if status == 0:
             tally.ok()
         elif status == 77:
@@ -380,7 +384,7 @@ def stage_python(tally):
 def stage_scripts(tally):
     path = build(tally, "build")
     if path:
-        run_scripts(tally, path, "tests/campaign/*.sh")
+        run_scripts(tally, path, "tests/campaign/*.sh", logs=os.path.join(path, "campaign"))
 
 
 FUZZ_SEED = "20261115"
