@@ -75,7 +75,8 @@ nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int6
     for (size_t i = 0; i < n; first += counts[i++]) {
         const nib_array rows = rows_of(x, first, counts[i]);
         float pair[2];
-        TRY(member_geometry(&loaded, x, counts[i], &geometry));
+        if (n > 1) /* of one it is known already */
+            TRY(member_geometry(&loaded, x, counts[i], &geometry));
         const struct amax_layout layout = layout_of(&loaded, &geometry);
         nib_find_amaxes(&loaded, &rows, &geometry, pair);
         for (int copy = 0; copy < 2; copy++)
