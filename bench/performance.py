@@ -16,8 +16,9 @@ INTRODUCTION = """# Performance
 
 `make bench` makes this page. Figures are medians; the spread is the distance between the quartiles as a
 share of the median. *Floor* is the share of the speed of a loop that reads and writes the same bytes as the operation
-and does nothing else, with vectors as wide as the kernels', measured in turn with it: 1 is as fast as memory allows.
-*Scalar* says how often faster than the scalar kernels the operation is. One thread is bound to one processor.
+and does nothing else, over the same numbers with vectors as wide as the kernels', measured in turn with it: 1 is as fast
+as memory allows. *Scalar* says how often faster than the scalar kernels the operation is. One thread is bound to one
+processor.
 """
 
 
@@ -68,7 +69,7 @@ def described(report):
 
 
 def floors_of(report):
-    rows = [[f["what"], f"{f['value']:.2f}", f"{f['target']:.2f}", "holds" if f["holds"] else "**does not hold**"]
+    rows = [[f["what"], f"{f['value']:.3f}", f"{f['target']:.3f}", "holds" if f["holds"] else "**does not hold**"]
             for f in report["floors"]]
     return table(["speed", "is", "at least", ""], rows) + "\n"
 
