@@ -28,14 +28,15 @@ struct plot {
     const char *part, *title, *axis;
     double left;      /* where the plot begins */
     double low, high; /* of the x axis, in its own measure */
-    double most;      /* of the y axis */
+    double most;      /* of the y axis, a multiple of its step */
+    double most_step;
     double (*x)(const struct bench_result *r);
     void (*label)(char *text, size_t bytes, double x);
     double step; /* between marks */
 };
 
 static double log_size(const struct bench_result *r) { return log2((double)(r->rows * r->cols) * 4); }
-static double thread_count(const struct bench_result *r) { return r->threads; }
+static double log_threads(const struct bench_result *r) { return log2(r->threads); }
 
 static void size_label(char *text, size_t bytes, double x)
 {
@@ -44,7 +45,7 @@ static void size_label(char *text, size_t bytes, double x)
     snprintf(text, bytes, "%.0f%s", exp2(x - 10 * unit), units[unit]);
 }
 
-static void thread_label(char *text, size_t bytes, double x) { snprintf(text, bytes, "%.0f", x); }
+static void thread_label(char *text, size_t bytes, double x) { snprintf(text, bytes, "%.0f", exp2(x)); }
 
 static double place_x(const struct plot *p, double x)
 {
@@ -59,19 +60,28 @@ static double place_y(const struct plot *p, double y)
 
 static bool is_in(const struct plot *p, const struct bench_result *r) { return strcmp(r->part, p->part) == 0; }
 
+/* 1, 2 or 5 of some power of ten, so that four of them are enough. */
+static double step_for(double most)
+{
+    const double unit = pow(10, floor(log10(most / 4))), units = most / 4 / unit;
+    return unit * (units <= 1 ? 1 : units <= 2 ? 2 : units <= 5 ? 5 : 10);
+}
+
 static void find_range(struct plot *p, const struct bench_result *results, size_t n)
 {
     bool first = true;
-    p->most = 1;
+    double most = 0;
     for (size_t i = 0; i < n; i++) {
         if (!is_in(p, &results[i]))
             continue;
         const double x = p->x(&results[i]);
         p->low = first ? x : fmin(p->low, x);
         p->high = first ? x : fmax(p->high, x);
-        p->most = fmax(p->most, ceil(bench_rate(&results[i])));
+        most = fmax(most, bench_rate(&results[i]));
         first = false;
     }
+    p->most_step = step_for(most > 0 ? most : 1);
+    p->most = p->most_step * fmax(1, ceil(most / p->most_step));
 }
 
 static void text(const struct plot *p, double x, double y, const char *anchor, const char *words)
@@ -88,8 +98,7 @@ static void draw_axes(const struct plot *p)
         p->label(words, sizeof words, x);
         text(p, place_x(p, x), HEIGHT - BOTTOM + 18, "middle", words);
     }
-    for (int i = 0; i <= 4; i++) {
-        const double y = p->most * i / 4;
+    for (double y = 0; y <= p->most * (1 + 1e-9); y += p->most_step) {
         snprintf(words, sizeof words, "%.3g", y);
         text(p, p->left + LEFT - 6, place_y(p, y) + 4, "end", words);
         fprintf(p->file, "<path d=\"M%.1f %.1f H%.1f\" stroke=\"#ddd\"/>\n", p->left + LEFT, place_y(p, y),
@@ -138,7 +147,7 @@ bool bench_write_svg(const char *path, const struct bench_result *results, size_
           .title = "Gelem/s by threads",
           .axis = "threads",
           .left = WIDTH,
-          .x = thread_count,
+          .x = log_threads,
           .label = thread_label,
           .step = 1 },
     };
