@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * test_environment.c - the same bytes whatever the process around the library does: rounding modes, flushed
- * subnormals, forks, threads, small stacks, locales. Everything that computes runs once plainly, on one thread, and then again in
- * each of these surroundings.
+ * subnormals, forks, threads, small stacks, locales. Everything that computes runs once plainly, on one thread, and
+ * then again in each of these surroundings.
  */
 #define _GNU_SOURCE
 #include "test.h"
@@ -400,36 +400,32 @@ TEST(eight_threads_at_once)
 
 /* ---- Stacks ---- */
 
-struct small_stack {
-    pthread_attr_t attributes;
-    struct outcome outcome;
-};
-
-static void *work_on_a_small_stack(void *context)
-{
-    ((struct small_stack *)context)->outcome = compute(&inputs, 1);
-    return NULL;
-}
-
-/* With the thread's own variables; a call that takes more ends in the page below. AddressSanitizer surrounds variables,
- * and a compiler that does not optimise gives each step of a kernel a place of its own: neither says anything. */
+/* With the thread's own variables; a call that takes more ends in the page below. There is more where the need is not the
+ * library's: AddressSanitizer surrounds variables, and without optimisation each step of a kernel has its own. */
 #if defined(__OPTIMIZE__) && !SANITIZED
 enum { STACK_BYTES = 256 * 1024 };
 #else
 enum { STACK_BYTES = 8 * 1024 * 1024 };
 #endif
 
+static void *compute_plainly(void *outcome)
+{
+    *(struct outcome *)outcome = compute(&inputs, 1);
+    return NULL;
+}
+
 TEST(a_thread_with_a_small_stack)
 {
     const struct outcome plain = plain_outcome();
-    static struct small_stack small;
+    struct outcome outcome = { 0 };
+    pthread_attr_t small;
     pthread_t thread;
-    CHECK(pthread_attr_init(&small.attributes) == 0);
-    CHECK(pthread_attr_setstacksize(&small.attributes, STACK_BYTES) == 0);
-    CHECK(pthread_create(&thread, &small.attributes, work_on_a_small_stack, &small) == 0);
+    CHECK(pthread_attr_init(&small) == 0);
+    CHECK(pthread_attr_setstacksize(&small, STACK_BYTES) == 0);
+    CHECK(pthread_create(&thread, &small, compute_plainly, &outcome) == 0);
     CHECK(pthread_join(thread, NULL) == 0);
-    check_outcome(&small.outcome, &plain, "a thread with a small stack");
-    pthread_attr_destroy(&small.attributes);
+    check_outcome(&outcome, &plain, "a thread with a small stack");
+    pthread_attr_destroy(&small);
 }
 
 /* ---- Locale ---- */
