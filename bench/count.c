@@ -127,7 +127,7 @@ static void count(const struct bench_operation *operation, char **shapes, bool s
         struct bench_call call = { .operation = operation };
         char *end;
         const int64_t rows = strtol(*shapes, &end, 10), cols = *end ? strtol(end + 1, NULL, 10) : 0;
-        require(bench_call_open(&call, rows, cols, 1) == NIB_OK, operation->name);
+        require(bench_call_open(&call, rows, cols, 1, NULL) == NIB_OK, operation->name);
         printf("call %s %" PRId64 " %" PRId64 "\n", operation->name, rows, cols);
         require(steps ? call_by_steps(&call) : counted_call(&call), operation->name);
         bench_call_close(&call);

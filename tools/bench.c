@@ -169,9 +169,10 @@ static struct bench_traffic traffic_of(const struct bench_operation *operation, 
     return (struct bench_traffic){ operation->what == BENCH_WHOLE, plain, coded, false };
 }
 
-static enum cli_exit open_job(struct job *job, int64_t rows, int64_t cols)
+/* Beside another one (or NULL) over the same numbers. */
+static enum cli_exit open_job(struct job *job, int64_t rows, int64_t cols, const struct job *beside)
 {
-    const nib_status status = bench_call_open(&job->call, rows, cols, job->threads);
+    const nib_status status = bench_call_open(&job->call, rows, cols, job->threads, beside ? &beside->call : NULL);
     if (status)
         return status == NIB_ERR_MEMORY ? out_of_memory() : library_failed(job->call.operation);
     job->traffic = traffic_of(job->call.operation, rows * cols);
@@ -210,8 +211,7 @@ static double time_operation(struct job *job, int times)
     return (bench_now() - start) / times;
 }
 
-/* Over the same numbers in the same place: of two blocks of memory one may be a third slower than the other, for as long as
- * the process lives. */
+/* Over the same numbers in the same place. */
 static void run_floor(const struct job *job)
 {
     const bool decodes = job->call.operation->what == BENCH_DEQUANTIZE;
@@ -343,7 +343,7 @@ static enum cli_exit bench_one(struct report *report, const struct bench_operati
                                    .cols = shape->cols,
                                    .threads = threads };
     bench_bind(threads);
-    enum cli_exit status = open_job(&job, shape->rows, shape->cols);
+    enum cli_exit status = open_job(&job, shape->rows, shape->cols, NULL);
     if (status == CLI_FINE) {
         measure(&job, report->options->quick, &result);
         result.bytes =
@@ -482,8 +482,9 @@ static void describe_rule(const struct rule *rule, char *text, size_t bytes)
                  rule->cached ? ", in the cache" : "");
 }
 
-/* The median of what the others take by what the operation takes, both in turn; and the same of the plain loops. */
-static double compare_jobs(struct job *job, struct job *others, int n, bool loop, bool quick, double *loops)
+/* The median of what the others take (none: the plain loop) by what the operation takes, both in turn; and, where it has more
+ * threads, what the plain loop of the other takes by what its own does. */
+static double compare_jobs(struct job *job, struct job *others, int n, bool quick, double *loops)
 {
     enum { ROUNDS = 15 };
     double ratio[ROUNDS], loop_ratio[ROUNDS], ignored;
@@ -493,8 +494,8 @@ static double compare_jobs(struct job *job, struct job *others, int n, bool loop
         double other = 0;
         for (int k = 0; k < n; k++)
             other += time_operation(&others[k], times);
-        ratio[i] = (loop ? floor : other) / time_operation(job, times);
-        loop_ratio[i] = n == 1 ? time_floor(&others[0], times) / floor : 1;
+        ratio[i] = (n ? other : floor) / time_operation(job, times);
+        loop_ratio[i] = job->threads > 1 ? time_floor(&others[0], times) / floor : 1;
     }
     *loops = median_of(loop_ratio, rounds, &ignored);
     return median_of(ratio, rounds, &ignored);
@@ -509,14 +510,16 @@ static enum cli_exit judge_rule(struct report *report, const struct rule *rule, 
     double loops;
     int n = 0;
     bench_bind(job.threads);
-    enum cli_exit status = open_job(&job, shape->rows, shape->cols);
-    for (; n < 2 && status == CLI_FINE && (rule->against[n] || (rule->threads && n == 0)); n++) {
-        others[n].call.operation = rule->threads ? job.call.operation : find_operation(rule->against[n]);
-        others[n].threads = 1;
-        status = open_job(&others[n], shape->rows, shape->cols);
+    enum cli_exit status = open_job(&job, shape->rows, shape->cols, NULL);
+    for (; n < 2 && status == CLI_FINE && rule->against[n]; n++) {
+        others[n] = (struct job){ .call = { .operation = find_operation(rule->against[n]) }, .threads = 1 };
+        status = open_job(&others[n], shape->rows, shape->cols, &job);
     }
+    struct job alone = job; /* with the same memory */
+    alone.threads = alone.call.q.threads = 1;
     if (status == CLI_FINE) {
-        const double value = compare_jobs(&job, others, n, n == 0, report->options->quick, &loops);
+        const double value = rule->threads ? compare_jobs(&job, &alone, 1, report->options->quick, &loops)
+                                           : compare_jobs(&job, others, n, report->options->quick, &loops);
         describe_rule(rule, what, sizeof what);
         add_verdict(report, what, value, rule->threads && loops < rule->target ? loops : rule->target);
     }

@@ -33,13 +33,17 @@ struct bench_call {
     const struct bench_operation *operation;
     nib_quantizer q;
     nib_array plain;
+    void *numbers; /* that it made itself */
     nib_tensor *tensor;
     nib_given given;
     float amax[2];
 };
 
-/* Makes the memory, on numbers that are always the same, and runs it once. To be closed whatever comes of it. */
-nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads);
+/* Makes the memory, on numbers that are always the same, and runs it once. To be closed whatever comes of it. With `beside`,
+ * a call of the same dtype and shape that stays open for longer, it takes the numbers of that one where they lie: of two
+ * blocks of memory one may be a third slower than the other, for as long as the process lives. */
+nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads,
+                           const struct bench_call *beside);
 nib_status bench_call_run(struct bench_call *call);
 void bench_call_close(struct bench_call *call);
 

@@ -111,21 +111,30 @@ nib_status bench_call_run(struct bench_call *call)
         return nib_group_amax(&call->q, &call->plain, &call->plain.shape[0], 1, (float *[2]){ call->amax, NULL });
     if (operation->what == BENCH_DEQUANTIZE)
         return nib_dequantize(call->tensor, operation->rowwise ? NIB_ROWWISE : NIB_COLUMNWISE, &call->plain);
-    return nib_quantize_into(NULL, &call->plain, operation->what == BENCH_WHOLE ? NULL : &call->given, NULL,
+    return nib_quantize_into(&call->q, &call->plain, operation->what == BENCH_WHOLE ? NULL : &call->given, NULL,
                              call->tensor);
 }
 
-nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads)
+static nib_status make_numbers(struct bench_call *call, int64_t rows, int64_t cols)
 {
     const int64_t shape[2] = { rows, cols };
-    nib_status status = nib_array_init(&call->plain, call, call->operation->dtype, 2, shape); /* for its size */
-    call->plain.data = status ? NULL : bench_allocate((int64_t)call->plain.bytes);
+    const nib_status status = nib_array_init(&call->plain, call, call->operation->dtype, 2, shape); /* for its size */
     if (status)
         return status;
-    if (!call->plain.data || !fill(call->plain.data, call->operation->dtype, rows * cols))
-        return NIB_ERR_MEMORY;
+    call->plain.data = call->numbers = bench_allocate((int64_t)call->plain.bytes);
+    return call->numbers && fill(call->numbers, call->operation->dtype, rows * cols) ? NIB_OK : NIB_ERR_MEMORY;
+}
+
+nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads,
+                           const struct bench_call *beside)
+{
+    nib_status status = NIB_OK;
+    if (beside)
+        call->plain = beside->plain;
+    else
+        status = make_numbers(call, rows, cols);
     give_amax(call);
-    status = quantizer_of(call->operation, threads, &call->q);
+    status = status ? status : quantizer_of(call->operation, threads, &call->q);
     status = status ? status : nib_quantize(&call->q, &call->plain, NULL, &call->tensor);
     return status ? status : bench_call_run(call);
 }
@@ -133,5 +142,5 @@ nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, 
 void bench_call_close(struct bench_call *call)
 {
     nib_tensor_destroy(call->tensor);
-    free(call->plain.data);
+    free(call->numbers);
 }
