@@ -384,6 +384,7 @@ def stage_python(tally):
 def stage_scripts(tally):
     path = build(tally, "build")
     if path:
+        torch_environment(["numpy"])  # for training.sh, which says what it lacks where there is none
         run_scripts(tally, path, "tests/campaign/*.sh", logs=os.path.join(path, "campaign"))
 
 
