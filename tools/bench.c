@@ -515,7 +515,7 @@ static enum cli_exit judge_rule(struct report *report, const struct rule *rule, 
         others[n] = (struct job){ .call = { .operation = find_operation(rule->against[n]) }, .threads = 1 };
         status = open_job(&others[n], shape->rows, shape->cols, &job);
     }
-    struct job alone = job; /* with the same memory */
+    struct job alone = job; /* with the same memory. Not for decoders: those take the threads of the tensor */
     alone.threads = alone.call.q.threads = 1;
     if (status == CLI_FINE) {
         const double value = rule->threads ? compare_jobs(&job, &alone, 1, report->options->quick, &loops)
