@@ -38,7 +38,7 @@ clean:
 	rm -rf $(BUILD)
 
 format:
-	clang-format -i include/*.h src/*.[ch] checkpoint/*.[ch] $(wildcard src/*/*.[ch] mpi/*.c bench/*.c tools/*.[ch] examples/*.c)
+	clang-format -i include/*.h src/*/*.[ch] src/*/*/*.[ch] checkpoint/*/*.[ch] $(wildcard mpi/*.c bench/*.c tools/*.[ch] examples/*.c)
 
 deps:
 	@sh tests/deps.sh test

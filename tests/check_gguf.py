@@ -27,7 +27,8 @@ except ImportError:
     sys.exit(0)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SOURCES = "src/base src/os src/json src/spans checkpoint/gguf checkpoint/gguf_write checkpoint/gguf_blocks".split()
+SOURCES = """src/base/base src/base/os src/file/json src/file/interval_set
+             checkpoint/io/gguf checkpoint/io/gguf_write checkpoint/io/gguf_blocks""".split()
 KINDS = list(gguf.GGUFValueType)
 STRING, ARRAY, BOOL = (gguf.GGUFValueType[name] for name in ("STRING", "ARRAY", "BOOL"))
 PACK = {"UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "UINT32": "I", "INT32": "i", "FLOAT32": "f",

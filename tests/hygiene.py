@@ -11,24 +11,10 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else os.path.join(ROOT, "build")
 
-# A file of src/ may include headers of its own rank or below. Files in src/x86 and src/arm are kernels.
-RANK = {
-    "base": 0, "os": 0, "comm": 0,
-    "codec": 1, "philox": 1, "json": 1, "spans": 1, "reference": 1,
-    "dialect": 2, "format": 2, "safetensors": 2, "safetensors_write": 2,
-    "kernels": 3, "kernels_any": 3, "kernels_scalar": 3, "simd": 3, "simd_panels": 3,
-    "simd_any": 3, "simd_transpose": 3,
-    "quantize": 4, "options": 4, "layout": 4,
-    "tensor": 5,
-    "tensor_ops": 6, "convert": 6, "gemm": 6, "dlpack": 6, "tensor_file": 6,
-    "shard": 6, "shard_steps": 6, "shard_choose": 6, "shard_gather": 6, "shard_group": 6,
-}
-# And these only what is named.
-ONLY = {
-    "json": {"base", "os", "json"},
-    "safetensors": {"base", "os", "json", "safetensors"},
-    "safetensors_write": {"base", "os", "json", "spans", "safetensors"},
-}
+# docs/design.md draws the tree: a directory may include itself and those that stand before it there.
+TREE = "docs/design.md"
+# And these files of src/file/ only base/ and each other: the container knows nothing of tensors.
+CONTAINER = {"file/json", "file/safetensors", "file/safetensors_write", "file/interval_set"}
 # What a library must not do by itself: print, exit, abort.
 FORBIDDEN = {"printf", "fprintf", "vprintf", "vfprintf", "puts", "fputs", "putchar", "perror", "__printf_chk", "__fprintf_chk",
              "__vprintf_chk", "__vfprintf_chk", "exit", "_exit", "_Exit", "abort", "__assert_fail"}
@@ -88,8 +74,8 @@ TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" no
 HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n) and n != "include/nib_mpi.h"]
 CHECKPOINT_HEADER = "include/nib_checkpoint.h"
 MPI_HEADER = "include/nib_mpi.h"  # the only one that needs more than libc
-LIBRARY = [n for n in FILES if re.fullmatch(r"src/(\w+/)?\w+\.[ch]", n)]
-CHECKPOINT = [n for n in FILES if re.fullmatch(r"checkpoint/\w+\.[ch]", n)]
+LIBRARY = [n for n in FILES if re.fullmatch(r"src/\w+/(\w+/)?\w+\.[ch]", n)]
+CHECKPOINT = [n for n in FILES if re.fullmatch(r"checkpoint/\w+/\w+\.[ch]", n)]
 
 
 def lines_matching(names, pattern):
@@ -128,45 +114,56 @@ def check_text():
     check("no notes to oneself", lines_matching(TEXTS, r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b"))
 
 
-def check_includes():
-    """Layers: left may use right, never the reverse."""
+def included_by(name):
+    return re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M)
+
+
+def drawn_directories(root):
+    """The directories below `root` in the order in which docs/design.md draws them."""
+    tree = re.search(r"^## The tree\n.*?^```\n(.*?)^```", read(TREE).decode(), re.M | re.S)
+    return re.findall(rf"^{root}/(\w+)/ ", tree[1] if tree else "", re.M)
+
+
+def check_tree(root, names, below=()):
+    """Includes of `names`, files of root/DIRECTORY/, go down the tree; `below`: what else they may include."""
+    order = drawn_directories(root)
+    there = {n.split("/")[1] for n in names}
+    check(f"every directory of {root}/ has its line in {TREE}",
+          [f"{root}/{d}/ is not drawn" for d in sorted(there - set(order))] + [f"{root}/{d}/ is not there" for d in sorted(set(order) - there)])
     faults = []
-    for name in LIBRARY:
-        folder, stem = os.path.dirname(name), os.path.splitext(os.path.basename(name))[0]
-        if folder != "src":
-            stem = "kernels"
-        if stem not in RANK:
-            faults.append(f"{name}: tests/hygiene.py does not know the layer of {stem}; add it to RANK")
-            continue
-        for header in re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M):
-            if os.path.exists(os.path.join(ROOT, "include", header)):
+    for name in names:
+        own = name.split("/")[1]
+        for header in included_by(name):
+            other = header.split("/")[0]
+            if "/" not in header and os.path.exists(os.path.join(ROOT, "include", header)) or header in below:
                 continue
-            other = os.path.splitext(os.path.basename(header))[0]
-            if os.path.exists(os.path.join(ROOT, folder, header)) and folder != "src":
-                continue  # private to one instruction set's folder
-            if other not in RANK:
-                faults.append(f"{name}: tests/hygiene.py does not know the layer of {other}; add it to RANK")
-            elif RANK[other] > RANK[stem] or other not in ONLY.get(stem, RANK):
-                faults.append(f"{name} (layer {RANK[stem]}) may not include {header} (layer {RANK[other]})")
-    check("includes of src/ go down the layers", faults)
+            if not os.path.exists(os.path.join(ROOT, root, header)):
+                faults.append(f"{name} includes {header}, which is neither in include/ nor in {root}/")
+            elif own in order and other in order and order.index(other) > order.index(own):
+                faults.append(f"{name} may not include {header}: {other}/ stands after {own}/")
+            elif name[len(root) + 1:-2] in CONTAINER and other != "base" and header[:-2] not in CONTAINER:
+                faults.append(f"{name} may not include {header}: a container knows nothing of tensors")
+    check(f"includes of {root}/ go down the tree", faults)
+
+
+def check_includes():
+    """Who may know whom."""
+    check_tree("src", LIBRARY)
+    # A library above the core: its own headers, and of the core those whose functions are exported for it.
+    check_tree("checkpoint", CHECKPOINT,
+               {"format/codec.h"} | {n[len("src/"):] for n in LIBRARY if n.endswith(".h") and re.search(rb"^NIB_PRIVATE ", read(n), re.M)})
 
     faults = []
     for name in FILES:
         if re.fullmatch(r"(tools|examples|bench)/.*\.[ch]", name):
-            for header in re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M):
+            for header in included_by(name):
                 places = ["include", os.path.dirname(name)] + ["tools"] * name.startswith("bench/")  # they measure the same
                 if not any(os.path.exists(os.path.join(ROOT, place, header)) for place in places):
                     faults.append(f"{name} may not include {header}")
     check("tools and examples use only include/", faults)
 
-    # A library above the core: its own headers, and of the core those whose functions are exported for it.
-    lower = {"codec.h"} | {os.path.basename(n) for n in LIBRARY if n.endswith(".h") and re.search(rb"^NIB_PRIVATE ", read(n), re.M)}
-    check("includes of checkpoint/ go down the layers",
-          [f"{name} may not include {header}" for name in CHECKPOINT
-           for header in re.findall(r'^ *# *include "([^"]+)"', read(name).decode(), re.M)
-           if header not in lower and not any(os.path.exists(os.path.join(ROOT, place, header)) for place in ("include", "checkpoint"))])
-    check("no switch on a format outside src/format.c",
-          lines_matching([n for n in FILES if n.endswith((".c", ".h")) and n != "src/format.c"], r"switch *\(.*format"))
+    check("no switch on a format outside src/format/format.c",
+          lines_matching([n for n in FILES if n.endswith((".c", ".h")) and n != "src/format/format.c"], r"switch *\(.*format"))
 
 
 def check_format():
@@ -244,11 +241,11 @@ def check_plain_build(folder):
     sources = [n for n in LIBRARY if n.endswith(".c")]
     library = os.path.join(folder, "libnib.so")
     for compiler in ("gcc", "clang"):
-        what = f"{compiler} src/*.c src/*/*.c"
+        what = f"{compiler} src/*/*.c src/*/*/*.c"
         if not shutil.which(compiler):
             skip(what, f"there is no {compiler}")
             continue
-        faults = faults_of(compiler, "-std=c11", "-O2", "-ffp-contract=off", "-Werror", "-fPIC", "-shared", "-Iinclude", *sources, "-o", library)
+        faults = faults_of(compiler, "-std=c11", "-O2", "-ffp-contract=off", "-Werror", "-fPIC", "-shared", "-Iinclude", "-Isrc", *sources, "-o", library)
         if not faults:
             # NIB_API marks what is public; only the build system hides the rest.
             faults = [f"exports {s}" for s in sorted(symbols(library, "-D", "--defined-only")) if not s.startswith("nib_")]

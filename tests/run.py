@@ -231,7 +231,7 @@ def stage_neon(tally):
     compile_one = [CROSS, "-std=gnu11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Iinclude", "-Isrc",
                    "-Itests"]
     objects = []
-    for source in [*files("src/*.c"), *files("src/*/*.c")]:
+    for source in [*files("src/*/*.c"), *files("src/*/*/*.c")]:
         objects.append(os.path.join(folder, stem(source) + ".o"))
         status, output = run([*compile_one, "-c", source, "-o", objects[-1]])
         if status != 0:
@@ -397,8 +397,8 @@ def fuzz_objects(folder):
     os.makedirs(folder, exist_ok=True)
     plain = ["clang", "-std=gnu11", "-g", "-O1", "-ffp-contract=off", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", "-c"]
     checked = [*plain, "-fno-sanitize-recover=all", "-fsanitize=fuzzer-no-link,address,undefined"]
-    sources = [(plain, source) for source in files("src/*/*.c")] + \
-              [(checked, source) for source in [*files("src/*.c"), *files("checkpoint/*.c")]]
+    sources = [(plain, source) for source in files("src/*/*/*.c")] + \
+              [(checked, source) for source in [*files("src/*/*.c"), *files("checkpoint/*/*.c")]]
     objects = [os.path.join(folder, os.path.relpath(source, ROOT).replace("/", "-") + ".o") for _, source in sources]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for status, output in pool.map(lambda pair: run([*pair[0][0], pair[0][1], "-o", pair[1]]), zip(sources, objects)):

@@ -6,8 +6,8 @@
 #define _GNU_SOURCE
 #include "test_folder.h"
 
-#include "checkpoint.h"
-#include "gguf.h"
+#include "io/checkpoint.h"
+#include "io/gguf.h"
 
 #include <math.h>
 

@@ -12,7 +12,7 @@
 #include <xmmintrin.h>
 #endif
 
-#include "codec.h"
+#include "format/codec.h"
 
 /* ---- The formats, described once more: sign, exponent and mantissa as the literature has them ---- */
 

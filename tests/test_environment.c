@@ -7,7 +7,7 @@
 #define _GNU_SOURCE
 #include "test.h"
 
-#include "quantize.h"
+#include "tensor/quantize.h"
 
 #include <fenv.h>
 #include <locale.h>

@@ -10,7 +10,7 @@
 #include <float.h>
 #include <math.h>
 
-#include "quantize.h"
+#include "tensor/quantize.h"
 
 /* ---- The formats ---- */
 

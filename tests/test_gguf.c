@@ -15,7 +15,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
-#include "gguf.h"
+#include "io/gguf.h"
 
 /* The path of a file in the folder, in one of four buffers. */
 static const char *at(const char *name)

@@ -21,10 +21,10 @@
 #include <sys/wait.h>
 #include <time.h>
 
-#include "codec.h"
-#include "kernels.h"
-#include "os.h"
-#include "quantize.h"
+#include "format/codec.h"
+#include "kernels/kernels.h"
+#include "base/os.h"
+#include "tensor/quantize.h"
 
 static const nib_dtype input_dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
 enum { DTYPES = sizeof input_dtypes / sizeof *input_dtypes };

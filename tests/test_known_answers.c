@@ -10,10 +10,10 @@
 #include <float.h>
 #include <math.h>
 
-#include "codec.h"
-#include "dialect.h"
-#include "kernels.h"
-#include "philox.h"
+#include "format/codec.h"
+#include "format/dialect.h"
+#include "kernels/kernels.h"
+#include "format/philox.h"
 
 /* ---- Helpers ---- */
 

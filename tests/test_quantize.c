@@ -10,7 +10,7 @@
 #include <float.h>
 #include <math.h>
 
-#include "quantize.h"
+#include "tensor/quantize.h"
 
 #define U 0x1p-24 /* unit roundoff of FP32: one rounding is a factor within 1 +- U */
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))

@@ -7,8 +7,8 @@
 #include "test_folder.h"
 
 /* NIB_TEST_WRAP_ALLOC */
-#include "checkpoint.h"
-#include "os.h"
+#include "io/checkpoint.h"
+#include "base/os.h"
 #include "team.h"
 #include "test_alloc.h"
 

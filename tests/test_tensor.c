@@ -9,7 +9,7 @@
 
 #include <math.h>
 
-#include "tensor.h"
+#include "tensor/tensor.h"
 
 /* ---- Helpers ---- */
 

@@ -20,13 +20,13 @@ fail() {
 
 flags="-O1 -ffp-contract=off -Wall -Wextra -Wno-unknown-pragmas -Werror -Iinclude -I."
 # shellcheck disable=SC2086 # flags are several words
-"$compiler" -std=c11 $flags -Isrc -fPIC -shared -DNIB_EXTRA_FORMATS='"tests/made_up/made_up.h"' src/*.c src/*/*.c \
+"$compiler" -std=c11 $flags -Isrc -fPIC -shared -DNIB_EXTRA_FORMATS='"tests/made_up/made_up.h"' src/*/*.c src/*/*/*.c \
     -o "$work/libnib.so" -pthread >"$work/log" 2>&1 || fail "the library does not build with another format"
 # shellcheck disable=SC2086
 "$compiler" -std=gnu11 $flags -Itests tests/made_up/check.c -o "$work/check" -L"$work" -lnib -lm -Wl,-rpath,"$work" \
     >"$work/log" 2>&1 || fail "check.c does not build"
 # shellcheck disable=SC2086
-"$compiler" -std=gnu11 $flags -O0 -Isrc tools/*.c checkpoint/*.c -o "$work/nib" -L"$work" -lnib $needs -lm -pthread \
+"$compiler" -std=gnu11 $flags -O0 -Isrc -Icheckpoint tools/*.c checkpoint/*/*.c -o "$work/nib" -L"$work" -lnib $needs -lm -pthread \
     -Wl,-rpath,"$work" \
     >"$work/log" 2>&1 || fail "the tool does not build"
 

@@ -12,7 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "gguf.h"
+#include "io/gguf.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
 

@@ -3,13 +3,13 @@
  * made_up.h - a format that nobody uses, to see that a row of the table is all that a format takes.
  *
  * madeup8: E4M3 codes in blocks of 8, each with an E5M2 scale: the smallest one with which no element of the block is
- * clipped. tests/cli/made_up.sh builds the library with it; src/format.c includes this file, and nothing else knows it.
+ * clipped. tests/cli/made_up.sh builds the library with it; src/format/format.c includes this file, and nothing else knows it.
  */
 #ifndef MADE_UP_H
 #define MADE_UP_H
 
-#include "codec.h"
-#include "dialect.h"
+#include "format/codec.h"
+#include "format/dialect.h"
 
 /* At least amax / 448, by one step of E5M2 where the nearest code lies below it. */
 static nib_scale_bits made_up_block_scale(float block_amax, const struct nib_scaler *scaler,

@@ -1,0 +1,610 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * check_config.c - configuration against tensors: what loaders will build against what there is to load.
+ *
+ * compressed-tensors matches whole names and re: patterns; ModelOpt globs, which vLLM besides takes for any part of a
+ * name. Both are looked up as their loaders do it.
+ */
+#include "check/check.h"
+
+#include <stdio.h>
+
+static const json_t *get(const json_t *object, const char *key) { return object ? json_object_get(object, key) : NULL; }
+
+static const char *get_text(const json_t *object, const char *key)
+{
+    const char *text = json_string_value(get(object, key));
+    return text ? text : "";
+}
+
+static bool is(const char *a, const char *b) { return strcmp(a, b) == 0; }
+
+/* ModelOpt's facts lie flat, or, in older files, in "quantization". */
+static const json_t *flat(const json_t *config)
+{
+    const json_t *inner = get(config, "quantization");
+    return inner ? inner : config;
+}
+
+static const json_t *hf_of(const nib_checkpoint *c) { return c->hf_quant_config ? flat(c->hf_quant_config) : NULL; }
+
+/* What a ModelOpt loader goes by: config.json, or else hf_quant_config.json. */
+static const json_t *modelopt_of(const nib_checkpoint *c) { return c->quantization ? flat(c->quantization) : hf_of(c); }
+
+static const json_t *exclusions_of(const json_t *config)
+{
+    const json_t *list = get(config, "ignore");
+    return list ? list : get(config, "exclude_modules");
+}
+
+static bool is_mixed(const json_t *config) { return is(get_text(config, "quant_algo"), "MIXED_PRECISION"); }
+
+/* "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ" ... */
+static bool is_nvfp4_algo(const char *algo) { return strstr(algo, "NVFP4") != NULL; }
+
+/* The entry of a module in quantized_layers, or of a parent of it. */
+static const json_t *listed(const json_t *layers, const char *module)
+{
+    char name[1024];
+    const json_t *entry = get(layers, module);
+    if (entry || strlen(module) >= sizeof name)
+        return entry;
+    strcpy(name, module);
+    for (char *dot; !entry && (dot = strrchr(name, '.'));) {
+        *dot = 0;
+        entry = get(layers, name);
+    }
+    return entry;
+}
+
+static const char *method_of(nib_packing packing)
+{
+    return packing == NIB_PACKING_MODELOPT ? "modelopt" : nib_packing_name(packing);
+}
+
+/* Whether the configuration speaks of tensors of this packing: "modelopt_fp4" does too. */
+static bool is_method(const nib_checkpoint *c, nib_packing packing)
+{
+    if (!c->quantization)
+        return packing == NIB_PACKING_MODELOPT && c->hf_quant_config;
+    const char *wanted = method_of(packing);
+    return strncmp(get_text(c->quantization, "quant_method"), wanted, strlen(wanted)) == 0;
+}
+
+bool nib_check_wants_input(const struct nib_checking *k, const char *module)
+{
+    const nib_checkpoint *c = k->c;
+    const char *key;
+    json_t *group;
+    const bool known = k->n_modules && is_method(c, k->modules[0].layout->packing);
+    if (known && k->modules[0].layout->packing == NIB_PACKING_COMPRESSED_TENSORS) {
+        json_object_foreach(json_object_get(c->quantization, "config_groups"), key, group)
+        {
+            if (json_is_object(get(group, "input_activations")))
+                return true;
+        }
+        return false;
+    }
+    const json_t *modelopt = known ? modelopt_of(c) : NULL;
+    const char *algo = get_text(modelopt, "quant_algo");
+    if (is_mixed(modelopt))
+        algo = get_text(listed(get(modelopt, "quantized_layers"), module), "quant_algo");
+    return *algo ? is_nvfp4_algo(algo) && strncmp(algo, "W4A16", 5) != 0 : k->has_inputs;
+}
+
+/* ---- Lists of modules ---- */
+
+struct exclusions {
+    const char **entries;
+    size_t n;
+    struct nib_patterns *patterns; /* NULL: the list could not be understood, and that was said */
+    struct nib_patterns *targets;  /* the only modules that are meant; NULL: all */
+    bool substrings;               /* as vLLM reads ModelOpt's */
+};
+
+static void free_exclusions(struct exclusions *e)
+{
+    nib_patterns_destroy(e->patterns);
+    nib_patterns_destroy(e->targets);
+    nib_free(e->entries);
+}
+
+/* A pattern that cannot be compiled, or takes too long to match, is a finding. */
+static nib_status say_pattern(struct nib_checking *k, nib_status status)
+{
+    if (status != NIB_ERR_ARG)
+        return status;
+    return nib_check_found(k, NIB_FAULT_CONFIG_PATTERN, "config.json", "%s", nib_last_error());
+}
+
+/* Targets of compressed-tensors are classes ("Linear"), names or patterns. A class may mean any module. */
+static nib_status read_targets(struct nib_checking *k, const json_t *config, struct nib_patterns **out)
+{
+    const char *key, *entries[64];
+    json_t *group, *target;
+    size_t n = 0, i;
+    json_object_foreach(json_object_get(config, "config_groups"), key, group)
+    {
+        json_array_foreach(json_object_get(group, "targets"), i, target)
+        {
+            const char *text = json_string_value(target);
+            const bool is_class = text && strncmp(text, "re:", 3) != 0 && !strchr(text, '.');
+            if (!text || is_class || n == sizeof entries / sizeof *entries)
+                return NIB_OK;
+            entries[n++] = text;
+        }
+    }
+    return n ? say_pattern(k, nib_patterns_create(entries, n, out)) : NIB_OK;
+}
+
+/* The list as patterns. Globs mean nothing to compressed-tensors: they are told of and left out. */
+static nib_status read_exclusions(struct nib_checking *k, const json_t *list, bool modelopt, struct exclusions *out)
+{
+    struct exclusions e = { .substrings = modelopt };
+    size_t i;
+    const json_t *item;
+    e.entries = nib_alloc((json_array_size(list) + 1) * sizeof *e.entries);
+    if (!e.entries)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its configuration", k->c->path);
+    nib_status status = NIB_OK;
+    json_array_foreach(list, i, item)
+    {
+        const char *entry = json_string_value(item);
+        if (status || !entry)
+            continue;
+        if (!modelopt && strncmp(entry, "re:", 3) != 0 && strpbrk(entry, "*?"))
+            status = nib_check_found(k, NIB_FAULT_CONFIG_GLOB, "config.json", "ignore has the glob %s", entry);
+        else
+            e.entries[e.n++] = entry;
+    }
+    if (!status)
+        status = say_pattern(k, nib_patterns_create(e.entries, e.n, &e.patterns));
+    if (status)
+        free_exclusions(&e);
+    else
+        *out = e;
+    return status;
+}
+
+/* Whether an entry of the list means this module, or a parent of it where it is one of a stack. */
+static nib_status is_excluded(const struct exclusions *e, const char *module, bool with_parents, bool *out)
+{
+    uint32_t which = NIB_NONE;
+    char name[1024];
+    snprintf(name, sizeof name, "%s", module);
+    TRY(nib_patterns_match(e->patterns, name, &which));
+    for (char *dot; which == NIB_NONE && with_parents && (dot = strrchr(name, '.'));) {
+        *dot = 0;
+        TRY(nib_patterns_match(e->patterns, name, &which));
+    }
+    *out = which != NIB_NONE;
+    return NIB_OK;
+}
+
+/* An entry that is a whole leading part of the name: it was meant for all below it. */
+static bool is_parent(const char *entry, const char *name)
+{
+    const size_t length = strlen(entry);
+    return strncmp(entry, name, length) == 0 && (name[length] == '.' || name[length] == 0);
+}
+
+static bool is_part_of_any(const struct exclusions *e, const char *name)
+{
+    for (size_t i = 0; i < e->n; i++)
+        if (strstr(name, e->entries[i]))
+            return true;
+    return false;
+}
+
+/* The name that vLLM gives to the layer that a module becomes part of. */
+static void fused_name(const char *module, char *room, size_t bytes)
+{
+    static const char *const parts[][2] = { { "q_proj", "qkv_proj" },
+                                            { "k_proj", "qkv_proj" },
+                                            { "v_proj", "qkv_proj" },
+                                            { "gate_proj", "gate_up_proj" },
+                                            { "up_proj", "gate_up_proj" } };
+    const char *last = strrchr(module, '.');
+    last = last ? last + 1 : module;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (is(last, parts[i][0])) {
+            snprintf(room, bytes, "%.*s%s", (int)(last - module), module, parts[i][1]);
+            return;
+        }
+    snprintf(room, bytes, "%s", module);
+}
+
+/* vLLM leaves these alone, whatever ModelOpt's configuration says. */
+static bool is_tower(const char *name)
+{
+    return strstr(name, "vision_tower") || strstr(name, "vision_model") || strstr(name, "vit_large_projector");
+}
+
+static bool is_linear(const nib_checkpoint *c, const struct nib_ck_weight *w)
+{
+    static const char *const others[] = { "embed", "norm", "conv", "wte", "wpe", "rotary", "patch", "position" };
+    const char *tensor = c->tensors[w->tensor[NIB_ROLE_DATA]].name;
+    const size_t length = strlen(tensor);
+    const bool named = w->index >= 0 || (length > 7 && is(tensor + length - 7, ".weight"));
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (strstr(w->name, others[i]))
+            return false;
+    return named && w->packing == NIB_PACKING_PLAIN;
+}
+
+/* Modules that are quantised and excluded, or neither. */
+static nib_status check_exclusions(struct nib_checking *k, const struct exclusions *e)
+{
+    const nib_checkpoint *c = k->c;
+    bool excluded;
+    for (size_t i = 0; i < k->n_modules; i++) {
+        const struct nib_check_module *m = &k->modules[i];
+        TRY(is_excluded(e, m->name, false, &excluded));
+        for (size_t j = 0; !excluded && e->substrings && j < e->n; j++)
+            excluded = is_parent(e->entries[j], m->name);
+        if (excluded)
+            TRY(nib_check_found(k, NIB_FAULT_CONFIG_IGNORED, m->name,
+                                "it is quantised, and the configuration excludes it"));
+    }
+    for (size_t i = 0; i < c->n_weights; i++) {
+        const struct nib_ck_weight *w = &c->weights[i];
+        uint32_t target = 0;
+        if (!is_linear(c, w) || (e->substrings && is_tower(w->name)))
+            continue;
+        if (e->targets)
+            TRY(nib_patterns_match(e->targets, w->name, &target));
+        if (target == NIB_NONE)
+            continue;
+        TRY(is_excluded(e, w->name, w->index >= 0, &excluded));
+        if (!excluded && !(e->substrings && is_part_of_any(e, w->name)))
+            TRY(nib_check_found(k, NIB_FAULT_CONFIG_NOT_IGNORED, w->name,
+                                "it is not quantised, and the configuration does not exclude it"));
+    }
+    return NIB_OK;
+}
+
+/* Entries that vLLM finds within names that they do not mean. */
+static nib_status check_widths(struct nib_checking *k, const struct exclusions *e)
+{
+    for (size_t j = 0; j < e->n; j++) {
+        const char *entry = e->entries[j];
+        if (strpbrk(entry, "*?["))
+            continue;
+        for (size_t i = 0; i < k->n_modules; i++) {
+            char fused[1024];
+            const char *name = k->modules[i].name;
+            fused_name(name, fused, sizeof fused);
+            const char *hit = strstr(fused, entry) ? fused : strstr(name, entry) ? name : NULL;
+            if (!hit || is_parent(entry, name) || is_parent(entry, fused))
+                continue;
+            TRY(nib_check_found(k, NIB_FAULT_CONFIG_TOO_WIDE, "config.json", "the excluded \"%s\" is also part of %s",
+                                entry, hit));
+            break;
+        }
+    }
+    return NIB_OK;
+}
+
+/* ---- compressed-tensors ---- */
+
+/* The first thing about a group's weights that is not NVFP4; NULL where there is none. */
+static const char *group_fault(const json_t *group, char *room, size_t bytes)
+{
+    const json_t *weights = get(group, "weights");
+    static const struct {
+        const char *key, *wanted;
+    } texts[] = { { "type", "float" }, { "strategy", "tensor_group" } };
+    static const struct {
+        const char *key;
+        int wanted;
+    } numbers[] = { { "num_bits", 4 }, { "group_size", 16 } };
+    if (!json_is_object(weights))
+        return "it has no weights";
+    for (size_t i = 0; i < 2; i++)
+        if (json_integer_value(get(weights, numbers[i].key)) != numbers[i].wanted) {
+            snprintf(room, bytes, "weights.%s is %lld instead of %d", numbers[i].key,
+                     (long long)json_integer_value(get(weights, numbers[i].key)), numbers[i].wanted);
+            return room;
+        }
+    for (size_t i = 0; i < 2; i++)
+        if (!is(get_text(weights, texts[i].key), texts[i].wanted)) {
+            snprintf(room, bytes, "weights.%s is \"%s\" instead of \"%s\"", texts[i].key,
+                     get_text(weights, texts[i].key), texts[i].wanted);
+            return room;
+        }
+    if (json_is_false(get(weights, "symmetric")))
+        return "weights.symmetric is false";
+    const json_t *inputs = get(group, "input_activations");
+    if (json_is_object(inputs) && json_integer_value(get(inputs, "num_bits")) == 4 &&
+        !is(get_text(inputs, "dynamic"), "local"))
+        return "input_activations.dynamic is not \"local\"";
+    return NULL;
+}
+
+static nib_status check_groups_of_config(struct nib_checking *k, const json_t *config)
+{
+    static const char *const parts[] = { "weights", "input_activations" }, *const keys[] = { "scale_dtype",
+                                                                                             "zp_dtype" };
+    const char *name, *fault = "it has no config_groups";
+    json_t *group, *groups = json_object_get(config, "config_groups");
+    char room[256], where[128] = "";
+    bool good = false, told = false;
+    json_object_foreach(groups, name, group)
+    {
+        const char *this_fault = group_fault(group, room, sizeof room);
+        good |= !this_fault;
+        if (this_fault && !*where) {
+            fault = this_fault;
+            snprintf(where, sizeof where, "config_groups.%.80s: ", name);
+        }
+        for (int i = 0; i < 4 && !told; i++)
+            if (json_object_get(json_object_get(group, parts[i / 2]), keys[i % 2])) {
+                told = true;
+                TRY(nib_check_found(k, NIB_FAULT_CONFIG_DTYPE_KEYS, "config.json", "config_groups.%s.%s has the key %s",
+                                    name, parts[i / 2], keys[i % 2]));
+            }
+    }
+    if (!good)
+        TRY(nib_check_found(k, NIB_FAULT_CONFIG_SCHEME, "config.json", "%s%s", where, fault));
+    return NIB_OK;
+}
+
+static nib_status check_compressed_tensors(struct nib_checking *k)
+{
+    const json_t *config = k->c->quantization;
+    const char *format = get_text(config, "format"), *status = get_text(config, "quantization_status"), *name;
+    json_t *group;
+    bool good = is(format, "nvfp4-pack-quantized") || is(format, "mixed-precision");
+    if (!*format) {
+        json_object_foreach(json_object_get(config, "config_groups"), name, group)
+        {
+            good |= is(get_text(group, "format"), "nvfp4-pack-quantized");
+        }
+    }
+    if (!good)
+        TRY(nib_check_found(k, NIB_FAULT_CONFIG_FORMAT, "config.json", "format is \"%s\" instead of \"%s\"", format,
+                            "nvfp4-pack-quantized"));
+    if (!is(status, "compressed"))
+        TRY(nib_check_found(k, NIB_FAULT_CONFIG_STATUS, "config.json",
+                            "quantization_status is \"%s\" instead of \"compressed\"", status));
+    return check_groups_of_config(k, config);
+}
+
+/* ---- ModelOpt ---- */
+
+static nib_status check_algo(struct nib_checking *k, const char *file, const json_t *config)
+{
+    const char *algo = get_text(config, "quant_algo"), *name;
+    json_t *group;
+    if (!is_mixed(config) && !is_nvfp4_algo(algo))
+        return nib_check_found(k, NIB_FAULT_CONFIG_SCHEME, file, "quant_algo is \"%s\" instead of NVFP4", algo);
+    const json_t *size = get(config, "group_size");
+    json_object_foreach(json_object_get(config, "config_groups"), name, group)
+    {
+        if (!size)
+            size = get(get(group, "weights"), "group_size");
+    }
+    if (size && json_integer_value(size) != 16)
+        return nib_check_found(k, NIB_FAULT_CONFIG_SCHEME, file, "group_size is %lld instead of 16",
+                               (long long)json_integer_value(size));
+    return NIB_OK;
+}
+
+static bool holds(const json_t *list, const json_t *item)
+{
+    size_t i;
+    const json_t *other;
+    json_array_foreach(list, i, other)
+    {
+        if (json_equal(other, item))
+            return true;
+    }
+    return false;
+}
+
+/* An entry of one list that the other has not; NULL without. */
+static const char *first_missing(const json_t *from, const json_t *in)
+{
+    size_t i;
+    const json_t *item;
+    json_array_foreach(from, i, item)
+    {
+        if (!holds(in, item))
+            return json_string_value(item) ? json_string_value(item) : "?";
+    }
+    return NULL;
+}
+
+static nib_status check_both_files(struct nib_checking *k, const json_t *config, const json_t *hf)
+{
+    static const char *const file = "hf_quant_config.json", *const both[] = { "group_size", "kv_cache_quant_algo",
+                                                                              "quantized_layers" };
+    if (!is(get_text(config, "quant_algo"), get_text(hf, "quant_algo")))
+        return nib_check_found(k, NIB_FAULT_HF_DIFFERS, file, "its quant_algo is \"%s\", that of config.json \"%s\"",
+                               get_text(hf, "quant_algo"), get_text(config, "quant_algo"));
+    for (size_t i = 0; i < 3; i++)
+        if (get(config, both[i]) && get(hf, both[i]) && !json_equal(get(config, both[i]), get(hf, both[i])))
+            return nib_check_found(k, NIB_FAULT_HF_DIFFERS, file, "its %s is not that of config.json", both[i]);
+    const json_t *ours = exclusions_of(config), *theirs = exclusions_of(hf);
+    const char *missing = ours && theirs ? first_missing(ours, theirs) : NULL;
+    const char *more = ours && theirs ? first_missing(theirs, ours) : NULL;
+    if (missing || more)
+        return nib_check_found(k, NIB_FAULT_HF_DIFFERS, file, "only %s excludes %s", missing ? "config.json" : file,
+                               missing ? missing : more);
+    return NIB_OK;
+}
+
+static nib_status check_modelopt(struct nib_checking *k)
+{
+    static const char *const file = "hf_quant_config.json", *const keys[] = { "group_size", "kv_cache_quant_algo",
+                                                                              "exclude_modules" };
+    const json_t *config = k->c->quantization ? flat(k->c->quantization) : NULL, *hf = hf_of(k->c);
+    TRY(check_algo(k, config ? "config.json" : file, config ? config : hf));
+    if (!hf)
+        return nib_check_found(k, NIB_FAULT_HF_MISSING, file, "it is not there");
+    for (size_t i = 0; i < 3; i++)
+        if (!is_mixed(hf) && !get(hf, keys[i]))
+            TRY(nib_check_found(k, NIB_FAULT_HF_KEYS, file, "it has no %s", keys[i]));
+    return config ? check_both_files(k, config, hf) : NIB_OK;
+}
+
+/* The first quantised module that is this one, or below it; NULL without. */
+static const struct nib_check_module *find_module(const struct nib_checking *k, const char *name)
+{
+    size_t low = 0, high = k->n_modules;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (strcmp(k->modules[middle].name, name) < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < k->n_modules && is_parent(name, k->modules[low].name) ? &k->modules[low] : NULL;
+}
+
+/* "experts" of "experts.gate_up_proj" (one part) or of "experts.3.up_proj" (two). */
+static const char *without_parts(const char *name, int parts, char *room, size_t bytes)
+{
+    snprintf(room, bytes, "%s", name);
+    for (char *dot; parts > 0 && (dot = strrchr(room, '.')); parts--)
+        *dot = 0;
+    return room;
+}
+
+/* Experts of a stack may be listed one by one: loaders look for anything below their module. */
+static bool is_listed(const json_t *layers, const struct nib_check_module *m)
+{
+    const char *key;
+    json_t *layer;
+    char room[1024];
+    if (is_nvfp4_algo(get_text(listed(layers, m->name), "quant_algo")))
+        return true;
+    if (!m->layout->stack)
+        return false;
+    without_parts(m->name, 1, room, sizeof room);
+    json_object_foreach((json_t *)(uintptr_t)layers, key, layer)
+    {
+        if (is_parent(room, key) && is_nvfp4_algo(get_text(layer, "quant_algo")))
+            return true;
+    }
+    return false;
+}
+
+static bool is_quantised(const struct nib_checking *k, const char *name)
+{
+    char room[1024];
+    if (find_module(k, name))
+        return true;
+    const struct nib_check_module *m = find_module(k, without_parts(name, 2, room, sizeof room));
+    return m && m->layout->stack;
+}
+
+static nib_status check_layers(struct nib_checking *k, const json_t *layers)
+{
+    const char *name;
+    json_t *layer;
+    for (size_t i = 0; i < k->n_modules; i++)
+        if (!is_listed(layers, &k->modules[i]))
+            TRY(nib_check_found(k, NIB_FAULT_CONFIG_UNLISTED, k->modules[i].name,
+                                "it is quantised, and quantized_layers does not list it as NVFP4"));
+    json_object_foreach((json_t *)(uintptr_t)layers, name, layer)
+    {
+        if (is_nvfp4_algo(get_text(layer, "quant_algo")) && !is_quantised(k, name))
+            TRY(nib_check_found(k, NIB_FAULT_CONFIG_LISTED, name,
+                                "quantized_layers lists it, and it is not quantised"));
+    }
+    return NIB_OK;
+}
+
+/* ---- Modules that are better not quantised ---- */
+
+static bool is_tied(const nib_checkpoint *c)
+{
+    return json_is_true(get(c->config, "tie_word_embeddings")) ||
+           json_is_true(get(get(c->config, "text_config"), "tie_word_embeddings"));
+}
+
+static nib_status check_special_modules(struct nib_checking *k)
+{
+    static const struct {
+        const char *end;
+        enum nib_fault fault;
+        const char *fact;
+    } special[] = {
+        { "gate", NIB_FAULT_ROUTER_QUANTISED, "a router is quantised" },
+        { "router", NIB_FAULT_ROUTER_QUANTISED, "a router is quantised" },
+        { "router.layer", NIB_FAULT_ROUTER_QUANTISED, "a router is quantised" },
+        { "shared_expert_gate", NIB_FAULT_ROUTER_QUANTISED, "a router is quantised" },
+        { "embed_tokens", NIB_FAULT_EMBEDDING_QUANTISED, "an embedding is quantised" },
+        { "tok_embeddings", NIB_FAULT_EMBEDDING_QUANTISED, "an embedding is quantised" },
+        { "wte", NIB_FAULT_EMBEDDING_QUANTISED, "an embedding is quantised" },
+    };
+    for (size_t i = 0; i < k->n_modules; i++) {
+        const char *name = k->modules[i].name;
+        if (nib_ck_ends_with(name, "lm_head"))
+            TRY(nib_check_found(k, is_tied(k->c) ? NIB_FAULT_HEAD_TIED : NIB_FAULT_HEAD_QUANTISED, name,
+                                "the head is quantised"));
+        for (size_t j = 0; j < sizeof special / sizeof *special; j++)
+            if (nib_ck_ends_with(name, special[j].end))
+                TRY(nib_check_found(k, special[j].fault, name, "%s", special[j].fact));
+    }
+    return NIB_OK;
+}
+
+static nib_status check_tied_head(struct nib_checking *k, const struct exclusions *e)
+{
+    bool excluded;
+    if (!is_tied(k->c) || nib_ck_find_tensor(k->c, "lm_head.weight") != NIB_NONE ||
+        nib_ck_find_tensor(k->c, "lm_head.weight_packed") != NIB_NONE)
+        return NIB_OK;
+    TRY(is_excluded(e, "lm_head", false, &excluded));
+    if (excluded)
+        return NIB_OK;
+    return nib_check_found(k, NIB_FAULT_HEAD_NOT_IGNORED, "config.json", "ignore lacks the head, which is tied");
+}
+
+/* ---- All of it ---- */
+
+static nib_status check_lists(struct nib_checking *k, bool modelopt, const json_t *config)
+{
+    if (modelopt && is_mixed(config))
+        return check_layers(k, get(config, "quantized_layers"));
+    struct exclusions e;
+    TRY(read_exclusions(k, exclusions_of(config), modelopt, &e));
+    nib_status status = modelopt ? NIB_OK : read_targets(k, config, &e.targets);
+    if (!status && e.patterns) {
+        status = check_exclusions(k, &e);
+        if (!status && modelopt)
+            status = check_widths(k, &e);
+        if (!status && !modelopt)
+            status = check_tied_head(k, &e);
+        status = say_pattern(k, status);
+    }
+    free_exclusions(&e);
+    return status;
+}
+
+nib_status nib_check_config(struct nib_checking *k)
+{
+    const nib_checkpoint *c = k->c;
+    TRY(check_special_modules(k));
+    if (!c->is_folder || !k->n_modules)
+        return NIB_OK;
+    if (!c->config && !c->hf_quant_config)
+        return nib_check_found(k, NIB_FAULT_CONFIG_ABSENT, "config.json", "it is not there");
+    if (!c->quantization && !c->hf_quant_config)
+        return nib_check_found(k, NIB_FAULT_CONFIG_MISSING, "config.json", "it has no quantization_config");
+    const nib_packing packing = k->modules[0].layout->packing;
+    if (!is_method(c, packing))
+        return nib_check_found(k, NIB_FAULT_CONFIG_METHOD, "config.json",
+                               "quant_method is \"%s\", and the tensors are those of %s",
+                               get_text(c->quantization, "quant_method"), method_of(packing));
+    if (packing == NIB_PACKING_COMPRESSED_TENSORS) {
+        TRY(check_compressed_tensors(k));
+        return check_lists(k, false, c->quantization);
+    }
+    if (packing != NIB_PACKING_MODELOPT)
+        return NIB_OK;
+    TRY(check_modelopt(k));
+    return check_lists(k, true, modelopt_of(c));
+}

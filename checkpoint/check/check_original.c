@@ -1,0 +1,379 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * check_original.c - faults that leave no certain trace in a file: nibbles in the other order, scales in tiles, a wrong
+ * number per tensor. With the original they are certain: of several readings of the same bytes one fits it. Without,
+ * some can be guessed.
+ */
+#include "check/check.h"
+
+#include <math.h>
+
+#include "format/codec.h"
+
+/* Rows that are looked at: a band of scale tiles. */
+enum { SAMPLE_ROWS = 128, BLOCK = 16 };
+
+/* Signal to noise: what a quantisation to 4 bits has at least, and what none can have. */
+static const double good_db = 12, bad_db = 8, same_db = 60;
+/* Rounding to 4 bits moves the size of a weight by a percent at most. */
+static const double off_share = 0.04;
+
+struct sample {
+    const struct nib_ck_weight *w;
+    int64_t rows, cols, blocks, bytes;
+    float level;
+    float *original, *decoded;
+    uint8_t *codes, *scales, *other_codes, *other_scales;
+};
+
+static void free_sample(struct sample *s)
+{
+    nib_free(s->original);
+    nib_free(s->decoded);
+    nib_free(s->codes);
+    nib_free(s->scales);
+    nib_free(s->other_codes);
+    nib_free(s->other_scales);
+}
+
+/* As many rows as there is memory for; 0: not even one. */
+static int64_t sample_rows(const struct nib_checking *k, const struct nib_ck_weight *w)
+{
+    enum { BYTES_OF_ELEMENT = 10 };
+    const int64_t fit = (int64_t)(k->job.max_memory / 4 / BYTES_OF_ELEMENT) / nib_max(w->cols, 1);
+    return nib_min(nib_min(w->rows, SAMPLE_ROWS), fit);
+}
+
+static nib_status make_sample(const struct nib_checking *k, const struct nib_ck_weight *w, struct sample *out)
+{
+    struct sample s = { .w = w, .rows = sample_rows(k, w), .cols = w->cols };
+    s.blocks = nib_ceil_div(s.cols, BLOCK);
+    s.bytes = nib_ceil_div(s.cols, 2);
+    s.original = nib_alloc((size_t)(s.rows * s.cols) * sizeof(float));
+    s.decoded = nib_alloc((size_t)(s.rows * s.cols) * sizeof(float));
+    s.codes = nib_alloc((size_t)(s.rows * s.bytes));
+    s.scales = nib_alloc((size_t)(s.rows * s.blocks));
+    s.other_codes = nib_alloc((size_t)(s.rows * s.bytes));
+    s.other_scales = nib_alloc((size_t)(s.rows * s.blocks));
+    if (!s.original || !s.decoded || !s.codes || !s.scales || !s.other_codes || !s.other_scales) {
+        free_sample(&s);
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for rows of %s", k->c->path, w->name);
+    }
+    *out = s;
+    return NIB_OK;
+}
+
+/* ---- Readings of the same bytes ---- */
+
+static void swap_nibbles(const struct sample *s)
+{
+    for (int64_t i = 0; i < s->rows * s->bytes; i++)
+        s->other_codes[i] = (uint8_t)(s->codes[i] << 4 | s->codes[i] >> 4);
+}
+
+/* Scales in tiles of 128 rows by 4 fill as many bytes as in rows only where there is nothing to pad. */
+static bool may_be_tiles(const struct sample *s)
+{
+    return s->rows == SAMPLE_ROWS && s->w->rows % 128 == 0 && s->blocks % 4 == 0;
+}
+
+static nib_status unswizzle(const struct sample *s)
+{
+    return nib_unswizzle_scales(s->scales, s->rows, s->blocks, s->blocks, s->other_scales);
+}
+
+/* How well a reading fits: its signal to noise, and with the best factor for all of it. */
+struct fit {
+    double db, scaled_db, factor;
+};
+
+static double db_of(double signal, double noise)
+{
+    return signal <= 0 ? INFINITY : noise <= 0 ? INFINITY : 10 * log10(signal / noise);
+}
+
+static nib_status try_reading(const struct sample *s, const uint8_t *codes, const uint8_t *scales, struct fit *out)
+{
+    TRY(nib_ck_decode(s->w, s->level, codes, scales, s->rows, NIB_F32, s->decoded));
+    double aa = 0, ab = 0, bb = 0;
+    for (int64_t i = 0; i < s->rows * s->cols; i++) {
+        const double a = s->original[i], b = s->decoded[i];
+        aa += a * a;
+        ab += a * b;
+        bb += b * b;
+    }
+    if (!isfinite(ab) || !isfinite(bb) || bb == 0) {
+        *out = (struct fit){ aa > 0 ? -INFINITY : INFINITY, aa > 0 ? -INFINITY : INFINITY, 1 };
+        return NIB_OK;
+    }
+    /* |a - b|^2 and, for the factor f = ab / bb, |a - f b|^2. */
+    *out = (struct fit){ db_of(aa, aa - 2 * ab + bb), db_of(aa, aa - ab * ab / bb), ab / bb };
+    return NIB_OK;
+}
+
+static nib_status judge(struct nib_checking *k, const struct sample *s)
+{
+    const char *codes = nib_check_tensor(k->c, s->w, NIB_ROLE_DATA),
+               *scales = nib_check_tensor(k->c, s->w, NIB_ROLE_SCALE);
+    struct fit as_is, other;
+    TRY(try_reading(s, s->codes, s->scales, &as_is));
+    const bool off = fabs(as_is.factor - 1) > off_share;
+    if (as_is.db >= bad_db && !(off && as_is.scaled_db >= good_db))
+        return NIB_OK;
+    if (as_is.scaled_db >= good_db)
+        return nib_check_found(k, NIB_FAULT_LEVEL_WRONG, nib_check_tensor(k->c, s->w, NIB_ROLE_LEVEL),
+                               "values are %.4g times those of the original", 1 / as_is.factor);
+    swap_nibbles(s);
+    TRY(try_reading(s, s->other_codes, s->scales, &other));
+    if (other.scaled_db >= good_db)
+        return nib_check_found(k, NIB_FAULT_NIBBLES_SWAPPED, codes,
+                               "with the two codes of every byte exchanged it is the original, at %.1f dB",
+                               other.scaled_db);
+    if (may_be_tiles(s)) {
+        TRY(unswizzle(s));
+        TRY(try_reading(s, s->codes, s->other_scales, &other));
+        if (other.scaled_db >= good_db)
+            return nib_check_found(k, NIB_FAULT_SCALES_SWIZZLED, scales,
+                                   "with scales taken from tiles of 128x4 it is the original, at %.1f dB",
+                                   other.scaled_db);
+        TRY(try_reading(s, s->other_codes, s->other_scales, &other));
+        if (other.scaled_db >= good_db) {
+            TRY(nib_check_found(k, NIB_FAULT_NIBBLES_SWAPPED, codes,
+                                "with the two codes of every byte exchanged and scales from tiles it is the original"));
+            return nib_check_found(k, NIB_FAULT_SCALES_SWIZZLED, scales,
+                                   "with scales taken from tiles of 128x4 and codes exchanged it is the original");
+        }
+    }
+    return nib_check_found(k, NIB_FAULT_DIFFERS, codes, "its signal to noise is %.1f dB", as_is.db);
+}
+
+/* ---- Against the original ---- */
+
+/* What is kept of FP8 or MXFP4 is plain afterwards, and rounded to its dtype: so is the original here. */
+static nib_status compare_kept(struct nib_checking *k, const struct sample *s)
+{
+    enum { PIECE = 256 };
+    const nib_dtype dtype = s->w->packing == NIB_PACKING_PLAIN ? s->w->dtype : NIB_F32;
+    const int64_t count = s->rows * s->cols;
+    double signal = 0, noise = 0;
+    TRY(nib_ck_read_rows(k->c, s->w, 0, s->rows, NIB_F32, s->decoded));
+    for (int64_t first = 0; first < count; first += PIECE) {
+        float rounded[PIECE], stored[PIECE];
+        const size_t n = (size_t)nib_min(count - first, PIECE);
+        TRY(nib_encode(dtype, s->original + first, n, stored));
+        TRY(nib_decode(dtype, stored, n, rounded));
+        for (size_t i = 0; i < n; i++) {
+            const double a = rounded[i], d = s->decoded[first + (int64_t)i] - a;
+            signal += a * a;
+            noise += d * d;
+        }
+    }
+    const double db = db_of(signal, noise);
+    const double wanted = nib_ck_is_nvfp4(s->w->packing) || s->w->packing != NIB_PACKING_PLAIN ? bad_db : same_db;
+    if (db >= wanted)
+        return NIB_OK;
+    return nib_check_found(k, NIB_FAULT_KEPT_DIFFERS, nib_check_tensor(k->c, s->w, NIB_ROLE_DATA),
+                           "its signal to noise is %.1f dB", db);
+}
+
+static nib_status check_one(struct nib_checking *k, const struct nib_ck_weight *original, size_t index)
+{
+    const struct nib_ck_weight *w = &k->c->weights[index];
+    const struct nib_check_weight *x = &k->weights[index];
+    if (w->rows != original->rows || w->cols != original->cols)
+        return nib_check_found(k, NIB_FAULT_WEIGHT_SHAPE, w->name, "it is [%lld, %lld], the original's [%lld, %lld]",
+                               (long long)w->rows, (long long)w->cols, (long long)original->rows,
+                               (long long)original->cols);
+    if (k->broken[w->tensor[NIB_ROLE_DATA]] || (x->nvfp4 && !x->level_good) || !w->rows || !w->cols ||
+        !sample_rows(k, w))
+        return NIB_OK; /* said already, or not to be had */
+    struct sample s;
+    TRY(make_sample(k, w, &s));
+    nib_status status = nib_ck_read_rows(k->original, original, 0, s.rows, NIB_F32, s.original);
+    s.level = x->level;
+    if (!status && x->nvfp4)
+        status = nib_ck_read_codes(k->c, w, 0, s.rows, s.codes, s.scales);
+    if (!status)
+        status = x->nvfp4 ? judge(k, &s) : compare_kept(k, &s);
+    free_sample(&s);
+    return status;
+}
+
+nib_status nib_check_original(struct nib_checking *k)
+{
+    size_t index;
+    if (!k->original)
+        return NIB_OK;
+    for (size_t i = 0; i < k->original->n_weights; i++) {
+        const struct nib_ck_weight *w = &k->original->weights[i];
+        TRY(nib_ck_report(&k->job, "comparing", w->name, i, k->original->n_weights));
+        if (nib_checkpoint_find_weight(k->c, w->name, &index))
+            TRY(nib_check_found(k, NIB_FAULT_WEIGHT_ABSENT, w->name, "it is not there"));
+        else
+            TRY(check_one(k, w, index));
+    }
+    return NIB_OK;
+}
+
+/* ---- Guesses ---- */
+
+/* How much of a [rows, cols] matrix of scale codes is explained by its rows or by its columns, whichever is more: the
+ * variance of their means over what it would be if codes were in no order. About 1 for scales without a pattern. */
+static double structure(const uint8_t *codes, int64_t rows, int64_t cols)
+{
+    double most = 0, sum = 0, squares = 0;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        sum += codes[i];
+        squares += (double)codes[i] * codes[i];
+    }
+    const double n = (double)(rows * cols), mean = sum / n, variance = squares / n - mean * mean;
+    if (!(variance > 0))
+        return 0;
+    for (int across = 0; across < 2; across++) {
+        const int64_t lines = across ? cols : rows, length = across ? rows : cols;
+        double spread = 0;
+        for (int64_t line = 0; line < lines; line++) {
+            double line_sum = 0;
+            for (int64_t i = 0; i < length; i++)
+                line_sum += codes[across ? i * cols + line : line * cols + i];
+            spread += (line_sum / (double)length - mean) * (line_sum / (double)length - mean);
+        }
+        most = fmax(most, spread / (double)lines * (double)length / variance);
+    }
+    return most;
+}
+
+/* Models have rows and columns that are larger than others. Scales that show so only when taken from tiles are in
+ * tiles. */
+static nib_status guess_tiles(struct nib_checking *k, const struct sample *s)
+{
+    if (!may_be_tiles(s) || s->blocks < 4)
+        return NIB_OK;
+    TRY(unswizzle(s));
+    const double as_is = structure(s->scales, s->rows, s->blocks),
+                 tiles = structure(s->other_scales, s->rows, s->blocks);
+    /* A tile brings four rows together: taken for rows it still shows a quarter of their differences. */
+    if (tiles < 4 || tiles < 1.8 * as_is)
+        return NIB_OK;
+    return nib_check_found(k, NIB_FAULT_MAYBE_SWIZZLED, nib_check_tensor(k->c, s->w, NIB_ROLE_SCALE),
+                           "rows or columns explain %.1f times as much of its scales if they are taken from tiles",
+                           tiles / fmax(as_is, 1e-3));
+}
+
+/* For every two columns that share a byte, how much larger the first is, as a logarithm. */
+static nib_status column_pattern(const struct sample *s, double *out)
+{
+    TRY(nib_ck_decode(s->w, s->level, s->codes, s->scales, s->rows, NIB_F32, s->decoded));
+    for (int64_t pair = 0; pair < s->cols / 2; pair++) {
+        double even = 1e-30, odd = 1e-30;
+        for (int64_t r = 0; r < s->rows; r++) {
+            const double x = s->decoded[r * s->cols + 2 * pair], y = s->decoded[r * s->cols + 2 * pair + 1];
+            even += x * x;
+            odd += y * y;
+        }
+        out[pair] = log(even / odd);
+    }
+    return NIB_OK;
+}
+
+static double correlation(const double *x, const double *y, int64_t n)
+{
+    double xx = 0, yy = 0, xy = 0;
+    for (int64_t i = 0; i < n; i++) {
+        xx += x[i] * x[i];
+        yy += y[i] * y[i];
+        xy += x[i] * y[i];
+    }
+    return xx > 0 && yy > 0 ? xy / sqrt(xx * yy) : 0;
+}
+
+/* The weights of a group multiply the same input, and the same columns are large in all of them. One whose columns are
+ * large where the others' neighbours are has its nibbles the other way round. */
+static nib_status guess_order(struct nib_checking *k, const struct nib_check_member *first, size_t n, double **patterns)
+{
+    const nib_checkpoint *c = k->c;
+    const int64_t pairs = c->weights[first->weight].cols / 2;
+    for (size_t i = 0; i < n; i++) {
+        double against = 0, between = 0;
+        for (size_t j = 0; j < n; j++)
+            for (size_t l = j + 1; l < n; l++) {
+                const double r = correlation(patterns[j], patterns[l], pairs);
+                if (j == i || l == i)
+                    against += r;
+                else
+                    between += r;
+            }
+        /* A chance correlation of n pairs is about 1 / sqrt(n). */
+        if (against / (double)(n - 1) < -6 / sqrt((double)pairs) && (n == 2 ? i == 1 : between > 0))
+            return nib_check_found(k, NIB_FAULT_MAYBE_SWAPPED,
+                                   nib_check_tensor(c, &c->weights[first[i].weight], NIB_ROLE_DATA),
+                                   "its columns are large where their neighbours are in %s",
+                                   c->weights[first[i == 0 ? 1 : 0].weight].name);
+    }
+    return NIB_OK;
+}
+
+static nib_status guess_group(struct nib_checking *k, const struct nib_check_member *first, size_t n)
+{
+    enum { MOST = 8, LEAST_PAIRS = 128 };
+    const nib_checkpoint *c = k->c;
+    const int64_t cols = c->weights[first->weight].cols;
+    double *patterns[MOST] = { 0 };
+    if (n < 2 || n > MOST || cols / 2 < LEAST_PAIRS)
+        return NIB_OK;
+    for (size_t i = 0; i < n; i++)
+        if (!k->weights[first[i].weight].level_good || k->broken[c->weights[first[i].weight].tensor[NIB_ROLE_DATA]] ||
+            c->weights[first[i].weight].cols != cols || !k->weights[first[i].weight].nonzero ||
+            !sample_rows(k, &c->weights[first[i].weight]))
+            return NIB_OK;
+    nib_status status = NIB_OK;
+    for (size_t i = 0; !status && i < n; i++) {
+        struct sample s;
+        status = make_sample(k, &c->weights[first[i].weight], &s);
+        if (status)
+            break;
+        s.level = k->weights[first[i].weight].level;
+        patterns[i] = nib_alloc((size_t)cols / 2 * sizeof *patterns[i]);
+        if (!patterns[i])
+            status = nib_fail(NIB_ERR_MEMORY, "%s: no memory for a check", c->path);
+        if (!status)
+            status = nib_ck_read_codes(c, s.w, 0, s.rows, s.codes, s.scales);
+        if (!status)
+            status = column_pattern(&s, patterns[i]);
+        free_sample(&s);
+    }
+    if (!status)
+        status = guess_order(k, first, n, patterns);
+    for (size_t i = 0; i < n; i++)
+        nib_free(patterns[i]);
+    return status;
+}
+
+nib_status nib_check_guess(struct nib_checking *k)
+{
+    const nib_checkpoint *c = k->c;
+    if (k->original)
+        return NIB_OK; /* then there is nothing to guess */
+    for (size_t i = 0; i < c->n_weights; i++) {
+        const struct nib_ck_weight *w = &c->weights[i];
+        if (!k->weights[i].nvfp4 || !k->weights[i].level_good || !k->weights[i].nonzero || w->index >= 0 ||
+            k->broken[w->tensor[NIB_ROLE_DATA]] || w->tensor[NIB_ROLE_SCALE] == NIB_NONE || !sample_rows(k, w))
+            continue;
+        struct sample s;
+        TRY(make_sample(k, w, &s));
+        nib_status status = nib_ck_read_codes(c, w, 0, s.rows, NULL, s.scales);
+        if (!status)
+            status = guess_tiles(k, &s);
+        free_sample(&s);
+        TRY(status);
+    }
+    struct nib_check_groups groups;
+    TRY(nib_check_members(c, &groups));
+    nib_status status = NIB_OK;
+    for (size_t i = 0, end; !status && i < groups.n; i = end) {
+        end = nib_check_group_end(&groups, i);
+        status = guess_group(k, &groups.members[i], end - i);
+    }
+    nib_check_free_members(&groups);
+    return status;
+}

@@ -1,0 +1,396 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * names.c - what names mean: patterns that users write, matrices that servers fuse, modules that stay in high precision,
+ * stacks of experts. All of it is convention; the tables say whose.
+ */
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include "io/checkpoint.h"
+
+#include <pcre2.h>
+#include <stdio.h>
+
+#include "file/json.h"
+
+/* ---- Patterns ---- */
+
+enum { MATCH_LIMIT = 200000 }; /* steps of the matcher: a pattern that needs more is a mistake, or an attack */
+
+struct nib_patterns {
+    size_t n;
+    struct pattern {
+        char *text;
+        pcre2_code *expression; /* NULL: exact or glob */
+    } * each;
+};
+
+static bool is_glob(const char *text) { return strpbrk(text, "*?") != NULL; }
+
+/* '*' is any number of bytes, '?' one. Backtracks to the last star only, so that nothing is exponential. */
+static bool glob_matches(const char *pattern, const char *name)
+{
+    const char *star = NULL, *resume = NULL;
+    while (*name) {
+        if (*pattern == '*') {
+            star = pattern++;
+            resume = name;
+        } else if (*pattern == '?' || *pattern == *name) {
+            pattern++;
+            name++;
+        } else if (star) {
+            pattern = star + 1;
+            name = ++resume;
+        } else {
+            return false;
+        }
+    }
+    while (*pattern == '*')
+        pattern++;
+    return !*pattern;
+}
+
+static nib_status compile(const char *text, struct pattern *out)
+{
+    const size_t bytes = strlen(text) + 1;
+    out->text = nib_alloc(bytes);
+    if (!out->text)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for the pattern %s", nib_quote(text).text);
+    memcpy(out->text, text, bytes);
+    if (strncmp(text, "re:", 3) != 0)
+        return NIB_OK;
+    int code;
+    PCRE2_SIZE place;
+    out->expression = pcre2_compile((PCRE2_SPTR)(text + 3), PCRE2_ZERO_TERMINATED,
+                                    PCRE2_ANCHORED | PCRE2_UTF | PCRE2_NEVER_BACKSLASH_C, &code, &place, NULL);
+    if (out->expression)
+        return NIB_OK;
+    unsigned char reason[128];
+    pcre2_get_error_message(code, reason, sizeof reason);
+    return nib_fail(NIB_ERR_ARG, "the pattern %s: at byte %zu: %s", nib_quote(text).text, (size_t)place + 3,
+                    (const char *)reason);
+}
+
+nib_status nib_patterns_create(const char *const *patterns, size_t n, struct nib_patterns **out)
+{
+    struct nib_patterns *made = nib_alloc_zeroed(sizeof *made);
+    if (made)
+        made->each = nib_alloc_zeroed((n + 1) * sizeof *made->each);
+    if (!made || !made->each) {
+        nib_free(made);
+        return nib_fail(NIB_ERR_MEMORY, "no memory for %zu patterns", n);
+    }
+    nib_status status = NIB_OK;
+    for (size_t i = 0; !status && i < n; i++) {
+        made->n = i + 1;
+        status = patterns[i] && *patterns[i] ? compile(patterns[i], &made->each[i])
+                                             : nib_fail(NIB_ERR_ARG, "pattern %zu is empty", i + 1);
+    }
+    if (status)
+        nib_patterns_destroy(made);
+    else
+        *out = made;
+    return status;
+}
+
+static nib_status expression_matches(const struct pattern *pattern, const char *name, bool *matches)
+{
+    pcre2_match_data *data = pcre2_match_data_create(1, NULL);
+    pcre2_match_context *context = data ? pcre2_match_context_create(NULL) : NULL;
+    int found = PCRE2_ERROR_NOMEMORY;
+    if (context) {
+        pcre2_set_match_limit(context, MATCH_LIMIT);
+        found = pcre2_match(pattern->expression, (PCRE2_SPTR)name, PCRE2_ZERO_TERMINATED, 0, 0, data, context);
+    }
+    pcre2_match_context_free(context);
+    pcre2_match_data_free(data);
+    *matches = found >= 0;
+    if (found >= 0 || found == PCRE2_ERROR_NOMATCH)
+        return NIB_OK;
+    unsigned char reason[128];
+    pcre2_get_error_message(found, reason, sizeof reason);
+    return nib_fail(found == PCRE2_ERROR_NOMEMORY ? NIB_ERR_MEMORY : NIB_ERR_ARG, "the pattern %s on %s: %s",
+                    nib_quote(pattern->text).text, nib_quote(name).text, (const char *)reason);
+}
+
+nib_status nib_patterns_match(const struct nib_patterns *patterns, const char *name, uint32_t *which)
+{
+    *which = NIB_NONE;
+    for (size_t i = 0; i < patterns->n; i++) {
+        const struct pattern *pattern = &patterns->each[i];
+        bool matches = false;
+        if (pattern->expression)
+            TRY(expression_matches(pattern, name, &matches));
+        else
+            matches = is_glob(pattern->text) ? glob_matches(pattern->text, name) : strcmp(pattern->text, name) == 0;
+        if (matches) {
+            *which = (uint32_t)i;
+            return NIB_OK;
+        }
+    }
+    return NIB_OK;
+}
+
+void nib_patterns_destroy(struct nib_patterns *patterns)
+{
+    if (!patterns)
+        return;
+    for (size_t i = 0; i < patterns->n; i++) {
+        nib_free(patterns->each[i].text);
+        pcre2_code_free(patterns->each[i].expression);
+    }
+    nib_free(patterns->each);
+    nib_free(patterns);
+}
+
+/* ---- Parts of a name ---- */
+
+static const char *last_part(const char *name)
+{
+    const char *dot = strrchr(name, '.');
+    return dot ? dot + 1 : name;
+}
+
+/* Whether some part between the dots satisfies the test. */
+static bool any_part(const char *name, bool (*test)(const char *part, size_t length, const char *word),
+                     const char *word)
+{
+    for (const char *part = name; part; part = strchr(part, '.')) {
+        part += *part == '.';
+        if (test(part, strcspn(part, "."), word))
+            return true;
+    }
+    return false;
+}
+
+static bool part_is(const char *part, size_t length, const char *word)
+{
+    return strlen(word) == length && memcmp(part, word, length) == 0;
+}
+
+static bool part_begins(const char *part, size_t length, const char *word)
+{
+    return strlen(word) <= length && memcmp(part, word, strlen(word)) == 0;
+}
+
+static bool part_has(const char *part, size_t length, const char *word)
+{
+    const size_t n = strlen(word);
+    for (size_t i = 0; i + n <= length; i++)
+        if (memcmp(part + i, word, n) == 0)
+            return true;
+    return false;
+}
+
+/* ---- Fused matrices ---- */
+
+/* What servers join into one matrix with one tensor scale, beside each other in the same module. */
+const char *const nib_ck_fused_sets[][5] = {
+    { "q_proj", "k_proj", "v_proj" },
+    { "gate_proj", "up_proj" },
+    { "w1", "w3" },                       /* gate and up, as Mixtral calls them */
+    { "q_a_proj", "kv_a_proj_with_mqa" }, /* latent attention */
+    { "in_proj_qkv", "in_proj_z" },       /* gated delta nets */
+    { "in_proj_b", "in_proj_a" },
+    { "wq", "wk", "wv" }, /* consolidated files */
+    { "wq_a", "wkv_a" },
+    { "to_q", "to_k", "to_v" }, /* diffusion models */
+    { "add_q_proj", "add_k_proj", "add_v_proj" },
+    { "query", "key", "value" },
+    { NULL },
+};
+
+bool nib_ck_fused_key(const char *weight, char *room, size_t bytes)
+{
+    const char *last = last_part(weight);
+    for (size_t set = 0; nib_ck_fused_sets[set][0]; set++)
+        for (size_t i = 0; nib_ck_fused_sets[set][i]; i++)
+            if (strcmp(last, nib_ck_fused_sets[set][i]) == 0) {
+                const int n =
+                    snprintf(room, bytes, "%.*s{%s}", (int)(last - weight), weight, nib_ck_fused_sets[set][0]);
+                return n > 0 && (size_t)n < bytes;
+            }
+    return false;
+}
+
+/* ---- What stays in high precision ---- */
+
+/* Sources: what ModelOpt's and llm-compressor's recipes leave out, and what servers build as something else than a
+ * packed layer. */
+static const struct keep_rule {
+    bool (*test)(const char *part, size_t length, const char *word);
+    const char *word;
+    bool last_only; /* the module's own name, not that of a parent */
+    const char *reason;
+} keep_rules[] = {
+    { part_is, "lm_head", false, "the output head" },
+    { part_is, "embed_out", true, "the output head" },
+    { part_is, "output", true, "the output head" }, /* GGUF, consolidated files */
+    { part_is, "score", true, "a classification head" },
+    { part_is, "classifier", true, "a classification head" },
+    { part_has, "embed", false, "an embedding" },
+    { part_is, "wte", true, "an embedding" },
+    { part_is, "wpe", true, "an embedding" },
+    { part_is, "token_embd", true, "an embedding" },
+    { part_is, "gate", true, "a router" },
+    { part_is, "router", false, "a router" },
+    { part_is, "ffn_gate_inp", true, "a router" },
+    { part_is, "shared_expert_gate", true, "a router" },
+    { part_has, "norm", true, "a norm" },
+    { part_is, "conv1d", true, "a convolution" },
+    { part_is, "in_proj_a", true, "a gate of a linear attention" },
+    { part_is, "in_proj_b", true, "a gate of a linear attention" },
+    { part_is, "in_proj_ba", true, "a gate of a linear attention" },
+    { part_is, "indexer", false, "a sparse attention's indexer" },
+    { part_begins, "visual", false, "part of a vision tower" },
+    { part_begins, "vision", false, "part of a vision tower" },
+    { part_begins, "vit_", false, "part of a vision tower" },
+    { part_begins, "multi_modal_projector", false, "a projector of another modality" },
+    { part_begins, "mm_projector", false, "a projector of another modality" },
+    { part_begins, "audio", false, "part of an audio tower" },
+    { part_is, "mtp", false, "part of multi-token prediction" },
+    { part_begins, "mtp_", false, "part of multi-token prediction" },
+    { part_begins, "nextn", false, "part of multi-token prediction" },
+    { part_is, "eh_proj", true, "part of multi-token prediction" },
+};
+
+/* DeepSeek and GLM number the layers of multi-token prediction behind the model's own. */
+static bool is_layer_beyond(const nib_checkpoint *c, const char *name)
+{
+    const int64_t layers = nib_ck_config_int(c, "num_hidden_layers", -1);
+    const char *place = strstr(name, "layers.");
+    if (layers < 0 || !place || (place != name && place[-1] != '.') || strchr("0123456789", place[7]) == NULL ||
+        !place[7])
+        return false;
+    int64_t number = 0;
+    for (const char *digit = place + 7; *digit >= '0' && *digit <= '9' && number < 1000000; digit++)
+        number = number * 10 + (*digit - '0');
+    return number >= layers;
+}
+
+const char *nib_ck_default_keep(const nib_checkpoint *c, const struct nib_ck_weight *w)
+{
+    /* Cut once: there are many rules, and many names. Nobody's has more parts than this. */
+    enum { PARTS = 32 };
+    const char *parts[PARTS];
+    size_t lengths[PARTS], n = 0;
+    for (const char *part = w->name; part && n < PARTS; part = strchr(part, '.'), n++) {
+        parts[n] = part += *part == '.';
+        lengths[n] = strcspn(part, ".");
+    }
+    for (size_t i = 0; i < sizeof keep_rules / sizeof *keep_rules; i++) {
+        const struct keep_rule *rule = &keep_rules[i];
+        for (size_t part = rule->last_only ? n - 1 : 0; part < n; part++)
+            if (rule->test(parts[part], lengths[part], rule->word))
+                return rule->reason;
+    }
+    return is_layer_beyond(c, w->name) ? "part of multi-token prediction" : NULL;
+}
+
+bool nib_ck_is_expert(const char *weight) { return any_part(weight, part_is, "experts"); }
+
+static bool is_mlp(const char *weight)
+{
+    static const char *const words[] = { "mlp", "feed_forward",  "block_sparse_moe", "experts",
+                                         "ffn", "shared_expert", "shared_experts",   "mixer" };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (any_part(weight, part_is, words[i]))
+            return true;
+    return part_begins(last_part(weight), strlen(last_part(weight)), "ffn_");
+}
+
+const char *nib_ck_preset_keep(nib_preset preset, const char *weight)
+{
+    if (preset == NIB_PRESET_MLP_ONLY)
+        return is_mlp(weight) ? NULL : "the preset mlp-only leaves it out";
+    if (preset == NIB_PRESET_EXPERTS_ONLY)
+        return nib_ck_is_expert(weight) ? NULL : "the preset experts-only leaves it out";
+    return NULL;
+}
+
+/* ---- Stacks of experts ---- */
+
+/* Tensors that hold all experts of a layer. */
+static const struct stack_name {
+    const char *end;    /* of the tensor's name */
+    const char *prefix; /* what stands in its place before the expert's number */
+    const char *parts[2];
+} stack_names[] = {
+    { ".experts.gate_up_proj", ".experts", { "gate_proj", "up_proj" } },
+    { ".experts.down_proj", ".experts", { "down_proj", NULL } },
+    { ".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts", { "w1", "w3" } }, /* Granite */
+    { ".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts", { "w2", NULL } },
+};
+
+/* Where the sizes do not tell: by the modelling code of each. */
+static const struct family {
+    const char *model_type; /* or the beginning of it */
+    bool transposed;        /* [E, K, N] */
+    bool interleaved;       /* gate and up alternate */
+    bool whole_in_modelopt; /* its readers want the stack, packed along K as it lies */
+} families[] = {
+    { "qwen3_vl_moe", true, false, false }, { "llama4", true, false, true },       { "gpt_oss", true, true, true },
+    { "qwen3_5_moe", false, false, false }, { "qwen3_next", false, false, false }, { "gemma4", false, false, false },
+    { "granitemoe", false, false, false },
+};
+
+static const struct family *family_of(const nib_checkpoint *c)
+{
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++)
+        if (strncmp(c->model_type, families[i].model_type, strlen(families[i].model_type)) == 0)
+            return &families[i];
+    return NULL;
+}
+
+bool nib_ck_keeps_stacks(const nib_checkpoint *c)
+{
+    const struct family *family = family_of(c);
+    return family && family->whole_in_modelopt;
+}
+
+/* Inputs of gate_up and outputs of down are the model's hidden size; the other axis is the experts' own size, once or
+ * twice. Only one reading fits, unless the two are equal. */
+static nib_status orientation(const nib_checkpoint *c, const char *tensor, const int64_t *shape, bool two_parts,
+                              bool *transposed)
+{
+    const int64_t hidden = nib_ck_config_int(c, "hidden_size", -1);
+    const int64_t inner = nib_ck_config_int(c, "moe_intermediate_size", nib_ck_config_int(c, "intermediate_size", -1));
+    const int64_t n = two_parts ? 2 * inner : hidden, k = two_parts ? hidden : inner; /* rows and columns of a matrix */
+    const bool straight = shape[1] == n && shape[2] == k, turned = shape[1] == k && shape[2] == n;
+    const struct family *family = family_of(c);
+    if (hidden > 0 && inner > 0 && straight != turned)
+        *transposed = turned;
+    else if (hidden > 0 && (shape[1] == hidden) != (shape[2] == hidden))
+        *transposed = (shape[1] == hidden) == two_parts; /* the hidden size is where K is, or where N is */
+    else if (family)
+        *transposed = family->transposed;
+    else
+        return nib_fail(
+            NIB_ERR_DATA,
+            "%s: tensor %s: [%lld, %lld, %lld] may be experts of [outputs, inputs] or of [inputs, outputs]: "
+            "config.json must say hidden_size and moe_intermediate_size, or a model_type that nib knows",
+            c->path, nib_quote(tensor).text, (long long)shape[0], (long long)shape[1], (long long)shape[2]);
+    return NIB_OK;
+}
+
+nib_status nib_ck_stack_of(const nib_checkpoint *c, const char *tensor, int64_t rank, const int64_t *shape, bool *is,
+                           struct nib_ck_stack *out)
+{
+    *is = false;
+    if (rank != 3)
+        return NIB_OK;
+    for (size_t i = 0; i < sizeof stack_names / sizeof *stack_names; i++) {
+        const struct stack_name *row = &stack_names[i];
+        if (!nib_ck_ends_with(tensor, row->end))
+            continue;
+        *is = true;
+        bool transposed = false;
+        TRY(orientation(c, tensor, shape, row->parts[1] != NULL, &transposed));
+        const struct family *family = family_of(c);
+        *out = (struct nib_ck_stack){ .prefix_bytes = strlen(tensor) - strlen(row->end),
+                                      .prefix = row->prefix,
+                                      .parts = { row->parts[0], row->parts[1] },
+                                      .transposed = transposed,
+                                      .interleaved = family && family->interleaved && row->parts[1] };
+        return NIB_OK;
+    }
+    return NIB_OK;
+}

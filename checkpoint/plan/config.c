@@ -1,0 +1,328 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * config.c - what stands beside the tensors: quantization_config as each loader wants it, the index, provenance.
+ */
+#include "plan/plan.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the configuration"); }
+
+/* ---- JSON as text ---- */
+
+static bool put_string(struct nib_text *text, const char *string) { return nib_text_put(text, string, strlen(string)); }
+
+/* The fewest digits that read back as the same number, as Python writes them; the decimal point is a point in any
+ * locale. */
+static bool put_real(struct nib_text *text, double value)
+{
+    enum { FIXED_FROM = -4, FIXED_TO = 16 };
+    char digits[48];
+    int precision = 0;
+    for (; precision < 17; precision++) {
+        snprintf(digits, sizeof digits, "%.*e", precision, value);
+        if (strtod(digits, NULL) == value)
+            break;
+    }
+    const char *mark = strchr(digits, 'e');
+    const int exponent = mark ? atoi(mark + 1) : 0;
+    if (exponent >= FIXED_FROM && exponent < FIXED_TO)
+        snprintf(digits, sizeof digits, "%.*f", precision > exponent ? precision - exponent : 1, value);
+    for (char *p = digits; *p; p++)
+        if ((*p < '0' || *p > '9') && *p != '-' && *p != '+' && *p != 'e')
+            *p = '.';
+    return put_string(text, digits);
+}
+
+static bool put_line(struct nib_text *text, int indent)
+{
+    bool fits = put_string(text, "\n");
+    for (int i = 0; i < indent && fits; i++)
+        fits = put_string(text, " ");
+    return fits;
+}
+
+/* As deep as jansson's reader lets a text be. */
+bool nib_put_json(struct nib_text *text, const json_t *value, int indent)
+{
+    enum { STEP = 2 };
+    bool fits = true, first = true;
+    switch (json_typeof(value)) {
+    case JSON_OBJECT: {
+        const char *key;
+        json_t *item;
+        fits = put_string(text, "{");
+        json_object_foreach((json_t *)(uintptr_t)value, key, item)
+        {
+            fits = fits && (first || put_string(text, ",")) && put_line(text, indent + STEP) &&
+                   nib_text_put_json(text, key) && put_string(text, ": ") && nib_put_json(text, item, indent + STEP);
+            first = false;
+        }
+        return fits && (first || put_line(text, indent)) && put_string(text, "}");
+    }
+    case JSON_ARRAY: {
+        fits = put_string(text, "[");
+        for (size_t i = 0; i < json_array_size(value) && fits; i++)
+            fits = (i == 0 || put_string(text, ",")) && put_line(text, indent + STEP) &&
+                   nib_put_json(text, json_array_get(value, i), indent + STEP);
+        return fits && (!json_array_size(value) || put_line(text, indent)) && put_string(text, "]");
+    }
+    case JSON_STRING: {
+        const char *string = json_string_value(value);
+        if (*string == '\x01' && nib_ck_is_python_number(string + 1, strlen(string + 1)))
+            return put_string(text, string + 1);
+        return nib_text_put_json(text, string);
+    }
+    case JSON_INTEGER: {
+        char digits[24];
+        snprintf(digits, sizeof digits, "%lld", (long long)json_integer_value(value));
+        return put_string(text, digits);
+    }
+    case JSON_REAL:
+        return put_real(text, json_real_value(value));
+    case JSON_TRUE:
+        return put_string(text, "true");
+    case JSON_FALSE:
+        return put_string(text, "false");
+    case JSON_NULL:
+        break;
+    }
+    return put_string(text, "null");
+}
+
+/* ---- Provenance ---- */
+
+nib_status nib_plan_provenance(const nib_plan *plan, const struct nib_hash *hashes, struct nib_text *text)
+{
+    *text = (struct nib_text){ 0 };
+    char *options = json_dumps(plan->options, JSON_COMPACT | JSON_SORT_KEYS);
+    bool fits = options && put_string(text, "{\"tool\":\"nib\",\"version\":\"" NIB_VERSION "\",\"command\":") &&
+                nib_text_put_json(text, plan->command) && put_string(text, ",\"options\":") &&
+                put_string(text, options) && put_string(text, ",\"sources\":[");
+    free(options);
+    for (size_t i = 0; i < plan->in->n_files && fits; i++) {
+        const char *name = strrchr(plan->in->files[i].name, '/'); /* a single file may be named by its path */
+        char hash[48];
+        snprintf(hash, sizeof hash, ",\"xxh3\":\"%016llx%016llx\"}", hashes ? (unsigned long long)hashes[i].high : 0,
+                 hashes ? (unsigned long long)hashes[i].low : 0);
+        fits = put_string(text, i ? ",{\"file\":" : "{\"file\":") &&
+               nib_text_put_json(text, name ? name + 1 : plan->in->files[i].name) && put_string(text, hash);
+    }
+    fits = fits && put_string(text, "]}") && nib_text_put(text, "", 1);
+    if (fits) {
+        text->used--; /* the NUL behind it is not part of it */
+        return NIB_OK;
+    }
+    nib_free(text->bytes);
+    *text = (struct nib_text){ 0 };
+    return no_memory();
+}
+
+/* ---- quantization_config ---- */
+
+/* Modules that stay in high precision, by their full names: a loader would make packed ones of them otherwise. lm_head
+ * is named even where the file has none, since a tied one is a module too. */
+static json_t *kept_modules(const nib_plan *plan)
+{
+    json_t *list = json_array();
+    bool has_head = false;
+    for (size_t i = 0; i < plan->in->n_weights && list; i++) {
+        const nib_action action = plan->rows[i].action;
+        if (action != NIB_ACTION_KEEP && action != NIB_ACTION_DEQUANTIZE)
+            continue;
+        if (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].packing))
+            continue;
+        has_head |= !strcmp(plan->in->weights[i].name, "lm_head");
+        if (json_array_append_new(list, json_string(plan->in->weights[i].name))) {
+            json_decref(list);
+            return NULL;
+        }
+    }
+    size_t head;
+    if (list && !has_head && nib_checkpoint_find_weight(plan->in, "lm_head", &head) &&
+        json_array_insert_new(list, 0, json_string("lm_head"))) {
+        json_decref(list);
+        return NULL;
+    }
+    return list;
+}
+
+/* A cache of keys and values in FP8 is a matter between the scales that are copied and the server. */
+static bool has_fp8_cache(const nib_checkpoint *in)
+{
+    const json_t *const quantization = json_object_get(in->hf_quant_config, "quantization");
+    const json_t *const algorithms[] = { json_object_get(in->quantization, "kv_cache_quant_algo"),
+                                         json_object_get(quantization, "kv_cache_quant_algo") };
+    const json_t *bits = json_object_get(json_object_get(in->quantization, "kv_cache_scheme"), "num_bits");
+    for (int i = 0; i < 2; i++)
+        if (json_is_string(algorithms[i]) && !strcmp(json_string_value(algorithms[i]), "FP8"))
+            return true;
+    return json_is_integer(bits) && json_integer_value(bits) == 8;
+}
+
+static json_t *ct_cache(const nib_plan *plan)
+{
+    return has_fp8_cache(plan->in) ? json_pack("{s:i, s:s, s:s, s:b, s:b}", "num_bits", 8, "type", "float", "strategy",
+                                               "tensor", "symmetric", 1, "dynamic", 0)
+                                   : json_null();
+}
+
+static json_t *modelopt_cache(const nib_plan *plan)
+{
+    return has_fp8_cache(plan->in) ? json_string("FP8") : json_null();
+}
+
+static json_t *ct_arguments(bool dynamic)
+{
+    return json_pack("{s:i, s:s, s:b, s:s, s:i, s:o, s:n, s:n, s:s, s:{}}", "num_bits", 4, "type", "float", "symmetric",
+                     1, "strategy", "tensor_group", "group_size", 16, "dynamic",
+                     dynamic ? json_string("local") : json_false(), "actorder", "block_structure", "observer", "minmax",
+                     "observer_kwargs");
+}
+
+static json_t *compressed_tensors_config(const nib_plan *plan, json_t *ignore)
+{
+    const bool activations = plan->scheme == NIB_SCHEME_NVFP4;
+    return json_pack("{s:s, s:s, s:s, s:n, s:o, s:o, s:{s:{s:[s], s:o, s:o, s:n}}}", "quant_method",
+                     "compressed-tensors", "format", "nvfp4-pack-quantized", "quantization_status", "compressed",
+                     "global_compression_ratio", "kv_cache_scheme", ct_cache(plan), "ignore", ignore, "config_groups",
+                     "group_0", "targets", "Linear", "weights", ct_arguments(false), "input_activations",
+                     activations ? ct_arguments(true) : json_null(), "output_activations");
+}
+
+static json_t *producer(void) { return json_pack("{s:s, s:s}", "name", "modelopt", "version", "0.46.0"); }
+
+/* Every quantised module with its algorithm: the form of weight-only checkpoints that all servers read. */
+static json_t *quantized_layers(const nib_plan *plan)
+{
+    json_t *layers = json_object();
+    for (size_t i = 0; i < plan->in->n_weights && layers; i++) {
+        const nib_action action = plan->rows[i].action;
+        const bool coded = action == NIB_ACTION_QUANTIZE || action == NIB_ACTION_CONVERT ||
+                           action == NIB_ACTION_REPAIR ||
+                           (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].packing));
+        const char *name = plan->in->weights[i].name;
+        if (coded &&
+            json_object_set_new(layers, name, json_pack("{s:s, s:i}", "quant_algo", "W4A16_NVFP4", "group_size", 16))) {
+            json_decref(layers);
+            return NULL;
+        }
+    }
+    return layers;
+}
+
+static json_t *modelopt_arguments(void)
+{
+    return json_pack("{s:b, s:i, s:s, s:i}", "dynamic", 0, "num_bits", 4, "type", "float", "group_size", 16);
+}
+
+static json_t *modelopt_config(const nib_plan *plan, json_t *ignore)
+{
+    if (plan->scheme == NIB_SCHEME_NVFP4)
+        return json_pack("{s:s, s:s, s:o, s:{s:{s:[s], s:o, s:o}}, s:o, s:o}", "quant_method", "modelopt", "quant_algo",
+                         "NVFP4", "kv_cache_quant_algo", modelopt_cache(plan), "config_groups", "group_0", "targets",
+                         "Linear", "weights", modelopt_arguments(), "input_activations", modelopt_arguments(), "ignore",
+                         ignore, "producer", producer());
+    return json_pack("{s:s, s:s, s:o, s:o, s:o, s:o}", "quant_method", "modelopt", "quant_algo", "MIXED_PRECISION",
+                     "kv_cache_quant_algo", modelopt_cache(plan), "ignore", ignore, "producer", producer(),
+                     "quantized_layers", quantized_layers(plan));
+}
+
+static json_t *modelopt_hf_quant(const nib_plan *plan, json_t *exclude)
+{
+    if (plan->scheme == NIB_SCHEME_NVFP4)
+        return json_pack("{s:o, s:{s:s, s:o, s:i, s:o}}", "producer", producer(), "quantization", "quant_algo", "NVFP4",
+                         "kv_cache_quant_algo", modelopt_cache(plan), "group_size", 16, "exclude_modules", exclude);
+    return json_pack("{s:o, s:{s:s, s:o, s:i, s:o, s:o}}", "producer", producer(), "quantization", "quant_algo",
+                     "MIXED_PRECISION", "kv_cache_quant_algo", modelopt_cache(plan), "group_size", 16,
+                     "exclude_modules", exclude, "quantized_layers", quantized_layers(plan));
+}
+
+/* What a source says of its own quantisation, wherever loaders look for it, is no longer true. */
+static void drop_stale(json_t *config)
+{
+    static const char *const keys[] = { "quantization_config", "compression_config" };
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        json_object_del(config, keys[i]);
+        json_object_del(json_object_get(config, "text_config"), keys[i]);
+    }
+    json_object_del(config, "nib");
+}
+
+nib_status nib_plan_configure(nib_plan *plan)
+{
+    if (plan->config || plan->packing == NIB_PACKING_GGUF)
+        return NIB_OK;
+    plan->config = plan->in->config ? json_deep_copy(plan->in->config) : json_object();
+    if (!plan->config)
+        return no_memory();
+    drop_stale(plan->config);
+    json_t *quantization = NULL;
+    if (plan->packing == NIB_PACKING_COMPRESSED_TENSORS)
+        quantization = compressed_tensors_config(plan, kept_modules(plan));
+    else if (plan->packing == NIB_PACKING_MODELOPT) {
+        quantization = modelopt_config(plan, kept_modules(plan));
+        plan->hf_quant = modelopt_hf_quant(plan, kept_modules(plan));
+        if (!plan->hf_quant)
+            quantization = (json_decref(quantization), NULL);
+    } else
+        return NIB_OK; /* torchao says it in the files, and plain numbers need nothing */
+    return quantization && !json_object_set_new(plan->config, "quantization_config", quantization) ? NIB_OK
+                                                                                                   : no_memory();
+}
+
+/* ---- Index ---- */
+
+static int by_name(const void *left, const void *right)
+{
+    const struct nib_out_tensor *a = *(const struct nib_out_tensor *const *)left,
+                                *b = *(const struct nib_out_tensor *const *)right;
+    return strcmp(a->name, b->name);
+}
+
+static bool put_index(const nib_plan *plan, const struct nib_out_tensor *const *sorted, struct nib_text *text)
+{
+    uint64_t total = 0;
+    char digits[24];
+    for (size_t i = 0; i < plan->n_tensors; i++)
+        total += plan->tensors[i].bytes;
+    snprintf(digits, sizeof digits, "%llu", (unsigned long long)total);
+    bool fits = put_string(text, "{\n  \"metadata\": {\n    \"total_size\": ") && put_string(text, digits) &&
+                put_string(text, "\n  },\n  \"weight_map\": {");
+    for (size_t i = 0; i < plan->n_tensors && fits; i++) {
+        const uint32_t at = (uint32_t)(sorted[i] - plan->tensors);
+        size_t file = 0, count = plan->n_files; /* the last that begins at or before it */
+        while (count > 1) {
+            const size_t half = count / 2;
+            if (plan->files[file + half].first <= at) {
+                file += half;
+                count -= half;
+            } else {
+                count = half;
+            }
+        }
+        fits = put_string(text, i ? ",\n    " : "\n    ") && nib_text_put_json(text, sorted[i]->name) &&
+               put_string(text, ": ") && nib_text_put_json(text, plan->files[file].name);
+    }
+    return fits && put_string(text, "\n  }\n}\n");
+}
+
+nib_status nib_plan_index(const nib_plan *plan, struct nib_text *text)
+{
+    *text = (struct nib_text){ 0 };
+    const struct nib_out_tensor **sorted = nib_alloc((plan->n_tensors + 1) * sizeof *sorted);
+    bool fits = sorted != NULL;
+    for (size_t i = 0; i < plan->n_tensors && fits; i++)
+        sorted[i] = &plan->tensors[i];
+    if (fits) {
+        qsort(sorted, plan->n_tensors, sizeof *sorted, by_name);
+        fits = put_index(plan, sorted, text);
+    }
+    nib_free(sorted);
+    if (fits)
+        return NIB_OK;
+    nib_free(text->bytes);
+    *text = (struct nib_text){ 0 };
+    return no_memory();
+}

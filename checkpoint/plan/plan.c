@@ -1,0 +1,494 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * plan.c - plans put together: memory, tensors, files, groups; and the plan of an output as the caller sees it.
+ */
+#include "plan/plan.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "io/gguf.h"
+
+/* ---- Memory ---- */
+
+/* Pieces that go together. Plans hold hundreds of thousands of names: one block each would cost more than the names. */
+struct nib_arena {
+    struct nib_arena *next;
+    size_t used, size;
+    char bytes[];
+};
+
+enum { ARENA_BYTES = 64 << 10 };
+
+static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the plan"); }
+
+void *nib_plan_memory(nib_plan *plan, size_t bytes)
+{
+    const size_t wanted = (bytes + 7) & ~(size_t)7;
+    struct nib_arena *arena = plan->strings;
+    if (!arena || arena->size - arena->used < wanted) {
+        const size_t size = wanted > ARENA_BYTES ? wanted : ARENA_BYTES;
+        arena = nib_alloc(sizeof *arena + size);
+        if (!arena)
+            return NULL;
+        *arena = (struct nib_arena){ .next = plan->strings, .size = size };
+        plan->strings = arena;
+    }
+    void *memory = arena->bytes + arena->used;
+    arena->used += wanted;
+    return memory;
+}
+
+const char *nib_plan_string(nib_plan *plan, const char *format, ...)
+{
+    va_list arguments, again;
+    va_start(arguments, format);
+    va_copy(again, arguments);
+    const int length = vsnprintf(NULL, 0, format, arguments);
+    char *string = length < 0 ? NULL : nib_plan_memory(plan, (size_t)length + 1);
+    if (string)
+        vsnprintf(string, (size_t)length + 1, format, again);
+    va_end(again);
+    va_end(arguments);
+    return string;
+}
+
+void nib_plan_destroy(nib_plan *plan)
+{
+    if (!plan)
+        return;
+    for (struct nib_arena *arena = plan->strings, *next; arena; arena = next) {
+        next = arena->next;
+        nib_free(arena);
+    }
+    json_decref(plan->options);
+    json_decref(plan->config);
+    json_decref(plan->hf_quant);
+    json_decref(plan->amaxes);
+    nib_free(plan->rows);
+    nib_free(plan->tensors);
+    nib_free(plan->weights);
+    nib_free(plan->groups);
+    nib_free(plan->files);
+    nib_free(plan);
+}
+
+/* ---- Steps ---- */
+
+/* What a weight's share of its tensors is: experts of a stack have equal ones. */
+static uint64_t stored_bytes(const nib_checkpoint *c, const struct nib_ck_weight *w)
+{
+    uint64_t bytes = 0;
+    for (int role = 0; role < NIB_ROLE_COUNT; role++) {
+        if (w->tensor[role] == NIB_NONE)
+            continue;
+        const struct nib_ck_tensor *t = &c->tensors[w->tensor[role]];
+        if (w->index < 0 || t->rank < 2) {
+            bytes += w->index < 0 ? t->bytes : t->bytes / (uint64_t)nib_max(t->rank ? t->shape[0] : 1, 1);
+            continue;
+        }
+        const int64_t matrix_rows = nib_ck_matrix_rows(c, w);
+        bytes += t->bytes / (uint64_t)nib_max(t->shape[0], 1) / (uint64_t)nib_max(matrix_rows / nib_max(w->rows, 1), 1);
+    }
+    return bytes;
+}
+
+int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w)
+{
+    const struct nib_ck_tensor *t = &c->tensors[w->tensor[NIB_ROLE_DATA]];
+    if (w->index < 0)
+        return w->rows;
+    return t->shape[w->transposed ? 2 : 1];
+}
+
+nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_packing packing, nib_plan **out)
+{
+    nib_plan *plan = nib_alloc_zeroed(sizeof *plan);
+    if (!plan)
+        return no_memory();
+    plan->in = in;
+    plan->command = command;
+    plan->packing = packing;
+    plan->one_file = packing == NIB_PACKING_GGUF || !in->is_folder;
+    plan->shard_bytes = NIB_SHARD_BYTES;
+    plan->dequantized_dtype = NIB_DTYPE_COUNT;
+    plan->options = json_object();
+    plan->rows = nib_alloc_zeroed((in->n_weights + 1) * sizeof *plan->rows);
+    if (!plan->options || !plan->rows) {
+        nib_plan_destroy(plan);
+        return no_memory();
+    }
+    for (size_t i = 0; i < in->n_weights; i++) {
+        const uint64_t bytes = stored_bytes(in, &in->weights[i]);
+        plan->rows[i] = (struct nib_out_row){
+            .action = NIB_ACTION_KEEP, .reason = "", .group_name = NIB_NONE, .bytes_in = bytes, .bytes_out = bytes
+        };
+    }
+    *out = plan;
+    return NIB_OK;
+}
+
+nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_bytes)
+{
+    struct nib_out_file *last = plan->n_files ? &plan->files[plan->n_files - 1] : NULL;
+    const bool other = plan->keep_split && last && last->input_file != input_file;
+    const bool full = !plan->keep_split && last && last->data && coming_bytes > plan->shard_bytes - last->data;
+    if (last && (plan->one_file || (!other && !full))) {
+        last->data += coming_bytes;
+        return NIB_OK;
+    }
+    struct nib_out_file *files = nib_grow(plan->files, &plan->files_capacity, plan->n_files + 1, sizeof *plan->files);
+    if (!files)
+        return no_memory();
+    plan->files = files;
+    /* Until it is laid out, `data` counts what is in it; more than shard_bytes only for one tensor that is larger. */
+    const uint64_t counted = coming_bytes < plan->shard_bytes ? coming_bytes : plan->shard_bytes;
+    files[plan->n_files++] =
+        (struct nib_out_file){ .first = (uint32_t)plan->n_tensors, .input_file = input_file, .data = counted };
+    return NIB_OK;
+}
+
+nib_status nib_plan_add_tensor(nib_plan *plan, const char *name, nib_dtype dtype, int64_t rank, const int64_t *shape,
+                               enum nib_producer producer, uint32_t source, uint32_t *index)
+{
+    struct nib_out_tensor *tensors =
+        nib_grow(plan->tensors, &plan->tensors_capacity, plan->n_tensors + 1, sizeof *tensors);
+    int64_t *dims = nib_plan_memory(plan, (size_t)nib_max(rank, 1) * sizeof *dims);
+    if (tensors)
+        plan->tensors = tensors;
+    if (!tensors || !dims || !name)
+        return no_memory();
+    int64_t elements = 1, bits = 0;
+    for (int64_t i = 0; i < rank; i++) {
+        dims[i] = shape[i];
+        if (!nib_mul(elements, shape[i], &elements))
+            return nib_fail(NIB_ERR_SHAPE, "tensor %s would have more elements than can be counted",
+                            nib_quote(name).text);
+    }
+    if (dtype < NIB_DTYPE_COUNT && !nib_mul(elements, nib_dtypes[dtype].bits, &bits))
+        return nib_fail(NIB_ERR_SHAPE, "tensor %s would have more bytes than can be counted", nib_quote(name).text);
+    if (plan->n_files == 0)
+        TRY(nib_plan_next(plan, 0, 0));
+    if (index)
+        *index = (uint32_t)plan->n_tensors;
+    plan->tensors[plan->n_tensors++] = (struct nib_out_tensor){ .name = name,
+                                                                .dtype = dtype,
+                                                                .ggml_type = -1,
+                                                                .rank = rank,
+                                                                .shape = dims,
+                                                                .bytes = (uint64_t)bits / 8,
+                                                                .producer = producer,
+                                                                .source = source,
+                                                                .step = 1 };
+    plan->files[plan->n_files - 1].tensors++;
+    return NIB_OK;
+}
+
+nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor)
+{
+    const struct nib_ck_tensor *t = &plan->in->tensors[tensor];
+    if (t->ggml_type >= 0 && t->dtype == NIB_DTYPE_COUNT && plan->packing != NIB_PACKING_GGUF) {
+        char room[512];
+        return nib_fail(NIB_ERR_UNSUPPORTED, "%s has GGML type %d, which safetensors files cannot hold",
+                        nib_ck_place(plan->in, tensor, room, sizeof room), t->ggml_type);
+    }
+    uint32_t index;
+    TRY(nib_plan_add_tensor(plan, t->name, t->dtype, t->rank, t->shape, NIB_PRODUCE_COPY, tensor, &index));
+    plan->tensors[index].bytes = t->bytes;
+    if (t->dtype == NIB_DTYPE_COUNT)
+        plan->tensors[index].ggml_type = t->ggml_type;
+    return NIB_OK;
+}
+
+/* ---- Tensors of a weight ---- */
+
+/* How a packing names and shapes what it keeps of a weight. */
+static const struct names {
+    const char *data, *scale, *level, *input;
+    int level_rank; /* 0 or 1 */
+} packing_names[NIB_PACKING_COUNT] = {
+    [NIB_PACKING_PLAIN] = { ".weight", NULL, NULL, NULL, 0 },
+    [NIB_PACKING_COMPRESSED_TENSORS] = { ".weight_packed", ".weight_scale", ".weight_global_scale",
+                                         ".input_global_scale", 1 },
+    [NIB_PACKING_MODELOPT] = { ".weight", ".weight_scale", ".weight_scale_2", ".input_scale", 0 },
+    [NIB_PACKING_TORCHAO] = { "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale",
+                              "._weight_act_per_tensor_scale", 0 },
+    [NIB_PACKING_GGUF] = { ".weight", NULL, ".scale", ".input_scale", 1 },
+};
+
+/* Stacks that stay whole have underscores: "experts.gate_up_proj_weight_scale". */
+static const struct names stack_names = { "", "_weight_scale", "_weight_scale_2", "_input_scale", 0 };
+
+static nib_status add_part(nib_plan *plan, const char *name, const char *suffix, nib_dtype dtype, int64_t rank,
+                           const int64_t *shape, uint32_t *index)
+{
+    const char *full = nib_plan_string(plan, "%s%s", name, suffix);
+    return full ? nib_plan_add_tensor(plan, full, dtype, rank, shape, NIB_PRODUCE_WEIGHT, NIB_NONE, index)
+                : no_memory();
+}
+
+static bool writes_numbers(const struct nib_out_weight *w)
+{
+    return w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP;
+}
+
+/* Data and scales; the matrices of a stack that is written whole share them, and the first brings them. */
+static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char *name, const struct names *names)
+{
+    const int64_t rows = w->source.rows, cols = w->source.cols;
+    const bool stack = w->laying == NIB_LAY_STACK;
+    if (writes_numbers(w)) {
+        const int64_t shape[] = { w->experts, stack ? cols : rows, stack ? rows : cols };
+        return add_part(plan, name, stack ? "" : ".weight", w->dtype, stack ? 3 : 2, shape + !stack,
+                        &w->out[NIB_ROLE_DATA]);
+    }
+    if (w->laying == NIB_LAY_GGUF) {
+        TRY(add_part(plan, name, names->data, NIB_DTYPE_COUNT, 2, (int64_t[]){ rows, cols }, &w->out[NIB_ROLE_DATA]));
+        struct nib_out_tensor *t = &plan->tensors[w->out[NIB_ROLE_DATA]];
+        t->ggml_type = NIB_GGUF_NVFP4;
+        t->bytes = (uint64_t)rows * (uint64_t)(cols / 64) * 36;
+        return NIB_OK;
+    }
+    const int64_t codes[] = { w->experts, stack ? cols / 2 : rows, stack ? rows : cols / 2 };
+    const int64_t scales[] = { w->experts, stack ? cols / 16 : rows, stack ? rows : cols / 16 };
+    TRY(add_part(plan, name, names->data, NIB_U8, stack ? 3 : 2, codes + !stack, &w->out[NIB_ROLE_DATA]));
+    return add_part(plan, name, names->scale, NIB_E4M3, stack ? 3 : 2, scales + !stack, &w->out[NIB_ROLE_SCALE]);
+}
+
+static nib_status add_numbers(nib_plan *plan, struct nib_out_weight *w, const char *name, const struct names *names,
+                              bool with_input)
+{
+    if (writes_numbers(w))
+        return NIB_OK;
+    TRY(add_part(plan, name, names->level, NIB_F32, names->level_rank, (int64_t[]){ 1 }, &w->out[NIB_ROLE_LEVEL]));
+    return with_input ? add_part(plan, name, names->input, NIB_F32, names->level_rank, (int64_t[]){ 1 },
+                                 &w->out[NIB_ROLE_INPUT])
+                      : NIB_OK;
+}
+
+nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool with_input)
+{
+    struct nib_out_weight *weights =
+        nib_grow(plan->weights, &plan->weights_capacity, plan->n_weights + 1, sizeof *weights);
+    if (!weights)
+        return no_memory();
+    plan->weights = weights;
+    const bool stack = w->laying == NIB_LAY_STACK;
+    const struct names *names = stack ? &stack_names : &packing_names[plan->packing];
+    /* A whole stack bears the name of the tensor that it comes from. */
+    const char *name = stack ? nib_ck_stack_name(plan, w) : w->source.name;
+    if (!name)
+        return no_memory();
+    if (!stack || w->index == 0) {
+        for (int role = 0; role < NIB_ROLE_COUNT; role++)
+            w->out[role] = NIB_NONE;
+        TRY(add_data(plan, w, name, names));
+        TRY(add_numbers(plan, w, name, names, with_input));
+    } else { /* numbers are written once, by the first */
+        memcpy(w->out, plan->weights[plan->n_weights - 1].out, sizeof w->out);
+        w->out[NIB_ROLE_LEVEL] = w->out[NIB_ROLE_INPUT] = NIB_NONE;
+    }
+    plan->weights[plan->n_weights++] = *w;
+    return NIB_OK;
+}
+
+const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w)
+{
+    static const char blocks[] = "_blocks"; /* how gpt-oss calls the codes of a stack in MXFP4 */
+    const char *name = plan->in->tensors[w->source.tensor[NIB_ROLE_DATA]].name;
+    const size_t length = strlen(name), suffix = sizeof blocks - 1;
+    const bool has = length > suffix && !strcmp(name + length - suffix, blocks);
+    return has ? nib_plan_string(plan, "%.*s", (int)(length - suffix), name) : name;
+}
+
+/* ---- The end of a plan ---- */
+
+struct placed {
+    uint32_t tensor, file;
+    uint64_t begin;
+};
+
+static int by_place(const void *left, const void *right)
+{
+    const struct placed *a = left, *b = right;
+    if (a->file != b->file)
+        return a->file < b->file ? -1 : 1;
+    if (a->begin != b->begin)
+        return a->begin < b->begin ? -1 : 1;
+    return a->tensor < b->tensor ? -1 : a->tensor > b->tensor; /* tensors without bytes */
+}
+
+nib_status nib_ck_order_by_place(const nib_checkpoint *c, uint32_t *order)
+{
+    struct placed *placed = nib_alloc((c->n_tensors + 1) * sizeof *placed);
+    if (!placed)
+        return no_memory();
+    nib_status status = NIB_OK;
+    for (size_t i = 0; i < c->n_tensors && !status; i++) {
+        const struct nib_ck_tensor *t = &c->tensors[i];
+        placed[i] = (struct placed){ .tensor = (uint32_t)i, .file = t->file, .begin = t->entry };
+        nib_entry entry;
+        if (c->files[t->file].safetensors) {
+            status = nib_file_entry(c->files[t->file].safetensors, t->entry, &entry);
+            if (!status)
+                placed[i].begin = entry.begin;
+        }
+    }
+    qsort(placed, c->n_tensors, sizeof *placed, by_place);
+    for (size_t i = 0; i < c->n_tensors; i++)
+        order[i] = placed[i].tensor;
+    nib_free(placed);
+    return status;
+}
+
+/* Wide dtypes first, then by name: the reference's order, in which every tensor is aligned. GGUF files keep theirs. */
+static int by_layout(const void *left, const void *right)
+{
+    const struct nib_out_tensor *a = *(const struct nib_out_tensor *const *)left,
+                                *b = *(const struct nib_out_tensor *const *)right;
+    const int rank_a = nib_safetensors_rank(a->dtype), rank_b = nib_safetensors_rank(b->dtype);
+    return rank_a != rank_b ? rank_b - rank_a : strcmp(a->name, b->name);
+}
+
+static int by_name(const void *left, const void *right)
+{
+    return strcmp((*(const struct nib_out_tensor *const *)left)->name,
+                  (*(const struct nib_out_tensor *const *)right)->name);
+}
+
+static nib_status check_names(const nib_plan *plan, const struct nib_out_tensor **scratch)
+{
+    for (size_t i = 0; i < plan->n_tensors; i++)
+        scratch[i] = &plan->tensors[i];
+    qsort(scratch, plan->n_tensors, sizeof *scratch, by_name);
+    for (size_t i = 1; i < plan->n_tensors; i++)
+        if (!strcmp(scratch[i - 1]->name, scratch[i]->name))
+            return nib_fail(NIB_ERR_DATA, "%s: two tensors of the output would be called %s", plan->in->path,
+                            nib_quote(scratch[i]->name).text);
+    return NIB_OK;
+}
+
+/* Put the tensors of every file in the order of their bytes; weights follow them. */
+static nib_status sort_tensors(nib_plan *plan, const struct nib_out_tensor **scratch)
+{
+    struct nib_out_tensor *sorted = nib_alloc((plan->n_tensors + 1) * sizeof *sorted);
+    uint32_t *now_at = nib_alloc((plan->n_tensors + 1) * sizeof *now_at);
+    if (!sorted || !now_at) {
+        nib_free(sorted);
+        nib_free(now_at);
+        return no_memory();
+    }
+    for (size_t i = 0; i < plan->n_tensors; i++)
+        scratch[i] = &plan->tensors[i];
+    for (size_t f = 0; f < plan->n_files && plan->packing != NIB_PACKING_GGUF; f++)
+        qsort(scratch + plan->files[f].first, plan->files[f].tensors, sizeof *scratch, by_layout);
+    for (size_t i = 0; i < plan->n_tensors; i++) {
+        sorted[i] = *scratch[i];
+        now_at[scratch[i] - plan->tensors] = (uint32_t)i;
+    }
+    if (plan->n_tensors)
+        memcpy(plan->tensors, sorted, plan->n_tensors * sizeof *sorted);
+    for (size_t i = 0; i < plan->n_weights; i++)
+        for (int role = 0; role < NIB_ROLE_COUNT; role++)
+            if (plan->weights[i].out[role] != NIB_NONE)
+                plan->weights[i].out[role] = now_at[plan->weights[i].out[role]];
+    nib_free(sorted);
+    nib_free(now_at);
+    return NIB_OK;
+}
+
+static nib_status name_files(nib_plan *plan)
+{
+    for (size_t i = 0; i < plan->n_files; i++) {
+        struct nib_out_file *file = &plan->files[i];
+        if (plan->packing == NIB_PACKING_GGUF)
+            file->name = "model.gguf";
+        else if (plan->keep_split && plan->in->is_folder && plan->in->files[file->input_file].safetensors)
+            file->name = plan->in->files[file->input_file].name;
+        else if (plan->n_files == 1)
+            file->name = "model.safetensors";
+        else
+            file->name = nib_plan_string(plan, "model-%05zu-of-%05zu.safetensors", i + 1, plan->n_files);
+        if (!file->name)
+            return no_memory();
+    }
+    return NIB_OK;
+}
+
+nib_status nib_plan_finish(nib_plan *plan, nib_plan **out)
+{
+    const struct nib_out_tensor **scratch = nib_alloc((plan->n_tensors + 1) * sizeof *scratch);
+    nib_status status = scratch ? NIB_OK : no_memory();
+    if (!status && plan->n_files == 0)
+        status = nib_plan_next(plan, 0, 0);
+    if (!status)
+        status = check_names(plan, scratch);
+    if (!status)
+        status = sort_tensors(plan, scratch);
+    nib_free(scratch);
+    if (!status)
+        status = name_files(plan);
+    if (!status)
+        status = nib_plan_configure(plan);
+    for (size_t i = 0; i < plan->n_files && !status; i++)
+        status = nib_plan_lay_out(plan, &plan->files[i]);
+    if (status) {
+        nib_plan_destroy(plan);
+        return status;
+    }
+    *out = plan;
+    return NIB_OK;
+}
+
+/* ---- A plan as the caller sees it ---- */
+
+/* A weight with a reason to stay is kept, though its packing may not be: what was FP8 blocks or MXFP4 stays in the numbers
+ * that it stands for. */
+static bool changes(const struct nib_out_row *row) { return row->action != NIB_ACTION_KEEP && !*row->reason; }
+
+nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
+{
+    NIB_REQUIRE(plan);
+    NIB_REQUIRE(out);
+    TRY(nib_check_struct("nib_plan_facts", out, sizeof *out));
+    nib_plan_facts facts = {
+        .bytes = out->bytes, .weights = plan->in->n_weights, .files_in = plan->in->n_files, .files_out = plan->n_files
+    };
+    for (size_t i = 0; i < plan->in->n_weights; i++) {
+        const struct nib_out_row *row = &plan->rows[i];
+        const struct nib_ck_weight *w = &plan->in->weights[i];
+        facts.changed += changes(row);
+        facts.kept += !changes(row);
+        facts.groups += row->group_name == i;
+        facts.changed_elements += changes(row) ? (uint64_t)w->rows * (uint64_t)w->cols : 0;
+        facts.changed_bytes_out += changes(row) ? row->bytes_out : 0;
+    }
+    for (size_t i = 0; i < plan->in->n_files; i++)
+        facts.bytes_in += plan->in->files[i].bytes;
+    for (size_t i = 0; i < plan->n_files; i++)
+        facts.bytes_out += plan->files[i].bytes;
+    *out = facts;
+    return NIB_OK;
+}
+
+nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *out)
+{
+    NIB_REQUIRE(plan);
+    NIB_REQUIRE(out);
+    TRY(nib_check_struct("nib_plan_row", out, sizeof *out));
+    if (index >= plan->in->n_weights)
+        return nib_fail(NIB_ERR_ARG, "there is no row %zu: the plan has %zu", index, plan->in->n_weights);
+    const struct nib_ck_weight *w = &plan->in->weights[index];
+    const struct nib_out_row *row = &plan->rows[index];
+    *out = (nib_plan_row){ .bytes = out->bytes,
+                           .name = w->name,
+                           .action = row->action,
+                           .reason = row->reason,
+                           .rows = w->rows,
+                           .cols = w->cols,
+                           .bytes_in = row->bytes_in,
+                           .bytes_out = row->bytes_out,
+                           .group = row->group_name == NIB_NONE ? "" : plan->in->weights[row->group_name].name };
+    return NIB_OK;
+}

@@ -1,0 +1,181 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * plan.h - what a plan is: output files, the tensors of each in the order of their bytes, and where every byte of them
+ * comes from. A plan is made from headers and configuration; run.c carries it out without knowing what it is for.
+ *
+ *     plan.c        plans put together by steps           plan_make.c   from actions of weights to tensors
+ *     plan_kinds.c  quantise, convert, dequantise         repair.c      a repair
+ *     plan_layout.c headers of output files               config.c      configuration, index, provenance
+ *     run.c         the order of all steps, threads       stage.c       the folder of a run, final names
+ *     survey.c      the first pass: hashes, amaxes        write.c       the second
+ */
+#ifndef NIB_PLAN_H
+#define NIB_PLAN_H
+
+#include "io/checkpoint.h"
+#include "file/safetensors.h"
+
+#define NIB_SHARD_BYTES UINT64_C(5000000000)
+
+/* Where the bytes of an output tensor come from. */
+enum nib_producer {
+    NIB_PRODUCE_COPY = 0, /* a source tensor, byte for byte */
+    NIB_PRODUCE_PIECE,    /* `count` elements of one, from element `first` on, `step` apart (small ones only) */
+    NIB_PRODUCE_NUMBER,   /* one F32 that is known when the plan is made */
+    NIB_PRODUCE_WEIGHT,   /* weights write it: see nib_out_weight.out */
+};
+
+struct nib_out_tensor {
+    const char *name;
+    nib_dtype dtype;
+    int ggml_type; /* GGUF files; -1 otherwise */
+    int64_t rank;
+    const int64_t *shape; /* outermost first */
+    uint64_t bytes;
+    uint64_t offset; /* in its file; set when the file is laid out */
+    enum nib_producer producer;
+    uint32_t source; /* COPY, PIECE: a tensor of the input */
+    int64_t first, step, count;
+    float number;
+};
+
+/* Weights that share a tensor scale, one of them at least. Every weight that is quantised is in one. */
+struct nib_out_group {
+    uint32_t first; /* of its out weights, in their order */
+    uint32_t members;
+    nib_dtype dtype;  /* in which they are quantised */
+    bool mxfp4;       /* all are MXFP4: codes are taken over exactly */
+    float input_amax; /* of activations, where a file says it; 0 otherwise */
+};
+
+/* How the codes of a weight are laid down. */
+enum nib_laying {
+    NIB_LAY_ROWS = 0, /* codes [rows, K/2] and scales [rows, K/16], row by row */
+    NIB_LAY_STACK,    /* matrix `index` of [E, K/2, rows] and [E, K/16, rows]: packed along dim 1 */
+    NIB_LAY_GGUF,     /* blocks of 64: four scales, then codes j and j+8 of each sixteen in a byte */
+};
+
+/* One weight that is worked on. Weights that stay as they are need none: their tensors are copied. */
+struct nib_out_weight {
+    struct nib_ck_weight source; /* a copy: experts of a stack that stays whole are joined to one matrix per expert */
+    nib_action action;           /* QUANTIZE, CONVERT and REPAIR (codes stay), DEQUANTIZE and KEEP (numbers) */
+    enum nib_laying laying;      /* of numbers: ROWS, or STACK for [E, K, rows] */
+    int64_t index;               /* in a stack that is written; 0 otherwise */
+    int64_t experts;             /* matrices of that stack; 1 otherwise */
+    nib_dtype dtype;             /* of numbers that are written */
+    uint32_t group;              /* QUANTIZE: index in groups */
+    /* Codes that stay: what the written number per tensor is, in the sense of the plan's packing (CT: the divisor), and
+     * what every scale byte becomes (256 bytes in the plan's memory; NULL: itself). */
+    float level;
+    bool as_in_source; /* instead: the source's own, and that of activations too, where it has one */
+    const uint8_t *scale_map;
+    /* The number of activations, in the sense of the packing. Of `norm` it is found in the run: sqrt(K) * max |gamma|
+     * of that tensor (or of gamma + 1). */
+    float input;
+    uint32_t norm; /* tensor of the input; NIB_NONE: `input` it is */
+    bool norm_plus_one;
+    uint32_t out[NIB_ROLE_COUNT]; /* the tensors that it writes; NIB_NONE for those that it does not */
+};
+
+struct nib_out_file {
+    const char *name; /* within the output folder; of a GGUF file, and where one file becomes one, it is not used */
+    uint32_t first, tensors; /* in plan->tensors: in the order of their bytes, once laid out */
+    uint32_t input_file;     /* whose tensors it began with */
+    uint64_t data, bytes;    /* where data begins; size of the file */
+};
+
+/* What becomes of a weight of the input, for reports. */
+struct nib_out_row {
+    nib_action action;
+    const char *reason;           /* "" or why it is kept */
+    uint32_t group_name;          /* weight of the input: the first of its group; NIB_NONE where it is alone */
+    uint64_t bytes_in, bytes_out; /* of all of its tensors */
+};
+
+struct nib_plan {
+    const nib_checkpoint *in;
+    const char *command;         /* "quantize" ...: provenance and sentences */
+    nib_packing packing;         /* of the output */
+    nib_scheme scheme;           /* of the output, where it is NVFP4 */
+    nib_quantizer q;             /* QUANTIZE */
+    nib_activation activation;   /* QUANTIZE with NIB_SCHEME_NVFP4 */
+    json_t *amaxes;              /* of activations, by module */
+    nib_dtype dequantized_dtype; /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
+    json_t *options;             /* what provenance says of them */
+    json_t *config;              /* config.json as it will be, without provenance; NULL: none is written */
+    json_t *hf_quant;            /* hf_quant_config.json; NULL: none */
+    bool quantized;           /* the output has quantised weights: the copied config.json needs a quantization_config */
+    struct nib_out_row *rows; /* one per weight of the input */
+    struct nib_out_tensor *tensors;
+    size_t n_tensors, tensors_capacity;
+    struct nib_out_weight *weights;
+    size_t n_weights, weights_capacity;
+    struct nib_out_group *groups;
+    size_t n_groups, groups_capacity;
+    struct nib_out_file *files;
+    size_t n_files, files_capacity;
+    uint64_t shard_bytes;
+    bool keep_split;
+    bool one_file; /* GGUF, or one file in: there is one file out, and no configuration where it is written as a file */
+    struct nib_arena *strings; /* names, shapes, scale maps: all that plan pointers above point to */
+};
+
+/* ---- Steps that plans are put together by (plan.c) ---- */
+
+/* An empty plan for a packing: every row KEEP with reason "". */
+nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_packing packing, nib_plan **out);
+/* Memory that lives as long as the plan; NULL without. */
+void *nib_plan_memory(nib_plan *plan, size_t bytes);
+const char *nib_plan_string(nib_plan *plan, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* One more tensor at the end of the current file. `shape` is copied. *index may be NULL. */
+nib_status nib_plan_add_tensor(nib_plan *plan, const char *name, nib_dtype dtype, int64_t rank, const int64_t *shape,
+                               enum nib_producer producer, uint32_t source, uint32_t *index);
+/* A source tensor as it is. */
+nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor);
+/* One more weight with its tensors, by plan->packing and the weight's laying: NAME.weight_packed and so on, the number
+ * per tensor among them, and that of activations where `with_input`. `*w` is copied; its out[] is filled. */
+nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool with_input);
+/* Tensors that are added from here on belong to the output file that stands for this input file (by keep_split, or
+ * by size: a new one is begun where the current one is full). Call it before each input tensor's outputs. */
+nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_bytes);
+/* The end: names are checked, files named and laid out, configuration made. `plan` is destroyed on failure. */
+nib_status nib_plan_finish(nib_plan *plan, nib_plan **out);
+
+/* All of these in one, from the actions of the rows on: groups, tensors, files. `plan` is destroyed on failure. */
+nib_status nib_plan_make(nib_plan *plan, nib_plan **out);
+/* What keeping a weight means: KEEP, or DEQUANTIZE where its format goes. */
+nib_action nib_plan_keep_action(const struct nib_ck_weight *w);
+/* What the packing stores for activations of this amax. */
+float nib_plan_input_scale(const nib_plan *plan, float amax);
+
+/* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */
+int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w);
+/* The name of the stack that a weight comes from, as a stack that is written whole bears it; NULL without memory. */
+const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w);
+/* Source tensors in the order in which they lie in their files: `order` has room for n_tensors. */
+nib_status nib_ck_order_by_place(const nib_checkpoint *c, uint32_t *order);
+
+/* ---- Layout (plan_layout.c) ---- */
+
+/* Sizes and offsets of a file; its tensors are put in the order of their bytes. */
+nib_status nib_plan_lay_out(nib_plan *plan, struct nib_out_file *file);
+/* The bytes before the data: `provenance` as long as the one of the layout. Freed with nib_free(text->bytes). */
+nib_status nib_plan_header(const nib_plan *plan, const struct nib_out_file *file, const char *provenance,
+                           struct nib_text *text);
+
+/* ---- Configuration (config.c) ---- */
+
+/* config and hf_quant_config of the output from those of the input and the rows: called by nib_plan_finish. A repair
+ * may set plan->config and plan->hf_quant itself before that. */
+nib_status nib_plan_configure(nib_plan *plan);
+/* {"tool": "nib", ...} in one line, with the XXH3-128 of each input file; NULL: zeros. */
+struct nib_hash {
+    uint64_t high, low;
+};
+nib_status nib_plan_provenance(const nib_plan *plan, const struct nib_hash *hashes, struct nib_text *text);
+/* model.safetensors.index.json; freed with nib_free(text->bytes). */
+nib_status nib_plan_index(const nib_plan *plan, struct nib_text *text);
+/* JSON as files have it: indented by 2, keys in their order, numbers as short as they can be. */
+bool nib_put_json(struct nib_text *text, const json_t *value, int indent);
+
+#endif

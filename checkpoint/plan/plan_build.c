@@ -1,0 +1,506 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * plan_make.c - from what becomes of every weight to the tensors of the output. All plans go through here: they differ
+ * in the actions of their rows.
+ */
+#include "plan/plan.h"
+
+#include <float.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the plan"); }
+
+struct maker {
+    nib_plan *plan;
+    uint32_t *order;           /* source tensors, as they lie */
+    uint32_t *by_data, *first; /* weights by their data tensor: by_data[first[t]..first[t + 1] - 1] */
+    struct keyed *keyed;       /* weights in sets */
+    size_t n_keyed;
+    uint32_t *group; /* of each source weight that is quantised */
+};
+
+static void destroy_maker(struct maker *m)
+{
+    nib_free(m->order);
+    nib_free(m->by_data);
+    nib_free(m->first);
+    nib_free(m->keyed);
+    nib_free(m->group);
+}
+
+/* ---- Stacks of experts ---- */
+
+/* Whether the matrices of a tensor are written as one stack, as the source has them. */
+static bool stays_whole(const struct maker *m, uint32_t tensor)
+{
+    const nib_plan *plan = m->plan;
+    const uint32_t begin = m->first[tensor], end = m->first[tensor + 1];
+    if (begin == end || plan->in->weights[m->by_data[begin]].index < 0 || !nib_ck_keeps_stacks(plan->in))
+        return false;
+    const nib_action action = plan->rows[m->by_data[begin]].action;
+    for (uint32_t i = begin; i < end; i++)
+        if (plan->rows[m->by_data[i]].action != action)
+            return false;
+    return action == NIB_ACTION_DEQUANTIZE || (action != NIB_ACTION_KEEP && plan->packing == NIB_PACKING_MODELOPT);
+}
+
+/* ---- Sets ---- */
+
+/* Weights with equal keys share a tensor scale, and are quantised together or not at all. */
+struct keyed {
+    const char *key;
+    uint32_t weight;
+};
+
+static int by_key(const void *left, const void *right)
+{
+    const struct keyed *a = left, *b = right;
+    const int order = strcmp(a->key, b->key);
+    return order ? order : a->weight < b->weight ? -1 : a->weight > b->weight;
+}
+
+/* One of ModelOpt's stacks has one tensor scale; elsewhere it is what servers fuse. */
+static nib_status find_keys(struct maker *m)
+{
+    nib_plan *plan = m->plan;
+    const nib_checkpoint *in = plan->in;
+    const bool stacks = plan->packing == NIB_PACKING_MODELOPT && nib_ck_keeps_stacks(in);
+    m->keyed = nib_alloc((in->n_weights + 1) * sizeof *m->keyed);
+    if (!m->keyed)
+        return no_memory();
+    for (uint32_t i = 0; i < in->n_weights; i++) {
+        char room[1024];
+        const struct nib_ck_weight *w = &in->weights[i];
+        const char *key = NULL;
+        if (stacks && w->index >= 0)
+            key = nib_plan_string(plan, "[%s", in->tensors[w->tensor[NIB_ROLE_DATA]].name);
+        else if (nib_ck_fused_key(w->name, room, sizeof room))
+            key = nib_plan_string(plan, "%s", room);
+        else
+            continue;
+        if (!key)
+            return no_memory();
+        m->keyed[m->n_keyed++] = (struct keyed){ key, i };
+    }
+    qsort(m->keyed, m->n_keyed, sizeof *m->keyed, by_key);
+    return NIB_OK;
+}
+
+static size_t end_of_set(const struct maker *m, size_t begin)
+{
+    size_t end = begin + 1;
+    while (end < m->n_keyed && !strcmp(m->keyed[begin].key, m->keyed[end].key))
+        end++;
+    return end;
+}
+
+/* Servers refuse a fused matrix of which one part is quantised and another is not. */
+static nib_status keep_whole_sets(struct maker *m)
+{
+    nib_plan *plan = m->plan;
+    for (size_t begin = 0, end; begin < m->n_keyed; begin = end) {
+        uint32_t kept = NIB_NONE;
+        end = end_of_set(m, begin);
+        for (size_t i = begin; i < end; i++)
+            if (plan->rows[m->keyed[i].weight].action != NIB_ACTION_QUANTIZE)
+                kept = m->keyed[i].weight;
+        for (size_t i = begin; i < end && kept != NIB_NONE && plan->packing != NIB_PACKING_GGUF; i++) {
+            struct nib_out_row *row = &plan->rows[m->keyed[i].weight];
+            if (row->action != NIB_ACTION_QUANTIZE)
+                continue;
+            row->action = nib_plan_keep_action(&plan->in->weights[m->keyed[i].weight]);
+            row->reason = nib_plan_string(plan, "servers fuse it with %s, which stays", plan->in->weights[kept].name);
+            if (!row->reason)
+                return no_memory();
+        }
+    }
+    return NIB_OK;
+}
+
+/* Formats other than NVFP4 go with the configuration that described them: what stays becomes plain numbers. */
+nib_action nib_plan_keep_action(const struct nib_ck_weight *w)
+{
+    const bool plain = w->packing == NIB_PACKING_PLAIN || nib_ck_is_nvfp4(w->packing);
+    return plain ? NIB_ACTION_KEEP : NIB_ACTION_DEQUANTIZE;
+}
+
+static nib_status add_group(struct maker *m, uint32_t weight, uint32_t *group)
+{
+    nib_plan *plan = m->plan;
+    struct nib_out_group *groups = nib_grow(plan->groups, &plan->groups_capacity, plan->n_groups + 1, sizeof *groups);
+    if (!groups)
+        return no_memory();
+    plan->groups = groups;
+    const struct nib_ck_weight *w = &plan->in->weights[weight];
+    groups[plan->n_groups] = (struct nib_out_group){ .first = NIB_NONE,
+                                                     .dtype = nib_ck_exact_dtype(w),
+                                                     .mxfp4 = w->packing == NIB_PACKING_MXFP4 };
+    *group = (uint32_t)plan->n_groups++;
+    return NIB_OK;
+}
+
+/* Activations of a set are the same numbers: the largest amax that any of its members has in the file counts. */
+static nib_status raise_input(const struct maker *m, uint32_t weight, struct nib_out_group *group)
+{
+    const char *name = m->plan->in->weights[weight].name;
+    const json_t *value = json_object_get(m->plan->amaxes, name);
+    if (!value)
+        return NIB_OK;
+    const double amax = json_is_number(value) ? json_number_value(value) : 0;
+    if (!(amax >= FLT_MIN && amax <= FLT_MAX))
+        return nib_fail(NIB_ERR_ARG, "the file of activations: the amax of %s is not a positive number in FP32's range",
+                        nib_quote(name).text);
+    group->input_amax = (float)amax > group->input_amax ? (float)amax : group->input_amax;
+    return NIB_OK;
+}
+
+static nib_status make_groups(struct maker *m)
+{
+    nib_plan *plan = m->plan;
+    const size_t n = plan->in->n_weights;
+    m->group = nib_alloc((n + 1) * sizeof *m->group);
+    if (!m->group)
+        return no_memory();
+    for (size_t i = 0; i < n; i++)
+        m->group[i] = NIB_NONE;
+    for (size_t begin = 0, end; begin < m->n_keyed; begin = end) {
+        uint32_t group = NIB_NONE, members = 0, name = NIB_NONE;
+        end = end_of_set(m, begin);
+        for (size_t i = begin; i < end; i++) {
+            const uint32_t weight = m->keyed[i].weight;
+            if (plan->rows[weight].action != NIB_ACTION_QUANTIZE)
+                continue;
+            if (members++ == 0) {
+                TRY(add_group(m, weight, &group));
+                name = weight;
+            }
+            struct nib_out_group *g = &plan->groups[group];
+            const struct nib_ck_weight *w = &plan->in->weights[weight];
+            if (nib_ck_exact_dtype(w) != g->dtype)
+                g->dtype = NIB_F32;
+            g->mxfp4 &= w->packing == NIB_PACKING_MXFP4;
+            m->group[weight] = group;
+            TRY(raise_input(m, weight, g));
+        }
+        for (size_t i = begin; i < end && members > 1; i++)
+            if (m->group[m->keyed[i].weight] != NIB_NONE)
+                plan->rows[m->keyed[i].weight].group_name = name;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        if (plan->rows[i].action == NIB_ACTION_QUANTIZE && m->group[i] == NIB_NONE) {
+            TRY(add_group(m, i, &m->group[i]));
+            TRY(raise_input(m, i, &plan->groups[m->group[i]]));
+        }
+    for (size_t i = 0; i < n; i++) {
+        const bool asked = plan->amaxes && plan->rows[i].action == NIB_ACTION_QUANTIZE;
+        if (asked && !(plan->groups[m->group[i]].input_amax > 0))
+            return nib_fail(NIB_ERR_ARG, "the file of activations has no amax for %s: add it, or leave the module out",
+                            nib_quote(plan->in->weights[i].name).text);
+    }
+    return NIB_OK;
+}
+
+/* ---- Activations ---- */
+
+/* Which norm a module's input comes from, as far as names tell: beside the module, or in its layer. */
+static const struct norm_rule {
+    const char *last;
+    bool in_layer;
+    const char *norms[2]; /* the first that is there */
+} norm_rules[] = {
+    { "q_proj", true, { "input_layernorm" } },
+    { "k_proj", true, { "input_layernorm" } },
+    { "v_proj", true, { "input_layernorm" } },
+    { "qkv_proj", true, { "input_layernorm" } },
+    { "q_a_proj", true, { "input_layernorm" } },
+    { "kv_a_proj_with_mqa", true, { "input_layernorm" } },
+    { "q_b_proj", false, { "q_a_layernorm" } },
+    { "kv_b_proj", false, { "kv_a_layernorm" } },
+    { "in_proj_qkv", true, { "input_layernorm" } },
+    { "in_proj_z", true, { "input_layernorm" } },
+    { "gate_proj", true, { "pre_feedforward_layernorm", "post_attention_layernorm" } },
+    { "up_proj", true, { "pre_feedforward_layernorm", "post_attention_layernorm" } },
+    { "gate_up_proj", true, { "pre_feedforward_layernorm", "post_attention_layernorm" } },
+    { "w1", true, { "pre_feedforward_layernorm", "post_attention_layernorm" } },
+    { "w3", true, { "pre_feedforward_layernorm", "post_attention_layernorm" } },
+};
+
+/* Families whose norms multiply with 1 + gamma. */
+static const char *const plus_one[] = { "gemma", "qwen3_next", "qwen3_5" };
+
+static bool has_plus_one(const nib_checkpoint *in)
+{
+    for (size_t i = 0; i < sizeof plus_one / sizeof *plus_one; i++)
+        if (!strncmp(in->model_type, plus_one[i], strlen(plus_one[i])))
+            return true;
+    return false;
+}
+
+/* Bytes of "model.layers.3" in "model.layers.3.mlp.up_proj"; 0 where there is no layer. */
+static int layer_bytes(const char *name)
+{
+    const char *layers = strstr(name, "layers.");
+    if (!layers)
+        return 0;
+    const char *end = layers + strlen("layers.");
+    end += strspn(end, "0123456789");
+    return (int)(end - name);
+}
+
+static uint32_t norm_of(const nib_checkpoint *in, const struct nib_ck_weight *w)
+{
+    const char *dot = strrchr(w->name, '.'), *last = dot ? dot + 1 : w->name;
+    for (size_t i = 0; i < sizeof norm_rules / sizeof *norm_rules; i++) {
+        const struct norm_rule *rule = &norm_rules[i];
+        if (strcmp(last, rule->last) != 0)
+            continue;
+        const int prefix = rule->in_layer ? layer_bytes(w->name) : (int)(last - w->name) - 1;
+        for (int n = 0; n < 2 && rule->norms[n] && prefix > 0; n++) {
+            char name[1024];
+            const int length = snprintf(name, sizeof name, "%.*s.%s.weight", prefix, w->name, rule->norms[n]);
+            const uint32_t tensor =
+                length > 0 && (size_t)length < sizeof name ? nib_ck_find_tensor(in, name) : NIB_NONE;
+            if (tensor == NIB_NONE)
+                continue;
+            const struct nib_ck_tensor *t = &in->tensors[tensor];
+            const bool computes = t->dtype == NIB_F32 || t->dtype == NIB_BF16 || t->dtype == NIB_F16;
+            if (t->rank == 1 && t->shape[0] == w->cols && computes)
+                return tensor;
+        }
+    }
+    return NIB_NONE;
+}
+
+/* ---- Tensors ---- */
+
+static void note_bytes_out(struct maker *m, size_t before, uint32_t weight, uint32_t sharers)
+{
+    uint64_t bytes = 0;
+    for (size_t i = before; i < m->plan->n_tensors; i++)
+        bytes += m->plan->tensors[i].bytes;
+    m->plan->rows[weight].bytes_out = bytes / sharers;
+}
+
+/* About what a weight will take, to decide whether it fits in the current file. */
+static uint64_t coming_bytes(const struct nib_out_weight *w)
+{
+    const uint64_t elements = (uint64_t)w->source.rows * (uint64_t)w->source.cols;
+    const bool numbers = w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP;
+    return numbers ? elements * (uint64_t)nib_dtypes[w->dtype].bits / 8 : elements / 16 * 9 + 8;
+}
+
+static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_out_weight *w)
+{
+    const nib_plan *plan = m->plan;
+    const struct nib_ck_weight *source = &plan->in->weights[weight];
+    *w = (struct nib_out_weight){ .source = *source,
+                                  .action = plan->rows[weight].action,
+                                  .experts = 1,
+                                  .dtype = source->dtype,
+                                  .group = m->group ? m->group[weight] : NIB_NONE,
+                                  .norm = NIB_NONE,
+                                  .input = 1 };
+    if (plan->packing == NIB_PACKING_GGUF && w->action != NIB_ACTION_KEEP && w->action != NIB_ACTION_DEQUANTIZE)
+        w->laying = NIB_LAY_GGUF;
+    if (plan->dequantized_dtype != NIB_DTYPE_COUNT && w->action == NIB_ACTION_DEQUANTIZE)
+        w->dtype = plan->dequantized_dtype;
+    if (w->action == NIB_ACTION_QUANTIZE && plan->scheme == NIB_SCHEME_NVFP4) {
+        const float amax = plan->groups[w->group].input_amax;
+        w->norm = plan->activation == NIB_ACTIVATION_NORM ? norm_of(plan->in, source) : NIB_NONE;
+        w->norm_plus_one = has_plus_one(plan->in);
+        if (plan->activation == NIB_ACTIVATION_FILE)
+            w->input = nib_plan_input_scale(plan, amax);
+    }
+    w->as_in_source = w->action == NIB_ACTION_CONVERT;
+}
+
+float nib_plan_input_scale(const nib_plan *plan, float amax)
+{
+    return plan->packing == NIB_PACKING_COMPRESSED_TENSORS ? 2688.0f / amax : amax / 2688.0f;
+}
+
+static void count_member(struct maker *m, const struct nib_out_weight *w)
+{
+    if (w->action != NIB_ACTION_QUANTIZE)
+        return;
+    struct nib_out_group *group = &m->plan->groups[w->group];
+    if (group->first == NIB_NONE)
+        group->first = (uint32_t)m->plan->n_weights - 1;
+    group->members++;
+}
+
+static bool wants_input(const nib_plan *plan, const struct nib_out_weight *w)
+{
+    return w->action == NIB_ACTION_QUANTIZE ? plan->scheme == NIB_SCHEME_NVFP4
+                                            : w->as_in_source && w->source.tensor[NIB_ROLE_INPUT] != NIB_NONE;
+}
+
+/* Each expert's whole matrix as one weight, beside the others in one tensor. */
+static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
+{
+    nib_plan *plan = m->plan;
+    const uint32_t begin = m->first[tensor], end = m->first[tensor + 1];
+    const size_t before = plan->n_tensors;
+    struct nib_out_weight w;
+    const int64_t experts = plan->in->tensors[tensor].shape[0];
+    prepare_weight(m, m->by_data[begin], &w);
+    w.source.rows = nib_ck_matrix_rows(plan->in, &w.source);
+    w.source.row_first = 0;
+    w.source.row_step = 1;
+    w.laying = NIB_LAY_STACK;
+    w.experts = experts;
+    TRY(nib_plan_next(plan, plan->in->tensors[tensor].file, (uint64_t)experts * coming_bytes(&w)));
+    for (int64_t e = 0; e < experts; e++) {
+        w.source.index = w.index = e;
+        TRY(nib_plan_add_weight(plan, &w, wants_input(plan, &w)));
+        count_member(m, &w);
+    }
+    for (uint32_t i = begin; i < end; i++)
+        note_bytes_out(m, before, m->by_data[i], end - begin);
+    return NIB_OK;
+}
+
+/* A stack cut into its matrices, or the one matrix that a tensor is. */
+static nib_status add_matrices(struct maker *m, uint32_t tensor)
+{
+    nib_plan *plan = m->plan;
+    for (uint32_t i = m->first[tensor]; i < m->first[tensor + 1]; i++) {
+        struct nib_out_weight w;
+        const size_t before = plan->n_tensors;
+        prepare_weight(m, m->by_data[i], &w);
+        TRY(nib_plan_next(plan, plan->in->tensors[tensor].file, coming_bytes(&w)));
+        TRY(nib_plan_add_weight(plan, &w, wants_input(plan, &w)));
+        count_member(m, &w);
+        note_bytes_out(m, before, m->by_data[i], 1);
+    }
+    return NIB_OK;
+}
+
+static bool any_changes(const struct maker *m, uint32_t tensor)
+{
+    for (uint32_t i = m->first[tensor]; i < m->first[tensor + 1]; i++)
+        if (m->plan->rows[m->by_data[i]].action != NIB_ACTION_KEEP)
+            return true;
+    return false;
+}
+
+/* The stack whose biases these are, if it is cut: "experts.gate_up_proj_bias" [E, N]. */
+static uint32_t cut_stack_of_bias(const struct maker *m, const struct nib_ck_tensor *t)
+{
+    static const char *const ends[] = { "", "_blocks" };
+    const size_t length = strlen(t->name), suffix = strlen("_bias");
+    if (t->rank != 2 || length <= suffix || strcmp(t->name + length - suffix, "_bias") != 0)
+        return NIB_NONE;
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        char name[1024];
+        const int n = snprintf(name, sizeof name, "%.*s%s", (int)(length - suffix), t->name, ends[i]);
+        const uint32_t tensor = n > 0 && (size_t)n < sizeof name ? nib_ck_find_tensor(m->plan->in, name) : NIB_NONE;
+        if (tensor != NIB_NONE && any_changes(m, tensor) && !stays_whole(m, tensor) &&
+            m->plan->in->weights[m->by_data[m->first[tensor]]].index >= 0)
+            return tensor;
+    }
+    return NIB_NONE;
+}
+
+static nib_status add_cut_biases(struct maker *m, uint32_t bias, uint32_t stack)
+{
+    nib_plan *plan = m->plan;
+    const struct nib_ck_tensor *t = &plan->in->tensors[bias];
+    TRY(nib_plan_next(plan, t->file, t->bytes));
+    for (uint32_t i = m->first[stack]; i < m->first[stack + 1]; i++) {
+        const struct nib_ck_weight *w = &plan->in->weights[m->by_data[i]];
+        const char *name = nib_plan_string(plan, "%s.bias", w->name);
+        uint32_t index;
+        if (w->index >= t->shape[0] || w->row_first + (w->rows - 1) * w->row_step >= t->shape[1]) {
+            char room[512];
+            return nib_fail(NIB_ERR_DATA, "%s is [%lld, %lld], which does not fit its experts",
+                            nib_ck_place(plan->in, bias, room, sizeof room), (long long)t->shape[0],
+                            (long long)t->shape[1]);
+        }
+        TRY(nib_plan_add_tensor(plan, name, t->dtype, 1, &w->rows, NIB_PRODUCE_PIECE, bias, &index));
+        struct nib_out_tensor *out = &plan->tensors[index];
+        out->first = w->index * t->shape[1] + w->row_first;
+        out->step = w->row_step;
+        out->count = w->rows;
+    }
+    return NIB_OK;
+}
+
+static nib_status add_outputs(struct maker *m, uint32_t tensor)
+{
+    nib_plan *plan = m->plan;
+    const struct nib_ck_tensor *t = &plan->in->tensors[tensor];
+    if (any_changes(m, tensor))
+        return stays_whole(m, tensor) ? add_whole_stack(m, tensor) : add_matrices(m, tensor);
+    /* Scales and the like of a weight that changes are made anew, or no longer needed. */
+    if (m->first[tensor] == m->first[tensor + 1] && t->weight != NIB_NONE &&
+        any_changes(m, plan->in->weights[t->weight].tensor[NIB_ROLE_DATA]))
+        return NIB_OK;
+    const uint32_t stack = cut_stack_of_bias(m, t);
+    if (stack != NIB_NONE)
+        return add_cut_biases(m, tensor, stack);
+    TRY(nib_plan_next(plan, t->file, t->bytes));
+    return nib_plan_add_copy(plan, tensor);
+}
+
+static nib_status sort_weights(struct maker *m)
+{
+    const nib_checkpoint *in = m->plan->in;
+    m->order = nib_alloc((in->n_tensors + 1) * sizeof *m->order);
+    m->by_data = nib_alloc((in->n_weights + 1) * sizeof *m->by_data);
+    m->first = nib_alloc_zeroed((in->n_tensors + 2) * sizeof *m->first);
+    if (!m->order || !m->by_data || !m->first)
+        return no_memory();
+    TRY(nib_ck_order_by_place(in, m->order));
+    /* Counting sort; first[t + 1] is where the next weight of t goes, and ends as the begin of t + 1. */
+    for (size_t i = 0; i < in->n_weights; i++)
+        m->first[in->weights[i].tensor[NIB_ROLE_DATA] + 2]++;
+    for (size_t t = 2; t < in->n_tensors + 2; t++)
+        m->first[t] += m->first[t - 1];
+    for (uint32_t i = 0; i < in->n_weights; i++)
+        m->by_data[m->first[in->weights[i].tensor[NIB_ROLE_DATA] + 1]++] = i;
+    return NIB_OK;
+}
+
+static nib_status check_remarks(const nib_checkpoint *in)
+{
+    for (size_t i = 0; i < in->n_remarks; i++)
+        if (in->remarks[i].blocks)
+            return nib_fail(NIB_ERR_DATA, "%s: %s: %s", in->path, nib_quote(in->remarks[i].subject).text,
+                            in->remarks[i].fact);
+    return NIB_OK;
+}
+
+static nib_status nothing_left(const nib_plan *plan)
+{
+    if (plan->in->n_weights == 0)
+        return nib_fail(NIB_ERR_MODE, "%s: there is no weight in it that could be quantised", plan->in->path);
+    return nib_fail(NIB_ERR_MODE, "%s: none of its %zu weights is left to quantise; %s, for one, stays: %s",
+                    plan->in->path, plan->in->n_weights, nib_quote(plan->in->weights[0].name).text,
+                    plan->rows[0].reason);
+}
+
+nib_status nib_plan_make(nib_plan *plan, nib_plan **out)
+{
+    struct maker m = { .plan = plan };
+    nib_status status = check_remarks(plan->in);
+    if (!status)
+        status = sort_weights(&m);
+    if (!status)
+        status = find_keys(&m);
+    if (!status)
+        status = keep_whole_sets(&m);
+    if (!status)
+        status = make_groups(&m);
+    if (!status && !strcmp(plan->command, "quantize") && plan->n_groups == 0)
+        status = nothing_left(plan);
+    for (size_t i = 0; i < plan->in->n_tensors && !status; i++)
+        status = add_outputs(&m, m.order[i]);
+    destroy_maker(&m);
+    if (status) {
+        nib_plan_destroy(plan);
+        return status;
+    }
+    return nib_plan_finish(plan, out);
+}

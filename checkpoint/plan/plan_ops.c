@@ -1,0 +1,367 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * plan_kinds.c - plans to quantise, to convert and to dequantise: options checked, and what becomes of each weight.
+ */
+#include "plan/plan.h"
+
+#include <stdio.h>
+#include <xxhash.h>
+
+static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the plan"); }
+
+static nib_status finish(nib_plan *plan, nib_status status, nib_plan **out)
+{
+    if (!status)
+        return nib_plan_make(plan, out);
+    nib_plan_destroy(plan);
+    return status;
+}
+
+/* ---- What is taken at all ---- */
+
+/* A plan drops or rewrites what the input's configuration says of quantised tensors: there must be none that it does
+ * not understand. */
+static nib_status check_source(const nib_checkpoint *in)
+{
+    static const char *const methods[] = { "compressed-tensors", "modelopt", "fp8", "mxfp4", "torchao" };
+    const char *method = json_string_value(json_object_get(in->quantization, "quant_method"));
+    bool known = !method;
+    for (size_t i = 0; i < sizeof methods / sizeof *methods && !known; i++)
+        known = !strcmp(method, methods[i]);
+    if (!known)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it is quantised by the method %s, which nib does not read", in->path,
+                        nib_quote(method).text);
+    for (uint32_t i = 0; i < in->n_tensors; i++) {
+        const struct nib_ck_tensor *t = &in->tensors[i];
+        const bool float8 = t->dtype == NIB_E4M3 || t->dtype == NIB_E5M2 || t->dtype == NIB_E4M3FNUZ ||
+                            t->dtype == NIB_E5M2FNUZ || t->dtype == NIB_E2M1;
+        char room[512];
+        if (nib_ck_ends_with(t->name, ".row_data") && t->weight == NIB_NONE)
+            return nib_fail(NIB_ERR_UNSUPPORTED,
+                            "%s was saved by the library, but is no matrix of rowwise NVFP4 with one "
+                            "level and plain scales",
+                            nib_ck_place(in, i, room, sizeof room));
+        if (float8 && t->weight == NIB_NONE)
+            return nib_fail(NIB_ERR_UNSUPPORTED,
+                            "%s is %s, and how it is scaled nib does not know: only NVFP4, MXFP4 and FP8 blocks with "
+                            "weight_scale_inv are read",
+                            nib_ck_place(in, i, room, sizeof room), nib_dtype_name(t->dtype));
+        if (nib_ck_ends_with(t->name, ".pre_quant_scale"))
+            return nib_fail(NIB_ERR_UNSUPPORTED,
+                            "%s: its activations are to be multiplied with it (AWQ), which other formats cannot say",
+                            nib_ck_place(in, i, room, sizeof room));
+    }
+    return NIB_OK;
+}
+
+/* ---- Options of a quantisation ---- */
+
+void nib_quantize_options_init(nib_quantize_options *options)
+{
+    if (options)
+        *options = (nib_quantize_options){ .bytes = sizeof *options,
+                                           .packing = NIB_PACKING_COMPRESSED_TENSORS,
+                                           .scheme = NIB_SCHEME_NVFP4A16,
+                                           .dialect = NIB_UNSET,
+                                           .scale_rule = NIB_UNSET,
+                                           .tensor_scale = NIB_UNSET,
+                                           .min_block_scale = NIB_UNSET };
+}
+
+static const char *const scale_rule_names[NIB_SCALE_RULE_COUNT] = { "rtn", "4over6", "sweep" };
+static const char *const scheme_names[NIB_SCHEME_COUNT] = { "nvfp4a16", "nvfp4" };
+static const char *const preset_names[NIB_PRESET_COUNT] = { "default", "mlp-only", "experts-only" };
+static const char *const activation_names[NIB_ACTIVATION_COUNT] = { "one", "norm", "file" };
+
+static nib_status check_options(const nib_quantize_options *o)
+{
+    TRY(nib_check_struct("nib_quantize_options", o, sizeof *o));
+    if (o->packing != NIB_PACKING_COMPRESSED_TENSORS && o->packing != NIB_PACKING_MODELOPT &&
+        o->packing != NIB_PACKING_GGUF)
+        return nib_fail(NIB_ERR_ARG, "quantised checkpoints are written as compressed-tensors, modelopt or gguf");
+    if ((unsigned)o->scheme >= NIB_SCHEME_COUNT || (unsigned)o->preset >= NIB_PRESET_COUNT ||
+        (unsigned)o->activation >= NIB_ACTIVATION_COUNT)
+        return nib_fail(NIB_ERR_ARG, "scheme %d, preset %d or activation %d is not one that there is", (int)o->scheme,
+                        (int)o->preset, (int)o->activation);
+    if (o->dialect < NIB_UNSET || o->dialect >= NIB_DIALECT_COUNT || o->scale_rule < NIB_UNSET ||
+        o->scale_rule >= NIB_SCALE_RULE_COUNT)
+        return nib_fail(NIB_ERR_ARG, "dialect %d or scale rule %d is not one that there is", (int)o->dialect,
+                        (int)o->scale_rule);
+    if (o->tensor_scale != NIB_UNSET && o->tensor_scale != NIB_TENSOR_SCALE_EXACT &&
+        o->tensor_scale != NIB_TENSOR_SCALE_POW2)
+        return nib_fail(NIB_ERR_ARG, "the tensor scale of a checkpoint is exact or a power of two, not rule %d",
+                        (int)o->tensor_scale);
+    if (o->activation != NIB_ACTIVATION_ONE && o->scheme != NIB_SCHEME_NVFP4)
+        return nib_fail(NIB_ERR_MODE,
+                        "scales of activations are for the scheme nvfp4: nvfp4a16 leaves activations alone");
+    if ((o->activation == NIB_ACTIVATION_FILE) != (o->activation_file != NULL))
+        return nib_fail(NIB_ERR_MODE, "a file of activations goes with the choice \"file\", and only with it");
+    if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only))
+        return nib_fail(NIB_ERR_ARG, "a list of patterns is NULL");
+    return NIB_OK;
+}
+
+/* What a dialect fixes may be said again, but not otherwise. */
+static nib_status check_fixed(const nib_quantize_options *o)
+{
+    static const float floors[NIB_DIALECT_COUNT] = {
+        [NIB_DIALECT_TORCHAO] = 0x1p-6f, [NIB_DIALECT_MODELOPT] = 0x1p-9f
+    };
+    const char *name = nib_dialect_name((nib_dialect)o->dialect), *option = NULL, *fixed = NULL;
+    if (o->scale_rule != NIB_UNSET && o->scale_rule != NIB_SCALE_RTN)
+        option = "the scale rule (--scale)", fixed = "rtn";
+    else if (o->tensor_scale == NIB_TENSOR_SCALE_POW2)
+        option = "the tensor scale (--tensor-scale)", fixed = "an exact one";
+    else if (o->min_block_scale >= 0 && o->min_block_scale != floors[o->dialect])
+        option = "the smallest block scale (--min-block-scale)", fixed = "another one";
+    return option ? nib_fail(NIB_ERR_MODE, "%s contradicts the dialect %s, which fixes %s: leave one of the two out",
+                             option, name, fixed)
+                  : NIB_OK;
+}
+
+static nib_status make_quantizer(const nib_quantize_options *o, nib_quantizer *q)
+{
+    nib_quantizer_init(q);
+    q->columnwise = 0;
+    q->threads = 1;
+    if (o->dialect != NIB_UNSET) {
+        TRY(check_fixed(o));
+        q->dialect = (nib_dialect)o->dialect;
+        if (q->dialect == NIB_DIALECT_TE)
+            q->tensor_scale = NIB_TENSOR_SCALE_EXACT;
+        return nib_quantizer_check(q, NULL);
+    }
+    q->scale_rule = o->scale_rule == NIB_UNSET ? NIB_SCALE_SWEEP : (nib_scale_rule)o->scale_rule;
+    q->tensor_scale = o->tensor_scale == NIB_UNSET ? NIB_TENSOR_SCALE_POW2 : (nib_tensor_scale)o->tensor_scale;
+    q->min_block_scale = o->min_block_scale < 0 ? 0x1p-6f : o->min_block_scale;
+    if (q->scale_rule == NIB_SCALE_4OVER6) {
+        q->e4m3_max = 256;
+        q->error_mode = NIB_ERROR_MSE;
+    }
+    return nib_quantizer_check(q, NULL);
+}
+
+static json_t *pattern_list(const char *const *patterns, size_t n)
+{
+    json_t *list = json_array();
+    for (size_t i = 0; i < n && list; i++)
+        if (json_array_append_new(list, json_string(patterns[i]))) {
+            json_decref(list);
+            return NULL;
+        }
+    return list;
+}
+
+static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
+{
+    char floor[32];
+    snprintf(floor, sizeof floor, "%a", (double)plan->q.min_block_scale);
+    json_t *noted = json_pack(
+        "{s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:o, s:o}", "format", nib_packing_name(o->packing), "scheme",
+        scheme_names[o->scheme], "dialect", nib_dialect_name(plan->q.dialect), "scale",
+        scale_rule_names[plan->q.scale_rule], "tensor_scale",
+        o->dialect != NIB_UNSET && o->dialect != NIB_DIALECT_TE ? "dialect"
+        : plan->q.tensor_scale == NIB_TENSOR_SCALE_POW2         ? "pow2"
+                                                                : "exact",
+        "min_block_scale", floor, "activation", activation_names[o->activation], "preset", preset_names[o->preset],
+        "ignore", pattern_list(o->ignore, o->n_ignore), "only", pattern_list(o->only, o->n_only));
+    if (!noted)
+        return nib_fail(NIB_ERR_ARG, "a pattern is not UTF-8, or there is no memory for what provenance says");
+    json_decref(plan->options);
+    plan->options = noted;
+    return NIB_OK;
+}
+
+static nib_status read_activations(nib_plan *plan, const nib_quantize_options *o)
+{
+    enum { LIMIT = 256 << 20 };
+    if (o->activation != NIB_ACTIVATION_FILE)
+        return NIB_OK;
+    char *text;
+    size_t bytes;
+    TRY(nib_ck_read_text(o->activation_file, LIMIT, &text, &bytes));
+    char hash[40];
+    const XXH128_hash_t digest = XXH3_128bits(text, bytes);
+    snprintf(hash, sizeof hash, "%016llx%016llx", (unsigned long long)digest.high64, (unsigned long long)digest.low64);
+    const nib_status status = nib_ck_parse_json(o->activation_file, text, bytes, &plan->amaxes);
+    nib_free(text);
+    TRY(status);
+    if (json_object_set_new(plan->options, "activation_xxh3", json_string(hash)))
+        return no_memory();
+    if (!json_is_object(plan->amaxes))
+        return nib_fail(NIB_ERR_DATA, "%s: it is not a JSON object {\"module\": amax}", o->activation_file);
+    return NIB_OK;
+}
+
+/* ---- What is quantised ---- */
+
+struct chooser {
+    nib_plan *plan;
+    const nib_quantize_options *options;
+    struct nib_patterns *ignore, *only;
+};
+
+/* NULL: nothing speaks against it. */
+static nib_status reason_to_keep(const struct chooser *chooser, const struct nib_ck_weight *w, const char **reason)
+{
+    const nib_quantize_options *o = chooser->options;
+    const int64_t multiple = chooser->plan->packing == NIB_PACKING_GGUF ? 64 : 16;
+    uint32_t which;
+    bool named = false; /* by its full name: whoever does that means it */
+    *reason = NULL;
+    if (o->n_only) {
+        TRY(nib_patterns_match(chooser->only, w->name, &which));
+        if (which == NIB_NONE) {
+            *reason = "it is not among those to quantise";
+            return NIB_OK;
+        }
+        named = !strcmp(o->only[which], w->name);
+    }
+    TRY(nib_patterns_match(chooser->ignore, w->name, &which));
+    if (which != NIB_NONE) {
+        *reason = nib_plan_string(chooser->plan, "ignored by %s", o->ignore[which]);
+        return *reason ? NIB_OK : no_memory();
+    }
+    *reason = nib_ck_preset_keep(o->preset, w->name);
+    if (!*reason && !named)
+        *reason = nib_ck_default_keep(chooser->plan->in, w);
+    if (!*reason && (w->rows == 0 || w->cols == 0))
+        *reason = "it has no elements";
+    if (!*reason && w->cols % multiple) {
+        *reason = nib_plan_string(chooser->plan, "its %lld columns are not a multiple of %d", (long long)w->cols,
+                                  (int)multiple);
+        return *reason ? NIB_OK : no_memory();
+    }
+    return NIB_OK;
+}
+
+static nib_status choose(const struct chooser *chooser)
+{
+    nib_plan *plan = chooser->plan;
+    for (size_t i = 0; i < plan->in->n_weights; i++) {
+        const struct nib_ck_weight *w = &plan->in->weights[i];
+        struct nib_out_row *row = &plan->rows[i];
+        const char *reason;
+        if (nib_ck_is_nvfp4(w->packing))
+            return nib_fail(NIB_ERR_UNSUPPORTED,
+                            "%s: weight %s is NVFP4 already: nib convert writes it in another format, nib dequantize "
+                            "gives plain numbers",
+                            plan->in->path, nib_quote(w->name).text);
+        TRY(reason_to_keep(chooser, w, &reason));
+        row->action = reason ? nib_plan_keep_action(w) : NIB_ACTION_QUANTIZE;
+        row->reason = reason ? reason : "";
+    }
+    return NIB_OK;
+}
+
+nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_options *options, nib_plan **out)
+{
+    NIB_REQUIRE(in);
+    NIB_REQUIRE(out);
+    nib_quantize_options defaults;
+    nib_quantize_options_init(&defaults);
+    const nib_quantize_options *o = options ? options : &defaults;
+    TRY(check_options(o));
+    TRY(check_source(in));
+    nib_quantizer q;
+    TRY(make_quantizer(o, &q));
+    nib_plan *plan;
+    TRY(nib_plan_start(in, "quantize", o->packing, &plan));
+    plan->q = q;
+    plan->scheme = o->scheme;
+    plan->activation = o->activation;
+    plan->shard_bytes = o->shard_bytes ? o->shard_bytes : NIB_SHARD_BYTES;
+    plan->keep_split = o->keep_split;
+    struct chooser chooser = { .plan = plan, .options = o };
+    nib_status status = note_options(plan, o);
+    if (!status)
+        status = read_activations(plan, o);
+    if (!status)
+        status = nib_patterns_create(o->ignore, o->n_ignore, &chooser.ignore);
+    if (!status)
+        status = nib_patterns_create(o->only, o->n_only, &chooser.only);
+    if (!status)
+        status = choose(&chooser);
+    nib_patterns_destroy(chooser.ignore);
+    nib_patterns_destroy(chooser.only);
+    return finish(plan, status, out);
+}
+
+/* ---- Converting ---- */
+
+static nib_status check_conversion(const nib_plan *plan, const struct nib_ck_weight *w)
+{
+    const int64_t multiple = plan->packing == NIB_PACKING_GGUF ? 64 : 16;
+    if (w->cols % multiple)
+        return nib_fail(NIB_ERR_UNSUPPORTED,
+                        "%s: weight %s has %lld columns, and %s takes multiples of %d: dequantise the checkpoint and "
+                        "quantise it anew",
+                        plan->in->path, nib_quote(w->name).text, (long long)w->cols, nib_packing_name(plan->packing),
+                        (int)multiple);
+    return NIB_OK;
+}
+
+static nib_status choose_conversions(nib_plan *plan)
+{
+    size_t converted = 0;
+    for (size_t i = 0; i < plan->in->n_weights; i++) {
+        const struct nib_ck_weight *w = &plan->in->weights[i];
+        if (!nib_ck_is_nvfp4(w->packing)) {
+            if (w->packing != NIB_PACKING_PLAIN)
+                return nib_fail(NIB_ERR_UNSUPPORTED,
+                                "%s: weight %s is %s, which a conversion of NVFP4 cannot take along: quantise the "
+                                "checkpoint instead",
+                                plan->in->path, nib_quote(w->name).text, nib_packing_name(w->packing));
+            continue;
+        }
+        TRY(check_conversion(plan, w));
+        plan->rows[i].action = NIB_ACTION_CONVERT;
+        if (w->tensor[NIB_ROLE_INPUT] != NIB_NONE)
+            plan->scheme = NIB_SCHEME_NVFP4;
+        converted++;
+    }
+    return converted ? NIB_OK
+                     : nib_fail(NIB_ERR_UNSUPPORTED, "%s: it has no NVFP4 weight to convert: nib quantize makes them",
+                                plan->in->path);
+}
+
+nib_status nib_plan_convert(const nib_checkpoint *in, nib_packing packing, nib_plan **out)
+{
+    NIB_REQUIRE(in);
+    NIB_REQUIRE(out);
+    if (packing != NIB_PACKING_COMPRESSED_TENSORS && packing != NIB_PACKING_MODELOPT &&
+        packing != NIB_PACKING_TORCHAO && packing != NIB_PACKING_GGUF)
+        return nib_fail(NIB_ERR_ARG, "conversions are to compressed-tensors, modelopt, torchao or gguf");
+    if (in->packing == packing)
+        return nib_fail(NIB_ERR_MODE, "%s: it is %s already", in->path, nib_packing_name(packing));
+    TRY(check_source(in));
+    nib_plan *plan;
+    TRY(nib_plan_start(in, "convert", packing, &plan));
+    nib_status status = choose_conversions(plan);
+    if (!status && json_object_set_new(plan->options, "format", json_string(nib_packing_name(packing))))
+        status = no_memory();
+    return finish(plan, status, out);
+}
+
+/* ---- Dequantising ---- */
+
+nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype, nib_plan **out)
+{
+    NIB_REQUIRE(in);
+    NIB_REQUIRE(out);
+    if (dtype != NIB_F32 && dtype != NIB_BF16 && dtype != NIB_F16)
+        return nib_fail(NIB_ERR_DTYPE, "plain weights are F32, BF16 or F16");
+    TRY(check_source(in));
+    nib_plan *plan;
+    TRY(nib_plan_start(in, "dequantize", NIB_PACKING_PLAIN, &plan));
+    plan->dequantized_dtype = dtype;
+    for (size_t i = 0; i < in->n_weights; i++) {
+        if (in->weights[i].packing == NIB_PACKING_PLAIN)
+            plan->rows[i].reason = "it is plain already";
+        else
+            plan->rows[i].action = NIB_ACTION_DEQUANTIZE;
+    }
+    const nib_status status =
+        json_object_set_new(plan->options, "dtype", json_string(nib_dtype_name(dtype))) ? no_memory() : NIB_OK;
+    return finish(plan, status, out);
+}

@@ -1,0 +1,306 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * run.c - a plan carried out: threads, tensor scales, what stands beside the tensors, and the order of all steps.
+ */
+#include "run/run.h"
+
+#include <stdio.h>
+
+#include "tensor/tensor.h"
+
+static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for a run of the plan"); }
+
+/* ---- Threads ---- */
+
+struct team {
+    struct nib_run *run;
+    atomic_size_t next;
+    size_t n;
+    nib_status (*body)(void *context, size_t item);
+    void *context;
+};
+
+static void note_failure(struct nib_run *run, nib_status status)
+{
+    pthread_mutex_lock(&run->mutex);
+    if (!run->status) {
+        run->status = status;
+        snprintf(run->sentence, sizeof run->sentence, "%s", nib_last_error());
+    }
+    pthread_mutex_unlock(&run->mutex);
+    atomic_store(&run->stop, true);
+}
+
+static void *work(void *argument)
+{
+    struct team *team = argument;
+    const nib_fpenv saved = nib_fpenv_enter();
+    while (!atomic_load(&team->run->stop)) {
+        const size_t item = atomic_fetch_add(&team->next, 1);
+        if (item >= team->n)
+            break;
+        const nib_status status = team->body(team->context, item);
+        if (status)
+            note_failure(team->run, status);
+    }
+    nib_fpenv_leave(saved);
+    return NULL;
+}
+
+nib_status nib_run_parallel(struct nib_run *run, size_t n, nib_status (*body)(void *context, size_t item),
+                            void *context)
+{
+    struct team team = { .run = run, .n = n, .body = body, .context = context };
+    size_t threads = (size_t)run->threads < n ? (size_t)run->threads : n;
+    pthread_t *others = threads > 1 ? nib_alloc(threads * sizeof *others) : NULL;
+    size_t started = 0;
+    while (others && started + 1 < threads && !pthread_create(&others[started], NULL, work, &team))
+        started++;
+    work(&team); /* with fewer threads than wanted it is only slower */
+    for (size_t i = 0; i < started; i++)
+        pthread_join(others[i], NULL);
+    nib_free(others);
+    return run->status ? nib_fail(run->status, "%s", run->sentence) : NIB_OK;
+}
+
+void nib_run_begin_phase(struct nib_run *run, const char *phase, uint64_t total)
+{
+    run->phase = phase;
+    run->done = 0;
+    run->total = total;
+}
+
+nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t bytes)
+{
+    int stop = 0;
+    pthread_mutex_lock(&run->mutex);
+    run->done += bytes;
+    if (run->job.progress && !run->status)
+        stop = run->job.progress(run->job.context, &(nib_progress){ .bytes = sizeof(nib_progress),
+                                                                    .phase = run->phase,
+                                                                    .tensor = tensor,
+                                                                    .done = run->done,
+                                                                    .total = run->total });
+    pthread_mutex_unlock(&run->mutex);
+    return stop ? nib_fail(NIB_ERR_CANCELLED, "the run was stopped before its end") : NIB_OK;
+}
+
+/* ---- Tensor scales ---- */
+
+nib_level nib_run_level_kind(nib_packing packing)
+{
+    return packing == NIB_PACKING_COMPRESSED_TENSORS ? NIB_LEVEL_ENCODE : NIB_LEVEL_DECODE;
+}
+
+float nib_run_translate(float level, nib_level from, nib_level to, int32_t e4m3_max)
+{
+    if (from == NIB_LEVEL_AMAX)
+        level = level / (6.0f * (float)(e4m3_max ? e4m3_max : 448));
+    if (from == NIB_LEVEL_NONE)
+        level = 1;
+    const bool divisor = from == NIB_LEVEL_ENCODE;
+    return divisor == (to == NIB_LEVEL_ENCODE) ? level : 1.0f / level;
+}
+
+/* What the dialect makes of an amax: by quantising a block of nothing with it. */
+static nib_status level_of_amax(const nib_quantizer *q, nib_dtype dtype, float amax, nib_level *kind, float *level)
+{
+    float zeros[16] = { 0 };
+    nib_array x, part;
+    nib_tensor *t = NULL;
+    nib_metadata metadata = { .bytes = sizeof metadata };
+    TRY(nib_array_init(&x, zeros, dtype, 2, (int64_t[]){ 1, 16 }));
+    TRY(nib_quantize(q, &x, &(nib_given){ .bytes = sizeof(nib_given), .amax = { &amax, NULL } }, &t));
+    nib_status status = nib_tensor_part(t, NIB_ROW_LEVEL, &part);
+    if (!status)
+        status = nib_tensor_get_metadata(t, &metadata);
+    if (!status) {
+        memcpy(level, part.data, sizeof *level);
+        *kind = metadata.level;
+    }
+    nib_tensor_destroy(t);
+    return status;
+}
+
+/* Of nothing but zeros some dialects would make infinities. Only who asks for ModelOpt's bytes in ModelOpt's form gets
+ * what ModelOpt writes: a level of 0 and scales that are NaN. */
+bool nib_run_is_nothing(const nib_plan *plan, float amax)
+{
+    return amax == 0 && !(plan->q.dialect == NIB_DIALECT_MODELOPT && plan->packing == NIB_PACKING_MODELOPT);
+}
+
+static nib_status find_levels(struct nib_run *run)
+{
+    const nib_plan *plan = run->plan;
+    for (size_t i = 0; i < plan->n_groups; i++) {
+        const struct nib_out_group *group = &plan->groups[i];
+        nib_level kind = NIB_LEVEL_DECODE;
+        float level;
+        if (!group->mxfp4 && nib_run_is_nothing(plan, run->amaxes[i]))
+            level = 1;
+        else if (group->mxfp4)
+            level = run->amaxes[i] = nib_mxfp4_decode_scale(run->amaxes[i]);
+        else
+            TRY(level_of_amax(&plan->q, group->dtype, run->amaxes[i], &kind, &level));
+        run->levels[i] = nib_run_translate(level, kind, nib_run_level_kind(plan->packing), 0);
+    }
+    return NIB_OK;
+}
+
+/* ---- Files beside the tensors ---- */
+
+static nib_status write_text(const struct nib_run *run, const char *name, struct nib_text *text)
+{
+    char *path = nib_stage_path(run->fresh, name);
+    const nib_status status = path ? nib_stage_write(path, text->bytes, text->used) : no_memory();
+    nib_free(path);
+    nib_free(text->bytes);
+    *text = (struct nib_text){ 0 };
+    return status;
+}
+
+static nib_status write_json(const struct nib_run *run, const char *name, const json_t *value)
+{
+    struct nib_text text = { 0 };
+    if (!nib_put_json(&text, value, 0) || !nib_text_put(&text, "\n", 1)) {
+        nib_free(text.bytes);
+        return no_memory();
+    }
+    return write_text(run, name, &text);
+}
+
+static nib_status write_configuration(struct nib_run *run, const char *provenance)
+{
+    const nib_plan *plan = run->plan;
+    if (run->as_file)
+        return NIB_OK;
+    if (plan->n_files > 1 || (plan->keep_split && plan->in->has_index)) {
+        struct nib_text text;
+        TRY(nib_plan_index(plan, &text));
+        TRY(write_text(run, "model.safetensors.index.json", &text));
+    }
+    if (plan->in->is_folder)
+        TRY(nib_stage_copy_others(run));
+    if (plan->hf_quant)
+        TRY(write_json(run, "hf_quant_config.json", plan->hf_quant));
+    if (!plan->config || (!plan->in->config && json_object_size(plan->config) == 0))
+        return NIB_OK;
+    json_t *config = json_copy(plan->config);
+    nib_status status =
+        config && !json_object_set_new(config, "nib", json_loads(provenance, 0, NULL)) ? NIB_OK : no_memory();
+    if (!status)
+        status = write_json(run, "config.json", config);
+    json_decref(config);
+    return status;
+}
+
+/* ---- The run ---- */
+
+void nib_job_init(nib_job *job)
+{
+    if (job)
+        *job = (nib_job){ .bytes = sizeof *job };
+}
+
+/* Better now than after hours. */
+static nib_status check_room(const struct nib_run *run)
+{
+    const nib_plan *plan = run->plan;
+    const uint64_t there = nib_os_free_bytes(run->fresh);
+    uint64_t needed = 0;
+    for (size_t i = 0; i < plan->n_files; i++) {
+        char *path = nib_stage_path(run->fresh, plan->files[i].name);
+        if (!path)
+            return no_memory();
+        needed += nib_os_exists(path) ? 0 : plan->files[i].bytes; /* an earlier run has written it */
+        nib_free(path);
+    }
+    return needed <= there ? NIB_OK
+                           : nib_fail(NIB_ERR_IO,
+                                      "%s: the output needs %.1f MB more and %.1f MB are free: make room, or choose "
+                                      "another place",
+                                      run->out, (double)needed / 1e6, (double)there / 1e6);
+}
+
+static nib_status write_all(struct nib_run *run)
+{
+    const bool first = !run->job.comm || run->job.comm->rank == 0;
+    struct nib_text provenance = { 0 };
+    TRY(nib_agree(run->job.comm, first ? check_room(run) : NIB_OK, 3));
+    TRY(nib_run_survey(run));
+    nib_status status = find_levels(run);
+    if (!status)
+        status = nib_plan_provenance(run->plan, run->hashes, &provenance);
+    status = nib_agree(run->job.comm, status, 0);
+    if (!status)
+        status = nib_run_write(run, provenance.bytes);
+    if (!status && first)
+        status = write_configuration(run, provenance.bytes);
+    if (!status)
+        status = nib_run_check_sources(run);
+    nib_free(provenance.bytes);
+    return nib_agree(run->job.comm, status, 1);
+}
+
+static nib_status start(struct nib_run *run)
+{
+    enum { DEFAULT_MEMORY = 512 << 20, LEAST = 64 << 10 };
+    const nib_checkpoint *in = run->plan->in;
+    run->threads = run->job.threads > 0 ? run->job.threads : nib_os_processors();
+    const uint64_t memory = run->job.max_memory ? run->job.max_memory : DEFAULT_MEMORY;
+    run->memory = memory / (uint64_t)run->threads > LEAST ? memory / (uint64_t)run->threads : LEAST;
+    run->identities = nib_alloc_zeroed((in->n_files + 1) * sizeof *run->identities);
+    run->hashes = nib_alloc_zeroed((in->n_files + 1) * sizeof *run->hashes);
+    run->amaxes = nib_alloc_zeroed((run->plan->n_groups + 1) * sizeof *run->amaxes);
+    run->levels = nib_alloc_zeroed((run->plan->n_groups + 1) * sizeof *run->levels);
+    if (!run->identities || !run->hashes || !run->amaxes || !run->levels)
+        return no_memory();
+    for (size_t f = 0; f < in->n_files; f++)
+        TRY(nib_os_identity(in->files[f].path, &run->identities[f]));
+    return NIB_OK;
+}
+
+static nib_status check_run(const nib_run_options *options, const nib_job *job)
+{
+    if (options)
+        TRY(nib_check_struct("nib_run_options", options, sizeof *options));
+    if (job) {
+        TRY(nib_check_struct("nib_job", job, sizeof *job));
+        if (job->threads < 0)
+            return nib_fail(NIB_ERR_ARG, "the job has %d threads", (int)job->threads);
+        if (job->comm)
+            TRY(nib_check_comm("the job's communicator", job->comm, true));
+    }
+    return NIB_OK;
+}
+
+nib_status nib_plan_run(const nib_plan *plan, const char *out, const nib_run_options *options, const nib_job *job)
+{
+    NIB_REQUIRE(plan);
+    NIB_REQUIRE(out);
+    TRY(check_run(options, job));
+    struct nib_run run = { .plan = plan, .lock = -1, .job = { .bytes = sizeof run.job } };
+    if (options)
+        run.options = *options;
+    if (job)
+        run.job = *job;
+    if (pthread_mutex_init(&run.mutex, NULL))
+        return no_memory();
+    const nib_fpenv saved = nib_fpenv_enter();
+    enum nib_stage_left left = NIB_STAGE_OPEN;
+    nib_status status = nib_agree(run.job.comm, start(&run), 2);
+    if (!status)
+        status = nib_stage_open(&run, out, &left);
+    if (!status && left == NIB_STAGE_OPEN)
+        status = write_all(&run);
+    if (!status && left != NIB_STAGE_DONE)
+        status = nib_stage_publish(&run);
+    nib_stage_close(&run, status);
+    nib_fpenv_leave(saved);
+    pthread_mutex_destroy(&run.mutex);
+    nib_free(run.identities);
+    nib_free(run.hashes);
+    nib_free(run.amaxes);
+    nib_free(run.levels);
+    return status;
+}

@@ -1,0 +1,555 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * stage.c - the folder of a run, from its lock to the final names.
+ *
+ *     OUT/.nib-partial/lock          held while a process works here
+ *                      state.json    which plan this is
+ *                      survey-*.json what each input file gave
+ *                      new/          finished files, each synced before it has its name
+ *                      complete      all are there: from now on they get their final names
+ *
+ * A kill leaves this folder, and a resumed run looks at what is in it: a file under its name in new/ is finished. After
+ * `complete` there is only one way, forward: what is missing in new/ is in OUT already.
+ */
+#include "run/run.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <xxhash.h>
+
+#define PARTIAL ".nib-partial"
+#define FINISHED ".nib-finished" /* what the folder is called while it is being removed */
+
+static nib_status no_memory(const char *path)
+{
+    return nib_fail(NIB_ERR_MEMORY, "%s: no memory for names in it", path);
+}
+
+char *nib_stage_path(const char *folder, const char *name)
+{
+    const size_t room = strlen(folder) + strlen(name) + 2;
+    char *path = nib_alloc(room);
+    if (path)
+        snprintf(path, room, "%s/%s", folder, name);
+    return path;
+}
+
+nib_status nib_stage_write(const char *path, const void *bytes, size_t count)
+{
+    int fd;
+    char *temporary;
+    TRY(nib_os_create_temporary(path, &fd, &temporary));
+    nib_status status = nib_os_write_at(fd, path, 0, bytes, count);
+    if (status)
+        nib_os_close(fd);
+    else
+        status = nib_os_publish(fd, temporary, path);
+    if (status)
+        nib_os_remove(temporary);
+    nib_free(temporary);
+    return status;
+}
+
+/* ---- The place of the output ---- */
+
+/* Whether `inner` is `outer` or lies in it; both are real paths. */
+static bool lies_in(const char *inner, const char *outer)
+{
+    const size_t n = strlen(outer);
+    return !strncmp(inner, outer, n) && (inner[n] == '\0' || inner[n] == '/' || (n > 0 && outer[n - 1] == '/'));
+}
+
+/* The input must not be touched, nor must it lie where an old output is cleared away. */
+static nib_status check_apart(const struct nib_run *run)
+{
+    const nib_checkpoint *in = run->plan->in;
+    char *source = NULL, *target = NULL;
+    nib_status status = nib_os_real_path(in->path, &source);
+    if (!status)
+        status = nib_os_real_path(run->out, &target);
+    if (!status && (lies_in(target, source) || (lies_in(source, target) && !run->as_file)))
+        status = nib_fail(NIB_ERR_MODE, "%s: the output would be %s the input %s: choose a place beside it", run->out,
+                          !strcmp(source, target)   ? "in the place of"
+                          : lies_in(target, source) ? "within"
+                                                    : "around",
+                          in->path);
+    nib_free(source);
+    nib_free(target);
+    return status;
+}
+
+struct emptiness {
+    bool partial, others;
+};
+
+static nib_status note_entry(void *context, const char *name)
+{
+    struct emptiness *e = context;
+    if (!strcmp(name, PARTIAL))
+        e->partial = true;
+    else if (strcmp(name, FINISHED) != 0)
+        e->others = true;
+    return NIB_OK;
+}
+
+/* What is there already, against what was asked for. Without resume and force nothing may be. */
+static nib_status check_place(const struct nib_run *run)
+{
+    struct emptiness e = { 0 };
+    const bool exists = nib_os_exists(run->out), folder = nib_os_is_folder(run->out);
+    if (run->as_file) {
+        e.others = exists;
+        e.partial = nib_os_exists(run->partial);
+        if (folder)
+            return nib_fail(NIB_ERR_MODE, "%s: it is a folder, and the output is one file: give it a name in there",
+                            run->out);
+    } else if (exists && !folder) {
+        return nib_fail(NIB_ERR_MODE, "%s: it is there and is not a folder", run->out);
+    } else if (exists) {
+        TRY(nib_os_list(run->out, note_entry, &e));
+    }
+    if (run->options.force || (run->options.resume && (e.partial || !e.others)))
+        return NIB_OK;
+    if (e.partial)
+        return nib_fail(NIB_ERR_MODE, "%s: a run was stopped here: --resume goes on with it, --force starts anew",
+                        run->out);
+    if (e.others)
+        return nib_fail(NIB_ERR_MODE, "%s: it is there%s: --force replaces it", run->out,
+                        run->as_file ? "" : " and not empty");
+    return NIB_OK;
+}
+
+/* ---- Which plan ---- */
+
+static void hash_tensor(XXH3_state_t *hash, const struct nib_out_tensor *t)
+{
+    const int64_t facts[] = { (int64_t)t->dtype, t->ggml_type, (int64_t)t->producer, t->rank, (int64_t)t->offset };
+    XXH3_128bits_update(hash, t->name, strlen(t->name) + 1);
+    XXH3_128bits_update(hash, facts, sizeof facts);
+    XXH3_128bits_update(hash, t->shape, (size_t)t->rank * sizeof *t->shape);
+}
+
+/* Everything that decides bytes but for the data itself. */
+static nib_status take_fingerprint(struct nib_run *run)
+{
+    const nib_plan *plan = run->plan;
+    XXH3_state_t *hash = XXH3_createState();
+    struct nib_text text = { 0 };
+    nib_status status = hash ? NIB_OK : no_memory(run->out);
+    if (!status) {
+        XXH3_128bits_reset(hash);
+        status = nib_plan_provenance(plan, NULL, &text);
+    }
+    if (!status)
+        XXH3_128bits_update(hash, text.bytes, text.used);
+    nib_free(text.bytes);
+    for (size_t i = 0; i < plan->n_files && !status; i++) {
+        const struct nib_out_file *file = &plan->files[i];
+        XXH3_128bits_update(hash, file->name, strlen(file->name) + 1);
+        for (uint32_t j = 0; j < file->tensors; j++)
+            hash_tensor(hash, &plan->tensors[file->first + j]);
+    }
+    const json_t *const configurations[] = { plan->config, plan->hf_quant };
+    for (int i = 0; i < 2 && !status; i++) {
+        text = (struct nib_text){ 0 };
+        if (configurations[i] && !nib_put_json(&text, configurations[i], 0))
+            status = no_memory(run->out);
+        if (!status && text.used)
+            XXH3_128bits_update(hash, text.bytes, text.used);
+        nib_free(text.bytes);
+    }
+    if (!status) {
+        const XXH128_hash_t digest = XXH3_128bits_digest(hash);
+        snprintf(run->fingerprint, sizeof run->fingerprint, "%016llx%016llx", (unsigned long long)digest.high64,
+                 (unsigned long long)digest.low64);
+    }
+    XXH3_freeState(hash);
+    return status;
+}
+
+static nib_status write_state(const struct nib_run *run)
+{
+    char text[128], *path = nib_stage_path(run->partial, "state.json");
+    snprintf(text, sizeof text, "{\"version\":\"" NIB_VERSION "\",\"plan\":\"%s\"}\n", run->fingerprint);
+    const nib_status status = path ? nib_stage_write(path, text, strlen(text)) : no_memory(run->partial);
+    nib_free(path);
+    return status;
+}
+
+/* Whether what is in the folder is of this plan. No state yet: an earlier run was stopped before it began. */
+static nib_status read_state(const struct nib_run *run, bool *ours, bool *other)
+{
+    char *path = nib_stage_path(run->partial, "state.json"), *text = NULL;
+    size_t bytes;
+    nib_status status = path ? NIB_OK : no_memory(run->partial);
+    *ours = *other = false;
+    if (!status && nib_os_exists(path)) {
+        status = nib_ck_read_text(path, 4096, &text, &bytes);
+        json_t *state = status ? NULL : json_loadb(text, bytes, 0, NULL);
+        const char *plan = json_string_value(json_object_get(state, "plan"));
+        *ours = plan && !strcmp(plan, run->fingerprint);
+        *other = !*ours;
+        json_decref(state);
+    }
+    nib_free(text);
+    nib_free(path);
+    return status;
+}
+
+/* ---- Opening ---- */
+
+static nib_status take_lock(struct nib_run *run)
+{
+    char *path = nib_stage_path(run->partial, "lock");
+    bool busy = false;
+    const nib_status status = path ? nib_os_lock(path, &run->lock, &busy) : no_memory(run->partial);
+    nib_free(path);
+    TRY(status);
+    return busy ? nib_fail(NIB_ERR_MODE, "%s: another run is at work here: wait for it, or choose another place",
+                           run->out)
+                : NIB_OK;
+}
+
+/* All but the lock, which is held. */
+static nib_status remove_old(void *context, const char *name)
+{
+    const struct nib_run *run = context;
+    if (!strcmp(name, "lock"))
+        return NIB_OK;
+    char *path = nib_stage_path(run->partial, name);
+    nib_status status = NIB_OK;
+    if (!path)
+        return no_memory(run->partial);
+    if (nib_os_is_folder(path))
+        status = nib_os_remove_folder(path);
+    else
+        nib_os_remove(path);
+    nib_free(path);
+    return status;
+}
+
+static nib_status remove_temporary(void *context, const char *name)
+{
+    if (!strstr(name, ".tmp-"))
+        return NIB_OK;
+    char *path = nib_stage_path(context, name);
+    if (!path)
+        return no_memory(context);
+    nib_os_remove(path);
+    nib_free(path);
+    return NIB_OK;
+}
+
+static nib_status set_paths(struct nib_run *run, const char *out)
+{
+    size_t length = strlen(out);
+    while (length > 1 && out[length - 1] == '/')
+        length--;
+    if (length == 0)
+        return nib_fail(NIB_ERR_ARG, "the output has no name");
+    run->out = nib_alloc(length + 1);
+    if (!run->out)
+        return no_memory(out);
+    memcpy(run->out, out, length);
+    run->out[length] = '\0';
+    run->as_file =
+        run->plan->packing == NIB_PACKING_GGUF || (run->plan->one_file && nib_ck_ends_with(run->out, ".safetensors"));
+    if (run->plan->packing == NIB_PACKING_GGUF && !nib_ck_ends_with(run->out, ".gguf"))
+        return nib_fail(NIB_ERR_ARG, "%s: the output is one GGUF file: give it a name that ends in .gguf", run->out);
+    const size_t room = length + sizeof "/" FINISHED;
+    run->partial = nib_alloc(room);
+    run->finished = nib_alloc(room);
+    if (!run->partial || !run->finished)
+        return no_memory(out);
+    const char *slash = run->as_file ? "" : "/";
+    snprintf(run->partial, room, "%s%s" PARTIAL, run->out, slash);
+    snprintf(run->finished, room, "%s%s" FINISHED, run->out, slash);
+    run->fresh = nib_stage_path(run->partial, "new");
+    return run->fresh ? NIB_OK : no_memory(out);
+}
+
+static nib_status make_folders(struct nib_run *run)
+{
+    if (!run->as_file) {
+        run->made_out = !nib_os_exists(run->out);
+        TRY(nib_os_make_folder(run->out));
+    }
+    return nib_os_make_folder(run->partial);
+}
+
+static bool is_complete(const struct nib_run *run)
+{
+    char *path = nib_stage_path(run->partial, "complete");
+    const bool complete = path && nib_os_exists(path);
+    nib_free(path);
+    return complete;
+}
+
+/* Hashes of the input differ from those that a header is laid out with, and nothing else may. */
+static bool same_header(const char *expected, const char *found, size_t bytes)
+{
+    static const char key[] = "xxh3\\\":\\\"";
+    enum { DIGITS = 32 };
+    for (size_t i = 0; i < bytes; i++) {
+        if (expected[i] != found[i])
+            return false;
+        if (i + 1 >= sizeof key - 1 && !memcmp(expected + i + 2 - sizeof key, key, sizeof key - 1))
+            i += DIGITS;
+    }
+    return true;
+}
+
+static nib_status is_file_done(const struct nib_run *run, const struct nib_out_file *file, const char *provenance,
+                               bool *done)
+{
+    char *path = run->as_file ? nib_stage_path(run->out, "") : nib_stage_path(run->out, file->name), *found = NULL;
+    if (!path)
+        return no_memory(run->out);
+    if (run->as_file)
+        path[strlen(run->out)] = '\0';
+    *done = false;
+    int fd = -1;
+    uint64_t bytes;
+    struct nib_text header = { 0 };
+    nib_status status = NIB_OK;
+    if (nib_os_exists(path) && !nib_os_open_read(path, &fd, &bytes) && bytes == file->bytes) {
+        status = nib_plan_header(run->plan, file, provenance, &header);
+        found = status ? NULL : nib_alloc(header.used);
+        if (!status && !found)
+            status = no_memory(run->out);
+        if (!status)
+            status = nib_os_read_at(fd, path, 0, found, header.used);
+        *done = !status && same_header(header.bytes, found, header.used);
+    }
+    nib_os_close(fd);
+    nib_free(found);
+    nib_free(header.bytes);
+    nib_free(path);
+    return status;
+}
+
+/* Whether the output is there, complete, from this plan: the run that is to be resumed was stopped after its end. */
+static nib_status is_done(const struct nib_run *run, bool *done)
+{
+    struct nib_text provenance;
+    TRY(nib_plan_provenance(run->plan, NULL, &provenance));
+    nib_status status = NIB_OK;
+    *done = !nib_os_exists(run->partial);
+    for (size_t i = 0; i < run->plan->n_files && *done && !status; i++)
+        status = is_file_done(run, &run->plan->files[i], provenance.bytes, done);
+    nib_free(provenance.bytes);
+    return status;
+}
+
+static nib_status open_first(struct nib_run *run, enum nib_stage_left *left)
+{
+    bool ours, other, done = false;
+    TRY(check_apart(run));
+    if (run->options.resume)
+        TRY(is_done(run, &done));
+    if (done) {
+        *left = NIB_STAGE_DONE;
+        return nib_os_remove_folder(run->finished);
+    }
+    TRY(check_place(run));
+    TRY(make_folders(run));
+    TRY(take_lock(run));
+    TRY(nib_os_remove_folder(run->finished));
+    TRY(read_state(run, &ours, &other));
+    if (run->options.resume && other && !run->options.force)
+        return nib_fail(NIB_ERR_MODE,
+                        "%s: the run that was stopped here had other options or another input: --force starts anew",
+                        run->out);
+    if (!(run->options.resume && ours)) {
+        TRY(nib_os_list(run->partial, remove_old, run));
+        TRY(nib_os_make_folder(run->fresh));
+        return write_state(run);
+    }
+    *left = is_complete(run) ? NIB_STAGE_COMPLETE : NIB_STAGE_OPEN;
+    TRY(nib_os_list(run->partial, remove_temporary, run->partial));
+    TRY(nib_os_make_folder(run->fresh));
+    return nib_os_list(run->fresh, remove_temporary, run->fresh);
+}
+
+nib_status nib_stage_open(struct nib_run *run, const char *out, enum nib_stage_left *left)
+{
+    const nib_comm *comm = run->job.comm;
+    nib_status status = set_paths(run, out);
+    if (!status)
+        status = take_fingerprint(run);
+    *left = NIB_STAGE_OPEN;
+    if (!status && (!comm || comm->rank == 0))
+        status = open_first(run, left);
+    /* The key is the fingerprint: ranks that see other files must not go on. */
+    status = nib_agree(comm, status, XXH3_64bits(run->fingerprint, sizeof run->fingerprint));
+    float found = (float)*left;
+    if (!status && comm && comm->allreduce_max_f32(comm->context, &found, 1))
+        status = nib_fail(NIB_ERR_COMM, "%s: telling the other ranks what is there failed", run->out);
+    *left = (enum nib_stage_left)found;
+    return status;
+}
+
+void nib_stage_close(struct nib_run *run, nib_status status)
+{
+    const bool first = !run->job.comm || run->job.comm->rank == 0;
+    if (first && run->lock >= 0) {
+        if (status == NIB_ERR_CANCELLED && !run->options.resume && !is_complete(run)) {
+            nib_error before;
+            nib_get_error(&before);
+            (void)nib_os_remove_folder(run->partial);
+            if (run->made_out)
+                nib_os_remove_empty_folder(run->out);
+            (void)nib_fail(before.status, "%s", before.text);
+        }
+        nib_os_close(run->lock);
+        run->lock = -1;
+    }
+    nib_free(run->out);
+    nib_free(run->partial);
+    nib_free(run->finished);
+    nib_free(run->fresh);
+}
+
+/* ---- Files that go along ---- */
+
+/* Weights in another form, and what is written anew. Everything else in the folder is part of the model. */
+static bool goes_along(const char *name)
+{
+    static const char *const left_out[] = { ".safetensors", ".index.json", ".bin",  ".pt",        ".pth",     ".ckpt",
+                                            ".gguf",        ".h5",         ".onnx", ".onnx_data", ".msgpack", ".npz",
+                                            ".tflite",      ".tmp",        ".lock", ".incomplete" };
+    if (name[0] == '.' || !strcmp(name, "config.json") || !strcmp(name, "hf_quant_config.json") ||
+        !strcmp(name, "recipe.yaml")) /* of an earlier quantisation */
+        return false;
+    for (size_t i = 0; i < sizeof left_out / sizeof *left_out; i++)
+        if (nib_ck_ends_with(name, left_out[i]))
+            return false;
+    return true;
+}
+
+static nib_status copy_file(const char *from, const char *to)
+{
+    enum { CHUNK = 1 << 20 };
+    int source, target;
+    uint64_t bytes;
+    char *temporary;
+    TRY(nib_os_open_read(from, &source, &bytes));
+    nib_status status = nib_os_create_temporary(to, &target, &temporary);
+    if (status) {
+        nib_os_close(source);
+        return status;
+    }
+    char *chunk = nib_alloc(CHUNK);
+    status = chunk ? NIB_OK : no_memory(to);
+    for (uint64_t at = 0; at < bytes && !status; at += CHUNK) {
+        const size_t count = bytes - at < CHUNK ? (size_t)(bytes - at) : CHUNK;
+        status = nib_os_read_at(source, from, at, chunk, count);
+        if (!status)
+            status = nib_os_write_at(target, to, at, chunk, count);
+    }
+    nib_free(chunk);
+    nib_os_close(source);
+    if (status)
+        nib_os_close(target);
+    else
+        status = nib_os_publish(target, temporary, to);
+    if (status)
+        nib_os_remove(temporary);
+    nib_free(temporary);
+    return status;
+}
+
+static nib_status copy_other(void *context, const char *name)
+{
+    const struct nib_run *run = context;
+    if (!goes_along(name))
+        return NIB_OK;
+    char *from = nib_stage_path(run->plan->in->folder, name), *to = nib_stage_path(run->fresh, name);
+    nib_status status = from && to ? NIB_OK : no_memory(run->fresh);
+    if (!status && !nib_os_is_folder(from))
+        status = copy_file(from, to);
+    nib_free(from);
+    nib_free(to);
+    return status;
+}
+
+nib_status nib_stage_copy_others(struct nib_run *run) { return nib_os_list(run->plan->in->folder, copy_other, run); }
+
+/* ---- Final names ---- */
+
+static int publishing_rank(const struct nib_run *run, const char *name)
+{
+    for (size_t i = 0; i < run->plan->n_files; i++)
+        if (!strcmp(run->plan->files[i].name, name))
+            return 0;
+    return nib_ck_ends_with(name, ".index.json") ? 1 : !strcmp(name, "config.json") ? 3 : 2;
+}
+
+struct publishing {
+    const struct nib_run *run;
+    int rank;
+};
+
+static nib_status move_one(void *context, const char *name)
+{
+    const struct publishing *p = context;
+    if (publishing_rank(p->run, name) != p->rank)
+        return NIB_OK;
+    char *from = nib_stage_path(p->run->fresh, name), *to = p->run->as_file ? NULL : nib_stage_path(p->run->out, name);
+    const nib_status status =
+        !from || (!to && !p->run->as_file) ? no_memory(p->run->out) : nib_os_rename(from, to ? to : p->run->out);
+    nib_free(from);
+    nib_free(to);
+    return status;
+}
+
+/* Of an output that is being replaced: what a loader would take for part of the new one. */
+static nib_status remove_stale(void *context, const char *name)
+{
+    const struct nib_run *run = context;
+    const bool data = nib_ck_ends_with(name, ".safetensors") || nib_ck_ends_with(name, ".safetensors.index.json");
+    const bool configuration = !strcmp(name, "config.json") || !strcmp(name, "hf_quant_config.json");
+    if (!data && !configuration)
+        return NIB_OK;
+    char *fresh = nib_stage_path(run->fresh, name), *old = nib_stage_path(run->out, name);
+    bool ours = publishing_rank(run, name) == 0 || (nib_ck_ends_with(name, ".index.json") && run->plan->n_files > 1) ||
+                (!strcmp(name, "config.json") && run->plan->config) ||
+                (!strcmp(name, "hf_quant_config.json") && run->plan->hf_quant);
+    const nib_status status = fresh && old ? NIB_OK : no_memory(run->out);
+    /* What is ours and no longer in new/ has been moved already; the old configuration goes first of all, so that
+     * nobody loads a mixture. */
+    if (!status && (!ours || (configuration && nib_os_exists(fresh))))
+        nib_os_remove(old);
+    nib_free(fresh);
+    nib_free(old);
+    return status;
+}
+
+static nib_status publish(struct nib_run *run)
+{
+    char *marker = nib_stage_path(run->partial, "complete");
+    nib_status status = marker ? NIB_OK : no_memory(run->partial);
+    if (!status && !nib_os_exists(marker)) {
+        status = nib_os_sync_folder(run->fresh);
+        if (!status)
+            status = nib_stage_write(marker, "", 0);
+    }
+    nib_free(marker);
+    TRY(status);
+    if (!run->as_file)
+        TRY(nib_os_list(run->out, remove_stale, run));
+    for (int rank = 0; rank <= 3; rank++)
+        TRY(nib_os_list(run->fresh, move_one, &(struct publishing){ run, rank }));
+    if (!run->as_file)
+        TRY(nib_os_sync_folder(run->out));
+    /* In one step, so that a kill leaves no folder that looks like an unfinished run. */
+    TRY(nib_os_rename(run->partial, run->finished));
+    TRY(nib_os_remove_folder(run->finished));
+    return nib_os_sync_parent(run->partial);
+}
+
+nib_status nib_stage_publish(struct nib_run *run)
+{
+    const bool first = !run->job.comm || run->job.comm->rank == 0;
+    return nib_agree(run->job.comm, first ? publish(run) : NIB_OK, 0);
+}

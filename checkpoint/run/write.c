@@ -1,0 +1,573 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * write.c - the second pass over the data.
+ *
+ * Threads take panels of rows, one after the other through all files, and write what they become to its place. Every
+ * place is known beforehand, so that neither threads nor memory nor ranks show in the result.
+ */
+#include "run/run.h"
+
+#include <math.h>
+
+#include "format/codec.h"
+#include "io/gguf.h"
+#include "tensor/tensor.h"
+
+enum {
+    COPY_BYTES = 4 << 20,       /* at a time */
+    MOST_PANEL_BYTES = 16 << 20 /* more does not help, even where rows run down a stack's columns */
+};
+
+static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for a panel of weights"); }
+
+/* ---- Work ---- */
+
+/* An output file that is being written. */
+struct writing {
+    const struct nib_out_file *file;
+    char *path, *temporary;
+    int fd;
+    size_t first_weight, weights; /* of plan->weights */
+    size_t left;                  /* pieces of work that are not done */
+    bool finished;                /* an earlier run has written it */
+};
+
+/* A piece of work: rows of a weight, or bytes of a tensor. */
+struct piece {
+    uint32_t file;
+    uint32_t weight, tensor; /* one of them is NIB_NONE */
+    int64_t first, count;    /* rows, or bytes */
+};
+
+struct writer {
+    struct nib_run *run;
+    struct writing *files;
+    struct piece *pieces;
+    size_t n_pieces, pieces_capacity;
+    const char *provenance;
+};
+
+/* Memory of one thread, reused from panel to panel. */
+struct desk {
+    struct nib_run *run;
+    void *numbers;
+    size_t numbers_bytes;
+    uint8_t *codes, *scales, *turned;
+    size_t codes_bytes, scales_bytes, turned_bytes;
+    nib_tensor *tensor;
+    int64_t rows, cols;
+    nib_dtype dtype;
+};
+
+/* `memory` is the address of a pointer of any type. */
+static bool room_for(void *memory, size_t *bytes, size_t wanted)
+{
+    void *block;
+    if (*bytes >= wanted)
+        return true;
+    memcpy(&block, memory, sizeof block);
+    nib_free(block);
+    block = nib_alloc(wanted);
+    memcpy(memory, &block, sizeof block);
+    *bytes = block ? wanted : 0;
+    return block != NULL;
+}
+
+static void clear_desk(struct desk *desk)
+{
+    nib_free(desk->numbers);
+    nib_free(desk->codes);
+    nib_free(desk->scales);
+    nib_free(desk->turned);
+    nib_tensor_destroy(desk->tensor);
+}
+
+static size_t size_of(nib_dtype dtype) { return (size_t)nib_dtypes[dtype].bits / 8; }
+
+/* ---- Laying down ---- */
+
+static nib_status put(const struct writer *writer, uint32_t file, uint32_t tensor, uint64_t offset, const void *bytes,
+                      size_t count)
+{
+    const struct writing *f = &writer->files[file];
+    const struct nib_out_tensor *t = &writer->run->plan->tensors[tensor];
+    return nib_os_write_at(f->fd, f->path, f->file->data + t->offset + offset, bytes, count);
+}
+
+/* Units k..k+n-1 of `count` lines, unit by unit. With a constant size each is one load and one store. */
+static inline void turn_units(const char *lines, int64_t count, int64_t length, int64_t k, int64_t n, size_t size,
+                              uint8_t *out)
+{
+    enum { TILE = 32 };
+    for (int64_t r0 = 0; r0 < count; r0 += TILE)
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t r = r0; r < nib_min(r0 + TILE, count); r++)
+                memcpy(out + (size_t)(i * count + r) * size, lines + (size_t)(r * length + k + i) * size, size);
+}
+
+static void turn(const char *lines, int64_t count, int64_t length, int64_t k, int64_t n, size_t size, uint8_t *out)
+{
+    if (size == 1)
+        turn_units(lines, count, length, k, n, 1, out);
+    else if (size == 2)
+        turn_units(lines, count, length, k, n, 2, out);
+    else
+        turn_units(lines, count, length, k, n, 4, out);
+}
+
+/* Lines [count, length] of units become part of columns: unit k of line r goes to [index, k, first + r] of a tensor
+ * [experts, length, rows]. */
+static nib_status put_turned(const struct writer *writer, struct desk *desk, const struct piece *piece, uint32_t tensor,
+                             const void *lines, int64_t length, size_t size)
+{
+    enum { BAND = 64 };
+    const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
+    const int64_t rows = w->source.rows, count = piece->count;
+    if (!room_for(&desk->turned, &desk->turned_bytes, (size_t)(BAND * count) * size))
+        return no_memory();
+    for (int64_t k = 0; k < length; k += BAND) {
+        const int64_t n = nib_min(BAND, length - k);
+        turn(lines, count, length, k, n, size, desk->turned);
+        const uint64_t line = (uint64_t)(w->index * length + k) * (uint64_t)rows;
+        if (count == rows) { /* whole lines lie side by side */
+            TRY(put(writer, piece->file, tensor, line * size, desk->turned, (size_t)(n * count) * size));
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++)
+            TRY(put(writer, piece->file, tensor, (line + (uint64_t)(i * rows + piece->first)) * size,
+                    desk->turned + (size_t)(i * count) * size, (size_t)count * size));
+    }
+    return NIB_OK;
+}
+
+static nib_status put_lines(const struct writer *writer, struct desk *desk, const struct piece *piece, uint32_t tensor,
+                            const void *lines, int64_t length, size_t size)
+{
+    const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
+    if (w->laying == NIB_LAY_STACK)
+        return put_turned(writer, desk, piece, tensor, lines, length, size);
+    return put(writer, piece->file, tensor, (uint64_t)(piece->first * length) * size, lines,
+               (size_t)(piece->count * length) * size);
+}
+
+static nib_status put_codes(const struct writer *writer, struct desk *desk, const struct piece *piece,
+                            const uint8_t *codes, const uint8_t *scales)
+{
+    const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
+    const int64_t cols = w->source.cols;
+    if (w->laying == NIB_LAY_GGUF) {
+        const size_t blocks = (size_t)(piece->count * (cols / NIB_GGUF_NVFP4_ELEMENTS));
+        if (!room_for(&desk->turned, &desk->turned_bytes, blocks * NIB_GGUF_NVFP4_BYTES))
+            return no_memory();
+        (void)nib_gguf_nvfp4_join(codes, scales, blocks, desk->turned);
+        return put_lines(writer, desk, piece, w->out[NIB_ROLE_DATA], desk->turned,
+                         cols / NIB_GGUF_NVFP4_ELEMENTS * NIB_GGUF_NVFP4_BYTES, 1);
+    }
+    TRY(put_lines(writer, desk, piece, w->out[NIB_ROLE_DATA], codes, cols / 2, 1));
+    return put_lines(writer, desk, piece, w->out[NIB_ROLE_SCALE], scales, cols / 16, 1);
+}
+
+/* ---- What becomes of rows ---- */
+
+static nib_status prepare_tensor(struct desk *desk, const nib_quantizer *q, nib_dtype dtype, int64_t rows, int64_t cols)
+{
+    if (desk->tensor && desk->rows == rows && desk->cols == cols && desk->dtype == dtype)
+        return NIB_OK;
+    nib_tensor_destroy(desk->tensor);
+    desk->tensor = NULL;
+    TRY(nib_tensor_create(q, dtype, 2, (int64_t[]){ rows, cols }, &desk->tensor));
+    desk->rows = rows;
+    desk->cols = cols;
+    desk->dtype = dtype;
+    return NIB_OK;
+}
+
+static nib_status quantize_rows(const struct writer *writer, struct desk *desk, const struct piece *piece)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    const nib_dtype dtype = plan->groups[w->group].dtype;
+    const int64_t cols = w->source.cols, blocks = cols / 16, shape[2] = { piece->count, cols };
+    const size_t bytes = (size_t)(piece->count * cols) * size_of(dtype);
+    const float *amax = &writer->run->amaxes[w->group], one = 1;
+    const bool nothing = nib_run_is_nothing(plan, *amax);
+    const nib_given given = { .bytes = sizeof given,
+                              .amax = { nothing ? NULL : amax, NULL },
+                              .level = { nothing ? &one : NULL, NULL } };
+    nib_array x, codes, scales;
+    if (!room_for(&desk->numbers, &desk->numbers_bytes, bytes))
+        return no_memory();
+    TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, dtype, desk->numbers));
+    TRY(nib_array_init(&x, desk->numbers, dtype, 2, shape));
+    TRY(prepare_tensor(desk, &plan->q, dtype, piece->count, cols));
+    TRY(nib_quantize_into(&plan->q, &x, &given, NULL, desk->tensor));
+    TRY(nib_tensor_part(desk->tensor, NIB_ROW_DATA, &codes));
+    TRY(nib_tensor_part(desk->tensor, NIB_ROW_SCALE, &scales));
+    const uint8_t *lines = scales.data;
+    if (scales.shape[1] != blocks) { /* lines are padded to multiples of 4 */
+        if (!room_for(&desk->scales, &desk->scales_bytes, (size_t)(piece->count * blocks)))
+            return no_memory();
+        for (int64_t r = 0; r < piece->count; r++)
+            memcpy(desk->scales + r * blocks, lines + r * scales.shape[1], (size_t)blocks);
+        lines = desk->scales;
+    }
+    return put_codes(writer, desk, piece, codes.data, lines);
+}
+
+static bool room_for_codes(struct desk *desk, int64_t rows, int64_t cols)
+{
+    return room_for(&desk->codes, &desk->codes_bytes, (size_t)(rows * nib_ceil_div(cols, 2))) &&
+           room_for(&desk->scales, &desk->scales_bytes, (size_t)(rows * nib_ceil_div(cols, 16)));
+}
+
+static nib_status convert_mxfp4(const struct writer *writer, struct desk *desk, const struct piece *piece)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    const int64_t cols = w->source.cols, count = piece->count;
+    const size_t code_bytes = (size_t)(count * (cols / 2)), scale_bytes = (size_t)(count * (cols / 32));
+    if (!room_for_codes(desk, count, cols) || !room_for(&desk->numbers, &desk->numbers_bytes, code_bytes + scale_bytes))
+        return no_memory();
+    uint8_t *codes = desk->numbers, *scales = codes + code_bytes;
+    TRY(nib_ck_read_mxfp4(plan->in, &w->source, piece->first, count, codes, scales));
+    nib_mxfp4_to_nvfp4_blocks(codes, scales, count * (cols / 32), writer->run->amaxes[w->group], desk->codes,
+                              desk->scales);
+    return put_codes(writer, desk, piece, desk->codes, desk->scales);
+}
+
+static nib_status keep_codes(const struct writer *writer, struct desk *desk, const struct piece *piece)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    if (!room_for_codes(desk, piece->count, w->source.cols))
+        return no_memory();
+    TRY(nib_ck_read_codes(plan->in, &w->source, piece->first, piece->count, desk->codes, desk->scales));
+    const size_t scales = (size_t)(piece->count * (w->source.cols / 16));
+    for (size_t i = 0; w->scale_map && i < scales; i++)
+        desk->scales[i] = w->scale_map[desk->scales[i]];
+    return put_codes(writer, desk, piece, desk->codes, desk->scales);
+}
+
+static nib_status write_numbers(const struct writer *writer, struct desk *desk, const struct piece *piece)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    const size_t size = size_of(w->dtype);
+    if (!room_for(&desk->numbers, &desk->numbers_bytes, (size_t)(piece->count * w->source.cols) * size))
+        return no_memory();
+    TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, w->dtype, desk->numbers));
+    return put_lines(writer, desk, piece, w->out[NIB_ROLE_DATA], desk->numbers, w->source.cols, size);
+}
+
+/* ---- Numbers per tensor ---- */
+
+/* sqrt(K) * max |gamma|: no output of an RMSNorm is larger. */
+static nib_status norm_bound(const struct nib_run *run, const struct nib_out_weight *w, float *amax)
+{
+    const nib_checkpoint *in = run->plan->in;
+    const struct nib_ck_tensor *t = &in->tensors[w->norm];
+    const size_t n = (size_t)t->shape[0];
+    void *raw = nib_alloc(t->bytes);
+    float *gamma = nib_alloc(n * sizeof *gamma), largest = 0;
+    nib_status status = raw && gamma ? nib_ck_read(in, w->norm, 0, raw, t->bytes) : no_memory();
+    if (!status)
+        status = nib_decode(t->dtype, raw, n, gamma);
+    for (size_t i = 0; i < n && !status; i++)
+        largest = nib_fmax(largest, nib_fmax(nib_abs(gamma[i]), w->norm_plus_one ? nib_abs(gamma[i] + 1) : 0));
+    nib_free(raw);
+    nib_free(gamma);
+    *amax = (float)sqrt((double)w->source.cols) * largest;
+    return status;
+}
+
+static nib_status find_numbers(const struct nib_run *run, const struct nib_out_weight *w, float *level, float *input)
+{
+    const nib_plan *plan = run->plan;
+    const nib_level sense = nib_run_level_kind(plan->packing);
+    *level = w->action == NIB_ACTION_QUANTIZE ? run->levels[w->group] : w->level;
+    *input = w->input;
+    if (w->as_in_source) {
+        nib_level kind;
+        int has_input;
+        TRY(nib_ck_read_level(plan->in, &w->source, &kind, level));
+        TRY(nib_ck_read_input(plan->in, &w->source, &has_input, input));
+        *level = nib_run_translate(*level, kind, sense, w->source.e4m3_max);
+        *input = nib_run_translate(*input, kind == NIB_LEVEL_ENCODE ? kind : NIB_LEVEL_DECODE, sense, 0);
+    }
+    if (w->norm != NIB_NONE && w->out[NIB_ROLE_INPUT] != NIB_NONE) {
+        float amax;
+        TRY(norm_bound(run, w, &amax));
+        if (amax > 0 && amax <= 0x1p100f) /* a norm of nothing, or of no numbers, says nothing */
+            *input = nib_plan_input_scale(plan, amax);
+    }
+    return NIB_OK;
+}
+
+static nib_status write_numbers_per_tensor(const struct writer *writer, const struct piece *piece)
+{
+    const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
+    float level, input;
+    if (w->out[NIB_ROLE_LEVEL] == NIB_NONE && w->out[NIB_ROLE_INPUT] == NIB_NONE)
+        return NIB_OK;
+    TRY(find_numbers(writer->run, w, &level, &input));
+    if (w->out[NIB_ROLE_LEVEL] != NIB_NONE)
+        TRY(put(writer, piece->file, w->out[NIB_ROLE_LEVEL], 0, &level, sizeof level));
+    if (w->out[NIB_ROLE_INPUT] != NIB_NONE)
+        TRY(put(writer, piece->file, w->out[NIB_ROLE_INPUT], 0, &input, sizeof input));
+    return NIB_OK;
+}
+
+/* ---- Tensors that are copied ---- */
+
+static nib_status copy_piece(const struct writer *writer, struct desk *desk, const struct piece *piece)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_tensor *t = &plan->tensors[piece->tensor];
+    if (t->producer == NIB_PRODUCE_NUMBER)
+        return put(writer, piece->file, piece->tensor, 0, &t->number, sizeof t->number);
+    if (!room_for(&desk->numbers, &desk->numbers_bytes, (size_t)piece->count))
+        return no_memory();
+    if (t->producer == NIB_PRODUCE_COPY) {
+        TRY(nib_ck_read(plan->in, t->source, (uint64_t)piece->first, desk->numbers, (size_t)piece->count));
+        return put(writer, piece->file, piece->tensor, (uint64_t)piece->first, desk->numbers, (size_t)piece->count);
+    }
+    /* Every step-th element of a small tensor: read what they span, move them together. */
+    const size_t size = size_of(t->dtype), span = (size_t)((t->count - 1) * t->step + 1) * size;
+    if (t->count == 0)
+        return NIB_OK;
+    if (!room_for(&desk->codes, &desk->codes_bytes, span))
+        return no_memory();
+    TRY(nib_ck_read(plan->in, t->source, (uint64_t)t->first * size, desk->codes, span));
+    for (int64_t i = 0; i < t->count; i++)
+        memcpy((char *)desk->numbers + (size_t)i * size, desk->codes + (size_t)(i * t->step) * size, size);
+    return put(writer, piece->file, piece->tensor, 0, desk->numbers, (size_t)t->count * size);
+}
+
+/* ---- Files ---- */
+
+static nib_status open_file(struct writer *writer, struct writing *f)
+{
+    struct nib_text header;
+    TRY(nib_plan_header(writer->run->plan, f->file, writer->provenance, &header));
+    nib_status status = header.used == f->file->data
+                            ? nib_os_create_temporary(f->path, &f->fd, &f->temporary)
+                            : nib_fail(NIB_ERR_DATA, "%s: its header is not what was planned", f->path);
+    if (!status)
+        status = nib_os_resize(f->fd, f->path, f->file->bytes);
+    if (!status)
+        status = nib_os_write_at(f->fd, f->path, 0, header.bytes, header.used);
+    nib_free(header.bytes);
+    return status;
+}
+
+static nib_status close_file(struct writing *f)
+{
+    const int fd = f->fd;
+    f->fd = -1;
+    const nib_status status = nib_os_publish(fd, f->temporary, f->path);
+    if (status)
+        nib_os_remove(f->temporary);
+    nib_free(f->temporary);
+    f->temporary = NULL;
+    return status;
+}
+
+/* ---- Pieces ---- */
+
+static nib_status add_piece(struct writer *writer, struct piece piece)
+{
+    struct piece *pieces = nib_grow(writer->pieces, &writer->pieces_capacity, writer->n_pieces + 1, sizeof *pieces);
+    if (!pieces)
+        return no_memory();
+    writer->pieces = pieces;
+    pieces[writer->n_pieces++] = piece;
+    writer->files[piece.file].left++;
+    return NIB_OK;
+}
+
+/* The dtype in which a weight's rows are read. */
+static nib_dtype reading_dtype(const nib_plan *plan, const struct nib_out_weight *w)
+{
+    return w->action == NIB_ACTION_QUANTIZE                                     ? plan->groups[w->group].dtype
+           : w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP ? w->dtype
+                                                                                : NIB_BF16;
+}
+
+static nib_status cut_file(struct writer *writer, uint32_t file)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct writing *f = &writer->files[file];
+    const uint64_t panel = writer->run->memory / 2 < MOST_PANEL_BYTES ? writer->run->memory / 2 : MOST_PANEL_BYTES;
+    const int64_t chunk = (int64_t)(writer->run->memory / 2 < COPY_BYTES ? writer->run->memory / 2 : COPY_BYTES);
+    for (uint32_t i = 0; i < f->file->tensors; i++) {
+        const uint32_t tensor = f->file->first + i;
+        const struct nib_out_tensor *t = &plan->tensors[tensor];
+        if (t->producer == NIB_PRODUCE_WEIGHT)
+            continue;
+        const int64_t bytes = (int64_t)t->bytes, at_once = t->producer == NIB_PRODUCE_COPY ? chunk : bytes;
+        for (int64_t at = 0; at < bytes; at += at_once)
+            TRY(add_piece(writer, (struct piece){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at) }));
+    }
+    for (size_t i = 0; i < f->weights; i++) {
+        const uint32_t weight = (uint32_t)(f->first_weight + i);
+        const struct nib_out_weight *w = &plan->weights[weight];
+        const int64_t rows = nib_ck_rows_for(plan->in, &w->source, reading_dtype(plan, w), panel);
+        for (int64_t row = 0; row < w->source.rows; row += rows)
+            TRY(add_piece(writer, (struct piece){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row) }));
+    }
+    return NIB_OK;
+}
+
+static uint64_t input_bytes(const nib_plan *plan, const struct piece *piece)
+{
+    if (piece->tensor != NIB_NONE)
+        return (uint64_t)piece->count;
+    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    const uint64_t elements = (uint64_t)piece->count * (uint64_t)w->source.cols;
+    switch (w->source.packing) {
+    case NIB_PACKING_PLAIN:
+        return elements * size_of(w->source.dtype);
+    case NIB_PACKING_FP8_BLOCK:
+        return elements;
+    default:
+        return elements / 2;
+    }
+}
+
+static nib_status write_piece(struct writer *writer, struct desk *desk, const struct piece *piece)
+{
+    if (piece->weight == NIB_NONE)
+        return copy_piece(writer, desk, piece);
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    if (piece->first == 0)
+        TRY(write_numbers_per_tensor(writer, piece));
+    switch (w->action) {
+    case NIB_ACTION_QUANTIZE:
+        return plan->groups[w->group].mxfp4 ? convert_mxfp4(writer, desk, piece) : quantize_rows(writer, desk, piece);
+    case NIB_ACTION_CONVERT:
+    case NIB_ACTION_REPAIR:
+        return keep_codes(writer, desk, piece);
+    default:
+        return write_numbers(writer, desk, piece);
+    }
+}
+
+/* Take one file after the other through; a thread that finds the current one's pieces taken goes on with the next. */
+struct shift {
+    struct writer *writer;
+    atomic_size_t next;
+};
+
+static nib_status write_pieces(void *context, size_t item)
+{
+    struct shift *shift = context;
+    struct writer *writer = shift->writer;
+    struct nib_run *run = writer->run;
+    struct desk desk = { .run = run };
+    nib_status status = NIB_OK;
+    (void)item;
+    while (!status && !atomic_load(&run->stop)) {
+        pthread_mutex_lock(&run->mutex);
+        const size_t taken = atomic_fetch_add(&shift->next, 1);
+        const struct piece *piece = taken < writer->n_pieces ? &writer->pieces[taken] : NULL;
+        struct writing *f = piece ? &writer->files[piece->file] : NULL;
+        if (f && f->fd < 0) /* its first piece */
+            status = open_file(writer, f);
+        pthread_mutex_unlock(&run->mutex);
+        if (!piece || status)
+            break;
+        status = write_piece(writer, &desk, piece);
+        if (status)
+            break;
+        pthread_mutex_lock(&run->mutex);
+        const bool last = --f->left == 0;
+        pthread_mutex_unlock(&run->mutex);
+        if (last)
+            status = close_file(f);
+        const char *name = piece->weight == NIB_NONE ? run->plan->tensors[piece->tensor].name
+                                                     : run->plan->weights[piece->weight].source.name;
+        if (!status)
+            status = nib_run_progress(run, name, input_bytes(run->plan, piece));
+    }
+    clear_desk(&desk);
+    return status;
+}
+
+/* Which weights go to which file: both are in the same order. */
+static nib_status start_writer(struct writer *writer)
+{
+    struct nib_run *run = writer->run;
+    const nib_plan *plan = run->plan;
+    const size_t ranks = run->job.comm ? (size_t)run->job.comm->size : 1,
+                 rank = run->job.comm ? (size_t)run->job.comm->rank : 0;
+    size_t weight = 0;
+    writer->files = nib_alloc_zeroed((plan->n_files + 1) * sizeof *writer->files);
+    if (!writer->files)
+        return no_memory();
+    for (size_t i = 0; i < plan->n_files; i++)
+        writer->files[i].fd = -1;
+    for (size_t i = 0; i < plan->n_files; i++) {
+        struct writing *f = &writer->files[i];
+        f->file = &plan->files[i];
+        f->first_weight = weight;
+        while (weight < plan->n_weights && plan->weights[weight].out[NIB_ROLE_DATA] < f->file->first + f->file->tensors)
+            weight++;
+        f->weights = weight - f->first_weight;
+        f->path = nib_stage_path(run->fresh, f->file->name);
+        if (!f->path)
+            return no_memory();
+        f->finished = nib_os_exists(f->path);
+        if (f->finished || i % ranks != rank)
+            continue;
+        TRY(cut_file(writer, (uint32_t)i));
+        if (f->left == 0) { /* nothing but a header */
+            TRY(open_file(writer, f));
+            TRY(close_file(f));
+        }
+    }
+    return NIB_OK;
+}
+
+static void end_writer(struct writer *writer)
+{
+    for (size_t i = 0; writer->files && i < writer->run->plan->n_files; i++) {
+        struct writing *f = &writer->files[i];
+        nib_os_close(f->fd);
+        if (f->temporary)
+            nib_os_remove(f->temporary);
+        nib_free(f->temporary);
+        nib_free(f->path);
+    }
+    nib_free(writer->files);
+    nib_free(writer->pieces);
+}
+
+static const char *phase_of(const nib_plan *plan)
+{
+    static const struct {
+        const char *command, *phase;
+    } phases[] = { { "quantize", "quantising" },
+                   { "convert", "converting" },
+                   { "dequantize", "dequantising" },
+                   { "repair", "repairing" } };
+    for (size_t i = 0; i < sizeof phases / sizeof *phases; i++)
+        if (!strcmp(plan->command, phases[i].command))
+            return phases[i].phase;
+    return "writing";
+}
+
+nib_status nib_run_write(struct nib_run *run, const char *provenance)
+{
+    struct writer writer = { .run = run, .provenance = provenance };
+    struct shift shift = { .writer = &writer };
+    nib_status status = start_writer(&writer);
+    uint64_t total = 0;
+    for (size_t i = 0; i < writer.n_pieces; i++)
+        total += input_bytes(run->plan, &writer.pieces[i]);
+    nib_run_begin_phase(run, phase_of(run->plan), total);
+    if (!status)
+        status = nib_run_parallel(run, (size_t)run->threads, write_pieces, &shift);
+    end_writer(&writer);
+    return nib_agree(run->job.comm, status, run->plan->n_files);
+}

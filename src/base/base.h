@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * base.h - what every layer stands on: the sentence of an error, checked arithmetic, memory, buffers.
+ */
+#ifndef NIB_BASE_H
+#define NIB_BASE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "nib.h"
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "nib needs a little-endian machine: packed codes and file contents are used as they lie in memory"
+#endif
+#if UINTPTR_MAX != UINT64_MAX
+#error "nib needs a 64-bit machine: tensors of more than 2^31 elements are indexed with ptrdiff_t"
+#endif
+
+/* Exported for libnib_checkpoint of the same version, and for nobody else: the build lists what is marked so. */
+#define NIB_PRIVATE NIB_API
+
+/* Set this thread's sentence and return the status: `return nib_fail(NIB_ERR_SHAPE, "...", ...)`. */
+NIB_PRIVATE nib_status nib_fail(nib_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Leave the calling function when a call fails; for places that have nothing to clean up. */
+#define TRY(call)                       \
+    do {                                \
+        nib_status try_status = (call); \
+        if (try_status)                 \
+            return try_status;          \
+    } while (0)
+
+/* Products and sums of untrusted sizes: false on overflow, which leaves *out alone. */
+NIB_PRIVATE bool nib_mul(int64_t a, int64_t b, int64_t *out); /* both must be >= 0 */
+NIB_PRIVATE bool nib_add(int64_t a, int64_t b, int64_t *out);
+
+static inline int64_t nib_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t nib_max(int64_t a, int64_t b) { return a > b ? a : b; }
+/* For a >= 0 and b > 0, without the overflow of (a + b - 1). */
+static inline int64_t nib_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+static inline int64_t nib_round_up(int64_t a, int64_t b) { return nib_ceil_div(a, b) * b; }
+
+/* All of the library's memory comes from these. NULL when there is none; nib_fail is left to the caller. */
+NIB_PRIVATE void *nib_alloc(size_t bytes);                 /* not zeroed, aligned to 64 bytes, never NULL for 0 */
+NIB_PRIVATE void *nib_alloc_zeroed(size_t bytes);          /* large ones come untouched from the system */
+NIB_PRIVATE void *nib_realloc(void *memory, size_t bytes); /* memory from nib_realloc or NULL, and freed by nib_free */
+NIB_PRIVATE void nib_free(void *memory);
+
+/* `memory` (from here, or NULL) with room for `needed` items of `size` bytes; NULL without memory, and then the old
+ * one is still there. Grows by half, so that n appends cost O(n). */
+NIB_PRIVATE void *nib_grow(void *memory, size_t *capacity, size_t needed, size_t size);
+
+/* The facts of a dtype that need no call into another layer. */
+struct nib_dtype_facts {
+    const char *name;
+    int bits;
+    bool computes; /* nib_encode and nib_decode take it */
+};
+NIB_PRIVATE extern const struct nib_dtype_facts nib_dtypes[NIB_DTYPE_COUNT];
+NIB_PRIVATE bool nib_dtype_valid(nib_dtype dtype);
+
+/* Product of dims with the checks that every caller needs: rank, signs, overflow of elements and of bytes. */
+NIB_PRIVATE nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
+
+/* A struct that begins with `bytes`: at least as large as this version's, and what a newer header has besides is
+ * unused, that is 0. */
+NIB_PRIVATE nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known);
+
+/* Whether somebody else holds a reference too. */
+bool nib_buffer_is_shared(const nib_buffer *buffer);
+
+/* Whether a communicator can be used at all; `whole`: not only to reduce amaxes. */
+NIB_PRIVATE nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
+
+/* What a step came to on this rank, made the same on all: the largest status, or MISMATCH where all went well but
+ * keys differ. A status that is another rank's gets a sentence. Every rank must come here, whatever happened to it.
+ * Without a communicator, or with one that cannot agree, the status is this rank's own. */
+NIB_PRIVATE nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
+
+/* The two collectives that move numbers. `what` names them in the sentence of a failure, which is NIB_ERR_COMM and says
+ * what the communicator says. Nothing to reduce is no call. */
+nib_status nib_reduce(const nib_comm *comm, const char *what, float *values, size_t n);
+nib_status nib_gather(const nib_comm *comm, const char *what, const void *mine, void *all, const size_t *counts);
+
+/* Mixes a word into a key of nib_agree. */
+static inline uint64_t nib_mix(uint64_t key, uint64_t word)
+{
+    key = (key ^ word) * 0x100000001B3u;
+    return key ^ key >> 32;
+}
+
+/* A null-pointer check that names the argument. */
+#define NIB_REQUIRE(pointer)                                                    \
+    do {                                                                        \
+        if (!(pointer))                                                         \
+            return nib_fail(NIB_ERR_ARG, "%s: " #pointer " is NULL", __func__); \
+    } while (0)
+
+/* The checks of every public call that takes an array: dtype, rank, dims, and that no element leaves the memory.
+ * An array without elements may have a NULL pointer. */
+NIB_PRIVATE nib_status nib_check_array(const char *what, const nib_array *array);
+
+/* The same for an array that is written: no two elements may share a place, or the result would depend on the order of
+ * work. */
+NIB_PRIVATE nib_status nib_check_output(const char *what, const nib_array *array);
+
+#endif

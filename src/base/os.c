@@ -1,0 +1,400 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * os.c - Linux on x86-64 and aarch64.
+ */
+#define _DEFAULT_SOURCE /* flock */
+#define _XOPEN_SOURCE 700
+#include "base/os.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+/* ---- Floating-point environment ---- */
+
+#if defined(__x86_64__)
+
+/* MXCSR: all exceptions masked, nearest, neither FTZ (bit 15) nor DAZ (bit 6). */
+enum { DEFAULT_MXCSR = 0x1F80 };
+
+nib_fpenv nib_fpenv_enter(void)
+{
+    const nib_fpenv saved = _mm_getcsr();
+    _mm_setcsr(DEFAULT_MXCSR);
+    return saved;
+}
+
+void nib_fpenv_leave(nib_fpenv saved) { _mm_setcsr((unsigned)saved); }
+
+#elif defined(__aarch64__)
+
+/* FPCR 0: nearest, no flush to zero, no default NaN, no traps. */
+nib_fpenv nib_fpenv_enter(void)
+{
+    nib_fpenv saved;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+    __asm__ volatile("msr fpcr, %0" : : "r"((nib_fpenv)0));
+    return saved;
+}
+
+void nib_fpenv_leave(nib_fpenv saved) { __asm__ volatile("msr fpcr, %0" : : "r"(saved)); }
+
+#else
+#error "nib knows the floating-point control of x86-64 and aarch64 only"
+#endif
+
+/* ---- Threads and fork ---- */
+
+static atomic_bool forked;
+
+static void note_fork(void) { atomic_store(&forked, true); }
+
+/* At load time, because the application may have started OpenMP's pool before it first calls us. */
+__attribute__((constructor)) static void watch_forks(void) { (void)pthread_atfork(NULL, NULL, note_fork); }
+
+bool nib_threads_usable(void) { return !atomic_load(&forked); }
+
+/* ---- Files ---- */
+
+static nib_status io_error(const char *path, const char *what)
+{
+    const int code = errno;
+    char reason[128];
+    if (strerror_r(code, reason, sizeof reason))
+        snprintf(reason, sizeof reason, "error %d", code);
+    return nib_fail(NIB_ERR_IO, "%s: %s: %s", path, what, reason);
+}
+
+nib_status nib_os_open_read(const char *path, int *fd, uint64_t *bytes)
+{
+    const int opened = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not hang us */
+    if (opened < 0)
+        return io_error(path, "cannot open");
+    struct stat facts;
+    if (fstat(opened, &facts) < 0) {
+        nib_status status = io_error(path, "cannot stat");
+        close(opened);
+        return status;
+    }
+    if (!S_ISREG(facts.st_mode)) {
+        close(opened);
+        return nib_fail(NIB_ERR_IO, "%s: not a regular file", path);
+    }
+    *fd = opened;
+    *bytes = (uint64_t)facts.st_size;
+    return NIB_OK;
+}
+
+nib_status nib_os_read_at(int fd, const char *path, uint64_t offset, void *out, size_t bytes)
+{
+    if (offset > (uint64_t)INT64_MAX - bytes)
+        return nib_fail(NIB_ERR_IO, "%s: offset %llu is beyond any file", path, (unsigned long long)offset);
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t got = pread(fd, (char *)out + done, bytes - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            return io_error(path, "cannot read");
+        if (got == 0)
+            return nib_fail(NIB_ERR_IO, "%s: ends at byte %llu although it was longer when opened", path,
+                            (unsigned long long)(offset + done));
+        done += (size_t)got;
+    }
+    return NIB_OK;
+}
+
+nib_status nib_os_create_temporary(const char *path, int *fd, char **temporary)
+{
+    static atomic_uint counter;
+    const size_t room = strlen(path) + 48;
+    char *name = nib_alloc(room);
+    if (!name)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for a temporary name", path);
+    for (;;) {
+        snprintf(name, room, "%s.tmp-%ld-%u", path, (long)getpid(), atomic_fetch_add(&counter, 1));
+        *fd = open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (*fd >= 0)
+            break;
+        if (errno != EEXIST) { /* left over by a killed process of the same number: take the next name */
+            nib_status status = io_error(path, "cannot create a temporary file beside it");
+            nib_free(name);
+            return status;
+        }
+    }
+    *temporary = name;
+    return NIB_OK;
+}
+
+nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void *data, size_t bytes)
+{
+    if (offset > (uint64_t)INT64_MAX - bytes)
+        return nib_fail(NIB_ERR_IO, "%s: offset %llu is beyond any file", path, (unsigned long long)offset);
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t put = pwrite(fd, (const char *)data + done, bytes - done, (off_t)(offset + done));
+        if (put < 0 && errno == EINTR)
+            continue;
+        if (put < 0)
+            return io_error(path, "cannot write");
+        if (put == 0)
+            return nib_fail(NIB_ERR_IO, "%s: the system takes no more bytes", path);
+        done += (size_t)put;
+    }
+    return NIB_OK;
+}
+
+/* The folder that holds a name, opened so that it can be synced: a rename lasts only once the folder is on disk. */
+static nib_status open_folder(const char *path, int *fd)
+{
+    const char *slash = strrchr(path, '/');
+    const size_t bytes = slash ? (size_t)(slash - path) + 1 : 1; /* "/" keeps its slash */
+    char *folder = nib_alloc(bytes + 1);
+    if (!folder)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for the name of its folder", path);
+    memcpy(folder, slash ? path : ".", bytes);
+    folder[bytes] = '\0';
+    *fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const nib_status status = *fd < 0 ? io_error(folder, "cannot open the folder") : NIB_OK;
+    nib_free(folder);
+    return status;
+}
+
+/* All that can fail comes before the rename, but for the folder's own sync: after that the new file is there whole, and
+ * only a crash of the machine could still bring back the old state. */
+nib_status nib_os_publish(int fd, const char *temporary, const char *path)
+{
+    int folder = -1;
+    nib_status status = fsync(fd) < 0 ? io_error(path, "cannot sync") : NIB_OK;
+    if (close(fd) < 0 && !status)
+        status = io_error(path, "cannot close");
+    if (!status)
+        status = open_folder(path, &folder);
+    if (!status && rename(temporary, path) < 0)
+        status = io_error(path, "cannot rename the finished file to this name");
+    /* Some file systems cannot sync a folder and say EINVAL: their renames are as safe as they get. */
+    if (!status && fsync(folder) < 0 && errno != EINVAL)
+        status = io_error(path, "is complete, but its folder cannot be synced");
+    nib_os_close(folder);
+    return status;
+}
+
+nib_status nib_os_resize(int fd, const char *path, uint64_t bytes)
+{
+    if (bytes > (uint64_t)INT64_MAX)
+        return nib_fail(NIB_ERR_IO, "%s: %llu bytes are more than any file has", path, (unsigned long long)bytes);
+    return ftruncate(fd, (off_t)bytes) < 0 ? io_error(path, "cannot set its size") : NIB_OK;
+}
+
+nib_status nib_os_identity(const char *path, struct nib_os_identity *out)
+{
+    struct stat facts;
+    if (stat(path, &facts) < 0)
+        return io_error(path, "cannot stat");
+    *out = (struct nib_os_identity){ .bytes = (uint64_t)facts.st_size,
+                                     .device = (uint64_t)facts.st_dev,
+                                     .inode = (uint64_t)facts.st_ino,
+                                     .seconds = facts.st_mtim.tv_sec,
+                                     .nanoseconds = facts.st_mtim.tv_nsec };
+    return NIB_OK;
+}
+
+/* A record lock would go when any descriptor of the file is closed; flock's goes with this one. Whoever had the lock
+ * may have removed the file meanwhile: a lock on a file without a name keeps nobody out. */
+nib_status nib_os_lock(const char *path, int *fd, bool *busy)
+{
+    *busy = false;
+    for (;;) {
+        const int opened = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        if (opened < 0)
+            return io_error(path, "cannot create");
+        struct stat mine, named;
+        /* File systems that know no locks must do without. */
+        if (flock(opened, LOCK_EX | LOCK_NB) < 0 && errno != ENOLCK && errno != ENOSYS && errno != EOPNOTSUPP) {
+            *busy = errno == EWOULDBLOCK;
+            const nib_status status = *busy ? NIB_OK : io_error(path, "cannot lock");
+            close(opened);
+            return status;
+        }
+        if (fstat(opened, &mine) == 0 && stat(path, &named) == 0 && mine.st_ino == named.st_ino) {
+            *fd = opened;
+            return NIB_OK;
+        }
+        close(opened);
+    }
+}
+
+void nib_os_close(int fd)
+{
+    if (fd >= 0)
+        close(fd);
+}
+
+void nib_os_remove(const char *path) { (void)unlink(path); }
+
+/* ---- Folders ---- */
+
+bool nib_os_is_folder(const char *path)
+{
+    struct stat facts;
+    return stat(path, &facts) == 0 && S_ISDIR(facts.st_mode);
+}
+
+bool nib_os_exists(const char *path)
+{
+    struct stat facts;
+    return lstat(path, &facts) == 0;
+}
+
+nib_status nib_os_make_folder(const char *path)
+{
+    if (mkdir(path, 0777) == 0 || (errno == EEXIST && nib_os_is_folder(path)))
+        return NIB_OK;
+    return io_error(path, "cannot make this folder");
+}
+
+nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name), void *context)
+{
+    DIR *folder = opendir(path);
+    if (!folder)
+        return io_error(path, "cannot open the folder");
+    nib_status status = NIB_OK;
+    while (!status) {
+        errno = 0;
+        const struct dirent *entry = readdir(folder);
+        if (!entry) {
+            status = errno ? io_error(path, "cannot read the folder") : NIB_OK;
+            break;
+        }
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            status = each(context, entry->d_name);
+    }
+    closedir(folder);
+    return status;
+}
+
+/* What is in a folder goes by its descriptor, so that removing needs no memory for names: it must not fail halfway. One
+ * level of recursion per folder in a folder, which only this process has made. */
+static nib_status remove_entries(int fd, const char *path)
+{
+    DIR *folder = fdopendir(fd);
+    if (!folder) {
+        const nib_status status = io_error(path, "cannot read the folder");
+        close(fd);
+        return status;
+    }
+    nib_status status = NIB_OK;
+    for (const struct dirent *entry; !status && (entry = readdir(folder));) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
+            unlinkat(dirfd(folder), entry->d_name, 0) == 0 || errno == ENOENT)
+            continue;
+        const int inner = openat(dirfd(folder), entry->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        if (inner < 0)
+            status = io_error(path, "cannot remove what is in it");
+        else
+            status = remove_entries(inner, path);
+        if (!status && unlinkat(dirfd(folder), entry->d_name, AT_REMOVEDIR) < 0)
+            status = io_error(path, "cannot remove what is in it");
+    }
+    closedir(folder);
+    return status;
+}
+
+nib_status nib_os_remove_folder(const char *path)
+{
+    const int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0)
+        return errno == ENOENT ? NIB_OK : io_error(path, "cannot open the folder");
+    TRY(remove_entries(fd, path));
+    return rmdir(path) < 0 ? io_error(path, "cannot remove this folder") : NIB_OK;
+}
+
+void nib_os_remove_empty_folder(const char *path) { (void)rmdir(path); }
+
+nib_status nib_os_rename(const char *from, const char *to)
+{
+    return rename(from, to) < 0 ? io_error(to, "cannot rename the finished file to this name") : NIB_OK;
+}
+
+nib_status nib_os_sync_folder(const char *path)
+{
+    const int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return io_error(path, "cannot open the folder");
+    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync the folder") : NIB_OK;
+    close(fd);
+    return status;
+}
+
+nib_status nib_os_sync_parent(const char *path)
+{
+    int fd;
+    TRY(open_folder(path, &fd));
+    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync its folder") : NIB_OK;
+    close(fd);
+    return status;
+}
+
+nib_status nib_os_real_path(const char *path, char **out)
+{
+    char *real = realpath(path, NULL), *parent = NULL;
+    const char *rest = "";
+    size_t length = strlen(path);
+    if (!real && errno == ENOENT) {
+        while (length > 1 && path[length - 1] == '/')
+            length--;
+        size_t slash = length;
+        while (slash > 0 && path[slash - 1] != '/')
+            slash--;
+        parent = nib_alloc(slash + 2);
+        if (!parent)
+            return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its name", path);
+        memcpy(parent, slash ? path : ".", slash ? slash : 1);
+        parent[slash ? slash : 1] = '\0';
+        real = realpath(parent, NULL);
+        rest = path + slash;
+        length -= slash;
+    }
+    if (!real) {
+        const nib_status status = io_error(path, "there is no such place");
+        nib_free(parent);
+        return status;
+    }
+    const size_t room = strlen(real) + length + 2;
+    char *copy = nib_alloc(room);
+    if (copy)
+        snprintf(copy, room, "%s%s%.*s", real, *rest && strcmp(real, "/") != 0 ? "/" : "", (int)(*rest ? length : 0),
+                 rest);
+    nib_free(parent);
+    free(real);
+    if (!copy)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its name", path);
+    *out = copy;
+    return NIB_OK;
+}
+
+uint64_t nib_os_free_bytes(const char *folder)
+{
+    struct statvfs facts;
+    uint64_t bytes;
+    if (statvfs(folder, &facts) < 0 || facts.f_blocks == 0 ||
+        __builtin_mul_overflow((uint64_t)facts.f_bavail, (uint64_t)facts.f_frsize, &bytes))
+        return UINT64_MAX;
+    return bytes;
+}
+
+int nib_os_processors(void)
+{
+    const long count = sysconf(_SC_NPROCESSORS_ONLN);
+    return count < 1 ? 1 : count > 1024 ? 1024 : (int)count;
+}

@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * shard.h - a piece of a parameter: which elements a rank owns, and the grid of amaxes that its scales come from.
+ */
+#ifndef NIB_SHARD_H
+#define NIB_SHARD_H
+
+#include "tensor/tensor.h"
+
+/* Elements start..start+length-1 of the flattened parameter, and the numbers for them. */
+struct nib_piece {
+    const nib_tensor *t;
+    const nib_array *master; /* NULL where length is 0 */
+    int64_t start, length;
+};
+
+/* One copy of a parameter as it is cast: how, and a grid with one amax per scale. */
+struct nib_grid {
+    struct nib_coding coding;
+    const struct nib_copy_geometry *geometry;
+    int64_t rows, cols; /* of the grid */
+};
+
+struct nib_grid nib_grid_of(const nib_tensor *t, nib_copy copy);
+
+/* The number of the amax that an element of a rowwise copy belongs to. */
+int64_t nib_grid_cell(const nib_tensor *t, const struct nib_grid *grid, int64_t element);
+
+/* The level, or those of the rows, that the amaxes of a whole copy come to. */
+void nib_grid_levels(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, float *levels);
+
+/* Whether it takes all numbers of a block to choose its scale, not only their amax. */
+bool nib_scales_are_chosen(const nib_tensor *t);
+
+struct nib_range {
+    int64_t start, length;
+};
+
+/* The fewest elements side by side around one that are whole blocks: a block in a row; or rows, as many as a block is
+ * high. */
+struct nib_range nib_stretch_of(const nib_tensor *t, const struct nib_grid *grid, int64_t element);
+
+/* Where a piece of the elements is cut into what lies in stretches that others share, before `whole` and from whole_end
+ * on, and whole stretches between. */
+struct nib_cut {
+    int64_t whole, whole_end;
+};
+struct nib_cut nib_cut_of(const nib_tensor *t, const struct nib_grid *grid, struct nib_range range);
+
+/* Where the codes of a cast go: the whole copy (first 0), or a buffer that begins with byte `first` of it. */
+struct nib_code_place {
+    uint8_t *codes;
+    int64_t first;
+};
+
+/* Whether a copy is cast from the master: the rowwise one always; the columnwise one where it has scales of its own
+ * and its codes lie in the order of the elements. */
+bool nib_copy_is_cast(const nib_tensor *t, nib_copy copy);
+
+/* What a sharded cast cannot do to a parameter, and why. */
+nib_status nib_check_castable(const nib_tensor *t);
+
+/* Whether a master of this kind fits at `start`; gives the piece. `what` begins the sentence. */
+nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array *master, int64_t start,
+                          struct nib_piece *out);
+
+/* Whether `shard` is a buffer for the codes of elements start..start+length-1. shard NULL: the tensor's own. */
+nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+                                const nib_array *shard, struct nib_code_place *out);
+
+/* n numbers of a piece from element `first` of the parameter on, in its nominal dtype. */
+void nib_piece_load(const struct nib_piece *piece, int64_t first, int64_t n, float *x);
+
+/* The steps; arguments are checked. Blocks of which the piece has nothing get the amax `none`. A scale (delayed
+ * scaling) stands in for the one that the amaxes give, and codes that were chosen for the scales of blocks. choose
+ * writes those of the piece's whole stretches, and nothing else. */
+void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, float none, float *amaxes);
+void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *levels, uint8_t *scales);
+void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *amaxes, const float *scale,
+                      const uint8_t *chosen);
+void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, const float *amaxes, const float *scale,
+                    struct nib_code_place place);
+
+/* Adds a parameter's number to the sentence of what was wrong with it. */
+nib_status nib_blame(nib_status status, size_t i);
+
+/* Who has which elements. */
+struct nib_owner {
+    struct nib_range range;
+    int rank;
+};
+
+/* The ranks in the order of their elements, rank r having ranges[r * stride]; SHAPE unless they make up the tensor. */
+nib_status nib_order_owners(const nib_tensor *t, const struct nib_range *ranges, size_t stride, int size,
+                            struct nib_owner *owners);
+
+/* A parameter whose scales are chosen from all numbers of a block; memory is its owner's. */
+struct nib_choice {
+    const struct nib_piece *piece;
+    struct nib_grid grid;
+    size_t index; /* among the caller's parameters */
+    const float *amaxes;
+    float *levels;
+    uint8_t *scales; /* one per amax: the result, the same on all ranks */
+};
+
+/* All of them in a call. create gets memory and is followed by filling in the list; meet tells the ranks of each other's
+ * pieces, checks them, and gets the rest of the memory; make does the work once amaxes are reduced, and fails only where
+ * the communicator does. meet and make are collective. */
+struct nib_choices {
+    struct nib_choice *list;
+    size_t n;
+    struct nib_range *own, *ranges; /* by rank, then by parameter */
+    struct nib_owner *owners;       /* of one parameter */
+    size_t *counts, *at;            /* bytes of each rank's message, and where to read on */
+    uint8_t *mine, *all;
+    float *stretch;
+};
+nib_status nib_choices_create(size_t n, int size, struct nib_choices *out);
+nib_status nib_choices_meet(const nib_comm *comm, struct nib_choices *choices);
+nib_status nib_choices_make(const nib_comm *comm, struct nib_choices *choices);
+void nib_choices_free(struct nib_choices *choices);
+
+/* Bytes first..first+count-1 of the codes hold elements start..start+length-1 of the flattened tensor. */
+nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_copy copy, int64_t start, int64_t length);
+
+#endif

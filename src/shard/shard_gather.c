@@ -1,0 +1,498 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * shard_gather.c - putting together what ranks have: the codes of one parameter by ranges of elements, or whole tensors
+ * by rows.
+ *
+ * Each gather has the same course: look at one's own things, agree, exchange sizes, get memory, agree, exchange bytes,
+ * write. Until the last step nothing has changed.
+ */
+#include "shard/shard.h"
+
+#include "format/codec.h"
+
+/* ---- The codes of one parameter ---- */
+
+struct gather {
+    struct nib_range *ranges; /* by rank */
+    struct nib_owner *owners; /* by element */
+    size_t *counts;           /* bytes, by rank */
+    uint8_t *all;             /* side by side */
+};
+
+static void free_gather(struct gather *gather)
+{
+    nib_free(gather->ranges);
+    nib_free(gather->owners);
+    nib_free(gather->counts);
+    nib_free(gather->all);
+}
+
+/* By which each rank sends equally much. */
+static nib_status exchange(const nib_comm *comm, const void *mine, size_t bytes, void *all, size_t *counts)
+{
+    for (int r = 0; r < comm->size; r++)
+        counts[r] = bytes;
+    return nib_gather(comm, "a gather of sizes", mine, all, counts);
+}
+
+static nib_status check_own(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, const nib_array *shard,
+                            const nib_comm *comm, struct gather *gather, struct nib_code_place *place)
+{
+    if (!t)
+        return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
+    nib_byte_range bytes;
+    TRY(nib_tensor_byte_range(t, copy, start, length, &bytes));
+    if (!nib_tensor_has(t, copy))
+        return nib_fail(NIB_ERR_USAGE, "the tensor has no %s copy", nib_copy_name(copy));
+    TRY(nib_check_code_place("the shard", t, copy, start, length, shard, place));
+    gather->ranges = nib_alloc((size_t)comm->size * sizeof *gather->ranges);
+    gather->owners = nib_alloc((size_t)comm->size * sizeof *gather->owners);
+    gather->counts = nib_alloc((size_t)comm->size * sizeof *gather->counts);
+    return gather->ranges && gather->owners && gather->counts
+               ? NIB_OK
+               : nib_fail(NIB_ERR_MEMORY, "no memory for %d ranges", comm->size);
+}
+
+/* Every rank sees all ranges, so that all come to the same. */
+static nib_status plan_bytes(const nib_tensor *t, nib_copy copy, bool merge, int size, struct gather *gather)
+{
+    TRY(nib_order_owners(t, gather->ranges, 1, size, gather->owners));
+    size_t total = 0;
+    for (int r = 0; r < size; r++) {
+        const nib_byte_range range =
+            nib_bytes_of(&t->geometry, copy, gather->ranges[r].start, gather->ranges[r].length);
+        if (!merge && (range.first_shared || range.last_shared))
+            return nib_fail(NIB_ERR_SHAPE,
+                            "the elements of rank %d do not begin and end with a byte: a gather of bytes would spoil a "
+                            "neighbour's, nib_all_gather_param puts them together",
+                            r);
+        gather->counts[r] = (size_t)range.count;
+        total += (size_t)range.count;
+    }
+    gather->all = nib_alloc(total);
+    return gather->all ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory to gather %zu bytes", total);
+}
+
+/* A byte at a border that two ranks share gets the nibble of each. */
+static void place_bytes(const nib_byte_range *range, const uint8_t *from, uint8_t *codes)
+{
+    uint8_t *to = codes + range->first;
+    const int64_t last = range->count - 1;
+    const int64_t first = range->first_shared ? 1 : 0, end = last + (range->last_shared ? 0 : 1);
+    if (range->first_shared)
+        to[0] = (uint8_t)((to[0] & 0x0F) | (from[0] & 0xF0));
+    if (end > first)
+        memcpy(to + first, from + first, (size_t)(end - first));
+    if (range->last_shared)
+        to[last] = (uint8_t)((to[last] & 0xF0) | (from[last] & 0x0F));
+}
+
+static nib_status exchange_codes(nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+                                 struct nib_code_place place, const nib_comm *comm, struct gather *gather)
+{
+    const nib_byte_range own = nib_bytes_of(&t->geometry, copy, start, length);
+    const uint8_t *mine = length ? place.codes + (own.first - place.first) : NULL;
+    TRY(nib_gather(comm, "a gather of codes", mine, gather->all, gather->counts));
+    const uint8_t *from = gather->all;
+    uint8_t *codes = nib_tensor_memory(t, copy).codes;
+    for (int r = 0; r < comm->size; from += gather->counts[r++]) {
+        const nib_byte_range range =
+            nib_bytes_of(&t->geometry, copy, gather->ranges[r].start, gather->ranges[r].length);
+        if (range.count)
+            place_bytes(&range, from, codes);
+    }
+    if (copy == NIB_ROWWISE && nib_tensor_has(t, NIB_COLUMNWISE) && !nib_copy_is_cast(t, NIB_COLUMNWISE))
+        t->columnwise_stale = true;
+    return NIB_OK;
+}
+
+static nib_status gather_param(nib_tensor *t, nib_copy copy, int64_t start, int64_t length, const nib_array *shard,
+                               const nib_comm *comm, bool merge)
+{
+    TRY(nib_check_comm("comm", comm, true));
+    struct gather gather = { 0 };
+    struct nib_code_place place = { 0 };
+    nib_status status = check_own(t, copy, start, length, shard, comm, &gather, &place);
+    uint64_t key = nib_mix(merge, (uint64_t)copy);
+    if (!status)
+        key = nib_mix(nib_mix(nib_mix(key, (uint64_t)t->geometry.rows), (uint64_t)t->geometry.cols),
+                      (uint64_t)t->q.format);
+    status = nib_agree(comm, status, key);
+    if (!status)
+        status = exchange(comm, &(struct nib_range){ start, length }, sizeof(struct nib_range), gather.ranges,
+                          gather.counts);
+    if (!status)
+        status = nib_agree(comm, plan_bytes(t, copy, merge, comm->size, &gather), 0);
+    if (!status)
+        status = exchange_codes(t, copy, start, length, place, comm, &gather);
+    free_gather(&gather);
+    return status;
+}
+
+nib_status nib_all_gather_param(nib_tensor *t, nib_copy copy, int64_t start, int64_t length, const nib_array *shard,
+                                const nib_comm *comm)
+{
+    return gather_param(t, copy, start, length, shard, comm, true);
+}
+
+nib_status nib_all_gather_param_bytes(nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+                                      const nib_array *shard, const nib_comm *comm)
+{
+    return gather_param(t, copy, start, length, shard, comm, false);
+}
+
+/* ---- Tensors by rows ---- */
+
+/* Scales of a copy in memory: lines of them, and blocks in each. */
+static int64_t scale_lines(const struct nib_copy_geometry *g)
+{
+    return g->blocks ? nib_ceil_div(g->lines, g->lines_per_scale) : 0;
+}
+
+/* What one copy of a tensor is sent as: codes, then scales without padding, then levels where each row has its own. */
+static bool sends_levels(const nib_quantizer *q, nib_copy copy) { return q->row_scaled && copy == NIB_ROWWISE; }
+
+static int64_t packed_levels(const nib_quantizer *q, nib_copy copy, const struct nib_copy_geometry *g)
+{
+    return sends_levels(q, copy) ? g->levels_bytes : 0;
+}
+
+static int64_t packed_bytes(const nib_quantizer *q, nib_copy copy, const struct nib_copy_geometry *g)
+{
+    return g->data_bytes + scale_lines(g) * g->blocks * g->scale_bytes + packed_levels(q, copy, g);
+}
+
+static uint8_t *put(uint8_t *to, const void *from, int64_t bytes)
+{
+    if (bytes)
+        memcpy(to, from, (size_t)bytes);
+    return to + bytes;
+}
+
+static uint8_t *pack_copy(const nib_tensor *t, nib_copy copy, uint8_t *to)
+{
+    const struct nib_copy_geometry *g = &t->geometry.copy[copy];
+    const struct nib_copy_memory memory = nib_tensor_memory(t, copy);
+    to = put(to, memory.codes, g->data_bytes);
+    for (int64_t line = 0; line < scale_lines(g); line++)
+        for (int64_t block = 0; block < g->blocks; block++) {
+            const nib_scale_bits bits = nib_scale_load(g, memory.scales, line * g->lines_per_scale, block);
+            to = put(to, &bits, g->scale_bytes);
+        }
+    return put(to, memory.levels, packed_levels(&t->q, copy, g));
+}
+
+/* A piece whose first row is row `first` of `whole`, into its place there. Rowwise that is some lines; columnwise, a
+ * part of each. */
+static const uint8_t *unpack_copy(nib_tensor *whole, nib_copy copy, const struct nib_copy_geometry *piece,
+                                  int64_t first, const uint8_t *from)
+{
+    const struct nib_copy_geometry *g = &whole->geometry.copy[copy];
+    const struct nib_copy_memory memory = nib_tensor_memory(whole, copy);
+    const bool rowwise = copy == NIB_ROWWISE;
+    if (rowwise || g->element_stride > 1) { /* codes in the order of the elements */
+        if (piece->data_bytes)
+            memcpy(memory.codes + first * (rowwise ? g->line_stride : g->element_stride), from,
+                   (size_t)piece->data_bytes);
+    } else {
+        for (int64_t line = 0; line < g->lines && piece->line_stride; line++)
+            memcpy(memory.codes + line * g->line_stride + (g->element_stride ? first : first / 2),
+                   from + line * piece->line_stride, (size_t)piece->line_stride);
+    }
+    from += piece->data_bytes;
+    const int64_t block = nib_max(nib_format_of(&whole->q)->block, 1);
+    for (int64_t line = 0; line < scale_lines(piece); line++)
+        for (int64_t b = 0; b < piece->blocks; b++, from += piece->scale_bytes) {
+            nib_scale_bits bits = 0;
+            memcpy(&bits, from, (size_t)piece->scale_bytes);
+            nib_scale_store(g, memory.scales, (rowwise ? first : 0) + line * piece->lines_per_scale,
+                            b + (rowwise ? 0 : first / block), bits);
+        }
+    const int64_t levels = packed_levels(&whole->q, copy, piece);
+    if (levels)
+        memcpy(memory.levels + first, from, (size_t)levels);
+    return from + levels;
+}
+
+struct row_gather {
+    int64_t *dims;  /* the first dim of each rank's tensor */
+    size_t *counts; /* bytes of its message */
+    uint8_t *mine, *all;
+    nib_tensor *whole;
+};
+
+static void free_row_gather(struct row_gather *gather)
+{
+    nib_free(gather->dims);
+    nib_free(gather->counts);
+    nib_free(gather->mine);
+    nib_free(gather->all);
+    nib_tensor_destroy(gather->whole);
+}
+
+/* What must be equal on all ranks; levels among it, since codes and scales were made with them. */
+static uint64_t row_key(const nib_tensor *t)
+{
+    nib_quantizer q = t->q;
+    q.rowwise = nib_tensor_has(t, NIB_ROWWISE);
+    q.columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
+    q.seed = q.offset = 0;
+    q.origin[0] = q.origin[1] = 0;
+    uint64_t key = nib_mix(nib_mix(nib_quantizer_hash(&q), (uint64_t)t->dtype), (uint64_t)t->rank);
+    for (int i = 1; i < t->rank; i++)
+        key = nib_mix(key, (uint64_t)t->shape[i]);
+    for (int copy = 0; copy < 2; copy++) {
+        const float *levels = nib_tensor_memory(t, (nib_copy)copy).levels;
+        const struct nib_copy_geometry *g = &t->geometry.copy[copy];
+        for (int64_t i = 0; levels && !sends_levels(&q, (nib_copy)copy) && i < g->levels; i++)
+            key = nib_mix(key, nib_bits(levels[i]));
+    }
+    return key;
+}
+
+static nib_status check_own_rows(const nib_tensor *t, const nib_comm *comm, struct row_gather *gather)
+{
+    if (!t)
+        return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
+    nib_copy copy;
+    TRY(nib_tensor_pick(t, NIB_EITHER, &copy));
+    if (nib_tensor_has(t, NIB_COLUMNWISE))
+        TRY(nib_tensor_pick(t, NIB_COLUMNWISE, &copy));
+    if (t->rank < 2)
+        return nib_fail(NIB_ERR_SHAPE, "a tensor of rank %d has no rows to gather", t->rank);
+    gather->dims = nib_alloc((size_t)comm->size * sizeof *gather->dims);
+    gather->counts = nib_alloc((size_t)comm->size * sizeof *gather->counts);
+    return gather->dims && gather->counts ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory for %d sizes", comm->size);
+}
+
+static nib_status piece_geometry(const nib_tensor *t, int64_t dim, struct nib_geometry *out)
+{
+    int64_t shape[NIB_MAX_RANK];
+    memcpy(shape, t->shape, sizeof shape);
+    shape[0] = dim;
+    return nib_geometry_of(&t->q, t->rank, shape, out);
+}
+
+/* Sizes of the messages, and whether borders between ranks are borders between blocks. */
+static nib_status plan_rows(const nib_tensor *t, const nib_comm *comm, struct row_gather *gather, int64_t *sum)
+{
+    const int64_t block = nib_max(nib_format_of(&t->q)->block, 1);
+    const bool bordered = t->q.block_dims[0] > 1 || nib_tensor_has(t, NIB_COLUMNWISE);
+    int64_t rows = 0, total = 0;
+    *sum = 0;
+    for (int r = 0; r < comm->size; r++) {
+        struct nib_geometry piece;
+        TRY(piece_geometry(t, gather->dims[r], &piece));
+        if (bordered && rows % block && piece.rows)
+            return nib_fail(NIB_ERR_SHAPE, "the rows of rank %d would begin at row %lld, within a block of %lld", r,
+                            (long long)rows, (long long)block);
+        int64_t bytes = 0;
+        for (int copy = 0; copy < 2; copy++)
+            if (nib_tensor_has(t, (nib_copy)copy))
+                bytes += packed_bytes(&t->q, (nib_copy)copy, &piece.copy[copy]);
+        gather->counts[r] = (size_t)bytes;
+        if (!nib_add(rows, piece.rows, &rows) || !nib_add(*sum, gather->dims[r], sum) || !nib_add(total, bytes, &total))
+            return nib_fail(NIB_ERR_SHAPE, "the ranks have too many rows");
+    }
+    gather->mine = nib_alloc(gather->counts[comm->rank]);
+    gather->all = nib_alloc((size_t)total);
+    return gather->mine && gather->all ? NIB_OK
+                                       : nib_fail(NIB_ERR_MEMORY, "no memory to gather %lld bytes", (long long)total);
+}
+
+static nib_status make_whole(const nib_tensor *t, int64_t dim, nib_tensor **out)
+{
+    nib_quantizer q = t->q;
+    q.rowwise = nib_tensor_has(t, NIB_ROWWISE);
+    q.columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
+    q.origin[0] = q.origin[1] = 0; /* that of the whole is for the caller to know */
+    int64_t shape[NIB_MAX_RANK];
+    memcpy(shape, t->shape, sizeof shape);
+    shape[0] = dim;
+    TRY(nib_tensor_new(&q, t->dtype, t->rank, shape, out));
+    return nib_tensor_allocate(*out, q.rowwise, q.columnwise);
+}
+
+static nib_status exchange_rows(const nib_tensor *t, const nib_comm *comm, struct row_gather *gather)
+{
+    uint8_t *to = gather->mine;
+    for (int copy = 0; copy < 2; copy++)
+        if (nib_tensor_has(t, (nib_copy)copy))
+            to = pack_copy(t, (nib_copy)copy, to);
+    TRY(nib_gather(comm, "a gather of rows", gather->mine, gather->all, gather->counts));
+    const uint8_t *from = gather->all;
+    int64_t first = 0;
+    for (int r = 0; r < comm->size; r++) {
+        struct nib_geometry piece;
+        TRY(piece_geometry(t, gather->dims[r], &piece)); /* it went well in plan_rows */
+        for (int copy = 0; copy < 2; copy++)
+            if (nib_tensor_has(t, (nib_copy)copy))
+                from = unpack_copy(gather->whole, (nib_copy)copy, &piece.copy[copy], first, from);
+        first += piece.rows;
+    }
+    /* Levels that were not sent are the same everywhere. */
+    for (int copy = 0; copy < 2; copy++) {
+        const struct nib_copy_memory memory = nib_tensor_memory(gather->whole, (nib_copy)copy);
+        const struct nib_copy_geometry *g = &gather->whole->geometry.copy[copy];
+        if (memory.codes && memory.levels && !sends_levels(&t->q, (nib_copy)copy))
+            memcpy(memory.levels, nib_tensor_memory(t, (nib_copy)copy).levels, (size_t)g->levels_bytes);
+    }
+    return NIB_OK;
+}
+
+nib_status nib_all_gather_tensor(const nib_tensor *t, const nib_comm *comm, nib_tensor **out)
+{
+    TRY(nib_check_comm("comm", comm, true));
+    struct row_gather gather = { 0 };
+    int64_t dim = 0;
+    nib_status status = check_own_rows(t, comm, &gather);
+    if (!status && !out)
+        status = nib_fail(NIB_ERR_ARG, "nib_all_gather_tensor: out is NULL");
+    status = nib_agree(comm, status, status ? 0 : row_key(t));
+    if (status == NIB_ERR_MISMATCH)
+        (void)nib_fail(status, "the ranks' tensors differ in shape, options, copies or levels: was the amax reduced?");
+    if (!status)
+        status = exchange(comm, &t->shape[0], sizeof *gather.dims, gather.dims, gather.counts);
+    if (!status) {
+        status = plan_rows(t, comm, &gather, &dim);
+        if (!status)
+            status = make_whole(t, dim, &gather.whole);
+        status = nib_agree(comm, status, 0);
+    }
+    if (!status)
+        status = exchange_rows(t, comm, &gather);
+    if (!status) {
+        *out = gather.whole;
+        gather.whole = NULL;
+    }
+    free_row_gather(&gather);
+    return status;
+}
+
+/* ---- FSDP: the framework gathers ---- */
+
+static nib_status check_fsdp(const nib_quantizer *q, const struct nib_geometry *geometry)
+{
+    const struct nib_copy_geometry *g = &geometry->copy[NIB_ROWWISE];
+    const int64_t block = nib_format_of(q)->block;
+    if (q->swizzled)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "swizzled scales do not lie row by row: unswizzle the tensor first");
+    if (q->row_scaled)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "with one amax per row there is more than codes and scales to gather");
+    if (block && (g->scale_block != 1 || g->lines_per_scale != 1))
+        return nib_fail(NIB_ERR_UNSUPPORTED, "the scales of %s do not lie row by row here", nib_format_of(q)->name);
+    if (q->columnwise && q->block_dims[0] == 1)
+        return nib_fail(NIB_ERR_USAGE,
+                        "a columnwise copy is wanted, and with 1x%lld blocks it cannot be built from what is gathered",
+                        (long long)block);
+    if (q->block_dims[0] > 1 && geometry->rows % block)
+        return nib_fail(NIB_ERR_SHAPE, "%lld rows are not whole blocks of %lld", (long long)geometry->rows,
+                        (long long)block);
+    return NIB_OK;
+}
+
+nib_status nib_fsdp_extract(const nib_tensor *t, nib_fsdp_parts *out)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(out);
+    if (out->bytes < sizeof *out)
+        return nib_fail(NIB_ERR_ARG, "the parts' bytes are %zu, not %zu", out->bytes, sizeof *out);
+    nib_quantizer q = t->q;
+    q.columnwise = q.columnwise || nib_tensor_has(t, NIB_COLUMNWISE);
+    if (!nib_tensor_has(t, NIB_ROWWISE))
+        return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise copy");
+    TRY(check_fsdp(&q, &t->geometry));
+    const struct nib_copy_geometry *g = &t->geometry.copy[NIB_ROWWISE];
+    const struct nib_copy_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
+    nib_fsdp_parts parts = { .bytes = out->bytes,
+                             .level = memory.levels ? *memory.levels : 1,
+                             .metadata = { .bytes = sizeof parts.metadata } };
+    TRY(nib_array_init(&parts.data, memory.codes, NIB_U8, 2, (const int64_t[2]){ g->lines, g->line_stride }));
+    if (memory.scales)
+        TRY(nib_array_init(&parts.scales, memory.scales, nib_format_of(&q)->scale, 2,
+                           (const int64_t[2]){ g->lines, g->scale_shape[1] }));
+    TRY(nib_tensor_get_metadata(t, &parts.metadata));
+    parts.metadata.quantizer.columnwise = q.columnwise;
+    *out = parts;
+    return NIB_OK;
+}
+
+static nib_status check_gathered(const char *what, const nib_array *array, nib_dtype dtype, int64_t rows, int64_t cols)
+{
+    TRY(nib_check_array(what, array));
+    if (array->dtype != dtype || array->rank != 2 || array->shape[0] != rows || array->shape[1] != cols ||
+        (rows > 1 && array->strides[0] != cols) || (cols > 1 && array->strides[1] != 1))
+        return nib_fail(NIB_ERR_SHAPE, "%s must be a contiguous %s [%lld, %lld]", what, nib_dtypes[dtype].name,
+                        (long long)rows, (long long)cols);
+    return NIB_OK;
+}
+
+/* The tensor to write: the caller's, or a new one. Has all the memory that it will need. */
+static nib_status assign_target(const nib_fsdp_parts *parts, int64_t rows, nib_tensor *given, nib_tensor **out)
+{
+    nib_quantizer q;
+    TRY(nib_quantizer_load(&parts->metadata.quantizer, &q));
+    q.rowwise = 1;
+    int64_t shape[NIB_MAX_RANK] = { 0 }, inner = 1;
+    const int rank = (int)parts->metadata.rank;
+    if (rank < 2 || rank > NIB_MAX_RANK)
+        return nib_fail(NIB_ERR_SHAPE, "a tensor of rank %d has no rows to gather", rank);
+    memcpy(shape, parts->metadata.shape, sizeof shape);
+    for (int i = 1; i < rank - 1; i++)
+        if (shape[i] < 0 || !nib_mul(inner, shape[i], &inner))
+            return nib_fail(NIB_ERR_SHAPE, "dim %d is %lld", i, (long long)shape[i]);
+    if (rows < 0 || (inner ? rows % inner : rows))
+        return nib_fail(NIB_ERR_SHAPE, "%lld rows do not make up dims of %lld rows", (long long)rows, (long long)inner);
+    shape[0] = inner ? rows / inner : shape[0];
+    if (!given) {
+        TRY(nib_tensor_new(&q, parts->metadata.dtype, rank, shape, out));
+    } else if (given->rank != rank || memcmp(given->shape, shape, (size_t)rank * sizeof *shape) ||
+               !nib_same_meaning(&given->q, &q)) {
+        return nib_fail(NIB_ERR_MISMATCH, "the tensor to assign to is of another shape or kind");
+    } else {
+        *out = given;
+    }
+    TRY(check_fsdp(&q, &(*out)->geometry));
+    return nib_tensor_allocate(*out, true, q.columnwise);
+}
+
+static void write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
+{
+    const struct nib_copy_geometry *g = &t->geometry.copy[NIB_ROWWISE];
+    const struct nib_copy_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
+    if (g->data_bytes)
+        memcpy(memory.codes, (const char *)parts->data.data + parts->data.offset, (size_t)g->data_bytes);
+    if (memory.scales && g->lines > 0 && g->scale_shape[1] > 0)
+        memcpy(memory.scales, (const char *)parts->scales.data + parts->scales.offset,
+               (size_t)(g->lines * g->scale_shape[1] * g->scale_bytes));
+    if (memory.scales)
+        nib_zero_scale_padding(g, memory.scales);
+    if (memory.levels)
+        *memory.levels = parts->level;
+}
+
+nib_status nib_fsdp_assign(const nib_fsdp_parts *parts, int64_t rows, nib_tensor **out)
+{
+    NIB_REQUIRE(parts);
+    NIB_REQUIRE(out);
+    TRY(nib_check_struct("parts", parts, sizeof *parts));
+    nib_tensor *t = NULL;
+    nib_status status = assign_target(parts, rows, *out, &t);
+    if (!status) {
+        const struct nib_copy_geometry *g = &t->geometry.copy[NIB_ROWWISE];
+        status = check_gathered("data", &parts->data, NIB_U8, rows, g->line_stride);
+        if (!status && nib_format_of(&t->q)->block)
+            status = check_gathered("scales", &parts->scales, nib_format_of(&t->q)->scale, rows, g->scale_shape[1]);
+    }
+    if (!status) {
+        write_gathered(parts, t);
+        const int columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
+        t->columnwise_stale = columnwise;
+        status = nib_tensor_update_usage(t, 1, columnwise);
+    }
+    if (status && t != *out)
+        nib_tensor_destroy(t);
+    if (!status)
+        *out = t;
+    return status;
+}

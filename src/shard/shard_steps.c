@@ -1,0 +1,766 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * shard_steps.c - the steps of a sharded cast: amaxes of a piece, scales from the amaxes of all, codes of a piece.
+ *
+ * Work goes by bands of rows as high as a block, so that no two threads touch the same amax; and rows share no byte of
+ * codes. Bands of NVFP4 that a piece has whole go through the kernels of whole matrices, the others block by block.
+ */
+#include "shard/shard.h"
+
+#include "format/codec.h"
+#include "tensor/layout.h"
+#include "base/os.h"
+
+/* ---- The grid of amaxes ---- */
+
+struct nib_grid nib_grid_of(const nib_tensor *t, nib_copy copy)
+{
+    struct nib_grid grid = {
+        .coding = nib_coding_of(&t->q, copy, t->dtype), .geometry = &t->geometry.copy[copy], .rows = 1, .cols = 1
+    };
+    if (grid.coding.block) {
+        grid.rows = nib_ceil_div(grid.geometry->lines, grid.coding.tile_lines);
+        grid.cols = grid.geometry->blocks;
+    }
+    return grid;
+}
+
+/* The amax of element i of a line. */
+static int64_t cell_of(const struct nib_grid *grid, int64_t line, int64_t i)
+{
+    return grid->coding.block ? line / grid->coding.tile_lines * grid->cols + i / grid->coding.block : 0;
+}
+
+int64_t nib_grid_cell(const nib_tensor *t, const struct nib_grid *grid, int64_t element)
+{
+    return cell_of(grid, element / t->geometry.cols, element % t->geometry.cols);
+}
+
+/* What n amaxes, or a scale instead, come to: those of a whole copy, or of a row that has a level of its own. */
+static struct nib_scaler scaler_of(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, int64_t n,
+                                   const float *scale)
+{
+    float amax = 0;
+    for (int64_t i = 0; i < n; i++)
+        amax = nib_fmax(amax, amaxes[i]);
+    struct nib_scaler scaler = { .level = 1, .encode = 1 };
+    if (scale) {
+        scaler.encode = *scale;
+        scaler.level = 1.0f / *scale;
+    } else if (grid->geometry->levels) {
+        scaler.level = nib_level_from_amax(&t->q, &grid->coding, amax, &scaler.encode);
+    }
+    grid->coding.dialect->prepare(&scaler, &grid->coding.rules);
+    return scaler;
+}
+
+static struct nib_scaler scaler_of_all(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes,
+                                       const float *scale)
+{
+    const nib_fpenv saved = nib_fpenv_enter();
+    const struct nib_scaler scaler = scaler_of(t, grid, amaxes, grid->rows * grid->cols, scale);
+    nib_fpenv_leave(saved);
+    return scaler;
+}
+
+void nib_grid_levels(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, float *levels)
+{
+    const int64_t n = grid->geometry->levels, cells = grid->rows * grid->cols;
+    const nib_fpenv saved = nib_fpenv_enter();
+    for (int64_t i = 0; i < n; i++)
+        levels[i] = t->q.row_scaled ? scaler_of(t, grid, amaxes + i * grid->cols, grid->cols, NULL).level
+                                    : scaler_of(t, grid, amaxes, cells, NULL).level;
+    nib_fpenv_leave(saved);
+}
+
+bool nib_scales_are_chosen(const nib_tensor *t) { return t->q.scale_rule != NIB_SCALE_RTN; }
+
+struct nib_range nib_stretch_of(const nib_tensor *t, const struct nib_grid *grid, int64_t element)
+{
+    const int64_t rows = t->geometry.rows, cols = t->geometry.cols, row = element / cols, block = grid->coding.block;
+    const bool rowwise = grid->coding.copy == NIB_ROWWISE;
+    if (!block)
+        return (struct nib_range){ 0, rows * cols };
+    if (rowwise && grid->coding.tile_lines == 1) {
+        const int64_t col = element % cols / block * block;
+        return (struct nib_range){ row * cols + col, nib_min(block, cols - col) };
+    }
+    const int64_t band = rowwise ? grid->coding.tile_lines : block, first = row / band * band;
+    return (struct nib_range){ first * cols, nib_min(band, rows - first) * cols };
+}
+
+struct nib_cut nib_cut_of(const nib_tensor *t, const struct nib_grid *grid, struct nib_range range)
+{
+    const int64_t end = range.start + range.length;
+    struct nib_cut cut = { range.start, range.start };
+    if (range.length == 0)
+        return cut;
+    const struct nib_range first = nib_stretch_of(t, grid, range.start), last = nib_stretch_of(t, grid, end - 1);
+    if (first.start < range.start || first.start + first.length > end)
+        cut.whole = nib_min(end, first.start + first.length);
+    cut.whole_end = last.start + last.length == end ? end : nib_max(cut.whole, last.start);
+    return cut;
+}
+
+/* ---- Checks ---- */
+
+bool nib_copy_is_cast(const nib_tensor *t, nib_copy copy)
+{
+    return copy == NIB_ROWWISE ||
+           (nib_tensor_has(t, copy) && t->q.block_dims[0] == 1 && !nib_format_of(&t->q)->transposed);
+}
+
+nib_status nib_check_castable(const nib_tensor *t)
+{
+    const nib_quantizer *q = &t->q;
+    const bool columnwise = q->columnwise || nib_tensor_has(t, NIB_COLUMNWISE);
+    const struct {
+        bool refused;
+        nib_status status;
+        const char *why;
+    } rules[] = {
+        { !nib_tensor_has(t, NIB_ROWWISE), NIB_ERR_USAGE, "it has no rowwise copy to cast into" },
+        { q->swizzled, NIB_ERR_MODE, "its scales are swizzled: unswizzle it first" },
+        { q->rht_rowwise, NIB_ERR_MODE,
+          "the RHT changes the amax of a block, which a rank that has only a part of it cannot know" },
+        { columnwise && q->block_dims[0] == 1 && nib_format_of(q)->transposed, NIB_ERR_USAGE,
+          "a columnwise copy is wanted, and with 1xB blocks it has scales of its own and cannot be built from the "
+          "rowwise codes" },
+        { q->columnwise && !nib_tensor_has(t, NIB_COLUMNWISE) && q->block_dims[0] == 1, NIB_ERR_USAGE,
+          "a columnwise copy is wanted, and there is none to cast into" },
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        if (rules[i].refused)
+            return nib_fail(rules[i].status, "%s", rules[i].why);
+    return NIB_OK;
+}
+
+nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array *master, int64_t start,
+                          struct nib_piece *out)
+{
+    const int64_t elements = t->geometry.rows * t->geometry.cols;
+    *out = (struct nib_piece){ .t = t };
+    if (!master) {
+        if (start != -1)
+            return nib_fail(NIB_ERR_ARG, "%s begins at element %lld but is NULL", what, (long long)start);
+        return NIB_OK;
+    }
+    TRY(nib_check_array(what, master));
+    if (master->dtype != NIB_F32 && master->dtype != NIB_BF16)
+        return nib_fail(NIB_ERR_DTYPE, "%s is F32 or BF16, not %s", what, nib_dtypes[master->dtype].name);
+    if (master->rank != 1)
+        return nib_fail(NIB_ERR_SHAPE, "%s has rank 1, not %d", what, (int)master->rank);
+    const int64_t length = master->shape[0];
+    if (length == 0)
+        return NIB_OK;
+    if (start < 0)
+        return nib_fail(NIB_ERR_ARG, "%s has %lld elements but begins at %lld", what, (long long)length,
+                        (long long)start);
+    if (start > elements || length > elements - start)
+        return nib_fail(NIB_ERR_SHAPE, "%s has %lld elements from %lld on, of a parameter of %lld", what,
+                        (long long)length, (long long)start, (long long)elements);
+    *out = (struct nib_piece){ t, master, start, length };
+    return NIB_OK;
+}
+
+nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+                                const nib_array *shard, struct nib_code_place *out)
+{
+    *out = (struct nib_code_place){ nib_tensor_memory(t, copy).codes, 0 };
+    if (!shard)
+        return NIB_OK;
+    const nib_byte_range range = nib_bytes_of(&t->geometry, copy, start, length);
+    TRY(nib_check_output(what, shard));
+    if (shard->dtype != NIB_U8)
+        return nib_fail(NIB_ERR_DTYPE, "%s is U8, not %s", what, nib_dtypes[shard->dtype].name);
+    if (shard->rank != 1 || (range.count > 1 && shard->strides[0] != 1))
+        return nib_fail(NIB_ERR_SHAPE, "%s is contiguous and has rank 1", what);
+    if (shard->shape[0] != range.count)
+        return nib_fail(NIB_ERR_SHAPE, "%s has %lld bytes and the codes of its elements take %lld", what,
+                        (long long)shard->shape[0], (long long)range.count);
+    *out = (struct nib_code_place){ shard->data ? (uint8_t *)shard->data + shard->offset : NULL, range.first };
+    return NIB_OK;
+}
+
+/* ---- Elements and bytes ---- */
+
+/* The byte of a code, from the first of the copy. */
+static int64_t byte_of(const struct nib_copy_geometry *g, int64_t line, int64_t i)
+{
+    return line * g->line_stride + (g->element_stride ? i * g->element_stride : i / 2);
+}
+
+nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_copy copy, int64_t start, int64_t length)
+{
+    const struct nib_copy_geometry *g = &geometry->copy[copy];
+    if (length == 0)
+        return (nib_byte_range){ 0 };
+    const int64_t cols = geometry->cols, row = start / cols, col = start % cols, last = start + length - 1;
+    const int64_t end_row = last / cols, end_col = last % cols;
+    const bool rowwise = copy == NIB_ROWWISE, packed = !g->element_stride;
+    const int64_t first = rowwise ? byte_of(g, row, col) : byte_of(g, col, row);
+    const int64_t end = rowwise ? byte_of(g, end_row, end_col) : byte_of(g, end_col, end_row);
+    return (nib_byte_range){ .first = first,
+                             .count = end - first + 1,
+                             .first_shared = packed && col % 2 == 1,
+                             .last_shared = packed && end_col % 2 == 0 && end_col != cols - 1 };
+}
+
+/* A packed code beside another's; behind the last of a row comes nobody's nibble, which is 0. */
+static void put_code(const struct nib_copy_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
+                     uint8_t code)
+{
+    uint8_t *byte = place.codes + (byte_of(g, line, i) - place.first);
+    if (g->element_stride || (i % 2 == 0 && i == g->length - 1))
+        *byte = code;
+    else
+        *byte = (uint8_t)(i % 2 ? (*byte & 0x0F) | code << 4 : (*byte & 0xF0) | code);
+}
+
+/* n codes side by side: whole bytes at once, the ones at the ends beside others'. */
+static void put_codes(const struct nib_copy_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
+                      int64_t n, const uint8_t *codes)
+{
+    int64_t k = 0;
+    if (!g->element_stride) {
+        if (i % 2)
+            put_code(g, place, line, i, codes[k++]);
+        uint8_t *bytes = place.codes + (byte_of(g, line, i + k) - place.first);
+        for (; k + 1 < n; k += 2)
+            *bytes++ = (uint8_t)(codes[k] | codes[k + 1] << 4);
+    }
+    for (; k < n; k++)
+        put_code(g, place, line, i + k, codes[k]);
+}
+
+/* n numbers of a piece from element `first` of the parameter on, as the master has them. */
+static void load_numbers(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
+{
+    const nib_array *master = piece->master;
+    const int64_t step = master->strides[0], at = (first - piece->start) * step;
+    const void *from = (const char *)master->data + master->offset; /* aligned, as nib_check_array saw */
+    if (master->dtype == NIB_F32 && step == 1)
+        memcpy(x, (const float *)from + at, (size_t)n * sizeof *x);
+    else if (master->dtype == NIB_F32)
+        for (int64_t i = 0; i < n; i++)
+            x[i] = ((const float *)from)[at + i * step];
+    else
+        for (int64_t i = 0; i < n; i++)
+            x[i] = nib_f32_from_bf16(((const uint16_t *)from)[at + i * step]);
+}
+
+/* To the parameter's nominal dtype. */
+static void round_numbers(const struct nib_piece *piece, int64_t n, float *x)
+{
+    for (int64_t i = 0; piece->t->dtype == NIB_BF16 && piece->master->dtype != NIB_BF16 && i < n; i++)
+        x[i] = nib_f32_from_bf16(nib_bf16_from_f32(x[i]));
+    for (int64_t i = 0; piece->t->dtype == NIB_F16 && i < n; i++)
+        x[i] = nib_f32_from_f16(nib_f16_from_f32(x[i]));
+}
+
+void nib_piece_load(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
+{
+    load_numbers(piece, first, n, x);
+    round_numbers(piece, n, x);
+}
+
+/* ---- Walking over a piece ---- */
+
+/* Up to a block of elements side by side in a row: what the steps work on. */
+struct span {
+    int64_t row, col, n;
+    float x[NIB_MAX_BLOCK];
+};
+
+struct walk {
+    const struct nib_piece *piece;
+    const struct nib_grid *grid;
+    int64_t band; /* rows of one */
+    float *amaxes;
+    _Atomic uint32_t whole; /* Float8: the only amax */
+    const struct nib_scaler *scaler;
+    const float *levels; /* one per row, where each has its own; NULL: the scaler's */
+    const void *scales;
+    struct nib_code_place place;
+    const struct nib_block_kernels *kernels;
+    nib_quantize_fn *quantize; /* of whole panels; NULL where they are not NVFP4's */
+};
+
+/* Calls body for the spans of the i-th band that has elements of the piece. */
+static void walk_band(struct walk *walk, int64_t i, void (*body)(struct walk *walk, struct span *span))
+{
+    const struct nib_piece *piece = walk->piece;
+    const int64_t cols = piece->t->geometry.cols, end = piece->start + piece->length;
+    const int64_t block = walk->grid->coding.block ? walk->grid->coding.block : NIB_MAX_BLOCK;
+    const int64_t first = (piece->start / cols / walk->band + i) * walk->band;
+    for (int64_t row = first; row < first + walk->band; row++) {
+        const int64_t from = nib_max(piece->start, row * cols), to = nib_min(end, (row + 1) * cols);
+        struct span span = { .row = row };
+        for (int64_t at = from; at < to; at += span.n) {
+            span.col = at - row * cols;
+            span.n = nib_min(to - at, block - span.col % block);
+            load_numbers(piece, at, span.n, span.x);
+            body(walk, &span);
+        }
+    }
+}
+
+static void run_walk(struct walk *walk, void (*body)(void *context, int64_t i))
+{
+    const struct nib_piece *piece = walk->piece;
+    if (piece->length == 0)
+        return;
+    const int64_t cols = piece->t->geometry.cols;
+    walk->band = nib_max(walk->grid->coding.block, 16);
+    const int64_t first = piece->start / cols / walk->band,
+                  last = (piece->start + piece->length - 1) / cols / walk->band;
+    nib_parallel(last - first + 1, nib_thread_count(&piece->t->q, piece->length), body, walk);
+}
+
+/* ---- Amaxes ---- */
+
+/* Rounding keeps the order, so that the largest rounded number is the largest number rounded. */
+static float span_absmax(const struct walk *walk, const float *x, int64_t n)
+{
+    float m = nib_kernels_best()->absmax[NIB_F32](x, n);
+    round_numbers(walk->piece, 1, &m);
+    return m;
+}
+
+static void amax_of_span(struct walk *walk, struct span *span)
+{
+    const struct nib_grid *grid = walk->grid;
+    if (!grid->coding.block) {
+        nib_raise_to(&walk->whole, span_absmax(walk, span->x, span->n));
+    } else if (grid->coding.copy == NIB_ROWWISE) {
+        float *amax = &walk->amaxes[cell_of(grid, span->row, span->col)];
+        *amax = nib_fmax(*amax, span_absmax(walk, span->x, span->n));
+    } else { /* every element is in a line of its own */
+        for (int64_t i = 0; i < span->n; i++) {
+            float *amax = &walk->amaxes[cell_of(grid, span->col + i, span->row)];
+            *amax = nib_fmax(*amax, span_absmax(walk, &span->x[i], 1));
+        }
+    }
+}
+
+static void amax_of_band(void *context, int64_t i) { walk_band(context, i, amax_of_span); }
+
+void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, float none, float *amaxes)
+{
+    struct walk walk = { .piece = piece, .grid = grid, .amaxes = amaxes };
+    for (int64_t i = 0; i < grid->rows * grid->cols; i++)
+        amaxes[i] = none;
+    run_walk(&walk, amax_of_band);
+    if (!grid->coding.block && piece->length)
+        *amaxes = nib_float(walk.whole);
+}
+
+/* ---- Scales ---- */
+
+struct scale_job {
+    const nib_tensor *t;
+    const struct nib_grid *grid;
+    const struct nib_scaler *scaler; /* NULL: each row has its own */
+    const struct nib_block_kernels *kernels;
+    const float *amaxes;
+    const uint8_t *chosen; /* NULL: scales follow from the amaxes */
+    struct nib_copy_memory memory;
+};
+
+/* One row of the grid, to all lines that it stands for. */
+static void write_scale_row(void *context, int64_t row)
+{
+    const struct scale_job *job = context;
+    const struct nib_grid *grid = job->grid;
+    const struct nib_copy_geometry *g = grid->geometry;
+    const int64_t first = row * grid->coding.tile_lines, cell = row * grid->cols;
+    const int64_t end = nib_min(first + grid->coding.tile_lines, g->lines);
+    struct nib_scaler own;
+    if (!job->scaler) {
+        own = scaler_of(job->t, grid, job->amaxes + cell, grid->cols, NULL);
+        job->memory.levels[row] = own.level;
+    }
+    const struct nib_scaler *scaler = job->scaler ? job->scaler : &own;
+    for (int64_t block = 0; block < grid->cols; block++) {
+        const nib_scale_bits scale = job->chosen
+                                         ? job->chosen[cell + block]
+                                         : job->kernels->scale(job->amaxes[cell + block], scaler, &grid->coding);
+        for (int64_t line = first; line < end; line++)
+            nib_scale_store(g, job->memory.scales, line, block, scale);
+    }
+}
+
+void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *amaxes, const float *scale,
+                      const uint8_t *chosen)
+{
+    const struct nib_copy_memory memory = nib_tensor_memory(t, grid->coding.copy);
+    const struct nib_scaler scaler = scaler_of_all(t, grid, amaxes, scale);
+    if (memory.levels && !t->q.row_scaled)
+        *memory.levels = scaler.level;
+    if (!memory.scales)
+        return;
+    nib_zero_scale_padding(grid->geometry, memory.scales);
+    struct scale_job job = { t,      grid,  t->q.row_scaled ? NULL : &scaler, nib_block_kernels_of(&t->q), amaxes,
+                             chosen, memory };
+    nib_parallel(grid->rows, nib_thread_count(&t->q, grid->rows * grid->cols), write_scale_row, &job);
+}
+
+/* ---- Panels of whole blocks ---- */
+
+/* A panel of its own, whose codes and scales lie beside each other here. */
+enum { PANEL_ROWS = 16, PANEL_COLS = 256 };
+
+struct panel_stage {
+    _Alignas(64) float x[PANEL_ROWS * PANEL_COLS];
+    _Alignas(64) uint8_t codes[PANEL_ROWS * PANEL_COLS / 2];
+    _Alignas(64) uint8_t scales[PANEL_ROWS * PANEL_COLS / 16];
+};
+
+/* By the kernel that quantises whole matrices, which is the fastest there is and knows every rule. */
+static void quantize_panel(const struct walk *walk, int64_t row, int64_t rows, int64_t col, int64_t cols,
+                           struct panel_stage *stage)
+{
+    const struct nib_piece *piece = walk->piece;
+    for (int64_t r = 0; r < rows; r++)
+        load_numbers(piece, (row + r) * piece->t->geometry.cols + col, cols, stage->x + r * PANEL_COLS);
+    for (int64_t r = 0; r < rows; r++)
+        round_numbers(piece, cols, stage->x + r * PANEL_COLS);
+    const struct nib_copy_geometry local = { .lines = rows,
+                                             .length = cols,
+                                             .line_stride = PANEL_COLS / 2,
+                                             .blocks = nib_ceil_div(cols, 16),
+                                             .scale_line = PANEL_COLS / 16,
+                                             .scale_block = 1,
+                                             .lines_per_scale = 1,
+                                             .scale_bytes = 1,
+                                             .levels = 1 };
+    struct nib_coding coding = walk->grid->coding;
+    coding.origin_line += row;
+    coding.origin_block += col / 16;
+    const struct nib_panel panel = {
+        .x = stage->x, .dtype = NIB_F32, .stride = PANEL_COLS, .rows = rows, .cols = cols
+    };
+    const struct nib_target target = { .codes = stage->codes,
+                                       .scales = stage->scales,
+                                       .geometry = &local,
+                                       .levels = walk->levels ? walk->levels + row : &walk->scaler->level,
+                                       .level_per_line = walk->levels != NULL };
+    walk->quantize(&panel, &coding, &target);
+}
+
+/* ---- Scales that are chosen ---- */
+
+struct choice_job {
+    struct walk walk;
+    uint8_t *scales;
+    int64_t band, first_band, panels; /* rows of a band; the first one; panels in each */
+    int64_t start, end;               /* of the elements in whole stretches */
+};
+
+static void choose_in_panel(void *context, int64_t i)
+{
+    const struct choice_job *job = context;
+    const struct nib_geometry *geometry = &job->walk.piece->t->geometry;
+    const int64_t cols = geometry->cols, row = (job->first_band + i / job->panels) * job->band;
+    /* With 1x16 blocks the first row and the last may not be whole; with square ones bands are. */
+    const int64_t from = nib_max(job->start - row * cols, i % job->panels * PANEL_COLS);
+    const int64_t to = nib_min(nib_min(job->end - row * cols, cols), (i % job->panels + 1) * PANEL_COLS);
+    if (from >= to)
+        return;
+    struct panel_stage stage;
+    quantize_panel(&job->walk, row, nib_min(job->band, geometry->rows - row), from, to - from, &stage);
+    memcpy(job->scales + cell_of(job->walk.grid, row, from), stage.scales, (size_t)nib_ceil_div(to - from, 16));
+}
+
+void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *levels, uint8_t *scales)
+{
+    const nib_tensor *t = piece->t;
+    const struct nib_cut cut = nib_cut_of(t, grid, (struct nib_range){ piece->start, piece->length });
+    if (cut.whole_end == cut.whole)
+        return;
+    const struct nib_scaler scaler = { .level = *levels }; /* kernels prepare their own */
+    const int64_t cols = t->geometry.cols, band = grid->coding.tile_lines;
+    struct choice_job job = { .walk = { .piece = piece,
+                                        .grid = grid,
+                                        .scaler = &scaler,
+                                        .levels = t->q.row_scaled ? levels : NULL,
+                                        .quantize = NIB_KERNEL(quantize, t->q.format) },
+                              .scales = scales,
+                              .band = band,
+                              .first_band = cut.whole / cols / band,
+                              .panels = nib_ceil_div(cols, PANEL_COLS),
+                              .start = cut.whole,
+                              .end = cut.whole_end };
+    const int64_t bands = (cut.whole_end - 1) / cols / band - job.first_band + 1;
+    nib_parallel(bands * job.panels, nib_thread_count(&t->q, cut.whole_end - cut.whole), choose_in_panel, &job);
+}
+
+/* ---- Codes ---- */
+
+static void cast_run(const struct walk *walk, int64_t line, int64_t i, const float *x, int64_t n)
+{
+    const struct nib_grid *grid = walk->grid;
+    const int64_t block = grid->coding.block, b = block ? i / block : 0;
+    const nib_scale_bits scale = block ? nib_scale_load(grid->geometry, walk->scales, line, b) : 0;
+    struct nib_scaler own;
+    if (walk->levels) {
+        own = (struct nib_scaler){ .level = walk->levels[line], .encode = 1 };
+        grid->coding.dialect->prepare(&own, &grid->coding.rules);
+    }
+    const float factor = grid->coding.dialect->factor(scale, walk->amaxes[cell_of(grid, line, i)],
+                                                      walk->levels ? &own : walk->scaler, &grid->coding.rules);
+    uint8_t codes[NIB_MAX_BLOCK];
+    walk->kernels->encode(x, n, factor, &grid->coding, line, b, block ? i % block : 0, codes);
+    put_codes(grid->geometry, walk->place, line, i, n, codes);
+}
+
+static void cast_span(struct walk *walk, struct span *span)
+{
+    round_numbers(walk->piece, span->n, span->x);
+    if (walk->grid->coding.copy == NIB_ROWWISE) {
+        cast_run(walk, span->row, span->col, span->x, span->n);
+        return;
+    }
+    for (int64_t i = 0; i < span->n; i++)
+        cast_run(walk, span->col + i, span->row, &span->x[i], 1);
+}
+
+/* The kernel finds scales by itself: they must be those of the tensor, or else somebody else had other numbers for these
+ * elements. False then. */
+static bool cast_panel(const struct walk *walk, int64_t row, int64_t rows, int64_t col, int64_t cols)
+{
+    struct panel_stage stage;
+    quantize_panel(walk, row, rows, col, cols, &stage);
+    const struct nib_copy_geometry *g = walk->grid->geometry;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t b = 0; b < nib_ceil_div(cols, 16); b++)
+            if (stage.scales[r * (PANEL_COLS / 16) + b] != nib_scale_load(g, walk->scales, row + r, col / 16 + b))
+                return false;
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(walk->place.codes + (byte_of(g, row + r, col) - walk->place.first), stage.codes + r * PANEL_COLS / 2,
+               (size_t)nib_ceil_div(cols, 2));
+    return true;
+}
+
+static void cast_band(void *context, int64_t i)
+{
+    struct walk *walk = context;
+    const struct nib_piece *piece = walk->piece;
+    const int64_t cols = piece->t->geometry.cols, row = (piece->start / cols / walk->band + i) * walk->band;
+    const int64_t rows = nib_min(walk->band, piece->t->geometry.rows - row);
+    bool done = walk->quantize && row * cols >= piece->start && (row + rows) * cols <= piece->start + piece->length;
+    for (int64_t col = 0; col < cols && done; col += PANEL_COLS)
+        done = cast_panel(walk, row, rows, col, nib_min(PANEL_COLS, cols - col));
+    if (!done)
+        walk_band(walk, i, cast_span);
+}
+
+void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, const float *amaxes, const float *scale,
+                    struct nib_code_place place)
+{
+    const nib_tensor *t = piece->t;
+    const struct nib_copy_memory memory = nib_tensor_memory(t, grid->coding.copy);
+    const struct nib_scaler scaler = scaler_of_all(t, grid, amaxes, scale);
+    struct walk walk = { .piece = piece,
+                         .grid = grid,
+                         .amaxes = (float *)(uintptr_t)amaxes, /* read only here */
+                         .scaler = &scaler,
+                         .levels = t->q.row_scaled ? memory.levels : NULL,
+                         .scales = memory.scales,
+                         .place = place,
+                         .kernels = nib_block_kernels_of(&t->q),
+                         .quantize = nib_format_of(&t->q)->nvfp4_options ? NIB_KERNEL(quantize, t->q.format) : NULL };
+    run_walk(&walk, cast_band);
+}
+
+/* ---- The public steps ---- */
+
+static nib_status check_range(const nib_tensor *t, int64_t start, int64_t length)
+{
+    const int64_t elements = t->geometry.rows * t->geometry.cols;
+    if (start < 0 || length < 0 || start > elements || length > elements - start)
+        return nib_fail(NIB_ERR_SHAPE, "%lld elements from %lld on, of %lld", (long long)length, (long long)start,
+                        (long long)elements);
+    return NIB_OK;
+}
+
+/* Whether a copy of t can be cast, by itself. */
+static nib_status check_step(const nib_tensor *t, nib_copy copy)
+{
+    if (copy != NIB_ROWWISE && copy != NIB_COLUMNWISE)
+        return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)copy);
+    TRY(nib_check_castable(t));
+    if (!nib_copy_is_cast(t, copy))
+        return nib_fail(NIB_ERR_USAGE, "a %s parameter is cast rowwise, and its columnwise copy built from that",
+                        nib_format_of(&t->q)->name);
+    return NIB_OK;
+}
+
+nib_status nib_amax_grid(const nib_tensor *t, nib_copy copy, int64_t *rows, int64_t *cols)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(rows);
+    NIB_REQUIRE(cols);
+    TRY(check_step(t, copy));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    *rows = grid.rows;
+    *cols = grid.cols;
+    return NIB_OK;
+}
+
+nib_status nib_partial_amax(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start, float *amaxes)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(amaxes);
+    struct nib_piece piece;
+    TRY(check_step(t, copy));
+    TRY(nib_piece_init("the master", t, master, start, &piece));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    nib_piece_amax(&piece, &grid, 0, amaxes);
+    return NIB_OK;
+}
+
+static nib_status check_amaxes(const struct nib_grid *grid, const float *amaxes)
+{
+    for (int64_t i = 0; i < grid->rows * grid->cols; i++)
+        if (!(amaxes[i] >= 0))
+            return nib_fail(NIB_ERR_ARG, "amax %lld is negative or a NaN", (long long)i);
+    return NIB_OK;
+}
+
+nib_status nib_block_scales(nib_tensor *t, nib_copy copy, const float *amaxes)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(amaxes);
+    TRY(check_step(t, copy));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_amaxes(&grid, amaxes));
+    if (nib_scales_are_chosen(t))
+        return nib_fail(NIB_ERR_MODE,
+                        "the scale of a block takes more than its amax here: nib_partial_scales chooses it, "
+                        "nib_chosen_scales writes it");
+    nib_write_scales(t, &grid, amaxes, NULL, NULL);
+    return NIB_OK;
+}
+
+static nib_status check_chosen(const nib_tensor *t, nib_copy copy)
+{
+    TRY(check_step(t, copy));
+    return nib_scales_are_chosen(t)
+               ? NIB_OK
+               : nib_fail(NIB_ERR_MODE, "scales follow from the amaxes here: nib_block_scales writes them");
+}
+
+nib_status nib_whole_blocks(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, int64_t *first,
+                            int64_t *count)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(first);
+    NIB_REQUIRE(count);
+    TRY(check_step(t, copy));
+    TRY(check_range(t, start, length));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    struct nib_range around = { start, 0 };
+    if (length) {
+        const struct nib_range last = nib_stretch_of(t, &grid, start + length - 1);
+        around.start = nib_stretch_of(t, &grid, start).start;
+        around.length = last.start + last.length - around.start;
+    }
+    *first = around.start;
+    *count = around.length;
+    return NIB_OK;
+}
+
+nib_status nib_partial_scales(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+                              const float *amaxes, uint8_t *scales)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(amaxes);
+    NIB_REQUIRE(scales);
+    struct nib_piece piece;
+    TRY(check_chosen(t, copy));
+    TRY(nib_piece_init("the master", t, master, start, &piece));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_amaxes(&grid, amaxes));
+    float *levels = nib_alloc((size_t)grid.geometry->levels_bytes);
+    if (!levels)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for %lld levels", (long long)grid.geometry->levels);
+    nib_grid_levels(t, &grid, amaxes, levels);
+    memset(scales, 0, (size_t)(grid.rows * grid.cols));
+    nib_piece_choose(&piece, &grid, levels, scales);
+    nib_free(levels);
+    return NIB_OK;
+}
+
+nib_status nib_chosen_scales(nib_tensor *t, nib_copy copy, const float *amaxes, const uint8_t *scales)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(amaxes);
+    NIB_REQUIRE(scales);
+    TRY(check_chosen(t, copy));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_amaxes(&grid, amaxes));
+    for (int64_t i = 0; i < grid.rows * grid.cols; i++)
+        if (scales[i] > 0x7E)
+            return nib_fail(NIB_ERR_ARG, "scale %lld is %02X, which is negative or a NaN", (long long)i, scales[i]);
+    nib_write_scales(t, &grid, amaxes, NULL, scales);
+    return NIB_OK;
+}
+
+nib_status nib_partial_cast(nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start, const float *amaxes,
+                            const nib_array *shard)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(amaxes);
+    struct nib_piece piece;
+    struct nib_code_place place;
+    TRY(check_step(t, copy));
+    TRY(nib_piece_init("the master", t, master, start, &piece));
+    TRY(nib_check_code_place("the shard", t, copy, piece.start, piece.length, shard, &place));
+    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_amaxes(&grid, amaxes));
+    nib_piece_cast(&piece, &grid, amaxes, NULL, place);
+    return NIB_OK;
+}
+
+nib_status nib_tensor_byte_range(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, nib_byte_range *out)
+{
+    NIB_REQUIRE(t);
+    NIB_REQUIRE(out);
+    if (copy != NIB_ROWWISE && (copy != NIB_COLUMNWISE || nib_format_of(&t->q)->transposed))
+        return nib_fail(NIB_ERR_USAGE, "only codes in the order of the elements have ranges of bytes");
+    TRY(check_range(t, start, length));
+    *out = nib_bytes_of(&t->geometry, copy, start, length);
+    return NIB_OK;
+}
+
+/* ---- Transposes ---- */
+
+nib_status nib_transpose_packed(const uint8_t *codes, int64_t rows, int64_t cols, uint8_t *out)
+{
+    NIB_REQUIRE(codes);
+    NIB_REQUIRE(out);
+    TRY(nib_check_shape("codes", 2, (const int64_t[2]){ rows, cols }, NULL));
+    static const nib_quantizer default_threads;
+    nib_transpose_codes(&default_threads, true, codes, nib_ceil_div(cols, 2), rows, cols, out, nib_ceil_div(rows, 2));
+    return NIB_OK;
+}
+
+nib_status nib_transpose_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t in_stride, uint8_t *out,
+                                int64_t out_stride)
+{
+    enum { BLOCK = 16 }; /* only NVFP4 repeats the scale of a tile on every line */
+    NIB_REQUIRE(scales);
+    NIB_REQUIRE(out);
+    TRY(nib_check_shape("scales", 2, (const int64_t[2]){ rows, cols }, NULL));
+    const int64_t row_blocks = nib_ceil_div(cols, BLOCK), col_blocks = nib_ceil_div(rows, BLOCK);
+    if (in_stride < row_blocks || out_stride < col_blocks)
+        return nib_fail(NIB_ERR_SHAPE, "lines of %lld and %lld scales do not fit strides of %lld and %lld",
+                        (long long)row_blocks, (long long)col_blocks, (long long)in_stride, (long long)out_stride);
+    for (int64_t c = 0; c < cols; c++) {
+        memset(out + c * out_stride, 0, (size_t)out_stride);
+        for (int64_t b = 0; b < col_blocks; b++)
+            out[c * out_stride + b] = scales[b * BLOCK * in_stride + c / BLOCK];
+    }
+    return NIB_OK;
+}

@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * gemm.c - the product of two quantised tensors, in an order that is fixed.
+ *
+ * Twice an E2M1 value is an integer of at most 12, so that the dot product of a block is exact, and so are the product
+ * of two E4M3 scales and their product with the dot. Only the additions across blocks round, and the factor that comes
+ * last.
+ */
+#include "tensor/tensor.h"
+
+#include "format/codec.h"
+#include "base/os.h"
+
+struct operand {
+    const nib_quantizer *q;
+    const struct nib_copy_geometry *geometry;
+    struct nib_copy_memory memory;
+    nib_copy copy;
+    struct nib_rules rules;
+};
+
+struct gemm_job {
+    struct operand a, b;
+    float alpha;
+    bool accumulate;
+    const nib_array *y;
+};
+
+static nib_status operand_of(const nib_tensor *t, nib_copy wanted, struct operand *out)
+{
+    TRY(nib_tensor_pick(t, wanted, &out->copy));
+    out->q = &t->q;
+    out->geometry = &t->geometry.copy[out->copy];
+    out->memory = nib_tensor_memory(t, out->copy);
+    out->rules = nib_tensor_rules(t);
+    return NIB_OK;
+}
+
+static float operand_level(const struct operand *o, int64_t line)
+{
+    return o->memory.levels[o->q->row_scaled ? line : 0];
+}
+
+/* Two amaxes: their product by one division. Otherwise the product of two decode scales. */
+static float combined_scale(const struct operand *a, int64_t i, const struct operand *b, int64_t j)
+{
+    const float la = operand_level(a, i), lb = operand_level(b, j);
+    if (a->rules.level == NIB_LEVEL_AMAX && b->rules.level == NIB_LEVEL_AMAX)
+        return la * lb / (a->rules.full_scale * b->rules.full_scale);
+    return nib_decode_scale(la, &a->rules) * nib_decode_scale(lb, &b->rules);
+}
+
+static float code_at(const struct operand *o, int64_t line, int64_t k)
+{
+    return nib_f32_from_e2m1(nib_code_load(o->geometry, o->memory.codes, line, k));
+}
+
+static float scale_at(const struct operand *o, int64_t line, int64_t block)
+{
+    return nib_f32_from_e4m3((uint8_t)nib_scale_load(o->geometry, o->memory.scales, line, block));
+}
+
+static void gemm_row(void *context, int64_t i)
+{
+    const struct gemm_job *job = context;
+    const int64_t block = nib_format_of(job->a.q)->block, length = job->a.geometry->length;
+    for (int64_t j = 0; j < job->b.geometry->lines; j++) {
+        float acc = 0;
+        for (int64_t k0 = 0; k0 < length; k0 += block) {
+            float dot = 0;
+            for (int64_t k = k0; k < nib_min(k0 + block, length); k++)
+                dot += code_at(&job->a, i, k) * code_at(&job->b, j, k);
+            acc += scale_at(&job->a, i, k0 / block) * scale_at(&job->b, j, k0 / block) * dot;
+        }
+        float *y = (float *)((char *)job->y->data + job->y->offset) + i * job->y->strides[0] + j * job->y->strides[1];
+        const float product = job->alpha * combined_scale(&job->a, i, &job->b, j) * acc;
+        *y = nib_quiet(job->accumulate ? product + *y : product);
+    }
+}
+
+static nib_status check_operands(const struct gemm_job *job)
+{
+    const struct operand *a = &job->a, *b = &job->b;
+    const nib_array *y = job->y;
+    if (a->q->format != b->q->format)
+        return nib_fail(NIB_ERR_MISMATCH, "the operands have different formats");
+    if (!nib_format_of(a->q)->exact_dot)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "there is no reference GEMM for %s", nib_format_of(a->q)->name);
+    if (a->geometry->length != b->geometry->length)
+        return nib_fail(NIB_ERR_MISMATCH, "the inner sizes are %lld and %lld", (long long)a->geometry->length,
+                        (long long)b->geometry->length);
+    const bool ta = nib_copy_is_transformed(a->q, a->copy), tb = nib_copy_is_transformed(b->q, b->copy);
+    if (ta != tb || (ta && a->q->rht_sign_mask != b->q->rht_sign_mask))
+        return nib_fail(NIB_ERR_MISMATCH,
+                        "one operand is transformed along the inner axis and the other is not, or differently");
+    TRY(nib_check_output("y", y));
+    if (y->dtype != NIB_F32)
+        return nib_fail(NIB_ERR_DTYPE, "y must be F32, not %s", nib_dtypes[y->dtype].name);
+    if (y->rank != 2 || y->shape[0] != a->geometry->lines || y->shape[1] != b->geometry->lines)
+        return nib_fail(NIB_ERR_SHAPE, "y must be [%lld, %lld]", (long long)a->geometry->lines,
+                        (long long)b->geometry->lines);
+    return NIB_OK;
+}
+
+nib_status nib_gemm_reference(const nib_tensor *a, nib_copy a_copy, const nib_tensor *b, nib_copy b_copy, float alpha,
+                              int accumulate, const nib_array *y)
+{
+    NIB_REQUIRE(a);
+    NIB_REQUIRE(b);
+    struct gemm_job job = { .alpha = alpha, .accumulate = accumulate != 0, .y = y };
+    TRY(operand_of(a, a_copy, &job.a));
+    TRY(operand_of(b, b_copy, &job.b));
+    TRY(check_operands(&job));
+    int64_t work = job.a.geometry->lines;
+    if (!nib_mul(work, job.b.geometry->lines, &work) || !nib_mul(work, nib_max(1, job.a.geometry->length), &work))
+        work = INT64_MAX; /* more than enough for every thread */
+    nib_parallel(job.a.geometry->lines, nib_thread_count(&a->q, work), gemm_row, &job);
+    return NIB_OK;
+}

@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * tensor.h - what a nib_tensor is inside.
+ */
+#ifndef NIB_TENSOR_H
+#define NIB_TENSOR_H
+
+#include "tensor/quantize.h"
+
+struct nib_tensor {
+    nib_quantizer q; /* says what the bytes mean; its amax_comm is NULL */
+    nib_dtype dtype; /* nominal */
+    int rank;
+    int64_t shape[NIB_MAX_RANK];
+    struct nib_geometry geometry;
+    nib_buffer *parts[NIB_PART_COUNT]; /* those of a copy are there together, or none */
+    bool columnwise_stale;             /* the rowwise bytes were changed from outside */
+};
+
+enum { NIB_PART_KINDS = 3 }; /* data, scales, levels: nib_part_of */
+
+bool nib_tensor_has(const nib_tensor *t, nib_copy copy);
+nib_buffer *nib_tensor_kind(const nib_tensor *t, nib_copy copy, int kind);
+
+/* "rowwise" and "columnwise", for sentences. */
+const char *nib_copy_name(nib_copy copy);
+
+/* Resolves NIB_EITHER; USAGE when the copy is not there. */
+nib_status nib_tensor_pick(const nib_tensor *t, nib_copy wanted, nib_copy *out);
+
+struct nib_copy_memory nib_tensor_memory(const nib_tensor *t, nib_copy copy);
+size_t nib_part_bytes(const struct nib_geometry *geometry, nib_part part);
+
+/* What a per-tensor number of this tensor means, and the other constants of decoding. */
+struct nib_rules nib_tensor_rules(const nib_tensor *t);
+
+/* Whether bytes written under one quantiser decode the same under the other. */
+bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b);
+
+/* A tensor without buffers; q is loaded. */
+nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out);
+
+/* Fresh zeroed buffers for the copies that are wanted and not there. On failure those it made are released again. */
+nib_status nib_tensor_allocate(nib_tensor *t, bool rowwise, bool columnwise);
+void nib_tensor_drop(nib_tensor *t, nib_copy copy);
+
+/* Parts of a copy that a view shares while other parts are about to be replaced: an update in place would leave the
+ * view with half of it. They become the tensor's own. */
+nib_status nib_tensor_unshare(nib_tensor *t, nib_copy copy);
+
+/* The rule of nib_mxfp4_to_nvfp4 for blocks of 32 of a weight that is converted piece by piece (convert.c): the decode
+ * scale for the largest block scale that has something in it (0: none has), and the blocks under it. No NaNs. */
+NIB_PRIVATE float nib_mxfp4_decode_scale(float largest);
+NIB_PRIVATE void nib_mxfp4_to_nvfp4_blocks(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float g,
+                                           uint8_t *out_codes, uint8_t *out_scales);
+
+#endif
