@@ -423,6 +423,20 @@ TEST(checks_stacks)
     remove(at("config.json"));
 }
 
+/* Codes without a dim are no stack; those read beyond, of the tensor behind it, would be 1000 experts. */
+TEST(checks_stacks_of_no_rank)
+{
+    static const float levels[1000];
+    fill(0x70);
+    const struct item items[] = { { "a.experts.down_proj", NIB_U8, 0, { 0 }, codes },
+                                  { "a.experts.down_proj_weight_scale", NIB_E4M3, 2, { 1000, 1 }, scales },
+                                  { "a.experts.down_proj_weight_scale_2", NIB_F32, 1, { 1000 }, levels },
+                                  { "b", NIB_U8, 1, { 1000 }, codes } };
+    put_tensors(at("r.safetensors"), items, 4);
+    const struct found found = check_file(at("r.safetensors"));
+    CHECK_THAT(strcmp(found.ids, "codes-shape level-shape ") == 0, "found %s", found.ids);
+}
+
 /* Weights whose numbers say nothing: no elements, and dims that no file can fill. */
 TEST(checks_empty_tensors)
 {

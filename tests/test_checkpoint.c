@@ -423,6 +423,31 @@ TEST(saved_tensors)
     }
 }
 
+/* Metadata of a matrix on data that is none: its tensors are there, and no weight. */
+TEST(saved_data_of_other_ranks)
+{
+    static const uint8_t zeros[24 * 24];
+    static const char words[] = "format=nvfp4 dialect=te dtype=F32 rank=2 dim=4 dim=16 swizzled=0 row_scaled=0 "
+                                "rht_rowwise=0 single_level=0 e4m3_max=448 tensor_scale=0";
+    for (int rank = 0; rank < 4; rank++) {
+        const int64_t shape[3] = { 4, 24, 1 };
+        const size_t bytes = rank == 0 ? 1 : rank == 1 ? 4 : 4 * 24;
+        nib_writer *writer = NULL;
+        empty();
+        CHECK_OK(nib_writer_create(at("model.safetensors"), &writer));
+        CHECK_OK(nib_writer_metadata(writer, "nib:a", words));
+        CHECK_OK(nib_writer_declare(writer, "a.row_data", NIB_U8, rank, shape));
+        CHECK_OK(nib_writer_declare(writer, "b", NIB_U8, 2, (int64_t[]){ 24, 24 })); /* dims to be read by mistake */
+        CHECK_OK(nib_writer_write(writer, "a.row_data", 0, zeros, bytes));
+        CHECK_OK(nib_writer_write(writer, "b", 0, zeros, sizeof zeros));
+        CHECK_OK(nib_writer_commit(writer));
+        nib_writer_destroy(writer);
+        nib_checkpoint *c = open_good(folder);
+        CHECK_THAT(c->n_tensors == 2 && c->n_weights == (rank == 2), "rank %d: %zu weights", rank, c->n_weights);
+        nib_checkpoint_close(c);
+    }
+}
+
 TEST(gguf_files)
 {
     empty();

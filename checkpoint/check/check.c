@@ -276,7 +276,8 @@ static nib_status check_number_shape(struct nib_checking *k, const struct nib_ch
     for (int64_t i = 0; i < t->rank; i++)
         if (!nib_mul(numbers, t->shape[i], &numbers))
             return NIB_OK; /* no such tensor can be opened */
-    const int64_t experts = m->layout->stack ? k->c->tensors[m->tensor[NIB_ROLE_DATA]].shape[0] : 1;
+    const struct nib_ck_tensor *codes = &k->c->tensors[m->tensor[NIB_ROLE_DATA]];
+    const int64_t experts = m->layout->stack && codes->rank > 0 ? codes->shape[0] : 1;
     char shape[256];
     if (t->dtype != NIB_F32 && t->dtype != NIB_BF16 && t->dtype != NIB_F16)
         return nib_check_found(k, NIB_FAULT_LEVEL_SHAPE, t->name, "it is %s instead of F32", nib_dtype_name(t->dtype));

@@ -271,6 +271,8 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
 {
     nib_checkpoint *c = finder->c;
     const struct nib_ck_tensor *t = &c->tensors[id];
+    if (t->rank != 2)
+        return NIB_OK; /* whatever the metadata says of it */
     char *key = nib_ck_string(c, "nib:%.*s", (int)bytes, t->name);
     if (!key)
         return nib_ck_no_memory(c);
@@ -280,7 +282,7 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
         return NIB_OK;
     w->cols =
         saved_word(strstr(words, "dim="), "dim") < 0 ? 0 : saved_word(strstr(strstr(words, "dim=") + 4, "dim="), "dim");
-    w->rows = t->rank == 2 ? t->shape[0] : 0;
+    w->rows = t->shape[0];
     w->e4m3_max = (int32_t)saved_word(words, "e4m3_max");
     nib_dialect dialect = NIB_DIALECT_TE;
     const char *word = strstr(words, "dialect=");
