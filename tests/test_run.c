@@ -482,6 +482,24 @@ TEST(files_are_cut_by_size_or_as_the_input_is)
     CHECK(file_has(at("cut/model.safetensors.index.json"), "\"total_size\""));
 }
 
+/* A tensor larger than a shard ends it, also where an empty one had opened it. */
+TEST(files_are_cut_behind_empty_tensors)
+{
+    CHECK_OK(nib_os_remove_folder(at("in")));
+    CHECK(mkdir(at("in"), 0777) == 0);
+    PUT(at("in/model.safetensors"), { "a", NIB_BF16, 1, { 0 }, 1 }, { "b.weight", NIB_BF16, 2, { H, H }, 1 },
+        { "c.weight", NIB_BF16, 2, { H, H }, 1 }, { "d.weight", NIB_BF16, 2, { H, H }, 1 });
+    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_plan_facts facts = { .bytes = sizeof facts };
+    options.shard_bytes = 1000;
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *plan = plan_quantize(in, &options);
+    CHECK_OK(nib_plan_get_facts(plan, &facts));
+    CHECK_THAT(facts.files_out == 3, "%zu files", facts.files_out);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
 /* ---- Formats ---- */
 
 static nib_status convert(const char *in, const char *out, nib_packing packing)

@@ -133,7 +133,9 @@ nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_by
 {
     struct nib_out_file *last = plan->n_files ? &plan->files[plan->n_files - 1] : NULL;
     const bool other = plan->keep_split && last && last->input_file != input_file;
-    const bool full = !plan->keep_split && last && last->data && coming_bytes > plan->shard_bytes - last->data;
+    /* What comes behind empty tensors may be larger than the whole shard. */
+    const uint64_t left = last && last->data < plan->shard_bytes ? plan->shard_bytes - last->data : 0;
+    const bool full = !plan->keep_split && last && last->data && coming_bytes > left;
     if (last && (plan->one_file || (!other && !full))) {
         last->data += coming_bytes;
         return NIB_OK;
