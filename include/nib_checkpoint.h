@@ -5,8 +5,8 @@
  *
  * The rules of nib.h hold here too. Two words are used throughout. A tensor is what a file has a name for. A weight is
  * what a model multiplies with: the [N, K] matrix of one linear layer or of one expert, whatever tensors hold it and
- * however. Every call below sees weights alike, so that a matrix of a stack of experts, an FP8 block format and
- * packed FP4 codes can be compared, converted and quantised by the same calls.
+ * however; a tensor without data holds none. Every call below sees weights alike, so that a matrix of a stack of
+ * experts, an FP8 block format and packed FP4 codes can be compared, converted and quantised by the same calls.
  *
  * Writing takes two steps: a plan, which is made from headers and configuration alone and can be looked at, and its
  * run, which reads and writes data. Outputs appear under their names only when all of them are complete.

@@ -603,6 +603,39 @@ TEST(packed_stack)
     nib_checkpoint_close(c);
 }
 
+/* Without data a tensor is no weight, and no stack of as many experts as it likes. */
+TEST(tensors_without_data)
+{
+    empty();
+    PUT("model.safetensors", { "a.weight", NIB_BF16, 2, { 0, 64 }, NULL },
+        { "b.weight_packed", NIB_U8, 2, { (int64_t)1 << 48, 0 }, NULL },
+        { "c.experts.gate_up_proj", NIB_BF16, 3, { 1000, 0, 16 }, NULL },
+        { "d.experts.down_proj", NIB_BF16, 3, { 1000, 16, 0 }, NULL },
+        { "e.experts.down_proj", NIB_U8, 3, { 1000, 8, 0 }, NULL },
+        { "e.experts.down_proj_weight_scale", NIB_E4M3, 3, { 1000, 1, 0 }, NULL },
+        { "f.experts.down_proj_blocks", NIB_U8, 4, { 1000, 0, 1, 16 }, NULL });
+    put_text("config.json", "{\"model_type\": \"gpt_oss\", \"hidden_size\": 16, \"intermediate_size\": 32}");
+    nib_checkpoint *c = open_good(folder);
+    CHECK_THAT(c->n_tensors == 7 && c->n_weights == 0 && c->n_remarks == 0, "%zu weights", c->n_weights);
+    nib_checkpoint_close(c);
+
+    static const uint32_t types[] = { NIB_GGUF_NVFP4, NIB_GGUF_MXFP4, NIB_GGUF_BF16 };
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        nib_gguf_plan *plan = NULL;
+        nib_gguf_writer *writer = NULL;
+        CHECK_OK(nib_gguf_plan_create(at("m.gguf"), &plan));
+        CHECK_OK(nib_gguf_declare(plan, "blk.0.ffn_up_exps.weight", types[i], 3, (int64_t[]){ 1000, 0, 64 }));
+        CHECK_OK(nib_gguf_declare(plan, "blk.0.attn_q.weight", types[i], 2, (int64_t[]){ 1000, 0 }));
+        CHECK_OK(nib_gguf_writer_create(plan, &writer));
+        CHECK_OK(nib_gguf_commit(writer));
+        nib_gguf_writer_destroy(writer);
+        nib_gguf_plan_destroy(plan);
+        c = open_good(at("m.gguf"));
+        CHECK_THAT(c->n_tensors == 2 && c->n_weights == 0, "%zu weights", c->n_weights);
+        nib_checkpoint_close(c);
+    }
+}
+
 /* ---- Other packings ---- */
 
 TEST(mxfp4_blocks)

@@ -144,14 +144,9 @@ static bool has_float_dtype(const struct nib_ck_tensor *t)
     return t->dtype == NIB_F32 || t->dtype == NIB_BF16 || t->dtype == NIB_F16;
 }
 
-/* Dims this large are of tensors without elements; nothing can be computed from them. */
-static bool sane(const struct nib_ck_tensor *t)
-{
-    for (int64_t i = 0; i < t->rank; i++)
-        if (t->shape[i] > (int64_t)1 << 48)
-            return false;
-    return true;
-}
+/* Only a tensor that has data makes weights: beside a dim of 0 the others can be anything, and a file of a hundred bytes
+ * would have 10^11 experts without rows. With data the file bounds every dim and every product; none has 2^48 bytes. */
+static bool has_data(const struct nib_ck_tensor *t) { return t->bytes > 0 && t->bytes <= (uint64_t)1 << 48; }
 
 /* The weights of a stack: matrix e of the tensor, or every other row of it, is expert e's part. */
 static nib_status add_stack(struct finder *finder, const struct nib_ck_stack *stack, const struct nib_ck_weight *common,
@@ -368,7 +363,7 @@ static nib_status find_weight(struct finder *finder, uint32_t id)
 {
     const struct nib_ck_tensor *t = &finder->c->tensors[id];
     bool taken = false;
-    if (!sane(t))
+    if (!has_data(t))
         return NIB_OK;
     TRY(try_plain_stack(finder, id, &taken));
     if (!taken)
