@@ -441,6 +441,24 @@ TEST(arrays)
     }
 }
 
+/* Nothing steps by the stride of a dim of 1, nor by those of an array without elements: they can be anything. */
+TEST(strides_that_are_not_stepped)
+{
+    const nib_quantizer q = plain();
+    float memory[16];
+    nib_tensor *t = some(&q, SHAPE(1, 16));
+    nib_array array = array_of(memory, NIB_F32, SHAPE(1, 16));
+    array.strides[0] = INT64_MIN;
+    CHECK_OK(nib_dequantize(t, NIB_EITHER, &array));
+    nib_tensor_destroy(t);
+    t = NULL;
+    array = array_of(memory, NIB_F32, SHAPE(2, 2, 0));
+    array.strides[0] = array.strides[1] = INT64_MAX;
+    CHECK_OK(nib_quantize(&q, &array, NULL, &t));
+    CHECK_OK(nib_dequantize(t, NIB_EITHER, &array));
+    nib_tensor_destroy(t);
+}
+
 /* Shapes that are right in themselves and wrong for the call. */
 TEST(wrong_shapes)
 {

@@ -231,14 +231,16 @@ nib_status nib_check_output(const char *what, const nib_array *array)
         int next = -1;
         int64_t stride = 0;
         for (int i = 0; i < array->rank; i++) {
+            if (array->shape[i] <= 1)
+                continue; /* never stepped: its stride can be anything, INT64_MIN too */
             const int64_t step = array->strides[i] < 0 ? -array->strides[i] : array->strides[i];
-            if (array->shape[i] > 1 && step >= least && (next < 0 || step < stride)) {
+            if (step >= least && (next < 0 || step < stride)) {
                 next = i;
                 stride = step;
             }
         }
         if (next < 0)
-            return NIB_OK; /* dims of 1 are never stepped */
+            return NIB_OK;
         if (stride <= reach)
             return nib_fail(NIB_ERR_SHAPE, "%s: stride %lld of dim %d may write several values to one place", what,
                             (long long)array->strides[next], next);

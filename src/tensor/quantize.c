@@ -103,13 +103,13 @@ static struct matrix matrix_of(const nib_array *array, int64_t rows, int64_t col
     m.first = array->data ? (char *)array->data + array->offset : NULL;
     /* From the last leading dim outwards: each must step over the ones inside it exactly. Dims of 1 are never
      * stepped. */
-    int64_t inner = 1;
+    int64_t inner = 1, step;
     for (int i = array->rank - 2; i >= 0; i--) {
         if (array->shape[i] == 1)
             continue;
         if (inner == 1)
             m.row_stride = array->strides[i];
-        else if (array->strides[i] != m.row_stride * inner)
+        else if (!nib_mul(m.row_stride, inner, &step) || array->strides[i] != step) /* too far: of an empty array */
             m.even = false;
         inner *= array->shape[i];
     }
