@@ -451,6 +451,31 @@ TEST(checks_empty_tensors)
     CHECK_THAT(strcmp(found.ids, "codes-shape level-shape ") == 0, "found %s", found.ids);
 }
 
+/* No file bounds the other dims of a tensor without elements: memory, time and products must not follow them. */
+TEST(checks_dims_that_nothing_fills)
+{
+    const int64_t large = (int64_t)1 << 47;
+    const struct {
+        int64_t codes[2], scales[2];
+        nib_dtype dtype;
+        const char *ids;
+    } cases[] = {
+        { { 0, large }, { 0, large / 8 }, NIB_E4M3, "" },              /* no row, however long */
+        { { large, 0 }, { large, 0 }, NIB_E4M3, "" },                  /* rows of nothing */
+        { { large - 1, 0 }, { large, 0 }, NIB_E4M3, "scale-padded " }, /* padding of nothing */
+        { { 0, 0 }, { 0, (int64_t)1 << 60 }, NIB_U8, "scale-dtype level-missing " }, /* 16 times as many are 0 in 64 bits */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct item items[] = { { "a.weight_packed", NIB_U8, 2, { cases[i].codes[0], cases[i].codes[1] }, codes },
+                                { "a.weight_scale", cases[i].dtype, 2, { cases[i].scales[0], cases[i].scales[1] }, scales },
+                                { "a.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 1 } } };
+        /* Without a global scale U8 scales may be MXFP4's. */
+        put_tensors(at("d.safetensors"), items, cases[i].dtype == NIB_U8 ? 2 : 3);
+        const struct found found = check_file(at("d.safetensors"));
+        CHECK_THAT(strcmp(found.ids, cases[i].ids) == 0, "case %zu: found %s", i, found.ids);
+    }
+}
+
 /* ---- Repairs ---- */
 
 /* q, k and v with levels of their own. */

@@ -136,7 +136,8 @@ static int layout_of(const nib_checkpoint *c, const char *module, const uint32_t
         const struct nib_ck_tensor *codes = &c->tensors[have[PACKED]];
         const struct nib_ck_tensor *scale = have[SCALE] == NIB_NONE ? NULL : &c->tensors[have[SCALE]];
         const bool mxfp4 = scale && have[GLOBAL] == NIB_NONE && (scale->dtype == NIB_U8 || scale->dtype == NIB_E8M0) &&
-                           scale->rank == 2 && codes->rank == 2 && scale->shape[1] * 16 == codes->shape[1];
+                           scale->rank == 2 && codes->rank == 2 && codes->shape[1] % 16 == 0 &&
+                           scale->shape[1] == codes->shape[1] / 16;
         return mxfp4 || codes->dtype == NIB_I32 ? LAYOUTS : CT;
     }
     if (have[QDATA] != NIB_NONE)
@@ -209,8 +210,8 @@ static nib_status is_padding_dirty(const nib_checkpoint *c, uint32_t tensor, int
     const struct nib_ck_tensor *t = &c->tensors[tensor];
     const int64_t all_rows = t->shape[0], all_cols = t->shape[1];
     *dirty = false;
-    if (t->bytes > 64 << 20)
-        return NIB_OK; /* not worth the memory: padded it is, anyway */
+    if (t->bytes == 0 || t->bytes > 64 << 20)
+        return NIB_OK; /* nothing there, in any number of rows; or not worth the memory: padded it is, anyway */
     uint8_t *bytes = nib_alloc((size_t)t->bytes), *plain = nib_alloc((size_t)t->bytes);
     nib_status status = bytes && plain ? nib_ck_read(c, tensor, 0, bytes, (size_t)t->bytes)
                                        : nib_fail(NIB_ERR_MEMORY, "no memory for %s", t->name);
