@@ -71,7 +71,7 @@ struct put_tensor {
     uint8_t fill; /* every byte */
 };
 
-static void put_tensors(const char *folder, const char *name, const struct put_tensor *tensors, size_t n)
+__attribute__((unused)) static void put_tensors(const char *folder, const char *name, const struct put_tensor *tensors, size_t n)
 {
     char path[256];
     static uint8_t data[1 << 16];
@@ -120,6 +120,13 @@ static void walk_weights(const nib_checkpoint *c, size_t weights)
         require(known(nib_checkpoint_read_rows(c, i, 0, w.rows, &out)), "rows");
         require(nib_checkpoint_read_rows(c, i, 1, w.rows, &out), "rows behind the end");
         require(known(nib_checkpoint_read_codes(c, i, 0, w.rows, codes, scales)), "codes");
+        if (w.level_kind == NIB_LEVEL_NONE)
+            continue;
+        nib_weight_stats stats = { .bytes = sizeof stats };
+        nib_job job;
+        nib_job_init(&job);
+        job.threads = 1;
+        require(known(nib_checkpoint_measure(c, i, c, i, &job, &stats)), "measuring");
     }
 }
 
