@@ -848,10 +848,10 @@ static nib_status mxfp4_rows(const nib_checkpoint *c, const struct nib_ck_weight
 {
     const int64_t blocks = nib_ceil_div(w->cols, 32), at_once = nib_min(panel_rows(w->cols * 5), count);
     const size_t out_line = (size_t)w->cols * (size_t)nib_dtypes[dtype].bits / 8;
-    float values[16], *numbers = nib_alloc((size_t)w->cols * sizeof *numbers);
+    float e2m1[16], *numbers = nib_alloc((size_t)w->cols * sizeof *numbers);
     uint8_t *codes = nib_alloc((size_t)(at_once * (16 * blocks + blocks)));
     nib_status status = numbers && codes ? NIB_OK : nib_ck_no_memory(c);
-    nib_e2m1_values(values);
+    nib_e2m1_values(e2m1);
     for (int64_t done = 0; done < count && !status; done += at_once) {
         const int64_t rows = nib_min(at_once, count - done);
         uint8_t *const scales = codes + rows * 16 * blocks;
@@ -859,7 +859,7 @@ static nib_status mxfp4_rows(const nib_checkpoint *c, const struct nib_ck_weight
         for (int64_t r = 0; r < rows && !status; r++) {
             for (int64_t k = 0; k < w->cols; k++) {
                 const uint8_t byte = codes[r * 16 * blocks + k / 2];
-                numbers[k] = values[k % 2 ? byte >> 4 : byte & 15] * nib_f32_from_e8m0(scales[r * blocks + k / 32]);
+                numbers[k] = e2m1[k % 2 ? byte >> 4 : byte & 15] * nib_f32_from_e8m0(scales[r * blocks + k / 32]);
             }
             status = nib_encode(dtype, numbers, (size_t)w->cols, (char *)out + (size_t)(done + r) * out_line);
         }
