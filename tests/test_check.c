@@ -7,7 +7,7 @@
  * NIB_TEST_WRAP_ALLOC
  */
 #define _GNU_SOURCE
-#include "test_folder.h"
+#include "test_directory.h"
 
 #include "nib_checkpoint.h"
 #include "test_alloc.h"

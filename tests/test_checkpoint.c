@@ -4,7 +4,7 @@
  * numbers that were put in, computed here by the plain definition.
  */
 #define _GNU_SOURCE
-#include "test_folder.h"
+#include "test_directory.h"
 
 #include "io/checkpoint.h"
 #include "io/gguf.h"

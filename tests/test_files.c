@@ -4,7 +4,7 @@
  * edited.
  */
 #define _GNU_SOURCE
-#include "test_folder.h"
+#include "test_directory.h"
 
 #define SHAPE(...) \
     (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }

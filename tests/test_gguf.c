@@ -8,7 +8,7 @@
 #define _GNU_SOURCE
 #include "test.h"
 #include "test_alloc.h"
-#include "test_folder.h"
+#include "test_directory.h"
 
 #include <signal.h>
 #include <sys/resource.h>

@@ -4,7 +4,7 @@
  * matrix; the same bytes for any threads, memory and ranks; and what is left after everything that can go wrong.
  */
 #define _GNU_SOURCE
-#include "test_folder.h"
+#include "test_directory.h"
 
 /* NIB_TEST_WRAP_ALLOC */
 #include "io/checkpoint.h"

@@ -7,7 +7,7 @@
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
-#include "fuzz_folder.h"
+#include "fuzz_directory.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
 
