@@ -800,7 +800,7 @@ def main():
             if status == 0:
                 status, kinds, found = findings(out, *([] if repaired == "alone" else ["--against", original]))
                 check(kinds == [], f"{finding} in {form}, repaired: {kinds} {found[:3]}")
-    with open(os.path.join(os.path.dirname(__file__), "../../checkpoint/check_table.c"), encoding="utf-8") as file:
+    with open(os.path.join(os.path.dirname(__file__), "../../checkpoint/check/check_table.c"), encoding="utf-8") as file:
         source = file.read()
     known = {line.split('"')[1] for line in source.split("[NIB_FAULT_")[1:]}
     with open(os.path.join(os.path.dirname(__file__), "../../docs/check.md"), encoding="utf-8") as file:
