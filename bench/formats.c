@@ -2,8 +2,8 @@
 /*
  * formats.c - the table of docs/formats.md: what each format costs in bits and in accuracy.
  *
- * Every format quantises the same 1024 x 1024 numbers of three distributions and is measured by the ratio of signal to
- * quantisation noise. The numbers come from a generator and a seed of our own, so that the table can be made again.
+ * Every format quantizes the same 1024 x 1024 numbers of three distributions and is measured by the ratio of signal to
+ * quantization noise. The numbers come from a generator and a seed of our own, so that the table can be made again.
  */
 #include <math.h>
 #include <stdint.h>

@@ -27,7 +27,7 @@ This page says what each is for, what it costs, and how its bytes come about.
 
 ## Bits and accuracy
 
-Signal over quantisation noise in dB (more is better; 6.02 dB is one bit) of a 1024 x 1024 matrix of FP32 numbers, the
+Signal over quantization noise in dB (more is better; 6.02 dB is one bit) of a 1024 x 1024 matrix of FP32 numbers, the
 rowwise copy. `sh bench/formats.sh` makes this page; seed and generator are in bench/formats.c.
 
 END
@@ -90,8 +90,8 @@ beyond the largest code q (E4M3 448, E5M2 57344, E2M1 6) becoming q. NaNs do not
 
 The limit is FLT_MAX for Float8 and the largest finite number of the input's dtype for blockwise Float8.
 
-*Delayed scaling* (Float8) takes s from the caller (`nib_given.scale`) and tells the amax that it saw
-(`nib_given.amax_seen`). After the step `nib_delayed_scaling_update` makes the next scale of the window of amaxes:
+*Delayed scaling* (Float8) takes s from the caller (`nib_overrides.scale`) and tells the amax that it saw
+(`nib_overrides.amax_seen`). After the step `nib_delayed_scaling_update` makes the next scale of the window of amaxes:
 
     amax = the largest of the window, or the most recent
     s    = q * 2^-margin / amax    if amax is positive and finite (FLT_MAX where that overflows), otherwise as before
@@ -105,7 +105,7 @@ and moves the window on by one. Data beyond an old scale is clipped.
     code = rn(x * 2^-e),  value = code * 2^e
 
 e stays within -127 and 127; it is -127 for a block of zeros, and 127 for one with an infinity by the ceil rule. With
-ceil nothing finite is clipped. The byte 255 is a NaN; quantising never writes it.
+ceil nothing finite is clipped. The byte 255 is a NaN; quantizing never writes it.
 
 **NVFP4.** docs/numerics.md.
 

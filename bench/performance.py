@@ -25,7 +25,7 @@ processor.
 FLOORS = """## What must hold
 
 From memory on one core, but for what is said to be in the cache. *Its plain loop* is the loop of *floor* above; for
-dequantise it writes around the caches. A pair of operations is what the two take one after the other. Two threads are
+dequantize it writes around the caches. A pair of operations is what the two take one after the other. Two threads are
 compared with one, and with what two of the plain loops gain where that is less. AVX-512 is compared with AVX2 in the
 cache, where it should be 1.5 times as fast, or reach 0.9 of the plain loop, if that is less: a decoder that AVX2 already
 makes nearly as fast as the cache takes stores cannot gain so much. The kernels of the two run in many short processes in turn;

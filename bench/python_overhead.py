@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call through Python costs: quantising a 16x16 tensor by NumPy, in empty ctypes calls.
+"""What a call through Python costs: quantizing a 16x16 tensor by NumPy, in empty ctypes calls.
 
     python bench/python_overhead.py
 

@@ -2,7 +2,7 @@
 /*
  * threads.c - from which size on several threads pay: threads [PAUSE IN MICROSECONDS].
  *
- * Tensors from a few thousand elements up are quantised and decoded by one thread and by 2, 4, ... as many as OpenMP
+ * Tensors from a few thousand elements up are quantized and decoded by one thread and by 2, 4, ... as many as OpenMP
  * has, in turn, and the faster calls are compared. For each number of threads the smallest size is printed from which on it is
  * always at least a tenth faster than one. With a pause between calls the workers have gone to sleep and must be woken;
  * without, they are still waiting for work.
@@ -50,9 +50,9 @@ static int by_value(const void *a, const void *b)
 
 enum { QUANTIZE, QUANTIZE_BF16, BOTH_RHT, STOCHASTIC, SWEEP, MXFP8, DECODE, OPERATIONS };
 
-static const char *const names[OPERATIONS] = { "quantise rows, F32",   "quantise rows, BF16", "both copies, RHT, F32",
+static const char *const names[OPERATIONS] = { "quantize rows, F32",   "quantize rows, BF16", "both usages, RHT, F32",
                                                "stochastic rows, F32", "sweep, BF16",         "MXFP8 rows, BF16",
-                                               "dequantise, F32" };
+                                               "dequantize, F32" };
 
 static nib_quantizer options_of(int operation)
 {
@@ -72,7 +72,7 @@ static void time_all(int operation, int64_t rows, const int *counts, int n, void
 {
     static double times[MOST_COUNTS][RUNS];
     static float amax = 4;
-    const nib_given given = { .bytes = sizeof given, .amax = { &amax, &amax } };
+    const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { &amax, &amax } };
     const int64_t shape[2] = { rows, COLUMNS };
     const nib_dtype dtype = operation == QUANTIZE_BF16 || operation == SWEEP || operation == MXFP8 ? NIB_BF16 : NIB_F32;
     nib_array array;
@@ -87,8 +87,9 @@ static void time_all(int operation, int64_t rows, const int *counts, int n, void
             if (pause_between)
                 (void)nanosleep(&(struct timespec){ .tv_nsec = 1000 * pause_between }, NULL);
             const double start = now();
-            require(operation == DECODE ? nib_dequantize(t, NIB_ROWWISE, &array)
-                                        : nib_quantize_into(NULL, &array, operation == MXFP8 ? NULL : &given, NULL, t));
+            require(operation == DECODE
+                        ? nib_dequantize(t, NIB_ROWWISE, &array)
+                        : nib_quantize_into(NULL, &array, operation == MXFP8 ? NULL : &overrides, NULL, t));
             if (run >= 0)
                 times[i][run] = (now() - start) * 1e6;
         }

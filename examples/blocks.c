@@ -19,7 +19,7 @@ static void check(int holds, const char *claim)
     }
 }
 
-/* A demo may give up at the first error; a program would pass the sentence on. */
+/* A demo may give up at the first error; a program would pass the message on. */
 static void need(nib_status status) { check(!status, nib_last_error()); }
 
 static nib_quantizer rowwise_only(void)
@@ -30,15 +30,15 @@ static nib_quantizer rowwise_only(void)
     return q;
 }
 
-/* Quantise x and write to y what came of it; the caller destroys the tensor. */
+/* Quantize x and write to y what came of it; the caller destroys the tensor. */
 static nib_tensor *there_and_back(nib_quantizer q, float *x, float *y, int64_t rows, int64_t cols,
-                                  const nib_given *given)
+                                  const nib_overrides *overrides)
 {
     nib_array in, out;
     nib_tensor *t = NULL;
     need(nib_array_init(&in, x, NIB_F32, 2, (const int64_t[2]){ rows, cols }));
     need(nib_array_init(&out, y, NIB_F32, 2, (const int64_t[2]){ rows, cols }));
-    need(nib_quantize(&q, &in, given, &t));
+    need(nib_quantize(&q, &in, overrides, &t));
     need(nib_dequantize(t, NIB_ROWWISE, &out));
     return t;
 }
@@ -69,8 +69,8 @@ static void one_block(void)
     need(nib_encode(NIB_BF16, x, BLOCK, bf16)); /* the values of a BF16 tensor */
     need(nib_decode(NIB_BF16, bf16, BLOCK, x));
     const float amax = 3;
-    const nib_given given = { .bytes = sizeof given, .amax = { &amax, NULL } };
-    nib_tensor *t = there_and_back(rowwise_only(), x, y, 1, BLOCK, &given);
+    const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { &amax, NULL } };
+    nib_tensor *t = there_and_back(rowwise_only(), x, y, 1, BLOCK, &overrides);
     const uint8_t scale = *(const uint8_t *)part(t, NIB_ROW_SCALE);
     need(nib_decode(NIB_E4M3, &scale, 1, &s));
     nib_e2m1_values(values);
@@ -102,7 +102,7 @@ static void outlier(void)
         nib_quantizer q = rowwise_only();
         q.rht_rowwise = (uint8_t)rht;
         nib_tensor *t = there_and_back(q, x, y, 1, BLOCK, NULL);
-        printf("  %s  %7.3f  ", rht ? "transformed" : "as it is   ", *(const float *)part(t, NIB_ROW_LEVEL));
+        printf("  %s  %7.3f  ", rht ? "transformed" : "as it is   ", *(const float *)part(t, NIB_ROW_TENSOR_SCALE));
         for (int i = 0; i < BLOCK; i++) {
             printf(" %X", (unsigned)code_of(t, i));
             zeros[rht] += code_of(t, i) % 8 == 0;

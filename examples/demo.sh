@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# demo.sh [BUILD] - what `make demo` runs: a made-up model is quantised, checked and compared with what it was.
+# demo.sh [BUILD] - what `make demo` runs: a made-up model is quantized, checked and compared with what it was.
 # Everything is written to BUILD/demo.
 set -eu
 build=${1:-build}

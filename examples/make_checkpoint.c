@@ -99,7 +99,7 @@ struct tensor {
 
 struct model {
     const struct family *family;
-    const char *folder;
+    const char *directory;
     uint64_t seed;
     int64_t layers, hidden, intermediate, experts, heads, kv_heads, head_dim, vocab, shards, small;
     nib_dtype dtype;
@@ -703,7 +703,7 @@ static void write_shard(const struct model *m, int shard, const char *path)
 static FILE *create(const struct model *m, const char *name)
 {
     char path[4096];
-    snprintf(path, sizeof path, "%s/%s", m->folder, name);
+    snprintf(path, sizeof path, "%s/%s", m->directory, name);
     FILE *file = fopen(path, "w");
     if (!file)
         die("%s: %s", path, strerror(errno));
@@ -780,18 +780,18 @@ static const char *const tokenizer =
     "\"pre_tokenizer\": null, \"post_processor\": null, \"decoder\": null, \"model\": {\"type\": \"WordLevel\", "
     "\"vocab\": {\"<unk>\": 0, \"<s>\": 1, \"</s>\": 2}, \"unk_token\": \"<unk>\"}}\n";
 
-static void write_folder(struct model *m)
+static void write_directory(struct model *m)
 {
     char path[4096], name[64];
-    if (mkdir(m->folder, 0777) && errno != EEXIST)
-        die("%s: %s", m->folder, strerror(errno));
-    snprintf(path, sizeof path, "%s/config.json", m->folder);
+    if (mkdir(m->directory, 0777) && errno != EEXIST)
+        die("%s: %s", m->directory, strerror(errno));
+    snprintf(path, sizeof path, "%s/config.json", m->directory);
     struct stat there;
     if (!stat(path, &there))
-        die("%s is there already: remove the folder, or name another one", path);
+        die("%s is there already: remove the directory, or name another one", path);
     for (int shard = 0; shard < m->shards; shard++) {
         shard_name(m, shard, name, sizeof name);
-        snprintf(path, sizeof path, "%s/%s", m->folder, name);
+        snprintf(path, sizeof path, "%s/%s", m->directory, name);
         write_shard(m, shard, path);
     }
     if (m->shards > 1)
@@ -802,7 +802,7 @@ static void write_folder(struct model *m)
     write_text(m, "tokenizer_config.json",
                "{\"tokenizer_class\": \"PreTrainedTokenizerFast\", \"bos_token\": \"<s>\", \"eos_token\": \"</s>\", "
                "\"unk_token\": \"<unk>\"}\n");
-    write_config(m); /* last: it says that the folder is complete */
+    write_config(m); /* last: it says that the directory is complete */
 }
 
 /* ---- Command line ---------------------------------------------------------------------------------------- */
@@ -811,7 +811,7 @@ static const struct number {
     const char *name, *about;
     size_t offset;
     int64_t usual, least, most;
-} numbers[] = {
+} values[] = {
     { "--layers", "layers", offsetof(struct model, layers), 2, 1, 10000 },
     { "--hidden", "size of a token", offsetof(struct model, hidden), 256, 16, 1 << 20 },
     { "--intermediate", "size within an MLP or an expert", offsetof(struct model, intermediate), 512, 16, 1 << 24 },
@@ -825,7 +825,7 @@ static const struct number {
       10000000 },
     { "--seed", "of all numbers", offsetof(struct model, seed), 1, 0, INT64_MAX },
 };
-enum { NUMBERS = sizeof numbers / sizeof *numbers, FAMILIES = sizeof families / sizeof *families };
+enum { NUMBERS = sizeof values / sizeof *values, FAMILIES = sizeof families / sizeof *families };
 
 static void help(void)
 {
@@ -835,8 +835,8 @@ static void help(void)
     for (int i = 0; i < FAMILIES; i++)
         printf("                          %-14s %s\n", families[i].name, families[i].about);
     for (int i = 0; i < NUMBERS; i++)
-        printf("  %-14s N      %s (%" PRId64 ")\n", numbers[i].name, numbers[i].about, numbers[i].usual);
-    puts("  --dtype bf16|f16|f32  of what is not quantised (bf16)\n"
+        printf("  %-14s N      %s (%" PRId64 ")\n", values[i].name, values[i].about, values[i].usual);
+    puts("  --dtype bf16|f16|f32  of what is not quantized (bf16)\n"
          "  --laplace             weights from Laplace's distribution instead of Gauss's\n"
          "  --varied              some weights have heavier tails than others, as real ones do\n"
          "  --tied                no lm_head: the embedding is used for it\n"
@@ -867,9 +867,9 @@ static void parse(struct model *m, int argc, char **argv)
             exit(0);
         }
         if (option[0] != '-') {
-            if (m->folder)
-                die("one folder at a time, not %s and %s", m->folder, option);
-            m->folder = option;
+            if (m->directory)
+                die("one directory at a time, not %s and %s", m->directory, option);
+            m->directory = option;
             continue;
         }
         if (!strcmp(option, "--laplace") || !strcmp(option, "--tied") || !strcmp(option, "--varied")) {
@@ -879,10 +879,10 @@ static void parse(struct model *m, int argc, char **argv)
         const char *value = i + 1 < argc ? argv[++i] : NULL;
         if (!value)
             die("%s: nothing follows it, or it is not known; --help has all options", option);
-        while (which < NUMBERS && strcmp(option, numbers[which].name))
+        while (which < NUMBERS && strcmp(option, values[which].name))
             which++;
         if (which < NUMBERS) {
-            take_number(m, &numbers[which], value);
+            take_number(m, &values[which], value);
         } else if (!strcmp(option, "--family")) {
             for (m->family = families; m->family < families + FAMILIES && strcmp(m->family->name, value); m->family++)
                 continue;
@@ -906,9 +906,9 @@ int main(int argc, char **argv)
 {
     static struct model m = { .family = families, .dtype = NIB_BF16 };
     for (int i = 0; i < NUMBERS; i++)
-        *(int64_t *)((char *)&m + numbers[i].offset) = numbers[i].usual;
+        *(int64_t *)((char *)&m + values[i].offset) = values[i].usual;
     parse(&m, argc, argv);
-    if (!m.folder) {
+    if (!m.directory) {
         help();
         return argc > 1;
     }
@@ -922,13 +922,13 @@ int main(int argc, char **argv)
     make_quantiles(m.laplace);
     make_model(&m);
     deal(&m);
-    write_folder(&m);
+    write_directory(&m);
     uint64_t total = 0;
     for (size_t i = 0; i < m.count; i++) {
         total += m.tensors[i].bytes;
         free(m.tensors[i].name);
     }
-    printf("%s: %s, %zu tensors, %.1f MB, %" PRId64 " %s\n", m.folder, m.family->model_type, m.count,
+    printf("%s: %s, %zu tensors, %.1f MB, %" PRId64 " %s\n", m.directory, m.family->model_type, m.count,
            (double)total * 1e-6, m.shards, m.shards == 1 ? "file" : "files");
     free(m.tensors);
     return 0;

@@ -34,7 +34,7 @@ static nib_status through_file(const char *path, const nib_tensor *t, nib_tensor
 static nib_status there_and_back(const nib_array *weight, const char *path, const nib_array *out, int *equal)
 {
     nib_quantizer q;
-    nib_quantizer_init(&q); /* TransformerEngine's arithmetic, a rowwise and a columnwise copy */
+    nib_quantizer_init(&q); /* TransformerEngine's arithmetic, a rowwise and a columnwise usage */
     nib_tensor *t = NULL, *read = NULL;
     nib_status status = nib_quantize(&q, weight, NULL, &t);
     if (!status)

@@ -30,7 +30,7 @@ from nib.torch.recipe import NVFP4BlockScaling
 HERE = os.path.dirname(os.path.abspath(__file__))
 TEXT = os.path.join(HERE, "text", "pentateuch.txt.xz")
 
-# variant: (which of 4 blocks are quantised, recipe, what it is)
+# variant: (which of 4 blocks are quantized, recipe, what it is)
 VARIANTS = {
     "bf16": ((), {}, "BF16"),
     "nvfp4": ((1, 2), {}, "NVFP4, first and last block in BF16"),
@@ -65,9 +65,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, symbols, width, heads, blocks, context, quantised, recipe):
+    def __init__(self, symbols, width, heads, blocks, context, quantized, recipe):
         super().__init__()
-        self.quantised, self.recipe = quantised, recipe
+        self.quantized, self.recipe = quantized, recipe
         self.symbol, self.place = nn.Embedding(symbols, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, symbols, bias=False)
@@ -81,7 +81,7 @@ class Model(nn.Module):
     def forward(self, symbols):
         x = self.symbol(symbols) + self.place(torch.arange(symbols.shape[1], device=symbols.device))
         for i, block in enumerate(self.blocks):
-            with nib.torch.autocast(enabled=i in self.quantised, recipe=self.recipe):
+            with nib.torch.autocast(enabled=i in self.quantized, recipe=self.recipe):
                 x = block(x)
         return self.head(self.norm(x))
 
@@ -120,11 +120,11 @@ def held_out_loss(model, data, context, device, batch, most=None):
 
 def train(variant, seed, options):
     """One run; returns what goes into its file."""
-    quantised, changes, _ = VARIANTS[variant]
+    quantized, changes, _ = VARIANTS[variant]
     training, held_out, symbols, entropy = read_text()
     device, context, batch, steps = options.device, options.context, options.batch, options.steps
     torch.manual_seed(seed)  # of the weights; stochastic rounding draws from the same generator
-    model = Model(len(symbols), options.width, options.heads, 4, context, quantised, NVFP4BlockScaling(**changes))
+    model = Model(len(symbols), options.width, options.heads, 4, context, quantized, NVFP4BlockScaling(**changes))
     model = model.to(device)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() != 2]

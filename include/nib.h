@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * nib.h - NVFP4 tensors: quantise, keep, exchange, dequantise.
+ * nib.h - NVFP4 tensors: quantize, keep, exchange, dequantize.
  *
  * An NVFP4 tensor holds 4-bit E2M1 codes, one E4M3 scale per block of 16 and one FP32 number per tensor
  * (or per row). docs/format.md draws the bits, docs/numerics.md says how every byte comes about. The other formats of
@@ -8,12 +8,12 @@
  *
  * Five rules hold for everything below, so they are stated only here.
  *   Errors   A call that can fail returns nib_status. On failure its outputs are untouched and
- *            nib_last_error() has a sentence that names the fact. The library never prints, exits or aborts.
+ *            nib_last_error() has a message that names the fact. The library never prints, exits or aborts.
  *   Memory   create, quantize, clone, view, slice, open and their like give the caller an object; destroy,
  *            release and close take it back and accept NULL. Every other pointer is borrowed for the call.
  *   Threads  Different objects may be used at the same time; one object may be read by many threads, but
  *            not while a call changes it. Calls that change an object take it without const. A thread
- *            needs 256 KiB of stack (of an optimised library).
+ *            needs 256 KiB of stack (of an optimized library).
  *   Results  Bytes depend on neither the CPU, the thread count, the rounding mode, FTZ/DAZ nor the locale.
  *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init.
  */
@@ -58,7 +58,7 @@ typedef enum nib_status {
     NIB_ERR_MISMATCH,    /* two objects that must agree do not */
     NIB_ERR_MEMORY,      /* out of memory */
     NIB_ERR_COMM,        /* a communicator's function failed */
-    NIB_ERR_IO,          /* the operating system refused to read or write */
+    NIB_ERR_IO,          /* the operating system rejected to read or write */
     NIB_ERR_DATA,        /* a file that breaks its format */
     NIB_ERR_UNSUPPORTED, /* well formed, but not something this build does */
     NIB_ERR_CANCELLED,   /* the caller's own function asked to stop */
@@ -73,13 +73,13 @@ typedef struct nib_error {
 /* "NIB_ERR_SHAPE" and so on; never NULL. */
 NIB_API const char *nib_status_name(nib_status status);
 
-/* The sentence of this thread's last failed call; "" before any. Valid until the thread's next failure. */
+/* The message of this thread's last failed call; "" before any. Valid until the thread's next failure. */
 NIB_API const char *nib_last_error(void);
 
 /* The same with its status, copied to the caller. */
 NIB_API void nib_get_error(nib_error *out);
 
-/* For what is built around the library, communicators among it: set this thread's sentence, and return the status. It is
+/* For what is built around the library, communicators among it: set this thread's message, and return the status. It is
  * copied, and cut to what nib_error holds. Nothing happens for NIB_OK. */
 NIB_API nib_status nib_set_error(nib_status status, const char *text);
 
@@ -209,7 +209,7 @@ NIB_API void nib_comm_threads_destroy(nib_comm *comms);
 /* ---- Options ------------------------------------------------------------------------------------------ */
 
 typedef enum nib_format {
-    NIB_NVFP4 = 0,    /* E2M1, an E4M3 scale per 16 (1x16 or 16x16), an FP32 level */
+    NIB_NVFP4 = 0,    /* E2M1, an E4M3 scale per 16 (1x16 or 16x16), an FP32 tensor scale */
     NIB_FLOAT8,       /* E4M3 or E5M2, one FP32 scale per tensor: current or delayed scaling */
     NIB_MXFP8,        /* E4M3 or E5M2, an E8M0 scale per 32 (1x32 or 32x32) */
     NIB_FLOAT8_BLOCK, /* E4M3 or E5M2, an FP32 scale per 128 (1x128 or 128x128) */
@@ -245,20 +245,20 @@ typedef enum nib_rounding {
 } nib_rounding;
 
 /* What the per-tensor number of a tensor means. f is the factor of a block with scale s. */
-typedef enum nib_level {
-    NIB_LEVEL_AMAX = 0, /* largest magnitude: f = (s * amax) * (1 / (6 * e4m3_max)) */
-    NIB_LEVEL_DECODE,   /* multiplier g:      f = s * g */
-    NIB_LEVEL_ENCODE,   /* divisor:           f = s / encode */
-    NIB_LEVEL_NONE,     /* there is none:     f = s */
-    NIB_LEVEL_COUNT
-} nib_level;
-
 typedef enum nib_tensor_scale {
-    NIB_TENSOR_SCALE_DIALECT = 0, /* what the dialect keeps; te: amax */
-    NIB_TENSOR_SCALE_EXACT,       /* (te) the decode scale g = amax / (6 * e4m3_max), as checkpoints have it */
-    NIB_TENSOR_SCALE_POW2,        /* (te) g rounded up to a power of two */
+    NIB_TENSOR_SCALE_AMAX = 0,   /* largest magnitude: f = (s * amax) * (1 / (6 * e4m3_max)) */
+    NIB_TENSOR_SCALE_MULTIPLIER, /* multiplier g:      f = s * g */
+    NIB_TENSOR_SCALE_DIVISOR,    /* divisor:           f = s / encode */
+    NIB_TENSOR_SCALE_NONE,       /* there is none:     f = s */
     NIB_TENSOR_SCALE_COUNT
 } nib_tensor_scale;
+
+typedef enum nib_tensor_scale_rule {
+    NIB_TENSOR_SCALE_RULE_DIALECT = 0, /* what the dialect keeps; te: amax */
+    NIB_TENSOR_SCALE_RULE_EXACT,       /* (te) the decode scale g = amax / (6 * e4m3_max), as checkpoints have it */
+    NIB_TENSOR_SCALE_RULE_POW2,        /* (te) g rounded up to a power of two */
+    NIB_TENSOR_SCALE_RULE_COUNT
+} nib_tensor_scale_rule;
 
 /* How an E8M0 scale covers a block's amax. */
 typedef enum nib_mx_rule {
@@ -275,19 +275,19 @@ typedef struct nib_quantizer {
     nib_format format;
     nib_dialect dialect;
     nib_dtype element;           /* what a code is, where the format leaves a choice; 0 for its first */
-    uint8_t rowwise, columnwise; /* which copies to make */
+    uint8_t rowwise, columnwise; /* which usages to make */
     uint8_t swizzled;            /* scales in the 128x4 tiles of the GEMM instead of row-major */
     uint8_t row_scaled;          /* (te) one amax per row (columnwise: per column), 1x16 only */
-    uint8_t rht;                 /* (te) 16-point random Hadamard transform on the columnwise copy */
-    uint8_t rht_rowwise;         /* (te) the same on the rowwise copy */
+    uint8_t rht;                 /* (te) 16-point random Hadamard transform on the columnwise usage */
+    uint8_t rht_rowwise;         /* (te) the same on the rowwise usage */
     uint16_t rht_sign_mask;      /* 0 for no random signs */
     int32_t block_dims[2]; /* {1, 16} or, dialect te, {16, 16}; other formats: their 1xB or BxB, {0, 0} for none */
     nib_scale_rule scale_rule;
     nib_error_mode error_mode; /* four-over-six: how to measure the error */
     uint8_t fast_error;        /* four-over-six: measure it on scaled values, as TE's fast mode does */
-    uint8_t single_level;      /* dialect torchao: no tensor scale */
+    uint8_t no_tensor_scale;   /* dialect torchao: no tensor scale */
     int32_t e4m3_max;          /* 448, or 256 with four-over-six: what the largest block scale becomes */
-    nib_tensor_scale tensor_scale;
+    nib_tensor_scale_rule tensor_scale_rule;
     float min_block_scale; /* (te) block scales are at least this; an E4M3 value, 0 for none */
     nib_rounding rounding;
     uint64_t seed, offset;     /* of the random stream; advance offset by 4 or more from call to call */
@@ -299,16 +299,16 @@ typedef struct nib_quantizer {
     float amax_epsilon;        /* float8 formats: smaller amaxes count as this */
 } nib_quantizer;
 
-/* TransformerEngine's defaults: both copies, 1x16, nearest, amax, the sign mask above; RHT off. */
+/* TransformerEngine's defaults: both usages, 1x16, nearest, amax, the sign mask above; RHT off. */
 NIB_API void nib_quantizer_init(nib_quantizer *q);
 
-/* The defaults of any format: both copies; MXFP8 1x32, blockwise Float8 128x128 with power-of-two scales. */
+/* The defaults of any format: both usages; MXFP8 1x32, blockwise Float8 128x128 with power-of-two scales. */
 NIB_API nib_status nib_quantizer_init_format(nib_quantizer *q, nib_format format);
 
 /* 1 on, 0 off, -1 as it is. */
 NIB_API nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int columnwise);
 
-/* Says which combination is refused, and why: ARG for a value outside its range, MODE for options that do not go
+/* Says which combination is rejected, and why: ARG for a value outside its range, MODE for options that do not go
  * together, DTYPE for an element that the format does not have. With `x` (its data pointer is not looked at) also
  * whether such an input is taken. */
 NIB_API nib_status nib_quantizer_check(const nib_quantizer *q, const nib_array *x);
@@ -317,11 +317,11 @@ NIB_API nib_status nib_quantizer_check(const nib_quantizer *q, const nib_array *
 NIB_API int nib_quantizer_equal(const nib_quantizer *a, const nib_quantizer *b);
 NIB_API uint64_t nib_quantizer_hash(const nib_quantizer *q);
 
-/* Whether a tensor of this shape can be gathered in quantised form: rank 2 or more, whole blocks on both axes,
+/* Whether a tensor of this shape can be gathered in quantized form: rank 2 or more, whole blocks on both axes,
  * one amax. Formats without blocks always. */
 NIB_API int nib_is_quantizable(const nib_quantizer *q, int rank, const int64_t *shape);
 
-/* Whether quantising what was dequantised is safe to repeat: not with stochastic rounding. */
+/* Whether quantizing what was dequantized is safe to repeat: not with stochastic rounding. */
 NIB_API int nib_is_requantization_safe(const nib_quantizer *q);
 
 /* Formats are numbered 0..count-1: those of nib_format, and any that the library was built with besides. */
@@ -336,55 +336,56 @@ NIB_API nib_status nib_dialect_from_name(const char *name, nib_dialect *out);
 
 /* ---- Tensors ------------------------------------------------------------------------------------------ */
 
-/* A quantised tensor: shape, nominal dtype, up to six buffers and a copy of its quantiser.
+/* A quantized tensor: shape, nominal dtype, up to six buffers and a copy of its quantizer.
  * M is the product of all dims but the last, K the last. Padding of scales is zero. */
 typedef struct nib_tensor nib_tensor;
 
-typedef enum nib_copy { NIB_ROWWISE = 0, NIB_COLUMNWISE = 1, NIB_EITHER = 2 /* rowwise if it is there */ } nib_copy;
+typedef enum nib_usage { NIB_ROWWISE = 0, NIB_COLUMNWISE = 1, NIB_EITHER = 2 /* rowwise if it is there */ } nib_usage;
 
 /* The buffers of a tensor, in the order in which they are saved. Shapes are NVFP4's; nib_part_shape knows all. MXFP8
- * has no levels, keeps COL_DATA in the logical shape and COL_SCALE as [roundup(M/32, 4), roundup(K, 128)]; blockwise
- * Float8 has no levels; Float8 has no scales, and one level, ROW_LEVEL, for both copies. */
+ * has no tensor scales, keeps COL_DATA in the logical shape and COL_SCALE as [roundup(M/32, 4), roundup(K, 128)]; blockwise
+ * Float8 has no tensor scales; Float8 has no scales, and one tensor scale, ROW_TENSOR_SCALE, for both usages. */
 typedef enum nib_part {
-    NIB_ROW_DATA = 0, /* U8 [..., ceil(K/2)]: two codes per byte, even column low */
-    NIB_COL_DATA,     /* U8 [K, ceil(M/2)]: transposed */
-    NIB_ROW_SCALE,    /* E4M3 [roundup(M, 128), roundup(ceil(K/16), 4)] */
-    NIB_COL_SCALE,    /* E4M3 [roundup(K, 128), roundup(ceil(M/16), 4)] */
-    NIB_ROW_LEVEL,    /* F32 [1], or [M] when row-scaled: amax, or what nib_level says */
-    NIB_COL_LEVEL,    /* F32 [1], or [K] when row-scaled */
+    NIB_ROW_DATA = 0,     /* U8 [..., ceil(K/2)]: two codes per byte, even column low */
+    NIB_COL_DATA,         /* U8 [K, ceil(M/2)]: transposed */
+    NIB_ROW_SCALE,        /* E4M3 [roundup(M, 128), roundup(ceil(K/16), 4)] */
+    NIB_COL_SCALE,        /* E4M3 [roundup(K, 128), roundup(ceil(M/16), 4)] */
+    NIB_ROW_TENSOR_SCALE, /* F32 [1], or [M] when row-scaled: amax, or what nib_tensor_scale says */
+    NIB_COL_TENSOR_SCALE, /* F32 [1], or [K] when row-scaled */
     NIB_PART_COUNT
 } nib_part;
 
-/* Numbers that a caller brings to a quantisation instead of having them computed; each may be NULL.
- * One float, or one per row (columnwise: per column) when row-scaled. Index with nib_copy.
- * Without RHT and row-scaling one copy's number serves both. */
-typedef struct nib_given {
+/* Numbers that a caller brings to a quantization instead of having them computed; each may be NULL.
+ * One float, or one per row (columnwise: per column) when row-scaled. Index with nib_usage.
+ * Without RHT and row-scaling one usage's number serves both. */
+typedef struct nib_overrides {
     size_t bytes;
-    const float *amax[2];  /* still reduced over amax_comm */
-    const float *level[2]; /* the finished per-tensor number itself, in the tensor's nib_level */
-    const float *scale;    /* Float8, delayed scaling: multiply the data with this one; the level is its inverse */
+    const float *amax[2];         /* still reduced over amax_comm */
+    const float *tensor_scale[2]; /* the finished per-tensor number itself, in the tensor's nib_tensor_scale */
+    const float *scale; /* Float8, delayed scaling: multiply the data with this one; the tensor scale is its inverse */
     float *
-        amax_seen; /* formats with levels: raised to the data's amax, after any reduction; nib_delayed_scaling_update takes it */
-} nib_given;
+        amax_seen; /* formats with tensor scales: raised to the data's amax, after any reduction; nib_delayed_scaling_update takes it */
+} nib_overrides;
 
-/* Quantise `x` (F32, BF16, F16; any rank from 1, Float8 from 0; any strides) into a new tensor. given may be NULL. */
-NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor **out);
+/* Quantize `x` (F32, BF16, F16; any rank from 1, Float8 from 0; any strides) into a new tensor. given may be NULL. */
+NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
+                                nib_tensor **out);
 
-/* Quantise into a tensor that exists. q NULL: by the tensor's own quantiser. The shape must be the tensor's. Copies
+/* Quantize into a tensor that exists. q NULL: by the tensor's own quantizer. The shape must be the tensor's. Copies
  * that q does not want are dropped, missing ones allocated, the others written in place, so that views see them -
  * unless q gives bytes another meaning than the tensor's had: then all buffers are new, and views keep the old (for
- * Float8 also where a copy is dropped, since both share a level). noop: if not NULL and *noop == 1.0f exactly,
+ * Float8 also where a copy is dropped, since both share a tensor scale). noop: if not NULL and *noop == 1.0f exactly,
  * nothing at all happens (ranks of amax_comm must agree). */
-NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_given *given,
+NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                                      const float *noop, nib_tensor *t);
 
-/* Write the tensor's values to `out` (F32, BF16, F16; any strides; the tensor's shape), from one copy.
- * A transformed copy is transformed back. */
-NIB_API nib_status nib_dequantize(const nib_tensor *t, nib_copy from, const nib_array *out);
+/* Write the tensor's values to `out` (F32, BF16, F16; any strides; the tensor's shape), from one usage.
+ * A transformed usage is transformed back. */
+NIB_API nib_status nib_dequantize(const nib_tensor *t, nib_usage from, const nib_array *out);
 
 /* The same for rows first..first+count-1 of the [M, K] matrix; `out` is [count, K]. Any cut, at a block border or
  * not. */
-NIB_API nib_status nib_dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count,
+NIB_API nib_status nib_dequantize_rows(const nib_tensor *t, nib_usage from, int64_t first, int64_t count,
                                        const nib_array *out);
 
 /* A tensor of zeros. dtype is the nominal one. */
@@ -392,7 +393,7 @@ NIB_API nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, in
                                      nib_tensor **out);
 
 /* A tensor over buffers the caller has; parts[NIB_PART_COUNT], NULL for absent ones. Each is retained. A copy is
- * data, scale and level together: USAGE if one is missing, SHAPE if a size is not what nib_part says. */
+ * data, scale and tensor scale together: USAGE if one is missing, SHAPE if a size is not what nib_part says. */
 NIB_API nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
                                            nib_buffer *const *parts, nib_tensor **out);
 NIB_API void nib_tensor_destroy(nib_tensor *t);
@@ -405,11 +406,11 @@ typedef struct nib_metadata {
     nib_dtype element; /* what a code is */
     int32_t rank;
     int64_t shape[NIB_MAX_RANK];
-    int64_t rows, cols;          /* M, K */
-    nib_level level;             /* what the per-tensor numbers mean */
-    uint8_t rowwise, columnwise; /* which copies are there */
-    uint8_t columnwise_valid;    /* 0 after nib_tensor_invalidate_columnwise */
-    nib_quantizer quantizer;     /* block_dims, swizzled, row_scaled, scale rule, e4m3_max, RHT, ... */
+    int64_t rows, cols;            /* M, K */
+    nib_tensor_scale tensor_scale; /* what the per-tensor numbers mean */
+    uint8_t rowwise, columnwise;   /* which usages are there */
+    uint8_t columnwise_valid;      /* 0 after nib_tensor_invalidate_columnwise */
+    nib_quantizer quantizer;       /* block_dims, swizzled, row_scaled, scale rule, e4m3_max, RHT, ... */
 } nib_metadata;
 NIB_API nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out);
 
@@ -426,16 +427,16 @@ NIB_API nib_status nib_tensor_to_dlpack_versioned(const nib_tensor *t, nib_part 
 /* Which copies hold data. */
 NIB_API nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnwise);
 
-/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise copy of square blocks (or of none) can be built, or built
- * again when it is not valid, from the rowwise one, and only from compact scales: USAGE otherwise. The quantiser's
+/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise usage of square blocks (or of none) can be built, or built
+ * again when it is not valid, from the rowwise one, and only from compact scales: USAGE otherwise. The quantizer's
  * usages follow. Both 0 leaves a tensor without data. */
 NIB_API nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise);
 
-/* Say that the rowwise bytes were changed from outside: the columnwise copy is refused until update_usage or a
- * quantisation has made it anew. Nothing happens where it is the only copy, or absent. */
+/* Say that the rowwise bytes were changed from outside: the columnwise usage is rejected until update_usage or a
+ * quantization has made it anew. Nothing happens where it is the only copy, or absent. */
 NIB_API nib_status nib_tensor_invalidate_columnwise(nib_tensor *t);
 
-/* Give the tensor another quantiser for later updates; it must not change what the bytes mean (MISMATCH). */
+/* Give the tensor another quantizer for later updates; it must not change what the bytes mean (MISMATCH). */
 NIB_API nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *q);
 
 /* Save for later. prepare moves the buffers out, *n references (NIB_PART_COUNT at most: NVFP4 6, MXFP8, MXFP4 and
@@ -464,7 +465,7 @@ NIB_API nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *
 NIB_API nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *saved, size_t count,
                                           size_t *used);
 
-/* Drop all buffers; shape, dtype and quantiser stay. */
+/* Drop all buffers; shape, dtype and quantizer stay. */
 NIB_API void nib_tensor_clear(nib_tensor *t);
 
 /* A deep copy of every buffer. */
@@ -474,20 +475,20 @@ NIB_API nib_status nib_tensor_clone(const nib_tensor *t, nib_tensor **out);
  * src (USAGE). In place, so that views of dst see it. */
 NIB_API nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src);
 
-/* All values 0: codes 0, scales 0, levels 0 (amax) or 1. In place. */
+/* All values 0: codes 0, scales 0, tensor scales 0 (amax) or 1. In place. */
 NIB_API nib_status nib_tensor_zero(nib_tensor *t);
 
 /* Another shape over the same buffers, which both tensors then share. One dim may be -1. A view that changes the last
- * dim needs whole blocks (K a multiple of 16 before and after), 1x16 blocks, one level, compact scales and only the
- * rowwise copy, and scale paddings that coincide; SHAPE or USAGE otherwise. */
+ * dim needs whole blocks (K a multiple of 16 before and after), 1x16 blocks, one tensor scale, compact scales and only the
+ * rowwise usage, and scale paddings that coincide; SHAPE or USAGE otherwise. */
 NIB_API nib_status nib_tensor_view(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
 /* As view, but where only the scale paddings differ the result is a copy that shares nothing. */
 NIB_API nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
 /* Rows first..first+count-1 of the [M, K] matrix as a tensor of its own, [count, K]. Bytes are copied: scale padding
- * and the columnwise copy cannot be shared. Rows must be cut at block borders: multiples of 16 (or the end) where there
- * is a columnwise copy or 16x16 blocks, anywhere otherwise. SHAPE elsewhere: nib_dequantize_rows takes any cut. */
+ * and the columnwise usage cannot be shared. Rows must be cut at block borders: multiples of 16 (or the end) where there
+ * is a columnwise usage or 16x16 blocks, anywhere otherwise. SHAPE elsewhere: nib_dequantize_rows takes any cut. */
 NIB_API nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, nib_tensor **out);
 
 /* n slices of the given row counts, which must add up to M. */
@@ -520,15 +521,15 @@ NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, i
 /* ---- Sharding ------------------------------------------------------------------------------------------ */
 
 /* Training keeps master weights in FP32, cut into pieces that ranks own, and casts every piece into its place in the
- * quantised parameter. Elements are numbered along the flattened parameter. The result of all ranks together has the
- * bytes of a quantisation of the whole, whatever the cut: scales come from amaxes that were reduced over the ranks,
- * codes are written one by one beside those of neighbours, and random numbers go by place.
+ * quantized parameter. Elements are numbered along the flattened parameter. The result of all ranks together has the
+ * bytes of a quantization of the whole, whatever the cut: scales come from amaxes that were reduced over the ranks,
+ * codes are written one by one beside those of neighbors, and random numbers go by place.
  *
- * A cast takes NVFP4 with 16x16 or 1x16 blocks and every other format, and refuses (MODE, USAGE): a rowwise RHT, which
- * changes amaxes that ranks with a part of a block cannot know; swizzled scales; and a columnwise copy with 1xB blocks,
- * which cannot be built from rowwise codes (MXFP8 casts both copies). A master is F32 or BF16, of rank 1, and is rounded
+ * A cast takes NVFP4 with 16x16 or 1x16 blocks and every other format, and rejects (MODE, USAGE): a rowwise RHT, which
+ * changes amaxes that ranks with a part of a block cannot know; swizzled scales; and a columnwise usage with 1xB blocks,
+ * which cannot be built from rowwise codes (MXFP8 casts both usages). A master is F32 or BF16, of rank 1, and is rounded
  * to the parameter's nominal dtype first, so that the result is that of the parameter in its dtype. With four-over-six
- * and 16x16 blocks the columnwise copy, built from rowwise codes, is their transpose; one that was quantised by itself
+ * and 16x16 blocks the columnwise usage, built from rowwise codes, is their transpose; one that was quantized by itself
  * may have chosen otherwise where two errors nearly tie. */
 
 /* Lists of a sharded cast that not everybody needs. Each is NULL or has one entry per parameter, which may be NULL. */
@@ -537,8 +538,8 @@ typedef struct nib_master_options {
     /* Keep columnwise buffers where they are, marked invalid, instead of dropping them. */
     uint8_t manual_post_all_gather;
     /* FSDP: where the codes go instead of into the parameter. U8, contiguous, of exactly the bytes that
-     * nib_tensor_byte_range gives for the piece. Scales and levels still go to the parameter. Columnwise only for
-     * formats that cast both copies. */
+     * nib_tensor_byte_range gives for the piece. Scales and tensor scales still go to the parameter. Columnwise only for
+     * formats that cast both usages. */
     const nib_array *const *row_shards, *const *col_shards;
     const float *const *scales; /* Float8, delayed scaling: the multiplier; entries NULL: current scaling */
     float *const *amax_seen;    /* raised to the parameter's reduced amax */
@@ -547,7 +548,7 @@ typedef struct nib_master_options {
 /* Cast pieces of master weights into parameters. params[i] gets masters[i] from element starts[i] on; a rank that
  * owns nothing of it passes NULL and -1. Every rank passes all parameters in the same order (MISMATCH otherwise), each
  * once. Two collectives, whatever the number of parameters: agreement, and one reduction of every parameter's block
- * amaxes, 4 bytes per block. Every rank then has all scales and levels, and the codes of its pieces; columnwise
+ * amaxes, 4 bytes per block. Every rank then has all scales and tensor scales, and the codes of its pieces; columnwise
  * copies are dropped or (manual) invalid until nib_post_all_gather_processing. Everything is checked on all ranks
  * before anything changes: if one fails, all return the largest status and none has changed.
  *
@@ -570,34 +571,34 @@ NIB_API nib_status nib_quantize_nvfp4_param_shard(nib_tensor *const *params, siz
                                                   const int64_t *starts, size_t n_starts, const nib_comm *comm,
                                                   const nib_array *const *row_shards);
 
-/* After the codes were gathered: build every columnwise copy that is wanted or invalid from the rowwise one. Nothing
- * happens to formats that cast both copies. All are checked first; if memory runs out, those before are done. */
+/* After the codes were gathered: build every columnwise usage that is wanted or invalid from the rowwise one. Nothing
+ * happens to formats that cast both usages. All are checked first; if memory runs out, those before are done. */
 NIB_API nib_status nib_post_all_gather_processing(nib_tensor *const *params, size_t n);
 
 /* The steps of a cast, for callers with a reduction of their own. The grid has one amax per scale: [ceil(M/16),
  * ceil(K/16)] with 16x16 blocks, [M, ceil(K/16)] with 1x16 (columnwise: M and K exchanged), [1, 1] for Float8. */
-NIB_API nib_status nib_amax_grid(const nib_tensor *t, nib_copy copy, int64_t *rows, int64_t *cols);
+NIB_API nib_status nib_amax_grid(const nib_tensor *t, nib_usage usage, int64_t *rows, int64_t *cols);
 /* The grid of a piece; blocks of which it has nothing are 0. The maximum over all pieces is the grid of the whole. */
-NIB_API nib_status nib_partial_amax(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+NIB_API nib_status nib_partial_amax(const nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start,
                                     float *amaxes);
 /* Level and scales of a copy from the grid of the whole: written to all rows that share them, padding zero. MODE for
  * four-over-six and sweep, whose scales take more than amaxes. */
-NIB_API nib_status nib_block_scales(nib_tensor *t, nib_copy copy, const float *amaxes);
+NIB_API nib_status nib_block_scales(nib_tensor *t, nib_usage usage, const float *amaxes);
 /* The fewest elements around start..start+length-1 that are whole blocks side by side: blocks of 16 in a row with 1x16,
  * whole bands of 16 rows with 16x16. */
-NIB_API nib_status nib_whole_blocks(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, int64_t *first,
+NIB_API nib_status nib_whole_blocks(const nib_tensor *t, nib_usage usage, int64_t start, int64_t length, int64_t *first,
                                     int64_t *count);
 /* Four-over-six and sweep: the codes of the scales of the whole blocks (in the sense of nib_whole_blocks) that a piece
  * has, 0 for the others; as a grid like the amaxes, which are those of the whole. So that every block is in some
- * piece, the caller brings the elements of divided blocks together first: a piece may hold elements of neighbours. The
+ * piece, the caller brings the elements of divided blocks together first: a piece may hold elements of neighbors. The
  * maximum over all pieces is the grid of the whole. */
-NIB_API nib_status nib_partial_scales(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+NIB_API nib_status nib_partial_scales(const nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start,
                                       const float *amaxes, uint8_t *scales);
 /* nib_block_scales for them. */
-NIB_API nib_status nib_chosen_scales(nib_tensor *t, nib_copy copy, const float *amaxes, const uint8_t *scales);
+NIB_API nib_status nib_chosen_scales(nib_tensor *t, nib_usage usage, const float *amaxes, const uint8_t *scales);
 /* The codes of a piece, after nib_block_scales (or nib_chosen_scales) with the same grid; into `shard` (as in nib_master_options) or, NULL,
  * the tensor. */
-NIB_API nib_status nib_partial_cast(nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+NIB_API nib_status nib_partial_cast(nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start,
                                     const float *amaxes, const nib_array *shard);
 /* Packed codes of a [rows, cols] matrix, [rows, ceil(cols/2)] bytes, to [cols, ceil(rows/2)]; missing nibbles are 0. */
 NIB_API nib_status nib_transpose_packed(const uint8_t *codes, int64_t rows, int64_t cols, uint8_t *out);
@@ -612,7 +613,7 @@ typedef struct nib_byte_range {
     int64_t first, count;
     int first_shared, last_shared; /* with an element before start; with one after the last */
 } nib_byte_range;
-NIB_API nib_status nib_tensor_byte_range(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+NIB_API nib_status nib_tensor_byte_range(const nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
                                          nib_byte_range *out);
 
 /* A buffer of parameters that exists twice: `elements` numbers for gradients, `packed_bytes` bytes of codes. Rank r
@@ -627,30 +628,30 @@ NIB_API nib_status nib_param_buffer_range(int64_t elements, int64_t packed_bytes
 /* Gather the codes of a parameter: this rank has elements start..start+length-1, in `shard` (as in
  * nib_master_options) or, NULL, in the tensor; afterwards the tensor has all. Pieces may lie in any order and be
  * empty, but must cover every element once (SHAPE). A byte that two ranks share is put together from both.
- * COLUMNWISE only for formats that cast both copies. */
-NIB_API nib_status nib_all_gather_param(nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+ * COLUMNWISE only for formats that cast both usages. */
+NIB_API nib_status nib_all_gather_param(nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
                                         const nib_array *shard, const nib_comm *comm);
 /* The same by whole bytes: SHAPE where ranks share a byte, which a gather of bytes would spoil. */
-NIB_API nib_status nib_all_gather_param_bytes(nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+NIB_API nib_status nib_all_gather_param_bytes(nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
                                               const nib_array *shard, const nib_comm *comm);
 
 /* Put the ranks' tensors one below the other: shapes may differ in the first dim only, which may be 0, and all have the
- * same copies. The result equals a quantisation of the whole by the same amax. MISMATCH where levels differ: reduce the
- * amax (nib_quantizer.amax_comm; row-scaled: only that of columns, by nib_given). SHAPE where a border between ranks is
- * not one between blocks (columnwise copies and square blocks). */
+ * same copies. The result equals a quantization of the whole by the same amax. MISMATCH where tensor scales differ: reduce the
+ * amax (nib_quantizer.amax_comm; row-scaled: only that of columns, by nib_overrides). SHAPE where a border between ranks is
+ * not one between blocks (columnwise usages and square blocks). */
 NIB_API nib_status nib_all_gather_tensor(const nib_tensor *t, const nib_comm *comm, nib_tensor **out);
 
 /* FSDP: what a framework gathers by itself. extract: views of the rowwise codes, and of the scales without padding
- * rows; levels are not gathered, they must be equal on all ranks already. assign: `data` and `scales` now hold the
+ * rows; tensor scales are not gathered, they must be equal on all ranks already. assign: `data` and `scales` now hold the
  * pieces of all ranks, one below the other; rows is their sum. *out NULL: a new tensor; otherwise one of that shape,
- * written in place. The columnwise copy is built where the quantiser wants one. USAGE or UNSUPPORTED for what cannot
- * be gathered so: swizzled scales, scales that do not lie row by row, a columnwise copy of 1xB blocks, pieces that
+ * written in place. The columnwise usage is built where the quantizer wants one. USAGE or UNSUPPORTED for what cannot
+ * be gathered so: swizzled scales, scales that do not lie row by row, a columnwise usage of 1xB blocks, pieces that
  * do not end with a block. */
 typedef struct nib_fsdp_parts {
     size_t bytes;
     nib_array data;   /* U8 [rows, bytes of a row] */
     nib_array scales; /* [rows, padded blocks of a row]; data NULL for Float8 */
-    float level;
+    float tensor_scale;
     nib_metadata metadata; /* of the piece */
 } nib_fsdp_parts;
 NIB_API nib_status nib_fsdp_extract(const nib_tensor *t, nib_fsdp_parts *out);
@@ -658,8 +659,8 @@ NIB_API nib_status nib_fsdp_assign(const nib_fsdp_parts *parts, int64_t rows, ni
 
 /* ---- Groups (mixture of experts) ---- */
 
-/* Quantise rows of a [sum of counts, K] array as n tensors of counts[i] rows, which may be 0: each is what
- * quantising its rows alone gives; for the random stream each starts at (0, 0). With amax_comm all amaxes are
+/* Quantize rows of a [sum of counts, K] array as n tensors of counts[i] rows, which may be 0: each is what
+ * quantizing its rows alone gives; for the random stream each starts at (0, 0). With amax_comm all amaxes are
  * reduced at once, those of member i with those of member i on the other ranks; where rows have amaxes of their own,
  * all ranks have the same counts (MISMATCH otherwise). */
 NIB_API nib_status nib_split_quantize(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
@@ -701,14 +702,14 @@ NIB_API int nib_is_nvfp4tensor(const nib_tensor *t); /* 0 for NULL */
 NIB_API nib_status nib_get_nvfp4_rowwise_packed_shape(int rank, const int64_t *shape, int64_t *out);
 /* nib_tensor_rebind_rowwise for NVFP4 (MODE otherwise): copies the bytes, then uses the new buffer. */
 NIB_API nib_status nib_modify_nvfp4_rowwise_storage(nib_tensor *t, nib_buffer *buffer);
-/* nib_dequantize from either copy, for NVFP4 (MODE otherwise). */
+/* nib_dequantize from either usage, for NVFP4 (MODE otherwise). */
 NIB_API nib_status nib_dequantize_fp4_tensor(const nib_tensor *t, const nib_array *out);
 
 /* ---- Delayed scaling (Float8) -------------------------------------------------------------------------- */
 
 typedef enum nib_amax_choice { NIB_AMAX_MAX = 0, NIB_AMAX_MOST_RECENT, NIB_AMAX_CHOICE_COUNT } nib_amax_choice;
 
-/* After a step: history[0] is the amax that the step's quantisations saw, history[1..n-1] are those before, the oldest
+/* After a step: history[0] is the amax that the step's quantizations saw, history[1..n-1] are those before, the oldest
  * first (TransformerEngine's order). Choose the window's largest or the most recent; *scale becomes largest / 2^margin
  * / amax (FLT_MAX where that overflows) if that amax is positive and finite, and stays otherwise; then the window
  * rolls: the oldest is gone, history[0] has become the last and is 0. element: E4M3 or E5M2. */
@@ -726,7 +727,7 @@ typedef struct nib_conversion_report {
     } first[16];
 } nib_conversion_report;
 
-/* The rowwise copy of an MXFP4 tensor as NVFP4 with a power-of-two decode scale: every value is the same where the
+/* The rowwise usage of an MXFP4 tensor as NVFP4 with a power-of-two decode scale: every value is the same where the
  * block's scale lies within 2^17 of the largest, or its codes allow another one. Elsewhere the nearest codes are taken
  * and the block reported; the report may be NULL, and inexact blocks are then NIB_ERR_MISMATCH. */
 NIB_API nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *report, nib_tensor **out);
@@ -747,10 +748,10 @@ NIB_API void nib_philox4x32(const uint32_t counter[4], const uint32_t key[2], ui
 NIB_API nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
 NIB_API nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
 
-/* y = alpha * A B^T, or y += it. An operand's rowwise copy is its [M, K] matrix; its columnwise copy is the
+/* y = alpha * A B^T, or y += it. An operand's rowwise usage is its [M, K] matrix; its columnwise usage is the
  * transpose [K, M]; their inner sizes must agree, and both or none must be transformed (by the same mask). y is F32
  * [rows of A, rows of B]. One FP32 accumulator per output, blocks in the order of k: the bits of TE's reference. */
-NIB_API nib_status nib_gemm_reference(const nib_tensor *a, nib_copy a_copy, const nib_tensor *b, nib_copy b_copy,
+NIB_API nib_status nib_gemm_reference(const nib_tensor *a, nib_usage a_usage, const nib_tensor *b, nib_usage b_usage,
                                       float alpha, int accumulate, const nib_array *y);
 
 /* ---- safetensors files --------------------------------------------------------------------------------- */
@@ -766,14 +767,14 @@ typedef struct nib_entry {
     uint64_t begin, end; /* bytes, from the start of the data */
 } nib_entry;
 
-/* IO, DATA (the sentence has the path and the fact), MEMORY. */
+/* IO, DATA (the message has the path and the fact), MEMORY. */
 NIB_API nib_status nib_file_open(const char *path, nib_file **out);
 NIB_API void nib_file_close(nib_file *file);
 NIB_API size_t nib_file_count(const nib_file *file);
 
 /* Entries are numbered in the order of their names. */
 NIB_API nib_status nib_file_entry(const nib_file *file, size_t index, nib_entry *out);
-/* ARG with the name in the sentence if there is none. */
+/* ARG with the name in the message if there is none. */
 NIB_API nib_status nib_file_find(const nib_file *file, const char *name, size_t *index);
 /* A value of __metadata__, or NULL; or the pairs one by one, in the order of their keys. */
 NIB_API const char *nib_file_metadata(const nib_file *file, const char *key);
@@ -783,7 +784,7 @@ NIB_API nib_status nib_file_metadata_entry(const nib_file *file, size_t index, c
 NIB_API nib_status nib_file_read(const nib_file *file, size_t index, uint64_t offset, void *out, size_t bytes);
 
 /* A file being written. Declare everything, then write data in any order, then commit. Until then the data is under
- * a temporary name in the same folder; commit checks that every byte was written, syncs and renames. */
+ * a temporary name in the same directory; commit checks that every byte was written, syncs and renames. */
 typedef struct nib_writer nib_writer;
 
 NIB_API nib_status nib_writer_create(const char *path, nib_writer **out);

@@ -98,7 +98,7 @@ static nib_status check_mpi(MPI_Comm mpi)
 {
     int initialised = 0, finalised = 0, inter = 0;
     if (MPI_Initialized(&initialised) != MPI_SUCCESS || !initialised)
-        return nib_set_error(NIB_ERR_ARG, "MPI is not initialised: call MPI_Init first");
+        return nib_set_error(NIB_ERR_ARG, "MPI is not initialized: call MPI_Init first");
     if (MPI_Finalized(&finalised) != MPI_SUCCESS || finalised)
         return nib_set_error(NIB_ERR_ARG, "MPI is finalised");
     if (mpi == MPI_COMM_NULL)

@@ -78,7 +78,7 @@ static int long_messages(void)
 }
 
 /* What cannot become a communicator says why, on all ranks. */
-static int refusals(void)
+static int rejections(void)
 {
     const uint64_t seed = 0;
     int faults = 0;
@@ -119,14 +119,14 @@ static int one_rank_fails(void)
     nib_quantizer q;
     nib_tensor *t = NULL, *before = NULL;
     nib_array master;
-    static float numbers[1024];
+    static float values[1024];
     nib_quantizer_init(&q);
     q.block_dims[0] = 16;
     CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[2]){ 32, 16 }, &t));
     CASE_OK(nib_tensor_clone(t, &before));
     for (int i = 0; i < 1024; i++)
-        numbers[i] = (float)i;
-    CASE_OK(nib_array_init(&master, numbers, NIB_F32, 1, (const int64_t[1]){ comm->rank == comm->size - 1 ? 600 : 1 }));
+        values[i] = (float)i;
+    CASE_OK(nib_array_init(&master, values, NIB_F32, 1, (const int64_t[1]){ comm->rank == comm->size - 1 ? 600 : 1 }));
     const nib_array *list = &master;
     const int64_t start = comm->rank;
     CASE_CHECK(nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, comm, NULL) == NIB_ERR_SHAPE, "%s",
@@ -155,7 +155,7 @@ static int one_rank_lacks_memory(void)
 {
     const uint64_t seed = 0;
     int faults = 0, went_through = 0, left = 0;
-    static float numbers[32 * 48];
+    static float values[32 * 48];
     const int64_t share = 32 * 48 / comm->size, start = share * comm->rank;
     const int64_t length = comm->rank == comm->size - 1 ? 32 * 48 - start : share;
     nib_quantizer q;
@@ -165,10 +165,10 @@ static int one_rank_lacks_memory(void)
     q.block_dims[0] = 16;
     q.scale_rule = NIB_SCALE_4OVER6;
     for (int i = 0; i < 32 * 48; i++)
-        numbers[i] = (float)(i * 7 % 13 - 6);
+        values[i] = (float)(i * 7 % 13 - 6);
     CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[2]){ 32, 48 }, &t));
     CASE_OK(nib_tensor_clone(t, &before));
-    CASE_OK(nib_array_init(&master, numbers + start, NIB_F32, 1, &length));
+    CASE_OK(nib_array_init(&master, values + start, NIB_F32, 1, &length));
     const nib_array *list = &master;
     for (; !went_through && !faults && left < 100; left++) {
         if (comm->rank == comm->size - 1)
@@ -192,7 +192,7 @@ static int one_rank_lacks_memory(void)
 
 int main(int argc, char **argv)
 {
-    static int (*const tests[])(void) = { collectives,  long_messages,  refusals,
+    static int (*const tests[])(void) = { collectives,  long_messages,  rejections,
                                           random_cases, one_rank_fails, one_rank_lacks_memory };
     nib_comm *created = NULL, *before = NULL;
     int passed = 0, failed = 0;

@@ -19,9 +19,9 @@ fail() {
 for n in 1 2 3; do
     rm -rf "$work/out" "$work/plain$n"
     mpirun -n $n "$BUILD/nib-mpi" quantize --shard-size 300K "$work/in" "$work/out" >"$work/log" 2>&1 || fail "on $n ranks: $(cat "$work/log")"
-    [ "$(grep -c quantised "$work/log")" = 1 ] || fail "on $n ranks there are other summaries than one: $(cat "$work/log")"
+    [ "$(grep -c quantized "$work/log")" = 1 ] || fail "on $n ranks there are other summaries than one: $(cat "$work/log")"
     diff -r "$work/alone" "$work/out" || fail "other bytes on $n ranks"
-    mpirun -n $n "$BUILD/nib-mpi" dequantize -q "$work/out" "$work/plain$n" || fail "dequantising on $n ranks"
+    mpirun -n $n "$BUILD/nib-mpi" dequantize -q "$work/out" "$work/plain$n" || fail "dequantizing on $n ranks"
     diff -r "$work/plain" "$work/plain$n" || fail "other numbers on $n ranks"
     if mpirun -n $n "$BUILD/nib-mpi" quantize "$work/in" "$work/out" >"$work/log" 2>&1; then fail "an output that exists is written over"; fi
     grep -q -- "--force replaces it" "$work/log" || fail "no word of --force: $(cat "$work/log")"

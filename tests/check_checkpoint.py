@@ -197,7 +197,7 @@ def compressed_tensors():
             and parsed.format == "nvfp4-pack-quantized" and scheme.targets == ["Linear"])
         check(f"{variant}: activations", (scheme.input_activations is not None) == (variant == "nvfp4"))
         quantized = modules(tensors, ".weight_packed")
-        check(f"{variant}: something is quantised", len(quantized) == 3 * 4 + 2 * 3 + 4 * 3, len(quantized))
+        check(f"{variant}: something is quantized", len(quantized) == 3 * 4 + 2 * 3 + 4 * 3, len(quantized))
         wrong = []
         for module in quantized:
             parts = {k: tensors[f"{module}.{k}"] for k in ("weight_packed", "weight_scale", "weight_global_scale")}
@@ -216,7 +216,7 @@ def compressed_tensors():
                 wrong.append(module + " (input scale)")
         check(f"{variant}: {len(quantized)} weights decompressed", not wrong, wrong[:4])
         ignored = lambda module: any(match_name(module, pattern) for pattern in parsed.ignore)
-        check(f"{variant}: no quantised module is ignored", not [m for m in quantized if ignored(m)])
+        check(f"{variant}: no quantized module is ignored", not [m for m in quantized if ignored(m)])
         linears = [
             n[:-len(".weight")] for n, t in tensors.items()
             if n.endswith(".weight") and t.ndim == 2 and "embed" not in n
@@ -427,10 +427,10 @@ def transformers():
                 weights = {n: p for n, p in theirs.named_parameters() if p.dtype == torch.bfloat16}
                 wrong = [n for n, t in replaced.items() if n in weights and not same(weights[n].data, t)]
                 check(f"{what}: weights", not wrong and len(weights) >= 14, (wrong[:4], len(weights), missing))
-                if scheme == "nvfp4a16":  # otherwise it quantises activations too
+                if scheme == "nvfp4a16":  # otherwise it quantizes activations too
                     check(f"{what}: logits", bool(torch.equal(theirs(tokens).logits, ours)))
-                check(f"{what}: logits of the dequantised folder", bool(torch.equal(again, ours)))
-                check(f"{what}: quantisation changes them a little", 2 < noise(before, ours) < 40, noise(before, ours))
+                check(f"{what}: logits of the dequantized folder", bool(torch.equal(again, ours)))
+                check(f"{what}: quantization changes them a little", 2 < noise(before, ours) < 40, noise(before, ours))
             check(f"{what}: the tokenizer", AutoTokenizer.from_pretrained(out)("<s>").input_ids == [1])
 
 
@@ -723,7 +723,7 @@ def mxfp4():
 
 
 def stacked_equal(tensors, expected):
-    """A dequantised stack as gpt-oss has it: [E, K, N], gate and up alternating."""
+    """A dequantized stack as gpt-oss has it: [E, K, N], gate and up alternating."""
     stacks = [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     return stacks and all(same(tensors[n], whole_stack(expected, *n.rsplit(".", 1))) for n in stacks)
 
@@ -752,7 +752,7 @@ def stack_equal(tensors, expected, parent, which):
 
 
 def fp8_block():
-    """FP8 in blocks of 128 x 128: dequantised and quantised as NumPy's decoding of it is."""
+    """FP8 in blocks of 128 x 128: dequantized and quantized as NumPy's decoding of it is."""
     source = make("f8-in", "--family", "deepseek-fp8", "--layers", "2", "--shards", "2", "--hidden", "192",
                   "--intermediate", "96")
     plain = load(source)
@@ -776,7 +776,7 @@ def fp8_block():
 
 
 def same_after_quantizing(what, source, plain, *options):
-    """Quantising either gives the same tensors; what stays may be rounded to BF16, which the configuration names."""
+    """Quantizing either gives the same tensors; what stays may be rounded to BF16, which the configuration names."""
     out, other = place("same-1"), place("same-2")
     nib("quantize", source, out, *options)
     nib("quantize", plain, other, *options)
@@ -795,7 +795,7 @@ STACKS = {"qwen3-vl-moe": "halves.T", "qwen3.5-moe": "halves", "llama4": "halves
 
 
 def stacks():
-    """Stacks of experts are quantised as the matrices that they hold, cut out here by hand."""
+    """Stacks of experts are quantized as the matrices that they hold, cut out here by hand."""
     # Of the last two sizes a matrix of a stack does not tell which way it lies: 2I = H, and I = H for down_proj.
     for (family, lie), size in itertools.product(STACKS.items(), ("96", "64", "128")):
         source = make("st-in", "--family", family, "--layers", "2", "--shards", "2", "--hidden", "128",
@@ -819,7 +819,7 @@ def stacks():
                 plain[f"{parent}.{e}.gate_proj.weight"], plain[f"{parent}.{e}.up_proj.weight"] = gate, up
         what = f"{family}, I = {size}"
         quantized = same_after_quantizing(what, source, save("st-plain", plain, read_json(source, "config.json")))
-        check(f"{what}: experts are quantised", sum(".experts." in m for m in quantized) == 2 * 3 * 3, quantized)
+        check(f"{what}: experts are quantized", sum(".experts." in m for m in quantized) == 2 * 3 * 3, quantized)
 
 
 def granite():
@@ -838,7 +838,7 @@ def granite():
                   f"{at}.experts.{e}.w2.weight": down[e]}
     stack = save("gr-in", {f"{at}.input_linear.weight": both, f"{at}.output_linear.weight": down, **router}, config)
     quantized = same_after_quantizing("granite", stack, save("gr-plain", plain, config))
-    check("granite: experts are quantised", len(quantized) == 9, quantized)
+    check("granite: experts are quantized", len(quantized) == 9, quantized)
 
 
 def split_bias(name, t):
@@ -863,7 +863,7 @@ FAMILIES = [
 
 
 def families():
-    """Every family: what is quantised and what is kept, in both formats, and the configuration's word on it."""
+    """Every family: what is quantized and what is kept, in both formats, and the configuration's word on it."""
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.utils.match import match_name
     for family in FAMILIES:
@@ -879,12 +879,12 @@ def families():
             if t.ndim >= 2 and t.dtype != torch.uint8 and not n.endswith(("weight_scale", "_bias"))
             and not re.search(KEPT, n[:-len(".weight")]) and not re.search(r"kv_b_proj|q_a_proj|kv_a_proj", n)
         ]
-        check(f"{family}: everything else is quantised", not wrong, wrong[:4])
+        check(f"{family}: everything else is quantized", not wrong, wrong[:4])
         config = read_json(out, "config.json")["quantization_config"]
         config.pop("version", None)
         parsed = QuantizationConfig.model_validate(config)
         wrong = [m for m in quantized if any(match_name(m, pattern) for pattern in parsed.ignore)]
-        check(f"{family}: nothing quantised is ignored", not wrong, wrong[:4])
+        check(f"{family}: nothing quantized is ignored", not wrong, wrong[:4])
         plain = load(source)
         biases = {}
         for name, t in plain.items():
@@ -900,7 +900,7 @@ def families():
 
 
 def reloaded():
-    """What is dequantised, from FP8 and MXFP4 or after quantising, is a model again: transformers misses nothing."""
+    """What is dequantized, from FP8 and MXFP4 or after quantizing, is a model again: transformers misses nothing."""
     from transformers import AutoModelForCausalLM
     tokens = torch.arange(8)[None]
     for family in ("llama", "mixtral", "qwen3-moe", "demo", "deepseek", "deepseek-fp8", "gpt-oss-mxfp4"):
@@ -916,7 +916,7 @@ def reloaded():
         unexpected = [n for n in facts["unexpected_keys"] if ".layers.2." not in n]  # what predicts more tokens
         wrong = [*facts["missing_keys"], *facts["mismatched_keys"], *unexpected]
         size = logits.std().item()
-        check(f"{family}: dequantised and loaded", not wrong and 0.5 < size < 2, (wrong[:4], size))
+        check(f"{family}: dequantized and loaded", not wrong and 0.5 < size < 2, (wrong[:4], size))
 
 
 def sources():
@@ -926,7 +926,7 @@ def sources():
         nib("quantize", source, out)
         plain, decoded = load(source), dequantized(out)
         worst = min(noise(plain[m + ".weight"], decoded[m + ".weight"]) for m in modules(load(out), ".weight_packed"))
-        check(f"quantise {' '.join(options)}", 19 < worst < 24, worst)
+        check(f"quantize {' '.join(options)}", 19 < worst < 24, worst)
         alone, file = os.path.join(work, "alone.safetensors"), os.path.join(source, "model.safetensors")
         nib("quantize", file, alone, "--force")
         ours, theirs = load(alone), load(out)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # needs: gguf numpy
-"""The GGUF container against the gguf package, an independent reader and writer, and against its dequantisation.
+"""The GGUF container against the gguf package, an independent reader and writer, and against its dequantization.
 
     check_gguf.py      (NIB_SEED=n for other files; arguments are ignored, CC is the compiler)
 
@@ -399,7 +399,7 @@ def values_nvfp4(nib, folder, rng):
 
 
 def values_mxfp4(nib, folder, rng):
-    """Blocks that gguf quantises, split by nib, have the values that gguf gives them; and joined, the same bytes."""
+    """Blocks that gguf quantizes, split by nib, have the values that gguf gives them; and joined, the same bytes."""
     generator = np.random.default_rng(rng.randrange(2**32))
     values = (generator.standard_normal((16, 96)) * 2.0 ** generator.integers(-60, 60, (16, 1))).astype(np.float32)
     theirs = gguf.quants.quantize(values, MXFP4)

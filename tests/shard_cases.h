@@ -53,7 +53,7 @@ struct case_param {
     float *master;      /* of the whole, F32 */
     uint16_t *master16; /* the same in BF16, where the master is that */
     void *rounded;      /* in the nominal dtype */
-    nib_tensor *whole;  /* quantised in one piece */
+    nib_tensor *whole;  /* quantized in one piece */
     int64_t start[CASE_RANKS], length[CASE_RANKS];
     bool both; /* copies are cast */
 };
@@ -90,7 +90,7 @@ static inline void case_options(uint64_t *state, struct case_param *p)
     } else if (kind < 10) { /* 1x16 */
         q->columnwise = 0;
         q->rounding = roundings[case_below(state, 5)];
-        q->tensor_scale = (nib_tensor_scale)case_below(state, 3);
+        q->tensor_scale_rule = (nib_tensor_scale_rule)case_below(state, 3);
         q->row_scaled = case_below(state, 3) == 0;
         if (rule < 2)
             case_scale_rule(state, q);
@@ -116,14 +116,14 @@ static inline void case_options(uint64_t *state, struct case_param *p)
     p->elements = p->shape[0] * p->shape[1];
 }
 
-/* Numbers of all sizes, some zeros, now and then what is none; and what the quantisation of the whole makes of them.
- * With four-over-six a columnwise copy of its own may choose otherwise where errors nearly tie: after a gather it is
+/* Numbers of all sizes, some zeros, now and then what is none; and what the quantization of the whole makes of them.
+ * With four-over-six a columnwise usage of its own may choose otherwise where errors nearly tie: after a gather it is
  * built from the rowwise one, and so it is here. */
 static inline nib_status case_data(uint64_t *state, struct case_param *p)
 {
     const size_t n = (size_t)p->elements;
     static const float sizes[] = { 1, 1, 1, 1, 0x1p-16f, 0x1p-130f }; /* F16 and others are subnormal then */
-    const bool odd_numbers = case_below(state, 12) == 0;
+    const bool odd_values = case_below(state, 12) == 0;
     const float size = sizes[case_below(state, sizeof sizes / sizeof *sizes)];
     nib_array x;
     p->master = malloc(n * sizeof(float));
@@ -132,7 +132,7 @@ static inline nib_status case_data(uint64_t *state, struct case_param *p)
     for (size_t i = 0; i < n; i++) {
         const float u = (float)((double)(case_random(state) >> 11) * 0x1p-53 * 2 - 1);
         p->master[i] = case_below(state, 20) == 0 ? 0 : u * u * u * (case_below(state, 30) ? 1.0f : 8.0f) * size;
-        if (odd_numbers && case_below(state, 50) == 0)
+        if (odd_values && case_below(state, 50) == 0)
             p->master[i] = case_below(state, 20) ? (case_below(state, 2) ? nanf("") : -nanf("")) : INFINITY;
     }
     if (p->master_dtype == NIB_BF16) {
@@ -201,9 +201,9 @@ static inline int case_check_cast(const nib_comm *comm, uint64_t seed, const str
                                   bool fsdp)
 {
     int faults = 0;
-    const nib_part parts[] = { NIB_ROW_SCALE, NIB_ROW_LEVEL, NIB_COL_SCALE };
+    const nib_part parts[] = { NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE, NIB_COL_SCALE };
     for (int i = 0; i < (p->both ? 3 : 2); i++)
-        CASE_CHECK(case_same_part(t, p->whole, parts[i]), "scales or level differ (part %d, format %d)", (int)parts[i],
+        CASE_CHECK(case_same_part(t, p->whole, parts[i]), "scales or tensor scale differ (part %d, format %d)", (int)parts[i],
                    (int)p->q.format);
     const uint8_t *codes = case_part(t, NIB_ROW_DATA), *whole = case_part(p->whole, NIB_ROW_DATA);
     const uint8_t before = p->q.format == NIB_NVFP4 || p->q.format == NIB_MXFP4 ? 5 : 0x55;
@@ -264,13 +264,13 @@ static inline int case_run(const nib_comm *comm, uint64_t seed)
         void *from = p->master_dtype == NIB_F32 ? (void *)(p->master + starts[i]) : (void *)(p->master16 + starts[i]);
         CASE_OK(nib_array_init(&masters[i], from, p->master_dtype, 1, &length));
         master_list[i] = &masters[i];
-        for (int copy = 0; copy < (fsdp ? 1 + p->both : 0); copy++) {
+        for (int usage = 0; usage < (fsdp ? 1 + p->both : 0); usage++) {
             nib_byte_range range;
-            CASE_OK(nib_tensor_byte_range(tensors[i], (nib_copy)copy, starts[i], length, &range));
-            shard_bytes[copy][i] = malloc((size_t)range.count + 1);
-            memset(shard_bytes[copy][i], 0x55, (size_t)range.count + 1);
-            CASE_OK(nib_array_init(&shards[copy][i], shard_bytes[copy][i], NIB_U8, 1, &range.count));
-            shard_list[copy][i] = &shards[copy][i];
+            CASE_OK(nib_tensor_byte_range(tensors[i], (nib_usage)usage, starts[i], length, &range));
+            shard_bytes[usage][i] = malloc((size_t)range.count + 1);
+            memset(shard_bytes[usage][i], 0x55, (size_t)range.count + 1);
+            CASE_OK(nib_array_init(&shards[usage][i], shard_bytes[usage][i], NIB_U8, 1, &range.count));
+            shard_list[usage][i] = &shards[usage][i];
         }
     }
     const nib_master_options options = { .bytes = sizeof options,

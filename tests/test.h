@@ -101,7 +101,7 @@ __attribute__((format(printf, 3, 4))) static inline void test_fail(const char *f
             test_fail(__FILE__, __LINE__, "%s: %s: %s", #call, nib_status_name(check_status), nib_last_error()); \
     } while (0)
 
-/* The documented status, and a sentence with this in it. */
+/* The documented status, and a message with this in it. */
 #define CHECK_FAILS(call, status, words)                                                                         \
     do {                                                                                                         \
         nib_status check_status = (call);                                                                        \

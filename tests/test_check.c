@@ -21,8 +21,8 @@ static const char *at(const char *name)
     static char paths[16][160];
     static int next;
     char *path = paths[next++ % 16];
-    make_folder();
-    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
+    make_directory();
+    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
     return path;
 }
 
@@ -64,7 +64,7 @@ struct pair {
     int64_t rows, cols;
     float *a;
     uint8_t *codes, *scales;
-    float level; /* a divisor */
+    float tensor_scale; /* a divisor */
 };
 
 static float e4m3(uint8_t code)
@@ -88,9 +88,9 @@ static struct pair make_pair(int64_t rows, int64_t cols)
             p.a[16 * b + i] = test_below(50) ? size * test_normal() : 0;
             amax = fmaxf(amax, fabsf(p.a[16 * b + i]));
         }
-        const float wanted = amax / 6 * p.level * (0.8f + 0.4f * (float)test_uniform());
+        const float wanted = amax / 6 * p.tensor_scale * (0.8f + 0.4f * (float)test_uniform());
         CHECK_OK(nib_encode(NIB_E4M3, &wanted, 1, &p.scales[b]));
-        const float factor = e4m3(p.scales[b]) / p.level;
+        const float factor = e4m3(p.scales[b]) / p.tensor_scale;
         for (int i = 0; i < 16; i++)
             scaled[i] = factor > 0 ? p.a[16 * b + i] / factor : 0;
         CHECK_OK(nib_encode(NIB_E2M1, scaled, 16, p.codes + 8 * b));
@@ -111,7 +111,7 @@ static void put_pair(const struct pair *p)
     const struct item packed[] = {
         { "m.weight_packed", NIB_U8, 2, { p->rows, p->cols / 2 }, p->codes },
         { "m.weight_scale", NIB_E4M3, 2, { p->rows, p->cols / 16 }, p->scales },
-        { "m.weight_global_scale", NIB_F32, 1, { 1 }, &p->level },
+        { "m.weight_global_scale", NIB_F32, 1, { 1 }, &p->tensor_scale },
     };
     put_tensors(at("a.safetensors"), plain, 1);
     put_tensors(at("b.safetensors"), packed, 3);
@@ -125,7 +125,7 @@ static nib_weight_stats by_definition(const struct pair *p)
     nib_e2m1_values(values);
     for (int64_t i = 0; i < s.elements; i++) {
         const uint8_t scale = p->scales[i / 16], code = p->codes[i / 2] >> 4 * (i % 2) & 15;
-        const float factor = e4m3(scale) / p->level, y = values[code] * factor;
+        const float factor = e4m3(scale) / p->tensor_scale, y = values[code] * factor;
         const double x = p->a[i], error = fabs((double)y - x);
         s.codes[code]++;
         s.scales[scale] += i % 16 == 0;
@@ -389,7 +389,7 @@ TEST(refuses_wrong_checks)
 /* A stack of experts as ModelOpt writes it for some families. */
 TEST(checks_stacks)
 {
-    static const float level = 1.0f / 4096;
+    static const float tensor_scale = 1.0f / 4096;
     fill(0x70);
     FILE *config = fopen(at("config.json"), "w");
     fputs("{\"model_type\": \"llama4\", \"hidden_size\": 64, \"intermediate_size\": 16, "
@@ -399,7 +399,7 @@ TEST(checks_stacks)
     struct item items[] = {
         { "l.feed_forward.experts.gate_up_proj", NIB_U8, 3, { 2, 32, 32 }, codes },
         { "l.feed_forward.experts.gate_up_proj_weight_scale", NIB_E4M3, 3, { 2, 4, 32 }, scales },
-        { "l.feed_forward.experts.gate_up_proj_weight_scale_2", NIB_F32, 0, { 0 }, &level },
+        { "l.feed_forward.experts.gate_up_proj_weight_scale_2", NIB_F32, 0, { 0 }, &tensor_scale },
     };
     put_tensors(at("s.safetensors"), items, 3);
     struct found found = check_file(at("s.safetensors"));
@@ -415,7 +415,7 @@ TEST(checks_stacks)
     CHECK_THAT(strcmp(found.ids, "scale-negative ") == 0, "found %s", found.ids);
     items[2].rank = 1;
     items[2].shape[0] = 2; /* a number for each expert is as good */
-    items[2].data = (float[]){ level, level };
+    items[2].data = (float[]){ tensor_scale, tensor_scale };
     scales[3] = 0x70;
     put_tensors(at("s.safetensors"), items, 3);
     found = check_file(at("s.safetensors"));
@@ -426,11 +426,11 @@ TEST(checks_stacks)
 /* Codes without a dim are no stack; those read beyond, of the tensor behind it, would be 1000 experts. */
 TEST(checks_stacks_of_no_rank)
 {
-    static const float levels[1000];
+    static const float tensor_scales[1000];
     fill(0x70);
     const struct item items[] = { { "a.experts.down_proj", NIB_U8, 0, { 0 }, codes },
                                   { "a.experts.down_proj_weight_scale", NIB_E4M3, 2, { 1000, 1 }, scales },
-                                  { "a.experts.down_proj_weight_scale_2", NIB_F32, 1, { 1000 }, levels },
+                                  { "a.experts.down_proj_weight_scale_2", NIB_F32, 1, { 1000 }, tensor_scales },
                                   { "b", NIB_U8, 1, { 1000 }, codes } };
     put_tensors(at("r.safetensors"), items, 4);
     const struct found found = check_file(at("r.safetensors"));
@@ -478,8 +478,8 @@ TEST(checks_dims_that_nothing_fills)
 
 /* ---- Repairs ---- */
 
-/* q, k and v with levels of their own. */
-static void put_group(const float *levels, const char *prefix, bool divisors)
+/* q, k and v with tensor scales of their own. */
+static void put_group(const float *tensor_scales, const char *prefix, bool divisors)
 {
     static char names[16][64];
     struct item items[9];
@@ -493,16 +493,16 @@ static void put_group(const float *levels, const char *prefix, bool divisors)
         items[n] = (struct item){ names[n], NIB_E4M3, 2, { 4, 4 }, scales };
         n++;
         snprintf(names[n], 64, "%s%s.%s", prefix, last, divisors ? "weight_global_scale" : "weight_scale_2");
-        items[n] = (struct item){ names[n], NIB_F32, divisors ? 1 : 0, { 1 }, &levels[i] };
+        items[n] = (struct item){ names[n], NIB_F32, divisors ? 1 : 0, { 1 }, &tensor_scales[i] };
         n++;
     }
     put_tensors(at("g.safetensors"), items, n);
 }
 
-/* Carry a repair out, and compare: codes as they were, one level, and scales that are nearest to what they were. */
-static void check_repair(bool divisors, const float *levels, float shared)
+/* Carry a repair out, and compare: codes as they were, one tensor scale, and scales that are nearest to what they were. */
+static void check_repair(bool divisors, const float *tensor_scales, float shared)
 {
-    put_group(levels, "m.", divisors);
+    put_group(tensor_scales, "m.", divisors);
     nib_checkpoint *in = open_good(at("g.safetensors"));
     nib_plan *plan = NULL;
     nib_plan_facts facts = { .bytes = sizeof facts };
@@ -515,7 +515,7 @@ static void check_repair(bool divisors, const float *levels, float shared)
     CHECK_OK(nib_plan_get_facts(plan, &facts));
     size_t differing = 0;
     for (int i = 0; i < 3; i++)
-        differing += levels[i] != shared;
+        differing += tensor_scales[i] != shared;
     CHECK_THAT(facts.weights == 3 && facts.changed == differing, "%zu of %zu change, not %zu", facts.changed,
                facts.weights, differing);
     CHECK_OK(nib_plan_run(plan, at("h.safetensors"), &run, NULL));
@@ -528,8 +528,8 @@ static void check_repair(bool divisors, const float *levels, float shared)
         CHECK_OK(nib_checkpoint_read_codes(in, i, 0, 4, was[0], was[1]));
         CHECK_OK(nib_checkpoint_read_codes(out, i, 0, 4, is[0], is[1]));
         CHECK_BYTES(was[0], is[0], 4 * 32);
-        CHECK_THAT(b.level == shared, "%s has level %g, not %g", b.name, (double)b.level, (double)shared);
-        const float ratio = divisors ? shared / a.level : a.level / shared;
+        CHECK_THAT(b.tensor_scale == shared, "%s has tensor scale %g, not %g", b.name, (double)b.tensor_scale, (double)shared);
+        const float ratio = divisors ? shared / a.tensor_scale : a.tensor_scale / shared;
         for (int s = 0; s < 16; s++) {
             const float wanted = e4m3(was[1][s]) * ratio;
             uint8_t nearest;
@@ -596,7 +596,7 @@ TEST(repairs_stacks)
     for (size_t i = 0; i < 6; i++) {
         nib_weight w = { .bytes = sizeof w };
         CHECK_OK(nib_checkpoint_get_weight(out, i, &w));
-        CHECK(w.level == (strstr(w.name, "down") ? 0x1p-13f : 0x1p-12f) && w.has_input_scale && w.input_scale == 1);
+        CHECK(w.tensor_scale == (strstr(w.name, "down") ? 0x1p-13f : 0x1p-12f) && w.has_input_scale && w.input_scale == 1);
     }
     nib_checkpoint_close(out);
     remove(at("h.safetensors"));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_checkpoint.c - opening checkpoints, good and hostile, and reading weights of every packing: each against the
+ * test_checkpoint.c - opening checkpoints, good and hostile, and reading weights of every checkpoint format: each against the
  * numbers that were put in, computed here by the plain definition.
  */
 #define _GNU_SOURCE
@@ -11,21 +11,21 @@
 
 #include <math.h>
 
-/* ---- Folders of files ---- */
+/* ---- Directories of files ---- */
 
 static const char *at(const char *name)
 {
     static char paths[16][160];
     static int next;
     char *path = paths[next++ % 16];
-    make_folder();
-    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
+    make_directory();
+    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
     return path;
 }
 
 static void empty(void)
 {
-    make_folder();
+    make_directory();
     count_files(true);
 }
 
@@ -76,10 +76,10 @@ static nib_checkpoint *open_good(const char *path)
     return c;
 }
 
-static void check_refused(nib_status status, const char *words)
+static void check_rejected(nib_status status, const char *words)
 {
     nib_checkpoint *c = NULL;
-    CHECK_FAILS(nib_checkpoint_open(folder, &c), status, words);
+    CHECK_FAILS(nib_checkpoint_open(directory, &c), status, words);
     CHECK(c == NULL);
 }
 
@@ -144,10 +144,10 @@ TEST(plain_folder)
              "\"model.layers.9.k_proj.weight\": \"model-00002-of-00002.safetensors\","
              "\"model.layers.9.odd.weight\": \"model-00002-of-00002.safetensors\"}}");
     put_text("config.json", "{\"model_type\": \"llama\", \"hidden_size\": 32}");
-    nib_checkpoint *c = open_good(folder);
+    nib_checkpoint *c = open_good(directory);
     nib_checkpoint_facts facts = { .bytes = sizeof facts };
     CHECK_OK(nib_checkpoint_get_facts(c, &facts));
-    CHECK(facts.files == 2 && facts.tensors == 4 && facts.weights == 3 && facts.packing == NIB_PACKING_PLAIN);
+    CHECK(facts.files == 2 && facts.tensors == 4 && facts.weights == 3 && facts.format == NIB_CHECKPOINT_FORMAT_PLAIN);
     CHECK(strcmp(facts.model_type, "llama") == 0 && facts.config && !facts.provenance);
     CHECK(facts.tensor_bytes == 2 * 6 * 32 + 4 * (32 + 4 * 32 + 15));
     nib_weight weight = { .bytes = sizeof weight };
@@ -175,7 +175,7 @@ TEST(plain_folder)
     nib_checkpoint_close(c);
 
     /* A file that shrinks is an error, not a signal. */
-    c = open_good(folder);
+    c = open_good(directory);
     CHECK(truncate(at("model-00001-of-00002.safetensors"), 400) == 0);
     CHECK_OK(nib_array_init(&out, q, NIB_F32, 2, (int64_t[]){ 6, 32 }));
     CHECK_FAILS(nib_checkpoint_read_rows(c, 2, 0, 6, &out), NIB_ERR_IO, "although it was longer when opened");
@@ -195,8 +195,8 @@ TEST(hostile_folders)
         { "{\"weight_map\": []}", "no object \"weight_map\"", NIB_ERR_DATA },
         { "{\"weight_map\": {\"a.weight\": 3}}", "not a string", NIB_ERR_DATA },
         { "{\"weight_map\": {\"a.weight\": \"\"}}", "it is empty", NIB_ERR_DATA },
-        { "{\"weight_map\": {\"a.weight\": \"../m.safetensors\"}}", "leaves the folder", NIB_ERR_DATA },
-        { "{\"weight_map\": {\"a.weight\": \"/etc/passwd\"}}", "leaves the folder", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"../m.safetensors\"}}", "leaves the directory", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"/etc/passwd\"}}", "leaves the directory", NIB_ERR_DATA },
         { "{\"weight_map\": {\"a.weight\": \"m.bin\"}}", "not a .safetensors file", NIB_ERR_DATA },
         { "{\"weight_map\": {\"a.weight\": \"m.safetensors\\u0000\"}}", "holds a NUL", NIB_ERR_DATA },
         { "{\"weight_map\": {\"a.weight\": \"n.safetensors\"}}", "which is not there: download it", NIB_ERR_DATA },
@@ -208,37 +208,37 @@ TEST(hostile_folders)
         empty();
         PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
         put_text("model.safetensors.index.json", indexes[i].index);
-        check_refused(indexes[i].status, indexes[i].words);
+        check_rejected(indexes[i].status, indexes[i].words);
     }
     empty();
-    check_refused(NIB_ERR_DATA, "no .safetensors and no .gguf");
+    check_rejected(NIB_ERR_DATA, "no .safetensors and no .gguf");
     put_text("pytorch_model.bin", "x");
-    check_refused(NIB_ERR_UNSUPPORTED, "pickled (\"pytorch_model.bin\")");
+    check_rejected(NIB_ERR_UNSUPPORTED, "pickled (\"pytorch_model.bin\")");
     PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
-    nib_checkpoint_close(open_good(folder)); /* beside safetensors nobody minds */
+    nib_checkpoint_close(open_good(directory)); /* beside safetensors nobody minds */
     PUT("n.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
-    check_refused(NIB_ERR_DATA, "is in two files");
+    check_rejected(NIB_ERR_DATA, "is in two files");
     put_text("x.safetensors.index.json", "{}");
     put_text("y.safetensors.index.json", "{}");
-    check_refused(NIB_ERR_DATA, "it has 2 indexes");
+    check_rejected(NIB_ERR_DATA, "it has 2 indexes");
     empty();
     PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
     put_text("config.json", "{\"a\": 1, \"a\": 2}");
-    check_refused(NIB_ERR_DATA, "duplicate");
+    check_rejected(NIB_ERR_DATA, "duplicate");
     put_text("config.json", "[1]");
-    check_refused(NIB_ERR_DATA, "not a JSON object");
+    check_rejected(NIB_ERR_DATA, "not a JSON object");
     put_text("config.json", "{}");
     put_text("hf_quant_config.json", "{");
-    check_refused(NIB_ERR_DATA, "hf_quant_config.json: line 1");
+    check_rejected(NIB_ERR_DATA, "hf_quant_config.json: line 1");
     empty();
     put_text("m.safetensors", "not one");
-    check_refused(NIB_ERR_DATA, "at least 8");
+    check_rejected(NIB_ERR_DATA, "at least 8");
     nib_checkpoint *c = NULL;
     CHECK_FAILS(nib_checkpoint_open(at("nowhere"), &c), NIB_ERR_IO, "nowhere: cannot open");
     CHECK_FAILS(nib_checkpoint_open(NULL, &c), NIB_ERR_ARG, "path is NULL");
 }
 
-TEST(remarks)
+TEST(diagnostics)
 {
     static const float x[32] = { 1 };
     empty();
@@ -247,18 +247,18 @@ TEST(remarks)
     PUT("old.safetensors", { "z.weight", NIB_F32, 2, { 2, 16 }, x });
     put_text("model.safetensors.index.json",
              "{\"weight_map\": {\"a.weight\": \"m.safetensors\", \"b.weight\": \"n.safetensors\"}}");
-    nib_checkpoint *c = open_good(folder);
-    CHECK(c->n_remarks == 3 && c->n_weights == 3);
+    nib_checkpoint *c = open_good(directory);
+    CHECK(c->n_diagnostics == 3 && c->n_weights == 3);
     const char *const ids[] = { "stale-shard", "repeated-tensor", "unindexed-tensor" };
     const char *const subjects[] = { "old.safetensors", "a.weight", "c.weight" };
-    for (size_t i = 0; i < c->n_remarks; i++)
-        CHECK(strcmp(c->remarks[i].id, ids[i]) == 0 && strcmp(c->remarks[i].subject, subjects[i]) == 0);
+    for (size_t i = 0; i < c->n_diagnostics; i++)
+        CHECK(strcmp(c->diagnostics[i].id, ids[i]) == 0 && strcmp(c->diagnostics[i].subject, subjects[i]) == 0);
     nib_checkpoint_close(c);
 }
 
 /* ---- NVFP4 ---- */
 
-/* Codes, scales and a level of a random matrix, and what they mean by the definition. */
+/* Codes, scales and a tensor scale of a random matrix, and what they mean by the definition. */
 struct packed {
     int64_t rows, cols;
     uint8_t *codes, *scales;
@@ -316,8 +316,8 @@ TEST(nvfp4_packings)
         { "mo.weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales }, { "mo.weight_scale_2", NIB_BF16, 0, { 0 }, &g16 },
         { "ao._weight_qdata", NIB_U8, 2, { 20, 96 }, p.codes }, { "ao._weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales },
         { "ao._weight_per_tensor_scale", NIB_F32, 0, { 0 }, &p.g });
-    nib_checkpoint *c = open_good(folder);
-    CHECK(c->packing == NIB_PACKING_COMPRESSED_TENSORS && c->n_weights == 3);
+    nib_checkpoint *c = open_good(directory);
+    CHECK(c->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && c->n_weights == 3);
     static const char *const names[] = { "ct", "mo", "ao" };
     for (int i = 0; i < 3; i++) {
         check_codes(c, names[i], &p);
@@ -327,12 +327,12 @@ TEST(nvfp4_packings)
     size_t index;
     CHECK_OK(nib_checkpoint_find_weight(c, "ct", &index));
     CHECK_OK(nib_checkpoint_get_weight(c, index, &weight));
-    CHECK(weight.level_kind == NIB_LEVEL_ENCODE && weight.level == divisor);
+    CHECK(weight.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR && weight.tensor_scale == divisor);
     CHECK(weight.has_input_scale && weight.input_scale == input && weight.dtype == NIB_BF16);
     CHECK(weight.stored_bytes == 20 * 96 + 20 * 12 + 4 + 4);
     CHECK_OK(nib_checkpoint_find_weight(c, "mo", &index));
     CHECK_OK(nib_checkpoint_get_weight(c, index, &weight));
-    CHECK(weight.level_kind == NIB_LEVEL_DECODE && weight.level == p.g && !weight.has_input_scale);
+    CHECK(weight.tensor_scale_kind == NIB_TENSOR_SCALE_MULTIPLIER && weight.tensor_scale == p.g && !weight.has_input_scale);
     nib_checkpoint_close(c);
     unpack(&p);
 }
@@ -344,7 +344,7 @@ TEST(damaged_nvfp4)
     const double wrong = 1;
     const struct {
         const char *words;
-        struct item scale, level;
+        struct item scale, tensor_scale;
     } cases[] = {
         { "block scales are missing", { .name = NULL }, { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
         { "tensor scale is missing", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL }, { .name = NULL } },
@@ -365,10 +365,10 @@ TEST(damaged_nvfp4)
             items[n] = cases[i].scale;
             items[n++].data = p.scales;
         }
-        if (cases[i].level.name)
-            items[n++] = cases[i].level;
+        if (cases[i].tensor_scale.name)
+            items[n++] = cases[i].tensor_scale;
         put_tensors("model.safetensors", items, n);
-        nib_checkpoint *c = open_good(folder);
+        nib_checkpoint *c = open_good(directory);
         float row[192];
         nib_array out;
         CHECK_OK(nib_array_init(&out, row, NIB_F32, 2, (int64_t[]){ 1, 192 }));
@@ -386,19 +386,19 @@ TEST(saved_tensors)
     random_floats(x, 20 * 48, 1);
     static const struct {
         nib_dialect dialect;
-        nib_tensor_scale scale;
+        nib_tensor_scale_rule scale;
         nib_scale_rule rule;
-        nib_level level;
-    } kinds[] = { { NIB_DIALECT_TE, NIB_TENSOR_SCALE_DIALECT, NIB_SCALE_RTN, NIB_LEVEL_AMAX },
-                  { NIB_DIALECT_TE, NIB_TENSOR_SCALE_POW2, NIB_SCALE_SWEEP, NIB_LEVEL_DECODE },
-                  { NIB_DIALECT_TE, NIB_TENSOR_SCALE_DIALECT, NIB_SCALE_4OVER6, NIB_LEVEL_AMAX },
-                  { NIB_DIALECT_COMPRESSED_TENSORS, NIB_TENSOR_SCALE_DIALECT, NIB_SCALE_RTN, NIB_LEVEL_ENCODE },
-                  { NIB_DIALECT_MODELOPT, NIB_TENSOR_SCALE_DIALECT, NIB_SCALE_RTN, NIB_LEVEL_DECODE } };
+        nib_tensor_scale tensor_scale;
+    } kinds[] = { { NIB_DIALECT_TE, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_RTN, NIB_TENSOR_SCALE_AMAX },
+                  { NIB_DIALECT_TE, NIB_TENSOR_SCALE_RULE_POW2, NIB_SCALE_SWEEP, NIB_TENSOR_SCALE_MULTIPLIER },
+                  { NIB_DIALECT_TE, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_4OVER6, NIB_TENSOR_SCALE_AMAX },
+                  { NIB_DIALECT_COMPRESSED_TENSORS, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_RTN, NIB_TENSOR_SCALE_DIVISOR },
+                  { NIB_DIALECT_MODELOPT, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_RTN, NIB_TENSOR_SCALE_MULTIPLIER } };
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         nib_quantizer q;
         nib_quantizer_init(&q);
         q.dialect = kinds[i].dialect;
-        q.tensor_scale = kinds[i].scale;
+        q.tensor_scale_rule = kinds[i].scale;
         q.scale_rule = kinds[i].rule;
         q.columnwise = kinds[i].dialect == NIB_DIALECT_TE;
         if (q.scale_rule == NIB_SCALE_4OVER6)
@@ -416,8 +416,8 @@ TEST(saved_tensors)
         CHECK_OK(nib_writer_commit(writer));
         nib_writer_destroy(writer);
         nib_tensor_destroy(t);
-        nib_checkpoint *c = open_good(folder);
-        CHECK(c->packing == NIB_PACKING_NIB && c->n_weights == 1 && c->weights[0].level == kinds[i].level);
+        nib_checkpoint *c = open_good(directory);
+        CHECK(c->format == NIB_CHECKPOINT_FORMAT_NIB && c->n_weights == 1 && c->weights[0].tensor_scale == kinds[i].tensor_scale);
         check_rows(c, "a.b", want, 20, 48);
         nib_checkpoint_close(c);
     }
@@ -428,7 +428,7 @@ TEST(saved_data_of_other_ranks)
 {
     static const uint8_t zeros[24 * 24];
     static const char words[] = "format=nvfp4 dialect=te dtype=F32 rank=2 dim=4 dim=16 swizzled=0 row_scaled=0 "
-                                "rht_rowwise=0 single_level=0 e4m3_max=448 tensor_scale=0";
+                                "rht_rowwise=0 no_tensor_scale=0 e4m3_max=448 tensor_scale=0";
     for (int rank = 0; rank < 4; rank++) {
         const int64_t shape[3] = { 4, 24, 1 };
         const size_t bytes = rank == 0 ? 1 : rank == 1 ? 4 : 4 * 24;
@@ -442,7 +442,7 @@ TEST(saved_data_of_other_ranks)
         CHECK_OK(nib_writer_write(writer, "b", 0, zeros, sizeof zeros));
         CHECK_OK(nib_writer_commit(writer));
         nib_writer_destroy(writer);
-        nib_checkpoint *c = open_good(folder);
+        nib_checkpoint *c = open_good(directory);
         CHECK_THAT(c->n_tensors == 2 && c->n_weights == (rank == 2), "rank %d: %zu weights", rank, c->n_weights);
         nib_checkpoint_close(c);
     }
@@ -454,10 +454,10 @@ TEST(gguf_files)
     struct packed p = pack(6, 128);
     uint8_t blocks[6 * 2 * 36];
     uint16_t plain[2 * 64];
-    float numbers[2 * 64];
-    random_floats(numbers, 128, 1);
-    CHECK_OK(nib_encode(NIB_BF16, numbers, 128, plain));
-    CHECK_OK(nib_decode(NIB_BF16, plain, 128, numbers));
+    float inputs[2 * 64];
+    random_floats(inputs, 128, 1);
+    CHECK_OK(nib_encode(NIB_BF16, inputs, 128, plain));
+    CHECK_OK(nib_decode(NIB_BF16, plain, 128, inputs));
     nib_gguf_nvfp4_join(p.codes, p.scales, 12, blocks);
     nib_gguf_plan *plan = NULL;
     nib_gguf_writer *writer = NULL;
@@ -469,25 +469,25 @@ TEST(gguf_files)
     CHECK_OK(nib_gguf_declare(plan, "blk.0.ffn_up_exps.scale", NIB_GGUF_F32, 1, (int64_t[]){ 2 }));
     CHECK_OK(nib_gguf_declare(plan, "token_embd.weight", NIB_GGUF_BF16, 2, (int64_t[]){ 2, 64 }));
     CHECK_OK(nib_gguf_writer_create(plan, &writer));
-    const float levels[2] = { p.g, p.g };
+    const float tensor_scales[2] = { p.g, p.g };
     CHECK_OK(nib_gguf_write(writer, 0, 0, blocks, sizeof blocks));
     CHECK_OK(nib_gguf_write(writer, 1, 0, &p.g, 4));
     CHECK_OK(nib_gguf_write(writer, 2, 0, blocks, sizeof blocks));
-    CHECK_OK(nib_gguf_write(writer, 3, 0, levels, 8));
+    CHECK_OK(nib_gguf_write(writer, 3, 0, tensor_scales, 8));
     CHECK_OK(nib_gguf_write(writer, 4, 0, plain, sizeof plain));
     CHECK_OK(nib_gguf_commit(writer));
     nib_gguf_writer_destroy(writer);
     nib_gguf_plan_destroy(plan);
-    for (int as_file = 0; as_file < 3; as_file++) { /* by its folder, by its name, by its contents under another */
+    for (int as_file = 0; as_file < 3; as_file++) { /* by its directory, by its name, by its contents under another */
         if (as_file == 2)
             CHECK(rename(at("m.gguf"), at("model")) == 0);
-        nib_checkpoint *c = open_good(as_file == 2 ? at("model") : as_file ? at("m.gguf") : folder);
-        CHECK(c->packing == NIB_PACKING_GGUF && c->n_weights == 4);
+        nib_checkpoint *c = open_good(as_file == 2 ? at("model") : as_file ? at("m.gguf") : directory);
+        CHECK(c->format == NIB_CHECKPOINT_FORMAT_GGUF && c->n_weights == 4);
         check_codes(c, "blk.0.attn_q", &p);
         check_rows(c, "blk.0.attn_q", p.values, 6, 128);
         check_rows(c, "blk.0.ffn_up_exps.0", p.values, 3, 128);
         check_rows(c, "blk.0.ffn_up_exps.1", p.values + 3 * 128, 3, 128);
-        check_rows(c, "token_embd", numbers, 2, 64);
+        check_rows(c, "token_embd", inputs, 2, 64);
         nib_checkpoint_tensor tensor = { .bytes = sizeof tensor };
         CHECK_OK(nib_checkpoint_get_tensor(c, 1, &tensor));
         CHECK(strcmp(tensor.dtype, "NVFP4") == 0 && tensor.shape[0] == 6 && tensor.shape[1] == 128);
@@ -547,8 +547,8 @@ TEST(stacks_of_experts)
             { "model.layers.0.mlp.experts.down_proj", NIB_F32, 3, { E, turned ? I : H, turned ? H : I }, down_stack });
         put_text("config.json", kind == 2 ? "{\"model_type\": \"gpt_oss\", \"hidden_size\": 32, \"intermediate_size\": 48}"
                                           : "{\"text_config\": {\"hidden_size\": 32, \"moe_intermediate_size\": 48}}");
-        nib_checkpoint *c = open_good(folder);
-        CHECK(c->n_weights == 3 * E && c->n_remarks == 0 && nib_ck_keeps_stacks(c) == (kind == 2));
+        nib_checkpoint *c = open_good(directory);
+        CHECK(c->n_weights == 3 * E && c->n_diagnostics == 0 && nib_ck_keeps_stacks(c) == (kind == 2));
         check_experts(c, parts);
         nib_weight weight = { .bytes = sizeof weight };
         CHECK_OK(nib_checkpoint_get_weight(c, 1, &weight));
@@ -558,16 +558,16 @@ TEST(stacks_of_experts)
     /* Square ones are told apart by the model alone. */
     empty();
     PUT("model.safetensors", { "m.experts.down_proj", NIB_F32, 3, { 2, H, H }, gate_up });
-    nib_checkpoint *c = open_good(folder);
-    CHECK(c->n_weights == 0 && c->n_remarks == 1 && c->remarks[0].blocks);
-    CHECK(strstr(c->remarks[0].fact, "hidden_size"));
+    nib_checkpoint *c = open_good(directory);
+    CHECK(c->n_weights == 0 && c->n_diagnostics == 1 && c->diagnostics[0].blocks);
+    CHECK(strstr(c->diagnostics[0].fact, "hidden_size"));
     nib_checkpoint_close(c);
     put_text("config.json", "{\"model_type\": \"qwen3_vl_moe\", \"hidden_size\": 32, \"moe_intermediate_size\": 32}");
-    c = open_good(folder);
+    c = open_good(directory);
     CHECK(c->n_weights == 2 && c->weights[0].transposed);
     nib_checkpoint_close(c);
     put_text("config.json", "{\"model_type\": \"qwen3_5_moe\", \"hidden_size\": 32, \"moe_intermediate_size\": 32}");
-    c = open_good(folder);
+    c = open_good(directory);
     CHECK(c->n_weights == 2 && !c->weights[0].transposed);
     nib_checkpoint_close(c);
 }
@@ -590,8 +590,8 @@ TEST(packed_stack)
         { "m.experts.gate_up_proj_weight_scale", NIB_E4M3, 3, { COUNT, K / 16, N }, scales },
         { "m.experts.gate_up_proj_weight_scale_2", NIB_F32, 0, { 0 }, &p[0].g });
     put_text("config.json", "{\"model_type\": \"llama4\", \"hidden_size\": 64, \"intermediate_size\": 6}");
-    nib_checkpoint *c = open_good(folder);
-    CHECK(c->n_weights == 4 && c->packing == NIB_PACKING_MODELOPT);
+    nib_checkpoint *c = open_good(directory);
+    CHECK(c->n_weights == 4 && c->format == NIB_CHECKPOINT_FORMAT_MODELOPT);
     for (int e = 0; e < COUNT; e++) {
         char name[40];
         snprintf(name, sizeof name, "m.experts.%d.gate_proj", e);
@@ -615,8 +615,8 @@ TEST(tensors_without_data)
         { "e.experts.down_proj_weight_scale", NIB_E4M3, 3, { 1000, 1, 0 }, NULL },
         { "f.experts.down_proj_blocks", NIB_U8, 4, { 1000, 0, 1, 16 }, NULL });
     put_text("config.json", "{\"model_type\": \"gpt_oss\", \"hidden_size\": 16, \"intermediate_size\": 32}");
-    nib_checkpoint *c = open_good(folder);
-    CHECK_THAT(c->n_tensors == 7 && c->n_weights == 0 && c->n_remarks == 0, "%zu weights", c->n_weights);
+    nib_checkpoint *c = open_good(directory);
+    CHECK_THAT(c->n_tensors == 7 && c->n_weights == 0 && c->n_diagnostics == 0, "%zu weights", c->n_weights);
     nib_checkpoint_close(c);
 
     static const uint32_t types[] = { NIB_GGUF_NVFP4, NIB_GGUF_MXFP4, NIB_GGUF_BF16 };
@@ -636,7 +636,7 @@ TEST(tensors_without_data)
     }
 }
 
-/* ---- Other packings ---- */
+/* ---- Other checkpoint formats ---- */
 
 TEST(mxfp4_blocks)
 {
@@ -659,8 +659,8 @@ TEST(mxfp4_blocks)
     PUT("model.safetensors", { "m.experts.gate_up_proj_blocks", NIB_U8, 4, { EXPERTS, ROWS, K / 32, 16 }, blocks },
         { "m.experts.gate_up_proj_scales", NIB_U8, 3, { EXPERTS, ROWS, K / 32 }, scales });
     put_text("config.json", "{\"model_type\": \"gpt_oss\", \"hidden_size\": 64, \"intermediate_size\": 4}");
-    nib_checkpoint *c = open_good(folder);
-    CHECK(c->packing == NIB_PACKING_MXFP4 && c->n_weights == 4);
+    nib_checkpoint *c = open_good(directory);
+    CHECK(c->format == NIB_CHECKPOINT_FORMAT_MXFP4 && c->n_weights == 4);
     check_rows(c, "m.experts.0.gate_proj", &want[0][0][0][0], ROWS / 2, K);
     check_rows(c, "m.experts.1.up_proj", &want[1][1][0][0], ROWS / 2, K);
     nib_checkpoint_close(c);
@@ -681,13 +681,13 @@ TEST(fp8_blocks)
         }
     PUT("model.safetensors", { "a.weight", NIB_E4M3, 2, { ROWS, COLS }, codes },
         { "a.weight_scale_inv", NIB_F32, 2, { 2, 2 }, factors });
-    nib_checkpoint *c = open_good(folder);
-    CHECK(c->packing == NIB_PACKING_FP8_BLOCK && c->n_weights == 1);
+    nib_checkpoint *c = open_good(directory);
+    CHECK(c->format == NIB_CHECKPOINT_FORMAT_FP8_BLOCK && c->n_weights == 1);
     check_rows(c, "a", &want[0][0], ROWS, COLS);
     nib_checkpoint_close(c);
     PUT("model.safetensors", { "a.weight", NIB_E4M3, 2, { ROWS, COLS }, codes },
         { "a.weight_scale_inv", NIB_F32, 2, { 4, 1 }, factors });
-    c = open_good(folder);
+    c = open_good(directory);
     nib_array out;
     CHECK_OK(nib_array_init(&out, want, NIB_F32, 2, (int64_t[]){ ROWS, COLS }));
     CHECK_FAILS(nib_checkpoint_read_rows(c, 0, 0, ROWS, &out), NIB_ERR_DATA, "128x128");
@@ -747,7 +747,7 @@ TEST(fused_and_kept)
     empty();
     PUT("model.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
     put_text("config.json", "{\"num_hidden_layers\": 61}");
-    nib_checkpoint *c = open_good(folder);
+    nib_checkpoint *c = open_good(directory);
     static const struct {
         const char *name;
         bool kept;
@@ -780,10 +780,10 @@ TEST(fused_and_kept)
     CHECK(nib_ck_preset_keep(NIB_PRESET_EXPERTS_ONLY, "m.mlp.up_proj") &&
           !nib_ck_preset_keep(NIB_PRESET_EXPERTS_ONLY, "m.mlp.experts.0.up_proj"));
     CHECK(!nib_ck_preset_keep(NIB_PRESET_DEFAULT, "m.self_attn.q_proj"));
-    nib_packing packing;
-    CHECK_OK(nib_packing_from_name("modelopt", &packing));
-    CHECK(packing == NIB_PACKING_MODELOPT && !nib_packing_name(NIB_PACKING_COUNT));
-    CHECK_FAILS(nib_packing_from_name("x", &packing), NIB_ERR_ARG, "no packing \"x\"");
+    nib_checkpoint_format format;
+    CHECK_OK(nib_checkpoint_format_from_name("modelopt", &format));
+    CHECK(format == NIB_CHECKPOINT_FORMAT_MODELOPT && !nib_checkpoint_format_name(NIB_CHECKPOINT_FORMAT_COUNT));
+    CHECK_FAILS(nib_checkpoint_format_from_name("x", &format), NIB_ERR_ARG, "no checkpoint format \"x\"");
     nib_checkpoint_close(c);
 }
 

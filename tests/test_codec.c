@@ -84,7 +84,7 @@ static void check_encode(const struct codec *c, float x)
     CHECK_THAT(want == got, "%s of %a: %x, not %x", c->name, (double)x, got, want);
 }
 
-/* A value, its two FP32 neighbours, and their negatives. */
+/* A value, its two FP32 neighbors, and their negatives. */
 static void check_around(const struct codec *c, float x)
 {
     const float near[3] = { x, nextafterf(x, INFINITY), nextafterf(x, -INFINITY) };
@@ -370,7 +370,7 @@ TEST(arrays_of_specials)
         CHECK(all[i] == i);
 }
 
-TEST(packing)
+TEST(format)
 {
     const float x[3] = { 0.5f, 6, -1.5f };
     uint8_t out[4] = { 0xEE, 0xEE, 0xEE, 0xEE };

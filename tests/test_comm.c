@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_comm.c - communicators: one rank alone, threads; and quantisations whose amax is reduced over them.
+ * test_comm.c - communicators: one rank alone, threads; and quantizations whose amax is reduced over them.
  */
 #define _GNU_SOURCE
 #include "team.h"
@@ -101,7 +101,7 @@ TEST(threads_create)
     nib_comm_threads_destroy(NULL);
 }
 
-/* ---- Quantise with the amax of all ranks ---- */
+/* ---- Quantize with the amax of all ranks ---- */
 
 enum { ROWS = 32, COLS = 48 };
 
@@ -109,7 +109,7 @@ struct stack {
     nib_quantizer q;
     const float *x; /* [ranks * ROWS, COLS] */
     nib_dtype dtype;
-    const float *row_amax, *col_amax; /* of the stack, where the level is one number or one per column */
+    const float *row_amax, *col_amax; /* of the stack, where the tensor scale is one number or one per column */
 };
 
 static int quantize_part(const nib_comm *comm, void *context)
@@ -118,27 +118,27 @@ static int quantize_part(const nib_comm *comm, void *context)
     const uint64_t seed = 0;
     int faults = 0;
     nib_quantizer q = stack->q;
-    nib_tensor *t = NULL, *given = NULL, *into = NULL;
-    float numbers[ROWS * COLS];
+    nib_tensor *t = NULL, *overrides = NULL, *into = NULL;
+    float inputs[ROWS * COLS];
     nib_array x;
-    (void)nib_encode(stack->dtype, stack->x + comm->rank * ROWS * COLS, ROWS * COLS, numbers);
-    CASE_OK(nib_array_init(&x, numbers, stack->dtype, 2, SHAPE(ROWS, COLS)));
+    (void)nib_encode(stack->dtype, stack->x + comm->rank * ROWS * COLS, ROWS * COLS, inputs);
+    CASE_OK(nib_array_init(&x, inputs, stack->dtype, 2, SHAPE(ROWS, COLS)));
     q.amax_comm = comm;
     q.threads = 1;
     CASE_OK(nib_quantize(&q, &x, NULL, &t));
     /* The same as alone with the amaxes of the stack. */
     q.amax_comm = NULL;
-    const nib_given amaxes = { .bytes = sizeof amaxes, .amax = { stack->row_amax, stack->col_amax } };
-    CASE_OK(nib_quantize(&q, &x, &amaxes, &given));
+    const nib_overrides amaxes = { .bytes = sizeof amaxes, .amax = { stack->row_amax, stack->col_amax } };
+    CASE_OK(nib_quantize(&q, &x, &amaxes, &overrides));
     int equal = 0;
-    CASE_OK(nib_tensor_equal(t, given, &equal));
+    CASE_OK(nib_tensor_equal(t, overrides, &equal));
     CASE_CHECK(equal, "the reduced amax gives other bytes");
     CASE_OK(nib_tensor_create(&q, stack->dtype, 2, SHAPE(ROWS, COLS), &into));
     q.amax_comm = comm;
     CASE_OK(nib_quantize_into(&q, &x, NULL, NULL, into));
-    CASE_OK(nib_tensor_equal(into, given, &equal));
+    CASE_OK(nib_tensor_equal(into, overrides, &equal));
     CASE_CHECK(equal, "the reduced amax gives other bytes in place");
-    nib_tensor_destroy(t), nib_tensor_destroy(given), nib_tensor_destroy(into);
+    nib_tensor_destroy(t), nib_tensor_destroy(overrides), nib_tensor_destroy(into);
     return faults;
 }
 
@@ -148,16 +148,16 @@ static void amaxes_of_parts(const struct stack *stack, int size, float *row, flo
     for (int r = 0; r < size; r++) {
         nib_quantizer q = stack->q;
         nib_tensor *t = NULL;
-        float numbers[ROWS * COLS];
-        nib_array x, levels[2];
-        CHECK_OK(nib_encode(stack->dtype, stack->x + r * ROWS * COLS, ROWS * COLS, numbers));
-        CHECK_OK(nib_array_init(&x, numbers, stack->dtype, 2, SHAPE(ROWS, COLS)));
+        float inputs[ROWS * COLS];
+        nib_array x, tensor_scales[2];
+        CHECK_OK(nib_encode(stack->dtype, stack->x + r * ROWS * COLS, ROWS * COLS, inputs));
+        CHECK_OK(nib_array_init(&x, inputs, stack->dtype, 2, SHAPE(ROWS, COLS)));
         CHECK_OK(nib_quantize(&q, &x, NULL, &t));
-        for (int copy = 0; copy < 2; copy++) {
-            float *most = copy ? col : row;
-            CHECK_OK(nib_tensor_part(t, copy ? NIB_COL_LEVEL : NIB_ROW_LEVEL, &levels[copy]));
-            for (int64_t i = 0; i < levels[copy].shape[0]; i++) {
-                const float amax = ((const float *)levels[copy].data)[i];
+        for (int usage = 0; usage < 2; usage++) {
+            float *most = usage ? col : row;
+            CHECK_OK(nib_tensor_part(t, usage ? NIB_COL_TENSOR_SCALE : NIB_ROW_TENSOR_SCALE, &tensor_scales[usage]));
+            for (int64_t i = 0; i < tensor_scales[usage].shape[0]; i++) {
+                const float amax = ((const float *)tensor_scales[usage].data)[i];
                 most[i] = r == 0 || amax > most[i] ? amax : most[i];
             }
         }
@@ -182,7 +182,7 @@ TEST(amaxes_of_all_ranks)
         }
 }
 
-/* One rank brings something that cannot be quantised: all return its status. */
+/* One rank brings something that cannot be quantized: all return its status. */
 static int quantize_badly(const nib_comm *comm, void *context)
 {
     const int kind = *(const int *)context;
@@ -192,10 +192,10 @@ static int quantize_badly(const nib_comm *comm, void *context)
     nib_quantizer q;
     nib_quantizer_init(&q);
     q.amax_comm = comm;
-    float numbers[ROWS * COLS] = { 1 };
+    float inputs[ROWS * COLS] = { 1 };
     nib_array x;
     nib_tensor *t = NULL, *into = NULL;
-    CASE_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(ROWS, COLS)));
+    CASE_OK(nib_array_init(&x, inputs, NIB_F32, 2, SHAPE(ROWS, COLS)));
     CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(ROWS, COLS), &into));
     nib_status wanted = NIB_ERR_SHAPE;
     if (here && kind == 0)
@@ -226,7 +226,7 @@ static int quantize_badly(const nib_comm *comm, void *context)
     return faults;
 }
 
-TEST(one_rank_that_cannot_quantise_makes_all_fail)
+TEST(one_rank_that_cannot_quantize_makes_all_fail)
 {
     for (int size = 2; size <= 4; size++)
         for (int kind = 0; kind < 4; kind++)

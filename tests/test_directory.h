@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_folder.h - a folder for a test's files, made when it is first asked for and removed in the end. Wants _GNU_SOURCE.
+ * test_folder.h - a directory for a test's files, made when it is first asked for and removed in the end. Wants _GNU_SOURCE.
  */
-#ifndef NIB_TEST_FOLDER_H
-#define NIB_TEST_FOLDER_H
+#ifndef NIB_TEST_DIRECTORY_H
+#define NIB_TEST_DIRECTORY_H
 
 #include <dirent.h>
 
 #include "test.h"
 
-static char folder[64];
+static char directory[64];
 
 static int count_files(bool remove_them)
 {
-    DIR *listing = opendir(folder);
+    DIR *listing = opendir(directory);
     int count = 0;
     if (!listing)
         return -1;
@@ -27,23 +27,23 @@ static int count_files(bool remove_them)
     return count;
 }
 
-static void remove_folder(void)
+static void remove_directory(void)
 {
     count_files(true);
-    rmdir(folder);
+    rmdir(directory);
 }
 
-static void make_folder(void)
+static void make_directory(void)
 {
-    if (folder[0])
+    if (directory[0])
         return;
     const char *tmp = getenv("TMPDIR");
-    snprintf(folder, sizeof folder, "%.40s/nib-test-XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    if (!mkdtemp(folder)) {
-        fprintf(stderr, "no folder for the test's files\n");
+    snprintf(directory, sizeof directory, "%.40s/nib-test-XXXXXX", tmp && *tmp ? tmp : "/tmp");
+    if (!mkdtemp(directory)) {
+        fprintf(stderr, "no directory for the test's files\n");
         exit(2);
     }
-    atexit(remove_folder);
+    atexit(remove_directory);
 }
 
 #endif

@@ -195,16 +195,16 @@ TEST(array_strides)
                        "case %zu", i);
             CHECK_BYTES(array.strides, strides, (size_t)cases[i].rank * sizeof *strides);
         }
-    /* And values come through it: the reversed rows of a quantisation. */
+    /* And values come through it: the reversed rows of a quantization. */
     for (int i = 0; i < 64; i++)
         memory[i] = test_normal();
     DLTensor tensor = tensor_over(memory + 48, 2, (int64_t[]){ 4, 16 }, (int64_t[]){ -16, 1 });
     nib_array reversed, forward;
-    float copy[64];
+    float usage[64];
     for (int i = 0; i < 64; i++)
-        copy[i] = memory[(3 - i / 16) * 16 + i % 16];
+        usage[i] = memory[(3 - i / 16) * 16 + i % 16];
     CHECK_OK(array_from(tensor, &reversed));
-    CHECK_OK(nib_array_init(&forward, copy, NIB_F32, SHAPE(4, 16)));
+    CHECK_OK(nib_array_init(&forward, usage, NIB_F32, SHAPE(4, 16)));
     nib_quantizer q;
     nib_quantizer_init(&q);
     nib_tensor *a = NULL, *b = NULL;
@@ -392,10 +392,10 @@ TEST(tensor_over_dlpack_memory)
     nib_quantizer_init(&q);
     q.columnwise = 0;
     static uint8_t codes[16 * 8], scales[128 * 4];
-    static float level[1];
+    static float tensor_scale[1];
     DLTensor tensors[3] = { tensor_over(codes, 2, (int64_t[]){ 16, 8 }, NULL),
                             tensor_over(scales, 2, (int64_t[]){ 128, 4 }, NULL),
-                            tensor_over(level, 1, (int64_t[]){ 1 }, NULL) };
+                            tensor_over(tensor_scale, 1, (int64_t[]){ 1 }, NULL) };
     tensors[0].dtype = tensors[1].dtype = (DLDataType){ 1, 8, 1 };
     DLManagedTensor managed[3];
     nib_buffer *parts[NIB_PART_COUNT] = { NULL };
@@ -416,7 +416,7 @@ TEST(tensor_over_dlpack_memory)
     CHECK_OK(nib_quantize(&q, &array, NULL, &fresh));
     CHECK_BYTES(codes, nib_buffer_data(nib_tensor_buffer(fresh, NIB_ROW_DATA)), sizeof codes);
     CHECK_BYTES(scales, nib_buffer_data(nib_tensor_buffer(fresh, NIB_ROW_SCALE)), sizeof scales);
-    CHECK_BYTES(level, nib_buffer_data(nib_tensor_buffer(fresh, NIB_ROW_LEVEL)), sizeof level);
+    CHECK_BYTES(tensor_scale, nib_buffer_data(nib_tensor_buffer(fresh, NIB_ROW_TENSOR_SCALE)), sizeof tensor_scale);
     CHECK(deleted == 0);
     nib_tensor_destroy(t);
     CHECK(deleted == 3);
@@ -582,20 +582,20 @@ TEST(parts_go_out)
                     CHECK((char *)tensor->data + tensor->byte_offset == (char *)view.data && tensor->ndim == view.rank);
                     CHECK_BYTES(tensor->shape, view.shape, (size_t)view.rank * sizeof(int64_t));
                     CHECK_BYTES(tensor->strides, view.strides, (size_t)view.rank * sizeof(int64_t));
-                    CHECK(tensor->dtype.code == (part < NIB_ROW_LEVEL ? 1 : 2) && tensor->dtype.lanes == 1);
-                    CHECK(tensor->dtype.bits == (part < NIB_ROW_LEVEL ? 8 : 32));
+                    CHECK(tensor->dtype.code == (part < NIB_ROW_TENSOR_SCALE ? 1 : 2) && tensor->dtype.lanes == 1);
+                    CHECK(tensor->dtype.bits == (part < NIB_ROW_TENSOR_SCALE ? 8 : 32));
                     CHECK(tensor->device.device_type == CPU);
                 }
-                const float level = *(const float *)e[NIB_ROW_LEVEL].tensor->data;
+                const float tensor_scale = *(const float *)e[NIB_ROW_TENSOR_SCALE].tensor->data;
                 if (tensor_first) {
                     nib_tensor_destroy(t);
-                    CHECK(*(const float *)e[NIB_ROW_LEVEL].tensor->data == level && level > 0);
+                    CHECK(*(const float *)e[NIB_ROW_TENSOR_SCALE].tensor->data == tensor_scale && tensor_scale > 0);
                     for (int part = 0; part < NIB_PART_COUNT; part++)
                         finish(&e[part]);
                 } else {
                     for (int part = NIB_PART_COUNT - 1; part >= 0; part--)
                         finish(&e[part]);
-                    CHECK(*(const float *)nib_buffer_data(nib_tensor_buffer(t, NIB_ROW_LEVEL)) == level);
+                    CHECK(*(const float *)nib_buffer_data(nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE)) == tensor_scale);
                     nib_tensor_destroy(t);
                 }
             }
@@ -610,8 +610,8 @@ TEST(parts_that_do_not_go_out)
     CHECK_OK(nib_tensor_create(&q, NIB_F32, SHAPE(4, 16), &t));
     DLManagedTensor *const untouched = (DLManagedTensor *)(void *)&q, *out = untouched;
     DLManagedTensorVersioned *const untouched2 = (DLManagedTensorVersioned *)(void *)&q, *out2 = untouched2;
-    CHECK_FAILS(nib_tensor_to_dlpack(t, NIB_COL_DATA, &out), NIB_ERR_USAGE, "no columnwise copy");
-    CHECK_FAILS(nib_tensor_to_dlpack_versioned(t, NIB_COL_DATA, &out2), NIB_ERR_USAGE, "no columnwise copy");
+    CHECK_FAILS(nib_tensor_to_dlpack(t, NIB_COL_DATA, &out), NIB_ERR_USAGE, "no columnwise usage");
+    CHECK_FAILS(nib_tensor_to_dlpack_versioned(t, NIB_COL_DATA, &out2), NIB_ERR_USAGE, "no columnwise usage");
     CHECK_FAILS(nib_tensor_to_dlpack(t, NIB_PART_COUNT, &out), NIB_ERR_ARG, "6 is not a part");
     CHECK_FAILS(nib_tensor_to_dlpack_versioned(t, (nib_part)-1, &out2), NIB_ERR_ARG, "-1 is not a part");
     CHECK_FAILS(nib_tensor_to_dlpack(NULL, NIB_ROW_DATA, &out), NIB_ERR_ARG, "t is NULL");

@@ -128,7 +128,7 @@ static nib_quantizer case_of(int i, int threads)
     q.row_scaled = i == 8;
     q.block_dims[0] = i == 9 ? 16 : 1;
     q.swizzled = i == 10;
-    q.tensor_scale = i == 11 ? NIB_TENSOR_SCALE_POW2 : NIB_TENSOR_SCALE_DIALECT;
+    q.tensor_scale_rule = i == 11 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_DIALECT;
     q.min_block_scale = i == 11 ? 0x1p-9f : 0;
     q.dialect = i >= 12 ? (nib_dialect)(i - 11) : NIB_DIALECT_TE;
     return q;
@@ -314,7 +314,7 @@ TEST(every_rounding_mode_and_flushing)
         }
 }
 
-/* Options are judged in surroundings, too: a floor that E4M3 does not have is refused although flushing makes it 0. */
+/* Options are judged in surroundings, too: a floor that E4M3 does not have is rejected although flushing makes it 0. */
 TEST(options_are_checked_alike_everywhere)
 {
     const float floors[] = { 0, 0x1p-9f, 3 * 0x1p-9f, 448, 0.3f, 1e-40f, -1e-40f, 0x1.000002p-9f, 447 };
@@ -354,7 +354,7 @@ struct worker {
     int index;
     const struct inputs *own, *common;
     struct outcome own_outcome, common_outcome;
-    bool sentence;
+    bool message;
 };
 
 static void *work(void *context)
@@ -370,9 +370,9 @@ static void *work(void *context)
     q.threads = -1 - worker->index;
     char words[64];
     snprintf(words, sizeof words, "not %d", -1 - worker->index);
-    worker->sentence = nib_quantizer_check(&q, NULL) == NIB_ERR_ARG;
+    worker->message = nib_quantizer_check(&q, NULL) == NIB_ERR_ARG;
     sched_yield();
-    worker->sentence = worker->sentence && strstr(nib_last_error(), words);
+    worker->message = worker->message && strstr(nib_last_error(), words);
     return NULL;
 }
 
@@ -394,14 +394,14 @@ TEST(eight_threads_at_once)
         CHECK(pthread_join(workers[i].thread, NULL) == 0);
         check_outcome(&workers[i].own_outcome, &expected[i], "a thread with data of its own");
         check_outcome(&workers[i].common_outcome, &plain, "a thread with common data");
-        CHECK_THAT(workers[i].sentence, "thread %d has another's error", i);
+        CHECK_THAT(workers[i].message, "thread %d has another's error", i);
     }
 }
 
 /* ---- Stacks ---- */
 
 /* With the thread's own variables; a call that takes more ends in the page below. There is more where the need is not the
- * library's: AddressSanitizer surrounds variables, and without optimisation each step of a kernel has its own. */
+ * library's: AddressSanitizer surrounds variables, and without optimization each step of a kernel has its own. */
 #if defined(__OPTIMIZE__) && !SANITIZED
 enum { STACK_BYTES = 256 * 1024 };
 #else
@@ -430,7 +430,7 @@ TEST(a_thread_with_a_small_stack)
 
 /* ---- Locale ---- */
 
-/* What the library writes in words: sentences, and a file with its header. */
+/* What the library writes in words: messages, and a file with its header. */
 static void write_words(char *out, size_t room, const char *path)
 {
     nib_quantizer q;
@@ -483,8 +483,8 @@ static uint64_t hash_of_file(const char *path)
     return hash_of(bytes, n);
 }
 
-/* A locale with decimal commas: one that is there, or one compiled into `folder` where that is possible. */
-static const char *comma_locale(const char *folder)
+/* A locale with decimal commas: one that is there, or one compiled into `directory` where that is possible. */
+static const char *comma_locale(const char *directory)
 {
     const char *const names[] = { "de_DE.UTF-8", "de_DE.utf8",  "de_DE",       "fr_FR.UTF-8", "fr_FR.utf8",
                                   "es_ES.UTF-8", "it_IT.UTF-8", "ru_RU.UTF-8", "pt_BR.UTF-8", "nl_NL.UTF-8" };
@@ -494,43 +494,43 @@ static const char *comma_locale(const char *folder)
     if (found)
         return found;
     char command[256];
-    snprintf(command, sizeof command, "localedef -i de_DE -f UTF-8 %s/de_DE.UTF-8 >%s/log 2>&1", folder, folder);
+    snprintf(command, sizeof command, "localedef -i de_DE -f UTF-8 %s/de_DE.UTF-8 >%s/log 2>&1", directory, directory);
     if (system(command) != 0)
         return NULL;
-    setenv("LOCPATH", folder, 1);
+    setenv("LOCPATH", directory, 1);
     found = setlocale(LC_ALL, "de_DE.UTF-8");
     unsetenv("LOCPATH");
     return found;
 }
 
-static void remove_folder(const char *folder)
+static void remove_directory(const char *directory)
 {
     char command[128];
-    snprintf(command, sizeof command, "rm -r %s", folder);
+    snprintf(command, sizeof command, "rm -r %s", directory);
     CHECK(system(command) == 0);
 }
 
 TEST(decimal_commas)
 {
     const struct outcome plain = plain_outcome();
-    char folder[] = "/tmp/nib-locale-XXXXXX", path[64], before[1024], after[1024];
-    CHECK(mkdtemp(folder));
-    const char *found = comma_locale(folder);
+    char directory[] = "/tmp/nib-locale-XXXXXX", path[64], before[1024], after[1024];
+    CHECK(mkdtemp(directory));
+    const char *found = comma_locale(directory);
     if (!found) {
-        remove_folder(folder);
+        remove_directory(directory);
         SKIP("no locale with a decimal comma is installed");
     }
     CHECK_THAT(strcmp(localeconv()->decimal_point, ",") == 0, "%s has no decimal comma", found);
     const struct outcome comma = compute(&inputs, 2);
     check_outcome(&comma, &plain, found);
-    snprintf(path, sizeof path, "%s/t.safetensors", folder);
+    snprintf(path, sizeof path, "%s/t.safetensors", directory);
     write_words(after, sizeof after, path);
     const uint64_t comma_file = hash_of_file(path);
     setlocale(LC_ALL, "C");
     write_words(before, sizeof before, path);
-    CHECK_THAT(strcmp(before, after) == 0, "sentences differ:\n%s%s", before, after);
+    CHECK_THAT(strcmp(before, after) == 0, "messages differ:\n%s%s", before, after);
     CHECK(hash_of_file(path) == comma_file);
-    remove_folder(folder);
+    remove_directory(directory);
 }
 
 /* ---- Small things ---- */

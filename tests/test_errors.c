@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_errors.c - what every public call does with bad arguments and without memory: the documented status, a sentence,
+ * test_errors.c - what every public call does with bad arguments and without memory: the documented status, a message,
  * outputs untouched.
  *
  * Built with NIB_TEST_WRAP_ALLOC and -Wl,--wrap=aligned_alloc,--wrap=realloc it fails every allocation once.
@@ -69,7 +69,7 @@ static bool equal(const nib_tensor *a, const nib_tensor *b)
     return same == 1;
 }
 
-/* ---- The sentence ---- */
+/* ---- The message ---- */
 
 TEST(status_names)
 {
@@ -125,7 +125,7 @@ TEST(an_error_of_ones_own)
     CHECK_FAILS(nib_set_error(NIB_ERR_DATA, nib_last_error()), NIB_ERR_DATA, "NIB_ERR_IO"); /* its own text */
 }
 
-static nib_status refuse(void *context, float *values, size_t n)
+static nib_status reject(void *context, float *values, size_t n)
 {
     (void)context, (void)values, (void)n;
     return NIB_ERR_COMM;
@@ -145,7 +145,7 @@ TEST(every_status)
     CHECK_OK(nib_tensor_update_usage(t, 0, 1));
     CHECK(nib_tensor_part(t, NIB_ROW_DATA, &part) == NIB_ERR_USAGE);
     CHECK(nib_tensor_create(&q, NIB_F32, SHAPE(INT64_C(1) << 30, INT64_C(1) << 28), &out) == NIB_ERR_MEMORY);
-    const nib_comm comm = { .bytes = sizeof comm, .size = 2, .allreduce_max_f32 = refuse };
+    const nib_comm comm = { .bytes = sizeof comm, .size = 2, .allreduce_max_f32 = reject };
     q.amax_comm = &comm;
     float x[16] = { 1 };
     array = array_of(x, NIB_F32, SHAPE(16));
@@ -491,8 +491,8 @@ TEST(wrong_shapes)
     nib_array out = array_of(memory, NIB_F32, SHAPE(1, 16));
     out.strides[0] = 0;
     CHECK_OK(nib_dequantize_rows(t, NIB_ROWWISE, 3, 1, &out));
-    for (int copy = -1; copy < 4; copy += copy < 0 ? 4 : 1)
-        CHECK_FAILS(nib_dequantize_rows(t, (nib_copy)copy, 3, 1, &out), NIB_ERR_ARG, "is not a copy");
+    for (int usage = -1; usage < 4; usage += usage < 0 ? 4 : 1)
+        CHECK_FAILS(nib_dequantize_rows(t, (nib_usage)usage, 3, 1, &out), NIB_ERR_ARG, "is not a copy");
     nib_array scalar = array_of(memory, NIB_F32, 0, NULL);
     nib_tensor *none = UNTOUCHED;
     CHECK_FAILS(nib_quantize(&q, &scalar, NULL, &none), NIB_ERR_SHAPE, "at least rank 1");
@@ -518,7 +518,7 @@ TEST(rows_that_overflow)
     nib_tensor_destroy(t);
 }
 
-/* ---- Quantisers ---- */
+/* ---- Quantizers ---- */
 
 /* Every call that takes one, with a tensor that must stay as it is. */
 static nib_tensor *kept;
@@ -619,7 +619,7 @@ TEST(quantizers)
     BAD(scale_rule, NIB_SCALE_RULE_COUNT, NIB_ERR_ARG, "scale_rule 3");
     BAD(scale_rule, (nib_scale_rule)-1, NIB_ERR_ARG, "scale_rule -1");
     BAD(error_mode, NIB_ERROR_MODE_COUNT, NIB_ERR_ARG, "error_mode 2");
-    BAD(tensor_scale, NIB_TENSOR_SCALE_COUNT, NIB_ERR_ARG, "tensor_scale 3");
+    BAD(tensor_scale_rule, NIB_TENSOR_SCALE_RULE_COUNT, NIB_ERR_ARG, "tensor_scale 3");
     BAD(rounding, NIB_ROUNDING_COUNT, NIB_ERR_ARG, "rounding 4");
     BAD(rounding, (nib_rounding)INT32_MIN, NIB_ERR_ARG, "rounding -2147483648");
     BAD(block_dims[0], 0, NIB_ERR_ARG, "0x16");
@@ -638,7 +638,7 @@ TEST(quantizers)
     BAD(min_block_scale, INFINITY, NIB_ERR_ARG, "min_block_scale");
     BAD(min_block_scale, NAN, NIB_ERR_ARG, "min_block_scale");
     BAD(e4m3_max, 256, NIB_ERR_MODE, "four-over-six");
-    BAD(single_level, 1, NIB_ERR_MODE, "torchao");
+    BAD(no_tensor_scale, 1, NIB_ERR_MODE, "torchao");
     const nib_comm good = *nib_comm_serial();
     nib_comm comm[6] = { good, good, good, good, good, good };
     comm[0].bytes = 0;
@@ -731,30 +731,30 @@ TEST(quantizer_checks_inputs)
 }
 
 /* What a caller brings along: its size, and fields that this version does not have. */
-TEST(given)
+TEST(overrides)
 {
     float x[16] = { 1 }, amax = 3;
     const nib_quantizer q = plain();
     const nib_array array = array_of(x, NIB_F32, SHAPE(16));
     struct {
-        nib_given given;
+        nib_overrides overrides;
         char tail[16];
-    } newer = { .given = { .amax = { &amax, NULL } } };
+    } newer = { .overrides = { .amax = { &amax, NULL } } };
     nib_tensor *t = some(&q, SHAPE(16)), *before = clone_of(t), *out = UNTOUCHED;
-    const size_t sizes[] = { 0, 1, sizeof newer.given - 1 };
+    const size_t sizes[] = { 0, 1, sizeof newer.overrides - 1 };
     for (size_t i = 0; i < 3; i++) {
-        newer.given.bytes = sizes[i];
-        CHECK_FAILS(nib_quantize(&q, &array, &newer.given, &out), NIB_ERR_ARG, "given->bytes");
-        CHECK_FAILS(nib_quantize_into(&q, &array, &newer.given, NULL, t), NIB_ERR_ARG, "given->bytes");
+        newer.overrides.bytes = sizes[i];
+        CHECK_FAILS(nib_quantize(&q, &array, &newer.overrides, &out), NIB_ERR_ARG, "given->bytes");
+        CHECK_FAILS(nib_quantize_into(&q, &array, &newer.overrides, NULL, t), NIB_ERR_ARG, "given->bytes");
     }
     CHECK(out == UNTOUCHED && equal(t, before));
-    newer.given.bytes = sizeof newer;
-    CHECK_OK(nib_quantize(&q, &array, &newer.given, &out));
+    newer.overrides.bytes = sizeof newer;
+    CHECK_OK(nib_quantize(&q, &array, &newer.overrides, &out));
     nib_tensor_destroy(out);
     out = UNTOUCHED;
     newer.tail[3] = 1; /* something to heed that nobody here knows how to */
-    CHECK_FAILS(nib_quantize(&q, &array, &newer.given, &out), NIB_ERR_UNSUPPORTED, "");
-    CHECK_FAILS(nib_quantize_into(&q, &array, &newer.given, NULL, t), NIB_ERR_UNSUPPORTED, "");
+    CHECK_FAILS(nib_quantize(&q, &array, &newer.overrides, &out), NIB_ERR_UNSUPPORTED, "");
+    CHECK_FAILS(nib_quantize_into(&q, &array, &newer.overrides, NULL, t), NIB_ERR_UNSUPPORTED, "");
     if (out != UNTOUCHED)
         nib_tensor_destroy(out);
     nib_tensor_destroy(before);
@@ -763,7 +763,7 @@ TEST(given)
 
 TEST(a_reduction_that_fails)
 {
-    const nib_comm comm = { .bytes = sizeof comm, .rank = 1, .size = 3, .allreduce_max_f32 = refuse };
+    const nib_comm comm = { .bytes = sizeof comm, .rank = 1, .size = 3, .allreduce_max_f32 = reject };
     for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
         nib_quantizer q = plain();
         q.amax_comm = &comm;
@@ -879,8 +879,8 @@ TEST(null_tensors)
         CHECK_FAILS(nib_tensor_part(t, (nib_part)part, &view), NIB_ERR_ARG, "is not a part");
         CHECK_FAILS(nib_part_shape(&q, (nib_part)part, SHAPE(4, 4), &rank, shape), NIB_ERR_ARG, "is not a part");
     }
-    for (int copy = -1; copy <= 3; copy += 4)
-        CHECK_FAILS(nib_dequantize(t, (nib_copy)copy, &array), NIB_ERR_ARG, "is not a copy");
+    for (int usage = -1; usage <= 3; usage += 4)
+        CHECK_FAILS(nib_dequantize(t, (nib_usage)usage, &array), NIB_ERR_ARG, "is not a copy");
     static const int usages[][2] = { { 2, 1 }, { 1, 2 }, { -2, 1 }, { 0, -2 }, { INT32_MAX, INT32_MIN } };
     for (size_t i = 0; i < sizeof usages / sizeof *usages; i++)
         CHECK_FAILS(nib_tensor_update_usage(t, usages[i][0], usages[i][1]), NIB_ERR_ARG, "a usage is 1, 0, or -1");
@@ -924,8 +924,8 @@ static char path[128];
 
 static void make_path(void)
 {
-    make_folder();
-    snprintf(path, sizeof path, "%s/errors.safetensors", folder);
+    make_directory();
+    snprintf(path, sizeof path, "%s/errors.safetensors", directory);
 }
 
 TEST(files)
@@ -937,7 +937,7 @@ TEST(files)
     nib_file *file = UNTOUCHED;
     NULLS(nib_writer_create(NULL, &writer), "path");
     NULLS(nib_writer_create(path, NULL), "out");
-    CHECK_FAILS(nib_writer_create("/no such folder/x", &writer), NIB_ERR_IO, "/no such folder/x");
+    CHECK_FAILS(nib_writer_create("/no such directory/x", &writer), NIB_ERR_IO, "/no such directory/x");
     CHECK(writer == UNTOUCHED);
     CHECK_OK(nib_writer_create(path, &writer));
     NULLS(nib_writer_metadata(NULL, "k", "v"), "writer");
@@ -980,7 +980,7 @@ TEST(files)
     NULLS(nib_file_open(NULL, &file), "path");
     NULLS(nib_file_open(path, NULL), "out");
     CHECK_FAILS(nib_file_open("", &file), NIB_ERR_IO, "cannot open");
-    CHECK_FAILS(nib_file_open(folder, &file), NIB_ERR_IO, folder);
+    CHECK_FAILS(nib_file_open(directory, &file), NIB_ERR_IO, directory);
     CHECK(file == UNTOUCHED);
     CHECK_OK(nib_file_open(path, &file));
     CHECK(nib_file_count(file) == 7 && nib_file_metadata_count(file) == 1);

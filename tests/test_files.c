@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_files.c - quantised tensors in safetensors files: every kind written and read back, and files that somebody has
+ * test_files.c - quantized tensors in safetensors files: every kind written and read back, and files that somebody has
  * edited.
  */
 #define _GNU_SOURCE
@@ -9,15 +9,15 @@
 #define SHAPE(...) \
     (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
 
-/* The path of a file in the folder: the same pointer for the same name. */
+/* The path of a file in the directory: the same pointer for the same name. */
 static const char *at(const char *name)
 {
     static char paths[32][256];
-    make_folder();
+    make_directory();
     int i = 0;
     while (paths[i][0] && strcmp(strrchr(paths[i], '/') + 1, name) != 0)
         i++;
-    snprintf(paths[i], sizeof paths[i], "%s/%s", folder, name);
+    snprintf(paths[i], sizeof paths[i], "%s/%s", directory, name);
     return paths[i];
 }
 
@@ -93,7 +93,7 @@ static void check_same(const char *what, const nib_tensor *a, const nib_tensor *
     const nib_metadata ma = metadata_of(a), mb = metadata_of(b);
     CHECK_THAT(nib_quantizer_equal(&ma.quantizer, &mb.quantizer) && ma.quantizer.threads == mb.quantizer.threads,
                "%s: another quantizer", what);
-    CHECK(ma.level == mb.level && ma.format == mb.format && ma.rowwise == mb.rowwise && ma.columnwise == mb.columnwise);
+    CHECK(ma.tensor_scale == mb.tensor_scale && ma.format == mb.format && ma.rowwise == mb.rowwise && ma.columnwise == mb.columnwise);
     for (int part = 0; part < NIB_PART_COUNT; part++) {
         const nib_buffer *pa = nib_tensor_buffer(a, (nib_part)part), *pb = nib_tensor_buffer(b, (nib_part)part);
         CHECK(nib_buffer_bytes(pa) == nib_buffer_bytes(pb));
@@ -145,9 +145,9 @@ static const char *kind(int i, nib_quantizer *q)
     q->rht = i == 9 || i == 10 || i == 11;
     q->rht_rowwise = i == 11;
     q->rht_sign_mask = i == 10 ? 0x8001 : i == 11 ? 0 : NIB_RHT_SIGN_MASK;
-    q->tensor_scale = i == 12 ? NIB_TENSOR_SCALE_EXACT : i == 13 ? NIB_TENSOR_SCALE_POW2 : NIB_TENSOR_SCALE_DIALECT;
+    q->tensor_scale_rule = i == 12 ? NIB_TENSOR_SCALE_RULE_EXACT : i == 13 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_DIALECT;
     q->dialect = i >= 14 && i < 18 ? (nib_dialect)(NIB_DIALECT_GIST + i - 14) : NIB_DIALECT_TE;
-    q->single_level = i == 15;
+    q->no_tensor_scale = i == 15;
     if (i == 18)
         q->scale_rule = NIB_SCALE_4OVER6, q->e4m3_max = 256, q->error_mode = NIB_ERROR_MSE, q->fast_error = 1;
     return names[i];
@@ -219,7 +219,7 @@ TEST(every_rank)
         }
 }
 
-/* All metadata comes back, also the copies that the quantiser wants and the tensor does not have now. */
+/* All metadata comes back, also the copies that the quantizer wants and the tensor does not have now. */
 TEST(usages_that_differ_from_the_copies)
 {
     const nib_quantizer q = plain();
@@ -235,7 +235,7 @@ TEST(usages_that_differ_from_the_copies)
     nib_tensor_destroy(t);
 }
 
-/* A tensor from a file is as good as any: an update by its own quantiser gives the same bytes as before. */
+/* A tensor from a file is as good as any: an update by its own quantizer gives the same bytes as before. */
 TEST(read_and_go_on)
 {
     nib_quantizer q = plain();
@@ -403,7 +403,7 @@ TEST(nothing_appears_before_commit)
     nib_tensor_destroy(t);
 }
 
-/* A tensor whose names collide is refused, and what is left of it keeps the file from being committed. */
+/* A tensor whose names collide is rejected, and what is left of it keeps the file from being committed. */
 TEST(declare_what_is_taken)
 {
     static const char *const taken[] = { "w.row_data", "w.col_scale", "w.col_level" };
@@ -491,8 +491,8 @@ static const char *edited(const char *from, const char *piece, const char *by)
     return path;
 }
 
-/* Such a file is still a safetensors file, and its tensor is refused with path and name. */
-static void check_refused(int line, const char *path, const char *what)
+/* Such a file is still a safetensors file, and its tensor is rejected with path and name. */
+static void check_rejected(int line, const char *path, const char *what)
 {
     nib_file *file = NULL;
     nib_tensor *const untouched = (nib_tensor *)&file, *out = untouched;
@@ -551,9 +551,9 @@ TEST(every_word_is_needed)
         const bool last = i == n - 1;
         snprintf(key, sizeof key, "%.*s", (int)strcspn(words[i], "="), words[i]);
         snprintf(piece, sizeof piece, last ? " %.60s\"" : "%.60s ", words[i]);
-        check_refused(__LINE__, edited(good, piece, last ? "\"" : ""), key); /* missing */
+        check_rejected(__LINE__, edited(good, piece, last ? "\"" : ""), key); /* missing */
         snprintf(by, sizeof by, last ? " %.60s %.60s\"" : "%.60s %.60s ", words[i], words[i]);
-        check_refused(__LINE__, edited(good, piece, by), key); /* twice */
+        check_rejected(__LINE__, edited(good, piece, by), key); /* twice */
         static const char *const values[] = { "",
                                               "x",
                                               "1x",
@@ -575,23 +575,23 @@ TEST(every_word_is_needed)
         for (size_t v = 0; v < sizeof values / sizeof *values; v++) {
             snprintf(by, sizeof by, last ? " %s=%s\"" : "%s=%s ", key, values[v]);
             if (strcmp(values[v], "\\u0000") != 0) /* no string of the file may have a NUL */
-                check_refused(__LINE__, edited(good, piece, by), by);
+                check_rejected(__LINE__, edited(good, piece, by), by);
         }
         snprintf(by, sizeof by, last ? " x%.60s\"" : "x%.60s ", words[i]);
-        check_refused(__LINE__, edited(good, piece, by), by); /* another key */
+        check_rejected(__LINE__, edited(good, piece, by), by); /* another key */
         snprintf(by, sizeof by, last ? " %s %s\"" : "%s %s ", key, strchr(words[i], '=') + 1);
-        check_refused(__LINE__, edited(good, piece, by), by); /* no equals sign */
+        check_rejected(__LINE__, edited(good, piece, by), by); /* no equals sign */
         snprintf(by, sizeof by, last ? "  %.60s\"" : " %.60s ", words[i]);
-        check_refused(__LINE__, edited(good, piece, by), by); /* a space too many */
+        check_rejected(__LINE__, edited(good, piece, by), by); /* a space too many */
         if (i > 0) { /* another order; two dims may differ, but not in their keys */
             snprintf(piece, sizeof piece, "%.38s %.38s", words[i - 1], words[i]);
             snprintf(by, sizeof by, "%.38s %.38s", words[i], words[i - 1]);
             if (strncmp(words[i], "dim", 3) != 0 || strncmp(words[i - 1], "dim", 3) != 0)
-                check_refused(__LINE__, edited(good, piece, by), by);
+                check_rejected(__LINE__, edited(good, piece, by), by);
         }
     }
-    check_refused(__LINE__, edited(good, "format=nvfp4", ""), "start");
-    check_refused(__LINE__, edited(good, "threads=0", "threads=0 more=1"), "end");
+    check_rejected(__LINE__, edited(good, "format=nvfp4", ""), "start");
+    check_rejected(__LINE__, edited(good, "threads=0", "threads=0 more=1"), "end");
 }
 
 TEST(values_out_of_range)
@@ -602,7 +602,7 @@ TEST(values_out_of_range)
         { "dialect=te ", "dialect=tee " },
         { "dialect=te ", "dialect=01234567890123456789012345678901234567890123456789012345678901234567890 " },
         { "dtype=F32", "dtype=F33" },
-        { "dtype=F32", "dtype=U8" }, /* a dtype, but none that is quantised */
+        { "dtype=F32", "dtype=U8" }, /* a dtype, but none that is quantized */
         { "dtype=F32", "dtype=F4" },
         { "rank=2", "rank=0" },
         { "rank=2", "rank=1" },
@@ -629,7 +629,7 @@ TEST(values_out_of_range)
         { "swizzled=0", "swizzled=2" },
         { "swizzled=0", "swizzled=-1" },
         { "row_scaled=0", "row_scaled=2" },
-        { "row_scaled=0", "row_scaled=1" }, /* the levels are too few */
+        { "row_scaled=0", "row_scaled=1" }, /* the tensor scales are too few */
         { " rht=0", " rht=2" },
         { "rht_rowwise=0", "rht_rowwise=2" },
         { "rht_sign_mask=55272", "rht_sign_mask=65536" },
@@ -645,8 +645,8 @@ TEST(values_out_of_range)
         { "scale_rule=0", "scale_rule=4294967296" },
         { "error_mode=0", "error_mode=2" },
         { "fast_error=0", "fast_error=2" },
-        { "single_level=0", "single_level=2" },
-        { "single_level=0", "single_level=1" }, /* te has no such form */
+        { "no_tensor_scale=0", "no_tensor_scale=2" },
+        { "no_tensor_scale=0", "no_tensor_scale=1" }, /* te has no such form */
         { "e4m3_max=448", "e4m3_max=449" },
         { "e4m3_max=448", "e4m3_max=256" }, /* not without four-over-six */
         { "e4m3_max=448", "e4m3_max=0" },
@@ -666,8 +666,8 @@ TEST(values_out_of_range)
     };
     const char *good = make_good();
     for (size_t i = 0; i < sizeof edits / sizeof *edits; i++)
-        check_refused(__LINE__, edited(good, edits[i][0], edits[i][1]), edits[i][1]);
-    /* Combinations that no quantiser may have. */
+        check_rejected(__LINE__, edited(good, edits[i][0], edits[i][1]), edits[i][1]);
+    /* Combinations that no quantizer may have. */
     static const char *const both[][4] = {
         { "block_rows=1", "block_rows=16", " rht=0", " rht=1" },
         { "block_rows=1", "block_rows=16", "scale_rule=0", "scale_rule=2" },
@@ -679,7 +679,7 @@ TEST(values_out_of_range)
         char once[256];
         snprintf(once, sizeof once, "%s", at("once.safetensors"));
         CHECK(rename(edited(good, both[i][0], both[i][1]), once) == 0);
-        check_refused(__LINE__, edited(once, both[i][2], both[i][3]), both[i][3]);
+        check_rejected(__LINE__, edited(once, both[i][2], both[i][3]), both[i][3]);
     }
 }
 
@@ -709,7 +709,7 @@ TEST(parts_that_do_not_fit)
     };
     const char *good = make_good();
     for (size_t i = 0; i < sizeof edits / sizeof *edits; i++)
-        check_refused(__LINE__, edited(good, edits[i][0], edits[i][1]), edits[i][1]);
+        check_rejected(__LINE__, edited(good, edits[i][0], edits[i][1]), edits[i][1]);
 }
 
 /* A copy that the description does not name is not looked for. */

@@ -40,7 +40,7 @@ static const struct kind kinds[] = {
 static bool is_mx(const struct kind *k) { return k->format == NIB_MXFP8 || k->format == NIB_MXFP4; }
 static bool has_blocks(const struct kind *k) { return k->block != 0; }
 
-/* Whether the columnwise copy follows from the rowwise one. */
+/* Whether the columnwise usage follows from the rowwise one. */
 static bool derives(const struct kind *k) { return k->rows != 1; }
 
 static nib_quantizer quantizer(const struct kind *k)
@@ -60,7 +60,7 @@ static nib_quantizer quantizer(const struct kind *k)
 
 enum { MAX_ELEMENTS = 1 << 19 };
 
-static float numbers[MAX_ELEMENTS], decoded[MAX_ELEMENTS], decoded_too[MAX_ELEMENTS];
+static float inputs[MAX_ELEMENTS], decoded[MAX_ELEMENTS], decoded_too[MAX_ELEMENTS];
 
 static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *shape)
 {
@@ -73,8 +73,8 @@ static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *
 static nib_array matrix(int64_t rows, int64_t cols)
 {
     for (int64_t i = 0; i < rows * cols; i++)
-        numbers[i] = ldexpf(test_normal(), (int)test_below(12) - 6);
-    return array_of(numbers, NIB_F32, 2, (const int64_t[]){ rows, cols });
+        inputs[i] = ldexpf(test_normal(), (int)test_below(12) - 6);
+    return array_of(inputs, NIB_F32, 2, (const int64_t[]){ rows, cols });
 }
 
 static nib_tensor *quantized(const nib_quantizer *q, const nib_array *x)
@@ -116,29 +116,29 @@ static float code_value(nib_dtype element, unsigned code)
     return code >> (bits - 1) & 1 ? -value : value;
 }
 
-/* One copy of a tensor: its codes, its scales (Float8: its level) and the size of the matrix. */
-struct copy {
+/* One copy of a tensor: its codes, its scales (Float8: its tensor scale) and the size of the matrix. */
+struct usage {
     const struct kind *k;
-    nib_copy which;
+    nib_usage which;
     const uint8_t *codes;
     nib_array scales;
     int64_t rows, cols;
 };
 
-static struct copy copy_of(const struct kind *k, const nib_tensor *t, nib_copy which)
+static struct usage copy_of(const struct kind *k, const nib_tensor *t, nib_usage which)
 {
     const nib_metadata m = metadata(t);
-    struct copy c = { .k = k, .which = which, .rows = m.rows, .cols = m.cols };
+    struct usage c = { .k = k, .which = which, .rows = m.rows, .cols = m.cols };
     c.codes = nib_buffer_data(nib_tensor_buffer(t, which == NIB_ROWWISE ? NIB_ROW_DATA : NIB_COL_DATA));
     CHECK_OK(nib_tensor_part(t,
-                             !has_blocks(k)         ? NIB_ROW_LEVEL
+                             !has_blocks(k)         ? NIB_ROW_TENSOR_SCALE
                              : which == NIB_ROWWISE ? NIB_ROW_SCALE
                                                     : NIB_COL_SCALE,
                              &c.scales));
     return c;
 }
 
-static unsigned code_at(const struct copy *c, int64_t row, int64_t col)
+static unsigned code_at(const struct usage *c, int64_t row, int64_t col)
 {
     const bool transposed = c->which == NIB_COLUMNWISE && c->k->format != NIB_MXFP8;
     const int64_t line = transposed ? col : row, i = transposed ? row : col, length = transposed ? c->rows : c->cols;
@@ -148,11 +148,11 @@ static unsigned code_at(const struct copy *c, int64_t row, int64_t col)
 }
 
 /* Where the scale of an element lies in the (row-major, padded) matrix of scales. */
-static void scale_place(const struct kind *k, nib_copy copy, int64_t row, int64_t col, int64_t at[2])
+static void scale_place(const struct kind *k, nib_usage usage, int64_t row, int64_t col, int64_t at[2])
 {
-    const int64_t line = copy == NIB_ROWWISE ? row : col, block = (copy == NIB_ROWWISE ? col : row) / k->block;
+    const int64_t line = usage == NIB_ROWWISE ? row : col, block = (usage == NIB_ROWWISE ? col : row) / k->block;
     at[0] = line, at[1] = block;
-    if (k->format == NIB_MXFP8 && copy == NIB_COLUMNWISE)
+    if (k->format == NIB_MXFP8 && usage == NIB_COLUMNWISE)
         at[0] = block, at[1] = line;
     if (k->format == NIB_FLOAT8_BLOCK) {
         at[0] = k->rows == 1 ? block : line / 128;
@@ -160,7 +160,7 @@ static void scale_place(const struct kind *k, nib_copy copy, int64_t row, int64_
     }
 }
 
-static float scale_at(const struct copy *c, int64_t row, int64_t col)
+static float scale_at(const struct usage *c, int64_t row, int64_t col)
 {
     if (!has_blocks(c->k))
         return *(const float *)c->scales.data;
@@ -173,27 +173,27 @@ static float scale_at(const struct copy *c, int64_t row, int64_t col)
     return e8m0 == 255 ? NAN : ldexpf(1, e8m0 - 127);
 }
 
-static float value_at(const struct copy *c, int64_t row, int64_t col)
+static float value_at(const struct usage *c, int64_t row, int64_t col)
 {
     return code_value(c->k->element, code_at(c, row, col)) * scale_at(c, row, col);
 }
 
-static void dequantize(const nib_tensor *t, nib_copy copy, float *out)
+static void dequantize(const nib_tensor *t, nib_usage usage, float *out)
 {
     const nib_metadata m = metadata(t);
     const nib_array y = array_of(out, NIB_F32, m.rank, m.shape);
-    CHECK_OK(nib_dequantize(t, copy, &y));
+    CHECK_OK(nib_dequantize(t, usage, &y));
 }
 
 /* That every value of a copy is what its parts say. */
-static void check_values(const struct kind *k, const nib_tensor *t, nib_copy copy)
+static void check_values(const struct kind *k, const nib_tensor *t, nib_usage usage)
 {
-    const struct copy c = copy_of(k, t, copy);
-    dequantize(t, copy, decoded);
+    const struct usage c = copy_of(k, t, usage);
+    dequantize(t, usage, decoded);
     for (int64_t i = 0; i < c.rows * c.cols; i++) {
         const float expected = value_at(&c, i / c.cols, i % c.cols);
         if (memcmp(&expected, &decoded[i], sizeof expected)) {
-            CHECK_THAT(false, "%s, copy %d: [%lld, %lld] is %a, not %a", k->name, (int)copy, (long long)(i / c.cols),
+            CHECK_THAT(false, "%s, copy %d: [%lld, %lld] is %a, not %a", k->name, (int)usage, (long long)(i / c.cols),
                        (long long)(i % c.cols), (double)decoded[i], (double)expected);
             return;
         }
@@ -281,10 +281,10 @@ TEST(parts_have_the_documented_shapes)
             }
         } else if (!has_blocks(k)) {
             expected[NIB_ROW_SCALE].rank = expected[NIB_COL_SCALE].rank = 0;
-            expected[NIB_ROW_LEVEL].rank = 1;
-            expected[NIB_ROW_LEVEL].padded[0] = expected[NIB_ROW_LEVEL].valid[0] = 1;
+            expected[NIB_ROW_TENSOR_SCALE].rank = 1;
+            expected[NIB_ROW_TENSOR_SCALE].padded[0] = expected[NIB_ROW_TENSOR_SCALE].valid[0] = 1;
         }
-        const nib_array x = array_of(numbers, NIB_F32, 3, shape);
+        const nib_array x = array_of(inputs, NIB_F32, 3, shape);
         nib_tensor *t = quantized(&q, &x);
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             int rank = 0;
@@ -310,14 +310,14 @@ TEST(parts_have_the_documented_shapes)
             CHECK_OK(nib_tensor_part(t, (nib_part)part, &array));
             CHECK_KIND(k, array.rank == rank && memcmp(array.shape, expected[part].padded, bytes) == 0);
             const nib_dtype scale = is_mx(k) ? NIB_E8M0 : NIB_F32;
-            CHECK_KIND(k, array.dtype == (part < NIB_ROW_SCALE ? NIB_U8 : part < NIB_ROW_LEVEL ? scale : NIB_F32));
+            CHECK_KIND(k, array.dtype == (part < NIB_ROW_SCALE ? NIB_U8 : part < NIB_ROW_TENSOR_SCALE ? scale : NIB_F32));
             CHECK_KIND(k, nib_buffer_bytes(nib_tensor_buffer(t, (nib_part)part)) == array.bytes);
         }
         nib_tensor_destroy(t);
     }
 }
 
-/* Whatever a buffer held: quantising into it leaves zeros between the scales and their padded size. */
+/* Whatever a buffer held: quantizing into it leaves zeros between the scales and their padded size. */
 TEST(padding_is_zero)
 {
     FOR_KINDS(k)
@@ -357,7 +357,7 @@ TEST(metadata_says_what_a_tensor_is)
         const nib_metadata m = metadata(t);
         CHECK_KIND(k, m.format == k->format && m.dtype == NIB_F32 && m.element == k->element && m.rank == 2);
         CHECK_KIND(k, m.rows == 64 && m.cols == 96 && m.rowwise && m.columnwise && m.columnwise_valid);
-        CHECK_KIND(k, m.level == (has_blocks(k) ? NIB_LEVEL_NONE : NIB_LEVEL_DECODE));
+        CHECK_KIND(k, m.tensor_scale == (has_blocks(k) ? NIB_TENSOR_SCALE_NONE : NIB_TENSOR_SCALE_MULTIPLIER));
         CHECK_KIND(k, m.quantizer.amax_comm == NULL && nib_quantizer_equal(&m.quantizer, &q));
         nib_tensor_destroy(t);
         CHECK_KIND(k, nib_is_quantizable(&q, 2, (const int64_t[]){ 256, 384 }));
@@ -413,14 +413,14 @@ TEST(values_are_near_the_data)
         nib_tensor *t = quantized(&q, &x);
         const float relative = k->element == NIB_E4M3 ? 0x1p-4f : k->element == NIB_E5M2 ? 0x1p-3f : 0x1p-2f,
                     smallest = k->element == NIB_E4M3 ? 0x1p-6f : k->element == NIB_E5M2 ? 0x1p-14f : 1.0f;
-        for (int copy = 0; copy < 2; copy++) {
-            const struct copy c = copy_of(k, t, (nib_copy)copy);
-            dequantize(t, (nib_copy)copy, decoded);
+        for (int usage = 0; usage < 2; usage++) {
+            const struct usage c = copy_of(k, t, (nib_usage)usage);
+            dequantize(t, (nib_usage)usage, decoded);
             for (int64_t i = 0; i < M * K; i++) {
                 const float scale = scale_at(&c, i / K, i % K);
-                const float bound = relative * fmaxf(fabsf(numbers[i]), smallest * scale) * 1.0001f;
-                CHECK_THAT(fabsf(decoded[i] - numbers[i]) <= bound, "%s: %g became %g, with a scale of %g", k->name,
-                           (double)numbers[i], (double)decoded[i], (double)scale);
+                const float bound = relative * fmaxf(fabsf(inputs[i]), smallest * scale) * 1.0001f;
+                CHECK_THAT(fabsf(decoded[i] - inputs[i]) <= bound, "%s: %g became %g, with a scale of %g", k->name,
+                           (double)inputs[i], (double)decoded[i], (double)scale);
             }
         }
         nib_tensor_destroy(t);
@@ -435,13 +435,13 @@ TEST(dequantize_to_every_dtype_and_stride)
     {
         const nib_quantizer q = quantizer(k);
         (void)matrix(M, K);
-        const nib_array x = array_of(numbers, NIB_F32, 3, shape);
+        const nib_array x = array_of(inputs, NIB_F32, 3, shape);
         nib_tensor *t = quantized(&q, &x);
-        for (int copy = 0; copy < 2; copy++) {
-            dequantize(t, (nib_copy)copy, decoded);
+        for (int usage = 0; usage < 2; usage++) {
+            dequantize(t, (nib_usage)usage, decoded);
             for (int dtype = NIB_F16; dtype <= NIB_BF16; dtype++) {
                 const nib_array y = array_of(half, (nib_dtype)dtype, 3, shape);
-                CHECK_OK(nib_dequantize(t, (nib_copy)copy, &y));
+                CHECK_OK(nib_dequantize(t, (nib_usage)usage, &y));
                 CHECK_OK(nib_encode((nib_dtype)dtype, decoded, (size_t)(M * K), expected));
                 CHECK_BYTES(half, expected, (size_t)(M * K) * sizeof *half);
             }
@@ -449,7 +449,7 @@ TEST(dequantize_to_every_dtype_and_stride)
             nib_array y = array_of(decoded_too, NIB_F32, 3, shape);
             y.strides[0] = K, y.strides[1] = 5 * K, y.strides[2] = -1;
             y.offset = (size_t)(K - 1) * sizeof(float);
-            CHECK_OK(nib_dequantize(t, (nib_copy)copy, &y));
+            CHECK_OK(nib_dequantize(t, (nib_usage)usage, &y));
             for (int64_t i = 0; i < M * K; i++) {
                 const int64_t a = i / (9 * K), b = i / K % 9, c = i % K;
                 CHECK_KIND(k, decoded_too[b * 5 * K + a * K + K - 1 - c] == decoded[i]);
@@ -458,7 +458,7 @@ TEST(dequantize_to_every_dtype_and_stride)
             for (int64_t first = 0; first <= M; first += 7) {
                 const int64_t count = test_below(M - first + 1), rows_shape[2] = { count, K };
                 const nib_array rows = array_of(decoded_too, NIB_F32, 2, rows_shape);
-                CHECK_OK(nib_dequantize_rows(t, (nib_copy)copy, first, count, &rows));
+                CHECK_OK(nib_dequantize_rows(t, (nib_usage)usage, first, count, &rows));
                 CHECK_BYTES(decoded_too, decoded + first * K, (size_t)(count * K) * sizeof(float));
             }
         }
@@ -478,13 +478,13 @@ TEST(dequantize_rows_across_blocks)
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(400, 150);
         nib_tensor *t = quantized(&q, &x);
-        for (int copy = 0; copy < 2; copy++) {
-            check_values(k, t, (nib_copy)copy);
-            dequantize(t, (nib_copy)copy, decoded);
+        for (int usage = 0; usage < 2; usage++) {
+            check_values(k, t, (nib_usage)usage);
+            dequantize(t, (nib_usage)usage, decoded);
             for (int i = 0; i < 12; i++) {
                 const int64_t first = test_below(400), count = test_below(400 - first) + 1;
                 const nib_array rows = array_of(decoded_too, NIB_F32, 2, (const int64_t[]){ count, 150 });
-                CHECK_OK(nib_dequantize_rows(t, (nib_copy)copy, first, count, &rows));
+                CHECK_OK(nib_dequantize_rows(t, (nib_usage)usage, first, count, &rows));
                 CHECK_BYTES(decoded_too, decoded + first * 150, (size_t)count * 150 * sizeof(float));
             }
         }
@@ -508,7 +508,7 @@ TEST(strided_input_gives_the_same_bytes)
         };
         for (size_t s = 0; s < sizeof strides / sizeof *strides; s++) {
             for (int64_t i = 0; i < M * K; i++)
-                moved[strides[s][2] + i / K * strides[s][0] + i % K * strides[s][1]] = numbers[i];
+                moved[strides[s][2] + i / K * strides[s][0] + i % K * strides[s][1]] = inputs[i];
             strided.strides[0] = strides[s][0], strided.strides[1] = strides[s][1];
             strided.offset = (size_t)strides[s][2] * sizeof(float);
             nib_tensor *t = quantized(&q, &strided);
@@ -517,12 +517,12 @@ TEST(strided_input_gives_the_same_bytes)
         }
         nib_tensor_destroy(expected);
         /* One row, said many times. */
-        nib_array repeated = array_of(numbers, NIB_F32, 2, (const int64_t[]){ 40, K });
+        nib_array repeated = array_of(inputs, NIB_F32, 2, (const int64_t[]){ 40, K });
         repeated.strides[0] = 0;
         nib_tensor *a = quantized(&q, &repeated);
         for (int64_t i = 1; i < 40; i++)
-            memcpy(moved + i * K, numbers, (size_t)K * sizeof *moved);
-        memcpy(moved, numbers, (size_t)K * sizeof *moved);
+            memcpy(moved + i * K, inputs, (size_t)K * sizeof *moved);
+        memcpy(moved, inputs, (size_t)K * sizeof *moved);
         const nib_array written_out = array_of(moved, NIB_F32, 2, (const int64_t[]){ 40, K });
         nib_tensor *b = quantized(&q, &written_out);
         CHECK_KIND(k, equal(a, b));
@@ -540,10 +540,10 @@ TEST(input_dtypes_agree)
     for (int dtype = NIB_F16; dtype <= NIB_BF16; dtype++) {
         const nib_quantizer q = quantizer(k);
         (void)matrix(M, K);
-        CHECK_OK(nib_encode((nib_dtype)dtype, numbers, (size_t)(M * K), half));
-        CHECK_OK(nib_decode((nib_dtype)dtype, half, (size_t)(M * K), numbers));
+        CHECK_OK(nib_encode((nib_dtype)dtype, inputs, (size_t)(M * K), half));
+        CHECK_OK(nib_decode((nib_dtype)dtype, half, (size_t)(M * K), inputs));
         const nib_array narrow = array_of(half, (nib_dtype)dtype, 2, (const int64_t[]){ M, K }),
-                        broad = array_of(numbers, NIB_F32, 2, (const int64_t[]){ M, K });
+                        broad = array_of(inputs, NIB_F32, 2, (const int64_t[]){ M, K });
         nib_tensor *a = quantized(&q, &narrow), *b = quantized(&q, &broad);
         CHECK_KIND(k, !equal(a, b)); /* the nominal dtype is part of a tensor */
         for (int part = 0; part < NIB_PART_COUNT; part++)
@@ -603,9 +603,9 @@ TEST(one_thread_equals_seven)
         q.threads = 7;
         nib_tensor *seven = quantized(&q, &x);
         CHECK_KIND(k, equal(one, seven));
-        for (int copy = 0; copy < 2; copy++) {
-            dequantize(one, (nib_copy)copy, decoded);
-            dequantize(seven, (nib_copy)copy, decoded_too);
+        for (int usage = 0; usage < 2; usage++) {
+            dequantize(one, (nib_usage)usage, decoded);
+            dequantize(seven, (nib_usage)usage, decoded_too);
             CHECK_BYTES(decoded, decoded_too, (size_t)M * K * sizeof(float));
         }
         if (derives(k)) {
@@ -624,13 +624,13 @@ TEST(numbers_that_are_not_finite)
     {
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(130, 140);
-        numbers[3] = NAN;
-        numbers[140 * 64 + 70] = INFINITY;
-        numbers[140 * 129 + 139] = -INFINITY;
+        inputs[3] = NAN;
+        inputs[140 * 64 + 70] = INFINITY;
+        inputs[140 * 129 + 139] = -INFINITY;
         nib_tensor *t = quantized(&q, &x);
-        for (int copy = 0; copy < 2; copy++) {
-            const struct copy c = copy_of(k, t, (nib_copy)copy);
-            dequantize(t, (nib_copy)copy, decoded);
+        for (int usage = 0; usage < 2; usage++) {
+            const struct usage c = copy_of(k, t, (nib_usage)usage);
+            dequantize(t, (nib_usage)usage, decoded);
             /* E2M1 has no NaN; infinity becomes the largest code, under whatever scale. */
             CHECK_KIND(k, k->element == NIB_E2M1 ? !isnan(decoded[3]) : isnan(decoded[3]));
             const unsigned largest = k->element == NIB_E4M3 ? 0x7E : k->element == NIB_E5M2 ? 0x7B : 7;
@@ -646,7 +646,7 @@ TEST(numbers_that_are_not_finite)
     }
 }
 
-/* ---- Quantise into ---- */
+/* ---- Quantize into ---- */
 
 TEST(quantize_into_a_tensor_that_exists)
 {
@@ -670,9 +670,9 @@ TEST(quantize_into_a_tensor_that_exists)
         for (int part = 0; part < NIB_PART_COUNT; part++)
             CHECK_KIND(k, nib_tensor_buffer(t, (nib_part)part) == buffers[part]); /* in place */
 
-        /* With one copy, then with both again. */
-        for (int copies = 1; copies <= 3; copies++) {
-            q.rowwise = copies & 1, q.columnwise = copies >> 1;
+        /* With one usage, then with both again. */
+        for (int usages = 1; usages <= 3; usages++) {
+            q.rowwise = usages & 1, q.columnwise = usages >> 1;
             CHECK_OK(nib_quantize_into(&q, &x, NULL, NULL, t));
             nib_tensor *alone = quantized(&q, &x);
             CHECK_KIND(k, equal(t, alone));
@@ -690,7 +690,7 @@ TEST(quantize_into_a_tensor_that_exists)
 
 /* A view goes on decoding what it shares, also when the tensor it came from gives up one of its copies: of the one that
  * is dropped no code was written, so its values must stay; the other is as it was or as it is, never half of each. It
- * matters where both copies have one level. */
+ * matters where both usages have one tensor scale. */
 TEST(views_survive_a_change_of_usage)
 {
     static float old[64 * 96];
@@ -700,17 +700,17 @@ TEST(views_survive_a_change_of_usage)
         nib_array x = matrix(64, 96);
         nib_tensor *t = quantized(&q, &x), *view = NULL;
         CHECK_OK(nib_tensor_view(t, 2, x.shape, &view));
-        dequantize(view, (nib_copy)!keep, decoded);
-        dequantize(view, (nib_copy)keep, old);
+        dequantize(view, (nib_usage)!keep, decoded);
+        dequantize(view, (nib_usage)keep, old);
         for (int64_t i = 0; i < 64 * 96; i++)
-            numbers[i] *= 3;
+            inputs[i] *= 3;
         q.rowwise = keep == NIB_ROWWISE, q.columnwise = keep == NIB_COLUMNWISE;
         CHECK_OK(nib_quantize_into(&q, &x, NULL, NULL, t));
-        dequantize(view, (nib_copy)!keep, decoded_too);
+        dequantize(view, (nib_usage)!keep, decoded_too);
         CHECK_THAT(memcmp(decoded, decoded_too, sizeof old) == 0, "%s, copy %d of a view: [0] from %g to %g", k->name,
                    !keep, (double)decoded[0], (double)decoded_too[0]);
-        dequantize(view, (nib_copy)keep, decoded);
-        dequantize(t, (nib_copy)keep, decoded_too);
+        dequantize(view, (nib_usage)keep, decoded);
+        dequantize(t, (nib_usage)keep, decoded_too);
         CHECK_THAT(memcmp(decoded, decoded_too, sizeof old) == 0 || memcmp(decoded, old, sizeof old) == 0,
                    "%s, copy %d of a view: [0] is %g, neither %g nor %g", k->name, keep, (double)decoded[0],
                    (double)old[0], (double)decoded_too[0]);
@@ -739,7 +739,7 @@ TEST(usages_are_built_where_they_follow)
         if (derives(k)) {
             CHECK_OK(nib_tensor_update_usage(t, 1, 1));
             CHECK_KIND(k, equal(t, both));
-            CHECK_OK(nib_tensor_update_usage(t, 0, 1)); /* the columnwise copy stands alone */
+            CHECK_OK(nib_tensor_update_usage(t, 0, 1)); /* the columnwise usage stands alone */
             check_values(k, t, NIB_COLUMNWISE);
             CHECK_OK(nib_dequantize(t, NIB_EITHER, &y));
             CHECK_FAILS(nib_tensor_update_usage(t, 1, -1), NIB_ERR_USAGE, "rowwise");
@@ -773,7 +773,7 @@ TEST(a_columnwise_copy_can_be_invalid)
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(66, 100);
         const nib_array y = array_of(decoded, NIB_F32, 2, x.shape);
-        nib_tensor *t = quantized(&q, &x), *clean = NULL, *copy = NULL;
+        nib_tensor *t = quantized(&q, &x), *clean = NULL, *usage = NULL;
         CHECK_OK(nib_tensor_clone(t, &clean));
         /* Another writer changes a rowwise code and says so. */
         uint8_t *codes = nib_buffer_data(nib_tensor_buffer(t, NIB_ROW_DATA));
@@ -783,12 +783,12 @@ TEST(a_columnwise_copy_can_be_invalid)
         CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE, &y), NIB_ERR_USAGE, "not valid");
         CHECK_OK(nib_dequantize(t, NIB_EITHER, &y));
         check_values(k, t, NIB_ROWWISE);
-        CHECK_OK(nib_tensor_clone(t, &copy)); /* the flag goes along */
-        CHECK_KIND(k, !metadata(copy).columnwise_valid && equal(copy, t));
-        CHECK_OK(nib_tensor_copy(copy, clean));
-        CHECK_KIND(k, metadata(copy).columnwise_valid && equal(copy, clean));
-        CHECK_OK(nib_tensor_copy(copy, t));
-        CHECK_KIND(k, !metadata(copy).columnwise_valid);
+        CHECK_OK(nib_tensor_clone(t, &usage)); /* the flag goes along */
+        CHECK_KIND(k, !metadata(usage).columnwise_valid && equal(usage, t));
+        CHECK_OK(nib_tensor_copy(usage, clean));
+        CHECK_KIND(k, metadata(usage).columnwise_valid && equal(usage, clean));
+        CHECK_OK(nib_tensor_copy(usage, t));
+        CHECK_KIND(k, !metadata(usage).columnwise_valid);
         if (derives(k)) {
             CHECK_OK(nib_tensor_update_usage(t, -1, 1));
             CHECK_KIND(k, metadata(t).columnwise_valid);
@@ -797,7 +797,7 @@ TEST(a_columnwise_copy_can_be_invalid)
             check_values(k, t, NIB_COLUMNWISE);
             CHECK_BYTES(decoded, decoded_too, 66 * 100 * sizeof(float));
         } else {
-            CHECK_FAILS(nib_tensor_update_usage(t, -1, 1), NIB_ERR_USAGE, "quantise again");
+            CHECK_FAILS(nib_tensor_update_usage(t, -1, 1), NIB_ERR_USAGE, "quantize again");
             CHECK_KIND(k, !metadata(t).columnwise_valid);
         }
         CHECK_OK(nib_tensor_invalidate_columnwise(t));
@@ -808,7 +808,7 @@ TEST(a_columnwise_copy_can_be_invalid)
         CHECK_KIND(k, metadata(t).columnwise_valid);
         nib_tensor_destroy(t);
         nib_tensor_destroy(clean);
-        nib_tensor_destroy(copy);
+        nib_tensor_destroy(usage);
     }
 }
 
@@ -817,15 +817,15 @@ TEST(a_columnwise_copy_can_be_invalid)
 TEST(save_and_restore)
 {
     static const nib_part orders[NIB_FORMAT_COUNT][NIB_PART_COUNT] = {
-        [NIB_FLOAT8] = { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_LEVEL },
+        [NIB_FLOAT8] = { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_TENSOR_SCALE },
         [NIB_MXFP8] = { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_SCALE, NIB_COL_SCALE },
         [NIB_FLOAT8_BLOCK] = { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_SCALE, NIB_COL_SCALE },
         [NIB_MXFP4] = { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_SCALE, NIB_COL_SCALE },
     };
     FOR_KINDS(k)
-    for (int copies = 1; copies <= 3; copies++) {
+    for (int usages = 1; usages <= 3; usages++) {
         nib_quantizer q = quantizer(k);
-        q.rowwise = copies & 1, q.columnwise = copies >> 1;
+        q.rowwise = usages & 1, q.columnwise = usages >> 1;
         const nib_array x = matrix(66, 100);
         nib_tensor *t = quantized(&q, &x), *kept = NULL;
         CHECK_OK(nib_tensor_clone(t, &kept));
@@ -837,7 +837,7 @@ TEST(save_and_restore)
         CHECK_KIND(k, n == (has_blocks(k) ? 4u : 3u));
         for (size_t i = 0; i < n; i++) {
             const nib_part part = orders[k->format][i];
-            const bool there = part == NIB_ROW_LEVEL || (part % 2 ? q.columnwise : q.rowwise);
+            const bool there = part == NIB_ROW_TENSOR_SCALE || (part % 2 ? q.columnwise : q.rowwise);
             CHECK_THAT(saved[i] == parts[part] && (saved[i] != NULL) == there, "%s: entry %zu", k->name, i);
             CHECK_KIND(k, nib_tensor_buffer(t, part) == NULL);
         }
@@ -851,7 +851,7 @@ TEST(save_and_restore)
     }
 }
 
-/* A copy without its scale or level, or with one of another size, is not a copy. */
+/* A copy without its scale or tensor scale, or with one of another size, is not a copy. */
 TEST(what_is_restored_is_checked)
 {
     FOR_KINDS(k)
@@ -866,7 +866,7 @@ TEST(what_is_restored_is_checked)
         for (size_t i = 0; i < n; i++) {
             nib_buffer *const whole = saved[i];
             saved[i] = NULL;
-            const bool data_of_two = !has_blocks(k) && i < 2; /* Float8's level then serves the other copy alone */
+            const bool data_of_two = !has_blocks(k) && i < 2; /* Float8's tensor scale then serves the other usage alone */
             const nib_status status = nib_tensor_restore_from_saved(t, saved, n, &used);
             CHECK_THAT(status == (data_of_two ? NIB_OK : NIB_ERR_USAGE), "%s: without entry %zu: %s", k->name, i,
                        nib_status_name(status));
@@ -878,7 +878,7 @@ TEST(what_is_restored_is_checked)
         }
         nib_buffer *parts[NIB_PART_COUNT] = { saved[0], saved[1] };
         for (size_t i = 2; i < n; i++)
-            parts[has_blocks(k) ? i : NIB_ROW_LEVEL] = saved[i];
+            parts[has_blocks(k) ? i : NIB_ROW_TENSOR_SCALE] = saved[i];
         CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, 2, x.shape, parts, &back));
         CHECK_OK(nib_tensor_restore_from_saved(t, saved, n, &used));
         CHECK_KIND(k, equal(t, back));
@@ -901,7 +901,7 @@ TEST(save_a_mixed_list)
         CHECK_OK(nib_tensor_clone(items[i + (i >= 4)].tensor, &kept[i]));
         expected += has_blocks(&kinds[i]) ? 4 : 3;
     }
-    items[4].array = array_of(numbers, NIB_F32, 1, (const int64_t[]){ 7 });
+    items[4].array = array_of(inputs, NIB_F32, 1, (const int64_t[]){ 7 });
     nib_saved saved[64];
     CHECK_OK(nib_saved_count(items, N + 1, &count));
     CHECK(count == expected);
@@ -909,7 +909,7 @@ TEST(save_a_mixed_list)
     CHECK_OK(nib_prepare_for_saving(items, N + 1, saved, 64, &count));
     CHECK(count == expected && items[4].array.data == NULL);
     CHECK_OK(nib_restore_from_saved(items, N + 1, saved, count, &used));
-    CHECK(used == expected && items[4].array.data == numbers && items[4].array.shape[0] == 7);
+    CHECK(used == expected && items[4].array.data == inputs && items[4].array.shape[0] == 7);
     for (int i = 0; i < N; i++) {
         CHECK_KIND(&kinds[i], equal(items[i + (i >= 4)].tensor, kept[i]));
         nib_tensor_destroy(items[i + (i >= 4)].tensor);
@@ -951,7 +951,7 @@ TEST(clone_copy_equal_zero)
         CHECK_OK(nib_tensor_copy(b, c));
         CHECK_KIND(k, equal(b, c));
 
-        /* A target with one copy takes it; a source with one does not fill two. */
+        /* A target with one usage takes it; a source with one does not fill two. */
         CHECK_OK(nib_tensor_update_usage(b, 1, 0));
         CHECK_OK(nib_tensor_copy(b, a));
         check_values(k, b, NIB_ROWWISE);
@@ -988,13 +988,13 @@ TEST(clone_copy_equal_zero)
         }
 
         CHECK_OK(nib_tensor_zero(c));
-        for (int copy = 0; copy < 2; copy++) {
-            check_values(k, c, (nib_copy)copy);
+        for (int usage = 0; usage < 2; usage++) {
+            check_values(k, c, (nib_usage)usage);
             for (int64_t i = 0; i < 66 * 100; i++)
                 CHECK_KIND(k, decoded[i] == 0 && !signbit(decoded[i]));
         }
         if (!has_blocks(k))
-            CHECK_KIND(k, *(float *)nib_buffer_data(nib_tensor_buffer(c, NIB_ROW_LEVEL)) == 1);
+            CHECK_KIND(k, *(float *)nib_buffer_data(nib_tensor_buffer(c, NIB_ROW_TENSOR_SCALE)) == 1);
         nib_tensor *fresh = NULL;
         CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, x.shape, &fresh));
         CHECK_KIND(k, equal(c, fresh));
@@ -1021,7 +1021,7 @@ TEST(rebind_the_rowwise_codes)
         nib_buffer_release(home);
         nib_tensor_destroy(t);
 
-        /* A view from before stays as it was, or sees whole updates; never codes of one and a level of the other. */
+        /* A view from before stays as it was, or sees whole updates; never codes of one and a tensor scale of the other. */
         nib_tensor *view = NULL;
         CHECK_OK(nib_tensor_clone(kept, &t));
         CHECK_OK(nib_tensor_view(t, 2, x.shape, &view));
@@ -1029,14 +1029,14 @@ TEST(rebind_the_rowwise_codes)
         CHECK_OK(nib_tensor_rebind_rowwise(t, home));
         nib_buffer_release(home);
         for (int i = 0; i < 33 * 65; i++)
-            numbers[i] *= -3;
+            inputs[i] *= -3;
         CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, t));
-        for (int copy = 0; copy < 2; copy++) {
-            dequantize(view, (nib_copy)copy, decoded);
+        for (int usage = 0; usage < 2; usage++) {
+            dequantize(view, (nib_usage)usage, decoded);
             for (int which = 0, same = 0; which < 2; which++) {
-                dequantize(which ? t : kept, (nib_copy)copy, decoded_too);
+                dequantize(which ? t : kept, (nib_usage)usage, decoded_too);
                 same |= memcmp(decoded, decoded_too, 33 * 65 * sizeof(float)) == 0;
-                CHECK_THAT(same || !which, "%s, copy %d of a view: [0] is %g", k->name, copy, (double)decoded[0]);
+                CHECK_THAT(same || !which, "%s, copy %d of a view: [0] is %g", k->name, usage, (double)decoded[0]);
             }
         }
         nib_tensor_destroy(view);
@@ -1047,11 +1047,11 @@ TEST(rebind_the_rowwise_codes)
 
 /* ---- Views and slices ---- */
 
-static void check_same_numbers(const struct kind *k, const nib_tensor *a, const nib_tensor *b, nib_copy copy)
+static void check_same_values(const struct kind *k, const nib_tensor *a, const nib_tensor *b, nib_usage usage)
 {
     const nib_metadata m = metadata(a);
-    dequantize(a, copy, decoded);
-    dequantize(b, copy, decoded_too);
+    dequantize(a, usage, decoded);
+    dequantize(b, usage, decoded_too);
     CHECK_THAT(memcmp(decoded, decoded_too, (size_t)(m.rows * m.cols) * sizeof(float)) == 0, "%s: values differ",
                k->name);
 }
@@ -1067,18 +1067,18 @@ TEST(views_of_the_same_length)
         CHECK_OK(nib_tensor_view(t, 4, shape, &view));
         for (int part = 0; part < NIB_PART_COUNT; part++)
             CHECK_KIND(k, nib_tensor_buffer(view, (nib_part)part) == nib_tensor_buffer(t, (nib_part)part));
-        x = array_of(numbers, NIB_F32, 4, shape);
+        x = array_of(inputs, NIB_F32, 4, shape);
         direct = quantized(&q, &x);
         CHECK_KIND(k, equal(view, direct));
-        check_same_numbers(k, t, view, NIB_ROWWISE);
-        check_same_numbers(k, t, view, NIB_COLUMNWISE);
+        check_same_values(k, t, view, NIB_ROWWISE);
+        check_same_values(k, t, view, NIB_COLUMNWISE);
         nib_tensor_destroy(view);
         CHECK_OK(nib_tensor_view(t, 3, open, &view));
         CHECK_KIND(k, metadata(view).shape[0] == 2);
         /* What is written through one is seen through the other. */
         x = matrix(66, 100);
         CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, t));
-        check_same_numbers(k, t, view, NIB_COLUMNWISE);
+        check_same_values(k, t, view, NIB_COLUMNWISE);
         nib_tensor_destroy(view);
         CHECK_FAILS(nib_tensor_view(t, 2, (const int64_t[]){ 67, 100 }, &view), NIB_ERR_SHAPE, "6600");
         nib_tensor_destroy(t);
@@ -1099,7 +1099,7 @@ TEST(views_of_another_length)
         const int64_t half[2] = { 256, 128 }, flat[1] = { 128 * 256 }, other[2] = { 64, 512 }, odd[2] = { 2048, 16 };
         if (lines || !has_blocks(k)) {
             CHECK_OK(nib_tensor_view(t, 2, half, &view));
-            const nib_array as_half = array_of(numbers, NIB_F32, 2, half);
+            const nib_array as_half = array_of(inputs, NIB_F32, 2, half);
             nib_tensor *direct = quantized(&q, &as_half);
             CHECK_KIND(k, equal(view, direct));
             check_values(k, view, NIB_ROWWISE);
@@ -1117,7 +1117,7 @@ TEST(views_of_another_length)
         }
         if (lines || !has_blocks(k))
             for (int i = 0; i < 2; i++) {
-                const nib_array y = array_of(numbers, NIB_F32, i ? 1 : 2, i ? flat : other);
+                const nib_array y = array_of(inputs, NIB_F32, i ? 1 : 2, i ? flat : other);
                 nib_tensor *direct = quantized(&q, &y);
                 CHECK_OK(nib_tensor_reshape(t, y.rank, y.shape, &view));
                 CHECK_KIND(k, equal(view, direct));
@@ -1146,26 +1146,26 @@ static nib_tensor *piece_of(const nib_quantizer *q, const nib_array *x, int64_t 
                             const float *scale)
 {
     nib_tensor *t = NULL;
-    nib_given given = { .bytes = sizeof given, .scale = scale };
+    nib_overrides overrides = { .bytes = sizeof overrides, .scale = scale };
     const int64_t shape[2] = { count, x->shape[1] };
     const nib_array rows = array_of((float *)x->data + first * x->shape[1], NIB_F32, 2, shape);
-    CHECK_OK(nib_quantize(q, &rows, scale ? &given : NULL, &t));
+    CHECK_OK(nib_quantize(q, &rows, scale ? &overrides : NULL, &t));
     return t;
 }
 
-/* Where a block lies within a piece, cutting before and after quantising is the same. With one scale for the tensor
+/* Where a block lies within a piece, cutting before and after quantizing is the same. With one scale for the tensor
  * it is so when that scale is given. */
 TEST(slices_are_what_the_piece_would_be)
 {
     const float given_scale = 3.5f;
     FOR_KINDS(k)
-    for (int copies = 1; copies <= 3; copies++) {
+    for (int usages = 1; usages <= 3; usages++) {
         nib_quantizer q = quantizer(k);
-        q.rowwise = copies & 1, q.columnwise = copies >> 1;
+        q.rowwise = usages & 1, q.columnwise = usages >> 1;
         const float *scale = has_blocks(k) ? NULL : &given_scale;
         const nib_array x = matrix(300, 150);
         nib_tensor *t = piece_of(&q, &x, 0, 300, scale), *slice = NULL;
-        const int64_t step = copies == 1 && k->rows <= 1 ? 1 : has_blocks(k) ? k->block : 1;
+        const int64_t step = usages == 1 && k->rows <= 1 ? 1 : has_blocks(k) ? k->block : 1;
         for (int i = 0; i < 8; i++) {
             const int64_t first = test_below(300 / step) * step;
             int64_t count = i % 2 ? 300 - first : test_below((300 - first) / step + 1) * step;
@@ -1226,18 +1226,18 @@ TEST(swizzle_and_back)
         }
         CHECK_OK(nib_tensor_swizzle(t));
         CHECK_KIND(k, metadata(t).quantizer.swizzled && !equal(t, plain));
-        for (int copy = 0; copy < 2; copy++) {
-            const nib_part part = copy ? NIB_COL_SCALE : NIB_ROW_SCALE;
+        for (int usage = 0; usage < 2; usage++) {
+            const nib_part part = usage ? NIB_COL_SCALE : NIB_ROW_SCALE;
             const uint8_t *tiles = nib_buffer_data(nib_tensor_buffer(t, part)),
                           *scales = nib_buffer_data(nib_tensor_buffer(plain, part));
-            const int64_t lines = copy ? K : M, blocks = ((copy ? M : K) + 31) / 32;
+            const int64_t lines = usage ? K : M, blocks = ((usage ? M : K) + 31) / 32;
             nib_array shape;
             int64_t sum = 0, sum_plain = 0;
             CHECK_OK(nib_tensor_part(plain, part, &shape));
             for (int64_t line = 0; line < lines; line++)
                 for (int64_t block = 0; block < blocks; block++) {
                     int64_t at[2];
-                    scale_place(k, (nib_copy)copy, copy ? block * 32 : line, copy ? line : block * 32, at);
+                    scale_place(k, (nib_usage)usage, usage ? block * 32 : line, usage ? line : block * 32, at);
                     const uint8_t scale = scales[at[0] * shape.shape[1] + at[1]];
                     sum_plain += scale;
                     CHECK_KIND(k, tiles[swizzled_place(line, block, blocks)] == scale);
@@ -1245,7 +1245,7 @@ TEST(swizzle_and_back)
             for (size_t i = 0; i < nib_buffer_bytes(nib_tensor_buffer(t, part)); i++)
                 sum += tiles[i];
             CHECK_KIND(k, sum == sum_plain); /* the rest is zero */
-            check_same_numbers(k, plain, t, (nib_copy)copy);
+            check_same_values(k, plain, t, (nib_usage)usage);
         }
         q.swizzled = 1;
         direct = quantized(&q, &x);
@@ -1270,7 +1270,7 @@ TEST(write_and_read_back)
     const char *tmp = getenv("TMPDIR");
     snprintf(path, sizeof path, "%s/nib_formats_%d.safetensors", tmp ? tmp : "/tmp", (int)getpid());
     enum { N = sizeof kinds / sizeof *kinds };
-    for (int copies = 1; copies <= 3; copies++) {
+    for (int usages = 1; usages <= 3; usages++) {
         nib_tensor *written[N], *back = NULL;
         nib_writer *writer = NULL;
         nib_file *file = NULL;
@@ -1278,16 +1278,16 @@ TEST(write_and_read_back)
         CHECK_OK(nib_writer_create(path, &writer));
         for (int i = 0; i < N; i++) {
             nib_quantizer q = quantizer(&kinds[i]);
-            q.rowwise = copies & 1, q.columnwise = copies >> 1;
-            q.swizzled = is_mx(&kinds[i]) && copies == 2;
+            q.rowwise = usages & 1, q.columnwise = usages >> 1;
+            q.swizzled = is_mx(&kinds[i]) && usages == 2;
             if (is_mx(&kinds[i]))
                 q.mx_rule = NIB_MX_FLOOR;
             else
                 q.amax_epsilon = 0.125f;
             (void)matrix(33, 65);
-            const nib_array x = array_of(numbers, NIB_F32, 3, (const int64_t[]){ 3, 11, 65 });
+            const nib_array x = array_of(inputs, NIB_F32, 3, (const int64_t[]){ 3, 11, 65 });
             written[i] = quantized(&q, &x);
-            if (copies == 3)
+            if (usages == 3)
                 CHECK_OK(nib_tensor_invalidate_columnwise(written[i]));
             snprintf(name[i], sizeof name[i], "t%d", i);
             CHECK_OK(nib_writer_declare_tensor(writer, name[i], written[i]));
@@ -1349,7 +1349,7 @@ TEST(parts_leave_through_dlpack)
         /* The memory outlives the tensor. */
         struct DLManagedTensor *managed = NULL;
         CHECK_OK(nib_tensor_to_dlpack(t, NIB_ROW_DATA, &managed));
-        const struct copy c = copy_of(k, t, NIB_ROWWISE);
+        const struct usage c = copy_of(k, t, NIB_ROWWISE);
         const unsigned first = code_at(&c, 0, 0);
         nib_tensor_destroy(t);
         CHECK_KIND(k, (*(uint8_t *)managed->data & (k->element == NIB_E2M1 ? 15u : 255u)) == first);
@@ -1373,15 +1373,15 @@ TEST(empty_tensors)
                 continue;
             const nib_quantizer q = quantizer(k);
             const nib_array x = array_of(NULL, NIB_BF16, rank, shape), y = array_of(NULL, NIB_F32, rank, shape);
-            nib_tensor *t = quantized(&q, &x), *copy = NULL;
+            nib_tensor *t = quantized(&q, &x), *usage = NULL;
             CHECK_OK(nib_dequantize(t, NIB_ROWWISE, &y));
             CHECK_OK(nib_dequantize(t, NIB_COLUMNWISE, &y));
-            CHECK_OK(nib_tensor_clone(t, &copy));
-            CHECK_KIND(k, equal(t, copy));
+            CHECK_OK(nib_tensor_clone(t, &usage));
+            CHECK_KIND(k, equal(t, usage));
             CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, t));
-            CHECK_KIND(k, equal(t, copy));
-            CHECK_OK(nib_tensor_zero(copy));
-            nib_tensor_destroy(copy);
+            CHECK_KIND(k, equal(t, usage));
+            CHECK_OK(nib_tensor_zero(usage));
+            nib_tensor_destroy(usage);
             nib_tensor_destroy(t);
         }
 }
@@ -1402,9 +1402,9 @@ TEST(rank_zero)
         }
         CHECK_OK(nib_quantizer_check(&q, &x));
         CHECK_OK(nib_quantize(&q, &x, NULL, &t));
-        for (int copy = 0; copy < 2; copy++) {
+        for (int usage = 0; usage < 2; usage++) {
             back = 0;
-            CHECK_OK(nib_dequantize(t, (nib_copy)copy, &y));
+            CHECK_OK(nib_dequantize(t, (nib_usage)usage, &y));
             CHECK_KIND(k, fabsf(back - one) < 1e-6f); /* the largest is at the largest code */
         }
         int rank = -1;
@@ -1429,11 +1429,11 @@ TEST(rank_zero)
     }
 }
 
-/* ---- What is refused ---- */
+/* ---- What is rejected ---- */
 
-static void check_refused(const struct kind *k, const nib_quantizer *q, nib_status status, const char *what)
+static void check_rejected(const struct kind *k, const nib_quantizer *q, nib_status status, const char *what)
 {
-    const nib_array x = array_of(numbers, NIB_F32, 2, (const int64_t[]){ 32, 32 });
+    const nib_array x = array_of(inputs, NIB_F32, 2, (const int64_t[]){ 32, 32 });
     nib_tensor *t = NULL;
     CHECK_THAT(nib_quantizer_check(q, NULL) == status, "%s with %s: %s: %s", k->name, what,
                nib_status_name(nib_quantizer_check(q, NULL)), nib_last_error());
@@ -1447,30 +1447,30 @@ TEST(options_of_other_formats_are_refused)
     {
         const nib_quantizer good = quantizer(k);
         nib_quantizer q;
-#define REFUSED(change, status) (q = good, change, check_refused(k, &q, status, #change))
-        REFUSED(q.row_scaled = 1, NIB_ERR_MODE);
-        REFUSED(q.rht = 1, NIB_ERR_MODE);
-        REFUSED(q.rht_rowwise = 1, NIB_ERR_MODE);
-        REFUSED(q.scale_rule = NIB_SCALE_4OVER6, NIB_ERR_MODE);
-        REFUSED(q.scale_rule = NIB_SCALE_SWEEP, NIB_ERR_MODE);
-        REFUSED(q.e4m3_max = 256, NIB_ERR_MODE);
-        REFUSED((q.e4m3_max = 256, q.scale_rule = NIB_SCALE_4OVER6), NIB_ERR_MODE);
-        REFUSED(q.tensor_scale = NIB_TENSOR_SCALE_EXACT, NIB_ERR_MODE);
-        REFUSED(q.tensor_scale = NIB_TENSOR_SCALE_POW2, NIB_ERR_MODE);
-        REFUSED(q.min_block_scale = 0.5f, NIB_ERR_MODE);
-        REFUSED(q.rounding = NIB_ROUND_STOCHASTIC_8, NIB_ERR_MODE);
-        REFUSED(q.rounding = NIB_ROUND_STOCHASTIC_24, NIB_ERR_MODE);
-        REFUSED(q.rounding = NIB_ROUND_STOCHASTIC_UNBIASED, NIB_ERR_MODE);
-        REFUSED(q.single_level = 1, NIB_ERR_MODE);
+#define REJECTED(change, status) (q = good, change, check_rejected(k, &q, status, #change))
+        REJECTED(q.row_scaled = 1, NIB_ERR_MODE);
+        REJECTED(q.rht = 1, NIB_ERR_MODE);
+        REJECTED(q.rht_rowwise = 1, NIB_ERR_MODE);
+        REJECTED(q.scale_rule = NIB_SCALE_4OVER6, NIB_ERR_MODE);
+        REJECTED(q.scale_rule = NIB_SCALE_SWEEP, NIB_ERR_MODE);
+        REJECTED(q.e4m3_max = 256, NIB_ERR_MODE);
+        REJECTED((q.e4m3_max = 256, q.scale_rule = NIB_SCALE_4OVER6), NIB_ERR_MODE);
+        REJECTED(q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_EXACT, NIB_ERR_MODE);
+        REJECTED(q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2, NIB_ERR_MODE);
+        REJECTED(q.min_block_scale = 0.5f, NIB_ERR_MODE);
+        REJECTED(q.rounding = NIB_ROUND_STOCHASTIC_8, NIB_ERR_MODE);
+        REJECTED(q.rounding = NIB_ROUND_STOCHASTIC_24, NIB_ERR_MODE);
+        REJECTED(q.rounding = NIB_ROUND_STOCHASTIC_UNBIASED, NIB_ERR_MODE);
+        REJECTED(q.no_tensor_scale = 1, NIB_ERR_MODE);
         for (int dialect = NIB_DIALECT_TE + 1; dialect < NIB_DIALECT_COUNT; dialect++)
-            REFUSED(q.dialect = (nib_dialect)dialect, NIB_ERR_MODE);
-        REFUSED((q.dialect = NIB_DIALECT_TORCHAO, q.single_level = 1), NIB_ERR_MODE);
+            REJECTED(q.dialect = (nib_dialect)dialect, NIB_ERR_MODE);
+        REJECTED((q.dialect = NIB_DIALECT_TORCHAO, q.no_tensor_scale = 1), NIB_ERR_MODE);
 
         /* Elements and blocks that the format does not have. */
         for (int dtype = 1; dtype < NIB_DTYPE_COUNT + 2; dtype++) {
             const bool float8 = dtype == NIB_E4M3 || dtype == NIB_E5M2;
             if (k->element == NIB_E2M1 ? dtype != NIB_E2M1 : !float8)
-                REFUSED(q.element = (nib_dtype)dtype, NIB_ERR_DTYPE);
+                REJECTED(q.element = (nib_dtype)dtype, NIB_ERR_DTYPE);
         }
         static const int32_t dims[][2] = { { 0, 0 },   { 1, 16 },  { 16, 16 },   { 1, 32 },  { 32, 32 }, { 1, 128 },
                                            { 128, 128 }, { 32, 1 }, { 128, 1 }, { 0, 32 }, { -1, 32 }, { 1, 0 } };
@@ -1478,36 +1478,36 @@ TEST(options_of_other_formats_are_refused)
             const bool line = dims[i][0] == 1 && dims[i][1] == k->block,
                        square = dims[i][0] == k->block && dims[i][1] == k->block && k->format != NIB_MXFP4;
             if (!line && !square)
-                REFUSED((q.block_dims[0] = dims[i][0], q.block_dims[1] = dims[i][1]), NIB_ERR_ARG);
+                REJECTED((q.block_dims[0] = dims[i][0], q.block_dims[1] = dims[i][1]), NIB_ERR_ARG);
         }
 
         /* And those of one another. */
         if (is_mx(k)) {
-            REFUSED(q.pow2_scales = 1, NIB_ERR_MODE);
-            REFUSED(q.amax_epsilon = 0.5f, NIB_ERR_MODE);
+            REJECTED(q.pow2_scales = 1, NIB_ERR_MODE);
+            REJECTED(q.amax_epsilon = 0.5f, NIB_ERR_MODE);
         } else {
-            REFUSED(q.mx_rule = NIB_MX_FLOOR, NIB_ERR_MODE);
-            REFUSED(q.swizzled = 1, NIB_ERR_MODE);
+            REJECTED(q.mx_rule = NIB_MX_FLOOR, NIB_ERR_MODE);
+            REJECTED(q.swizzled = 1, NIB_ERR_MODE);
         }
         if (has_blocks(k))
-            REFUSED(q.amax_comm = nib_comm_serial(), NIB_ERR_MODE);
-        REFUSED(q.mx_rule = NIB_MX_RULE_COUNT, NIB_ERR_ARG);
-        REFUSED(q.amax_epsilon = -1, NIB_ERR_ARG);
-        REFUSED(q.amax_epsilon = NAN, NIB_ERR_ARG);
-        REFUSED(q.amax_epsilon = INFINITY, NIB_ERR_ARG);
-        REFUSED(q.format = (nib_format)nib_format_count(), NIB_ERR_ARG);
+            REJECTED(q.amax_comm = nib_comm_serial(), NIB_ERR_MODE);
+        REJECTED(q.mx_rule = NIB_MX_RULE_COUNT, NIB_ERR_ARG);
+        REJECTED(q.amax_epsilon = -1, NIB_ERR_ARG);
+        REJECTED(q.amax_epsilon = NAN, NIB_ERR_ARG);
+        REJECTED(q.amax_epsilon = INFINITY, NIB_ERR_ARG);
+        REJECTED(q.format = (nib_format)nib_format_count(), NIB_ERR_ARG);
         CHECK_OK(nib_quantizer_check(&good, NULL));
     }
     static const struct kind nvfp4 = { "nvfp4", NIB_NVFP4, NIB_E2M1, 1, 16 };
     const nib_quantizer good = quantizer(&nvfp4);
     const struct kind *k = &nvfp4;
     nib_quantizer q;
-    REFUSED(q.pow2_scales = 1, NIB_ERR_MODE);
-    REFUSED(q.amax_epsilon = 1, NIB_ERR_MODE);
-    REFUSED(q.mx_rule = NIB_MX_FLOOR, NIB_ERR_MODE);
-    REFUSED(q.element = NIB_E4M3, NIB_ERR_DTYPE);
-    REFUSED((q.block_dims[0] = 1, q.block_dims[1] = 32), NIB_ERR_ARG);
-#undef REFUSED
+    REJECTED(q.pow2_scales = 1, NIB_ERR_MODE);
+    REJECTED(q.amax_epsilon = 1, NIB_ERR_MODE);
+    REJECTED(q.mx_rule = NIB_MX_FLOOR, NIB_ERR_MODE);
+    REJECTED(q.element = NIB_E4M3, NIB_ERR_DTYPE);
+    REJECTED((q.block_dims[0] = 1, q.block_dims[1] = 32), NIB_ERR_ARG);
+#undef REJECTED
 }
 
 TEST(there_is_no_reference_gemm)
@@ -1524,9 +1524,9 @@ TEST(there_is_no_reference_gemm)
 
 /* ---- Numbers that the caller brings ---- */
 
-static float level_of(const nib_tensor *t)
+static float tensor_scale_of(const nib_tensor *t)
 {
-    return *(const float *)nib_buffer_data(nib_tensor_buffer(t, NIB_ROW_LEVEL));
+    return *(const float *)nib_buffer_data(nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE));
 }
 
 TEST(float8_takes_given_numbers)
@@ -1540,44 +1540,44 @@ TEST(float8_takes_given_numbers)
         const float largest = k->element == NIB_E4M3 ? 448 : 57344;
         float amax = 0;
         for (int i = 0; i < 33 * 65; i++)
-            amax = fmaxf(amax, fabsf(numbers[i]));
+            amax = fmaxf(amax, fabsf(inputs[i]));
         nib_tensor *current = quantized(&q, &x), *t = NULL;
-        CHECK_KIND(k, level_of(current) == 1.0f / (largest / amax));
+        CHECK_KIND(k, tensor_scale_of(current) == 1.0f / (largest / amax));
 
         /* An amax, in either place. */
-        for (int copy = 0; copy < 2; copy++) {
-            nib_given given = { .bytes = sizeof given };
-            given.amax[copy] = &amax;
-            CHECK_OK(nib_quantize(&q, &x, &given, &t));
+        for (int usage = 0; usage < 2; usage++) {
+            nib_overrides overrides = { .bytes = sizeof overrides };
+            overrides.amax[usage] = &amax;
+            CHECK_OK(nib_quantize(&q, &x, &overrides, &t));
             CHECK_KIND(k, equal(t, current));
             nib_tensor_destroy(t);
         }
         const float twice = 2 * amax;
-        nib_given given = { .bytes = sizeof given, .amax = { &twice, NULL } };
-        CHECK_OK(nib_quantize(&q, &x, &given, &t));
-        CHECK_KIND(k, level_of(t) == 1.0f / (largest / twice));
+        nib_overrides overrides = { .bytes = sizeof overrides, .amax = { &twice, NULL } };
+        CHECK_OK(nib_quantize(&q, &x, &overrides, &t));
+        CHECK_KIND(k, tensor_scale_of(t) == 1.0f / (largest / twice));
         nib_tensor_destroy(t);
 
-        /* The level itself, and the multiplier. */
-        const float level = 0.25f, scale = 4.0f;
-        given = (nib_given){ .bytes = sizeof given, .level = { &level, NULL } };
+        /* The tensor scale itself, and the multiplier. */
+        const float tensor_scale = 0.25f, scale = 4.0f;
+        overrides = (nib_overrides){ .bytes = sizeof overrides, .tensor_scale = { &tensor_scale, NULL } };
         nib_tensor *by_level = NULL;
-        CHECK_OK(nib_quantize(&q, &x, &given, &by_level));
+        CHECK_OK(nib_quantize(&q, &x, &overrides, &by_level));
         float seen = 0.5f;
-        given = (nib_given){ .bytes = sizeof given, .scale = &scale, .amax_seen = &seen };
-        CHECK_OK(nib_quantize(&q, &x, &given, &t));
-        CHECK_KIND(k, equal(t, by_level) && level_of(t) == level && seen == amax);
+        overrides = (nib_overrides){ .bytes = sizeof overrides, .scale = &scale, .amax_seen = &seen };
+        CHECK_OK(nib_quantize(&q, &x, &overrides, &t));
+        CHECK_KIND(k, equal(t, by_level) && tensor_scale_of(t) == tensor_scale && seen == amax);
         check_values(k, t, NIB_ROWWISE);
         check_values(k, t, NIB_COLUMNWISE);
         seen = 2 * amax; /* raised only */
-        CHECK_OK(nib_quantize_into(NULL, &x, &given, NULL, t));
+        CHECK_OK(nib_quantize_into(NULL, &x, &overrides, NULL, t));
         CHECK_KIND(k, seen == 2 * amax);
         seen = 0;
         const float noop = 1;
-        CHECK_OK(nib_quantize_into(NULL, &x, &given, &noop, t));
+        CHECK_OK(nib_quantize_into(NULL, &x, &overrides, &noop, t));
         CHECK_KIND(k, seen == 0);
-        given.scale = NULL; /* current scaling tells as well */
-        CHECK_OK(nib_quantize_into(NULL, &x, &given, NULL, t));
+        overrides.scale = NULL; /* current scaling tells as well */
+        CHECK_OK(nib_quantize_into(NULL, &x, &overrides, NULL, t));
         CHECK_KIND(k, seen == amax && equal(t, current));
         nib_tensor_destroy(t);
         nib_tensor_destroy(by_level);
@@ -1602,27 +1602,27 @@ TEST(float8_reduces_its_amax)
     nib_tensor *alone = quantized(&q, &x), *t = NULL;
     q.amax_comm = &comm;
     float seen = 0;
-    nib_given given = { .bytes = sizeof given, .amax_seen = &seen };
-    CHECK_OK(nib_quantize(&q, &x, &given, &t));
-    CHECK(calls == 1 && level_of(t) == 2 * level_of(alone)); /* both are exact: a power of two apart */
+    nib_overrides overrides = { .bytes = sizeof overrides, .amax_seen = &seen };
+    CHECK_OK(nib_quantize(&q, &x, &overrides, &t));
+    CHECK(calls == 1 && tensor_scale_of(t) == 2 * tensor_scale_of(alone)); /* both are exact: a power of two apart */
     float amax = 0;
     for (int i = 0; i < 33 * 65; i++)
-        amax = fmaxf(amax, fabsf(numbers[i]));
+        amax = fmaxf(amax, fabsf(inputs[i]));
     CHECK(seen == 2 * amax);
     nib_tensor_destroy(alone);
     nib_tensor_destroy(t);
 }
 
-/* A multiplier is Float8's alone. Elsewhere it would have to be obeyed or be refused, not make up another level. */
+/* A multiplier is Float8's alone. Elsewhere it would have to be obeyed or be rejected, not make up another tensor scale. */
 TEST(a_given_scale_is_refused_elsewhere)
 {
     nib_quantizer q;
     const nib_array x = matrix(32, 32);
     const float scale = 2;
-    nib_given given = { .bytes = sizeof given, .scale = &scale };
+    nib_overrides overrides = { .bytes = sizeof overrides, .scale = &scale };
     nib_quantizer_init(&q);
     nib_tensor *t = NULL;
-    CHECK_FAILS(nib_quantize(&q, &x, &given, &t), NIB_ERR_MODE, "scale");
+    CHECK_FAILS(nib_quantize(&q, &x, &overrides, &t), NIB_ERR_MODE, "scale");
     nib_tensor_destroy(t);
     FOR_KINDS(k)
     {
@@ -1630,7 +1630,7 @@ TEST(a_given_scale_is_refused_elsewhere)
             continue;
         q = quantizer(k);
         t = NULL;
-        CHECK_FAILS(nib_quantize(&q, &x, &given, &t), NIB_ERR_MODE, "scale");
+        CHECK_FAILS(nib_quantize(&q, &x, &overrides, &t), NIB_ERR_MODE, "scale");
         nib_tensor_destroy(t);
     }
 }
@@ -1685,7 +1685,7 @@ TEST(delayed_scaling_updates)
     CHECK(history[0] == 1 && history[1] == 2 && scale == 3);
 }
 
-/* A training loop in small: each step quantises with the scale that the steps before led to. */
+/* A training loop in small: each step quantizes with the scale that the steps before led to. */
 TEST(delayed_scaling_in_a_loop)
 {
     enum { WINDOW = 4, STEPS = 12 };
@@ -1697,16 +1697,16 @@ TEST(delayed_scaling_in_a_loop)
         const nib_array x = matrix(48, 64);
         amaxes[step] = 0;
         for (int i = 0; i < 48 * 64; i++) {
-            numbers[i] *= ldexpf(1, step % 5);
-            amaxes[step] = fmaxf(amaxes[step], fabsf(numbers[i]));
+            inputs[i] *= ldexpf(1, step % 5);
+            amaxes[step] = fmaxf(amaxes[step], fabsf(inputs[i]));
         }
-        nib_given given = { .bytes = sizeof given, .scale = &scale, .amax_seen = &history[0] };
-        CHECK_OK(nib_quantize_into(NULL, &x, &given, NULL, t));
-        CHECK(history[0] == amaxes[step] && level_of(t) == 1.0f / scale);
+        nib_overrides overrides = { .bytes = sizeof overrides, .scale = &scale, .amax_seen = &history[0] };
+        CHECK_OK(nib_quantize_into(NULL, &x, &overrides, NULL, t));
+        CHECK(history[0] == amaxes[step] && tensor_scale_of(t) == 1.0f / scale);
         check_values(&kinds[0], t, NIB_ROWWISE);
         for (int i = 0; i < 48 * 64; i++) { /* what does not fit under an old scale is cut off */
             const float limit = 448 / scale;
-            const float inside = fmaxf(fminf(numbers[i], limit), -limit);
+            const float inside = fmaxf(fminf(inputs[i], limit), -limit);
             CHECK(fabsf(decoded[i] - inside) <= 0.0626f * fabsf(inside) + 0x1p-9f / scale);
         }
         CHECK_OK(nib_delayed_scaling_update(NIB_E4M3, NIB_AMAX_MAX, 0, history, WINDOW, &scale));
@@ -1744,8 +1744,8 @@ static nib_tensor *random_mxfp4(int64_t rows, int64_t cols, uint8_t **codes, uin
 static void check_conversion_keeps_values(const nib_tensor *from, const nib_tensor *to)
 {
     const nib_metadata m = metadata(from), n = metadata(to);
-    CHECK(n.format == NIB_NVFP4 && n.level == NIB_LEVEL_DECODE && n.dtype == m.dtype && n.rank == m.rank);
-    CHECK(n.rowwise && !n.columnwise && n.quantizer.tensor_scale == NIB_TENSOR_SCALE_POW2);
+    CHECK(n.format == NIB_NVFP4 && n.tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER && n.dtype == m.dtype && n.rank == m.rank);
+    CHECK(n.rowwise && !n.columnwise && n.quantizer.tensor_scale_rule == NIB_TENSOR_SCALE_RULE_POW2);
     dequantize(from, NIB_ROWWISE, decoded);
     dequantize(to, NIB_ROWWISE, decoded_too);
     for (int64_t i = 0; i < m.rows * m.cols; i++)
@@ -1755,7 +1755,7 @@ static void check_conversion_keeps_values(const nib_tensor *from, const nib_tens
             return;
         }
     int exponent;
-    CHECK(frexpf(level_of(to), &exponent) == 0.5f && level_of(to) >= FLT_MIN);
+    CHECK(frexpf(tensor_scale_of(to), &exponent) == 0.5f && tensor_scale_of(to) >= FLT_MIN);
 }
 
 /* Scales within 2^17 of each other, anywhere in E8M0: the values stay, bit for bit. */
@@ -1787,14 +1787,14 @@ TEST(mxfp4_becomes_nvfp4)
         }
 }
 
-/* What quantisation made goes over as well, and a tensor of any rank. */
-TEST(quantised_mxfp4_becomes_nvfp4)
+/* What quantization made goes over as well, and a tensor of any rank. */
+TEST(quantized_mxfp4_becomes_nvfp4)
 {
     nib_quantizer q = quantizer(&mxfp4);
     for (int rule = 0; rule < 2; rule++) {
         q.mx_rule = (nib_mx_rule)rule;
         (void)matrix(66, 100);
-        const nib_array x = array_of(numbers, NIB_F32, 3, (const int64_t[]){ 3, 22, 100 });
+        const nib_array x = array_of(inputs, NIB_F32, 3, (const int64_t[]){ 3, 22, 100 });
         nib_tensor *from = quantized(&q, &x), *to = NULL;
         CHECK_OK(nib_mxfp4_to_nvfp4(from, NULL, &to));
         check_conversion_keeps_values(from, to);
@@ -1904,7 +1904,7 @@ TEST(zeros_and_nans_become_nvfp4)
         scales[i / 2 * stride + i % 2] = (uint8_t)(i * 23);
     CHECK_OK(nib_mxfp4_to_nvfp4(from, NULL, &to));
     check_conversion_keeps_values(from, to);
-    CHECK(level_of(to) == 1);
+    CHECK(tensor_scale_of(to) == 1);
     nib_tensor_destroy(to);
     nib_tensor_destroy(from);
 

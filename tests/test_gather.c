@@ -49,7 +49,7 @@ static int gather_ranges(const nib_comm *comm, void *context)
     }
     nib_metadata m = { .bytes = sizeof m };
     CASE_OK(nib_tensor_get_metadata(t, &m));
-    CASE_CHECK(m.columnwise_valid == (status != NIB_OK), "the columnwise copy is %d", m.columnwise_valid);
+    CASE_CHECK(m.columnwise_valid == (status != NIB_OK), "the columnwise usage is %d", m.columnwise_valid);
     nib_tensor_destroy(t), nib_tensor_destroy(before);
     return faults;
 }
@@ -82,7 +82,7 @@ static int gather_badly(const nib_comm *comm, void *context)
     nib_quantizer_init(&q);
     q.rowwise = comm->rank != 1;
     CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(4, 16), &t));
-    CASE_CHECK(nib_all_gather_param(t, NIB_ROWWISE, 0, 0, NULL, comm) == NIB_ERR_USAGE, "no rowwise copy");
+    CASE_CHECK(nib_all_gather_param(t, NIB_ROWWISE, 0, 0, NULL, comm) == NIB_ERR_USAGE, "no rowwise usage");
     CASE_CHECK(nib_all_gather_param(t, NIB_COLUMNWISE, 0, 0, NULL, comm) == NIB_ERR_USAGE, "transposed");
     CASE_CHECK(nib_all_gather_param(comm->rank ? t : NULL, NIB_ROWWISE, 0, 0, NULL, comm) >= NIB_ERR_ARG, "NULL");
     CASE_CHECK(nib_all_gather_param(t, NIB_ROWWISE, 0, 0, NULL, NULL) == NIB_ERR_ARG, "no communicator");
@@ -112,22 +112,22 @@ static int gather_rows(const nib_comm *comm, void *context)
     for (int r = 0; r < comm->rank; r++)
         first += stack->rows[r];
     const int64_t rows = stack->rows[comm->rank];
-    void *numbers = malloc((size_t)(rows * stack->cols) * 4 + 4);
+    void *values = malloc((size_t)(rows * stack->cols) * 4 + 4);
     nib_quantizer q = stack->q;
     nib_array x;
     nib_tensor *t = NULL, *all = NULL;
-    (void)nib_encode(stack->dtype, stack->x + first * stack->cols, (size_t)(rows * stack->cols), numbers);
-    CASE_OK(nib_array_init(&x, numbers, stack->dtype, 2, SHAPE(rows, stack->cols)));
+    (void)nib_encode(stack->dtype, stack->x + first * stack->cols, (size_t)(rows * stack->cols), values);
+    CASE_OK(nib_array_init(&x, values, stack->dtype, 2, SHAPE(rows, stack->cols)));
     q.amax_comm =
         stack->status == NIB_ERR_MISMATCH || q.format == NIB_MXFP8 || q.format == NIB_FLOAT8_BLOCK ? NULL : comm;
     q.origin[0] = first;
     /* Row-scaled: the rows' amaxes are a rank's own, those of columns are the stack's. */
-    nib_given given = { .bytes = sizeof given };
+    nib_overrides overrides = { .bytes = sizeof overrides };
     if (q.row_scaled) {
         q.amax_comm = NULL;
-        given.amax[NIB_COLUMNWISE] = case_part(stack->whole, NIB_COL_LEVEL);
+        overrides.amax[NIB_COLUMNWISE] = case_part(stack->whole, NIB_COL_TENSOR_SCALE);
     }
-    CASE_OK(nib_quantize(&q, &x, &given, &t));
+    CASE_OK(nib_quantize(&q, &x, &overrides, &t));
     const nib_status status = nib_all_gather_tensor(t, comm, &all);
     CASE_CHECK(status == stack->status, "%s: %s", nib_status_name(status), nib_last_error());
     if (!status) {
@@ -138,7 +138,7 @@ static int gather_rows(const nib_comm *comm, void *context)
             CASE_CHECK(case_same_part(all, stack->whole, (nib_part)part), "part %d differs", part);
     }
     nib_tensor_destroy(t), nib_tensor_destroy(all);
-    free(numbers);
+    free(values);
     return faults;
 }
 
@@ -148,18 +148,18 @@ static void run_stack(struct stack *stack, int size)
     for (int r = 0; r < size; r++)
         rows += stack->rows[r];
     const size_t n = (size_t)(rows * stack->cols);
-    void *numbers = malloc(n * 4 + 4);
+    void *values = malloc(n * 4 + 4);
     nib_array x;
     stack->x = malloc(n * sizeof(float) + 4);
     for (size_t i = 0; i < n; i++)
         stack->x[i] = test_normal();
-    CHECK_OK(nib_encode(stack->dtype, stack->x, n, numbers));
-    CHECK_OK(nib_array_init(&x, numbers, stack->dtype, 2, SHAPE(rows, stack->cols)));
+    CHECK_OK(nib_encode(stack->dtype, stack->x, n, values));
+    CHECK_OK(nib_array_init(&x, values, stack->dtype, 2, SHAPE(rows, stack->cols)));
     nib_quantizer q = stack->q;
     CHECK_OK(nib_quantize(&q, &x, NULL, &stack->whole));
     CHECK_THAT(team_run(size, gather_rows, stack) == 0, "%d ranks", size);
     nib_tensor_destroy(stack->whole);
-    free(stack->x), free(numbers);
+    free(stack->x), free(values);
 }
 
 TEST(rows_of_all_ranks)
@@ -271,9 +271,9 @@ static void fsdp_round(nib_quantizer q, int64_t rows, int64_t cols, int pieces)
     for (int i = 0; i < pieces; i++) {
         nib_tensor *t = NULL;
         nib_array piece;
-        const nib_given given = { .bytes = sizeof given, .amax = { &amax, &amax } };
+        const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { &amax, &amax } };
         CHECK_OK(nib_array_init(&piece, x + i * rows * cols, NIB_F32, 2, SHAPE(rows, cols)));
-        CHECK_OK(nib_quantize(&q, &piece, &given, &t));
+        CHECK_OK(nib_quantize(&q, &piece, &overrides, &t));
         parts = (nib_fsdp_parts){ .bytes = sizeof parts };
         CHECK_OK(nib_fsdp_extract(t, &parts));
         CHECK(parts.data.shape[0] == rows && (!parts.scales.data || parts.scales.shape[0] == rows));
@@ -344,7 +344,7 @@ TEST(fsdp_refuses)
     } cases[] = {
         { 0, NIB_ERR_UNSUPPORTED, "swizzled" },  { 1, NIB_ERR_UNSUPPORTED, "amax per row" },
         { 2, NIB_ERR_USAGE, "cannot be built" }, { 3, NIB_ERR_SHAPE, "not whole blocks" },
-        { 4, NIB_ERR_USAGE, "no rowwise copy" }, { 5, NIB_ERR_UNSUPPORTED, "row by row" },
+        { 4, NIB_ERR_USAGE, "no rowwise usage" }, { 5, NIB_ERR_UNSUPPORTED, "row by row" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         nib_quantizer q;

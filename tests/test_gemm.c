@@ -3,7 +3,7 @@
  * test_gemm.c - nib_gemm_reference bit for bit against its definition, over every kind of operand.
  *
  * The definition: one FP32 accumulator per output, acc += (sa * sb) * dot in the order of the blocks; then the two
- * levels in one factor, f32(f32(amax_a * amax_b) / f32(36 * ma * mb)) or, with decode scales, f32(ga * gb); and y =
+ * tensor scales in one factor, f32(f32(amax_a * amax_b) / f32(36 * ma * mb)) or, with decode scales, f32(ga * gb); and y =
  * f32(factor * acc).
  */
 #include "test.h"
@@ -33,26 +33,26 @@ struct operand {
     int64_t lines, length, blocks;
     double *codes;  /* [lines][length] */
     double *scales; /* [lines][blocks] */
-    float *levels;  /* [lines] */
-    nib_level level;
+    float *tensor_scales;  /* [lines] */
+    nib_tensor_scale tensor_scale;
     float e4m3_max;
 };
 
 static int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
-static struct operand unpack(const nib_tensor *t, nib_copy copy)
+static struct operand unpack(const nib_tensor *t, nib_usage usage)
 {
     nib_metadata m = { .bytes = sizeof m };
     CHECK_OK(nib_tensor_get_metadata(t, &m));
-    struct operand o = { .lines = copy ? m.cols : m.rows, .length = copy ? m.rows : m.cols, .level = m.level };
+    struct operand o = { .lines = usage ? m.cols : m.rows, .length = usage ? m.rows : m.cols, .tensor_scale = m.tensor_scale };
     o.blocks = (o.length + 15) / 16;
     o.e4m3_max = (float)m.quantizer.e4m3_max;
     o.codes = calloc((size_t)(o.lines * o.length + 1), sizeof *o.codes);
     o.scales = calloc((size_t)(o.lines * o.blocks + 1), sizeof *o.scales);
-    o.levels = calloc((size_t)(o.lines + 1), sizeof *o.levels);
-    const uint8_t *data = nib_buffer_data(nib_tensor_buffer(t, copy ? NIB_COL_DATA : NIB_ROW_DATA));
-    const uint8_t *scale = nib_buffer_data(nib_tensor_buffer(t, copy ? NIB_COL_SCALE : NIB_ROW_SCALE));
-    const float *level = nib_buffer_data(nib_tensor_buffer(t, copy ? NIB_COL_LEVEL : NIB_ROW_LEVEL));
+    o.tensor_scales = calloc((size_t)(o.lines + 1), sizeof *o.tensor_scales);
+    const uint8_t *data = nib_buffer_data(nib_tensor_buffer(t, usage ? NIB_COL_DATA : NIB_ROW_DATA));
+    const uint8_t *scale = nib_buffer_data(nib_tensor_buffer(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE));
+    const float *tensor_scale = nib_buffer_data(nib_tensor_buffer(t, usage ? NIB_COL_TENSOR_SCALE : NIB_ROW_TENSOR_SCALE));
     const int64_t stride = round_up(o.blocks, 4);
     for (int64_t i = 0; i < o.lines; i++) {
         for (int64_t k = 0; k < o.length; k++)
@@ -62,7 +62,7 @@ static struct operand unpack(const nib_tensor *t, nib_copy copy)
             o.scales[i * o.blocks + b] =
                 e4m3(scale[m.quantizer.swizzled ? tile * 512 + row % 32 * 16 + row / 32 * 4 + b % 4 : i * stride + b]);
         }
-        o.levels[i] = level[m.quantizer.row_scaled ? i : 0];
+        o.tensor_scales[i] = tensor_scale[m.quantizer.row_scaled ? i : 0];
     }
     return o;
 }
@@ -71,14 +71,14 @@ static void discard(struct operand *o)
 {
     free(o->codes);
     free(o->scales);
-    free(o->levels);
+    free(o->tensor_scales);
 }
 
 static float decode_scale(const struct operand *o, int64_t line)
 {
-    return o->level == NIB_LEVEL_AMAX     ? o->levels[line] / (6.0f * o->e4m3_max)
-           : o->level == NIB_LEVEL_DECODE ? o->levels[line]
-                                          : 1.0f / o->levels[line];
+    return o->tensor_scale == NIB_TENSOR_SCALE_AMAX     ? o->tensor_scales[line] / (6.0f * o->e4m3_max)
+           : o->tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER ? o->tensor_scales[line]
+                                          : 1.0f / o->tensor_scales[line];
 }
 
 /* One output. */
@@ -93,8 +93,8 @@ static float product_of(const struct operand *a, int64_t i, const struct operand
         CHECK((double)(float)term == term);
         acc += (float)term;
     }
-    if (a->level == NIB_LEVEL_AMAX && b->level == NIB_LEVEL_AMAX)
-        return a->levels[i] * b->levels[j] / (36.0f * a->e4m3_max * b->e4m3_max) * acc;
+    if (a->tensor_scale == NIB_TENSOR_SCALE_AMAX && b->tensor_scale == NIB_TENSOR_SCALE_AMAX)
+        return a->tensor_scales[i] * b->tensor_scales[j] / (36.0f * a->e4m3_max * b->e4m3_max) * acc;
     return decode_scale(a, i) * decode_scale(b, j) * acc;
 }
 
@@ -130,8 +130,8 @@ static nib_quantizer plain(void)
     return q;
 }
 
-/* The product of two copies against the definition: plain, then with alpha and on top of what is there. */
-static void check_product(const char *what, const nib_tensor *ta, nib_copy ca, const nib_tensor *tb, nib_copy cb)
+/* The product of two usages against the definition: plain, then with alpha and on top of what is there. */
+static void check_product(const char *what, const nib_tensor *ta, nib_usage ca, const nib_tensor *tb, nib_usage cb)
 {
     struct operand a = unpack(ta, ca), b = unpack(tb, cb);
     const size_t n = (size_t)(a.lines * b.lines);
@@ -167,7 +167,7 @@ static void check_product(const char *what, const nib_tensor *ta, nib_copy ca, c
 /* ---- The definition ---- */
 
 /* Every pair of copies, inner sizes with and without tails. */
-TEST(copies)
+TEST(usages)
 {
     static const int64_t inner[] = { 1, 2, 15, 16, 17, 33, 64, 100 };
     const nib_quantizer q = plain();
@@ -176,13 +176,13 @@ TEST(copies)
             for (int cb = 0; cb < 2; cb++) {
                 nib_tensor *a = ca ? some(&q, inner[s], 9) : some(&q, 9, inner[s]);
                 nib_tensor *b = cb ? some(&q, inner[s], 13) : some(&q, 13, inner[s]);
-                check_product("copies", a, (nib_copy)ca, b, (nib_copy)cb);
+                check_product("copies", a, (nib_usage)ca, b, (nib_usage)cb);
                 nib_tensor_destroy(a);
                 nib_tensor_destroy(b);
             }
 }
 
-/* NIB_EITHER is the rowwise copy where there is one. */
+/* NIB_EITHER is the rowwise usage where there is one. */
 TEST(either)
 {
     nib_quantizer both = plain(), col = plain();
@@ -195,7 +195,7 @@ TEST(either)
     CHECK_OK(nib_gemm_reference(a, NIB_EITHER, b, NIB_EITHER, 1, 0, &out));
     CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_COLUMNWISE, 1, 0, &out2));
     CHECK_BYTES(y, z, sizeof y);
-    CHECK_FAILS(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 1, 0, &out), NIB_ERR_USAGE, "no rowwise copy");
+    CHECK_FAILS(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 1, 0, &out), NIB_ERR_USAGE, "no rowwise usage");
     nib_tensor_destroy(a);
     nib_tensor_destroy(b);
 }
@@ -212,7 +212,7 @@ TEST(higher_ranks)
     nib_tensor_destroy(b);
 }
 
-/* Every kind of tensor on each side: levels, row scaling, layouts, block shapes. */
+/* Every kind of tensor on each side: tensor scales, row scaling, layouts, block shapes. */
 enum { KINDS = 11 };
 
 static const char *kind(int i, nib_quantizer *q)
@@ -223,7 +223,7 @@ static const char *kind(int i, nib_quantizer *q)
     *q = plain();
     q->swizzled = i == 1 || i == 3;
     q->row_scaled = i == 2 || i == 3;
-    q->tensor_scale = i == 4 ? NIB_TENSOR_SCALE_EXACT : i == 5 ? NIB_TENSOR_SCALE_POW2 : NIB_TENSOR_SCALE_DIALECT;
+    q->tensor_scale_rule = i == 4 ? NIB_TENSOR_SCALE_RULE_EXACT : i == 5 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_DIALECT;
     q->dialect = i == 6   ? NIB_DIALECT_GIST
                  : i == 7 ? NIB_DIALECT_TORCHAO
                  : i == 8 ? NIB_DIALECT_COMPRESSED_TENSORS
@@ -242,7 +242,7 @@ TEST(kinds)
         nib_quantizer q;
         names[i] = kind(i, &q);
         a[i] = some(&q, 11, 38);
-        b[i] = some(&q, 38, 11); /* its columnwise copy has the same form as a's rowwise one */
+        b[i] = some(&q, 38, 11); /* its columnwise usage has the same form as a's rowwise one */
     }
     for (int i = 0; i < KINDS; i++)
         for (int j = 0; j < KINDS; j++) {
@@ -271,7 +271,7 @@ TEST(many_tiles)
     }
 }
 
-/* The arithmetic is the product: against the dequantised matrices in double. */
+/* The arithmetic is the product: against the dequantized matrices in double. */
 TEST(is_the_product)
 {
     for (int i = 0; i < KINDS; i++) {
@@ -294,7 +294,7 @@ TEST(is_the_product)
                     sum += (double)xa[r * K + k] * xb[c * K + k];
                     size += fabs((double)xa[r * K + k] * xb[c * K + k]);
                 }
-                /* six roundings across blocks, and fewer than ten in levels, alpha and dequantisation */
+                /* six roundings across blocks, and fewer than ten in tensor scales, alpha and dequantization */
                 CHECK_THAT(fabs(y[r * N + c] - (double)0.3f * sum) <= 16 * 0x1p-24 * size, "%s (%d, %d)", name, r, c);
             }
         nib_tensor_destroy(a);
@@ -381,7 +381,7 @@ TEST(threads)
  * element errs by at most s, half of the largest step or the most that is clipped; a block of 16 thus by at most 4 s <=
  * 0.71 amax <= 0.71 of its length, and by Cauchy and Schwarz each pair of blocks by (0.71 + 0.71 + 0.71^2) times the
  * product of their lengths. */
-static void check_close(const nib_tensor *a, nib_copy ca, const float *xa, const nib_tensor *b, nib_copy cb,
+static void check_close(const nib_tensor *a, nib_usage ca, const float *xa, const nib_tensor *b, nib_usage cb,
                         const float *xb, int64_t m, int64_t n, int64_t k)
 {
     float *y = malloc((size_t)(m * n) * sizeof *y);
@@ -425,7 +425,7 @@ TEST(transformed)
             nib_tensor *a = quantized(&q, xa, K, M), *b = quantized(&q, xb, K, N);
             check_product("transformed", a, NIB_COLUMNWISE, b, NIB_COLUMNWISE);
             check_close(a, NIB_COLUMNWISE, xa, b, NIB_COLUMNWISE, xb, M, N, K);
-            /* A rowwise copy that is transformed, too, goes with them. */
+            /* A rowwise usage that is transformed, too, goes with them. */
             q.rht = q.columnwise = 0;
             q.rht_rowwise = 1;
             nib_tensor *c = quantized(&q, xc, M, K);
@@ -446,7 +446,7 @@ TEST(transformed_mismatches)
     te.rht = other.rht = rows.rht_rowwise = 1;
     other.rht_sign_mask ^= 0x10;
     nib_tensor *t[4] = { some(&none, 32, 32), some(&te, 32, 32), some(&other, 32, 32), some(&rows, 32, 32) };
-    /* The mask of each copy; -1 where it is not transformed. */
+    /* The mask of each usage; -1 where it is not transformed. */
     const int masks[4][2] = {
         { -1, -1 }, { -1, NIB_RHT_SIGN_MASK }, { -1, NIB_RHT_SIGN_MASK ^ 0x10 }, { NIB_RHT_SIGN_MASK, -1 }
     };
@@ -457,7 +457,7 @@ TEST(transformed_mismatches)
         for (int j = 0; j < 8; j++) {
             y[0] = 99;
             const nib_status status =
-                nib_gemm_reference(t[i / 2], (nib_copy)(i % 2), t[j / 2], (nib_copy)(j % 2), 1, 0, &out);
+                nib_gemm_reference(t[i / 2], (nib_usage)(i % 2), t[j / 2], (nib_usage)(j % 2), 1, 0, &out);
             const bool agree = masks[i / 2][i % 2] == masks[j / 2][j % 2];
             CHECK_THAT(status == (agree ? NIB_OK : NIB_ERR_MISMATCH), "%d, %d: %s", i, j, nib_status_name(status));
             CHECK(agree || (y[0] == 99 && strstr(nib_last_error(), "transformed")));
@@ -466,9 +466,9 @@ TEST(transformed_mismatches)
         nib_tensor_destroy(t[i]);
 }
 
-/* ---- Refusals ---- */
+/* ---- Rejections ---- */
 
-TEST(refusals)
+TEST(rejections)
 {
     nib_quantizer q = plain(), row = plain();
     row.columnwise = 0;
@@ -483,9 +483,9 @@ TEST(refusals)
     CHECK_FAILS(GEMM(NULL, NIB_ROWWISE, b, NIB_ROWWISE, &out), NIB_ERR_ARG, "a is NULL");
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, NULL, NIB_ROWWISE, &out), NIB_ERR_ARG, "b is NULL");
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, NIB_ROWWISE, NULL), NIB_ERR_ARG, "y is NULL");
-    CHECK_FAILS(GEMM(a, (nib_copy)3, b, NIB_ROWWISE, &out), NIB_ERR_ARG, "3 is not a copy");
-    CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, (nib_copy)-1, &out), NIB_ERR_ARG, "-1 is not a copy");
-    CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, NIB_COLUMNWISE, &out), NIB_ERR_USAGE, "no columnwise copy");
+    CHECK_FAILS(GEMM(a, (nib_usage)3, b, NIB_ROWWISE, &out), NIB_ERR_ARG, "3 is not a copy");
+    CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, (nib_usage)-1, &out), NIB_ERR_ARG, "-1 is not a copy");
+    CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, NIB_COLUMNWISE, &out), NIB_ERR_USAGE, "no columnwise usage");
     CHECK_FAILS(GEMM(empty, NIB_EITHER, b, NIB_ROWWISE, &out), NIB_ERR_USAGE, "no data");
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, c, NIB_ROWWISE, &out), NIB_ERR_MISMATCH, "32 and 48");
     CHECK_FAILS(GEMM(a, NIB_COLUMNWISE, b, NIB_ROWWISE, &out), NIB_ERR_MISMATCH, "4 and 32");

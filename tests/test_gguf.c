@@ -17,14 +17,14 @@
 
 #include "io/gguf.h"
 
-/* The path of a file in the folder, in one of four buffers. */
+/* The path of a file in the directory, in one of four buffers. */
 static const char *at(const char *name)
 {
     static char paths[4][256];
     static int next;
-    make_folder();
+    make_directory();
     char *path = paths[next++ % 4];
-    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
+    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
     return path;
 }
 
@@ -115,7 +115,7 @@ static nib_gguf *open_file(int line, const char *path)
 }
 #define OPEN(path) open_file(__LINE__, path)
 
-static void check_refused(int line, nib_status status, const char *words)
+static void check_rejected(int line, nib_status status, const char *words)
 {
     const char *path = save();
     nib_gguf *file = NULL;
@@ -126,8 +126,8 @@ static void check_refused(int line, nib_status status, const char *words)
         test_fail(__FILE__, line, "\"%s\" does not say \"%s\"", nib_last_error(), words);
     nib_gguf_close(file);
 }
-#define REFUSED(words) check_refused(__LINE__, NIB_ERR_DATA, words)
-#define UNSUPPORTED(words) check_refused(__LINE__, NIB_ERR_UNSUPPORTED, words)
+#define REJECTED(words) check_rejected(__LINE__, NIB_ERR_DATA, words)
+#define UNSUPPORTED(words) check_rejected(__LINE__, NIB_ERR_UNSUPPORTED, words)
 #define ACCEPTED() nib_gguf_close(OPEN(save()))
 
 /* ---- Reading ---- */
@@ -175,7 +175,7 @@ TEST(read_empty)
     CHECK_FAILS(nib_gguf_open(NULL, &file), NIB_ERR_ARG, "path is NULL");
     CHECK_FAILS(nib_gguf_open("x", NULL), NIB_ERR_ARG, "out is NULL");
     CHECK_FAILS(nib_gguf_open(at("absent"), &file), NIB_ERR_IO, "absent: cannot open");
-    CHECK_FAILS(nib_gguf_open(folder, &file), NIB_ERR_IO, "not a regular file");
+    CHECK_FAILS(nib_gguf_open(directory, &file), NIB_ERR_IO, "not a regular file");
     CHECK(nib_gguf_count(NULL) == 0 && nib_gguf_key_count(NULL) == 0);
     nib_gguf_close(NULL);
 }
@@ -269,11 +269,11 @@ TEST(read_keys)
     CHECK_OK(nib_gguf_value(file, 9, &value));
     CHECK(value.number.u == UINT64_MAX && value.bytes == 8);
     size_t index;
-    uint32_t numbers[3] = { 0 };
+    uint32_t values[3] = { 0 };
     CHECK(nib_gguf_find_key(file, "numbers", &index) && index == 13);
-    CHECK_OK(nib_gguf_read_value(file, index, 4, numbers, 8));
-    CHECK(numbers[0] == 2 && numbers[1] == 3 && numbers[2] == 0);
-    CHECK_FAILS(nib_gguf_read_value(file, index, 4, numbers, 9), NIB_ERR_ARG,
+    CHECK_OK(nib_gguf_read_value(file, index, 4, values, 8));
+    CHECK(values[0] == 2 && values[1] == 3 && values[2] == 0);
+    CHECK_FAILS(nib_gguf_read_value(file, index, 4, values, 9), NIB_ERR_ARG,
                 "key \"numbers\": 9 bytes from byte 4 are not within its 12 bytes");
     CHECK(!nib_gguf_find_key(file, "number", &index));
 
@@ -348,13 +348,13 @@ TEST(read_keys)
 TEST(refuse_head)
 {
     made_bytes = 0;
-    REFUSED("it has 0 bytes, and a GGUF file has at least 24");
+    REJECTED("it has 0 bytes, and a GGUF file has at least 24");
     begin(3, 0, 0);
     made_bytes = 23;
-    REFUSED("it has 23 bytes");
+    REJECTED("it has 23 bytes");
     begin(3, 0, 0);
     made[3] = 'f';
-    REFUSED("it is no GGUF file");
+    REJECTED("it is no GGUF file");
     begin(1, 0, 0);
     UNSUPPORTED("GGUF version 1 is not supported");
     begin(0, 0, 0);
@@ -364,118 +364,118 @@ TEST(refuse_head)
     begin(0x03000000, 0, 0);
     UNSUPPORTED("the file is big-endian");
     begin(3, 0, 1);
-    REFUSED("it claims 1 keys, but has only 0 bytes for them");
+    REJECTED("it claims 1 keys, but has only 0 bytes for them");
     begin(3, UINT64_MAX, 0);
-    REFUSED("it claims 18446744073709551615 tensors, but has only 0 bytes");
+    REJECTED("it claims 18446744073709551615 tensors, but has only 0 bytes");
     begin(3, 0, (uint64_t)INT64_MIN);
     u64(0);
-    REFUSED("claims 9223372036854775808 keys");
+    REJECTED("claims 9223372036854775808 keys");
 }
 
 TEST(refuse_keys)
 {
     begin(3, 0, 1), key("", 0), u8(1), u64(0);
-    REFUSED("the key is empty");
+    REJECTED("the key is empty");
     begin(3, 0, 1), u64(UINT64_MAX), u64(0);
-    REFUSED("the key has 18446744073709551615 bytes, and 65535 are the most there may be");
+    REJECTED("the key has 18446744073709551615 bytes, and 65535 are the most there may be");
     begin(3, 0, 1), u64(7), raw("general", 7);
-    REFUSED("the file ends within its kind");
+    REJECTED("the file ends within its kind");
     begin(3, 0, 1), u64(9), raw("general", 7);
-    REFUSED("the file ends within the key");
+    REJECTED("the file ends within the key");
     begin(3, 0, 1), u64(3), raw("a\0b", 3), u32(0), u8(1);
-    REFUSED("the key \"a\" holds a NUL");
+    REJECTED("the key \"a\" holds a NUL");
     begin(3, 0, 1), key("\xFFx", 0), u8(1);
-    REFUSED("the key \"?x\" is not UTF-8");
+    REJECTED("the key \"?x\" is not UTF-8");
     begin(3, 0, 1), key("k", 13), u64(1);
-    REFUSED("key \"k\": its kind 13 is unknown");
+    REJECTED("key \"k\": its kind 13 is unknown");
     begin(3, 0, 1), key("k", UINT32_MAX), u64(1);
-    REFUSED("key \"k\": its kind 4294967295 is unknown");
+    REJECTED("key \"k\": its kind 4294967295 is unknown");
     begin(3, 0, 1), key("k", 12), u32(1);
-    REFUSED("key \"k\": the file ends within its value");
+    REJECTED("key \"k\": the file ends within its value");
     begin(3, 0, 1), key("k", 8), u64(1);
-    REFUSED("key \"k\": its string claims 1 bytes, but the file has only 0 more");
+    REJECTED("key \"k\": its string claims 1 bytes, but the file has only 0 more");
     begin(3, 0, 1), key("k", 8), u64((1u << 30) + 1);
-    REFUSED("key \"k\": its string has 1073741825 bytes, and 1073741824 are the most there may be");
+    REJECTED("key \"k\": its string has 1073741825 bytes, and 1073741824 are the most there may be");
     begin(3, 0, 1), key("k", 8), u64(1u << 30);
-    REFUSED("key \"k\": its string claims 1073741824 bytes, but the file has only 0 more");
+    REJECTED("key \"k\": its string claims 1073741824 bytes, but the file has only 0 more");
     begin(3, 0, 1), key("k", 9), u32(9), u64(0);
-    REFUSED("key \"k\": it is an array of arrays");
+    REJECTED("key \"k\": it is an array of arrays");
     begin(3, 0, 1), key("k", 9), u32(14), u64(0);
-    REFUSED("key \"k\": the kind of its items 14 is unknown");
+    REJECTED("key \"k\": the kind of its items 14 is unknown");
     begin(3, 0, 1), key("k", 9), u32(0), u32(0);
-    REFUSED("key \"k\": the file ends within its count");
+    REJECTED("key \"k\": the file ends within its count");
     begin(3, 0, 1), key("k", 9), u32(0), u64((1u << 30) + 1);
-    REFUSED("key \"k\": its array has 1073741825 items, and 1073741824 are the most there may be");
+    REJECTED("key \"k\": its array has 1073741825 items, and 1073741824 are the most there may be");
     begin(3, 0, 1), key("k", 9), u32(10), u64(1u << 30);
-    REFUSED("key \"k\": its array claims 8589934592 bytes, but the file has only 0 more");
+    REJECTED("key \"k\": its array claims 8589934592 bytes, but the file has only 0 more");
     begin(3, 0, 1), key("k", 9), u32(8), u64(3), str("abc"), u64(4), raw("abc", 3);
-    REFUSED("key \"k\": item 1 of 3: the string claims 4 bytes, but the file has only 3 more");
+    REJECTED("key \"k\": item 1 of 3: the string claims 4 bytes, but the file has only 3 more");
     begin(3, 0, 1), key("k", 9), u32(8), u64(3), str("abc");
-    REFUSED("key \"k\": item 1 of 3: the file ends within the string");
+    REJECTED("key \"k\": item 1 of 3: the file ends within the string");
     begin(3, 0, 3), key("k", 0), u8(0), key("j", 0), u8(0), key("k", 1), u8(0);
-    REFUSED("key \"k\" comes twice");
+    REJECTED("key \"k\" comes twice");
     begin(3, 0, 1), key("general.alignment", 5), u32(32);
-    REFUSED("key \"general.alignment\": it is i32, and must be u32");
+    REJECTED("key \"general.alignment\": it is i32, and must be u32");
     begin(3, 0, 1), key("general.alignment", 4), u32(0);
-    REFUSED("key \"general.alignment\": 0 is not a power of two");
+    REJECTED("key \"general.alignment\": 0 is not a power of two");
     begin(3, 0, 1), key("general.alignment", 4), u32(48);
-    REFUSED("key \"general.alignment\": 48 is not a power of two");
+    REJECTED("key \"general.alignment\": 48 is not a power of two");
 }
 
 TEST(refuse_tensors)
 {
     begin(3, 1, 0), tensor("", NE(1), 0, 0), data(32, 4);
-    REFUSED("the name of a tensor is empty");
+    REJECTED("the name of a tensor is empty");
     char name[65] = { 0 };
     memset(name, 'n', 64);
     begin(3, 1, 0), tensor(name, NE(1), 0, 0), data(32, 4);
-    REFUSED("the name of a tensor has 64 bytes, and 63 are the most there may be");
+    REJECTED("the name of a tensor has 64 bytes, and 63 are the most there may be");
     begin(3, 1, 0), tensor(name + 1, NE(1), 0, 0), data(32, 4);
     ACCEPTED();
     begin(3, 1, 0), tensor("\xC0\x80", NE(1), 0, 0), data(32, 4);
-    REFUSED("the name of a tensor \"??\" is not UTF-8");
+    REJECTED("the name of a tensor \"??\" is not UTF-8");
     begin(3, 1, 0), u64(1), u8(0), u32(0), u32(0), u64(0);
-    REFUSED("the name of a tensor \"\" holds a NUL");
+    REJECTED("the name of a tensor \"\" holds a NUL");
     begin(3, 1, 0), str("t"), u32(5), u64(0), u64(0);
-    REFUSED("tensor \"t\": rank 5 is more than 4");
+    REJECTED("tensor \"t\": rank 5 is more than 4");
     begin(3, 1, 0), str("t"), u32(4), u64(0), u64(0);
-    REFUSED("tensor \"t\": the file ends within its dims");
+    REJECTED("tensor \"t\": the file ends within its dims");
     begin(3, 1, 0), tensor("t", NE(1, UINT64_MAX, 3), 0, 0), data(32, 4);
-    REFUSED("tensor \"t\": dim 1 is -1");
+    REJECTED("tensor \"t\": dim 1 is -1");
     begin(3, 1, 0), tensor("t", NE(1u << 31, 1u << 31, 2), NIB_GGUF_I8, 0), data(32, 4);
-    REFUSED("tensor \"t\": the product of its dims is larger than 63 bits hold");
+    REJECTED("tensor \"t\": the product of its dims is larger than 63 bits hold");
     begin(3, 1, 0), tensor("t", NE(1u << 31, 1u << 31, 2, 0), NIB_GGUF_I8, 0), data(32, 4);
-    REFUSED("tensor \"t\": the product of its dims is larger than 63 bits hold");
+    REJECTED("tensor \"t\": the product of its dims is larger than 63 bits hold");
     begin(3, 1, 0), tensor("t", NE(1u << 31, 1u << 31), NIB_GGUF_F32, 0), data(32, 4);
-    REFUSED("tensor \"t\": its size in bytes is larger than 63 bits hold");
+    REJECTED("tensor \"t\": its size in bytes is larger than 63 bits hold");
     begin(3, 1, 0), tensor("t", NE(1), 42, 0), data(32, 4);
-    REFUSED("tensor \"t\": type 42 is unknown, or no longer in use");
+    REJECTED("tensor \"t\": type 42 is unknown, or no longer in use");
     begin(3, 1, 0), tensor("t", NE(1), 4, 0), data(32, 4);
-    REFUSED("tensor \"t\": type 4 is unknown, or no longer in use");
+    REJECTED("tensor \"t\": type 4 is unknown, or no longer in use");
     begin(3, 1, 0), tensor("t", NE(48, 64), NIB_GGUF_NVFP4, 0), data(32, 4000);
-    REFUSED("tensor \"t\": its rows have 48 elements, which are not whole blocks of NVFP4: those have 64");
+    REJECTED("tensor \"t\": its rows have 48 elements, which are not whole blocks of NVFP4: those have 64");
     begin(3, 1, 0), tensor("t", 0, NULL, 8, 0), data(32, 4000);
-    REFUSED("tensor \"t\": its rows have 1 elements, which are not whole blocks of Q8_0: those have 32");
+    REJECTED("tensor \"t\": its rows have 1 elements, which are not whole blocks of Q8_0: those have 32");
     begin(3, 2, 0), tensor("t", NE(1), 0, 0), tensor("u", NE(1), 0, 4), data(32, 40);
-    REFUSED("tensor \"u\": its data begins at byte 4, but the tensors before it, padded to 32, end at byte 32");
+    REJECTED("tensor \"u\": its data begins at byte 4, but the tensors before it, padded to 32, end at byte 32");
     begin(3, 2, 0), tensor("t", NE(1), 0, 0), tensor("u", NE(1), 0, 0), data(32, 40);
-    REFUSED("tensor \"u\": its data begins at byte 0, but");
+    REJECTED("tensor \"u\": its data begins at byte 0, but");
     begin(3, 2, 0), tensor("t", NE(1), 0, 32), tensor("u", NE(1), 0, 0), data(32, 40);
-    REFUSED("tensor \"t\": its data begins at byte 32, but the tensors before it, padded to 32, end at byte 0");
+    REJECTED("tensor \"t\": its data begins at byte 32, but the tensors before it, padded to 32, end at byte 0");
     begin(3, 2, 0), tensor("t", NE(1), 0, 0), tensor("t", NE(1), 0, 32), data(32, 40);
-    REFUSED("tensor \"t\" comes twice");
+    REJECTED("tensor \"t\" comes twice");
     begin(3, 2, 0), tensor("t", NE(1), 0, 0), tensor("u", NE(2), 0, 32), data(32, 39);
-    REFUSED("tensor \"u\": its 8 bytes from byte 32 of the data are not all there");
+    REJECTED("tensor \"u\": its 8 bytes from byte 32 of the data are not all there");
     begin(3, 2, 0), tensor("t", NE(1), 0, 0), tensor("u", NE(2), 0, 32), data(32, 40);
     ACCEPTED();
     begin(3, 1, 0), tensor("t", NE(1), 0, 0);
-    REFUSED("tensor \"t\": its 4 bytes from byte 0 of the data are not all there");
+    REJECTED("tensor \"t\": its 4 bytes from byte 0 of the data are not all there");
     begin(3, 1, 0), tensor("t", NE(INT64_MAX), NIB_GGUF_I8, 0), data(32, 64);
-    REFUSED("its 9223372036854775807 bytes from byte 0 of the data are not all there");
+    REJECTED("its 9223372036854775807 bytes from byte 0 of the data are not all there");
     begin(3, 3, 0), tensor("t", NE(INT64_MAX), NIB_GGUF_I8, 0);
     tensor("u", NE(INT64_MAX), NIB_GGUF_I8, (uint64_t)INT64_MAX + 1);
     tensor("v", NE(INT64_MAX), NIB_GGUF_I8, 0), data(32, 64);
-    REFUSED("tensor \"u\": its data would end beyond any file");
+    REJECTED("tensor \"u\": its data would end beyond any file");
 }
 
 TEST(read_alignment)
@@ -487,7 +487,7 @@ TEST(read_alignment)
         const uint64_t second = alignment < 3 ? 4 / alignment * alignment : alignment;
         tensor("u", NE(3), NIB_GGUF_I8, alignment == 1 ? 3 : second);
         if (alignment > 4096) { /* the data would begin far behind the end of the file */
-            REFUSED("tensor \"t\": its 3 bytes from byte 0 of the data are not all there");
+            REJECTED("tensor \"t\": its 3 bytes from byte 0 of the data are not all there");
             continue;
         }
         data(alignment, 3 + alignment + 3);
@@ -520,11 +520,11 @@ TEST(read_truncated)
     ACCEPTED();
     for (size_t cut = 0; cut < whole; cut++) {
         made_bytes = cut;
-        REFUSED("");
+        REJECTED("");
     }
 }
 
-/* Every byte of the header changed to every value: never a crash, and a refusal has a sentence. */
+/* Every byte of the header changed to every value: never a crash, and a rejection has a message. */
 TEST(read_changed)
 {
     make_full();
@@ -604,7 +604,7 @@ TEST(read_shrunk)
     nib_gguf_close(file);
 }
 
-/* Hostile sizes: what is refused is refused fast and without much memory; what is large and sound is taken. */
+/* Hostile sizes: what is rejected is rejected fast and without much memory; what is large and sound is taken. */
 TEST(read_many)
 {
     const size_t n = 200000, bytes = 24 + n * (8 + 6 + 4 + 8 + 4 + 8);
@@ -689,7 +689,7 @@ static nib_gguf_plan *new_plan(const char *path)
 static void put_all(nib_gguf_plan *plan)
 {
     static const char *const tokens[] = { "a", "", "\xE2\x82\xAC" };
-    static const uint16_t numbers[] = { 1, 2, 65535 };
+    static const uint16_t values[] = { 1, 2, 65535 };
     CHECK_OK(nib_gguf_put_string(plan, "general.architecture", "llama"));
     CHECK_OK(nib_gguf_put_integer(plan, "u32", NIB_GGUF_KIND_U32, 4000000000));
     CHECK_OK(nib_gguf_put_integer(plan, "u64", NIB_GGUF_KIND_U64, INT64_MAX));
@@ -698,7 +698,7 @@ static void put_all(nib_gguf_plan *plan)
     CHECK_OK(nib_gguf_put_float(plan, "f32", 0.1f));
     CHECK_OK(nib_gguf_put_strings(plan, "tokens", tokens, 3));
     CHECK_OK(nib_gguf_put_strings(plan, "none", NULL, 0));
-    CHECK_OK(nib_gguf_put_array(plan, "numbers", NIB_GGUF_KIND_U16, numbers, 3));
+    CHECK_OK(nib_gguf_put_array(plan, "numbers", NIB_GGUF_KIND_U16, values, 3));
     CHECK_OK(nib_gguf_put_string(plan, "empty", ""));
     CHECK_OK(DECLARE(plan, "b", NIB_GGUF_NVFP4, 3, 64));
     CHECK_OK(DECLARE(plan, "a", NIB_GGUF_F32, 1));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_groups.c - the rows of one array as many tensors: each as quantised alone, in buffers of its own or in shared
+ * test_groups.c - the rows of one array as many tensors: each as quantized alone, in buffers of its own or in shared
  * ones.
  *
  * Built with NIB_TEST_WRAP_ALLOC, so that every allocation can be made to fail.
@@ -20,7 +20,7 @@ struct group_case {
     nib_quantizer q;
     nib_dtype dtype;
     int64_t rows[MEMBERS], total, cols;
-    void *numbers;
+    void *values;
     nib_array x;
 };
 
@@ -49,15 +49,15 @@ static void make_case(struct group_case *c, int kind)
     }
     const size_t n = (size_t)(c->total * c->cols);
     float *x = malloc(n * sizeof *x + 4);
-    c->numbers = malloc(n * 4 + 4);
+    c->values = malloc(n * 4 + 4);
     for (size_t i = 0; i < n; i++)
         x[i] = test_normal();
-    CHECK_OK(nib_encode(c->dtype, x, n, c->numbers));
-    CHECK_OK(nib_array_init(&c->x, c->numbers, c->dtype, 2, SHAPE(c->total, c->cols)));
+    CHECK_OK(nib_encode(c->dtype, x, n, c->values));
+    CHECK_OK(nib_array_init(&c->x, c->values, c->dtype, 2, SHAPE(c->total, c->cols)));
     free(x);
 }
 
-/* Member i, quantised alone. */
+/* Member i, quantized alone. */
 static nib_tensor *alone(const struct group_case *c, int i)
 {
     nib_quantizer q = c->q;
@@ -68,7 +68,7 @@ static nib_tensor *alone(const struct group_case *c, int i)
         first += c->rows[k];
     q.origin[0] = q.origin[1] = 0;
     const size_t size = (size_t)nib_dtype_bits(c->dtype) / 8;
-    CHECK_OK(nib_array_init(&rows, (char *)c->numbers + (size_t)(first * c->cols) * size, c->dtype, 2,
+    CHECK_OK(nib_array_init(&rows, (char *)c->values + (size_t)(first * c->cols) * size, c->dtype, 2,
                             SHAPE(c->rows[i], c->cols)));
     CHECK_OK(nib_quantize(&q, &rows, NULL, &t));
     return t;
@@ -95,7 +95,7 @@ TEST(split_quantize)
             check_same(t[i], one);
             nib_tensor_destroy(one), nib_tensor_destroy(t[i]);
         }
-        free(c.numbers);
+        free(c.values);
     }
 }
 
@@ -128,7 +128,7 @@ TEST(grouped_buffers)
                       (int64_t)nib_buffer_bytes(whole));
                 if (part == NIB_ROW_DATA && c.q.format == NIB_NVFP4) /* whole 128 rows before it */
                     CHECK(offset == rows * ((c.cols + 1) / 2));
-                if (part == NIB_ROW_LEVEL && c.q.format == NIB_NVFP4 && !c.q.row_scaled)
+                if (part == NIB_ROW_TENSOR_SCALE && c.q.format == NIB_NVFP4 && !c.q.row_scaled)
                     CHECK(offset == i * (int64_t)sizeof(float));
             }
             rows += (c.rows[i] + 127) / 128 * 128;
@@ -139,7 +139,7 @@ TEST(grouped_buffers)
             check_same(views[i], one);
             nib_tensor_destroy(one), nib_tensor_destroy(views[i]);
         }
-        free(c.numbers);
+        free(c.values);
     }
 }
 
@@ -152,8 +152,8 @@ TEST(group_amax)
         make_case(&c, kind);
         for (int i = 0; i < MEMBERS; i++) {
             nib_tensor *one = alone(&c, i);
-            expected[0][i] = *(float *)case_part(one, NIB_ROW_LEVEL);
-            expected[1][i] = *(float *)case_part(one, NIB_COL_LEVEL);
+            expected[0][i] = *(float *)case_part(one, NIB_ROW_TENSOR_SCALE);
+            expected[1][i] = *(float *)case_part(one, NIB_COL_TENSOR_SCALE);
             nib_tensor_destroy(one);
         }
         nib_array x = c.x;
@@ -166,7 +166,7 @@ TEST(group_amax)
                 CHECK_THAT(row[i] == expected[0][i] && col[i] == expected[1][i] && col_alone[i] == col[i],
                            "kind %d, member %d of %d", kind, i, n);
         }
-        free(c.numbers);
+        free(c.values);
     }
 }
 
@@ -177,14 +177,14 @@ static int split_over_ranks(const nib_comm *comm, void *context)
     const uint64_t seed = 0;
     int faults = 0;
     const struct group_case *c = context;
-    float numbers[64 * 16];
+    float values[64 * 16];
     nib_array x;
     nib_tensor *t[3] = { NULL }, *views[3] = { NULL };
     nib_group *group = NULL;
     nib_quantizer q = c->q;
     for (int i = 0; i < 64 * 16; i++)
-        numbers[i] = (float)((i * 37 + comm->rank * 101) % 211) - 100;
-    CASE_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(64, 16)));
+        values[i] = (float)((i * 37 + comm->rank * 101) % 211) - 100;
+    CASE_OK(nib_array_init(&x, values, NIB_F32, 2, SHAPE(64, 16)));
     const int64_t rows[3] = { 16, 0, 48 };
     q.amax_comm = comm;
     CASE_OK(nib_split_quantize(&q, &x, rows, 3, t));
@@ -195,7 +195,7 @@ static int split_over_ranks(const nib_comm *comm, void *context)
         nib_array part;
         nib_tensor *one = NULL;
         int equal = 0;
-        CASE_OK(nib_array_init(&part, numbers + first * 16, NIB_F32, 2, SHAPE(rows[i], 16)));
+        CASE_OK(nib_array_init(&part, values + first * 16, NIB_F32, 2, SHAPE(rows[i], 16)));
         CASE_OK(nib_quantize(&q, &part, NULL, &one)); /* reduces as well */
         CASE_OK(nib_tensor_equal(one, t[i], &equal));
         CASE_CHECK(equal, "member %d", i);
@@ -246,19 +246,19 @@ TEST(one_reduction_for_a_group)
 
 #ifdef NIB_TEST_WRAP_ALLOC
 /* Whichever allocation fails, members keep what they had. */
-TEST(a_group_is_quantised_whole_or_not_at_all)
+TEST(a_group_is_quantized_whole_or_not_at_all)
 {
     for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
         nib_quantizer q;
         nib_group *group = NULL;
-        float numbers[40 * 16];
+        float values[40 * 16];
         nib_array x;
         nib_status status = NIB_ERR_MEMORY;
         nib_quantizer_init(&q);
         q.row_scaled = (uint8_t)row_scaled;
         for (int i = 0; i < 40 * 16; i++)
-            numbers[i] = test_normal();
-        CHECK_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(40, 16)));
+            values[i] = test_normal();
+        CHECK_OK(nib_array_init(&x, values, NIB_F32, 2, SHAPE(40, 16)));
         CHECK_OK(nib_group_create(&q, NIB_F32, SHAPE(16, 0, 24), 3, 16, &group));
         for (long left = 0; status; left++) {
             CHECK(left < 100);
@@ -272,7 +272,7 @@ TEST(a_group_is_quantised_whole_or_not_at_all)
                     CHECK(bytes[i] == 0);
             }
         }
-        CHECK(*(float *)nib_buffer_data(nib_group_buffer(group, NIB_ROW_LEVEL)) > 0);
+        CHECK(*(float *)nib_buffer_data(nib_group_buffer(group, NIB_ROW_TENSOR_SCALE)) > 0);
         nib_group_destroy(group);
     }
 }
@@ -281,15 +281,15 @@ TEST(a_group_is_quantised_whole_or_not_at_all)
 TEST(groups_refuse)
 {
     nib_quantizer q;
-    float numbers[32 * 16] = { 0 };
+    float values[32 * 16] = { 0 };
     nib_array x, flat;
     nib_tensor *t[2] = { NULL };
     nib_group *group = NULL;
     float amax[2];
     int64_t offset;
     nib_quantizer_init(&q);
-    CHECK_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(32, 16)));
-    CHECK_OK(nib_array_init(&flat, numbers, NIB_F32, 1, SHAPE(32)));
+    CHECK_OK(nib_array_init(&x, values, NIB_F32, 2, SHAPE(32, 16)));
+    CHECK_OK(nib_array_init(&flat, values, NIB_F32, 1, SHAPE(32)));
     CHECK_FAILS(nib_split_quantize(&q, &x, SHAPE(16, 15), 2, t), NIB_ERR_SHAPE, "31 rows and x has 32");
     CHECK_FAILS(nib_split_quantize(&q, &x, SHAPE(33, -1), 2, t), NIB_ERR_SHAPE, "member 1 is -1");
     CHECK_FAILS(nib_split_quantize(&q, &flat, SHAPE(32), 1, t), NIB_ERR_SHAPE, "rank 2");

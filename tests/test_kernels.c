@@ -33,7 +33,7 @@ static int64_t width_of(nib_dtype dtype) { return nib_dtype_bits(dtype) / 8; }
 
 /* ---- What is checked ---- */
 
-/* A way to quantise. Dialects other than te have one way only; `any` stands for formats that have few options. */
+/* A way to quantize. Dialects other than te have one way only; `any` stands for formats that have few options. */
 struct mode {
     const char *name;
     nib_dialect dialect;
@@ -114,12 +114,12 @@ static int rounds(void)
 /* The scalar kernel that a slot is compared with, and the format that it is asked to do. */
 #define REFERENCE(operation, format)                                             \
     (nib_kernels_scalar.operation[format] ? nib_kernels_scalar.operation[format] \
-                                          : nib_kernels_scalar.operation[NIB_ANY_FORMAT])
+                                          : nib_kernels_scalar.operation[NIB_GENERIC_FORMAT])
 
 /* A slot for any format is asked for one that has none of its own. */
 static nib_format some_format(const struct check *check)
 {
-    if (check->slot != NIB_ANY_FORMAT)
+    if (check->slot != NIB_GENERIC_FORMAT)
         return (nib_format)check->slot;
     nib_format format;
     do
@@ -132,11 +132,11 @@ static nib_format some_format(const struct check *check)
 
 enum { ARENA_BYTES = 4 << 20 };
 
-/* Those of the rowwise copy; the columnwise one has as many after them. */
+/* Those of the rowwise usage; the columnwise one has as many after them. */
 enum arena { INPUT, CODES, CODES_WANTED, SCALES, SCALES_WANTED, LEVELS };
 enum { OF_A_COPY = LEVELS - INPUT, ARENAS = INPUT + 2 * OF_A_COPY + 1 };
 
-static enum arena arena_of(enum arena arena, nib_copy copy) { return (enum arena)(arena + (int)copy * OF_A_COPY); }
+static enum arena arena_of(enum arena arena, nib_usage usage) { return (enum arena)(arena + (int)usage * OF_A_COPY); }
 
 /* Memory of so many bytes against a forbidden page. Each arena is used again and again, since a process may have only
  * so many mappings. */
@@ -219,7 +219,7 @@ static float special(void)
     return nib_float(specials[test_below(sizeof specials / sizeof *specials)]);
 }
 
-/* Where rounding decides: midpoints and values of E2M1 and their neighbours, under powers of two. */
+/* Where rounding decides: midpoints and values of E2M1 and their neighbors, under powers of two. */
 static float tie(void)
 {
     static const float points[] = { 0, 0.25f, 0.5f, 0.75f, 1, 1.25f, 1.5f, 1.75f, 2, 2.5f, 3, 3.5f, 4, 5, 6, 7 };
@@ -314,7 +314,7 @@ static void check_absmax(const struct check *check, struct verdict *v)
 /* The options of a comparison, what follows from them, and where everything lies. */
 struct trial {
     nib_quantizer q;
-    nib_copy copy;
+    nib_usage usage;
     nib_dtype dtype;
     struct nib_geometry geometry;
     struct nib_coding coding;
@@ -324,15 +324,15 @@ struct trial {
 };
 
 /* As quantize.c makes it. */
-static struct nib_coding coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype input)
+static struct nib_coding coding_of(const nib_quantizer *q, nib_usage usage, nib_dtype input)
 {
-    const bool rowwise = copy == NIB_ROWWISE;
+    const bool rowwise = usage == NIB_ROWWISE;
     const struct nib_format_facts *facts = nib_format_of(q);
-    return (struct nib_coding){ .copy = copy,
+    return (struct nib_coding){ .usage = usage,
                                 .block = facts->block,
                                 .tile_lines = q->block_dims[0] ? q->block_dims[0] : 1,
                                 .scale_bytes = nib_dtype_bits(facts->scale) / 8,
-                                .transform = nib_copy_is_transformed(q, copy),
+                                .rht = nib_usage_has_rht(q, usage),
                                 .sign_mask = q->rht_sign_mask,
                                 .dialect = nib_dialect_of(q),
                                 .rules = nib_rules_of(q, input),
@@ -369,19 +369,19 @@ static bool nvfp4_variant(const struct mode *mode, int number, struct trial *t)
     q->dialect = mode->dialect;
     q->scale_rule = mode->rule;
     q->rounding = mode->rounding;
-    t->copy = (nib_copy)digit(&number, 2);
+    t->usage = (nib_usage)digit(&number, 2);
     t->dtype = input_dtypes[digit(&number, DTYPES)];
     const int shape = digit(&number, 3); /* 1x16, 1x16 transformed, 16x16 */
     q->rht = q->rht_rowwise = shape == 1;
     q->block_dims[0] = shape == 2 ? 16 : 1;
-    q->tensor_scale = (nib_tensor_scale)digit(&number, 3);
+    q->tensor_scale_rule = (nib_tensor_scale_rule)digit(&number, 3);
     q->min_block_scale = floors[digit(&number, 3)];
     q->swizzled = (uint8_t)digit(&number, 2);
     q->row_scaled = (uint8_t)digit(&number, 2);
     q->error_mode = (nib_error_mode)digit(&number, 2);
     q->fast_error = (uint8_t)digit(&number, 2);
     q->e4m3_max = digit(&number, 2) ? 256 : 448;
-    q->single_level = (uint8_t)digit(&number, 2);
+    q->no_tensor_scale = (uint8_t)digit(&number, 2);
     if (mode->rule != NIB_SCALE_4OVER6 && (q->error_mode || q->fast_error))
         return false;
     return !nib_quantizer_load(q, q);
@@ -392,7 +392,7 @@ static bool plain_variant(nib_format format, int number, struct trial *t)
     nib_quantizer *q = &t->q;
     (void)nib_quantizer_init_format(q, format);
     const struct nib_format_facts *facts = nib_format_of(q);
-    t->copy = (nib_copy)digit(&number, 2);
+    t->usage = (nib_usage)digit(&number, 2);
     t->dtype = input_dtypes[digit(&number, DTYPES)];
     q->element = facts->elements[digit(&number, 2)];
     q->block_dims[0] = digit(&number, 2) ? facts->block : facts->block ? 1 : 0;
@@ -438,7 +438,7 @@ static void make_panel_of(struct trial *t, const int64_t shape[2])
         fprintf(stderr, "test_kernels: %s\n", nib_last_error());
         exit(2);
     }
-    t->coding = coding_of(&t->q, t->copy, t->dtype);
+    t->coding = coding_of(&t->q, t->usage, t->dtype);
     t->panel = (struct nib_panel){ .dtype = t->dtype };
     some_part(shape[0], block, &t->panel.row, &t->panel.rows);
     some_part(shape[1], block, &t->panel.col, &t->panel.cols);
@@ -452,15 +452,15 @@ static void make_panel_of(struct trial *t, const int64_t shape[2])
 static void make_panel(struct trial *t)
 {
     const int64_t block = nib_max(nib_format_of(&t->q)->block, 16);
-    const bool along_rows = t->copy == NIB_ROWWISE;
-    const bool transformed = nib_copy_is_transformed(&t->q, t->copy);
+    const bool along_rows = t->usage == NIB_ROWWISE;
+    const bool transformed = nib_usage_has_rht(&t->q, t->usage);
     int64_t shape[2] = { some_size(block, transformed && !along_rows), some_size(block, transformed && along_rows) };
     if (shape[0] * shape[1] > 25600) /* one long side is enough */
         shape[along_rows ? 0 : 1] = 1 + test_below(shape[along_rows] > 2000 ? 3 : 20);
     make_panel_of(t, shape);
 }
 
-/* The amax that the levels are made from: mostly the data's, now and then one that fits badly, or not at all. */
+/* The amax that the tensor scales are made from: mostly the data's, now and then one that fits badly, or not at all. */
 static float some_amax(float data, enum data_kind kind, const struct nib_rules *rules)
 {
     const int64_t choice = test_below(16);
@@ -471,23 +471,23 @@ static float some_amax(float data, enum data_kind kind, const struct nib_rules *
     return choice == 1 ? data * ldexpf(1, (int)test_below(40) - 20) : data;
 }
 
-static void make_levels(struct trial *t, float amax, enum data_kind kind)
+static void make_tensor_scales(struct trial *t, float amax, enum data_kind kind)
 {
-    const struct nib_copy_geometry *g = &t->geometry.copy[t->copy];
+    const struct nib_usage_geometry *g = &t->geometry.usage[t->usage];
     const struct nib_dialect_facts *dialect = t->coding.dialect;
-    t->target.level_per_line = t->q.row_scaled;
+    t->target.tensor_scale_per_line = t->q.row_scaled;
     t->target.encode = 1;
-    t->target.levels = NULL;
-    if (!g->levels)
+    t->target.tensor_scales = NULL;
+    if (!g->tensor_scales)
         return;
-    float *levels = place(arena_of(LEVELS, t->copy), g->levels_bytes, true);
-    for (int64_t i = 0; i < g->levels; i++) {
+    float *tensor_scales = place(arena_of(LEVELS, t->usage), g->tensor_scales_bytes, true);
+    for (int64_t i = 0; i < g->tensor_scales; i++) {
         const float a = some_amax(amax, kind, &t->coding.rules);
         if (dialect->encode_of)
             t->target.encode = dialect->encode_of(a, &t->coding.rules);
-        levels[i] = dialect->encode_of ? 1.0f / t->target.encode : dialect->level_of(a, &t->coding.rules);
+        tensor_scales[i] = dialect->encode_of ? 1.0f / t->target.encode : dialect->tensor_scale_of(a, &t->coding.rules);
     }
-    t->target.levels = levels;
+    t->target.tensor_scales = tensor_scales;
 }
 
 static void describe(struct trial *t, enum data_kind kind)
@@ -495,11 +495,11 @@ static void describe(struct trial *t, enum data_kind kind)
     const struct nib_panel *p = &t->panel;
     snprintf(t->text, sizeof t->text,
              "%s %s%s%s%s%s, data %d, %lldx%lld at %lld,%lld of %lldx%lld stride %lld, tensor scale %d, error %d%s",
-             t->copy == NIB_ROWWISE ? "row" : "col", nib_dtype_name(t->dtype), t->coding.transform ? " rht" : "",
+             t->usage == NIB_ROWWISE ? "row" : "col", nib_dtype_name(t->dtype), t->coding.rht ? " rht" : "",
              t->coding.tile_lines > 1 ? " square" : "", t->q.swizzled ? " swizzled" : "",
              t->q.row_scaled ? " per line" : "", (int)kind, (long long)p->rows, (long long)p->cols, (long long)p->row,
              (long long)p->col, (long long)t->geometry.rows, (long long)t->geometry.cols, (long long)p->stride,
-             (int)t->q.tensor_scale, (int)t->q.error_mode, t->q.fast_error ? " fast" : "");
+             (int)t->q.tensor_scale_rule, (int)t->q.error_mode, t->q.fast_error ? " fast" : "");
 }
 
 static enum data_kind fill_panel(struct trial *t)
@@ -522,7 +522,7 @@ static void check_absmax_lines(const struct check *check, struct verdict *v)
         t.q.rht_sign_mask = test_below(2) ? NIB_RHT_SIGN_MASK : (uint16_t)test_random();
         make_panel(&t);
         (void)fill_panel(&t);
-        const int64_t lines = t.copy == NIB_ROWWISE ? t.panel.rows : t.panel.cols, bytes = lines * 4;
+        const int64_t lines = t.usage == NIB_ROWWISE ? t.panel.rows : t.panel.cols, bytes = lines * 4;
         const struct outputs out = place_outputs(SCALES, bytes, test_below(2));
         float *got = (float *)(void *)out.got, *wanted = (float *)(void *)out.wanted;
         for (int64_t line = 0; line < lines; line++)
@@ -550,12 +550,12 @@ static float panel_amax(const struct trial *t)
 
 static struct coded place_coded(struct trial *t, float amax, enum data_kind kind)
 {
-    const struct nib_copy_geometry *g = &t->geometry.copy[t->copy];
+    const struct nib_usage_geometry *g = &t->geometry.usage[t->usage];
     const bool at_end = test_below(4) != 0;
-    make_levels(t, amax, kind);
+    make_tensor_scales(t, amax, kind);
     t->target.geometry = g;
-    struct coded coded = { .codes = place_outputs(arena_of(CODES, t->copy), g->data_bytes, at_end),
-                           .scales = place_outputs(arena_of(SCALES, t->copy), g->scales_bytes, at_end),
+    struct coded coded = { .codes = place_outputs(arena_of(CODES, t->usage), g->data_bytes, at_end),
+                           .scales = place_outputs(arena_of(SCALES, t->usage), g->scales_bytes, at_end),
                            .got = t->target,
                            .wanted = t->target };
     coded.got.codes = (uint8_t *)coded.codes.got;
@@ -623,19 +623,19 @@ static void check_quantize_both(const struct check *check, struct verdict *v)
         struct nib_coding coding[2];
         struct nib_target got[2];
         struct coded coded[2];
-        for (int copy = 0; copy < 2; copy++) {
-            t.copy = (nib_copy)copy;
-            t.coding = coding[copy] = coding_of(&t.q, t.copy, t.dtype);
-            coded[copy] = place_coded(&t, panel_amax(&t), kind);
-            got[copy] = coded[copy].got;
-            nib_kernels_scalar.quantize[NIB_NVFP4](&t.panel, &coding[copy], &coded[copy].wanted);
+        for (int usage = 0; usage < 2; usage++) {
+            t.usage = (nib_usage)usage;
+            t.coding = coding[usage] = coding_of(&t.q, t.usage, t.dtype);
+            coded[usage] = place_coded(&t, panel_amax(&t), kind);
+            got[usage] = coded[usage].got;
+            nib_kernels_scalar.quantize[NIB_NVFP4](&t.panel, &coding[usage], &coded[usage].wanted);
         }
         check->kernels->quantize_both[check->slot](&t.panel, coding, got);
-        for (int copy = 0; copy < 2; copy++) {
-            t.copy = (nib_copy)copy;
-            t.coding = coding[copy];
+        for (int usage = 0; usage < 2; usage++) {
+            t.usage = (nib_usage)usage;
+            t.coding = coding[usage];
             describe(&t, kind);
-            compare_coded(v, &t, &coded[copy]);
+            compare_coded(v, &t, &coded[usage]);
         }
     }
 }
@@ -656,7 +656,7 @@ static void fill_scales(uint8_t *scales, int64_t bytes, int kind)
 
 static void check_decode(const struct check *check, struct verdict *v)
 {
-    static const float levels[] = { 1,         0,     FLT_MIN, FLT_MAX,  INFINITY, NAN,
+    static const float tensor_scales[] = { 1,         0,     FLT_MIN, FLT_MAX,  INFINITY, NAN,
                                     0x1p-140f, -1.5f, 0x1p30f, 0x1p-30f, 2688.0f,  0x1.234568p-3f };
     for (int i = 0; i < 1200 * rounds() && !v->failed; i++) {
         struct trial t = { .dtype = NIB_F32 };
@@ -665,7 +665,7 @@ static void check_decode(const struct check *check, struct verdict *v)
         t.q.element = nib_format_of(&t.q)->elements[test_below(2)];
         t.coding = coding_of(&t.q, NIB_ROWWISE, NIB_F32);
         if (nib_format_of(&t.q)->nvfp4_options)
-            t.coding.rules.level = (nib_level)(i % 3); /* amax, decode, encode */
+            t.coding.rules.tensor_scale = (nib_tensor_scale)(i % 3); /* amax, decode, encode */
         const nib_dtype dtype = input_dtypes[i / 3 % DTYPES];
         const bool stream = i / 9 % 2, packed = nib_dtype_bits(t.coding.rules.element) == 4, at_end = test_below(2);
         const int64_t near = test_below(3) ? 0 : test_below(3) - 1; /* whole blocks, one less or one more */
@@ -680,18 +680,18 @@ static void check_decode(const struct check *check, struct verdict *v)
         fill_scales(scales, scale_bytes, (int)test_below(SCALE_KINDS));
         const struct outputs out = place_outputs(CODES, bytes, at_end);
         const int64_t choice = test_below(24);
-        const float level = choice < 12 ? levels[choice] : choice < 16 ? random_bits() : nib_abs(test_normal());
-        REFERENCE(decode, format)(out.wanted, dtype, codes, scales, n, level, &t.coding, stream);
-        check->kernels->decode[check->slot](out.got, dtype, codes, scales, n, level, &t.coding, stream);
-        snprintf(t.text, sizeof t.text, "%s n %lld, level %a, kind %d%s", nib_dtype_name(dtype), (long long)n,
-                 (double)level, (int)t.coding.rules.level, stream ? ", stream" : "");
+        const float tensor_scale = choice < 12 ? tensor_scales[choice] : choice < 16 ? random_bits() : nib_abs(test_normal());
+        REFERENCE(decode, format)(out.wanted, dtype, codes, scales, n, tensor_scale, &t.coding, stream);
+        check->kernels->decode[check->slot](out.got, dtype, codes, scales, n, tensor_scale, &t.coding, stream);
+        snprintf(t.text, sizeof t.text, "%s n %lld, tensor scale %a, kind %d%s", nib_dtype_name(dtype), (long long)n,
+                 (double)tensor_scale, (int)t.coding.rules.tensor_scale, stream ? ", stream" : "");
         compare(v, t.text, &out);
     }
 }
 
 /* ---- inverse: one slot per dtype ---- */
 
-static void check_inverse(const struct check *check, struct verdict *v)
+static void check_inverse_rht(const struct check *check, struct verdict *v)
 {
     for (int i = 0; i < 300 * rounds() && !v->failed; i++) {
         const int64_t n = 16 * test_below(test_below(4) ? 40 : 100);
@@ -699,8 +699,8 @@ static void check_inverse(const struct check *check, struct verdict *v)
         fill(x, n, NIB_F32, some_kind());
         const uint16_t mask = test_below(2) ? NIB_RHT_SIGN_MASK : (uint16_t)test_random();
         const struct outputs out = place_outputs(CODES, n * width_of((nib_dtype)check->slot), test_below(2));
-        nib_kernels_scalar.inverse[check->slot](out.wanted, x, n, mask);
-        check->kernels->inverse[check->slot](out.got, x, n, mask);
+        nib_kernels_scalar.inverse_rht[check->slot](out.wanted, x, n, mask);
+        check->kernels->inverse_rht[check->slot](out.got, x, n, mask);
         char what[64];
         snprintf(what, sizeof what, "n %lld, mask %04x", (long long)n, mask);
         compare(v, what, &out);
@@ -771,7 +771,7 @@ static void run_job(const struct job *job)
     else if (strncmp(name, "quantize.", 9) == 0)
         job->kernels->quantize[job->slot](&t->panel, &t->coding, &t->target);
     else if (strncmp(name, "inverse.", 8) == 0)
-        job->kernels->inverse[job->slot](job->out, t->panel.x, BENCH_N, NIB_RHT_SIGN_MASK);
+        job->kernels->inverse_rht[job->slot](job->out, t->panel.x, BENCH_N, NIB_RHT_SIGN_MASK);
     else if (strncmp(name, "transpose.", 10) == 0)
         job->kernels->transpose[job->slot](t->panel.x, BENCH_COLS * nib_dtype_bits((nib_dtype)job->slot) / 8,
                                            BENCH_ROWS, BENCH_COLS, job->out,
@@ -811,18 +811,18 @@ static void bench_one(const struct check *check, struct trial *t)
 {
     const int64_t shape[2] = { BENCH_ROWS, BENCH_COLS };
     (void)nib_geometry_of(&t->q, 2, shape, &t->geometry);
-    const struct nib_copy_geometry *g = &t->geometry.copy[t->copy];
-    static float level = 4;
+    const struct nib_usage_geometry *g = &t->geometry.usage[t->usage];
+    static float tensor_scale = 4;
     void *x = bench_memory(BENCH_N * 4), *out = bench_memory(BENCH_N * 4);
     fill(x, BENCH_N, t->dtype, NORMAL);
     memset(out, 0, BENCH_N * 4);
-    t->coding = coding_of(&t->q, t->copy, t->dtype);
+    t->coding = coding_of(&t->q, t->usage, t->dtype);
     t->panel =
         (struct nib_panel){ .x = x, .dtype = t->dtype, .stride = BENCH_COLS, .rows = BENCH_ROWS, .cols = BENCH_COLS };
     t->target = (struct nib_target){ .codes = bench_memory((size_t)g->data_bytes),
                                      .scales = bench_memory((size_t)g->scales_bytes + 64),
                                      .geometry = g,
-                                     .levels = &level,
+                                     .tensor_scales = &tensor_scale,
                                      .encode = 1 };
     memset(t->target.scales, 0x38, (size_t)g->scales_bytes);
     fill_random(t->target.codes, g->data_bytes);
@@ -832,10 +832,10 @@ static void bench_one(const struct check *check, struct trial *t)
     const double seconds = time_job(&job, &spread);
     job.kernels = &nib_kernels_scalar;
     if (!fills(&nib_kernels_scalar, check->operation, check->slot))
-        job.slot = NIB_ANY_FORMAT;
+        job.slot = NIB_GENERIC_FORMAT;
     const double scalar = check->is_scalar ? seconds : time_job(&job, &scalar_spread);
     printf("%-36s %-3s %-4s%-4s %9.3f Gelem/s  +-%4.1f %%  %7.1f of scalar\n", check->name,
-           t->copy == NIB_ROWWISE ? "row" : "col", nib_dtype_name(t->dtype), t->coding.transform ? " rht" : "",
+           t->usage == NIB_ROWWISE ? "row" : "col", nib_dtype_name(t->dtype), t->coding.rht ? " rht" : "",
            BENCH_N / seconds * 1e-9, 50 * spread, scalar / seconds);
     free(x);
     free(out);
@@ -843,7 +843,7 @@ static void bench_one(const struct check *check, struct trial *t)
     free(t->target.scales);
 }
 
-/* Variants of a check that are worth a line: both copies, every dtype, transformed or not. Both copies at once are for
+/* Variants of a check that are worth a line: both usages, every dtype, transformed or not. Both copies at once are for
  * matrices that are larger than the cache (nib bench). */
 static void bench_check(const struct check *check)
 {
@@ -852,10 +852,10 @@ static void bench_check(const struct check *check)
     const bool lines = strncmp(check->name, "absmax_lines.", 13) == 0,
                quantizes = strncmp(check->name, "quant", 5) == 0,
                fixed = strncmp(check->name, "transpose.", 10) == 0 || strncmp(check->name, "inverse.", 8) == 0;
-    for (int copy = 0; copy < (lines || quantizes ? 2 : 1); copy++)
+    for (int usage = 0; usage < (lines || quantizes ? 2 : 1); usage++)
         for (int d = 0; d < DTYPES; d++)
             for (int rht = 0; rht < (lines || quantizes ? 2 : 1); rht++) {
-                struct trial t = { .copy = (nib_copy)copy, .dtype = input_dtypes[d] };
+                struct trial t = { .usage = (nib_usage)usage, .dtype = input_dtypes[d] };
                 nib_quantizer_init(&t.q);
                 if (check->operation->slots == NIB_FORMAT_SLOTS && check->slot < NIB_FORMAT_COUNT && !lines)
                     (void)nib_quantizer_init_format(&t.q, (nib_format)check->slot);
@@ -889,7 +889,7 @@ static void add_check(const char *isa, const struct nib_kernels *kernels, const 
     *check = (struct check){ .operation = operation, .slot = slot, .mode = mode, .kernels = kernels };
     check->is_scalar = strcmp(isa, "scalar") == 0;
     const char *name = operation->slots == NIB_DTYPE_COUNT ? nib_dtype_name((nib_dtype)slot)
-                       : slot == NIB_ANY_FORMAT            ? "any"
+                       : slot == NIB_GENERIC_FORMAT            ? "any"
                                                            : nib_format_name((nib_format)slot);
     snprintf(check->name, sizeof check->name, "%s.%s%s%s.%s", operation->name, name, named ? "." : "",
              named ? mode->name : "", isa);
@@ -939,21 +939,21 @@ static float absmax_without_last(const void *x, int64_t n)
 
 static float absmax_beyond_end(const void *x, int64_t n)
 {
-    const volatile float *numbers = x;
-    return nib_kernels_scalar.absmax[NIB_F32](x, n) + 0 * (n ? nib_abs(numbers[n]) > 0 : 0);
+    const volatile float *values = x;
+    return nib_kernels_scalar.absmax[NIB_F32](x, n) + 0 * (n ? nib_abs(values[n]) > 0 : 0);
 }
 
 static float absmax_before_begin(const void *x, int64_t n)
 {
-    const volatile float *numbers = x;
-    return nib_kernels_scalar.absmax[NIB_F32](x, n) + 0 * (n ? nib_abs(numbers[-1]) > 0 : 0);
+    const volatile float *values = x;
+    return nib_kernels_scalar.absmax[NIB_F32](x, n) + 0 * (n ? nib_abs(values[-1]) > 0 : 0);
 }
 
 static void lines_of_maxima_that_forget(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
 {
-    for (int64_t i = 0; i < (coding->copy == NIB_ROWWISE ? panel->rows : panel->cols); i++)
+    for (int64_t i = 0; i < (coding->usage == NIB_ROWWISE ? panel->rows : panel->cols); i++)
         out[i] = 0;
-    nib_kernels_scalar.absmax_lines[NIB_ANY_FORMAT](panel, coding, out);
+    nib_kernels_scalar.absmax_lines[NIB_GENERIC_FORMAT](panel, coding, out);
 }
 
 /* One bit, in one dtype, of a large enough panel. */
@@ -961,7 +961,7 @@ static void quantize_wrong_bit(const struct nib_panel *panel, const struct nib_c
                                const struct nib_target *target)
 {
     nib_kernels_scalar.quantize[NIB_NVFP4](panel, coding, target);
-    const int64_t line = coding->copy == NIB_ROWWISE ? panel->row : panel->col;
+    const int64_t line = coding->usage == NIB_ROWWISE ? panel->row : panel->col;
     if (panel->dtype == NIB_F16 && panel->rows * panel->cols > 500)
         target->codes[line * target->geometry->line_stride] ^= 8;
 }
@@ -971,7 +971,7 @@ static void quantize_too_much(const struct nib_panel *panel, const struct nib_co
                               const struct nib_target *target)
 {
     nib_kernels_scalar.quantize[NIB_NVFP4](panel, coding, target);
-    const bool rowwise = coding->copy == NIB_ROWWISE;
+    const bool rowwise = coding->usage == NIB_ROWWISE;
     const int64_t line = rowwise ? panel->row : panel->col,
                   end = rowwise ? panel->col + panel->cols : panel->row + panel->rows;
     if (end + 2 < target->geometry->length)
@@ -982,16 +982,16 @@ static void quantize_too_much(const struct nib_panel *panel, const struct nib_co
 static void quantize_both_wrongly(const struct nib_panel *panel, const struct nib_coding coding[2],
                                   const struct nib_target target[2])
 {
-    for (int copy = 0; copy < 2; copy++)
-        nib_kernels_scalar.quantize[NIB_NVFP4](panel, &coding[copy], &target[copy]);
+    for (int usage = 0; usage < 2; usage++)
+        nib_kernels_scalar.quantize[NIB_NVFP4](panel, &coding[usage], &target[usage]);
     if (panel->cols > 300 && panel->rows >= 16)
         target[0].codes[(panel->row + 15) * target[0].geometry->line_stride + (panel->col + panel->cols - 1) / 2] ^= 1;
 }
 
 static void decode_without_sign(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
-                                float level, const struct nib_coding *coding, bool stream)
+                                float tensor_scale, const struct nib_coding *coding, bool stream)
 {
-    nib_kernels_scalar.decode[NIB_NVFP4](y, dtype, codes, scales, n, level, coding, stream);
+    nib_kernels_scalar.decode[NIB_NVFP4](y, dtype, codes, scales, n, tensor_scale, coding, stream);
     for (int64_t i = 0; dtype == NIB_F32 && i < n; i++)
         if (((float *)y)[i] == 0)
             ((float *)y)[i] = 0; /* also where it was -0 */
@@ -1001,9 +1001,9 @@ static void decode_without_sign(void *y, nib_dtype dtype, const uint8_t *codes, 
 static void quantize_ties_up(const struct nib_panel *panel, const struct nib_coding *coding,
                              const struct nib_target *target)
 {
-    nib_kernels_scalar.quantize[NIB_ANY_FORMAT](panel, coding, target);
-    const struct nib_copy_geometry *g = target->geometry;
-    const bool rowwise = coding->copy == NIB_ROWWISE;
+    nib_kernels_scalar.quantize[NIB_GENERIC_FORMAT](panel, coding, target);
+    const struct nib_usage_geometry *g = target->geometry;
+    const bool rowwise = coding->usage == NIB_ROWWISE;
     for (int64_t r = 0; r < panel->rows && coding->rules.element == NIB_E4M3 && panel->dtype == NIB_F32; r++)
         for (int64_t c = 0; c < panel->cols; c++) {
             const int64_t line = rowwise ? panel->row + r : panel->col + c,
@@ -1017,14 +1017,14 @@ static void quantize_ties_up(const struct nib_panel *panel, const struct nib_cod
 
 /* The last step of a line is left as it was. */
 static void decode_all_but_last(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
-                                float level, const struct nib_coding *coding, bool stream)
+                                float tensor_scale, const struct nib_coding *coding, bool stream)
 {
-    nib_kernels_scalar.decode[NIB_ANY_FORMAT](y, dtype, codes, scales, n - (n % 32 == 1), level, coding, stream);
+    nib_kernels_scalar.decode[NIB_GENERIC_FORMAT](y, dtype, codes, scales, n - (n % 32 == 1), tensor_scale, coding, stream);
 }
 
-static void inverse_of_fewer(void *y, const float *x, int64_t n, uint16_t sign_mask)
+static void inverse_rht_of_fewer(void *y, const float *x, int64_t n, uint16_t sign_mask)
 {
-    nib_kernels_scalar.inverse[NIB_F16](y, x, n - (n % 64 == 48 ? 16 : 0), sign_mask);
+    nib_kernels_scalar.inverse_rht[NIB_F16](y, x, n - (n % 64 == 48 ? 16 : 0), sign_mask);
 }
 
 static void transpose_nearly(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out,
@@ -1037,11 +1037,11 @@ static void transpose_nearly(const uint8_t *in, int64_t in_stride, int64_t rows,
 
 static const struct nib_kernels broken = {
     .absmax = { [NIB_F32] = absmax_without_last },
-    .absmax_lines = { [NIB_ANY_FORMAT] = lines_of_maxima_that_forget },
+    .absmax_lines = { [NIB_GENERIC_FORMAT] = lines_of_maxima_that_forget },
     .quantize = { [NIB_NVFP4] = quantize_wrong_bit, [NIB_MXFP8] = quantize_ties_up },
     .quantize_both = { [NIB_NVFP4] = quantize_both_wrongly },
     .decode = { [NIB_NVFP4] = decode_without_sign, [NIB_FLOAT8] = decode_all_but_last },
-    .inverse = { [NIB_F16] = inverse_of_fewer },
+    .inverse_rht = { [NIB_F16] = inverse_rht_of_fewer },
     .transpose = { [NIB_E2M1] = transpose_nearly },
 };
 static const struct nib_kernels broken_writes = { .quantize = { [NIB_NVFP4] = quantize_too_much } };

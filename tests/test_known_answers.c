@@ -30,11 +30,11 @@ static nib_tensor *quantize(const nib_quantizer *q, nib_dtype dtype, const void 
                             const float *amax)
 {
     const int64_t shape[2] = { rows, cols };
-    const nib_given given = { .bytes = sizeof given, .amax = { amax, amax } };
+    const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { amax, amax } };
     nib_array array;
     nib_tensor *t = NULL;
     CHECK_OK(nib_array_init(&array, (void *)(uintptr_t)x, dtype, 2, shape));
-    CHECK_OK(nib_quantize(q, &array, &given, &t));
+    CHECK_OK(nib_quantize(q, &array, &overrides, &t));
     if (!t)
         exit(2); /* nothing below could go on */
     return t;
@@ -42,14 +42,14 @@ static nib_tensor *quantize(const nib_quantizer *q, nib_dtype dtype, const void 
 
 static uint8_t *part(const nib_tensor *t, nib_part which) { return nib_buffer_data(nib_tensor_buffer(t, which)); }
 
-static float level(const nib_tensor *t, nib_part which)
+static float tensor_scale(const nib_tensor *t, nib_part which)
 {
     float value;
     memcpy(&value, part(t, which), sizeof value);
     return value;
 }
 
-static void dequantize(const nib_tensor *t, nib_copy from, nib_dtype dtype, void *out)
+static void dequantize(const nib_tensor *t, nib_usage from, nib_dtype dtype, void *out)
 {
     nib_metadata meta = { .bytes = sizeof meta };
     nib_array array;
@@ -80,7 +80,7 @@ static struct nib_scaler te_scaler(float amax)
 {
     const nib_quantizer q = plain(1, 0);
     const struct nib_rules rules = nib_rules_of(&q, NIB_F32);
-    struct nib_scaler scaler = { .level = amax };
+    struct nib_scaler scaler = { .tensor_scale = amax };
     nib_nvfp4_dialects[NIB_DIALECT_TE].prepare(&scaler, &rules);
     return scaler;
 }
@@ -203,14 +203,14 @@ TEST(block_v_transformed)
     CHECK_OK(nib_encode(NIB_BF16, x, 16, got));
     CHECK_BYTES(got, want, sizeof want);
 
-    /* A transformed copy is the plain copy of what was transformed, amax included. */
+    /* A transformed usage is the plain copy of what was transformed, amax included. */
     nib_quantizer columns = plain(0, 1), rows = plain(1, 0), untransformed = plain(1, 0);
     columns.rht = rows.rht_rowwise = 1;
     nib_tensor *column = quantize(&columns, NIB_BF16, v, 16, 1, NULL);
     nib_tensor *row = quantize(&rows, NIB_BF16, v, 1, 16, NULL);
     nib_tensor *model = quantize(&untransformed, NIB_BF16, want, 1, 16, NULL);
-    CHECK_BITS(level(column, NIB_COL_LEVEL), 0x3FD00000);
-    CHECK_BITS(level(row, NIB_ROW_LEVEL), 0x3FD00000);
+    CHECK_BITS(tensor_scale(column, NIB_COL_TENSOR_SCALE), 0x3FD00000);
+    CHECK_BITS(tensor_scale(row, NIB_ROW_TENSOR_SCALE), 0x3FD00000);
     CHECK_BYTES(part(column, NIB_COL_DATA), part(model, NIB_ROW_DATA), 8);
     CHECK_BYTES(part(row, NIB_ROW_DATA), part(model, NIB_ROW_DATA), 8);
     CHECK(part(column, NIB_COL_SCALE)[0] == part(model, NIB_ROW_SCALE)[0]);
@@ -240,28 +240,28 @@ TEST(block_v_by_level)
 {
     static const struct {
         nib_dialect dialect;
-        nib_level level;
-    } rows[] = { { NIB_DIALECT_TE, NIB_LEVEL_DECODE },
-                 { NIB_DIALECT_TORCHAO, NIB_LEVEL_DECODE },
-                 { NIB_DIALECT_MODELOPT, NIB_LEVEL_DECODE },
-                 { NIB_DIALECT_GIST, NIB_LEVEL_ENCODE },
-                 { NIB_DIALECT_COMPRESSED_TENSORS, NIB_LEVEL_ENCODE } };
+        nib_tensor_scale tensor_scale;
+    } rows[] = { { NIB_DIALECT_TE, NIB_TENSOR_SCALE_MULTIPLIER },
+                 { NIB_DIALECT_TORCHAO, NIB_TENSOR_SCALE_MULTIPLIER },
+                 { NIB_DIALECT_MODELOPT, NIB_TENSOR_SCALE_MULTIPLIER },
+                 { NIB_DIALECT_GIST, NIB_TENSOR_SCALE_DIVISOR },
+                 { NIB_DIALECT_COMPRESSED_TENSORS, NIB_TENSOR_SCALE_DIVISOR } };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         static const int64_t shape[2] = { 1, 16 };
         nib_quantizer q = plain(1, 0);
         q.dialect = rows[i].dialect;
-        q.tensor_scale = q.dialect == NIB_DIALECT_TE ? NIB_TENSOR_SCALE_EXACT : NIB_TENSOR_SCALE_DIALECT;
+        q.tensor_scale_rule = q.dialect == NIB_DIALECT_TE ? NIB_TENSOR_SCALE_RULE_EXACT : NIB_TENSOR_SCALE_RULE_DIALECT;
         nib_tensor *t = NULL;
         nib_metadata meta = { .bytes = sizeof meta };
         float y[16];
         CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, shape, &t));
         CHECK_OK(nib_tensor_get_metadata(t, &meta));
-        CHECK(meta.level == rows[i].level);
+        CHECK(meta.tensor_scale == rows[i].tensor_scale);
         memcpy(part(t, NIB_ROW_DATA), v_data, 8);
-        memcpy(part(t, NIB_ROW_LEVEL), &three, sizeof three);
+        memcpy(part(t, NIB_ROW_TENSOR_SCALE), &three, sizeof three);
         part(t, NIB_ROW_SCALE)[0] = 0x2B; /* 0.34375 */
         dequantize(t, NIB_ROWWISE, NIB_F32, y);
-        const float factor = rows[i].level == NIB_LEVEL_DECODE ? 0.34375f * three : 0.34375f / three;
+        const float factor = rows[i].tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER ? 0.34375f * three : 0.34375f / three;
         float codes[16];
         CHECK_OK(nib_decode(NIB_E2M1, v_data, 16, codes));
         for (int k = 0; k < 16; k++)
@@ -270,7 +270,7 @@ TEST(block_v_by_level)
     }
 }
 
-/* A transformed copy is transformed back: the inverse of what the plain copy of the same bytes decodes to. */
+/* A transformed usage is transformed back: the inverse of what the plain copy of the same bytes decodes to. */
 TEST(block_v_transformed_back)
 {
     nib_quantizer rows = plain(1, 0);
@@ -278,10 +278,10 @@ TEST(block_v_transformed_back)
     nib_tensor *t = quantize(&rows, NIB_BF16, v, 1, 16, NULL);
     float y[16], want[16];
     CHECK_OK(nib_decode(NIB_E2M1, part(t, NIB_ROW_DATA), 16, want));
-    const float factor = te_decode(part(t, NIB_ROW_SCALE)[0], level(t, NIB_ROW_LEVEL));
+    const float factor = te_decode(part(t, NIB_ROW_SCALE)[0], tensor_scale(t, NIB_ROW_TENSOR_SCALE));
     for (int i = 0; i < 16; i++)
         want[i] *= factor;
-    nib_kernels_scalar.inverse[NIB_F32](want, want, 16, NIB_RHT_SIGN_MASK);
+    nib_kernels_scalar.inverse_rht[NIB_F32](want, want, 16, NIB_RHT_SIGN_MASK);
     dequantize(t, NIB_ROWWISE, NIB_F32, y);
     CHECK_BYTES(y, want, sizeof y);
     nib_tensor_destroy(t);
@@ -341,7 +341,7 @@ TEST(largest_floats)
 
     /* 448 * FLT_MAX comes first on the way back. */
     nib_tensor *t = quantize(&q, NIB_F32, x, 1, 16, NULL);
-    CHECK(level(t, NIB_ROW_LEVEL) == FLT_MAX);
+    CHECK(tensor_scale(t, NIB_ROW_TENSOR_SCALE) == FLT_MAX);
     dequantize(t, NIB_ROWWISE, NIB_F32, y);
     for (int i = 0; i < 16; i++)
         CHECK(y[i] == INFINITY);
@@ -377,7 +377,7 @@ TEST(nan_elements)
     nib_tensor *t = quantize(&q, NIB_F32, x, 2, 16, NULL);
     static const uint8_t want[16] = { 0x77, 0xF7, 0x05, 0x77, 0x77, 0x77, 0x77, 0x77,
                                       0x77, 0x77, 0x77, 0x77, 0x77, 0x77, 0x77, 0x77 };
-    CHECK(level(t, NIB_ROW_LEVEL) == 3 && level(t, NIB_COL_LEVEL) == 3);
+    CHECK(tensor_scale(t, NIB_ROW_TENSOR_SCALE) == 3 && tensor_scale(t, NIB_COL_TENSOR_SCALE) == 3);
     CHECK_BYTES(part(t, NIB_ROW_DATA), want, 16);
     CHECK(part(t, NIB_ROW_SCALE)[0] == 0x7E && part(t, NIB_ROW_SCALE)[4] == 0);
     for (int column = 0; column < 16; column++) {
@@ -389,7 +389,7 @@ TEST(nan_elements)
     for (int i = 0; i < 32; i++)
         x[i] = NAN;
     t = quantize(&q, NIB_F32, x, 2, 16, NULL);
-    CHECK_BITS(level(t, NIB_ROW_LEVEL), 0);
+    CHECK_BITS(tensor_scale(t, NIB_ROW_TENSOR_SCALE), 0);
     for (int i = 0; i < 16; i++)
         CHECK(part(t, NIB_ROW_DATA)[i] == 0x77);
     nib_tensor_destroy(t);
@@ -641,7 +641,7 @@ TEST(rht_matrix)
                     sum += x[i] * r[16 * i + j];
                 CHECK(y[j] == sum);
             }
-            nib_kernels_scalar.inverse[NIB_F32](y, y, 16, masks[m]);
+            nib_kernels_scalar.inverse_rht[NIB_F32](y, y, 16, masks[m]);
             for (int i = 0; i < 16; i++)
                 CHECK(y[i] == x[i]);
         }
@@ -673,24 +673,24 @@ TEST(described_sizes_are_allocated_sizes)
             const int rank = s < 8 ? 2 : 3;
             const int64_t *const shape = shapes[s], k = shape[rank - 1], m = rank == 2 ? shape[0] : shape[0] * shape[1];
             const nib_quantizer q = variant(i);
-            const int64_t levels[2] = { q.row_scaled ? m : 1, q.row_scaled ? k : 1 };
+            const int64_t tensor_scales[2] = { q.row_scaled ? m : 1, q.row_scaled ? k : 1 };
             const int64_t want[NIB_PART_COUNT][2] = {
                 [NIB_ROW_DATA] = { m, (k + 1) / 2 },
                 [NIB_COL_DATA] = { k, (m + 1) / 2 },
                 [NIB_ROW_SCALE] = { (m + 127) / 128 * 128, ((k + 15) / 16 + 3) / 4 * 4 },
                 [NIB_COL_SCALE] = { (k + 127) / 128 * 128, ((m + 15) / 16 + 3) / 4 * 4 },
-                [NIB_ROW_LEVEL] = { 1, levels[0] },
-                [NIB_COL_LEVEL] = { 1, levels[1] },
+                [NIB_ROW_TENSOR_SCALE] = { 1, tensor_scales[0] },
+                [NIB_COL_TENSOR_SCALE] = { 1, tensor_scales[1] },
             };
             nib_tensor *t = NULL;
             CHECK_OK(nib_tensor_create(&q, NIB_BF16, rank, shape, &t));
             for (int p = 0; t && p < NIB_PART_COUNT; p++) {
-                const int columnwise = p == NIB_COL_DATA || p == NIB_COL_SCALE || p == NIB_COL_LEVEL;
-                const bool is_level = p == NIB_ROW_LEVEL || p == NIB_COL_LEVEL;
+                const int columnwise = p == NIB_COL_DATA || p == NIB_COL_SCALE || p == NIB_COL_TENSOR_SCALE;
+                const bool is_tensor_scale = p == NIB_ROW_TENSOR_SCALE || p == NIB_COL_TENSOR_SCALE;
                 int out_rank = -1;
                 int64_t out[NIB_MAX_RANK], elements = 1;
                 CHECK_OK(nib_part_shape(&q, (nib_part)p, rank, shape, &out_rank, out));
-                CHECK(out_rank == (is_level ? 1 : p == NIB_ROW_DATA ? rank : 2));
+                CHECK(out_rank == (is_tensor_scale ? 1 : p == NIB_ROW_DATA ? rank : 2));
                 for (int d = 0; d < out_rank; d++)
                     elements *= out[d];
                 CHECK(elements == want[p][0] * want[p][1] && out[out_rank - 1] == want[p][1]);
@@ -699,11 +699,11 @@ TEST(described_sizes_are_allocated_sizes)
                 if (!buffer)
                     continue;
                 nib_array view;
-                CHECK(nib_buffer_bytes(buffer) == (size_t)elements * (is_level ? 4 : 1));
+                CHECK(nib_buffer_bytes(buffer) == (size_t)elements * (is_tensor_scale ? 4 : 1));
                 CHECK_OK(nib_tensor_part(t, (nib_part)p, &view));
                 CHECK(view.rank == out_rank && memcmp(view.shape, out, sizeof *out * (size_t)out_rank) == 0);
                 CHECK(view.bytes == nib_buffer_bytes(buffer) && view.data == nib_buffer_data(buffer));
-                CHECK(view.dtype == (is_level ? NIB_F32 : p == NIB_ROW_DATA || p == NIB_COL_DATA ? NIB_U8 : NIB_E4M3));
+                CHECK(view.dtype == (is_tensor_scale ? NIB_F32 : p == NIB_ROW_DATA || p == NIB_COL_DATA ? NIB_U8 : NIB_E4M3));
             }
             nib_tensor_destroy(t);
         }
@@ -769,7 +769,7 @@ TEST(columnwise_from_rowwise_is_the_direct_one)
             int equal = 0;
             CHECK_OK(nib_tensor_equal(built, direct, &equal));
             CHECK_THAT(equal, "%d x %d", (int)rows, (int)cols);
-            static const nib_part columnwise[3] = { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_LEVEL };
+            static const nib_part columnwise[3] = { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_TENSOR_SCALE };
             for (int p = 0; p < 3; p++) {
                 const size_t bytes = nib_buffer_bytes(nib_tensor_buffer(built, columnwise[p]));
                 CHECK_BYTES(part(built, columnwise[p]), part(direct, columnwise[p]), bytes);
@@ -783,7 +783,7 @@ TEST(columnwise_from_rowwise_is_the_direct_one)
     }
 }
 
-/* The columnwise copy of a tensor as the rowwise copy of another: its columnwise copy is where we began. */
+/* The columnwise usage of a tensor as the rowwise usage of another: its columnwise usage is where we began. */
 TEST(transposing_twice_is_identity)
 {
     for (int s = 0; s < ODD_SHAPES; s++) {
@@ -795,13 +795,13 @@ TEST(transposing_twice_is_identity)
         CHECK_OK(nib_tensor_update_usage(t, 1, 1));
         nib_buffer *const parts[NIB_PART_COUNT] = { [NIB_ROW_DATA] = nib_tensor_buffer(t, NIB_COL_DATA),
                                                     [NIB_ROW_SCALE] = nib_tensor_buffer(t, NIB_COL_SCALE),
-                                                    [NIB_ROW_LEVEL] = nib_tensor_buffer(t, NIB_COL_LEVEL) };
+                                                    [NIB_ROW_TENSOR_SCALE] = nib_tensor_buffer(t, NIB_COL_TENSOR_SCALE) };
         CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, 2, turned, parts, &transposed));
         CHECK_OK(nib_tensor_update_usage(transposed, 1, 1));
         CHECK_BYTES(part(transposed, NIB_COL_DATA), part(t, NIB_ROW_DATA), rows * ((cols + 1) / 2));
         CHECK_BYTES(part(transposed, NIB_COL_SCALE), part(t, NIB_ROW_SCALE),
                     nib_buffer_bytes(nib_tensor_buffer(t, NIB_ROW_SCALE)));
-        CHECK(level(transposed, NIB_COL_LEVEL) == level(t, NIB_ROW_LEVEL));
+        CHECK(tensor_scale(transposed, NIB_COL_TENSOR_SCALE) == tensor_scale(t, NIB_ROW_TENSOR_SCALE));
         nib_tensor_destroy(transposed);
         nib_tensor_destroy(t);
         free(x);
@@ -823,7 +823,7 @@ TEST(view_that_keeps_the_last_dim_shares)
             nib_metadata meta = { .bytes = sizeof meta };
             CHECK_OK(nib_tensor_get_metadata(view, &meta));
             CHECK(meta.rank == 3 && meta.shape[0] == shapes[s][0] && meta.shape[2] == 33 && meta.rows == 24);
-            /* What is quantised into the tensor is seen in the view. */
+            /* What is quantized into the tensor is seen in the view. */
             const int64_t flat[2] = { 24, 33 };
             nib_array array;
             float y[24 * 33], z[24 * 33];
@@ -846,26 +846,26 @@ TEST(zero_amax_dequantizes_to_zeros_with_signs)
     enum { ROWS = 17, COLS = 35 };
     float x[ROWS * COLS];
     const float zero = 0;
-    for (int given = 0; given < 2; given++) { /* zeros; and other numbers that a caller says are none */
+    for (int overrides = 0; overrides < 2; overrides++) { /* zeros; and other numbers that a caller says are none */
         for (int i = 0; i < ROWS * COLS; i++)
-            x[i] = given ? (float)(1 + test_below(5)) * (test_below(2) ? -1.0f : 1.0f) : test_below(2) ? -0.0f : 0.0f;
+            x[i] = overrides ? (float)(1 + test_below(5)) * (test_below(2) ? -1.0f : 1.0f) : test_below(2) ? -0.0f : 0.0f;
         for (int i = 0; i < VARIANTS; i++) {
             nib_quantizer q = variant(i);
-            if (given && q.row_scaled)
+            if (overrides && q.row_scaled)
                 continue;
-            nib_tensor *t = quantize(&q, NIB_F32, x, ROWS, COLS, given ? &zero : NULL);
-            for (int copy = 0; copy < 2; copy++)
+            nib_tensor *t = quantize(&q, NIB_F32, x, ROWS, COLS, overrides ? &zero : NULL);
+            for (int usage = 0; usage < 2; usage++)
                 for (int d = 0; d < 3; d++) {
                     uint8_t out[ROWS * COLS * 4];
-                    if (!(copy == NIB_ROWWISE ? q.rowwise : q.columnwise))
+                    if (!(usage == NIB_ROWWISE ? q.rowwise : q.columnwise))
                         continue;
-                    dequantize(t, (nib_copy)copy, dtypes[d], out);
+                    dequantize(t, (nib_usage)usage, dtypes[d], out);
                     const size_t width = d == 0 ? 4 : 2;
                     for (size_t k = 0; k < ROWS * COLS; k++) {
                         uint8_t want[4] = { 0 };
                         want[width - 1] = signbit(x[k]) ? 0x80 : 0;
                         CHECK_THAT(memcmp(out + k * width, want, width) == 0, "variant %d, copy %d: element %zu", i,
-                                   copy, k);
+                                   usage, k);
                     }
                 }
             nib_tensor_destroy(t);
@@ -899,7 +899,7 @@ TEST(noop)
             }
             nib_tensor_destroy(t);
         }
-        /* Nothing happens: not even a copy that the quantiser wants and the tensor lacks is made. */
+        /* Nothing happens: not even a copy that the quantizer wants and the tensor lacks is made. */
         if (q.rowwise && q.columnwise) {
             nib_quantizer rows = q;
             rows.columnwise = 0;

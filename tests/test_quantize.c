@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_quantize.c - what must hold for every quantised tensor, whatever the data: symmetries, error bounds, layouts,
- * given numbers, refusals. The exact bytes are the business of the golden files; here each rule is stated a second
+ * test_quantize.c - what must hold for every quantized tensor, whatever the data: symmetries, error bounds, layouts,
+ * given numbers, rejections. The exact bytes are the business of the golden files; here each rule is stated a second
  * time, by itself.
  */
 #define _GNU_SOURCE
@@ -122,9 +122,9 @@ static nib_array contiguous_copy(const nib_array *array)
     char *memory = malloc((size_t)(n * bytes + 1));
     for (int64_t i = 0; i < n; i++)
         memcpy(memory + i * bytes, element_at(array, i), (size_t)bytes);
-    nib_array copy = { 0 };
-    CHECK_OK(nib_array_init(&copy, memory, array->dtype, array->rank, array->shape));
-    return copy;
+    nib_array usage = { 0 };
+    CHECK_OK(nib_array_init(&usage, memory, array->dtype, array->rank, array->shape));
+    return usage;
 }
 
 static nib_array transposed_view(const nib_array *x)
@@ -137,10 +137,10 @@ static nib_array transposed_view(const nib_array *x)
 
 /* ---- Tensors ---- */
 
-static nib_tensor *quantize(const nib_quantizer *q, const nib_array *x, const nib_given *given)
+static nib_tensor *quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides)
 {
     nib_tensor *t = NULL;
-    CHECK_OK(nib_quantize(q, x, given, &t));
+    CHECK_OK(nib_quantize(q, x, overrides, &t));
     if (!t)
         exit(1); /* nothing below makes sense without it */
     return t;
@@ -172,48 +172,48 @@ static bool same_tensor(const nib_tensor *a, const nib_tensor *b)
 #define CHECK_SAME(a, b) CHECK_THAT(same_tensor(a, b), "%s: %s and %s differ", where, #a, #b)
 
 /* One copy of a tensor with compact scales, by line and element. */
-struct copy {
+struct usage {
     int64_t lines, length, code_stride, scale_stride;
     const uint8_t *codes, *scales;
-    const float *levels;
+    const float *tensor_scales;
     bool per_line;
 };
 
-static struct copy copy_of(const nib_tensor *t, nib_copy which)
+static struct usage copy_of(const nib_tensor *t, nib_usage which)
 {
     nib_metadata facts = { .bytes = sizeof facts };
     nib_array scales = { 0 };
     CHECK_OK(nib_tensor_get_metadata(t, &facts));
     CHECK_OK(nib_tensor_part(t, which == NIB_ROWWISE ? NIB_ROW_SCALE : NIB_COL_SCALE, &scales));
     const bool rowwise = which == NIB_ROWWISE;
-    struct copy copy = { .lines = rowwise ? facts.rows : facts.cols,
+    struct usage usage = { .lines = rowwise ? facts.rows : facts.cols,
                          .length = rowwise ? facts.cols : facts.rows,
                          .scale_stride = scales.shape[1],
                          .codes = bytes_at(t, rowwise ? NIB_ROW_DATA : NIB_COL_DATA),
                          .scales = bytes_at(t, rowwise ? NIB_ROW_SCALE : NIB_COL_SCALE),
-                         .levels = (const void *)bytes_at(t, rowwise ? NIB_ROW_LEVEL : NIB_COL_LEVEL),
+                         .tensor_scales = (const void *)bytes_at(t, rowwise ? NIB_ROW_TENSOR_SCALE : NIB_COL_TENSOR_SCALE),
                          .per_line = facts.quantizer.row_scaled };
-    copy.code_stride = (copy.length + 1) / 2;
-    return copy;
+    usage.code_stride = (usage.length + 1) / 2;
+    return usage;
 }
 
-static int code_at(const struct copy *c, int64_t line, int64_t i)
+static int code_at(const struct usage *c, int64_t line, int64_t i)
 {
     return c->codes[line * c->code_stride + i / 2] >> 4 * (i % 2) & 15;
 }
 
-static uint8_t scale_at(const struct copy *c, int64_t line, int64_t block)
+static uint8_t scale_at(const struct usage *c, int64_t line, int64_t block)
 {
     return c->scales[line * c->scale_stride + block];
 }
 
-static float level_at(const struct copy *c, int64_t line) { return c->levels[c->per_line ? line : 0]; }
+static float tensor_scale_at(const struct usage *c, int64_t line) { return c->tensor_scales[c->per_line ? line : 0]; }
 
 /* What a code of 1 stands for, not rounded. */
-static double factor_at(const struct copy *c, const nib_quantizer *q, int64_t line, int64_t block)
+static double factor_at(const struct usage *c, const nib_quantizer *q, int64_t line, int64_t block)
 {
-    const double level = level_at(c, line), s = e4m3[scale_at(c, line, block)];
-    return q->tensor_scale == NIB_TENSOR_SCALE_DIALECT ? s * level / (6.0 * q->e4m3_max) : s * level;
+    const double tensor_scale = tensor_scale_at(c, line), s = e4m3[scale_at(c, line, block)];
+    return q->tensor_scale_rule == NIB_TENSOR_SCALE_RULE_DIALECT ? s * tensor_scale / (6.0 * q->e4m3_max) : s * tensor_scale;
 }
 
 /* ---- Modes ---- */
@@ -275,7 +275,7 @@ static nib_quantizer mode_of(int mode)
     if (mode == SWEEP || mode == SWEEP_EXACT)
         q.scale_rule = NIB_SCALE_SWEEP;
     if (mode == SWEEP_EXACT)
-        q.tensor_scale = NIB_TENSOR_SCALE_EXACT;
+        q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_EXACT;
     if (mode == SR_8 || mode == ROW_SCALED_SR || mode == SQUARE_SR)
         q.rounding = NIB_ROUND_STOCHASTIC_8;
     if (mode == SR_24 || mode == RHT_SR)
@@ -288,14 +288,14 @@ static nib_quantizer mode_of(int mode)
         q.block_dims[0] = 16;
     q.swizzled = mode == SWIZZLED;
     if (mode == POW2)
-        q.tensor_scale = NIB_TENSOR_SCALE_POW2;
+        q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2;
     if (mode == FLOOR)
         q.min_block_scale = 0.875f;
     return q;
 }
 
 /* The RHT wants whole blocks; everything else takes any shape. */
-static bool takes(const nib_quantizer *q, int64_t rows, int64_t cols)
+static bool supports(const nib_quantizer *q, int64_t rows, int64_t cols)
 {
     return (!q->rht || rows % 16 == 0) && (!q->rht_rowwise || cols % 16 == 0);
 }
@@ -313,7 +313,7 @@ static void for_all(void (*body)(const nib_quantizer *q, const nib_array *x, enu
                 for (int mode = 0; mode < MODES; mode++) {
                     const nib_quantizer q = mode_of(mode);
                     /* The longer the tensor, the fewer of its combinations. */
-                    if (!takes(&q, shapes[s][0], shapes[s][1]) || test_below(shapes[s][0] * shapes[s][1]) > 1500)
+                    if (!supports(&q, shapes[s][0], shapes[s][1]) || test_below(shapes[s][0] * shapes[s][1]) > 1500)
                         continue;
                     snprintf(where, sizeof where, "%lldx%lld %s %s %s", (long long)shapes[s][0],
                              (long long)shapes[s][1], nib_dtype_name(dtypes[d]), kind_names[kind], mode_names[mode]);
@@ -334,9 +334,9 @@ static nib_array negated(const nib_array *x)
 }
 
 /* A sum of a transform that cancels is +0 whichever the signs, so that a zero code says nothing there. */
-static void check_mirrored(const nib_tensor *a, const nib_tensor *b, nib_copy which, bool transformed)
+static void check_mirrored(const nib_tensor *a, const nib_tensor *b, nib_usage which, bool transformed)
 {
-    const struct copy ca = copy_of(a, which), cb = copy_of(b, which);
+    const struct usage ca = copy_of(a, which), cb = copy_of(b, which);
     for (int64_t line = 0; line < ca.lines; line++)
         for (int64_t i = 0; i < ca.length; i++) {
             const int code = code_at(&ca, line, i), mirror = code_at(&cb, line, i);
@@ -377,7 +377,7 @@ TEST(sign_of_zero_in_the_dialects)
         q.dialect = (nib_dialect)d;
         const nib_array array = matrix_from(x, NIB_F32, 1, 16);
         nib_tensor *t = quantize(&q, &array, NULL);
-        const struct copy c = copy_of(t, NIB_ROWWISE);
+        const struct usage c = copy_of(t, NIB_ROWWISE);
         CHECK_THAT(code_at(&c, 0, 0) == with_sign[d], "%s: -0 is %d", nib_dialect_name(q.dialect), code_at(&c, 0, 0));
         CHECK(code_at(&c, 0, 1) == 0 && code_at(&c, 0, 2) == 15 && code_at(&c, 0, 3) == 7);
         CHECK(code_at(&c, 0, 4) == 8 && code_at(&c, 0, 5) == 0);
@@ -386,7 +386,7 @@ TEST(sign_of_zero_in_the_dialects)
     }
 }
 
-/* Every formula is homogeneous in the data: a power of two passes through to the level as long as nothing leaves the
+/* Every formula is homogeneous in the data: a power of two passes through to the tensor scale as long as nothing leaves the
  * range of FP32 (and, for F16, of F16). */
 static void scaling_by_two(const nib_quantizer *q, const nib_array *x, enum kind kind)
 {
@@ -398,15 +398,15 @@ static void scaling_by_two(const nib_quantizer *q, const nib_array *x, enum kind
         values[i] = ldexpf(values[i], k);
     const nib_array scaled = matrix_from(values, x->dtype, x->shape[0], x->shape[1]);
     nib_tensor *a = quantize(q, x, NULL), *b = quantize(q, &scaled, NULL);
-    for (int part = 0; part < NIB_ROW_LEVEL; part++)
+    for (int part = 0; part < NIB_ROW_TENSOR_SCALE; part++)
         CHECK_THAT(same_part(a, (nib_part)part, b, (nib_part)part), "%s times 2^%d: part %d", where, k, part);
     for (int which = 0; which < 2; which++) {
-        const struct copy ca = copy_of(a, (nib_copy)which), cb = copy_of(b, (nib_copy)which);
+        const struct usage ca = copy_of(a, (nib_usage)which), cb = copy_of(b, (nib_usage)which);
         for (int64_t line = 0; line < (ca.per_line ? ca.lines : 1); line++) {
-            const float level = ca.levels[line], wanted = ldexpf(level, k);
+            const float tensor_scale = ca.tensor_scales[line], wanted = ldexpf(tensor_scale, k);
             /* Without data there is no amax to scale: 0 stays, and the decode scale of zeros is 1. */
-            CHECK_THAT(cb.levels[line] == wanted || (level == 1 && cb.levels[line] == 1), "%s times 2^%d: %a", where, k,
-                       level);
+            CHECK_THAT(cb.tensor_scales[line] == wanted || (tensor_scale == 1 && cb.tensor_scales[line] == 1), "%s times 2^%d: %a", where, k,
+                       tensor_scale);
         }
     }
     nib_tensor_destroy(a);
@@ -417,7 +417,7 @@ static void scaling_by_two(const nib_quantizer *q, const nib_array *x, enum kind
 
 TEST(a_power_of_two_changes_only_the_level) { for_all(scaling_by_two); }
 
-/* With 16x16 blocks both copies hold the same numbers, random ones included. Four-over-six sums its errors along
+/* With 16x16 blocks both usages hold the same numbers, random ones included. Four-over-six sums its errors along
  * lines, so that the copies may decide differently. */
 TEST(square_blocks_give_the_transpose)
 {
@@ -429,8 +429,8 @@ TEST(square_blocks_give_the_transpose)
                 q.rounding = (nib_rounding)rounding;
                 const nib_array x = random_matrix(HEAVY, dtypes[d], shapes[s][0], shapes[s][1]);
                 nib_tensor *t = quantize(&q, &x, NULL);
-                const struct copy row = copy_of(t, NIB_ROWWISE), col = copy_of(t, NIB_COLUMNWISE);
-                int wrong = row.levels[0] != col.levels[0];
+                const struct usage row = copy_of(t, NIB_ROWWISE), col = copy_of(t, NIB_COLUMNWISE);
+                int wrong = row.tensor_scales[0] != col.tensor_scales[0];
                 for (int64_t r = 0; r < row.lines; r++)
                     for (int64_t c = 0; c < row.length; c++)
                         wrong += code_at(&row, r, c) != code_at(&col, c, r) ||
@@ -449,15 +449,15 @@ static void columnwise_is_rowwise_of_transpose(const nib_quantizer *q, const nib
     (void)kind;
     if (q->rounding != NIB_ROUND_NEAREST)
         return;
-    const nib_array view = transposed_view(x), copy = contiguous_copy(&view);
-    nib_tensor *t = quantize(q, x, NULL), *v = quantize(q, &view, NULL), *c = quantize(q, &copy, NULL);
+    const nib_array view = transposed_view(x), usage = contiguous_copy(&view);
+    nib_tensor *t = quantize(q, x, NULL), *v = quantize(q, &view, NULL), *c = quantize(q, &usage, NULL);
     CHECK_SAME(v, c);
     for (int part = 0; part < NIB_PART_COUNT; part++)
         CHECK_THAT(same_part(t, (nib_part)part, v, (nib_part)(part ^ 1)), "%s: part %d", where, part);
     nib_tensor_destroy(t);
     nib_tensor_destroy(v);
     nib_tensor_destroy(c);
-    free(copy.data);
+    free(usage.data);
 }
 
 TEST(columnwise_of_x_is_rowwise_of_its_transpose) { for_all(columnwise_is_rowwise_of_transpose); }
@@ -469,13 +469,13 @@ TEST(columnwise_of_x_is_rowwise_of_its_transpose) { for_all(columnwise_is_rowwis
 static double half_step(double y) { return fabs(y) < 2 ? 0.25 : fabs(y) < 4 ? 0.5 : 1; }
 
 /*
- * With F = s * level / full_scale exact, the element's multiplier is 1/F within 4 roundings (2688/amax, its inverse,
+ * With F = s * tensor scale / full_scale exact, the element's multiplier is 1/F within 4 roundings (2688/amax, its inverse,
  * times s, its inverse), y within 5; decoding gives code * F within 4 (s * amax, 1/2688, their product, times the
  * code). So |decoded - x| <= F * (half_step + (4 * 6 + 5 * 6.4) U) and 64 U covers it.
  */
-static void check_half_step(const nib_quantizer *q, const nib_tensor *t, nib_copy which, const float *x, int64_t cols)
+static void check_half_step(const nib_quantizer *q, const nib_tensor *t, nib_usage which, const float *x, int64_t cols)
 {
-    const struct copy c = copy_of(t, which);
+    const struct usage c = copy_of(t, which);
     const double slack = 64 * U;
     for (int64_t line = 0; line < c.lines; line++)
         for (int64_t i = 0; i < c.length; i++) {
@@ -493,7 +493,7 @@ static void check_half_step(const nib_quantizer *q, const nib_tensor *t, nib_cop
 
 static void half_step_error(const nib_quantizer *q, const nib_array *x, enum kind kind)
 {
-    /* The sweep may clip on purpose, stochastic rounding takes the farther neighbour, and the ends of FP32 clamp. */
+    /* The sweep may clip on purpose, stochastic rounding takes the farther neighbor, and the ends of FP32 clamp. */
     const bool ends = x->dtype != NIB_F16 && (kind == TINY || kind == LARGE);
     if (q->scale_rule == NIB_SCALE_SWEEP || q->rounding != NIB_ROUND_NEAREST || q->rht || q->swizzled || ends)
         return;
@@ -522,7 +522,7 @@ static void check_idempotent(nib_dtype dtype, int64_t rows, int64_t cols, int mo
         nib_tensor *a = quantize(&q, &array, NULL);
         CHECK_OK(nib_dequantize(a, NIB_EITHER, &back));
         nib_tensor *b = quantize(&q, &back, NULL);
-        for (int part = which; part < NIB_ROW_LEVEL; part += 2)
+        for (int part = which; part < NIB_ROW_TENSOR_SCALE; part += 2)
             CHECK_THAT(same_part(a, (nib_part)part, b, (nib_part)part), "%lldx%lld %s %s: part %d", (long long)rows,
                        (long long)cols, nib_dtype_name(dtype), mode_names[mode], part);
         nib_tensor_destroy(a);
@@ -533,7 +533,7 @@ static void check_idempotent(nib_dtype dtype, int64_t rows, int64_t cols, int mo
     free(x);
 }
 
-TEST(quantising_what_was_dequantised_changes_nothing)
+TEST(quantizing_what_was_dequantized_changes_nothing)
 {
     const int64_t sizes[][2] = { { 304, 304 }, { 256, 272 }, { 16, 16 }, { 32, 1024 }, { 128, 128 } };
     const int modes[] = { RTN, ROW_SCALED, SQUARE, SWIZZLED, POW2 };
@@ -545,7 +545,7 @@ TEST(quantising_what_was_dequantised_changes_nothing)
 }
 
 /* The root of the sum of squared errors of one block of a copy, in double. */
-static double block_error(const struct copy *c, double f, const float *x, int64_t cols, nib_copy which, int64_t line,
+static double block_error(const struct usage *c, double f, const float *x, int64_t cols, nib_usage which, int64_t line,
                           int64_t block)
 {
     double sum = 0;
@@ -576,12 +576,12 @@ TEST(the_sweep_errs_no_more_than_rtn)
         nib_tensor *t = quantize(&q, &array, NULL), *r = quantize(&plain, &array, NULL);
         int better = 0;
         for (int which = 0; which < 2; which++) {
-            const struct copy a = copy_of(t, (nib_copy)which), b = copy_of(r, (nib_copy)which);
+            const struct usage a = copy_of(t, (nib_usage)which), b = copy_of(r, (nib_usage)which);
             for (int64_t line = 0; line < a.lines; line++)
                 for (int64_t block = 0; block * 16 < a.length; block++) {
                     const double fa = factor_at(&a, &q, line, block), fb = factor_at(&b, &q, line, block);
-                    const double ea = block_error(&a, fa, x, 333, (nib_copy)which, line, block);
-                    const double eb = block_error(&b, fb, x, 333, (nib_copy)which, line, block);
+                    const double ea = block_error(&a, fa, x, 333, (nib_usage)which, line, block);
+                    const double eb = block_error(&b, fb, x, 333, (nib_usage)which, line, block);
                     CHECK_THAT(ea <= eb * (1 + 16 * U) + 64 * U * 8 * fb, "round %d copy %d (%lld, %lld): %a > %a",
                                round, which, (long long)line, (long long)block, ea, eb);
                     better += ea < eb;
@@ -627,8 +627,8 @@ TEST(ties_go_to_the_even_code)
             nib_quantizer q = mode_of(POW2);
             const nib_array array = matrix_from(x, dtypes[d], 1, 16);
             nib_tensor *t = quantize(&q, &array, NULL);
-            const struct copy c = copy_of(t, NIB_ROWWISE);
-            CHECK(c.levels[0] == 0x1p-8f && e4m3[scale_at(&c, 0, 0)] == 256);
+            const struct usage c = copy_of(t, NIB_ROWWISE);
+            CHECK(c.tensor_scales[0] == 0x1p-8f && e4m3[scale_at(&c, 0, 0)] == 256);
             for (int i = 0; i < 16; i++)
                 CHECK_THAT(code_at(&c, 0, i) == nearest_code(x[i]), "%s: %a is code %d, not %d",
                            nib_dtype_name(dtypes[d]), x[i], code_at(&c, 0, i), nearest_code(x[i]));
@@ -648,10 +648,10 @@ TEST(te_by_its_formulas)
     const nib_quantizer q = mode_of(ROW_SCALED);
     float *x = floats_of(&array);
     nib_tensor *t = quantize(&q, &array, NULL);
-    const struct copy c = copy_of(t, NIB_ROWWISE);
+    const struct usage c = copy_of(t, NIB_ROWWISE);
     int wrong = 0;
     for (int64_t line = 0; line < rows; line++) {
-        const float encode = 2688.0f / c.levels[line], decode = 1.0f / encode, by = encode * (1.0f / 6.0f);
+        const float encode = 2688.0f / c.tensor_scales[line], decode = 1.0f / encode, by = encode * (1.0f / 6.0f);
         for (int64_t block = 0; block < cols / 16; block++) {
             const float *values = x + line * cols + 16 * block;
             float amax = 0;
@@ -671,10 +671,10 @@ TEST(te_by_its_formulas)
 }
 
 /* The error of a block had it this scale. */
-static double error_with_scale(const struct copy *c, const nib_quantizer *q, const float *x, int64_t line,
+static double error_with_scale(const struct usage *c, const nib_quantizer *q, const float *x, int64_t line,
                                int64_t block, uint8_t scale)
 {
-    const double f = e4m3[scale] * (double)level_at(c, line) / (6.0 * q->e4m3_max);
+    const double f = e4m3[scale] * (double)tensor_scale_at(c, line) / (6.0 * q->e4m3_max);
     double sum = 0;
     for (int64_t i = 16 * block; i < 16 * block + 16 && i < c->length; i++) {
         const double value = x[line * c->length + i], d = fabs(e2m1[nearest_code(value / f)] * f - value);
@@ -694,20 +694,20 @@ static void check_four_over_six(const nib_quantizer *q, enum kind kind)
     const nib_array array = random_matrix(kind, NIB_BF16, rows, cols);
     float *x = floats_of(&array);
     nib_tensor *t = quantize(q, &array, NULL);
-    const struct copy c = copy_of(t, NIB_ROWWISE);
+    const struct usage c = copy_of(t, NIB_ROWWISE);
     int fours = 0, sixes = 0;
     for (int64_t line = 0; line < rows; line++)
         for (int64_t block = 0; block * 16 < cols; block++) {
             float amax = 0;
             for (int64_t i = 16 * block; i < 16 * block + 16 && i < cols; i++)
                 amax = fmaxf(amax, fabsf(x[line * cols + i]));
-            const float encode = 6.0f * (float)q->e4m3_max / level_at(&c, line), base = amax / 6.0f * encode;
+            const float encode = 6.0f * (float)q->e4m3_max / tensor_scale_at(&c, line), base = amax / 6.0f * encode;
             const uint8_t six = e4m3_code(fminf(base, 448)), four = e4m3_code(fminf(base * 1.5f, 448));
             const uint8_t scale = scale_at(&c, line, block);
             CHECK_THAT(scale == six || scale == four, "scale %d is neither %d nor %d", scale, six, four);
             if (scale < 8)
                 continue;
-            const double f = e4m3[six > four ? six : four] * (double)level_at(&c, line) / (6.0 * q->e4m3_max);
+            const double f = e4m3[six > four ? six : four] * (double)tensor_scale_at(&c, line) / (6.0 * q->e4m3_max);
             const double slack = q->error_mode == NIB_ERROR_MAE ? 16 * 64 * U * f : 16 * 64 * U * f * 2 * f;
             const double mine = error_with_scale(&c, q, x, line, block, scale);
             CHECK_THAT(mine <= error_with_scale(&c, q, x, line, block, six) * (1 + 32 * U) + slack &&
@@ -735,7 +735,7 @@ TEST(four_over_six_takes_the_better_of_two)
 /* ---- Tensor scales ---- */
 
 /* value = code * (s * g), one rounding each. */
-static void check_decoded_by_g(const nib_tensor *t, const struct copy *c, float g, int64_t rows, int64_t cols)
+static void check_decoded_by_g(const nib_tensor *t, const struct usage *c, float g, int64_t rows, int64_t cols)
 {
     float *y = malloc((size_t)(rows * cols) * sizeof *y);
     nib_array out = { 0 };
@@ -754,16 +754,16 @@ static void check_decode_scale(const nib_array *x, nib_scale_rule rule, int32_t 
     nib_quantizer q = mode_of(RTN);
     q.scale_rule = rule, q.e4m3_max = e4m3_max;
     nib_tensor *kept = quantize(&q, x, NULL);
-    const float amax = copy_of(kept, NIB_ROWWISE).levels[0], exact = amax / (6.0f * (float)e4m3_max);
+    const float amax = copy_of(kept, NIB_ROWWISE).tensor_scales[0], exact = amax / (6.0f * (float)e4m3_max);
     for (int pow2 = 0; pow2 < 2; pow2++) {
-        q.tensor_scale = pow2 ? NIB_TENSOR_SCALE_POW2 : NIB_TENSOR_SCALE_EXACT;
+        q.tensor_scale_rule = pow2 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_EXACT;
         nib_tensor *t = quantize(&q, x, NULL);
-        const struct copy c = copy_of(t, NIB_ROWWISE);
-        const float g = c.levels[0];
+        const struct usage c = copy_of(t, NIB_ROWWISE);
+        const float g = c.tensor_scales[0];
         int exponent;
         nib_metadata facts = { .bytes = sizeof facts };
         CHECK_OK(nib_tensor_get_metadata(t, &facts));
-        CHECK(facts.level == NIB_LEVEL_DECODE && copy_of(t, NIB_COLUMNWISE).levels[0] == g);
+        CHECK(facts.tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER && copy_of(t, NIB_COLUMNWISE).tensor_scales[0] == g);
         if (amax == 0)
             CHECK_THAT(g == 1, "%s: g of zeros is %a", where, g);
         else if (exact < FLT_MIN)
@@ -810,7 +810,7 @@ TEST(min_block_scale_is_a_floor)
             nib_tensor *t = quantize(&q, &x, NULL);
             int at_floor = 0;
             for (int which = 0; which < 2; which++) {
-                const struct copy c = copy_of(t, (nib_copy)which);
+                const struct usage c = copy_of(t, (nib_usage)which);
                 for (int64_t line = 0; line < c.lines; line++)
                     for (int64_t block = 0; block < (c.length + 15) / 16; block++) {
                         const float s = e4m3[scale_at(&c, line, block)];
@@ -860,7 +860,7 @@ static void check_layout(const char *name, const nib_array *view)
     const int64_t cols = view->shape[view->rank - 1], rows = cols ? elements_of(view) / cols : 0;
     for (int mode = 0; mode < MODES; mode++) {
         const nib_quantizer q = mode_of(mode);
-        if (!takes(&q, rows, cols))
+        if (!supports(&q, rows, cols))
             continue;
         snprintf(where, sizeof where, "%s %s", name, mode_names[mode]);
         nib_tensor *a = quantize(&q, view, NULL), *b = quantize(&q, &plain, NULL);
@@ -882,7 +882,7 @@ TEST(rows_wider_than_a_panel_leave_no_trace_of_it)
                 const int64_t rows = wide_shapes[s][0], cols = wide_shapes[s][1];
                 nib_quantizer q = mode_of(mode);
                 q.columnwise = (uint8_t)both;
-                if (nib_quantizer_check(&q, NULL) || !takes(&q, rows, cols))
+                if (nib_quantizer_check(&q, NULL) || !supports(&q, rows, cols))
                     continue;
                 snprintf(where, sizeof where, "%s, %lld rows of %lld%s", mode_names[mode], (long long)rows,
                          (long long)cols, both ? ", both" : "");
@@ -989,12 +989,12 @@ TEST(rank_one_is_a_row)
 /* An array in memory that ends where it ends (or begins where it begins), which may be read but not written. */
 static nib_array guarded_copy(const nib_array *x, bool at_end)
 {
-    nib_array copy = *x;
-    copy.data = test_guarded(x->bytes, at_end);
-    memcpy(copy.data, x->data, x->bytes);
-    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)copy.data / page * page;
-    CHECK(mprotect((void *)first, ((uintptr_t)copy.data + x->bytes - first + page - 1) / page * page, PROT_READ) == 0);
-    return copy;
+    nib_array usage = *x;
+    usage.data = test_guarded(x->bytes, at_end);
+    memcpy(usage.data, x->data, x->bytes);
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)usage.data / page * page;
+    CHECK(mprotect((void *)first, ((uintptr_t)usage.data + x->bytes - first + page - 1) / page * page, PROT_READ) == 0);
+    return usage;
 }
 
 TEST(nothing_beside_the_input_is_read_and_nothing_in_it_written)
@@ -1023,7 +1023,7 @@ static nib_tensor *junk_tensor(const nib_quantizer *q, nib_dtype dtype, int64_t 
         int rank;
         int64_t part_shape[NIB_MAX_RANK];
         CHECK_OK(nib_part_shape(q, (nib_part)part, 2, shape, &rank, part_shape));
-        size_t bytes = part >= NIB_ROW_LEVEL ? sizeof(float) : 1;
+        size_t bytes = part >= NIB_ROW_TENSOR_SCALE ? sizeof(float) : 1;
         for (int i = 0; i < rank; i++)
             bytes *= (size_t)part_shape[i];
         void *memory = test_guarded(bytes, true);
@@ -1052,9 +1052,9 @@ static void into_junk(const nib_quantizer *q, const nib_array *x, enum kind kind
 TEST(junk_in_the_buffers_does_not_shine_through) { for_all(into_junk); }
 
 /* What lies past the last element is 0, in codes and in scales. */
-static void check_padding(const nib_tensor *t, nib_copy which)
+static void check_padding(const nib_tensor *t, nib_usage which)
 {
-    const struct copy c = copy_of(t, which);
+    const struct usage c = copy_of(t, which);
     int wrong = 0;
     for (int64_t line = 0; line < c.lines; line++)
         wrong += c.length % 2 && c.codes[line * c.code_stride + c.code_stride - 1] >> 4;
@@ -1079,8 +1079,8 @@ static void tails(const nib_quantizer *q, const nib_array *x, enum kind kind)
     nib_tensor *t = quantize(q, x, NULL), *p = quantize(q, &large, NULL);
     int wrong = 0;
     for (int which = 0; which < 2; which++) {
-        const struct copy a = copy_of(t, (nib_copy)which), b = copy_of(p, (nib_copy)which);
-        check_padding(t, (nib_copy)which);
+        const struct usage a = copy_of(t, (nib_usage)which), b = copy_of(p, (nib_usage)which);
+        check_padding(t, (nib_usage)which);
         for (int64_t line = 0; line < a.lines; line++)
             for (int64_t i = 0; i < a.length; i++)
                 wrong += code_at(&a, line, i) != code_at(&b, line, i) ||
@@ -1103,7 +1103,7 @@ static void swizzle_of_compact(const nib_quantizer *q, const nib_array *x, enum 
     tiled.swizzled = 1, compact.swizzled = 0;
     nib_tensor *a = quantize(&tiled, x, NULL), *b = quantize(&compact, x, NULL);
     for (int which = 0; which < 2; which++) {
-        const struct copy c = copy_of(b, (nib_copy)which);
+        const struct usage c = copy_of(b, (nib_usage)which);
         const nib_part part = which == NIB_ROWWISE ? NIB_ROW_SCALE : NIB_COL_SCALE;
         const size_t bytes = nib_buffer_bytes(nib_tensor_buffer(b, part));
         uint8_t *tiles = malloc(bytes);
@@ -1121,35 +1121,35 @@ TEST(swizzled_scales_are_the_compact_ones_swizzled) { for_all(swizzle_of_compact
 
 /* ---- Given numbers ---- */
 
-static nib_given given_amax(const float *row, const float *col)
+static nib_overrides given_amax(const float *row, const float *col)
 {
-    return (nib_given){ .bytes = sizeof(nib_given), .amax = { row, col } };
+    return (nib_overrides){ .bytes = sizeof(nib_overrides), .amax = { row, col } };
 }
 
-static nib_given given_level(const float *row, const float *col)
+static nib_overrides given_tensor_scale(const float *row, const float *col)
 {
-    return (nib_given){ .bytes = sizeof(nib_given), .level = { row, col } };
+    return (nib_overrides){ .bytes = sizeof(nib_overrides), .tensor_scale = { row, col } };
 }
 
-/* The found amax, given back, changes nothing; nor does the level that came of it. */
+/* The found amax, given back, changes nothing; nor does the tensor scale that came of it. */
 static void given_as_found(const nib_quantizer *q, const nib_array *x, enum kind kind)
 {
     (void)kind;
     nib_tensor *found = quantize(q, x, NULL);
-    const float *row = (const void *)bytes_at(found, NIB_ROW_LEVEL),
-                *col = (const void *)bytes_at(found, NIB_COL_LEVEL);
-    const nib_given level = given_level(row, col);
-    nib_tensor *again = quantize(q, x, &level);
+    const float *row = (const void *)bytes_at(found, NIB_ROW_TENSOR_SCALE),
+                *col = (const void *)bytes_at(found, NIB_COL_TENSOR_SCALE);
+    const nib_overrides tensor_scale = given_tensor_scale(row, col);
+    nib_tensor *again = quantize(q, x, &tensor_scale);
     CHECK_SAME(found, again);
     nib_tensor_destroy(again);
-    if (q->tensor_scale == NIB_TENSOR_SCALE_DIALECT && q->rounding != NIB_ROUND_STOCHASTIC_UNBIASED) {
-        const nib_given amax = given_amax(row, col);
+    if (q->tensor_scale_rule == NIB_TENSOR_SCALE_RULE_DIALECT && q->rounding != NIB_ROUND_STOCHASTIC_UNBIASED) {
+        const nib_overrides amax = given_amax(row, col);
         again = quantize(q, x, &amax);
         CHECK_SAME(found, again);
         nib_tensor_destroy(again);
     }
     if (!q->row_scaled && !q->rht) { /* one number serves both */
-        const nib_given one = test_below(2) ? given_level(row, NULL) : given_level(NULL, col);
+        const nib_overrides one = test_below(2) ? given_tensor_scale(row, NULL) : given_tensor_scale(NULL, col);
         again = quantize(q, x, &one);
         CHECK_SAME(found, again);
         nib_tensor_destroy(again);
@@ -1159,7 +1159,7 @@ static void given_as_found(const nib_quantizer *q, const nib_array *x, enum kind
 
 TEST(the_found_number_given_back) { for_all(given_as_found); }
 
-/* Quantising with an amax that is given is quantising a tensor with one more element of that size. */
+/* Quantizing with an amax that is given is quantizing a tensor with one more element of that size. */
 TEST(a_given_amax_stands_for_absent_data)
 {
     const int64_t rows = 32, cols = 64;
@@ -1172,12 +1172,12 @@ TEST(a_given_amax_stands_for_absent_data)
         nib_array x = more;
         x.shape[0] = rows;
         const float amax = 99;
-        const nib_given given = test_below(2) ? given_amax(&amax, NULL) : given_amax(NULL, &amax);
-        nib_tensor *whole = quantize(&q, &more, NULL), *part = quantize(&q, &x, &given);
+        const nib_overrides overrides = test_below(2) ? given_amax(&amax, NULL) : given_amax(NULL, &amax);
+        nib_tensor *whole = quantize(&q, &more, NULL), *part = quantize(&q, &x, &overrides);
         snprintf(where, sizeof where, "%s", mode_names[mode]);
         CHECK_BYTES(bytes_at(whole, NIB_ROW_DATA), bytes_at(part, NIB_ROW_DATA), rows * cols / 2);
-        CHECK_THAT(same_part(whole, NIB_ROW_LEVEL, part, NIB_ROW_LEVEL), "%s: row level", where);
-        CHECK_THAT(same_part(whole, NIB_COL_LEVEL, part, NIB_COL_LEVEL), "%s: column level", where);
+        CHECK_THAT(same_part(whole, NIB_ROW_TENSOR_SCALE, part, NIB_ROW_TENSOR_SCALE), "%s: row tensor scale", where);
+        CHECK_THAT(same_part(whole, NIB_COL_TENSOR_SCALE, part, NIB_COL_TENSOR_SCALE), "%s: column tensor scale", where);
         nib_tensor_destroy(whole);
         nib_tensor_destroy(part);
         free(more.data);
@@ -1187,25 +1187,25 @@ TEST(a_given_amax_stands_for_absent_data)
 TEST(a_given_level_is_kept_as_it_is)
 {
     fill_tables();
-    const float levels[] = { 3.7f, 0.001f, 12345.6f };
+    const float tensor_scales[] = { 3.7f, 0.001f, 12345.6f };
     for (int d = 0; d < NIB_DIALECT_COUNT; d++)
-        for (int i = 0; i < COUNT(levels); i++) {
+        for (int i = 0; i < COUNT(tensor_scales); i++) {
             nib_quantizer q = mode_of(RTN);
             q.dialect = (nib_dialect)d;
             const nib_array x = random_matrix(NORMAL, NIB_F32, 20, 40);
-            const nib_given given = given_level(&levels[i], NULL);
-            nib_tensor *t = quantize(&q, &x, &given);
-            CHECK(copy_of(t, NIB_ROWWISE).levels[0] == levels[i] && copy_of(t, NIB_COLUMNWISE).levels[0] == levels[i]);
+            const nib_overrides overrides = given_tensor_scale(&tensor_scales[i], NULL);
+            nib_tensor *t = quantize(&q, &x, &overrides);
+            CHECK(copy_of(t, NIB_ROWWISE).tensor_scales[0] == tensor_scales[i] && copy_of(t, NIB_COLUMNWISE).tensor_scales[0] == tensor_scales[i]);
             nib_tensor_destroy(t);
             free(x.data);
         }
-    /* Unbiased rounding enlarges amaxes, a given one too, but not a finished level. */
+    /* Unbiased rounding enlarges amaxes, a given one too, but not a finished tensor scale. */
     nib_quantizer q = mode_of(SR_UNBIASED);
     const nib_array x = random_matrix(NORMAL, NIB_F32, 16, 16);
     const float number_given = 16;
-    const nib_given amax = given_amax(&number_given, NULL), level = given_level(&number_given, NULL);
-    nib_tensor *a = quantize(&q, &x, &amax), *b = quantize(&q, &x, &level);
-    CHECK(copy_of(a, NIB_ROWWISE).levels[0] == 17 && copy_of(b, NIB_ROWWISE).levels[0] == 16);
+    const nib_overrides amax = given_amax(&number_given, NULL), tensor_scale = given_tensor_scale(&number_given, NULL);
+    nib_tensor *a = quantize(&q, &x, &amax), *b = quantize(&q, &x, &tensor_scale);
+    CHECK(copy_of(a, NIB_ROWWISE).tensor_scales[0] == 17 && copy_of(b, NIB_ROWWISE).tensor_scales[0] == 16);
     nib_tensor_destroy(a);
     nib_tensor_destroy(b);
     free(x.data);
@@ -1218,11 +1218,11 @@ TEST(gist_with_the_callers_global_scale)
     nib_quantizer q = mode_of(RTN);
     q.dialect = NIB_DIALECT_GIST;
     const float g = 448 * 6 / 7.3f;
-    const nib_given given = given_level(&g, NULL);
+    const nib_overrides overrides = given_tensor_scale(&g, NULL);
     const nib_array x = random_matrix(NORMAL, NIB_F32, 20, 50);
     const float *values = x.data;
-    nib_tensor *t = quantize(&q, &x, &given);
-    const struct copy c = copy_of(t, NIB_ROWWISE);
+    nib_tensor *t = quantize(&q, &x, &overrides);
+    const struct usage c = copy_of(t, NIB_ROWWISE);
     for (int64_t line = 0; line < 20; line++)
         for (int64_t i = 0; i < 50; i++) {
             float amax = 0;
@@ -1245,13 +1245,13 @@ TEST(row_scaled_lines_are_tensors_of_their_own)
     nib_tensor *t = quantize(&q, &x, NULL);
     for (int which = 0; which < 2; which++) {
         const nib_array view = which ? transposed_view(&x) : x, matrix = contiguous_copy(&view);
-        const struct copy c = copy_of(t, (nib_copy)which);
+        const struct usage c = copy_of(t, (nib_usage)which);
         for (int64_t line = 0; line < c.lines; line++) {
             nib_array one = matrix;
             one.shape[0] = 1, one.offset = (size_t)(line * c.length) * sizeof(float);
             nib_tensor *alone = quantize(&plain, &one, NULL);
-            const struct copy a = copy_of(alone, NIB_ROWWISE);
-            CHECK(a.levels[0] == c.levels[line]);
+            const struct usage a = copy_of(alone, NIB_ROWWISE);
+            CHECK(a.tensor_scales[0] == c.tensor_scales[line]);
             CHECK_BYTES(a.codes, c.codes + line * c.code_stride, c.code_stride);
             CHECK_BYTES(a.scales, c.scales + line * c.scale_stride, c.scale_stride);
             nib_tensor_destroy(alone);
@@ -1262,7 +1262,7 @@ TEST(row_scaled_lines_are_tensors_of_their_own)
     free(x.data);
 }
 
-/* Row-scaled vectors must be given for each copy: one does not serve the other. */
+/* Row-scaled vectors must be given for each usage: one does not serve the other. */
 TEST(row_scaled_vectors_are_given_per_copy)
 {
     const int64_t rows = 32, cols = 32;
@@ -1272,10 +1272,10 @@ TEST(row_scaled_vectors_are_given_per_copy)
     for (int i = 0; i < 32; i++)
         large[i] = 100 + (float)i;
     nib_tensor *found = quantize(&q, &x, NULL);
-    const nib_given given = given_amax(large, NULL);
-    nib_tensor *t = quantize(&q, &x, &given);
-    CHECK_BYTES(bytes_at(t, NIB_ROW_LEVEL), large, sizeof large);
-    CHECK(same_part(t, NIB_COL_LEVEL, found, NIB_COL_LEVEL) && same_part(t, NIB_COL_DATA, found, NIB_COL_DATA));
+    const nib_overrides overrides = given_amax(large, NULL);
+    nib_tensor *t = quantize(&q, &x, &overrides);
+    CHECK_BYTES(bytes_at(t, NIB_ROW_TENSOR_SCALE), large, sizeof large);
+    CHECK(same_part(t, NIB_COL_TENSOR_SCALE, found, NIB_COL_TENSOR_SCALE) && same_part(t, NIB_COL_DATA, found, NIB_COL_DATA));
     nib_tensor_destroy(t);
     nib_tensor_destroy(found);
     free(x.data);
@@ -1285,9 +1285,9 @@ TEST(given_must_say_its_size)
 {
     const nib_array x = random_matrix(NORMAL, NIB_F32, 2, 16);
     const nib_quantizer q = mode_of(RTN);
-    const nib_given given = { .bytes = 3 };
+    const nib_overrides overrides = { .bytes = 3 };
     nib_tensor *t = NULL;
-    CHECK_FAILS(nib_quantize(&q, &x, &given, &t), NIB_ERR_ARG, "bytes");
+    CHECK_FAILS(nib_quantize(&q, &x, &overrides, &t), NIB_ERR_ARG, "bytes");
     CHECK(!t);
     free(x.data);
 }
@@ -1296,7 +1296,7 @@ TEST(given_must_say_its_size)
 
 /* The other of two ranks, whose numbers are known. */
 struct peer {
-    const float *numbers;
+    const float *inputs;
     int calls;
     size_t n;
     nib_status answer;
@@ -1308,7 +1308,7 @@ static nib_status peer_max(void *context, float *values, size_t n)
     peer->calls++;
     peer->n = n;
     for (size_t i = 0; i < n && !peer->answer; i++)
-        values[i] = fmaxf(values[i], peer->numbers[i]);
+        values[i] = fmaxf(values[i], peer->inputs[i]);
     return peer->answer;
 }
 
@@ -1325,20 +1325,20 @@ TEST(amaxes_are_reduced_once)
     const nib_array x = random_matrix(HEAVY, NIB_BF16, rows, cols);
     for (int mode = 0; mode < MODES; mode++) {
         nib_quantizer q = mode_of(mode), plain = q;
-        float numbers[80], wanted[80];
-        struct peer peer = { .numbers = numbers };
+        float inputs[80], wanted[80];
+        struct peer peer = { .inputs = inputs };
         const nib_comm comm = comm_of(&peer);
         const size_t n = q.row_scaled ? (size_t)(rows + cols) : 2;
         for (size_t i = 0; i < n; i++)
-            numbers[i] = q.row_scaled ? fabsf(number(HEAVY, NIB_BF16)) : 1000;
-        plain.rounding = NIB_ROUND_NEAREST, plain.tensor_scale = NIB_TENSOR_SCALE_DIALECT;
-        nib_tensor *own = quantize(&plain, &x, NULL); /* its levels are the amaxes */
+            inputs[i] = q.row_scaled ? fabsf(number(HEAVY, NIB_BF16)) : 1000;
+        plain.rounding = NIB_ROUND_NEAREST, plain.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_DIALECT;
+        nib_tensor *own = quantize(&plain, &x, NULL); /* its tensor scales are the amaxes */
         const size_t rows_n = q.row_scaled ? (size_t)rows : 1;
         for (size_t i = 0; i < n; i++)
-            wanted[i] = fmaxf(numbers[i], i < rows_n ? copy_of(own, NIB_ROWWISE).levels[i]
-                                                     : copy_of(own, NIB_COLUMNWISE).levels[i - rows_n]);
-        const nib_given given = given_amax(wanted, wanted + rows_n);
-        nib_tensor *expected = quantize(&q, &x, &given);
+            wanted[i] = fmaxf(inputs[i], i < rows_n ? copy_of(own, NIB_ROWWISE).tensor_scales[i]
+                                                     : copy_of(own, NIB_COLUMNWISE).tensor_scales[i - rows_n]);
+        const nib_overrides overrides = given_amax(wanted, wanted + rows_n);
+        nib_tensor *expected = quantize(&q, &x, &overrides);
         q.amax_comm = &comm;
         nib_tensor *t = quantize(&q, &x, NULL);
         snprintf(where, sizeof where, "%s", mode_names[mode]);
@@ -1349,20 +1349,20 @@ TEST(amaxes_are_reduced_once)
         CHECK(!facts.quantizer.amax_comm);
         nib_tensor_destroy(t);
 
-        const nib_given small = given_amax(wanted, NULL); /* still reduced */
-        peer = (struct peer){ .numbers = wanted };
+        const nib_overrides small = given_amax(wanted, NULL); /* still reduced */
+        peer = (struct peer){ .inputs = wanted };
         t = quantize(&q, &x, &small);
         CHECK_SAME(t, expected);
         CHECK(peer.calls == 1);
         nib_tensor_destroy(t);
 
-        const nib_given level =
-            given_level((const void *)bytes_at(expected, NIB_ROW_LEVEL),
-                        (const void *)bytes_at(expected, NIB_COL_LEVEL)); /* finished: not reduced */
-        peer = (struct peer){ .numbers = numbers };
-        t = quantize(&q, &x, &level);
+        const nib_overrides tensor_scale =
+            given_tensor_scale((const void *)bytes_at(expected, NIB_ROW_TENSOR_SCALE),
+                        (const void *)bytes_at(expected, NIB_COL_TENSOR_SCALE)); /* finished: not reduced */
+        peer = (struct peer){ .inputs = inputs };
+        t = quantize(&q, &x, &tensor_scale);
         CHECK_SAME(t, expected);
-        CHECK_THAT(peer.calls == 0, "%s: %d calls although the levels are finished", where, peer.calls);
+        CHECK_THAT(peer.calls == 0, "%s: %d calls although the tensor scales are finished", where, peer.calls);
         nib_tensor_destroy(t);
         nib_tensor_destroy(own);
         nib_tensor_destroy(expected);
@@ -1423,10 +1423,10 @@ TEST(noop_is_exactly_one)
     free(other.data);
 }
 
-/* ---- What is refused ---- */
+/* ---- What is rejected ---- */
 
 /* The documented list, each with its own words; NULL where the combination is taken. */
-static const char *refusal(const nib_quantizer *q)
+static const char *rejection(const nib_quantizer *q)
 {
     const bool rht = q->rht || q->rht_rowwise, square = q->block_dims[0] == 16,
                random = q->rounding != NIB_ROUND_NEAREST;
@@ -1440,7 +1440,7 @@ static const char *refusal(const nib_quantizer *q)
         return "one amax per row";
     if (q->e4m3_max == 256 && q->scale_rule != NIB_SCALE_4OVER6)
         return "e4m3_max 256";
-    if (q->single_level)
+    if (q->no_tensor_scale)
         return "torchao";
     return NULL;
 }
@@ -1458,7 +1458,7 @@ TEST(every_combination_is_taken_or_refused_by_the_list)
     for (int d = 0; d < COUNT(dtypes); d++)
         x[d] = random_matrix(NORMAL, dtypes[d], 32, 32);
     const int total = 4 * 2 * 2 * 2 * 2 * 3 * 2 * 2 * 2 * 3 * 4;
-    int taken = 0, refused = 0;
+    int taken = 0, rejected = 0;
     for (int i = 0; i < total; i++) {
         int rest = i;
         nib_quantizer q = mode_of(RTN);
@@ -1469,17 +1469,17 @@ TEST(every_combination_is_taken_or_refused_by_the_list)
         q.scale_rule = (nib_scale_rule)next_digit(&rest, 3);
         q.error_mode = (nib_error_mode)next_digit(&rest, 2), q.fast_error = (uint8_t)next_digit(&rest, 2);
         q.e4m3_max = next_digit(&rest, 2) ? 256 : 448;
-        q.tensor_scale = (nib_tensor_scale)next_digit(&rest, 3);
+        q.tensor_scale_rule = (nib_tensor_scale_rule)next_digit(&rest, 3);
         q.rounding = (nib_rounding)next_digit(&rest, 4);
         q.swizzled = (uint8_t)test_below(2), q.min_block_scale = test_below(2) ? 0 : 0x1p-6f;
-        q.single_level = test_below(20) == 0;
+        q.no_tensor_scale = test_below(20) == 0;
         const nib_array *input = &x[test_below(COUNT(dtypes))];
         nib_tensor *t = NULL;
-        const char *why = refusal(&q);
+        const char *why = rejection(&q);
         if (why) {
             CHECK_FAILS(nib_quantize(&q, input, NULL, &t), NIB_ERR_MODE, why);
             CHECK_FAILS(nib_quantizer_check(&q, NULL), NIB_ERR_MODE, why);
-            refused++;
+            rejected++;
         } else {
             CHECK_OK(nib_quantizer_check(&q, input));
             CHECK_OK(nib_quantize(&q, input, NULL, &t));
@@ -1490,7 +1490,7 @@ TEST(every_combination_is_taken_or_refused_by_the_list)
         }
         nib_tensor_destroy(t);
     }
-    CHECK(taken > 1000 && refused > 1000);
+    CHECK(taken > 1000 && rejected > 1000);
     for (int d = 0; d < COUNT(dtypes); d++)
         free(x[d].data);
 }
@@ -1498,33 +1498,33 @@ TEST(every_combination_is_taken_or_refused_by_the_list)
 TEST(values_outside_their_range)
 {
     nib_quantizer good = mode_of(RTN), q;
-#define REFUSED(change, status, words)                                       \
+#define REJECTED(change, status, words)                                       \
     do {                                                                     \
         q = good;                                                            \
         change;                                                              \
         CHECK_FAILS(nib_quantizer_check(&q, NULL), NIB_ERR_##status, words); \
     } while (0)
-    REFUSED(q.format = NIB_FORMAT_COUNT, ARG, "format 5");
-    REFUSED(q.dialect = NIB_DIALECT_COUNT, ARG, "dialect 5");
-    REFUSED(q.dialect = (nib_dialect)-1, ARG, "dialect -1");
-    REFUSED(q.scale_rule = NIB_SCALE_RULE_COUNT, ARG, "scale_rule 3");
-    REFUSED(q.error_mode = NIB_ERROR_MODE_COUNT, ARG, "error_mode 2");
-    REFUSED(q.tensor_scale = NIB_TENSOR_SCALE_COUNT, ARG, "tensor_scale 3");
-    REFUSED(q.rounding = NIB_ROUNDING_COUNT, ARG, "rounding 4");
-    REFUSED(q.e4m3_max = 0, ARG, "e4m3_max is 448 or 256, not 0");
-    REFUSED(q.threads = -1, ARG, "threads is 0 or more, not -1");
-    REFUSED(q.origin[0] = -1, ARG, "origin (-1, 0)");
-    REFUSED(q.origin[1] = INT64_MIN, ARG, "outside the whole");
-    REFUSED(q.block_dims[0] = 2, ARG, "not 2x16");
-    REFUSED(q.block_dims[1] = 1, ARG, "not 1x1");
-    REFUSED((q.block_dims[0] = 16, q.block_dims[1] = 1), ARG, "not 16x1");
-    REFUSED(q.min_block_scale = 0.3f, ARG, "min_block_scale");
-    REFUSED(q.min_block_scale = -1, ARG, "min_block_scale");
-    REFUSED(q.min_block_scale = 449, ARG, "min_block_scale");
-    REFUSED(q.min_block_scale = NAN, ARG, "min_block_scale");
-    REFUSED(q.min_block_scale = 1e-40f, ARG, "min_block_scale");
-    REFUSED(q.bytes = 8, ARG, "quantizer->bytes is 8");
-#undef REFUSED
+    REJECTED(q.format = NIB_FORMAT_COUNT, ARG, "format 5");
+    REJECTED(q.dialect = NIB_DIALECT_COUNT, ARG, "dialect 5");
+    REJECTED(q.dialect = (nib_dialect)-1, ARG, "dialect -1");
+    REJECTED(q.scale_rule = NIB_SCALE_RULE_COUNT, ARG, "scale_rule 3");
+    REJECTED(q.error_mode = NIB_ERROR_MODE_COUNT, ARG, "error_mode 2");
+    REJECTED(q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_COUNT, ARG, "tensor_scale 3");
+    REJECTED(q.rounding = NIB_ROUNDING_COUNT, ARG, "rounding 4");
+    REJECTED(q.e4m3_max = 0, ARG, "e4m3_max is 448 or 256, not 0");
+    REJECTED(q.threads = -1, ARG, "threads is 0 or more, not -1");
+    REJECTED(q.origin[0] = -1, ARG, "origin (-1, 0)");
+    REJECTED(q.origin[1] = INT64_MIN, ARG, "outside the whole");
+    REJECTED(q.block_dims[0] = 2, ARG, "not 2x16");
+    REJECTED(q.block_dims[1] = 1, ARG, "not 1x1");
+    REJECTED((q.block_dims[0] = 16, q.block_dims[1] = 1), ARG, "not 16x1");
+    REJECTED(q.min_block_scale = 0.3f, ARG, "min_block_scale");
+    REJECTED(q.min_block_scale = -1, ARG, "min_block_scale");
+    REJECTED(q.min_block_scale = 449, ARG, "min_block_scale");
+    REJECTED(q.min_block_scale = NAN, ARG, "min_block_scale");
+    REJECTED(q.min_block_scale = 1e-40f, ARG, "min_block_scale");
+    REJECTED(q.bytes = 8, ARG, "quantizer->bytes is 8");
+#undef REJECTED
     CHECK_FAILS(nib_quantizer_check(NULL, NULL), NIB_ERR_ARG, "NULL");
     nib_comm comm = { .bytes = sizeof comm, .size = 2 };
     q = good, q.amax_comm = &comm;
@@ -1571,7 +1571,7 @@ TEST(options_that_only_te_has)
                 CHECK_OK(nib_quantizer_check(&q, NULL));
             else
                 CHECK_FAILS(nib_quantizer_check(&q, NULL), NIB_ERR_MODE, "fixes every numeric rule");
-            q = mode_of(RTN), q.dialect = (nib_dialect)d, q.single_level = 1;
+            q = mode_of(RTN), q.dialect = (nib_dialect)d, q.no_tensor_scale = 1;
             CHECK((nib_quantizer_check(&q, NULL) == NIB_OK) == (d == NIB_DIALECT_TORCHAO));
         }
 }
@@ -1626,10 +1626,10 @@ static void back(const nib_quantizer *q, const nib_array *x, enum kind kind)
     nib_array out = { 0 }, half = { 0 };
     CHECK_OK(nib_array_init(&out, y, NIB_F32, 2, x->shape));
     for (int which = 0; which < 2; which++) {
-        CHECK_OK(nib_dequantize(t, (nib_copy)which, &out));
+        CHECK_OK(nib_dequantize(t, (nib_usage)which, &out));
         for (int d = 1; d < COUNT(dtypes); d++) {
             CHECK_OK(nib_array_init(&half, halves, dtypes[d], 2, x->shape));
-            CHECK_OK(nib_dequantize(t, (nib_copy)which, &half));
+            CHECK_OK(nib_dequantize(t, (nib_usage)which, &half));
             CHECK_OK(nib_encode(dtypes[d], y, (size_t)n, wanted));
             CHECK_THAT(memcmp(wanted, halves, (size_t)n * 2) == 0, "%s: copy %d to %s", where, which,
                        nib_dtype_name(dtypes[d]));
@@ -1644,7 +1644,7 @@ static void back(const nib_quantizer *q, const nib_array *x, enum kind kind)
         view.offset = (size_t)((4 * rows * (cols - 1) + 2 * (rows - 1))) * sizeof *wide;
         for (int64_t i = 0; i < 4 * n; i++)
             wide[i] = 12345;
-        CHECK_OK(nib_dequantize(t, (nib_copy)which, &view));
+        CHECK_OK(nib_dequantize(t, (nib_usage)which, &view));
         int64_t wrong = 0, untouched = 0;
         for (int64_t i = 0; i < n; i++)
             wrong += memcmp(element_at(&view, i), &y[i], sizeof *y) != 0;
@@ -1660,26 +1660,26 @@ static void back(const nib_quantizer *q, const nib_array *x, enum kind kind)
     free(wide);
 }
 
-TEST(dequantise_to_any_layout_and_dtype) { for_all(back); }
+TEST(dequantize_to_any_layout_and_dtype) { for_all(back); }
 
 /* f = (s * amax) * (1 / 2688), value = code * f: each step rounds once. */
 static void decoded_values(const nib_quantizer *q, const nib_array *x, enum kind kind)
 {
     (void)kind;
-    if (q->tensor_scale != NIB_TENSOR_SCALE_DIALECT || q->swizzled || q->rht)
+    if (q->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_DIALECT || q->swizzled || q->rht)
         return;
     nib_tensor *t = quantize(q, x, NULL);
     float *y = malloc((size_t)elements_of(x) * sizeof *y);
     nib_array out = { 0 };
     CHECK_OK(nib_array_init(&out, y, NIB_F32, 2, x->shape));
     for (int which = 0; which < 2; which++) {
-        const struct copy c = copy_of(t, (nib_copy)which);
-        CHECK_OK(nib_dequantize(t, (nib_copy)which, &out));
+        const struct usage c = copy_of(t, (nib_usage)which);
+        CHECK_OK(nib_dequantize(t, (nib_usage)which, &out));
         int wrong = 0;
         for (int64_t line = 0; line < c.lines; line++)
             for (int64_t i = 0; i < c.length; i++) {
-                const float product = e4m3[scale_at(&c, line, i / 16)] * level_at(&c, line);
-                const float inverse = 1.0f / (6.0f * (float)q->e4m3_max), f = product * inverse;
+                const float product = e4m3[scale_at(&c, line, i / 16)] * tensor_scale_at(&c, line);
+                const float inverse_rht = 1.0f / (6.0f * (float)q->e4m3_max), f = product * inverse_rht;
                 const float wanted = e2m1[code_at(&c, line, i)] * f;
                 const float is = y[which == NIB_ROWWISE ? line * x->shape[1] + i : i * x->shape[1] + line];
                 wrong += is != wanted && !(isnan(is) && isnan(wanted));
@@ -1693,13 +1693,13 @@ static void decoded_values(const nib_quantizer *q, const nib_array *x, enum kind
 TEST(decoded_values_are_code_times_factor) { for_all(decoded_values); }
 
 /* y[j] = sum of sign(i) x[i] H[i][j] / 4 in double, or back (H is symmetric and orthogonal). */
-static void transform(const double x[16], double y[16], unsigned mask, bool inverse)
+static void rht(const double x[16], double y[16], unsigned mask, bool inverse_rht)
 {
     for (unsigned j = 0; j < 16; j++) {
         y[j] = 0;
         for (unsigned i = 0; i < 16; i++)
-            y[j] += (__builtin_popcount(i & j) % 2 ? -0.25 : 0.25) * (!inverse && mask >> i & 1 ? -x[i] : x[i]);
-        if (inverse && mask >> j & 1)
+            y[j] += (__builtin_popcount(i & j) % 2 ? -0.25 : 0.25) * (!inverse_rht && mask >> i & 1 ? -x[i] : x[i]);
+        if (inverse_rht && mask >> j & 1)
             y[j] = -y[j];
     }
 }
@@ -1731,8 +1731,8 @@ TEST(the_transform_comes_back)
             CHECK_OK(nib_array_init(&out, y, NIB_F32, 2, array.shape));
             nib_tensor *t = quantize(&q, &array, NULL);
             for (int which = 0; which < 2; which++) {
-                CHECK_OK(nib_dequantize(t, (nib_copy)which, &out));
-                const struct copy c = copy_of(t, (nib_copy)which);
+                CHECK_OK(nib_dequantize(t, (nib_usage)which, &out));
+                const struct usage c = copy_of(t, (nib_usage)which);
                 const int64_t along = which == NIB_ROWWISE ? 1 : cols, across = which == NIB_ROWWISE ? cols : 1;
                 for (int64_t line = 0; line < c.lines; line++)
                     for (int64_t block = 0; block < c.length / 16; block++) {
@@ -1741,11 +1741,11 @@ TEST(the_transform_comes_back)
                             in[i] = x[line * across + (16 * block + i) * along];
                             sum += fabs(in[i]) + 8 * factor_at(&c, &q, line, block);
                         }
-                        transform(in, z, q.rht_sign_mask, false);
+                        rht(in, z, q.rht_sign_mask, false);
                         const double bound = inverse_bound(z, factor_at(&c, &q, line, block), sum, dtypes[d]);
                         for (int i = 0; i < 16; i++)
                             CHECK_THAT(fabs(y[line * across + (16 * block + i) * along] - in[i]) <= bound,
-                                       "%s copy %d: %a became %a, bound %a", nib_dtype_name(dtypes[d]), which, in[i],
+                                       "%s usage %d: %a became %a, bound %a", nib_dtype_name(dtypes[d]), which, in[i],
                                        y[line * across + (16 * block + i) * along], bound);
                     }
             }
@@ -1763,7 +1763,7 @@ TEST(the_transform_of_small_integers_is_exact)
     const int64_t rows = 64, cols = 80;
     for (int d = 0; d < COUNT(dtypes); d++) {
         nib_quantizer q = mode_of(RHT);
-        q.tensor_scale = NIB_TENSOR_SCALE_POW2;
+        q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2;
         float *x = calloc((size_t)(rows * cols), sizeof *x);
         for (int64_t block = 0; block < rows / 16; block++)
             for (int64_t c = 0; c < cols; c++)
@@ -1806,7 +1806,7 @@ TEST(nan_becomes_six)
         for (int part = NIB_ROW_SCALE; part < NIB_PART_COUNT; part++)
             wrong += !same_part(a, (nib_part)part, b, (nib_part)part);
         for (int which = 0; which < 2; which++) {
-            const struct copy ca = copy_of(a, (nib_copy)which), cb = copy_of(b, (nib_copy)which);
+            const struct usage ca = copy_of(a, (nib_usage)which), cb = copy_of(b, (nib_usage)which);
             for (int64_t i = 0; i < rows * cols; i++) {
                 const int64_t line = which ? i % cols : i / cols, at = which ? i / cols : i % cols;
                 wrong += code_at(&ca, line, at) != (i % 29 ? code_at(&cb, line, at) : 7);
@@ -1829,8 +1829,8 @@ TEST(infinity_leaves_other_blocks_alone)
     values[5] = INFINITY, values[64 + 20] = -INFINITY;
     const nib_quantizer q = mode_of(RTN);
     nib_tensor *t = quantize(&q, &x, NULL);
-    const struct copy c = copy_of(t, NIB_ROWWISE);
-    CHECK(isinf(c.levels[0]));
+    const struct usage c = copy_of(t, NIB_ROWWISE);
+    CHECK(isinf(c.tensor_scales[0]));
     CHECK(code_at(&c, 0, 5) == 7 && code_at(&c, 1, 20) == 15);
     CHECK(scale_at(&c, 0, 0) == 0x7E && scale_at(&c, 1, 1) == 0x7E);
     for (int64_t line = 2; line < 4; line++)
@@ -1881,16 +1881,16 @@ TEST(tensors_without_elements)
             int64_t rows = 1;
             for (int j = 0; j < empty[i].rank - 1; j++)
                 rows *= empty[i].shape[j];
-            if (!takes(&q, rows, empty[i].shape[empty[i].rank - 1]))
+            if (!supports(&q, rows, empty[i].shape[empty[i].rank - 1]))
                 continue;
             nib_tensor *t = quantize(&q, &x, NULL);
             CHECK_OK(nib_array_init(&out, NULL, NIB_BF16, empty[i].rank, empty[i].shape));
             CHECK_OK(nib_dequantize(t, NIB_ROWWISE, &out));
             CHECK_OK(nib_dequantize(t, NIB_COLUMNWISE, &out));
-            const nib_buffer *level = nib_tensor_buffer(t, NIB_ROW_LEVEL);
-            for (size_t j = 0; j < nib_buffer_bytes(level) / sizeof(float); j++) {
-                const float wanted = q.tensor_scale == NIB_TENSOR_SCALE_DIALECT ? 0 : 1;
-                CHECK_THAT(((const float *)nib_buffer_data(level))[j] == wanted, "%s: level", mode_names[mode]);
+            const nib_buffer *tensor_scale = nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE);
+            for (size_t j = 0; j < nib_buffer_bytes(tensor_scale) / sizeof(float); j++) {
+                const float wanted = q.tensor_scale_rule == NIB_TENSOR_SCALE_RULE_DIALECT ? 0 : 1;
+                CHECK_THAT(((const float *)nib_buffer_data(tensor_scale))[j] == wanted, "%s: tensor scale", mode_names[mode]);
             }
             nib_tensor_destroy(t);
         }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_run.c - plans and their runs: every byte of the output against the library's own quantisation of the whole
+ * test_run.c - plans and their runs: every byte of the output against the library's own quantization of the whole
  * matrix; the same bytes for any threads, memory and ranks; and what is left after everything that can go wrong.
  */
 #define _GNU_SOURCE
@@ -16,20 +16,20 @@
 #include <math.h>
 #include <sys/stat.h>
 
-/* ---- Folders ---- */
+/* ---- Directories ---- */
 
-static void remove_all(void) { (void)nib_os_remove_folder(folder); }
+static void remove_all(void) { (void)nib_os_remove_directory(directory); }
 
 static const char *at(const char *name)
 {
     static char paths[32][200];
     static _Atomic int next; /* ranks are threads */
-    if (!folder[0]) {
-        make_folder();
+    if (!directory[0]) {
+        make_directory();
         atexit(remove_all);
     }
     char *path = paths[(unsigned)next++ % 32];
-    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
+    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
     return path;
 }
 
@@ -77,7 +77,7 @@ static bool same_file(const char *a, const char *b)
     return same;
 }
 
-/* Names in a folder; -1 where there is none. */
+/* Names in a directory; -1 where there is none. */
 static int entries(const char *path)
 {
     int n = 0;
@@ -90,7 +90,7 @@ static int entries(const char *path)
     return n;
 }
 
-static void check_same_folder(const char *a, const char *b)
+static void check_same_directory(const char *a, const char *b)
 {
     char x[512], y[512];
     DIR *listing = opendir(a);
@@ -110,7 +110,7 @@ static void check_same_folder(const char *a, const char *b)
 static const char *fresh(const char *name)
 {
     const char *path = at(name);
-    CHECK_OK(nib_os_remove_folder(path));
+    CHECK_OK(nib_os_remove_directory(path));
     return path;
 }
 
@@ -165,7 +165,7 @@ enum { H = 64, I = 144, V = 40 };
 static void make_model(const char *path)
 {
     char name[256];
-    CHECK_OK(nib_os_remove_folder(path));
+    CHECK_OK(nib_os_remove_directory(path));
     CHECK(mkdir(path, 0777) == 0);
     snprintf(name, sizeof name, "%s/model-00001-of-00002.safetensors", path);
     PUT(name, { "model.embed_tokens.weight", NIB_BF16, 2, { V, H }, 1 },
@@ -203,7 +203,7 @@ static nib_plan *plan_quantize(const nib_checkpoint *in, const nib_quantize_opti
     return plan;
 }
 
-/* From folder to folder, all defaults but these. */
+/* From directory to directory, all defaults but these. */
 static nib_status quantize(const char *in, const char *out, const nib_quantize_options *options,
                            const nib_run_options *run, const nib_job *job)
 {
@@ -219,11 +219,11 @@ static nib_status quantize(const char *in, const char *out, const nib_quantize_o
     return status;
 }
 
-static nib_quantize_options with(nib_packing packing)
+static nib_quantize_options with(nib_checkpoint_format format)
 {
     nib_quantize_options options;
     nib_quantize_options_init(&options);
-    options.packing = packing;
+    options.format = format;
     return options;
 }
 
@@ -241,7 +241,7 @@ static void *read_tensor(const nib_checkpoint *c, const char *name, const struct
     return bytes;
 }
 
-/* The codes and scales of a weight in `out` are those of the whole matrix quantised with the group's amax. */
+/* The codes and scales of a weight in `out` are those of the whole matrix quantized with the group's amax. */
 static void check_quantized(const nib_checkpoint *in, const nib_checkpoint *out, const char *name,
                             const nib_quantizer *q, float amax)
 {
@@ -260,15 +260,15 @@ static void check_quantized(const nib_checkpoint *in, const nib_checkpoint *out,
     CHECK_OK(nib_array_init(&view, x, facts.dtype, 2, shape));
     CHECK_OK(nib_checkpoint_read_rows(in, a, 0, rows, &view));
     CHECK_OK(nib_checkpoint_read_codes(out, b, 0, rows, codes, scales));
-    CHECK_OK(nib_quantize(q, &view, &(nib_given){ .bytes = sizeof(nib_given), .amax = { &amax, NULL } }, &t));
+    CHECK_OK(nib_quantize(q, &view, &(nib_overrides){ .bytes = sizeof(nib_overrides), .amax = { &amax, NULL } }, &t));
     CHECK_OK(nib_tensor_part(t, NIB_ROW_DATA, &part));
     CHECK_BYTES(codes, part.data, rows * cols / 2);
     CHECK_OK(nib_tensor_part(t, NIB_ROW_SCALE, &part));
     for (int64_t r = 0; r < rows; r++)
         CHECK_BYTES(scales + r * blocks, (uint8_t *)part.data + r * part.shape[1], blocks);
-    CHECK_OK(nib_tensor_part(t, NIB_ROW_LEVEL, &part));
-    const float level = *(float *)part.data, g = made.level_kind == NIB_LEVEL_ENCODE ? 1 / made.level : made.level;
-    CHECK_THAT(g == level, "%s: level %g, not %g", name, (double)g, (double)level);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_TENSOR_SCALE, &part));
+    const float tensor_scale = *(float *)part.data, g = made.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR ? 1 / made.tensor_scale : made.tensor_scale;
+    CHECK_THAT(g == tensor_scale, "%s: tensor scale %g, not %g", name, (double)g, (double)tensor_scale);
     nib_tensor_destroy(t);
     free(x);
     free(codes);
@@ -298,7 +298,7 @@ static void default_quantizer(nib_quantizer *q)
     nib_quantizer_init(q);
     q->columnwise = 0;
     q->scale_rule = NIB_SCALE_SWEEP;
-    q->tensor_scale = NIB_TENSOR_SCALE_POW2;
+    q->tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2;
     q->min_block_scale = 0x1p-6f;
 }
 
@@ -307,13 +307,13 @@ TEST(codes_are_those_of_the_whole_matrix_under_the_amax_of_its_set)
     nib_quantizer q;
     default_quantizer(&q);
     make_model(at("in"));
-    static const nib_packing packings[] = { NIB_PACKING_COMPRESSED_TENSORS, NIB_PACKING_MODELOPT };
+    static const nib_checkpoint_format formats[] = { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_CHECKPOINT_FORMAT_MODELOPT };
     for (int i = 0; i < 2; i++) {
-        const nib_quantize_options options = with(packings[i]);
+        const nib_quantize_options options = with(formats[i]);
         CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
         nib_checkpoint *in = open_good(at("in")), *out = open_good(at("out"));
         const float k = amax_of(in, LAYER "self_attn.k_proj"), up = amax_of(in, LAYER "mlp.up_proj");
-        CHECK(out->packing == packings[i]);
+        CHECK(out->format == formats[i]);
         check_quantized(in, out, LAYER "self_attn.q_proj", &q, k);
         check_quantized(in, out, LAYER "self_attn.k_proj", &q, k);
         check_quantized(in, out, LAYER "self_attn.v_proj", &q, k);
@@ -331,33 +331,33 @@ TEST(zeros_are_zeros_unless_modelopt_is_asked_for)
     PUT(at("zeros.safetensors"), { "a.weight", NIB_BF16, 2, { 16, 32 }, 1e-44f }); /* BF16 has nothing so small */
     static const struct {
         int32_t dialect;
-        nib_packing packing;
-        float level; /* as stored */
+        nib_checkpoint_format format;
+        float tensor_scale; /* as stored */
     } cases[] = {
-        { NIB_UNSET, NIB_PACKING_COMPRESSED_TENSORS, 1 },
-        { NIB_DIALECT_MODELOPT, NIB_PACKING_COMPRESSED_TENSORS, 1 },
-        { NIB_DIALECT_COMPRESSED_TENSORS, NIB_PACKING_MODELOPT, 1 },
-        { NIB_DIALECT_MODELOPT, NIB_PACKING_MODELOPT, 0 },
+        { NIB_UNSET, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, 1 },
+        { NIB_DIALECT_MODELOPT, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, 1 },
+        { NIB_DIALECT_COMPRESSED_TENSORS, NIB_CHECKPOINT_FORMAT_MODELOPT, 1 },
+        { NIB_DIALECT_MODELOPT, NIB_CHECKPOINT_FORMAT_MODELOPT, 0 },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        nib_quantize_options options = with(cases[i].packing);
+        nib_quantize_options options = with(cases[i].format);
         options.dialect = cases[i].dialect;
         CHECK_OK(quantize(at("zeros.safetensors"), fresh("zeros-out"), &options, NULL, NULL));
         nib_checkpoint *c = open_good(at("zeros-out"));
         nib_weight w = { .bytes = sizeof w };
-        float numbers[16 * 32];
+        float values[16 * 32];
         nib_array out;
         CHECK_OK(nib_checkpoint_get_weight(c, 0, &w));
-        CHECK_OK(nib_array_init(&out, numbers, NIB_F32, 2, (int64_t[]){ 16, 32 }));
+        CHECK_OK(nib_array_init(&out, values, NIB_F32, 2, (int64_t[]){ 16, 32 }));
         CHECK_OK(nib_checkpoint_read_rows(c, 0, 0, 16, &out));
-        CHECK_THAT(w.level == cases[i].level, "case %zu: level %g", i, (double)w.level);
+        CHECK_THAT(w.tensor_scale == cases[i].tensor_scale, "case %zu: tensor scale %g", i, (double)w.tensor_scale);
         for (int k = 0; k < 16 * 32; k++)
-            CHECK(cases[i].level == 0 ? isnan(numbers[k]) : numbers[k] == 0);
+            CHECK(cases[i].tensor_scale == 0 ? isnan(values[k]) : values[k] == 0);
         nib_checkpoint_close(c);
     }
 }
 
-TEST(what_is_not_quantised_is_copied_byte_for_byte)
+TEST(what_is_not_quantized_is_copied_byte_for_byte)
 {
     make_model(at("in"));
     CHECK_OK(quantize(at("in"), fresh("out"), NULL, NULL, NULL));
@@ -420,7 +420,7 @@ TEST(a_plan_says_beforehand_what_comes_of_it)
 static int run_on_rank(const nib_comm *comm, void *context)
 {
     nib_job job;
-    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     nib_job_init(&job);
     job.comm = comm;
     job.threads = 2;
@@ -431,7 +431,7 @@ static int run_on_rank(const nib_comm *comm, void *context)
 TEST(threads_memory_and_ranks_do_not_show)
 {
     make_model(at("in"));
-    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     options.shard_bytes = 9000;
     CHECK_OK(quantize(at("in"), fresh("one"), &options, NULL, NULL));
     CHECK(entries(at("one")) > 6);
@@ -443,20 +443,20 @@ TEST(threads_memory_and_ranks_do_not_show)
         job.threads = threads[i];
         job.max_memory = memory[i];
         CHECK_OK(quantize(at("in"), fresh("two"), &options, NULL, &job));
-        check_same_folder(at("one"), at("two"));
+        check_same_directory(at("one"), at("two"));
     }
     for (int ranks = 1; ranks <= 3; ranks++) {
         char out[200];
         snprintf(out, sizeof out, "%s", fresh("two"));
         CHECK(team_run(ranks, run_on_rank, out) == 0);
-        check_same_folder(at("one"), at("two"));
+        check_same_directory(at("one"), at("two"));
     }
 }
 
 TEST(files_are_cut_by_size_or_as_the_input_is)
 {
     make_model(at("in"));
-    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     nib_plan_facts facts = { .bytes = sizeof facts };
     options.keep_split = 1;
     CHECK_OK(quantize(at("in"), fresh("split"), &options, NULL, NULL));
@@ -475,7 +475,7 @@ TEST(files_are_cut_by_size_or_as_the_input_is)
     static const char *const made[] = { "split", "cut" };
     for (int i = 0; i < 2; i++) {
         nib_checkpoint *out = open_good(at(made[i]));
-        CHECK(out && out->has_index && out->n_remarks == 0 && out->n_weights == 9);
+        CHECK(out && out->has_index && out->n_diagnostics == 0 && out->n_weights == 9);
         CHECK(out && out->provenance && strstr(out->provenance, "\"xxh3\""));
         nib_checkpoint_close(out);
     }
@@ -485,11 +485,11 @@ TEST(files_are_cut_by_size_or_as_the_input_is)
 /* A tensor larger than a shard ends it, also where an empty one had opened it. */
 TEST(files_are_cut_behind_empty_tensors)
 {
-    CHECK_OK(nib_os_remove_folder(at("in")));
+    CHECK_OK(nib_os_remove_directory(at("in")));
     CHECK(mkdir(at("in"), 0777) == 0);
     PUT(at("in/model.safetensors"), { "a", NIB_BF16, 1, { 0 }, 1 }, { "b.weight", NIB_BF16, 2, { H, H }, 1 },
         { "c.weight", NIB_BF16, 2, { H, H }, 1 }, { "d.weight", NIB_BF16, 2, { H, H }, 1 });
-    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     nib_plan_facts facts = { .bytes = sizeof facts };
     options.shard_bytes = 1000;
     nib_checkpoint *in = open_good(at("in"));
@@ -502,13 +502,13 @@ TEST(files_are_cut_behind_empty_tensors)
 
 /* ---- Formats ---- */
 
-static nib_status convert(const char *in, const char *out, nib_packing packing)
+static nib_status convert(const char *in, const char *out, nib_checkpoint_format format)
 {
     nib_checkpoint *c = NULL;
     nib_plan *plan = NULL;
     nib_status status = nib_checkpoint_open(in, &c);
     if (!status)
-        status = nib_plan_convert(c, packing, &plan);
+        status = nib_plan_convert(c, format, &plan);
     if (!status)
         status = nib_plan_run(plan, out, NULL, NULL);
     nib_plan_destroy(plan);
@@ -530,7 +530,7 @@ static nib_status dequantize(const char *in, const char *out, nib_dtype dtype)
     return status;
 }
 
-/* Codes, scales and levels of all NVFP4 weights. */
+/* Codes, scales and tensor scales of all NVFP4 weights. */
 static void check_same_weights(const char *path_a, const char *path_b)
 {
     nib_checkpoint *a = open_good(path_a), *b = open_good(path_b);
@@ -538,7 +538,7 @@ static void check_same_weights(const char *path_a, const char *path_b)
     for (size_t i = 0; a && b && i < a->n_weights; i++) {
         const struct nib_ck_weight *w = &a->weights[i];
         size_t j;
-        if (!nib_ck_is_nvfp4(w->packing))
+        if (!nib_ck_is_nvfp4(w->format))
             continue;
         compared++;
         CHECK_OK(nib_checkpoint_find_weight(b, w->name, &j));
@@ -550,8 +550,8 @@ static void check_same_weights(const char *path_a, const char *path_b)
         nib_weight u = { .bytes = sizeof u }, v = { .bytes = sizeof v };
         CHECK_OK(nib_checkpoint_get_weight(a, i, &u));
         CHECK_OK(nib_checkpoint_get_weight(b, j, &v));
-        const bool turned = (u.level_kind == NIB_LEVEL_ENCODE) != (v.level_kind == NIB_LEVEL_ENCODE);
-        CHECK(v.level == (turned ? 1 / u.level : u.level)); /* powers of two */
+        const bool turned = (u.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR) != (v.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR);
+        CHECK(v.tensor_scale == (turned ? 1 / u.tensor_scale : u.tensor_scale)); /* powers of two */
         CHECK(u.has_input_scale == v.has_input_scale);
         CHECK(!u.has_input_scale || v.input_scale == (turned ? 1 / u.input_scale : u.input_scale));
         free(x);
@@ -564,26 +564,26 @@ static void check_same_weights(const char *path_a, const char *path_b)
 TEST(conversions_keep_codes_and_scales)
 {
     make_model(at("in"));
-    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     options.scheme = NIB_SCHEME_NVFP4;
     /* 144 columns are no multiple of 64, which GGUF needs. */
     static const char *const ignore[] = { "*down_proj" };
     CHECK_OK(quantize(at("in"), fresh("ct"), &options, NULL, NULL));
-    CHECK_OK(convert(at("ct"), fresh("mo"), NIB_PACKING_MODELOPT));
-    CHECK_OK(convert(at("mo"), fresh("ao"), NIB_PACKING_TORCHAO));
-    CHECK_OK(convert(at("ao"), fresh("back"), NIB_PACKING_COMPRESSED_TENSORS));
+    CHECK_OK(convert(at("ct"), fresh("mo"), NIB_CHECKPOINT_FORMAT_MODELOPT));
+    CHECK_OK(convert(at("mo"), fresh("ao"), NIB_CHECKPOINT_FORMAT_TORCHAO));
+    CHECK_OK(convert(at("ao"), fresh("back"), NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS));
     check_same_weights(at("ct"), at("mo"));
     check_same_weights(at("ct"), at("ao"));
     check_same_weights(at("ct"), at("back"));
     CHECK(file_has(at("mo/config.json"), "\"quant_algo\": \"NVFP4\""));
     CHECK(file_has(at("mo/hf_quant_config.json"), "\"exclude_modules\""));
     CHECK(file_has(at("back/config.json"), "\"dynamic\": \"local\""));
-    CHECK_FAILS(convert(at("ct"), at("x.gguf"), NIB_PACKING_GGUF), NIB_ERR_UNSUPPORTED, "multiples of 64");
+    CHECK_FAILS(convert(at("ct"), at("x.gguf"), NIB_CHECKPOINT_FORMAT_GGUF), NIB_ERR_UNSUPPORTED, "multiples of 64");
     options.ignore = ignore;
     options.n_ignore = 1;
     CHECK_OK(quantize(at("in"), fresh("ct"), &options, NULL, NULL));
-    CHECK_OK(convert(at("ct"), at("model.gguf"), NIB_PACKING_GGUF));
-    CHECK_OK(convert(at("model.gguf"), fresh("back"), NIB_PACKING_MODELOPT));
+    CHECK_OK(convert(at("ct"), at("model.gguf"), NIB_CHECKPOINT_FORMAT_GGUF));
+    CHECK_OK(convert(at("model.gguf"), fresh("back"), NIB_CHECKPOINT_FORMAT_MODELOPT));
     CHECK_OK(dequantize(at("ct"), fresh("plain"), NIB_F32));
     CHECK_OK(dequantize(at("model.gguf"), at("plain.safetensors"), NIB_F32));
     CHECK_OK(dequantize(at("back"), fresh("other"), NIB_F32));
@@ -607,7 +607,7 @@ TEST(conversions_keep_codes_and_scales)
     unlink(at("plain.safetensors"));
 }
 
-TEST(dequantised_numbers_are_those_of_the_codes)
+TEST(dequantized_numbers_are_those_of_the_codes)
 {
     make_model(at("in"));
     CHECK_OK(quantize(at("in"), fresh("ct"), NULL, NULL, NULL));
@@ -615,10 +615,10 @@ TEST(dequantised_numbers_are_those_of_the_codes)
     for (int d = 0; d < 3; d++) {
         CHECK_OK(dequantize(at("ct"), fresh("plain"), dtypes[d]));
         nib_checkpoint *ct = open_good(at("ct")), *plain = open_good(at("plain"));
-        CHECK(plain && plain->packing == NIB_PACKING_PLAIN && plain->quantization == NULL);
+        CHECK(plain && plain->format == NIB_CHECKPOINT_FORMAT_PLAIN && plain->quantization == NULL);
         for (size_t i = 0; ct && plain && i < ct->n_weights; i++) {
             const struct nib_ck_weight *w = &ct->weights[i];
-            if (w->packing == NIB_PACKING_PLAIN)
+            if (w->format == NIB_CHECKPOINT_FORMAT_PLAIN)
                 continue;
             char name[256];
             const struct nib_ck_tensor *t;
@@ -636,11 +636,11 @@ TEST(dequantised_numbers_are_those_of_the_codes)
     nib_checkpoint *in = open_good(at("in"));
     nib_plan *plan = NULL;
     CHECK_FAILS(nib_plan_dequantize(in, NIB_U8, &plan), NIB_ERR_DTYPE, "F32, BF16 or F16");
-    CHECK_FAILS(nib_plan_convert(in, NIB_PACKING_MODELOPT, &plan), NIB_ERR_UNSUPPORTED, "no NVFP4 weight");
-    CHECK_FAILS(nib_plan_convert(in, NIB_PACKING_MXFP4, &plan), NIB_ERR_ARG, "conversions are to");
+    CHECK_FAILS(nib_plan_convert(in, NIB_CHECKPOINT_FORMAT_MODELOPT, &plan), NIB_ERR_UNSUPPORTED, "no NVFP4 weight");
+    CHECK_FAILS(nib_plan_convert(in, NIB_CHECKPOINT_FORMAT_MXFP4, &plan), NIB_ERR_ARG, "conversions are to");
     nib_checkpoint_close(in);
     in = open_good(at("ct"));
-    CHECK_FAILS(nib_plan_convert(in, NIB_PACKING_COMPRESSED_TENSORS, &plan), NIB_ERR_MODE, "already");
+    CHECK_FAILS(nib_plan_convert(in, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, &plan), NIB_ERR_MODE, "already");
     CHECK_FAILS(nib_plan_quantize(in, NULL, &plan), NIB_ERR_UNSUPPORTED, "nib convert");
     CHECK(plan == NULL);
     nib_checkpoint_close(in);
@@ -657,7 +657,7 @@ TEST(saved_tensors_convert_without_their_other_copy)
     nib_writer *writer = NULL;
     for (size_t i = 0; i < sizeof x / sizeof *x; i++)
         x[i] = test_normal();
-    nib_quantizer_init(&q); /* both copies, an amax */
+    nib_quantizer_init(&q); /* both usages, an amax */
     CHECK_OK(nib_array_init(&view, x, NIB_F32, 2, (int64_t[]){ 32, 64 }));
     CHECK_OK(nib_quantize(&q, &view, NULL, &t));
     CHECK_OK(nib_writer_create(at("saved.safetensors"), &writer));
@@ -665,23 +665,23 @@ TEST(saved_tensors_convert_without_their_other_copy)
     CHECK_OK(nib_writer_write_tensor(writer, "layer.w", t));
     CHECK_OK(nib_writer_commit(writer));
     nib_writer_destroy(writer);
-    CHECK_OK(convert(at("saved.safetensors"), at("converted.safetensors"), NIB_PACKING_MODELOPT));
+    CHECK_OK(convert(at("saved.safetensors"), at("converted.safetensors"), NIB_CHECKPOINT_FORMAT_MODELOPT));
     nib_checkpoint *c = open_good(at("converted.safetensors"));
     const struct nib_ck_tensor *u;
     nib_array part;
     uint8_t *codes = read_tensor(c, "layer.w.weight", &u), *scales = read_tensor(c, "layer.w.weight_scale", &u);
-    float *level = read_tensor(c, "layer.w.weight_scale_2", &u);
+    float *tensor_scale = read_tensor(c, "layer.w.weight_scale_2", &u);
     CHECK(c && c->n_tensors == 3);
     CHECK_OK(nib_tensor_part(t, NIB_ROW_DATA, &part));
     CHECK_BYTES(codes, part.data, 32 * 32);
     CHECK_OK(nib_tensor_part(t, NIB_ROW_SCALE, &part));
     for (int r = 0; r < 32; r++)
         CHECK_BYTES(scales + 4 * r, (uint8_t *)part.data + r * part.shape[1], 4);
-    CHECK_OK(nib_tensor_part(t, NIB_ROW_LEVEL, &part));
-    CHECK(*level == *(float *)part.data / 2688);
+    CHECK_OK(nib_tensor_part(t, NIB_ROW_TENSOR_SCALE, &part));
+    CHECK(*tensor_scale == *(float *)part.data / 2688);
     free(codes);
     free(scales);
-    free(level);
+    free(tensor_scale);
     nib_checkpoint_close(c);
     nib_tensor_destroy(t);
     unlink(at("saved.safetensors"));
@@ -695,7 +695,7 @@ enum { E = 3, INNER = 32 };
 static void make_stacks(const char *path, const char *model_type)
 {
     char name[256];
-    CHECK_OK(nib_os_remove_folder(path));
+    CHECK_OK(nib_os_remove_directory(path));
     CHECK(mkdir(path, 0777) == 0);
     snprintf(name, sizeof name, "%s/model.safetensors", path);
     PUT(name, { LAYER "mlp.experts.gate_up_proj", NIB_BF16, 3, { E, H, 2 * INNER }, 0.02f },
@@ -743,17 +743,17 @@ TEST(experts_are_cut_for_compressed_tensors_with_their_biases)
 TEST(experts_stay_a_stack_for_modelopt)
 {
     make_stacks(at("in"), "gpt_oss");
-    nib_quantize_options options = with(NIB_PACKING_MODELOPT);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
     options.scheme = NIB_SCHEME_NVFP4;
     CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
     nib_checkpoint *in = open_good(at("in")), *out = open_good(at("out"));
-    const struct nib_ck_tensor *codes, *scales, *level;
+    const struct nib_ck_tensor *codes, *scales, *tensor_scale;
     free(read_tensor(out, LAYER "mlp.experts.gate_up_proj", &codes));
     free(read_tensor(out, LAYER "mlp.experts.gate_up_proj_weight_scale", &scales));
-    free(read_tensor(out, LAYER "mlp.experts.gate_up_proj_weight_scale_2", &level));
-    free(read_tensor(out, LAYER "mlp.experts.gate_up_proj_input_scale", &level));
+    free(read_tensor(out, LAYER "mlp.experts.gate_up_proj_weight_scale_2", &tensor_scale));
+    free(read_tensor(out, LAYER "mlp.experts.gate_up_proj_input_scale", &tensor_scale));
     CHECK(codes->rank == 3 && codes->shape[0] == E && codes->shape[1] == H / 2 && codes->shape[2] == 2 * INNER);
-    CHECK(scales->shape[1] == H / 16 && scales->shape[2] == 2 * INNER && level->rank == 0);
+    CHECK(scales->shape[1] == H / 16 && scales->shape[2] == 2 * INNER && tensor_scale->rank == 0);
     CHECK(nib_ck_find_tensor(out, LAYER "mlp.experts.gate_up_proj_bias") != NIB_NONE);
     nib_quantizer q;
     default_quantizer(&q);
@@ -778,7 +778,7 @@ TEST(experts_stay_a_stack_for_modelopt)
     job.max_memory = 1;
     job.threads = 3;
     CHECK_OK(quantize(at("in"), fresh("two"), &options, NULL, &job));
-    check_same_folder(at("out"), at("two"));
+    check_same_directory(at("out"), at("two"));
     nib_checkpoint_close(in);
     /* And back to what the source was, but for the rounding. */
     CHECK_OK(dequantize(at("out"), fresh("plain"), NIB_BF16));
@@ -804,7 +804,7 @@ TEST(patterns_choose_and_sets_stay_together)
 {
     make_model(at("in"));
     nib_checkpoint *in = open_good(at("in"));
-    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     static const char *const ignore[] = { "*.v_proj" }, *const only[] = { "re:.*self_attn", "lm_head" };
     options.ignore = ignore;
     options.n_ignore = 1;
@@ -849,7 +849,7 @@ static float input_of(const char *path, const char *name)
 TEST(activations_have_scales_of_three_kinds)
 {
     make_model(at("in"));
-    nib_quantize_options options = with(NIB_PACKING_MODELOPT);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
     options.scheme = NIB_SCHEME_NVFP4;
     CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
     CHECK(input_of(at("out"), LAYER "self_attn.q_proj") == 1);
@@ -866,7 +866,7 @@ TEST(activations_have_scales_of_three_kinds)
     CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
     CHECK(input_of(at("out"), LAYER "self_attn.v_proj") == 7.5f / 2688.0f); /* the largest of its set */
     CHECK(input_of(at("out"), LAYER "mlp.down_proj") == 1);
-    options.packing = NIB_PACKING_COMPRESSED_TENSORS;
+    options.format = NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS;
     CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
     CHECK(input_of(at("out"), LAYER "self_attn.v_proj") == 2688.0f / 7.5f);
     put_text(file, "{\"" LAYER "self_attn.q_proj\": 5}");
@@ -884,29 +884,29 @@ TEST(contradicting_options_are_refused)
     make_model(at("in"));
     nib_checkpoint *in = open_good(at("in"));
     nib_plan *plan = NULL;
-    nib_quantize_options o = with(NIB_PACKING_PLAIN);
+    nib_quantize_options o = with(NIB_CHECKPOINT_FORMAT_PLAIN);
     CHECK_FAILS(nib_plan_quantize(in, &o, &plan), NIB_ERR_ARG, "compressed-tensors, modelopt or gguf");
-#define REFUSED(change, status, words)                                \
+#define REJECTED(change, status, words)                                \
     do {                                                              \
-        o = with(NIB_PACKING_COMPRESSED_TENSORS);                     \
+        o = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);                     \
         change;                                                       \
         CHECK_FAILS(nib_plan_quantize(in, &o, &plan), status, words); \
     } while (0)
     static const char *const bad[] = { "re:(" };
-    REFUSED(o.scheme = NIB_SCHEME_COUNT, NIB_ERR_ARG, "scheme");
-    REFUSED(o.scale_rule = 9, NIB_ERR_ARG, "scale rule");
-    REFUSED(o.tensor_scale = NIB_TENSOR_SCALE_DIALECT, NIB_ERR_ARG, "tensor scale");
-    REFUSED(o.activation = NIB_ACTIVATION_NORM, NIB_ERR_MODE, "nvfp4a16 leaves activations alone");
-    REFUSED((o.scheme = NIB_SCHEME_NVFP4, o.activation = NIB_ACTIVATION_FILE), NIB_ERR_MODE, "file of activations");
-    REFUSED((o.dialect = NIB_DIALECT_MODELOPT, o.scale_rule = NIB_SCALE_SWEEP), NIB_ERR_MODE, "--scale");
-    REFUSED((o.dialect = NIB_DIALECT_TE, o.tensor_scale = NIB_TENSOR_SCALE_POW2), NIB_ERR_MODE, "--tensor-scale");
-    REFUSED((o.dialect = NIB_DIALECT_GIST, o.min_block_scale = 1), NIB_ERR_MODE, "--min-block-scale");
-    REFUSED((o.n_ignore = 1), NIB_ERR_ARG, "NULL");
-    REFUSED((o.ignore = bad, o.n_ignore = 1), NIB_ERR_ARG, "re:(");
-    REFUSED(o.min_block_scale = 0.3f, NIB_ERR_ARG, "");
-    REFUSED(o.bytes = 8, NIB_ERR_ARG, "nib_quantize_options");
+    REJECTED(o.scheme = NIB_SCHEME_COUNT, NIB_ERR_ARG, "scheme");
+    REJECTED(o.scale_rule = 9, NIB_ERR_ARG, "scale rule");
+    REJECTED(o.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_DIALECT, NIB_ERR_ARG, "tensor scale");
+    REJECTED(o.activation = NIB_ACTIVATION_NORM, NIB_ERR_MODE, "nvfp4a16 leaves activations alone");
+    REJECTED((o.scheme = NIB_SCHEME_NVFP4, o.activation = NIB_ACTIVATION_FILE), NIB_ERR_MODE, "file of activations");
+    REJECTED((o.dialect = NIB_DIALECT_MODELOPT, o.scale_rule = NIB_SCALE_SWEEP), NIB_ERR_MODE, "--scale");
+    REJECTED((o.dialect = NIB_DIALECT_TE, o.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2), NIB_ERR_MODE, "--tensor-scale");
+    REJECTED((o.dialect = NIB_DIALECT_GIST, o.min_block_scale = 1), NIB_ERR_MODE, "--min-block-scale");
+    REJECTED((o.n_ignore = 1), NIB_ERR_ARG, "NULL");
+    REJECTED((o.ignore = bad, o.n_ignore = 1), NIB_ERR_ARG, "re:(");
+    REJECTED(o.min_block_scale = 0.3f, NIB_ERR_ARG, "");
+    REJECTED(o.bytes = 8, NIB_ERR_ARG, "nib_quantize_options");
     CHECK(plan == NULL);
-    o = with(NIB_PACKING_COMPRESSED_TENSORS);
+    o = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     o.dialect = NIB_DIALECT_MODELOPT;
     o.scale_rule = NIB_SCALE_RTN; /* what it fixes may be said */
     CHECK_OK(nib_plan_quantize(in, &o, &plan));
@@ -922,15 +922,15 @@ TEST(the_place_of_the_output_is_checked)
     const nib_run_options force = { .bytes = sizeof force, .force = 1 };
     CHECK_FAILS(quantize(at("in"), at("in"), NULL, &force, NULL), NIB_ERR_MODE, "in the place of");
     CHECK_FAILS(quantize(at("in"), at("in/out"), NULL, &force, NULL), NIB_ERR_MODE, "within the input");
-    CHECK_FAILS(quantize(at("in"), folder, NULL, &force, NULL), NIB_ERR_MODE, "around the input");
+    CHECK_FAILS(quantize(at("in"), directory, NULL, &force, NULL), NIB_ERR_MODE, "around the input");
     CHECK(symlink(at("in"), at("link")) == 0);
     CHECK_FAILS(quantize(at("in"), at("link/x"), NULL, &force, NULL), NIB_ERR_MODE, "within the input");
     unlink(at("link"));
-    CHECK_FAILS(quantize(at("in"), at("no/such/folder"), NULL, NULL, NULL), NIB_ERR_IO, "no such place");
+    CHECK_FAILS(quantize(at("in"), at("no/such/directory"), NULL, NULL, NULL), NIB_ERR_IO, "no such place");
     CHECK_FAILS(quantize(at("in"), "", NULL, NULL, NULL), NIB_ERR_ARG, "no name");
-    CHECK_OK(nib_os_remove_folder(at("out")));
+    CHECK_OK(nib_os_remove_directory(at("out")));
     put_text(at("out"), "a file");
-    CHECK_FAILS(quantize(at("in"), at("out"), NULL, &force, NULL), NIB_ERR_MODE, "not a folder");
+    CHECK_FAILS(quantize(at("in"), at("out"), NULL, &force, NULL), NIB_ERR_MODE, "not a directory");
     unlink(at("out"));
     CHECK(mkdir(at("out"), 0777) == 0);
     put_text(at("out/mine.txt"), "mine");
@@ -942,10 +942,10 @@ TEST(the_place_of_the_output_is_checked)
     CHECK(!nib_os_exists(at("out/model-00007-of-00009.safetensors")));
     CHECK(!nib_os_exists(at("out/model.safetensors.index.json")));
     CHECK(same_file(at("out/mine.txt"), at("out/mine.txt")));
-    const nib_quantize_options gguf = with(NIB_PACKING_GGUF);
+    const nib_quantize_options gguf = with(NIB_CHECKPOINT_FORMAT_GGUF);
     CHECK_FAILS(quantize(at("in"), at("x"), &gguf, NULL, NULL), NIB_ERR_ARG, ".gguf");
     CHECK(mkdir(at("d.gguf"), 0777) == 0);
-    CHECK_FAILS(quantize(at("in"), at("d.gguf"), &gguf, &force, NULL), NIB_ERR_MODE, "it is a folder");
+    CHECK_FAILS(quantize(at("in"), at("d.gguf"), &gguf, &force, NULL), NIB_ERR_MODE, "it is a directory");
     rmdir(at("d.gguf"));
 }
 
@@ -959,12 +959,12 @@ static void damage(const char *path, size_t from_end, const void *bytes, size_t 
 
 TEST(numbers_that_are_none_are_named_with_their_place)
 {
-    CHECK_OK(nib_os_remove_folder(at("bad")));
+    CHECK_OK(nib_os_remove_directory(at("bad")));
     CHECK(mkdir(at("bad"), 0777) == 0);
     PUT(at("bad/model.safetensors"), { LAYER "self_attn.q_proj.weight", NIB_BF16, 2, { H, H }, 0.02f });
     damage(at("bad/model.safetensors"), 2 * (2 * H + 5), (uint8_t[]){ 0xC0, 0xFF }, 2); /* row 61, column 59: NaN */
     CHECK_FAILS(quantize(at("bad"), fresh("out"), NULL, NULL, NULL), NIB_ERR_DATA, "element [61, 59] is a NaN");
-    CHECK(entries(at("out")) == 1); /* the folder of the run alone */
+    CHECK(entries(at("out")) == 1); /* the directory of the run alone */
     PUT(at("bad/model.safetensors"), { LAYER "mlp.experts.gate_up_proj", NIB_F32, 3, { E, H, 2 * INNER }, 0.02f });
     put_text(at("bad/config.json"), "{\"model_type\": \"llama4\", \"hidden_size\": 64, \"intermediate_size\": 32}");
     /* The last element of the last expert: row 31 of "up", column 63. */
@@ -1005,7 +1005,7 @@ static nib_job stop_at(struct stopper *s)
 TEST(cancelling_leaves_nothing_or_what_resume_needs)
 {
     make_model(at("in"));
-    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     options.shard_bytes = 9000;
     CHECK_OK(quantize(at("in"), fresh("whole"), &options, NULL, NULL));
     const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
@@ -1018,7 +1018,7 @@ TEST(cancelling_leaves_nothing_or_what_resume_needs)
         job = stop_at(&s);
         const char *out = fresh("out");
         CHECK_FAILS(quantize(at("in"), out, &options, NULL, &job), NIB_ERR_CANCELLED, "stopped");
-        CHECK_THAT(!nib_os_exists(at("out")), "%d: the folder is still there", i);
+        CHECK_THAT(!nib_os_exists(at("out")), "%d: the directory is still there", i);
         s.calls = 0;
         CHECK_FAILS(quantize(at("in"), out, &options, &resume, &job), NIB_ERR_CANCELLED, "stopped");
         CHECK(entries(at("out")) == 1);
@@ -1027,7 +1027,7 @@ TEST(cancelling_leaves_nothing_or_what_resume_needs)
         job = stop_at(&s);
         CHECK_OK(quantize(at("in"), out, &options, &resume, &job));
         CHECK_THAT(s.calls <= never.calls, "%d: everything was done again", i);
-        check_same_folder(at("whole"), at("out"));
+        check_same_directory(at("whole"), at("out"));
     }
 }
 
@@ -1036,7 +1036,7 @@ TEST(resuming_is_for_the_same_plan_and_input)
     make_model(at("in"));
     const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 },
                           force = { .bytes = sizeof force, .force = 1 };
-    nib_quantize_options options = with(NIB_PACKING_COMPRESSED_TENSORS);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
     CHECK_OK(quantize(at("in"), fresh("whole"), &options, NULL, NULL));
     struct stopper s = { .at = 8, .answer = 1 };
     nib_job job = stop_at(&s);
@@ -1099,7 +1099,7 @@ TEST(a_file_becomes_a_file)
     CHECK_OK(quantize(in, at("one.safetensors"), NULL, NULL, NULL));
     CHECK(!nib_os_exists(at("one.safetensors.nib-partial")));
     nib_checkpoint *c = open_good(at("one.safetensors"));
-    CHECK(c && c->packing == NIB_PACKING_COMPRESSED_TENSORS && c->n_files == 1);
+    CHECK(c && c->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && c->n_files == 1);
     nib_checkpoint_close(c);
     CHECK_FAILS(quantize(in, at("one.safetensors"), NULL, NULL, NULL), NIB_ERR_MODE, "--force");
     CHECK_FAILS(quantize(in, in, NULL, NULL, NULL), NIB_ERR_MODE, "in the place of");
@@ -1111,7 +1111,7 @@ TEST(a_file_becomes_a_file)
 TEST(no_allocation_that_fails_does_harm)
 {
     make_model(at("in"));
-    nib_quantize_options options = with(NIB_PACKING_MODELOPT);
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
     options.shard_bytes = 9000;
     options.scheme = NIB_SCHEME_NVFP4;
     nib_job job;
@@ -1121,7 +1121,7 @@ TEST(no_allocation_that_fails_does_harm)
     CHECK_OK(quantize(at("in"), fresh("whole"), &options, NULL, &job));
     long tried = 0;
     for (long left = 0;; left += 1 + left / 30) {
-        CHECK_OK(nib_os_remove_folder(at("out")));
+        CHECK_OK(nib_os_remove_directory(at("out")));
         allocations_left = left;
         const nib_status status = quantize(at("in"), at("out"), &options, NULL, &job);
         const bool failed = allocations_left < 0;
@@ -1139,10 +1139,10 @@ TEST(no_allocation_that_fails_does_harm)
         if (status && nib_os_exists(at("out")))
             CHECK_OK(quantize(at("in"), at("out"), &options, &resume, &job));
         if (nib_os_exists(at("out")))
-            check_same_folder(at("whole"), at("out"));
+            check_same_directory(at("whole"), at("out"));
     }
     CHECK_THAT(tried > 60, "%ld", tried);
-    check_same_folder(at("whole"), at("out"));
+    check_same_directory(at("whole"), at("out"));
 }
 
 TEST(arguments_are_checked)

@@ -15,14 +15,14 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-/* The path of a file in the folder, in one of four buffers. */
+/* The path of a file in the directory, in one of four buffers. */
 static const char *at(const char *name)
 {
     static char paths[4][256];
     static int next;
-    make_folder();
+    make_directory();
     char *path = paths[next++ % 4];
-    snprintf(path, sizeof paths[0], "%s/%s", folder, name);
+    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
     return path;
 }
 
@@ -76,11 +76,11 @@ static nib_file *check_open(int line, const char *path)
     nib_file *file = NULL;
     const nib_status status = nib_file_open(path, &file);
     if (status)
-        test_fail(__FILE__, line, "refused: %s", nib_last_error());
+        test_fail(__FILE__, line, "rejected: %s", nib_last_error());
     return file;
 }
 
-static void check_refused(int line, const char *path, const char *words)
+static void check_rejected(int line, const char *path, const char *words)
 {
     nib_file *file = NULL;
     const nib_status status = nib_file_open(path, &file);
@@ -94,7 +94,7 @@ static void check_refused(int line, const char *path, const char *words)
 }
 
 #define ACCEPTED(header, data_bytes) nib_file_close(check_open(__LINE__, make(header, data_bytes)))
-#define REFUSED(header, data_bytes, words) check_refused(__LINE__, make(header, data_bytes), words)
+#define REJECTED(header, data_bytes, words) check_rejected(__LINE__, make(header, data_bytes), words)
 #define OPEN(path) check_open(__LINE__, path)
 
 /* An entry of one byte with other fields; and an entry whose dims or offsets are given. */
@@ -179,15 +179,15 @@ TEST(read_metadata)
     CHECK(!strcmp(key, "z") && !strcmp(value, "last"));
     CHECK_FAILS(nib_file_metadata_entry(file, 4, &key, &value), NIB_ERR_ARG, "no pair 4 among the 4");
     nib_file_close(file);
-    REFUSED("{\"__metadata__\":{\"a\":1}}", 0, "__metadata__: at byte 29: expected a string, found '1'");
-    REFUSED("{\"__metadata__\":{\"a\":null}}", 0, "expected a string, found 'n'");
-    REFUSED("{\"__metadata__\":[]}", 0, "__metadata__: at byte 24: expected '{', found '['");
-    REFUSED("{\"__metadata__\":nul}", 0, "expected null, found '}'");
-    REFUSED("{\"__metadata__\":{\"a\":\"1\",\"b\":\"\",\"a\":\"2\"}}", 0, "__metadata__: the key \"a\" comes twice");
-    REFUSED("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "__metadata__ comes twice");
-    REFUSED("{\"__metadata__\":null,\"__metadata__\":null}", 0, "__metadata__ comes twice");
-    REFUSED("{\"__metadata__\":{\"a\\u0000b\":\"\"}}", 0, "the string holds a NUL");
-    REFUSED("{\"__metadata__\":{\"a\":\"\\u0000\"}}", 0, "the string holds a NUL");
+    REJECTED("{\"__metadata__\":{\"a\":1}}", 0, "__metadata__: at byte 29: expected a string, found '1'");
+    REJECTED("{\"__metadata__\":{\"a\":null}}", 0, "expected a string, found 'n'");
+    REJECTED("{\"__metadata__\":[]}", 0, "__metadata__: at byte 24: expected '{', found '['");
+    REJECTED("{\"__metadata__\":nul}", 0, "expected null, found '}'");
+    REJECTED("{\"__metadata__\":{\"a\":\"1\",\"b\":\"\",\"a\":\"2\"}}", 0, "__metadata__: the key \"a\" comes twice");
+    REJECTED("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "__metadata__ comes twice");
+    REJECTED("{\"__metadata__\":null,\"__metadata__\":null}", 0, "__metadata__ comes twice");
+    REJECTED("{\"__metadata__\":{\"a\\u0000b\":\"\"}}", 0, "the string holds a NUL");
+    REJECTED("{\"__metadata__\":{\"a\":\"\\u0000\"}}", 0, "the string holds a NUL");
 }
 
 TEST(read_names)
@@ -229,56 +229,56 @@ TEST(read_names)
     }
     for (size_t i = 0; i < sizeof invalid / sizeof *invalid; i++) {
         snprintf(header, sizeof header, "{\"%s\":{" U8_1 "}}", invalid[i]);
-        REFUSED(header, 1, "the string is not UTF-8");
+        REJECTED(header, 1, "the string is not UTF-8");
     }
-    REFUSED("{\"\":{" U8_1 "}}", 1, "a tensor has an empty name");
-    REFUSED("{\"a\\u0000\":{" U8_1 "}}", 1, "the string holds a NUL");
-    REFUSED("{\"a\nb\":{" U8_1 "}}", 1, "at byte 11: a control character in a string is not escaped");
-    REFUSED("{\"\\x\":{" U8_1 "}}", 1, "after a backslash, found 'x'");
-    REFUSED("{\"\\uD800\":{" U8_1 "}}", 1, "expected the second half of a surrogate pair");
-    REFUSED("{\"\\uD800x\":{" U8_1 "}}", 1, "expected the second half of a surrogate pair");
-    REFUSED("{\"\\uD800\\n\":{" U8_1 "}}", 1, "expected the second half of a surrogate pair");
-    REFUSED("{\"\\uD800\\uD800\":{" U8_1 "}}", 1, "has no second half");
-    REFUSED("{\"\\uDC00\":{" U8_1 "}}", 1, "has no first half");
-    REFUSED("{\"\\u12G4\":{" U8_1 "}}", 1, "four hexadecimal digits after \\u, found 'G'");
-    REFUSED("{\"\\u12", 1, "four hexadecimal digits after \\u, found the end of the header");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"a\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
+    REJECTED("{\"\":{" U8_1 "}}", 1, "a tensor has an empty name");
+    REJECTED("{\"a\\u0000\":{" U8_1 "}}", 1, "the string holds a NUL");
+    REJECTED("{\"a\nb\":{" U8_1 "}}", 1, "at byte 11: a control character in a string is not escaped");
+    REJECTED("{\"\\x\":{" U8_1 "}}", 1, "after a backslash, found 'x'");
+    REJECTED("{\"\\uD800\":{" U8_1 "}}", 1, "expected the second half of a surrogate pair");
+    REJECTED("{\"\\uD800x\":{" U8_1 "}}", 1, "expected the second half of a surrogate pair");
+    REJECTED("{\"\\uD800\\n\":{" U8_1 "}}", 1, "expected the second half of a surrogate pair");
+    REJECTED("{\"\\uD800\\uD800\":{" U8_1 "}}", 1, "has no second half");
+    REJECTED("{\"\\uDC00\":{" U8_1 "}}", 1, "has no first half");
+    REJECTED("{\"\\u12G4\":{" U8_1 "}}", 1, "four hexadecimal digits after \\u, found 'G'");
+    REJECTED("{\"\\u12", 1, "four hexadecimal digits after \\u, found the end of the header");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"a\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
             "tensor \"a\" comes twice");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"\\u0061\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"\\u0061\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
             "tensor \"a\" comes twice");
 }
 
 TEST(read_entry_fields)
 {
-    REFUSED("{\"a\":{\"shape\":[1],\"data_offsets\":[0,1]}}", 1, "tensor \"a\": it has no dtype");
-    REFUSED("{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,1]}}", 1, "tensor \"a\": it has no shape");
-    REFUSED("{\"a\":{\"dtype\":\"U8\",\"shape\":[1]}}", 1, "tensor \"a\": it has no data_offsets");
-    REFUSED("{\"a\":{}}", 0, "it has no dtype");
-    REFUSED("{\"a\":{" U8_1 ",\"dtype\":\"U8\"}}", 1, "tensor \"a\": its dtype comes twice");
-    REFUSED("{\"a\":{" U8_1 ",\"shape\":[1]}}", 1, "its shape comes twice");
-    REFUSED("{\"a\":{" U8_1 ",\"data_offsets\":[0,1]}}", 1, "its data_offsets comes twice");
-    REFUSED("{\"a\":[\"U8\",[1],[0,1]]}", 1, "tensor \"a\": at byte 13: expected '{', found '['");
-    REFUSED("{\"a\":null}", 0, "expected '{', found 'n'");
-    REFUSED("{\"a\":" ENTRY("u8", "[1]", "[0,1]") "}", 1, "tensor \"a\": unknown dtype \"u8\"");
-    REFUSED("{\"a\":" ENTRY("F4_E2M1", "[2]", "[0,1]") "}", 1, "unknown dtype \"F4_E2M1\"");
-    REFUSED("{\"a\":" ENTRY("", "[1]", "[0,1]") "}", 1, "unknown dtype \"\"");
-    REFUSED("{\"a\":" ENTRY("U8\\u0000", "[1]", "[0,1]") "}", 1, "NUL");
-    REFUSED("{\"a\":{\"dtype\":8,\"shape\":[1],\"data_offsets\":[0,1]}}", 1, "expected a string, found '8'");
-    REFUSED("{\"a\":" ENTRY("U8", "1", "[0,1]") "}", 1, "expected '[', found '1'");
-    REFUSED("{\"a\":" ENTRY("U8", "[1", "[0,1]") "}", 1, "expected a whole number");
-    REFUSED("{\"a\":" ENTRY("U8", "[1 1]", "[0,1]") "}", 1, "expected ',' or ']', found '1'");
-    REFUSED("{\"a\":" ENTRY("U8", "[1,]", "[0,1]") "}", 1, "expected a whole number, 0 or more, found ']'");
-    REFUSED("{\"a\":" ENTRY("U8", "[,1]", "[0,1]") "}", 1, "expected a whole number, 0 or more, found ','");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[0]") "}", 1, "expected ',', found ']'");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[]") "}", 1, "expected a whole number");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[0,1,2]") "}", 1, "expected ']', found ','");
+    REJECTED("{\"a\":{\"shape\":[1],\"data_offsets\":[0,1]}}", 1, "tensor \"a\": it has no dtype");
+    REJECTED("{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,1]}}", 1, "tensor \"a\": it has no shape");
+    REJECTED("{\"a\":{\"dtype\":\"U8\",\"shape\":[1]}}", 1, "tensor \"a\": it has no data_offsets");
+    REJECTED("{\"a\":{}}", 0, "it has no dtype");
+    REJECTED("{\"a\":{" U8_1 ",\"dtype\":\"U8\"}}", 1, "tensor \"a\": its dtype comes twice");
+    REJECTED("{\"a\":{" U8_1 ",\"shape\":[1]}}", 1, "its shape comes twice");
+    REJECTED("{\"a\":{" U8_1 ",\"data_offsets\":[0,1]}}", 1, "its data_offsets comes twice");
+    REJECTED("{\"a\":[\"U8\",[1],[0,1]]}", 1, "tensor \"a\": at byte 13: expected '{', found '['");
+    REJECTED("{\"a\":null}", 0, "expected '{', found 'n'");
+    REJECTED("{\"a\":" ENTRY("u8", "[1]", "[0,1]") "}", 1, "tensor \"a\": unknown dtype \"u8\"");
+    REJECTED("{\"a\":" ENTRY("F4_E2M1", "[2]", "[0,1]") "}", 1, "unknown dtype \"F4_E2M1\"");
+    REJECTED("{\"a\":" ENTRY("", "[1]", "[0,1]") "}", 1, "unknown dtype \"\"");
+    REJECTED("{\"a\":" ENTRY("U8\\u0000", "[1]", "[0,1]") "}", 1, "NUL");
+    REJECTED("{\"a\":{\"dtype\":8,\"shape\":[1],\"data_offsets\":[0,1]}}", 1, "expected a string, found '8'");
+    REJECTED("{\"a\":" ENTRY("U8", "1", "[0,1]") "}", 1, "expected '[', found '1'");
+    REJECTED("{\"a\":" ENTRY("U8", "[1", "[0,1]") "}", 1, "expected a whole number");
+    REJECTED("{\"a\":" ENTRY("U8", "[1 1]", "[0,1]") "}", 1, "expected ',' or ']', found '1'");
+    REJECTED("{\"a\":" ENTRY("U8", "[1,]", "[0,1]") "}", 1, "expected a whole number, 0 or more, found ']'");
+    REJECTED("{\"a\":" ENTRY("U8", "[,1]", "[0,1]") "}", 1, "expected a whole number, 0 or more, found ','");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0]") "}", 1, "expected ',', found ']'");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[]") "}", 1, "expected a whole number");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1,2]") "}", 1, "expected ']', found ','");
 }
 
 TEST(read_numbers)
 {
     static const struct {
         const char *number, *words;
-    } refused[] = {
+    } rejected[] = {
         { "-0", "expected a whole number, 0 or more, found '-'" },
         { "-1", "found '-'" },
         { "+1", "found '+'" },
@@ -298,32 +298,32 @@ TEST(read_numbers)
         { "9223372036854775808", "dim 9223372036854775808 is too large" },
     };
     char header[200];
-    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
-        snprintf(header, sizeof header, "{\"a\":" ENTRY("U8", "[%s]", "[0,1]") "}", refused[i].number);
-        REFUSED(header, 1, refused[i].words);
+    for (size_t i = 0; i < sizeof rejected / sizeof *rejected; i++) {
+        snprintf(header, sizeof header, "{\"a\":" ENTRY("U8", "[%s]", "[0,1]") "}", rejected[i].number);
+        REJECTED(header, 1, rejected[i].words);
     }
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[-0,1]") "}", 1, "found '-'");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[0,1.0]") "}", 1, "must be whole");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[0,18446744073709551616]") "}", 1, "larger than 64 bits");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[18446744073709551614,18446744073709551615]") "}", 1, "leave a hole");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[-0,1]") "}", 1, "found '-'");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1.0]") "}", 1, "must be whole");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,18446744073709551616]") "}", 1, "larger than 64 bits");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[18446744073709551614,18446744073709551615]") "}", 1, "leave a hole");
 }
 
 TEST(read_sizes)
 {
-    REFUSED("{\"a.weight\":" ENTRY("F32", "[1]", "[0,5]") "}", 5,
+    REJECTED("{\"a.weight\":" ENTRY("F32", "[1]", "[0,5]") "}", 5,
             "tensor \"a.weight\": data_offsets [0, 5] are 5 bytes, but its dtype and shape take 4");
-    REFUSED("{\"a\":" ENTRY("U8", "[0]", "[0,1]") "}", 1, "are 1 bytes, but its dtype and shape take 0");
-    REFUSED("{\"a\":" ENTRY("U8", "[]", "[0,0]") "}", 0, "are 0 bytes, but its dtype and shape take 1");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[1,0]") "}", 1, "data_offsets [1, 0] end before they begin");
-    REFUSED("{\"a\":" ENTRY("F4", "[3]", "[0,2]") "}", 2, "its elements do not fill whole bytes");
-    REFUSED("{\"a\":" ENTRY("F6_E2M3", "[2]", "[0,2]") "}", 2, "its elements do not fill whole bytes");
+    REJECTED("{\"a\":" ENTRY("U8", "[0]", "[0,1]") "}", 1, "are 1 bytes, but its dtype and shape take 0");
+    REJECTED("{\"a\":" ENTRY("U8", "[]", "[0,0]") "}", 0, "are 0 bytes, but its dtype and shape take 1");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[1,0]") "}", 1, "data_offsets [1, 0] end before they begin");
+    REJECTED("{\"a\":" ENTRY("F4", "[3]", "[0,2]") "}", 2, "its elements do not fill whole bytes");
+    REJECTED("{\"a\":" ENTRY("F6_E2M3", "[2]", "[0,2]") "}", 2, "its elements do not fill whole bytes");
     ACCEPTED("{\"a\":" ENTRY("F4", "[2,3]", "[0,3]") "}", 3);
     ACCEPTED("{\"a\":" ENTRY("F6_E3M2", "[4]", "[0,3]") "}", 3);
-    REFUSED("{\"a\":" ENTRY("U8", "[4294967296,4294967296]", "[0,0]") "}", 0, "the product of its dims is larger");
-    REFUSED("{\"a\":" ENTRY("U8", "[4294967296,4294967296,0]", "[0,0]") "}", 0, "the product of its dims is larger");
-    REFUSED("{\"a\":" ENTRY("U64", "[4611686018427387904]", "[0,0]") "}", 0, "its size in bits is larger");
-    REFUSED("{\"a\":" ENTRY("U64", "[576460752303423488]", "[0,0]") "}", 0, "its size in bits is larger");
-    REFUSED("{\"a\":" ENTRY("U8", "[2305843009213693951]", "[0,2305843009213693951]") "}", 0,
+    REJECTED("{\"a\":" ENTRY("U8", "[4294967296,4294967296]", "[0,0]") "}", 0, "the product of its dims is larger");
+    REJECTED("{\"a\":" ENTRY("U8", "[4294967296,4294967296,0]", "[0,0]") "}", 0, "the product of its dims is larger");
+    REJECTED("{\"a\":" ENTRY("U64", "[4611686018427387904]", "[0,0]") "}", 0, "its size in bits is larger");
+    REJECTED("{\"a\":" ENTRY("U64", "[576460752303423488]", "[0,0]") "}", 0, "its size in bits is larger");
+    REJECTED("{\"a\":" ENTRY("U8", "[2305843009213693951]", "[0,2305843009213693951]") "}", 0,
             "its tensors take 2305843009213693951 bytes, but 0 bytes follow the header");
     ACCEPTED("{\"a\":" ENTRY("U8", "[0,4294967296,4294967296]", "[0,0]") "}", 0);
     ACCEPTED("{\"a\":" ENTRY("U8", "[9223372036854775807,0]", "[0,0]") "}", 0);
@@ -332,17 +332,17 @@ TEST(read_sizes)
 
 TEST(read_ranges)
 {
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
             "tensor \"a\": data_offsets [1, 2] leave a hole: the data before them ends at byte 0");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"b\":" ENTRY("U8", "[1]", "[2,3]") "}", 3, "leave a hole");
-    REFUSED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[1,3]") "}", 3,
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"b\":" ENTRY("U8", "[1]", "[2,3]") "}", 3, "leave a hole");
+    REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[1,3]") "}", 3,
             "tensor \"b\": data_offsets [1, 3] overlap the tensor before them, which ends at byte 2");
-    REFUSED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[0,2]") "}", 2, "overlap");
-    REFUSED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[0]", "[1,1]") "}", 2, "overlap");
-    REFUSED("{\"a\":" ENTRY("U8", "[0]", "[3,3]") "}", 0, "leave a hole");
-    REFUSED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") "}", 2, "its tensors take 1 bytes, but 2 bytes follow the header");
-    REFUSED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") "}", 1, "its tensors take 2 bytes, but 1 bytes follow the header");
-    REFUSED("{}", 1, "its tensors take 0 bytes, but 1 bytes follow the header");
+    REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[0,2]") "}", 2, "overlap");
+    REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[0]", "[1,1]") "}", 2, "overlap");
+    REJECTED("{\"a\":" ENTRY("U8", "[0]", "[3,3]") "}", 0, "leave a hole");
+    REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") "}", 2, "its tensors take 1 bytes, but 2 bytes follow the header");
+    REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") "}", 1, "its tensors take 2 bytes, but 1 bytes follow the header");
+    REJECTED("{}", 1, "its tensors take 0 bytes, but 1 bytes follow the header");
     ACCEPTED("{\"c\":" ENTRY("U8", "[0]", "[2,2]") ",\"b\":" ENTRY("U8", "[1]", "[1,2]") ",\"d\":" ENTRY(
                  "U8", "[0]", "[0,0]") ",\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"e\":" ENTRY("U8", "[0]", "[1,1]") "}",
              2);
@@ -350,30 +350,30 @@ TEST(read_ranges)
 
 TEST(read_structure)
 {
-    REFUSED("", 0, "at byte 8: expected '{', found the end of the header");
-    REFUSED("   ", 0, "expected '{', found the end of the header");
-    REFUSED("[]", 0, "expected '{', found '['");
-    REFUSED("null", 0, "expected '{', found 'n'");
-    REFUSED("\xEF\xBB\xBF{}", 0, "expected '{', found byte 0xEF");
-    REFUSED("{", 0, "expected a string, found the end of the header");
-    REFUSED("{}}", 0, "expected nothing more after the header's object, found '}'");
-    REFUSED("{} x", 0, "expected nothing more");
-    REFUSED("{},", 0, "expected nothing more");
-    REFUSED("{,}", 0, "expected a string, found ','");
-    REFUSED("{a:1}", 0, "expected a string, found 'a'");
-    REFUSED("{'a':1}", 0, "expected a string, found '''");
-    REFUSED("{\"a\"{" U8_1 "}}", 1, "expected ':', found '{'");
-    REFUSED("{\"a\":{" U8_1 "},}", 1, "expected a string, found '}'");
-    REFUSED("{\"a\":{" U8_1 ",}}", 1, "expected a string, found '}'");
-    REFUSED("{\"a\":{" U8_1 "}", 1, "expected ',' or '}', found the end of the header");
-    REFUSED("{\"a\":{" U8_1 "} \"b\"}", 1, "expected ',' or '}', found '\"'");
-    REFUSED("{\"a\":{\"dtype\" \"U8\"}}", 1, "expected ':', found '\"'");
-    REFUSED("{\"a", 1, "expected the end of a string, found the end of the header");
-    REFUSED("{/**/}", 0, "expected a string, found '/'");
-    REFUSED("{\v}", 0, "expected a string, found byte 0x0B");
-    check_refused(__LINE__, make_sized("{}\0\0\0\0\0\0", 8, 0),
+    REJECTED("", 0, "at byte 8: expected '{', found the end of the header");
+    REJECTED("   ", 0, "expected '{', found the end of the header");
+    REJECTED("[]", 0, "expected '{', found '['");
+    REJECTED("null", 0, "expected '{', found 'n'");
+    REJECTED("\xEF\xBB\xBF{}", 0, "expected '{', found byte 0xEF");
+    REJECTED("{", 0, "expected a string, found the end of the header");
+    REJECTED("{}}", 0, "expected nothing more after the header's object, found '}'");
+    REJECTED("{} x", 0, "expected nothing more");
+    REJECTED("{},", 0, "expected nothing more");
+    REJECTED("{,}", 0, "expected a string, found ','");
+    REJECTED("{a:1}", 0, "expected a string, found 'a'");
+    REJECTED("{'a':1}", 0, "expected a string, found '''");
+    REJECTED("{\"a\"{" U8_1 "}}", 1, "expected ':', found '{'");
+    REJECTED("{\"a\":{" U8_1 "},}", 1, "expected a string, found '}'");
+    REJECTED("{\"a\":{" U8_1 ",}}", 1, "expected a string, found '}'");
+    REJECTED("{\"a\":{" U8_1 "}", 1, "expected ',' or '}', found the end of the header");
+    REJECTED("{\"a\":{" U8_1 "} \"b\"}", 1, "expected ',' or '}', found '\"'");
+    REJECTED("{\"a\":{\"dtype\" \"U8\"}}", 1, "expected ':', found '\"'");
+    REJECTED("{\"a", 1, "expected the end of a string, found the end of the header");
+    REJECTED("{/**/}", 0, "expected a string, found '/'");
+    REJECTED("{\v}", 0, "expected a string, found byte 0x0B");
+    check_rejected(__LINE__, make_sized("{}\0\0\0\0\0\0", 8, 0),
                   "nothing more after the header's object, found byte 0x00");
-    check_refused(__LINE__, make_sized("{\"a\0b\"", 6, 0), "a control character in a string is not escaped");
+    check_rejected(__LINE__, make_sized("{\"a\0b\"", 6, 0), "a control character in a string is not escaped");
 }
 
 TEST(read_unknown_keys)
@@ -430,7 +430,7 @@ TEST(read_unknown_keys)
     }
     for (size_t i = 0; i < sizeof invalid / sizeof *invalid; i++) {
         snprintf(header, sizeof header, "{\"a\":{\"x\":%s," U8_1 "}}", invalid[i].value);
-        REFUSED(header, 1, invalid[i].words);
+        REJECTED(header, 1, invalid[i].words);
     }
     for (int depth = 124; depth <= 126; depth++) {
         char nested[300] = { 0 };
@@ -440,7 +440,7 @@ TEST(read_unknown_keys)
         if (depth <= 125)
             ACCEPTED(header, 1);
         else
-            REFUSED(header, 1, "tensor \"a\": at byte 189: values are nested too deep");
+            REJECTED(header, 1, "tensor \"a\": at byte 189: values are nested too deep");
     }
 }
 
@@ -459,13 +459,13 @@ TEST(read_length_field)
         memcpy(bytes, &lengths[i], 8);
         memcpy(bytes + 8, "{}", 2);
         put_file(path, bytes, sizeof bytes);
-        check_refused(__LINE__, path, words[i]);
+        check_rejected(__LINE__, path, words[i]);
     }
     put_file(path, "", 0);
-    check_refused(__LINE__, path, "it has 0 bytes, and a safetensors file has at least 8");
+    check_rejected(__LINE__, path, "it has 0 bytes, and a safetensors file has at least 8");
 }
 
-/* Any prefix of a file is refused, and so is any one byte more. */
+/* Any prefix of a file is rejected, and so is any one byte more. */
 TEST(read_truncated)
 {
     const char *header =
@@ -475,7 +475,7 @@ TEST(read_truncated)
     const char *path = at("cut.safetensors");
     for (size_t cut = 0; cut < count; cut++) {
         put_file(path, bytes, cut);
-        check_refused(__LINE__, path, "");
+        check_rejected(__LINE__, path, "");
         /* The same with a length field that fits what is left of the header. */
         if (cut < 8 || cut >= 8 + strlen(header))
             continue;
@@ -484,15 +484,15 @@ TEST(read_truncated)
         memcpy(shorter, bytes, cut);
         memcpy(shorter, &n, 8);
         put_file(path, shorter, cut);
-        check_refused(__LINE__, path, "at byte");
+        check_rejected(__LINE__, path, "at byte");
         free(shorter);
     }
     put_file(path, bytes, count + 1);
-    check_refused(__LINE__, path, "its tensors take 8 bytes, but 9 bytes follow the header");
+    check_rejected(__LINE__, path, "its tensors take 8 bytes, but 9 bytes follow the header");
     free(bytes);
 }
 
-/* Every byte changed to every value: never a crash, and a refusal has a sentence. */
+/* Every byte changed to every value: never a crash, and a rejection has a message. */
 TEST(read_changed)
 {
     size_t count;
@@ -541,7 +541,7 @@ TEST(read_long_name)
     char *at_name = header + sprintf(header, "{\"");
     memset(at_name, 'n', 200000);
     strcpy(at_name + 200000, "\":" ENTRY("U8", "[2]", "[0,1]") "}");
-    REFUSED(header, 1, "nnn...\": data_offsets [0, 1] are 1 bytes");
+    REJECTED(header, 1, "nnn...\": data_offsets [0, 1] are 1 bytes");
     CHECK(strlen(nib_last_error()) < 300);
     strcpy(at_name + 200000, "\":{" U8_1 "}}");
     nib_file *file = OPEN(make(header, 1));
@@ -550,9 +550,9 @@ TEST(read_long_name)
     CHECK(strlen(entry.name) == 200000);
     nib_file_close(file);
     free(header);
-    /* What a terminal would obey does not reach the sentence, and a cut falls between characters. */
-    REFUSED("{\"a\\u001b[2J\\u009b\\u007f\\n\":{}}", 0, "tensor \"a?[2J???\": it has no dtype");
-    REFUSED("{\"1\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2"
+    /* What a terminal would obey does not reach the message, and a cut falls between characters. */
+    REJECTED("{\"a\\u001b[2J\\u009b\\u007f\\n\":{}}", 0, "tensor \"a?[2J???\": it has no dtype");
+    REJECTED("{\"1\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2"
             "\x82\xAC\xE2\x82\xAC"
             "\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82"
             "\xAC\xE2\x82\xAC"
@@ -568,7 +568,7 @@ TEST(read_not_a_file)
 {
     nib_file *file = NULL;
     CHECK_FAILS(nib_file_open(at("absent"), &file), NIB_ERR_IO, "absent: cannot open");
-    CHECK_FAILS(nib_file_open(folder, &file), NIB_ERR_IO, "not a regular file");
+    CHECK_FAILS(nib_file_open(directory, &file), NIB_ERR_IO, "not a regular file");
     const char *fifo = at("fifo");
     CHECK(mkfifo(fifo, 0600) == 0);
     CHECK_FAILS(nib_file_open(fifo, &file), NIB_ERR_IO, "not a regular file");
@@ -800,7 +800,7 @@ TEST(write_refused)
                 "3 bytes from byte 0 are not within its 2 bytes");
     CHECK_FAILS(nib_writer_write(writer, "a", UINT64_MAX, "abc", 3), NIB_ERR_ARG, "not within");
     CHECK_FAILS(nib_writer_write(writer, "a", 0, NULL, 2), NIB_ERR_ARG, "data is NULL");
-    CHECK_OK(DECLARE(writer, "late", NIB_U8, 0)); /* refused writes end nothing */
+    CHECK_OK(DECLARE(writer, "late", NIB_U8, 0)); /* rejected writes end nothing */
     CHECK_OK(nib_writer_write(writer, "a", 0, "", 0));
     CHECK_FAILS(DECLARE(writer, "later", NIB_U8, 1), NIB_ERR_ARG, "everything must be declared before the first write");
     CHECK_FAILS(nib_writer_metadata(writer, "l", "v"), NIB_ERR_ARG, "everything must be declared");
@@ -964,7 +964,7 @@ TEST(write_header_too_long)
 TEST(write_where_it_cannot)
 {
     nib_writer *writer = NULL;
-    CHECK_FAILS(nib_writer_create(at("no/such/folder"), &writer), NIB_ERR_IO, "cannot create a temporary file");
+    CHECK_FAILS(nib_writer_create(at("no/such/directory"), &writer), NIB_ERR_IO, "cannot create a temporary file");
     put_file(at("plain"), "", 0);
     CHECK_FAILS(nib_writer_create(at("plain/x"), &writer), NIB_ERR_IO, "cannot create a temporary file");
     CHECK_FAILS(nib_writer_create(NULL, &writer), NIB_ERR_ARG, "path is NULL");
@@ -986,7 +986,7 @@ TEST(write_where_it_cannot)
     CHECK(rmdir(occupied) == 0);
 }
 
-/* A refused write leaves bytes that nobody knows: such a file is never published. */
+/* A rejected write leaves bytes that nobody knows: such a file is never published. */
 TEST(write_disk_full)
 {
     const char *path = at("full.safetensors");

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_shard.c - sharded casts of master weights: the bytes of a quantisation of the whole, for any cut, any number of
+ * test_shard.c - sharded casts of master weights: the bytes of a quantization of the whole, for any cut, any number of
  * ranks; and what becomes of it when one rank fails.
  *
  * Built with NIB_TEST_WRAP_ALLOC, so that every allocation of one rank can be made to fail.
@@ -35,7 +35,7 @@ static nib_quantizer square_options(void)
     return q;
 }
 
-static float *normal_numbers(size_t n)
+static float *normal_values(size_t n)
 {
     float *x = malloc(n * sizeof *x);
     for (size_t i = 0; i < n; i++)
@@ -95,14 +95,14 @@ TEST(one_rank_alone)
         CHECK(case_run(nib_comm_serial(), test_random()) == 0);
 }
 
-/* ---- What is refused, before anything changes ---- */
+/* ---- What is rejected, before anything changes ---- */
 
 /* Options that no cast takes: the parameter stays as it was. */
-static void refused_options(const nib_quantizer *q, nib_status status, const char *words)
+static void rejected_options(const nib_quantizer *q, nib_status status, const char *words)
 {
     nib_tensor *t = NULL, *before = NULL;
-    float numbers[64] = { 1 };
-    const nib_array master = array_of(numbers, NIB_F32, 1, SHAPE(64)), *list = &master;
+    float inputs[64] = { 1 };
+    const nib_array master = array_of(inputs, NIB_F32, 1, SHAPE(64)), *list = &master;
     const int64_t start = 0;
     int equal = 0;
     CHECK_OK(nib_tensor_create(q, NIB_BF16, 2, SHAPE(32, 32), &t));
@@ -124,19 +124,19 @@ TEST(options_that_a_part_of_a_block_cannot_know)
     q.columnwise = 0;
     nib_quantizer rht = q, swizzled = q, columnwise = q, only = square_options();
     rht.rht_rowwise = 1;
-    refused_options(&rht, NIB_ERR_MODE, "RHT");
+    rejected_options(&rht, NIB_ERR_MODE, "RHT");
     swizzled.swizzled = 1;
-    refused_options(&swizzled, NIB_ERR_MODE, "swizzled");
+    rejected_options(&swizzled, NIB_ERR_MODE, "swizzled");
     columnwise.columnwise = 1;
-    refused_options(&columnwise, NIB_ERR_USAGE, "cannot be built");
+    rejected_options(&columnwise, NIB_ERR_USAGE, "cannot be built");
     only.rowwise = 0;
-    refused_options(&only, NIB_ERR_USAGE, "no rowwise copy");
+    rejected_options(&only, NIB_ERR_USAGE, "no rowwise usage");
 }
 
 TEST(lists_and_masters_that_do_not_fit)
 {
     const nib_quantizer q = square_options();
-    float numbers[600] = { 1 };
+    float inputs[600] = { 1 };
     uint8_t bytes[256];
     nib_tensor *t[2] = { NULL }, *before = NULL, *twice[2], *gap[2];
     CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), &t[0]));
@@ -144,7 +144,7 @@ TEST(lists_and_masters_that_do_not_fit)
     CHECK_OK(nib_tensor_clone(t[0], &before));
     twice[0] = twice[1] = gap[0] = t[0], gap[1] = NULL;
     const nib_comm *comm = nib_comm_serial();
-    const nib_array good = array_of(numbers, NIB_F32, 1, SHAPE(64)), *masters[2] = { &good, NULL };
+    const nib_array good = array_of(inputs, NIB_F32, 1, SHAPE(64)), *masters[2] = { &good, NULL };
     const int64_t starts[2] = { 3, -1 };
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 1, starts, 2, comm, NULL), NIB_ERR_ARG, "1 masters");
     CHECK_FAILS(nib_quantize_master_weights(t, 2, masters, 2, starts, 1, comm, NULL), NIB_ERR_ARG, "1 starts");
@@ -177,8 +177,8 @@ TEST(lists_and_masters_that_do_not_fit)
         { good, -2, NIB_ERR_ARG, "begins at -2" },
         { good, 449, NIB_ERR_SHAPE, "64 elements from 449 on, of a parameter of 512" },
         { good, INT64_MAX, NIB_ERR_SHAPE, "of a parameter of 512" },
-        { array_of(numbers, NIB_F16, 1, SHAPE(64)), 0, NIB_ERR_DTYPE, "F32 or BF16, not F16" },
-        { array_of(numbers, NIB_F32, 2, SHAPE(8, 8)), 0, NIB_ERR_SHAPE, "rank 1" },
+        { array_of(inputs, NIB_F16, 1, SHAPE(64)), 0, NIB_ERR_DTYPE, "F32 or BF16, not F16" },
+        { array_of(inputs, NIB_F32, 2, SHAPE(8, 8)), 0, NIB_ERR_SHAPE, "rank 1" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const nib_array *list[2] = { &cases[i].master, NULL };
@@ -232,9 +232,9 @@ static int fail_on_one(const nib_comm *comm, void *context)
     const bool here = comm->rank == failing->rank;
     nib_quantizer q = square_options();
     nib_tensor *t[2] = { NULL }, *before[2] = { NULL };
-    float numbers[64];
+    float inputs[64];
     for (int i = 0; i < 64; i++)
-        numbers[i] = (float)(comm->rank + i);
+        inputs[i] = (float)(comm->rank + i);
     for (int i = 0; i < 2; i++) {
         if (here && failing->kind == 0)
             q.swizzled = 1;
@@ -242,13 +242,13 @@ static int fail_on_one(const nib_comm *comm, void *context)
         CASE_OK(nib_tensor_clone(t[i], &before[i]));
     }
     nib_array master = { 0 };
-    CASE_OK(nib_array_init(&master, numbers, here && failing->kind == 2 ? NIB_F16 : NIB_F32, 1, SHAPE(63)));
+    CASE_OK(nib_array_init(&master, inputs, here && failing->kind == 2 ? NIB_F16 : NIB_F32, 1, SHAPE(63)));
     const nib_array *masters[2] = { &master, NULL };
     const int64_t starts[2] = { here && failing->kind == 3 ? 32 * 48 - 5 : 64 * comm->rank + 1, -1 };
     const size_t n = here && failing->kind == 4 ? 1 : 2;
     const nib_status status = nib_quantize_master_weights(t, n, masters, n, starts, n, comm, NULL);
     CASE_CHECK(status == failing->wanted, "kind %d: %s: %s", failing->kind, nib_status_name(status), nib_last_error());
-    CASE_CHECK(nib_last_error()[0] != 0, "no sentence");
+    CASE_CHECK(nib_last_error()[0] != 0, "no message");
     for (int i = 0; i < 2; i++) {
         CASE_OK(nib_tensor_equal(t[i], before[i], &equal));
         CASE_CHECK(equal, "parameter %d has changed", i);
@@ -287,14 +287,14 @@ static int starve_one(const nib_comm *comm, void *context)
     if (starving->call == CALL_CHOOSE)
         q.scale_rule = NIB_SCALE_4OVER6;
     nib_tensor *t = NULL, *before = NULL, *whole = NULL, *split[2] = { NULL };
-    float numbers[32 * 48];
+    float inputs[32 * 48];
     nib_array x = { 0 }, master = { 0 };
     for (int i = 0; i < 32 * 48; i++)
-        numbers[i] = (float)((i * 7 + comm->rank) % 13);
+        inputs[i] = (float)((i * 7 + comm->rank) % 13);
     CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 48), &t));
     CASE_OK(nib_tensor_clone(t, &before));
-    CASE_OK(nib_array_init(&master, numbers, NIB_F32, 1, SHAPE(512)));
-    CASE_OK(nib_array_init(&x, numbers, NIB_F32, 2, SHAPE(32, 48)));
+    CASE_OK(nib_array_init(&master, inputs, NIB_F32, 1, SHAPE(512)));
+    CASE_OK(nib_array_init(&x, inputs, NIB_F32, 2, SHAPE(32, 48)));
     const nib_array *list = &master;
     const int64_t start = 512 * comm->rank;
     q.amax_comm = comm;
@@ -345,7 +345,7 @@ TEST(one_rank_without_memory_makes_all_fail)
 
 struct counting {
     int reductions, agreements, gathers;
-    size_t numbers, bytes;
+    size_t inputs, bytes;
     nib_status answer;
     int failing_gather; /* which one fails, from 1 on */
 };
@@ -355,7 +355,7 @@ static nib_status count_reduction(void *context, float *values, size_t n)
     struct counting *counting = context;
     (void)values;
     counting->reductions++;
-    counting->numbers += n;
+    counting->inputs += n;
     return nib_set_error(counting->answer, "the cable is out");
 }
 
@@ -394,9 +394,9 @@ TEST(one_reduction_of_four_bytes_per_block)
 {
     nib_tensor *t[3] = { NULL }, *before = NULL;
     nib_quantizer q[3] = { square_options(), square_options(), square_options() };
-    float *numbers = normal_numbers(256 * 256);
-    const nib_array all = array_of(numbers, NIB_F32, 1, SHAPE(256 * 256)),
-                    some = array_of(numbers, NIB_F32, 1, SHAPE(561)), few = array_of(numbers, NIB_F32, 1, SHAPE(200)),
+    float *inputs = normal_values(256 * 256);
+    const nib_array all = array_of(inputs, NIB_F32, 1, SHAPE(256 * 256)),
+                    some = array_of(inputs, NIB_F32, 1, SHAPE(561)), few = array_of(inputs, NIB_F32, 1, SHAPE(200)),
                     *masters[3] = { &all, &some, &few };
     const int64_t starts[3] = { 0, 0, 0 };
     q[2].block_dims[0] = 1, q[2].columnwise = 0;
@@ -414,11 +414,11 @@ TEST(one_reduction_of_four_bytes_per_block)
     counting = (struct counting){ .answer = NIB_OK };
     CHECK_OK(nib_quantize_master_weights(t, 3, masters, 3, starts, 3, &comm, NULL));
     CHECK(counting.reductions == 1 && counting.agreements == 1 && counting.gathers == 0);
-    CHECK_THAT(counting.numbers == 256 + 2 * 3 + 10 * 2, "%zu", counting.numbers);
+    CHECK_THAT(counting.inputs == 256 + 2 * 3 + 10 * 2, "%zu", counting.inputs);
     for (int i = 0; i < 3; i++)
         nib_tensor_destroy(t[i]);
     nib_tensor_destroy(before);
-    free(numbers);
+    free(inputs);
 }
 
 /* Four-over-six: the same reduction, the pieces of each rank, and one byte per block. Whichever collective fails,
@@ -427,9 +427,9 @@ TEST(one_gather_for_scales_that_are_chosen)
 {
     nib_tensor *t[2] = { NULL }, *before = NULL;
     nib_quantizer q[2] = { square_options(), square_options() };
-    float *numbers = normal_numbers(256 * 256);
-    const nib_array all = array_of(numbers, NIB_F32, 1, SHAPE(256 * 256)),
-                    few = array_of(numbers, NIB_F32, 1, SHAPE(200)), *masters[2] = { &all, &few };
+    float *inputs = normal_values(256 * 256);
+    const nib_array all = array_of(inputs, NIB_F32, 1, SHAPE(256 * 256)),
+                    few = array_of(inputs, NIB_F32, 1, SHAPE(200)), *masters[2] = { &all, &few };
     const int64_t starts[2] = { 0, 0 };
     int equal = 0;
     q[0].scale_rule = NIB_SCALE_4OVER6;
@@ -448,10 +448,10 @@ TEST(one_gather_for_scales_that_are_chosen)
     counting = (struct counting){ 0 };
     CHECK_OK(nib_quantize_master_weights(t, 2, masters, 2, starts, 2, &comm, NULL));
     CHECK(counting.reductions == 1 && counting.agreements == 2 && counting.gathers == 2);
-    CHECK_THAT(counting.numbers == 256 + 10 * 2, "%zu", counting.numbers);
+    CHECK_THAT(counting.inputs == 256 + 10 * 2, "%zu", counting.inputs);
     CHECK_THAT(counting.bytes == 2 * 16 + 256 + 10 * 2, "%zu", counting.bytes);
     nib_tensor_destroy(t[0]), nib_tensor_destroy(t[1]), nib_tensor_destroy(before);
-    free(numbers);
+    free(inputs);
 }
 
 /* Two parameters whose bands are all divided, and that have more numbers than one gather takes. */
@@ -487,7 +487,7 @@ static int many_rounds(const nib_comm *comm, void *context)
 
 TEST(more_numbers_than_one_gather_takes)
 {
-    float *x = normal_numbers(ROUND_ROWS * ROUND_COLS);
+    float *x = normal_values(ROUND_ROWS * ROUND_COLS);
     CHECK(team_run(5, many_rounds, x) == 0);
     free(x);
 }
@@ -505,7 +505,7 @@ static int leave_gap(const nib_comm *comm, void *context)
     const uint64_t seed = 0;
     const struct uncovered *c = context;
     int faults = 0, equal = 0;
-    float numbers[512] = { 1 };
+    float inputs[512] = { 1 };
     nib_quantizer q = square_options();
     nib_tensor *t[2] = { NULL }, *before = NULL;
     nib_array master, whole;
@@ -513,8 +513,8 @@ static int leave_gap(const nib_comm *comm, void *context)
     for (int i = 0; i < 2; i++)
         CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 16), &t[i]));
     CASE_OK(nib_tensor_clone(t[0], &before));
-    CASE_OK(nib_array_init(&master, numbers, NIB_F32, 1, &c->length[comm->rank]));
-    CASE_OK(nib_array_init(&whole, numbers, NIB_F32, 1, SHAPE(512)));
+    CASE_OK(nib_array_init(&master, inputs, NIB_F32, 1, &c->length[comm->rank]));
+    CASE_OK(nib_array_init(&whole, inputs, NIB_F32, 1, SHAPE(512)));
     const nib_array *masters[2] = { comm->rank ? NULL : &whole, &master };
     const int64_t starts[2] = { comm->rank ? -1 : 0, c->start[comm->rank] };
     const nib_status status = nib_quantize_master_weights(t, 2, masters, 2, starts, 2, comm, NULL);
@@ -571,7 +571,7 @@ TEST(steps_compose)
         nib_quantizer q = square_options();
         q.rounding = (nib_rounding)test_below(NIB_ROUNDING_COUNT);
         q.seed = test_random();
-        float *x = normal_numbers((size_t)n);
+        float *x = normal_values((size_t)n);
         const nib_array all = array_of(x, NIB_F32, 2, SHAPE(rows, cols));
         nib_tensor *whole = NULL, *t = NULL;
         CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
@@ -594,10 +594,10 @@ TEST(steps_compose)
             const nib_array piece = array_of(x + cut[i], NIB_F32, 1, SHAPE(cut[i + 1] - cut[i]));
             CHECK_OK(nib_partial_cast(t, NIB_ROWWISE, &piece, cut[i], most, NULL));
         }
-        for (int part_of = 0; part_of <= NIB_ROW_LEVEL; part_of += 2)
+        for (int part_of = 0; part_of <= NIB_ROW_TENSOR_SCALE; part_of += 2)
             CHECK(case_same_part(t, whole, (nib_part)part_of));
 
-        /* The transposes are what the columnwise copy has. */
+        /* The transposes are what the columnwise usage has. */
         nib_array data, scales;
         CHECK_OK(nib_tensor_part(whole, NIB_COL_DATA, &data));
         CHECK_OK(nib_tensor_part(whole, NIB_COL_SCALE, &scales));
@@ -628,7 +628,7 @@ TEST(steps_compose_where_scales_are_chosen)
             q.scale_rule = round % 3 == 1 ? NIB_SCALE_SWEEP : NIB_SCALE_4OVER6;
             q.row_scaled = test_below(2) == 0;
         }
-        float *x = normal_numbers((size_t)n);
+        float *x = normal_values((size_t)n);
         const nib_array all = array_of(x, NIB_F32, 2, SHAPE(rows, cols));
         nib_tensor *whole = NULL, *t = NULL;
         CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
@@ -662,7 +662,7 @@ TEST(steps_compose_where_scales_are_chosen)
             const nib_array piece = array_of(x + cut[i], NIB_F32, 1, SHAPE(cut[i + 1] - cut[i]));
             CHECK_OK(nib_partial_cast(t, NIB_ROWWISE, &piece, cut[i], most, NULL));
         }
-        for (int part_of = 0; part_of <= NIB_ROW_LEVEL; part_of += 2)
+        for (int part_of = 0; part_of <= NIB_ROW_TENSOR_SCALE; part_of += 2)
             CHECK_THAT(case_same_part(t, whole, (nib_part)part_of), "part %d of round %d", part_of, round);
         chosen[0] = 0x7F;
         CHECK_FAILS(nib_chosen_scales(t, NIB_ROWWISE, most, chosen), NIB_ERR_ARG, "scale 0 is 7F");
@@ -713,13 +713,13 @@ TEST(post_processing)
     nib_quantizer q = square_options();
     nib_tensor *t = NULL, *null = NULL;
     nib_metadata m = { .bytes = sizeof m };
-    float *x = normal_numbers(32 * 48);
+    float *x = normal_values(32 * 48);
     const nib_array all = array_of(x, NIB_BF16, 2, SHAPE(32, 48));
     const nib_array master = array_of(x, NIB_F32, 1, SHAPE(32 * 48)), *list = &master;
     const int64_t start = 0;
     CHECK_OK(nib_quantize(&q, &all, NULL, &t));
     const uint8_t *place = case_part(t, NIB_COL_DATA);
-    /* Manual: the buffers stay, and are refused until they are made anew. */
+    /* Manual: the buffers stay, and are rejected until they are made anew. */
     CHECK_OK(nib_quantize_nvfp4_param_shard(&t, 1, &list, 1, &start, 1, nib_comm_serial(), NULL));
     CHECK_OK(nib_tensor_get_metadata(t, &m));
     CHECK(m.columnwise && !m.columnwise_valid && case_part(t, NIB_COL_DATA) == place);
@@ -768,8 +768,8 @@ static int delayed(const nib_comm *comm, void *context)
     CASE_OK(nib_array_init(&all, (void *)(uintptr_t)x, NIB_F32, 2, SHAPE(20, 30)));
     const float scale = 37.5f, *scales = &scale;
     float seen = 0, seen_whole = 0, *seen_list = &seen;
-    const nib_given given = { .bytes = sizeof given, .scale = &scale, .amax_seen = &seen_whole };
-    CASE_OK(nib_quantize(&q, &all, &given, &whole));
+    const nib_overrides overrides = { .bytes = sizeof overrides, .scale = &scale, .amax_seen = &seen_whole };
+    CASE_OK(nib_quantize(&q, &all, &overrides, &whole));
     CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(20, 30), &t));
     const int64_t share = 600 / comm->size, start = share * comm->rank;
     CASE_OK(nib_array_init(&master, (void *)(uintptr_t)(x + start), NIB_F32, 1, &share));
@@ -785,7 +785,7 @@ static int delayed(const nib_comm *comm, void *context)
 
 TEST(delayed_scaling)
 {
-    float *x = normal_numbers(600);
+    float *x = normal_values(600);
     for (int size = 1; size <= 5; size++)
         CHECK(team_run(size, delayed, x) == 0);
     free(x);
@@ -833,7 +833,7 @@ static int claim_all(const nib_comm *comm, void *context)
 
 TEST(pieces_that_overlap)
 {
-    float *x = normal_numbers(2 * BOTH_ROWS * BOTH_COLS);
+    float *x = normal_values(2 * BOTH_ROWS * BOTH_COLS);
     CHECK(team_run(2, claim_all, x) == 0);
     free(x);
 }
@@ -873,7 +873,7 @@ TEST(helpers)
 }
 
 /* 12. of the specification's invariants: packed ranges from element ranges satisfy 2 * bytes == elements, or are
- * refused. */
+ * rejected. */
 TEST(packed_and_unpacked_buffers)
 {
     int64_t e = 0, n = 0, b = 0, m = 0;

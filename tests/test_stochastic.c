@@ -4,9 +4,9 @@
  * bias.
  *
  * The contract, restated: Philox4x32-10 with key = seed (low, high) and counter = (offset low, offset high, line,
- * block) of the copy being written, the top bit of the last set for the columnwise copy; with 16x16 blocks the
- * columnwise copy takes the rowwise numbers. 8-bit: element i takes byte i%4 of word i/4. 24-bit: element i takes the
- * top 24 bits of word i%4 at offset + i/4. With frac the place of |y| between its neighbours, the upper one is taken
+ * block) of the copy being written, the top bit of the last set for the columnwise usage; with 16x16 blocks the
+ * columnwise usage takes the rowwise numbers. 8-bit: element i takes byte i%4 of word i/4. 24-bit: element i takes the
+ * top 24 bits of word i%4 at offset + i/4. With frac the place of |y| between its neighbors, the upper one is taken
  * iff floor(2^b frac) + r >= 2^b. |y| >= 6 gives 6.
  */
 #include "test.h"
@@ -50,34 +50,34 @@ static nib_array matrix_of(float *x, int64_t rows, int64_t cols)
     return array;
 }
 
-static nib_tensor *quantize(const nib_quantizer *q, const nib_array *x, const nib_given *given)
+static nib_tensor *quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides)
 {
     nib_tensor *t = NULL;
-    CHECK_OK(nib_quantize(q, x, given, &t));
+    CHECK_OK(nib_quantize(q, x, overrides, &t));
     if (!t)
         exit(1); /* nothing below makes sense without it */
     return t;
 }
 
 /* One copy, by line and element. */
-struct copy {
-    nib_copy which;
+struct usage {
+    nib_usage which;
     int64_t lines, length, code_stride, scale_stride;
     const uint8_t *codes, *scales;
-    const float *levels;
+    const float *tensor_scales;
     bool per_line;
 };
 
-static struct copy copy_of(const nib_tensor *t, nib_copy which)
+static struct usage copy_of(const nib_tensor *t, nib_usage which)
 {
     nib_metadata facts = { .bytes = sizeof facts };
     nib_array parts[3] = { 0 };
-    const nib_part names[3] = { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_LEVEL };
+    const nib_part names[3] = { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE };
     CHECK_OK(nib_tensor_get_metadata(t, &facts));
     for (int i = 0; i < 3; i++)
         CHECK_OK(nib_tensor_part(t, (nib_part)(names[i] + (which == NIB_COLUMNWISE)), &parts[i]));
     const int64_t length = which == NIB_ROWWISE ? facts.cols : facts.rows;
-    return (struct copy){ which,
+    return (struct usage){ which,
                           which == NIB_ROWWISE ? facts.rows : facts.cols,
                           length,
                           (length + 1) / 2,
@@ -88,20 +88,20 @@ static struct copy copy_of(const nib_tensor *t, nib_copy which)
                           facts.quantizer.row_scaled };
 }
 
-static int code_at(const struct copy *c, int64_t line, int64_t i)
+static int code_at(const struct usage *c, int64_t line, int64_t i)
 {
     return c->codes[line * c->code_stride + i / 2] >> 4 * (i % 2) & 15;
 }
 
-static uint8_t scale_at(const struct copy *c, int64_t line, int64_t block)
+static uint8_t scale_at(const struct usage *c, int64_t line, int64_t block)
 {
     return c->scales[line * c->scale_stride + block];
 }
 
-static float level_at(const struct copy *c, int64_t line) { return c->levels[c->per_line ? line : 0]; }
+static float tensor_scale_at(const struct usage *c, int64_t line) { return c->tensor_scales[c->per_line ? line : 0]; }
 
 /* The element of the matrix that is element i of a line. */
-static float value_at(const struct copy *c, const float *x, int64_t line, int64_t i)
+static float value_at(const struct usage *c, const float *x, int64_t line, int64_t i)
 {
     return c->which == NIB_ROWWISE ? x[line * c->length + i] : x[i * c->lines + line];
 }
@@ -111,7 +111,7 @@ static float value_at(const struct copy *c, const float *x, int64_t line, int64_
 static int bits_of(nib_rounding rounding) { return rounding == NIB_ROUND_STOCHASTIC_8 ? 8 : 24; }
 
 /* The random number of an element of a copy. */
-static uint32_t random_number(const nib_quantizer *q, nib_copy which, int64_t line, int64_t i)
+static uint32_t random_number(const nib_quantizer *q, nib_usage which, int64_t line, int64_t i)
 {
     const bool square = q->block_dims[0] == 16;
     uint64_t row = (uint64_t)line, along = (uint64_t)i;
@@ -134,7 +134,7 @@ static uint32_t random_number(const nib_quantizer *q, nib_copy which, int64_t li
     return bytes ? words[along % 16 / 4] >> 8 * (along % 4) & 255 : words[along % 4] >> 8;
 }
 
-/* Where |y| lies: the lower neighbour's code, the distance to the upper one, and y's share of it. */
+/* Where |y| lies: the lower neighbor's code, the distance to the upper one, and y's share of it. */
 struct place {
     int lower;
     double step, frac;
@@ -160,16 +160,16 @@ static int rounded(float y, uint32_t r, int bits)
 }
 
 /* te's multiplier of the elements of a block, each step one rounding. */
-static float multiplier(const struct copy *c, int64_t line, int64_t block)
+static float multiplier(const struct usage *c, int64_t line, int64_t block)
 {
-    const float level = level_at(c, line), encode = level == 0 ? 1 : fminf(2688.0f / level, FLT_MAX);
+    const float tensor_scale = tensor_scale_at(c, line), encode = tensor_scale == 0 ? 1 : fminf(2688.0f / tensor_scale, FLT_MAX);
     const float product = e4m3[scale_at(c, line, block)] * (1.0f / encode);
     return fminf(1.0f / product, FLT_MAX);
 }
 
-static void check_codes(const nib_quantizer *q, const nib_tensor *t, nib_copy which, const float *x)
+static void check_codes(const nib_quantizer *q, const nib_tensor *t, nib_usage which, const float *x)
 {
-    const struct copy c = copy_of(t, which);
+    const struct usage c = copy_of(t, which);
     for (int64_t line = 0; line < c.lines; line++)
         for (int64_t i = 0; i < c.length; i++) {
             const float y = value_at(&c, x, line, i) * multiplier(&c, line, i / 16);
@@ -190,9 +190,9 @@ static uint8_t e4m3_code(float x)
 }
 
 /* Plain: rounded to nearest. Unbiased: 17/16 of it, and up below the normals. */
-static uint8_t wanted_scale(float amax, float level, nib_rounding rounding)
+static uint8_t wanted_scale(float amax, float tensor_scale, nib_rounding rounding)
 {
-    const float encode = level == 0 ? 1 : fminf(2688.0f / level, FLT_MAX);
+    const float encode = tensor_scale == 0 ? 1 : fminf(2688.0f / tensor_scale, FLT_MAX);
     const float pre = fminf(amax * (encode * (1.0f / 6.0f)), FLT_MAX);
     if (rounding != NIB_ROUND_STOCHASTIC_UNBIASED)
         return e4m3_code(pre);
@@ -200,9 +200,9 @@ static uint8_t wanted_scale(float amax, float level, nib_rounding rounding)
     return larger < 0x1p-6f ? (uint8_t)ceilf(larger * 512) : e4m3_code(larger);
 }
 
-static void check_scales(const nib_quantizer *q, const nib_tensor *t, nib_copy which, const float *x)
+static void check_scales(const nib_quantizer *q, const nib_tensor *t, nib_usage which, const float *x)
 {
-    const struct copy c = copy_of(t, which);
+    const struct usage c = copy_of(t, which);
     const int64_t height = q->block_dims[0];
     for (int64_t line = 0; line < c.lines; line++)
         for (int64_t block = 0; block * 16 < c.length; block++) {
@@ -210,15 +210,15 @@ static void check_scales(const nib_quantizer *q, const nib_tensor *t, nib_copy w
             for (int64_t l = line / height * height; l < line / height * height + height && l < c.lines; l++)
                 for (int64_t i = 16 * block; i < 16 * block + 16 && i < c.length; i++)
                     amax = fmaxf(amax, fabsf(value_at(&c, x, l, i)));
-            const uint8_t wanted = wanted_scale(amax, level_at(&c, line), q->rounding);
+            const uint8_t wanted = wanted_scale(amax, tensor_scale_at(&c, line), q->rounding);
             CHECK_THAT(scale_at(&c, line, block) == wanted, "%s: copy %d line %lld block %lld: scale %02x, not %02x",
                        where, (int)which, (long long)line, (long long)block, scale_at(&c, line, block), wanted);
         }
 }
 
-static void check_levels(const nib_quantizer *q, const nib_tensor *t, nib_copy which, const float *x)
+static void check_tensor_scales(const nib_quantizer *q, const nib_tensor *t, nib_usage which, const float *x)
 {
-    const struct copy c = copy_of(t, which);
+    const struct usage c = copy_of(t, which);
     float whole = 0;
     for (int64_t line = 0; line < c.lines; line++) {
         float amax = 0;
@@ -226,10 +226,10 @@ static void check_levels(const nib_quantizer *q, const nib_tensor *t, nib_copy w
             amax = fmaxf(amax, fabsf(value_at(&c, x, line, i)));
         whole = fmaxf(whole, amax);
         const float wanted = q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED ? fminf(amax * 1.0625f, FLT_MAX) : amax;
-        CHECK(!c.per_line || c.levels[line] == wanted);
+        CHECK(!c.per_line || c.tensor_scales[line] == wanted);
     }
     const float wanted = q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED ? fminf(whole * 1.0625f, FLT_MAX) : whole;
-    CHECK_THAT(c.per_line || c.levels[0] == wanted, "%s: level %a, not %a", where, c.levels[0], wanted);
+    CHECK_THAT(c.per_line || c.tensor_scales[0] == wanted, "%s: tensor scale %a, not %a", where, c.tensor_scales[0], wanted);
 }
 
 static void check_against_contract(const nib_quantizer *q, float *x, int64_t rows, int64_t cols)
@@ -237,15 +237,15 @@ static void check_against_contract(const nib_quantizer *q, float *x, int64_t row
     const nib_array array = matrix_of(x, rows, cols);
     nib_tensor *t = quantize(q, &array, NULL);
     for (int which = 0; which < 2; which++) {
-        check_levels(q, t, (nib_copy)which, x);
-        check_scales(q, t, (nib_copy)which, x);
-        check_codes(q, t, (nib_copy)which, x);
+        check_tensor_scales(q, t, (nib_usage)which, x);
+        check_scales(q, t, (nib_usage)which, x);
+        check_codes(q, t, (nib_usage)which, x);
     }
     nib_tensor_destroy(t);
 }
 
 /* Some numbers lie on the grid, some far below it. */
-static float *random_numbers(int64_t n)
+static float *random_values(int64_t n)
 {
     float *x = malloc((size_t)n * sizeof *x);
     for (int64_t i = 0; i < n; i++)
@@ -272,7 +272,7 @@ TEST(every_code_by_the_contract)
                         q.origin[0] = 16 * test_below(1000), q.origin[1] = 16 * test_below(1000);
                     snprintf(where, sizeof where, "%lldx%lld %s form %d offset %llx", (long long)shapes[s][0],
                              (long long)shapes[s][1], rounding_names[r], form, (unsigned long long)offsets[o]);
-                    float *x = random_numbers(shapes[s][0] * shapes[s][1]);
+                    float *x = random_values(shapes[s][0] * shapes[s][1]);
                     check_against_contract(&q, x, shapes[s][0], shapes[s][1]);
                     free(x);
                 }
@@ -318,7 +318,7 @@ TEST(transformed_data_is_rounded_by_the_same_numbers)
         const nib_array array = matrix_of(x, rows, cols);
         nib_tensor *t = quantize(&q, &array, NULL);
         snprintf(where, sizeof where, "rht %s", rounding_names[r]);
-        check_levels(&q, t, NIB_COLUMNWISE, z);
+        check_tensor_scales(&q, t, NIB_COLUMNWISE, z);
         check_scales(&q, t, NIB_COLUMNWISE, z);
         check_codes(&q, t, NIB_COLUMNWISE, z);
         nib_tensor_destroy(t);
@@ -334,7 +334,7 @@ TEST(nan_and_zeros)
         float x[32] = { NAN, -NAN, -0.0f, 0.0f, 6, -6 };
         const nib_array array = matrix_of(x, 2, 16);
         nib_tensor *t = quantize(&q, &array, NULL);
-        const struct copy c = copy_of(t, NIB_ROWWISE);
+        const struct usage c = copy_of(t, NIB_ROWWISE);
         CHECK(code_at(&c, 0, 0) == 7 && code_at(&c, 0, 1) == 7 && code_at(&c, 0, 2) == 8 && code_at(&c, 0, 3) == 0);
         CHECK(code_at(&c, 0, 4) % 8 >= 6 && code_at(&c, 0, 5) >= 14);
         CHECK(scale_at(&c, 1, 0) == 0 && code_at(&c, 1, 0) == 0);
@@ -345,7 +345,7 @@ TEST(nan_and_zeros)
 TEST(the_stream_depends_on_seed_and_offset)
 {
     const int64_t n = 64;
-    float *x = random_numbers(n * n);
+    float *x = random_values(n * n);
     const nib_array array = matrix_of(x, n, n);
     for (int r = 0; r < COUNT(roundings); r++) {
         const nib_quantizer streams[] = { quantizer_of(roundings[r], 1, 0), quantizer_of(roundings[r], 2, 0),
@@ -356,7 +356,7 @@ TEST(the_stream_depends_on_seed_and_offset)
         for (int i = 0; i < COUNT(streams); i++) {
             t[i] = quantize(&streams[i], &array, NULL);
             for (int j = 0; j < i; j++) {
-                const struct copy a = copy_of(t[i], NIB_ROWWISE), b = copy_of(t[j], NIB_ROWWISE);
+                const struct usage a = copy_of(t[i], NIB_ROWWISE), b = copy_of(t[j], NIB_ROWWISE);
                 CHECK_THAT(memcmp(a.codes, b.codes, (size_t)(n * n / 2)) != 0, "streams %d and %d are the same", i, j);
             }
         }
@@ -369,7 +369,7 @@ TEST(the_stream_depends_on_seed_and_offset)
 /* ---- Shards ---- */
 
 /* Lines and elements of a part within the whole. */
-static void check_within(const struct copy *whole, const struct copy *part, int64_t row, int64_t col)
+static void check_within(const struct usage *whole, const struct usage *part, int64_t row, int64_t col)
 {
     const int64_t line0 = whole->which == NIB_ROWWISE ? row : col, first = whole->which == NIB_ROWWISE ? col : row;
     int wrong = 0;
@@ -377,7 +377,7 @@ static void check_within(const struct copy *whole, const struct copy *part, int6
         for (int64_t i = 0; i < part->length; i++)
             wrong += code_at(part, line, i) != code_at(whole, line0 + line, first + i) ||
                      scale_at(part, line, i / 16) != scale_at(whole, line0 + line, (first + i) / 16) ||
-                     level_at(part, line) != level_at(whole, line0 + line);
+                     tensor_scale_at(part, line) != tensor_scale_at(whole, line0 + line);
     CHECK_THAT(wrong == 0, "%s: the part at (%lld, %lld) differs in %d elements of copy %d", where, (long long)row,
                (long long)col, wrong, (int)whole->which);
 }
@@ -396,13 +396,13 @@ static void check_shard(const struct whole *whole, int64_t row, int64_t col, int
     nib_array x = whole->x;
     x.offset = (size_t)(row * x.strides[0] + col) * sizeof(float);
     x.shape[0] = rows, x.shape[1] = cols;
-    const nib_given given = { .bytes = sizeof given,
+    const nib_overrides overrides = { .bytes = sizeof overrides,
                               .amax = { whole->amax[0] + (q.row_scaled ? row : 0),
                                         whole->amax[1] + (q.row_scaled ? col : 0) } };
-    nib_tensor *t = quantize(&q, &x, &given);
+    nib_tensor *t = quantize(&q, &x, &overrides);
     for (int which = 0; which < 2; which++)
         if (which == NIB_ROWWISE ? q.rowwise : q.columnwise) {
-            const struct copy a = copy_of(whole->t, (nib_copy)which), b = copy_of(t, (nib_copy)which);
+            const struct usage a = copy_of(whole->t, (nib_usage)which), b = copy_of(t, (nib_usage)which);
             check_within(&a, &b, row, col);
         }
     nib_tensor_destroy(t);
@@ -413,7 +413,7 @@ enum form { LINES, SQUARE, ROW_SCALED, TRANSFORMED, ROWWISE_ONLY, FORMS };
 static void check_shards(nib_rounding rounding, enum form form, uint64_t offset, int64_t row0, int64_t col0)
 {
     enum { ROWS = 80, COLS = 144 };
-    float *x = random_numbers(ROWS * COLS);
+    float *x = random_values(ROWS * COLS);
     struct whole whole = { .q = quantizer_of(rounding, 0xFEEDFACE12345u, offset), .x = matrix_of(x, ROWS, COLS) };
     whole.q.block_dims[0] = form == SQUARE ? 16 : 1;
     whole.q.row_scaled = form == ROW_SCALED;
@@ -421,11 +421,11 @@ static void check_shards(nib_rounding rounding, enum form form, uint64_t offset,
     whole.q.columnwise = form != ROWWISE_ONLY;
     whole.q.origin[0] = row0, whole.q.origin[1] = col0;
     nib_quantizer nearest = whole.q;
-    nearest.rounding = NIB_ROUND_NEAREST, nearest.columnwise = 1; /* its levels are plain amaxes */
+    nearest.rounding = NIB_ROUND_NEAREST, nearest.columnwise = 1; /* its tensor scales are plain amaxes */
     nib_tensor *amaxes = quantize(&nearest, &whole.x, NULL);
     whole.t = quantize(&whole.q, &whole.x, NULL);
     for (int which = 0; which < 2; which++)
-        whole.amax[which] = copy_of(amaxes, (nib_copy)which).levels;
+        whole.amax[which] = copy_of(amaxes, (nib_usage)which).tensor_scales;
 
     for (int64_t row = 0; row < ROWS; row += 32) /* by rows; the last one is shorter */
         check_shard(&whole, row, 0, row + 32 < ROWS ? 32 : ROWS - row, COLS);
@@ -495,7 +495,7 @@ TEST(ranges_of_the_stream)
         { 0, 1, elements - 16, lines - 16, 16, 16, true },
         { 0, 1, elements - 16, lines - 16, 17, 16, false },
         { 0, 1, elements - 16, lines - 16, 16, 17, false },
-        { 1, 1, 0, 0, lines, lines / 256, true }, /* both copies: the narrower of the limits */
+        { 1, 1, 0, 0, lines, lines / 256, true }, /* both usages: the narrower of the limits */
         { 1, 1, 0, 0, lines + 1, 16, false },
         { 1, 1, 0, 0, 16, lines + 1, false },
         { 1, 0, INT64_MAX - 15, 0, 16, 16, false },
@@ -517,7 +517,7 @@ TEST(ranges_of_the_stream)
         }
 }
 
-/* With 16x16 blocks both copies take the rowwise numbers, so that only those have limits. */
+/* With 16x16 blocks both usages take the rowwise numbers, so that only those have limits. */
 TEST(ranges_of_the_stream_with_square_blocks)
 {
     const int64_t lines = INT64_C(1) << 32, elements = INT64_C(1) << 35;
@@ -563,7 +563,7 @@ TEST(origins_off_a_block_border)
 /* ---- Bias ---- */
 
 /*
- * For an element of scaled magnitude y = |x| * multiplier with frac between its neighbours, the random number is
+ * For an element of scaled magnitude y = |x| * multiplier with frac between its neighbors, the random number is
  * uniform on 2^b values, so that P(up) = floor(2^b frac) / 2^b =: p is known exactly. In units of the step its error
  * (taken as positive away from zero) has the expectation p - frac, between -2^-b and 0, and the variance p (1 - p). An
  * element past 6 is clipped: its error is (6 - y) / 2, without any variance. The random numbers of different elements
@@ -624,17 +624,17 @@ static void check_expectation(const struct tally *t, const char *what)
                where, what, relative, wanted, sigma);
 }
 
-/* All elements and the block maxima of one copy. */
+/* All elements and the block maxima of one usage. */
 struct measured {
     struct tally all, maxima;
     double blocks, subnormal, lost;
 };
 
-static void measure_block(const struct copy *c, const float *x, const float *decoded, int bits, int64_t line,
+static void measure_block(const struct usage *c, const float *x, const float *decoded, int bits, int64_t line,
                           int64_t block, struct measured *out)
 {
     const uint8_t scale = scale_at(c, line, block);
-    const double factor = e4m3[scale] * (double)level_at(c, line) / 2688;
+    const double factor = e4m3[scale] * (double)tensor_scale_at(c, line) / 2688;
     const float by = multiplier(c, line, block);
     int64_t largest = 16 * block;
     out->blocks++;
@@ -653,7 +653,7 @@ static void measure_block(const struct copy *c, const float *x, const float *dec
     }
 }
 
-static struct measured measure(const nib_quantizer *q, float *x, int64_t rows, int64_t cols, nib_copy which)
+static struct measured measure(const nib_quantizer *q, float *x, int64_t rows, int64_t cols, nib_usage which)
 {
     struct measured out = { 0 };
     float *decoded = malloc((size_t)(rows * cols) * sizeof *decoded);
@@ -662,7 +662,7 @@ static struct measured measure(const nib_quantizer *q, float *x, int64_t rows, i
     CHECK_OK(nib_quantizer_set_usage(&one, which == NIB_ROWWISE, which == NIB_COLUMNWISE));
     nib_tensor *t = quantize(&one, &array, NULL);
     CHECK_OK(nib_dequantize(t, which, &back));
-    const struct copy c = copy_of(t, which);
+    const struct usage c = copy_of(t, which);
     for (int64_t line = 0; line < c.lines; line++)
         for (int64_t block = 0; block * 16 < c.length; block++)
             measure_block(&c, x, decoded, bits_of(q->rounding), line, block, &out);
@@ -693,7 +693,7 @@ static float *bias_data(bool heavy)
     return x;
 }
 
-/* Sums over seeds, offsets (one whose 24-bit words cross 2^32) and both copies; each by itself is within its bounds,
+/* Sums over seeds, offsets (one whose 24-bit words cross 2^32) and both usages; each by itself is within its bounds,
  * too. */
 static struct measured measure_streams(nib_rounding rounding, float *x)
 {
@@ -795,11 +795,11 @@ TEST(unclipped_elements_of_24_bits_are_unbiased)
         const nib_quantizer q = quantizer_of(NIB_ROUND_STOCHASTIC_24, seed, UINT32_MAX);
         const nib_array array = matrix_of(x, BIAS_ROWS, BIAS_COLS);
         nib_tensor *t = quantize(&q, &array, NULL);
-        const struct copy c = copy_of(t, NIB_ROWWISE);
+        const struct usage c = copy_of(t, NIB_ROWWISE);
         for (int64_t i = 0; i < BIAS_ROWS * BIAS_COLS; i++) {
             const int64_t line = i / BIAS_COLS, at = i % BIAS_COLS;
             const float y = x[i] * multiplier(&c, line, at / 16);
-            const double factor = e4m3[scale_at(&c, line, at / 16)] * (double)level_at(&c, line) / 2688;
+            const double factor = e4m3[scale_at(&c, line, at / 16)] * (double)tensor_scale_at(&c, line) / 2688;
             if (fabsf(y) <= 6)
                 count_element(&inside, x[i], e2m1[code_at(&c, line, at)] * factor, y, factor, 24);
         }
@@ -823,12 +823,12 @@ static void check_never_past_six(const nib_quantizer *q, float *x, int64_t rows,
     const nib_array array = matrix_of(x, rows, cols);
     nib_tensor *t = quantize(q, &array, NULL);
     for (int which = 0; which < 2; which++) {
-        const struct copy c = copy_of(t, (nib_copy)which);
+        const struct usage c = copy_of(t, (nib_usage)which);
         double worst = 0;
         for (int64_t line = 0; line < c.lines; line++)
             for (int64_t i = 0; i < c.length; i++) {
                 const float value = value_at(&c, x, line, i);
-                const bool vanished = value * (2688.0f / level_at(&c, line) * (1.0f / 6.0f)) == 0;
+                const bool vanished = value * (2688.0f / tensor_scale_at(&c, line) * (1.0f / 6.0f)) == 0;
                 const double y = vanished ? 0 : fabs((double)(value * multiplier(&c, line, i / 16)));
                 worst = y > worst ? y : worst;
             }

@@ -96,8 +96,8 @@ static uint8_t *bytes_of(const nib_tensor *t, nib_part part) { return nib_buffer
 
 static size_t size_of(const nib_tensor *t, nib_part part) { return nib_buffer_bytes(nib_tensor_buffer(t, part)); }
 
-/* All values as [M, K], from one copy. */
-static float *values_of(const nib_tensor *t, nib_copy from)
+/* All values as [M, K], from one usage. */
+static float *values_of(const nib_tensor *t, nib_usage from)
 {
     const nib_metadata m = metadata_of(t);
     float *y = malloc((size_t)(m.rows * m.cols + 1) * sizeof *y);
@@ -121,16 +121,16 @@ static int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 static void check_padding(const nib_tensor *t)
 {
     const nib_metadata m = metadata_of(t);
-    for (int copy = 0; copy < 2; copy++) {
-        const uint8_t *scales = bytes_of(t, copy ? NIB_COL_SCALE : NIB_ROW_SCALE);
-        if (!(copy ? m.columnwise : m.rowwise))
+    for (int usage = 0; usage < 2; usage++) {
+        const uint8_t *scales = bytes_of(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE);
+        if (!(usage ? m.columnwise : m.rowwise))
             continue;
-        const int64_t lines = copy ? m.cols : m.rows, blocks = ((copy ? m.rows : m.cols) + 15) / 16;
+        const int64_t lines = usage ? m.cols : m.rows, blocks = ((usage ? m.rows : m.cols) + 15) / 16;
         const int64_t stride = round_up(blocks, 4);
         for (int64_t line = 0; line < round_up(lines, 128); line++)
             for (int64_t block = line < lines ? blocks : 0; block < stride; block++)
                 if (scales[scale_place(line, block, stride, m.quantizer.swizzled)]) {
-                    CHECK_THAT(false, "copy %d: padding at (%d, %d) is not 0", copy, (int)line, (int)block);
+                    CHECK_THAT(false, "copy %d: padding at (%d, %d) is not 0", usage, (int)line, (int)block);
                     return;
                 }
     }
@@ -153,7 +153,7 @@ static const char *variant(int i, nib_quantizer *q)
     q->row_scaled = i == 8 || i == 9 || i == 10;
     q->rht = i == 11 || i == 12;
     q->rht_rowwise = i == 12;
-    q->tensor_scale = i == 13 ? NIB_TENSOR_SCALE_EXACT : i == 14 ? NIB_TENSOR_SCALE_POW2 : NIB_TENSOR_SCALE_DIALECT;
+    q->tensor_scale_rule = i == 13 ? NIB_TENSOR_SCALE_RULE_EXACT : i == 14 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_DIALECT;
     if (i == 15)
         q->scale_rule = NIB_SCALE_4OVER6, q->e4m3_max = 256;
     q->dialect = i == 16   ? NIB_DIALECT_GIST
@@ -213,17 +213,17 @@ TEST(part_shapes)
                 nib_array view = { 0 };
                 CHECK_OK(nib_part_shape(&q, (nib_part)part, cases[i].rank, cases[i].shape, &rank, shape));
                 CHECK_OK(nib_tensor_part(t, (nib_part)part, &view));
-                CHECK(rank == (part == 0 ? cases[i].rank : part < NIB_ROW_LEVEL ? 2 : 1));
+                CHECK(rank == (part == 0 ? cases[i].rank : part < NIB_ROW_TENSOR_SCALE ? 2 : 1));
                 for (int d = 0; d < rank; d++) {
                     const int64_t row_data = d == rank - 1 ? (k + 1) / 2 : cases[i].shape[d];
                     CHECK(shape[d] == (part == 0 ? row_data : wanted[part][d]));
                     elements *= shape[d];
                 }
-                const bool level = part >= NIB_ROW_LEVEL;
-                CHECK(view.dtype == (level ? NIB_F32 : part >= NIB_ROW_SCALE ? NIB_E4M3 : NIB_U8));
+                const bool tensor_scale = part >= NIB_ROW_TENSOR_SCALE;
+                CHECK(view.dtype == (tensor_scale ? NIB_F32 : part >= NIB_ROW_SCALE ? NIB_E4M3 : NIB_U8));
                 CHECK(view.rank == rank && view.data == bytes_of(t, (nib_part)part) && view.offset == 0);
                 CHECK_BYTES(view.shape, shape, (size_t)rank * sizeof *shape);
-                CHECK(view.bytes == (size_t)elements * (level ? 4 : 1) && view.bytes == size_of(t, (nib_part)part));
+                CHECK(view.bytes == (size_t)elements * (tensor_scale ? 4 : 1) && view.bytes == size_of(t, (nib_part)part));
                 CHECK((uintptr_t)view.data % 64 == 0);
             }
             nib_tensor_destroy(t);
@@ -240,34 +240,34 @@ TEST(create_is_zero)
         nib_tensor *t = NULL;
         CHECK_OK(nib_tensor_create(&q, NIB_F16, SHAPE(3, 16, 32), &t));
         const nib_metadata m = metadata_of(t);
-        const float level = m.level == NIB_LEVEL_AMAX ? 0.0f : 1.0f;
+        const float tensor_scale = m.tensor_scale == NIB_TENSOR_SCALE_AMAX ? 0.0f : 1.0f;
         CHECK_THAT(m.rowwise == q.rowwise && m.columnwise == q.columnwise, "%s", name);
         CHECK(m.format == NIB_NVFP4 && m.dtype == NIB_F16 && nib_quantizer_equal(&m.quantizer, &q));
-        CHECK_THAT(m.level == (q.tensor_scale ? NIB_LEVEL_DECODE
+        CHECK_THAT(m.tensor_scale == (q.tensor_scale_rule ? NIB_TENSOR_SCALE_MULTIPLIER
                                : q.dialect == NIB_DIALECT_GIST || q.dialect == NIB_DIALECT_COMPRESSED_TENSORS
-                                   ? NIB_LEVEL_ENCODE
-                               : q.dialect == NIB_DIALECT_TORCHAO ? NIB_LEVEL_DECODE
-                                                                  : NIB_LEVEL_AMAX),
-                   "%s: level %d", name, (int)m.level);
+                                   ? NIB_TENSOR_SCALE_DIVISOR
+                               : q.dialect == NIB_DIALECT_TORCHAO ? NIB_TENSOR_SCALE_MULTIPLIER
+                                                                  : NIB_TENSOR_SCALE_AMAX),
+                   "%s: tensor scale %d", name, (int)m.tensor_scale);
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             const bool there = part % 2 ? q.columnwise : q.rowwise;
             nib_array view = { .rank = 99 };
             CHECK(there == (nib_tensor_buffer(t, (nib_part)part) != NULL));
             if (!there) {
                 CHECK_FAILS(nib_tensor_part(t, (nib_part)part, &view), NIB_ERR_USAGE,
-                            part % 2 ? "no columnwise copy" : "no rowwise copy");
+                            part % 2 ? "no columnwise usage" : "no rowwise usage");
                 CHECK(view.rank == 99);
                 continue;
             }
             const uint8_t *bytes = bytes_of(t, (nib_part)part);
-            for (size_t b = 0; part < NIB_ROW_LEVEL && b < size_of(t, (nib_part)part); b++)
+            for (size_t b = 0; part < NIB_ROW_TENSOR_SCALE && b < size_of(t, (nib_part)part); b++)
                 CHECK(bytes[b] == 0);
-            for (size_t b = 0; part >= NIB_ROW_LEVEL && b < size_of(t, (nib_part)part) / 4; b++)
-                CHECK(((const float *)(const void *)bytes)[b] == level);
+            for (size_t b = 0; part >= NIB_ROW_TENSOR_SCALE && b < size_of(t, (nib_part)part) / 4; b++)
+                CHECK(((const float *)(const void *)bytes)[b] == tensor_scale);
         }
-        for (int copy = 0; copy < 2; copy++)
-            if (copy ? q.columnwise : q.rowwise) {
-                float *y = values_of(t, (nib_copy)copy);
+        for (int usage = 0; usage < 2; usage++)
+            if (usage ? q.columnwise : q.rowwise) {
+                float *y = values_of(t, (nib_usage)usage);
                 for (int j = 0; j < 3 * 16 * 32; j++)
                     CHECK(y[j] == 0);
                 free(y);
@@ -318,7 +318,7 @@ TEST(quantize_without_elements)
             if (whole_blocks_only(&q) && (shapes[s][0] % 16 || shapes[s][1] % 16))
                 continue;
             if (q.dialect == NIB_DIALECT_GIST)
-                continue; /* its level of nothing is infinite */
+                continue; /* its tensor scale of nothing is infinite */
             nib_array x = array_of(NULL, NIB_F32, 2, shapes[s]);
             nib_tensor *t = NULL, *u = NULL;
             CHECK_OK(nib_quantize(&q, &x, NULL, &t));
@@ -339,7 +339,7 @@ TEST(quantize_without_elements)
         }
 }
 
-/* ---- Quantise into ---- */
+/* ---- Quantize into ---- */
 
 TEST(quantize_into_writes_in_place)
 {
@@ -430,7 +430,7 @@ TEST(quantize_into_changes_meaning)
             nib_tensor *t = quantized(&q, x, SHAPE(48, 32)), *fresh = quantized(&q2, x2, SHAPE(48, 32)), *view = NULL;
             CHECK_OK(nib_tensor_view(t, SHAPE(48, 32), &view));
             nib_tensor *old = clone_of(t);
-            if (stays && metadata_of(t).level == metadata_of(fresh).level) {
+            if (stays && metadata_of(t).tensor_scale == metadata_of(fresh).tensor_scale) {
                 nib_tensor_destroy(view); /* the tests above have these */
             } else {
                 CHECK_OK(nib_quantize_into(&q2, &array, NULL, NULL, t));
@@ -449,7 +449,7 @@ TEST(quantize_into_changes_meaning)
 }
 
 #ifdef NIB_TEST_WRAP_ALLOC
-/* What a training step or a server repeats: quantising into a tensor that is there, and back. Large enough for several
+/* What a training step or a server repeats: quantizing into a tensor that is there, and back. Large enough for several
  * threads, whose work needs no memory either. */
 TEST(hot_calls_allocate_nothing)
 {
@@ -474,9 +474,9 @@ TEST(hot_calls_allocate_nothing)
             CHECK_OK(nib_quantize_into(&q, &in, NULL, NULL, t));
             in.strides[0] = 1, in.strides[1] = ROWS; /* and through a transposed array */
             CHECK_OK(nib_quantize_into(NULL, &in, NULL, NULL, t));
-            for (int copy = 0; copy < 2; copy++)
-                if (copy ? q.columnwise : q.rowwise)
-                    CHECK_OK(nib_dequantize(t, (nib_copy)copy, &out));
+            for (int usage = 0; usage < 2; usage++)
+                if (usage ? q.columnwise : q.rowwise)
+                    CHECK_OK(nib_dequantize(t, (nib_usage)usage, &out));
             CHECK_THAT(allocations == count, "%s: %ld allocations", name, allocations - count);
             nib_tensor_destroy(t);
         }
@@ -516,7 +516,7 @@ TEST(quantize_into_noop)
     free(x);
 }
 
-static nib_status refuse(void *context, float *values, size_t n)
+static nib_status reject(void *context, float *values, size_t n)
 {
     (void)values, (void)n;
     (*(int *)context)++;
@@ -526,7 +526,7 @@ static nib_status refuse(void *context, float *values, size_t n)
 TEST(quantize_into_failures_change_nothing)
 {
     int calls = 0;
-    const nib_comm comm = { .bytes = sizeof comm, .context = &calls, .size = 2, .allreduce_max_f32 = refuse };
+    const nib_comm comm = { .bytes = sizeof comm, .context = &calls, .size = 2, .allreduce_max_f32 = reject };
     float *x = normals(32 * 32);
     const nib_array array = array_of(x, NIB_F32, SHAPE(32, 32));
     for (int row_scaled = 0; row_scaled < 2; row_scaled++)
@@ -580,24 +580,24 @@ TEST(given_numbers)
 {
     float *x = normals(32 * 16);
     const nib_array array = array_of(x, NIB_F32, SHAPE(32, 16));
-    const float amax = 9, level = 7;
+    const float amax = 9, tensor_scale = 7;
     nib_quantizer q = plain(1, 1);
-    for (int one = 0; one < 2; one++) { /* one copy's number serves both */
-        nib_given given = { .bytes = sizeof given };
+    for (int one = 0; one < 2; one++) { /* one usage's number serves both */
+        nib_overrides overrides = { .bytes = sizeof overrides };
         nib_tensor *t = NULL;
-        given.amax[one] = &amax;
-        CHECK_OK(nib_quantize(&q, &array, &given, &t));
-        CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_LEVEL) == 9 && *(float *)(void *)bytes_of(t, NIB_COL_LEVEL) == 9);
-        given.level[1 - one] = &level; /* and a level goes before an amax */
-        CHECK_OK(nib_quantize_into(&q, &array, &given, NULL, t));
-        CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_LEVEL) == 7 && *(float *)(void *)bytes_of(t, NIB_COL_LEVEL) == 7);
+        overrides.amax[one] = &amax;
+        CHECK_OK(nib_quantize(&q, &array, &overrides, &t));
+        CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 9 && *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) == 9);
+        overrides.tensor_scale[1 - one] = &tensor_scale; /* and a tensor scale goes before an amax */
+        CHECK_OK(nib_quantize_into(&q, &array, &overrides, NULL, t));
+        CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 7 && *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) == 7);
         nib_tensor_destroy(t);
     }
-    q.rht = 1; /* two different sets of numbers: each copy has its own */
-    nib_given given = { .bytes = sizeof given, .amax = { &amax, NULL } };
+    q.rht = 1; /* two different sets of numbers: each usage has its own */
+    nib_overrides overrides = { .bytes = sizeof overrides, .amax = { &amax, NULL } };
     nib_tensor *t = NULL;
-    CHECK_OK(nib_quantize(&q, &array, &given, &t));
-    CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_LEVEL) == 9 && *(float *)(void *)bytes_of(t, NIB_COL_LEVEL) != 9);
+    CHECK_OK(nib_quantize(&q, &array, &overrides, &t));
+    CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 9 && *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) != 9);
     nib_tensor_destroy(t);
     free(x);
 }
@@ -646,22 +646,22 @@ TEST(from_buffers_checks)
     static const char *const names[] = { "data", "scale", "level" };
     for (int part = 0; part < NIB_PART_COUNT; part++) {
         nib_buffer *parts[NIB_PART_COUNT], *odd = NULL;
-        char sentence[64];
+        char message[64];
         for (int i = 0; i < NIB_PART_COUNT; i++)
             parts[i] = nib_tensor_buffer(t, (nib_part)i);
         parts[part] = NULL;
         CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(48, 32), parts, &out), NIB_ERR_USAGE,
-                    part % 2 ? "columnwise copy" : "rowwise copy");
+                    part % 2 ? "columnwise usage" : "rowwise usage");
         CHECK(strstr(nib_last_error(), names[part / 2]));
-        snprintf(sentence, sizeof sentence, "the %s %s buffer", part % 2 ? "columnwise" : "rowwise", names[part / 2]);
+        snprintf(message, sizeof message, "the %s %s buffer", part % 2 ? "columnwise" : "rowwise", names[part / 2]);
         for (int off = -1; off <= 1; off += 2) {
             CHECK_OK(nib_buffer_create(size_of(t, (nib_part)part) + (size_t)off, &odd));
             parts[part] = odd;
-            CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(48, 32), parts, &out), NIB_ERR_SHAPE, sentence);
+            CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(48, 32), parts, &out), NIB_ERR_SHAPE, message);
             nib_buffer_release(odd);
         }
         char unaligned[8];
-        if (part < NIB_ROW_LEVEL)
+        if (part < NIB_ROW_TENSOR_SCALE)
             continue;
         char *at = unaligned + 1 + ((uintptr_t)unaligned % 4 == 3); /* not a multiple of 4 */
         CHECK_OK(nib_buffer_borrow(at, 4, NULL, NULL, &odd));
@@ -675,7 +675,7 @@ TEST(from_buffers_checks)
     CHECK(!metadata_of(out).rowwise && !metadata_of(out).columnwise && !quantizer_of(out).rowwise);
     nib_tensor_destroy(out);
     nib_buffer *row[NIB_PART_COUNT] = { nib_tensor_buffer(t, NIB_ROW_DATA), NULL, nib_tensor_buffer(t, NIB_ROW_SCALE),
-                                        NULL, nib_tensor_buffer(t, NIB_ROW_LEVEL) };
+                                        NULL, nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE) };
     CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, SHAPE(48, 32), row, &out));
     CHECK(metadata_of(out).rowwise && !metadata_of(out).columnwise); /* usages follow the buffers */
     CHECK(quantizer_of(out).rowwise && !quantizer_of(out).columnwise);
@@ -690,14 +690,14 @@ TEST(from_buffers_of_nothing)
         nib_quantizer q = plain(1, 1);
         q.row_scaled = (uint8_t)row_scaled;
         nib_buffer *parts[NIB_PART_COUNT] = { NULL };
-        float level[16] = { 0 };
+        float tensor_scale[16] = { 0 };
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             int rank;
             int64_t shape[NIB_MAX_RANK], n = 1;
             CHECK_OK(nib_part_shape(&q, (nib_part)part, SHAPE(0, 16), &rank, shape));
             for (int d = 0; d < rank; d++)
                 n *= shape[d];
-            CHECK_OK(nib_buffer_borrow(n ? level : NULL, (size_t)n * (part >= NIB_ROW_LEVEL ? 4 : 1), NULL, NULL,
+            CHECK_OK(nib_buffer_borrow(n ? tensor_scale : NULL, (size_t)n * (part >= NIB_ROW_TENSOR_SCALE ? 4 : 1), NULL, NULL,
                                        &parts[part]));
         }
         nib_tensor *t = NULL, *u = NULL, *empty = NULL;
@@ -782,9 +782,9 @@ TEST(update_usage_states)
                         nib_tensor_destroy(fresh);
                     } else {
                         CHECK(equal(t, before));
-                        const char *words = want_row && !row ? "no rowwise copy"
+                        const char *words = want_row && !row ? "no rowwise usage"
                                             : !row           ? "does not have"
-                                            : !tiles         ? "quantise again"
+                                            : !tiles         ? "quantize again"
                                                              : "unswizzle";
                         CHECK_THAT(strstr(nib_last_error(), words), "%s", nib_last_error());
                     }
@@ -794,7 +794,7 @@ TEST(update_usage_states)
     free(x);
 }
 
-/* The transpose of 16x16 tiles is what quantising directly gives, tails and random rounding too. */
+/* The transpose of 16x16 tiles is what quantizing directly gives, tails and random rounding too. */
 TEST(update_usage_builds_the_direct_copy)
 {
     static const int64_t shapes[][2] = { { 16, 16 }, { 1, 16 }, { 33, 17 }, { 130, 70 },
@@ -831,7 +831,7 @@ TEST(set_quantizer)
             CHECK_OK(nib_tensor_create(&q2, NIB_F32, SHAPE(16, 16), &u));
             const bool same = q.swizzled == q2.swizzled && q.row_scaled == q2.row_scaled && q.rht == q2.rht &&
                               q.rht_rowwise == q2.rht_rowwise && q.block_dims[0] == q2.block_dims[0] &&
-                              q.e4m3_max == q2.e4m3_max && metadata_of(t).level == metadata_of(u).level;
+                              q.e4m3_max == q2.e4m3_max && metadata_of(t).tensor_scale == metadata_of(u).tensor_scale;
             const int usages[2] = { metadata_of(t).rowwise, metadata_of(t).columnwise };
             if (same) {
                 CHECK_OK(nib_tensor_set_quantizer(t, &q2));
@@ -918,7 +918,7 @@ TEST(restore_checks_buffers)
     size_t used = 99, saved_count = 0;
     CHECK_OK(nib_tensor_prepare_for_saving(t, saved, &saved_count));
     CHECK(saved_count == NIB_PART_COUNT);
-    for (int part = 0; part < NIB_ROW_LEVEL; part++) {
+    for (int part = 0; part < NIB_ROW_TENSOR_SCALE; part++) {
         memcpy(bad, saved, sizeof bad);
         bad[part] = nib_tensor_buffer(other, (nib_part)part);
         if (nib_buffer_bytes(bad[part]) != nib_buffer_bytes(saved[part]))
@@ -930,7 +930,7 @@ TEST(restore_checks_buffers)
     CHECK(used == 99 && !nib_tensor_buffer(t, NIB_ROW_DATA));
     /* One copy alone goes, and an absent count too. */
     memcpy(bad, saved, sizeof bad);
-    bad[NIB_COL_DATA] = bad[NIB_COL_SCALE] = bad[NIB_COL_LEVEL] = NULL;
+    bad[NIB_COL_DATA] = bad[NIB_COL_SCALE] = bad[NIB_COL_TENSOR_SCALE] = NULL;
     CHECK_OK(nib_tensor_restore_from_saved(t, bad, NIB_PART_COUNT, NULL));
     CHECK(metadata_of(t).rowwise && !metadata_of(t).columnwise);
     for (int part = 1; part < NIB_PART_COUNT; part += 2)
@@ -976,12 +976,12 @@ TEST(save_and_restore_a_mixed_list)
     CHECK(saved[14].array.rank == 1 && saved[14].array.shape[0] == 0);
     CHECK(items[1].tensor == before[1].tensor && !metadata_of(items[1].tensor).rowwise && !items[0].array.data);
 
-    /* Whatever is refused moves nothing, also what came before the fault. */
+    /* Whatever is rejected moves nothing, also what came before the fault. */
     for (size_t n = 0; n < 15; n++)
         CHECK_FAILS(nib_restore_from_saved(items, 5, saved, n, &used), NIB_ERR_ARG, "15 entries");
     nib_buffer *kept = saved[12].buffer;
     saved[12].buffer = NULL;
-    CHECK_FAILS(nib_restore_from_saved(items, 5, saved, 15, &used), NIB_ERR_USAGE, "rowwise copy has");
+    CHECK_FAILS(nib_restore_from_saved(items, 5, saved, 15, &used), NIB_ERR_USAGE, "rowwise usage has");
     saved[12].buffer = saved[8].buffer;
     CHECK_FAILS(nib_restore_from_saved(items, 5, saved, 15, &used), NIB_ERR_SHAPE, "bytes instead of");
     saved[12].buffer = kept;
@@ -1014,7 +1014,7 @@ TEST(save_one_tensor_twice)
     size_t count = 0, used = 0;
     if (nib_prepare_for_saving(items, 2, saved, 12, &count) == NIB_OK)
         CHECK_OK(nib_restore_from_saved(items, 2, saved, count, &used));
-    CHECK(equal(items[0].tensor, before)); /* refused, or given back */
+    CHECK(equal(items[0].tensor, before)); /* rejected, or given back */
     nib_tensor_destroy(before);
     nib_tensor_destroy(items[0].tensor);
 }
@@ -1033,8 +1033,8 @@ TEST(clear_keeps_the_rest)
     float *y = normals(256), first = y[0];
     const nib_array out = array_of(y, NIB_F32, SHAPE(2, 8, 16));
     CHECK_FAILS(nib_dequantize(t, NIB_EITHER, &out), NIB_ERR_USAGE, "no data");
-    CHECK_FAILS(nib_dequantize(t, NIB_ROWWISE, &out), NIB_ERR_USAGE, "no rowwise copy");
-    CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE, &out), NIB_ERR_USAGE, "no columnwise copy");
+    CHECK_FAILS(nib_dequantize(t, NIB_ROWWISE, &out), NIB_ERR_USAGE, "no rowwise usage");
+    CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE, &out), NIB_ERR_USAGE, "no columnwise usage");
     CHECK(y[0] == first);
     nib_tensor_clear(t);
     CHECK_OK(nib_quantize_into(NULL, &out, NULL, NULL, t)); /* an update brings it back */
@@ -1051,28 +1051,28 @@ TEST(clone_is_deep)
     for (int i = 0; i < VARIANTS; i++) {
         nib_quantizer q;
         const char *name = variant(i, &q);
-        nib_tensor *t = some(&q, SHAPE(3, 16, 32)), *copy = clone_of(t), *second = clone_of(t);
-        const nib_metadata a = metadata_of(t), b = metadata_of(copy);
-        CHECK_THAT(equal(t, copy), "%s", name);
+        nib_tensor *t = some(&q, SHAPE(3, 16, 32)), *usage = clone_of(t), *second = clone_of(t);
+        const nib_metadata a = metadata_of(t), b = metadata_of(usage);
+        CHECK_THAT(equal(t, usage), "%s", name);
         CHECK(a.rank == b.rank && a.dtype == b.dtype && nib_quantizer_equal(&a.quantizer, &b.quantizer));
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             if (!nib_tensor_buffer(t, (nib_part)part))
                 continue;
-            CHECK(bytes_of(copy, (nib_part)part) != bytes_of(t, (nib_part)part));
-            CHECK_BYTES(bytes_of(copy, (nib_part)part), bytes_of(t, (nib_part)part), size_of(t, (nib_part)part));
-            memset(bytes_of(copy, (nib_part)part), 0x11, size_of(t, (nib_part)part));
+            CHECK(bytes_of(usage, (nib_part)part) != bytes_of(t, (nib_part)part));
+            CHECK_BYTES(bytes_of(usage, (nib_part)part), bytes_of(t, (nib_part)part), size_of(t, (nib_part)part));
+            memset(bytes_of(usage, (nib_part)part), 0x11, size_of(t, (nib_part)part));
             CHECK_THAT(equal(t, second), "%s: part %d is shared", name, part);
         }
         nib_tensor_destroy(second);
         nib_tensor_destroy(t);
-        nib_tensor_destroy(copy);
+        nib_tensor_destroy(usage);
     }
     const nib_quantizer q = plain(1, 1);
-    nib_tensor *t = some(&q, SHAPE(4, 4)), *copy = NULL;
+    nib_tensor *t = some(&q, SHAPE(4, 4)), *usage = NULL;
     nib_tensor_clear(t);
-    CHECK_OK(nib_tensor_clone(t, &copy));
-    CHECK(equal(t, copy) && !metadata_of(copy).rowwise);
-    nib_tensor_destroy(copy);
+    CHECK_OK(nib_tensor_clone(t, &usage));
+    CHECK(equal(t, usage) && !metadata_of(usage).rowwise);
+    nib_tensor_destroy(usage);
     nib_tensor_destroy(t);
 }
 
@@ -1105,7 +1105,7 @@ TEST(copy_mismatches)
         const char *name = variant(i, &q);
         nib_tensor *src = some(&q, SHAPE(48, 32));
         const bool other = q.swizzled || q.row_scaled || q.rht || q.block_dims[0] == 16 || q.e4m3_max == 256 ||
-                           metadata_of(src).level != NIB_LEVEL_AMAX;
+                           metadata_of(src).tensor_scale != NIB_TENSOR_SCALE_AMAX;
         if (other) {
             CHECK_FAILS(nib_tensor_copy(dst, src), NIB_ERR_MISMATCH, "differ in");
             CHECK_THAT(equal(dst, before), "%s", name);
@@ -1214,13 +1214,13 @@ TEST(view_changes_the_rank)
                     CHECK_THAT(nib_tensor_buffer(t, (nib_part)part) == nib_tensor_buffer(view, (nib_part)part), "%s",
                                name);
                 CHECK_OK(nib_tensor_zero(view)); /* seen through the other */
-                const nib_copy copy = q.rowwise ? NIB_ROWWISE : NIB_COLUMNWISE;
-                float *y = values_of(t, copy);
+                const nib_usage usage = q.rowwise ? NIB_ROWWISE : NIB_COLUMNWISE;
+                float *y = values_of(t, usage);
                 for (int j = 0; j < 48 * 32; j++)
                     CHECK(y[j] == 0);
                 free(y);
                 nib_tensor_destroy(t); /* the view lives on */
-                y = values_of(view, copy);
+                y = values_of(view, usage);
                 free(y);
                 nib_tensor_destroy(view);
             }
@@ -1241,7 +1241,7 @@ TEST(view_changes_the_last_dim)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         for (int decode = 0; decode < 2; decode++) {
             nib_quantizer q = plain(1, 0);
-            q.tensor_scale = decode ? NIB_TENSOR_SCALE_EXACT : NIB_TENSOR_SCALE_DIALECT;
+            q.tensor_scale_rule = decode ? NIB_TENSOR_SCALE_RULE_EXACT : NIB_TENSOR_SCALE_RULE_DIALECT;
             nib_tensor *t = some(&q, 2, cases[i].from), *view = NULL, *reshaped = NULL;
             const size_t n = (size_t)(cases[i].from[0] * cases[i].from[1]);
             float *y = values_of(t, NIB_ROWWISE);
@@ -1255,7 +1255,7 @@ TEST(view_changes_the_last_dim)
             CHECK_THAT((nib_tensor_buffer(t, NIB_ROW_SCALE) == nib_tensor_buffer(reshaped, NIB_ROW_SCALE)) ==
                            cases[i].shared,
                        "case %zu", i);
-            for (int part = NIB_ROW_DATA; part <= NIB_ROW_LEVEL; part += NIB_ROW_LEVEL) /* all are shared, or none */
+            for (int part = NIB_ROW_DATA; part <= NIB_ROW_TENSOR_SCALE; part += NIB_ROW_TENSOR_SCALE) /* all are shared, or none */
                 CHECK((nib_tensor_buffer(t, (nib_part)part) == nib_tensor_buffer(reshaped, (nib_part)part)) ==
                       cases[i].shared);
             for (nib_tensor *which = reshaped; which; which = which == reshaped ? view : NULL) {
@@ -1318,8 +1318,8 @@ TEST(view_refusals)
         int kind;
         nib_status status;
         const char *words;
-    } fixed[] = { { 0, NIB_ERR_USAGE, "columnwise copy" },
-                  { 1, NIB_ERR_USAGE, "columnwise copy" },
+    } fixed[] = { { 0, NIB_ERR_USAGE, "columnwise usage" },
+                  { 1, NIB_ERR_USAGE, "columnwise usage" },
                   { 2, NIB_ERR_SHAPE, "16x16" },
                   { 3, NIB_ERR_SHAPE, "swizzled" },
                   { 4, NIB_ERR_SHAPE, "amax per row" } };
@@ -1354,11 +1354,11 @@ TEST(view_without_elements)
     static const int64_t from[][2] = { { 4, 0 }, { 0, 16 }, { 0, 0 } };
     static const int64_t to[][2] = { { 7, 0 }, { 0, 32 }, { 0, 16 }, { 16, 0 }, { 2000, 0 }, { 0, 0 } };
     for (int row_scaled = 0; row_scaled < 2; row_scaled++)
-        for (int copies = 1; copies < 4; copies++)
+        for (int usages = 1; usages < 4; usages++)
             for (size_t i = 0; i < 3; i++)
                 for (size_t j = 0; j < 6; j++)
                     for (int reshape = 0; reshape < 2; reshape++) {
-                        nib_quantizer q = plain(copies & 1, copies >> 1);
+                        nib_quantizer q = plain(usages & 1, usages >> 1);
                         q.row_scaled = (uint8_t)row_scaled;
                         nib_tensor *t = NULL, *view = NULL;
                         CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, from[i], &t));
@@ -1382,20 +1382,20 @@ TEST(view_without_elements)
 
 /* ---- Slice, split, rows ---- */
 
-/* The slice that quantising these rows by the whole's numbers gives. */
+/* The slice that quantizing these rows by the whole's numbers gives. */
 static nib_tensor *slice_by_hand(const nib_tensor *t, const nib_quantizer *q, const float *x, int64_t first,
                                  int64_t count)
 {
     const nib_metadata m = metadata_of(t);
-    const float *row = (const float *)(const void *)bytes_of(t, NIB_ROW_LEVEL);
-    nib_given given = { .bytes = sizeof given };
-    given.level[NIB_ROWWISE] = row && q->row_scaled ? row + first : row;
-    given.level[NIB_COLUMNWISE] = (const float *)(const void *)bytes_of(t, NIB_COL_LEVEL);
+    const float *row = (const float *)(const void *)bytes_of(t, NIB_ROW_TENSOR_SCALE);
+    nib_overrides overrides = { .bytes = sizeof overrides };
+    overrides.tensor_scale[NIB_ROWWISE] = row && q->row_scaled ? row + first : row;
+    overrides.tensor_scale[NIB_COLUMNWISE] = (const float *)(const void *)bytes_of(t, NIB_COL_TENSOR_SCALE);
     float none;
     const nib_array part =
         array_of(count ? (void *)(uintptr_t)(x + first * m.cols) : &none, NIB_F32, SHAPE(count, m.cols));
     nib_tensor *out = NULL;
-    CHECK_OK(nib_quantize(q, &part, &given, &out));
+    CHECK_OK(nib_quantize(q, &part, &overrides, &out));
     return out;
 }
 
@@ -1428,9 +1428,9 @@ TEST(slices)
                     CHECK_THAT(equal(slice, wanted), "%s %d x %d: rows %d to %d", name, (int)rows, (int)cols,
                                (int)first, (int)last);
                     check_padding(slice);
-                    for (int copy = 0; copy < 2; copy++)
-                        if (copy ? q.columnwise : q.rowwise) {
-                            float *a = values_of(t, (nib_copy)copy), *b = values_of(slice, (nib_copy)copy);
+                    for (int usage = 0; usage < 2; usage++)
+                        if (usage ? q.columnwise : q.rowwise) {
+                            float *a = values_of(t, (nib_usage)usage), *b = values_of(slice, (nib_usage)usage);
                             CHECK_BYTES(b, a + first * cols, (size_t)(m.rows * cols) * sizeof *a);
                             free(a);
                             free(b);
@@ -1476,7 +1476,7 @@ TEST(slice_refusals)
     nib_tensor_destroy(t);
 }
 
-/* The border matters where a columnwise copy is, not where one is wished for. */
+/* The border matters where a columnwise usage is, not where one is wished for. */
 TEST(slice_looks_at_what_is_there)
 {
     nib_quantizer q = plain(1, 0);
@@ -1559,27 +1559,27 @@ TEST(dequantize_equals_lines_by_the_scalar_kernels)
             if (whole_blocks_only(&q) && (rows % 16 || cols % 16))
                 continue;
             nib_tensor *t = some(&q, 2, shapes[s]);
-            for (int copy = 0; copy < 2; copy++) {
-                if (!(copy ? q.columnwise : q.rowwise))
+            for (int usage = 0; usage < 2; usage++) {
+                if (!(usage ? q.columnwise : q.rowwise))
                     continue;
-                float *y = values_of(t, (nib_copy)copy), line[560];
+                float *y = values_of(t, (nib_usage)usage), line[560];
                 uint8_t scales[35];
-                const struct nib_copy_geometry *g = &t->geometry.copy[copy];
-                const struct nib_copy_memory memory = nib_tensor_memory(t, (nib_copy)copy);
-                const struct nib_coding coding = nib_coding_of(&t->q, (nib_copy)copy, NIB_F32);
+                const struct nib_usage_geometry *g = &t->geometry.usage[usage];
+                const struct nib_usage_memory memory = nib_tensor_memory(t, (nib_usage)usage);
+                const struct nib_coding coding = nib_coding_of(&t->q, (nib_usage)usage, NIB_F32);
                 bool same = true;
                 for (int64_t l = 0; l < g->lines; l++) {
                     for (int64_t b = 0; b < g->blocks; b++)
                         scales[b] = (uint8_t)nib_scale_load(g, memory.scales, l, b);
                     nib_kernels_scalar.decode[NIB_NVFP4](line, NIB_F32, memory.codes + l * g->line_stride, scales,
-                                                         g->length, memory.levels[q.row_scaled ? l : 0], &coding,
+                                                         g->length, memory.tensor_scales[q.row_scaled ? l : 0], &coding,
                                                          false);
-                    if (coding.transform)
-                        nib_kernels_scalar.inverse[NIB_F32](line, line, g->length, coding.sign_mask);
+                    if (coding.rht)
+                        nib_kernels_scalar.inverse_rht[NIB_F32](line, line, g->length, coding.sign_mask);
                     for (int64_t k = 0; k < g->length; k++)
-                        same &= !memcmp(&y[copy ? k * cols + l : l * cols + k], &line[k], sizeof *line);
+                        same &= !memcmp(&y[usage ? k * cols + l : l * cols + k], &line[k], sizeof *line);
                 }
-                CHECK_THAT(same, "%s copy %d of %d x %d", name, copy, (int)rows, (int)cols);
+                CHECK_THAT(same, "%s usage %d of %d x %d", name, usage, (int)rows, (int)cols);
                 free(y);
             }
             nib_tensor_destroy(t);
@@ -1597,21 +1597,21 @@ TEST(dequantize_rows_at_any_cut)
             if (whole_blocks_only(&q) && (rows % 16 || cols % 16))
                 continue;
             nib_tensor *t = some(&q, 2, shapes[s]);
-            for (int copy = 0; copy < 2; copy++) {
-                if (!(copy ? q.columnwise : q.rowwise))
+            for (int usage = 0; usage < 2; usage++) {
+                if (!(usage ? q.columnwise : q.rowwise))
                     continue;
-                float *y = values_of(t, (nib_copy)copy), *z = malloc((size_t)(rows * cols + 2) * sizeof *z);
+                float *y = values_of(t, (nib_usage)usage), *z = malloc((size_t)(rows * cols + 2) * sizeof *z);
                 const nib_array all = array_of(z, NIB_F32, 2, shapes[s]);
-                CHECK_OK(nib_dequantize(t, (nib_copy)copy, &all));
+                CHECK_OK(nib_dequantize(t, (nib_usage)usage, &all));
                 CHECK_BYTES(y, z, (size_t)(rows * cols) * sizeof *y);
                 for (int64_t first = 0; first <= rows; first += rows > 100 ? 71 : cols > 100 ? 3 : 1)
                     for (int64_t count = 0; count <= rows - first; count += rows > 100 ? 97 : cols > 100 ? 5 : 1) {
                         const nib_array out = array_of(z + 1, NIB_F32, SHAPE(count, cols));
                         z[0] = z[1 + count * cols] = 99;
-                        CHECK_OK(nib_dequantize_rows(t, (nib_copy)copy, first, count, &out));
+                        CHECK_OK(nib_dequantize_rows(t, (nib_usage)usage, first, count, &out));
                         if (memcmp(z + 1, y + first * cols, (size_t)(count * cols) * sizeof *y) || z[0] != 99 ||
                             z[1 + count * cols] != 99)
-                            CHECK_THAT(false, "%s copy %d: rows %d, %d of %d", name, copy, (int)first, (int)count,
+                            CHECK_THAT(false, "%s usage %d: rows %d, %d of %d", name, usage, (int)first, (int)count,
                                        (int)rows);
                     }
                 free(y);
@@ -1621,7 +1621,7 @@ TEST(dequantize_rows_at_any_cut)
         }
 }
 
-/* NIB_EITHER takes the rowwise copy when it is there. */
+/* NIB_EITHER takes the rowwise usage when it is there. */
 TEST(dequantize_either)
 {
     float *x = normals(16 * 16);
@@ -1768,31 +1768,31 @@ TEST(swizzle_and_back)
             nib_tensor *direct = quantized(&q, x, 2, shapes[s]);
             CHECK_OK(nib_tensor_view(t, 2, shapes[s], &view));
             /* Padding that somebody has written to does not get through. */
-            for (int copy = 0; copy < 2; copy++)
-                if (nib_tensor_buffer(t, copy ? NIB_COL_SCALE : NIB_ROW_SCALE))
-                    bytes_of(t, copy ? NIB_COL_SCALE
-                                     : NIB_ROW_SCALE)[size_of(t, copy ? NIB_COL_SCALE : NIB_ROW_SCALE) - 1] |=
-                        shapes[s][copy] % 128 ? 0x55 : 0;
+            for (int usage = 0; usage < 2; usage++)
+                if (nib_tensor_buffer(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE))
+                    bytes_of(t, usage ? NIB_COL_SCALE
+                                     : NIB_ROW_SCALE)[size_of(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE) - 1] |=
+                        shapes[s][usage] % 128 ? 0x55 : 0;
             CHECK_OK(nib_tensor_unswizzle(t)); /* it is so already */
             CHECK(nib_tensor_buffer(t, NIB_ROW_SCALE) == nib_tensor_buffer(view, NIB_ROW_SCALE));
             CHECK_OK(nib_tensor_swizzle(t));
             CHECK_THAT(equal(t, direct), "%s %d x %d", name, (int)rows, (int)cols);
             check_padding(t);
             CHECK(quantizer_of(t).swizzled && !quantizer_of(view).swizzled);
-            for (int copy = 0; copy < 2; copy++) {
-                const nib_part scale = copy ? NIB_COL_SCALE : NIB_ROW_SCALE, data = copy ? NIB_COL_DATA : NIB_ROW_DATA;
+            for (int usage = 0; usage < 2; usage++) {
+                const nib_part scale = usage ? NIB_COL_SCALE : NIB_ROW_SCALE, data = usage ? NIB_COL_DATA : NIB_ROW_DATA;
                 if (!nib_tensor_buffer(t, scale))
                     continue;
                 CHECK(nib_tensor_buffer(t, scale) != nib_tensor_buffer(view, scale));
                 CHECK(nib_tensor_buffer(t, data) != nib_tensor_buffer(view, data)); /* no view shares half of a copy */
-                const int64_t lines = copy ? cols : rows, blocks = ((copy ? rows : cols) + 15) / 16;
+                const int64_t lines = usage ? cols : rows, blocks = ((usage ? rows : cols) + 15) / 16;
                 const int64_t stride = round_up(blocks, 4);
                 for (int64_t line = 0; line < lines; line++)
                     for (int64_t block = 0; block < blocks; block++)
                         CHECK(bytes_of(t, scale)[scale_place(line, block, stride, true)] ==
                               bytes_of(compact, scale)[line * stride + block]);
-                float *a = values_of(t, (nib_copy)copy), *b = values_of(compact, (nib_copy)copy);
-                float *c = values_of(view, (nib_copy)copy);
+                float *a = values_of(t, (nib_usage)usage), *b = values_of(compact, (nib_usage)usage);
+                float *c = values_of(view, (nib_usage)usage);
                 CHECK_BYTES(a, b, (size_t)(rows * cols) * sizeof *a);
                 CHECK_BYTES(c, b, (size_t)(rows * cols) * sizeof *a);
                 free(a);
@@ -1892,7 +1892,7 @@ TEST(rebind_rowwise)
     free(old);
 }
 
-/* ---- Questions about quantisers ---- */
+/* ---- Questions about quantizers ---- */
 
 TEST(is_quantizable)
 {
@@ -1957,9 +1957,9 @@ TEST(quantizer_equality_and_hash)
     CHANGE(scale_rule, NIB_SCALE_SWEEP);
     CHANGE(error_mode, NIB_ERROR_MSE);
     CHANGE(fast_error, 1);
-    CHANGE(single_level, 1);
+    CHANGE(no_tensor_scale, 1);
     CHANGE(e4m3_max, 256);
-    CHANGE(tensor_scale, NIB_TENSOR_SCALE_POW2);
+    CHANGE(tensor_scale_rule, NIB_TENSOR_SCALE_RULE_POW2);
     CHANGE(min_block_scale, 0.5f);
     CHANGE(rounding, NIB_ROUND_STOCHASTIC_8);
     CHANGE(seed, 1);

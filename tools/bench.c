@@ -21,7 +21,7 @@
 
 /* ---- What is measured ---- */
 
-/* Bytes of one copy for each BENCH_CHUNK elements: codes and scales. */
+/* Bytes of one usage for each BENCH_CHUNK elements: codes and scales. */
 static const int copy_bytes[NIB_FORMAT_COUNT] = {
     [NIB_NVFP4] = 144, [NIB_FLOAT8] = 256, [NIB_MXFP8] = 264, [NIB_MXFP4] = 136
 };
@@ -31,7 +31,7 @@ struct shape {
     int64_t rows, cols;
 };
 
-/* Weights that people quantise. */
+/* Weights that people quantize. */
 static const struct shape shapes[] = {
     { "Llama-3-8B q, o", 4096, 4096 },    { "Llama-3-8B k, v", 1024, 4096 },  { "Llama-3-8B gate, up", 14336, 4096 },
     { "Llama-3-8B down", 4096, 14336 },   { "Llama-3-70B q, o", 8192, 8192 }, { "Qwen3-30B-A3B expert", 1536, 2048 },
@@ -76,7 +76,7 @@ enum { WIDER = sizeof wider_operations / sizeof *wider_operations };
 static const double wider_target = 1.5, wider_loop_target = 0.9; /* of AVX2, and of that loop */
 
 /* 512 KiB of numbers: with what is made of them they fit into a second-level cache of 1 MiB, which twice as many do not.
- * Half of them would too, but then a call's own cost, 0.3 us for an amax and 1 us for a quantisation, is up to a fifth of
+ * Half of them would too, but then a call's own cost, 0.3 us for an amax and 1 us for a quantization, is up to a fifth of
  * a call and hides as much of the difference between kernels; here it is a tenth at most, 4 % for rows. Few rows make
  * columns too short: columns of 128 are written in pieces of one cache line and cost half as much again as those of
  * 256. */
@@ -693,16 +693,16 @@ static enum cli_exit bench_all(struct report *report, const struct shape *only)
 static enum cli_exit bench(const struct options *options)
 {
     struct report report = { .options = options };
-    struct shape given;
-    if (options->shape && !parse_shape(options->shape, &given)) {
+    struct shape overrides;
+    if (options->shape && !parse_shape(options->shape, &overrides)) {
         cli_error("bench: --shape takes ROWSxCOLS, two multiples of 16 up to 1048576, not '%s'", options->shape);
         return CLI_FAILED;
     }
-    if (options->shape && !fits(options, &given)) {
+    if (options->shape && !fits(options, &overrides)) {
         cli_error("bench: a shape of %s is beyond --size-limit %d", options->shape, (int)options->size_limit);
         return CLI_FAILED;
     }
-    enum cli_exit status = bench_all(&report, options->shape ? &given : NULL);
+    enum cli_exit status = bench_all(&report, options->shape ? &overrides : NULL);
     if (status == CLI_FINE && options->json)
         status = print_json(&report);
     if (status == CLI_FINE && options->svg && !bench_write_svg(options->svg, report.results, report.n)) {

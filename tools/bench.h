@@ -33,9 +33,9 @@ struct bench_call {
     const struct bench_operation *operation;
     nib_quantizer q;
     nib_array plain;
-    void *numbers; /* that it made itself */
+    void *values; /* that it made itself */
     nib_tensor *tensor;
-    nib_given given;
+    nib_overrides overrides;
     float amax[2];
 };
 

@@ -45,7 +45,7 @@ const int bench_operation_count = sizeof bench_operations / sizeof *bench_operat
 void *bench_allocate(int64_t bytes) { return aligned_alloc(4096, (size_t)(bytes + 8191) / 4096 * 4096); }
 
 /* About normal numbers: the sum of four uniform ones. A generator of its own, so that runs see the same data. */
-static void fill_numbers(float *x, int64_t n)
+static void fill_values(float *x, int64_t n)
 {
     uint64_t state = 20261115;
     for (int64_t i = 0; i < n; i++) {
@@ -62,14 +62,14 @@ static bool fill(void *x, nib_dtype dtype, int64_t n)
 {
     enum { PIECE = 1 << 20 };
     const int64_t width = nib_dtype_bits(dtype) / 8, piece = n < PIECE ? n : PIECE;
-    float *numbers = malloc((size_t)piece * sizeof *numbers);
-    if (!numbers)
+    float *values = malloc((size_t)piece * sizeof *values);
+    if (!values)
         return false;
-    fill_numbers(numbers, piece);
-    const bool good = nib_encode(dtype, numbers, (size_t)piece, x) == NIB_OK;
+    fill_values(values, piece);
+    const bool good = nib_encode(dtype, values, (size_t)piece, x) == NIB_OK;
     for (int64_t i = piece; good && i < n; i += piece)
         memcpy((char *)x + i * width, x, (size_t)((n - i < piece ? n - i : piece) * width));
-    free(numbers);
+    free(values);
     return good;
 }
 
@@ -97,11 +97,11 @@ static void give_amax(struct bench_call *call)
     static const float float8_scale = 112;
     call->amax[0] = 4;
     call->amax[1] = 8;
-    call->given = (nib_given){ .bytes = sizeof call->given };
+    call->overrides = (nib_overrides){ .bytes = sizeof call->overrides };
     if (call->operation->format == NIB_NVFP4)
-        call->given.amax[0] = &call->amax[0], call->given.amax[1] = &call->amax[call->operation->rht];
+        call->overrides.amax[0] = &call->amax[0], call->overrides.amax[1] = &call->amax[call->operation->rht];
     if (call->operation->format == NIB_FLOAT8)
-        call->given.scale = &float8_scale;
+        call->overrides.scale = &float8_scale;
 }
 
 nib_status bench_call_run(struct bench_call *call)
@@ -111,18 +111,18 @@ nib_status bench_call_run(struct bench_call *call)
         return nib_group_amax(&call->q, &call->plain, &call->plain.shape[0], 1, (float *[2]){ call->amax, NULL });
     if (operation->what == BENCH_DEQUANTIZE)
         return nib_dequantize(call->tensor, operation->rowwise ? NIB_ROWWISE : NIB_COLUMNWISE, &call->plain);
-    return nib_quantize_into(&call->q, &call->plain, operation->what == BENCH_WHOLE ? NULL : &call->given, NULL,
+    return nib_quantize_into(&call->q, &call->plain, operation->what == BENCH_WHOLE ? NULL : &call->overrides, NULL,
                              call->tensor);
 }
 
-static nib_status make_numbers(struct bench_call *call, int64_t rows, int64_t cols)
+static nib_status make_values(struct bench_call *call, int64_t rows, int64_t cols)
 {
     const int64_t shape[2] = { rows, cols };
     const nib_status status = nib_array_init(&call->plain, call, call->operation->dtype, 2, shape); /* for its size */
     if (status)
         return status;
-    call->plain.data = call->numbers = bench_allocate((int64_t)call->plain.bytes);
-    return call->numbers && fill(call->numbers, call->operation->dtype, rows * cols) ? NIB_OK : NIB_ERR_MEMORY;
+    call->plain.data = call->values = bench_allocate((int64_t)call->plain.bytes);
+    return call->values && fill(call->values, call->operation->dtype, rows * cols) ? NIB_OK : NIB_ERR_MEMORY;
 }
 
 nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads,
@@ -132,7 +132,7 @@ nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, 
     if (beside)
         call->plain = beside->plain;
     else
-        status = make_numbers(call, rows, cols);
+        status = make_values(call, rows, cols);
     give_amax(call);
     status = status ? status : quantizer_of(call->operation, threads, &call->q);
     status = status ? status : nib_quantize(&call->q, &call->plain, NULL, &call->tensor);
@@ -142,5 +142,5 @@ nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, 
 void bench_call_close(struct bench_call *call)
 {
     nib_tensor_destroy(call->tensor);
-    free(call->numbers);
+    free(call->values);
 }

@@ -76,7 +76,7 @@ static void print_summary(const struct findings *f, const char *path)
     const size_t errors = f->counts[NIB_SEVERITY_ERROR], warnings = f->counts[NIB_SEVERITY_WARNING],
                  hints = f->counts[NIB_SEVERITY_HINT];
     if (errors + warnings + hints == 0)
-        cli_print(f->plain ? "%s: no findings, and no quantised weights" : "%s: no findings", path);
+        cli_print(f->plain ? "%s: no findings, and no quantized weights" : "%s: no findings", path);
     else if (f->repairable)
         cli_print("%s: %zu error%s, %zu warning%s, %zu hint%s; nib repair takes care of %zu", path, errors,
                   plural(errors), warnings, plural(warnings), hints, plural(hints), f->repairable);
@@ -123,7 +123,7 @@ static nib_status check(struct findings *f, const char *path, const char *origin
     nib_checkpoint_facts facts = { .bytes = sizeof facts };
     if (!status)
         status = nib_checkpoint_get_facts(checkpoint, &facts);
-    f->plain = facts.packing == NIB_PACKING_PLAIN;
+    f->plain = facts.format == NIB_CHECKPOINT_FORMAT_PLAIN;
     if (!status && original)
         status = nib_checkpoint_open(original, &against);
     progress_begin(&f->progress, &job, threads, f->json || f->quiet);
@@ -153,7 +153,7 @@ static enum cli_exit run_check(const struct cli_command *self, int argc, char **
     if (parsed != CLI_GO)
         return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
     if (argc - first != 1) {
-        cli_error("check: takes one folder or file, not %d", argc - first);
+        cli_error("check: takes one directory or file, not %d", argc - first);
         return CLI_FAILED;
     }
     if (f.json && !(f.list = json_array())) {
@@ -176,7 +176,7 @@ static enum cli_exit run_check(const struct cli_command *self, int argc, char **
 
 const struct cli_command cli_check = {
     "check", "PATH", "say what is wrong with an NVFP4 checkpoint",
-    "Look for whatever makes a server refuse an NVFP4 checkpoint or compute garbage with\n"
+    "Look for whatever makes a server reject an NVFP4 checkpoint or compute garbage with\n"
     "it: scales that are missing, infinite, unequal in layers that are fused, or inverted;\n"
     "shapes and dtypes; the configuration against the tensors; left-over files. Prints a\n"
     "line for each finding: severity, kind, tensor, fact, consequence, remedy.\n"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cli.c - options, help and sentences of the tool. The help is made from the table of options, so that it cannot say
+ * cli.c - options, help and messages of the tool. The help is made from the table of options, so that it cannot say
  * anything else than what is parsed.
  */
 #include "cli.h"

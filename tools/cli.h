@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cli.h - what every command of the tool shares: its row in the table of commands, options, sentences, exit codes.
+ * cli.h - what every command of the tool shares: its row in the table of commands, options, messages, exit codes.
  *
  * A command is one `struct cli_command` in its own file and one line in the table of nib.c. Data goes to stdout, words
  * to stderr, and main notices when stdout could not be written; a command only returns its exit code.
@@ -59,7 +59,7 @@ struct cli_option {
 enum cli_parsed {
     CLI_GO,     /* operands are argv[*first] and on */
     CLI_HELPED, /* --help was asked for and printed */
-    CLI_USAGE   /* a sentence is on stderr */
+    CLI_USAGE   /* a message is on stderr */
 };
 
 /* Read the options of a command; every command also has -h, --help. Options and operands may be mixed. */

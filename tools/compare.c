@@ -184,7 +184,7 @@ static enum cli_exit run_compare(const struct cli_command *self, int argc, char 
     if (parsed != CLI_GO)
         return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
     if (argc - first != 2) {
-        cli_error("compare: takes two folders or files, not %d", argc - first);
+        cli_error("compare: takes two directories or files, not %d", argc - first);
         return CLI_FAILED;
     }
     if (o.report && !report_can_write(o.report))
@@ -194,7 +194,7 @@ static enum cli_exit run_compare(const struct cli_command *self, int argc, char 
 
 const struct cli_command cli_compare = {
     "compare", "A B", "measure how far two checkpoints are apart, weight by weight",
-    "Compare the weights that two checkpoints have in common, whatever their packings; A is\n"
+    "Compare the weights that two checkpoints have in common, whatever their checkpoint formats; A is\n"
     "taken for the truth, so that it may be the original of B. Lists the worst first: the\n"
     "signal to noise in decibels, the error's share by L2 norm, the largest error, how many\n"
     "values became zero, how many lie beyond what their block can hold, and how many\n"

@@ -46,22 +46,22 @@ static void append(struct report *report, json_t *list, json_t *object)
         report->incomplete = true;
 }
 
-static void note_bad(struct report *report, const char *name, const char *sentence)
+static void note_bad(struct report *report, const char *name, const char *message)
 {
     report->bad = true;
     if (report->options->json)
         append(report, report->errors,
-               json_pack("{s:o, s:o}", "case", name ? text_json(name) : json_null(), "error", text_json(sentence)));
+               json_pack("{s:o, s:o}", "case", name ? text_json(name) : json_null(), "error", text_json(message)));
 }
 
 /* `name` NULL: a fact about the whole file. */
-static void report_bad(struct report *report, const char *name, const char *sentence)
+static void report_bad(struct report *report, const char *name, const char *message)
 {
     if (name)
-        cli_error("%s: case '%.256s': %s", report->path, name, sentence);
+        cli_error("%s: case '%.256s': %s", report->path, name, message);
     else
-        cli_error("%s: %s", report->path, sentence);
-    note_bad(report, name, sentence);
+        cli_error("%s: %s", report->path, message);
+    note_bad(report, name, message);
 }
 
 static void report_difference(struct report *report, const char *name, const struct conform_result *result)
@@ -136,7 +136,7 @@ static bool check_case(struct report *report, struct totals *totals, struct conf
         report_difference(report, name, &result);
         return true;
     case CONFORM_BAD:
-        report_bad(report, name, result.sentence);
+        report_bad(report, name, result.message);
     }
     return false;
 }
@@ -164,9 +164,9 @@ static void check_unused(struct report *report, const struct conform_file *file,
     for (size_t i = 0; i < nib_file_count(file->file); i++) {
         if (file->claimed[i] || nib_file_entry(file->file, i, &entry) != NIB_OK || may_be_unused(cases, entry.name))
             continue;
-        char sentence[512];
-        snprintf(sentence, sizeof sentence, "no case uses its tensor '%.256s'", entry.name);
-        report_bad(report, NULL, sentence);
+        char message[512];
+        snprintf(message, sizeof message, "no case uses its tensor '%.256s'", entry.name);
+        report_bad(report, NULL, message);
         return; /* one says enough: there may be thousands */
     }
 }
@@ -174,7 +174,7 @@ static void check_unused(struct report *report, const struct conform_file *file,
 static json_t *read_cases(struct report *report, const nib_file *file)
 {
     const char *const text = nib_file_metadata(file, "cases");
-    char sentence[512];
+    char message[512];
     json_error_t error;
     if (!text) {
         report_bad(report, NULL, "it is no file of vectors: its metadata has no \"cases\"");
@@ -182,9 +182,9 @@ static json_t *read_cases(struct report *report, const nib_file *file)
     }
     json_t *const cases = json_loads(text, JSON_REJECT_DUPLICATES, &error);
     if (!cases) {
-        snprintf(sentence, sizeof sentence, "its \"cases\" are not JSON: line %d, column %d: %s", error.line,
+        snprintf(message, sizeof message, "its \"cases\" are not JSON: line %d, column %d: %s", error.line,
                  error.column, error.text);
-        report_bad(report, NULL, sentence);
+        report_bad(report, NULL, message);
         return NULL;
     }
     if (json_is_object(cases) && json_object_size(cases) > 0)

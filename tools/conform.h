@@ -19,13 +19,13 @@ enum conform_op { CONFORM_QUANTIZE, CONFORM_GEMM, CONFORM_CASTS, CONFORM_OPS };
 struct conform_case {
     enum conform_op op;
     nib_quantizer quantizer;
-    uint8_t exact;              /* 0: the amax of a transformed copy may be two units in the last place off */
+    uint8_t exact;              /* 0: the amax of a transformed usage may be two units in the last place off */
     uint8_t given_amax;         /* row_amax, col_amax are inputs too */
     uint8_t given_tensor_scale; /* tensor_scale is an input too */
     uint8_t given_global_scale; /* global_scale is an input too */
     uint8_t given_scale;        /* scale, a multiplier, is an input: delayed scaling */
     int32_t four_over_six;      /* 0 off, else 1 + nib_error_mode */
-    int32_t levels;
+    int32_t tensor_scales;
 };
 
 enum conform_verdict {
@@ -36,7 +36,7 @@ enum conform_verdict {
 
 struct conform_result {
     enum conform_verdict verdict;
-    char sentence[1024]; /* CONFORM_BAD: why */
+    char message[1024]; /* CONFORM_BAD: why */
     /* CONFORM_DIFFERENT: the first difference */
     const char *tensor;
     int rank;
@@ -51,7 +51,7 @@ struct conform_file {
     uint8_t *claimed;
 };
 
-/* Make the result CONFORM_BAD with this sentence. Always false, so that callers can return it. */
+/* Make the result CONFORM_BAD with this message. Always false, so that callers can return it. */
 bool conform_bad(struct conform_result *result, const char *format, ...) CLI_FORMAT(2, 3);
 
 struct json_t; /* jansson's, for those who know it */

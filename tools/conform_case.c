@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * conform_case.c - from the JSON of a case to a quantiser.
+ * conform_case.c - from the JSON of a case to a quantizer.
  *
- * The table `keys` is the whole vocabulary. A key that is not in it, or not for the case's op, is refused rather than
+ * The table `keys` is the whole vocabulary. A key that is not in it, or not for the case's op, is rejected rather than
  * passed over: a case that is checked without one of its options proves nothing. Names of formats and dialects are the
  * library's, which also judges what goes together.
  */
@@ -33,9 +33,9 @@ static const struct choice four_over_six[] = {
     { "off", 0 }, { "mae", 1 + NIB_ERROR_MAE }, { "mse", 1 + NIB_ERROR_MSE }, { NULL, 0 }
 };
 static const struct choice scale_rules[] = { { "rtn", NIB_SCALE_RTN }, { "sweep", NIB_SCALE_SWEEP }, { NULL, 0 } };
-static const struct choice tensor_scales[] = { { "dialect", NIB_TENSOR_SCALE_DIALECT },
-                                               { "exact", NIB_TENSOR_SCALE_EXACT },
-                                               { "pow2", NIB_TENSOR_SCALE_POW2 },
+static const struct choice tensor_scales[] = { { "dialect", NIB_TENSOR_SCALE_RULE_DIALECT },
+                                               { "exact", NIB_TENSOR_SCALE_RULE_EXACT },
+                                               { "pow2", NIB_TENSOR_SCALE_RULE_POW2 },
                                                { NULL, 0 } };
 static const struct choice roundings[] = { { "nearest", NIB_ROUND_NEAREST },
                                            { "stochastic8", NIB_ROUND_STOCHASTIC_8 },
@@ -60,17 +60,17 @@ struct key {
     size_t at, bytes;             /* the field of struct conform_case, for the first four kinds */
     const struct choice *choices; /* take_choice */
     int64_t low, high;            /* take_integer */
-    const char *takes;            /* for the sentence; choices list themselves */
+    const char *supports;         /* for the message; choices list themselves */
 };
 
 #define WORD_RANGE "0 to 2^64-1, as a number or as a string of digits"
 #define FIELD(f) offsetof(struct conform_case, f), sizeof((struct conform_case *)0)->f
 #define BOOL(name, ops, f) name, ops, 0, take_bool, FIELD(f), NULL, 0, 0, "true or false"
 #define CHOICE(name, ops, required, f, list) name, ops, required, take_choice, FIELD(f), list, 0, 0, NULL
-#define INTEGER(name, ops, f, low, high, takes) name, ops, 0, take_integer, FIELD(f), NULL, low, high, takes
+#define INTEGER(name, ops, f, low, high, supports) name, ops, 0, take_integer, FIELD(f), NULL, low, high, supports
 #define WORD(name, ops, f) name, ops, 0, take_word, FIELD(f), NULL, 0, 0, WORD_RANGE
 #define FLOAT(name, ops, f) name, ops, 0, take_float, FIELD(f), NULL, 0, 0, "a number that a float holds exactly"
-#define OTHER(name, ops, required, take, takes) name, ops, required, take, 0, 0, NULL, 0, 0, takes
+#define OTHER(name, ops, required, take, supports) name, ops, required, take, 0, 0, NULL, 0, 0, supports
 
 static const struct key keys[] = {
     { CHOICE("op", ALL, ALL, op, ops) },
@@ -87,8 +87,8 @@ static const struct key keys[] = {
     { CHOICE("four_over_six", TENSORS, 0, four_over_six, four_over_six) },
     { BOOL("fast_error", TENSORS, quantizer.fast_error) },
     { INTEGER("e4m3_max", TENSORS, quantizer.e4m3_max, 0, INT32_MAX, "an integer such as 448") },
-    { INTEGER("levels", TENSORS, levels, 1, 2, "1 or 2") },
-    { CHOICE("tensor_scale", TENSORS, 0, quantizer.tensor_scale, tensor_scales) },
+    { INTEGER("levels", TENSORS, tensor_scales, 1, 2, "1 or 2") },
+    { CHOICE("tensor_scale", TENSORS, 0, quantizer.tensor_scale_rule, tensor_scales) },
     { CHOICE("scale_rule", TENSORS, 0, quantizer.scale_rule, scale_rules) },
     { FLOAT("min_block_scale", TENSORS, quantizer.min_block_scale) },
     { CHOICE("element", TENSORS, 0, quantizer.element, elements) },
@@ -238,16 +238,16 @@ static const struct key *find_key(const char *name)
     return NULL;
 }
 
-static bool refuse(const struct key *key, const json_t *json, struct conform_result *result)
+static bool reject(const struct key *key, const json_t *json, struct conform_result *result)
 {
-    char takes[160] = "";
+    char supports[160] = "";
     for (const struct choice *choice = key->choices; choice && choice->name; choice++) {
-        const size_t used = strlen(takes);
-        snprintf(takes + used, sizeof takes - used, "%s\"%s\"", used ? " or " : "", choice->name);
+        const size_t used = strlen(supports);
+        snprintf(supports + used, sizeof supports - used, "%s\"%s\"", used ? " or " : "", choice->name);
     }
     char *const text = json_dumps(json, JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15));
     conform_bad(result, "its \"%s\" is %.80s, not %s", key->name, text ? text : "something",
-                key->takes ? key->takes : takes);
+                key->supports ? key->supports : supports);
     free(text);
     return false;
 }
@@ -262,7 +262,7 @@ static bool combine(struct conform_case *out, struct conform_result *result)
         q->scale_rule = NIB_SCALE_4OVER6;
         q->error_mode = (nib_error_mode)(out->four_over_six - 1);
     }
-    q->single_level = out->levels == 1;
+    q->no_tensor_scale = out->tensor_scales == 1;
     return true;
 }
 
@@ -270,7 +270,7 @@ bool conform_parse(json_t *json, struct conform_case *out, struct conform_result
 {
     if (!json_is_object(json))
         return conform_bad(result, "it is not a JSON object");
-    *out = (struct conform_case){ .exact = 1, .levels = 2 };
+    *out = (struct conform_case){ .exact = 1, .tensor_scales = 2 };
     nib_quantizer_init(&out->quantizer);
     out->quantizer.columnwise = 0;
 
@@ -283,7 +283,7 @@ bool conform_parse(json_t *json, struct conform_case *out, struct conform_result
         if (value && !(key->ops & op))
             return conform_bad(result, "a case of op \"%s\" has no \"%s\"", ops[out->op].name, key->name);
         if (value && !key->take(key, value, out))
-            return refuse(key, value, result);
+            return reject(key, value, result);
     }
     const char *name;
     json_t *value;

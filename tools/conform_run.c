@@ -17,7 +17,7 @@ bool conform_bad(struct conform_result *result, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(result->sentence, sizeof result->sentence, format, arguments);
+    vsnprintf(result->message, sizeof result->message, format, arguments);
     va_end(arguments);
     result->verdict = CONFORM_BAD;
     return false;
@@ -196,66 +196,72 @@ static void compare(struct run *run, const char *tensor, const nib_array *expect
 
 /* ---- op "quantize" ------------------------------------------------------------------------------------ */
 
-enum { ANY_LEVEL = NIB_LEVEL_COUNT, NO_LEVEL }; /* NO_LEVEL: a multiplier, whose inverse the level is */
+enum {
+    ANY_TENSOR_SCALE = NIB_TENSOR_SCALE_COUNT,
+    NO_TENSOR_SCALE_KEPT
+}; /* NO_TENSOR_SCALE_KEPT: a multiplier, whose inverse the tensor scale is */
 
-/* What a quantised tensor is compared by. The per-tensor number goes by a name that says what it means. */
+/* What a quantized tensor is compared by. The per-tensor number goes by a name that says what it means. */
 static const struct expected_part {
     const char *tensor;
     nib_part part;
-    nib_copy copy;
-    int level;     /* only when the tensor has this one */
-    bool optional; /* without it, nothing is said about the part */
+    nib_usage usage;
+    int tensor_scale; /* only when the tensor has this one */
+    bool optional;    /* without it, nothing is said about the part */
 } expected_parts[] = {
-    { "row_data", NIB_ROW_DATA, NIB_ROWWISE, ANY_LEVEL, false },
-    { "row_scale", NIB_ROW_SCALE, NIB_ROWWISE, ANY_LEVEL, false },
-    { "row_amax", NIB_ROW_LEVEL, NIB_ROWWISE, NIB_LEVEL_AMAX, false },
-    { "tensor_scale", NIB_ROW_LEVEL, NIB_ROWWISE, NIB_LEVEL_DECODE, false },
-    { "global_scale", NIB_ROW_LEVEL, NIB_ROWWISE, NIB_LEVEL_ENCODE, false },
-    { "col_data", NIB_COL_DATA, NIB_COLUMNWISE, ANY_LEVEL, false },
-    { "col_scale", NIB_COL_SCALE, NIB_COLUMNWISE, ANY_LEVEL, false },
-    { "col_amax", NIB_COL_LEVEL, NIB_COLUMNWISE, NIB_LEVEL_AMAX, false },
-    { "col_tensor_scale", NIB_COL_LEVEL, NIB_COLUMNWISE, NIB_LEVEL_DECODE, true },
-    { "col_global_scale", NIB_COL_LEVEL, NIB_COLUMNWISE, NIB_LEVEL_ENCODE, true },
+    { "row_data", NIB_ROW_DATA, NIB_ROWWISE, ANY_TENSOR_SCALE, false },
+    { "row_scale", NIB_ROW_SCALE, NIB_ROWWISE, ANY_TENSOR_SCALE, false },
+    { "row_amax", NIB_ROW_TENSOR_SCALE, NIB_ROWWISE, NIB_TENSOR_SCALE_AMAX, false },
+    { "tensor_scale", NIB_ROW_TENSOR_SCALE, NIB_ROWWISE, NIB_TENSOR_SCALE_MULTIPLIER, false },
+    { "global_scale", NIB_ROW_TENSOR_SCALE, NIB_ROWWISE, NIB_TENSOR_SCALE_DIVISOR, false },
+    { "col_data", NIB_COL_DATA, NIB_COLUMNWISE, ANY_TENSOR_SCALE, false },
+    { "col_scale", NIB_COL_SCALE, NIB_COLUMNWISE, ANY_TENSOR_SCALE, false },
+    { "col_amax", NIB_COL_TENSOR_SCALE, NIB_COLUMNWISE, NIB_TENSOR_SCALE_AMAX, false },
+    { "col_tensor_scale", NIB_COL_TENSOR_SCALE, NIB_COLUMNWISE, NIB_TENSOR_SCALE_MULTIPLIER, true },
+    { "col_global_scale", NIB_COL_TENSOR_SCALE, NIB_COLUMNWISE, NIB_TENSOR_SCALE_DIVISOR, true },
 };
 
-/* Numbers of the file that a case may hand to the quantiser. */
+/* Numbers of the file that a case may hand to the quantizer. */
 static const struct given_part {
     size_t flag; /* in struct conform_case */
     const char *key, *tensor;
     nib_part part;
-    nib_copy copy;
-    int level; /* or ANY_LEVEL: an amax, from which the level follows */
+    nib_usage usage;
+    int tensor_scale; /* or ANY_TENSOR_SCALE: an amax, from which the tensor scale follows */
 } given_parts[] = {
-    { offsetof(struct conform_case, given_amax), "given_amax", "row_amax", NIB_ROW_LEVEL, NIB_ROWWISE, ANY_LEVEL },
-    { offsetof(struct conform_case, given_amax), "given_amax", "col_amax", NIB_COL_LEVEL, NIB_COLUMNWISE, ANY_LEVEL },
-    { offsetof(struct conform_case, given_tensor_scale), "given_tensor_scale", "tensor_scale", NIB_ROW_LEVEL,
-      NIB_ROWWISE, NIB_LEVEL_DECODE },
-    { offsetof(struct conform_case, given_global_scale), "given_global_scale", "global_scale", NIB_ROW_LEVEL,
-      NIB_ROWWISE, NIB_LEVEL_ENCODE },
-    { offsetof(struct conform_case, given_scale), "given_scale", "scale", NIB_ROW_LEVEL, NIB_ROWWISE, NO_LEVEL },
+    { offsetof(struct conform_case, given_amax), "given_amax", "row_amax", NIB_ROW_TENSOR_SCALE, NIB_ROWWISE,
+      ANY_TENSOR_SCALE },
+    { offsetof(struct conform_case, given_amax), "given_amax", "col_amax", NIB_COL_TENSOR_SCALE, NIB_COLUMNWISE,
+      ANY_TENSOR_SCALE },
+    { offsetof(struct conform_case, given_tensor_scale), "given_tensor_scale", "tensor_scale", NIB_ROW_TENSOR_SCALE,
+      NIB_ROWWISE, NIB_TENSOR_SCALE_MULTIPLIER },
+    { offsetof(struct conform_case, given_global_scale), "given_global_scale", "global_scale", NIB_ROW_TENSOR_SCALE,
+      NIB_ROWWISE, NIB_TENSOR_SCALE_DIVISOR },
+    { offsetof(struct conform_case, given_scale), "given_scale", "scale", NIB_ROW_TENSOR_SCALE, NIB_ROWWISE,
+      NO_TENSOR_SCALE_KEPT },
 };
 
-static bool wants_copy(const nib_quantizer *q, nib_copy copy)
+static bool wants_usage(const nib_quantizer *q, nib_usage usage)
 {
-    return copy == NIB_ROWWISE ? q->rowwise : q->columnwise;
+    return usage == NIB_ROWWISE ? q->rowwise : q->columnwise;
 }
 
-static bool is_given(const struct conform_case *what, const struct given_part *part)
+static bool is_overridden(const struct conform_case *what, const struct given_part *part)
 {
-    return ((const uint8_t *)what)[part->flag] && wants_copy(&what->quantizer, part->copy);
+    return ((const uint8_t *)what)[part->flag] && wants_usage(&what->quantizer, part->usage);
 }
 
-/* The shapes are checked before the library sees a pointer: it takes as many numbers as the quantiser implies. */
-static bool read_given(struct run *run, const nib_array *x, nib_given *given)
+/* The shapes are checked before the library sees a pointer: it takes as many numbers as the quantizer implies. */
+static bool read_overrides(struct run *run, const nib_array *x, nib_overrides *overrides)
 {
     const nib_quantizer *const q = &run->what->quantizer;
-    *given = (nib_given){ .bytes = sizeof *given };
+    *overrides = (nib_overrides){ .bytes = sizeof *overrides };
     for (size_t i = 0; i < sizeof given_parts / sizeof *given_parts; i++) {
         const struct given_part *const part = &given_parts[i];
         nib_array values;
         int rank;
         int64_t shape[NIB_MAX_RANK];
-        if (!is_given(run->what, part))
+        if (!is_overridden(run->what, part))
             continue;
         if (!read_tensor(run, part->tensor, &values))
             return false;
@@ -263,23 +269,25 @@ static bool read_given(struct run *run, const nib_array *x, nib_given *given)
             return library_failed(run);
         if (!check_type(run, part->tensor, &values, NIB_F32, rank, shape))
             return false;
-        *(part->level == NO_LEVEL    ? &given->scale
-          : part->level == ANY_LEVEL ? &given->amax[part->copy]
-                                     : &given->level[part->copy]) = values.data;
+        *(part->tensor_scale == NO_TENSOR_SCALE_KEPT ? &overrides->scale
+          : part->tensor_scale == ANY_TENSOR_SCALE   ? &overrides->amax[part->usage]
+                                                     : &overrides->tensor_scale[part->usage]) = values.data;
     }
     return true;
 }
 
-static const char *const level_names[NIB_LEVEL_COUNT] = { "an amax", "a decode scale", "an encode scale", "no number" };
+static const char *const tensor_scale_names[NIB_TENSOR_SCALE_COUNT] = { "an amax", "a decode scale", "an encode scale",
+                                                                        "no number" };
 
 /* A number given as one thing and taken as another would make the case meaningless. */
-static bool check_given(struct run *run, nib_level level)
+static bool check_overrides(struct run *run, nib_tensor_scale tensor_scale)
 {
     for (size_t i = 0; i < sizeof given_parts / sizeof *given_parts; i++) {
         const struct given_part *const part = &given_parts[i];
-        if (is_given(run->what, part) && part->level < ANY_LEVEL && part->level != (int)level)
+        if (is_overridden(run->what, part) && part->tensor_scale < ANY_TENSOR_SCALE &&
+            part->tensor_scale != (int)tensor_scale)
             return conform_bad(run->result, "its \"%s\" gives %s, but such a tensor has %s", part->key,
-                               level_names[part->level], level_names[level]);
+                               tensor_scale_names[part->tensor_scale], tensor_scale_names[tensor_scale]);
     }
     return true;
 }
@@ -306,21 +314,22 @@ static int codes_per_byte(const nib_metadata *meta, nib_part part)
 static same_fn *rule_of(const struct conform_case *what, const struct expected_part *part)
 {
     const nib_quantizer *const q = &what->quantizer;
-    const bool transformed = part->copy == NIB_ROWWISE ? q->rht_rowwise : q->rht;
-    return !what->exact && transformed && part->level != ANY_LEVEL ? nearly_same_f32 : same_bits;
+    const bool transformed = part->usage == NIB_ROWWISE ? q->rht_rowwise : q->rht;
+    return !what->exact && transformed && part->tensor_scale != ANY_TENSOR_SCALE ? nearly_same_f32 : same_bits;
 }
 
-static bool is_expected(struct run *run, const nib_tensor *t, const struct expected_part *part, nib_level level)
+static bool is_expected(struct run *run, const nib_tensor *t, const struct expected_part *part,
+                        nib_tensor_scale tensor_scale)
 {
     const struct conform_case *const what = run->what;
     const nib_quantizer *const q = &what->quantizer;
     size_t index;
-    if (!wants_copy(q, part->copy) || !nib_tensor_buffer(t, part->part)) /* the copy, or a part that the format has */
+    if (!wants_usage(q, part->usage) || !nib_tensor_buffer(t, part->part)) /* the copy, or a part that the format has */
         return false;
-    if (part->level != ANY_LEVEL && (q->single_level || part->level != (int)level))
+    if (part->tensor_scale != ANY_TENSOR_SCALE && (q->no_tensor_scale || part->tensor_scale != (int)tensor_scale))
         return false;
     /* Unbiased rounding keeps a larger amax than it was given, so the file's number is an input only. */
-    if (part->level == NIB_LEVEL_AMAX && what->given_amax && q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
+    if (part->tensor_scale == NIB_TENSOR_SCALE_AMAX && what->given_amax && q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
         return false;
     return !part->optional || find_tensor(run, part->tensor, &index);
 }
@@ -330,12 +339,12 @@ static bool compare_tensor(struct run *run, const nib_tensor *t)
     nib_metadata meta = { .bytes = sizeof meta };
     if (nib_tensor_get_metadata(t, &meta) != NIB_OK)
         return library_failed(run);
-    if (!check_given(run, meta.level))
+    if (!check_overrides(run, meta.tensor_scale))
         return false;
     for (size_t i = 0; i < sizeof expected_parts / sizeof *expected_parts; i++) {
         const struct expected_part *const part = &expected_parts[i];
         nib_array expected, got;
-        if (!is_expected(run, t, part, meta.level))
+        if (!is_expected(run, t, part, meta.tensor_scale))
             continue;
         if (!read_tensor(run, part->tensor, &expected) || !view_part(run, t, &meta, part->part, &got) ||
             !check_type(run, part->tensor, &expected, got.dtype, got.rank, got.shape))
@@ -348,11 +357,11 @@ static bool compare_tensor(struct run *run, const nib_tensor *t)
 static void run_quantize(struct run *run)
 {
     nib_array x;
-    nib_given given;
+    nib_overrides overrides;
     nib_tensor *t = NULL;
-    if (!read_tensor(run, "x", &x) || !read_given(run, &x, &given))
+    if (!read_tensor(run, "x", &x) || !read_overrides(run, &x, &overrides))
         return;
-    if (nib_quantize(&run->what->quantizer, &x, &given, &t) != NIB_OK)
+    if (nib_quantize(&run->what->quantizer, &x, &overrides, &t) != NIB_OK)
         library_failed(run);
     else
         compare_tensor(run, t);

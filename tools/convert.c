@@ -8,13 +8,13 @@
 static enum cli_exit convert(const struct cli_command *self, const char *format, const char *in_path, const char *out,
                              const struct run_flags *flags)
 {
-    nib_packing packing;
+    nib_checkpoint_format wanted;
     nib_plan *plan = NULL;
     if (!format) {
         cli_error("convert: --format says what to write: compressed-tensors, modelopt, torchao or gguf");
         return CLI_FAILED;
     }
-    if (nib_packing_from_name(format, &packing)) {
+    if (nib_checkpoint_format_from_name(format, &wanted)) {
         cli_error("convert: --format takes compressed-tensors, modelopt, torchao or gguf, not '%s'", format);
         return CLI_FAILED;
     }
@@ -22,7 +22,7 @@ static enum cli_exit convert(const struct cli_command *self, const char *format,
     if (!in)
         return CLI_FAILED;
     const enum cli_exit result =
-        nib_plan_convert(in, packing, &plan) ? run_failed(self) : run_plan(self, plan, out, flags, "converted");
+        nib_plan_convert(in, wanted, &plan) ? run_failed(self) : run_plan(self, plan, out, flags, "converted");
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
     return result;

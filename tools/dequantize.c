@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * dequantize.c - nib dequantize: a quantised checkpoint as plain numbers.
+ * dequantize.c - nib dequantize: a quantized checkpoint as plain numbers.
  */
 #include <string.h>
 
@@ -56,8 +56,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 }
 
 const struct cli_command cli_dequantize = {
-    "dequantize", "IN OUT", "turn a quantised checkpoint into plain numbers",
-    "Write the checkpoint IN with every quantised weight (NVFP4 in any format, MXFP4, FP8 blocks) as plain numbers.\n\n"
+    "dequantize", "IN OUT", "turn a quantized checkpoint into plain numbers",
+    "Write the checkpoint IN with every quantized weight (NVFP4 in any format, MXFP4, FP8 blocks) as plain numbers.\n\n"
     "Examples:\n"
     "  nib dequantize Qwen3-8B-NVFP4 Qwen3-8B-restored\n"
     "  nib dequantize --dtype f32 model-NVFP4.safetensors restored.safetensors\n",

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * inspect.c - nib inspect: what is in a checkpoint, of whatever packing.
+ * inspect.c - nib inspect: what is in a checkpoint, of whatever checkpoint format.
  *
  * Weights are listed with their sizes and, where they are NVFP4, with what their scales and codes look like, which takes
  * a pass over the data. A weight that cannot be read is told of and does not keep the others from being listed.
@@ -21,8 +21,8 @@ struct inspection {
     const nib_checkpoint *checkpoint;
     nib_checkpoint_facts facts;
     json_t *weights, *list; /* with --json */
-    uint64_t bytes[NIB_PACKING_COUNT], elements[NIB_PACKING_COUNT], stored;
-    size_t counts[NIB_PACKING_COUNT], unreadable;
+    uint64_t bytes[NIB_CHECKPOINT_FORMAT_COUNT], elements[NIB_CHECKPOINT_FORMAT_COUNT], stored;
+    size_t counts[NIB_CHECKPOINT_FORMAT_COUNT], unreadable;
     bool incomplete;
     struct progress progress;
     nib_job job;
@@ -67,25 +67,26 @@ static struct summary summarise(const nib_weight_stats *stats)
 
 static bool is_coded(const nib_weight *w)
 {
-    return w->packing != NIB_PACKING_PLAIN && w->packing != NIB_PACKING_MXFP4 && w->packing != NIB_PACKING_FP8_BLOCK;
+    return w->format != NIB_CHECKPOINT_FORMAT_PLAIN && w->format != NIB_CHECKPOINT_FORMAT_MXFP4 &&
+           w->format != NIB_CHECKPOINT_FORMAT_FP8_BLOCK;
 }
 
 static double bits_of(uint64_t bytes, uint64_t elements) { return elements ? 8 * (double)bytes / (double)elements : 0; }
 
 static void print_weight(struct inspection *in, const nib_weight *w, const struct summary *s)
 {
-    char size[16], shape[48], level[24] = "", scales[48] = "", shares[48] = "";
+    char size[16], shape[48], tensor_scale[24] = "", scales[48] = "", shares[48] = "";
     snprintf(shape, sizeof shape, "%" PRId64 "x%" PRId64, w->rows, w->cols);
     if (is_coded(w))
-        snprintf(level, sizeof level, "%.6g", (double)w->level);
+        snprintf(tensor_scale, sizeof tensor_scale, "%.6g", (double)w->tensor_scale);
     if (s->known) {
         snprintf(scales, sizeof scales, "%.4g..%g", (double)s->least, (double)s->most);
         snprintf(shares, sizeof shares, "%5.1f%% %6.2f%%", 100 * s->zeros, 100 * s->small);
     }
     progress_end(&in->progress);
     cli_print("%-18s %9s %6.2f %-18s %12s %-14s %14s  %s", shape, text_bytes(w->stored_bytes, size, sizeof size),
-              bits_of(w->stored_bytes, (uint64_t)(w->rows * w->cols)), nib_packing_name(w->packing), level, scales,
-              shares, w->name);
+              bits_of(w->stored_bytes, (uint64_t)(w->rows * w->cols)), nib_checkpoint_format_name(w->format),
+              tensor_scale, scales, shares, w->name);
 }
 
 static void add(struct inspection *in, json_t *list, json_t *object)
@@ -97,15 +98,15 @@ static void add(struct inspection *in, json_t *list, json_t *object)
 static void add_weight(struct inspection *in, const nib_weight *w, const struct summary *s,
                        const nib_weight_stats *stats)
 {
-    static const char *const kinds[NIB_LEVEL_COUNT] = { "amax", "multiplier", "divisor", "none" };
+    static const char *const kinds[NIB_TENSOR_SCALE_COUNT] = { "amax", "multiplier", "divisor", "none" };
     json_t *object = json_pack("{s:o, s:s, s:[II], s:I, s:f, s:o, s:o}", "name", text_json(w->name), "packing",
-                               nib_packing_name(w->packing), "shape", (json_int_t)w->rows, (json_int_t)w->cols, "bytes",
-                               (json_int_t)w->stored_bytes, "bits_per_weight",
+                               nib_checkpoint_format_name(w->format), "shape", (json_int_t)w->rows, (json_int_t)w->cols,
+                               "bytes", (json_int_t)w->stored_bytes, "bits_per_weight",
                                bits_of(w->stored_bytes, (uint64_t)(w->rows * w->cols)), "tensor", text_json(w->tensor),
                                "file", text_json(w->file));
     if (object && is_coded(w)) {
-        json_object_set_new(object, "level_kind", json_string(kinds[w->level_kind]));
-        json_object_set_new(object, "level", text_number((double)w->level));
+        json_object_set_new(object, "level_kind", json_string(kinds[w->tensor_scale_kind]));
+        json_object_set_new(object, "level", text_number((double)w->tensor_scale));
         if (w->has_input_scale)
             json_object_set_new(object, "input_scale", text_number((double)w->input_scale));
     }
@@ -142,9 +143,9 @@ static nib_status inspect_weight(struct inspection *in, size_t i)
     if (status)
         return status;
     const struct summary s = summarise(&stats);
-    in->counts[w.packing]++;
-    in->bytes[w.packing] += w.stored_bytes;
-    in->elements[w.packing] += (uint64_t)(w.rows * w.cols);
+    in->counts[w.format]++;
+    in->bytes[w.format] += w.stored_bytes;
+    in->elements[w.format] += (uint64_t)(w.rows * w.cols);
     if (in->json)
         add_weight(in, &w, &s, &stats);
     else if (!in->tensors && !in->quiet)
@@ -196,15 +197,16 @@ static void print_totals(const struct inspection *in)
 {
     char size[16];
     uint64_t stored = 0;
-    cli_print("%s: %s%s%s, %zu file%s, %zu tensors, %s", in->facts.path, nib_packing_name(in->facts.packing),
+    cli_print("%s: %s%s%s, %zu file%s, %zu tensors, %s", in->facts.path, nib_checkpoint_format_name(in->facts.format),
               *in->facts.model_type ? ", " : "", in->facts.model_type, in->facts.files, in->facts.files == 1 ? "" : "s",
               in->facts.tensors, text_bytes(in->facts.tensor_bytes, size, sizeof size));
-    for (int p = 0; p < NIB_PACKING_COUNT; p++)
+    for (int p = 0; p < NIB_CHECKPOINT_FORMAT_COUNT; p++)
         if (in->counts[p]) {
             stored += in->bytes[p];
             cli_print("  %-18s %zu weights of %.4g million values, %s, %.2f bits a value",
-                      nib_packing_name((nib_packing)p), in->counts[p], (double)in->elements[p] * 1e-6,
-                      text_bytes(in->bytes[p], size, sizeof size), bits_of(in->bytes[p], in->elements[p]));
+                      nib_checkpoint_format_name((nib_checkpoint_format)p), in->counts[p],
+                      (double)in->elements[p] * 1e-6, text_bytes(in->bytes[p], size, sizeof size),
+                      bits_of(in->bytes[p], in->elements[p]));
         }
     cli_print("  %-18s %s", "everything else", text_bytes(in->facts.tensor_bytes - stored, size, sizeof size));
     if (in->facts.provenance)
@@ -215,7 +217,7 @@ static bool print_json(const struct inspection *in)
 {
     json_t *report =
         json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:O, s:O}", "path", text_json(in->facts.path), "packing",
-                  nib_packing_name(in->facts.packing), "model_type", text_json(in->facts.model_type), "files",
+                  nib_checkpoint_format_name(in->facts.format), "model_type", text_json(in->facts.model_type), "files",
                   (json_int_t)in->facts.files, "tensor_bytes", (json_int_t)in->facts.tensor_bytes, "weight_elements",
                   (json_int_t)in->facts.weight_elements, "weights", in->weights, "tensors", in->list);
     if (report && in->facts.provenance) {
@@ -278,7 +280,7 @@ static enum cli_exit run_inspect(const struct cli_command *self, int argc, char 
     if (parsed != CLI_GO)
         return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
     if (argc - first != 1) {
-        cli_error("inspect: takes one folder or file, not %d", argc - first);
+        cli_error("inspect: takes one directory or file, not %d", argc - first);
         return CLI_FAILED;
     }
     in.quick |= in.tensors && !in.json;
@@ -287,7 +289,7 @@ static enum cli_exit run_inspect(const struct cli_command *self, int argc, char 
 
 const struct cli_command cli_inspect = {
     "inspect", "PATH", "list what is in a checkpoint: weights, sizes, scales",
-    "List the weights of a safetensors folder, a safetensors file or a GGUF file: shape,\n"
+    "List the weights of a safetensors directory, a safetensors file or a GGUF file: shape,\n"
     "size, bits a value, how it is packed; of NVFP4 weights the number per tensor, the\n"
     "least and the largest block scale, how many codes are zero and how many blocks have\n"
     "a scale below 2^-6. Totals come last.\n"

@@ -112,7 +112,7 @@ static enum cli_exit run_version(const struct cli_command *self, int argc, char 
 }
 
 /* With stdout closed, the next file to be opened would become descriptor 1 and be printed into. Instead 0, 1 and 2 are
- * taken by something that refuses to be written. */
+ * taken by something that rejects to be written. */
 static void hold_standard_descriptors(void)
 {
     int fd;

@@ -15,35 +15,35 @@
 /* What loads where, as of the loaders of August 2026. The first pair of a server is what --for chooses. */
 static const struct pair {
     const char *server;
-    nib_packing packing;
+    nib_checkpoint_format format;
     nib_scheme scheme;
-    const char *refusal; /* NULL: it loads */
+    const char *rejection; /* NULL: it loads */
 } pairs[] = {
-    { "vllm", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
-    { "vllm", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "vllm", NIB_PACKING_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
-    { "vllm", NIB_PACKING_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "sglang", NIB_PACKING_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
-    { "sglang", NIB_PACKING_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "sglang", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "sglang", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16,
+    { "vllm", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
+    { "vllm", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { "vllm", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
+    { "vllm", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
+    { "sglang", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
+    { "sglang", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
+    { "sglang", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { "sglang", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16,
       "it loads weight-only NVFP4 as modelopt, not as compressed-tensors" },
-    { "trtllm", NIB_PACKING_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "trtllm", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "trtllm", NIB_PACKING_MODELOPT, NIB_SCHEME_NVFP4A16,
+    { "trtllm", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
+    { "trtllm", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { "trtllm", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16,
       "it runs weight-only NVFP4 on few GPUs (sm120, sm121): take the scheme nvfp4, or leave --for out" },
-    { "trtllm", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16,
+    { "trtllm", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16,
       "it runs weight-only NVFP4 on few GPUs (sm120, sm121): take the scheme nvfp4, or leave --for out" },
-    { "transformers", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
-    { "transformers", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "llama.cpp", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
-    { "llama.cpp", NIB_PACKING_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "llama.cpp", NIB_PACKING_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
-    { "llama.cpp", NIB_PACKING_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "llama.cpp", NIB_PACKING_GGUF, NIB_SCHEME_NVFP4A16,
+    { "transformers", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
+    { "transformers", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { "llama.cpp", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
+    { "llama.cpp", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { "llama.cpp", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
+    { "llama.cpp", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
+    { "llama.cpp", NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4A16,
       "a GGUF file from here has neither its names nor a tokenizer: write compressed-tensors and let "
       "convert_hf_to_gguf.py make the GGUF" },
-    { "llama.cpp", NIB_PACKING_GGUF, NIB_SCHEME_NVFP4,
+    { "llama.cpp", NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4,
       "a GGUF file from here has neither its names nor a tokenizer: write compressed-tensors and let "
       "convert_hf_to_gguf.py make the GGUF" },
 };
@@ -52,7 +52,7 @@ enum { PAIRS = sizeof pairs / sizeof *pairs };
 static const char *const schemes[NIB_SCHEME_COUNT] = { "nvfp4a16", "nvfp4" };
 
 struct arguments {
-    const char *format, *scheme, *server, *dialect, *scale, *tensor_scale, *min_block_scale, *activations, *preset;
+    const char *format, *scheme, *server, *dialect, *scale, *tensor_scale_rule, *min_block_scale, *activations, *preset;
     struct cli_list ignore, only;
     uint64_t shard_bytes;
     bool keep_split;
@@ -61,13 +61,13 @@ struct arguments {
 
 static bool fits(const struct pair *pair, const struct arguments *a, const nib_quantize_options *o)
 {
-    return (!a->format || pair->packing == o->packing) && (!a->scheme || pair->scheme == o->scheme);
+    return (!a->format || pair->format == o->format) && (!a->scheme || pair->scheme == o->scheme);
 }
 
 static bool choose_pair(const struct cli_command *self, const struct arguments *a, nib_quantize_options *o)
 {
     bool known = false;
-    const char *refusal = NULL;
+    const char *rejection = NULL;
     if (!a->server)
         return true;
     for (int i = 0; i < PAIRS; i++) {
@@ -77,19 +77,19 @@ static bool choose_pair(const struct cli_command *self, const struct arguments *
         known = true;
         if (!fits(pair, a, o))
             continue;
-        if (!pair->refusal) {
-            o->packing = pair->packing;
+        if (!pair->rejection) {
+            o->format = pair->format;
             o->scheme = pair->scheme;
             return true;
         }
-        refusal = pair->refusal;
+        rejection = pair->rejection;
     }
     if (!known)
         cli_error("%s: --for takes vllm, sglang, trtllm, transformers or llama.cpp, not '%s'", self->name, a->server);
-    else if (refusal)
-        cli_error("%s: %s cannot load that: %s", self->name, a->server, refusal);
+    else if (rejection)
+        cli_error("%s: %s cannot load that: %s", self->name, a->server, rejection);
     else
-        cli_error("%s: %s does not load %s %s", self->name, a->server, nib_packing_name(o->packing),
+        cli_error("%s: %s does not load %s %s", self->name, a->server, nib_checkpoint_format_name(o->format),
                   schemes[o->scheme]);
     return false;
 }
@@ -102,7 +102,7 @@ static bool names_experts(const struct cli_list *patterns)
     return false;
 }
 
-/* What a server cannot do with a weight although the format has it: such weights stay, or the whole is refused. */
+/* What a server cannot do with a weight although the format has it: such weights stay, or the whole is rejected. */
 static bool fit_server(const struct cli_command *self, const struct arguments *a, const nib_checkpoint *in,
                        struct cli_list *ignore)
 {
@@ -179,7 +179,7 @@ static bool set_options(const struct cli_command *self, const struct arguments *
     static const char *const presets[] = { "default", "mlp-only", "experts-only" };
     nib_dialect dialect;
     int rule = NIB_UNSET, scale = NIB_UNSET, scheme = (int)o->scheme, preset = 0;
-    if (a->format && nib_packing_from_name(a->format, &o->packing)) {
+    if (a->format && nib_checkpoint_format_from_name(a->format, &o->format)) {
         cli_error("%s: --format takes compressed-tensors, modelopt or gguf, not '%s'", self->name, a->format);
         return false;
     }
@@ -192,7 +192,7 @@ static bool set_options(const struct cli_command *self, const struct arguments *
     }
     if (!find_word(self, "scheme", a->scheme, schemes, 2, &scheme) ||
         !find_word(self, "scale", a->scale, rules, 3, &rule) ||
-        !find_word(self, "tensor-scale", a->tensor_scale, tensor_scales, 2, &scale) ||
+        !find_word(self, "tensor-scale", a->tensor_scale_rule, tensor_scales, 2, &scale) ||
         !find_word(self, "preset", a->preset, presets, 3, &preset))
         return false;
     if (a->min_block_scale && !read_scale(a->min_block_scale, &o->min_block_scale)) {
@@ -202,7 +202,9 @@ static bool set_options(const struct cli_command *self, const struct arguments *
     }
     o->scheme = (nib_scheme)scheme;
     o->scale_rule = rule;
-    o->tensor_scale = scale == NIB_UNSET ? NIB_UNSET : scale ? NIB_TENSOR_SCALE_POW2 : NIB_TENSOR_SCALE_EXACT;
+    o->tensor_scale_rule = scale == NIB_UNSET ? NIB_UNSET
+                           : scale            ? NIB_TENSOR_SCALE_RULE_POW2
+                                              : NIB_TENSOR_SCALE_RULE_EXACT;
     o->preset = (nib_preset)preset;
     o->shard_bytes = a->shard_bytes;
     o->keep_split = a->keep_split;
@@ -271,14 +273,14 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "for", CLI_TEXT, &a.server, "SERVER", "choose both for vllm, sglang, trtllm, transformers or llama.cpp", 0,
           0 },
         { 0, "scale", CLI_TEXT, &a.scale, "RULE", "block scales: rtn, 4over6 or sweep (default)", 0, 0 },
-        { 0, "tensor-scale", CLI_TEXT, &a.tensor_scale, "RULE", "exact or pow2 (default)", 0, 0 },
+        { 0, "tensor-scale", CLI_TEXT, &a.tensor_scale_rule, "RULE", "exact or pow2 (default)", 0, 0 },
         { 0, "min-block-scale", CLI_TEXT, &a.min_block_scale, "X", "smallest block scale (default 2^-6)", 0, 0 },
         { 0, "dialect", CLI_TEXT, &a.dialect, "D", "the bytes of modelopt, compressed-tensors, torchao, gist or te", 0,
           0 },
         { 0, "activations", CLI_TEXT, &a.activations, "A",
           "nvfp4: scales one (default), norm, or a JSON file {module: amax}", 0, 0 },
         { 0, "ignore", CLI_LIST, &a.ignore, "PATTERN", "leave modules as they are: name, glob or re:...", 0, 0 },
-        { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantise no others", 0, 0 },
+        { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantize no others", 0, 0 },
         { 0, "preset", CLI_TEXT, &a.preset, "P", "mlp-only or experts-only", 0, 0 },
         { 0, "shard-size", CLI_BYTES, &a.shard_bytes, "SIZE", "of an output file (default 5G)", 0, 0 },
         { 0, "keep-split", CLI_FLAG, &a.keep_split, NULL, "one output file per input file, under its name", 0, 0 },
@@ -302,9 +304,10 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 
 const struct cli_command cli_quantize = {
     "quantize", "IN OUT", "turn a checkpoint into NVFP4",
-    "Quantise the checkpoint IN (a folder, a safetensors or a GGUF file; BF16, F16, F32, FP8 blocks or MXFP4) to "
+    "Quantize the checkpoint IN (a directory, a safetensors or a GGUF file; BF16, F16, F32, FP8 blocks or MXFP4) to "
     "NVFP4\n"
-    "and write OUT: a folder that servers load, or a GGUF file. Embeddings, norms, routers, the output head and what\n"
+    "and write OUT: a directory that servers load, or a GGUF file. Embeddings, norms, routers, the output head and "
+    "what\n"
     "--ignore names stay as they are. Nothing appears in OUT before all of it is complete.\n\n"
     "Examples:\n"
     "  nib quantize Qwen3-8B Qwen3-8B-NVFP4\n"

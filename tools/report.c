@@ -36,8 +36,8 @@ static int collect(void *context, const nib_compared *compared)
         .name = compared->name,
         .rows = compared->rows,
         .cols = compared->cols,
-        .packing_a = compared->packing_a,
-        .packing_b = compared->packing_b,
+        .format_a = compared->format_a,
+        .format_b = compared->format_b,
         .sqnr = nib_stats_sqnr(s),
         .relative = s->error_squares > 0 ? sqrt(s->error_squares / s->sum_squares) : 0,
         .max_error = s->max_error,
@@ -65,16 +65,16 @@ static int collect(void *context, const nib_compared *compared)
     return 0;
 }
 
-nib_status report_collect(struct report *report, const nib_checkpoint *original, const nib_checkpoint *quantised,
+nib_status report_collect(struct report *report, const nib_checkpoint *original, const nib_checkpoint *quantized,
                           const nib_job *job)
 {
-    *report = (struct report){ .a = original, .b = quantised };
+    *report = (struct report){ .a = original, .b = quantized };
     report->facts_a.bytes = report->facts_b.bytes = sizeof report->facts_a;
     nib_status status = nib_checkpoint_get_facts(original, &report->facts_a);
     if (!status)
-        status = nib_checkpoint_get_facts(quantised, &report->facts_b);
+        status = nib_checkpoint_get_facts(quantized, &report->facts_b);
     if (!status)
-        status = nib_checkpoint_compare(original, quantised, job, collect, report, &report->only_a, &report->only_b);
+        status = nib_checkpoint_compare(original, quantized, job, collect, report, &report->only_a, &report->only_b);
     return status;
 }
 
@@ -166,8 +166,8 @@ json_t *report_differences(const char *a, const char *b)
 static json_t *side_of(const nib_checkpoint_facts *facts)
 {
     json_t *side = json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I}", "path", text_json(facts->path), "packing",
-                             nib_packing_name(facts->packing), "model_type", text_json(facts->model_type), "files",
-                             (json_int_t)facts->files, "weights", (json_int_t)facts->weights, "tensor_bytes",
+                             nib_checkpoint_format_name(facts->format), "model_type", text_json(facts->model_type),
+                             "files", (json_int_t)facts->files, "weights", (json_int_t)facts->weights, "tensor_bytes",
                              (json_int_t)facts->tensor_bytes, "weight_elements", (json_int_t)facts->weight_elements);
     json_t *provenance = facts->provenance ? json_loads(facts->provenance, 0, NULL) : NULL;
     if (side && provenance)
@@ -187,8 +187,8 @@ json_t *report_row_json(const struct report_row *row)
 {
     return json_pack("{s:o, s:[II], s:s, s:s, s:o, s:o, s:o, s:o, s:I, s:I, s:I, s:I, s:I}", "name",
                      text_json(row->name), "shape", (json_int_t)row->rows, (json_int_t)row->cols, "packing_a",
-                     nib_packing_name(row->packing_a), "packing_b", nib_packing_name(row->packing_b), "sqnr_db",
-                     text_number(row->sqnr), "relative_l2", text_number(row->relative), "max_error",
+                     nib_checkpoint_format_name(row->format_a), "packing_b", nib_checkpoint_format_name(row->format_b),
+                     "sqnr_db", text_number(row->sqnr), "relative_l2", text_number(row->relative), "max_error",
                      text_number(row->max_error), "amax", text_number(row->amax), "zeroed", (json_int_t)row->zeroed,
                      "clipped", (json_int_t)row->clipped, "underflowed_blocks", (json_int_t)row->underflowed,
                      "elements", (json_int_t)row->elements, "blocks", (json_int_t)row->blocks);
@@ -276,11 +276,11 @@ bool report_write(const struct report *report, const nib_plan *plan, const char 
     return good;
 }
 
-bool report_make(const char *path, const nib_checkpoint *original, const nib_checkpoint *quantised,
+bool report_make(const char *path, const nib_checkpoint *original, const nib_checkpoint *quantized,
                  const nib_plan *plan, const nib_job *job)
 {
     struct report report;
-    const nib_status status = report_collect(&report, original, quantised, job);
+    const nib_status status = report_collect(&report, original, quantized, job);
     if (status)
         cli_error("report: %s", report.no_memory ? "no memory" : nib_last_error());
     const bool good = !status && report_write(&report, plan, path);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * report.h - what quantisation did to a model, as a page to look at or as JSON to compute with.
+ * report.h - what quantization did to a model, as a page to look at or as JSON to compute with.
  */
 #ifndef NIB_REPORT_H
 #define NIB_REPORT_H
@@ -14,7 +14,7 @@
 struct report_row {
     const char *name;
     int64_t rows, cols;
-    nib_packing packing_a, packing_b;
+    nib_checkpoint_format format_a, format_b;
     double sqnr, relative; /* decibels, and the error's share by L2 norm */
     double max_error, amax;
     int64_t zeroed, clipped, underflowed, elements, blocks;
@@ -34,7 +34,7 @@ struct report {
 };
 
 /* Compare every weight. CANCELLED and errors as nib_checkpoint_compare has them. */
-nib_status report_collect(struct report *report, const nib_checkpoint *original, const nib_checkpoint *quantised,
+nib_status report_collect(struct report *report, const nib_checkpoint *original, const nib_checkpoint *quantized,
                           const nib_job *job);
 void report_free(struct report *report);
 /* The rows that changed, worst first; freed with free. NULL without memory. */
@@ -44,12 +44,12 @@ const struct report_row **report_worst(const struct report *report);
 json_t *report_row_json(const struct report_row *row);
 
 /* FILE.html or FILE.json; whatever it is, it appears under its name when it is complete. `plan` may be NULL. False, with
- * a sentence on standard error. */
+ * a message on standard error. */
 bool report_write(const struct report *report, const nib_plan *plan, const char *path);
-/* Both at once, for a command that has just written `quantised`. */
-bool report_make(const char *path, const nib_checkpoint *original, const nib_checkpoint *quantised,
+/* Both at once, for a command that has just written `quantized`. */
+bool report_make(const char *path, const nib_checkpoint *original, const nib_checkpoint *quantized,
                  const nib_plan *plan, const nib_job *job);
-/* Whether a path is one that report_write takes; if not, a sentence is on standard error. */
+/* Whether a path is one that report_write takes; if not, a message is on standard error. */
 bool report_can_write(const char *path);
 
 /* What two provenances say differently: [{"option": "options.scale_rule", "a": "rtn", "b": "sweep"}, ...]; a value that

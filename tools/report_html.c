@@ -3,7 +3,7 @@
  * report_html.c - a report as one page: tables and inline SVG, no script, nothing from the network, fit for paper.
  *
  * Marks that stand for data have the class "mark", and each says in its title what it stands for. Series differ by shape
- * as well as by colour.
+ * as well as by color.
  */
 #include "report_html.h"
 
@@ -313,7 +313,7 @@ static void draw_layers(FILE *f, const struct point *points, size_t n, const str
              n_series, c.low_y, c.high_y);
     c.low_y -= margin;
     c.high_y += margin;
-    begin_chart(&c, "layers", "Signal to noise of every quantised weight, by layer", description);
+    begin_chart(&c, "layers", "Signal to noise of every quantized weight, by layer", description);
     y_ticks(&c, "%g", 1);
     const int step = (int)fmax(1, nice_step(fmax(1, last - first), 16));
     for (int layer = first; layer <= last; layer += step)
@@ -600,7 +600,7 @@ static void put_summary(FILE *f, const struct report *r, const struct report_row
     fputs("<h1>", f);
     put(f, last_part(r->facts_b.path));
     fputs("</h1>\n<p class=\"sub\">", f);
-    put(f, nib_packing_name(r->facts_b.packing));
+    put(f, nib_checkpoint_format_name(r->facts_b.format));
     fputs(", compared with <code>", f);
     put(f, last_part(r->facts_a.path));
     fputs("</code>", f);
@@ -610,14 +610,14 @@ static void put_summary(FILE *f, const struct report *r, const struct report_row
     }
     fputs("</p>\n<ul class=\"tiles\">\n", f);
     if (n) {
-        tile(f, "signal to noise of all quantised weights", "%s dB",
+        tile(f, "signal to noise of all quantized weights", "%s dB",
              text_db(10 * log10(r->sum_squares / r->error_squares), db, sizeof db));
         tile(f, "median of the weights", "%s dB", text_db(worst[n / 2]->sqnr, db, sizeof db));
         tile(f, "worst weight", "%s dB", text_db(worst[0]->sqnr, db, sizeof db));
     }
     tile(f, "tensors before and after", "%s &rarr; %s", text_bytes(r->facts_a.tensor_bytes, before, sizeof before),
          text_bytes(r->facts_b.tensor_bytes, after, sizeof after));
-    tile(f, "weights quantised, of those in both", "%zu / %zu", r->changed, r->n);
+    tile(f, "weights quantized, of those in both", "%zu / %zu", r->changed, r->n);
     fputs("</ul>\n<table>\n<tbody>\n<tr><td class=\"l\">Values that became zero</td><td>", f);
     put_share(f, r->zeroed, r->elements);
     fputs("</td></tr>\n<tr><td class=\"l\">Values beyond what their block can hold</td><td>", f);
@@ -638,7 +638,7 @@ bool report_write_html(FILE *f, const struct report *r, const nib_plan *plan)
           "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>",
           f);
     put(f, last_part(r->facts_b.path));
-    fprintf(f, ": quantisation report</title>\n<style>%s</style>\n</head>\n<body>\n", style);
+    fprintf(f, ": quantization report</title>\n<style>%s</style>\n</head>\n<body>\n", style);
     put_summary(f, r, worst);
     bool good = put_layers(f, r);
     put_scales(f, r);

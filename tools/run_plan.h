@@ -34,12 +34,12 @@ struct run_flags {
 extern const nib_comm *run_comm;
 extern bool run_entered; /* the ranks have met: a rank that fails before that must tell the others */
 
-/* Carry a plan out, or show it; `done` is the verb of the summary ("quantised"). The plan stays the caller's. */
+/* Carry a plan out, or show it; `done` is the verb of the summary ("quantized"). The plan stays the caller's. */
 enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, const char *out,
                        const struct run_flags *flags, const char *done);
-/* A sentence of the library as an error of the tool. */
+/* A message of the library as an error of the tool. */
 enum cli_exit run_failed(const struct cli_command *self);
-/* Open the input; a sentence is on stderr where that fails. */
+/* Open the input; a message is on stderr where that fails. */
 nib_checkpoint *run_open(const struct cli_command *self, const char *path);
 
 #endif

@@ -2,8 +2,8 @@
 /*
  * check.c - what is wrong with an NVFP4 checkpoint: findings about tensors, numbers, fused groups and files.
  *
- * Tensors are looked at by their names, since a broken module makes no weight; numbers by weights, whatever packing
- * they are in. A fault that explains another keeps the other quiet: a level that is infinite is not also unequal.
+ * Tensors are looked at by their names, since a broken module makes no weight; numbers by weights, whatever checkpoint format
+ * they are in. A fault that explains another keeps the other quiet: a tensor scale that is infinite is not also unequal.
  */
 #include "check/check.h"
 
@@ -27,19 +27,22 @@ const char *nib_check_tensor(const nib_checkpoint *c, const struct nib_ck_weight
 /* ---- Modules: NVFP4 tensors gathered by their names ---- */
 
 static const struct nib_check_layout layouts[] = {
-    { NIB_PACKING_COMPRESSED_TENSORS,
-      NIB_LEVEL_ENCODE,
+    { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
+      NIB_TENSOR_SCALE_DIVISOR,
       false,
       { ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale" } },
-    { NIB_PACKING_MODELOPT,
-      NIB_LEVEL_DECODE,
+    { NIB_CHECKPOINT_FORMAT_MODELOPT,
+      NIB_TENSOR_SCALE_MULTIPLIER,
       false,
       { ".weight", ".weight_scale", ".weight_scale_2", ".input_scale" } },
-    { NIB_PACKING_TORCHAO,
-      NIB_LEVEL_DECODE,
+    { NIB_CHECKPOINT_FORMAT_TORCHAO,
+      NIB_TENSOR_SCALE_MULTIPLIER,
       false,
       { "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale", "._weight_act_per_tensor_scale" } },
-    { NIB_PACKING_MODELOPT, NIB_LEVEL_DECODE, true, { "", "_weight_scale", "_weight_scale_2", "_input_scale" } },
+    { NIB_CHECKPOINT_FORMAT_MODELOPT,
+      NIB_TENSOR_SCALE_MULTIPLIER,
+      true,
+      { "", "_weight_scale", "_weight_scale_2", "_input_scale" } },
 };
 enum { CT, MO, AO, STACK, LAYOUTS };
 
@@ -154,7 +157,7 @@ static int layout_of(const nib_checkpoint *c, const char *module, const uint32_t
     if (have[SCALE_2] != NIB_NONE)
         return MO;
     if (is_e4m3(c, have[SCALE]))
-        return c->packing == NIB_PACKING_COMPRESSED_TENSORS ? CT : MO;
+        return c->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS ? CT : MO;
     return LAYOUTS;
 }
 
@@ -165,9 +168,9 @@ static nib_status check_names(struct nib_checking *k, const struct nib_check_mod
         int layout, suffix, instead;
         enum nib_ck_role role;
     } foreign[] = {
-        { CT, SCALE_2, GLOBAL, NIB_ROLE_LEVEL },
+        { CT, SCALE_2, GLOBAL, NIB_ROLE_TENSOR_SCALE },
         { CT, INPUT, INPUT_GLOBAL, NIB_ROLE_INPUT },
-        { MO, GLOBAL, SCALE_2, NIB_ROLE_LEVEL },
+        { MO, GLOBAL, SCALE_2, NIB_ROLE_TENSOR_SCALE },
         { MO, INPUT_GLOBAL, INPUT, NIB_ROLE_INPUT },
     };
     const nib_checkpoint *c = k->c;
@@ -175,20 +178,20 @@ static nib_status check_names(struct nib_checking *k, const struct nib_check_mod
         if (m->layout == &layouts[foreign[i].layout] && have[foreign[i].suffix] != NIB_NONE &&
             have[foreign[i].instead] == NIB_NONE)
             TRY(nib_check_found(k, NIB_FAULT_MISNAMED, c->tensors[have[foreign[i].suffix]].name, "%s looks for %s",
-                                nib_packing_name(m->layout->packing), suffixes[foreign[i].instead] + 1));
+                                nib_checkpoint_format_name(m->layout->format), suffixes[foreign[i].instead] + 1));
     if (have[PRE_QUANT] != NIB_NONE)
         TRY(nib_check_found(k, NIB_FAULT_PRE_QUANT_SCALE, c->tensors[have[PRE_QUANT]].name,
-                            "activations are scaled before they are quantised"));
+                            "activations are scaled before they are quantized"));
     return NIB_OK;
 }
 
-/* Whether a level or an input scale is there under a foreign name. */
+/* Whether a tensor scale or an input scale is there under a foreign name. */
 static bool is_misnamed(const struct nib_check_module *m, const uint32_t *have, enum nib_ck_role role)
 {
     if (m->layout == &layouts[CT])
-        return have[role == NIB_ROLE_LEVEL ? SCALE_2 : INPUT] != NIB_NONE;
+        return have[role == NIB_ROLE_TENSOR_SCALE ? SCALE_2 : INPUT] != NIB_NONE;
     if (m->layout == &layouts[MO])
-        return have[role == NIB_ROLE_LEVEL ? GLOBAL : INPUT_GLOBAL] != NIB_NONE;
+        return have[role == NIB_ROLE_TENSOR_SCALE ? GLOBAL : INPUT_GLOBAL] != NIB_NONE;
     return false;
 }
 
@@ -273,17 +276,18 @@ static nib_status check_scale_shape(struct nib_checking *k, const struct nib_che
 static nib_status check_number_shape(struct nib_checking *k, const struct nib_check_module *m, enum nib_ck_role role)
 {
     const struct nib_ck_tensor *t = &k->c->tensors[m->tensor[role]];
-    int64_t numbers = 1;
+    int64_t values = 1;
     for (int64_t i = 0; i < t->rank; i++)
-        if (!nib_mul(numbers, t->shape[i], &numbers))
+        if (!nib_mul(values, t->shape[i], &values))
             return NIB_OK; /* no such tensor can be opened */
     const struct nib_ck_tensor *codes = &k->c->tensors[m->tensor[NIB_ROLE_DATA]];
     const int64_t experts = m->layout->stack && codes->rank > 0 ? codes->shape[0] : 1;
     char shape[256];
     if (t->dtype != NIB_F32 && t->dtype != NIB_BF16 && t->dtype != NIB_F16)
-        return nib_check_found(k, NIB_FAULT_LEVEL_SHAPE, t->name, "it is %s instead of F32", nib_dtype_name(t->dtype));
-    if (numbers != 1 && numbers != experts)
-        return nib_check_found(k, NIB_FAULT_LEVEL_SHAPE, t->name, "it has shape %s instead of one number",
+        return nib_check_found(k, NIB_FAULT_TENSOR_SCALE_SHAPE, t->name, "it is %s instead of F32",
+                               nib_dtype_name(t->dtype));
+    if (values != 1 && values != experts)
+        return nib_check_found(k, NIB_FAULT_TENSOR_SCALE_SHAPE, t->name, "it has shape %s instead of one number",
                                shape_text(t, shape, sizeof shape));
     return NIB_OK;
 }
@@ -316,7 +320,7 @@ static nib_status check_payload(struct nib_checking *k, struct nib_check_module 
                                (long long)m->cols);
     if (m->tensor[NIB_ROLE_SCALE] == NIB_NONE)
         return nib_check_found(k, NIB_FAULT_SCALE_MISSING, m->name, "%s keeps block scales in %s, and it is not there",
-                               nib_packing_name(m->layout->packing),
+                               nib_checkpoint_format_name(m->layout->format),
                                m->layout->roles[NIB_ROLE_SCALE] + !m->layout->stack);
     return check_scale_shape(k, m);
 }
@@ -330,17 +334,18 @@ static nib_status check_tensors(struct nib_checking *k, struct nib_check_module 
     const size_t before = k->found;
     TRY(check_payload(k, m));
     k->broken[m->tensor[NIB_ROLE_DATA]] = k->found != before;
-    for (int role = NIB_ROLE_LEVEL; role <= NIB_ROLE_INPUT; role++)
+    for (int role = NIB_ROLE_TENSOR_SCALE; role <= NIB_ROLE_INPUT; role++)
         if (m->tensor[role] != NIB_NONE) {
             const size_t so_far = k->found;
             TRY(check_number_shape(k, m, (enum nib_ck_role)role));
             k->broken[m->tensor[role]] = k->found != so_far;
         }
-    if (m->tensor[NIB_ROLE_LEVEL] == NIB_NONE && m->layout->packing != NIB_PACKING_TORCHAO &&
-        !is_misnamed(m, have, NIB_ROLE_LEVEL))
-        TRY(nib_check_found(
-            k, NIB_FAULT_LEVEL_MISSING, m->name, "%s keeps the number per tensor in %s, and it is not there",
-            nib_packing_name(m->layout->packing), m->layout->roles[NIB_ROLE_LEVEL] + !m->layout->stack));
+    if (m->tensor[NIB_ROLE_TENSOR_SCALE] == NIB_NONE && m->layout->format != NIB_CHECKPOINT_FORMAT_TORCHAO &&
+        !is_misnamed(m, have, NIB_ROLE_TENSOR_SCALE))
+        TRY(nib_check_found(k, NIB_FAULT_TENSOR_SCALE_MISSING, m->name,
+                            "%s keeps the number per tensor in %s, and it is not there",
+                            nib_checkpoint_format_name(m->layout->format),
+                            m->layout->roles[NIB_ROLE_TENSOR_SCALE] + !m->layout->stack));
     return NIB_OK;
 }
 
@@ -350,11 +355,11 @@ static nib_status check_inputs(struct nib_checking *k)
     for (size_t i = 0; i < k->n_modules; i++) {
         const struct nib_check_module *m = &k->modules[i];
         if (m->tensor[NIB_ROLE_DATA] == NIB_NONE || m->tensor[NIB_ROLE_INPUT] != NIB_NONE ||
-            m->layout->packing == NIB_PACKING_TORCHAO || !nib_check_wants_input(k, m->name))
+            m->layout->format == NIB_CHECKPOINT_FORMAT_TORCHAO || !nib_check_wants_input(k, m->name))
             continue;
         const char *foreign = m->layout == &layouts[CT] ? suffixes[INPUT] : suffixes[INPUT_GLOBAL];
         if (find_named(k->c, m->name, foreign) == NIB_NONE)
-            TRY(nib_check_found(k, NIB_FAULT_INPUT_MISSING, m->name, "activations are quantised, and %s is not there",
+            TRY(nib_check_found(k, NIB_FAULT_INPUT_MISSING, m->name, "activations are quantized, and %s is not there",
                                 m->layout->roles[NIB_ROLE_INPUT] + !m->layout->stack));
     }
     return NIB_OK;
@@ -511,7 +516,7 @@ static nib_status scan_weight(const nib_checkpoint *c, const struct nib_ck_weigh
 
 static uint64_t scanned_bytes(const struct nib_ck_weight *w)
 {
-    return nib_ck_is_nvfp4(w->packing) ? (uint64_t)w->rows * (uint64_t)w->cols / 16 * 9 : 0;
+    return nib_ck_is_nvfp4(w->format) ? (uint64_t)w->rows * (uint64_t)w->cols / 16 * 9 : 0;
 }
 
 static void scan_some(void *context, int64_t worker)
@@ -524,7 +529,7 @@ static void scan_some(void *context, int64_t worker)
             return;
         const struct nib_ck_weight *w = &c->weights[i];
         nib_status status = NIB_OK;
-        if (nib_ck_is_nvfp4(w->packing) && !s->k->broken[w->tensor[NIB_ROLE_DATA]])
+        if (nib_ck_is_nvfp4(w->format) && !s->k->broken[w->tensor[NIB_ROLE_DATA]])
             status = scan_weight(c, w, s->k->job.max_memory / (uint64_t)s->k->job.threads, &s->scans[i]);
         if (status == NIB_ERR_DATA) {
             s->scans[i].unreadable = true;
@@ -567,7 +572,7 @@ static double amax_of(const struct nib_check_weight *w, double multiplier)
 
 static double multiplier_of(const struct nib_check_weight *w)
 {
-    return w->kind == NIB_LEVEL_ENCODE ? 1 / (double)w->level : (double)w->level;
+    return w->kind == NIB_TENSOR_SCALE_DIVISOR ? 1 / (double)w->tensor_scale : (double)w->tensor_scale;
 }
 
 /* Weights of models are smaller than a thousand, and their inverses are not. */
@@ -581,33 +586,34 @@ static bool is_inverted(const struct nib_check_weight *w)
 /* An activation beyond 10^5 has no place in FP16 and no model has it. */
 static bool is_input_inverted(const struct nib_check_weight *w)
 {
-    const double stored = w->kind == NIB_LEVEL_ENCODE ? 1 / (double)w->input : (double)w->input;
+    const double stored = w->kind == NIB_TENSOR_SCALE_DIVISOR ? 1 / (double)w->input : (double)w->input;
     return stored * 2688 > 1e5 && 2688 / stored < 1e5;
 }
 
-static nib_status check_level(struct nib_checking *k, const struct nib_ck_weight *w, const struct scan *scan,
-                              struct nib_check_weight *out)
+static nib_status check_tensor_scale(struct nib_checking *k, const struct nib_ck_weight *w, const struct scan *scan,
+                                     struct nib_check_weight *out)
 {
-    const char *tensor = nib_check_tensor(k->c, w, NIB_ROLE_LEVEL);
-    if (w->tensor[NIB_ROLE_LEVEL] == NIB_NONE) {
-        out->level_good = w->packing == NIB_PACKING_GGUF || w->packing == NIB_PACKING_TORCHAO; /* it is 1 then */
+    const char *tensor = nib_check_tensor(k->c, w, NIB_ROLE_TENSOR_SCALE);
+    if (w->tensor[NIB_ROLE_TENSOR_SCALE] == NIB_NONE) {
+        out->tensor_scale_good =
+            w->format == NIB_CHECKPOINT_FORMAT_GGUF || w->format == NIB_CHECKPOINT_FORMAT_TORCHAO; /* it is 1 then */
         return NIB_OK;
     }
-    if (k->broken[w->tensor[NIB_ROLE_LEVEL]])
+    if (k->broken[w->tensor[NIB_ROLE_TENSOR_SCALE]])
         return NIB_OK;
-    TRY(nib_ck_read_level(k->c, w, &out->kind, &out->level));
-    if (!isfinite(out->level))
-        return nib_check_found(k, NIB_FAULT_LEVEL_NOT_FINITE, tensor, "it is %g", (double)out->level);
-    if (out->level < 0 || (out->level == 0 && out->kind != NIB_LEVEL_AMAX))
-        return nib_check_found(k, NIB_FAULT_LEVEL_NOT_POSITIVE, tensor, "it is %g", (double)out->level);
-    if (scan->nonzero && out->kind != NIB_LEVEL_AMAX && is_inverted(out)) {
-        out->level_inverted = true;
-        return nib_check_found(k, NIB_FAULT_LEVEL_INVERTED, tensor,
-                               "%g as a %s makes weights of up to %.3g, its inverse %.3g", (double)out->level,
-                               out->kind == NIB_LEVEL_ENCODE ? "divisor" : "multiplier",
+    TRY(nib_ck_read_tensor_scale(k->c, w, &out->kind, &out->tensor_scale));
+    if (!isfinite(out->tensor_scale))
+        return nib_check_found(k, NIB_FAULT_TENSOR_SCALE_NOT_FINITE, tensor, "it is %g", (double)out->tensor_scale);
+    if (out->tensor_scale < 0 || (out->tensor_scale == 0 && out->kind != NIB_TENSOR_SCALE_AMAX))
+        return nib_check_found(k, NIB_FAULT_TENSOR_SCALE_NOT_POSITIVE, tensor, "it is %g", (double)out->tensor_scale);
+    if (scan->nonzero && out->kind != NIB_TENSOR_SCALE_AMAX && is_inverted(out)) {
+        out->tensor_scale_inverted = true;
+        return nib_check_found(k, NIB_FAULT_TENSOR_SCALE_INVERTED, tensor,
+                               "%g as a %s makes weights of up to %.3g, its inverse %.3g", (double)out->tensor_scale,
+                               out->kind == NIB_TENSOR_SCALE_DIVISOR ? "divisor" : "multiplier",
                                amax_of(out, multiplier_of(out)), amax_of(out, 1 / multiplier_of(out)));
     }
-    out->level_good = true;
+    out->tensor_scale_good = true;
     return NIB_OK;
 }
 
@@ -624,9 +630,10 @@ static nib_status check_input(struct nib_checking *k, const struct nib_ck_weight
         return nib_check_found(k, NIB_FAULT_INPUT_NOT_POSITIVE, tensor, "it is %g", (double)out->input);
     out->input_inverted = is_input_inverted(out);
     if (out->input_inverted)
-        return nib_check_found(k, NIB_FAULT_INPUT_INVERTED, tensor, "%g as a %s expects activations of up to %.3g",
-                               (double)out->input, out->kind == NIB_LEVEL_ENCODE ? "divisor" : "multiplier",
-                               2688 * (out->kind == NIB_LEVEL_ENCODE ? 1 / (double)out->input : (double)out->input));
+        return nib_check_found(
+            k, NIB_FAULT_INPUT_INVERTED, tensor, "%g as a %s expects activations of up to %.3g", (double)out->input,
+            out->kind == NIB_TENSOR_SCALE_DIVISOR ? "divisor" : "multiplier",
+            2688 * (out->kind == NIB_TENSOR_SCALE_DIVISOR ? 1 / (double)out->input : (double)out->input));
     out->input_good = true;
     return NIB_OK;
 }
@@ -660,8 +667,8 @@ static nib_status check_weight(struct nib_checking *k, size_t i, const struct sc
     out->nvfp4 = true;
     out->nonzero = scan->nonzero;
     out->largest = scan->largest;
-    out->kind = w->level;
-    out->level = 1;
+    out->kind = w->tensor_scale;
+    out->tensor_scale = 1;
     if (scan->unreadable && nib_ck_read_codes(k->c, w, 0, 0, &none, &none))
         return nib_check_found(k, NIB_FAULT_UNREADABLE, w->name, "%s", nib_last_error());
     out->all_nan = scan->blocks && scan->nan == scan->blocks && !scan->nonzero;
@@ -669,7 +676,7 @@ static nib_status check_weight(struct nib_checking *k, size_t i, const struct sc
         TRY(nib_check_found(k, NIB_FAULT_SCALE_ALL_NAN, nib_check_tensor(k->c, w, NIB_ROLE_SCALE),
                             "all %lld scales are NaN and all codes 0", (long long)scan->blocks));
     } else {
-        TRY(check_level(k, w, scan, out));
+        TRY(check_tensor_scale(k, w, scan, out));
         TRY(check_scales(k, w, scan));
     }
     return check_input(k, w, out);
@@ -683,7 +690,7 @@ static nib_status check_weights(struct nib_checking *k)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory for a check", c->path);
     nib_status status = scan_all(k, scans);
     for (size_t i = 0; !status && i < c->n_weights; i++)
-        if (nib_ck_is_nvfp4(c->weights[i].packing))
+        if (nib_ck_is_nvfp4(c->weights[i].format))
             status = check_weight(k, i, &scans[i]);
     nib_free(scans);
     return status;
@@ -738,61 +745,63 @@ size_t nib_check_group_end(const struct nib_check_groups *groups, size_t first)
     return end;
 }
 
-bool nib_check_is_fused(nib_packing packing)
+bool nib_check_is_fused(nib_checkpoint_format format)
 {
-    return packing == NIB_PACKING_COMPRESSED_TENSORS || packing == NIB_PACKING_MODELOPT;
+    return format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS || format == NIB_CHECKPOINT_FORMAT_MODELOPT;
 }
 
 static nib_status check_group(struct nib_checking *k, const struct nib_check_member *first, size_t n)
 {
     const nib_checkpoint *c = k->c;
-    const struct nib_check_weight *level = NULL, *input = NULL;
-    const char *level_of = NULL, *input_of = NULL;
+    const struct nib_check_weight *tensor_scale = NULL, *input = NULL;
+    const char *tensor_scale_of = NULL, *input_of = NULL;
     const struct nib_ck_weight *plain = NULL, *packed = NULL;
-    bool levels_told = false, inputs_told = false;
+    bool tensor_scales_told = false, inputs_told = false;
     for (size_t i = 0; i < n; i++) {
         const struct nib_ck_weight *w = &c->weights[first[i].weight];
         const struct nib_check_weight *x = &k->weights[first[i].weight];
-        if (!x->nvfp4 || !nib_check_is_fused(w->packing)) {
+        if (!x->nvfp4 || !nib_check_is_fused(w->format)) {
             plain = x->nvfp4 ? plain : w;
             continue;
         }
         packed = w;
-        if (level && x->level_good && x->level != level->level && !levels_told) {
-            TRY(nib_check_found(k, NIB_FAULT_FUSED_LEVELS, nib_check_tensor(c, w, NIB_ROLE_LEVEL),
-                                "it is %.9g, that of %s is %.9g", (double)x->level, level_of, (double)level->level));
-            levels_told = true;
+        if (tensor_scale && x->tensor_scale_good && x->tensor_scale != tensor_scale->tensor_scale &&
+            !tensor_scales_told) {
+            TRY(nib_check_found(k, NIB_FAULT_FUSED_TENSOR_SCALES, nib_check_tensor(c, w, NIB_ROLE_TENSOR_SCALE),
+                                "it is %.9g, that of %s is %.9g", (double)x->tensor_scale, tensor_scale_of,
+                                (double)tensor_scale->tensor_scale));
+            tensor_scales_told = true;
         }
         if (input && x->input_good && x->input != input->input && !inputs_told) {
             TRY(nib_check_found(k, NIB_FAULT_FUSED_INPUTS, nib_check_tensor(c, w, NIB_ROLE_INPUT),
                                 "it is %.9g, that of %s is %.9g", (double)x->input, input_of, (double)input->input));
             inputs_told = true;
         }
-        if (!level && x->level_good)
-            level = x, level_of = w->name;
+        if (!tensor_scale && x->tensor_scale_good)
+            tensor_scale = x, tensor_scale_of = w->name;
         if (!input && x->input_good)
             input = x, input_of = w->name;
     }
     if (plain && packed)
-        return nib_check_found(k, NIB_FAULT_FUSED_PARTLY, packed->name, "it is quantised, and %s is not", plain->name);
+        return nib_check_found(k, NIB_FAULT_FUSED_PARTLY, packed->name, "it is quantized, and %s is not", plain->name);
     return NIB_OK;
 }
 
-/* The largest scale of those who share a level is near the end of E4M3, or the level is too large. */
+/* The largest scale of those who share a tensor scale is near the end of E4M3, or the tensor scale is too large. */
 static nib_status check_range(struct nib_checking *k, const struct nib_check_member *first, size_t n)
 {
     uint8_t largest = 0;
     bool known = true, nonzero = false;
     for (size_t i = 0; i < n; i++) {
         const struct nib_check_weight *x = &k->weights[first[i].weight];
-        known &= x->nvfp4 && x->level_good && x->kind != NIB_LEVEL_AMAX;
+        known &= x->nvfp4 && x->tensor_scale_good && x->kind != NIB_TENSOR_SCALE_AMAX;
         nonzero |= x->nonzero;
         largest = x->largest > largest ? x->largest : largest;
     }
     if (!known || !nonzero || largest >= LEAST_LARGEST)
         return NIB_OK;
     const struct nib_ck_weight *w = &k->c->weights[first->weight];
-    return nib_check_found(k, NIB_FAULT_SCALE_RANGE, nib_check_tensor(k->c, w, NIB_ROLE_LEVEL),
+    return nib_check_found(k, NIB_FAULT_SCALE_RANGE, nib_check_tensor(k->c, w, NIB_ROLE_TENSOR_SCALE),
                            "the largest block scale is %g of 448", (double)nib_f32_from_e4m3(largest));
 }
 
@@ -806,7 +815,7 @@ static nib_status check_groups(struct nib_checking *k)
     for (size_t i = 0, end; !status && i < groups.n; i = end) {
         end = nib_check_group_end(&groups, i);
         status = check_group(k, &groups.members[i], end - i);
-        const bool shares = nib_check_is_fused(c->weights[groups.members[i].weight].packing);
+        const bool shares = nib_check_is_fused(c->weights[groups.members[i].weight].format);
         for (size_t j = i; j < end && shares; j++)
             grouped[groups.members[j].weight] = true;
         if (!status && shares)
@@ -825,13 +834,13 @@ static nib_status check_groups(struct nib_checking *k)
 static nib_status check_files(struct nib_checking *k)
 {
     /* What opening remarked by these words is a finding under the same. */
-    static const enum nib_fault remarks[] = { NIB_FAULT_STALE_SHARD, NIB_FAULT_UNINDEXED, NIB_FAULT_REPEATED,
-                                              NIB_FAULT_ORIENTATION };
+    static const enum nib_fault diagnostics[] = { NIB_FAULT_STALE_SHARD, NIB_FAULT_UNINDEXED, NIB_FAULT_REPEATED,
+                                                  NIB_FAULT_ORIENTATION };
     const nib_checkpoint *c = k->c;
-    for (size_t i = 0; i < c->n_remarks; i++)
-        for (size_t j = 0; j < sizeof remarks / sizeof *remarks; j++)
-            if (strcmp(nib_check_id(remarks[j]), c->remarks[i].id) == 0)
-                TRY(nib_check_found(k, remarks[j], c->remarks[i].subject, "%s", c->remarks[i].fact));
+    for (size_t i = 0; i < c->n_diagnostics; i++)
+        for (size_t j = 0; j < sizeof diagnostics / sizeof *diagnostics; j++)
+            if (strcmp(nib_check_id(diagnostics[j]), c->diagnostics[i].id) == 0)
+                TRY(nib_check_found(k, diagnostics[j], c->diagnostics[i].subject, "%s", c->diagnostics[i].fact));
     for (size_t i = 0; i < c->n_files; i++) {
         const struct nib_ck_file *file = &c->files[i];
         const char *format = file->safetensors ? nib_file_metadata(file->safetensors, "format") : "pt";

@@ -17,7 +17,7 @@
 enum nib_fault {
     /* tensors */
     NIB_FAULT_SCALE_MISSING,
-    NIB_FAULT_LEVEL_MISSING,
+    NIB_FAULT_TENSOR_SCALE_MISSING,
     NIB_FAULT_INPUT_MISSING,
     NIB_FAULT_CODES_MISSING,
     NIB_FAULT_CODES_SHAPE,
@@ -28,14 +28,14 @@ enum nib_fault {
     NIB_FAULT_SCALE_PADDING,
     NIB_FAULT_GROUP_SIZE,
     NIB_FAULT_SCALE_SHAPE,
-    NIB_FAULT_LEVEL_SHAPE,
+    NIB_FAULT_TENSOR_SCALE_SHAPE,
     NIB_FAULT_MISNAMED,
     NIB_FAULT_STRAY,
     NIB_FAULT_PRE_QUANT_SCALE,
     NIB_FAULT_WRAPPED_NAME,
     /* numbers */
-    NIB_FAULT_LEVEL_NOT_FINITE,
-    NIB_FAULT_LEVEL_NOT_POSITIVE,
+    NIB_FAULT_TENSOR_SCALE_NOT_FINITE,
+    NIB_FAULT_TENSOR_SCALE_NOT_POSITIVE,
     NIB_FAULT_INPUT_NOT_FINITE,
     NIB_FAULT_INPUT_NOT_POSITIVE,
     NIB_FAULT_SCALE_NAN,
@@ -45,10 +45,10 @@ enum nib_fault {
     NIB_FAULT_SCALE_SUBNORMAL,
     NIB_FAULT_SCALE_SUBNORMAL_FEW,
     NIB_FAULT_SCALE_RANGE,
-    NIB_FAULT_LEVEL_INVERTED,
+    NIB_FAULT_TENSOR_SCALE_INVERTED,
     NIB_FAULT_INPUT_INVERTED,
     /* fused groups */
-    NIB_FAULT_FUSED_LEVELS,
+    NIB_FAULT_FUSED_TENSOR_SCALES,
     NIB_FAULT_FUSED_INPUTS,
     NIB_FAULT_FUSED_PARTLY,
     /* configuration */
@@ -69,11 +69,11 @@ enum nib_fault {
     NIB_FAULT_HF_MISSING,
     NIB_FAULT_HF_KEYS,
     NIB_FAULT_HF_DIFFERS,
-    NIB_FAULT_HEAD_QUANTISED,
+    NIB_FAULT_HEAD_QUANTIZED,
     NIB_FAULT_HEAD_TIED,
     NIB_FAULT_HEAD_NOT_IGNORED,
-    NIB_FAULT_ROUTER_QUANTISED,
-    NIB_FAULT_EMBEDDING_QUANTISED,
+    NIB_FAULT_ROUTER_QUANTIZED,
+    NIB_FAULT_EMBEDDING_QUANTIZED,
     /* files */
     NIB_FAULT_METADATA,
     NIB_FAULT_STALE_SHARD,
@@ -84,7 +84,7 @@ enum nib_fault {
     /* against the original, or guessed */
     NIB_FAULT_NIBBLES_SWAPPED,
     NIB_FAULT_SCALES_SWIZZLED,
-    NIB_FAULT_LEVEL_WRONG,
+    NIB_FAULT_TENSOR_SCALE_WRONG,
     NIB_FAULT_DIFFERS,
     NIB_FAULT_KEPT_DIFFERS,
     NIB_FAULT_WEIGHT_ABSENT,
@@ -94,11 +94,11 @@ enum nib_fault {
     NIB_FAULTS
 };
 
-/* What tensors of a module are called, by the packing; roles that a packing lacks are NULL. */
+/* What tensors of a module are called, by the checkpoint format; roles that a checkpoint format lacks are NULL. */
 struct nib_check_layout {
-    nib_packing packing;
-    nib_level level; /* what the number per tensor means */
-    bool stack;      /* three dims, packed along the second; names go on without a dot */
+    nib_checkpoint_format format;
+    nib_tensor_scale tensor_scale; /* what the number per tensor means */
+    bool stack;                    /* three dims, packed along the second; names go on without a dot */
     const char *roles[NIB_ROLE_COUNT];
 };
 
@@ -113,13 +113,13 @@ struct nib_check_module {
 /* What was found out about a weight of the checkpoint. */
 struct nib_check_weight {
     bool nvfp4;
-    bool level_good, input_good; /* there, finite, positive, and in the right sense */
-    bool level_inverted, input_inverted;
+    bool tensor_scale_good, input_good; /* there, finite, positive, and in the right sense */
+    bool tensor_scale_inverted, input_inverted;
     bool all_nan;    /* its scales, and its codes are zeros */
     bool nonzero;    /* some code is not 0 */
     uint8_t largest; /* scale code */
-    float level, input;
-    nib_level kind;
+    float tensor_scale, input;
+    nib_tensor_scale kind;
 };
 
 struct nib_checking {
@@ -142,9 +142,9 @@ nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const c
     __attribute__((format(printf, 4, 5)));
 /* The word for a kind of finding. */
 const char *nib_check_id(enum nib_fault fault);
-/* The name of a weight's tensor in a role, for sentences; its module where that is not there. */
+/* The name of a weight's tensor in a role, for messages; its module where that is not there. */
 const char *nib_check_tensor(const nib_checkpoint *c, const struct nib_ck_weight *w, enum nib_ck_role role);
-/* Whether the configuration wants activations of this module quantised; without one, whether any module has them. */
+/* Whether the configuration wants activations of this module quantized; without one, whether any module has them. */
 bool nib_check_wants_input(const struct nib_checking *k, const char *module);
 /* Weights that are members of fused groups, those of one group side by side. */
 struct nib_check_member {
@@ -162,7 +162,7 @@ void nib_check_free_members(struct nib_check_groups *groups);
 /* The end of the group that begins at `first`. */
 size_t nib_check_group_end(const struct nib_check_groups *groups, size_t first);
 /* Whether members of a group must share their numbers: in formats that servers fuse without looking. */
-bool nib_check_is_fused(nib_packing packing);
+bool nib_check_is_fused(nib_checkpoint_format format);
 
 /* All checks, with k->c, original, each and context set, and what they found out, for a repair. */
 nib_status nib_check_run(struct nib_checking *k, const char *what, const nib_job *job);

@@ -57,17 +57,17 @@ static const json_t *listed(const json_t *layers, const char *module)
     return entry;
 }
 
-static const char *method_of(nib_packing packing)
+static const char *method_of(nib_checkpoint_format format)
 {
-    return packing == NIB_PACKING_MODELOPT ? "modelopt" : nib_packing_name(packing);
+    return format == NIB_CHECKPOINT_FORMAT_MODELOPT ? "modelopt" : nib_checkpoint_format_name(format);
 }
 
-/* Whether the configuration speaks of tensors of this packing: "modelopt_fp4" does too. */
-static bool is_method(const nib_checkpoint *c, nib_packing packing)
+/* Whether the configuration speaks of tensors of this checkpoint format: "modelopt_fp4" does too. */
+static bool is_method(const nib_checkpoint *c, nib_checkpoint_format format)
 {
     if (!c->quantization)
-        return packing == NIB_PACKING_MODELOPT && c->hf_quant_config;
-    const char *wanted = method_of(packing);
+        return format == NIB_CHECKPOINT_FORMAT_MODELOPT && c->hf_quant_config;
+    const char *wanted = method_of(format);
     return strncmp(get_text(c->quantization, "quant_method"), wanted, strlen(wanted)) == 0;
 }
 
@@ -76,8 +76,8 @@ bool nib_check_wants_input(const struct nib_checking *k, const char *module)
     const nib_checkpoint *c = k->c;
     const char *key;
     json_t *group;
-    const bool known = k->n_modules && is_method(c, k->modules[0].layout->packing);
-    if (known && k->modules[0].layout->packing == NIB_PACKING_COMPRESSED_TENSORS) {
+    const bool known = k->n_modules && is_method(c, k->modules[0].layout->format);
+    if (known && k->modules[0].layout->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS) {
         json_object_foreach(json_object_get(c->quantization, "config_groups"), key, group)
         {
             if (json_is_object(get(group, "input_activations")))
@@ -229,10 +229,10 @@ static bool is_linear(const nib_checkpoint *c, const struct nib_ck_weight *w)
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         if (strstr(w->name, others[i]))
             return false;
-    return named && w->packing == NIB_PACKING_PLAIN;
+    return named && w->format == NIB_CHECKPOINT_FORMAT_PLAIN;
 }
 
-/* Modules that are quantised and excluded, or neither. */
+/* Modules that are quantized and excluded, or neither. */
 static nib_status check_exclusions(struct nib_checking *k, const struct exclusions *e)
 {
     const nib_checkpoint *c = k->c;
@@ -244,7 +244,7 @@ static nib_status check_exclusions(struct nib_checking *k, const struct exclusio
             excluded = is_parent(e->entries[j], m->name);
         if (excluded)
             TRY(nib_check_found(k, NIB_FAULT_CONFIG_IGNORED, m->name,
-                                "it is quantised, and the configuration excludes it"));
+                                "it is quantized, and the configuration excludes it"));
     }
     for (size_t i = 0; i < c->n_weights; i++) {
         const struct nib_ck_weight *w = &c->weights[i];
@@ -258,7 +258,7 @@ static nib_status check_exclusions(struct nib_checking *k, const struct exclusio
         TRY(is_excluded(e, w->name, w->index >= 0, &excluded));
         if (!excluded && !(e->substrings && is_part_of_any(e, w->name)))
             TRY(nib_check_found(k, NIB_FAULT_CONFIG_NOT_IGNORED, w->name,
-                                "it is not quantised, and the configuration does not exclude it"));
+                                "it is not quantized, and the configuration does not exclude it"));
     }
     return NIB_OK;
 }
@@ -297,13 +297,13 @@ static const char *group_fault(const json_t *group, char *room, size_t bytes)
     static const struct {
         const char *key;
         int wanted;
-    } numbers[] = { { "num_bits", 4 }, { "group_size", 16 } };
+    } values[] = { { "num_bits", 4 }, { "group_size", 16 } };
     if (!json_is_object(weights))
         return "it has no weights";
     for (size_t i = 0; i < 2; i++)
-        if (json_integer_value(get(weights, numbers[i].key)) != numbers[i].wanted) {
-            snprintf(room, bytes, "weights.%s is %lld instead of %d", numbers[i].key,
-                     (long long)json_integer_value(get(weights, numbers[i].key)), numbers[i].wanted);
+        if (json_integer_value(get(weights, values[i].key)) != values[i].wanted) {
+            snprintf(room, bytes, "weights.%s is %lld instead of %d", values[i].key,
+                     (long long)json_integer_value(get(weights, values[i].key)), values[i].wanted);
             return room;
         }
     for (size_t i = 0; i < 2; i++)
@@ -448,7 +448,7 @@ static nib_status check_modelopt(struct nib_checking *k)
     return config ? check_both_files(k, config, hf) : NIB_OK;
 }
 
-/* The first quantised module that is this one, or below it; NULL without. */
+/* The first quantized module that is this one, or below it; NULL without. */
 static const struct nib_check_module *find_module(const struct nib_checking *k, const char *name)
 {
     size_t low = 0, high = k->n_modules;
@@ -490,7 +490,7 @@ static bool is_listed(const json_t *layers, const struct nib_check_module *m)
     return false;
 }
 
-static bool is_quantised(const struct nib_checking *k, const char *name)
+static bool is_quantized(const struct nib_checking *k, const char *name)
 {
     char room[1024];
     if (find_module(k, name))
@@ -506,17 +506,17 @@ static nib_status check_layers(struct nib_checking *k, const json_t *layers)
     for (size_t i = 0; i < k->n_modules; i++)
         if (!is_listed(layers, &k->modules[i]))
             TRY(nib_check_found(k, NIB_FAULT_CONFIG_UNLISTED, k->modules[i].name,
-                                "it is quantised, and quantized_layers does not list it as NVFP4"));
+                                "it is quantized, and quantized_layers does not list it as NVFP4"));
     json_object_foreach((json_t *)(uintptr_t)layers, name, layer)
     {
-        if (is_nvfp4_algo(get_text(layer, "quant_algo")) && !is_quantised(k, name))
+        if (is_nvfp4_algo(get_text(layer, "quant_algo")) && !is_quantized(k, name))
             TRY(nib_check_found(k, NIB_FAULT_CONFIG_LISTED, name,
-                                "quantized_layers lists it, and it is not quantised"));
+                                "quantized_layers lists it, and it is not quantized"));
     }
     return NIB_OK;
 }
 
-/* ---- Modules that are better not quantised ---- */
+/* ---- Modules that are better not quantized ---- */
 
 static bool is_tied(const nib_checkpoint *c)
 {
@@ -531,19 +531,19 @@ static nib_status check_special_modules(struct nib_checking *k)
         enum nib_fault fault;
         const char *fact;
     } special[] = {
-        { "gate", NIB_FAULT_ROUTER_QUANTISED, "a router is quantised" },
-        { "router", NIB_FAULT_ROUTER_QUANTISED, "a router is quantised" },
-        { "router.layer", NIB_FAULT_ROUTER_QUANTISED, "a router is quantised" },
-        { "shared_expert_gate", NIB_FAULT_ROUTER_QUANTISED, "a router is quantised" },
-        { "embed_tokens", NIB_FAULT_EMBEDDING_QUANTISED, "an embedding is quantised" },
-        { "tok_embeddings", NIB_FAULT_EMBEDDING_QUANTISED, "an embedding is quantised" },
-        { "wte", NIB_FAULT_EMBEDDING_QUANTISED, "an embedding is quantised" },
+        { "gate", NIB_FAULT_ROUTER_QUANTIZED, "a router is quantized" },
+        { "router", NIB_FAULT_ROUTER_QUANTIZED, "a router is quantized" },
+        { "router.layer", NIB_FAULT_ROUTER_QUANTIZED, "a router is quantized" },
+        { "shared_expert_gate", NIB_FAULT_ROUTER_QUANTIZED, "a router is quantized" },
+        { "embed_tokens", NIB_FAULT_EMBEDDING_QUANTIZED, "an embedding is quantized" },
+        { "tok_embeddings", NIB_FAULT_EMBEDDING_QUANTIZED, "an embedding is quantized" },
+        { "wte", NIB_FAULT_EMBEDDING_QUANTIZED, "an embedding is quantized" },
     };
     for (size_t i = 0; i < k->n_modules; i++) {
         const char *name = k->modules[i].name;
         if (nib_ck_ends_with(name, "lm_head"))
-            TRY(nib_check_found(k, is_tied(k->c) ? NIB_FAULT_HEAD_TIED : NIB_FAULT_HEAD_QUANTISED, name,
-                                "the head is quantised"));
+            TRY(nib_check_found(k, is_tied(k->c) ? NIB_FAULT_HEAD_TIED : NIB_FAULT_HEAD_QUANTIZED, name,
+                                "the head is quantized"));
         for (size_t j = 0; j < sizeof special / sizeof *special; j++)
             if (nib_ck_ends_with(name, special[j].end))
                 TRY(nib_check_found(k, special[j].fault, name, "%s", special[j].fact));
@@ -588,22 +588,22 @@ nib_status nib_check_config(struct nib_checking *k)
 {
     const nib_checkpoint *c = k->c;
     TRY(check_special_modules(k));
-    if (!c->is_folder || !k->n_modules)
+    if (!c->is_directory || !k->n_modules)
         return NIB_OK;
     if (!c->config && !c->hf_quant_config)
         return nib_check_found(k, NIB_FAULT_CONFIG_ABSENT, "config.json", "it is not there");
     if (!c->quantization && !c->hf_quant_config)
         return nib_check_found(k, NIB_FAULT_CONFIG_MISSING, "config.json", "it has no quantization_config");
-    const nib_packing packing = k->modules[0].layout->packing;
-    if (!is_method(c, packing))
+    const nib_checkpoint_format format = k->modules[0].layout->format;
+    if (!is_method(c, format))
         return nib_check_found(k, NIB_FAULT_CONFIG_METHOD, "config.json",
                                "quant_method is \"%s\", and the tensors are those of %s",
-                               get_text(c->quantization, "quant_method"), method_of(packing));
-    if (packing == NIB_PACKING_COMPRESSED_TENSORS) {
+                               get_text(c->quantization, "quant_method"), method_of(format));
+    if (format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS) {
         TRY(check_compressed_tensors(k));
         return check_lists(k, false, c->quantization);
     }
-    if (packing != NIB_PACKING_MODELOPT)
+    if (format != NIB_CHECKPOINT_FORMAT_MODELOPT)
         return NIB_OK;
     TRY(check_modelopt(k));
     return check_lists(k, true, modelopt_of(c));

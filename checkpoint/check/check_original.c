@@ -13,7 +13,7 @@
 /* Rows that are looked at: a band of scale tiles. */
 enum { SAMPLE_ROWS = 128, BLOCK = 16 };
 
-/* Signal to noise: what a quantisation to 4 bits has at least, and what none can have. */
+/* Signal to noise: what a quantization to 4 bits has at least, and what none can have. */
 static const double good_db = 12, bad_db = 8, same_db = 60;
 /* Rounding to 4 bits moves the size of a weight by a percent at most. */
 static const double off_share = 0.04;
@@ -21,7 +21,7 @@ static const double off_share = 0.04;
 struct sample {
     const struct nib_ck_weight *w;
     int64_t rows, cols, blocks, bytes;
-    float level;
+    float tensor_scale;
     float *original, *decoded;
     uint8_t *codes, *scales, *other_codes, *other_scales;
 };
@@ -94,7 +94,7 @@ static double db_of(double signal, double noise)
 
 static nib_status try_reading(const struct sample *s, const uint8_t *codes, const uint8_t *scales, struct fit *out)
 {
-    TRY(nib_ck_decode(s->w, s->level, codes, scales, s->rows, NIB_F32, s->decoded));
+    TRY(nib_ck_decode(s->w, s->tensor_scale, codes, scales, s->rows, NIB_F32, s->decoded));
     double aa = 0, ab = 0, bb = 0;
     for (int64_t i = 0; i < s->rows * s->cols; i++) {
         const double a = s->original[i], b = s->decoded[i];
@@ -121,7 +121,7 @@ static nib_status judge(struct nib_checking *k, const struct sample *s)
     if (as_is.db >= bad_db && !(off && as_is.scaled_db >= good_db))
         return NIB_OK;
     if (as_is.scaled_db >= good_db)
-        return nib_check_found(k, NIB_FAULT_LEVEL_WRONG, nib_check_tensor(k->c, s->w, NIB_ROLE_LEVEL),
+        return nib_check_found(k, NIB_FAULT_TENSOR_SCALE_WRONG, nib_check_tensor(k->c, s->w, NIB_ROLE_TENSOR_SCALE),
                                "values are %.4g times those of the original", 1 / as_is.factor);
     swap_nibbles(s);
     TRY(try_reading(s, s->other_codes, s->scales, &other));
@@ -153,7 +153,7 @@ static nib_status judge(struct nib_checking *k, const struct sample *s)
 static nib_status compare_kept(struct nib_checking *k, const struct sample *s)
 {
     enum { PIECE = 256 };
-    const nib_dtype dtype = s->w->packing == NIB_PACKING_PLAIN ? s->w->dtype : NIB_F32;
+    const nib_dtype dtype = s->w->format == NIB_CHECKPOINT_FORMAT_PLAIN ? s->w->dtype : NIB_F32;
     const int64_t count = s->rows * s->cols;
     double signal = 0, noise = 0;
     TRY(nib_ck_read_rows(k->c, s->w, 0, s->rows, NIB_F32, s->decoded));
@@ -169,7 +169,8 @@ static nib_status compare_kept(struct nib_checking *k, const struct sample *s)
         }
     }
     const double db = db_of(signal, noise);
-    const double wanted = nib_ck_is_nvfp4(s->w->packing) || s->w->packing != NIB_PACKING_PLAIN ? bad_db : same_db;
+    const double wanted =
+        nib_ck_is_nvfp4(s->w->format) || s->w->format != NIB_CHECKPOINT_FORMAT_PLAIN ? bad_db : same_db;
     if (db >= wanted)
         return NIB_OK;
     return nib_check_found(k, NIB_FAULT_KEPT_DIFFERS, nib_check_tensor(k->c, s->w, NIB_ROLE_DATA),
@@ -184,13 +185,13 @@ static nib_status check_one(struct nib_checking *k, const struct nib_ck_weight *
         return nib_check_found(k, NIB_FAULT_WEIGHT_SHAPE, w->name, "it is [%lld, %lld], the original's [%lld, %lld]",
                                (long long)w->rows, (long long)w->cols, (long long)original->rows,
                                (long long)original->cols);
-    if (k->broken[w->tensor[NIB_ROLE_DATA]] || (x->nvfp4 && !x->level_good) || !w->rows || !w->cols ||
+    if (k->broken[w->tensor[NIB_ROLE_DATA]] || (x->nvfp4 && !x->tensor_scale_good) || !w->rows || !w->cols ||
         !sample_rows(k, w))
         return NIB_OK; /* said already, or not to be had */
     struct sample s;
     TRY(make_sample(k, w, &s));
     nib_status status = nib_ck_read_rows(k->original, original, 0, s.rows, NIB_F32, s.original);
-    s.level = x->level;
+    s.tensor_scale = x->tensor_scale;
     if (!status && x->nvfp4)
         status = nib_ck_read_codes(k->c, w, 0, s.rows, s.codes, s.scales);
     if (!status)
@@ -263,7 +264,7 @@ static nib_status guess_tiles(struct nib_checking *k, const struct sample *s)
 /* For every two columns that share a byte, how much larger the first is, as a logarithm. */
 static nib_status column_pattern(const struct sample *s, double *out)
 {
-    TRY(nib_ck_decode(s->w, s->level, s->codes, s->scales, s->rows, NIB_F32, s->decoded));
+    TRY(nib_ck_decode(s->w, s->tensor_scale, s->codes, s->scales, s->rows, NIB_F32, s->decoded));
     for (int64_t pair = 0; pair < s->cols / 2; pair++) {
         double even = 1e-30, odd = 1e-30;
         for (int64_t r = 0; r < s->rows; r++) {
@@ -288,7 +289,7 @@ static double correlation(const double *x, const double *y, int64_t n)
 }
 
 /* The weights of a group multiply the same input, and the same columns are large in all of them. One whose columns are
- * large where the others' neighbours are has its nibbles the other way round. */
+ * large where the others' neighbors are has its nibbles the other way round. */
 static nib_status guess_order(struct nib_checking *k, const struct nib_check_member *first, size_t n, double **patterns)
 {
     const nib_checkpoint *c = k->c;
@@ -305,10 +306,9 @@ static nib_status guess_order(struct nib_checking *k, const struct nib_check_mem
             }
         /* A chance correlation of n pairs is about 1 / sqrt(n). */
         if (against / (double)(n - 1) < -6 / sqrt((double)pairs) && (n == 2 ? i == 1 : between > 0))
-            return nib_check_found(k, NIB_FAULT_MAYBE_SWAPPED,
-                                   nib_check_tensor(c, &c->weights[first[i].weight], NIB_ROLE_DATA),
-                                   "its columns are large where their neighbours are in %s",
-                                   c->weights[first[i == 0 ? 1 : 0].weight].name);
+            return nib_check_found(
+                k, NIB_FAULT_MAYBE_SWAPPED, nib_check_tensor(c, &c->weights[first[i].weight], NIB_ROLE_DATA),
+                "its columns are large where their neighbors are in %s", c->weights[first[i == 0 ? 1 : 0].weight].name);
     }
     return NIB_OK;
 }
@@ -322,9 +322,9 @@ static nib_status guess_group(struct nib_checking *k, const struct nib_check_mem
     if (n < 2 || n > MOST || cols / 2 < LEAST_PAIRS)
         return NIB_OK;
     for (size_t i = 0; i < n; i++)
-        if (!k->weights[first[i].weight].level_good || k->broken[c->weights[first[i].weight].tensor[NIB_ROLE_DATA]] ||
-            c->weights[first[i].weight].cols != cols || !k->weights[first[i].weight].nonzero ||
-            !sample_rows(k, &c->weights[first[i].weight]))
+        if (!k->weights[first[i].weight].tensor_scale_good ||
+            k->broken[c->weights[first[i].weight].tensor[NIB_ROLE_DATA]] || c->weights[first[i].weight].cols != cols ||
+            !k->weights[first[i].weight].nonzero || !sample_rows(k, &c->weights[first[i].weight]))
             return NIB_OK;
     nib_status status = NIB_OK;
     for (size_t i = 0; !status && i < n; i++) {
@@ -332,7 +332,7 @@ static nib_status guess_group(struct nib_checking *k, const struct nib_check_mem
         status = make_sample(k, &c->weights[first[i].weight], &s);
         if (status)
             break;
-        s.level = k->weights[first[i].weight].level;
+        s.tensor_scale = k->weights[first[i].weight].tensor_scale;
         patterns[i] = nib_alloc((size_t)cols / 2 * sizeof *patterns[i]);
         if (!patterns[i])
             status = nib_fail(NIB_ERR_MEMORY, "%s: no memory for a check", c->path);
@@ -356,7 +356,7 @@ nib_status nib_check_guess(struct nib_checking *k)
         return NIB_OK; /* then there is nothing to guess */
     for (size_t i = 0; i < c->n_weights; i++) {
         const struct nib_ck_weight *w = &c->weights[i];
-        if (!k->weights[i].nvfp4 || !k->weights[i].level_good || !k->weights[i].nonzero || w->index >= 0 ||
+        if (!k->weights[i].nvfp4 || !k->weights[i].tensor_scale_good || !k->weights[i].nonzero || w->index >= 0 ||
             k->broken[w->tensor[NIB_ROLE_DATA]] || w->tensor[NIB_ROLE_SCALE] == NIB_NONE || !sample_rows(k, w))
             continue;
         struct sample s;

@@ -15,10 +15,10 @@
 struct repair {
     struct nib_checking k;
     nib_plan *plan;
-    size_t repairable;      /* findings */
-    bool configuration;     /* among them ones of it */
-    float *levels, *inputs; /* of each weight, as they will be written */
-    const uint8_t **maps;   /* of each weight's scales, or NULL */
+    size_t repairable;             /* findings */
+    bool configuration;            /* among them ones of it */
+    float *tensor_scales, *inputs; /* of each weight, as they will be written */
+    const uint8_t **maps;          /* of each weight's scales, or NULL */
     bool *with_input;
 };
 
@@ -37,7 +37,7 @@ static int note(void *context, const nib_finding *finding)
     return 0;
 }
 
-static bool is_divisor(const struct repair *r, size_t i) { return r->k.weights[i].kind == NIB_LEVEL_ENCODE; }
+static bool is_divisor(const struct repair *r, size_t i) { return r->k.weights[i].kind == NIB_TENSOR_SCALE_DIVISOR; }
 
 /* Whether x stands for a larger multiplier than y. */
 static bool is_larger(bool divisors, float x, float y) { return divisors ? x < y : x > y; }
@@ -46,14 +46,14 @@ static bool is_larger(bool divisors, float x, float y) { return divisors ? x < y
 static bool can_write(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
-    return r->k.weights[i].nvfp4 && w->packing == r->plan->packing && w->index < 0 &&
+    return r->k.weights[i].nvfp4 && w->format == r->plan->format && w->index < 0 &&
            !r->k.broken[w->tensor[NIB_ROLE_DATA]] && w->tensor[NIB_ROLE_SCALE] != NIB_NONE;
 }
 
-static bool has_level(const struct repair *r, size_t i)
+static bool has_tensor_scale(const struct repair *r, size_t i)
 {
     const struct nib_check_weight *x = &r->k.weights[i];
-    return can_write(r, i) && (x->level_good || x->level_inverted);
+    return can_write(r, i) && (x->tensor_scale_good || x->tensor_scale_inverted);
 }
 
 /* ---- Numbers ---- */
@@ -78,13 +78,13 @@ static const uint8_t *ones_map(struct repair *r)
     return map;
 }
 
-static nib_status own_numbers(struct repair *r, size_t i)
+static nib_status own_values(struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
     const struct nib_check_weight *x = &r->k.weights[i];
-    r->levels[i] = x->level_inverted ? 1 / x->level : x->level;
+    r->tensor_scales[i] = x->tensor_scale_inverted ? 1 / x->tensor_scale : x->tensor_scale;
     if (x->all_nan) {
-        r->levels[i] = 1;
+        r->tensor_scales[i] = 1;
         if (!(r->maps[i] = ones_map(r)))
             return no_memory(r);
     }
@@ -93,24 +93,26 @@ static nib_status own_numbers(struct repair *r, size_t i)
     return NIB_OK;
 }
 
-static nib_status share_level(struct repair *r, const struct nib_check_member *first, size_t n)
+static nib_status share_tensor_scale(struct repair *r, const struct nib_check_member *first, size_t n)
 {
     size_t largest = NIB_NONE;
     for (size_t i = 0; i < n; i++) {
         const size_t w = first[i].weight;
-        if (has_level(r, w) && (largest == NIB_NONE || is_larger(is_divisor(r, w), r->levels[w], r->levels[largest])))
+        if (has_tensor_scale(r, w) &&
+            (largest == NIB_NONE || is_larger(is_divisor(r, w), r->tensor_scales[w], r->tensor_scales[largest])))
             largest = w;
     }
     for (size_t i = 0; i < n && largest != NIB_NONE; i++) {
         const size_t w = first[i].weight;
         if (r->k.weights[w].all_nan && can_write(r, w))
-            r->levels[w] = r->levels[largest];
-        if (!has_level(r, w) || r->levels[w] == r->levels[largest])
+            r->tensor_scales[w] = r->tensor_scales[largest];
+        if (!has_tensor_scale(r, w) || r->tensor_scales[w] == r->tensor_scales[largest])
             continue;
-        const float ratio = is_divisor(r, w) ? r->levels[largest] / r->levels[w] : r->levels[w] / r->levels[largest];
+        const float ratio = is_divisor(r, w) ? r->tensor_scales[largest] / r->tensor_scales[w]
+                                             : r->tensor_scales[w] / r->tensor_scales[largest];
         if (!(r->maps[w] = scale_map(r, ratio)))
             return no_memory(r);
-        r->levels[w] = r->levels[largest];
+        r->tensor_scales[w] = r->tensor_scales[largest];
     }
     return NIB_OK;
 }
@@ -129,18 +131,18 @@ static void share_input(struct repair *r, const struct nib_check_member *first, 
             r->inputs[first[i].weight] = shared > 0 ? shared : 1;
 }
 
-static nib_status choose_numbers(struct repair *r)
+static nib_status choose_values(struct repair *r)
 {
     const nib_checkpoint *c = r->k.c;
     struct nib_check_groups groups;
     for (size_t i = 0; i < c->n_weights; i++)
         if (can_write(r, i))
-            TRY(own_numbers(r, i));
+            TRY(own_values(r, i));
     TRY(nib_check_members(c, &groups));
     nib_status status = NIB_OK;
-    for (size_t i = 0, end; !status && i < groups.n && nib_check_is_fused(r->plan->packing); i = end) {
+    for (size_t i = 0, end; !status && i < groups.n && nib_check_is_fused(r->plan->format); i = end) {
         end = nib_check_group_end(&groups, i);
-        status = share_level(r, &groups.members[i], end - i);
+        status = share_tensor_scale(r, &groups.members[i], end - i);
         share_input(r, &groups.members[i], end - i);
     }
     nib_check_free_members(&groups);
@@ -157,9 +159,10 @@ static bool changes(const struct repair *r, size_t i)
 {
     const struct nib_check_weight *x = &r->k.weights[i];
     const bool has_input = r->k.c->weights[i].tensor[NIB_ROLE_INPUT] != NIB_NONE;
-    if (!can_write(r, i) || !(has_level(r, i) || x->all_nan))
+    if (!can_write(r, i) || !(has_tensor_scale(r, i) || x->all_nan))
         return false;
-    return r->maps[i] || r->levels[i] != x->level || (r->with_input[i] && (!has_input || r->inputs[i] != x->input));
+    return r->maps[i] || r->tensor_scales[i] != x->tensor_scale ||
+           (r->with_input[i] && (!has_input || r->inputs[i] != x->input));
 }
 
 static nib_status add_repaired(struct repair *r, uint32_t weight)
@@ -172,7 +175,7 @@ static nib_status add_repaired(struct repair *r, uint32_t weight)
                                 .experts = 1,
                                 .dtype = source->dtype,
                                 .group = NIB_NONE,
-                                .level = r->levels[weight],
+                                .tensor_scale = r->tensor_scales[weight],
                                 .scale_map = r->maps[weight],
                                 .input = r->inputs[weight],
                                 .norm = NIB_NONE };
@@ -192,7 +195,7 @@ static nib_status add_repaired(struct repair *r, uint32_t weight)
 static bool is_stack(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
-    return r->k.weights[i].nvfp4 && w->packing == r->plan->packing && w->index >= 0 &&
+    return r->k.weights[i].nvfp4 && w->format == r->plan->format && w->index >= 0 &&
            !r->k.broken[w->tensor[NIB_ROLE_DATA]];
 }
 
@@ -212,8 +215,8 @@ static bool new_number(const struct repair *r, uint32_t tensor, float *number)
         return false;
     const struct nib_ck_weight *w = &r->k.c->weights[t->weight];
     const struct nib_check_weight *x = &r->k.weights[t->weight];
-    if (tensor == w->tensor[NIB_ROLE_LEVEL] && x->level_inverted) {
-        *number = 1 / x->level;
+    if (tensor == w->tensor[NIB_ROLE_TENSOR_SCALE] && x->tensor_scale_inverted) {
+        *number = 1 / x->tensor_scale;
         return true;
     }
     if (tensor == w->tensor[NIB_ROLE_INPUT] && !x->input_good) {
@@ -251,7 +254,7 @@ static bool stack_changes(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
     float number;
-    for (int role = NIB_ROLE_LEVEL; role <= NIB_ROLE_INPUT; role++)
+    for (int role = NIB_ROLE_TENSOR_SCALE; role <= NIB_ROLE_INPUT; role++)
         if (w->index >= 0 && w->tensor[role] != NIB_NONE && new_number(r, w->tensor[role], &number))
             return true;
     return misses_input(r, i);
@@ -296,7 +299,7 @@ static bool is_uniform(const struct repair *r)
 {
     const nib_checkpoint *c = r->k.c;
     for (size_t i = 0; i < c->n_weights; i++)
-        if (c->weights[i].packing != NIB_PACKING_PLAIN && c->weights[i].packing != r->plan->packing)
+        if (c->weights[i].format != NIB_CHECKPOINT_FORMAT_PLAIN && c->weights[i].format != r->plan->format)
             return false;
     return true;
 }
@@ -318,13 +321,13 @@ static nib_status choose_configuration(struct repair *r)
 static nib_status fill_plan(struct repair *r)
 {
     const size_t n = r->k.c->n_weights + 1;
-    r->levels = nib_alloc_zeroed(n * sizeof *r->levels);
+    r->tensor_scales = nib_alloc_zeroed(n * sizeof *r->tensor_scales);
     r->inputs = nib_alloc_zeroed(n * sizeof *r->inputs);
     r->maps = nib_alloc_zeroed(n * sizeof *r->maps);
     r->with_input = nib_alloc_zeroed(n);
-    if (!r->levels || !r->inputs || !r->maps || !r->with_input)
+    if (!r->tensor_scales || !r->inputs || !r->maps || !r->with_input)
         return no_memory(r);
-    TRY(choose_numbers(r));
+    TRY(choose_values(r));
     choose_rows(r);
     TRY(choose_configuration(r));
     return add_tensors(r);
@@ -336,11 +339,11 @@ static nib_status make_plan(struct repair *r)
     TRY(nib_check_run(&r->k, "nib_plan_repair", NULL));
     if (!r->repairable)
         return nib_fail(NIB_ERR_MODE, "%s: a check finds nothing that can be repaired", in->path);
-    if (in->packing != NIB_PACKING_COMPRESSED_TENSORS && in->packing != NIB_PACKING_MODELOPT)
+    if (in->format != NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && in->format != NIB_CHECKPOINT_FORMAT_MODELOPT)
         return nib_fail(NIB_ERR_UNSUPPORTED,
                         "%s: it is %s; repairs are for compressed-tensors and modelopt: convert it first", in->path,
-                        nib_packing_name(in->packing));
-    TRY(nib_plan_start(in, "repair", in->packing, &r->plan));
+                        nib_checkpoint_format_name(in->format));
+    TRY(nib_plan_start(in, "repair", in->format, &r->plan));
     r->plan->keep_split = true;
     r->plan->quantized = true;
     return fill_plan(r);
@@ -354,7 +357,7 @@ nib_status nib_plan_repair(const nib_checkpoint *in, nib_plan **out)
     r.k.context = &r;
     nib_status status = make_plan(&r);
     nib_check_end(&r.k);
-    nib_free(r.levels);
+    nib_free(r.tensor_scales);
     nib_free(r.inputs);
     nib_free(r.maps);
     nib_free(r.with_input);

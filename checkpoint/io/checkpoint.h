@@ -3,7 +3,7 @@
  * checkpoint.h - an opened checkpoint as the files of this layer see it: files, tensors, weights, configuration.
  *
  *     open.c     files, index, configuration, the table of tensors
- *     weights.c  which tensors make which weight, by the table of packings; reading weights
+ *     weights.c  which tensors make which weight, by the table of checkpoint formats; reading weights
  *     names.c    what names mean: patterns, fused groups, what stays in high precision, stacks of experts
  *     measure.c  errors and histograms          check.c   findings
  *     plan.c     what becomes of every tensor   repair.c  the plan of a repair
@@ -23,8 +23,8 @@ struct nib_gguf;
 #define NIB_NONE UINT32_MAX
 
 struct nib_ck_file {
-    char *name;            /* within the folder */
-    char *path;            /* for opening and for sentences */
+    char *name;            /* within the directory */
+    char *path;            /* for opening and for messages */
     nib_file *safetensors; /* one of these two */
     struct nib_gguf *gguf;
     int64_t *shapes; /* of a GGUF file's tensors */
@@ -43,18 +43,18 @@ struct nib_ck_tensor {
     uint32_t weight; /* the first weight that it is part of, or NIB_NONE */
 };
 
-/* The tensors of a weight. Not every packing has all. */
+/* The tensors of a weight. Not every checkpoint format has all. */
 enum nib_ck_role {
-    NIB_ROLE_DATA = 0, /* numbers or codes */
-    NIB_ROLE_SCALE,    /* of blocks */
-    NIB_ROLE_LEVEL,    /* per tensor (or per expert of a stack) */
-    NIB_ROLE_INPUT,    /* of activations */
+    NIB_ROLE_DATA = 0,     /* numbers or codes */
+    NIB_ROLE_SCALE,        /* of blocks */
+    NIB_ROLE_TENSOR_SCALE, /* per tensor (or per expert of a stack) */
+    NIB_ROLE_INPUT,        /* of activations */
     NIB_ROLE_COUNT
 };
 
 struct nib_ck_weight {
     const char *name;
-    nib_packing packing;
+    nib_checkpoint_format format;
     nib_dtype dtype; /* as nib_weight.dtype */
     int64_t rows, cols;
     uint32_t tensor[NIB_ROLE_COUNT]; /* NIB_NONE for absent ones */
@@ -63,22 +63,22 @@ struct nib_ck_weight {
     int64_t index; /* in a stack of experts; -1: the tensor is the matrix */
     int64_t row_first, row_step;
     bool transposed;
-    nib_level level;  /* NVFP4: what the number per tensor means */
-    int32_t e4m3_max; /* NIB_LEVEL_AMAX: what belongs to it; 0 for 448 */
+    nib_tensor_scale tensor_scale; /* NVFP4: what the number per tensor means */
+    int32_t e4m3_max;              /* NIB_TENSOR_SCALE_AMAX: what belongs to it; 0 for 448 */
 };
 
-/* Something that opening noticed and could live with: nib_checkpoint_check reports it, and a plan refuses what blocks. */
-struct nib_ck_remark {
+/* Something that opening noticed and could live with: nib_checkpoint_check reports it, and a plan rejects what blocks. */
+struct nib_ck_diagnostic {
     const char *id;      /* "stale-shard", "unindexed-tensor", "repeated-tensor", "open-orientation" */
     const char *subject; /* a file or a tensor */
-    const char *fact;    /* a sentence without a period */
+    const char *fact;    /* a message without a period */
     bool blocks;         /* what it is about cannot be read as a weight */
 };
 
 struct nib_checkpoint {
-    char *path;   /* as given */
-    char *folder; /* that holds the files; "" for none needed (a single file) */
-    bool is_folder;
+    char *path;      /* as given */
+    char *directory; /* that holds the files; "" for none needed (a single file) */
+    bool is_directory;
     bool has_index; /* model.safetensors.index.json was there */
     char *index_name;
     json_t *config; /* config.json; NULL without */
@@ -87,30 +87,30 @@ struct nib_checkpoint {
     json_t *hf_quant_config; /* hf_quant_config.json; NULL without */
     const char *model_type;
     const char *provenance; /* of the first file that has one */
-    nib_packing packing;
+    nib_checkpoint_format format;
     struct nib_ck_file *files;
     size_t n_files;
     struct nib_ck_tensor *tensors; /* in the order of names (bytes) */
     size_t n_tensors;
     struct nib_ck_weight *weights; /* in the order of names, numbers by value */
     size_t n_weights;
-    struct nib_ck_remark *remarks;
-    size_t n_remarks, remarks_capacity;
-    void *strings; /* names that no file has, and the texts of remarks */
+    struct nib_ck_diagnostic *diagnostics;
+    size_t n_diagnostics, diagnostics_capacity;
+    void *strings; /* names that no file has, and the texts of diagnostics */
 };
 
 /* ---- Tensors (open.c) ---- */
 
 /* A formatted string that lives as long as the checkpoint; NULL without memory. */
 char *nib_ck_string(nib_checkpoint *c, const char *format, ...) __attribute__((format(printf, 2, 3)));
-nib_status nib_ck_remark(nib_checkpoint *c, const char *id, const char *subject, const char *fact, bool blocks);
+nib_status nib_ck_diagnostic(nib_checkpoint *c, const char *id, const char *subject, const char *fact, bool blocks);
 nib_status nib_ck_no_memory(const nib_checkpoint *c);
 
 /* The tensor of a name, or NIB_NONE. */
 uint32_t nib_ck_find_tensor(const nib_checkpoint *c, const char *name);
 /* Bytes of a tensor. */
 nib_status nib_ck_read(const nib_checkpoint *c, uint32_t tensor, uint64_t offset, void *out, size_t bytes);
-/* "PATH: tensor NAME" for sentences; `room` is at least 256. */
+/* "PATH: tensor NAME" for messages; `room` is at least 256. */
 const char *nib_ck_place(const nib_checkpoint *c, uint32_t tensor, char *room, size_t bytes);
 /* A number of config.json, looked up in the root, then in text_config; `otherwise` without one. */
 int64_t nib_ck_config_int(const nib_checkpoint *c, const char *key, int64_t otherwise);
@@ -119,13 +119,13 @@ nib_status nib_ck_read_text(const char *path, size_t limit, char **out, size_t *
 /* Whether a token is a number of Python's json that JSON or jansson has not: Infinity, -Infinity, NaN, or an integer of
  * more than 18 digits. In c->config they are strings behind a \x01. */
 bool nib_ck_is_python_number(const char *token, size_t length);
-/* JSON with its path in the sentence; duplicate keys and trailing garbage are refused. */
+/* JSON with its path in the message; duplicate keys and trailing garbage are rejected. */
 nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, json_t **out);
 
 /* ---- Weights (weights.c) ---- */
 
-nib_status nib_ck_find_weights(nib_checkpoint *c); /* fills weights and each tensor's weight; called by open */
-bool nib_ck_is_nvfp4(nib_packing packing);         /* codes of 4 bits, E4M3 scales per 16, one number per tensor */
+nib_status nib_ck_find_weights(nib_checkpoint *c);  /* fills weights and each tensor's weight; called by open */
+bool nib_ck_is_nvfp4(nib_checkpoint_format format); /* codes of 4 bits, E4M3 scales per 16, one number per tensor */
 /* Rows of a weight as numbers; out is [count, cols], contiguous. Threads may call it at once. Memory: see below. */
 nib_status nib_ck_read_rows(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
                             nib_dtype dtype, void *out);
@@ -136,12 +136,13 @@ nib_dtype nib_ck_exact_dtype(const struct nib_ck_weight *w);
 nib_status nib_ck_read_codes(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
                              uint8_t *codes, uint8_t *scales);
 /* The number per tensor, and that of activations (*has_input 0 without): finite or not, as the file has them. */
-nib_status nib_ck_read_level(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_level *kind, float *level);
+nib_status nib_ck_read_tensor_scale(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_tensor_scale *kind,
+                                    float *tensor_scale);
 nib_status nib_ck_read_input(const nib_checkpoint *c, const struct nib_ck_weight *w, int *has_input, float *scale);
-/* A quantiser that decodes codes with a level of this kind (rowwise, 1x16, one thread). */
-void nib_ck_decoder(nib_level kind, int32_t e4m3_max, nib_quantizer *q);
+/* A quantizer that decodes codes with a tensor scale of this kind (rowwise, 1x16, one thread). */
+void nib_ck_decoder(nib_tensor_scale kind, int32_t e4m3_max, nib_quantizer *q);
 /* Codes and scales, as read_codes gives them, to numbers. */
-nib_status nib_ck_decode(const struct nib_ck_weight *w, float level, const uint8_t *codes, const uint8_t *scales,
+nib_status nib_ck_decode(const struct nib_ck_weight *w, float tensor_scale, const uint8_t *codes, const uint8_t *scales,
                          int64_t rows, nib_dtype dtype, void *out);
 /* MXFP4: codes [count, K/2] in the same order, and E8M0 scales [count, K/32]. */
 nib_status nib_ck_read_mxfp4(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
@@ -152,7 +153,7 @@ int64_t nib_ck_rows_for(const nib_checkpoint *c, const struct nib_ck_weight *w, 
 /* ---- Long calls (measure.c) ---- */
 
 /* What a caller gave, with its defaults filled in. */
-nib_status nib_ck_job(const char *what, const nib_job *given, nib_job *out);
+nib_status nib_ck_job(const char *what, const nib_job *overrides, nib_job *out);
 /* Tell the caller how far it is; CANCELLED where it wants no more. */
 nib_status nib_ck_report(const nib_job *job, const char *phase, const char *tensor, uint64_t done, uint64_t total);
 
@@ -174,7 +175,7 @@ void nib_patterns_destroy(struct nib_patterns *patterns);
 /* The set of weights that a server fuses into one matrix and that must share a tensor scale: equal keys, equal sets.
  * Writes "PARENT{q_proj,k_proj,v_proj}" to room; false where a name is in no set. */
 bool nib_ck_fused_key(const char *weight, char *room, size_t bytes);
-/* The sets' member names, for sentences; row i ends with NULL. */
+/* The sets' member names, for messages; row i ends with NULL. */
 extern const char *const nib_ck_fused_sets[][5];
 /* Why a weight stays in high precision by default ("an embedding"), or NULL. */
 const char *nib_ck_default_keep(const nib_checkpoint *c, const struct nib_ck_weight *w);

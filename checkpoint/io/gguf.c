@@ -498,7 +498,7 @@ static nib_status check_count(const struct source *source, const char *what, uin
     return NIB_OK;
 }
 
-/* DATA and UNSUPPORTED sentences leave here without the path. */
+/* DATA and UNSUPPORTED messages leave here without the path. */
 static nib_status read_header(struct nib_gguf *file, struct source *source)
 {
     struct {

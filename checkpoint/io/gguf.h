@@ -62,7 +62,7 @@ struct nib_gguf_entry {
 };
 
 /* Bytes of a tensor; `fault` is the status of an overflow, of rows that are not whole blocks and of an unknown type. The
- * sentence says nothing of the file nor of the tensor. */
+ * message says nothing of the file nor of the tensor. */
 nib_status nib_gguf_bytes(nib_status fault, uint32_t type, int rank, const int64_t *shape, uint64_t *bytes);
 
 /* ---- Values of keys ---- */
@@ -111,7 +111,7 @@ struct nib_gguf_facts {
     uint64_t trailing;   /* bytes behind the last tensor and its padding: ggml does not mind, and neither do we */
 };
 
-/* Reads and checks everything but the data. It refuses what ggml refuses, and names or keys that are not UTF-8, are
+/* Reads and checks everything but the data. It rejects what ggml rejects, and names or keys that are not UTF-8, are
  * empty, hold a NUL or (keys) are longer than the format allows. DATA: a file that breaks the format, is cut short or
  * is none. UNSUPPORTED: version 1, a later one, or big-endian. Memory grows with the keys and tensors; strings and
  * arrays stay in the file until they are asked for. */

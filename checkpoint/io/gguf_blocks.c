@@ -3,7 +3,7 @@
  * gguf_blocks.c - the nibbles of NVFP4 and MXFP4 between the order of safetensors and that of GGUF, 16 at a time.
  *
  * Sixteen elements are a word of 64 bits, element j its nibble j. GGUF wants nibble 2j to be element j and nibble 2j+1
- * element j+8: a perfect shuffle of the two halves, which is three exchanges of neighbours.
+ * element j+8: a perfect shuffle of the two halves, which is three exchanges of neighbors.
  */
 #include "io/gguf.h"
 

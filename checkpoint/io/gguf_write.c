@@ -154,7 +154,7 @@ nib_status nib_gguf_put_string(nib_gguf_plan *plan, const char *key, const char 
 nib_status nib_gguf_put_integer(nib_gguf_plan *plan, const char *key, enum nib_gguf_kind kind, int64_t value)
 {
     static const struct {
-        bool given;
+        bool overrides;
         int64_t least, most;
     } ranges[NIB_GGUF_KIND_COUNT] = {
         [NIB_GGUF_KIND_U8] = { true, 0, UINT8_MAX },
@@ -169,7 +169,7 @@ nib_status nib_gguf_put_integer(nib_gguf_plan *plan, const char *key, enum nib_g
     };
     NIB_REQUIRE(plan);
     NIB_REQUIRE(key);
-    if ((unsigned)kind >= NIB_GGUF_KIND_COUNT || !ranges[kind].given)
+    if ((unsigned)kind >= NIB_GGUF_KIND_COUNT || !ranges[kind].overrides)
         return nib_fail(NIB_ERR_ARG, "%s: key %s: kind %d is no integer", plan->path, nib_quote(key).text, (int)kind);
     if (value < ranges[kind].least || value > ranges[kind].most)
         return nib_fail(NIB_ERR_ARG, "%s: key %s: %lld is outside %s", plan->path, nib_quote(key).text,
@@ -286,7 +286,7 @@ static nib_status check_name(const nib_gguf_plan *plan, const char *name)
     return NIB_OK;
 }
 
-/* The sentence without the tensor. */
+/* The message without the tensor. */
 static nib_status check_tensor(const nib_gguf_plan *plan, uint32_t type, int rank, const int64_t *shape,
                                uint64_t *bytes)
 {
@@ -426,10 +426,10 @@ nib_status nib_gguf_plan_header(const nib_gguf_plan *plan, void **out, size_t *b
 struct nib_gguf_writer {
     int fd; /* -1 when the temporary file is gone or has become the final one */
     char *temporary;
-    bool broken; /* the system refused a write, so the file's bytes are unknown */
+    bool broken; /* the system rejected a write, so the file's bytes are unknown */
     nib_gguf_plan *plan;
     uint64_t data_begin;
-    struct nib_spans *written; /* of each tensor */
+    struct nib_interval_set *written; /* of each tensor */
 };
 
 static nib_status write_bytes(nib_gguf_writer *writer, uint64_t offset, const void *data, size_t bytes)
@@ -496,10 +496,10 @@ nib_status nib_gguf_write(nib_gguf_writer *writer, size_t index, uint64_t offset
         return NIB_OK;
     NIB_REQUIRE(data);
     /* Room first: what is on disk must not fail to be noted. */
-    if (!nib_spans_reserve(&writer->written[index]))
+    if (!nib_interval_set_reserve(&writer->written[index]))
         return nib_gguf_no_memory(writer->plan->path);
     TRY(write_bytes(writer, writer->data_begin + tensor->begin + offset, data, bytes));
-    nib_spans_add(&writer->written[index], offset, offset + bytes);
+    nib_interval_set_add(&writer->written[index], offset, offset + bytes);
     return NIB_OK;
 }
 
@@ -509,8 +509,8 @@ static nib_status check_complete(const nib_gguf_writer *writer)
     if (writer->broken)
         return nib_fail(NIB_ERR_IO, "%s: not committed, because an earlier write failed", plan->path);
     for (size_t i = 0; i < plan->names.order.n; i++) {
-        struct nib_span gap;
-        if (nib_spans_gap(&writer->written[i], plan->tensors[i].bytes, &gap))
+        struct nib_interval gap;
+        if (nib_interval_set_gap(&writer->written[i], plan->tensors[i].bytes, &gap))
             return nib_fail(NIB_ERR_ARG, "%s: tensor %s: bytes %llu to %llu of %llu were never written", plan->path,
                             nib_quote(nib_names_get(&plan->names, (uint32_t)i)).text, (unsigned long long)gap.begin,
                             (unsigned long long)gap.end, (unsigned long long)plan->tensors[i].bytes);
@@ -567,7 +567,7 @@ void nib_gguf_writer_destroy(nib_gguf_writer *writer)
         return;
     abandon(writer);
     for (size_t i = 0; writer->written && i < writer->plan->names.order.n; i++)
-        nib_spans_free(&writer->written[i]);
+        nib_interval_set_free(&writer->written[i]);
     nib_free(writer->written);
     nib_free(writer->temporary);
     writer->plan->sealed = false;

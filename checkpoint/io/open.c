@@ -3,7 +3,7 @@
  * open.c - from a path to files, tensors and configuration.
  *
  * Everything that names another file is untrusted: the index may say anything. What would be read from a wrong place is
- * refused; what is merely left over becomes a remark.
+ * rejected; what is merely left over becomes a diagnostic.
  */
 #include "io/checkpoint.h"
 
@@ -20,7 +20,7 @@ enum {
     INDEX_LIMIT = 512 << 20  /* bytes of an index */
 };
 
-/* ---- Strings and remarks ---- */
+/* ---- Strings and diagnostics ---- */
 
 struct chunk {
     struct chunk *before;
@@ -60,18 +60,19 @@ nib_status nib_ck_no_memory(const nib_checkpoint *c)
     return nib_fail(NIB_ERR_MEMORY, "%s: no memory for what its files list", c->path);
 }
 
-nib_status nib_ck_remark(nib_checkpoint *c, const char *id, const char *subject, const char *fact, bool blocks)
+nib_status nib_ck_diagnostic(nib_checkpoint *c, const char *id, const char *subject, const char *fact, bool blocks)
 {
-    struct nib_ck_remark *remarks = nib_grow(c->remarks, &c->remarks_capacity, c->n_remarks + 1, sizeof *remarks);
-    if (remarks)
-        c->remarks = remarks;
-    const char *kept = remarks ? nib_ck_string(c, "%s", subject) : NULL;
+    struct nib_ck_diagnostic *diagnostics =
+        nib_grow(c->diagnostics, &c->diagnostics_capacity, c->n_diagnostics + 1, sizeof *diagnostics);
+    if (diagnostics)
+        c->diagnostics = diagnostics;
+    const char *kept = diagnostics ? nib_ck_string(c, "%s", subject) : NULL;
     if (!kept)
         return nib_ck_no_memory(c);
-    const char *sentence = nib_ck_string(c, "%s", fact);
-    if (!sentence)
+    const char *message = nib_ck_string(c, "%s", fact);
+    if (!message)
         return nib_ck_no_memory(c);
-    c->remarks[c->n_remarks++] = (struct nib_ck_remark){ id, kept, sentence, blocks };
+    c->diagnostics[c->n_diagnostics++] = (struct nib_ck_diagnostic){ id, kept, message, blocks };
     return NIB_OK;
 }
 
@@ -113,12 +114,12 @@ nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, j
     return NIB_OK;
 }
 
-static char *join_path(const char *folder, const char *name)
+static char *join_path(const char *directory, const char *name)
 {
-    const size_t bytes = strlen(folder) + strlen(name) + 2;
+    const size_t bytes = strlen(directory) + strlen(name) + 2;
     char *path = nib_alloc(bytes);
     if (path)
-        snprintf(path, bytes, "%s/%s", folder, name);
+        snprintf(path, bytes, "%s/%s", directory, name);
     return path;
 }
 
@@ -136,7 +137,7 @@ bool nib_ck_is_python_number(const char *token, size_t length)
     return length - sign > DIGITS;
 }
 
-/* A configuration with these numbers as strings behind a mark: jansson refuses them, and nib_put_json takes the mark off. */
+/* A configuration with these numbers as strings behind a mark: jansson rejects them, and nib_put_json takes the mark off. */
 static bool mark_numbers(const char *text, size_t bytes, struct nib_text *out)
 {
     static const char of_tokens[] = "+-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
@@ -170,11 +171,11 @@ static nib_status parse_config(const nib_checkpoint *c, const char *path, const 
     return status;
 }
 
-/* The JSON object of a file in the folder; *out stays NULL where there is no such file. Text is wanted of config.json
+/* The JSON object of a file in the directory; *out stays NULL where there is no such file. Text is wanted of config.json
  * alone. */
 static nib_status read_object(const nib_checkpoint *c, const char *name, size_t limit, json_t **out, char **text_out)
 {
-    char *path = join_path(c->folder, name), *text = NULL;
+    char *path = join_path(c->directory, name), *text = NULL;
     size_t bytes;
     if (!path)
         return nib_ck_no_memory(c);
@@ -246,7 +247,7 @@ static nib_status add_file(nib_checkpoint *c, const char *path, const char *name
     *file = (struct nib_ck_file){ .name = nib_ck_string(c, "%s", name), .path = nib_ck_string(c, "%s", path) };
     if (!file->name || !file->path)
         return nib_ck_no_memory(c);
-    /* What a file begins with says more than its name: a safetensors header of that length is refused anyway. */
+    /* What a file begins with says more than its name: a safetensors header of that length is rejected anyway. */
     int fd;
     char magic[4] = { 0 };
     TRY(nib_os_open_read(path, &fd, &file->bytes));
@@ -261,9 +262,9 @@ static nib_status add_file(nib_checkpoint *c, const char *path, const char *name
     return NIB_OK;
 }
 
-static nib_status add_from_folder(nib_checkpoint *c, const char *name)
+static nib_status add_from_directory(nib_checkpoint *c, const char *name)
 {
-    char *path = join_path(c->folder, name);
+    char *path = join_path(c->directory, name);
     if (!path)
         return nib_ck_no_memory(c);
     const nib_status status = add_file(c, path, name);
@@ -271,7 +272,7 @@ static nib_status add_from_folder(nib_checkpoint *c, const char *name)
     return status;
 }
 
-/* What a folder holds that could be a checkpoint. */
+/* What a directory holds that could be a checkpoint. */
 struct listing {
     nib_checkpoint *c;
     struct nib_names safetensors, gguf, indexes;
@@ -306,13 +307,13 @@ static const char *name_at(const struct nib_names *names, size_t place)
 
 /* ---- Index ---- */
 
-/* A file name from an index: of this folder and of this format, or it is somebody's attempt to have another file read. */
+/* A file name from an index: of this directory and of this format, or it is somebody's attempt to have another file read. */
 static const char *fault_of_shard_name(const char *name)
 {
     if (!*name)
         return "it is empty";
     if (strchr(name, '/') || strchr(name, '\\') || strcmp(name, "..") == 0)
-        return "it leaves the folder";
+        return "it leaves the directory";
     if (!nib_ck_ends_with(name, ".safetensors"))
         return "it is not a .safetensors file";
     return NULL;
@@ -323,7 +324,7 @@ static nib_status check_weight_map(const nib_checkpoint *c, json_t *map)
     const char *tensor;
     json_t *value;
     if (!json_is_object(map))
-        return nib_fail(NIB_ERR_DATA, "%s/%s: it has no object \"weight_map\"", c->folder, c->index_name);
+        return nib_fail(NIB_ERR_DATA, "%s/%s: it has no object \"weight_map\"", c->directory, c->index_name);
     json_object_foreach(map, tensor, value)
     {
         const char *file = json_string_value(value);
@@ -331,7 +332,7 @@ static nib_status check_weight_map(const nib_checkpoint *c, json_t *map)
                             : strlen(file) != json_string_length(value) ? "it holds a NUL"
                                                                         : fault_of_shard_name(file);
         if (fault)
-            return nib_fail(NIB_ERR_DATA, "%s/%s: tensor %s: its file %s: %s", c->folder, c->index_name,
+            return nib_fail(NIB_ERR_DATA, "%s/%s: tensor %s: its file %s: %s", c->directory, c->index_name,
                             nib_quote(tensor).text, nib_quote(file ? file : "").text, fault);
     }
     return NIB_OK;
@@ -368,16 +369,16 @@ static nib_status open_indexed(nib_checkpoint *c, json_t *map, const struct list
             status = nib_fail(NIB_ERR_DATA,
                               "%s: %s names the file %s, which is not there: download it, or remove the index if it is "
                               "an old one",
-                              c->folder, c->index_name, nib_quote(name).text);
+                              c->directory, c->index_name, nib_quote(name).text);
         else
-            status = add_from_folder(c, name);
+            status = add_from_directory(c, name);
     }
     for (size_t i = 0; !status && i < listing->safetensors.order.n; i++) {
         const char *name = name_at(&listing->safetensors, i);
         uint32_t id;
         size_t place;
         if (!nib_names_find(&wanted, name, &id, &place))
-            status = nib_ck_remark(c, "stale-shard", name, "the index does not name this file", false);
+            status = nib_ck_diagnostic(c, "stale-shard", name, "the index does not name this file", false);
     }
     nib_names_free(&wanted);
     return status;
@@ -454,11 +455,11 @@ static nib_status drop_repeated(nib_checkpoint *c, const json_t *map)
                 "set of files",
                 c->path, nib_quote(tensor->name).text, nib_quote(c->files[tensor->file].name).text);
         if (map && !home)
-            TRY(nib_ck_remark(c, "unindexed-tensor", tensor->name, "its file has it, but the index does not name it",
-                              false));
+            TRY(nib_ck_diagnostic(c, "unindexed-tensor", tensor->name,
+                                  "its file has it, but the index does not name it", false));
         if (home && strcmp(home, c->files[tensor->file].name) != 0) {
-            TRY(nib_ck_remark(c, "repeated-tensor", tensor->name,
-                              "a file that the index does not name for it has it too", false));
+            TRY(nib_ck_diagnostic(c, "repeated-tensor", tensor->name,
+                                  "a file that the index does not name for it has it too", false));
             continue;
         }
         c->tensors[kept++] = c->tensors[i];
@@ -474,7 +475,7 @@ static nib_status check_indexed(const nib_checkpoint *c, json_t *map)
     json_t *value;
     json_object_foreach(map, name, value) if (nib_ck_find_tensor(c, name) == NIB_NONE) return nib_fail(
         NIB_ERR_DATA, "%s: %s says that tensor %s is in %s, and it is not: the index or the file is an old one",
-        c->folder, c->index_name, nib_quote(name).text, nib_quote(json_string_value(value)).text);
+        c->directory, c->index_name, nib_quote(name).text, nib_quote(json_string_value(value)).text);
     return NIB_OK;
 }
 
@@ -562,15 +563,15 @@ static nib_status open_unindexed(nib_checkpoint *c, const struct listing *listin
         for (size_t i = 0; i < files->order.n; i++) {
             const char *name = name_at(files, i);
             if (whole && strcmp(name, "model.safetensors") != 0)
-                TRY(nib_ck_remark(c, "stale-shard", name, "it lies beside model.safetensors, and no index names it",
-                                  false));
+                TRY(nib_ck_diagnostic(c, "stale-shard", name, "it lies beside model.safetensors, and no index names it",
+                                      false));
             else
-                TRY(add_from_folder(c, name));
+                TRY(add_from_directory(c, name));
         }
         return NIB_OK;
     }
     if (listing->gguf.order.n == 1)
-        return add_from_folder(c, name_at(&listing->gguf, 0));
+        return add_from_directory(c, name_at(&listing->gguf, 0));
     if (listing->gguf.order.n > 1)
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it has %zu GGUF files: name one of them", c->path,
                         listing->gguf.order.n);
@@ -579,14 +580,14 @@ static nib_status open_unindexed(nib_checkpoint *c, const struct listing *listin
                         "%s: its weights are pickled (%s), which can run any code when loaded: convert them to "
                         "safetensors first, for example with transformers' save_pretrained in a machine you can lose",
                         c->path, nib_quote(listing->pickled).text);
-    return nib_fail(NIB_ERR_DATA, "%s: there is no .safetensors and no .gguf file in this folder", c->path);
+    return nib_fail(NIB_ERR_DATA, "%s: there is no .safetensors and no .gguf file in this directory", c->path);
 }
 
-static nib_status open_folder(nib_checkpoint *c)
+static nib_status open_directory(nib_checkpoint *c)
 {
     struct listing listing = { .c = c };
     json_t *index = NULL, *map = NULL;
-    nib_status status = nib_os_list(c->folder, note_name, &listing);
+    nib_status status = nib_os_list(c->directory, note_name, &listing);
     nib_names_finish(&listing.safetensors);
     nib_names_finish(&listing.gguf);
     nib_names_finish(&listing.indexes);
@@ -618,14 +619,14 @@ static nib_status open_file(nib_checkpoint *c)
 {
     const char *slash = strrchr(c->path, '/');
     TRY(add_file(c, c->path, slash ? slash + 1 : c->path));
-    TRY(read_configuration(c)); /* of its folder: experts cannot be told apart without */
+    TRY(read_configuration(c)); /* of its directory: experts cannot be told apart without */
     return list_tensors(c, NULL);
 }
 
 static nib_status set_paths(nib_checkpoint *c, const char *path)
 {
     size_t length = strlen(path);
-    c->is_folder = nib_os_is_folder(path);
+    c->is_directory = nib_os_is_directory(path);
     while (length > 1 && path[length - 1] == '/')
         length--;
     c->path = nib_ck_string(c, "%.*s", (int)length, path);
@@ -633,8 +634,10 @@ static nib_status set_paths(nib_checkpoint *c, const char *path)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its name", path);
     const char *slash = strrchr(c->path, '/');
     const int parent = slash == c->path ? 1 : slash ? (int)(slash - c->path) : 0;
-    c->folder = c->is_folder ? c->path : parent ? nib_ck_string(c, "%.*s", parent, c->path) : nib_ck_string(c, ".");
-    return c->folder ? NIB_OK : nib_ck_no_memory(c);
+    c->directory = c->is_directory ? c->path
+                   : parent        ? nib_ck_string(c, "%.*s", parent, c->path)
+                                   : nib_ck_string(c, ".");
+    return c->directory ? NIB_OK : nib_ck_no_memory(c);
 }
 
 static void find_provenance(nib_checkpoint *c)
@@ -653,7 +656,7 @@ nib_status nib_checkpoint_open(const char *path, nib_checkpoint **out)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory to open it", path);
     nib_status status = set_paths(c, path);
     if (!status)
-        status = c->is_folder ? open_folder(c) : open_file(c);
+        status = c->is_directory ? open_directory(c) : open_file(c);
     if (!status) {
         find_provenance(c);
         status = nib_ck_find_weights(c);
@@ -680,7 +683,7 @@ void nib_checkpoint_close(nib_checkpoint *c)
     nib_free(c->files);
     nib_free(c->tensors);
     nib_free(c->weights);
-    nib_free(c->remarks);
+    nib_free(c->diagnostics);
     for (struct chunk *chunk = c->strings, *before; chunk; chunk = before) {
         before = chunk->before;
         nib_free(chunk);
@@ -697,7 +700,7 @@ nib_status nib_checkpoint_get_facts(const nib_checkpoint *c, nib_checkpoint_fact
     TRY(nib_check_struct("nib_checkpoint_facts", out, sizeof *out));
     *out = (nib_checkpoint_facts){ .bytes = out->bytes,
                                    .path = c->path,
-                                   .packing = c->packing,
+                                   .format = c->format,
                                    .model_type = c->model_type,
                                    .config = c->config_text,
                                    .files = c->n_files,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * measure.c - what quantisation did to a weight: errors, losses and histograms, in panels of rows and on threads.
+ * measure.c - what quantization did to a weight: errors, losses and histograms, in panels of rows and on threads.
  *
  * Sums are kept for each row, in double, and added in the order of rows, so that neither threads nor memory decide the
  * last digit. Within a row they are sums of blocks of 16, in float.
@@ -19,14 +19,14 @@ enum { BLOCK = 16, PANEL_ELEMENTS = 1 << 18, DEFAULT_MEMORY = 512 << 20 };
 /* Rows whose sums are kept at once. */
 enum { BATCH_ROWS = 1 << 18 };
 
-nib_status nib_ck_job(const char *what, const nib_job *given, nib_job *out)
+nib_status nib_ck_job(const char *what, const nib_job *overrides, nib_job *out)
 {
-    if (given)
-        TRY(nib_check_struct(what, given, sizeof *given));
+    if (overrides)
+        TRY(nib_check_struct(what, overrides, sizeof *overrides));
     nib_job job;
     memset(&job, 0, sizeof job);
-    if (given)
-        job = *given;
+    if (overrides)
+        job = *overrides;
     if (job.threads < 0)
         return nib_fail(NIB_ERR_ARG, "%s: %d threads; 0 takes one for each processor", what, (int)job.threads);
     if (!job.threads)
@@ -217,7 +217,7 @@ struct measuring {
     const nib_job *job;
     bool same; /* a is b: read once */
     bool coded;
-    float level;
+    float tensor_scale;
     float limits[256];
     int64_t panel_rows;
     struct row_sums *rows; /* of the batch */
@@ -234,17 +234,17 @@ struct measuring {
 /* How much a block with each scale byte can hold. */
 static nib_status find_limits(struct measuring *m)
 {
-    nib_level kind;
-    float level;
-    TRY(nib_ck_read_level(m->b, m->weight_b, &kind, &level));
-    m->level = level;
+    nib_tensor_scale kind;
+    float tensor_scale;
+    TRY(nib_ck_read_tensor_scale(m->b, m->weight_b, &kind, &tensor_scale));
+    m->tensor_scale = tensor_scale;
     const float full = 6 * (float)(m->weight_b->e4m3_max ? m->weight_b->e4m3_max : 448);
     for (int i = 0; i < 256; i++) {
         const float s = nib_f32_from_e4m3((uint8_t)i);
-        const float factor = kind == NIB_LEVEL_DECODE   ? s * level
-                             : kind == NIB_LEVEL_ENCODE ? s / level
-                             : kind == NIB_LEVEL_AMAX   ? s * level * (1 / full)
-                                                        : s;
+        const float factor = kind == NIB_TENSOR_SCALE_MULTIPLIER ? s * tensor_scale
+                             : kind == NIB_TENSOR_SCALE_DIVISOR  ? s / tensor_scale
+                             : kind == NIB_TENSOR_SCALE_AMAX     ? s * tensor_scale * (1 / full)
+                                                                 : s;
         m->limits[i] = nib_abs(factor) * 6;
     }
     return NIB_OK;
@@ -258,7 +258,7 @@ static nib_status measure_panel(struct measuring *m, int64_t first, int64_t coun
         TRY(nib_ck_read_rows(m->a, m->weight_a, first, count, NIB_F32, a));
     if (m->coded) {
         TRY(nib_ck_read_codes(m->b, m->weight_b, first, count, codes, scales));
-        TRY(nib_ck_decode(m->weight_b, m->level, codes, scales, count, NIB_F32, b));
+        TRY(nib_ck_decode(m->weight_b, m->tensor_scale, codes, scales, count, NIB_F32, b));
     } else {
         TRY(nib_ck_read_rows(m->b, m->weight_b, first, count, NIB_F32, b));
     }
@@ -323,7 +323,7 @@ static void run_worker(void *context, int64_t i)
     const nib_status status = work(m, &m->tallies[i]);
     if (!status)
         return;
-    nib_get_error(&m->errors[i]); /* the sentence is this thread's */
+    nib_get_error(&m->errors[i]); /* the message is this thread's */
     atomic_store(&m->stop, 1);
 }
 
@@ -420,7 +420,7 @@ static nib_status measure(const nib_checkpoint *a, size_t a_index, const nib_che
     struct measuring m = { .a = a, .b = b, .weight_a = wa, .weight_b = wb, .job = job, .same = a == b && wa == wb };
     m.done_before = done;
     m.total = total;
-    m.coded = nib_ck_is_nvfp4(wb->packing);
+    m.coded = nib_ck_is_nvfp4(wb->format);
     atomic_flag_clear(&m.busy);
     const nib_fpenv saved = nib_fpenv_enter();
     nib_status status = m.coded ? find_limits(&m) : NIB_OK;
@@ -466,8 +466,8 @@ nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint 
                                       .name = w->name,
                                       .rows = w->rows,
                                       .cols = w->cols,
-                                      .packing_a = w->packing,
-                                      .packing_b = b->weights[index].packing };
+                                      .format_a = w->format,
+                                      .format_b = b->weights[index].format };
             TRY(measure(a, i, b, index, &own, done, total, &compared.stats));
             if (each(context, &compared))
                 return nib_fail(NIB_ERR_CANCELLED, "comparing: stopped by the caller");

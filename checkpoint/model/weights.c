@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * weights.c - which tensors make which weight, and reading weights of every packing alike.
+ * weights.c - which tensors make which weight, and reading weights of every checkpoint format alike.
  *
- * A packing is a row of a table: the ends of its tensors' names, what the data must be, and two functions. A weight with
+ * A checkpoint format is a row of a table: the ends of its tensors' names, what the data must be, and two functions. A weight with
  * a companion missing or of a wrong shape is listed all the same, so that it can be reported; reading it is an error.
  */
 #include "io/checkpoint.h"
@@ -15,7 +15,7 @@
 #include "file/json.h"
 #include "base/os.h"
 
-/* ---- The table of packings ---- */
+/* ---- The table of checkpoint formats ---- */
 
 typedef nib_status read_codes_fn(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
                                  uint8_t *codes, uint8_t *scales);
@@ -24,68 +24,73 @@ typedef nib_status read_rows_fn(const nib_checkpoint *c, const struct nib_ck_wei
 static read_codes_fn linear_codes, gguf_codes;
 static read_rows_fn plain_rows, nvfp4_rows, mxfp4_rows, fp8_rows;
 
-static const struct packing {
+static const struct format {
     const char *name;
-    nib_level level;           /* NVFP4: what the number per tensor means */
-    read_codes_fn *read_codes; /* NVFP4 alone */
+    nib_tensor_scale tensor_scale; /* NVFP4: what the number per tensor means */
+    read_codes_fn *read_codes;     /* NVFP4 alone */
     read_rows_fn *read_rows;
-} packings[NIB_PACKING_COUNT] = {
-    [NIB_PACKING_PLAIN] = { "plain", NIB_LEVEL_NONE, NULL, plain_rows },
-    [NIB_PACKING_COMPRESSED_TENSORS] = { "compressed-tensors", NIB_LEVEL_ENCODE, linear_codes, nvfp4_rows },
-    [NIB_PACKING_MODELOPT] = { "modelopt", NIB_LEVEL_DECODE, linear_codes, nvfp4_rows },
-    [NIB_PACKING_TORCHAO] = { "torchao", NIB_LEVEL_DECODE, linear_codes, nvfp4_rows },
-    [NIB_PACKING_GGUF] = { "gguf", NIB_LEVEL_DECODE, gguf_codes, nvfp4_rows },
-    [NIB_PACKING_NIB] = { "nib", NIB_LEVEL_AMAX, linear_codes, nvfp4_rows },
-    [NIB_PACKING_MXFP4] = { "mxfp4", NIB_LEVEL_NONE, NULL, mxfp4_rows },
-    [NIB_PACKING_FP8_BLOCK] = { "fp8-block", NIB_LEVEL_NONE, NULL, fp8_rows },
+} formats[NIB_CHECKPOINT_FORMAT_COUNT] = {
+    [NIB_CHECKPOINT_FORMAT_PLAIN] = { "plain", NIB_TENSOR_SCALE_NONE, NULL, plain_rows },
+    [NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS] = { "compressed-tensors", NIB_TENSOR_SCALE_DIVISOR, linear_codes,
+                                                   nvfp4_rows },
+    [NIB_CHECKPOINT_FORMAT_MODELOPT] = { "modelopt", NIB_TENSOR_SCALE_MULTIPLIER, linear_codes, nvfp4_rows },
+    [NIB_CHECKPOINT_FORMAT_TORCHAO] = { "torchao", NIB_TENSOR_SCALE_MULTIPLIER, linear_codes, nvfp4_rows },
+    [NIB_CHECKPOINT_FORMAT_GGUF] = { "gguf", NIB_TENSOR_SCALE_MULTIPLIER, gguf_codes, nvfp4_rows },
+    [NIB_CHECKPOINT_FORMAT_NIB] = { "nib", NIB_TENSOR_SCALE_AMAX, linear_codes, nvfp4_rows },
+    [NIB_CHECKPOINT_FORMAT_MXFP4] = { "mxfp4", NIB_TENSOR_SCALE_NONE, NULL, mxfp4_rows },
+    [NIB_CHECKPOINT_FORMAT_FP8_BLOCK] = { "fp8-block", NIB_TENSOR_SCALE_NONE, NULL, fp8_rows },
 };
 
-const char *nib_packing_name(nib_packing packing)
+const char *nib_checkpoint_format_name(nib_checkpoint_format format)
 {
-    return (unsigned)packing < NIB_PACKING_COUNT ? packings[packing].name : NULL;
+    return (unsigned)format < NIB_CHECKPOINT_FORMAT_COUNT ? formats[format].name : NULL;
 }
 
-nib_status nib_packing_from_name(const char *name, nib_packing *out)
+nib_status nib_checkpoint_format_from_name(const char *name, nib_checkpoint_format *out)
 {
     NIB_REQUIRE(name);
     NIB_REQUIRE(out);
-    for (int i = 0; i < NIB_PACKING_COUNT; i++)
-        if (strcmp(name, packings[i].name) == 0) {
-            *out = (nib_packing)i;
+    for (int i = 0; i < NIB_CHECKPOINT_FORMAT_COUNT; i++)
+        if (strcmp(name, formats[i].name) == 0) {
+            *out = (nib_checkpoint_format)i;
             return NIB_OK;
         }
-    return nib_fail(NIB_ERR_ARG, "there is no packing %s", nib_quote(name).text);
+    return nib_fail(NIB_ERR_ARG, "there is no checkpoint format %s", nib_quote(name).text);
 }
 
-bool nib_ck_is_nvfp4(nib_packing packing) { return packings[packing].read_codes != NULL; }
+bool nib_ck_is_nvfp4(nib_checkpoint_format format) { return formats[format].read_codes != NULL; }
 
 /* How names of tensors end. The first row that fits a tensor takes it. */
 static const struct layout {
-    nib_packing packing;
+    nib_checkpoint_format format;
     nib_dtype data; /* NIB_DTYPE_COUNT: by the GGUF type */
     int ggml_type;
     int rank;
     const char *ends[NIB_ROLE_COUNT];
 } layouts[] = {
-    { NIB_PACKING_COMPRESSED_TENSORS,
+    { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
       NIB_U8,
       -1,
       2,
       { ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale" } },
-    { NIB_PACKING_MODELOPT, NIB_U8, -1, 2, { ".weight", ".weight_scale", ".weight_scale_2", ".input_scale" } },
-    { NIB_PACKING_TORCHAO,
+    { NIB_CHECKPOINT_FORMAT_MODELOPT,
+      NIB_U8,
+      -1,
+      2,
+      { ".weight", ".weight_scale", ".weight_scale_2", ".input_scale" } },
+    { NIB_CHECKPOINT_FORMAT_TORCHAO,
       NIB_U8,
       -1,
       2,
       { "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale", "._weight_act_per_tensor_scale" } },
-    { NIB_PACKING_NIB, NIB_U8, -1, -1, { ".row_data", ".row_scale", ".row_level", NULL } },
-    { NIB_PACKING_FP8_BLOCK, NIB_E4M3, -1, 2, { ".weight", ".weight_scale_inv", NULL, NULL } },
-    { NIB_PACKING_MXFP4, NIB_U8, -1, 4, { "_blocks", "_scales", NULL, NULL } },
-    { NIB_PACKING_GGUF, NIB_DTYPE_COUNT, NIB_GGUF_NVFP4, -1, { ".weight", NULL, ".scale", ".input_scale" } },
-    { NIB_PACKING_MXFP4, NIB_DTYPE_COUNT, NIB_GGUF_MXFP4, -1, { ".weight", NULL, NULL, NULL } },
-    { NIB_PACKING_PLAIN, NIB_BF16, -1, 2, { ".weight", NULL, NULL, NULL } },
-    { NIB_PACKING_PLAIN, NIB_F16, -1, 2, { ".weight", NULL, NULL, NULL } },
-    { NIB_PACKING_PLAIN, NIB_F32, -1, 2, { ".weight", NULL, NULL, NULL } },
+    { NIB_CHECKPOINT_FORMAT_NIB, NIB_U8, -1, -1, { ".row_data", ".row_scale", ".row_level", NULL } },
+    { NIB_CHECKPOINT_FORMAT_FP8_BLOCK, NIB_E4M3, -1, 2, { ".weight", ".weight_scale_inv", NULL, NULL } },
+    { NIB_CHECKPOINT_FORMAT_MXFP4, NIB_U8, -1, 4, { "_blocks", "_scales", NULL, NULL } },
+    { NIB_CHECKPOINT_FORMAT_GGUF, NIB_DTYPE_COUNT, NIB_GGUF_NVFP4, -1, { ".weight", NULL, ".scale", ".input_scale" } },
+    { NIB_CHECKPOINT_FORMAT_MXFP4, NIB_DTYPE_COUNT, NIB_GGUF_MXFP4, -1, { ".weight", NULL, NULL, NULL } },
+    { NIB_CHECKPOINT_FORMAT_PLAIN, NIB_BF16, -1, 2, { ".weight", NULL, NULL, NULL } },
+    { NIB_CHECKPOINT_FORMAT_PLAIN, NIB_F16, -1, 2, { ".weight", NULL, NULL, NULL } },
+    { NIB_CHECKPOINT_FORMAT_PLAIN, NIB_F32, -1, 2, { ".weight", NULL, NULL, NULL } },
 };
 enum { LAYOUTS = sizeof layouts / sizeof *layouts };
 
@@ -154,7 +159,8 @@ static nib_status add_stack(struct finder *finder, const struct nib_ck_stack *st
 {
     const int parts = stack->parts[1] ? 2 : 1;
     if (rows % parts)
-        return nib_ck_remark(finder->c, "open-orientation", tensor, "its rows do not divide into gate and up", true);
+        return nib_ck_diagnostic(finder->c, "open-orientation", tensor, "its rows do not divide into gate and up",
+                                 true);
     for (int64_t e = 0; e < experts; e++)
         for (int part = 0; part < parts; part++) {
             struct nib_ck_weight w = *common;
@@ -178,7 +184,7 @@ static nib_status stack_of(struct finder *finder, const char *name, int64_t rank
     if (status != NIB_ERR_DATA)
         return status;
     *is = false;
-    return nib_ck_remark(c, "open-orientation", name, nib_last_error(), true);
+    return nib_ck_diagnostic(c, "open-orientation", name, nib_last_error(), true);
 }
 
 static nib_status try_plain_stack(struct finder *finder, uint32_t id, bool *taken)
@@ -191,8 +197,8 @@ static nib_status try_plain_stack(struct finder *finder, uint32_t id, bool *take
     TRY(stack_of(finder, t->name, t->rank, t->shape, taken, &stack));
     if (!*taken)
         return NIB_OK;
-    const struct nib_ck_weight common = { .packing = NIB_PACKING_PLAIN,
-                                          .level = NIB_LEVEL_NONE,
+    const struct nib_ck_weight common = { .format = NIB_CHECKPOINT_FORMAT_PLAIN,
+                                          .tensor_scale = NIB_TENSOR_SCALE_NONE,
                                           .dtype = t->dtype,
                                           .cols = t->shape[stack.transposed ? 1 : 2],
                                           .tensor = { id, NIB_NONE, NIB_NONE, NIB_NONE },
@@ -208,8 +214,8 @@ static nib_status try_packed_stack(struct finder *finder, uint32_t id, bool *tak
     *taken = false;
     if (t->dtype != NIB_U8 || t->rank != 3 || t->ggml_type >= 0)
         return NIB_OK;
-    struct nib_ck_weight common = { .packing = NIB_PACKING_MODELOPT,
-                                    .level = packings[NIB_PACKING_MODELOPT].level,
+    struct nib_ck_weight common = { .format = NIB_CHECKPOINT_FORMAT_MODELOPT,
+                                    .tensor_scale = formats[NIB_CHECKPOINT_FORMAT_MODELOPT].tensor_scale,
                                     .dtype = finder->nominal };
     TRY(find_companions(c, id, strlen(t->name), stack_ends, common.tensor));
     if (common.tensor[NIB_ROLE_SCALE] == NIB_NONE)
@@ -237,7 +243,7 @@ static nib_status add_blocks(struct finder *finder, const struct nib_ck_weight *
     struct nib_ck_stack stack;
     bool is;
     if (t->shape[3] != 16)
-        return nib_ck_remark(c, "open-orientation", t->name, "its last dim is not the 16 bytes of a block", true);
+        return nib_ck_diagnostic(c, "open-orientation", t->name, "its last dim is not the 16 bytes of a block", true);
     const char *name = nib_ck_string(c, "%.*s", (int)bytes, t->name);
     if (!name)
         return nib_ck_no_memory(c);
@@ -261,7 +267,7 @@ static int64_t saved_word(const char *words, const char *key)
     return -1;
 }
 
-/* A tensor that the library saved: rowwise NVFP4 with one level can be a weight, anything else is only copied. */
+/* A tensor that the library saved: rowwise NVFP4 with one tensor scale can be a weight, anything else is only copied. */
 static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint32_t id, size_t bytes)
 {
     nib_checkpoint *c = finder->c;
@@ -286,10 +292,11 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
         snprintf(name, sizeof name, "%.*s", (int)strcspn(word + 8, " "), word + 8);
     if (nib_dialect_from_name(name, &dialect))
         return NIB_OK;
-    w->level = dialect == NIB_DIALECT_TE && saved_word(words, "tensor_scale") == NIB_TENSOR_SCALE_DIALECT
-                   ? NIB_LEVEL_AMAX
-               : dialect == NIB_DIALECT_COMPRESSED_TENSORS || dialect == NIB_DIALECT_GIST ? NIB_LEVEL_ENCODE
-                                                                                          : NIB_LEVEL_DECODE;
+    w->tensor_scale = dialect == NIB_DIALECT_TE && saved_word(words, "tensor_scale") == NIB_TENSOR_SCALE_RULE_DIALECT
+                          ? NIB_TENSOR_SCALE_AMAX
+                      : dialect == NIB_DIALECT_COMPRESSED_TENSORS || dialect == NIB_DIALECT_GIST
+                          ? NIB_TENSOR_SCALE_DIVISOR
+                          : NIB_TENSOR_SCALE_MULTIPLIER;
     if (w->cols < 1 || w->cols > 2 * t->shape[1] || saved_word(words, "single_level") != 0)
         return NIB_OK;
     w->name = key + 4;
@@ -319,12 +326,12 @@ static nib_status add_gguf(struct finder *finder, struct nib_ck_weight *w, uint3
 /* U8 tensors that end in ".weight" are many things; only a companion, or the configuration, makes one a weight. */
 static bool is_meant(const nib_checkpoint *c, const struct layout *layout, const struct nib_ck_weight *w)
 {
-    if (layout->packing == NIB_PACKING_FP8_BLOCK)
+    if (layout->format == NIB_CHECKPOINT_FORMAT_FP8_BLOCK)
         return w->tensor[NIB_ROLE_SCALE] != NIB_NONE;
-    if (layout->packing != NIB_PACKING_MODELOPT)
+    if (layout->format != NIB_CHECKPOINT_FORMAT_MODELOPT)
         return true;
     const char *method = json_string_value(json_object_get(c->quantization, "quant_method"));
-    return w->tensor[NIB_ROLE_SCALE] != NIB_NONE || w->tensor[NIB_ROLE_LEVEL] != NIB_NONE ||
+    return w->tensor[NIB_ROLE_SCALE] != NIB_NONE || w->tensor[NIB_ROLE_TENSOR_SCALE] != NIB_NONE ||
            (method && strcmp(method, "modelopt") == 0);
 }
 
@@ -333,15 +340,15 @@ static nib_status add_by_layout(struct finder *finder, const struct layout *layo
     nib_checkpoint *c = finder->c;
     const struct nib_ck_tensor *t = &c->tensors[id];
     const size_t bytes = strlen(t->name) - strlen(layout->ends[NIB_ROLE_DATA]);
-    struct nib_ck_weight w = { .packing = layout->packing,
-                               .level = packings[layout->packing].level,
-                               .dtype = layout->packing == NIB_PACKING_PLAIN ? t->dtype : finder->nominal,
+    struct nib_ck_weight w = { .format = layout->format,
+                               .tensor_scale = formats[layout->format].tensor_scale,
+                               .dtype = layout->format == NIB_CHECKPOINT_FORMAT_PLAIN ? t->dtype : finder->nominal,
                                .index = -1,
                                .row_step = 1 };
     TRY(find_companions(c, id, bytes, layout->ends, w.tensor));
     if (!is_meant(c, layout, &w))
         return NIB_OK;
-    if (layout->packing == NIB_PACKING_NIB)
+    if (layout->format == NIB_CHECKPOINT_FORMAT_NIB)
         return add_saved(finder, &w, id, bytes);
     if (t->ggml_type >= 0)
         return add_gguf(finder, &w, id, bytes);
@@ -350,10 +357,10 @@ static nib_status add_by_layout(struct finder *finder, const struct layout *layo
     w.rows = t->shape[0];
     w.cols = layout->data == NIB_U8 ? 2 * t->shape[1] : t->shape[1];
     /* compressed-tensors' mxfp4-pack-quantized differs from its NVFP4 by the scales alone. */
-    if (layout->packing == NIB_PACKING_COMPRESSED_TENSORS && w.tensor[NIB_ROLE_SCALE] != NIB_NONE &&
+    if (layout->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && w.tensor[NIB_ROLE_SCALE] != NIB_NONE &&
         c->tensors[w.tensor[NIB_ROLE_SCALE]].dtype == NIB_U8) {
-        w.packing = NIB_PACKING_MXFP4;
-        w.level = NIB_LEVEL_NONE;
+        w.format = NIB_CHECKPOINT_FORMAT_MXFP4;
+        w.tensor_scale = NIB_TENSOR_SCALE_NONE;
     }
     w.name = nib_ck_string(c, "%.*s", (int)bytes, t->name);
     return add_weight(finder, &w);
@@ -376,9 +383,9 @@ static nib_status find_weight(struct finder *finder, uint32_t id)
             strlen(t->name) == strlen(end))
             continue;
         /* A row that does not want it after all leaves it to a later one. */
-        const size_t before = finder->c->n_weights, remarks = finder->c->n_remarks;
+        const size_t before = finder->c->n_weights, diagnostics = finder->c->n_diagnostics;
         TRY(add_by_layout(finder, layout, id));
-        taken = finder->c->n_weights > before || finder->c->n_remarks > remarks;
+        taken = finder->c->n_weights > before || finder->c->n_diagnostics > diagnostics;
     }
     return NIB_OK;
 }
@@ -447,7 +454,7 @@ static nib_status check_repeated(const nib_checkpoint *c)
     return NIB_OK;
 }
 
-/* The columnwise copy of a tensor that the library saved belongs to its weight: no other packing has a place for it. */
+/* The columnwise usage of a tensor that the library saved belongs to its weight: no other checkpoint format has a place for it. */
 static nib_status claim_columnwise(nib_checkpoint *c, uint32_t weight)
 {
     static const char *const ends[] = { "col_data", "col_scale", "col_level" };
@@ -475,11 +482,11 @@ nib_status nib_ck_find_weights(nib_checkpoint *c)
             if (c->weights[i].tensor[role] != NIB_NONE)
                 c->tensors[c->weights[i].tensor[role]].weight = (uint32_t)i;
     for (size_t i = 0; i < c->n_weights; i++)
-        if (c->weights[i].packing == NIB_PACKING_NIB)
+        if (c->weights[i].format == NIB_CHECKPOINT_FORMAT_NIB)
             TRY(claim_columnwise(c, (uint32_t)i));
     for (size_t i = 0; i < c->n_weights; i++)
-        if (c->weights[i].packing && (!c->packing || c->weights[i].packing < c->packing))
-            c->packing = c->weights[i].packing;
+        if (c->weights[i].format && (!c->format || c->weights[i].format < c->format))
+            c->format = c->weights[i].format;
     return NIB_OK;
 }
 
@@ -600,16 +607,17 @@ static nib_status read_number(const nib_checkpoint *c, uint32_t tensor, int64_t 
     return nib_decode(t->dtype, &bits, 1, out);
 }
 
-nib_status nib_ck_read_level(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_level *kind, float *level)
+nib_status nib_ck_read_tensor_scale(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_tensor_scale *kind,
+                                    float *tensor_scale)
 {
-    *kind = w->level;
-    *level = 1;
-    if (!nib_ck_is_nvfp4(w->packing))
+    *kind = w->tensor_scale;
+    *tensor_scale = 1;
+    if (!nib_ck_is_nvfp4(w->format))
         return NIB_OK;
-    const uint32_t tensor = w->tensor[NIB_ROLE_LEVEL];
+    const uint32_t tensor = w->tensor[NIB_ROLE_TENSOR_SCALE];
     if (tensor != NIB_NONE)
-        return read_number(c, tensor, w->index, level);
-    if (w->packing == NIB_PACKING_GGUF || w->packing == NIB_PACKING_TORCHAO)
+        return read_number(c, tensor, w->index, tensor_scale);
+    if (w->format == NIB_CHECKPOINT_FORMAT_GGUF || w->format == NIB_CHECKPOINT_FORMAT_TORCHAO)
         return NIB_OK; /* optional there */
     return nib_fail(NIB_ERR_DATA, "%s: weight %s: its tensor scale is missing", c->path, nib_quote(w->name).text);
 }
@@ -637,14 +645,14 @@ static nib_status place_scales(const nib_checkpoint *c, const struct nib_ck_weig
         return bad_scales(c, w, "its block scales are missing");
     const struct nib_ck_tensor *data = &c->tensors[w->tensor[NIB_ROLE_DATA]], *t = &c->tensors[id];
     const int64_t stacked = w->index >= 0;
-    if (t->dtype != NIB_E4M3 && !(w->packing == NIB_PACKING_NIB && t->dtype == NIB_U8))
+    if (t->dtype != NIB_E4M3 && !(w->format == NIB_CHECKPOINT_FORMAT_NIB && t->dtype == NIB_U8))
         return bad_scales(c, w, "its block scales are not F8_E4M3");
     if (t->rank != 2 + stacked || (stacked && t->shape[0] != data->shape[0]))
         return bad_scales(c, w, "its block scales have not the shape of its data: they may be swizzled for a GEMM");
     const int64_t *shape = t->shape + stacked, *of_data = data->shape + stacked;
     const int64_t lines = w->transposed ? shape[1] : shape[0], length = w->transposed ? shape[0] : shape[1];
     const int64_t data_lines = w->transposed ? of_data[1] : of_data[0];
-    const bool padded = w->packing == NIB_PACKING_NIB;
+    const bool padded = w->format == NIB_CHECKPOINT_FORMAT_NIB;
     if (padded ? lines < data_lines || length < blocks : lines != data_lines || length != blocks) {
         char fact[192];
         snprintf(fact, sizeof fact,
@@ -703,29 +711,29 @@ static nib_status gguf_codes(const nib_checkpoint *c, const struct nib_ck_weight
     return status;
 }
 
-void nib_ck_decoder(nib_level kind, int32_t e4m3_max, nib_quantizer *q)
+void nib_ck_decoder(nib_tensor_scale kind, int32_t e4m3_max, nib_quantizer *q)
 {
     nib_quantizer_init(q);
     q->columnwise = 0;
     q->threads = 1;
-    if (kind == NIB_LEVEL_ENCODE)
+    if (kind == NIB_TENSOR_SCALE_DIVISOR)
         q->dialect = NIB_DIALECT_COMPRESSED_TENSORS;
-    else if (kind != NIB_LEVEL_AMAX)
-        q->tensor_scale = NIB_TENSOR_SCALE_EXACT;
+    else if (kind != NIB_TENSOR_SCALE_AMAX)
+        q->tensor_scale_rule = NIB_TENSOR_SCALE_RULE_EXACT;
     else if (e4m3_max == 256) {
         q->scale_rule = NIB_SCALE_4OVER6; /* the only rule that goes with it; decoding knows no other difference */
         q->e4m3_max = 256;
     }
 }
 
-nib_status nib_ck_decode(const struct nib_ck_weight *w, float level, const uint8_t *codes, const uint8_t *scales,
+nib_status nib_ck_decode(const struct nib_ck_weight *w, float tensor_scale, const uint8_t *codes, const uint8_t *scales,
                          int64_t rows, nib_dtype dtype, void *out)
 {
     const int64_t shape[2] = { rows, w->cols }, blocks = nib_ceil_div(w->cols, 16);
     nib_quantizer q;
     nib_tensor *tensor = NULL;
     nib_array view, part;
-    nib_ck_decoder(w->level, w->e4m3_max, &q);
+    nib_ck_decoder(w->tensor_scale, w->e4m3_max, &q);
     TRY(nib_tensor_create(&q, dtype, 2, shape, &tensor));
     nib_status status = nib_tensor_part(tensor, NIB_ROW_DATA, &part);
     if (!status && rows)
@@ -735,9 +743,9 @@ nib_status nib_ck_decode(const struct nib_ck_weight *w, float level, const uint8
     for (int64_t i = 0; i < rows && !status; i++)
         memcpy((char *)part.data + i * part.shape[1], scales + i * blocks, (size_t)blocks);
     if (!status)
-        status = nib_tensor_part(tensor, NIB_ROW_LEVEL, &part);
+        status = nib_tensor_part(tensor, NIB_ROW_TENSOR_SCALE, &part);
     if (!status) {
-        memcpy(part.data, &level, sizeof level);
+        memcpy(part.data, &tensor_scale, sizeof tensor_scale);
         status = nib_array_init(&view, out, dtype, 2, shape);
     }
     if (!status)
@@ -756,9 +764,9 @@ static nib_status nvfp4_rows(const nib_checkpoint *c, const struct nib_ck_weight
     const int64_t code_bytes = nib_ceil_div(w->cols, 2), blocks = nib_ceil_div(w->cols, 16);
     const int64_t at_once = nib_min(panel_rows(code_bytes + blocks), count);
     const size_t line = (size_t)w->cols * (size_t)nib_dtypes[dtype].bits / 8;
-    nib_level kind;
-    float level;
-    TRY(nib_ck_read_level(c, w, &kind, &level));
+    nib_tensor_scale kind;
+    float tensor_scale;
+    TRY(nib_ck_read_tensor_scale(c, w, &kind, &tensor_scale));
     uint8_t *codes = nib_alloc((size_t)(at_once * (code_bytes + blocks)));
     if (!codes)
         return nib_ck_no_memory(c);
@@ -766,26 +774,26 @@ static nib_status nvfp4_rows(const nib_checkpoint *c, const struct nib_ck_weight
     nib_status status = NIB_OK;
     for (int64_t done = 0; done < count && !status; done += at_once) {
         const int64_t rows = nib_min(at_once, count - done);
-        status = packings[w->packing].read_codes(c, w, first + done, rows, codes, scales);
+        status = formats[w->format].read_codes(c, w, first + done, rows, codes, scales);
         if (!status)
-            status = nib_ck_decode(w, level, codes, scales, rows, dtype, (char *)out + (size_t)done * line);
+            status = nib_ck_decode(w, tensor_scale, codes, scales, rows, dtype, (char *)out + (size_t)done * line);
     }
     nib_free(codes);
     return status;
 }
 
-/* ---- Numbers of the other packings ---- */
+/* ---- Numbers of the other checkpoint formats ---- */
 
 /* n numbers of one dtype as another; through F32, which holds all of them. */
 static nib_status convert(nib_dtype from, const void *in, size_t n, nib_dtype to, void *out)
 {
     enum { AT_ONCE = 1024 };
-    float numbers[AT_ONCE];
+    float values[AT_ONCE];
     const size_t in_size = (size_t)nib_dtypes[from].bits / 8, out_size = (size_t)nib_dtypes[to].bits / 8;
     for (size_t i = 0; i < n; i += AT_ONCE) {
         const size_t count = n - i < AT_ONCE ? n - i : AT_ONCE;
-        TRY(nib_decode(from, (const char *)in + i * in_size, count, numbers));
-        TRY(nib_encode(to, numbers, count, (char *)out + i * out_size));
+        TRY(nib_decode(from, (const char *)in + i * in_size, count, values));
+        TRY(nib_encode(to, values, count, (char *)out + i * out_size));
     }
     return NIB_OK;
 }
@@ -848,9 +856,9 @@ static nib_status mxfp4_rows(const nib_checkpoint *c, const struct nib_ck_weight
 {
     const int64_t blocks = nib_ceil_div(w->cols, 32), at_once = nib_min(panel_rows(w->cols * 5), count);
     const size_t out_line = (size_t)w->cols * (size_t)nib_dtypes[dtype].bits / 8;
-    float e2m1[16], *numbers = nib_alloc((size_t)w->cols * sizeof *numbers);
+    float e2m1[16], *values = nib_alloc((size_t)w->cols * sizeof *values);
     uint8_t *codes = nib_alloc((size_t)(at_once * (16 * blocks + blocks)));
-    nib_status status = numbers && codes ? NIB_OK : nib_ck_no_memory(c);
+    nib_status status = values && codes ? NIB_OK : nib_ck_no_memory(c);
     nib_e2m1_values(e2m1);
     for (int64_t done = 0; done < count && !status; done += at_once) {
         const int64_t rows = nib_min(at_once, count - done);
@@ -859,12 +867,12 @@ static nib_status mxfp4_rows(const nib_checkpoint *c, const struct nib_ck_weight
         for (int64_t r = 0; r < rows && !status; r++) {
             for (int64_t k = 0; k < w->cols; k++) {
                 const uint8_t byte = codes[r * 16 * blocks + k / 2];
-                numbers[k] = e2m1[k % 2 ? byte >> 4 : byte & 15] * nib_f32_from_e8m0(scales[r * blocks + k / 32]);
+                values[k] = e2m1[k % 2 ? byte >> 4 : byte & 15] * nib_f32_from_e8m0(scales[r * blocks + k / 32]);
             }
-            status = nib_encode(dtype, numbers, (size_t)w->cols, (char *)out + (size_t)(done + r) * out_line);
+            status = nib_encode(dtype, values, (size_t)w->cols, (char *)out + (size_t)(done + r) * out_line);
         }
     }
-    nib_free(numbers);
+    nib_free(values);
     nib_free(codes);
     return status;
 }
@@ -882,10 +890,9 @@ static nib_status fp8_rows(const nib_checkpoint *c, const struct nib_ck_weight *
     const size_t out_line = (size_t)w->cols * (size_t)nib_dtypes[dtype].bits / 8;
     const size_t scale_size = (size_t)nib_dtypes[s->dtype].bits / 8;
     const struct place place = { w->tensor[NIB_ROLE_DATA], 1, w->rows, w->cols, -1 };
-    float *numbers = nib_alloc((size_t)w->cols * sizeof *numbers),
-          *factors = nib_alloc((size_t)across * sizeof *factors);
+    float *values = nib_alloc((size_t)w->cols * sizeof *values), *factors = nib_alloc((size_t)across * sizeof *factors);
     char *raw = nib_alloc((size_t)across * scale_size + (size_t)w->cols);
-    nib_status status = numbers && factors && raw ? NIB_OK : nib_ck_no_memory(c);
+    nib_status status = values && factors && raw ? NIB_OK : nib_ck_no_memory(c);
     int64_t band = -1;
     for (int64_t r = 0; r < count && !status; r++) {
         if ((first + r) / FP8_BLOCK != band) {
@@ -897,13 +904,13 @@ static nib_status fp8_rows(const nib_checkpoint *c, const struct nib_ck_weight *
         if (!status)
             status = read_lines(c, w, &place, first + r, 1, raw + (size_t)across * scale_size);
         if (!status)
-            status = nib_decode(NIB_E4M3, raw + (size_t)across * scale_size, (size_t)w->cols, numbers);
+            status = nib_decode(NIB_E4M3, raw + (size_t)across * scale_size, (size_t)w->cols, values);
         for (int64_t k = 0; k < w->cols && !status; k++)
-            numbers[k] *= factors[k / FP8_BLOCK];
+            values[k] *= factors[k / FP8_BLOCK];
         if (!status)
-            status = nib_encode(dtype, numbers, (size_t)w->cols, (char *)out + (size_t)r * out_line);
+            status = nib_encode(dtype, values, (size_t)w->cols, (char *)out + (size_t)r * out_line);
     }
-    nib_free(numbers);
+    nib_free(values);
     nib_free(factors);
     nib_free(raw);
     return status;
@@ -913,7 +920,7 @@ static nib_status fp8_rows(const nib_checkpoint *c, const struct nib_ck_weight *
 
 nib_dtype nib_ck_exact_dtype(const struct nib_ck_weight *w)
 {
-    return w->packing == NIB_PACKING_PLAIN ? w->dtype : NIB_F32;
+    return w->format == NIB_CHECKPOINT_FORMAT_PLAIN ? w->dtype : NIB_F32;
 }
 
 nib_status nib_ck_read_rows(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
@@ -921,7 +928,7 @@ nib_status nib_ck_read_rows(const nib_checkpoint *c, const struct nib_ck_weight 
 {
     const nib_fpenv saved = nib_fpenv_enter();
     const nib_status status =
-        count > 0 && w->cols > 0 ? packings[w->packing].read_rows(c, w, first, count, dtype, out) : NIB_OK;
+        count > 0 && w->cols > 0 ? formats[w->format].read_rows(c, w, first, count, dtype, out) : NIB_OK;
     nib_fpenv_leave(saved);
     return status;
 }
@@ -929,15 +936,15 @@ nib_status nib_ck_read_rows(const nib_checkpoint *c, const struct nib_ck_weight 
 nib_status nib_ck_read_codes(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
                              uint8_t *codes, uint8_t *scales)
 {
-    return packings[w->packing].read_codes(c, w, first, count, codes, scales);
+    return formats[w->format].read_codes(c, w, first, count, codes, scales);
 }
 
 size_t nib_ck_read_overhead(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t count, nib_dtype dtype)
 {
     (void)c;
-    const size_t numbers = (size_t)(nib_min(count, panel_rows(w->cols)) * w->cols) * 2;
+    const size_t values = (size_t)(nib_min(count, panel_rows(w->cols)) * w->cols) * 2;
     const size_t turned = w->transposed ? (size_t)4 << 20 : w->row_step > 1 ? (size_t)1 << 20 : 0;
-    return turned + (w->packing == NIB_PACKING_PLAIN && dtype == w->dtype ? 0 : (size_t)PANEL_BYTES + numbers);
+    return turned + (w->format == NIB_CHECKPOINT_FORMAT_PLAIN && dtype == w->dtype ? 0 : (size_t)PANEL_BYTES + values);
 }
 
 int64_t nib_ck_rows_for(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_dtype dtype, uint64_t bytes)
@@ -977,19 +984,19 @@ nib_status nib_checkpoint_get_weight(const nib_checkpoint *c, size_t index, nib_
     const struct nib_ck_tensor *data = &c->tensors[w->tensor[NIB_ROLE_DATA]];
     nib_weight found = { .bytes = out->bytes,
                          .name = w->name,
-                         .packing = w->packing,
+                         .format = w->format,
                          .dtype = w->dtype,
                          .rows = w->rows,
                          .cols = w->cols,
                          .tensor = data->name,
                          .file = c->files[data->file].name,
-                         .level_kind = w->level,
-                         .level = 1,
+                         .tensor_scale_kind = w->tensor_scale,
+                         .tensor_scale = 1,
                          .input_scale = 1 };
     for (int role = 0; role < NIB_ROLE_COUNT; role++)
         found.stored_bytes += w->tensor[role] == NIB_NONE ? 0 : share_of(c, w, role);
-    if (nib_ck_is_nvfp4(w->packing)) {
-        TRY(nib_ck_read_level(c, w, &found.level_kind, &found.level));
+    if (nib_ck_is_nvfp4(w->format)) {
+        TRY(nib_ck_read_tensor_scale(c, w, &found.tensor_scale_kind, &found.tensor_scale));
         TRY(nib_ck_read_input(c, w, &found.has_input_scale, &found.input_scale));
     }
     *out = found;
@@ -1049,8 +1056,8 @@ nib_status nib_checkpoint_read_codes(const nib_checkpoint *c, size_t weight, int
     NIB_REQUIRE(c);
     TRY(check_rows(c, weight, first, count));
     const struct nib_ck_weight *w = &c->weights[weight];
-    if (!nib_ck_is_nvfp4(w->packing))
+    if (!nib_ck_is_nvfp4(w->format))
         return nib_fail(NIB_ERR_MODE, "%s: weight %s is %s and has no NVFP4 codes", c->path, nib_quote(w->name).text,
-                        packings[w->packing].name);
+                        formats[w->format].name);
     return count > 0 && w->cols > 0 ? nib_ck_read_codes(c, w, first, count, codes, scales) : NIB_OK;
 }

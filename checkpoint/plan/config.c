@@ -131,7 +131,7 @@ static json_t *kept_modules(const nib_plan *plan)
         const nib_action action = plan->rows[i].action;
         if (action != NIB_ACTION_KEEP && action != NIB_ACTION_DEQUANTIZE)
             continue;
-        if (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].packing))
+        if (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].format))
             continue;
         has_head |= !strcmp(plan->in->weights[i].name, "lm_head");
         if (json_array_append_new(list, json_string(plan->in->weights[i].name))) {
@@ -193,7 +193,7 @@ static json_t *compressed_tensors_config(const nib_plan *plan, json_t *ignore)
 
 static json_t *producer(void) { return json_pack("{s:s, s:s}", "name", "modelopt", "version", "0.46.0"); }
 
-/* Every quantised module with its algorithm: the form of weight-only checkpoints that all servers read. */
+/* Every quantized module with its algorithm: the form of weight-only checkpoints that all servers read. */
 static json_t *quantized_layers(const nib_plan *plan)
 {
     json_t *layers = json_object();
@@ -201,7 +201,7 @@ static json_t *quantized_layers(const nib_plan *plan)
         const nib_action action = plan->rows[i].action;
         const bool coded = action == NIB_ACTION_QUANTIZE || action == NIB_ACTION_CONVERT ||
                            action == NIB_ACTION_REPAIR ||
-                           (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].packing));
+                           (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].format));
         const char *name = plan->in->weights[i].name;
         if (coded &&
             json_object_set_new(layers, name, json_pack("{s:s, s:i}", "quant_algo", "W4A16_NVFP4", "group_size", 16))) {
@@ -239,7 +239,7 @@ static json_t *modelopt_hf_quant(const nib_plan *plan, json_t *exclude)
                      "exclude_modules", exclude, "quantized_layers", quantized_layers(plan));
 }
 
-/* What a source says of its own quantisation, wherever loaders look for it, is no longer true. */
+/* What a source says of its own quantization, wherever loaders look for it, is no longer true. */
 static void drop_stale(json_t *config)
 {
     static const char *const keys[] = { "quantization_config", "compression_config" };
@@ -252,16 +252,16 @@ static void drop_stale(json_t *config)
 
 nib_status nib_plan_configure(nib_plan *plan)
 {
-    if (plan->config || plan->packing == NIB_PACKING_GGUF)
+    if (plan->config || plan->format == NIB_CHECKPOINT_FORMAT_GGUF)
         return NIB_OK;
     plan->config = plan->in->config ? json_deep_copy(plan->in->config) : json_object();
     if (!plan->config)
         return no_memory();
     drop_stale(plan->config);
     json_t *quantization = NULL;
-    if (plan->packing == NIB_PACKING_COMPRESSED_TENSORS)
+    if (plan->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS)
         quantization = compressed_tensors_config(plan, kept_modules(plan));
-    else if (plan->packing == NIB_PACKING_MODELOPT) {
+    else if (plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT) {
         quantization = modelopt_config(plan, kept_modules(plan));
         plan->hf_quant = modelopt_hf_quant(plan, kept_modules(plan));
         if (!plan->hf_quant)

@@ -102,15 +102,15 @@ int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *
     return t->shape[w->transposed ? 2 : 1];
 }
 
-nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_packing packing, nib_plan **out)
+nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_checkpoint_format format, nib_plan **out)
 {
     nib_plan *plan = nib_alloc_zeroed(sizeof *plan);
     if (!plan)
         return no_memory();
     plan->in = in;
     plan->command = command;
-    plan->packing = packing;
-    plan->one_file = packing == NIB_PACKING_GGUF || !in->is_folder;
+    plan->format = format;
+    plan->one_file = format == NIB_CHECKPOINT_FORMAT_GGUF || !in->is_directory;
     plan->shard_bytes = NIB_SHARD_BYTES;
     plan->dequantized_dtype = NIB_DTYPE_COUNT;
     plan->options = json_object();
@@ -190,7 +190,7 @@ nib_status nib_plan_add_tensor(nib_plan *plan, const char *name, nib_dtype dtype
 nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor)
 {
     const struct nib_ck_tensor *t = &plan->in->tensors[tensor];
-    if (t->ggml_type >= 0 && t->dtype == NIB_DTYPE_COUNT && plan->packing != NIB_PACKING_GGUF) {
+    if (t->ggml_type >= 0 && t->dtype == NIB_DTYPE_COUNT && plan->format != NIB_CHECKPOINT_FORMAT_GGUF) {
         char room[512];
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s has GGML type %d, which safetensors files cannot hold",
                         nib_ck_place(plan->in, tensor, room, sizeof room), t->ggml_type);
@@ -205,18 +205,18 @@ nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor)
 
 /* ---- Tensors of a weight ---- */
 
-/* How a packing names and shapes what it keeps of a weight. */
+/* How a checkpoint format names and shapes what it keeps of a weight. */
 static const struct names {
-    const char *data, *scale, *level, *input;
-    int level_rank; /* 0 or 1 */
-} packing_names[NIB_PACKING_COUNT] = {
-    [NIB_PACKING_PLAIN] = { ".weight", NULL, NULL, NULL, 0 },
-    [NIB_PACKING_COMPRESSED_TENSORS] = { ".weight_packed", ".weight_scale", ".weight_global_scale",
-                                         ".input_global_scale", 1 },
-    [NIB_PACKING_MODELOPT] = { ".weight", ".weight_scale", ".weight_scale_2", ".input_scale", 0 },
-    [NIB_PACKING_TORCHAO] = { "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale",
-                              "._weight_act_per_tensor_scale", 0 },
-    [NIB_PACKING_GGUF] = { ".weight", NULL, ".scale", ".input_scale", 1 },
+    const char *data, *scale, *tensor_scale, *input;
+    int tensor_scale_rank; /* 0 or 1 */
+} format_names[NIB_CHECKPOINT_FORMAT_COUNT] = {
+    [NIB_CHECKPOINT_FORMAT_PLAIN] = { ".weight", NULL, NULL, NULL, 0 },
+    [NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS] = { ".weight_packed", ".weight_scale", ".weight_global_scale",
+                                                   ".input_global_scale", 1 },
+    [NIB_CHECKPOINT_FORMAT_MODELOPT] = { ".weight", ".weight_scale", ".weight_scale_2", ".input_scale", 0 },
+    [NIB_CHECKPOINT_FORMAT_TORCHAO] = { "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale",
+                                        "._weight_act_per_tensor_scale", 0 },
+    [NIB_CHECKPOINT_FORMAT_GGUF] = { ".weight", NULL, ".scale", ".input_scale", 1 },
 };
 
 /* Stacks that stay whole have underscores: "experts.gate_up_proj_weight_scale". */
@@ -263,8 +263,9 @@ static nib_status add_numbers(nib_plan *plan, struct nib_out_weight *w, const ch
 {
     if (writes_numbers(w))
         return NIB_OK;
-    TRY(add_part(plan, name, names->level, NIB_F32, names->level_rank, (int64_t[]){ 1 }, &w->out[NIB_ROLE_LEVEL]));
-    return with_input ? add_part(plan, name, names->input, NIB_F32, names->level_rank, (int64_t[]){ 1 },
+    TRY(add_part(plan, name, names->tensor_scale, NIB_F32, names->tensor_scale_rank, (int64_t[]){ 1 },
+                 &w->out[NIB_ROLE_TENSOR_SCALE]));
+    return with_input ? add_part(plan, name, names->input, NIB_F32, names->tensor_scale_rank, (int64_t[]){ 1 },
                                  &w->out[NIB_ROLE_INPUT])
                       : NIB_OK;
 }
@@ -277,7 +278,7 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
         return no_memory();
     plan->weights = weights;
     const bool stack = w->laying == NIB_LAY_STACK;
-    const struct names *names = stack ? &stack_names : &packing_names[plan->packing];
+    const struct names *names = stack ? &stack_names : &format_names[plan->format];
     /* A whole stack bears the name of the tensor that it comes from. */
     const char *name = stack ? nib_ck_stack_name(plan, w) : w->source.name;
     if (!name)
@@ -289,7 +290,7 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
         TRY(add_numbers(plan, w, name, names, with_input));
     } else { /* numbers are written once, by the first */
         memcpy(w->out, plan->weights[plan->n_weights - 1].out, sizeof w->out);
-        w->out[NIB_ROLE_LEVEL] = w->out[NIB_ROLE_INPUT] = NIB_NONE;
+        w->out[NIB_ROLE_TENSOR_SCALE] = w->out[NIB_ROLE_INPUT] = NIB_NONE;
     }
     plan->weights[plan->n_weights++] = *w;
     return NIB_OK;
@@ -383,7 +384,7 @@ static nib_status sort_tensors(nib_plan *plan, const struct nib_out_tensor **scr
     }
     for (size_t i = 0; i < plan->n_tensors; i++)
         scratch[i] = &plan->tensors[i];
-    for (size_t f = 0; f < plan->n_files && plan->packing != NIB_PACKING_GGUF; f++)
+    for (size_t f = 0; f < plan->n_files && plan->format != NIB_CHECKPOINT_FORMAT_GGUF; f++)
         qsort(scratch + plan->files[f].first, plan->files[f].tensors, sizeof *scratch, by_layout);
     for (size_t i = 0; i < plan->n_tensors; i++) {
         sorted[i] = *scratch[i];
@@ -404,9 +405,9 @@ static nib_status name_files(nib_plan *plan)
 {
     for (size_t i = 0; i < plan->n_files; i++) {
         struct nib_out_file *file = &plan->files[i];
-        if (plan->packing == NIB_PACKING_GGUF)
+        if (plan->format == NIB_CHECKPOINT_FORMAT_GGUF)
             file->name = "model.gguf";
-        else if (plan->keep_split && plan->in->is_folder && plan->in->files[file->input_file].safetensors)
+        else if (plan->keep_split && plan->in->is_directory && plan->in->files[file->input_file].safetensors)
             file->name = plan->in->files[file->input_file].name;
         else if (plan->n_files == 1)
             file->name = "model.safetensors";
@@ -445,7 +446,7 @@ nib_status nib_plan_finish(nib_plan *plan, nib_plan **out)
 
 /* ---- A plan as the caller sees it ---- */
 
-/* A weight with a reason to stay is kept, though its packing may not be: what was FP8 blocks or MXFP4 stays in the numbers
+/* A weight with a reason to stay is kept, though its checkpoint format may not be: what was FP8 blocks or MXFP4 stays in the numbers
  * that it stands for. */
 static bool changes(const struct nib_out_row *row) { return row->action != NIB_ACTION_KEEP && !*row->reason; }
 

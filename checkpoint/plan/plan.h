@@ -3,10 +3,10 @@
  * plan.h - what a plan is: output files, the tensors of each in the order of their bytes, and where every byte of them
  * comes from. A plan is made from headers and configuration; run.c carries it out without knowing what it is for.
  *
- *     plan.c        plans put together by steps           plan_make.c   from actions of weights to tensors
- *     plan_kinds.c  quantise, convert, dequantise         repair.c      a repair
+ *     plan.c        plans put together by steps           plan_build.c   from actions of weights to tensors
+ *     plan_ops.c  quantize, convert, dequantize         repair.c      a repair
  *     plan_layout.c headers of output files               config.c      configuration, index, provenance
- *     run.c         the order of all steps, threads       stage.c       the folder of a run, final names
+ *     run.c         the order of all steps, threads       stage.c       the directory of a run, final names
  *     survey.c      the first pass: hashes, amaxes        write.c       the second
  */
 #ifndef NIB_PLAN_H
@@ -39,11 +39,11 @@ struct nib_out_tensor {
     float number;
 };
 
-/* Weights that share a tensor scale, one of them at least. Every weight that is quantised is in one. */
+/* Weights that share a tensor scale, one of them at least. Every weight that is quantized is in one. */
 struct nib_out_group {
     uint32_t first; /* of its out weights, in their order */
     uint32_t members;
-    nib_dtype dtype;  /* in which they are quantised */
+    nib_dtype dtype;  /* in which they are quantized */
     bool mxfp4;       /* all are MXFP4: codes are taken over exactly */
     float input_amax; /* of activations, where a file says it; 0 otherwise */
 };
@@ -64,12 +64,12 @@ struct nib_out_weight {
     int64_t experts;             /* matrices of that stack; 1 otherwise */
     nib_dtype dtype;             /* of numbers that are written */
     uint32_t group;              /* QUANTIZE: index in groups */
-    /* Codes that stay: what the written number per tensor is, in the sense of the plan's packing (CT: the divisor), and
+    /* Codes that stay: what the written number per tensor is, in the sense of the plan's checkpoint format (CT: the divisor), and
      * what every scale byte becomes (256 bytes in the plan's memory; NULL: itself). */
-    float level;
+    float tensor_scale;
     bool as_in_source; /* instead: the source's own, and that of activations too, where it has one */
     const uint8_t *scale_map;
-    /* The number of activations, in the sense of the packing. Of `norm` it is found in the run: sqrt(K) * max |gamma|
+    /* The number of activations, in the sense of the checkpoint format. Of `norm` it is found in the run: sqrt(K) * max |gamma|
      * of that tensor (or of gamma + 1). */
     float input;
     uint32_t norm; /* tensor of the input; NIB_NONE: `input` it is */
@@ -78,7 +78,7 @@ struct nib_out_weight {
 };
 
 struct nib_out_file {
-    const char *name; /* within the output folder; of a GGUF file, and where one file becomes one, it is not used */
+    const char *name; /* within the output directory; of a GGUF file, and where one file becomes one, it is not used */
     uint32_t first, tensors; /* in plan->tensors: in the order of their bytes, once laid out */
     uint32_t input_file;     /* whose tensors it began with */
     uint64_t data, bytes;    /* where data begins; size of the file */
@@ -94,17 +94,17 @@ struct nib_out_row {
 
 struct nib_plan {
     const nib_checkpoint *in;
-    const char *command;         /* "quantize" ...: provenance and sentences */
-    nib_packing packing;         /* of the output */
-    nib_scheme scheme;           /* of the output, where it is NVFP4 */
-    nib_quantizer q;             /* QUANTIZE */
-    nib_activation activation;   /* QUANTIZE with NIB_SCHEME_NVFP4 */
-    json_t *amaxes;              /* of activations, by module */
-    nib_dtype dequantized_dtype; /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
-    json_t *options;             /* what provenance says of them */
-    json_t *config;              /* config.json as it will be, without provenance; NULL: none is written */
-    json_t *hf_quant;            /* hf_quant_config.json; NULL: none */
-    bool quantized;           /* the output has quantised weights: the copied config.json needs a quantization_config */
+    const char *command;          /* "quantize" ...: provenance and messages */
+    nib_checkpoint_format format; /* of the output */
+    nib_scheme scheme;            /* of the output, where it is NVFP4 */
+    nib_quantizer q;              /* QUANTIZE */
+    nib_activation activation;    /* QUANTIZE with NIB_SCHEME_NVFP4 */
+    json_t *amaxes;               /* of activations, by module */
+    nib_dtype dequantized_dtype;  /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
+    json_t *options;              /* what provenance says of them */
+    json_t *config;               /* config.json as it will be, without provenance; NULL: none is written */
+    json_t *hf_quant;             /* hf_quant_config.json; NULL: none */
+    bool quantized;           /* the output has quantized weights: the copied config.json needs a quantization_config */
     struct nib_out_row *rows; /* one per weight of the input */
     struct nib_out_tensor *tensors;
     size_t n_tensors, tensors_capacity;
@@ -122,8 +122,8 @@ struct nib_plan {
 
 /* ---- Steps that plans are put together by (plan.c) ---- */
 
-/* An empty plan for a packing: every row KEEP with reason "". */
-nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_packing packing, nib_plan **out);
+/* An empty plan for a checkpoint format: every row KEEP with reason "". */
+nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_checkpoint_format format, nib_plan **out);
 /* Memory that lives as long as the plan; NULL without. */
 void *nib_plan_memory(nib_plan *plan, size_t bytes);
 const char *nib_plan_string(nib_plan *plan, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -132,7 +132,7 @@ nib_status nib_plan_add_tensor(nib_plan *plan, const char *name, nib_dtype dtype
                                enum nib_producer producer, uint32_t source, uint32_t *index);
 /* A source tensor as it is. */
 nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor);
-/* One more weight with its tensors, by plan->packing and the weight's laying: NAME.weight_packed and so on, the number
+/* One more weight with its tensors, by plan->checkpoint format and the weight's laying: NAME.weight_packed and so on, the number
  * per tensor among them, and that of activations where `with_input`. `*w` is copied; its out[] is filled. */
 nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool with_input);
 /* Tensors that are added from here on belong to the output file that stands for this input file (by keep_split, or
@@ -142,10 +142,10 @@ nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_by
 nib_status nib_plan_finish(nib_plan *plan, nib_plan **out);
 
 /* All of these in one, from the actions of the rows on: groups, tensors, files. `plan` is destroyed on failure. */
-nib_status nib_plan_make(nib_plan *plan, nib_plan **out);
+nib_status nib_plan_build(nib_plan *plan, nib_plan **out);
 /* What keeping a weight means: KEEP, or DEQUANTIZE where its format goes. */
 nib_action nib_plan_keep_action(const struct nib_ck_weight *w);
-/* What the packing stores for activations of this amax. */
+/* What the checkpoint format stores for activations of this amax. */
 float nib_plan_input_scale(const nib_plan *plan, float amax);
 
 /* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * plan_make.c - from what becomes of every weight to the tensors of the output. All plans go through here: they differ
+ * plan_build.c - from what becomes of every weight to the tensors of the output. All plans go through here: they differ
  * in the actions of their rows.
  */
 #include "plan/plan.h"
@@ -17,7 +17,7 @@ struct maker {
     uint32_t *by_data, *first; /* weights by their data tensor: by_data[first[t]..first[t + 1] - 1] */
     struct keyed *keyed;       /* weights in sets */
     size_t n_keyed;
-    uint32_t *group; /* of each source weight that is quantised */
+    uint32_t *group; /* of each source weight that is quantized */
 };
 
 static void destroy_maker(struct maker *m)
@@ -42,12 +42,13 @@ static bool stays_whole(const struct maker *m, uint32_t tensor)
     for (uint32_t i = begin; i < end; i++)
         if (plan->rows[m->by_data[i]].action != action)
             return false;
-    return action == NIB_ACTION_DEQUANTIZE || (action != NIB_ACTION_KEEP && plan->packing == NIB_PACKING_MODELOPT);
+    return action == NIB_ACTION_DEQUANTIZE ||
+           (action != NIB_ACTION_KEEP && plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT);
 }
 
 /* ---- Sets ---- */
 
-/* Weights with equal keys share a tensor scale, and are quantised together or not at all. */
+/* Weights with equal keys share a tensor scale, and are quantized together or not at all. */
 struct keyed {
     const char *key;
     uint32_t weight;
@@ -65,7 +66,7 @@ static nib_status find_keys(struct maker *m)
 {
     nib_plan *plan = m->plan;
     const nib_checkpoint *in = plan->in;
-    const bool stacks = plan->packing == NIB_PACKING_MODELOPT && nib_ck_keeps_stacks(in);
+    const bool stacks = plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT && nib_ck_keeps_stacks(in);
     m->keyed = nib_alloc((in->n_weights + 1) * sizeof *m->keyed);
     if (!m->keyed)
         return no_memory();
@@ -95,7 +96,7 @@ static size_t end_of_set(const struct maker *m, size_t begin)
     return end;
 }
 
-/* Servers refuse a fused matrix of which one part is quantised and another is not. */
+/* Servers reject a fused matrix of which one part is quantized and another is not. */
 static nib_status keep_whole_sets(struct maker *m)
 {
     nib_plan *plan = m->plan;
@@ -105,7 +106,7 @@ static nib_status keep_whole_sets(struct maker *m)
         for (size_t i = begin; i < end; i++)
             if (plan->rows[m->keyed[i].weight].action != NIB_ACTION_QUANTIZE)
                 kept = m->keyed[i].weight;
-        for (size_t i = begin; i < end && kept != NIB_NONE && plan->packing != NIB_PACKING_GGUF; i++) {
+        for (size_t i = begin; i < end && kept != NIB_NONE && plan->format != NIB_CHECKPOINT_FORMAT_GGUF; i++) {
             struct nib_out_row *row = &plan->rows[m->keyed[i].weight];
             if (row->action != NIB_ACTION_QUANTIZE)
                 continue;
@@ -121,7 +122,7 @@ static nib_status keep_whole_sets(struct maker *m)
 /* Formats other than NVFP4 go with the configuration that described them: what stays becomes plain numbers. */
 nib_action nib_plan_keep_action(const struct nib_ck_weight *w)
 {
-    const bool plain = w->packing == NIB_PACKING_PLAIN || nib_ck_is_nvfp4(w->packing);
+    const bool plain = w->format == NIB_CHECKPOINT_FORMAT_PLAIN || nib_ck_is_nvfp4(w->format);
     return plain ? NIB_ACTION_KEEP : NIB_ACTION_DEQUANTIZE;
 }
 
@@ -135,7 +136,7 @@ static nib_status add_group(struct maker *m, uint32_t weight, uint32_t *group)
     const struct nib_ck_weight *w = &plan->in->weights[weight];
     groups[plan->n_groups] = (struct nib_out_group){ .first = NIB_NONE,
                                                      .dtype = nib_ck_exact_dtype(w),
-                                                     .mxfp4 = w->packing == NIB_PACKING_MXFP4 };
+                                                     .mxfp4 = w->format == NIB_CHECKPOINT_FORMAT_MXFP4 };
     *group = (uint32_t)plan->n_groups++;
     return NIB_OK;
 }
@@ -179,7 +180,7 @@ static nib_status make_groups(struct maker *m)
             const struct nib_ck_weight *w = &plan->in->weights[weight];
             if (nib_ck_exact_dtype(w) != g->dtype)
                 g->dtype = NIB_F32;
-            g->mxfp4 &= w->packing == NIB_PACKING_MXFP4;
+            g->mxfp4 &= w->format == NIB_CHECKPOINT_FORMAT_MXFP4;
             m->group[weight] = group;
             TRY(raise_input(m, weight, g));
         }
@@ -286,8 +287,8 @@ static void note_bytes_out(struct maker *m, size_t before, uint32_t weight, uint
 static uint64_t coming_bytes(const struct nib_out_weight *w)
 {
     const uint64_t elements = (uint64_t)w->source.rows * (uint64_t)w->source.cols;
-    const bool numbers = w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP;
-    return numbers ? elements * (uint64_t)nib_dtypes[w->dtype].bits / 8 : elements / 16 * 9 + 8;
+    const bool values = w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP;
+    return values ? elements * (uint64_t)nib_dtypes[w->dtype].bits / 8 : elements / 16 * 9 + 8;
 }
 
 static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_out_weight *w)
@@ -301,7 +302,8 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
                                   .group = m->group ? m->group[weight] : NIB_NONE,
                                   .norm = NIB_NONE,
                                   .input = 1 };
-    if (plan->packing == NIB_PACKING_GGUF && w->action != NIB_ACTION_KEEP && w->action != NIB_ACTION_DEQUANTIZE)
+    if (plan->format == NIB_CHECKPOINT_FORMAT_GGUF && w->action != NIB_ACTION_KEEP &&
+        w->action != NIB_ACTION_DEQUANTIZE)
         w->laying = NIB_LAY_GGUF;
     if (plan->dequantized_dtype != NIB_DTYPE_COUNT && w->action == NIB_ACTION_DEQUANTIZE)
         w->dtype = plan->dequantized_dtype;
@@ -317,7 +319,7 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
 
 float nib_plan_input_scale(const nib_plan *plan, float amax)
 {
-    return plan->packing == NIB_PACKING_COMPRESSED_TENSORS ? 2688.0f / amax : amax / 2688.0f;
+    return plan->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS ? 2688.0f / amax : amax / 2688.0f;
 }
 
 static void count_member(struct maker *m, const struct nib_out_weight *w)
@@ -463,28 +465,28 @@ static nib_status sort_weights(struct maker *m)
     return NIB_OK;
 }
 
-static nib_status check_remarks(const nib_checkpoint *in)
+static nib_status check_diagnostics(const nib_checkpoint *in)
 {
-    for (size_t i = 0; i < in->n_remarks; i++)
-        if (in->remarks[i].blocks)
-            return nib_fail(NIB_ERR_DATA, "%s: %s: %s", in->path, nib_quote(in->remarks[i].subject).text,
-                            in->remarks[i].fact);
+    for (size_t i = 0; i < in->n_diagnostics; i++)
+        if (in->diagnostics[i].blocks)
+            return nib_fail(NIB_ERR_DATA, "%s: %s: %s", in->path, nib_quote(in->diagnostics[i].subject).text,
+                            in->diagnostics[i].fact);
     return NIB_OK;
 }
 
 static nib_status nothing_left(const nib_plan *plan)
 {
     if (plan->in->n_weights == 0)
-        return nib_fail(NIB_ERR_MODE, "%s: there is no weight in it that could be quantised", plan->in->path);
-    return nib_fail(NIB_ERR_MODE, "%s: none of its %zu weights is left to quantise; %s, for one, stays: %s",
+        return nib_fail(NIB_ERR_MODE, "%s: there is no weight in it that could be quantized", plan->in->path);
+    return nib_fail(NIB_ERR_MODE, "%s: none of its %zu weights is left to quantize; %s, for one, stays: %s",
                     plan->in->path, plan->in->n_weights, nib_quote(plan->in->weights[0].name).text,
                     plan->rows[0].reason);
 }
 
-nib_status nib_plan_make(nib_plan *plan, nib_plan **out)
+nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
 {
     struct maker m = { .plan = plan };
-    nib_status status = check_remarks(plan->in);
+    nib_status status = check_diagnostics(plan->in);
     if (!status)
         status = sort_weights(&m);
     if (!status)

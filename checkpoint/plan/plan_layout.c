@@ -65,7 +65,7 @@ static bool put_torchao(const nib_plan *plan, const struct nib_out_file *file, s
 {
     struct nib_text names = { 0 };
     bool fits = true;
-    if (plan->packing != NIB_PACKING_TORCHAO)
+    if (plan->format != NIB_CHECKPOINT_FORMAT_TORCHAO)
         return true;
     for (size_t i = 0; i < plan->n_weights && fits; i++) {
         const struct nib_out_weight *w = &plan->weights[i];
@@ -171,7 +171,7 @@ nib_status nib_plan_header(const nib_plan *plan, const struct nib_out_file *file
                            struct nib_text *text)
 {
     *text = (struct nib_text){ 0 };
-    if (plan->packing == NIB_PACKING_GGUF)
+    if (plan->format == NIB_CHECKPOINT_FORMAT_GGUF)
         return put_gguf(plan, file, provenance, text);
     if (put_safetensors(plan, file, provenance, text))
         return NIB_OK;
@@ -184,7 +184,7 @@ nib_status nib_plan_lay_out(nib_plan *plan, struct nib_out_file *file)
 {
     struct nib_text provenance, header;
     uint64_t end = 0;
-    const uint64_t align = plan->packing == NIB_PACKING_GGUF ? NIB_GGUF_DEFAULT_ALIGNMENT : 1;
+    const uint64_t align = plan->format == NIB_CHECKPOINT_FORMAT_GGUF ? NIB_GGUF_DEFAULT_ALIGNMENT : 1;
     for (uint32_t i = 0; i < file->tensors; i++) {
         struct nib_out_tensor *t = &plan->tensors[file->first + i];
         t->offset = end;

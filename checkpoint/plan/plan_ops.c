@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * plan_kinds.c - plans to quantise, to convert and to dequantise: options checked, and what becomes of each weight.
+ * plan_ops.c - plans to quantize, to convert and to dequantize: options checked, and what becomes of each weight.
  */
 #include "plan/plan.h"
 
@@ -12,14 +12,14 @@ static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory f
 static nib_status finish(nib_plan *plan, nib_status status, nib_plan **out)
 {
     if (!status)
-        return nib_plan_make(plan, out);
+        return nib_plan_build(plan, out);
     nib_plan_destroy(plan);
     return status;
 }
 
 /* ---- What is taken at all ---- */
 
-/* A plan drops or rewrites what the input's configuration says of quantised tensors: there must be none that it does
+/* A plan drops or rewrites what the input's configuration says of quantized tensors: there must be none that it does
  * not understand. */
 static nib_status check_source(const nib_checkpoint *in)
 {
@@ -29,7 +29,7 @@ static nib_status check_source(const nib_checkpoint *in)
     for (size_t i = 0; i < sizeof methods / sizeof *methods && !known; i++)
         known = !strcmp(method, methods[i]);
     if (!known)
-        return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it is quantised by the method %s, which nib does not read", in->path,
+        return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it is quantized by the method %s, which nib does not read", in->path,
                         nib_quote(method).text);
     for (uint32_t i = 0; i < in->n_tensors; i++) {
         const struct nib_ck_tensor *t = &in->tensors[i];
@@ -39,7 +39,7 @@ static nib_status check_source(const nib_checkpoint *in)
         if (nib_ck_ends_with(t->name, ".row_data") && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s was saved by the library, but is no matrix of rowwise NVFP4 with one "
-                            "level and plain scales",
+                            "tensor scale and plain scales",
                             nib_ck_place(in, i, room, sizeof room));
         if (float8 && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
@@ -54,17 +54,17 @@ static nib_status check_source(const nib_checkpoint *in)
     return NIB_OK;
 }
 
-/* ---- Options of a quantisation ---- */
+/* ---- Options of a quantization ---- */
 
 void nib_quantize_options_init(nib_quantize_options *options)
 {
     if (options)
         *options = (nib_quantize_options){ .bytes = sizeof *options,
-                                           .packing = NIB_PACKING_COMPRESSED_TENSORS,
+                                           .format = NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
                                            .scheme = NIB_SCHEME_NVFP4A16,
                                            .dialect = NIB_UNSET,
                                            .scale_rule = NIB_UNSET,
-                                           .tensor_scale = NIB_UNSET,
+                                           .tensor_scale_rule = NIB_UNSET,
                                            .min_block_scale = NIB_UNSET };
 }
 
@@ -76,9 +76,9 @@ static const char *const activation_names[NIB_ACTIVATION_COUNT] = { "one", "norm
 static nib_status check_options(const nib_quantize_options *o)
 {
     TRY(nib_check_struct("nib_quantize_options", o, sizeof *o));
-    if (o->packing != NIB_PACKING_COMPRESSED_TENSORS && o->packing != NIB_PACKING_MODELOPT &&
-        o->packing != NIB_PACKING_GGUF)
-        return nib_fail(NIB_ERR_ARG, "quantised checkpoints are written as compressed-tensors, modelopt or gguf");
+    if (o->format != NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && o->format != NIB_CHECKPOINT_FORMAT_MODELOPT &&
+        o->format != NIB_CHECKPOINT_FORMAT_GGUF)
+        return nib_fail(NIB_ERR_ARG, "quantized checkpoints are written as compressed-tensors, modelopt or gguf");
     if ((unsigned)o->scheme >= NIB_SCHEME_COUNT || (unsigned)o->preset >= NIB_PRESET_COUNT ||
         (unsigned)o->activation >= NIB_ACTIVATION_COUNT)
         return nib_fail(NIB_ERR_ARG, "scheme %d, preset %d or activation %d is not one that there is", (int)o->scheme,
@@ -87,10 +87,10 @@ static nib_status check_options(const nib_quantize_options *o)
         o->scale_rule >= NIB_SCALE_RULE_COUNT)
         return nib_fail(NIB_ERR_ARG, "dialect %d or scale rule %d is not one that there is", (int)o->dialect,
                         (int)o->scale_rule);
-    if (o->tensor_scale != NIB_UNSET && o->tensor_scale != NIB_TENSOR_SCALE_EXACT &&
-        o->tensor_scale != NIB_TENSOR_SCALE_POW2)
+    if (o->tensor_scale_rule != NIB_UNSET && o->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_EXACT &&
+        o->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_POW2)
         return nib_fail(NIB_ERR_ARG, "the tensor scale of a checkpoint is exact or a power of two, not rule %d",
-                        (int)o->tensor_scale);
+                        (int)o->tensor_scale_rule);
     if (o->activation != NIB_ACTIVATION_ONE && o->scheme != NIB_SCHEME_NVFP4)
         return nib_fail(NIB_ERR_MODE,
                         "scales of activations are for the scheme nvfp4: nvfp4a16 leaves activations alone");
@@ -110,7 +110,7 @@ static nib_status check_fixed(const nib_quantize_options *o)
     const char *name = nib_dialect_name((nib_dialect)o->dialect), *option = NULL, *fixed = NULL;
     if (o->scale_rule != NIB_UNSET && o->scale_rule != NIB_SCALE_RTN)
         option = "the scale rule (--scale)", fixed = "rtn";
-    else if (o->tensor_scale == NIB_TENSOR_SCALE_POW2)
+    else if (o->tensor_scale_rule == NIB_TENSOR_SCALE_RULE_POW2)
         option = "the tensor scale (--tensor-scale)", fixed = "an exact one";
     else if (o->min_block_scale >= 0 && o->min_block_scale != floors[o->dialect])
         option = "the smallest block scale (--min-block-scale)", fixed = "another one";
@@ -128,11 +128,12 @@ static nib_status make_quantizer(const nib_quantize_options *o, nib_quantizer *q
         TRY(check_fixed(o));
         q->dialect = (nib_dialect)o->dialect;
         if (q->dialect == NIB_DIALECT_TE)
-            q->tensor_scale = NIB_TENSOR_SCALE_EXACT;
+            q->tensor_scale_rule = NIB_TENSOR_SCALE_RULE_EXACT;
         return nib_quantizer_check(q, NULL);
     }
     q->scale_rule = o->scale_rule == NIB_UNSET ? NIB_SCALE_SWEEP : (nib_scale_rule)o->scale_rule;
-    q->tensor_scale = o->tensor_scale == NIB_UNSET ? NIB_TENSOR_SCALE_POW2 : (nib_tensor_scale)o->tensor_scale;
+    q->tensor_scale_rule =
+        o->tensor_scale_rule == NIB_UNSET ? NIB_TENSOR_SCALE_RULE_POW2 : (nib_tensor_scale_rule)o->tensor_scale_rule;
     q->min_block_scale = o->min_block_scale < 0 ? 0x1p-6f : o->min_block_scale;
     if (q->scale_rule == NIB_SCALE_4OVER6) {
         q->e4m3_max = 256;
@@ -157,12 +158,12 @@ static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
     char floor[32];
     snprintf(floor, sizeof floor, "%a", (double)plan->q.min_block_scale);
     json_t *noted = json_pack(
-        "{s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:o, s:o}", "format", nib_packing_name(o->packing), "scheme",
+        "{s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:o, s:o}", "format", nib_checkpoint_format_name(o->format), "scheme",
         scheme_names[o->scheme], "dialect", nib_dialect_name(plan->q.dialect), "scale",
         scale_rule_names[plan->q.scale_rule], "tensor_scale",
-        o->dialect != NIB_UNSET && o->dialect != NIB_DIALECT_TE ? "dialect"
-        : plan->q.tensor_scale == NIB_TENSOR_SCALE_POW2         ? "pow2"
-                                                                : "exact",
+        o->dialect != NIB_UNSET && o->dialect != NIB_DIALECT_TE   ? "dialect"
+        : plan->q.tensor_scale_rule == NIB_TENSOR_SCALE_RULE_POW2 ? "pow2"
+                                                                  : "exact",
         "min_block_scale", floor, "activation", activation_names[o->activation], "preset", preset_names[o->preset],
         "ignore", pattern_list(o->ignore, o->n_ignore), "only", pattern_list(o->only, o->n_only));
     if (!noted)
@@ -193,7 +194,7 @@ static nib_status read_activations(nib_plan *plan, const nib_quantize_options *o
     return NIB_OK;
 }
 
-/* ---- What is quantised ---- */
+/* ---- What is quantized ---- */
 
 struct chooser {
     nib_plan *plan;
@@ -205,14 +206,14 @@ struct chooser {
 static nib_status reason_to_keep(const struct chooser *chooser, const struct nib_ck_weight *w, const char **reason)
 {
     const nib_quantize_options *o = chooser->options;
-    const int64_t multiple = chooser->plan->packing == NIB_PACKING_GGUF ? 64 : 16;
+    const int64_t multiple = chooser->plan->format == NIB_CHECKPOINT_FORMAT_GGUF ? 64 : 16;
     uint32_t which;
     bool named = false; /* by its full name: whoever does that means it */
     *reason = NULL;
     if (o->n_only) {
         TRY(nib_patterns_match(chooser->only, w->name, &which));
         if (which == NIB_NONE) {
-            *reason = "it is not among those to quantise";
+            *reason = "it is not among those to quantize";
             return NIB_OK;
         }
         named = !strcmp(o->only[which], w->name);
@@ -242,7 +243,7 @@ static nib_status choose(const struct chooser *chooser)
         const struct nib_ck_weight *w = &plan->in->weights[i];
         struct nib_out_row *row = &plan->rows[i];
         const char *reason;
-        if (nib_ck_is_nvfp4(w->packing))
+        if (nib_ck_is_nvfp4(w->format))
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s: weight %s is NVFP4 already: nib convert writes it in another format, nib dequantize "
                             "gives plain numbers",
@@ -266,7 +267,7 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     nib_quantizer q;
     TRY(make_quantizer(o, &q));
     nib_plan *plan;
-    TRY(nib_plan_start(in, "quantize", o->packing, &plan));
+    TRY(nib_plan_start(in, "quantize", o->format, &plan));
     plan->q = q;
     plan->scheme = o->scheme;
     plan->activation = o->activation;
@@ -291,13 +292,13 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
 
 static nib_status check_conversion(const nib_plan *plan, const struct nib_ck_weight *w)
 {
-    const int64_t multiple = plan->packing == NIB_PACKING_GGUF ? 64 : 16;
+    const int64_t multiple = plan->format == NIB_CHECKPOINT_FORMAT_GGUF ? 64 : 16;
     if (w->cols % multiple)
         return nib_fail(NIB_ERR_UNSUPPORTED,
-                        "%s: weight %s has %lld columns, and %s takes multiples of %d: dequantise the checkpoint and "
-                        "quantise it anew",
-                        plan->in->path, nib_quote(w->name).text, (long long)w->cols, nib_packing_name(plan->packing),
-                        (int)multiple);
+                        "%s: weight %s has %lld columns, and %s takes multiples of %d: dequantize the checkpoint and "
+                        "quantize it anew",
+                        plan->in->path, nib_quote(w->name).text, (long long)w->cols,
+                        nib_checkpoint_format_name(plan->format), (int)multiple);
     return NIB_OK;
 }
 
@@ -306,12 +307,12 @@ static nib_status choose_conversions(nib_plan *plan)
     size_t converted = 0;
     for (size_t i = 0; i < plan->in->n_weights; i++) {
         const struct nib_ck_weight *w = &plan->in->weights[i];
-        if (!nib_ck_is_nvfp4(w->packing)) {
-            if (w->packing != NIB_PACKING_PLAIN)
+        if (!nib_ck_is_nvfp4(w->format)) {
+            if (w->format != NIB_CHECKPOINT_FORMAT_PLAIN)
                 return nib_fail(NIB_ERR_UNSUPPORTED,
-                                "%s: weight %s is %s, which a conversion of NVFP4 cannot take along: quantise the "
+                                "%s: weight %s is %s, which a conversion of NVFP4 cannot take along: quantize the "
                                 "checkpoint instead",
-                                plan->in->path, nib_quote(w->name).text, nib_packing_name(w->packing));
+                                plan->in->path, nib_quote(w->name).text, nib_checkpoint_format_name(w->format));
             continue;
         }
         TRY(check_conversion(plan, w));
@@ -325,25 +326,25 @@ static nib_status choose_conversions(nib_plan *plan)
                                 plan->in->path);
 }
 
-nib_status nib_plan_convert(const nib_checkpoint *in, nib_packing packing, nib_plan **out)
+nib_status nib_plan_convert(const nib_checkpoint *in, nib_checkpoint_format format, nib_plan **out)
 {
     NIB_REQUIRE(in);
     NIB_REQUIRE(out);
-    if (packing != NIB_PACKING_COMPRESSED_TENSORS && packing != NIB_PACKING_MODELOPT &&
-        packing != NIB_PACKING_TORCHAO && packing != NIB_PACKING_GGUF)
+    if (format != NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && format != NIB_CHECKPOINT_FORMAT_MODELOPT &&
+        format != NIB_CHECKPOINT_FORMAT_TORCHAO && format != NIB_CHECKPOINT_FORMAT_GGUF)
         return nib_fail(NIB_ERR_ARG, "conversions are to compressed-tensors, modelopt, torchao or gguf");
-    if (in->packing == packing)
-        return nib_fail(NIB_ERR_MODE, "%s: it is %s already", in->path, nib_packing_name(packing));
+    if (in->format == format)
+        return nib_fail(NIB_ERR_MODE, "%s: it is %s already", in->path, nib_checkpoint_format_name(format));
     TRY(check_source(in));
     nib_plan *plan;
-    TRY(nib_plan_start(in, "convert", packing, &plan));
+    TRY(nib_plan_start(in, "convert", format, &plan));
     nib_status status = choose_conversions(plan);
-    if (!status && json_object_set_new(plan->options, "format", json_string(nib_packing_name(packing))))
+    if (!status && json_object_set_new(plan->options, "format", json_string(nib_checkpoint_format_name(format))))
         status = no_memory();
     return finish(plan, status, out);
 }
 
-/* ---- Dequantising ---- */
+/* ---- Dequantizing ---- */
 
 nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype, nib_plan **out)
 {
@@ -353,10 +354,10 @@ nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype, nib_pl
         return nib_fail(NIB_ERR_DTYPE, "plain weights are F32, BF16 or F16");
     TRY(check_source(in));
     nib_plan *plan;
-    TRY(nib_plan_start(in, "dequantize", NIB_PACKING_PLAIN, &plan));
+    TRY(nib_plan_start(in, "dequantize", NIB_CHECKPOINT_FORMAT_PLAIN, &plan));
     plan->dequantized_dtype = dtype;
     for (size_t i = 0; i < in->n_weights; i++) {
-        if (in->weights[i].packing == NIB_PACKING_PLAIN)
+        if (in->weights[i].format == NIB_CHECKPOINT_FORMAT_PLAIN)
             plan->rows[i].reason = "it is plain already";
         else
             plan->rows[i].action = NIB_ACTION_DEQUANTIZE;

@@ -25,7 +25,7 @@ static void note_failure(struct nib_run *run, nib_status status)
     pthread_mutex_lock(&run->mutex);
     if (!run->status) {
         run->status = status;
-        snprintf(run->sentence, sizeof run->sentence, "%s", nib_last_error());
+        snprintf(run->message, sizeof run->message, "%s", nib_last_error());
     }
     pthread_mutex_unlock(&run->mutex);
     atomic_store(&run->stop, true);
@@ -60,7 +60,7 @@ nib_status nib_run_parallel(struct nib_run *run, size_t n, nib_status (*body)(vo
     for (size_t i = 0; i < started; i++)
         pthread_join(others[i], NULL);
     nib_free(others);
-    return run->status ? nib_fail(run->status, "%s", run->sentence) : NIB_OK;
+    return run->status ? nib_fail(run->status, "%s", run->message) : NIB_OK;
 }
 
 void nib_run_begin_phase(struct nib_run *run, const char *phase, uint64_t total)
@@ -87,62 +87,63 @@ nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t by
 
 /* ---- Tensor scales ---- */
 
-nib_level nib_run_level_kind(nib_packing packing)
+nib_tensor_scale nib_run_tensor_scale_kind(nib_checkpoint_format format)
 {
-    return packing == NIB_PACKING_COMPRESSED_TENSORS ? NIB_LEVEL_ENCODE : NIB_LEVEL_DECODE;
+    return format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS ? NIB_TENSOR_SCALE_DIVISOR : NIB_TENSOR_SCALE_MULTIPLIER;
 }
 
-float nib_run_translate(float level, nib_level from, nib_level to, int32_t e4m3_max)
+float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_scale to, int32_t e4m3_max)
 {
-    if (from == NIB_LEVEL_AMAX)
-        level = level / (6.0f * (float)(e4m3_max ? e4m3_max : 448));
-    if (from == NIB_LEVEL_NONE)
-        level = 1;
-    const bool divisor = from == NIB_LEVEL_ENCODE;
-    return divisor == (to == NIB_LEVEL_ENCODE) ? level : 1.0f / level;
+    if (from == NIB_TENSOR_SCALE_AMAX)
+        tensor_scale = tensor_scale / (6.0f * (float)(e4m3_max ? e4m3_max : 448));
+    if (from == NIB_TENSOR_SCALE_NONE)
+        tensor_scale = 1;
+    const bool divisor = from == NIB_TENSOR_SCALE_DIVISOR;
+    return divisor == (to == NIB_TENSOR_SCALE_DIVISOR) ? tensor_scale : 1.0f / tensor_scale;
 }
 
-/* What the dialect makes of an amax: by quantising a block of nothing with it. */
-static nib_status level_of_amax(const nib_quantizer *q, nib_dtype dtype, float amax, nib_level *kind, float *level)
+/* What the dialect makes of an amax: by quantizing a block of nothing with it. */
+static nib_status tensor_scale_of_amax(const nib_quantizer *q, nib_dtype dtype, float amax, nib_tensor_scale *kind,
+                                       float *tensor_scale)
 {
     float zeros[16] = { 0 };
     nib_array x, part;
     nib_tensor *t = NULL;
     nib_metadata metadata = { .bytes = sizeof metadata };
     TRY(nib_array_init(&x, zeros, dtype, 2, (int64_t[]){ 1, 16 }));
-    TRY(nib_quantize(q, &x, &(nib_given){ .bytes = sizeof(nib_given), .amax = { &amax, NULL } }, &t));
-    nib_status status = nib_tensor_part(t, NIB_ROW_LEVEL, &part);
+    TRY(nib_quantize(q, &x, &(nib_overrides){ .bytes = sizeof(nib_overrides), .amax = { &amax, NULL } }, &t));
+    nib_status status = nib_tensor_part(t, NIB_ROW_TENSOR_SCALE, &part);
     if (!status)
         status = nib_tensor_get_metadata(t, &metadata);
     if (!status) {
-        memcpy(level, part.data, sizeof *level);
-        *kind = metadata.level;
+        memcpy(tensor_scale, part.data, sizeof *tensor_scale);
+        *kind = metadata.tensor_scale;
     }
     nib_tensor_destroy(t);
     return status;
 }
 
 /* Of nothing but zeros some dialects would make infinities. Only who asks for ModelOpt's bytes in ModelOpt's form gets
- * what ModelOpt writes: a level of 0 and scales that are NaN. */
+ * what ModelOpt writes: a tensor scale of 0 and scales that are NaN. */
 bool nib_run_is_nothing(const nib_plan *plan, float amax)
 {
-    return amax == 0 && !(plan->q.dialect == NIB_DIALECT_MODELOPT && plan->packing == NIB_PACKING_MODELOPT);
+    return amax == 0 && !(plan->q.dialect == NIB_DIALECT_MODELOPT && plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT);
 }
 
-static nib_status find_levels(struct nib_run *run)
+static nib_status find_tensor_scales(struct nib_run *run)
 {
     const nib_plan *plan = run->plan;
     for (size_t i = 0; i < plan->n_groups; i++) {
         const struct nib_out_group *group = &plan->groups[i];
-        nib_level kind = NIB_LEVEL_DECODE;
-        float level;
+        nib_tensor_scale kind = NIB_TENSOR_SCALE_MULTIPLIER;
+        float tensor_scale;
         if (!group->mxfp4 && nib_run_is_nothing(plan, run->amaxes[i]))
-            level = 1;
+            tensor_scale = 1;
         else if (group->mxfp4)
-            level = run->amaxes[i] = nib_mxfp4_decode_scale(run->amaxes[i]);
+            tensor_scale = run->amaxes[i] = nib_mxfp4_decode_scale(run->amaxes[i]);
         else
-            TRY(level_of_amax(&plan->q, group->dtype, run->amaxes[i], &kind, &level));
-        run->levels[i] = nib_run_translate(level, kind, nib_run_level_kind(plan->packing), 0);
+            TRY(tensor_scale_of_amax(&plan->q, group->dtype, run->amaxes[i], &kind, &tensor_scale));
+        run->tensor_scales[i] = nib_run_translate(tensor_scale, kind, nib_run_tensor_scale_kind(plan->format), 0);
     }
     return NIB_OK;
 }
@@ -151,8 +152,8 @@ static nib_status find_levels(struct nib_run *run)
 
 static nib_status write_text(const struct nib_run *run, const char *name, struct nib_text *text)
 {
-    char *path = nib_stage_path(run->fresh, name);
-    const nib_status status = path ? nib_stage_write(path, text->bytes, text->used) : no_memory();
+    char *path = nib_staging_path(run->fresh, name);
+    const nib_status status = path ? nib_staging_write(path, text->bytes, text->used) : no_memory();
     nib_free(path);
     nib_free(text->bytes);
     *text = (struct nib_text){ 0 };
@@ -179,8 +180,8 @@ static nib_status write_configuration(struct nib_run *run, const char *provenanc
         TRY(nib_plan_index(plan, &text));
         TRY(write_text(run, "model.safetensors.index.json", &text));
     }
-    if (plan->in->is_folder)
-        TRY(nib_stage_copy_others(run));
+    if (plan->in->is_directory)
+        TRY(nib_staging_copy_others(run));
     if (plan->hf_quant)
         TRY(write_json(run, "hf_quant_config.json", plan->hf_quant));
     if (!plan->config || (!plan->in->config && json_object_size(plan->config) == 0))
@@ -209,7 +210,7 @@ static nib_status check_room(const struct nib_run *run)
     const uint64_t there = nib_os_free_bytes(run->fresh);
     uint64_t needed = 0;
     for (size_t i = 0; i < plan->n_files; i++) {
-        char *path = nib_stage_path(run->fresh, plan->files[i].name);
+        char *path = nib_staging_path(run->fresh, plan->files[i].name);
         if (!path)
             return no_memory();
         needed += nib_os_exists(path) ? 0 : plan->files[i].bytes; /* an earlier run has written it */
@@ -227,8 +228,8 @@ static nib_status write_all(struct nib_run *run)
     const bool first = !run->job.comm || run->job.comm->rank == 0;
     struct nib_text provenance = { 0 };
     TRY(nib_agree(run->job.comm, first ? check_room(run) : NIB_OK, 3));
-    TRY(nib_run_survey(run));
-    nib_status status = find_levels(run);
+    TRY(nib_run_scan(run));
+    nib_status status = find_tensor_scales(run);
     if (!status)
         status = nib_plan_provenance(run->plan, run->hashes, &provenance);
     status = nib_agree(run->job.comm, status, 0);
@@ -252,8 +253,8 @@ static nib_status start(struct nib_run *run)
     run->identities = nib_alloc_zeroed((in->n_files + 1) * sizeof *run->identities);
     run->hashes = nib_alloc_zeroed((in->n_files + 1) * sizeof *run->hashes);
     run->amaxes = nib_alloc_zeroed((run->plan->n_groups + 1) * sizeof *run->amaxes);
-    run->levels = nib_alloc_zeroed((run->plan->n_groups + 1) * sizeof *run->levels);
-    if (!run->identities || !run->hashes || !run->amaxes || !run->levels)
+    run->tensor_scales = nib_alloc_zeroed((run->plan->n_groups + 1) * sizeof *run->tensor_scales);
+    if (!run->identities || !run->hashes || !run->amaxes || !run->tensor_scales)
         return no_memory();
     for (size_t f = 0; f < in->n_files; f++)
         TRY(nib_os_identity(in->files[f].path, &run->identities[f]));
@@ -287,20 +288,20 @@ nib_status nib_plan_run(const nib_plan *plan, const char *out, const nib_run_opt
     if (pthread_mutex_init(&run.mutex, NULL))
         return no_memory();
     const nib_fpenv saved = nib_fpenv_enter();
-    enum nib_stage_left left = NIB_STAGE_OPEN;
+    enum nib_staging_left left = NIB_STAGING_OPEN;
     nib_status status = nib_agree(run.job.comm, start(&run), 2);
     if (!status)
-        status = nib_stage_open(&run, out, &left);
-    if (!status && left == NIB_STAGE_OPEN)
+        status = nib_staging_open(&run, out, &left);
+    if (!status && left == NIB_STAGING_OPEN)
         status = write_all(&run);
-    if (!status && left != NIB_STAGE_DONE)
-        status = nib_stage_publish(&run);
-    nib_stage_close(&run, status);
+    if (!status && left != NIB_STAGING_DONE)
+        status = nib_staging_publish(&run);
+    nib_staging_close(&run, status);
     nib_fpenv_leave(saved);
     pthread_mutex_destroy(&run.mutex);
     nib_free(run.identities);
     nib_free(run.hashes);
     nib_free(run.amaxes);
-    nib_free(run.levels);
+    nib_free(run.tensor_scales);
     return status;
 }

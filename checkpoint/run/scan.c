@@ -4,7 +4,7 @@
  *
  * A file is read once from start to end. Plain weights that lie in one piece are looked at as they pass; others are read
  * as weights as soon as their tensor has passed, while the system still holds it. What a file gave is noted in the
- * run's folder, so that a resumed run need not look again.
+ * run's directory, so that a resumed run need not look again.
  */
 #include "run/run.h"
 
@@ -24,7 +24,7 @@ struct region {
     uint32_t largest; /* magnitude, as bits of the dtype: they order as the numbers do */
 };
 
-struct survey {
+struct scan {
     struct nib_run *run;
     struct region *regions; /* by file, then begin */
     size_t n_regions;
@@ -81,9 +81,9 @@ static uint32_t largest_32(const unsigned char *bytes, size_t n)
 
 static size_t size_of(nib_dtype dtype) { return (size_t)nib_dtypes[dtype].bits / 8; }
 
-static uint32_t largest_of(nib_dtype dtype, const void *numbers, size_t n)
+static uint32_t largest_of(nib_dtype dtype, const void *values, size_t n)
 {
-    return dtype == NIB_F32 ? largest_32(numbers, n) : largest_16(numbers, n);
+    return dtype == NIB_F32 ? largest_32(values, n) : largest_16(values, n);
 }
 
 static uint32_t infinity_of(nib_dtype dtype)
@@ -129,7 +129,7 @@ static nib_status tensor_begin(const nib_checkpoint *in, uint32_t tensor, uint64
 
 /* One region for the weights i..*end-1: all that a matrix of plain numbers is, if they are of one group; else a single
  * weight. */
-static nib_status add_region(struct survey *s, size_t i, size_t *end)
+static nib_status add_region(struct scan *s, size_t i, size_t *end)
 {
     const nib_plan *plan = s->run->plan;
     const struct nib_out_weight *w = &plan->weights[i];
@@ -148,7 +148,7 @@ static nib_status add_region(struct survey *s, size_t i, size_t *end)
     }
     TRY(tensor_begin(plan->in, tensor, &region.begin));
     *end = next;
-    if (w->source.packing == NIB_PACKING_PLAIN && rows == matrix_rows) {
+    if (w->source.format == NIB_CHECKPOINT_FORMAT_PLAIN && rows == matrix_rows) {
         const uint64_t bytes = (uint64_t)matrix_rows * (uint64_t)w->source.cols * size_of(t->dtype);
         region.begin += (uint64_t)nib_max(w->source.index, 0) * bytes;
         region.end = region.begin + bytes;
@@ -162,7 +162,7 @@ static nib_status add_region(struct survey *s, size_t i, size_t *end)
     return NIB_OK;
 }
 
-static nib_status find_regions(struct survey *s)
+static nib_status find_regions(struct scan *s)
 {
     const nib_plan *plan = s->run->plan;
     s->regions = nib_alloc((plan->n_weights + 1) * sizeof *s->regions);
@@ -200,7 +200,7 @@ static uint32_t largest_block_scale(const uint8_t *codes, const uint8_t *scales,
     return largest; /* one more than the code, so that 0 is "nothing" */
 }
 
-static nib_status look_at_mxfp4(const struct survey *s, struct region *region)
+static nib_status look_at_mxfp4(const struct scan *s, struct region *region)
 {
     const struct nib_run *run = s->run;
     const struct nib_ck_weight *w = &run->plan->weights[region->weight].source;
@@ -221,7 +221,7 @@ static nib_status look_at_mxfp4(const struct survey *s, struct region *region)
     return status;
 }
 
-static nib_status look_at_weight(const struct survey *s, struct region *region)
+static nib_status look_at_weight(const struct scan *s, struct region *region)
 {
     const struct nib_run *run = s->run;
     const nib_plan *plan = run->plan;
@@ -229,18 +229,18 @@ static nib_status look_at_weight(const struct survey *s, struct region *region)
     if (plan->groups[region->group].mxfp4)
         return look_at_mxfp4(s, region);
     const int64_t rows = nib_ck_rows_for(plan->in, w, region->dtype, run->memory / 2);
-    void *numbers = nib_alloc((size_t)(rows * w->cols) * size_of(region->dtype));
-    if (!numbers)
+    void *values = nib_alloc((size_t)(rows * w->cols) * size_of(region->dtype));
+    if (!values)
         return no_memory();
     nib_status status = NIB_OK;
     for (int64_t row = 0; row < w->rows && !status; row += rows) {
         const int64_t n = nib_min(rows, w->rows - row);
-        status = nib_ck_read_rows(plan->in, w, row, n, region->dtype, numbers);
+        status = nib_ck_read_rows(plan->in, w, row, n, region->dtype, values);
         if (!status)
             region->largest =
-                (uint32_t)nib_max(region->largest, largest_of(region->dtype, numbers, (size_t)(n * w->cols)));
+                (uint32_t)nib_max(region->largest, largest_of(region->dtype, values, (size_t)(n * w->cols)));
     }
-    nib_free(numbers);
+    nib_free(values);
     return status;
 }
 
@@ -264,12 +264,12 @@ static void look_at_chunk(struct region *region, const struct reader *r, uint64_
     const uint64_t last = end >= region->end ? (region->end - region->begin) / size : (end - region->begin) / size;
     if (end <= region->begin || last <= first)
         return;
-    const unsigned char *numbers = r->chunk + (ptrdiff_t)(region->begin + first * size) - (ptrdiff_t)at;
-    const uint32_t largest = largest_of(region->dtype, numbers, (size_t)(last - first));
+    const unsigned char *values = r->chunk + (ptrdiff_t)(region->begin + first * size) - (ptrdiff_t)at;
+    const uint32_t largest = largest_of(region->dtype, values, (size_t)(last - first));
     region->largest = largest > region->largest ? largest : region->largest;
 }
 
-static nib_status read_file(struct survey *s, size_t f, struct reader *r)
+static nib_status read_file(struct scan *s, size_t f, struct reader *r)
 {
     struct nib_run *run = s->run;
     size_t next = s->first[f]; /* the first region that has not passed */
@@ -295,7 +295,7 @@ static nib_status read_file(struct survey *s, size_t f, struct reader *r)
     return NIB_OK;
 }
 
-static nib_status survey_file(struct survey *s, size_t f)
+static nib_status scan_file(struct scan *s, size_t f)
 {
     struct nib_run *run = s->run;
     struct reader r = { .path = run->plan->in->files[f].path, .fd = -1 };
@@ -327,10 +327,10 @@ static char *note_path(const struct nib_run *run, size_t f)
 {
     char name[48];
     snprintf(name, sizeof name, "survey-%05zu.json", f);
-    return nib_stage_path(run->partial, name);
+    return nib_staging_path(run->partial, name);
 }
 
-static json_t *make_note(const struct survey *s, size_t f)
+static json_t *make_note(const struct scan *s, size_t f)
 {
     const struct nib_run *run = s->run;
     const struct nib_os_identity *identity = &run->identities[f];
@@ -347,11 +347,11 @@ static json_t *make_note(const struct survey *s, size_t f)
                      "largest", largest);
 }
 
-static nib_status write_note(const struct survey *s, size_t f)
+static nib_status write_note(const struct scan *s, size_t f)
 {
     json_t *note = make_note(s, f);
     char *path = note_path(s->run, f), *text = note ? json_dumps(note, JSON_COMPACT) : NULL;
-    const nib_status status = path && text ? nib_stage_write(path, text, strlen(text)) : no_memory();
+    const nib_status status = path && text ? nib_staging_write(path, text, strlen(text)) : no_memory();
     free(text);
     nib_free(path);
     json_decref(note);
@@ -366,7 +366,7 @@ static bool same_integer(const json_t *note, const char *key, int64_t value)
 
 /* Take over what an earlier run found, if the file is the same. A note of a file that has changed counts all the same,
  * once: its hash says whether the data has. */
-static bool take_note(struct survey *s, size_t f, const json_t *note, struct nib_hash *hash, bool *same)
+static bool take_note(struct scan *s, size_t f, const json_t *note, struct nib_hash *hash, bool *same)
 {
     const struct nib_os_identity *identity = &s->run->identities[f];
     const json_t *largest = json_object_get(note, "largest");
@@ -390,9 +390,9 @@ static bool take_note(struct survey *s, size_t f, const json_t *note, struct nib
     return true;
 }
 
-static nib_status survey_or_recall(void *context, size_t item)
+static nib_status scan_or_recall(void *context, size_t item)
 {
-    struct survey *s = context;
+    struct scan *s = context;
     struct nib_run *run = s->run;
     const int ranks = run->job.comm ? run->job.comm->size : 1, rank = run->job.comm ? run->job.comm->rank : 0;
     const size_t f = item * (size_t)ranks + (size_t)rank;
@@ -415,7 +415,7 @@ static nib_status survey_or_recall(void *context, size_t item)
     }
     for (size_t i = s->first[f]; i < s->first[f + 1]; i++)
         s->regions[i].largest = 0;
-    TRY(survey_file(s, f));
+    TRY(scan_file(s, f));
     if (noted && memcmp(&before, &run->hashes[f], sizeof before) != 0)
         return nib_fail(NIB_ERR_MODE,
                         "%s: it has changed since the run that was stopped: --force starts anew instead of resuming",
@@ -425,8 +425,8 @@ static nib_status survey_or_recall(void *context, size_t item)
 
 /* ---- What it comes to ---- */
 
-/* The place of the first number of a weight that is none, for the sentence. */
-static nib_status report_nonfinite(const struct survey *s, const struct region *region, size_t others)
+/* The place of the first number of a weight that is none, for the message. */
+static nib_status report_nonfinite(const struct scan *s, const struct region *region, size_t others)
 {
     const struct nib_run *run = s->run;
     const nib_plan *plan = run->plan;
@@ -439,17 +439,17 @@ static nib_status report_nonfinite(const struct survey *s, const struct region *
         if (w->tensor[NIB_ROLE_DATA] != plan->weights[region->weight].source.tensor[NIB_ROLE_DATA])
             break;
         const int64_t rows = nib_ck_rows_for(plan->in, w, NIB_F32, run->memory / 2);
-        float *numbers = nib_alloc((size_t)(rows * w->cols) * sizeof *numbers);
-        if (!numbers)
+        float *values = nib_alloc((size_t)(rows * w->cols) * sizeof *values);
+        if (!values)
             return no_memory();
         for (int64_t row = 0; row < w->rows; row += rows) {
             const int64_t n = nib_min(rows, w->rows - row);
-            const nib_status status = nib_ck_read_rows(plan->in, w, row, n, NIB_F32, numbers);
+            const nib_status status = nib_ck_read_rows(plan->in, w, row, n, NIB_F32, values);
             for (int64_t j = 0; j < n * w->cols && !status; j++) {
-                if ((nib_bits(numbers[j]) & 0x7F800000u) != 0x7F800000u)
+                if ((nib_bits(values[j]) & 0x7F800000u) != 0x7F800000u)
                     continue;
-                snprintf(what, sizeof what, "%s", nib_is_nan(numbers[j]) ? "a NaN" : "an infinity");
-                nib_free(numbers);
+                snprintf(what, sizeof what, "%s", nib_is_nan(values[j]) ? "a NaN" : "an infinity");
+                nib_free(values);
                 return nib_fail(
                     NIB_ERR_DATA,
                     "%s: weight %s: element [%lld, %lld] is %s, which NVFP4 cannot hold: mend the model, or "
@@ -458,23 +458,23 @@ static nib_status report_nonfinite(const struct survey *s, const struct region *
                     what, more);
             }
             if (status) {
-                nib_free(numbers);
+                nib_free(values);
                 return status;
             }
         }
-        nib_free(numbers);
+        nib_free(values);
     }
     return nib_fail(NIB_ERR_DATA, "%s: weight %s: it holds %s%s", plan->in->path,
                     nib_quote(plan->weights[region->weight].source.name).text, what, more);
 }
 
-static bool is_nonfinite(const struct survey *s, const struct region *region)
+static bool is_nonfinite(const struct scan *s, const struct region *region)
 {
     return s->run->plan->groups[region->group].mxfp4 ? region->largest == 256
                                                      : region->largest >= infinity_of(region->dtype);
 }
 
-static nib_status combine(const struct survey *s)
+static nib_status combine(const struct scan *s)
 {
     const struct nib_run *run = s->run;
     const struct region *bad = NULL;
@@ -546,12 +546,12 @@ nib_status nib_run_check_sources(const struct nib_run *run)
     return NIB_OK;
 }
 
-nib_status nib_run_survey(struct nib_run *run)
+nib_status nib_run_scan(struct nib_run *run)
 {
     const nib_checkpoint *in = run->plan->in;
     const size_t ranks = run->job.comm ? (size_t)run->job.comm->size : 1,
                  rank = run->job.comm ? (size_t)run->job.comm->rank : 0;
-    struct survey s = { .run = run };
+    struct scan s = { .run = run };
     uint64_t total = 0;
     for (size_t f = rank; f < in->n_files; f += ranks)
         total += in->files[f].bytes;
@@ -559,7 +559,7 @@ nib_status nib_run_survey(struct nib_run *run)
     nib_status status = find_regions(&s);
     if (!status)
         status = nib_run_parallel(run, in->n_files > rank ? (in->n_files - rank + ranks - 1) / ranks : 0,
-                                  survey_or_recall, &s);
+                                  scan_or_recall, &s);
     if (!status)
         status = combine(&s);
     status = nib_agree(run->job.comm, status, in->n_files);

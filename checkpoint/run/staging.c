@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * stage.c - the folder of a run, from its lock to the final names.
+ * stage.c - the directory of a run, from its lock to the final names.
  *
  *     OUT/.nib-partial/lock          held while a process works here
  *                      state.json    which plan this is
@@ -8,7 +8,7 @@
  *                      new/          finished files, each synced before it has its name
  *                      complete      all are there: from now on they get their final names
  *
- * A kill leaves this folder, and a resumed run looks at what is in it: a file under its name in new/ is finished. After
+ * A kill leaves this directory, and a resumed run looks at what is in it: a file under its name in new/ is finished. After
  * `complete` there is only one way, forward: what is missing in new/ is in OUT already.
  */
 #include "run/run.h"
@@ -18,23 +18,23 @@
 #include <xxhash.h>
 
 #define PARTIAL ".nib-partial"
-#define FINISHED ".nib-finished" /* what the folder is called while it is being removed */
+#define FINISHED ".nib-finished" /* what the directory is called while it is being removed */
 
 static nib_status no_memory(const char *path)
 {
     return nib_fail(NIB_ERR_MEMORY, "%s: no memory for names in it", path);
 }
 
-char *nib_stage_path(const char *folder, const char *name)
+char *nib_staging_path(const char *directory, const char *name)
 {
-    const size_t room = strlen(folder) + strlen(name) + 2;
+    const size_t room = strlen(directory) + strlen(name) + 2;
     char *path = nib_alloc(room);
     if (path)
-        snprintf(path, room, "%s/%s", folder, name);
+        snprintf(path, room, "%s/%s", directory, name);
     return path;
 }
 
-nib_status nib_stage_write(const char *path, const void *bytes, size_t count)
+nib_status nib_staging_write(const char *path, const void *bytes, size_t count)
 {
     int fd;
     char *temporary;
@@ -96,15 +96,15 @@ static nib_status note_entry(void *context, const char *name)
 static nib_status check_place(const struct nib_run *run)
 {
     struct emptiness e = { 0 };
-    const bool exists = nib_os_exists(run->out), folder = nib_os_is_folder(run->out);
+    const bool exists = nib_os_exists(run->out), directory = nib_os_is_directory(run->out);
     if (run->as_file) {
         e.others = exists;
         e.partial = nib_os_exists(run->partial);
-        if (folder)
-            return nib_fail(NIB_ERR_MODE, "%s: it is a folder, and the output is one file: give it a name in there",
+        if (directory)
+            return nib_fail(NIB_ERR_MODE, "%s: it is a directory, and the output is one file: give it a name in there",
                             run->out);
-    } else if (exists && !folder) {
-        return nib_fail(NIB_ERR_MODE, "%s: it is there and is not a folder", run->out);
+    } else if (exists && !directory) {
+        return nib_fail(NIB_ERR_MODE, "%s: it is there and is not a directory", run->out);
     } else if (exists) {
         TRY(nib_os_list(run->out, note_entry, &e));
     }
@@ -169,17 +169,17 @@ static nib_status take_fingerprint(struct nib_run *run)
 
 static nib_status write_state(const struct nib_run *run)
 {
-    char text[128], *path = nib_stage_path(run->partial, "state.json");
+    char text[128], *path = nib_staging_path(run->partial, "state.json");
     snprintf(text, sizeof text, "{\"version\":\"" NIB_VERSION "\",\"plan\":\"%s\"}\n", run->fingerprint);
-    const nib_status status = path ? nib_stage_write(path, text, strlen(text)) : no_memory(run->partial);
+    const nib_status status = path ? nib_staging_write(path, text, strlen(text)) : no_memory(run->partial);
     nib_free(path);
     return status;
 }
 
-/* Whether what is in the folder is of this plan. No state yet: an earlier run was stopped before it began. */
+/* Whether what is in the directory is of this plan. No state yet: an earlier run was stopped before it began. */
 static nib_status read_state(const struct nib_run *run, bool *ours, bool *other)
 {
-    char *path = nib_stage_path(run->partial, "state.json"), *text = NULL;
+    char *path = nib_staging_path(run->partial, "state.json"), *text = NULL;
     size_t bytes;
     nib_status status = path ? NIB_OK : no_memory(run->partial);
     *ours = *other = false;
@@ -200,7 +200,7 @@ static nib_status read_state(const struct nib_run *run, bool *ours, bool *other)
 
 static nib_status take_lock(struct nib_run *run)
 {
-    char *path = nib_stage_path(run->partial, "lock");
+    char *path = nib_staging_path(run->partial, "lock");
     bool busy = false;
     const nib_status status = path ? nib_os_lock(path, &run->lock, &busy) : no_memory(run->partial);
     nib_free(path);
@@ -216,12 +216,12 @@ static nib_status remove_old(void *context, const char *name)
     const struct nib_run *run = context;
     if (!strcmp(name, "lock"))
         return NIB_OK;
-    char *path = nib_stage_path(run->partial, name);
+    char *path = nib_staging_path(run->partial, name);
     nib_status status = NIB_OK;
     if (!path)
         return no_memory(run->partial);
-    if (nib_os_is_folder(path))
-        status = nib_os_remove_folder(path);
+    if (nib_os_is_directory(path))
+        status = nib_os_remove_directory(path);
     else
         nib_os_remove(path);
     nib_free(path);
@@ -232,7 +232,7 @@ static nib_status remove_temporary(void *context, const char *name)
 {
     if (!strstr(name, ".tmp-"))
         return NIB_OK;
-    char *path = nib_stage_path(context, name);
+    char *path = nib_staging_path(context, name);
     if (!path)
         return no_memory(context);
     nib_os_remove(path);
@@ -252,9 +252,9 @@ static nib_status set_paths(struct nib_run *run, const char *out)
         return no_memory(out);
     memcpy(run->out, out, length);
     run->out[length] = '\0';
-    run->as_file =
-        run->plan->packing == NIB_PACKING_GGUF || (run->plan->one_file && nib_ck_ends_with(run->out, ".safetensors"));
-    if (run->plan->packing == NIB_PACKING_GGUF && !nib_ck_ends_with(run->out, ".gguf"))
+    run->as_file = run->plan->format == NIB_CHECKPOINT_FORMAT_GGUF ||
+                   (run->plan->one_file && nib_ck_ends_with(run->out, ".safetensors"));
+    if (run->plan->format == NIB_CHECKPOINT_FORMAT_GGUF && !nib_ck_ends_with(run->out, ".gguf"))
         return nib_fail(NIB_ERR_ARG, "%s: the output is one GGUF file: give it a name that ends in .gguf", run->out);
     const size_t room = length + sizeof "/" FINISHED;
     run->partial = nib_alloc(room);
@@ -264,22 +264,22 @@ static nib_status set_paths(struct nib_run *run, const char *out)
     const char *slash = run->as_file ? "" : "/";
     snprintf(run->partial, room, "%s%s" PARTIAL, run->out, slash);
     snprintf(run->finished, room, "%s%s" FINISHED, run->out, slash);
-    run->fresh = nib_stage_path(run->partial, "new");
+    run->fresh = nib_staging_path(run->partial, "new");
     return run->fresh ? NIB_OK : no_memory(out);
 }
 
-static nib_status make_folders(struct nib_run *run)
+static nib_status make_directories(struct nib_run *run)
 {
     if (!run->as_file) {
         run->made_out = !nib_os_exists(run->out);
-        TRY(nib_os_make_folder(run->out));
+        TRY(nib_os_make_directory(run->out));
     }
-    return nib_os_make_folder(run->partial);
+    return nib_os_make_directory(run->partial);
 }
 
 static bool is_complete(const struct nib_run *run)
 {
-    char *path = nib_stage_path(run->partial, "complete");
+    char *path = nib_staging_path(run->partial, "complete");
     const bool complete = path && nib_os_exists(path);
     nib_free(path);
     return complete;
@@ -302,7 +302,7 @@ static bool same_header(const char *expected, const char *found, size_t bytes)
 static nib_status is_file_done(const struct nib_run *run, const struct nib_out_file *file, const char *provenance,
                                bool *done)
 {
-    char *path = run->as_file ? nib_stage_path(run->out, "") : nib_stage_path(run->out, file->name), *found = NULL;
+    char *path = run->as_file ? nib_staging_path(run->out, "") : nib_staging_path(run->out, file->name), *found = NULL;
     if (!path)
         return no_memory(run->out);
     if (run->as_file)
@@ -341,20 +341,20 @@ static nib_status is_done(const struct nib_run *run, bool *done)
     return status;
 }
 
-static nib_status open_first(struct nib_run *run, enum nib_stage_left *left)
+static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
 {
     bool ours, other, done = false;
     TRY(check_apart(run));
     if (run->options.resume)
         TRY(is_done(run, &done));
     if (done) {
-        *left = NIB_STAGE_DONE;
-        return nib_os_remove_folder(run->finished);
+        *left = NIB_STAGING_DONE;
+        return nib_os_remove_directory(run->finished);
     }
     TRY(check_place(run));
-    TRY(make_folders(run));
+    TRY(make_directories(run));
     TRY(take_lock(run));
-    TRY(nib_os_remove_folder(run->finished));
+    TRY(nib_os_remove_directory(run->finished));
     TRY(read_state(run, &ours, &other));
     if (run->options.resume && other && !run->options.force)
         return nib_fail(NIB_ERR_MODE,
@@ -362,22 +362,22 @@ static nib_status open_first(struct nib_run *run, enum nib_stage_left *left)
                         run->out);
     if (!(run->options.resume && ours)) {
         TRY(nib_os_list(run->partial, remove_old, run));
-        TRY(nib_os_make_folder(run->fresh));
+        TRY(nib_os_make_directory(run->fresh));
         return write_state(run);
     }
-    *left = is_complete(run) ? NIB_STAGE_COMPLETE : NIB_STAGE_OPEN;
+    *left = is_complete(run) ? NIB_STAGING_COMPLETE : NIB_STAGING_OPEN;
     TRY(nib_os_list(run->partial, remove_temporary, run->partial));
-    TRY(nib_os_make_folder(run->fresh));
+    TRY(nib_os_make_directory(run->fresh));
     return nib_os_list(run->fresh, remove_temporary, run->fresh);
 }
 
-nib_status nib_stage_open(struct nib_run *run, const char *out, enum nib_stage_left *left)
+nib_status nib_staging_open(struct nib_run *run, const char *out, enum nib_staging_left *left)
 {
     const nib_comm *comm = run->job.comm;
     nib_status status = set_paths(run, out);
     if (!status)
         status = take_fingerprint(run);
-    *left = NIB_STAGE_OPEN;
+    *left = NIB_STAGING_OPEN;
     if (!status && (!comm || comm->rank == 0))
         status = open_first(run, left);
     /* The key is the fingerprint: ranks that see other files must not go on. */
@@ -385,20 +385,20 @@ nib_status nib_stage_open(struct nib_run *run, const char *out, enum nib_stage_l
     float found = (float)*left;
     if (!status && comm && comm->allreduce_max_f32(comm->context, &found, 1))
         status = nib_fail(NIB_ERR_COMM, "%s: telling the other ranks what is there failed", run->out);
-    *left = (enum nib_stage_left)found;
+    *left = (enum nib_staging_left)found;
     return status;
 }
 
-void nib_stage_close(struct nib_run *run, nib_status status)
+void nib_staging_close(struct nib_run *run, nib_status status)
 {
     const bool first = !run->job.comm || run->job.comm->rank == 0;
     if (first && run->lock >= 0) {
         if (status == NIB_ERR_CANCELLED && !run->options.resume && !is_complete(run)) {
             nib_error before;
             nib_get_error(&before);
-            (void)nib_os_remove_folder(run->partial);
+            (void)nib_os_remove_directory(run->partial);
             if (run->made_out)
-                nib_os_remove_empty_folder(run->out);
+                nib_os_remove_empty_directory(run->out);
             (void)nib_fail(before.status, "%s", before.text);
         }
         nib_os_close(run->lock);
@@ -412,14 +412,14 @@ void nib_stage_close(struct nib_run *run, nib_status status)
 
 /* ---- Files that go along ---- */
 
-/* Weights in another form, and what is written anew. Everything else in the folder is part of the model. */
+/* Weights in another form, and what is written anew. Everything else in the directory is part of the model. */
 static bool goes_along(const char *name)
 {
     static const char *const left_out[] = { ".safetensors", ".index.json", ".bin",  ".pt",        ".pth",     ".ckpt",
                                             ".gguf",        ".h5",         ".onnx", ".onnx_data", ".msgpack", ".npz",
                                             ".tflite",      ".tmp",        ".lock", ".incomplete" };
     if (name[0] == '.' || !strcmp(name, "config.json") || !strcmp(name, "hf_quant_config.json") ||
-        !strcmp(name, "recipe.yaml")) /* of an earlier quantisation */
+        !strcmp(name, "recipe.yaml")) /* of an earlier quantization */
         return false;
     for (size_t i = 0; i < sizeof left_out / sizeof *left_out; i++)
         if (nib_ck_ends_with(name, left_out[i]))
@@ -464,16 +464,19 @@ static nib_status copy_other(void *context, const char *name)
     const struct nib_run *run = context;
     if (!goes_along(name))
         return NIB_OK;
-    char *from = nib_stage_path(run->plan->in->folder, name), *to = nib_stage_path(run->fresh, name);
+    char *from = nib_staging_path(run->plan->in->directory, name), *to = nib_staging_path(run->fresh, name);
     nib_status status = from && to ? NIB_OK : no_memory(run->fresh);
-    if (!status && !nib_os_is_folder(from))
+    if (!status && !nib_os_is_directory(from))
         status = copy_file(from, to);
     nib_free(from);
     nib_free(to);
     return status;
 }
 
-nib_status nib_stage_copy_others(struct nib_run *run) { return nib_os_list(run->plan->in->folder, copy_other, run); }
+nib_status nib_staging_copy_others(struct nib_run *run)
+{
+    return nib_os_list(run->plan->in->directory, copy_other, run);
+}
 
 /* ---- Final names ---- */
 
@@ -495,7 +498,8 @@ static nib_status move_one(void *context, const char *name)
     const struct publishing *p = context;
     if (publishing_rank(p->run, name) != p->rank)
         return NIB_OK;
-    char *from = nib_stage_path(p->run->fresh, name), *to = p->run->as_file ? NULL : nib_stage_path(p->run->out, name);
+    char *from = nib_staging_path(p->run->fresh, name),
+         *to = p->run->as_file ? NULL : nib_staging_path(p->run->out, name);
     const nib_status status =
         !from || (!to && !p->run->as_file) ? no_memory(p->run->out) : nib_os_rename(from, to ? to : p->run->out);
     nib_free(from);
@@ -511,7 +515,7 @@ static nib_status remove_stale(void *context, const char *name)
     const bool configuration = !strcmp(name, "config.json") || !strcmp(name, "hf_quant_config.json");
     if (!data && !configuration)
         return NIB_OK;
-    char *fresh = nib_stage_path(run->fresh, name), *old = nib_stage_path(run->out, name);
+    char *fresh = nib_staging_path(run->fresh, name), *old = nib_staging_path(run->out, name);
     bool ours = publishing_rank(run, name) == 0 || (nib_ck_ends_with(name, ".index.json") && run->plan->n_files > 1) ||
                 (!strcmp(name, "config.json") && run->plan->config) ||
                 (!strcmp(name, "hf_quant_config.json") && run->plan->hf_quant);
@@ -527,12 +531,12 @@ static nib_status remove_stale(void *context, const char *name)
 
 static nib_status publish(struct nib_run *run)
 {
-    char *marker = nib_stage_path(run->partial, "complete");
+    char *marker = nib_staging_path(run->partial, "complete");
     nib_status status = marker ? NIB_OK : no_memory(run->partial);
     if (!status && !nib_os_exists(marker)) {
-        status = nib_os_sync_folder(run->fresh);
+        status = nib_os_sync_directory(run->fresh);
         if (!status)
-            status = nib_stage_write(marker, "", 0);
+            status = nib_staging_write(marker, "", 0);
     }
     nib_free(marker);
     TRY(status);
@@ -541,14 +545,14 @@ static nib_status publish(struct nib_run *run)
     for (int rank = 0; rank <= 3; rank++)
         TRY(nib_os_list(run->fresh, move_one, &(struct publishing){ run, rank }));
     if (!run->as_file)
-        TRY(nib_os_sync_folder(run->out));
-    /* In one step, so that a kill leaves no folder that looks like an unfinished run. */
+        TRY(nib_os_sync_directory(run->out));
+    /* In one step, so that a kill leaves no directory that looks like an unfinished run. */
     TRY(nib_os_rename(run->partial, run->finished));
-    TRY(nib_os_remove_folder(run->finished));
+    TRY(nib_os_remove_directory(run->finished));
     return nib_os_sync_parent(run->partial);
 }
 
-nib_status nib_stage_publish(struct nib_run *run)
+nib_status nib_staging_publish(struct nib_run *run)
 {
     const bool first = !run->job.comm || run->job.comm->rank == 0;
     return nib_agree(run->job.comm, first ? publish(run) : NIB_OK, 0);

@@ -48,10 +48,10 @@ struct writer {
 };
 
 /* Memory of one thread, reused from panel to panel. */
-struct desk {
+struct scratch {
     struct nib_run *run;
-    void *numbers;
-    size_t numbers_bytes;
+    void *values;
+    size_t values_bytes;
     uint8_t *codes, *scales, *turned;
     size_t codes_bytes, scales_bytes, turned_bytes;
     nib_tensor *tensor;
@@ -73,13 +73,13 @@ static bool room_for(void *memory, size_t *bytes, size_t wanted)
     return block != NULL;
 }
 
-static void clear_desk(struct desk *desk)
+static void clear_scratch(struct scratch *scratch)
 {
-    nib_free(desk->numbers);
-    nib_free(desk->codes);
-    nib_free(desk->scales);
-    nib_free(desk->turned);
-    nib_tensor_destroy(desk->tensor);
+    nib_free(scratch->values);
+    nib_free(scratch->codes);
+    nib_free(scratch->scales);
+    nib_free(scratch->turned);
+    nib_tensor_destroy(scratch->tensor);
 }
 
 static size_t size_of(nib_dtype dtype) { return (size_t)nib_dtypes[dtype].bits / 8; }
@@ -117,72 +117,73 @@ static void turn(const char *lines, int64_t count, int64_t length, int64_t k, in
 
 /* Lines [count, length] of units become part of columns: unit k of line r goes to [index, k, first + r] of a tensor
  * [experts, length, rows]. */
-static nib_status put_turned(const struct writer *writer, struct desk *desk, const struct piece *piece, uint32_t tensor,
-                             const void *lines, int64_t length, size_t size)
+static nib_status put_turned(const struct writer *writer, struct scratch *scratch, const struct piece *piece,
+                             uint32_t tensor, const void *lines, int64_t length, size_t size)
 {
     enum { BAND = 64 };
     const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
     const int64_t rows = w->source.rows, count = piece->count;
-    if (!room_for(&desk->turned, &desk->turned_bytes, (size_t)(BAND * count) * size))
+    if (!room_for(&scratch->turned, &scratch->turned_bytes, (size_t)(BAND * count) * size))
         return no_memory();
     for (int64_t k = 0; k < length; k += BAND) {
         const int64_t n = nib_min(BAND, length - k);
-        turn(lines, count, length, k, n, size, desk->turned);
+        turn(lines, count, length, k, n, size, scratch->turned);
         const uint64_t line = (uint64_t)(w->index * length + k) * (uint64_t)rows;
         if (count == rows) { /* whole lines lie side by side */
-            TRY(put(writer, piece->file, tensor, line * size, desk->turned, (size_t)(n * count) * size));
+            TRY(put(writer, piece->file, tensor, line * size, scratch->turned, (size_t)(n * count) * size));
             continue;
         }
         for (int64_t i = 0; i < n; i++)
             TRY(put(writer, piece->file, tensor, (line + (uint64_t)(i * rows + piece->first)) * size,
-                    desk->turned + (size_t)(i * count) * size, (size_t)count * size));
+                    scratch->turned + (size_t)(i * count) * size, (size_t)count * size));
     }
     return NIB_OK;
 }
 
-static nib_status put_lines(const struct writer *writer, struct desk *desk, const struct piece *piece, uint32_t tensor,
-                            const void *lines, int64_t length, size_t size)
+static nib_status put_lines(const struct writer *writer, struct scratch *scratch, const struct piece *piece,
+                            uint32_t tensor, const void *lines, int64_t length, size_t size)
 {
     const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
     if (w->laying == NIB_LAY_STACK)
-        return put_turned(writer, desk, piece, tensor, lines, length, size);
+        return put_turned(writer, scratch, piece, tensor, lines, length, size);
     return put(writer, piece->file, tensor, (uint64_t)(piece->first * length) * size, lines,
                (size_t)(piece->count * length) * size);
 }
 
-static nib_status put_codes(const struct writer *writer, struct desk *desk, const struct piece *piece,
+static nib_status put_codes(const struct writer *writer, struct scratch *scratch, const struct piece *piece,
                             const uint8_t *codes, const uint8_t *scales)
 {
     const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
     const int64_t cols = w->source.cols;
     if (w->laying == NIB_LAY_GGUF) {
         const size_t blocks = (size_t)(piece->count * (cols / NIB_GGUF_NVFP4_ELEMENTS));
-        if (!room_for(&desk->turned, &desk->turned_bytes, blocks * NIB_GGUF_NVFP4_BYTES))
+        if (!room_for(&scratch->turned, &scratch->turned_bytes, blocks * NIB_GGUF_NVFP4_BYTES))
             return no_memory();
-        (void)nib_gguf_nvfp4_join(codes, scales, blocks, desk->turned);
-        return put_lines(writer, desk, piece, w->out[NIB_ROLE_DATA], desk->turned,
+        (void)nib_gguf_nvfp4_join(codes, scales, blocks, scratch->turned);
+        return put_lines(writer, scratch, piece, w->out[NIB_ROLE_DATA], scratch->turned,
                          cols / NIB_GGUF_NVFP4_ELEMENTS * NIB_GGUF_NVFP4_BYTES, 1);
     }
-    TRY(put_lines(writer, desk, piece, w->out[NIB_ROLE_DATA], codes, cols / 2, 1));
-    return put_lines(writer, desk, piece, w->out[NIB_ROLE_SCALE], scales, cols / 16, 1);
+    TRY(put_lines(writer, scratch, piece, w->out[NIB_ROLE_DATA], codes, cols / 2, 1));
+    return put_lines(writer, scratch, piece, w->out[NIB_ROLE_SCALE], scales, cols / 16, 1);
 }
 
 /* ---- What becomes of rows ---- */
 
-static nib_status prepare_tensor(struct desk *desk, const nib_quantizer *q, nib_dtype dtype, int64_t rows, int64_t cols)
+static nib_status prepare_tensor(struct scratch *scratch, const nib_quantizer *q, nib_dtype dtype, int64_t rows,
+                                 int64_t cols)
 {
-    if (desk->tensor && desk->rows == rows && desk->cols == cols && desk->dtype == dtype)
+    if (scratch->tensor && scratch->rows == rows && scratch->cols == cols && scratch->dtype == dtype)
         return NIB_OK;
-    nib_tensor_destroy(desk->tensor);
-    desk->tensor = NULL;
-    TRY(nib_tensor_create(q, dtype, 2, (int64_t[]){ rows, cols }, &desk->tensor));
-    desk->rows = rows;
-    desk->cols = cols;
-    desk->dtype = dtype;
+    nib_tensor_destroy(scratch->tensor);
+    scratch->tensor = NULL;
+    TRY(nib_tensor_create(q, dtype, 2, (int64_t[]){ rows, cols }, &scratch->tensor));
+    scratch->rows = rows;
+    scratch->cols = cols;
+    scratch->dtype = dtype;
     return NIB_OK;
 }
 
-static nib_status quantize_rows(const struct writer *writer, struct desk *desk, const struct piece *piece)
+static nib_status quantize_rows(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[piece->weight];
@@ -191,72 +192,73 @@ static nib_status quantize_rows(const struct writer *writer, struct desk *desk, 
     const size_t bytes = (size_t)(piece->count * cols) * size_of(dtype);
     const float *amax = &writer->run->amaxes[w->group], one = 1;
     const bool nothing = nib_run_is_nothing(plan, *amax);
-    const nib_given given = { .bytes = sizeof given,
-                              .amax = { nothing ? NULL : amax, NULL },
-                              .level = { nothing ? &one : NULL, NULL } };
+    const nib_overrides overrides = { .bytes = sizeof overrides,
+                                      .amax = { nothing ? NULL : amax, NULL },
+                                      .tensor_scale = { nothing ? &one : NULL, NULL } };
     nib_array x, codes, scales;
-    if (!room_for(&desk->numbers, &desk->numbers_bytes, bytes))
+    if (!room_for(&scratch->values, &scratch->values_bytes, bytes))
         return no_memory();
-    TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, dtype, desk->numbers));
-    TRY(nib_array_init(&x, desk->numbers, dtype, 2, shape));
-    TRY(prepare_tensor(desk, &plan->q, dtype, piece->count, cols));
-    TRY(nib_quantize_into(&plan->q, &x, &given, NULL, desk->tensor));
-    TRY(nib_tensor_part(desk->tensor, NIB_ROW_DATA, &codes));
-    TRY(nib_tensor_part(desk->tensor, NIB_ROW_SCALE, &scales));
+    TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, dtype, scratch->values));
+    TRY(nib_array_init(&x, scratch->values, dtype, 2, shape));
+    TRY(prepare_tensor(scratch, &plan->q, dtype, piece->count, cols));
+    TRY(nib_quantize_into(&plan->q, &x, &overrides, NULL, scratch->tensor));
+    TRY(nib_tensor_part(scratch->tensor, NIB_ROW_DATA, &codes));
+    TRY(nib_tensor_part(scratch->tensor, NIB_ROW_SCALE, &scales));
     const uint8_t *lines = scales.data;
     if (scales.shape[1] != blocks) { /* lines are padded to multiples of 4 */
-        if (!room_for(&desk->scales, &desk->scales_bytes, (size_t)(piece->count * blocks)))
+        if (!room_for(&scratch->scales, &scratch->scales_bytes, (size_t)(piece->count * blocks)))
             return no_memory();
         for (int64_t r = 0; r < piece->count; r++)
-            memcpy(desk->scales + r * blocks, lines + r * scales.shape[1], (size_t)blocks);
-        lines = desk->scales;
+            memcpy(scratch->scales + r * blocks, lines + r * scales.shape[1], (size_t)blocks);
+        lines = scratch->scales;
     }
-    return put_codes(writer, desk, piece, codes.data, lines);
+    return put_codes(writer, scratch, piece, codes.data, lines);
 }
 
-static bool room_for_codes(struct desk *desk, int64_t rows, int64_t cols)
+static bool room_for_codes(struct scratch *scratch, int64_t rows, int64_t cols)
 {
-    return room_for(&desk->codes, &desk->codes_bytes, (size_t)(rows * nib_ceil_div(cols, 2))) &&
-           room_for(&desk->scales, &desk->scales_bytes, (size_t)(rows * nib_ceil_div(cols, 16)));
+    return room_for(&scratch->codes, &scratch->codes_bytes, (size_t)(rows * nib_ceil_div(cols, 2))) &&
+           room_for(&scratch->scales, &scratch->scales_bytes, (size_t)(rows * nib_ceil_div(cols, 16)));
 }
 
-static nib_status convert_mxfp4(const struct writer *writer, struct desk *desk, const struct piece *piece)
+static nib_status convert_mxfp4(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[piece->weight];
     const int64_t cols = w->source.cols, count = piece->count;
     const size_t code_bytes = (size_t)(count * (cols / 2)), scale_bytes = (size_t)(count * (cols / 32));
-    if (!room_for_codes(desk, count, cols) || !room_for(&desk->numbers, &desk->numbers_bytes, code_bytes + scale_bytes))
+    if (!room_for_codes(scratch, count, cols) ||
+        !room_for(&scratch->values, &scratch->values_bytes, code_bytes + scale_bytes))
         return no_memory();
-    uint8_t *codes = desk->numbers, *scales = codes + code_bytes;
+    uint8_t *codes = scratch->values, *scales = codes + code_bytes;
     TRY(nib_ck_read_mxfp4(plan->in, &w->source, piece->first, count, codes, scales));
-    nib_mxfp4_to_nvfp4_blocks(codes, scales, count * (cols / 32), writer->run->amaxes[w->group], desk->codes,
-                              desk->scales);
-    return put_codes(writer, desk, piece, desk->codes, desk->scales);
+    nib_mxfp4_to_nvfp4_blocks(codes, scales, count * (cols / 32), writer->run->amaxes[w->group], scratch->codes,
+                              scratch->scales);
+    return put_codes(writer, scratch, piece, scratch->codes, scratch->scales);
 }
 
-static nib_status keep_codes(const struct writer *writer, struct desk *desk, const struct piece *piece)
+static nib_status keep_codes(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[piece->weight];
-    if (!room_for_codes(desk, piece->count, w->source.cols))
+    if (!room_for_codes(scratch, piece->count, w->source.cols))
         return no_memory();
-    TRY(nib_ck_read_codes(plan->in, &w->source, piece->first, piece->count, desk->codes, desk->scales));
+    TRY(nib_ck_read_codes(plan->in, &w->source, piece->first, piece->count, scratch->codes, scratch->scales));
     const size_t scales = (size_t)(piece->count * (w->source.cols / 16));
     for (size_t i = 0; w->scale_map && i < scales; i++)
-        desk->scales[i] = w->scale_map[desk->scales[i]];
-    return put_codes(writer, desk, piece, desk->codes, desk->scales);
+        scratch->scales[i] = w->scale_map[scratch->scales[i]];
+    return put_codes(writer, scratch, piece, scratch->codes, scratch->scales);
 }
 
-static nib_status write_numbers(const struct writer *writer, struct desk *desk, const struct piece *piece)
+static nib_status write_values(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[piece->weight];
     const size_t size = size_of(w->dtype);
-    if (!room_for(&desk->numbers, &desk->numbers_bytes, (size_t)(piece->count * w->source.cols) * size))
+    if (!room_for(&scratch->values, &scratch->values_bytes, (size_t)(piece->count * w->source.cols) * size))
         return no_memory();
-    TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, w->dtype, desk->numbers));
-    return put_lines(writer, desk, piece, w->out[NIB_ROLE_DATA], desk->numbers, w->source.cols, size);
+    TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, w->dtype, scratch->values));
+    return put_lines(writer, scratch, piece, w->out[NIB_ROLE_DATA], scratch->values, w->source.cols, size);
 }
 
 /* ---- Numbers per tensor ---- */
@@ -280,19 +282,21 @@ static nib_status norm_bound(const struct nib_run *run, const struct nib_out_wei
     return status;
 }
 
-static nib_status find_numbers(const struct nib_run *run, const struct nib_out_weight *w, float *level, float *input)
+static nib_status find_values(const struct nib_run *run, const struct nib_out_weight *w, float *tensor_scale,
+                              float *input)
 {
     const nib_plan *plan = run->plan;
-    const nib_level sense = nib_run_level_kind(plan->packing);
-    *level = w->action == NIB_ACTION_QUANTIZE ? run->levels[w->group] : w->level;
+    const nib_tensor_scale sense = nib_run_tensor_scale_kind(plan->format);
+    *tensor_scale = w->action == NIB_ACTION_QUANTIZE ? run->tensor_scales[w->group] : w->tensor_scale;
     *input = w->input;
     if (w->as_in_source) {
-        nib_level kind;
+        nib_tensor_scale kind;
         int has_input;
-        TRY(nib_ck_read_level(plan->in, &w->source, &kind, level));
+        TRY(nib_ck_read_tensor_scale(plan->in, &w->source, &kind, tensor_scale));
         TRY(nib_ck_read_input(plan->in, &w->source, &has_input, input));
-        *level = nib_run_translate(*level, kind, sense, w->source.e4m3_max);
-        *input = nib_run_translate(*input, kind == NIB_LEVEL_ENCODE ? kind : NIB_LEVEL_DECODE, sense, 0);
+        *tensor_scale = nib_run_translate(*tensor_scale, kind, sense, w->source.e4m3_max);
+        *input =
+            nib_run_translate(*input, kind == NIB_TENSOR_SCALE_DIVISOR ? kind : NIB_TENSOR_SCALE_MULTIPLIER, sense, 0);
     }
     if (w->norm != NIB_NONE && w->out[NIB_ROLE_INPUT] != NIB_NONE) {
         float amax;
@@ -306,12 +310,12 @@ static nib_status find_numbers(const struct nib_run *run, const struct nib_out_w
 static nib_status write_numbers_per_tensor(const struct writer *writer, const struct piece *piece)
 {
     const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
-    float level, input;
-    if (w->out[NIB_ROLE_LEVEL] == NIB_NONE && w->out[NIB_ROLE_INPUT] == NIB_NONE)
+    float tensor_scale, input;
+    if (w->out[NIB_ROLE_TENSOR_SCALE] == NIB_NONE && w->out[NIB_ROLE_INPUT] == NIB_NONE)
         return NIB_OK;
-    TRY(find_numbers(writer->run, w, &level, &input));
-    if (w->out[NIB_ROLE_LEVEL] != NIB_NONE)
-        TRY(put(writer, piece->file, w->out[NIB_ROLE_LEVEL], 0, &level, sizeof level));
+    TRY(find_values(writer->run, w, &tensor_scale, &input));
+    if (w->out[NIB_ROLE_TENSOR_SCALE] != NIB_NONE)
+        TRY(put(writer, piece->file, w->out[NIB_ROLE_TENSOR_SCALE], 0, &tensor_scale, sizeof tensor_scale));
     if (w->out[NIB_ROLE_INPUT] != NIB_NONE)
         TRY(put(writer, piece->file, w->out[NIB_ROLE_INPUT], 0, &input, sizeof input));
     return NIB_OK;
@@ -319,28 +323,28 @@ static nib_status write_numbers_per_tensor(const struct writer *writer, const st
 
 /* ---- Tensors that are copied ---- */
 
-static nib_status copy_piece(const struct writer *writer, struct desk *desk, const struct piece *piece)
+static nib_status copy_piece(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_tensor *t = &plan->tensors[piece->tensor];
     if (t->producer == NIB_PRODUCE_NUMBER)
         return put(writer, piece->file, piece->tensor, 0, &t->number, sizeof t->number);
-    if (!room_for(&desk->numbers, &desk->numbers_bytes, (size_t)piece->count))
+    if (!room_for(&scratch->values, &scratch->values_bytes, (size_t)piece->count))
         return no_memory();
     if (t->producer == NIB_PRODUCE_COPY) {
-        TRY(nib_ck_read(plan->in, t->source, (uint64_t)piece->first, desk->numbers, (size_t)piece->count));
-        return put(writer, piece->file, piece->tensor, (uint64_t)piece->first, desk->numbers, (size_t)piece->count);
+        TRY(nib_ck_read(plan->in, t->source, (uint64_t)piece->first, scratch->values, (size_t)piece->count));
+        return put(writer, piece->file, piece->tensor, (uint64_t)piece->first, scratch->values, (size_t)piece->count);
     }
     /* Every step-th element of a small tensor: read what they span, move them together. */
     const size_t size = size_of(t->dtype), span = (size_t)((t->count - 1) * t->step + 1) * size;
     if (t->count == 0)
         return NIB_OK;
-    if (!room_for(&desk->codes, &desk->codes_bytes, span))
+    if (!room_for(&scratch->codes, &scratch->codes_bytes, span))
         return no_memory();
-    TRY(nib_ck_read(plan->in, t->source, (uint64_t)t->first * size, desk->codes, span));
+    TRY(nib_ck_read(plan->in, t->source, (uint64_t)t->first * size, scratch->codes, span));
     for (int64_t i = 0; i < t->count; i++)
-        memcpy((char *)desk->numbers + (size_t)i * size, desk->codes + (size_t)(i * t->step) * size, size);
-    return put(writer, piece->file, piece->tensor, 0, desk->numbers, (size_t)t->count * size);
+        memcpy((char *)scratch->values + (size_t)i * size, scratch->codes + (size_t)(i * t->step) * size, size);
+    return put(writer, piece->file, piece->tensor, 0, scratch->values, (size_t)t->count * size);
 }
 
 /* ---- Files ---- */
@@ -424,32 +428,33 @@ static uint64_t input_bytes(const nib_plan *plan, const struct piece *piece)
         return (uint64_t)piece->count;
     const struct nib_out_weight *w = &plan->weights[piece->weight];
     const uint64_t elements = (uint64_t)piece->count * (uint64_t)w->source.cols;
-    switch (w->source.packing) {
-    case NIB_PACKING_PLAIN:
+    switch (w->source.format) {
+    case NIB_CHECKPOINT_FORMAT_PLAIN:
         return elements * size_of(w->source.dtype);
-    case NIB_PACKING_FP8_BLOCK:
+    case NIB_CHECKPOINT_FORMAT_FP8_BLOCK:
         return elements;
     default:
         return elements / 2;
     }
 }
 
-static nib_status write_piece(struct writer *writer, struct desk *desk, const struct piece *piece)
+static nib_status write_piece(struct writer *writer, struct scratch *scratch, const struct piece *piece)
 {
     if (piece->weight == NIB_NONE)
-        return copy_piece(writer, desk, piece);
+        return copy_piece(writer, scratch, piece);
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[piece->weight];
     if (piece->first == 0)
         TRY(write_numbers_per_tensor(writer, piece));
     switch (w->action) {
     case NIB_ACTION_QUANTIZE:
-        return plan->groups[w->group].mxfp4 ? convert_mxfp4(writer, desk, piece) : quantize_rows(writer, desk, piece);
+        return plan->groups[w->group].mxfp4 ? convert_mxfp4(writer, scratch, piece)
+                                            : quantize_rows(writer, scratch, piece);
     case NIB_ACTION_CONVERT:
     case NIB_ACTION_REPAIR:
-        return keep_codes(writer, desk, piece);
+        return keep_codes(writer, scratch, piece);
     default:
-        return write_numbers(writer, desk, piece);
+        return write_values(writer, scratch, piece);
     }
 }
 
@@ -464,7 +469,7 @@ static nib_status write_pieces(void *context, size_t item)
     struct shift *shift = context;
     struct writer *writer = shift->writer;
     struct nib_run *run = writer->run;
-    struct desk desk = { .run = run };
+    struct scratch scratch = { .run = run };
     nib_status status = NIB_OK;
     (void)item;
     while (!status && !atomic_load(&run->stop)) {
@@ -477,7 +482,7 @@ static nib_status write_pieces(void *context, size_t item)
         pthread_mutex_unlock(&run->mutex);
         if (!piece || status)
             break;
-        status = write_piece(writer, &desk, piece);
+        status = write_piece(writer, &scratch, piece);
         if (status)
             break;
         pthread_mutex_lock(&run->mutex);
@@ -490,7 +495,7 @@ static nib_status write_pieces(void *context, size_t item)
         if (!status)
             status = nib_run_progress(run, name, input_bytes(run->plan, piece));
     }
-    clear_desk(&desk);
+    clear_scratch(&scratch);
     return status;
 }
 
@@ -514,7 +519,7 @@ static nib_status start_writer(struct writer *writer)
         while (weight < plan->n_weights && plan->weights[weight].out[NIB_ROLE_DATA] < f->file->first + f->file->tensors)
             weight++;
         f->weights = weight - f->first_weight;
-        f->path = nib_stage_path(run->fresh, f->file->name);
+        f->path = nib_staging_path(run->fresh, f->file->name);
         if (!f->path)
             return no_memory();
         f->finished = nib_os_exists(f->path);

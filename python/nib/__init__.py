@@ -6,7 +6,7 @@
     t.row_data, t.row_scale, t.row_level       # NumPy arrays over the library's memory
     y = t.dequantize()
 
-NumPy is enough for this; `nib.torch` has the quantisers, tensors and helpers of TransformerEngine for PyTorch.
+NumPy is enough for this; `nib.torch` has the quantizers, tensors and helpers of TransformerEngine for PyTorch.
 """
 from . import _library
 from ._library import (AmaxChoice, ArgumentError, CommError, Copy, DataError, Dialect, DType, DtypeError, Error,

@@ -180,8 +180,8 @@ class Part(enum.IntEnum):
     COL_DATA = 1
     ROW_SCALE = 2
     COL_SCALE = 3
-    ROW_LEVEL = 4
-    COL_LEVEL = 5
+    ROW_TENSOR_SCALE = 4
+    COL_TENSOR_SCALE = 5
 
 
 MAX_RANK = 8
@@ -191,9 +191,9 @@ RHT_SIGN_MASK = 0xD7E8
 # The header's enums by name: its constants are these with the prefix (and NIB_SCALE_4OVER6 for FOUR_OVER_SIX).
 ENUMS = {"nib_dtype": (DType, "NIB_"), "nib_format": (Format, "NIB_"), "nib_dialect": (Dialect, "NIB_DIALECT_"),
          "nib_scale_rule": (ScaleRule, "NIB_SCALE_"), "nib_error_mode": (ErrorMode, "NIB_ERROR_"),
-         "nib_rounding": (Rounding, "NIB_ROUND_"), "nib_level": (Level, "NIB_LEVEL_"),
-         "nib_tensor_scale": (TensorScale, "NIB_TENSOR_SCALE_"), "nib_mx_rule": (MxRule, "NIB_MX_"),
-         "nib_amax_choice": (AmaxChoice, "NIB_AMAX_"), "nib_copy": (Copy, "NIB_"), "nib_part": (Part, "NIB_")}
+         "nib_rounding": (Rounding, "NIB_ROUND_"), "nib_tensor_scale": (Level, "NIB_LEVEL_"),
+         "nib_tensor_scale_rule": (TensorScale, "NIB_TENSOR_SCALE_"), "nib_mx_rule": (MxRule, "NIB_MX_"),
+         "nib_amax_choice": (AmaxChoice, "NIB_AMAX_"), "nib_usage": (Copy, "NIB_"), "nib_part": (Part, "NIB_")}
 
 # ---- Structs ---------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Quantizer(Structure):  # nib_quantizer_init sets its size
     _fields_ = [("bytes", c_size_t), ("format", c_int), ("dialect", c_int), ("element", c_int), ("rowwise", c_uint8),
                 ("columnwise", c_uint8), ("swizzled", c_uint8), ("row_scaled", c_uint8), ("rht", c_uint8),
                 ("rht_rowwise", c_uint8), ("rht_sign_mask", c_uint16), ("block_dims", c_int32 * 2),
-                ("scale_rule", c_int), ("error_mode", c_int), ("fast_error", c_uint8), ("single_level", c_uint8),
+                ("scale_rule", c_int), ("error_mode", c_int), ("fast_error", c_uint8), ("no_tensor_scale", c_uint8),
                 ("e4m3_max", c_int32), ("tensor_scale", c_int), ("min_block_scale", c_float), ("rounding", c_int),
                 ("seed", c_uint64), ("offset", c_uint64), ("origin", c_int64 * 2), ("amax_comm", P(Comm)),
                 ("threads", c_int32), ("pow2_scales", c_uint8), ("mx_rule", c_int), ("amax_epsilon", c_float)]
@@ -282,7 +282,7 @@ class Entry(Structure):
 
 # The header's structs by name.
 STRUCTS = {"nib_error": ErrorText, "nib_array": Array, "nib_comm": Comm, "nib_quantizer": Quantizer,
-           "nib_given": Given, "nib_metadata": Metadata, "nib_item": Item, "nib_saved": Saved,
+           "nib_overrides": Given, "nib_metadata": Metadata, "nib_item": Item, "nib_saved": Saved,
            "nib_master_options": MasterOptions, "nib_byte_range": ByteRange, "nib_fsdp_parts": FsdpParts,
            "nib_conversion_report": ConversionReport, "nib_entry": Entry}
 
@@ -482,7 +482,7 @@ def shape_array(shape):
 
 
 def new_quantizer(format=Format.NVFP4):
-    """A quantiser struct with the defaults of a format."""
+    """A quantizer struct with the defaults of a format."""
     q = Quantizer()
     lib.nib_quantizer_init_format(q, format)
     return q

@@ -15,7 +15,7 @@ from ._library import (Array, Copy, Dialect, DType, ErrorMode, Format, Level, Me
 
 _ENUM_FIELDS = {"format": Format, "dialect": Dialect, "element": DType, "scale_rule": ScaleRule,
                 "error_mode": ErrorMode, "tensor_scale": TensorScale, "rounding": Rounding, "mx_rule": MxRule}
-_FLAGS = {"rowwise", "columnwise", "swizzled", "row_scaled", "rht", "rht_rowwise", "fast_error", "single_level",
+_FLAGS = {"rowwise", "columnwise", "swizzled", "row_scaled", "rht", "rht_rowwise", "fast_error", "no_tensor_scale",
           "pow2_scales"}
 _NUMBERS = {"rht_sign_mask", "e4m3_max", "min_block_scale", "seed", "offset", "threads", "amax_epsilon"}
 _PAIRS = {"block_dims", "origin"}
@@ -34,13 +34,13 @@ def _member(kind, value):
 
 
 class Quantizer:
-    """The options of a quantisation: nib_quantizer, field by field.
+    """The options of a quantization: nib_quantizer, field by field.
 
         q = nib.Quantizer(block_dims=(16, 16), columnwise=False)
         q = nib.Quantizer("mxfp8", element="e5m2")
 
     Names and meanings are those of the header: format, dialect, element, rowwise, columnwise, swizzled, row_scaled,
-    rht, rht_rowwise, rht_sign_mask, block_dims, scale_rule, error_mode, fast_error, single_level, e4m3_max,
+    rht, rht_rowwise, rht_sign_mask, block_dims, scale_rule, error_mode, fast_error, no_tensor_scale, e4m3_max,
     tensor_scale, min_block_scale, rounding, seed, offset, origin, threads, pow2_scales, mx_rule, amax_epsilon. Enums
     are given by name ("nvfp4", "4over6", "stochastic-8") or as members of nib's enums.
     """
@@ -100,7 +100,7 @@ class Quantizer:
         return _quantizer_from_fields({**self._fields(), **changes})
 
     def check(self, x=None):
-        """Raise what a quantisation (of x) would raise for its options."""
+        """Raise what a quantization (of x) would raise for its options."""
         array = None if x is None else _arrays.borrow(x)[0]
         lib.nib_quantizer_check(self.ref, array)
 
@@ -121,7 +121,7 @@ def _quantizer_from_fields(fields):
 
 
 _PART_NAMES = {"row_data": Part.ROW_DATA, "col_data": Part.COL_DATA, "row_scale": Part.ROW_SCALE,
-               "col_scale": Part.COL_SCALE, "row_level": Part.ROW_LEVEL, "col_level": Part.COL_LEVEL}
+               "col_scale": Part.COL_SCALE, "row_level": Part.ROW_TENSOR_SCALE, "col_level": Part.COL_TENSOR_SCALE}
 _COPIES = {"rowwise": Copy.ROWWISE, "columnwise": Copy.COLUMNWISE, "either": Copy.EITHER}
 
 
@@ -134,7 +134,7 @@ class _Held:
 
 
 class Tensor:
-    """A quantised tensor. quantize() makes one; so do from_parts() and the methods below.
+    """A quantized tensor. quantize() makes one; so do from_parts() and the methods below.
 
     row_data, row_scale, row_level and their col_ twins are NumPy arrays over its memory (None where absent): codes and
     scales as bytes, levels in FP32. Writing to them changes the tensor.
@@ -162,7 +162,7 @@ class Tensor:
 
     @property
     def dtype(self):
-        """The nominal dtype: that of the data that was quantised."""
+        """The nominal dtype: that of the data that was quantized."""
         return DType(self.metadata().dtype)
 
     @property
@@ -176,7 +176,7 @@ class Tensor:
 
     @property
     def quantizer(self):
-        """A copy of the tensor's quantiser."""
+        """A copy of the tensor's quantizer."""
         q = Quantizer()
         ctypes.memmove(ctypes.byref(q.struct), ctypes.byref(self.metadata().quantizer), ctypes.sizeof(q.struct))
         return q
@@ -237,12 +237,12 @@ class Tensor:
 
     def __array__(self, dtype=None, copy=None):
         if copy is False:
-            raise ValueError("the values of a quantised tensor are computed: there is no array without a copy")
+            raise ValueError("the values of a quantized tensor are computed: there is no array without a copy")
         values = self.dequantize()
         return values if dtype is None else values.astype(dtype)
 
     def quantize_(self, x, quantizer=None, *, noop=None, dtype=None):
-        """Quantise x into this tensor, in place; by its own quantiser where none is given. noop: a number; 1.0 exactly
+        """Quantize x into this tensor, in place; by its own quantizer where none is given. noop: a number; 1.0 exactly
         leaves everything as it is."""
         array, keeper = _arrays.borrow(x, dtype)
         flag = None if noop is None else ctypes.c_float(noop)
@@ -321,7 +321,7 @@ def _tensor_from_parts(quantizer, shape, dtype, parts):
     return from_parts(quantizer, shape, DType(dtype), **dict(zip(_PART_NAMES, parts)))
 
 
-# ---- Quantise --------------------------------------------------------------------------------------------
+# ---- Quantize --------------------------------------------------------------------------------------------
 
 # A second set of function objects, without conversion of pointers: what is passed is prepared once.
 _fast = ctypes.CDLL(_library.path)
@@ -329,7 +329,7 @@ _quantize = _fast.nib_quantize
 _quantize.argtypes = None  # references and None pass as they are
 
 _described = {}  # (dtype, shape): what _describe gives, taken out while in use
-_quantizers = {}  # options as given: a quantiser
+_quantizers = {}  # options as given: a quantizer
 _from_buffer = ctypes.c_char.from_buffer
 _addressof = ctypes.addressof
 _byref = ctypes.byref
@@ -361,7 +361,7 @@ def _quantizer_of(options):
 
 
 def quantize(x, quantizer=None, *, dtype=None, given=None, **options):
-    """Quantise an array (FP32, BF16 or FP16; NumPy, DLPack or buffer protocol; any strides) into a new Tensor.
+    """Quantize an array (FP32, BF16 or FP16; NumPy, DLPack or buffer protocol; any strides) into a new Tensor.
 
         t = nib.quantize(x)                                            NVFP4, TransformerEngine's defaults
         t = nib.quantize(x, block_dims=(16, 16), columnwise=False)     options of nib.Quantizer
@@ -400,7 +400,7 @@ def quantize(x, quantizer=None, *, dtype=None, given=None, **options):
 
 
 def _given(given):
-    """nib_given of a dict, and what must live as long."""
+    """nib_overrides of a dict, and what must live as long."""
     if not given:
         return None, None
     struct, kept = _library.Given(), []

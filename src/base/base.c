@@ -17,7 +17,7 @@ nib_status nib_fail(nib_status status, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
-    /* A sentence may quote the previous one (layers add their own context), so build it aside. */
+    /* A message may quote the previous one (layers add their own context), so build it aside. */
     char text[sizeof last_error.text];
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
@@ -66,7 +66,7 @@ nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t
     size_t bytes;
     memcpy(&bytes, struct_pointer, sizeof bytes);
     if (bytes < known)
-        return nib_fail(NIB_ERR_ARG, "%s->bytes is %zu, not %zu: was it initialised?", what, bytes, known);
+        return nib_fail(NIB_ERR_ARG, "%s->bytes is %zu, not %zu: was it initialized?", what, bytes, known);
     for (size_t i = known; i < bytes; i++)
         if (((const char *)struct_pointer)[i])
             return nib_fail(NIB_ERR_UNSUPPORTED, "%s sets fields that version %s does not have", what, NIB_VERSION);

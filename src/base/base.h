@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * base.h - what every layer stands on: the sentence of an error, checked arithmetic, memory, buffers.
+ * base.h - what every layer stands on: the message of an error, checked arithmetic, memory, buffers.
  */
 #ifndef NIB_BASE_H
 #define NIB_BASE_H
@@ -22,7 +22,7 @@
 /* Exported for libnib_checkpoint of the same version, and for nobody else: the build lists what is marked so. */
 #define NIB_PRIVATE NIB_API
 
-/* Set this thread's sentence and return the status: `return nib_fail(NIB_ERR_SHAPE, "...", ...)`. */
+/* Set this thread's message and return the status: `return nib_fail(NIB_ERR_SHAPE, "...", ...)`. */
 NIB_PRIVATE nib_status nib_fail(nib_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Leave the calling function when a call fails; for places that have nothing to clean up. */
@@ -76,11 +76,11 @@ bool nib_buffer_is_shared(const nib_buffer *buffer);
 NIB_PRIVATE nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
 
 /* What a step came to on this rank, made the same on all: the largest status, or MISMATCH where all went well but
- * keys differ. A status that is another rank's gets a sentence. Every rank must come here, whatever happened to it.
+ * keys differ. A status that is another rank's gets a message. Every rank must come here, whatever happened to it.
  * Without a communicator, or with one that cannot agree, the status is this rank's own. */
 NIB_PRIVATE nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
 
-/* The two collectives that move numbers. `what` names them in the sentence of a failure, which is NIB_ERR_COMM and says
+/* The two collectives that move numbers. `what` names them in the message of a failure, which is NIB_ERR_COMM and says
  * what the communicator says. Nothing to reduce is no call. */
 nib_status nib_reduce(const nib_comm *comm, const char *what, float *values, size_t n);
 nib_status nib_gather(const nib_comm *comm, const char *what, const void *mine, void *all, const size_t *counts);

@@ -47,7 +47,7 @@ nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key)
     return nib_fail(agreed, "another of the %d ranks failed with %s", comm->size, nib_status_name(agreed));
 }
 
-/* A communicator may have set a sentence of its own, or not. */
+/* A communicator may have set a message of its own, or not. */
 static nib_status comm_failed(const nib_comm *comm, const char *what, nib_status status, const nib_error *before)
 {
     nib_error said;

@@ -154,38 +154,38 @@ nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void
     return NIB_OK;
 }
 
-/* The folder that holds a name, opened so that it can be synced: a rename lasts only once the folder is on disk. */
-static nib_status open_folder(const char *path, int *fd)
+/* The directory that holds a name, opened so that it can be synced: a rename lasts only once the directory is on disk. */
+static nib_status open_directory(const char *path, int *fd)
 {
     const char *slash = strrchr(path, '/');
     const size_t bytes = slash ? (size_t)(slash - path) + 1 : 1; /* "/" keeps its slash */
-    char *folder = nib_alloc(bytes + 1);
-    if (!folder)
-        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for the name of its folder", path);
-    memcpy(folder, slash ? path : ".", bytes);
-    folder[bytes] = '\0';
-    *fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    const nib_status status = *fd < 0 ? io_error(folder, "cannot open the folder") : NIB_OK;
-    nib_free(folder);
+    char *directory = nib_alloc(bytes + 1);
+    if (!directory)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for the name of its directory", path);
+    memcpy(directory, slash ? path : ".", bytes);
+    directory[bytes] = '\0';
+    *fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const nib_status status = *fd < 0 ? io_error(directory, "cannot open the directory") : NIB_OK;
+    nib_free(directory);
     return status;
 }
 
-/* All that can fail comes before the rename, but for the folder's own sync: after that the new file is there whole, and
+/* All that can fail comes before the rename, but for the directory's own sync: after that the new file is there whole, and
  * only a crash of the machine could still bring back the old state. */
 nib_status nib_os_publish(int fd, const char *temporary, const char *path)
 {
-    int folder = -1;
+    int directory = -1;
     nib_status status = fsync(fd) < 0 ? io_error(path, "cannot sync") : NIB_OK;
     if (close(fd) < 0 && !status)
         status = io_error(path, "cannot close");
     if (!status)
-        status = open_folder(path, &folder);
+        status = open_directory(path, &directory);
     if (!status && rename(temporary, path) < 0)
         status = io_error(path, "cannot rename the finished file to this name");
-    /* Some file systems cannot sync a folder and say EINVAL: their renames are as safe as they get. */
-    if (!status && fsync(folder) < 0 && errno != EINVAL)
-        status = io_error(path, "is complete, but its folder cannot be synced");
-    nib_os_close(folder);
+    /* Some file systems cannot sync a directory and say EINVAL: their renames are as safe as they get. */
+    if (!status && fsync(directory) < 0 && errno != EINVAL)
+        status = io_error(path, "is complete, but its directory cannot be synced");
+    nib_os_close(directory);
     return status;
 }
 
@@ -242,9 +242,9 @@ void nib_os_close(int fd)
 
 void nib_os_remove(const char *path) { (void)unlink(path); }
 
-/* ---- Folders ---- */
+/* ---- Directories ---- */
 
-bool nib_os_is_folder(const char *path)
+bool nib_os_is_directory(const char *path)
 {
     struct stat facts;
     return stat(path, &facts) == 0 && S_ISDIR(facts.st_mode);
@@ -256,82 +256,82 @@ bool nib_os_exists(const char *path)
     return lstat(path, &facts) == 0;
 }
 
-nib_status nib_os_make_folder(const char *path)
+nib_status nib_os_make_directory(const char *path)
 {
-    if (mkdir(path, 0777) == 0 || (errno == EEXIST && nib_os_is_folder(path)))
+    if (mkdir(path, 0777) == 0 || (errno == EEXIST && nib_os_is_directory(path)))
         return NIB_OK;
-    return io_error(path, "cannot make this folder");
+    return io_error(path, "cannot make this directory");
 }
 
 nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name), void *context)
 {
-    DIR *folder = opendir(path);
-    if (!folder)
-        return io_error(path, "cannot open the folder");
+    DIR *directory = opendir(path);
+    if (!directory)
+        return io_error(path, "cannot open the directory");
     nib_status status = NIB_OK;
     while (!status) {
         errno = 0;
-        const struct dirent *entry = readdir(folder);
+        const struct dirent *entry = readdir(directory);
         if (!entry) {
-            status = errno ? io_error(path, "cannot read the folder") : NIB_OK;
+            status = errno ? io_error(path, "cannot read the directory") : NIB_OK;
             break;
         }
         if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
             status = each(context, entry->d_name);
     }
-    closedir(folder);
+    closedir(directory);
     return status;
 }
 
-/* What is in a folder goes by its descriptor, so that removing needs no memory for names: it must not fail halfway. One
- * level of recursion per folder in a folder, which only this process has made. */
+/* What is in a directory goes by its descriptor, so that removing needs no memory for names: it must not fail halfway. One
+ * tensor scale of recursion per directory in a directory, which only this process has made. */
 static nib_status remove_entries(int fd, const char *path)
 {
-    DIR *folder = fdopendir(fd);
-    if (!folder) {
-        const nib_status status = io_error(path, "cannot read the folder");
+    DIR *directory = fdopendir(fd);
+    if (!directory) {
+        const nib_status status = io_error(path, "cannot read the directory");
         close(fd);
         return status;
     }
     nib_status status = NIB_OK;
-    for (const struct dirent *entry; !status && (entry = readdir(folder));) {
+    for (const struct dirent *entry; !status && (entry = readdir(directory));) {
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
-            unlinkat(dirfd(folder), entry->d_name, 0) == 0 || errno == ENOENT)
+            unlinkat(dirfd(directory), entry->d_name, 0) == 0 || errno == ENOENT)
             continue;
-        const int inner = openat(dirfd(folder), entry->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        const int inner = openat(dirfd(directory), entry->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
         if (inner < 0)
             status = io_error(path, "cannot remove what is in it");
         else
             status = remove_entries(inner, path);
-        if (!status && unlinkat(dirfd(folder), entry->d_name, AT_REMOVEDIR) < 0)
+        if (!status && unlinkat(dirfd(directory), entry->d_name, AT_REMOVEDIR) < 0)
             status = io_error(path, "cannot remove what is in it");
     }
-    closedir(folder);
+    closedir(directory);
     return status;
 }
 
-nib_status nib_os_remove_folder(const char *path)
+nib_status nib_os_remove_directory(const char *path)
 {
     const int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0)
-        return errno == ENOENT ? NIB_OK : io_error(path, "cannot open the folder");
+        return errno == ENOENT ? NIB_OK : io_error(path, "cannot open the directory");
     TRY(remove_entries(fd, path));
-    return rmdir(path) < 0 ? io_error(path, "cannot remove this folder") : NIB_OK;
+    return rmdir(path) < 0 ? io_error(path, "cannot remove this directory") : NIB_OK;
 }
 
-void nib_os_remove_empty_folder(const char *path) { (void)rmdir(path); }
+void nib_os_remove_empty_directory(const char *path) { (void)rmdir(path); }
 
 nib_status nib_os_rename(const char *from, const char *to)
 {
     return rename(from, to) < 0 ? io_error(to, "cannot rename the finished file to this name") : NIB_OK;
 }
 
-nib_status nib_os_sync_folder(const char *path)
+nib_status nib_os_sync_directory(const char *path)
 {
     const int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0)
-        return io_error(path, "cannot open the folder");
-    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync the folder") : NIB_OK;
+        return io_error(path, "cannot open the directory");
+    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync the directory") : NIB_OK;
     close(fd);
     return status;
 }
@@ -339,8 +339,8 @@ nib_status nib_os_sync_folder(const char *path)
 nib_status nib_os_sync_parent(const char *path)
 {
     int fd;
-    TRY(open_folder(path, &fd));
-    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync its folder") : NIB_OK;
+    TRY(open_directory(path, &fd));
+    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync its directory") : NIB_OK;
     close(fd);
     return status;
 }
@@ -383,11 +383,11 @@ nib_status nib_os_real_path(const char *path, char **out)
     return NIB_OK;
 }
 
-uint64_t nib_os_free_bytes(const char *folder)
+uint64_t nib_os_free_bytes(const char *directory)
 {
     struct statvfs facts;
     uint64_t bytes;
-    if (statvfs(folder, &facts) < 0 || facts.f_blocks == 0 ||
+    if (statvfs(directory, &facts) < 0 || facts.f_blocks == 0 ||
         __builtin_mul_overflow((uint64_t)facts.f_bavail, (uint64_t)facts.f_frsize, &bytes))
         return UINT64_MAX;
     return bytes;

@@ -20,14 +20,14 @@ NIB_PRIVATE void nib_fpenv_leave(nib_fpenv saved);
 /* False in a child after fork: the pool of worker threads did not survive it. */
 NIB_PRIVATE bool nib_threads_usable(void);
 
-/* Files. `path` is for the sentence. A descriptor is >= 0. */
+/* Files. `path` is for the message. A descriptor is >= 0. */
 NIB_PRIVATE nib_status nib_os_open_read(const char *path, int *fd, uint64_t *bytes);
 NIB_PRIVATE nib_status nib_os_read_at(int fd, const char *path, uint64_t offset, void *out,
                                       size_t bytes); /* all of it or IO */
-/* Create PATH.tmp-PID-N in the same folder; *temporary is freed by the caller with nib_free. */
+/* Create PATH.tmp-PID-N in the same directory; *temporary is freed by the caller with nib_free. */
 NIB_PRIVATE nib_status nib_os_create_temporary(const char *path, int *fd, char **temporary);
 NIB_PRIVATE nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void *data, size_t bytes);
-/* Sync the file, close it, rename it to `path`, sync the folder. */
+/* Sync the file, close it, rename it to `path`, sync the directory. */
 NIB_PRIVATE nib_status nib_os_publish(int fd, const char *temporary, const char *path);
 /* Cut or extend a file; what is new reads as zeros. */
 NIB_PRIVATE nib_status nib_os_resize(int fd, const char *path, uint64_t bytes);
@@ -43,25 +43,25 @@ NIB_PRIVATE nib_status nib_os_identity(const char *path, struct nib_os_identity 
 /* Create or open a file and lock it against other processes, until it is closed; *busy where another has it. */
 NIB_PRIVATE nib_status nib_os_lock(const char *path, int *fd, bool *busy);
 
-/* Folders. A path may end in a slash. */
-NIB_PRIVATE bool nib_os_is_folder(const char *path);
+/* Directories. A path may end in a slash. */
+NIB_PRIVATE bool nib_os_is_directory(const char *path);
 NIB_PRIVATE bool nib_os_exists(const char *path); /* anything, a dangling link too */
 /* Its parent must be there; no error if it is there already. */
-NIB_PRIVATE nib_status nib_os_make_folder(const char *path);
+NIB_PRIVATE nib_status nib_os_make_directory(const char *path);
 /* With all in it; links are not followed; fine if absent. */
-NIB_PRIVATE nib_status nib_os_remove_folder(const char *path);
-NIB_PRIVATE void nib_os_remove_empty_folder(const char *path);
-/* Names in a folder, each to `each` until that fails, in no order, without "." and "..". */
+NIB_PRIVATE nib_status nib_os_remove_directory(const char *path);
+NIB_PRIVATE void nib_os_remove_empty_directory(const char *path);
+/* Names in a directory, each to `each` until that fails, in no order, without "." and "..". */
 NIB_PRIVATE nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name),
                                    void *context);
 NIB_PRIVATE nib_status nib_os_rename(const char *from, const char *to); /* replaces what is there */
-NIB_PRIVATE nib_status nib_os_sync_folder(const char *path);
-NIB_PRIVATE nib_status nib_os_sync_parent(const char *path); /* the folder that the name is in */
+NIB_PRIVATE nib_status nib_os_sync_directory(const char *path);
+NIB_PRIVATE nib_status nib_os_sync_parent(const char *path); /* the directory that the name is in */
 /* The path without links, "." and ".."; where it is not there yet, that of its parent with the last name behind it.
  * Freed with nib_free. */
 NIB_PRIVATE nib_status nib_os_real_path(const char *path, char **out);
-/* Bytes that may still be written where a folder is; UINT64_MAX where the file system does not say. */
-NIB_PRIVATE uint64_t nib_os_free_bytes(const char *folder);
+/* Bytes that may still be written where a directory is; UINT64_MAX where the file system does not say. */
+NIB_PRIVATE uint64_t nib_os_free_bytes(const char *directory);
 NIB_PRIVATE int nib_os_processors(void); /* that this process may run on */
 
 #endif

@@ -2,27 +2,27 @@
 /*
  * spans.h - which bytes of a range have been written, so that a file is finished only when all are.
  */
-#ifndef NIB_SPANS_H
-#define NIB_SPANS_H
+#ifndef NIB_INTERVAL_SET_H
+#define NIB_INTERVAL_SET_H
 
 #include "base/base.h"
 
-struct nib_span {
+struct nib_interval {
     uint64_t begin, end;
 };
 
 /* Sorted, and neither overlapping nor touching: one span when all is written in any order. Zeroed is empty. */
-struct nib_spans {
-    struct nib_span *list;
+struct nib_interval_set {
+    struct nib_interval *list;
     size_t n, capacity;
 };
 
 /* Room for one more; false without memory. */
-NIB_PRIVATE bool nib_spans_reserve(struct nib_spans *spans);
+NIB_PRIVATE bool nib_interval_set_reserve(struct nib_interval_set *spans);
 /* Note begin..end-1, begin < end. There must be that room. */
-NIB_PRIVATE void nib_spans_add(struct nib_spans *spans, uint64_t begin, uint64_t end);
+NIB_PRIVATE void nib_interval_set_add(struct nib_interval_set *spans, uint64_t begin, uint64_t end);
 /* Whether something of 0..bytes-1 is missing, and the first such stretch. */
-NIB_PRIVATE bool nib_spans_gap(const struct nib_spans *spans, uint64_t bytes, struct nib_span *gap);
-NIB_PRIVATE void nib_spans_free(struct nib_spans *spans);
+NIB_PRIVATE bool nib_interval_set_gap(const struct nib_interval_set *spans, uint64_t bytes, struct nib_interval *gap);
+NIB_PRIVATE void nib_interval_set_free(struct nib_interval_set *spans);
 
 #endif

@@ -583,7 +583,8 @@ static nib_status skip_scalar(struct nib_json *json, int byte)
 
 nib_status nib_json_skip(struct nib_json *json)
 {
-    char close[NIB_JSON_MAX_DEPTH]; /* the bracket that ends each open level: a stack of our own instead of recursion */
+    char close
+        [NIB_JSON_MAX_DEPTH]; /* the bracket that ends each open tensor scale: a stack of our own instead of recursion */
     int depth = 0;
     do {
         int byte;
@@ -597,7 +598,7 @@ nib_status nib_json_skip(struct nib_json *json)
         } else {
             TRY(skip_scalar(json, byte));
         }
-        /* Leave every level that ends here; in one that goes on, stop before its next value. */
+        /* Leave every tensor scale that ends here; in one that goes on, stop before its next value. */
         for (bool more = false; depth > 0 && !more; first = false) {
             TRY(nib_json_more(json, close[depth - 1], first, &more));
             if (!more) {

@@ -26,7 +26,7 @@ NIB_PRIVATE bool nib_text_put_json(struct nib_text *text, const char *string);
 NIB_PRIVATE size_t nib_utf8_length(const unsigned char *bytes, size_t available);
 NIB_PRIVATE bool nib_utf8_valid(const char *string);
 
-/* A name from anywhere, fit for a sentence: quoted, at most 80 bytes of it, nothing that a terminal would obey. */
+/* A name from anywhere, fit for a message: quoted, at most 80 bytes of it, nothing that a terminal would obey. */
 struct nib_quoted {
     char text[88];
 };
@@ -76,8 +76,8 @@ struct nib_json {
     size_t at, filled; /* in the chunk */
 };
 
-/* Read the `bytes` at `begin` of a file. DATA sentences from here name the byte but not the path: the caller has more
- * to say (which tensor) and puts both in front. IO and MEMORY sentences are complete. */
+/* Read the `bytes` at `begin` of a file. DATA messages from here name the byte but not the path: the caller has more
+ * to say (which tensor) and puts both in front. IO and MEMORY messages are complete. */
 nib_status nib_json_open(struct nib_json *json, int fd, const char *path, uint64_t begin, uint64_t bytes);
 void nib_json_close(struct nib_json *json);
 
@@ -86,11 +86,11 @@ nib_status nib_json_peek(struct nib_json *json, int *byte); /* -1 at the end of 
 nib_status nib_json_take(struct nib_json *json, char wanted);
 /* In an object or array: pass the comma, or the closing bracket and then *more is false. */
 nib_status nib_json_more(struct nib_json *json, char close, bool first, bool *more);
-/* Put the string and a NUL at the end of `text`; one with a NUL in it is refused. With NULL it is only checked. */
+/* Put the string and a NUL at the end of `text`; one with a NUL in it is rejected. With NULL it is only checked. */
 nib_status nib_json_string(struct nib_json *json, struct nib_text *text);
 nib_status nib_json_unsigned(struct nib_json *json, uint64_t *out);
 nib_status nib_json_null(struct nib_json *json);
-/* Pass any value. How deep it may be nested is the reference's rule: with the two levels around it, 127. */
+/* Pass any value. How deep it may be nested is the reference's rule: with the two tensor scales around it, 127. */
 #define NIB_JSON_MAX_DEPTH 125
 nib_status nib_json_skip(struct nib_json *json);
 /* Nothing but whitespace may be left. */

@@ -283,7 +283,7 @@ static nib_status check_ranges(const struct nib_file *file)
     return status;
 }
 
-/* DATA sentences leave here without the path. */
+/* DATA messages leave here without the path. */
 static nib_status read_file(struct nib_file *file, uint64_t file_bytes)
 {
     uint64_t header_bytes;

@@ -17,7 +17,7 @@
 #define NIB_SAFETENSORS_METADATA "__metadata__"
 enum { NIB_SAFETENSORS_LENGTH_BYTES = 8 };
 
-/* For sentences. */
+/* For messages. */
 const char *nib_file_path(const nib_file *file);
 const char *nib_writer_path(const nib_writer *writer);
 

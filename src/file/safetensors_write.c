@@ -13,14 +13,14 @@ struct declared {
     uint64_t begin, bytes; /* begin counts from the start of the data, once the header is laid out */
     uint32_t dims, rank;
     nib_dtype dtype;
-    struct nib_spans written;
+    struct nib_interval_set written;
 };
 
 struct nib_writer {
     int fd; /* -1 when the temporary file is gone or has become the final one */
     char *path, *temporary;
     bool writing; /* the header is laid out and written: no more declarations */
-    bool broken;  /* the system refused a write, so the file's bytes are unknown */
+    bool broken;  /* the system rejected a write, so the file's bytes are unknown */
     struct nib_names names;
     struct declared *tensors; /* tensors[i] belongs to name i */
     size_t tensors_capacity;
@@ -300,10 +300,10 @@ nib_status nib_writer_write(nib_writer *writer, const char *name, uint64_t offse
     if (bytes == 0)
         return NIB_OK;
     /* Room first: what is on disk must not fail to be noted. */
-    if (!nib_spans_reserve(&tensor->written))
+    if (!nib_interval_set_reserve(&tensor->written))
         return nib_safetensors_no_memory(writer->path);
     TRY(write_bytes(writer, writer->data_begin + tensor->begin + offset, data, bytes));
-    nib_spans_add(&tensor->written, offset, offset + bytes);
+    nib_interval_set_add(&tensor->written, offset, offset + bytes);
     return NIB_OK;
 }
 
@@ -313,8 +313,8 @@ static nib_status check_complete(const nib_writer *writer)
         return nib_fail(NIB_ERR_IO, "%s: not committed, because an earlier write failed", writer->path);
     for (size_t i = 0; i < writer->names.order.n; i++) {
         const struct declared *tensor = &writer->tensors[i];
-        struct nib_span gap;
-        if (!nib_spans_gap(&tensor->written, tensor->bytes, &gap))
+        struct nib_interval gap;
+        if (!nib_interval_set_gap(&tensor->written, tensor->bytes, &gap))
             continue;
         return nib_fail(NIB_ERR_ARG, "%s: tensor %s: bytes %llu to %llu of %llu were never written", writer->path,
                         nib_quote(nib_names_get(&writer->names, (uint32_t)i)).text, (unsigned long long)gap.begin,
@@ -359,7 +359,7 @@ void nib_writer_destroy(nib_writer *writer)
         return;
     abandon(writer);
     for (size_t i = 0; i < writer->names.order.n; i++)
-        nib_spans_free(&writer->tensors[i].written);
+        nib_interval_set_free(&writer->tensors[i].written);
     nib_free(writer->tensors);
     nib_free(writer->dims);
     nib_names_free(&writer->names);

@@ -15,8 +15,8 @@
 #include "file/safetensors.h"
 
 static const char *const part_suffixes[NIB_PART_COUNT] = {
-    [NIB_ROW_DATA] = "row_data",   [NIB_COL_DATA] = "col_data",   [NIB_ROW_SCALE] = "row_scale",
-    [NIB_COL_SCALE] = "col_scale", [NIB_ROW_LEVEL] = "row_level", [NIB_COL_LEVEL] = "col_level",
+    [NIB_ROW_DATA] = "row_data",   [NIB_COL_DATA] = "col_data",          [NIB_ROW_SCALE] = "row_scale",
+    [NIB_COL_SCALE] = "col_scale", [NIB_ROW_TENSOR_SCALE] = "row_level", [NIB_COL_TENSOR_SCALE] = "col_level",
 };
 
 /* ---- Metadata as words ---- */
@@ -36,7 +36,7 @@ enum word {
     SCALE_RULE,
     ERROR_MODE,
     FAST_ERROR,
-    SINGLE_LEVEL,
+    NO_TENSOR_SCALE,
     E4M3_MAX,
     TENSOR_SCALE,
     MIN_BLOCK_SCALE,
@@ -70,7 +70,7 @@ static const char *const word_names[WORD_COUNT] = {
     [SCALE_RULE] = "scale_rule",
     [ERROR_MODE] = "error_mode",
     [FAST_ERROR] = "fast_error",
-    [SINGLE_LEVEL] = "single_level",
+    [NO_TENSOR_SCALE] = "single_level",
     [E4M3_MAX] = "e4m3_max",
     [TENSOR_SCALE] = "tensor_scale",
     [MIN_BLOCK_SCALE] = "min_block_scale", /* the bits of the float */
@@ -106,9 +106,9 @@ static void words_of(const nib_tensor *t, int64_t words[WORD_COUNT])
         [SCALE_RULE] = (int64_t)q->scale_rule,
         [ERROR_MODE] = (int64_t)q->error_mode,
         [FAST_ERROR] = q->fast_error,
-        [SINGLE_LEVEL] = q->single_level,
+        [NO_TENSOR_SCALE] = q->no_tensor_scale,
         [E4M3_MAX] = q->e4m3_max,
-        [TENSOR_SCALE] = (int64_t)q->tensor_scale,
+        [TENSOR_SCALE] = (int64_t)q->tensor_scale_rule,
         [MIN_BLOCK_SCALE] = nib_bits(q->min_block_scale),
         [ROUNDING] = (int64_t)q->rounding,
         [SEED] = (int64_t)q->seed,
@@ -131,7 +131,7 @@ static void words_of(const nib_tensor *t, int64_t words[WORD_COUNT])
 static bool words_fit(const int64_t words[WORD_COUNT])
 {
     static const enum word flags[] = { ROWWISE,     COLUMNWISE,       SWIZZLED,      ROW_SCALED,
-                                       RHT,         RHT_ROWWISE,      FAST_ERROR,    SINGLE_LEVEL,
+                                       RHT,         RHT_ROWWISE,      FAST_ERROR,    NO_TENSOR_SCALE,
                                        POW2_SCALES, COLUMNWISE_VALID, WANTS_ROWWISE, WANTS_COLUMNWISE };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         if (words[flags[i]] != 0 && words[flags[i]] != 1)
@@ -140,7 +140,7 @@ static bool words_fit(const int64_t words[WORD_COUNT])
            words[MIN_BLOCK_SCALE] <= UINT32_MAX && words[AMAX_EPSILON] >= 0 && words[AMAX_EPSILON] <= UINT32_MAX;
 }
 
-/* Values that their fields cannot hold become ones that nib_quantizer_load refuses. */
+/* Values that their fields cannot hold become ones that nib_quantizer_load rejects. */
 static int32_t narrow(int64_t value) { return value >= 0 && value <= INT32_MAX ? (int32_t)value : -1; }
 
 static void quantizer_from_words(const int64_t words[WORD_COUNT], nib_quantizer *q)
@@ -157,9 +157,9 @@ static void quantizer_from_words(const int64_t words[WORD_COUNT], nib_quantizer 
     q->scale_rule = (nib_scale_rule)narrow(words[SCALE_RULE]);
     q->error_mode = (nib_error_mode)narrow(words[ERROR_MODE]);
     q->fast_error = words[FAST_ERROR] != 0;
-    q->single_level = words[SINGLE_LEVEL] != 0;
+    q->no_tensor_scale = words[NO_TENSOR_SCALE] != 0;
     q->e4m3_max = narrow(words[E4M3_MAX]);
-    q->tensor_scale = (nib_tensor_scale)narrow(words[TENSOR_SCALE]);
+    q->tensor_scale_rule = (nib_tensor_scale_rule)narrow(words[TENSOR_SCALE]);
     q->min_block_scale = nib_float((uint32_t)words[MIN_BLOCK_SCALE]);
     q->rounding = (nib_rounding)narrow(words[ROUNDING]);
     q->seed = (uint64_t)words[SEED];
@@ -370,7 +370,7 @@ static nib_status read_parts(const nib_file *file, const char *name, const nib_t
     const struct nib_format_facts *facts = nib_format_of(&like->q);
     for (int i = 0; i < facts->saved_count; i++) {
         const nib_part part = facts->saved[i];
-        const bool shared = part / 2 == 2 && facts->shared_level;
+        const bool shared = part / 2 == 2 && facts->shared_tensor_scale;
         if (!(part % 2 ? like->q.columnwise : like->q.rowwise) && !(shared && like->q.columnwise))
             continue;
         int rank = 0;
@@ -396,7 +396,7 @@ nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tens
     const char *text = nib_file_metadata(file, key);
     nib_free(key);
     if (!text)
-        return nib_fail(NIB_ERR_ARG, "%s: no quantised tensor \"%s\" was written by nib", nib_file_path(file), name);
+        return nib_fail(NIB_ERR_ARG, "%s: no quantized tensor \"%s\" was written by nib", nib_file_path(file), name);
     struct description description = { 0 };
     if (!parse_description(text, &description))
         return nib_fail(NIB_ERR_DATA, "%s: the metadata of tensor \"%s\" is not what this version writes",

@@ -53,7 +53,7 @@ NIB_CODEC float nib_quiet(float x) { return nib_is_nan(x) ? nib_float(0x7FC00000
 
 /* ---- E2M1 ---- */
 
-/* Each midpoint between two magnitudes counts once |x| is past it; where the upper neighbour is the even code, reaching
+/* Each midpoint between two magnitudes counts once |x| is past it; where the upper neighbor is the even code, reaching
  * it is enough. A NaN is +6 and a negative zero keeps its sign, as in the hardware's cvt.rn.satfinite.e2m1x2. */
 NIB_CODEC uint8_t nib_e2m1_from_f32(float x)
 {

@@ -19,9 +19,9 @@ static float round_up_to_pow2(float x)
     return nib_float((bits & 0x7FFFFFu) ? (bits & 0x7F800000u) + 0x00800000u : bits);
 }
 
-static float te_level(float amax, const struct nib_rules *rules)
+static float te_tensor_scale(float amax, const struct nib_rules *rules)
 {
-    if (rules->level == NIB_LEVEL_AMAX)
+    if (rules->tensor_scale == NIB_TENSOR_SCALE_AMAX)
         return amax;
     /* A checkpoint's decode scale must be a normal number, since loaders take its reciprocal. For a tensor of zeros
      * that is 1, the scale that an amax of 0 stands for below. */
@@ -33,11 +33,11 @@ static float te_level(float amax, const struct nib_rules *rules)
 
 static void te_prepare(struct nib_scaler *scaler, const struct nib_rules *rules)
 {
-    const bool decode = rules->level == NIB_LEVEL_DECODE;
-    const float amax = decode ? scaler->level * rules->full_scale : scaler->level;
+    const bool decode = rules->tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER;
+    const float amax = decode ? scaler->tensor_scale * rules->full_scale : scaler->tensor_scale;
     /* For a power of two both forms are the same number, but the second cannot overflow on the way. nib_fmin also turns
      * a NaN into FLT_MAX. */
-    float encode = nib_fmin(decode && rules->pow2 ? 1.0f / scaler->level : rules->full_scale / amax, FLT_MAX);
+    float encode = nib_fmin(decode && rules->pow2 ? 1.0f / scaler->tensor_scale : rules->full_scale / amax, FLT_MAX);
     if (amax == 0 || encode == 0) /* nothing to scale, or an infinite amax */
         encode = 1;
     scaler->amax = decode && rules->pow2 ? nib_fmin(amax, FLT_MAX) : amax;
@@ -62,13 +62,13 @@ static float te_factor(nib_scale_bits scale, float block_amax, const struct nib_
 
 /* ---- gist ---- */
 
-/* The level is the encode scale. PyTorch divides a number by a tensor as reciprocal times number: two roundings. */
-static float gist_level(float amax, const struct nib_rules *rules) { return (1.0f / amax) * rules->full_scale; }
+/* The tensor scale is the encode scale. PyTorch divides a number by a tensor as reciprocal times number: two roundings. */
+static float gist_tensor_scale(float amax, const struct nib_rules *rules) { return (1.0f / amax) * rules->full_scale; }
 
 static void gist_prepare(struct nib_scaler *scaler, const struct nib_rules *rules)
 {
     (void)rules;
-    scaler->encode = scaler->level;
+    scaler->encode = scaler->tensor_scale;
 }
 
 static nib_scale_bits gist_block_scale(float block_amax, const struct nib_scaler *scaler, const struct nib_rules *rules)
@@ -87,16 +87,16 @@ static float gist_factor(nib_scale_bits scale, float block_amax, const struct ni
 
 /* ---- torchao ---- */
 
-static float torchao_level(float amax, const struct nib_rules *rules)
+static float torchao_tensor_scale(float amax, const struct nib_rules *rules)
 {
-    return rules->single_level ? 1.0f : amax / rules->full_scale;
+    return rules->no_tensor_scale ? 1.0f : amax / rules->full_scale;
 }
 
 static void torchao_prepare(struct nib_scaler *scaler, const struct nib_rules *rules)
 {
     (void)rules;
-    scaler->decode = scaler->level;
-    scaler->encode = 1.0f / scaler->level;
+    scaler->decode = scaler->tensor_scale;
+    scaler->encode = 1.0f / scaler->tensor_scale;
 }
 
 /* Between the smallest normal scale and the largest; a NaN (0/0 in a tensor of zeros) stays one. */
@@ -117,13 +117,13 @@ static float torchao_factor(nib_scale_bits scale, float block_amax, const struct
 
 /* ---- modelopt ---- */
 
-static float modelopt_level(float amax, const struct nib_rules *rules) { return amax / rules->full_scale; }
+static float modelopt_tensor_scale(float amax, const struct nib_rules *rules) { return amax / rules->full_scale; }
 
 static void modelopt_prepare(struct nib_scaler *scaler, const struct nib_rules *rules)
 {
     (void)rules;
-    scaler->decode = scaler->level;
-    scaler->block = 6.0f * scaler->level;
+    scaler->decode = scaler->tensor_scale;
+    scaler->block = 6.0f * scaler->tensor_scale;
 }
 
 static nib_scale_bits modelopt_block_scale(float block_amax, const struct nib_scaler *scaler,
@@ -155,18 +155,18 @@ static float round_to(nib_dtype dtype, float x)
 }
 
 /* The divisor, computed in the dtype of the weights by reciprocal and product. */
-static float ct_level(float amax, const struct nib_rules *rules)
+static float ct_tensor_scale(float amax, const struct nib_rules *rules)
 {
     const float tiny = rules->input == NIB_F16 ? 0x1p-14f : FLT_MIN; /* smallest normal; BF16 has FP32's */
     const float reciprocal = round_to(rules->input, 1.0f / nib_fmax(amax, tiny));
-    const float level = round_to(rules->input, reciprocal * rules->full_scale);
-    return level <= FLT_MAX ? level : 1.0f; /* for a NaN too */
+    const float tensor_scale = round_to(rules->input, reciprocal * rules->full_scale);
+    return tensor_scale <= FLT_MAX ? tensor_scale : 1.0f; /* for a NaN too */
 }
 
 static void ct_prepare(struct nib_scaler *scaler, const struct nib_rules *rules)
 {
     (void)rules;
-    scaler->encode = scaler->level;
+    scaler->encode = scaler->tensor_scale;
 }
 
 static nib_scale_bits ct_block_scale(float block_amax, const struct nib_scaler *scaler, const struct nib_rules *rules)
@@ -182,63 +182,64 @@ static float ct_factor(nib_scale_bits scale, float block_amax, const struct nib_
     return nib_f32_from_e4m3((uint8_t)scale) / scaler->encode;
 }
 
-/* The factor of a block when it is decoded (nib_level in nib.h). */
-static float nvfp4_decode(nib_scale_bits scale, float level, const struct nib_rules *rules)
+/* The factor of a block when it is decoded (nib_tensor_scale in nib.h). */
+static float nvfp4_decode(nib_scale_bits scale, float tensor_scale, const struct nib_rules *rules)
 {
     const float s = nib_f32_from_e4m3((uint8_t)scale);
-    if (rules->level == NIB_LEVEL_AMAX)
-        return s * level * (1.0f / rules->full_scale); /* left to right, so s * amax may overflow, as TE's does */
-    return rules->level == NIB_LEVEL_DECODE ? s * level : s / level;
+    if (rules->tensor_scale == NIB_TENSOR_SCALE_AMAX)
+        return s * tensor_scale *
+               (1.0f / rules->full_scale); /* left to right, so s * amax may overflow, as TE's does */
+    return rules->tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER ? s * tensor_scale : s / tensor_scale;
 }
 
-float nib_decode_scale(float level, const struct nib_rules *rules)
+float nib_decode_scale(float tensor_scale, const struct nib_rules *rules)
 {
-    if (rules->level == NIB_LEVEL_AMAX)
-        return level / rules->full_scale;
-    return rules->level == NIB_LEVEL_DECODE ? level : 1.0f / level;
+    if (rules->tensor_scale == NIB_TENSOR_SCALE_AMAX)
+        return tensor_scale / rules->full_scale;
+    return rules->tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER ? tensor_scale : 1.0f / tensor_scale;
 }
 
 const struct nib_dialect_facts nib_nvfp4_dialects[NIB_DIALECT_COUNT] = {
     [NIB_DIALECT_TE] = { .name = "te",
-                         .level = NIB_LEVEL_AMAX,
-                         .level_of = te_level,
+                         .tensor_scale = NIB_TENSOR_SCALE_AMAX,
+                         .tensor_scale_of = te_tensor_scale,
                          .prepare = te_prepare,
                          .block_scale = te_block_scale,
                          .factor = te_factor,
                          .decode = nvfp4_decode },
     [NIB_DIALECT_GIST] = { .name = "gist",
-                           .level = NIB_LEVEL_ENCODE,
+                           .tensor_scale = NIB_TENSOR_SCALE_DIVISOR,
                            .plain = true,
                            .keeps_nan_sign = true,
-                           .level_of = gist_level,
+                           .tensor_scale_of = gist_tensor_scale,
                            .prepare = gist_prepare,
                            .block_scale = gist_block_scale,
                            .factor = gist_factor,
                            .decode = nvfp4_decode },
     [NIB_DIALECT_TORCHAO] = { .name = "torchao",
-                              .level = NIB_LEVEL_DECODE,
+                              .tensor_scale = NIB_TENSOR_SCALE_MULTIPLIER,
                               .plain = true,
-                              .level_of = torchao_level,
+                              .tensor_scale_of = torchao_tensor_scale,
                               .prepare = torchao_prepare,
                               .block_scale = torchao_block_scale,
                               .factor = torchao_factor,
                               .decode = nvfp4_decode },
     [NIB_DIALECT_MODELOPT] = { .name = "modelopt",
-                               .level = NIB_LEVEL_DECODE,
+                               .tensor_scale = NIB_TENSOR_SCALE_MULTIPLIER,
                                .plain = true,
                                .divides = true,
                                .drops_zero_sign = true,
-                               .level_of = modelopt_level,
+                               .tensor_scale_of = modelopt_tensor_scale,
                                .prepare = modelopt_prepare,
                                .block_scale = modelopt_block_scale,
                                .factor = modelopt_factor,
                                .decode = nvfp4_decode },
     [NIB_DIALECT_COMPRESSED_TENSORS] = { .name = "compressed-tensors",
-                                         .level = NIB_LEVEL_ENCODE,
+                                         .tensor_scale = NIB_TENSOR_SCALE_DIVISOR,
                                          .plain = true,
                                          .divides = true,
                                          .drops_zero_sign = true,
-                                         .level_of = ct_level,
+                                         .tensor_scale_of = ct_tensor_scale,
                                          .prepare = ct_prepare,
                                          .block_scale = ct_block_scale,
                                          .factor = ct_factor,
@@ -275,15 +276,15 @@ static float float8_factor(nib_scale_bits scale, float block_amax, const struct 
     return scaler->encode;
 }
 
-static float float8_decode(nib_scale_bits scale, float level, const struct nib_rules *rules)
+static float float8_decode(nib_scale_bits scale, float tensor_scale, const struct nib_rules *rules)
 {
     (void)scale, (void)rules;
-    return level;
+    return tensor_scale;
 }
 
 const struct nib_dialect_facts nib_float8_dialects[NIB_DIALECT_COUNT] = {
     [NIB_DIALECT_TE] = { .name = "te",
-                         .level = NIB_LEVEL_DECODE,
+                         .tensor_scale = NIB_TENSOR_SCALE_MULTIPLIER,
                          .encode_of = float8_encode,
                          .prepare = nothing_to_prepare,
                          .factor = float8_factor,
@@ -304,15 +305,15 @@ static nib_scale_bits float8_block_scale(float block_amax, const struct nib_scal
     return nib_bits(1.0f / float8_block_factor(0, block_amax, scaler, rules));
 }
 
-static float float8_block_decode(nib_scale_bits scale, float level, const struct nib_rules *rules)
+static float float8_block_decode(nib_scale_bits scale, float tensor_scale, const struct nib_rules *rules)
 {
-    (void)level, (void)rules;
+    (void)tensor_scale, (void)rules;
     return nib_float(scale);
 }
 
 const struct nib_dialect_facts nib_float8_block_dialects[NIB_DIALECT_COUNT] = {
     [NIB_DIALECT_TE] = { .name = "te",
-                         .level = NIB_LEVEL_NONE,
+                         .tensor_scale = NIB_TENSOR_SCALE_NONE,
                          .prepare = nothing_to_prepare,
                          .block_scale = float8_block_scale,
                          .factor = float8_block_factor,
@@ -341,15 +342,15 @@ static float mx_factor(nib_scale_bits scale, float block_amax, const struct nib_
     return nib_float((254 - scale) << 23);
 }
 
-static float mx_decode(nib_scale_bits scale, float level, const struct nib_rules *rules)
+static float mx_decode(nib_scale_bits scale, float tensor_scale, const struct nib_rules *rules)
 {
-    (void)level, (void)rules;
+    (void)tensor_scale, (void)rules;
     return nib_f32_from_e8m0((uint8_t)scale);
 }
 
 const struct nib_dialect_facts nib_mx_dialects[NIB_DIALECT_COUNT] = {
     [NIB_DIALECT_TE] = { .name = "te",
-                         .level = NIB_LEVEL_NONE,
+                         .tensor_scale = NIB_TENSOR_SCALE_NONE,
                          .prepare = nothing_to_prepare,
                          .block_scale = mx_block_scale,
                          .factor = mx_factor,

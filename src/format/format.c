@@ -14,10 +14,11 @@
 #define NIB_EXTRA_ROWS
 #endif
 
-#define SAVED_SIX \
-    { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_SCALE, NIB_COL_SCALE, NIB_ROW_LEVEL, NIB_COL_LEVEL }, .saved_count = 6
+#define SAVED_SIX                                                                                             \
+    { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_SCALE, NIB_COL_SCALE, NIB_ROW_TENSOR_SCALE, NIB_COL_TENSOR_SCALE }, \
+        .saved_count = 6
 #define SAVED_FOUR { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_SCALE, NIB_COL_SCALE }, .saved_count = 4
-#define SAVED_THREE { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_LEVEL }, .saved_count = 3
+#define SAVED_THREE { NIB_ROW_DATA, NIB_COL_DATA, NIB_ROW_TENSOR_SCALE }, .saved_count = 3
 
 static const struct nib_format_facts formats[] = {
     [NIB_NVFP4] = { .name = "nvfp4",
@@ -28,7 +29,7 @@ static const struct nib_format_facts formats[] = {
                     .lines = true,
                     .square = true,
                     .default_rows = 1,
-                    .levels = true,
+                    .tensor_scales = true,
                     .nvfp4_options = true,
                     .swizzles = true,
                     .transposed = true,
@@ -41,8 +42,8 @@ static const struct nib_format_facts formats[] = {
                      .elements = { NIB_E4M3, NIB_E5M2 },
                      .scale_max = 1,
                      .scale = NIB_F32,
-                     .levels = true,
-                     .shared_level = true,
+                     .tensor_scales = true,
+                     .shared_tensor_scale = true,
                      .float_scales = true,
                      .transposed = true,
                      .align = { 1, 1 },
@@ -128,12 +129,12 @@ static float largest_element(nib_dtype element)
 struct nib_rules nib_rules_of(const nib_quantizer *q, nib_dtype input)
 {
     const struct nib_format_facts *facts = nib_format_of(q);
-    const bool decode = q->tensor_scale != NIB_TENSOR_SCALE_DIALECT;
+    const bool decode = q->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_DIALECT;
     const float scale_max = facts->nvfp4_options ? (float)q->e4m3_max : facts->scale_max;
-    struct nib_rules rules = { .level = decode ? NIB_LEVEL_DECODE : nib_dialect_of(q)->level,
+    struct nib_rules rules = { .tensor_scale = decode ? NIB_TENSOR_SCALE_MULTIPLIER : nib_dialect_of(q)->tensor_scale,
                                .element = nib_element_of(q),
-                               .pow2 = q->tensor_scale == NIB_TENSOR_SCALE_POW2 || q->pow2_scales,
-                               .single_level = q->single_level,
+                               .pow2 = q->tensor_scale_rule == NIB_TENSOR_SCALE_RULE_POW2 || q->pow2_scales,
+                               .no_tensor_scale = q->no_tensor_scale,
                                .mx_rule = q->mx_rule,
                                .amax_epsilon = q->amax_epsilon,
                                .input = input };
@@ -142,22 +143,22 @@ struct nib_rules nib_rules_of(const nib_quantizer *q, nib_dtype input)
     return rules;
 }
 
-nib_part nib_part_of(const struct nib_format_facts *facts, nib_copy copy, int kind)
+nib_part nib_part_of(const struct nib_format_facts *facts, nib_usage usage, int kind)
 {
-    if ((kind == 1 && !facts->block) || (kind == 2 && !facts->levels))
+    if ((kind == 1 && !facts->block) || (kind == 2 && !facts->tensor_scales))
         return NIB_PART_COUNT;
-    return (nib_part)(2 * kind + (copy == NIB_COLUMNWISE && !(kind == 2 && facts->shared_level)));
+    return (nib_part)(2 * kind + (usage == NIB_COLUMNWISE && !(kind == 2 && facts->shared_tensor_scale)));
 }
 
 /* ---- Sizes ---- */
 
 /* The scale matrix of a copy whose lines and blocks are set. */
-static void scale_geometry(const nib_quantizer *q, nib_copy copy, struct nib_copy_geometry *g)
+static void scale_geometry(const nib_quantizer *q, nib_usage usage, struct nib_usage_geometry *g)
 {
     const struct nib_format_facts *facts = nib_format_of(q);
     const bool square = q->block_dims[0] > 1;
     const enum nib_scale_layout layout =
-        square && facts->square_layout == NIB_SCALES_BY_TILE ? NIB_SCALES_BY_TILE : facts->layout[copy];
+        square && facts->square_layout == NIB_SCALES_BY_TILE ? NIB_SCALES_BY_TILE : facts->layout[usage];
     g->lines_per_scale = layout == NIB_SCALES_BY_TILE ? facts->block : 1;
     g->valid_shape[0] = nib_ceil_div(g->lines, g->lines_per_scale);
     g->valid_shape[1] = g->blocks;
@@ -179,30 +180,30 @@ static void scale_geometry(const nib_quantizer *q, nib_copy copy, struct nib_cop
     }
 }
 
-static bool copy_geometry(const nib_quantizer *q, nib_copy copy, int64_t lines, int64_t length,
-                          struct nib_copy_geometry *out)
+static bool usage_geometry(const nib_quantizer *q, nib_usage usage, int64_t lines, int64_t length,
+                           struct nib_usage_geometry *out)
 {
     const struct nib_format_facts *facts = nib_format_of(q);
-    const bool packed = nib_dtypes[nib_element_of(q)].bits == 4, transposed = copy == NIB_ROWWISE || facts->transposed;
-    *out = (struct nib_copy_geometry){ .lines = lines,
-                                       .length = length,
-                                       .line_stride = !transposed ? 1
-                                                      : packed    ? nib_ceil_div(length, 2)
-                                                                  : length,
-                                       .element_stride = packed       ? 0
-                                                         : transposed ? 1
-                                                                      : lines,
-                                       .blocks = facts->block ? nib_ceil_div(length, facts->block) : 0,
-                                       .scale_bytes = nib_dtypes[facts->scale].bits / 8,
-                                       .swizzled = q->swizzled,
-                                       .levels = !facts->levels  ? 0
-                                                 : q->row_scaled ? lines
-                                                                 : 1 };
-    scale_geometry(q, copy, out);
+    const bool packed = nib_dtypes[nib_element_of(q)].bits == 4, transposed = usage == NIB_ROWWISE || facts->transposed;
+    *out = (struct nib_usage_geometry){ .lines = lines,
+                                        .length = length,
+                                        .line_stride = !transposed ? 1
+                                                       : packed    ? nib_ceil_div(length, 2)
+                                                                   : length,
+                                        .element_stride = packed       ? 0
+                                                          : transposed ? 1
+                                                                       : lines,
+                                        .blocks = facts->block ? nib_ceil_div(length, facts->block) : 0,
+                                        .scale_bytes = nib_dtypes[facts->scale].bits / 8,
+                                        .swizzled = q->swizzled,
+                                        .tensor_scales = !facts->tensor_scales ? 0
+                                                         : q->row_scaled       ? lines
+                                                                               : 1 };
+    scale_geometry(q, usage, out);
     return nib_mul(lines, packed ? out->line_stride : length, &out->data_bytes) &&
            nib_mul(out->scale_shape[0], out->scale_shape[1], &out->scales_bytes) &&
            nib_mul(out->scales_bytes, out->scale_bytes, &out->scales_bytes) &&
-           nib_mul(out->levels, (int64_t)sizeof(float), &out->levels_bytes);
+           nib_mul(out->tensor_scales, (int64_t)sizeof(float), &out->tensor_scales_bytes);
 }
 
 nib_status nib_geometry_of(const nib_quantizer *q, int rank, const int64_t *shape, struct nib_geometry *out)
@@ -214,8 +215,8 @@ nib_status nib_geometry_of(const nib_quantizer *q, int rank, const int64_t *shap
     struct nib_geometry geometry = { .rows = 1, .cols = rank ? shape[rank - 1] : 1 };
     for (int i = 0; i < rank - 1; i++)
         geometry.rows *= shape[i]; /* nib_check_shape has seen the product */
-    if (!copy_geometry(q, NIB_ROWWISE, geometry.rows, geometry.cols, &geometry.copy[NIB_ROWWISE]) ||
-        !copy_geometry(q, NIB_COLUMNWISE, geometry.cols, geometry.rows, &geometry.copy[NIB_COLUMNWISE]))
+    if (!usage_geometry(q, NIB_ROWWISE, geometry.rows, geometry.cols, &geometry.usage[NIB_ROWWISE]) ||
+        !usage_geometry(q, NIB_COLUMNWISE, geometry.cols, geometry.rows, &geometry.usage[NIB_COLUMNWISE]))
         return nib_fail(NIB_ERR_SHAPE, "a tensor of %lld x %lld takes too many bytes", (long long)geometry.rows,
                         (long long)geometry.cols);
     *out = geometry;

@@ -17,17 +17,18 @@ enum nib_scale_layout {
 struct nib_format_facts {
     const char *name;
     nib_dtype elements[2]; /* what a code may be: the default first, the other the same where there is no choice */
-    float scale_max;    /* the largest value of a scale as the level sees it; 1 where there is no level above scales */
-    nib_dtype scale;    /* what a block's scale is */
-    int block;          /* elements that share a scale, along the quantised axis; 0: there are no block scales */
-    bool lines, square; /* whether 1 x block and block x block may share one */
-    int default_rows;   /* which of them is the default: 1, or block */
-    bool levels;        /* there are numbers per tensor (or per line) */
-    bool shared_level;  /* one for both copies, in NIB_ROW_LEVEL */
-    bool nvfp4_options; /* RHT, stochastic rounding, scale rules, floors, levels per line, tensor scales */
-    bool float_scales;  /* pow2_scales and amax_epsilon mean something */
-    bool swizzles;      /* scales may be swizzled */
-    bool transposed;    /* the columnwise codes are [K, M]; otherwise [M, K] like the rowwise ones */
+    float
+        scale_max; /* the largest value of a scale as the tensor scale sees it; 1 where there is no tensor scale above scales */
+    nib_dtype scale;          /* what a block's scale is */
+    int block;                /* elements that share a scale, along the quantized axis; 0: there are no block scales */
+    bool lines, square;       /* whether 1 x block and block x block may share one */
+    int default_rows;         /* which of them is the default: 1, or block */
+    bool tensor_scales;       /* there are numbers per tensor (or per line) */
+    bool shared_tensor_scale; /* one for both usages, in NIB_ROW_TENSOR_SCALE */
+    bool nvfp4_options;       /* RHT, stochastic rounding, scale rules, floors, tensor scales per line, tensor scales */
+    bool float_scales;        /* pow2_scales and amax_epsilon mean something */
+    bool swizzles;            /* scales may be swizzled */
+    bool transposed;          /* the columnwise codes are [K, M]; otherwise [M, K] like the rowwise ones */
     enum nib_scale_layout layout[2], square_layout; /* by copy; and that of square blocks, where by line is not meant */
     int align[2]; /* the two dims of a scale matrix by line are padded to multiples of these (by block: exchanged) */
     int min_rank;
@@ -56,14 +57,14 @@ static inline nib_dtype nib_element_of(const nib_quantizer *q)
     return q->element ? q->element : nib_format_of(q)->elements[0];
 }
 
-/* The rules that a quantiser's options come to, for data of a dtype. */
+/* The rules that a quantizer's options come to, for data of a dtype. */
 struct nib_rules nib_rules_of(const nib_quantizer *q, nib_dtype input);
 
 /* The largest block of any format, for scratch memory. */
 enum { NIB_MAX_BLOCK = 128 };
 
 /* One copy of a tensor seen as lines of codes: rowwise, line r is row r; columnwise, line c is column c. */
-struct nib_copy_geometry {
+struct nib_usage_geometry {
     int64_t lines, length;           /* lines, and elements in each */
     int64_t line_stride;             /* bytes from line to line of codes */
     int64_t element_stride;          /* bytes from code to code within a line; 0: codes are packed side by side */
@@ -74,24 +75,24 @@ struct nib_copy_geometry {
     int64_t lines_per_scale;         /* lines that a scale in memory stands for */
     int scale_bytes;                 /* of one scale */
     bool swizzled;
-    int64_t levels;                                 /* per-tensor numbers: 0, 1, or one per line */
-    int64_t data_bytes, scales_bytes, levels_bytes; /* of the three parts */
+    int64_t tensor_scales;                                 /* per-tensor numbers: 0, 1, or one per line */
+    int64_t data_bytes, scales_bytes, tensor_scales_bytes; /* of the three parts */
 };
 
 struct nib_geometry {
     int64_t rows, cols; /* M, K */
-    struct nib_copy_geometry copy[2];
+    struct nib_usage_geometry usage[2];
 };
 
 /* Checks rank, dims and every product. q is loaded. */
 nib_status nib_geometry_of(const nib_quantizer *q, int rank, const int64_t *shape, struct nib_geometry *out);
 
-/* The part that holds a copy's data (kind 0), scales (1) or levels (2); NIB_PART_COUNT where there is none. */
-nib_part nib_part_of(const struct nib_format_facts *facts, nib_copy copy, int kind);
+/* The part that holds a copy's data (kind 0), scales (1) or tensor scales (2); NIB_PART_COUNT where there is none. */
+nib_part nib_part_of(const struct nib_format_facts *facts, nib_usage usage, int kind);
 
 /* Where the scale of (line, block) is, counted in scales. Swizzled: 128 x 4 tiles of 512, in which 32 rows
  * interleave. */
-static inline int64_t nib_scale_index(const struct nib_copy_geometry *g, int64_t line, int64_t block)
+static inline int64_t nib_scale_index(const struct nib_usage_geometry *g, int64_t line, int64_t block)
 {
     if (!g->swizzled)
         return line / g->lines_per_scale * g->scale_line + block * g->scale_block;
@@ -99,7 +100,7 @@ static inline int64_t nib_scale_index(const struct nib_copy_geometry *g, int64_t
     return (line / 128 * tiles + block / 4) * 512 + line % 32 * 16 + line % 128 / 32 * 4 + block % 4;
 }
 
-static inline nib_scale_bits nib_scale_load(const struct nib_copy_geometry *g, const void *scales, int64_t line,
+static inline nib_scale_bits nib_scale_load(const struct nib_usage_geometry *g, const void *scales, int64_t line,
                                             int64_t block)
 {
     nib_scale_bits bits = 0;
@@ -107,21 +108,21 @@ static inline nib_scale_bits nib_scale_load(const struct nib_copy_geometry *g, c
     return bits;
 }
 
-static inline void nib_scale_store(const struct nib_copy_geometry *g, void *scales, int64_t line, int64_t block,
+static inline void nib_scale_store(const struct nib_usage_geometry *g, void *scales, int64_t line, int64_t block,
                                    nib_scale_bits bits)
 {
     memcpy((char *)scales + nib_scale_index(g, line, block) * g->scale_bytes, &bits, (size_t)g->scale_bytes);
 }
 
 /* Codes one at a time. Storing packed codes needs them in order: the even one clears its byte. */
-static inline uint8_t nib_code_load(const struct nib_copy_geometry *g, const uint8_t *codes, int64_t line, int64_t i)
+static inline uint8_t nib_code_load(const struct nib_usage_geometry *g, const uint8_t *codes, int64_t line, int64_t i)
 {
     if (g->element_stride)
         return codes[line * g->line_stride + i * g->element_stride];
     return codes[line * g->line_stride + i / 2] >> 4 * (i % 2) & 15;
 }
 
-static inline void nib_code_store(const struct nib_copy_geometry *g, uint8_t *codes, int64_t line, int64_t i,
+static inline void nib_code_store(const struct nib_usage_geometry *g, uint8_t *codes, int64_t line, int64_t i,
                                   uint8_t code)
 {
     uint8_t *byte = codes + line * g->line_stride + (g->element_stride ? i * g->element_stride : i / 2);

@@ -19,13 +19,13 @@ struct nib_panel {
     int64_t rows, cols; /* its size; the matrix ends where they are not whole blocks */
 };
 
-/* How one copy is coded. */
+/* How one usage is coded. */
 struct nib_coding {
-    nib_copy copy;
+    nib_usage usage;
     int block;       /* elements along a line that share a scale; 0: all of them */
     int tile_lines;  /* lines that share it: 1, or as many as the block is long */
     int scale_bytes; /* of one scale */
-    bool transform;  /* RHT before anything else */
+    bool rht;        /* RHT before anything else */
     uint16_t sign_mask;
     const struct nib_dialect_facts *dialect;
     struct nib_rules rules;
@@ -43,14 +43,14 @@ struct nib_coding {
 static const int nib_sweep_offsets[] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
 enum { NIB_SWEEP_CANDIDATES = sizeof nib_sweep_offsets / sizeof *nib_sweep_offsets };
 
-/* Where one copy goes. Line 0 is the matrix's first. */
+/* Where one usage goes. Line 0 is the matrix's first. */
 struct nib_target {
     uint8_t *codes;
     void *scales;
-    const struct nib_copy_geometry *geometry;
-    const float *levels; /* one, or one per line; NULL where the format has none */
-    bool level_per_line;
-    float encode; /* the multiplier whose inverse the level is, for dialects that have one */
+    const struct nib_usage_geometry *geometry;
+    const float *tensor_scales; /* one, or one per line; NULL where the format has none */
+    bool tensor_scale_per_line;
+    float encode; /* the multiplier whose inverse the tensor scale is, for dialects that have one */
 };
 
 /* Largest magnitude of n numbers; NaNs do not count. */
@@ -63,18 +63,18 @@ typedef void nib_absmax_lines_fn(const struct nib_panel *panel, const struct nib
 typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_coding *coding,
                              const struct nib_target *target);
 
-/* The same for both copies, whose coding and target are [NIB_ROWWISE] and [NIB_COLUMNWISE]. Only where reading a panel
+/* The same for both usages, whose coding and target are [NIB_ROWWISE] and [NIB_COLUMNWISE]. Only where reading a panel
  * once pays; elsewhere the slot is empty, and the copies are made one after the other. */
 typedef void nib_quantize_both_fn(const struct nib_panel *panel, const struct nib_coding coding[2],
                                   const struct nib_target target[2]);
 
 /* n elements from codes and scales that lie side by side, as F32, BF16 or F16; the first begins a block. `stream`: the
  * output is too large to be wanted in the cache. */
-typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                           const struct nib_coding *coding, bool stream);
+typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                           float tensor_scale, const struct nib_coding *coding, bool stream);
 
 /* Blocks of 16 back through the transform, to the slot's dtype; n is a multiple of 16. */
-typedef void nib_inverse_fn(void *y, const float *x, int64_t n, uint16_t sign_mask);
+typedef void nib_inverse_rht_fn(void *y, const float *x, int64_t n, uint16_t sign_mask);
 
 /* The transpose of a matrix of rows x cols elements, by the width of its elements (slots E2M1: packed, U8, BF16 and
  * F32). Strides are bytes from line to line. A nibble that is nobody's is 0; nothing else outside the lines of `out` is
@@ -83,8 +83,8 @@ typedef void nib_transpose_fn(const uint8_t *in, int64_t in_stride, int64_t rows
                               int64_t out_stride);
 
 /* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot
- * NIB_ANY_FORMAT. */
-enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
+ * NIB_GENERIC_FORMAT. */
+enum { NIB_GENERIC_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
 
 #define NIB_KERNELS(X)                 \
     X(absmax, NIB_DTYPE_COUNT)         \
@@ -92,7 +92,7 @@ enum { NIB_ANY_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
     X(quantize, NIB_FORMAT_SLOTS)      \
     X(quantize_both, NIB_FORMAT_SLOTS) \
     X(decode, NIB_FORMAT_SLOTS)        \
-    X(inverse, NIB_DTYPE_COUNT)        \
+    X(inverse_rht, NIB_DTYPE_COUNT)    \
     X(transpose, NIB_DTYPE_COUNT)
 
 struct nib_kernels {
@@ -118,7 +118,7 @@ const struct nib_kernels *nib_kernels_best(void);
 #define NIB_KERNEL(operation, format)                                          \
     ((int)(format) < NIB_FORMAT_COUNT && nib_kernels_best()->operation[format] \
          ? nib_kernels_best()->operation[format]                               \
-         : nib_kernels_best()->operation[NIB_ANY_FORMAT])
+         : nib_kernels_best()->operation[NIB_GENERIC_FORMAT])
 
 /* What the scalar kernels do to one block, for blocks that are not in one place: amax and elements come from elsewhere.
  * The scale is that of NIB_SCALE_RTN, which needs no more than the amax; codes follow from any. No instruction set has
@@ -131,11 +131,11 @@ struct nib_block_kernels {
     void (*encode)(const float *x, int64_t n, float factor, const struct nib_coding *coding, int64_t line,
                    int64_t block, int64_t first, uint8_t *codes);
 };
-extern const struct nib_block_kernels nib_block_kernels_nvfp4, nib_block_kernels_any;
+extern const struct nib_block_kernels nib_block_kernels_nvfp4, nib_block_kernels_generic;
 
 static inline const struct nib_block_kernels *nib_block_kernels_of(const nib_quantizer *q)
 {
-    return nib_format_of(q)->nvfp4_options ? &nib_block_kernels_nvfp4 : &nib_block_kernels_any;
+    return nib_format_of(q)->nvfp4_options ? &nib_block_kernels_nvfp4 : &nib_block_kernels_generic;
 }
 
 /* The 16-point transform of one block, in place: signs, butterflies, a quarter. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels_any.c - the reference for formats whose blocks need no more than an amax, a scale and a cast to nearest.
+ * kernels_generic.c - the reference for formats whose blocks need no more than an amax, a scale and a cast to nearest.
  *
  * What the element, the scale and the block are comes from the format's row; this file knows no format.
  */
@@ -15,9 +15,9 @@ static const struct {
     [NIB_E5M2] = { nib_e5m2_from_f32, nib_f32_from_e5m2 },
 };
 
-static float line_element(const struct nib_panel *panel, nib_copy copy, int64_t line, int64_t i)
+static float line_element(const struct nib_panel *panel, nib_usage usage, int64_t line, int64_t i)
 {
-    return copy == NIB_ROWWISE ? nib_panel_element(panel, line, i) : nib_panel_element(panel, i, line);
+    return usage == NIB_ROWWISE ? nib_panel_element(panel, line, i) : nib_panel_element(panel, i, line);
 }
 
 /* The elements that share a scale: lines and elements of a panel. */
@@ -25,25 +25,25 @@ struct span {
     int64_t line, lines, first, length;
 };
 
-static float span_absmax(const struct nib_panel *panel, nib_copy copy, const struct span *span)
+static float span_absmax(const struct nib_panel *panel, nib_usage usage, const struct span *span)
 {
     float m = 0;
     for (int64_t line = span->line; line < span->line + span->lines; line++)
         for (int64_t i = span->first; i < span->first + span->length; i++)
-            m = nib_fmax(m, nib_abs(line_element(panel, copy, line, i))); /* NaNs do not count */
+            m = nib_fmax(m, nib_abs(line_element(panel, usage, line, i))); /* NaNs do not count */
     return m;
 }
 
 static void quantize_span(const struct nib_panel *panel, const struct nib_coding *coding,
                           const struct nib_target *target, const struct nib_scaler *scaler, const struct span *span)
 {
-    const bool rowwise = coding->copy == NIB_ROWWISE;
+    const bool rowwise = coding->usage == NIB_ROWWISE;
     const int64_t line0 = rowwise ? panel->row : panel->col, first0 = rowwise ? panel->col : panel->row;
     const struct nib_dialect_facts *dialect = coding->dialect;
     float absmax = 0;
     nib_scale_bits scale = 0;
     if (dialect->block_scale) {
-        absmax = span_absmax(panel, coding->copy, span);
+        absmax = span_absmax(panel, coding->usage, span);
         scale = dialect->block_scale(absmax, scaler, &coding->rules);
     }
     const float factor = dialect->factor(scale, absmax, scaler, &coding->rules);
@@ -52,18 +52,20 @@ static void quantize_span(const struct nib_panel *panel, const struct nib_coding
             nib_scale_store(target->geometry, target->scales, line0 + line, (first0 + span->first) / coding->block,
                             scale);
         for (int64_t i = span->first; i < span->first + span->length; i++) {
-            const float x = line_element(panel, coding->copy, line, i), y = dialect->divides ? x / factor : x * factor;
+            const float x = line_element(panel, coding->usage, line, i), y = dialect->divides ? x / factor : x * factor;
             nib_code_store(target->geometry, target->codes, line0 + line, first0 + i,
                            codecs[coding->rules.element].encode(y));
         }
     }
 }
 
-void nib_quantize_any(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target)
+void nib_quantize_generic(const struct nib_panel *panel, const struct nib_coding *coding,
+                          const struct nib_target *target)
 {
-    const int64_t lines = nib_panel_lines(panel, coding->copy), length = nib_panel_length(panel, coding->copy);
+    const int64_t lines = nib_panel_lines(panel, coding->usage), length = nib_panel_length(panel, coding->usage);
     const int64_t step = coding->block ? coding->block : nib_max(length, 1);
-    struct nib_scaler scaler = { .level = target->levels ? target->levels[0] : 1, .encode = target->encode };
+    struct nib_scaler scaler = { .tensor_scale = target->tensor_scales ? target->tensor_scales[0] : 1,
+                                 .encode = target->encode };
     coding->dialect->prepare(&scaler, &coding->rules);
     for (int64_t line = 0; line < lines; line += coding->tile_lines)
         for (int64_t first = 0; first < length; first += step)
@@ -85,10 +87,10 @@ static void encode(const float *x, int64_t n, float factor, const struct nib_cod
         codes[i] = codecs[coding->rules.element].encode(coding->dialect->divides ? x[i] / factor : x[i] * factor);
 }
 
-const struct nib_block_kernels nib_block_kernels_any = { block_scale, encode };
+const struct nib_block_kernels nib_block_kernels_generic = { block_scale, encode };
 
-void nib_decode_any(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                    const struct nib_coding *coding, bool stream)
+void nib_decode_generic(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                        float tensor_scale, const struct nib_coding *coding, bool stream)
 {
     (void)stream;
     const nib_dtype element = coding->rules.element;
@@ -99,7 +101,7 @@ void nib_decode_any(void *y, nib_dtype dtype, const uint8_t *codes, const void *
             memcpy(&scale, (const char *)scales + i / coding->block * coding->scale_bytes, (size_t)coding->scale_bytes);
         const uint8_t code = packed ? (uint8_t)(codes[i / 2] >> 4 * (i % 2) & 15) : codes[i];
         nib_store_number((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
-                         codecs[element].decode(code) * coding->dialect->decode(scale, level, &coding->rules));
+                         codecs[element].decode(code) * coding->dialect->decode(scale, tensor_scale, &coding->rules));
     }
 }
 
@@ -108,7 +110,7 @@ void nib_decode_any(void *y, nib_dtype dtype, const uint8_t *codes, const void *
 void nib_transpose_nibbles(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out,
                            int64_t out_stride)
 {
-    const struct nib_copy_geometry a = { .line_stride = in_stride }, b = { .line_stride = out_stride };
+    const struct nib_usage_geometry a = { .line_stride = in_stride }, b = { .line_stride = out_stride };
     for (int64_t c = 0; c < cols; c++)
         for (int64_t r = 0; r < rows; r++)
             nib_code_store(&b, out, c, r, nib_code_load(&a, in, r, c));

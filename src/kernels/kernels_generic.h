@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels_any.h - reading a panel element by element, and the kernels for every format that a row of the table
+ * kernels_generic.h - reading a panel element by element, and the kernels for every format that a row of the table
  * describes.
  */
-#ifndef NIB_KERNELS_ANY_H
-#define NIB_KERNELS_ANY_H
+#ifndef NIB_KERNELS_GENERIC_H
+#define NIB_KERNELS_GENERIC_H
 
 #include "format/codec.h"
 #include "kernels/kernels.h"
@@ -18,14 +18,14 @@ static inline float nib_panel_element(const struct nib_panel *panel, int64_t row
     return panel->dtype == NIB_BF16 ? nib_f32_from_bf16(code) : nib_f32_from_f16(code);
 }
 
-static inline int64_t nib_panel_lines(const struct nib_panel *panel, nib_copy copy)
+static inline int64_t nib_panel_lines(const struct nib_panel *panel, nib_usage usage)
 {
-    return copy == NIB_ROWWISE ? panel->rows : panel->cols;
+    return usage == NIB_ROWWISE ? panel->rows : panel->cols;
 }
 
-static inline int64_t nib_panel_length(const struct nib_panel *panel, nib_copy copy)
+static inline int64_t nib_panel_length(const struct nib_panel *panel, nib_usage usage)
 {
-    return copy == NIB_ROWWISE ? panel->cols : panel->rows;
+    return usage == NIB_ROWWISE ? panel->cols : panel->rows;
 }
 
 /* One number in the dtype of an output. Results have one NaN, whatever the processor makes of 0 times an infinite
@@ -37,8 +37,8 @@ static inline void nib_store_number(void *out, nib_dtype dtype, float number)
     memcpy(out, dtype == NIB_F32 ? (const void *)&y : (const void *)&half, dtype == NIB_F32 ? 4 : 2);
 }
 
-nib_quantize_fn nib_quantize_any;
-nib_decode_fn nib_decode_any;
+nib_quantize_fn nib_quantize_generic;
+nib_decode_fn nib_decode_generic;
 nib_transpose_fn nib_transpose_nibbles, nib_transpose_bytes, nib_transpose_halves, nib_transpose_words;
 
 #endif

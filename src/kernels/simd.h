@@ -35,7 +35,7 @@ enum { BLOCK = 16, GROUP_BYTES = VL * BLOCK / 2 };
 
 /* ---- Loading ---- */
 
-SIMD VF load_numbers(const void *x, int64_t i, nib_dtype dtype)
+SIMD VF load_values(const void *x, int64_t i, nib_dtype dtype)
 {
     if (dtype == NIB_F32)
         return vf_load((const float *)x + i);
@@ -74,7 +74,7 @@ SIMD void load_blocks(const void *const block[VL], nib_dtype dtype, VF x[BLOCK])
     for (int part = 0; part < BLOCK; part += VL) {
         UNROLL
         for (int b = 0; b < VL; b++)
-            x[part + b] = load_numbers(block[b], part, dtype);
+            x[part + b] = load_values(block[b], part, dtype);
         vf_transpose(x + part);
     }
 }
@@ -84,22 +84,22 @@ SIMD void load_columns(const struct nib_panel *panel, int64_t row, int64_t col, 
 {
     UNROLL
     for (int i = 0; i < BLOCK; i++)
-        x[i] = load_numbers(element_address(panel, row + i, col), 0, dtype);
+        x[i] = load_values(element_address(panel, row + i, col), 0, dtype);
 }
 
 /* Blocks that are not all there: elements outside are 0. n lines of `length` elements, through memory. */
-SIMD void load_partial(const struct nib_panel *panel, nib_copy copy, int64_t line, int n, int64_t first, int length,
+SIMD void load_partial(const struct nib_panel *panel, nib_usage usage, int64_t line, int n, int64_t first, int length,
                        VF x[BLOCK])
 {
-    float numbers[BLOCK][VL];
-    memset(numbers, 0, sizeof numbers);
+    float values[BLOCK][VL];
+    memset(values, 0, sizeof values);
     for (int b = 0; b < n; b++)
         for (int i = 0; i < length; i++)
-            numbers[i][b] = copy == NIB_ROWWISE ? nib_panel_element(panel, line + b, first + i)
+            values[i][b] = usage == NIB_ROWWISE ? nib_panel_element(panel, line + b, first + i)
                                                 : nib_panel_element(panel, first + i, line + b);
     UNROLL
     for (int i = 0; i < BLOCK; i++)
-        x[i] = vf_load(numbers[i]);
+        x[i] = vf_load(values[i]);
 }
 
 /* ---- The transform: the reference's butterflies, a lane each ---- */
@@ -110,7 +110,7 @@ SIMD VF round_to_bf16(VF x)
     return vf_of(vi_and(vi_add(bits, vi_add(odd, vi_set1(0x7FFF))), vi_set1((int)0xFFFF0000u)));
 }
 
-SIMD void transform(VF x[BLOCK], uint16_t sign_mask, nib_dtype dtype)
+SIMD void rht(VF x[BLOCK], uint16_t sign_mask, nib_dtype dtype)
 {
     const VF quarter = vf_set1(0.25f);
     UNROLL
@@ -147,7 +147,7 @@ SIMD void columns_to_lanes(const struct nib_panel *panel, const struct nib_codin
 {
     VF x[BLOCK];
     const bool whole = n == VL && length == BLOCK;
-    if (whole && dtype == NIB_F32 && !coding->transform) {
+    if (whole && dtype == NIB_F32 && !coding->rht) {
         lanes->x = element_address(panel, row, col);
         lanes->stride = panel->stride;
         return;
@@ -156,8 +156,8 @@ SIMD void columns_to_lanes(const struct nib_panel *panel, const struct nib_codin
         load_columns(panel, row, col, dtype, x);
     else
         load_partial(panel, NIB_COLUMNWISE, col, n, row, length, x);
-    if (coding->transform)
-        transform(x, coding->sign_mask, dtype);
+    if (coding->rht)
+        rht(x, coding->sign_mask, dtype);
     own_lanes(lanes, x);
 }
 
@@ -175,8 +175,8 @@ SIMD void blocks_to_lanes(const struct nib_panel *panel, const struct nib_coding
     } else {
         load_partial(panel, NIB_ROWWISE, row, 1, first * BLOCK, length, x);
     }
-    if (coding->transform)
-        transform(x, coding->sign_mask, dtype);
+    if (coding->rht)
+        rht(x, coding->sign_mask, dtype);
     own_lanes(lanes, x);
 }
 
@@ -214,38 +214,41 @@ SIMD VF f32_of_e4m3(VI code)
     return vf_of(vi_select_less(vf_from(code), vf_set1(8.0f), vi_of(subnormal), vi_of(normal)));
 }
 
-/* What a level comes to (struct nib_scaler), in every lane: the same in all, or, where columns have levels of their
+/* What a tensor scale comes to (struct nib_scaler), in every lane: the same in all, or, where columns have tensor scales of their
  * own, each lane's. */
 struct lane_scaler {
     VF amax, encode, decode, block;
-    VF g;                  /* the level as a plain multiplier */
+    VF g;                  /* the tensor scale as a plain multiplier */
     bool ordinary;         /* quotients with amaxes come out of products (quotient) */
-    struct nib_scaler one; /* of the first lane, for dialects that have one level per tensor */
+    struct nib_scaler one; /* of the first lane, for dialects that have one tensor scale per tensor */
 };
 
 SIMD struct lane_scaler lane_scaler_for(const struct nib_coding *coding, const struct nib_target *target, int64_t line,
                                         int n)
 {
-    float numbers[5][VL];
+    float values[5][VL];
     struct lane_scaler out = { .ordinary = true };
-    const bool each = target->level_per_line && n > 1;
+    const bool each = target->tensor_scale_per_line && n > 1;
     for (int b = 0; b < (each ? VL : 1); b++) {
-        struct nib_scaler scaler = { .level = target->levels[target->level_per_line ? line + (b < n ? b : 0) : 0] };
+        struct nib_scaler scaler = {
+            .tensor_scale = target->tensor_scales[target->tensor_scale_per_line ? line + (b < n ? b : 0) : 0]
+        };
         coding->dialect->prepare(&scaler, &coding->rules);
         out.ordinary &= scaler.amax > 0x1p-80f && scaler.amax < 0x1p100f;
-        numbers[0][b] = scaler.amax;
-        numbers[1][b] = scaler.encode;
-        numbers[2][b] = scaler.decode;
-        numbers[3][b] = scaler.block;
-        numbers[4][b] = coding->scale_rule == NIB_SCALE_SWEEP ? nib_decode_scale(scaler.level, &coding->rules) : 0;
+        values[0][b] = scaler.amax;
+        values[1][b] = scaler.encode;
+        values[2][b] = scaler.decode;
+        values[3][b] = scaler.block;
+        values[4][b] =
+            coding->scale_rule == NIB_SCALE_SWEEP ? nib_decode_scale(scaler.tensor_scale, &coding->rules) : 0;
         if (b == 0)
             out.one = scaler;
     }
-    out.amax = each ? vf_load(numbers[0]) : vf_set1(numbers[0][0]);
-    out.encode = each ? vf_load(numbers[1]) : vf_set1(numbers[1][0]);
-    out.decode = each ? vf_load(numbers[2]) : vf_set1(numbers[2][0]);
-    out.block = each ? vf_load(numbers[3]) : vf_set1(numbers[3][0]);
-    out.g = each ? vf_load(numbers[4]) : vf_set1(numbers[4][0]);
+    out.amax = each ? vf_load(values[0]) : vf_set1(values[0][0]);
+    out.encode = each ? vf_load(values[1]) : vf_set1(values[1][0]);
+    out.decode = each ? vf_load(values[2]) : vf_set1(values[2][0]);
+    out.block = each ? vf_load(values[3]) : vf_set1(values[3][0]);
+    out.g = each ? vf_load(values[4]) : vf_set1(values[4][0]);
     return out;
 }
 
@@ -455,7 +458,7 @@ SIMD VF rounded_magnitude(VF a, bool clamp)
 
 /* What a sum of errors needs beside the candidate. */
 struct error_terms {
-    VF amax, encode, full_scale, inverse, minus_inverse; /* of the full scale */
+    VF amax, encode, full_scale, inverse_rht, minus_inverse; /* of the full scale */
 };
 
 /* a / full_scale, rounded as a division rounds it: a product with the rounded inverse is a unit off at most, a fused
@@ -463,7 +466,7 @@ struct error_terms {
  * underflow or overflow on the way. */
 SIMD VF quotient(VF a, const struct error_terms *terms)
 {
-    const VF near = vf_mul(a, terms->inverse), excess = vf_multiply_sub(near, terms->full_scale, a);
+    const VF near = vf_mul(a, terms->inverse_rht), excess = vf_multiply_sub(near, terms->full_scale, a);
     return vf_multiply_add(excess, terms->minus_inverse, near);
 }
 

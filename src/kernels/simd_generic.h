@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * simd_any.h - the formats of kernels_any.c for any vector width: E2M1, E4M3 and E5M2 under a scale per block, or under
+ * simd_generic.h - the formats of kernels_generic.c for any vector width: E2M1, E4M3 and E5M2 under a scale per block, or under
  * one per tensor. Included once by the file of each instruction set, after simd.h.
  *
  * Numbers go through in steps of 32, of which blocks are multiples. A row's amaxes are found first and its scales made
@@ -78,7 +78,7 @@ SIMD void load_step(const void *x, int64_t n, nib_dtype dtype, VF v[STEP_VECTORS
     }
     UNROLL
     for (int i = 0; i < STEP_VECTORS; i++)
-        v[i] = load_numbers(x, i * VL, dtype);
+        v[i] = load_values(x, i * VL, dtype);
 }
 
 /* The largest magnitude of n numbers side by side. */
@@ -139,13 +139,13 @@ struct any_scales {
 /* mx_block_scale and mx_factor of dialect.c. */
 SIMD void mx_scales(struct any_scales *s, int n, const struct nib_rules *rules)
 {
-    const VF inverse = vf_set1(1.0f / rules->element_max);
+    const VF inverse_rht = vf_set1(1.0f / rules->element_max);
     const VI largest = vi_set1((int)(nib_bits(rules->element_max) >> 23) - 127), half = vi_set1(0x400000);
     for (int b = 0; b < n; b += VL) {
         const VF amax = vf_load(s->amax + b);
         VI code;
         if (rules->mx_rule == NIB_MX_CEIL) {
-            const VI wanted = vi_of(vf_mul(amax, inverse));
+            const VI wanted = vi_of(vf_mul(amax, inverse_rht));
             const VI up = vi_min(vi_srl(vi_add(wanted, vi_set1(0x7FFFFF)), 23), vi_set1(254));
             code = vi_andnot(vi_equal(vi_max(wanted, half), half), up); /* up to 2^-127 */
         } else {
@@ -186,7 +186,7 @@ SIMD nib_scale_bits scale_bits(const struct any_scales *s, int b, int bytes)
 SIMD void store_row_scales(const struct nib_target *target, const struct any_scales *s, int n, int64_t line,
                            int64_t lines, int64_t first)
 {
-    const struct nib_copy_geometry *g = target->geometry;
+    const struct nib_usage_geometry *g = target->geometry;
     if (g->lines_per_scale > 1) /* all of them have one scale in memory */
         lines = 1;
     for (int64_t l = line; l < line + lines; l++) {
@@ -203,7 +203,7 @@ SIMD void store_row_scales(const struct nib_target *target, const struct any_sca
 SIMD void store_column_scales(const struct nib_target *target, const struct any_scales *s, int n, int64_t line,
                               int64_t block)
 {
-    const struct nib_copy_geometry *g = target->geometry;
+    const struct nib_usage_geometry *g = target->geometry;
     if (!g->swizzled && g->scale_line == 1 && g->lines_per_scale == 1) {
         memcpy((char *)target->scales + nib_scale_index(g, line, block) * g->scale_bytes, &s->bits,
                (size_t)(n * g->scale_bytes));
@@ -265,9 +265,9 @@ SIMD void row_amaxes(const struct nib_panel *panel, int64_t row, int64_t lines, 
     }
 }
 
-SIMD void quantize_rows_any(const struct nib_panel *panel, const struct nib_coding *coding,
-                            const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype dtype,
-                            nib_dtype element, bool mx)
+SIMD void quantize_rows_generic(const struct nib_panel *panel, const struct nib_coding *coding,
+                                const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype dtype,
+                                nib_dtype element, bool mx)
 {
     const int64_t block = mx ? STEP : coding->block ? coding->block : nib_max(panel->cols, 1);
     struct any_scales s;
@@ -363,15 +363,15 @@ SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_
                                 const struct nib_target *target, const struct nib_scaler *scaler, int64_t row,
                                 int64_t end, int64_t col, int n, nib_dtype dtype, nib_dtype element, bool mx)
 {
-    const struct nib_copy_geometry *g = target->geometry;
+    const struct nib_usage_geometry *g = target->geometry;
     const bool packed = element == NIB_E2M1, straight = g->element_stride > 1; /* codes lie as the numbers do */
     const int64_t height = coding->block ? coding->block : nib_min(end - row, ANY_BYTE_ROWS);
     uint8_t stage[ANY_BYTE_ROWS][ANY_COLUMNS] __attribute__((aligned(64)));
     const int64_t first = (panel->row + row) / (packed ? 2 : 1), bytes = nib_ceil_div(end - row, packed ? 2 : 1);
     uint8_t *const codes = target->codes + (panel->col + col) * g->line_stride + first;
     uint8_t turned[ANY_COLUMNS][ANY_BYTE_ROWS] __attribute__((aligned(64)));
-    char numbers[ANY_COLUMNS * ANY_BYTE_ROWS * 4] __attribute__((aligned(64)));
-    const struct nib_panel near = { .x = numbers, .dtype = panel->dtype, .stride = ANY_COLUMNS };
+    char values[ANY_COLUMNS * ANY_BYTE_ROWS * 4] __attribute__((aligned(64)));
+    const struct nib_panel near = { .x = values, .dtype = panel->dtype, .stride = ANY_COLUMNS };
     const int size = dtype == NIB_F32 ? 4 : 2;
     struct any_scales s;
     const float whole = coding->block ? 0 : coding->dialect->factor(0, 0, scaler, &coding->rules);
@@ -380,7 +380,7 @@ SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_
     for (int64_t r = row; r < end; r += height) {
         const int64_t last = nib_min(r + height, end);
         for (int64_t i = r; i < last; i++)
-            memcpy(numbers + (i - r) * ANY_COLUMNS * size, element_address(panel, i, col), (size_t)(n * size));
+            memcpy(values + (i - r) * ANY_COLUMNS * size, element_address(panel, i, col), (size_t)(n * size));
         if (coding->block) {
             column_amaxes(&near, coding, 0, last - r, 0, n, dtype, s.amax);
             any_scales_of(&s, n, coding, scaler, mx);
@@ -402,9 +402,9 @@ SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_
         memcpy(codes + l * g->line_stride, turned[l], (size_t)bytes);
 }
 
-SIMD void quantize_columns_any(const struct nib_panel *panel, const struct nib_coding *coding,
-                               const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype dtype,
-                               nib_dtype element, bool mx)
+SIMD void quantize_columns_generic(const struct nib_panel *panel, const struct nib_coding *coding,
+                                   const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype dtype,
+                                   nib_dtype element, bool mx)
 {
     const int64_t height = element == NIB_E2M1 ? 2 * ANY_BYTE_ROWS : ANY_BYTE_ROWS;
     for (int64_t row = 0; row < panel->rows; row += height)
@@ -416,31 +416,32 @@ SIMD void quantize_columns_any(const struct nib_panel *panel, const struct nib_c
 /* ---- The slots ---- */
 
 /* Copies of the code for each dtype and element, so that nothing is decided in the loops. */
-SIMD void quantize_any_as(const struct nib_panel *panel, const struct nib_coding *coding,
-                          const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype dtype,
-                          nib_dtype element, bool mx)
+SIMD void quantize_generic_as(const struct nib_panel *panel, const struct nib_coding *coding,
+                              const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype dtype,
+                              nib_dtype element, bool mx)
 {
-    if (coding->copy == NIB_ROWWISE)
-        quantize_rows_any(panel, coding, target, scaler, dtype, element, mx);
+    if (coding->usage == NIB_ROWWISE)
+        quantize_rows_generic(panel, coding, target, scaler, dtype, element, mx);
     else
-        quantize_columns_any(panel, coding, target, scaler, dtype, element, mx);
+        quantize_columns_generic(panel, coding, target, scaler, dtype, element, mx);
 }
 
-SIMD void quantize_any_dtype(const struct nib_panel *panel, const struct nib_coding *coding,
-                             const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype element,
-                             bool mx)
+SIMD void quantize_generic_dtype(const struct nib_panel *panel, const struct nib_coding *coding,
+                                 const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype element,
+                                 bool mx)
 {
     if (panel->dtype == NIB_F32)
-        quantize_any_as(panel, coding, target, scaler, NIB_F32, element, mx);
+        quantize_generic_as(panel, coding, target, scaler, NIB_F32, element, mx);
     else if (panel->dtype == NIB_BF16)
-        quantize_any_as(panel, coding, target, scaler, NIB_BF16, element, mx);
+        quantize_generic_as(panel, coding, target, scaler, NIB_BF16, element, mx);
     else
-        quantize_any_as(panel, coding, target, scaler, NIB_F16, element, mx);
+        quantize_generic_as(panel, coding, target, scaler, NIB_F16, element, mx);
 }
 
 static struct nib_scaler any_scaler(const struct nib_coding *coding, const struct nib_target *target)
 {
-    struct nib_scaler scaler = { .level = target->levels ? target->levels[0] : 1, .encode = target->encode };
+    struct nib_scaler scaler = { .tensor_scale = target->tensor_scales ? target->tensor_scales[0] : 1,
+                                 .encode = target->encode };
     coding->dialect->prepare(&scaler, &coding->rules);
     return scaler;
 }
@@ -450,9 +451,9 @@ SLOT void quantize_float8(const struct nib_panel *panel, const struct nib_coding
 {
     const struct nib_scaler scaler = any_scaler(coding, target);
     if (coding->rules.element == NIB_E4M3)
-        quantize_any_dtype(panel, coding, target, &scaler, NIB_E4M3, false);
+        quantize_generic_dtype(panel, coding, target, &scaler, NIB_E4M3, false);
     else
-        quantize_any_dtype(panel, coding, target, &scaler, NIB_E5M2, false);
+        quantize_generic_dtype(panel, coding, target, &scaler, NIB_E5M2, false);
 }
 
 SLOT void quantize_mxfp8(const struct nib_panel *panel, const struct nib_coding *coding,
@@ -460,16 +461,16 @@ SLOT void quantize_mxfp8(const struct nib_panel *panel, const struct nib_coding 
 {
     const struct nib_scaler scaler = any_scaler(coding, target);
     if (coding->rules.element == NIB_E4M3)
-        quantize_any_dtype(panel, coding, target, &scaler, NIB_E4M3, true);
+        quantize_generic_dtype(panel, coding, target, &scaler, NIB_E4M3, true);
     else
-        quantize_any_dtype(panel, coding, target, &scaler, NIB_E5M2, true);
+        quantize_generic_dtype(panel, coding, target, &scaler, NIB_E5M2, true);
 }
 
 SLOT void quantize_mxfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                          const struct nib_target *target)
 {
     const struct nib_scaler scaler = any_scaler(coding, target);
-    quantize_any_dtype(panel, coding, target, &scaler, NIB_E2M1, true);
+    quantize_generic_dtype(panel, coding, target, &scaler, NIB_E2M1, true);
 }
 
 /* ---- Back ---- */
@@ -499,8 +500,9 @@ SIMD void decode_step(char *out, nib_dtype dtype, const uint8_t *codes, VF facto
 /* A power of two keeps the few digits of a code, as long as the result is no subnormal number. */
 enum { EXACT_SCALE = 32 };
 
-SIMD void decode_any_as(char *y, nib_dtype dtype, const uint8_t *codes, const char *scales, int64_t n, float level,
-                        const struct nib_coding *coding, nib_dtype element, bool mx, bool stream)
+SIMD void decode_generic_as(char *y, nib_dtype dtype, const uint8_t *codes, const char *scales, int64_t n,
+                            float tensor_scale, const struct nib_coding *coding, nib_dtype element, bool mx,
+                            bool stream)
 {
     const int size = dtype == NIB_F32 ? 4 : 2, per_byte = element == NIB_E2M1 ? 2 : 1;
     const int64_t block = coding->block ? coding->block : n;
@@ -509,7 +511,7 @@ SIMD void decode_any_as(char *y, nib_dtype dtype, const uint8_t *codes, const ch
         if (coding->block)
             memcpy(&bits, scales + first / block * coding->scale_bytes, mx ? 1 : (size_t)coding->scale_bytes);
         const float factor =
-            mx ? nib_f32_from_e8m0((uint8_t)bits) : coding->dialect->decode(bits, level, &coding->rules);
+            mx ? nib_f32_from_e8m0((uint8_t)bits) : coding->dialect->decode(bits, tensor_scale, &coding->rules);
         const bool finite = nib_abs(factor) <= FLT_MAX, exact = mx && dtype == NIB_BF16 && bits >= EXACT_SCALE;
         const VF f = vf_set1(factor);
         const int64_t end = nib_min(first + block, n);
@@ -527,52 +529,53 @@ SIMD void decode_any_as(char *y, nib_dtype dtype, const uint8_t *codes, const ch
         }
         if (i < end) {
             uint8_t last[STEP] = { 0 };
-            char numbers[STEP * 4];
+            char values[STEP * 4];
             memcpy(last, codes + i / per_byte, (size_t)nib_ceil_div(end - i, per_byte));
-            decode_step(numbers, dtype, last, f, element, false, false, false);
-            memcpy(y + i * size, numbers, (size_t)((end - i) * size));
+            decode_step(values, dtype, last, f, element, false, false, false);
+            memcpy(y + i * size, values, (size_t)((end - i) * size));
         }
     }
     if (stream)
         stores_are_seen();
 }
 
-SIMD void decode_any_dtype(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                           const struct nib_coding *coding, nib_dtype element, bool mx, bool stream)
+SIMD void decode_generic_dtype(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                               float tensor_scale, const struct nib_coding *coding, nib_dtype element, bool mx,
+                               bool stream)
 {
     const bool streams = stream && (uintptr_t)y % 64 == 0; /* such stores want whole vectors at their places */
     if (dtype == NIB_F32 && streams)
-        decode_any_as(y, NIB_F32, codes, scales, n, level, coding, element, mx, true);
+        decode_generic_as(y, NIB_F32, codes, scales, n, tensor_scale, coding, element, mx, true);
     else if (dtype == NIB_F32)
-        decode_any_as(y, NIB_F32, codes, scales, n, level, coding, element, mx, false);
+        decode_generic_as(y, NIB_F32, codes, scales, n, tensor_scale, coding, element, mx, false);
     else if (dtype == NIB_BF16)
-        decode_any_as(y, NIB_BF16, codes, scales, n, level, coding, element, mx, streams);
+        decode_generic_as(y, NIB_BF16, codes, scales, n, tensor_scale, coding, element, mx, streams);
     else
-        decode_any_as(y, NIB_F16, codes, scales, n, level, coding, element, mx, streams);
+        decode_generic_as(y, NIB_F16, codes, scales, n, tensor_scale, coding, element, mx, streams);
 }
 
-SLOT void decode_float8(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                        const struct nib_coding *coding, bool stream)
+SLOT void decode_float8(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                        float tensor_scale, const struct nib_coding *coding, bool stream)
 {
     if (coding->rules.element == NIB_E4M3)
-        decode_any_dtype(y, dtype, codes, scales, n, level, coding, NIB_E4M3, false, stream);
+        decode_generic_dtype(y, dtype, codes, scales, n, tensor_scale, coding, NIB_E4M3, false, stream);
     else
-        decode_any_dtype(y, dtype, codes, scales, n, level, coding, NIB_E5M2, false, stream);
+        decode_generic_dtype(y, dtype, codes, scales, n, tensor_scale, coding, NIB_E5M2, false, stream);
 }
 
-SLOT void decode_mxfp8(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                       const struct nib_coding *coding, bool stream)
+SLOT void decode_mxfp8(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                       float tensor_scale, const struct nib_coding *coding, bool stream)
 {
     if (coding->rules.element == NIB_E4M3)
-        decode_any_dtype(y, dtype, codes, scales, n, level, coding, NIB_E4M3, true, stream);
+        decode_generic_dtype(y, dtype, codes, scales, n, tensor_scale, coding, NIB_E4M3, true, stream);
     else
-        decode_any_dtype(y, dtype, codes, scales, n, level, coding, NIB_E5M2, true, stream);
+        decode_generic_dtype(y, dtype, codes, scales, n, tensor_scale, coding, NIB_E5M2, true, stream);
 }
 
-SLOT void decode_mxfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                       const struct nib_coding *coding, bool stream)
+SLOT void decode_mxfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                       float tensor_scale, const struct nib_coding *coding, bool stream)
 {
-    decode_any_dtype(y, dtype, codes, scales, n, level, coding, NIB_E2M1, true, stream);
+    decode_generic_dtype(y, dtype, codes, scales, n, tensor_scale, coding, NIB_E2M1, true, stream);
 }
 
 /* ---- The transform, back ---- */
@@ -595,7 +598,7 @@ SIMD void butterflies_lanes(VF v[BLOCK])
 }
 
 /* VL blocks, a lane each, as in simd.h; then two blocks are a step. */
-SIMD void inverse_blocks(char *y, nib_dtype dtype, const float *x, uint16_t sign_mask)
+SIMD void inverse_rht_blocks(char *y, nib_dtype dtype, const float *x, uint16_t sign_mask)
 {
     enum { PARTS = BLOCK / VL };
     const void *block[VL];
@@ -623,31 +626,34 @@ SIMD void inverse_blocks(char *y, nib_dtype dtype, const float *x, uint16_t sign
 }
 
 /* Groups of VL blocks, and a last one whose other blocks are zeros. */
-SIMD void inverse_as(char *y, nib_dtype dtype, const float *x, int64_t n, uint16_t sign_mask)
+SIMD void inverse_rht_as(char *y, nib_dtype dtype, const float *x, int64_t n, uint16_t sign_mask)
 {
     const int size = dtype == NIB_F32 ? 4 : 2;
     int64_t i = 0;
     for (; i + VL * BLOCK <= n; i += VL * BLOCK)
-        inverse_blocks(y + i * size, dtype, x + i, sign_mask);
+        inverse_rht_blocks(y + i * size, dtype, x + i, sign_mask);
     if (i == n)
         return;
     float last[VL * BLOCK] = { 0 };
-    char numbers[VL * BLOCK * 4];
+    char values[VL * BLOCK * 4];
     memcpy(last, x + i, (size_t)(n - i) * sizeof *x);
-    inverse_blocks(numbers, dtype, last, sign_mask);
-    memcpy(y + i * size, numbers, (size_t)((n - i) * size));
+    inverse_rht_blocks(values, dtype, last, sign_mask);
+    memcpy(y + i * size, values, (size_t)((n - i) * size));
 }
 
-SLOT void inverse_f32(void *y, const float *x, int64_t n, uint16_t mask) { inverse_as(y, NIB_F32, x, n, mask); }
-SLOT void inverse_bf16(void *y, const float *x, int64_t n, uint16_t mask) { inverse_as(y, NIB_BF16, x, n, mask); }
-SLOT void inverse_f16(void *y, const float *x, int64_t n, uint16_t mask) { inverse_as(y, NIB_F16, x, n, mask); }
+SLOT void inverse_rht_f32(void *y, const float *x, int64_t n, uint16_t mask) { inverse_rht_as(y, NIB_F32, x, n, mask); }
+SLOT void inverse_rht_bf16(void *y, const float *x, int64_t n, uint16_t mask)
+{
+    inverse_rht_as(y, NIB_BF16, x, n, mask);
+}
+SLOT void inverse_rht_f16(void *y, const float *x, int64_t n, uint16_t mask) { inverse_rht_as(y, NIB_F16, x, n, mask); }
 
-#define NIB_INVERSE_ALL [NIB_F32] = inverse_f32, [NIB_BF16] = inverse_bf16, [NIB_F16] = inverse_f16
+#define NIB_INVERSE_RHT_ALL [NIB_F32] = inverse_rht_f32, [NIB_BF16] = inverse_rht_bf16, [NIB_F16] = inverse_rht_f16
 
 /* Blockwise Float8 shares Float8's: its blocks of 128 leave time for the dialect's functions. */
-#define NIB_QUANTIZE_ANY                                                                                \
+#define NIB_QUANTIZE_GENERIC                                                                            \
     [NIB_FLOAT8] = quantize_float8, [NIB_FLOAT8_BLOCK] = quantize_float8, [NIB_MXFP8] = quantize_mxfp8, \
     [NIB_MXFP4] = quantize_mxfp4
-#define NIB_DECODE_ANY                                                                            \
+#define NIB_DECODE_GENERIC                                                                        \
     [NIB_FLOAT8] = decode_float8, [NIB_FLOAT8_BLOCK] = decode_float8, [NIB_MXFP8] = decode_mxfp8, \
     [NIB_MXFP4] = decode_mxfp4

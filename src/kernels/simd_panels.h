@@ -20,7 +20,7 @@ SIMD struct codes encode_at(const struct lanes *x, VF factor, const struct nib_c
     const VI lane = vi_lane_numbers();
     const VI line = vi_set1((int)(uint32_t)(coding->origin_line + at->line));
     const VI block = vi_set1(
-        (int)((uint32_t)(coding->origin_block + at->block) | (coding->copy == NIB_COLUMNWISE ? 0x80000000u : 0)));
+        (int)((uint32_t)(coding->origin_block + at->block) | (coding->usage == NIB_COLUMNWISE ? 0x80000000u : 0)));
     return encode_stochastic(x, factor, coding, at->lanes_are_lines ? vi_add(line, lane) : line,
                              at->lanes_are_lines ? block : vi_add(block, lane));
 }
@@ -53,7 +53,7 @@ SIMD void group_bytes(const struct codes *codes, VI scale, uint8_t out_codes[GRO
 SIMD void store_row_group(const struct nib_target *target, int64_t line, int64_t block, int n, int length,
                           const uint8_t *codes, const uint8_t *scales)
 {
-    const struct nib_copy_geometry *g = target->geometry;
+    const struct nib_usage_geometry *g = target->geometry;
     memcpy(target->codes + line * g->line_stride + block * 8, codes, (size_t)((n - 1) * 8 + (length + 1) / 2));
     if (!g->swizzled) {
         memcpy((uint8_t *)target->scales + line * g->scale_line + block, scales, (size_t)n);
@@ -96,7 +96,7 @@ struct column_run {
 SIMD void store_column_run(const struct nib_target *target, const struct column_run *run, int64_t line, int64_t lines,
                            int64_t first, int64_t n, int64_t last_length)
 {
-    const struct nib_copy_geometry *g = target->geometry;
+    const struct nib_usage_geometry *g = target->geometry;
     for (int64_t l = 0; l < lines; l++) {
         memcpy(target->codes + (line + l) * g->line_stride + first * 8, run->codes[l],
                (size_t)((n - 1) * 8 + (last_length + 1) / 2));
@@ -122,7 +122,7 @@ SIMD void quantize_column_band(const struct nib_panel *panel, const struct nib_c
         struct lanes x;
         at.line = panel->col + col + c;
         at.n = (int)nib_min(VL, lines - c);
-        if (target->level_per_line)
+        if (target->tensor_scale_per_line)
             scaler = lane_scaler_for(coding, target, at.line, at.n);
         columns_to_lanes(panel, coding, row, col + c, at.n, at.length, dtype, &x);
         VI scale;
@@ -157,13 +157,13 @@ SIMD void quantize_columns(const struct nib_panel *panel, const struct nib_codin
 SIMD void quantize_as(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target,
                       nib_dtype dtype)
 {
-    if (coding->copy == NIB_COLUMNWISE) {
+    if (coding->usage == NIB_COLUMNWISE) {
         quantize_columns(panel, coding, target, dtype);
         return;
     }
     struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row, 1);
     for (int64_t row = 0; row < panel->rows; row++) {
-        if (target->level_per_line)
+        if (target->tensor_scale_per_line)
             scaler = lane_scaler_for(coding, target, panel->row + row, 1);
         quantize_row(panel, coding, target, row, &scaler, dtype);
     }
@@ -221,7 +221,7 @@ SIMD void quantize_tiles(const struct nib_panel *panel, const struct nib_coding 
             quantize_tile_rows(panel, coding, target, row, b, &scaler, dtype);
 }
 
-/* One 16x16 tile of the columnwise copy: lanes are lines of the same tile, so that its amax and its errors go across
+/* One 16x16 tile of the columnwise usage: lanes are lines of the same tile, so that its amax and its errors go across
  * them. */
 enum { TILE_GROUPS = BLOCK / VL };
 
@@ -249,7 +249,7 @@ SIMD void quantize_tile_columns(const struct nib_panel *panel, const struct nib_
                                 const struct nib_target *target, int64_t row, int64_t col,
                                 const struct lane_scaler *scaler, nib_dtype dtype)
 {
-    const struct nib_copy_geometry *geometry = target->geometry;
+    const struct nib_usage_geometry *geometry = target->geometry;
     const int lines = (int)nib_min(BLOCK, panel->cols - col), length = (int)nib_min(BLOCK, panel->rows - row);
     const int64_t block = (panel->row + row) / BLOCK;
     struct lanes x[TILE_GROUPS];
@@ -286,20 +286,20 @@ SIMD void quantize_column_tiles(const struct nib_panel *panel, const struct nib_
             quantize_tile_columns(panel, coding, target, row, col, &scaler, dtype);
 }
 
-/* What is done here; the rest is the reference's. The columnwise copy of square tiles takes random numbers across its
+/* What is done here; the rest is the reference's. The columnwise usage of square tiles takes random numbers across its
  * lanes, and a last block of another dialect may have a factor that makes something of nothing. */
-static bool takes(const struct nib_panel *panel, const struct nib_coding *coding)
+static bool supports(const struct nib_panel *panel, const struct nib_coding *coding)
 {
-    const bool tail = (coding->copy == NIB_ROWWISE ? panel->cols : panel->rows) % BLOCK;
+    const bool tail = (coding->usage == NIB_ROWWISE ? panel->cols : panel->rows) % BLOCK;
     if (coding->dialect->keeps_nan_sign || (tail && coding->dialect->plain))
         return false;
-    return !(coding->tile_lines > 1 && coding->copy == NIB_COLUMNWISE && coding->rounding != NIB_ROUND_NEAREST);
+    return !(coding->tile_lines > 1 && coding->usage == NIB_COLUMNWISE && coding->rounding != NIB_ROUND_NEAREST);
 }
 
-SIMD void quantize_any_shape(const struct nib_panel *panel, const struct nib_coding *coding,
-                             const struct nib_target *target, nib_dtype dtype)
+SIMD void quantize_generic_shape(const struct nib_panel *panel, const struct nib_coding *coding,
+                                 const struct nib_target *target, nib_dtype dtype)
 {
-    if (coding->tile_lines > 1 && coding->copy == NIB_ROWWISE)
+    if (coding->tile_lines > 1 && coding->usage == NIB_ROWWISE)
         quantize_tiles(panel, coding, target, dtype);
     else if (coding->tile_lines > 1)
         quantize_column_tiles(panel, coding, target, dtype);
@@ -311,14 +311,14 @@ SIMD void quantize_any_shape(const struct nib_panel *panel, const struct nib_cod
 SIMD void quantize_lanes(const struct nib_panel *panel, const struct nib_coding *coding,
                          const struct nib_target *target)
 {
-    if (!takes(panel, coding))
+    if (!supports(panel, coding))
         nib_kernels_scalar.quantize[NIB_NVFP4](panel, coding, target);
     else if (panel->dtype == NIB_F32)
-        quantize_any_shape(panel, coding, target, NIB_F32);
+        quantize_generic_shape(panel, coding, target, NIB_F32);
     else if (panel->dtype == NIB_BF16)
-        quantize_any_shape(panel, coding, target, NIB_BF16);
+        quantize_generic_shape(panel, coding, target, NIB_BF16);
     else
-        quantize_any_shape(panel, coding, target, NIB_F16);
+        quantize_generic_shape(panel, coding, target, NIB_F16);
 }
 
 /* ---- Largest magnitudes per line ---- */
@@ -357,19 +357,19 @@ SIMD void absmax_transformed_rows(const struct nib_panel *panel, const struct ni
 
 SIMD void absmax_lines_lanes(const struct nib_panel *panel, const struct nib_coding *coding, float *out)
 {
-    if (coding->copy == NIB_COLUMNWISE && panel->dtype == NIB_F32)
+    if (coding->usage == NIB_COLUMNWISE && panel->dtype == NIB_F32)
         absmax_columns(panel, coding, out, NIB_F32);
-    else if (coding->copy == NIB_COLUMNWISE && panel->dtype == NIB_BF16)
+    else if (coding->usage == NIB_COLUMNWISE && panel->dtype == NIB_BF16)
         absmax_columns(panel, coding, out, NIB_BF16);
-    else if (coding->copy == NIB_COLUMNWISE)
+    else if (coding->usage == NIB_COLUMNWISE)
         absmax_columns(panel, coding, out, NIB_F16);
-    else if (coding->transform && panel->cols % BLOCK)
-        nib_kernels_scalar.absmax_lines[NIB_ANY_FORMAT](panel, coding, out);
-    else if (coding->transform && panel->dtype == NIB_F32)
+    else if (coding->rht && panel->cols % BLOCK)
+        nib_kernels_scalar.absmax_lines[NIB_GENERIC_FORMAT](panel, coding, out);
+    else if (coding->rht && panel->dtype == NIB_F32)
         absmax_transformed_rows(panel, coding, out, NIB_F32);
-    else if (coding->transform && panel->dtype == NIB_BF16)
+    else if (coding->rht && panel->dtype == NIB_BF16)
         absmax_transformed_rows(panel, coding, out, NIB_BF16);
-    else if (coding->transform)
+    else if (coding->rht)
         absmax_transformed_rows(panel, coding, out, NIB_F16);
     else
         for (int64_t row = 0; row < panel->rows; row++)

@@ -19,7 +19,7 @@ struct parameter {
     struct nib_code_place place[2];
     const float *scale; /* delayed scaling */
     float *amax_seen;
-    int64_t amaxes[2]; /* where the amaxes of each copy begin among all; -1: it is not cast */
+    int64_t amaxes[2]; /* where the amaxes of each usage begin among all; -1: it is not cast */
     int64_t scales;    /* where its chosen scales begin among all; -1: they follow from the amaxes */
 };
 
@@ -30,9 +30,9 @@ struct plan {
     int64_t amax_count;
     struct nib_choices choices;
     size_t choice_count;
-    uint8_t *scales; /* that were chosen, and the levels for it */
-    float *levels;
-    int64_t scale_count, level_count;
+    uint8_t *scales; /* that were chosen, and the tensor scales for it */
+    float *tensor_scales;
+    int64_t scale_count, tensor_scale_count;
     bool manual;
     uint64_t key; /* equal on ranks that want the same */
 };
@@ -83,24 +83,24 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
     TRY(nib_piece_init("its master", t, lists->masters[i], lists->starts[i], &p->piece));
     TRY(check_delayed(t, p->scale, p->amax_seen));
     const nib_array *const *shards[2] = { o->row_shards, o->col_shards };
-    for (int copy = 0; copy < 2; copy++) {
-        const nib_array *shard = entry(shards[copy], i);
-        p->amaxes[copy] = -1;
-        if (!nib_copy_is_cast(t, (nib_copy)copy)) {
+    for (int usage = 0; usage < 2; usage++) {
+        const nib_array *shard = entry(shards[usage], i);
+        p->amaxes[usage] = -1;
+        if (!nib_usage_is_cast(t, (nib_usage)usage)) {
             if (shard)
-                return nib_fail(NIB_ERR_USAGE, "its %s copy is not cast and takes no shard",
-                                nib_copy_name((nib_copy)copy));
+                return nib_fail(NIB_ERR_USAGE, "its %s usage is not cast and takes no shard",
+                                nib_usage_name((nib_usage)usage));
             continue;
         }
-        TRY(nib_check_code_place(copy ? "its columnwise shard" : "its rowwise shard", t, (nib_copy)copy, p->piece.start,
-                                 p->piece.length, shard, &p->place[copy]));
-        const struct nib_grid grid = nib_grid_of(t, (nib_copy)copy);
-        p->amaxes[copy] = plan->amax_count;
+        TRY(nib_check_code_place(usage ? "its columnwise shard" : "its rowwise shard", t, (nib_usage)usage,
+                                 p->piece.start, p->piece.length, shard, &p->place[usage]));
+        const struct nib_grid grid = nib_grid_of(t, (nib_usage)usage);
+        p->amaxes[usage] = plan->amax_count;
         plan->amax_count += grid.rows * grid.cols; /* at most as many as bytes of scales, which were seen to fit */
         if (nib_scales_are_chosen(t)) {
             p->scales = plan->scale_count;
             plan->scale_count += grid.rows * grid.cols;
-            plan->level_count += grid.geometry->levels;
+            plan->tensor_scale_count += grid.geometry->tensor_scales;
             plan->choice_count++;
         }
     }
@@ -137,7 +137,7 @@ static void free_plan(struct plan *plan)
     nib_free(plan->parameters);
     nib_free(plan->amaxes);
     nib_free(plan->scales);
-    nib_free(plan->levels);
+    nib_free(plan->tensor_scales);
 }
 
 /* Memory for scales that are chosen, and who they belong to. */
@@ -145,10 +145,10 @@ static nib_status plan_choices(struct plan *plan, int size)
 {
     TRY(nib_choices_create(plan->choice_count, size, &plan->choices));
     plan->scales = nib_alloc((size_t)plan->scale_count);
-    plan->levels = nib_alloc((size_t)plan->level_count * sizeof *plan->levels);
-    if (!plan->scales || !plan->levels)
+    plan->tensor_scales = nib_alloc((size_t)plan->tensor_scale_count * sizeof *plan->tensor_scales);
+    if (!plan->scales || !plan->tensor_scales)
         return nib_fail(NIB_ERR_MEMORY, "no memory for %lld scales", (long long)plan->scale_count);
-    float *levels = plan->levels;
+    float *tensor_scales = plan->tensor_scales;
     for (size_t i = 0, k = 0; i < plan->n; i++) {
         const struct parameter *p = &plan->parameters[i];
         if (p->scales < 0)
@@ -157,9 +157,9 @@ static nib_status plan_choices(struct plan *plan, int size)
                                                        .grid = nib_grid_of(p->t, NIB_ROWWISE),
                                                        .index = i,
                                                        .amaxes = plan->amaxes + p->amaxes[NIB_ROWWISE],
-                                                       .levels = levels,
+                                                       .tensor_scales = tensor_scales,
                                                        .scales = plan->scales + p->scales };
-        levels += p->t->geometry.copy[NIB_ROWWISE].levels;
+        tensor_scales += p->t->geometry.usage[NIB_ROWWISE].tensor_scales;
     }
     return NIB_OK;
 }
@@ -192,11 +192,11 @@ static bool is_empty(const nib_tensor *t) { return t->geometry.rows == 0 || t->g
 static void find_amaxes(const struct plan *plan)
 {
     for (size_t i = 0; i < plan->n; i++)
-        for (int copy = 0; copy < 2; copy++)
-            if (plan->parameters[i].amaxes[copy] >= 0) {
+        for (int usage = 0; usage < 2; usage++)
+            if (plan->parameters[i].amaxes[usage] >= 0) {
                 const struct parameter *p = &plan->parameters[i];
-                const struct nib_grid grid = nib_grid_of(p->t, (nib_copy)copy);
-                nib_piece_amax(&p->piece, &grid, is_empty(p->t) ? 0 : nobodys, plan->amaxes + p->amaxes[copy]);
+                const struct nib_grid grid = nib_grid_of(p->t, (nib_usage)usage);
+                nib_piece_amax(&p->piece, &grid, is_empty(p->t) ? 0 : nobodys, plan->amaxes + p->amaxes[usage]);
             }
 }
 
@@ -204,18 +204,18 @@ static void find_amaxes(const struct plan *plan)
 static nib_status check_owned(const struct plan *plan)
 {
     for (size_t i = 0; i < plan->n; i++)
-        for (int copy = 0; copy < 2; copy++) {
+        for (int usage = 0; usage < 2; usage++) {
             const struct parameter *p = &plan->parameters[i];
-            if (p->amaxes[copy] < 0)
+            if (p->amaxes[usage] < 0)
                 continue;
-            const struct nib_grid grid = nib_grid_of(p->t, (nib_copy)copy);
-            const float *amaxes = plan->amaxes + p->amaxes[copy];
+            const struct nib_grid grid = nib_grid_of(p->t, (nib_usage)usage);
+            const float *amaxes = plan->amaxes + p->amaxes[usage];
             for (int64_t cell = 0; cell < grid.rows * grid.cols; cell++)
                 if (amaxes[cell] < 0)
                     return nib_fail(NIB_ERR_SHAPE,
                                     "parameter %zu: no rank has an element of its %s block (%lld, %lld), and its codes "
                                     "would stay as they were",
-                                    i, nib_copy_name((nib_copy)copy), (long long)(cell / grid.cols),
+                                    i, nib_usage_name((nib_usage)usage), (long long)(cell / grid.cols),
                                     (long long)(cell % grid.cols));
         }
     return NIB_OK;
@@ -224,19 +224,19 @@ static nib_status check_owned(const struct plan *plan)
 static void cast_parameter(const struct plan *plan, const struct parameter *p)
 {
     nib_tensor *t = p->t;
-    for (int copy = 0; copy < 2; copy++) {
-        if (p->amaxes[copy] < 0)
+    for (int usage = 0; usage < 2; usage++) {
+        if (p->amaxes[usage] < 0)
             continue;
-        const struct nib_grid grid = nib_grid_of(t, (nib_copy)copy);
-        const float *amaxes = plan->amaxes + p->amaxes[copy];
+        const struct nib_grid grid = nib_grid_of(t, (nib_usage)usage);
+        const float *amaxes = plan->amaxes + p->amaxes[usage];
         nib_write_scales(t, &grid, amaxes, p->scale, p->scales < 0 ? NULL : plan->scales + p->scales);
-        nib_piece_cast(&p->piece, &grid, amaxes, p->scale, p->place[copy]);
-        if (p->amax_seen && copy == NIB_ROWWISE)
+        nib_piece_cast(&p->piece, &grid, amaxes, p->scale, p->place[usage]);
+        if (p->amax_seen && usage == NIB_ROWWISE)
             *p->amax_seen = nib_fmax(*p->amax_seen, *amaxes); /* one per tensor, as check_delayed saw */
     }
     if (p->amaxes[NIB_COLUMNWISE] >= 0 || !nib_tensor_has(t, NIB_COLUMNWISE))
         return;
-    /* The rowwise codes go past it. What the quantiser wants stays, so that post-processing knows. */
+    /* The rowwise codes go past it. What the quantizer wants stays, so that post-processing knows. */
     if (plan->manual)
         t->columnwise_stale = true;
     else
@@ -301,7 +301,7 @@ nib_status nib_quantize_nvfp4_param_shard(nib_tensor *const *params, size_t n_pa
 static bool needs_columnwise(const nib_tensor *t)
 {
     const bool there = nib_tensor_has(t, NIB_COLUMNWISE);
-    return !(there && nib_copy_is_cast(t, NIB_COLUMNWISE)) && (there ? t->columnwise_stale : t->q.columnwise);
+    return !(there && nib_usage_is_cast(t, NIB_COLUMNWISE)) && (there ? t->columnwise_stale : t->q.columnwise);
 }
 
 nib_status nib_post_all_gather_processing(nib_tensor *const *params, size_t n)
@@ -315,7 +315,7 @@ nib_status nib_post_all_gather_processing(nib_tensor *const *params, size_t n)
         if (needs_columnwise(t) && (!nib_tensor_has(t, NIB_ROWWISE) || t->q.block_dims[0] == 1 || t->q.swizzled))
             return nib_fail(
                 NIB_ERR_USAGE,
-                "parameter %zu: a columnwise copy is built from rowwise codes of square blocks with compact "
+                "parameter %zu: a columnwise usage is built from rowwise codes of square blocks with compact "
                 "scales",
                 i);
     }

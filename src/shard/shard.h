@@ -17,17 +17,18 @@ struct nib_piece {
 /* One copy of a parameter as it is cast: how, and a grid with one amax per scale. */
 struct nib_grid {
     struct nib_coding coding;
-    const struct nib_copy_geometry *geometry;
+    const struct nib_usage_geometry *geometry;
     int64_t rows, cols; /* of the grid */
 };
 
-struct nib_grid nib_grid_of(const nib_tensor *t, nib_copy copy);
+struct nib_grid nib_grid_of(const nib_tensor *t, nib_usage usage);
 
-/* The number of the amax that an element of a rowwise copy belongs to. */
+/* The number of the amax that an element of a rowwise usage belongs to. */
 int64_t nib_grid_cell(const nib_tensor *t, const struct nib_grid *grid, int64_t element);
 
-/* The level, or those of the rows, that the amaxes of a whole copy come to. */
-void nib_grid_levels(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, float *levels);
+/* The tensor scale, or those of the rows, that the amaxes of a whole usage come to. */
+void nib_grid_tensor_scales(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes,
+                            float *tensor_scales);
 
 /* Whether it takes all numbers of a block to choose its scale, not only their amax. */
 bool nib_scales_are_chosen(const nib_tensor *t);
@@ -47,7 +48,7 @@ struct nib_cut {
 };
 struct nib_cut nib_cut_of(const nib_tensor *t, const struct nib_grid *grid, struct nib_range range);
 
-/* Where the codes of a cast go: the whole copy (first 0), or a buffer that begins with byte `first` of it. */
+/* Where the codes of a cast go: the whole usage (first 0), or a buffer that begins with byte `first` of it. */
 struct nib_code_place {
     uint8_t *codes;
     int64_t first;
@@ -55,17 +56,17 @@ struct nib_code_place {
 
 /* Whether a copy is cast from the master: the rowwise one always; the columnwise one where it has scales of its own
  * and its codes lie in the order of the elements. */
-bool nib_copy_is_cast(const nib_tensor *t, nib_copy copy);
+bool nib_usage_is_cast(const nib_tensor *t, nib_usage usage);
 
 /* What a sharded cast cannot do to a parameter, and why. */
 nib_status nib_check_castable(const nib_tensor *t);
 
-/* Whether a master of this kind fits at `start`; gives the piece. `what` begins the sentence. */
+/* Whether a master of this kind fits at `start`; gives the piece. `what` begins the message. */
 nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array *master, int64_t start,
                           struct nib_piece *out);
 
 /* Whether `shard` is a buffer for the codes of elements start..start+length-1. shard NULL: the tensor's own. */
-nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
                                 const nib_array *shard, struct nib_code_place *out);
 
 /* n numbers of a piece from element `first` of the parameter on, in its nominal dtype. */
@@ -75,13 +76,14 @@ void nib_piece_load(const struct nib_piece *piece, int64_t first, int64_t n, flo
  * scaling) stands in for the one that the amaxes give, and codes that were chosen for the scales of blocks. choose
  * writes those of the piece's whole stretches, and nothing else. */
 void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, float none, float *amaxes);
-void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *levels, uint8_t *scales);
+void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *tensor_scales,
+                      uint8_t *scales);
 void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *amaxes, const float *scale,
                       const uint8_t *chosen);
 void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, const float *amaxes, const float *scale,
                     struct nib_code_place place);
 
-/* Adds a parameter's number to the sentence of what was wrong with it. */
+/* Adds a parameter's number to the message of what was wrong with it. */
 nib_status nib_blame(nib_status status, size_t i);
 
 /* Who has which elements. */
@@ -100,7 +102,7 @@ struct nib_choice {
     struct nib_grid grid;
     size_t index; /* among the caller's parameters */
     const float *amaxes;
-    float *levels;
+    float *tensor_scales;
     uint8_t *scales; /* one per amax: the result, the same on all ranks */
 };
 
@@ -122,6 +124,6 @@ nib_status nib_choices_make(const nib_comm *comm, struct nib_choices *choices);
 void nib_choices_free(struct nib_choices *choices);
 
 /* Bytes first..first+count-1 of the codes hold elements start..start+length-1 of the flattened tensor. */
-nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_copy copy, int64_t start, int64_t length);
+nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_usage usage, int64_t start, int64_t length);
 
 #endif

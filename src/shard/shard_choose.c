@@ -5,7 +5,7 @@
  *
  * A rank chooses where it has whole stretches of blocks, and tells the others by one byte per scale. Of the stretches
  * that a cut divides, at most two per piece, all ranks send their numbers in the nominal dtype, and all choose alike
- * from the same numbers, by the kernels that quantise whole matrices.
+ * from the same numbers, by the kernels that quantize whole matrices.
  */
 #include <stdlib.h>
 
@@ -194,7 +194,7 @@ nib_status nib_choices_meet(const nib_comm *comm, struct nib_choices *choices)
 
 /* Numbers lie anywhere in a message, and are coded in a place that is aligned for them. Coding is exact, and the dtypes
  * are such as nib_encode takes. */
-static uint8_t *pack_numbers(const struct nib_piece *piece, int64_t from, int64_t to, size_t number, uint8_t *out)
+static uint8_t *pack_values(const struct nib_piece *piece, int64_t from, int64_t to, size_t number, uint8_t *out)
 {
     float x[CHUNK];
     _Alignas(float) uint8_t codes[CHUNK * sizeof *x];
@@ -207,7 +207,7 @@ static uint8_t *pack_numbers(const struct nib_piece *piece, int64_t from, int64_
     return out;
 }
 
-static void unpack_numbers(nib_dtype dtype, const uint8_t *in, int64_t count, size_t number, float *x)
+static void unpack_values(nib_dtype dtype, const uint8_t *in, int64_t count, size_t number, float *x)
 {
     _Alignas(float) uint8_t codes[CHUNK * sizeof *x];
     for (int64_t n, at = 0; at < count; at += n) {
@@ -221,10 +221,10 @@ static uint8_t *pack(const struct nib_choice *choice, uint8_t *out)
 {
     const struct nib_piece *piece = choice->piece;
     const struct message m = message_of(choice, (struct nib_range){ piece->start, piece->length });
-    out = pack_numbers(piece, m.start, m.cut.whole, m.number, out);
+    out = pack_values(piece, m.start, m.cut.whole, m.number, out);
     if (m.cells)
         memcpy(out, choice->scales + m.cell, (size_t)m.cells);
-    return pack_numbers(piece, m.cut.whole_end, m.end, m.number, out + m.cells);
+    return pack_values(piece, m.cut.whole_end, m.end, m.number, out + m.cells);
 }
 
 /* Numbers of a stretch come in the order of their elements, from one rank after the other; with the last of them its
@@ -236,12 +236,12 @@ static const uint8_t *take_numbers(const struct nib_choice *choice, int64_t from
         return in;
     const nib_tensor *t = choice->piece->t;
     const struct nib_range around = nib_stretch_of(t, &choice->grid, from);
-    unpack_numbers(t->dtype, in, to - from, number, stretch + (from - around.start));
+    unpack_values(t->dtype, in, to - from, number, stretch + (from - around.start));
     if (to == around.start + around.length) {
         nib_array x;
         (void)nib_array_init(&x, stretch, NIB_F32, 1, &around.length);
         const struct nib_piece whole = { t, &x, around.start, around.length };
-        nib_piece_choose(&whole, &choice->grid, choice->levels, choice->scales);
+        nib_piece_choose(&whole, &choice->grid, choice->tensor_scales, choice->scales);
     }
     return in + (size_t)(to - from) * number;
 }
@@ -272,8 +272,8 @@ nib_status nib_choices_make(const nib_comm *comm, struct nib_choices *choices)
         uint8_t *out = choices->mine;
         for (size_t i = first; i < end; i++) {
             const struct nib_choice *choice = &choices->list[i];
-            nib_grid_levels(choice->piece->t, &choice->grid, choice->amaxes, choice->levels);
-            nib_piece_choose(choice->piece, &choice->grid, choice->levels, choice->scales);
+            nib_grid_tensor_scales(choice->piece->t, &choice->grid, choice->amaxes, choice->tensor_scales);
+            nib_piece_choose(choice->piece, &choice->grid, choice->tensor_scales, choice->scales);
             out = pack(choice, out);
         }
         TRY(nib_gather(comm, "the gather of scales", choices->mine, choices->all, choices->counts));

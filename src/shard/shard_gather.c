@@ -35,16 +35,16 @@ static nib_status exchange(const nib_comm *comm, const void *mine, size_t bytes,
     return nib_gather(comm, "a gather of sizes", mine, all, counts);
 }
 
-static nib_status check_own(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, const nib_array *shard,
+static nib_status check_own(const nib_tensor *t, nib_usage usage, int64_t start, int64_t length, const nib_array *shard,
                             const nib_comm *comm, struct gather *gather, struct nib_code_place *place)
 {
     if (!t)
         return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
     nib_byte_range bytes;
-    TRY(nib_tensor_byte_range(t, copy, start, length, &bytes));
-    if (!nib_tensor_has(t, copy))
-        return nib_fail(NIB_ERR_USAGE, "the tensor has no %s copy", nib_copy_name(copy));
-    TRY(nib_check_code_place("the shard", t, copy, start, length, shard, place));
+    TRY(nib_tensor_byte_range(t, usage, start, length, &bytes));
+    if (!nib_tensor_has(t, usage))
+        return nib_fail(NIB_ERR_USAGE, "the tensor has no %s usage", nib_usage_name(usage));
+    TRY(nib_check_code_place("the shard", t, usage, start, length, shard, place));
     gather->ranges = nib_alloc((size_t)comm->size * sizeof *gather->ranges);
     gather->owners = nib_alloc((size_t)comm->size * sizeof *gather->owners);
     gather->counts = nib_alloc((size_t)comm->size * sizeof *gather->counts);
@@ -54,17 +54,17 @@ static nib_status check_own(const nib_tensor *t, nib_copy copy, int64_t start, i
 }
 
 /* Every rank sees all ranges, so that all come to the same. */
-static nib_status plan_bytes(const nib_tensor *t, nib_copy copy, bool merge, int size, struct gather *gather)
+static nib_status plan_bytes(const nib_tensor *t, nib_usage usage, bool merge, int size, struct gather *gather)
 {
     TRY(nib_order_owners(t, gather->ranges, 1, size, gather->owners));
     size_t total = 0;
     for (int r = 0; r < size; r++) {
         const nib_byte_range range =
-            nib_bytes_of(&t->geometry, copy, gather->ranges[r].start, gather->ranges[r].length);
+            nib_bytes_of(&t->geometry, usage, gather->ranges[r].start, gather->ranges[r].length);
         if (!merge && (range.first_shared || range.last_shared))
             return nib_fail(NIB_ERR_SHAPE,
                             "the elements of rank %d do not begin and end with a byte: a gather of bytes would spoil a "
-                            "neighbour's, nib_all_gather_param puts them together",
+                            "neighbor's, nib_all_gather_param puts them together",
                             r);
         gather->counts[r] = (size_t)range.count;
         total += (size_t)range.count;
@@ -87,33 +87,33 @@ static void place_bytes(const nib_byte_range *range, const uint8_t *from, uint8_
         to[last] = (uint8_t)((to[last] & 0xF0) | (from[last] & 0x0F));
 }
 
-static nib_status exchange_codes(nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+static nib_status exchange_codes(nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
                                  struct nib_code_place place, const nib_comm *comm, struct gather *gather)
 {
-    const nib_byte_range own = nib_bytes_of(&t->geometry, copy, start, length);
+    const nib_byte_range own = nib_bytes_of(&t->geometry, usage, start, length);
     const uint8_t *mine = length ? place.codes + (own.first - place.first) : NULL;
     TRY(nib_gather(comm, "a gather of codes", mine, gather->all, gather->counts));
     const uint8_t *from = gather->all;
-    uint8_t *codes = nib_tensor_memory(t, copy).codes;
+    uint8_t *codes = nib_tensor_memory(t, usage).codes;
     for (int r = 0; r < comm->size; from += gather->counts[r++]) {
         const nib_byte_range range =
-            nib_bytes_of(&t->geometry, copy, gather->ranges[r].start, gather->ranges[r].length);
+            nib_bytes_of(&t->geometry, usage, gather->ranges[r].start, gather->ranges[r].length);
         if (range.count)
             place_bytes(&range, from, codes);
     }
-    if (copy == NIB_ROWWISE && nib_tensor_has(t, NIB_COLUMNWISE) && !nib_copy_is_cast(t, NIB_COLUMNWISE))
+    if (usage == NIB_ROWWISE && nib_tensor_has(t, NIB_COLUMNWISE) && !nib_usage_is_cast(t, NIB_COLUMNWISE))
         t->columnwise_stale = true;
     return NIB_OK;
 }
 
-static nib_status gather_param(nib_tensor *t, nib_copy copy, int64_t start, int64_t length, const nib_array *shard,
+static nib_status gather_param(nib_tensor *t, nib_usage usage, int64_t start, int64_t length, const nib_array *shard,
                                const nib_comm *comm, bool merge)
 {
     TRY(nib_check_comm("comm", comm, true));
     struct gather gather = { 0 };
     struct nib_code_place place = { 0 };
-    nib_status status = check_own(t, copy, start, length, shard, comm, &gather, &place);
-    uint64_t key = nib_mix(merge, (uint64_t)copy);
+    nib_status status = check_own(t, usage, start, length, shard, comm, &gather, &place);
+    uint64_t key = nib_mix(merge, (uint64_t)usage);
     if (!status)
         key = nib_mix(nib_mix(nib_mix(key, (uint64_t)t->geometry.rows), (uint64_t)t->geometry.cols),
                       (uint64_t)t->q.format);
@@ -122,44 +122,47 @@ static nib_status gather_param(nib_tensor *t, nib_copy copy, int64_t start, int6
         status = exchange(comm, &(struct nib_range){ start, length }, sizeof(struct nib_range), gather.ranges,
                           gather.counts);
     if (!status)
-        status = nib_agree(comm, plan_bytes(t, copy, merge, comm->size, &gather), 0);
+        status = nib_agree(comm, plan_bytes(t, usage, merge, comm->size, &gather), 0);
     if (!status)
-        status = exchange_codes(t, copy, start, length, place, comm, &gather);
+        status = exchange_codes(t, usage, start, length, place, comm, &gather);
     free_gather(&gather);
     return status;
 }
 
-nib_status nib_all_gather_param(nib_tensor *t, nib_copy copy, int64_t start, int64_t length, const nib_array *shard,
+nib_status nib_all_gather_param(nib_tensor *t, nib_usage usage, int64_t start, int64_t length, const nib_array *shard,
                                 const nib_comm *comm)
 {
-    return gather_param(t, copy, start, length, shard, comm, true);
+    return gather_param(t, usage, start, length, shard, comm, true);
 }
 
-nib_status nib_all_gather_param_bytes(nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+nib_status nib_all_gather_param_bytes(nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
                                       const nib_array *shard, const nib_comm *comm)
 {
-    return gather_param(t, copy, start, length, shard, comm, false);
+    return gather_param(t, usage, start, length, shard, comm, false);
 }
 
 /* ---- Tensors by rows ---- */
 
 /* Scales of a copy in memory: lines of them, and blocks in each. */
-static int64_t scale_lines(const struct nib_copy_geometry *g)
+static int64_t scale_lines(const struct nib_usage_geometry *g)
 {
     return g->blocks ? nib_ceil_div(g->lines, g->lines_per_scale) : 0;
 }
 
-/* What one copy of a tensor is sent as: codes, then scales without padding, then levels where each row has its own. */
-static bool sends_levels(const nib_quantizer *q, nib_copy copy) { return q->row_scaled && copy == NIB_ROWWISE; }
-
-static int64_t packed_levels(const nib_quantizer *q, nib_copy copy, const struct nib_copy_geometry *g)
+/* What one usage of a tensor is sent as: codes, then scales without padding, then tensor scales where each row has its own. */
+static bool sends_tensor_scales(const nib_quantizer *q, nib_usage usage)
 {
-    return sends_levels(q, copy) ? g->levels_bytes : 0;
+    return q->row_scaled && usage == NIB_ROWWISE;
 }
 
-static int64_t packed_bytes(const nib_quantizer *q, nib_copy copy, const struct nib_copy_geometry *g)
+static int64_t packed_tensor_scales(const nib_quantizer *q, nib_usage usage, const struct nib_usage_geometry *g)
 {
-    return g->data_bytes + scale_lines(g) * g->blocks * g->scale_bytes + packed_levels(q, copy, g);
+    return sends_tensor_scales(q, usage) ? g->tensor_scales_bytes : 0;
+}
+
+static int64_t packed_bytes(const nib_quantizer *q, nib_usage usage, const struct nib_usage_geometry *g)
+{
+    return g->data_bytes + scale_lines(g) * g->blocks * g->scale_bytes + packed_tensor_scales(q, usage, g);
 }
 
 static uint8_t *put(uint8_t *to, const void *from, int64_t bytes)
@@ -169,27 +172,27 @@ static uint8_t *put(uint8_t *to, const void *from, int64_t bytes)
     return to + bytes;
 }
 
-static uint8_t *pack_copy(const nib_tensor *t, nib_copy copy, uint8_t *to)
+static uint8_t *pack_usage(const nib_tensor *t, nib_usage usage, uint8_t *to)
 {
-    const struct nib_copy_geometry *g = &t->geometry.copy[copy];
-    const struct nib_copy_memory memory = nib_tensor_memory(t, copy);
+    const struct nib_usage_geometry *g = &t->geometry.usage[usage];
+    const struct nib_usage_memory memory = nib_tensor_memory(t, usage);
     to = put(to, memory.codes, g->data_bytes);
     for (int64_t line = 0; line < scale_lines(g); line++)
         for (int64_t block = 0; block < g->blocks; block++) {
             const nib_scale_bits bits = nib_scale_load(g, memory.scales, line * g->lines_per_scale, block);
             to = put(to, &bits, g->scale_bytes);
         }
-    return put(to, memory.levels, packed_levels(&t->q, copy, g));
+    return put(to, memory.tensor_scales, packed_tensor_scales(&t->q, usage, g));
 }
 
 /* A piece whose first row is row `first` of `whole`, into its place there. Rowwise that is some lines; columnwise, a
  * part of each. */
-static const uint8_t *unpack_copy(nib_tensor *whole, nib_copy copy, const struct nib_copy_geometry *piece,
-                                  int64_t first, const uint8_t *from)
+static const uint8_t *unpack_usage(nib_tensor *whole, nib_usage usage, const struct nib_usage_geometry *piece,
+                                   int64_t first, const uint8_t *from)
 {
-    const struct nib_copy_geometry *g = &whole->geometry.copy[copy];
-    const struct nib_copy_memory memory = nib_tensor_memory(whole, copy);
-    const bool rowwise = copy == NIB_ROWWISE;
+    const struct nib_usage_geometry *g = &whole->geometry.usage[usage];
+    const struct nib_usage_memory memory = nib_tensor_memory(whole, usage);
+    const bool rowwise = usage == NIB_ROWWISE;
     if (rowwise || g->element_stride > 1) { /* codes in the order of the elements */
         if (piece->data_bytes)
             memcpy(memory.codes + first * (rowwise ? g->line_stride : g->element_stride), from,
@@ -208,10 +211,10 @@ static const uint8_t *unpack_copy(nib_tensor *whole, nib_copy copy, const struct
             nib_scale_store(g, memory.scales, (rowwise ? first : 0) + line * piece->lines_per_scale,
                             b + (rowwise ? 0 : first / block), bits);
         }
-    const int64_t levels = packed_levels(&whole->q, copy, piece);
-    if (levels)
-        memcpy(memory.levels + first, from, (size_t)levels);
-    return from + levels;
+    const int64_t tensor_scales = packed_tensor_scales(&whole->q, usage, piece);
+    if (tensor_scales)
+        memcpy(memory.tensor_scales + first, from, (size_t)tensor_scales);
+    return from + tensor_scales;
 }
 
 struct row_gather {
@@ -230,7 +233,7 @@ static void free_row_gather(struct row_gather *gather)
     nib_tensor_destroy(gather->whole);
 }
 
-/* What must be equal on all ranks; levels among it, since codes and scales were made with them. */
+/* What must be equal on all ranks; tensor scales among it, since codes and scales were made with them. */
 static uint64_t row_key(const nib_tensor *t)
 {
     nib_quantizer q = t->q;
@@ -241,11 +244,11 @@ static uint64_t row_key(const nib_tensor *t)
     uint64_t key = nib_mix(nib_mix(nib_quantizer_hash(&q), (uint64_t)t->dtype), (uint64_t)t->rank);
     for (int i = 1; i < t->rank; i++)
         key = nib_mix(key, (uint64_t)t->shape[i]);
-    for (int copy = 0; copy < 2; copy++) {
-        const float *levels = nib_tensor_memory(t, (nib_copy)copy).levels;
-        const struct nib_copy_geometry *g = &t->geometry.copy[copy];
-        for (int64_t i = 0; levels && !sends_levels(&q, (nib_copy)copy) && i < g->levels; i++)
-            key = nib_mix(key, nib_bits(levels[i]));
+    for (int usage = 0; usage < 2; usage++) {
+        const float *tensor_scales = nib_tensor_memory(t, (nib_usage)usage).tensor_scales;
+        const struct nib_usage_geometry *g = &t->geometry.usage[usage];
+        for (int64_t i = 0; tensor_scales && !sends_tensor_scales(&q, (nib_usage)usage) && i < g->tensor_scales; i++)
+            key = nib_mix(key, nib_bits(tensor_scales[i]));
     }
     return key;
 }
@@ -254,10 +257,10 @@ static nib_status check_own_rows(const nib_tensor *t, const nib_comm *comm, stru
 {
     if (!t)
         return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
-    nib_copy copy;
-    TRY(nib_tensor_pick(t, NIB_EITHER, &copy));
+    nib_usage usage;
+    TRY(nib_tensor_pick(t, NIB_EITHER, &usage));
     if (nib_tensor_has(t, NIB_COLUMNWISE))
-        TRY(nib_tensor_pick(t, NIB_COLUMNWISE, &copy));
+        TRY(nib_tensor_pick(t, NIB_COLUMNWISE, &usage));
     if (t->rank < 2)
         return nib_fail(NIB_ERR_SHAPE, "a tensor of rank %d has no rows to gather", t->rank);
     gather->dims = nib_alloc((size_t)comm->size * sizeof *gather->dims);
@@ -287,9 +290,9 @@ static nib_status plan_rows(const nib_tensor *t, const nib_comm *comm, struct ro
             return nib_fail(NIB_ERR_SHAPE, "the rows of rank %d would begin at row %lld, within a block of %lld", r,
                             (long long)rows, (long long)block);
         int64_t bytes = 0;
-        for (int copy = 0; copy < 2; copy++)
-            if (nib_tensor_has(t, (nib_copy)copy))
-                bytes += packed_bytes(&t->q, (nib_copy)copy, &piece.copy[copy]);
+        for (int usage = 0; usage < 2; usage++)
+            if (nib_tensor_has(t, (nib_usage)usage))
+                bytes += packed_bytes(&t->q, (nib_usage)usage, &piece.usage[usage]);
         gather->counts[r] = (size_t)bytes;
         if (!nib_add(rows, piece.rows, &rows) || !nib_add(*sum, gather->dims[r], sum) || !nib_add(total, bytes, &total))
             return nib_fail(NIB_ERR_SHAPE, "the ranks have too many rows");
@@ -316,26 +319,27 @@ static nib_status make_whole(const nib_tensor *t, int64_t dim, nib_tensor **out)
 static nib_status exchange_rows(const nib_tensor *t, const nib_comm *comm, struct row_gather *gather)
 {
     uint8_t *to = gather->mine;
-    for (int copy = 0; copy < 2; copy++)
-        if (nib_tensor_has(t, (nib_copy)copy))
-            to = pack_copy(t, (nib_copy)copy, to);
+    for (int usage = 0; usage < 2; usage++)
+        if (nib_tensor_has(t, (nib_usage)usage))
+            to = pack_usage(t, (nib_usage)usage, to);
     TRY(nib_gather(comm, "a gather of rows", gather->mine, gather->all, gather->counts));
     const uint8_t *from = gather->all;
     int64_t first = 0;
     for (int r = 0; r < comm->size; r++) {
         struct nib_geometry piece;
         TRY(piece_geometry(t, gather->dims[r], &piece)); /* it went well in plan_rows */
-        for (int copy = 0; copy < 2; copy++)
-            if (nib_tensor_has(t, (nib_copy)copy))
-                from = unpack_copy(gather->whole, (nib_copy)copy, &piece.copy[copy], first, from);
+        for (int usage = 0; usage < 2; usage++)
+            if (nib_tensor_has(t, (nib_usage)usage))
+                from = unpack_usage(gather->whole, (nib_usage)usage, &piece.usage[usage], first, from);
         first += piece.rows;
     }
     /* Levels that were not sent are the same everywhere. */
-    for (int copy = 0; copy < 2; copy++) {
-        const struct nib_copy_memory memory = nib_tensor_memory(gather->whole, (nib_copy)copy);
-        const struct nib_copy_geometry *g = &gather->whole->geometry.copy[copy];
-        if (memory.codes && memory.levels && !sends_levels(&t->q, (nib_copy)copy))
-            memcpy(memory.levels, nib_tensor_memory(t, (nib_copy)copy).levels, (size_t)g->levels_bytes);
+    for (int usage = 0; usage < 2; usage++) {
+        const struct nib_usage_memory memory = nib_tensor_memory(gather->whole, (nib_usage)usage);
+        const struct nib_usage_geometry *g = &gather->whole->geometry.usage[usage];
+        if (memory.codes && memory.tensor_scales && !sends_tensor_scales(&t->q, (nib_usage)usage))
+            memcpy(memory.tensor_scales, nib_tensor_memory(t, (nib_usage)usage).tensor_scales,
+                   (size_t)g->tensor_scales_bytes);
     }
     return NIB_OK;
 }
@@ -350,7 +354,8 @@ nib_status nib_all_gather_tensor(const nib_tensor *t, const nib_comm *comm, nib_
         status = nib_fail(NIB_ERR_ARG, "nib_all_gather_tensor: out is NULL");
     status = nib_agree(comm, status, status ? 0 : row_key(t));
     if (status == NIB_ERR_MISMATCH)
-        (void)nib_fail(status, "the ranks' tensors differ in shape, options, copies or levels: was the amax reduced?");
+        (void)nib_fail(status,
+                       "the ranks' tensors differ in shape, options, copies or tensor scales: was the amax reduced?");
     if (!status)
         status = exchange(comm, &t->shape[0], sizeof *gather.dims, gather.dims, gather.counts);
     if (!status) {
@@ -373,7 +378,7 @@ nib_status nib_all_gather_tensor(const nib_tensor *t, const nib_comm *comm, nib_
 
 static nib_status check_fsdp(const nib_quantizer *q, const struct nib_geometry *geometry)
 {
-    const struct nib_copy_geometry *g = &geometry->copy[NIB_ROWWISE];
+    const struct nib_usage_geometry *g = &geometry->usage[NIB_ROWWISE];
     const int64_t block = nib_format_of(q)->block;
     if (q->swizzled)
         return nib_fail(NIB_ERR_UNSUPPORTED, "swizzled scales do not lie row by row: unswizzle the tensor first");
@@ -383,7 +388,7 @@ static nib_status check_fsdp(const nib_quantizer *q, const struct nib_geometry *
         return nib_fail(NIB_ERR_UNSUPPORTED, "the scales of %s do not lie row by row here", nib_format_of(q)->name);
     if (q->columnwise && q->block_dims[0] == 1)
         return nib_fail(NIB_ERR_USAGE,
-                        "a columnwise copy is wanted, and with 1x%lld blocks it cannot be built from what is gathered",
+                        "a columnwise usage is wanted, and with 1x%lld blocks it cannot be built from what is gathered",
                         (long long)block);
     if (q->block_dims[0] > 1 && geometry->rows % block)
         return nib_fail(NIB_ERR_SHAPE, "%lld rows are not whole blocks of %lld", (long long)geometry->rows,
@@ -400,12 +405,12 @@ nib_status nib_fsdp_extract(const nib_tensor *t, nib_fsdp_parts *out)
     nib_quantizer q = t->q;
     q.columnwise = q.columnwise || nib_tensor_has(t, NIB_COLUMNWISE);
     if (!nib_tensor_has(t, NIB_ROWWISE))
-        return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise copy");
+        return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise usage");
     TRY(check_fsdp(&q, &t->geometry));
-    const struct nib_copy_geometry *g = &t->geometry.copy[NIB_ROWWISE];
-    const struct nib_copy_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
+    const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
+    const struct nib_usage_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
     nib_fsdp_parts parts = { .bytes = out->bytes,
-                             .level = memory.levels ? *memory.levels : 1,
+                             .tensor_scale = memory.tensor_scales ? *memory.tensor_scales : 1,
                              .metadata = { .bytes = sizeof parts.metadata } };
     TRY(nib_array_init(&parts.data, memory.codes, NIB_U8, 2, (const int64_t[2]){ g->lines, g->line_stride }));
     if (memory.scales)
@@ -428,7 +433,7 @@ static nib_status check_gathered(const char *what, const nib_array *array, nib_d
 }
 
 /* The tensor to write: the caller's, or a new one. Has all the memory that it will need. */
-static nib_status assign_target(const nib_fsdp_parts *parts, int64_t rows, nib_tensor *given, nib_tensor **out)
+static nib_status assign_target(const nib_fsdp_parts *parts, int64_t rows, nib_tensor *overrides, nib_tensor **out)
 {
     nib_quantizer q;
     TRY(nib_quantizer_load(&parts->metadata.quantizer, &q));
@@ -444,13 +449,13 @@ static nib_status assign_target(const nib_fsdp_parts *parts, int64_t rows, nib_t
     if (rows < 0 || (inner ? rows % inner : rows))
         return nib_fail(NIB_ERR_SHAPE, "%lld rows do not make up dims of %lld rows", (long long)rows, (long long)inner);
     shape[0] = inner ? rows / inner : shape[0];
-    if (!given) {
+    if (!overrides) {
         TRY(nib_tensor_new(&q, parts->metadata.dtype, rank, shape, out));
-    } else if (given->rank != rank || memcmp(given->shape, shape, (size_t)rank * sizeof *shape) ||
-               !nib_same_meaning(&given->q, &q)) {
+    } else if (overrides->rank != rank || memcmp(overrides->shape, shape, (size_t)rank * sizeof *shape) ||
+               !nib_same_meaning(&overrides->q, &q)) {
         return nib_fail(NIB_ERR_MISMATCH, "the tensor to assign to is of another shape or kind");
     } else {
-        *out = given;
+        *out = overrides;
     }
     TRY(check_fsdp(&q, &(*out)->geometry));
     return nib_tensor_allocate(*out, true, q.columnwise);
@@ -458,8 +463,8 @@ static nib_status assign_target(const nib_fsdp_parts *parts, int64_t rows, nib_t
 
 static void write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
 {
-    const struct nib_copy_geometry *g = &t->geometry.copy[NIB_ROWWISE];
-    const struct nib_copy_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
+    const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
+    const struct nib_usage_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
     if (g->data_bytes)
         memcpy(memory.codes, (const char *)parts->data.data + parts->data.offset, (size_t)g->data_bytes);
     if (memory.scales && g->lines > 0 && g->scale_shape[1] > 0)
@@ -467,8 +472,8 @@ static void write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
                (size_t)(g->lines * g->scale_shape[1] * g->scale_bytes));
     if (memory.scales)
         nib_zero_scale_padding(g, memory.scales);
-    if (memory.levels)
-        *memory.levels = parts->level;
+    if (memory.tensor_scales)
+        *memory.tensor_scales = parts->tensor_scale;
 }
 
 nib_status nib_fsdp_assign(const nib_fsdp_parts *parts, int64_t rows, nib_tensor **out)
@@ -479,7 +484,7 @@ nib_status nib_fsdp_assign(const nib_fsdp_parts *parts, int64_t rows, nib_tensor
     nib_tensor *t = NULL;
     nib_status status = assign_target(parts, rows, *out, &t);
     if (!status) {
-        const struct nib_copy_geometry *g = &t->geometry.copy[NIB_ROWWISE];
+        const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
         status = check_gathered("data", &parts->data, NIB_U8, rows, g->line_stride);
         if (!status && nib_format_of(&t->q)->block)
             status = check_gathered("scales", &parts->scales, nib_format_of(&t->q)->scale, rows, g->scale_shape[1]);

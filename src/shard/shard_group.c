@@ -37,7 +37,7 @@ static nib_array rows_of(const nib_array *x, int64_t first, int64_t count)
 
 /* ---- Amaxes ---- */
 
-/* Numbers of one member: where each copy's begin, and how many there are. */
+/* Numbers of one member: where each usage's begin, and how many there are. */
 struct amax_layout {
     int64_t at[2], count;
 };
@@ -46,10 +46,10 @@ static struct amax_layout layout_of(const nib_quantizer *q, const struct nib_geo
 {
     const bool wanted[2] = { q->rowwise, q->columnwise };
     struct amax_layout layout = { { -1, -1 }, 0 };
-    for (int copy = 0; copy < 2 && nib_format_of(q)->levels; copy++)
-        if (wanted[copy]) {
-            layout.at[copy] = layout.count;
-            layout.count += geometry->copy[copy].levels;
+    for (int usage = 0; usage < 2 && nib_format_of(q)->tensor_scales; usage++)
+        if (wanted[usage]) {
+            layout.at[usage] = layout.count;
+            layout.count += geometry->usage[usage].tensor_scales;
         }
     return layout;
 }
@@ -66,7 +66,7 @@ nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int6
     nib_quantizer loaded;
     struct nib_geometry geometry;
     TRY(check_group(q, x, counts, n, &loaded));
-    if (!nib_format_of(&loaded)->levels || loaded.row_scaled)
+    if (!nib_format_of(&loaded)->tensor_scales || loaded.row_scaled)
         return nib_fail(NIB_ERR_MODE, "there is not one amax per tensor and copy");
     for (size_t i = 0; i < n; i++) /* whatever can fail does so here, before anything is written */
         TRY(member_geometry(&loaded, x, counts[i], &geometry));
@@ -79,9 +79,9 @@ nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int6
             TRY(member_geometry(&loaded, x, counts[i], &geometry));
         const struct amax_layout layout = layout_of(&loaded, &geometry);
         nib_find_amaxes(&loaded, &rows, &geometry, pair);
-        for (int copy = 0; copy < 2; copy++)
-            if (amax[copy])
-                amax[copy][i] = layout.at[copy] < 0 ? 0 : pair[layout.at[copy]];
+        for (int usage = 0; usage < 2; usage++)
+            if (amax[usage])
+                amax[usage][i] = layout.at[usage] < 0 ? 0 : pair[layout.at[usage]];
     }
     return NIB_OK;
 }
@@ -120,7 +120,7 @@ static nib_status group_amaxes(const nib_quantizer *q, const nib_comm *comm, con
     if (!comm && (status || !q->row_scaled))
         return status;
     size_t total = 0;
-    if (!status && !nib_format_of(q)->levels)
+    if (!status && !nib_format_of(q)->tensor_scales)
         status = nib_fail(NIB_ERR_MODE, "there is no amax per tensor to reduce: every block has its own");
     if (!status)
         status = find_all(q, x, counts, n, out, &total);
@@ -137,21 +137,21 @@ static nib_status group_amaxes(const nib_quantizer *q, const nib_comm *comm, con
     return status;
 }
 
-/* What a member brings to its quantisation; *amaxes moves on to the next. */
-static nib_given given_of(const nib_quantizer *q, const struct nib_geometry *geometry, const float **amaxes)
+/* What a member brings to its quantization; *amaxes moves on to the next. */
+static nib_overrides overrides_of(const nib_quantizer *q, const struct nib_geometry *geometry, const float **amaxes)
 {
-    nib_given given = { .bytes = sizeof given };
+    nib_overrides overrides = { .bytes = sizeof overrides };
     if (!*amaxes)
-        return given;
+        return overrides;
     const struct amax_layout layout = layout_of(q, geometry);
-    for (int copy = 0; copy < 2; copy++)
-        if (layout.at[copy] >= 0)
-            given.amax[copy] = *amaxes + layout.at[copy];
+    for (int usage = 0; usage < 2; usage++)
+        if (layout.at[usage] >= 0)
+            overrides.amax[usage] = *amaxes + layout.at[usage];
     *amaxes += layout.count;
-    return given;
+    return overrides;
 }
 
-/* ---- Split and quantise ---- */
+/* ---- Split and quantize ---- */
 
 /* New tensors from the rows of x, one after the other. */
 static nib_status quantize_rows(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
@@ -162,8 +162,8 @@ static nib_status quantize_rows(const nib_quantizer *q, const nib_array *x, cons
         const nib_array rows = rows_of(x, first, counts[i]);
         struct nib_geometry geometry;
         TRY(member_geometry(q, x, counts[i], &geometry));
-        const nib_given given = given_of(q, &geometry, &amaxes);
-        TRY(nib_quantize(q, &rows, &given, &made[i]));
+        const nib_overrides overrides = overrides_of(q, &geometry, &amaxes);
+        TRY(nib_quantize(q, &rows, &overrides, &made[i]));
     }
     return NIB_OK;
 }
@@ -209,13 +209,13 @@ struct nib_group {
     nib_buffer *parts[NIB_PART_COUNT];
 };
 
-/* A part that the quantiser wants. */
+/* A part that the quantizer wants. */
 static bool has_part(const nib_quantizer *q, nib_part part)
 {
     const struct nib_format_facts *facts = nib_format_of(q);
     const bool wanted[2] = { q->rowwise, q->columnwise };
     for (int side = 0; side < 2; side++)
-        if (wanted[side] && nib_part_of(facts, (nib_copy)side, (int)part / 2) == part)
+        if (wanted[side] && nib_part_of(facts, (nib_usage)side, (int)part / 2) == part)
             return true;
     return false;
 }
@@ -226,7 +226,7 @@ static nib_status geometry_of_rows(const nib_group *group, int64_t rows, struct 
 }
 
 /* Where the members lie, and how large the buffers are. Each has the room that a whole number of 128 rows takes;
- * levels, which have no padding, lie side by side. */
+ * tensor scales, which have no padding, lie side by side. */
 static nib_status lay_out(nib_group *group, int64_t total[NIB_PART_COUNT])
 {
     for (size_t i = 0; i < group->n; i++) {
@@ -236,7 +236,7 @@ static nib_status lay_out(nib_group *group, int64_t total[NIB_PART_COUNT])
         TRY(geometry_of_rows(group, group->rows[i], &own));
         TRY(geometry_of_rows(group, nib_round_up(group->rows[i], NIB_FP4_ALIGN_GRAPH), &padded));
         for (int part = 0; part < NIB_PART_COUNT; part++) {
-            const struct nib_geometry *room = part >= NIB_ROW_LEVEL ? &own : &padded;
+            const struct nib_geometry *room = part >= NIB_ROW_TENSOR_SCALE ? &own : &padded;
             group->offsets[i][part] = total[part];
             if (!nib_add(total[part], (int64_t)nib_part_bytes(room, (nib_part)part), &total[part]))
                 return nib_fail(NIB_ERR_SHAPE, "the group takes too many bytes");
@@ -380,10 +380,10 @@ nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_co
     int64_t first = 0;
     for (size_t i = 0; i < group->n && !status; first += group->rows[i++]) {
         const nib_array rows = rows_of(x, first, group->rows[i]);
-        const nib_given given = given_of(&loaded, &members[i]->geometry, &next);
-        const struct nib_copy_memory memory[2] = { nib_tensor_memory(members[i], NIB_ROWWISE),
-                                                   nib_tensor_memory(members[i], NIB_COLUMNWISE) };
-        status = nib_quantize_copies(&loaded, &rows, &given, &members[i]->geometry, memory);
+        const nib_overrides overrides = overrides_of(&loaded, &members[i]->geometry, &next);
+        const struct nib_usage_memory memory[2] = { nib_tensor_memory(members[i], NIB_ROWWISE),
+                                                    nib_tensor_memory(members[i], NIB_COLUMNWISE) };
+        status = nib_quantize_usages(&loaded, &rows, &overrides, &members[i]->geometry, memory);
     }
     for (size_t i = 0; i < group->n && members; i++)
         nib_tensor_destroy(members[i]);

@@ -13,10 +13,10 @@
 
 /* ---- The grid of amaxes ---- */
 
-struct nib_grid nib_grid_of(const nib_tensor *t, nib_copy copy)
+struct nib_grid nib_grid_of(const nib_tensor *t, nib_usage usage)
 {
     struct nib_grid grid = {
-        .coding = nib_coding_of(&t->q, copy, t->dtype), .geometry = &t->geometry.copy[copy], .rows = 1, .cols = 1
+        .coding = nib_coding_of(&t->q, usage, t->dtype), .geometry = &t->geometry.usage[usage], .rows = 1, .cols = 1
     };
     if (grid.coding.block) {
         grid.rows = nib_ceil_div(grid.geometry->lines, grid.coding.tile_lines);
@@ -36,19 +36,19 @@ int64_t nib_grid_cell(const nib_tensor *t, const struct nib_grid *grid, int64_t 
     return cell_of(grid, element / t->geometry.cols, element % t->geometry.cols);
 }
 
-/* What n amaxes, or a scale instead, come to: those of a whole copy, or of a row that has a level of its own. */
+/* What n amaxes, or a scale instead, come to: those of a whole usage, or of a row that has a tensor scale of its own. */
 static struct nib_scaler scaler_of(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, int64_t n,
                                    const float *scale)
 {
     float amax = 0;
     for (int64_t i = 0; i < n; i++)
         amax = nib_fmax(amax, amaxes[i]);
-    struct nib_scaler scaler = { .level = 1, .encode = 1 };
+    struct nib_scaler scaler = { .tensor_scale = 1, .encode = 1 };
     if (scale) {
         scaler.encode = *scale;
-        scaler.level = 1.0f / *scale;
-    } else if (grid->geometry->levels) {
-        scaler.level = nib_level_from_amax(&t->q, &grid->coding, amax, &scaler.encode);
+        scaler.tensor_scale = 1.0f / *scale;
+    } else if (grid->geometry->tensor_scales) {
+        scaler.tensor_scale = nib_tensor_scale_from_amax(&t->q, &grid->coding, amax, &scaler.encode);
     }
     grid->coding.dialect->prepare(&scaler, &grid->coding.rules);
     return scaler;
@@ -63,13 +63,13 @@ static struct nib_scaler scaler_of_all(const nib_tensor *t, const struct nib_gri
     return scaler;
 }
 
-void nib_grid_levels(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, float *levels)
+void nib_grid_tensor_scales(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, float *tensor_scales)
 {
-    const int64_t n = grid->geometry->levels, cells = grid->rows * grid->cols;
+    const int64_t n = grid->geometry->tensor_scales, cells = grid->rows * grid->cols;
     const nib_fpenv saved = nib_fpenv_enter();
     for (int64_t i = 0; i < n; i++)
-        levels[i] = t->q.row_scaled ? scaler_of(t, grid, amaxes + i * grid->cols, grid->cols, NULL).level
-                                    : scaler_of(t, grid, amaxes, cells, NULL).level;
+        tensor_scales[i] = t->q.row_scaled ? scaler_of(t, grid, amaxes + i * grid->cols, grid->cols, NULL).tensor_scale
+                                           : scaler_of(t, grid, amaxes, cells, NULL).tensor_scale;
     nib_fpenv_leave(saved);
 }
 
@@ -78,7 +78,7 @@ bool nib_scales_are_chosen(const nib_tensor *t) { return t->q.scale_rule != NIB_
 struct nib_range nib_stretch_of(const nib_tensor *t, const struct nib_grid *grid, int64_t element)
 {
     const int64_t rows = t->geometry.rows, cols = t->geometry.cols, row = element / cols, block = grid->coding.block;
-    const bool rowwise = grid->coding.copy == NIB_ROWWISE;
+    const bool rowwise = grid->coding.usage == NIB_ROWWISE;
     if (!block)
         return (struct nib_range){ 0, rows * cols };
     if (rowwise && grid->coding.tile_lines == 1) {
@@ -104,10 +104,10 @@ struct nib_cut nib_cut_of(const nib_tensor *t, const struct nib_grid *grid, stru
 
 /* ---- Checks ---- */
 
-bool nib_copy_is_cast(const nib_tensor *t, nib_copy copy)
+bool nib_usage_is_cast(const nib_tensor *t, nib_usage usage)
 {
-    return copy == NIB_ROWWISE ||
-           (nib_tensor_has(t, copy) && t->q.block_dims[0] == 1 && !nib_format_of(&t->q)->transposed);
+    return usage == NIB_ROWWISE ||
+           (nib_tensor_has(t, usage) && t->q.block_dims[0] == 1 && !nib_format_of(&t->q)->transposed);
 }
 
 nib_status nib_check_castable(const nib_tensor *t)
@@ -115,22 +115,22 @@ nib_status nib_check_castable(const nib_tensor *t)
     const nib_quantizer *q = &t->q;
     const bool columnwise = q->columnwise || nib_tensor_has(t, NIB_COLUMNWISE);
     const struct {
-        bool refused;
+        bool rejected;
         nib_status status;
         const char *why;
     } rules[] = {
-        { !nib_tensor_has(t, NIB_ROWWISE), NIB_ERR_USAGE, "it has no rowwise copy to cast into" },
+        { !nib_tensor_has(t, NIB_ROWWISE), NIB_ERR_USAGE, "it has no rowwise usage to cast into" },
         { q->swizzled, NIB_ERR_MODE, "its scales are swizzled: unswizzle it first" },
         { q->rht_rowwise, NIB_ERR_MODE,
           "the RHT changes the amax of a block, which a rank that has only a part of it cannot know" },
         { columnwise && q->block_dims[0] == 1 && nib_format_of(q)->transposed, NIB_ERR_USAGE,
-          "a columnwise copy is wanted, and with 1xB blocks it has scales of its own and cannot be built from the "
+          "a columnwise usage is wanted, and with 1xB blocks it has scales of its own and cannot be built from the "
           "rowwise codes" },
         { q->columnwise && !nib_tensor_has(t, NIB_COLUMNWISE) && q->block_dims[0] == 1, NIB_ERR_USAGE,
-          "a columnwise copy is wanted, and there is none to cast into" },
+          "a columnwise usage is wanted, and there is none to cast into" },
     };
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
-        if (rules[i].refused)
+        if (rules[i].rejected)
             return nib_fail(rules[i].status, "%s", rules[i].why);
     return NIB_OK;
 }
@@ -163,13 +163,13 @@ nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array
     return NIB_OK;
 }
 
-nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_copy copy, int64_t start, int64_t length,
+nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
                                 const nib_array *shard, struct nib_code_place *out)
 {
-    *out = (struct nib_code_place){ nib_tensor_memory(t, copy).codes, 0 };
+    *out = (struct nib_code_place){ nib_tensor_memory(t, usage).codes, 0 };
     if (!shard)
         return NIB_OK;
-    const nib_byte_range range = nib_bytes_of(&t->geometry, copy, start, length);
+    const nib_byte_range range = nib_bytes_of(&t->geometry, usage, start, length);
     TRY(nib_check_output(what, shard));
     if (shard->dtype != NIB_U8)
         return nib_fail(NIB_ERR_DTYPE, "%s is U8, not %s", what, nib_dtypes[shard->dtype].name);
@@ -185,19 +185,19 @@ nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_copy 
 /* ---- Elements and bytes ---- */
 
 /* The byte of a code, from the first of the copy. */
-static int64_t byte_of(const struct nib_copy_geometry *g, int64_t line, int64_t i)
+static int64_t byte_of(const struct nib_usage_geometry *g, int64_t line, int64_t i)
 {
     return line * g->line_stride + (g->element_stride ? i * g->element_stride : i / 2);
 }
 
-nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_copy copy, int64_t start, int64_t length)
+nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_usage usage, int64_t start, int64_t length)
 {
-    const struct nib_copy_geometry *g = &geometry->copy[copy];
+    const struct nib_usage_geometry *g = &geometry->usage[usage];
     if (length == 0)
         return (nib_byte_range){ 0 };
     const int64_t cols = geometry->cols, row = start / cols, col = start % cols, last = start + length - 1;
     const int64_t end_row = last / cols, end_col = last % cols;
-    const bool rowwise = copy == NIB_ROWWISE, packed = !g->element_stride;
+    const bool rowwise = usage == NIB_ROWWISE, packed = !g->element_stride;
     const int64_t first = rowwise ? byte_of(g, row, col) : byte_of(g, col, row);
     const int64_t end = rowwise ? byte_of(g, end_row, end_col) : byte_of(g, end_col, end_row);
     return (nib_byte_range){ .first = first,
@@ -207,7 +207,7 @@ nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_copy copy, 
 }
 
 /* A packed code beside another's; behind the last of a row comes nobody's nibble, which is 0. */
-static void put_code(const struct nib_copy_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
+static void put_code(const struct nib_usage_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
                      uint8_t code)
 {
     uint8_t *byte = place.codes + (byte_of(g, line, i) - place.first);
@@ -218,7 +218,7 @@ static void put_code(const struct nib_copy_geometry *g, struct nib_code_place pl
 }
 
 /* n codes side by side: whole bytes at once, the ones at the ends beside others'. */
-static void put_codes(const struct nib_copy_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
+static void put_codes(const struct nib_usage_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
                       int64_t n, const uint8_t *codes)
 {
     int64_t k = 0;
@@ -234,7 +234,7 @@ static void put_codes(const struct nib_copy_geometry *g, struct nib_code_place p
 }
 
 /* n numbers of a piece from element `first` of the parameter on, as the master has them. */
-static void load_numbers(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
+static void load_values(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
 {
     const nib_array *master = piece->master;
     const int64_t step = master->strides[0], at = (first - piece->start) * step;
@@ -250,7 +250,7 @@ static void load_numbers(const struct nib_piece *piece, int64_t first, int64_t n
 }
 
 /* To the parameter's nominal dtype. */
-static void round_numbers(const struct nib_piece *piece, int64_t n, float *x)
+static void round_values(const struct nib_piece *piece, int64_t n, float *x)
 {
     for (int64_t i = 0; piece->t->dtype == NIB_BF16 && piece->master->dtype != NIB_BF16 && i < n; i++)
         x[i] = nib_f32_from_bf16(nib_bf16_from_f32(x[i]));
@@ -260,8 +260,8 @@ static void round_numbers(const struct nib_piece *piece, int64_t n, float *x)
 
 void nib_piece_load(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
 {
-    load_numbers(piece, first, n, x);
-    round_numbers(piece, n, x);
+    load_values(piece, first, n, x);
+    round_values(piece, n, x);
 }
 
 /* ---- Walking over a piece ---- */
@@ -279,7 +279,7 @@ struct walk {
     float *amaxes;
     _Atomic uint32_t whole; /* Float8: the only amax */
     const struct nib_scaler *scaler;
-    const float *levels; /* one per row, where each has its own; NULL: the scaler's */
+    const float *tensor_scales; /* one per row, where each has its own; NULL: the scaler's */
     const void *scales;
     struct nib_code_place place;
     const struct nib_block_kernels *kernels;
@@ -299,7 +299,7 @@ static void walk_band(struct walk *walk, int64_t i, void (*body)(struct walk *wa
         for (int64_t at = from; at < to; at += span.n) {
             span.col = at - row * cols;
             span.n = nib_min(to - at, block - span.col % block);
-            load_numbers(piece, at, span.n, span.x);
+            load_values(piece, at, span.n, span.x);
             body(walk, &span);
         }
     }
@@ -323,7 +323,7 @@ static void run_walk(struct walk *walk, void (*body)(void *context, int64_t i))
 static float span_absmax(const struct walk *walk, const float *x, int64_t n)
 {
     float m = nib_kernels_best()->absmax[NIB_F32](x, n);
-    round_numbers(walk->piece, 1, &m);
+    round_values(walk->piece, 1, &m);
     return m;
 }
 
@@ -332,7 +332,7 @@ static void amax_of_span(struct walk *walk, struct span *span)
     const struct nib_grid *grid = walk->grid;
     if (!grid->coding.block) {
         nib_raise_to(&walk->whole, span_absmax(walk, span->x, span->n));
-    } else if (grid->coding.copy == NIB_ROWWISE) {
+    } else if (grid->coding.usage == NIB_ROWWISE) {
         float *amax = &walk->amaxes[cell_of(grid, span->row, span->col)];
         *amax = nib_fmax(*amax, span_absmax(walk, span->x, span->n));
     } else { /* every element is in a line of its own */
@@ -364,7 +364,7 @@ struct scale_job {
     const struct nib_block_kernels *kernels;
     const float *amaxes;
     const uint8_t *chosen; /* NULL: scales follow from the amaxes */
-    struct nib_copy_memory memory;
+    struct nib_usage_memory memory;
 };
 
 /* One row of the grid, to all lines that it stands for. */
@@ -372,13 +372,13 @@ static void write_scale_row(void *context, int64_t row)
 {
     const struct scale_job *job = context;
     const struct nib_grid *grid = job->grid;
-    const struct nib_copy_geometry *g = grid->geometry;
+    const struct nib_usage_geometry *g = grid->geometry;
     const int64_t first = row * grid->coding.tile_lines, cell = row * grid->cols;
     const int64_t end = nib_min(first + grid->coding.tile_lines, g->lines);
     struct nib_scaler own;
     if (!job->scaler) {
         own = scaler_of(job->t, grid, job->amaxes + cell, grid->cols, NULL);
-        job->memory.levels[row] = own.level;
+        job->memory.tensor_scales[row] = own.tensor_scale;
     }
     const struct nib_scaler *scaler = job->scaler ? job->scaler : &own;
     for (int64_t block = 0; block < grid->cols; block++) {
@@ -393,10 +393,10 @@ static void write_scale_row(void *context, int64_t row)
 void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *amaxes, const float *scale,
                       const uint8_t *chosen)
 {
-    const struct nib_copy_memory memory = nib_tensor_memory(t, grid->coding.copy);
+    const struct nib_usage_memory memory = nib_tensor_memory(t, grid->coding.usage);
     const struct nib_scaler scaler = scaler_of_all(t, grid, amaxes, scale);
-    if (memory.levels && !t->q.row_scaled)
-        *memory.levels = scaler.level;
+    if (memory.tensor_scales && !t->q.row_scaled)
+        *memory.tensor_scales = scaler.tensor_scale;
     if (!memory.scales)
         return;
     nib_zero_scale_padding(grid->geometry, memory.scales);
@@ -416,24 +416,24 @@ struct panel_stage {
     _Alignas(64) uint8_t scales[PANEL_ROWS * PANEL_COLS / 16];
 };
 
-/* By the kernel that quantises whole matrices, which is the fastest there is and knows every rule. */
+/* By the kernel that quantizes whole matrices, which is the fastest there is and knows every rule. */
 static void quantize_panel(const struct walk *walk, int64_t row, int64_t rows, int64_t col, int64_t cols,
                            struct panel_stage *stage)
 {
     const struct nib_piece *piece = walk->piece;
     for (int64_t r = 0; r < rows; r++)
-        load_numbers(piece, (row + r) * piece->t->geometry.cols + col, cols, stage->x + r * PANEL_COLS);
+        load_values(piece, (row + r) * piece->t->geometry.cols + col, cols, stage->x + r * PANEL_COLS);
     for (int64_t r = 0; r < rows; r++)
-        round_numbers(piece, cols, stage->x + r * PANEL_COLS);
-    const struct nib_copy_geometry local = { .lines = rows,
-                                             .length = cols,
-                                             .line_stride = PANEL_COLS / 2,
-                                             .blocks = nib_ceil_div(cols, 16),
-                                             .scale_line = PANEL_COLS / 16,
-                                             .scale_block = 1,
-                                             .lines_per_scale = 1,
-                                             .scale_bytes = 1,
-                                             .levels = 1 };
+        round_values(piece, cols, stage->x + r * PANEL_COLS);
+    const struct nib_usage_geometry local = { .lines = rows,
+                                              .length = cols,
+                                              .line_stride = PANEL_COLS / 2,
+                                              .blocks = nib_ceil_div(cols, 16),
+                                              .scale_line = PANEL_COLS / 16,
+                                              .scale_block = 1,
+                                              .lines_per_scale = 1,
+                                              .scale_bytes = 1,
+                                              .tensor_scales = 1 };
     struct nib_coding coding = walk->grid->coding;
     coding.origin_line += row;
     coding.origin_block += col / 16;
@@ -443,8 +443,9 @@ static void quantize_panel(const struct walk *walk, int64_t row, int64_t rows, i
     const struct nib_target target = { .codes = stage->codes,
                                        .scales = stage->scales,
                                        .geometry = &local,
-                                       .levels = walk->levels ? walk->levels + row : &walk->scaler->level,
-                                       .level_per_line = walk->levels != NULL };
+                                       .tensor_scales = walk->tensor_scales ? walk->tensor_scales + row
+                                                                            : &walk->scaler->tensor_scale,
+                                       .tensor_scale_per_line = walk->tensor_scales != NULL };
     walk->quantize(&panel, &coding, &target);
 }
 
@@ -472,18 +473,19 @@ static void choose_in_panel(void *context, int64_t i)
     memcpy(job->scales + cell_of(job->walk.grid, row, from), stage.scales, (size_t)nib_ceil_div(to - from, 16));
 }
 
-void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *levels, uint8_t *scales)
+void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *tensor_scales,
+                      uint8_t *scales)
 {
     const nib_tensor *t = piece->t;
     const struct nib_cut cut = nib_cut_of(t, grid, (struct nib_range){ piece->start, piece->length });
     if (cut.whole_end == cut.whole)
         return;
-    const struct nib_scaler scaler = { .level = *levels }; /* kernels prepare their own */
+    const struct nib_scaler scaler = { .tensor_scale = *tensor_scales }; /* kernels prepare their own */
     const int64_t cols = t->geometry.cols, band = grid->coding.tile_lines;
     struct choice_job job = { .walk = { .piece = piece,
                                         .grid = grid,
                                         .scaler = &scaler,
-                                        .levels = t->q.row_scaled ? levels : NULL,
+                                        .tensor_scales = t->q.row_scaled ? tensor_scales : NULL,
                                         .quantize = NIB_KERNEL(quantize, t->q.format) },
                               .scales = scales,
                               .band = band,
@@ -503,12 +505,12 @@ static void cast_run(const struct walk *walk, int64_t line, int64_t i, const flo
     const int64_t block = grid->coding.block, b = block ? i / block : 0;
     const nib_scale_bits scale = block ? nib_scale_load(grid->geometry, walk->scales, line, b) : 0;
     struct nib_scaler own;
-    if (walk->levels) {
-        own = (struct nib_scaler){ .level = walk->levels[line], .encode = 1 };
+    if (walk->tensor_scales) {
+        own = (struct nib_scaler){ .tensor_scale = walk->tensor_scales[line], .encode = 1 };
         grid->coding.dialect->prepare(&own, &grid->coding.rules);
     }
     const float factor = grid->coding.dialect->factor(scale, walk->amaxes[cell_of(grid, line, i)],
-                                                      walk->levels ? &own : walk->scaler, &grid->coding.rules);
+                                                      walk->tensor_scales ? &own : walk->scaler, &grid->coding.rules);
     uint8_t codes[NIB_MAX_BLOCK];
     walk->kernels->encode(x, n, factor, &grid->coding, line, b, block ? i % block : 0, codes);
     put_codes(grid->geometry, walk->place, line, i, n, codes);
@@ -516,8 +518,8 @@ static void cast_run(const struct walk *walk, int64_t line, int64_t i, const flo
 
 static void cast_span(struct walk *walk, struct span *span)
 {
-    round_numbers(walk->piece, span->n, span->x);
-    if (walk->grid->coding.copy == NIB_ROWWISE) {
+    round_values(walk->piece, span->n, span->x);
+    if (walk->grid->coding.usage == NIB_ROWWISE) {
         cast_run(walk, span->row, span->col, span->x, span->n);
         return;
     }
@@ -531,7 +533,7 @@ static bool cast_panel(const struct walk *walk, int64_t row, int64_t rows, int64
 {
     struct panel_stage stage;
     quantize_panel(walk, row, rows, col, cols, &stage);
-    const struct nib_copy_geometry *g = walk->grid->geometry;
+    const struct nib_usage_geometry *g = walk->grid->geometry;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t b = 0; b < nib_ceil_div(cols, 16); b++)
             if (stage.scales[r * (PANEL_COLS / 16) + b] != nib_scale_load(g, walk->scales, row + r, col / 16 + b))
@@ -559,13 +561,13 @@ void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, 
                     struct nib_code_place place)
 {
     const nib_tensor *t = piece->t;
-    const struct nib_copy_memory memory = nib_tensor_memory(t, grid->coding.copy);
+    const struct nib_usage_memory memory = nib_tensor_memory(t, grid->coding.usage);
     const struct nib_scaler scaler = scaler_of_all(t, grid, amaxes, scale);
     struct walk walk = { .piece = piece,
                          .grid = grid,
                          .amaxes = (float *)(uintptr_t)amaxes, /* read only here */
                          .scaler = &scaler,
-                         .levels = t->q.row_scaled ? memory.levels : NULL,
+                         .tensor_scales = t->q.row_scaled ? memory.tensor_scales : NULL,
                          .scales = memory.scales,
                          .place = place,
                          .kernels = nib_block_kernels_of(&t->q),
@@ -585,37 +587,37 @@ static nib_status check_range(const nib_tensor *t, int64_t start, int64_t length
 }
 
 /* Whether a copy of t can be cast, by itself. */
-static nib_status check_step(const nib_tensor *t, nib_copy copy)
+static nib_status check_step(const nib_tensor *t, nib_usage usage)
 {
-    if (copy != NIB_ROWWISE && copy != NIB_COLUMNWISE)
-        return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)copy);
+    if (usage != NIB_ROWWISE && usage != NIB_COLUMNWISE)
+        return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)usage);
     TRY(nib_check_castable(t));
-    if (!nib_copy_is_cast(t, copy))
-        return nib_fail(NIB_ERR_USAGE, "a %s parameter is cast rowwise, and its columnwise copy built from that",
+    if (!nib_usage_is_cast(t, usage))
+        return nib_fail(NIB_ERR_USAGE, "a %s parameter is cast rowwise, and its columnwise usage built from that",
                         nib_format_of(&t->q)->name);
     return NIB_OK;
 }
 
-nib_status nib_amax_grid(const nib_tensor *t, nib_copy copy, int64_t *rows, int64_t *cols)
+nib_status nib_amax_grid(const nib_tensor *t, nib_usage usage, int64_t *rows, int64_t *cols)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(rows);
     NIB_REQUIRE(cols);
-    TRY(check_step(t, copy));
-    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_step(t, usage));
+    const struct nib_grid grid = nib_grid_of(t, usage);
     *rows = grid.rows;
     *cols = grid.cols;
     return NIB_OK;
 }
 
-nib_status nib_partial_amax(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start, float *amaxes)
+nib_status nib_partial_amax(const nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start, float *amaxes)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(amaxes);
     struct nib_piece piece;
-    TRY(check_step(t, copy));
+    TRY(check_step(t, usage));
     TRY(nib_piece_init("the master", t, master, start, &piece));
-    const struct nib_grid grid = nib_grid_of(t, copy);
+    const struct nib_grid grid = nib_grid_of(t, usage);
     nib_piece_amax(&piece, &grid, 0, amaxes);
     return NIB_OK;
 }
@@ -628,12 +630,12 @@ static nib_status check_amaxes(const struct nib_grid *grid, const float *amaxes)
     return NIB_OK;
 }
 
-nib_status nib_block_scales(nib_tensor *t, nib_copy copy, const float *amaxes)
+nib_status nib_block_scales(nib_tensor *t, nib_usage usage, const float *amaxes)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(amaxes);
-    TRY(check_step(t, copy));
-    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_step(t, usage));
+    const struct nib_grid grid = nib_grid_of(t, usage);
     TRY(check_amaxes(&grid, amaxes));
     if (nib_scales_are_chosen(t))
         return nib_fail(NIB_ERR_MODE,
@@ -643,23 +645,23 @@ nib_status nib_block_scales(nib_tensor *t, nib_copy copy, const float *amaxes)
     return NIB_OK;
 }
 
-static nib_status check_chosen(const nib_tensor *t, nib_copy copy)
+static nib_status check_chosen(const nib_tensor *t, nib_usage usage)
 {
-    TRY(check_step(t, copy));
+    TRY(check_step(t, usage));
     return nib_scales_are_chosen(t)
                ? NIB_OK
                : nib_fail(NIB_ERR_MODE, "scales follow from the amaxes here: nib_block_scales writes them");
 }
 
-nib_status nib_whole_blocks(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, int64_t *first,
+nib_status nib_whole_blocks(const nib_tensor *t, nib_usage usage, int64_t start, int64_t length, int64_t *first,
                             int64_t *count)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(first);
     NIB_REQUIRE(count);
-    TRY(check_step(t, copy));
+    TRY(check_step(t, usage));
     TRY(check_range(t, start, length));
-    const struct nib_grid grid = nib_grid_of(t, copy);
+    const struct nib_grid grid = nib_grid_of(t, usage);
     struct nib_range around = { start, 0 };
     if (length) {
         const struct nib_range last = nib_stretch_of(t, &grid, start + length - 1);
@@ -671,34 +673,34 @@ nib_status nib_whole_blocks(const nib_tensor *t, nib_copy copy, int64_t start, i
     return NIB_OK;
 }
 
-nib_status nib_partial_scales(const nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start,
+nib_status nib_partial_scales(const nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start,
                               const float *amaxes, uint8_t *scales)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(amaxes);
     NIB_REQUIRE(scales);
     struct nib_piece piece;
-    TRY(check_chosen(t, copy));
+    TRY(check_chosen(t, usage));
     TRY(nib_piece_init("the master", t, master, start, &piece));
-    const struct nib_grid grid = nib_grid_of(t, copy);
+    const struct nib_grid grid = nib_grid_of(t, usage);
     TRY(check_amaxes(&grid, amaxes));
-    float *levels = nib_alloc((size_t)grid.geometry->levels_bytes);
-    if (!levels)
-        return nib_fail(NIB_ERR_MEMORY, "no memory for %lld levels", (long long)grid.geometry->levels);
-    nib_grid_levels(t, &grid, amaxes, levels);
+    float *tensor_scales = nib_alloc((size_t)grid.geometry->tensor_scales_bytes);
+    if (!tensor_scales)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for %lld tensor scales", (long long)grid.geometry->tensor_scales);
+    nib_grid_tensor_scales(t, &grid, amaxes, tensor_scales);
     memset(scales, 0, (size_t)(grid.rows * grid.cols));
-    nib_piece_choose(&piece, &grid, levels, scales);
-    nib_free(levels);
+    nib_piece_choose(&piece, &grid, tensor_scales, scales);
+    nib_free(tensor_scales);
     return NIB_OK;
 }
 
-nib_status nib_chosen_scales(nib_tensor *t, nib_copy copy, const float *amaxes, const uint8_t *scales)
+nib_status nib_chosen_scales(nib_tensor *t, nib_usage usage, const float *amaxes, const uint8_t *scales)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(amaxes);
     NIB_REQUIRE(scales);
-    TRY(check_chosen(t, copy));
-    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(check_chosen(t, usage));
+    const struct nib_grid grid = nib_grid_of(t, usage);
     TRY(check_amaxes(&grid, amaxes));
     for (int64_t i = 0; i < grid.rows * grid.cols; i++)
         if (scales[i] > 0x7E)
@@ -707,30 +709,31 @@ nib_status nib_chosen_scales(nib_tensor *t, nib_copy copy, const float *amaxes, 
     return NIB_OK;
 }
 
-nib_status nib_partial_cast(nib_tensor *t, nib_copy copy, const nib_array *master, int64_t start, const float *amaxes,
+nib_status nib_partial_cast(nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start, const float *amaxes,
                             const nib_array *shard)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(amaxes);
     struct nib_piece piece;
     struct nib_code_place place;
-    TRY(check_step(t, copy));
+    TRY(check_step(t, usage));
     TRY(nib_piece_init("the master", t, master, start, &piece));
-    TRY(nib_check_code_place("the shard", t, copy, piece.start, piece.length, shard, &place));
-    const struct nib_grid grid = nib_grid_of(t, copy);
+    TRY(nib_check_code_place("the shard", t, usage, piece.start, piece.length, shard, &place));
+    const struct nib_grid grid = nib_grid_of(t, usage);
     TRY(check_amaxes(&grid, amaxes));
     nib_piece_cast(&piece, &grid, amaxes, NULL, place);
     return NIB_OK;
 }
 
-nib_status nib_tensor_byte_range(const nib_tensor *t, nib_copy copy, int64_t start, int64_t length, nib_byte_range *out)
+nib_status nib_tensor_byte_range(const nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
+                                 nib_byte_range *out)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(out);
-    if (copy != NIB_ROWWISE && (copy != NIB_COLUMNWISE || nib_format_of(&t->q)->transposed))
+    if (usage != NIB_ROWWISE && (usage != NIB_COLUMNWISE || nib_format_of(&t->q)->transposed))
         return nib_fail(NIB_ERR_USAGE, "only codes in the order of the elements have ranges of bytes");
     TRY(check_range(t, start, length));
-    *out = nib_bytes_of(&t->geometry, copy, start, length);
+    *out = nib_bytes_of(&t->geometry, usage, start, length);
     return NIB_OK;
 }
 

@@ -99,7 +99,7 @@ void nib_mxfp4_to_nvfp4_blocks(const uint8_t *codes, const uint8_t *scales, int6
     }
 }
 
-static float decode_scale_for(const struct nib_copy_geometry *g, const struct nib_copy_memory *memory)
+static float decode_scale_for(const struct nib_usage_geometry *g, const struct nib_usage_memory *memory)
 {
     int largest = -1;
     for (int64_t line = 0; line < g->lines; line++)
@@ -114,11 +114,11 @@ static float decode_scale_for(const struct nib_copy_geometry *g, const struct ni
     return largest < 0 ? 1 : decode_scale(largest); /* 1: nothing but zeros */
 }
 
-static bool convert_line(const struct nib_copy_geometry *from, const struct nib_copy_memory *in, nib_tensor *t,
+static bool convert_line(const struct nib_usage_geometry *from, const struct nib_usage_memory *in, nib_tensor *t,
                          int64_t line, int64_t block, float g)
 {
-    const struct nib_copy_geometry *to = &t->geometry.copy[NIB_ROWWISE];
-    const struct nib_copy_memory out = nib_tensor_memory(t, NIB_ROWWISE);
+    const struct nib_usage_geometry *to = &t->geometry.usage[NIB_ROWWISE];
+    const struct nib_usage_memory out = nib_tensor_memory(t, NIB_ROWWISE);
     const uint8_t e8m0 = (uint8_t)nib_scale_load(from, in->scales, line, block);
     bool exact = e8m0 != 255;
     for (int half = 0; half < MX_BLOCK / NV_BLOCK; half++) {
@@ -141,11 +141,11 @@ static bool convert_line(const struct nib_copy_geometry *from, const struct nib_
 
 static void convert_tensor(const nib_tensor *mxfp4, nib_tensor *t, nib_conversion_report *report)
 {
-    const struct nib_copy_geometry *from = &mxfp4->geometry.copy[NIB_ROWWISE];
-    const struct nib_copy_memory in = nib_tensor_memory(mxfp4, NIB_ROWWISE);
+    const struct nib_usage_geometry *from = &mxfp4->geometry.usage[NIB_ROWWISE];
+    const struct nib_usage_memory in = nib_tensor_memory(mxfp4, NIB_ROWWISE);
     const nib_fpenv saved = nib_fpenv_enter();
     const float g = decode_scale_for(from, &in);
-    *nib_tensor_memory(t, NIB_ROWWISE).levels = g;
+    *nib_tensor_memory(t, NIB_ROWWISE).tensor_scales = g;
     for (int64_t line = 0; line < from->lines; line++)
         for (int64_t block = 0; block < from->blocks; block++, report->blocks++) {
             if (convert_line(from, &in, t, line, block, g))
@@ -169,12 +169,12 @@ nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *re
     if (mxfp4->q.format != NIB_MXFP4)
         return nib_fail(NIB_ERR_MISMATCH, "the tensor is %s, not mxfp4", nib_format_of(&mxfp4->q)->name);
     if (!nib_tensor_has(mxfp4, NIB_ROWWISE))
-        return nib_fail(NIB_ERR_USAGE, "the conversion takes the rowwise copy, which the tensor does not have");
+        return nib_fail(NIB_ERR_USAGE, "the conversion takes the rowwise usage, which the tensor does not have");
     nib_quantizer q;
     nib_tensor *t = NULL;
     nib_quantizer_init(&q);
     q.columnwise = 0;
-    q.tensor_scale = NIB_TENSOR_SCALE_POW2;
+    q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2;
     TRY(nib_tensor_create(&q, mxfp4->dtype, mxfp4->rank, mxfp4->shape, &t));
     convert_tensor(mxfp4, t, &found);
     if (found.inexact && !report) {

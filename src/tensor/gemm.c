@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * gemm.c - the product of two quantised tensors, in an order that is fixed.
+ * gemm.c - the product of two quantized tensors, in an order that is fixed.
  *
  * Twice an E2M1 value is an integer of at most 12, so that the dot product of a block is exact, and so are the product
  * of two E4M3 scales and their product with the dot. Only the additions across blocks round, and the factor that comes
@@ -13,9 +13,9 @@
 
 struct operand {
     const nib_quantizer *q;
-    const struct nib_copy_geometry *geometry;
-    struct nib_copy_memory memory;
-    nib_copy copy;
+    const struct nib_usage_geometry *geometry;
+    struct nib_usage_memory memory;
+    nib_usage usage;
     struct nib_rules rules;
 };
 
@@ -26,26 +26,26 @@ struct gemm_job {
     const nib_array *y;
 };
 
-static nib_status operand_of(const nib_tensor *t, nib_copy wanted, struct operand *out)
+static nib_status operand_of(const nib_tensor *t, nib_usage wanted, struct operand *out)
 {
-    TRY(nib_tensor_pick(t, wanted, &out->copy));
+    TRY(nib_tensor_pick(t, wanted, &out->usage));
     out->q = &t->q;
-    out->geometry = &t->geometry.copy[out->copy];
-    out->memory = nib_tensor_memory(t, out->copy);
+    out->geometry = &t->geometry.usage[out->usage];
+    out->memory = nib_tensor_memory(t, out->usage);
     out->rules = nib_tensor_rules(t);
     return NIB_OK;
 }
 
-static float operand_level(const struct operand *o, int64_t line)
+static float operand_tensor_scale(const struct operand *o, int64_t line)
 {
-    return o->memory.levels[o->q->row_scaled ? line : 0];
+    return o->memory.tensor_scales[o->q->row_scaled ? line : 0];
 }
 
 /* Two amaxes: their product by one division. Otherwise the product of two decode scales. */
 static float combined_scale(const struct operand *a, int64_t i, const struct operand *b, int64_t j)
 {
-    const float la = operand_level(a, i), lb = operand_level(b, j);
-    if (a->rules.level == NIB_LEVEL_AMAX && b->rules.level == NIB_LEVEL_AMAX)
+    const float la = operand_tensor_scale(a, i), lb = operand_tensor_scale(b, j);
+    if (a->rules.tensor_scale == NIB_TENSOR_SCALE_AMAX && b->rules.tensor_scale == NIB_TENSOR_SCALE_AMAX)
         return la * lb / (a->rules.full_scale * b->rules.full_scale);
     return nib_decode_scale(la, &a->rules) * nib_decode_scale(lb, &b->rules);
 }
@@ -89,7 +89,7 @@ static nib_status check_operands(const struct gemm_job *job)
     if (a->geometry->length != b->geometry->length)
         return nib_fail(NIB_ERR_MISMATCH, "the inner sizes are %lld and %lld", (long long)a->geometry->length,
                         (long long)b->geometry->length);
-    const bool ta = nib_copy_is_transformed(a->q, a->copy), tb = nib_copy_is_transformed(b->q, b->copy);
+    const bool ta = nib_usage_has_rht(a->q, a->usage), tb = nib_usage_has_rht(b->q, b->usage);
     if (ta != tb || (ta && a->q->rht_sign_mask != b->q->rht_sign_mask))
         return nib_fail(NIB_ERR_MISMATCH,
                         "one operand is transformed along the inner axis and the other is not, or differently");
@@ -102,14 +102,14 @@ static nib_status check_operands(const struct gemm_job *job)
     return NIB_OK;
 }
 
-nib_status nib_gemm_reference(const nib_tensor *a, nib_copy a_copy, const nib_tensor *b, nib_copy b_copy, float alpha,
-                              int accumulate, const nib_array *y)
+nib_status nib_gemm_reference(const nib_tensor *a, nib_usage a_usage, const nib_tensor *b, nib_usage b_usage,
+                              float alpha, int accumulate, const nib_array *y)
 {
     NIB_REQUIRE(a);
     NIB_REQUIRE(b);
     struct gemm_job job = { .alpha = alpha, .accumulate = accumulate != 0, .y = y };
-    TRY(operand_of(a, a_copy, &job.a));
-    TRY(operand_of(b, b_copy, &job.b));
+    TRY(operand_of(a, a_usage, &job.a));
+    TRY(operand_of(b, b_usage, &job.b));
     TRY(check_operands(&job));
     int64_t work = job.a.geometry->lines;
     if (!nib_mul(work, job.b.geometry->lines, &work) || !nib_mul(work, nib_max(1, job.a.geometry->length), &work))

@@ -49,7 +49,7 @@ enum { TILE_LINES = 128, TILE_BLOCKS = 4, TILE_BYTES = TILE_LINES * TILE_BLOCKS,
 
 struct swizzle_job {
     nib_transpose_fn *words, *bytes;
-    const struct nib_copy_geometry *plain;
+    const struct nib_usage_geometry *plain;
     uint8_t *lines, *tiles; /* one of them is only read */
 };
 
@@ -61,7 +61,7 @@ struct strip {
 
 static struct strip strip_at(const struct swizzle_job *job, int64_t i)
 {
-    const struct nib_copy_geometry *g = job->plain;
+    const struct nib_usage_geometry *g = job->plain;
     const int64_t strips = nib_ceil_div(g->blocks, STRIP_BLOCKS), tiles = nib_ceil_div(g->blocks, TILE_BLOCKS);
     struct strip s = { .line = i / strips * TILE_LINES, .block = i % strips * STRIP_BLOCKS };
     s.lines = nib_min(TILE_LINES, g->lines - s.line);
@@ -101,7 +101,7 @@ static void unswizzle_strip(void *context, int64_t i)
         job->bytes(lines[0], STRIP_BLOCKS, s.lines, s.blocks, s.scales, job->plain->scale_block);
 }
 
-static void run_strips(const nib_quantizer *q, const struct nib_copy_geometry *plain, uint8_t *lines, uint8_t *tiles,
+static void run_strips(const nib_quantizer *q, const struct nib_usage_geometry *plain, uint8_t *lines, uint8_t *tiles,
                        void (*body)(void *context, int64_t i))
 {
     const struct nib_kernels *kernels = nib_kernels_best();
@@ -110,12 +110,12 @@ static void run_strips(const nib_quantizer *q, const struct nib_copy_geometry *p
     nib_parallel(strips, nib_thread_count(q, plain->lines * plain->blocks), body, &job);
 }
 
-void nib_swizzle(const nib_quantizer *q, const struct nib_copy_geometry *plain, const uint8_t *from, uint8_t *tiles)
+void nib_swizzle(const nib_quantizer *q, const struct nib_usage_geometry *plain, const uint8_t *from, uint8_t *tiles)
 {
     run_strips(q, plain, (uint8_t *)(uintptr_t)from, tiles, swizzle_strip);
 }
 
-void nib_unswizzle(const nib_quantizer *q, const struct nib_copy_geometry *plain, const uint8_t *tiles, uint8_t *to)
+void nib_unswizzle(const nib_quantizer *q, const struct nib_usage_geometry *plain, const uint8_t *tiles, uint8_t *to)
 {
     run_strips(q, plain, to, (uint8_t *)(uintptr_t)tiles, unswizzle_strip);
 }

@@ -13,7 +13,7 @@ void nib_transpose_codes(const nib_quantizer *q, bool packed, const uint8_t *in,
 
 /* The scales of a copy, a byte each, from the layout `plain` (by line or by block) to tiles, whose padding becomes 0;
  * and back, where nothing but the scales is written. */
-void nib_swizzle(const nib_quantizer *q, const struct nib_copy_geometry *plain, const uint8_t *from, uint8_t *tiles);
-void nib_unswizzle(const nib_quantizer *q, const struct nib_copy_geometry *plain, const uint8_t *tiles, uint8_t *to);
+void nib_swizzle(const nib_quantizer *q, const struct nib_usage_geometry *plain, const uint8_t *from, uint8_t *tiles);
+void nib_unswizzle(const nib_quantizer *q, const struct nib_usage_geometry *plain, const uint8_t *tiles, uint8_t *to);
 
 #endif

@@ -239,7 +239,7 @@ static void amax_of_panel(void *context, int64_t i)
 static void amax_of_lines(void *context, int64_t i)
 {
     struct amax_job *job = context;
-    const bool rowwise = job->coding->copy == NIB_ROWWISE;
+    const bool rowwise = job->coding->usage == NIB_ROWWISE;
     const int64_t panels = rowwise ? job->m->column_panels : job->m->row_panels;
     float lines[PANEL_LINES] = { 0 };
     int64_t count = 0;
@@ -265,98 +265,98 @@ static void find_amax(const nib_quantizer *q, const struct matrix *m, const stru
                             .absmax_lines = NIB_KERNEL(absmax_lines, q->format),
                             .per_line = q->row_scaled ? out : NULL };
     const int threads = nib_thread_count(q, m->rows * m->cols);
-    const int64_t lines = coding->copy == NIB_ROWWISE ? m->rows : m->cols;
+    const int64_t lines = coding->usage == NIB_ROWWISE ? m->rows : m->cols;
     if (q->row_scaled)
         memset(out, 0, (size_t)lines * sizeof *out); /* lines without elements */
     const bool gapless = is_direct(m) && (m->row_stride == m->cols || m->rows == 1);
-    if (!q->row_scaled && !coding->transform && gapless)
+    if (!q->row_scaled && !coding->rht && gapless)
         nib_parallel(nib_ceil_div(m->rows * m->cols, PANEL_RUN), threads, amax_of_stretch, &job);
-    else if (!q->row_scaled && !coding->transform)
+    else if (!q->row_scaled && !coding->rht)
         nib_parallel(m->row_panels * m->column_panels, threads, amax_of_panel, &job);
     else
-        nib_parallel(coding->copy == NIB_ROWWISE ? m->row_panels : m->column_panels, threads, amax_of_lines, &job);
+        nib_parallel(coding->usage == NIB_ROWWISE ? m->row_panels : m->column_panels, threads, amax_of_lines, &job);
     if (!q->row_scaled)
         *out = nib_float(job.whole);
 }
 
 /* ---- Levels ---- */
 
-static bool wants(const nib_quantizer *q, int copy) { return copy == NIB_ROWWISE ? q->rowwise : q->columnwise; }
+static bool wants(const nib_quantizer *q, int usage) { return usage == NIB_ROWWISE ? q->rowwise : q->columnwise; }
 
-/* Where both copies hold the same data under one number. */
-static bool copies_share(const nib_quantizer *q) { return !q->row_scaled && !q->rht && !q->rht_rowwise; }
+/* Where both usages hold the same data under one number. */
+static bool usages_share(const nib_quantizer *q) { return !q->row_scaled && !q->rht && !q->rht_rowwise; }
 
-/* The number of `copy` that the caller brought; one serves both copies where they share it. */
-static const float *given_for(const float *const given[2], const nib_quantizer *q, int copy)
+/* The number of `copy` that the caller brought; one serves both usages where they share it. */
+static const float *override_for(const float *const overrides[2], const nib_quantizer *q, int usage)
 {
-    return given[copy] ? given[copy] : copies_share(q) ? given[1 - copy] : NULL;
+    return overrides[usage] ? overrides[usage] : usages_share(q) ? overrides[1 - usage] : NULL;
 }
 
-/* Whether the level of a copy comes from the data, so that its amax must be known. */
-static bool needs_amax(const nib_quantizer *q, const nib_given *given, int copy)
+/* Whether the tensor scale of a copy comes from the data, so that its amax must be known. */
+static bool needs_amax(const nib_quantizer *q, const nib_overrides *overrides, int usage)
 {
-    const bool finished = given_for(given->level, q, copy) || given->scale;
-    return wants(q, copy) && nib_format_of(q)->levels && (!finished || given->amax_seen);
+    const bool finished = override_for(overrides->tensor_scale, q, usage) || overrides->scale;
+    return wants(q, usage) && nib_format_of(q)->tensor_scales && (!finished || overrides->amax_seen);
 }
 
 /* Whether the amaxes of a copy take memory: those that the caller brought are used where they are, unless they are still
  * to be reduced. */
-static bool keeps_amax(const nib_quantizer *q, const nib_given *given, int copy)
+static bool keeps_amax(const nib_quantizer *q, const nib_overrides *overrides, int usage)
 {
-    return needs_amax(q, given, copy) && (q->amax_comm || !given_for(given->amax, q, copy));
+    return needs_amax(q, overrides, usage) && (q->amax_comm || !override_for(overrides->amax, q, usage));
 }
 
 /* The amaxes that are needed, side by side from `amax` on, which is what a reduction is made of; or, where in_place is
- * not NULL, those of each copy there. */
-static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
+ * not NULL, those of each usage there. */
+static size_t collect_amaxes(const nib_quantizer *q, const struct matrix *m, const nib_overrides *overrides,
                              const struct nib_geometry *geometry, const struct nib_coding coding[2], float *amax,
                              float *const *in_place, const float *found[2])
 {
     size_t n = 0;
-    for (int copy = 0; copy < 2; copy++) {
-        found[copy] = NULL;
-        if (!needs_amax(q, given, copy) || !geometry->copy[copy].levels)
+    for (int usage = 0; usage < 2; usage++) {
+        found[usage] = NULL;
+        if (!needs_amax(q, overrides, usage) || !geometry->usage[usage].tensor_scales)
             continue;
-        const size_t count = (size_t)geometry->copy[copy].levels;
-        float *const place = in_place ? in_place[copy] : amax + n;
-        const float *brought = given_for(given->amax, q, copy);
-        if (!keeps_amax(q, given, copy)) {
-            found[copy] = brought;
+        const size_t count = (size_t)geometry->usage[usage].tensor_scales;
+        float *const place = in_place ? in_place[usage] : amax + n;
+        const float *brought = override_for(overrides->amax, q, usage);
+        if (!keeps_amax(q, overrides, usage)) {
+            found[usage] = brought;
             continue;
         }
-        const bool same = copy == 1 && found[0] && copies_share(q);
+        const bool same = usage == 1 && found[0] && usages_share(q);
         if (brought || same)
             memmove(place, brought ? brought : found[0], count * sizeof *place);
         else
-            find_amax(q, m, &coding[copy], place);
-        found[copy] = place;
+            find_amax(q, m, &coding[usage], place);
+        found[usage] = place;
         n += count;
     }
     return n;
 }
 
-float nib_level_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *encode)
+float nib_tensor_scale_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *encode)
 {
-    /* Unbiased rounding must not clip, so that the level, too, is 1/16 larger than the data. */
+    /* Unbiased rounding must not clip, so that the tensor scale, too, is 1/16 larger than the data. */
     if (q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
         amax = nib_fmin(amax * (17.0f / 16.0f), FLT_MAX);
     if (!coding->dialect->encode_of)
-        return coding->dialect->level_of(amax, &coding->rules);
+        return coding->dialect->tensor_scale_of(amax, &coding->rules);
     *encode = coding->dialect->encode_of(amax, &coding->rules);
     return 1.0f / *encode;
 }
 
-/* The level of one line of a copy: the caller's, or one that follows from the amax. */
-static float level_of(const nib_quantizer *q, const nib_given *given, const struct nib_coding *coding,
-                      const float *found, int64_t i, float *encode)
+/* The tensor scale of one line of a copy: the caller's, or one that follows from the amax. */
+static float tensor_scale_of(const nib_quantizer *q, const nib_overrides *overrides, const struct nib_coding *coding,
+                             const float *found, int64_t i, float *encode)
 {
-    const float *level = given_for(given->level, q, (int)coding->copy);
-    if (level && !coding->dialect->encode_of)
-        return level[i];
-    if (!coding->dialect->encode_of || (!level && !given->scale))
-        return nib_level_from_amax(q, coding, found ? found[i] : 0, encode);
-    *encode = given->scale ? *given->scale : 1.0f / level[i];
-    return given->scale ? 1.0f / *encode : level[i];
+    const float *tensor_scale = override_for(overrides->tensor_scale, q, (int)coding->usage);
+    if (tensor_scale && !coding->dialect->encode_of)
+        return tensor_scale[i];
+    if (!coding->dialect->encode_of || (!tensor_scale && !overrides->scale))
+        return nib_tensor_scale_from_amax(q, coding, found ? found[i] : 0, encode);
+    *encode = overrides->scale ? *overrides->scale : 1.0f / tensor_scale[i];
+    return overrides->scale ? 1.0f / *encode : tensor_scale[i];
 }
 
 /* The maximum over the ranks, once all of them have come so far. */
@@ -370,7 +370,7 @@ static nib_status reduce_amaxes(const nib_comm *comm, float *amax, size_t n)
 
 const nib_comm *nib_amax_comm_of(const nib_quantizer *q)
 {
-    nib_error before; /* the sentence is about something else */
+    nib_error before; /* the message is about something else */
     nib_get_error(&before);
     const nib_comm *comm = q && q->bytes >= sizeof *q ? q->amax_comm : NULL;
     if (!comm || !nib_check_comm("amax_comm", comm, false))
@@ -379,33 +379,34 @@ const nib_comm *nib_amax_comm_of(const nib_quantizer *q)
     return NULL;
 }
 
-static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m, const nib_given *given,
-                                 const struct nib_geometry *geometry, const struct nib_coding coding[2],
-                                 const struct nib_copy_memory memory[2], float *encode)
+static nib_status compute_tensor_scales(const nib_quantizer *q, const struct matrix *m, const nib_overrides *overrides,
+                                        const struct nib_geometry *geometry, const struct nib_coding coding[2],
+                                        const struct nib_usage_memory memory[2], float *encode)
 {
-    if (!nib_format_of(q)->levels)
+    if (!nib_format_of(q)->tensor_scales)
         return NIB_OK;
-    /* One level per copy needs no memory to speak of. Vectors of amaxes are found where the levels will be; but if they
+    /* One tensor scale per copy needs no memory to speak of. Vectors of amaxes are found where the tensor scales will be; but if they
      * are reduced they need a place of their own, so that the tensor is untouched if that fails, and so that both can
      * be reduced in one call. */
     enum { FEW = 2048 };
     float few[FEW], *amax = few;
-    float *const in_place[2] = { memory[0].levels, memory[1].levels };
+    float *const in_place[2] = { memory[0].tensor_scales, memory[1].tensor_scales };
     const float *found[2];
     if (q->row_scaled && q->amax_comm) {
-        const int64_t n = (q->rowwise ? geometry->copy[0].levels : 0) + (q->columnwise ? geometry->copy[1].levels : 0);
+        const int64_t n = (q->rowwise ? geometry->usage[0].tensor_scales : 0) +
+                          (q->columnwise ? geometry->usage[1].tensor_scales : 0);
         amax = n > FEW ? nib_alloc((size_t)n * sizeof *amax) : few;
         if (!amax)
             return nib_agree(q->amax_comm, nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)n), 0);
     }
     const bool stays = q->row_scaled && !q->amax_comm;
-    const size_t n = collect_amaxes(q, m, given, geometry, coding, amax, stays ? in_place : NULL, found);
+    const size_t n = collect_amaxes(q, m, overrides, geometry, coding, amax, stays ? in_place : NULL, found);
     const nib_status status = reduce_amaxes(q->amax_comm, amax, n);
-    for (int copy = 0; copy < 2 && !status; copy++)
-        for (int64_t i = 0; wants(q, copy) && i < geometry->copy[copy].levels; i++) {
-            if (given->amax_seen && found[copy]) /* before the level takes its place */
-                *given->amax_seen = nib_fmax(*given->amax_seen, found[copy][i]);
-            memory[copy].levels[i] = level_of(q, given, &coding[copy], found[copy], i, encode);
+    for (int usage = 0; usage < 2 && !status; usage++)
+        for (int64_t i = 0; wants(q, usage) && i < geometry->usage[usage].tensor_scales; i++) {
+            if (overrides->amax_seen && found[usage]) /* before the tensor scale takes its place */
+                *overrides->amax_seen = nib_fmax(*overrides->amax_seen, found[usage][i]);
+            memory[usage].tensor_scales[i] = tensor_scale_of(q, overrides, &coding[usage], found[usage], i, encode);
         }
     if (amax != few)
         nib_free(amax);
@@ -414,15 +415,15 @@ static nib_status compute_levels(const nib_quantizer *q, const struct matrix *m,
 
 /* ---- Codes ---- */
 
-struct nib_coding nib_coding_of(const nib_quantizer *q, nib_copy copy, nib_dtype input)
+struct nib_coding nib_coding_of(const nib_quantizer *q, nib_usage usage, nib_dtype input)
 {
-    const bool rowwise = copy == NIB_ROWWISE;
+    const bool rowwise = usage == NIB_ROWWISE;
     const struct nib_format_facts *facts = nib_format_of(q);
-    return (struct nib_coding){ .copy = copy,
+    return (struct nib_coding){ .usage = usage,
                                 .block = facts->block,
                                 .tile_lines = q->block_dims[0] ? q->block_dims[0] : 1,
                                 .scale_bytes = nib_dtypes[facts->scale].bits / 8,
-                                .transform = nib_copy_is_transformed(q, copy),
+                                .rht = nib_usage_has_rht(q, usage),
                                 .sign_mask = q->rht_sign_mask,
                                 .dialect = nib_dialect_of(q),
                                 .rules = nib_rules_of(q, input),
@@ -464,12 +465,12 @@ static void quantize_panel(void *context, int64_t i)
         job->quantize_both(&panel, job->coding, job->target);
         return;
     }
-    for (int copy = 0; copy < 2; copy++)
-        if (wants(job->q, copy))
-            job->quantize(&panel, &job->coding[copy], &job->target[copy]);
+    for (int usage = 0; usage < 2; usage++)
+        if (wants(job->q, usage))
+            job->quantize(&panel, &job->coding[usage], &job->target[usage]);
 }
 
-void nib_zero_scale_padding(const struct nib_copy_geometry *g, void *scales)
+void nib_zero_scale_padding(const struct nib_usage_geometry *g, void *scales)
 {
     const int64_t size = g->scale_bytes;
     if (g->swizzled) { /* the padding is scattered: all of it, since every scale is written again */
@@ -485,7 +486,7 @@ void nib_zero_scale_padding(const struct nib_copy_geometry *g, void *scales)
 
 void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct nib_geometry *geometry, float *amax)
 {
-    static const nib_given nothing = { .bytes = sizeof nothing };
+    static const nib_overrides nothing = { .bytes = sizeof nothing };
     const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
                                           nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
     struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
@@ -496,17 +497,18 @@ void nib_find_amaxes(const nib_quantizer *q, const nib_array *x, const struct ni
     nib_fpenv_leave(saved);
 }
 
-nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const nib_given *given,
-                               const struct nib_geometry *geometry, const struct nib_copy_memory memory[2])
+nib_status nib_quantize_usages(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
+                               const struct nib_geometry *geometry, const struct nib_usage_memory memory[2])
 {
-    static const nib_given nothing = { .bytes = sizeof nothing };
+    static const nib_overrides nothing = { .bytes = sizeof nothing };
     const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
                                           nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
     struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
     cut_for_coding(&m, coding, q->columnwise);
     float encode = 1;
     const nib_fpenv saved = nib_fpenv_enter();
-    const nib_status status = compute_levels(q, &m, given ? given : &nothing, geometry, coding, memory, &encode);
+    const nib_status status =
+        compute_tensor_scales(q, &m, overrides ? overrides : &nothing, geometry, coding, memory, &encode);
     nib_fpenv_leave(saved);
     if (status)
         return status;
@@ -518,15 +520,15 @@ nib_status nib_quantize_copies(const nib_quantizer *q, const nib_array *x, const
                             .quantize = NIB_KERNEL(quantize, q->format),
                             .quantize_both = NIB_KERNEL(quantize_both, q->format),
                             .coding = coding };
-    for (int copy = 0; copy < 2; copy++) {
-        job.target[copy] = (struct nib_target){ .codes = memory[copy].codes,
-                                                .scales = memory[copy].scales,
-                                                .geometry = &geometry->copy[copy],
-                                                .levels = memory[copy].levels,
-                                                .level_per_line = q->row_scaled,
-                                                .encode = encode };
-        if (wants(q, copy) && memory[copy].scales)
-            nib_zero_scale_padding(&geometry->copy[copy], memory[copy].scales);
+    for (int usage = 0; usage < 2; usage++) {
+        job.target[usage] = (struct nib_target){ .codes = memory[usage].codes,
+                                                 .scales = memory[usage].scales,
+                                                 .geometry = &geometry->usage[usage],
+                                                 .tensor_scales = memory[usage].tensor_scales,
+                                                 .tensor_scale_per_line = q->row_scaled,
+                                                 .encode = encode };
+        if (wants(q, usage) && memory[usage].scales)
+            nib_zero_scale_padding(&geometry->usage[usage], memory[usage].scales);
     }
     const int threads = nib_thread_count(q, m.rows * m.cols * cost_of(q));
     nib_parallel(m.row_panels * m.column_panels, threads, quantize_panel, &job);
@@ -543,8 +545,8 @@ struct decode_job {
     const nib_quantizer *q;
     nib_decode_fn *decode;
     struct nib_coding coding;
-    const struct nib_copy_geometry *geometry;
-    const struct nib_copy_memory *memory;
+    const struct nib_usage_geometry *geometry;
+    const struct nib_usage_memory *memory;
     int64_t first; /* the matrix row that is row 0 of out */
     struct matrix out;
     bool stream;
@@ -556,7 +558,7 @@ struct decode_job {
 static void decode_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, const uint8_t *codes,
                         void *y, nib_dtype dtype)
 {
-    const struct nib_copy_geometry *g = job->geometry;
+    const struct nib_usage_geometry *g = job->geometry;
     const int64_t block = job->coding.block;
     uint8_t gathered[DECODE_LENGTH * sizeof(nib_scale_bits)];
     const void *scales = gathered;
@@ -569,8 +571,9 @@ static void decode_line(const struct decode_job *job, int64_t line, int64_t firs
         }
     if (!codes)
         codes = job->memory->codes + line * g->line_stride + (g->element_stride ? first : first / 2);
-    const float level = job->memory->levels ? job->memory->levels[job->q->row_scaled ? line : 0] : 1;
-    job->decode(y, dtype, codes, scales, n, level, &job->coding, job->stream);
+    const float tensor_scale =
+        job->memory->tensor_scales ? job->memory->tensor_scales[job->q->row_scaled ? line : 0] : 1;
+    job->decode(y, dtype, codes, scales, n, tensor_scale, &job->coding, job->stream);
 }
 
 /* The same, through the transform back where there is one: then n is at most DECODE_LENGTH. */
@@ -578,12 +581,12 @@ static void restore_line(const struct decode_job *job, int64_t line, int64_t fir
                          void *y)
 {
     float transformed[DECODE_LENGTH];
-    if (!job->coding.transform) {
+    if (!job->coding.rht) {
         decode_line(job, line, first, n, codes, y, job->out.dtype);
         return;
     }
     decode_line(job, line, first, n, codes, transformed, NIB_F32);
-    nib_kernels_best()->inverse[job->out.dtype](y, transformed, n, job->coding.sign_mask);
+    nib_kernels_best()->inverse_rht[job->out.dtype](y, transformed, n, job->coding.sign_mask);
 }
 
 /* Numbers of the output's dtype to their places, along a row or down a column. */
@@ -611,7 +614,7 @@ static void decode_rows(const struct decode_job *job, int64_t row, int64_t rows,
 enum { COLUMNS_BYTES = 256 };
 
 static void store_columns(const struct matrix *out, int64_t row, int64_t rows, int64_t col, int64_t lines,
-                          const char *numbers, int64_t stride)
+                          const char *values, int64_t stride)
 {
     enum { ROWS = 64 };
     nib_transpose_fn *const transpose = nib_kernels_best()->transpose[out->dtype == NIB_F32 ? NIB_F32 : NIB_BF16];
@@ -621,26 +624,26 @@ static void store_columns(const struct matrix *out, int64_t row, int64_t rows, i
         for (int64_t i = 0; i < n; i++) /* far apart, they arrive in time only if they are asked for */
             for (int64_t at = 0; at < lines * out->bytes; at += 64)
                 __builtin_prefetch(element_at(out, row + r + i, col) + at, 1);
-        transpose((const uint8_t *)numbers + r * out->bytes, stride, lines, n, turned, COLUMNS_BYTES);
+        transpose((const uint8_t *)values + r * out->bytes, stride, lines, n, turned, COLUMNS_BYTES);
         for (int64_t i = 0; i < n; i++)
             memcpy(element_at(out, row + r + i, col), turned + i * COLUMNS_BYTES, (size_t)(lines * out->bytes));
     }
 }
 
-/* Lines of the columnwise copy run down the output. As many as make a few cache lines of it are decoded side by side and
+/* Lines of the columnwise usage run down the output. As many as make a few cache lines of it are decoded side by side and
  * transposed. They are decoded in whole blocks, so that a panel that does not begin at a border takes a few elements
  * more than it needs. */
 static void decode_columns(const struct decode_job *job, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
     const struct matrix *out = &job->out;
-    const struct nib_copy_geometry *g = job->geometry;
+    const struct nib_usage_geometry *g = job->geometry;
     const struct nib_kernels *kernels = nib_kernels_best();
     const int64_t block = nib_max(job->coding.block, 1), start = (job->first + row) / block * block;
     const int64_t n = nib_min(nib_round_up(job->first + row + rows, block), g->length) - start;
     const int64_t stride = DECODE_LENGTH * out->bytes, skip = (job->first + row - start) * out->bytes;
     const int64_t width = COLUMNS_BYTES / out->bytes, per_byte = g->element_stride ? 1 : 2;
     enum { AHEAD = 8 };
-    _Alignas(64) char numbers[COLUMNS_BYTES * DECODE_LENGTH];
+    _Alignas(64) char values[COLUMNS_BYTES * DECODE_LENGTH];
     uint8_t codes[COLUMNS_BYTES / 2 * DECODE_LENGTH];
     for (int64_t c = col; c < col + cols; c += width) {
         const int64_t lines = nib_min(width, col + cols - c);
@@ -656,12 +659,12 @@ static void decode_columns(const struct decode_job *job, int64_t row, int64_t ro
             if (job->coding.block && g->scale_block == 1)
                 __builtin_prefetch((const char *)job->memory->scales +
                                    nib_scale_index(g, next, start / job->coding.block) * g->scale_bytes);
-            restore_line(job, c + l, start, n, scattered ? codes + l * DECODE_LENGTH : NULL, numbers + l * stride);
+            restore_line(job, c + l, start, n, scattered ? codes + l * DECODE_LENGTH : NULL, values + l * stride);
         }
         if (is_direct(out))
-            store_columns(out, row, rows, c, lines, numbers + skip, stride);
+            store_columns(out, row, rows, c, lines, values + skip, stride);
         for (int64_t l = 0; l < lines && !is_direct(out); l++)
-            scatter_line(out, row, c + l, rows, true, numbers + l * stride + skip);
+            scatter_line(out, row, c + l, rows, true, values + l * stride + skip);
     }
 }
 
@@ -671,7 +674,7 @@ static void decode_panel(void *context, int64_t i)
     const struct matrix *out = &job->out;
     const int64_t row = i / out->column_panels * out->cut.rows, col = i % out->column_panels * out->cut.cols;
     const int64_t rows = nib_min(out->cut.rows, out->rows - row), cols = nib_min(out->cut.cols, out->cols - col);
-    if (job->coding.copy == NIB_ROWWISE)
+    if (job->coding.usage == NIB_ROWWISE)
         decode_rows(job, row, rows, col, cols);
     else
         decode_columns(job, row, rows, col, cols);
@@ -681,7 +684,7 @@ static void decode_panel(void *context, int64_t i)
  * decoded faster. */
 static bool rows_are_one_line(const struct decode_job *job)
 {
-    const struct nib_copy_geometry *g = job->geometry;
+    const struct nib_usage_geometry *g = job->geometry;
     const int64_t cols = job->out.cols, block = job->coding.block, per_byte = g->element_stride ? 1 : 2;
     const bool codes = g->element_stride <= 1 && g->line_stride * per_byte == cols;
     const bool scales = !block || (g->lines_per_scale == 1 && g->scale_line * block == cols);
@@ -694,19 +697,19 @@ static void join_rows(struct matrix *m)
     m->rows = 1;
 }
 
-void nib_dequantize_copy(const nib_quantizer *q, const struct nib_geometry *geometry, nib_copy from,
-                         const struct nib_copy_memory *memory, int64_t first, int64_t count, const nib_array *out)
+void nib_dequantize_usage(const nib_quantizer *q, const struct nib_geometry *geometry, nib_usage from,
+                          const struct nib_usage_memory *memory, int64_t first, int64_t count, const nib_array *out)
 {
     enum { STREAM_BYTES = 8 << 20 }; /* more than a core's share of the caches */
     struct decode_job job = { .q = q,
                               .decode = NIB_KERNEL(decode, q->format),
                               .coding = nib_coding_of(q, from, NIB_F32),
-                              .geometry = &geometry->copy[from],
+                              .geometry = &geometry->usage[from],
                               .memory = memory,
                               .first = first,
                               .out = matrix_of(out, count, geometry->cols) };
-    const bool straight = from == NIB_ROWWISE && job.out.col_stride == 1 && !job.coding.transform;
-    const bool side_by_side = !geometry->copy[from].swizzled && geometry->copy[from].scale_block == 1;
+    const bool straight = from == NIB_ROWWISE && job.out.col_stride == 1 && !job.coding.rht;
+    const bool side_by_side = !geometry->usage[from].swizzled && geometry->usage[from].scale_block == 1;
     job.stream = straight && count * geometry->cols * job.out.bytes >= STREAM_BYTES;
     if (straight && side_by_side && rows_are_one_line(&job))
         join_rows(&job.out);

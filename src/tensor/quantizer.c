@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * options.c - nib_quantizer: defaults, and the one place that says which combination is refused, and why.
+ * options.c - nib_quantizer: defaults, and the one place that says which combination is rejected, and why.
  */
 #include "tensor/quantize.h"
 
@@ -44,7 +44,7 @@ nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int columnwise
     return NIB_OK;
 }
 
-/* ---- What is refused ---- */
+/* ---- What is rejected ---- */
 
 /* Every enumerated option is below its count. */
 static nib_status check_ranges(const nib_quantizer *q)
@@ -57,7 +57,7 @@ static nib_status check_ranges(const nib_quantizer *q)
         { "dialect", (int)q->dialect, NIB_DIALECT_COUNT },
         { "scale_rule", (int)q->scale_rule, NIB_SCALE_RULE_COUNT },
         { "error_mode", (int)q->error_mode, NIB_ERROR_MODE_COUNT },
-        { "tensor_scale", (int)q->tensor_scale, NIB_TENSOR_SCALE_COUNT },
+        { "tensor_scale", (int)q->tensor_scale_rule, NIB_TENSOR_SCALE_RULE_COUNT },
         { "rounding", (int)q->rounding, NIB_ROUNDING_COUNT },
         { "mx_rule", (int)q->mx_rule, NIB_MX_RULE_COUNT },
     };
@@ -106,9 +106,9 @@ static nib_status check_combination(const nib_quantizer *q)
     const bool square = q->block_dims[0] > 1, rht = q->rht || q->rht_rowwise,
                stochastic = q->rounding != NIB_ROUND_NEAREST;
     const bool four_over_six = q->scale_rule == NIB_SCALE_4OVER6, sweep = q->scale_rule == NIB_SCALE_SWEEP;
-    const bool single_level_dialect = format->nvfp4_options && q->dialect == NIB_DIALECT_TORCHAO;
+    const bool may_lack_tensor_scale = format->nvfp4_options && q->dialect == NIB_DIALECT_TORCHAO;
     const struct {
-        bool refused;
+        bool rejected;
         const char *why;
     } rules[] = {
         { rht && square, "the RHT mixes the 16 rows that share a scale, so it does not go with 16x16 blocks" },
@@ -121,15 +121,15 @@ static nib_status check_combination(const nib_quantizer *q)
         { q->row_scaled && square, "16x16 blocks span 16 rows, so they do not go with one amax per row" },
         { q->e4m3_max != 448 && !four_over_six,
           "e4m3_max 256 leaves room for four-over-six and has no use without it" },
-        { q->single_level && !single_level_dialect, "only the dialect torchao has a form without a tensor scale" },
+        { q->no_tensor_scale && !may_lack_tensor_scale, "only the dialect torchao has a form without a tensor scale" },
         { q->swizzled && !format->swizzles, "no GEMM takes the scales of this format swizzled" },
         { (q->pow2_scales || q->amax_epsilon != 0) && !format->float_scales,
           "pow2_scales and amax_epsilon are for formats whose scales are computed as FP32 numbers" },
         { q->mx_rule != NIB_MX_CEIL && format->scale != NIB_E8M0, "mx_rule is for formats with E8M0 scales" },
-        { q->amax_comm && !format->levels, "there is no amax per tensor to reduce: every block has its own" },
+        { q->amax_comm && !format->tensor_scales, "there is no amax per tensor to reduce: every block has its own" },
     };
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
-        if (rules[i].refused)
+        if (rules[i].rejected)
             return nib_fail(NIB_ERR_MODE, "%s", rules[i].why);
     const struct {
         bool wanted;
@@ -141,7 +141,7 @@ static nib_status check_combination(const nib_quantizer *q)
         { four_over_six, "four-over-six" },
         { sweep, "a sweep" },
         { q->row_scaled, "an amax per row" },
-        { q->tensor_scale != NIB_TENSOR_SCALE_DIALECT, "another tensor scale" },
+        { q->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_DIALECT, "another tensor scale" },
         { q->min_block_scale != 0, "another floor for block scales" },
     };
     for (size_t i = 0; i < sizeof te_only / sizeof *te_only; i++) {
@@ -161,8 +161,8 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
     TRY(nib_check_struct("quantizer", in, sizeof *in));
     nib_quantizer q = *in;
     q.bytes = sizeof q;
-    uint8_t *const flags[] = { &q.rowwise,     &q.columnwise, &q.swizzled,     &q.row_scaled, &q.rht,
-                               &q.rht_rowwise, &q.fast_error, &q.single_level, &q.pow2_scales };
+    uint8_t *const flags[] = { &q.rowwise,     &q.columnwise, &q.swizzled,        &q.row_scaled, &q.rht,
+                               &q.rht_rowwise, &q.fast_error, &q.no_tensor_scale, &q.pow2_scales };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         *flags[i] = *flags[i] != 0;
     const nib_fpenv saved = nib_fpenv_enter(); /* flushed to zero, a floor that E4M3 does not have would pass */
@@ -182,24 +182,24 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
 }
 
 /* The random stream has 32 bits for lines and 31 for blocks, and blocks of the part must be blocks of the whole. With
- * square blocks both copies take the rowwise numbers. */
+ * square blocks both usages take the rowwise numbers. */
 static nib_status check_random_range(const nib_quantizer *q, const struct nib_geometry *geometry)
 {
     const int64_t block = nib_format_of(q)->block;
     const bool square = q->block_dims[0] != 1;
-    for (int copy = 0; copy < 2; copy++) {
-        if (square ? copy == NIB_COLUMNWISE : !(copy == NIB_ROWWISE ? q->rowwise : q->columnwise))
+    for (int usage = 0; usage < 2; usage++) {
+        if (square ? usage == NIB_COLUMNWISE : !(usage == NIB_ROWWISE ? q->rowwise : q->columnwise))
             continue;
-        const int64_t line0 = q->origin[copy == NIB_ROWWISE ? 0 : 1], first0 = q->origin[copy == NIB_ROWWISE ? 1 : 0];
+        const int64_t line0 = q->origin[usage == NIB_ROWWISE ? 0 : 1], first0 = q->origin[usage == NIB_ROWWISE ? 1 : 0];
         if (first0 % block || (square && line0 % block))
             return nib_fail(NIB_ERR_SHAPE, "origin (%lld, %lld) is not at a block border", (long long)q->origin[0],
                             (long long)q->origin[1]);
         int64_t lines, length;
-        if (!nib_add(line0, geometry->copy[copy].lines, &lines) ||
-            !nib_add(first0, geometry->copy[copy].length, &length) || lines > INT64_C(1) << 32 ||
+        if (!nib_add(line0, geometry->usage[usage].lines, &lines) ||
+            !nib_add(first0, geometry->usage[usage].length, &length) || lines > INT64_C(1) << 32 ||
             nib_ceil_div(length, block) > INT64_C(1) << 31)
             return nib_fail(NIB_ERR_SHAPE, "stochastic rounding numbers 2^32 %s and 2^31 blocks in each",
-                            copy == NIB_ROWWISE ? "rows" : "columns");
+                            usage == NIB_ROWWISE ? "rows" : "columns");
     }
     return NIB_OK;
 }
@@ -208,7 +208,7 @@ nib_status nib_check_input(const nib_quantizer *q, nib_dtype dtype, int rank, co
                            struct nib_geometry *out)
 {
     if (dtype != NIB_F32 && dtype != NIB_BF16 && dtype != NIB_F16)
-        return nib_fail(NIB_ERR_DTYPE, "quantisation takes F32, BF16 and F16, not %s",
+        return nib_fail(NIB_ERR_DTYPE, "quantization takes F32, BF16 and F16, not %s",
                         nib_dtype_valid(dtype) ? nib_dtypes[dtype].name : "an unknown dtype");
     struct nib_geometry geometry;
     TRY(nib_geometry_of(q, rank, shape, &geometry));
@@ -256,9 +256,9 @@ static void quantizer_key(const nib_quantizer *q, uint64_t key[KEY_WORDS])
                                         (uint64_t)q->scale_rule,
                                         (uint64_t)q->error_mode,
                                         q->fast_error != 0,
-                                        q->single_level != 0,
+                                        q->no_tensor_scale != 0,
                                         (uint64_t)q->e4m3_max,
-                                        (uint64_t)q->tensor_scale,
+                                        (uint64_t)q->tensor_scale_rule,
                                         q->min_block_scale == 0 ? 0 : nib_bits(q->min_block_scale), /* -0 is 0 */
                                         (uint64_t)q->rounding,
                                         q->seed,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * tensor.c - a tensor's life: buffers, quantise into, dequantise from, usages, metadata.
+ * tensor.c - a tensor's life: buffers, quantize into, dequantize from, usages, metadata.
  */
 #include "tensor/tensor.h"
 
@@ -10,44 +10,46 @@
 
 /* ---- Small questions ---- */
 
-const char *nib_copy_name(nib_copy copy) { return copy == NIB_ROWWISE ? "rowwise" : "columnwise"; }
+const char *nib_usage_name(nib_usage usage) { return usage == NIB_ROWWISE ? "rowwise" : "columnwise"; }
 
-nib_buffer *nib_tensor_kind(const nib_tensor *t, nib_copy copy, int kind)
+nib_buffer *nib_tensor_kind(const nib_tensor *t, nib_usage usage, int kind)
 {
-    const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+    const nib_part part = nib_part_of(nib_format_of(&t->q), usage, kind);
     return part < NIB_PART_COUNT ? t->parts[part] : NULL;
 }
 
-bool nib_tensor_has(const nib_tensor *t, nib_copy copy) { return nib_tensor_kind(t, copy, 0) != NULL; }
+bool nib_tensor_has(const nib_tensor *t, nib_usage usage) { return nib_tensor_kind(t, usage, 0) != NULL; }
 
-nib_status nib_tensor_pick(const nib_tensor *t, nib_copy wanted, nib_copy *out)
+nib_status nib_tensor_pick(const nib_tensor *t, nib_usage wanted, nib_usage *out)
 {
     if (wanted != NIB_ROWWISE && wanted != NIB_COLUMNWISE && wanted != NIB_EITHER)
         return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)wanted);
-    const nib_copy copy = wanted != NIB_EITHER ? wanted : nib_tensor_has(t, NIB_ROWWISE) ? NIB_ROWWISE : NIB_COLUMNWISE;
-    if (!nib_tensor_has(t, copy))
-        return nib_fail(NIB_ERR_USAGE, wanted == NIB_EITHER ? "the tensor has no data" : "the tensor has no %s copy",
-                        nib_copy_name(copy));
-    if (copy == NIB_COLUMNWISE && t->columnwise_stale)
+    const nib_usage usage = wanted != NIB_EITHER             ? wanted
+                            : nib_tensor_has(t, NIB_ROWWISE) ? NIB_ROWWISE
+                                                             : NIB_COLUMNWISE;
+    if (!nib_tensor_has(t, usage))
+        return nib_fail(NIB_ERR_USAGE, wanted == NIB_EITHER ? "the tensor has no data" : "the tensor has no %s usage",
+                        nib_usage_name(usage));
+    if (usage == NIB_COLUMNWISE && t->columnwise_stale)
         return nib_fail(NIB_ERR_USAGE,
-                        "the columnwise copy is not valid any more: nib_tensor_update_usage makes it anew");
-    *out = copy;
+                        "the columnwise usage is not valid any more: nib_tensor_update_usage makes it anew");
+    *out = usage;
     return NIB_OK;
 }
 
-struct nib_copy_memory nib_tensor_memory(const nib_tensor *t, nib_copy copy)
+struct nib_usage_memory nib_tensor_memory(const nib_tensor *t, nib_usage usage)
 {
-    return (struct nib_copy_memory){ nib_buffer_data(nib_tensor_kind(t, copy, 0)),
-                                     nib_buffer_data(nib_tensor_kind(t, copy, 1)),
-                                     nib_buffer_data(nib_tensor_kind(t, copy, 2)) };
+    return (struct nib_usage_memory){ nib_buffer_data(nib_tensor_kind(t, usage, 0)),
+                                      nib_buffer_data(nib_tensor_kind(t, usage, 1)),
+                                      nib_buffer_data(nib_tensor_kind(t, usage, 2)) };
 }
 
-static nib_copy copy_of_part(nib_part part) { return part % 2 ? NIB_COLUMNWISE : NIB_ROWWISE; }
+static nib_usage usage_of_part(nib_part part) { return part % 2 ? NIB_COLUMNWISE : NIB_ROWWISE; }
 
 size_t nib_part_bytes(const struct nib_geometry *geometry, nib_part part)
 {
-    const struct nib_copy_geometry *copy = &geometry->copy[copy_of_part(part)];
-    const int64_t bytes[3] = { copy->data_bytes, copy->scales_bytes, copy->levels_bytes };
+    const struct nib_usage_geometry *usage = &geometry->usage[usage_of_part(part)];
+    const int64_t bytes[3] = { usage->data_bytes, usage->scales_bytes, usage->tensor_scales_bytes };
     return (size_t)bytes[part / 2];
 }
 
@@ -57,7 +59,7 @@ bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b)
 {
     const struct nib_rules ra = nib_rules_of(a, NIB_F32), rb = nib_rules_of(b, NIB_F32);
     const bool transformed = a->rht || a->rht_rowwise;
-    return a->format == b->format && ra.element == rb.element && ra.level == rb.level &&
+    return a->format == b->format && ra.element == rb.element && ra.tensor_scale == rb.tensor_scale &&
            ra.full_scale == rb.full_scale && a->swizzled == b->swizzled && a->row_scaled == b->row_scaled &&
            a->block_dims[0] == b->block_dims[0] && a->rht == b->rht && a->rht_rowwise == b->rht_rowwise &&
            (!transformed || a->rht_sign_mask == b->rht_sign_mask);
@@ -89,36 +91,36 @@ nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, con
     return NIB_OK;
 }
 
-/* A part that the other copy, which stays, uses too. */
-static bool shared_with_other(const nib_tensor *t, nib_copy copy, nib_part part)
+/* A part that the other usage, which stays, uses too. */
+static bool shared_with_other(const nib_tensor *t, nib_usage usage, nib_part part)
 {
-    const nib_copy other = copy == NIB_ROWWISE ? NIB_COLUMNWISE : NIB_ROWWISE;
+    const nib_usage other = usage == NIB_ROWWISE ? NIB_COLUMNWISE : NIB_ROWWISE;
     return nib_tensor_has(t, other) && nib_part_of(nib_format_of(&t->q), other, (int)part / 2) == part;
 }
 
-void nib_tensor_drop(nib_tensor *t, nib_copy copy)
+void nib_tensor_drop(nib_tensor *t, nib_usage usage)
 {
     for (int kind = 0; kind < NIB_PART_KINDS; kind++) {
-        const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
-        if (part == NIB_PART_COUNT || shared_with_other(t, copy, part))
+        const nib_part part = nib_part_of(nib_format_of(&t->q), usage, kind);
+        if (part == NIB_PART_COUNT || shared_with_other(t, usage, part))
             continue;
         nib_buffer_release(t->parts[part]);
         t->parts[part] = NULL;
     }
-    if (copy == NIB_COLUMNWISE)
+    if (usage == NIB_COLUMNWISE)
         t->columnwise_stale = false;
 }
 
-static nib_status allocate_copy(nib_tensor *t, nib_copy copy)
+static nib_status allocate_usage(nib_tensor *t, nib_usage usage)
 {
     nib_status status = NIB_OK;
     for (int kind = 0; kind < NIB_PART_KINDS && !status; kind++) {
-        const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+        const nib_part part = nib_part_of(nib_format_of(&t->q), usage, kind);
         if (part < NIB_PART_COUNT && !t->parts[part])
             status = nib_buffer_create(nib_part_bytes(&t->geometry, part), &t->parts[part]);
     }
     if (status)
-        nib_tensor_drop(t, copy);
+        nib_tensor_drop(t, usage);
     return status;
 }
 
@@ -127,8 +129,8 @@ nib_status nib_tensor_allocate(nib_tensor *t, bool rowwise, bool columnwise)
     const bool wanted[2] = { rowwise && !nib_tensor_has(t, NIB_ROWWISE),
                              columnwise && !nib_tensor_has(t, NIB_COLUMNWISE) };
     if (wanted[NIB_ROWWISE])
-        TRY(allocate_copy(t, NIB_ROWWISE));
-    const nib_status status = wanted[NIB_COLUMNWISE] ? allocate_copy(t, NIB_COLUMNWISE) : NIB_OK;
+        TRY(allocate_usage(t, NIB_ROWWISE));
+    const nib_status status = wanted[NIB_COLUMNWISE] ? allocate_usage(t, NIB_COLUMNWISE) : NIB_OK;
     if (status && wanted[NIB_ROWWISE])
         nib_tensor_drop(t, NIB_ROWWISE);
     return status;
@@ -151,17 +153,17 @@ void nib_tensor_destroy(nib_tensor *t)
 nib_status nib_tensor_zero(nib_tensor *t)
 {
     NIB_REQUIRE(t);
-    const float level = nib_tensor_rules(t).level == NIB_LEVEL_AMAX ? 0.0f : 1.0f;
-    for (int copy = 0; copy < 2; copy++) {
-        if (!nib_tensor_has(t, (nib_copy)copy))
+    const float tensor_scale = nib_tensor_rules(t).tensor_scale == NIB_TENSOR_SCALE_AMAX ? 0.0f : 1.0f;
+    for (int usage = 0; usage < 2; usage++) {
+        if (!nib_tensor_has(t, (nib_usage)usage))
             continue;
-        const struct nib_copy_memory memory = nib_tensor_memory(t, (nib_copy)copy);
-        if (t->geometry.copy[copy].data_bytes) /* an empty borrowed buffer may be NULL */
-            memset(memory.codes, 0, (size_t)t->geometry.copy[copy].data_bytes);
-        if (t->geometry.copy[copy].scales_bytes)
-            memset(memory.scales, 0, (size_t)t->geometry.copy[copy].scales_bytes);
-        for (int64_t i = 0; i < t->geometry.copy[copy].levels; i++)
-            memory.levels[i] = level;
+        const struct nib_usage_memory memory = nib_tensor_memory(t, (nib_usage)usage);
+        if (t->geometry.usage[usage].data_bytes) /* an empty borrowed buffer may be NULL */
+            memset(memory.codes, 0, (size_t)t->geometry.usage[usage].data_bytes);
+        if (t->geometry.usage[usage].scales_bytes)
+            memset(memory.scales, 0, (size_t)t->geometry.usage[usage].scales_bytes);
+        for (int64_t i = 0; i < t->geometry.usage[usage].tensor_scales; i++)
+            memory.tensor_scales[i] = tensor_scale;
     }
     return NIB_OK;
 }
@@ -188,26 +190,26 @@ static nib_status check_parts(const struct nib_format_facts *facts, const struct
                               nib_buffer *const *parts)
 {
     static const char *const names[3] = { "data", "scale", "level" };
-    for (int copy = 0; copy < 2; copy++)
+    for (int usage = 0; usage < 2; usage++)
         for (int i = 0; i < NIB_PART_KINDS; i++) {
-            const nib_part part = nib_part_of(facts, (nib_copy)copy, i);
+            const nib_part part = nib_part_of(facts, (nib_usage)usage, i);
             if (part ==
                 NIB_PART_COUNT) /* not one of this format's; what the caller may have put there is not looked at */
                 continue;
             const bool shared = nib_part_of(facts, NIB_ROWWISE, i) == nib_part_of(facts, NIB_COLUMNWISE, i);
-            const bool data = parts[NIB_ROW_DATA + copy] || (shared && parts[NIB_COL_DATA - copy]);
+            const bool data = parts[NIB_ROW_DATA + usage] || (shared && parts[NIB_COL_DATA - usage]);
             const size_t wanted = nib_part_bytes(geometry, part);
             if ((parts[part] != NULL) != data)
-                return nib_fail(NIB_ERR_USAGE, "the %s copy has %s but no %s", nib_copy_name((nib_copy)copy),
+                return nib_fail(NIB_ERR_USAGE, "the %s usage has %s but no %s", nib_usage_name((nib_usage)usage),
                                 parts[part] ? names[i] : "data", parts[part] ? "data" : names[i]);
             if (parts[part] && nib_buffer_bytes(parts[part]) != wanted)
                 return nib_fail(NIB_ERR_SHAPE, "the %s %s buffer has %zu bytes instead of %zu",
-                                nib_copy_name((nib_copy)copy), names[i], nib_buffer_bytes(parts[part]), wanted);
+                                nib_usage_name((nib_usage)usage), names[i], nib_buffer_bytes(parts[part]), wanted);
             if (parts[part] && i > 0 &&
                 (uintptr_t)nib_buffer_data(parts[part]) %
-                    (i == 1 ? (uintptr_t)geometry->copy[copy].scale_bytes : sizeof(float)))
+                    (i == 1 ? (uintptr_t)geometry->usage[usage].scale_bytes : sizeof(float)))
                 return nib_fail(NIB_ERR_ARG, "the %s %s buffer is not aligned to its numbers",
-                                nib_copy_name((nib_copy)copy), names[i]);
+                                nib_usage_name((nib_usage)usage), names[i]);
         }
     return NIB_OK;
 }
@@ -236,7 +238,7 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
     return NIB_OK;
 }
 
-/* ---- Quantise ---- */
+/* ---- Quantize ---- */
 
 /* By the bits, so that it does not matter what the caller's arithmetic makes of subnormals. A NaN is neither. */
 static bool is_negative(float x) { return nib_bits(x) > 0x80000000u && !nib_is_nan(x); }
@@ -244,53 +246,55 @@ static bool is_positive(float x) { return nib_bits(x) - 1 < 0x7F800000u; }
 
 /* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the
  * kernels take it.) */
-static nib_status check_given(const nib_quantizer *q, const nib_given *given, const struct nib_geometry *geometry)
+static nib_status check_overrides(const nib_quantizer *q, const nib_overrides *overrides,
+                                  const struct nib_geometry *geometry)
 {
-    if (!given)
+    if (!overrides)
         return NIB_OK;
-    TRY(nib_check_struct("given", given, sizeof *given));
-    if (given->scale && !nib_dialect_of(q)->encode_of)
+    TRY(nib_check_struct("given", overrides, sizeof *overrides));
+    if (overrides->scale && !nib_dialect_of(q)->encode_of)
         return nib_fail(NIB_ERR_MODE, "%s does not take a given scale", nib_format_of(q)->name);
-    if (given->scale && !is_positive(*given->scale))
+    if (overrides->scale && !is_positive(*overrides->scale))
         return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
-    for (int copy = 0; copy < 2; copy++)
-        for (int64_t i = 0; i < geometry->copy[copy].levels; i++) {
-            const bool amax = given->amax[copy] && is_negative(given->amax[copy][i]);
-            if (amax || (given->level[copy] && is_negative(given->level[copy][i])))
-                return nib_fail(NIB_ERR_ARG, "the given %s %s number %lld is negative", nib_copy_name((nib_copy)copy),
-                                amax ? "amax" : "level", (long long)i);
+    for (int usage = 0; usage < 2; usage++)
+        for (int64_t i = 0; i < geometry->usage[usage].tensor_scales; i++) {
+            const bool amax = overrides->amax[usage] && is_negative(overrides->amax[usage][i]);
+            if (amax || (overrides->tensor_scale[usage] && is_negative(overrides->tensor_scale[usage][i])))
+                return nib_fail(NIB_ERR_ARG, "the given %s %s number %lld is negative",
+                                nib_usage_name((nib_usage)usage), amax ? "amax" : "level", (long long)i);
         }
     return NIB_OK;
 }
 
-static nib_status quantize_parts(nib_tensor *t, const nib_quantizer *q, const nib_array *x, const nib_given *given)
+static nib_status quantize_parts(nib_tensor *t, const nib_quantizer *q, const nib_array *x,
+                                 const nib_overrides *overrides)
 {
-    const struct nib_copy_memory memory[2] = { nib_tensor_memory(t, NIB_ROWWISE),
-                                               nib_tensor_memory(t, NIB_COLUMNWISE) };
-    return nib_quantize_copies(q, x, given, &t->geometry, memory);
+    const struct nib_usage_memory memory[2] = { nib_tensor_memory(t, NIB_ROWWISE),
+                                                nib_tensor_memory(t, NIB_COLUMNWISE) };
+    return nib_quantize_usages(q, x, overrides, &t->geometry, memory);
 }
 
-/* All that can fail on one rank alone before a new tensor is quantised into. */
-static nib_status prepare_new(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_quantizer *loaded,
-                              nib_tensor **t)
+/* All that can fail on one rank alone before a new tensor is quantized into. */
+static nib_status prepare_new(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
+                              nib_quantizer *loaded, nib_tensor **t)
 {
     TRY(nib_quantizer_load(q, loaded));
     TRY(nib_check_array("x", x));
     TRY(nib_tensor_new(loaded, x->dtype, x->rank, x->shape, t));
-    TRY(check_given(loaded, given, &(*t)->geometry));
+    TRY(check_overrides(loaded, overrides, &(*t)->geometry));
     return nib_tensor_allocate(*t, loaded->rowwise, loaded->columnwise);
 }
 
-nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_given *given, nib_tensor **out)
+nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides, nib_tensor **out)
 {
     nib_quantizer loaded;
     nib_tensor *t = NULL;
     nib_status status =
-        out ? prepare_new(q, x, given, &loaded, &t) : nib_fail(NIB_ERR_ARG, "nib_quantize: out is NULL");
+        out ? prepare_new(q, x, overrides, &loaded, &t) : nib_fail(NIB_ERR_ARG, "nib_quantize: out is NULL");
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
     else
-        status = quantize_parts(t, &loaded, x, given);
+        status = quantize_parts(t, &loaded, x, overrides);
     if (status)
         nib_tensor_destroy(t);
     else
@@ -309,7 +313,7 @@ static nib_status check_same_shape(const nib_tensor *t, const nib_array *x)
 /* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A
  * view that shares them must go on decoding them rightly: once their meaning changes they are new. `updated` is empty
  * and is to be cleared in any case. */
-static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_given *given,
+static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                                  const nib_tensor *t, nib_quantizer *loaded, nib_tensor *updated)
 {
     TRY(nib_quantizer_load(q ? q : &t->q, loaded));
@@ -319,21 +323,21 @@ static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, con
     updated->dtype = t->dtype;
     const bool dropping = (nib_tensor_has(t, NIB_ROWWISE) && !loaded->rowwise) ||
                           (nib_tensor_has(t, NIB_COLUMNWISE) && !loaded->columnwise);
-    /* A level for both copies must not change under a view that keeps the copy which is dropped here. */
-    const bool in_place = nib_same_meaning(loaded, &t->q) && !(nib_format_of(loaded)->shared_level && dropping);
-    for (int copy = 0; copy < 2 && in_place; copy++)
-        for (int kind = 0; kind < NIB_PART_KINDS && (copy == NIB_ROWWISE ? loaded->rowwise : loaded->columnwise);
+    /* A tensor scale for both usages must not change under a view that keeps the copy which is dropped here. */
+    const bool in_place = nib_same_meaning(loaded, &t->q) && !(nib_format_of(loaded)->shared_tensor_scale && dropping);
+    for (int usage = 0; usage < 2 && in_place; usage++)
+        for (int kind = 0; kind < NIB_PART_KINDS && (usage == NIB_ROWWISE ? loaded->rowwise : loaded->columnwise);
              kind++) {
-            const nib_part part = nib_part_of(nib_format_of(loaded), (nib_copy)copy, kind);
+            const nib_part part = nib_part_of(nib_format_of(loaded), (nib_usage)usage, kind);
             if (part < NIB_PART_COUNT && !updated->parts[part])
                 updated->parts[part] = nib_buffer_retain(t->parts[part]);
         }
-    TRY(check_given(loaded, given, &updated->geometry));
+    TRY(check_overrides(loaded, overrides, &updated->geometry));
     return nib_tensor_allocate(updated, loaded->rowwise, loaded->columnwise);
 }
 
-nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_given *given, const float *noop,
-                             nib_tensor *t)
+nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
+                             const float *noop, nib_tensor *t)
 {
     if (noop && *noop == 1.0f)
         return NIB_OK;
@@ -341,12 +345,12 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     nib_tensor updated = { 0 };
     if (t)
         updated.q = t->q;
-    nib_status status =
-        t ? prepare_update(q, x, given, t, &loaded, &updated) : nib_fail(NIB_ERR_ARG, "nib_quantize_into: t is NULL");
+    nib_status status = t ? prepare_update(q, x, overrides, t, &loaded, &updated)
+                          : nib_fail(NIB_ERR_ARG, "nib_quantize_into: t is NULL");
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
     else
-        status = quantize_parts(&updated, &loaded, x, given);
+        status = quantize_parts(&updated, &loaded, x, overrides);
     if (!status) {
         const nib_tensor old = *t;
         *t = updated;
@@ -356,42 +360,42 @@ nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const n
     return status;
 }
 
-/* ---- Dequantise ---- */
+/* ---- Dequantize ---- */
 
-static nib_status check_numbers_out(const nib_array *out)
+static nib_status check_values_out(const nib_array *out)
 {
     TRY(nib_check_output("out", out));
     if (out->dtype != NIB_F32 && out->dtype != NIB_BF16 && out->dtype != NIB_F16)
-        return nib_fail(NIB_ERR_DTYPE, "dequantisation gives F32, BF16 and F16, not %s", nib_dtypes[out->dtype].name);
+        return nib_fail(NIB_ERR_DTYPE, "dequantization gives F32, BF16 and F16, not %s", nib_dtypes[out->dtype].name);
     return NIB_OK;
 }
 
-static nib_status dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count,
+static nib_status dequantize_rows(const nib_tensor *t, nib_usage from, int64_t first, int64_t count,
                                   const nib_array *out)
 {
-    nib_copy copy;
+    nib_usage usage;
     if (from != NIB_ROWWISE && from != NIB_COLUMNWISE && from != NIB_EITHER)
         return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)from);
     if (count == 0 || t->geometry.cols == 0)
         return NIB_OK; /* whichever copy, there is nothing in it */
-    TRY(nib_tensor_pick(t, from, &copy));
-    const struct nib_copy_memory memory = nib_tensor_memory(t, copy);
-    nib_dequantize_copy(&t->q, &t->geometry, copy, &memory, first, count, out);
+    TRY(nib_tensor_pick(t, from, &usage));
+    const struct nib_usage_memory memory = nib_tensor_memory(t, usage);
+    nib_dequantize_usage(&t->q, &t->geometry, usage, &memory, first, count, out);
     return NIB_OK;
 }
 
-nib_status nib_dequantize(const nib_tensor *t, nib_copy from, const nib_array *out)
+nib_status nib_dequantize(const nib_tensor *t, nib_usage from, const nib_array *out)
 {
     NIB_REQUIRE(t);
-    TRY(check_numbers_out(out));
+    TRY(check_values_out(out));
     TRY(check_same_shape(t, out));
     return dequantize_rows(t, from, 0, t->geometry.rows, out);
 }
 
-nib_status nib_dequantize_rows(const nib_tensor *t, nib_copy from, int64_t first, int64_t count, const nib_array *out)
+nib_status nib_dequantize_rows(const nib_tensor *t, nib_usage from, int64_t first, int64_t count, const nib_array *out)
 {
     NIB_REQUIRE(t);
-    TRY(check_numbers_out(out));
+    TRY(check_values_out(out));
     if (first < 0 || count < 0 || first > t->geometry.rows || count > t->geometry.rows - first)
         return nib_fail(NIB_ERR_SHAPE, "%lld rows from row %lld on, of %lld", (long long)count, (long long)first,
                         (long long)t->geometry.rows);
@@ -415,7 +419,7 @@ nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out)
                               .rank = t->rank,
                               .rows = t->geometry.rows,
                               .cols = t->geometry.cols,
-                              .level = nib_tensor_rules(t).level,
+                              .tensor_scale = nib_tensor_rules(t).tensor_scale,
                               .rowwise = nib_tensor_has(t, NIB_ROWWISE),
                               .columnwise = nib_tensor_has(t, NIB_COLUMNWISE),
                               .columnwise_valid = nib_tensor_has(t, NIB_COLUMNWISE) && !t->columnwise_stale,
@@ -435,8 +439,8 @@ static nib_status part_shape(const nib_quantizer *q, const struct nib_geometry *
                              const int64_t *shape, bool padded, nib_dtype *dtype, int *out_rank, int64_t *out_shape)
 {
     const struct nib_format_facts *facts = nib_format_of(q);
-    const nib_copy side = copy_of_part(part);
-    const struct nib_copy_geometry *copy = &geometry->copy[side];
+    const nib_usage side = usage_of_part(part);
+    const struct nib_usage_geometry *usage = &geometry->usage[side];
     if ((unsigned)part >= NIB_PART_COUNT)
         return nib_fail(NIB_ERR_ARG, "%d is not a part of a tensor", (int)part);
     if (nib_part_of(facts, side, (int)part / 2) != part)
@@ -446,18 +450,18 @@ static nib_status part_shape(const nib_quantizer *q, const struct nib_geometry *
         *out_rank = rank;
         if (rank)
             memcpy(out_shape, shape, (size_t)rank * sizeof *shape);
-        if (rank && !copy->element_stride)
-            out_shape[rank - 1] = copy->line_stride;
+        if (rank && !usage->element_stride)
+            out_shape[rank - 1] = usage->line_stride;
         return NIB_OK;
     }
-    const int64_t *scales = padded ? copy->scale_shape : copy->valid_shape;
+    const int64_t *scales = padded ? usage->scale_shape : usage->valid_shape;
     const struct {
         nib_dtype dtype;
         int rank;
         int64_t shape[2];
-    } kinds[NIB_PART_KINDS] = { { NIB_U8, 2, { copy->lines, copy->line_stride } },
+    } kinds[NIB_PART_KINDS] = { { NIB_U8, 2, { usage->lines, usage->line_stride } },
                                 { facts->scale, 2, { scales[0], scales[1] } },
-                                { NIB_F32, 1, { copy->levels, 0 } } };
+                                { NIB_F32, 1, { usage->tensor_scales, 0 } } };
     *dtype = kinds[part / 2].dtype;
     *out_rank = kinds[part / 2].rank;
     memcpy(out_shape, kinds[part / 2].shape, (size_t)*out_rank * sizeof *out_shape);
@@ -500,7 +504,7 @@ nib_status nib_tensor_part(const nib_tensor *t, nib_part part, nib_array *out)
     int64_t shape[NIB_MAX_RANK] = { 0 };
     TRY(part_shape(&t->q, &t->geometry, part, t->rank, t->shape, true, &dtype, &rank, shape));
     if (!t->parts[part])
-        return nib_fail(NIB_ERR_USAGE, "the tensor has no %s copy", nib_copy_name(copy_of_part(part)));
+        return nib_fail(NIB_ERR_USAGE, "the tensor has no %s usage", nib_usage_name(usage_of_part(part)));
     return nib_array_init(out, nib_buffer_data(t->parts[part]), dtype, rank, shape);
 }
 
@@ -518,16 +522,16 @@ nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnw
 
 struct scale_job {
     const struct nib_geometry *geometry;
-    const struct nib_copy_memory *row, *col;
+    const struct nib_usage_memory *row, *col;
     int64_t block;
 };
 
-/* The scales of line c of the columnwise copy of square blocks. */
+/* The scales of line c of the columnwise usage of square blocks. */
 static void transpose_scales(void *context, int64_t c)
 {
     const struct scale_job *job = context;
-    const struct nib_copy_geometry *row = &job->geometry->copy[NIB_ROWWISE],
-                                   *col = &job->geometry->copy[NIB_COLUMNWISE];
+    const struct nib_usage_geometry *row = &job->geometry->usage[NIB_ROWWISE],
+                                    *col = &job->geometry->usage[NIB_COLUMNWISE];
     for (int64_t b = 0; b < col->blocks && c % col->lines_per_scale == 0; b++)
         nib_scale_store(col, job->col->scales, c, b,
                         nib_scale_load(row, job->row->scales, b * job->block, c / job->block));
@@ -538,17 +542,17 @@ static nib_status build_columnwise(nib_tensor *t)
     const struct nib_format_facts *facts = nib_format_of(&t->q);
     if (!nib_tensor_has(t, NIB_ROWWISE))
         return nib_fail(NIB_ERR_USAGE,
-                        "a columnwise copy is built from the rowwise one, which the tensor does not have");
+                        "a columnwise usage is built from the rowwise one, which the tensor does not have");
     if (t->q.block_dims[0] == 1)
         return nib_fail(NIB_ERR_USAGE,
-                        "with 1x%d blocks the columnwise copy has scales of its own and cannot be built from the "
-                        "rowwise codes: quantise again",
+                        "with 1x%d blocks the columnwise usage has scales of its own and cannot be built from the "
+                        "rowwise codes: quantize again",
                         facts->block);
     if (t->q.swizzled)
-        return nib_fail(NIB_ERR_USAGE, "the columnwise copy is built from compact scales: unswizzle the tensor first");
+        return nib_fail(NIB_ERR_USAGE, "the columnwise usage is built from compact scales: unswizzle the tensor first");
     TRY(nib_tensor_allocate(t, false, true));
-    const struct nib_copy_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
-    const struct nib_copy_geometry *from = &t->geometry.copy[NIB_ROWWISE], *to = &t->geometry.copy[NIB_COLUMNWISE];
+    const struct nib_usage_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
+    const struct nib_usage_geometry *from = &t->geometry.usage[NIB_ROWWISE], *to = &t->geometry.usage[NIB_COLUMNWISE];
     struct scale_job job = { &t->geometry, &row, &col, facts->block };
     if (facts->transposed)
         nib_transpose_codes(&t->q, !from->element_stride, row.codes, from->line_stride, from->lines, from->length,
@@ -559,17 +563,17 @@ static nib_status build_columnwise(nib_tensor *t)
         nib_zero_scale_padding(to, col.scales);
         nib_parallel(to->lines, nib_thread_count(&t->q, to->lines * to->blocks), transpose_scales, &job);
     }
-    if (facts->levels && col.levels != row.levels)
-        memcpy(col.levels, row.levels, (size_t)t->geometry.copy[NIB_COLUMNWISE].levels_bytes);
+    if (facts->tensor_scales && col.tensor_scales != row.tensor_scales)
+        memcpy(col.tensor_scales, row.tensor_scales, (size_t)t->geometry.usage[NIB_COLUMNWISE].tensor_scales_bytes);
     t->columnwise_stale = false;
     return NIB_OK;
 }
 
-nib_status nib_tensor_unshare(nib_tensor *t, nib_copy copy)
+nib_status nib_tensor_unshare(nib_tensor *t, nib_usage usage)
 {
     nib_buffer *own[NIB_PART_KINDS] = { NULL };
     for (int kind = 0; kind < NIB_PART_KINDS; kind++) {
-        const nib_buffer *old = nib_tensor_kind(t, copy, kind);
+        const nib_buffer *old = nib_tensor_kind(t, usage, kind);
         if (!old || !nib_buffer_is_shared(old))
             continue;
         const nib_status status = nib_buffer_create(nib_buffer_bytes(old), &own[kind]);
@@ -583,7 +587,7 @@ nib_status nib_tensor_unshare(nib_tensor *t, nib_copy copy)
     }
     for (int kind = 0; kind < NIB_PART_KINDS; kind++)
         if (own[kind]) {
-            const nib_part part = nib_part_of(nib_format_of(&t->q), copy, kind);
+            const nib_part part = nib_part_of(nib_format_of(&t->q), usage, kind);
             nib_buffer_release(t->parts[part]);
             t->parts[part] = own[kind];
         }
@@ -598,11 +602,12 @@ nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise)
     wanted.columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
     TRY(nib_quantizer_set_usage(&wanted, rowwise, columnwise));
     if (wanted.rowwise && !nib_tensor_has(t, NIB_ROWWISE))
-        return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise copy, and one cannot be built");
+        return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise usage, and one cannot be built");
     const bool drops = (nib_tensor_has(t, NIB_ROWWISE) && !wanted.rowwise) ||
                        (nib_tensor_has(t, NIB_COLUMNWISE) && !wanted.columnwise);
-    for (int copy = 0; copy < 2 && drops && nib_format_of(&t->q)->shared_level; copy++)
-        TRY(nib_tensor_unshare(t, (nib_copy)copy)); /* a view may keep what is dropped, and with it the level */
+    for (int usage = 0; usage < 2 && drops && nib_format_of(&t->q)->shared_tensor_scale; usage++)
+        TRY(nib_tensor_unshare(t,
+                               (nib_usage)usage)); /* a view may keep what is dropped, and with it the tensor scale */
     if (wanted.columnwise && (!nib_tensor_has(t, NIB_COLUMNWISE) || t->columnwise_stale))
         TRY(build_columnwise(t));
     if (!wanted.rowwise)

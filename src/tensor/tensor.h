@@ -17,24 +17,24 @@ struct nib_tensor {
     bool columnwise_stale;             /* the rowwise bytes were changed from outside */
 };
 
-enum { NIB_PART_KINDS = 3 }; /* data, scales, levels: nib_part_of */
+enum { NIB_PART_KINDS = 3 }; /* data, scales, tensor scales: nib_part_of */
 
-bool nib_tensor_has(const nib_tensor *t, nib_copy copy);
-nib_buffer *nib_tensor_kind(const nib_tensor *t, nib_copy copy, int kind);
+bool nib_tensor_has(const nib_tensor *t, nib_usage usage);
+nib_buffer *nib_tensor_kind(const nib_tensor *t, nib_usage usage, int kind);
 
-/* "rowwise" and "columnwise", for sentences. */
-const char *nib_copy_name(nib_copy copy);
+/* "rowwise" and "columnwise", for messages. */
+const char *nib_usage_name(nib_usage usage);
 
 /* Resolves NIB_EITHER; USAGE when the copy is not there. */
-nib_status nib_tensor_pick(const nib_tensor *t, nib_copy wanted, nib_copy *out);
+nib_status nib_tensor_pick(const nib_tensor *t, nib_usage wanted, nib_usage *out);
 
-struct nib_copy_memory nib_tensor_memory(const nib_tensor *t, nib_copy copy);
+struct nib_usage_memory nib_tensor_memory(const nib_tensor *t, nib_usage usage);
 size_t nib_part_bytes(const struct nib_geometry *geometry, nib_part part);
 
 /* What a per-tensor number of this tensor means, and the other constants of decoding. */
 struct nib_rules nib_tensor_rules(const nib_tensor *t);
 
-/* Whether bytes written under one quantiser decode the same under the other. */
+/* Whether bytes written under one quantizer decode the same under the other. */
 bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b);
 
 /* A tensor without buffers; q is loaded. */
@@ -42,11 +42,11 @@ nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, con
 
 /* Fresh zeroed buffers for the copies that are wanted and not there. On failure those it made are released again. */
 nib_status nib_tensor_allocate(nib_tensor *t, bool rowwise, bool columnwise);
-void nib_tensor_drop(nib_tensor *t, nib_copy copy);
+void nib_tensor_drop(nib_tensor *t, nib_usage usage);
 
 /* Parts of a copy that a view shares while other parts are about to be replaced: an update in place would leave the
  * view with half of it. They become the tensor's own. */
-nib_status nib_tensor_unshare(nib_tensor *t, nib_copy copy);
+nib_status nib_tensor_unshare(nib_tensor *t, nib_usage usage);
 
 /* The rule of nib_mxfp4_to_nvfp4 for blocks of 32 of a weight that is converted piece by piece (convert.c): the decode
  * scale for the largest block scale that has something in it (0: none has), and the blocks under it. No NaNs. */

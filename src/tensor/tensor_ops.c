@@ -58,11 +58,11 @@ nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src)
         return nib_fail(NIB_ERR_MISMATCH, "the tensors have different shapes");
     if (!nib_same_meaning(&dst->q, &src->q))
         return nib_fail(NIB_ERR_MISMATCH,
-                        "the tensors differ in format, block shape, level, RHT, row scaling or swizzling");
-    for (int copy = 0; copy < 2; copy++)
-        if (nib_tensor_has(dst, (nib_copy)copy) && !nib_tensor_has(src, (nib_copy)copy))
-            return nib_fail(NIB_ERR_USAGE, "the target's %s copy would go stale: the source has none",
-                            nib_copy_name((nib_copy)copy));
+                        "the tensors differ in format, block shape, tensor scale, RHT, row scaling or swizzling");
+    for (int usage = 0; usage < 2; usage++)
+        if (nib_tensor_has(dst, (nib_usage)usage) && !nib_tensor_has(src, (nib_usage)usage))
+            return nib_fail(NIB_ERR_USAGE, "the target's %s usage would go stale: the source has none",
+                            nib_usage_name((nib_usage)usage));
     copy_parts(dst, src);
     dst->columnwise_stale = src->columnwise_stale && nib_tensor_has(dst, NIB_COLUMNWISE);
     return NIB_OK;
@@ -99,7 +99,7 @@ static nib_status resolve_shape(const nib_tensor *t, int rank, const int64_t *sh
 static nib_status check_new_length(const nib_tensor *t, int64_t cols)
 {
     const struct nib_format_facts *facts = nib_format_of(&t->q);
-    const struct nib_copy_geometry *g = &t->geometry.copy[NIB_ROWWISE];
+    const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
     const int64_t block = nib_max(facts->block, 1);
     if (t->geometry.cols % block || cols % block)
         return nib_fail(NIB_ERR_SHAPE, "the last dim can only change between multiples of %lld, not from %lld to %lld",
@@ -114,14 +114,14 @@ static nib_status check_new_length(const nib_tensor *t, int64_t cols)
         return nib_fail(NIB_ERR_SHAPE, "the last dim cannot change where scales lie block by block");
     if (nib_tensor_has(t, NIB_COLUMNWISE))
         return nib_fail(NIB_ERR_USAGE,
-                        "the last dim cannot change while there is a columnwise copy: its lines run down columns");
+                        "the last dim cannot change while there is a columnwise usage: its lines run down columns");
     return NIB_OK;
 }
 
 /* The scales of `from`, row-major, into rows of another padded length. */
 static void repack_scales(const nib_tensor *from, nib_tensor *to)
 {
-    const struct nib_copy_geometry *a = &from->geometry.copy[NIB_ROWWISE], *b = &to->geometry.copy[NIB_ROWWISE];
+    const struct nib_usage_geometry *a = &from->geometry.usage[NIB_ROWWISE], *b = &to->geometry.usage[NIB_ROWWISE];
     const void *src = nib_buffer_data(from->parts[NIB_ROW_SCALE]);
     void *dst = nib_buffer_data(to->parts[NIB_ROW_SCALE]);
     for (int64_t i = 0; i < a->lines * a->blocks; i++)
@@ -129,12 +129,12 @@ static void repack_scales(const nib_tensor *from, nib_tensor *to)
 }
 
 /* A view whose scale padding differs becomes a tensor of its own: one that shared the codes and not the scales would be
- * spoilt by an update of either. */
+ * spoiled by an update of either. */
 static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
 {
     nib_buffer *fresh = NULL;
     TRY(nib_tensor_unshare(view, NIB_ROWWISE));
-    TRY(nib_buffer_create((size_t)view->geometry.copy[NIB_ROWWISE].scales_bytes, &fresh));
+    TRY(nib_buffer_create((size_t)view->geometry.usage[NIB_ROWWISE].scales_bytes, &fresh));
     nib_buffer_release(view->parts[NIB_ROW_SCALE]);
     view->parts[NIB_ROW_SCALE] = fresh;
     repack_scales(t, view);
@@ -159,7 +159,7 @@ static nib_status view_or_reshape(const nib_tensor *t, int rank, const int64_t *
     TRY(like(t, rank, resolved, true, &view));
     nib_status status = NIB_OK;
     if (view->geometry.cols != t->geometry.cols) {
-        const struct nib_copy_geometry *a = &t->geometry.copy[NIB_ROWWISE], *b = &view->geometry.copy[NIB_ROWWISE];
+        const struct nib_usage_geometry *a = &t->geometry.usage[NIB_ROWWISE], *b = &view->geometry.usage[NIB_ROWWISE];
         const bool coincide =
             a->scales_bytes == b->scales_bytes && a->scale_line == a->blocks && b->scale_line == b->blocks;
         status = check_new_length(t, view->geometry.cols);
@@ -193,11 +193,11 @@ nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shap
 
 /* ---- Slice and split ---- */
 
-/* A rectangle of one copy: lines from `line`, elements from `first` (a block's first), as many as dst has. */
-static void copy_rectangle(const nib_tensor *src, nib_tensor *dst, nib_copy copy, int64_t line, int64_t first)
+/* A rectangle of one usage: lines from `line`, elements from `first` (a block's first), as many as dst has. */
+static void copy_rectangle(const nib_tensor *src, nib_tensor *dst, nib_usage usage, int64_t line, int64_t first)
 {
-    const struct nib_copy_geometry *a = &src->geometry.copy[copy], *b = &dst->geometry.copy[copy];
-    const struct nib_copy_memory from = nib_tensor_memory(src, copy), to = nib_tensor_memory(dst, copy);
+    const struct nib_usage_geometry *a = &src->geometry.usage[usage], *b = &dst->geometry.usage[usage];
+    const struct nib_usage_memory from = nib_tensor_memory(src, usage), to = nib_tensor_memory(dst, usage);
     const int64_t block = nib_max(nib_format_of(&src->q)->block, 1);
     for (int64_t l = 0; l < b->lines; l++) {
         for (int64_t i = 0; i < b->length; i++)
@@ -205,8 +205,8 @@ static void copy_rectangle(const nib_tensor *src, nib_tensor *dst, nib_copy copy
         for (int64_t i = 0; i < b->blocks; i++)
             nib_scale_store(b, to.scales, l, i, nib_scale_load(a, from.scales, line + l, first / block + i));
     }
-    if (b->levels_bytes)
-        memcpy(to.levels, from.levels + (src->q.row_scaled ? line : 0), (size_t)b->levels_bytes);
+    if (b->tensor_scales_bytes)
+        memcpy(to.tensor_scales, from.tensor_scales + (src->q.row_scaled ? line : 0), (size_t)b->tensor_scales_bytes);
 }
 
 nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, nib_tensor **out)
@@ -272,12 +272,12 @@ nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, size_t n
 
 /* ---- Equality ---- */
 
-static bool copies_equal(const nib_tensor *a, const nib_tensor *b, nib_copy copy)
+static bool usages_equal(const nib_tensor *a, const nib_tensor *b, nib_usage usage)
 {
-    const struct nib_copy_geometry *g = &a->geometry.copy[copy];
-    const struct nib_copy_memory ma = nib_tensor_memory(a, copy), mb = nib_tensor_memory(b, copy);
+    const struct nib_usage_geometry *g = &a->geometry.usage[usage];
+    const struct nib_usage_memory ma = nib_tensor_memory(a, usage), mb = nib_tensor_memory(b, usage);
     if ((g->data_bytes && memcmp(ma.codes, mb.codes, (size_t)g->data_bytes)) ||
-        (g->levels_bytes && memcmp(ma.levels, mb.levels, (size_t)g->levels_bytes)))
+        (g->tensor_scales_bytes && memcmp(ma.tensor_scales, mb.tensor_scales, (size_t)g->tensor_scales_bytes)))
         return false;
     for (int64_t line = 0; line < g->lines; line += g->lines_per_scale)
         for (int64_t block = 0; block < g->blocks; block++)
@@ -293,9 +293,9 @@ nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal
     NIB_REQUIRE(equal);
     bool same = a->dtype == b->dtype && a->columnwise_stale == b->columnwise_stale && a->rank == b->rank &&
                 nib_same_meaning(&a->q, &b->q) && memcmp(a->shape, b->shape, (size_t)a->rank * sizeof *a->shape) == 0;
-    for (int copy = 0; copy < 2 && same; copy++)
-        same = nib_tensor_has(a, (nib_copy)copy) == nib_tensor_has(b, (nib_copy)copy) &&
-               (!nib_tensor_has(a, (nib_copy)copy) || copies_equal(a, b, (nib_copy)copy));
+    for (int usage = 0; usage < 2 && same; usage++)
+        same = nib_tensor_has(a, (nib_usage)usage) == nib_tensor_has(b, (nib_usage)usage) &&
+               (!nib_tensor_has(a, (nib_usage)usage) || usages_equal(a, b, (nib_usage)usage));
     *equal = same;
     return NIB_OK;
 }
@@ -303,7 +303,7 @@ nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal
 /* ---- Swizzle ---- */
 
 /* A [rows, cols] matrix of single bytes whose rows are `stride` apart. */
-static nib_status plain_scales(int64_t rows, int64_t cols, int64_t stride, struct nib_copy_geometry *out)
+static nib_status plain_scales(int64_t rows, int64_t cols, int64_t stride, struct nib_usage_geometry *out)
 {
     int64_t bytes;
     if (rows < 0 || cols < 0 || stride < cols)
@@ -312,7 +312,7 @@ static nib_status plain_scales(int64_t rows, int64_t cols, int64_t stride, struc
     if (rows > INT64_MAX / 2 || stride > INT64_MAX / 2 ||
         !nib_mul(nib_round_up(rows, 128), nib_round_up(stride, 4), &bytes))
         return nib_fail(NIB_ERR_SHAPE, "scales of %lld x %lld take too many bytes", (long long)rows, (long long)cols);
-    *out = (struct nib_copy_geometry){
+    *out = (struct nib_usage_geometry){
         .lines = rows, .blocks = cols, .scale_bytes = 1, .lines_per_scale = 1, .scale_line = stride, .scale_block = 1
     };
     return NIB_OK;
@@ -324,7 +324,7 @@ nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols,
 {
     NIB_REQUIRE(scales);
     NIB_REQUIRE(out);
-    struct nib_copy_geometry plain;
+    struct nib_usage_geometry plain;
     TRY(plain_scales(rows, cols, stride, &plain));
     nib_swizzle(&default_threads, &plain, scales, out);
     return NIB_OK;
@@ -334,7 +334,7 @@ nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols
 {
     NIB_REQUIRE(tiles);
     NIB_REQUIRE(out);
-    struct nib_copy_geometry plain;
+    struct nib_usage_geometry plain;
     TRY(plain_scales(rows, cols, stride, &plain));
     memset(out, 0, (size_t)(rows * stride));
     nib_unswizzle(&default_threads, &plain, tiles, out);
@@ -347,30 +347,30 @@ static nib_status set_swizzled(nib_tensor *t, bool swizzled)
         return NIB_OK;
     if (!nib_format_of(&t->q)->swizzles)
         return nib_fail(NIB_ERR_UNSUPPORTED, "no GEMM takes the scales of %s swizzled", nib_format_of(&t->q)->name);
-    for (int copy = 0; copy < 2; copy++)
-        TRY(nib_tensor_unshare(t, (nib_copy)copy));
+    for (int usage = 0; usage < 2; usage++)
+        TRY(nib_tensor_unshare(t, (nib_usage)usage));
     nib_buffer *fresh[2] = { NULL, NULL };
     struct nib_geometry after = t->geometry;
-    for (int copy = 0; copy < 2; copy++) {
-        after.copy[copy].swizzled = swizzled;
-        const nib_buffer *old = nib_tensor_kind(t, (nib_copy)copy, 1);
+    for (int usage = 0; usage < 2; usage++) {
+        after.usage[usage].swizzled = swizzled;
+        const nib_buffer *old = nib_tensor_kind(t, (nib_usage)usage, 1);
         if (!old)
             continue;
-        const nib_status status = nib_buffer_create((size_t)after.copy[copy].scales_bytes, &fresh[copy]);
+        const nib_status status = nib_buffer_create((size_t)after.usage[usage].scales_bytes, &fresh[usage]);
         if (status) {
             nib_buffer_release(fresh[0]);
             return status;
         }
         if (swizzled)
-            nib_swizzle(&t->q, &t->geometry.copy[copy], nib_buffer_data(old), nib_buffer_data(fresh[copy]));
+            nib_swizzle(&t->q, &t->geometry.usage[usage], nib_buffer_data(old), nib_buffer_data(fresh[usage]));
         else
-            nib_unswizzle(&t->q, &after.copy[copy], nib_buffer_data(old), nib_buffer_data(fresh[copy]));
+            nib_unswizzle(&t->q, &after.usage[usage], nib_buffer_data(old), nib_buffer_data(fresh[usage]));
     }
-    for (int copy = 0; copy < 2; copy++)
-        if (fresh[copy]) {
-            const nib_part part = nib_part_of(nib_format_of(&t->q), (nib_copy)copy, 1);
+    for (int usage = 0; usage < 2; usage++)
+        if (fresh[usage]) {
+            const nib_part part = nib_part_of(nib_format_of(&t->q), (nib_usage)usage, 1);
             nib_buffer_release(t->parts[part]);
-            t->parts[part] = fresh[copy];
+            t->parts[part] = fresh[usage];
         }
     t->geometry = after;
     t->q.swizzled = swizzled;
@@ -397,14 +397,14 @@ nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer)
     NIB_REQUIRE(buffer);
     nib_buffer *old = t->parts[NIB_ROW_DATA];
     if (!old)
-        return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise copy");
+        return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise usage");
     if (nib_buffer_bytes(buffer) != nib_buffer_bytes(old))
         return nib_fail(NIB_ERR_SHAPE, "the new buffer has %zu bytes and the rowwise codes take %zu",
                         nib_buffer_bytes(buffer), nib_buffer_bytes(old));
     if (buffer == old)
         return NIB_OK;
     TRY(nib_tensor_unshare(t, NIB_ROWWISE));
-    if (nib_format_of(&t->q)->shared_level)
+    if (nib_format_of(&t->q)->shared_tensor_scale)
         TRY(nib_tensor_unshare(t, NIB_COLUMNWISE));
     old = t->parts[NIB_ROW_DATA];
     if (nib_buffer_bytes(old))

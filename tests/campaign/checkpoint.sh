@@ -30,8 +30,8 @@ make() {
         --linear model.language_model.layers.0.mlp.wide:$((32768 / scale))x49152 "$2"
 }
 
-# quantise NAME FOLDER OPTION...: sets seconds and memory
-quantise() {
+# quantize NAME FOLDER OPTION...: sets seconds and memory
+quantize() {
     name=$1
     in=$2
     shift 2
@@ -60,12 +60,12 @@ sync
 read -r copied _ < <(measure sh -c "cp -r '$folder/in' '$folder/copy' && sync -f '$folder/copy'")
 awk -v mb="$megabytes" -v s="$copied" 'BEGIN { printf "%-28s %7.1f s  %6.0f MB/s\n", "copy and sync", s, mb / s }'
 rm -rf "$folder/copy"
-quantise "rtn, 4 files" "$folder/in" --scale rtn
-quantise "sweep, 4 files" "$folder/in"
+quantize "rtn, 4 files" "$folder/in" --scale rtn
+quantize "sweep, 4 files" "$folder/in"
 few=$memory
 rm -rf "$folder/in" "$folder/out"
 make 32 "$folder/in"
-quantise "sweep, 32 files" "$folder/in"
+quantize "sweep, 32 files" "$folder/in"
 if [ "$memory" -gt $((few + 40)) ]; then
     echo "FAILED: $few MB with 4 files, $memory MB with 32"
     failures=$((failures + 1))

@@ -3,7 +3,7 @@
  * large.c - a tensor of more than 2^31 elements, whose input is one row repeated by a stride of 0.
  *
  * Stochastic rounding makes every line different, so that a place computed in 32 bits shows: sampled lines are
- * compared with a small tensor of the same lines, quantised with the same amax at their origin. Prints the figures.
+ * compared with a small tensor of the same lines, quantized with the same amax at their origin. Prints the figures.
  */
 #define _GNU_SOURCE
 #include <stdbool.h>
@@ -49,7 +49,7 @@ static const uint8_t *bytes_at(const nib_tensor *t, nib_part part)
 }
 
 /* Codes and scales of BAND lines of the large tensor against all lines of the small one, from element `first` on. */
-static void compare(const nib_tensor *large, const nib_tensor *small, nib_copy copy, int64_t line0, int64_t first,
+static void compare(const nib_tensor *large, const nib_tensor *small, nib_usage copy, int64_t line0, int64_t first,
                     int64_t count)
 {
     const int64_t length = copy == NIB_ROWWISE ? COLS : ROWS;
@@ -67,22 +67,22 @@ static void compare(const nib_tensor *large, const nib_tensor *small, nib_copy c
         }
 }
 
-/* A band of whole lines, quantised alone. */
-static void check_band(const nib_quantizer *q, float *row, const nib_tensor *large, nib_copy copy, int64_t line0)
+/* A band of whole lines, quantized alone. */
+static void check_band(const nib_quantizer *q, float *row, const nib_tensor *large, nib_usage copy, int64_t line0)
 {
     nib_quantizer part = *q;
-    const nib_given given = { .bytes = sizeof given, .amax = { (const void *)bytes_at(large, NIB_ROW_LEVEL + copy) } };
+    const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { (const void *)bytes_at(large, NIB_ROW_TENSOR_SCALE + copy) } };
     const bool rowwise = copy == NIB_ROWWISE;
     part.origin[rowwise ? 0 : 1] = line0;
     const nib_array x = rowwise ? rows_of(row, BAND, 0, COLS) : rows_of(row, ROWS, line0, BAND);
     nib_tensor *small = NULL;
-    MUST(nib_quantize(&part, &x, &given, &small));
+    MUST(nib_quantize(&part, &x, &overrides, &small));
     compare(large, small, copy, line0, 0, rowwise ? COLS : ROWS);
     nib_tensor_destroy(small);
 }
 
-/* The last rows, dequantised, are near the row that they came from: within a step of its block. */
-static void check_values(const float *row, const nib_tensor *large, nib_copy copy)
+/* The last rows, dequantized, are near the row that they came from: within a step of its block. */
+static void check_values(const float *row, const nib_tensor *large, nib_usage copy)
 {
     const int64_t shape[2] = { 3, COLS };
     float *y = malloc(3 * COLS * sizeof *y);
@@ -100,7 +100,7 @@ static void check_values(const float *row, const nib_tensor *large, nib_copy cop
     free(y);
 }
 
-static void check_copy(float *row, nib_copy copy)
+static void check_copy(float *row, nib_usage copy)
 {
     nib_quantizer q;
     nib_quantizer_init(&q);

@@ -121,7 +121,7 @@ differs "casts: e2m1_of_bf16_clamped[16256]: expected 0x03, got 0x02" casts flip
 differs "casts: e4m3_of_f16_clamped[15360]: expected 0x39, got 0x38" casts flip casts/e4m3_of_f16_clamped 15360 1
 differs "casts: f32_of_e4m3[56]: expected 0x3F800001, got 0x3F800000" casts flip casts/f32_of_e4m3 224 1
 differs "casts: f32_of_e8m0[127]: expected 0x3F800001, got 0x3F800000" casts flip casts/f32_of_e8m0 508 1
-# The options reach the quantiser.
+# The options reach the quantizer.
 differs "$one: " te_1d only $one set $one four_over_six '"mse"'
 differs "$one: " te_1d only $one set $one e4m3_max 448 set $one block '"16x16"'
 differs "smallint.bf16.32x48: col_" te_rht only smallint.bf16.32x48 set smallint.bf16.32x48 rht_sign_mask 0
@@ -149,7 +149,7 @@ differs "$rht: row_amax[0]: expected 0x" te_rht only $rht flip $rht/row_amax 0 1
 key() { # the sentence, then KEY JSON: te_1d's first case with that key
     bad "case '$one': $1" te_1d only $one set $one "$2" "$3"
 }
-key 'its "op" is "quantise", not "quantize" or "gemm" or "casts"' op '"quantise"'
+key 'its "op" is "quantize", not "quantize" or "gemm" or "casts"' op '"quantize"'
 key 'its "op" is null, not' op null
 key 'its "format" is "nvfp5", not a format of this version' format '"nvfp5"'
 key 'its "dialect" is "xyz", not a dialect of this version' dialect '"xyz"'

@@ -65,7 +65,7 @@ def e4m3(x):
     return at if at == 0 or E4M3[at] - x <= x - E4M3[at - 1] else at - 1
 
 
-def quantise(rows, g):
+def quantize(rows, g):
     """Codes and scales of rows of numbers with the multiplier g."""
     codes, scales = bytearray(), bytearray()
     for row in rows:
@@ -173,7 +173,7 @@ def make_weights():
 
 
 def plain_tensors():
-    """What no form quantises."""
+    """What no form quantizes."""
     random.seed(7)
     out = {}
 
@@ -207,10 +207,10 @@ def ct_config(activations):
 
 
 def make_models():
-    """The original, and the quantised forms of it."""
+    """The original, and the quantized forms of it."""
     weights, plain = make_weights(), plain_tensors()
     original = dict(plain)
-    # What the quantised forms are made of are the numbers that the original has: those of BF16.
+    # What the quantized forms are made of are the numbers that the original has: those of BF16.
     rounded = {}
     for name, rows in weights.items():
         flat = [x for row in rows for x in row]
@@ -225,7 +225,7 @@ def make_models():
     forms = {"ct": {}, "ct4": {}, "mo": {}, "ao": {}}
     for name, rows in rounded.items():
         g = 2.0 ** math.ceil(math.log2(amax[group_of(name)] / 2688))
-        codes, scales = quantise(rows, g)
+        codes, scales = quantize(rows, g)
         n, k = len(rows), len(rows[0])
         packed = ("U8", [n, k // 2], codes)
         scale = ("F8_E4M3", [n, k // 16], scales)
@@ -462,7 +462,7 @@ def _(m): number(m, O + ".input_global_scale", .01)
 
 @damage("fused-scales-differ", "ct", repaired=True)
 def _(m):
-    # As a quantiser does that does not know the group: the smaller one's scales reach higher.
+    # As a quantizer does that does not know the group: the smaller one's scales reach higher.
     edit(m, K + ".weight_scale", lambda b: bytes(min(c + 8, 0x7E) for c in b))
     number(m, K + ".weight_global_scale", 2 * get_number(m, K + ".weight_global_scale"))
 
@@ -585,7 +585,7 @@ def _(m): del m.hf["quantization"]["kv_cache_quant_algo"]
 def _(m): m.hf["quantization"]["exclude_modules"].remove("lm_head")
 
 
-def quantise_module(m, name, rows):
+def quantize_module(m, name, rows):
     del m.tensors[name + ".weight"]
     m.tensors[name + ".weight_packed"] = ("U8", [rows, HIDDEN // 2], b"\x27" * (rows * HIDDEN // 2))
     m.tensors[name + ".weight_scale"] = ("F8_E4M3", [rows, HIDDEN // 16], b"\x7e" * (rows * HIDDEN // 16))
@@ -593,13 +593,13 @@ def quantise_module(m, name, rows):
     m.config["quantization_config"]["ignore"].remove(name)
 
 
-@damage("head-quantised", "ct")
-def _(m): quantise_module(m, "lm_head", VOCAB)
+@damage("head-quantized", "ct")
+def _(m): quantize_module(m, "lm_head", VOCAB)
 
 
 @damage("head-tied", "ct")
 def _(m):
-    quantise_module(m, "lm_head", VOCAB)
+    quantize_module(m, "lm_head", VOCAB)
     m.config["tie_word_embeddings"] = True
 
 
@@ -610,12 +610,12 @@ def _(m):
     m.config["quantization_config"]["ignore"].remove("lm_head")
 
 
-@damage("router-quantised", "ct")
-def _(m): quantise_module(m, "model.layers.2.mlp.gate", EXPERTS)
+@damage("router-quantized", "ct")
+def _(m): quantize_module(m, "model.layers.2.mlp.gate", EXPERTS)
 
 
-@damage("embedding-quantised", "ct")
-def _(m): quantise_module(m, "model.embed_tokens", VOCAB)
+@damage("embedding-quantized", "ct")
+def _(m): quantize_module(m, "model.embed_tokens", VOCAB)
 
 
 @damage("metadata-format", "ct", repaired=True)

@@ -34,7 +34,7 @@ json() { python3 -c "import json, sys; d = json.load(open('$work/out')); sys.exi
 
 # ---- What is printed
 run 0 "$NIB" quantize "$work/in" "$work/ct"
-has out "quantised"
+has out "quantized"
 has out "bits per weight"
 has out "kept: an embedding"
 empty err
@@ -42,14 +42,14 @@ empty err
 # Weights of FP8 blocks that stay are written as the numbers they stand for, and counted as kept.
 "$BUILD/examples/make_checkpoint" --family deepseek-fp8 --layers 3 "$work/fp8" >/dev/null || exit 1
 run 0 "$NIB" quantize --dry-run "$work/fp8" "$work/none"
-has out "quantised 48 of 74 weights, 4.50 bits per weight"
+has out "quantized 48 of 74 weights, 4.50 bits per weight"
 has out "21 kept: part of multi-token prediction"
 run 0 "$NIB" quantize -q "$work/in" "$work/again"
 empty out
 empty err
 same "$work/ct" "$work/again"
 run 0 "$NIB" quantize -v --dry-run "$work/in" "$work/dry"
-has out "would be quantised"
+has out "would be quantized"
 has out "scale of"
 absent "$work/dry"
 run 0 "$NIB" quantize --json --dry-run "$work/in" "$work/dry"

@@ -13,7 +13,7 @@
 
 #include "conform.h"
 
-static int refuse(const char *path, const char *what)
+static int reject(const char *path, const char *what)
 {
     fprintf(stderr, "list_cases: %s: %s\n", path, what);
     return 1;
@@ -31,11 +31,11 @@ static int list_file(const char *path)
 {
     nib_file *file;
     if (nib_file_open(path, &file))
-        return refuse(path, nib_last_error());
+        return reject(path, nib_last_error());
     const char *const text = nib_file_metadata(file, "cases");
     json_t *const cases = text ? json_loads(text, JSON_REJECT_DUPLICATES, NULL) : NULL;
     if (!json_is_object(cases))
-        return refuse(path, "its cases cannot be read");
+        return reject(path, "its cases cannot be read");
     const char *name;
     json_t *json;
     json_object_foreach(cases, name, json)
@@ -44,7 +44,7 @@ static int list_file(const char *path)
         struct conform_result result = { .verdict = CONFORM_PASSED };
         memset(&what, 0, sizeof what);
         if (!conform_parse(json, &what, &result))
-            return refuse(path, result.sentence);
+            return reject(path, result.message);
         printf("    { ");
         print_text(path);
         printf(", ");

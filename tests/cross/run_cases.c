@@ -29,7 +29,7 @@ static void run_case(const struct listed_case *listed, struct conform_file *file
     if (result.verdict == CONFORM_DIFFERENT)
         fail(listed->file, listed->name, result.tensor);
     else if (result.verdict == CONFORM_BAD)
-        fail(listed->file, listed->name, result.sentence);
+        fail(listed->file, listed->name, result.message);
 }
 
 /* The cases of one file, which lie side by side, and whether they use all of it. Returns how many there are. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_config.c - any bytes as config.json of folders with plain, stacked, packed, FP8 and MXFP4 weights, and once as
- * hf_quant_config.json: refused with a sentence, or the checkpoint can be walked over and planned with.
+ * fuzz_config.c - any bytes as config.json of directories with plain, stacked, packed, FP8 and MXFP4 weights, and once as
+ * hf_quant_config.json: rejected with a message, or the checkpoint can be walked over and planned with.
  *
  * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
@@ -61,12 +61,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     for (int i = 0; i <= FILES; i++) {
         const int kind = i < FILES ? i : 3;
         if (!places[i]) {
-            places[i] = make_folder();
+            places[i] = make_directory();
             put_tensors(places[i], "model.safetensors", files[kind].tensors, files[kind].n);
             put_file(places[i], "config.json", packed_by_modelopt, strlen(packed_by_modelopt));
         }
         put_file(places[i], i < FILES ? "config.json" : "hf_quant_config.json", bytes, count);
-        try_folder(places[i]);
+        try_directory(places[i]);
     }
     return 0;
 }

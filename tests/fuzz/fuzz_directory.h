@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_folder.h - for fuzz targets of one file in a checkpoint's folder: the folder, small safetensors files in it, a
+ * fuzz_folder.h - for fuzz targets of one file in a checkpoint's directory: the directory, small safetensors files in it, a
  * walk over everything that an opened checkpoint offers, and the program that replays a corpus.
  */
-#ifndef NIB_FUZZ_FOLDER_H
-#define NIB_FUZZ_FOLDER_H
+#ifndef NIB_FUZZ_DIRECTORY_H
+#define NIB_FUZZ_DIRECTORY_H
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -23,42 +23,42 @@ static void require(int condition, const char *what)
     }
 }
 
-/* ---- The folder ---- */
+/* ---- The directory ---- */
 
 enum { FOLDERS = 8 };
-static char folders[FOLDERS][64];
-static int n_folders;
+static char directories[FOLDERS][64];
+static int n_directories;
 static pid_t owner;
 
-static void remove_folders(void)
+static void remove_directories(void)
 {
-    for (int i = 0; i < n_folders && owner == getpid(); i++) {
-        DIR *listing = opendir(folders[i]);
+    for (int i = 0; i < n_directories && owner == getpid(); i++) {
+        DIR *listing = opendir(directories[i]);
         for (struct dirent *item; listing && (item = readdir(listing));)
             if (item->d_name[0] != '.')
                 unlinkat(dirfd(listing), item->d_name, 0);
         if (listing)
             closedir(listing);
-        rmdir(folders[i]);
+        rmdir(directories[i]);
     }
 }
 
-/* One more folder, in memory where there is such a place; it goes with the process. */
-static const char *make_folder(void)
+/* One more directory, in memory where there is such a place; it goes with the process. */
+static const char *make_directory(void)
 {
-    char *path = folders[n_folders++];
-    snprintf(path, sizeof folders[0], "%s/nib-fuzz-XXXXXX", access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
-    require(mkdtemp(path) != NULL, "a folder");
+    char *path = directories[n_directories++];
+    snprintf(path, sizeof directories[0], "%s/nib-fuzz-XXXXXX", access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
+    require(mkdtemp(path) != NULL, "a directory");
     owner = getpid();
-    if (n_folders == 1)
-        atexit(remove_folders);
+    if (n_directories == 1)
+        atexit(remove_directories);
     return path;
 }
 
-static void put_file(const char *folder, const char *name, const void *bytes, size_t count)
+static void put_file(const char *directory, const char *name, const void *bytes, size_t count)
 {
     char path[256];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
+    snprintf(path, sizeof path, "%s/%s", directory, name);
     const int fd = open(path, O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
     require(fd >= 0 && write(fd, bytes, count) == (ssize_t)count && !close(fd), "writing a file");
 }
@@ -71,12 +71,12 @@ struct put_tensor {
     uint8_t fill; /* every byte */
 };
 
-__attribute__((unused)) static void put_tensors(const char *folder, const char *name, const struct put_tensor *tensors, size_t n)
+__attribute__((unused)) static void put_tensors(const char *directory, const char *name, const struct put_tensor *tensors, size_t n)
 {
     char path[256];
     static uint8_t data[1 << 16];
     nib_writer *writer = NULL;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
+    snprintf(path, sizeof path, "%s/%s", directory, name);
     require(!nib_writer_create(path, &writer), "a file of tensors");
     for (size_t i = 0; i < n; i++)
         require(!nib_writer_declare(writer, tensors[i].name, tensors[i].dtype, tensors[i].rank, tensors[i].shape),
@@ -102,7 +102,7 @@ static int known(nib_status status)
 
 static void walk_weights(const nib_checkpoint *c, size_t weights)
 {
-    static float numbers[1 << 16];
+    static float values[1 << 16];
     static uint8_t codes[1 << 15], scales[1 << 12];
     for (size_t i = 0; i < weights; i++) {
         nib_weight w = { .bytes = sizeof w };
@@ -113,14 +113,14 @@ static void walk_weights(const nib_checkpoint *c, size_t weights)
             continue;
         require(w.name && w.tensor && w.file && w.rows >= 0 && w.cols >= 0, "facts of a weight");
         require(!nib_checkpoint_find_weight(c, w.name, &found) && found == i, "finding a weight");
-        if (w.rows < 1 || w.cols < 1 || w.rows * w.cols > (int64_t)(sizeof numbers / sizeof *numbers))
+        if (w.rows < 1 || w.cols < 1 || w.rows * w.cols > (int64_t)(sizeof values / sizeof *values))
             continue;
         nib_array out;
-        require(!nib_array_init(&out, numbers, NIB_F32, 2, (const int64_t[2]){ w.rows, w.cols }), "an array");
+        require(!nib_array_init(&out, values, NIB_F32, 2, (const int64_t[2]){ w.rows, w.cols }), "an array");
         require(known(nib_checkpoint_read_rows(c, i, 0, w.rows, &out)), "rows");
         require(nib_checkpoint_read_rows(c, i, 1, w.rows, &out), "rows behind the end");
         require(known(nib_checkpoint_read_codes(c, i, 0, w.rows, codes, scales)), "codes");
-        if (w.level_kind == NIB_LEVEL_NONE)
+        if (w.tensor_scale_kind == NIB_TENSOR_SCALE_NONE)
             continue;
         nib_weight_stats stats = { .bytes = sizeof stats };
         nib_job job;
@@ -149,21 +149,21 @@ static void walk_plan(nib_status status, nib_plan *plan)
 
 static void walk_plans(const nib_checkpoint *c)
 {
-    static const nib_packing packings[] = { NIB_PACKING_COMPRESSED_TENSORS, NIB_PACKING_MODELOPT, NIB_PACKING_GGUF,
-                                            NIB_PACKING_TORCHAO };
-    for (size_t i = 0; i < sizeof packings / sizeof *packings; i++) {
+    static const nib_checkpoint_format formats[] = { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_CHECKPOINT_FORMAT_GGUF,
+                                            NIB_CHECKPOINT_FORMAT_TORCHAO };
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
         nib_plan *plan = NULL;
-        if (packings[i] != NIB_PACKING_TORCHAO) {
+        if (formats[i] != NIB_CHECKPOINT_FORMAT_TORCHAO) {
             nib_quantize_options options;
             nib_quantize_options_init(&options);
-            options.packing = packings[i];
+            options.format = formats[i];
             options.scheme = i % 2 ? NIB_SCHEME_NVFP4 : NIB_SCHEME_NVFP4A16;
             options.activation = i % 2 ? NIB_ACTIVATION_NORM : NIB_ACTIVATION_ONE;
             const nib_status status = nib_plan_quantize(c, &options, &plan);
             walk_plan(status, plan);
             plan = NULL;
         }
-        const nib_status status = nib_plan_convert(c, packings[i], &plan);
+        const nib_status status = nib_plan_convert(c, formats[i], &plan);
         walk_plan(status, plan);
     }
     nib_plan *plan = NULL;
@@ -191,18 +191,18 @@ static void walk_findings(const nib_checkpoint *c)
     require(known(nib_checkpoint_check(c, NULL, &job, look_at_finding, NULL)), "a check");
 }
 
-/* Open a folder, whatever is in it, and use what came of it. */
-static void try_folder(const char *path)
+/* Open a directory, whatever is in it, and use what came of it. */
+static void try_directory(const char *path)
 {
     nib_checkpoint *c = NULL;
     const nib_status status = nib_checkpoint_open(path, &c);
     require(known(status) || status == NIB_ERR_IO, "the status");
     require(!status == (c != NULL), "a checkpoint or none");
-    require(!status || strlen(nib_last_error()) > 10, "the sentence");
+    require(!status || strlen(nib_last_error()) > 10, "the message");
     if (!c)
         return;
     nib_checkpoint_facts facts = { .bytes = sizeof facts };
-    require(!nib_checkpoint_get_facts(c, &facts) && nib_packing_name(facts.packing), "facts");
+    require(!nib_checkpoint_get_facts(c, &facts) && nib_checkpoint_format_name(facts.format), "facts");
     const char *before = "";
     for (size_t i = 0; i < facts.tensors; i++) {
         nib_checkpoint_tensor t = { .bytes = sizeof t };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_gguf.c - any bytes as a GGUF file: refused with a sentence, or every call on it works, and its keys and tensors
+ * fuzz_gguf.c - any bytes as a GGUF file: rejected with a message, or every call on it works, and its keys and tensors
  * can be planned anew and are then read back.
  *
  * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
@@ -124,7 +124,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     const nib_status status = nib_gguf_open(path, &file);
     require(status == NIB_OK || status == NIB_ERR_DATA || status == NIB_ERR_UNSUPPORTED, "the status");
     require(!status == (file != NULL), "the output");
-    require(!status || strlen(nib_last_error()) > strlen(path) + 2, "the sentence");
+    require(!status || strlen(nib_last_error()) > strlen(path) + 2, "the message");
     if (file) {
         walk_tensors(file);
         walk_keys(file);

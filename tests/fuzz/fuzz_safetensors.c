@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_safetensors.c - any bytes as a safetensors file: refused with a sentence, or every call on it works.
+ * fuzz_safetensors.c - any bytes as a safetensors file: rejected with a message, or every call on it works.
  *
  * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
@@ -60,7 +60,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     const nib_status status = nib_file_open(path, &file);
     require(status == NIB_OK || status == NIB_ERR_DATA, "the status");
     require(!status == (file != NULL), "the output");
-    require(!status || strlen(nib_last_error()) > strlen(path) + 2, "the sentence");
+    require(!status || strlen(nib_last_error()) > strlen(path) + 2, "the message");
     if (file)
         walk(file);
     nib_file_close(file);

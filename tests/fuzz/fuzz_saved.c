@@ -24,7 +24,7 @@ static void decode(const nib_tensor *t)
     nib_array out;
     require(!nib_array_init(&out, values, NIB_F32, facts.rank, facts.shape), "an array");
     for (int copy = NIB_ROWWISE; copy <= NIB_EITHER; copy++) {
-        const nib_status status = nib_dequantize(t, (nib_copy)copy, &out);
+        const nib_status status = nib_dequantize(t, (nib_usage)copy, &out);
         require(status == NIB_OK || status == NIB_ERR_USAGE, "the status of decoding");
         require(!status || strlen(nib_last_error()) > 10, "the message of decoding");
     }
@@ -54,14 +54,14 @@ static void read_saved(const char *path)
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
-    static const char *folder;
+    static const char *directory;
     static char path[128];
-    if (!folder) {
-        folder = make_folder();
-        snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    if (!directory) {
+        directory = make_directory();
+        snprintf(path, sizeof path, "%s/model.safetensors", directory);
     }
-    put_file(folder, "model.safetensors", bytes, count);
+    put_file(directory, "model.safetensors", bytes, count);
     read_saved(path);
-    try_folder(folder);
+    try_directory(directory);
     return 0;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A user of the installed library: exit 0 when it is the version of the header, encodes and quantises. */
+/* A user of the installed library: exit 0 when it is the version of the header, encodes and quantizes. */
 #include <nib.h>
 #include <stdio.h>
 #include <string.h>

@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-static float numbers[1 << 16], decoded[1 << 16], decoded_too[1 << 16];
+static float values[1 << 16], decoded[1 << 16], decoded_too[1 << 16];
 
 static nib_quantizer quantizer(void)
 {
@@ -29,8 +29,8 @@ static nib_array array_of(float *data, int rank, const int64_t *shape)
 static nib_array matrix(int64_t rows, int64_t cols)
 {
     for (int64_t i = 0; i < rows * cols; i++)
-        numbers[i] = ldexpf(test_normal(), (int)test_below(12) - 6);
-    return array_of(numbers, 2, (const int64_t[]){ rows, cols });
+        values[i] = ldexpf(test_normal(), (int)test_below(12) - 6);
+    return array_of(values, 2, (const int64_t[]){ rows, cols });
 }
 
 static nib_tensor *quantized(const nib_quantizer *q, const nib_array *x)
@@ -47,12 +47,12 @@ static bool equal(const nib_tensor *a, const nib_tensor *b)
     return same;
 }
 
-static void dequantize(const nib_tensor *t, nib_copy copy, float *out)
+static void dequantize(const nib_tensor *t, nib_usage usage, float *out)
 {
     nib_metadata m = { .bytes = sizeof m };
     CHECK_OK(nib_tensor_get_metadata(t, &m));
     const nib_array y = array_of(out, m.rank, m.shape);
-    CHECK_OK(nib_dequantize(t, copy, &y));
+    CHECK_OK(nib_dequantize(t, usage, &y));
 }
 
 TEST(the_table_has_one_more_row)
@@ -87,8 +87,8 @@ TEST(the_table_has_one_more_row)
     CHECK_FAILS(nib_quantizer_check(&other, NULL), NIB_ERR_MODE, "madeup8");
 }
 
-/* Values are code times scale, from either copy; nothing is clipped. */
-TEST(quantise_and_dequantise)
+/* Values are code times scale, from either usage; nothing is clipped. */
+TEST(quantize_and_dequantize)
 {
     static const int64_t shapes[][2] = { { 64, 96 }, { 33, 45 }, { 1, 5 }, { 5, 1 }, { 7, 300 }, { 0, 8 } };
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
@@ -96,21 +96,21 @@ TEST(quantise_and_dequantise)
         const int64_t M = shapes[s][0], K = shapes[s][1];
         const nib_array x = matrix(M, K);
         nib_tensor *t = quantized(&q, &x);
-        for (int copy = 0; copy < 2; copy++) {
+        for (int usage = 0; usage < 2; usage++) {
             nib_array codes, scales;
-            CHECK_OK(nib_tensor_part(t, copy ? NIB_COL_DATA : NIB_ROW_DATA, &codes));
-            CHECK_OK(nib_tensor_part(t, copy ? NIB_COL_SCALE : NIB_ROW_SCALE, &scales));
+            CHECK_OK(nib_tensor_part(t, usage ? NIB_COL_DATA : NIB_ROW_DATA, &codes));
+            CHECK_OK(nib_tensor_part(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE, &scales));
             CHECK(scales.dtype == NIB_E5M2);
-            dequantize(t, (nib_copy)copy, decoded);
+            dequantize(t, (nib_usage)usage, decoded);
             for (int64_t i = 0; i < M * K; i++) {
-                const int64_t line = copy ? i % K : i / K, at = copy ? i / K : i % K, length = copy ? M : K;
+                const int64_t line = usage ? i % K : i / K, at = usage ? i / K : i % K, length = usage ? M : K;
                 const uint8_t *code_at = (const uint8_t *)codes.data + line * length + at,
                               *scale_at = (const uint8_t *)scales.data + line * scales.shape[1] + at / 8;
                 float code = 0, scale = 0;
                 CHECK_OK(nib_decode(NIB_E4M3, code_at, 1, &code));
                 CHECK_OK(nib_decode(NIB_E5M2, scale_at, 1, &scale));
-                CHECK(decoded[i] == code * scale && fabsf(numbers[i]) <= 448.001f * scale);
-                CHECK(fabsf(decoded[i] - numbers[i]) <= 0.0626f * fabsf(numbers[i]) + 0x1p-10f * scale);
+                CHECK(decoded[i] == code * scale && fabsf(values[i]) <= 448.001f * scale);
+                CHECK(fabsf(decoded[i] - values[i]) <= 0.0626f * fabsf(values[i]) + 0x1p-10f * scale);
             }
         }
         q.threads = 5;
@@ -153,7 +153,7 @@ TEST(views_and_slices)
     nib_tensor *t = quantized(&q, &x), *view = NULL, *slice = NULL;
     const int64_t shape[3] = { 4, 16, 32 }, longer[2] = { 32, 64 };
     CHECK_OK(nib_tensor_view(t, 3, shape, &view));
-    x = array_of(numbers, 3, shape);
+    x = array_of(values, 3, shape);
     nib_tensor *direct = quantized(&q, &x);
     CHECK(equal(view, direct));
     nib_tensor_destroy(view);
@@ -161,7 +161,7 @@ TEST(views_and_slices)
 
     CHECK_FAILS(nib_tensor_slice(t, 4, 8, &slice), NIB_ERR_SHAPE, "multiples of 8");
     CHECK_OK(nib_tensor_slice(t, 8, 24, &slice));
-    x = array_of(numbers + 8 * 32, 2, (const int64_t[]){ 24, 32 });
+    x = array_of(values + 8 * 32, 2, (const int64_t[]){ 24, 32 });
     direct = quantized(&q, &x);
     CHECK(equal(slice, direct));
     nib_tensor_destroy(slice);
@@ -170,7 +170,7 @@ TEST(views_and_slices)
     CHECK_OK(nib_tensor_update_usage(t, 1, 0));
     q.columnwise = 0;
     CHECK_OK(nib_tensor_view(t, 2, longer, &view));
-    x = array_of(numbers, 2, longer);
+    x = array_of(values, 2, longer);
     direct = quantized(&q, &x);
     CHECK(equal(view, direct));
     dequantize(t, NIB_ROWWISE, decoded);

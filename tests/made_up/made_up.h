@@ -29,9 +29,9 @@ static float made_up_factor(nib_scale_bits scale, float block_amax, const struct
     return scale ? nib_f32_from_e5m2((uint8_t)scale) : 1.0f;
 }
 
-static float made_up_decode(nib_scale_bits scale, float level, const struct nib_rules *rules)
+static float made_up_decode(nib_scale_bits scale, float tensor_scale, const struct nib_rules *rules)
 {
-    (void)level, (void)rules;
+    (void)tensor_scale, (void)rules;
     return nib_f32_from_e5m2((uint8_t)scale);
 }
 
@@ -39,7 +39,7 @@ static void made_up_prepare(struct nib_scaler *scaler, const struct nib_rules *r
 
 static const struct nib_dialect_facts made_up_dialects[NIB_DIALECT_COUNT] = {
     [NIB_DIALECT_TE] = { .name = "te",
-                         .level = NIB_LEVEL_NONE,
+                         .tensor_scale = NIB_TENSOR_SCALE_NONE,
                          .divides = true,
                          .prepare = made_up_prepare,
                          .block_scale = made_up_block_scale,

@@ -13,7 +13,7 @@ def options_of(case):
     if case["four_over_six"] != "off":
         options.update(scale_rule="4over6", error_mode=case["four_over_six"])
     if case.get("levels") == 1:
-        options["single_level"] = True
+        options["no_tensor_scale"] = True
     return options
 
 

@@ -360,7 +360,7 @@ def test_generic_gemm():
 @pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16), (40, 72)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_of_a_sharded_cast(shape, dtype):
-    """The steps one by one, over pieces cut anywhere, give the bytes of a quantisation of the whole."""
+    """The steps one by one, over pieces cut anywhere, give the bytes of a quantization of the whole."""
     import transformer_engine.pytorch as te
     import transformer_engine_torch as tex
     h, w = shape

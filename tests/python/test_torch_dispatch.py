@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operations do to quantised tensors: one test per row of TransformerEngine's table, for the base class and for
+"""What operations do to quantized tensors: one test per row of TransformerEngine's table, for the base class and for
 NVFP4, with the right behaviour where TransformerEngine's is a defect (docs/differences.md)."""
 import warnings
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class KeptQuantizer(Quantizer):
-    """A format of this test's own: 'quantised' numbers are whole ones."""
+    """A format of this test's own: 'quantized' numbers are whole ones."""
 
     def quantize_impl(self, tensor):
         return Kept(tensor.shape, tensor.dtype, kept=tensor.detach().round(), quantizer=self)
@@ -119,13 +119,13 @@ def test_copy_base(base, x):
     buffer = base.kept
     assert base.copy_(other) is base and base.kept is buffer and (base.kept == 7).all()  # buffer by buffer
     base.copy_(x.float())
-    assert torch.equal(base.kept, x.float().round())  # from plain: quantises
+    assert torch.equal(base.kept, x.float().round())  # from plain: quantizes
     foreign = ForeignQuantizer()(torch.full_like(x.float(), 2.6)).detach()
     base.copy_(foreign)
-    assert (base.kept == 3).all()  # of another quantizer: quantises
+    assert (base.kept == 3).all()  # of another quantizer: quantizes
     plain = torch.empty(48, 64, dtype=torch.float64)
     plain.copy_(base)
-    assert (plain == 3).all()  # to plain: dequantises
+    assert (plain == 3).all()  # to plain: dequantizes
     half = torch.empty(48, 64, dtype=torch.float16)
     half.copy_(base)
     assert half.dtype == torch.float16 and (half == 3).all()
@@ -371,7 +371,7 @@ CHANGES = [lambda t: t.add_(1), lambda t: t.mul_(2), lambda t: t.sub_(t), lambda
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_in_place(base, nvfp4, change):
-    """Dequantise, run, quantise back into the same object."""
+    """Dequantize, run, quantize back into the same object."""
     for t in (base, nvfp4):
         values = change(t.dequantize())
         expected = t._quantizer(values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes, autocast and Linear: which tensor is quantised how, which copy meets which, and what that does to
+"""Recipes, autocast and Linear: which tensor is quantized how, which copy meets which, and what that does to
 gradients."""
 import math
 import os
@@ -193,7 +193,7 @@ def test_products(dtype, changes):
 
 
 def test_gradients_are_unbiased():
-    """With stochastic rounding the mean of many gradients is that of the exact gradient and the quantised operand. The
+    """With stochastic rounding the mean of many gradients is that of the exact gradient and the quantized operand. The
     error of the mean of n draws falls with sqrt(n), down to what the 8-bit rule leaves: half of 1/256 of a step, and
     the maximum of a block whose E4M3 scale was rounded down, at most 1/16 too small in one element of 16."""
     torch.manual_seed(2)
@@ -239,10 +239,10 @@ def test_gradients_against_bf16():
                 y = this(mine)
             y.backward(g)
             results.append((y, mine.grad, this.weight.grad, this.bias.grad))
-        for name, quantised, exact, low, high in zip(("y", "dx", "dw", "db"), *results, (.1, .1, .1, 0),
+        for name, quantized, exact, low, high in zip(("y", "dx", "dw", "db"), *results, (.1, .1, .1, 0),
                                                      (.2, .25, .25, 1e-2)):
-            assert low <= relative(quantised.detach(), exact.detach()) <= high, name
-            cosine = torch.nn.functional.cosine_similarity(quantised.float().flatten(), exact.float().flatten(), 0)
+            assert low <= relative(quantized.detach(), exact.detach()) <= high, name
+            cosine = torch.nn.functional.cosine_similarity(quantized.float().flatten(), exact.float().flatten(), 0)
             assert cosine > 0.97, name
 
 
@@ -313,7 +313,7 @@ def test_who_needs_no_gradient():
         layer(x[:5])  # the transform takes 16 rows at a time
 
 
-def test_quantised_weights():
+def test_quantized_weights():
     with nib.torch.quantized_model_init(enabled=True, recipe=NVFP4BlockScaling()):
         layer = nib.torch.Linear(32, 48)
         with nib.torch.quantized_model_init(enabled=False):

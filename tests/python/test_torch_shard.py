@@ -193,7 +193,7 @@ def refused(rank, size):
 
 
 def amax_reduction(rank, size):
-    """Quantising pieces with a reduced amax, then gathering, is quantising the whole."""
+    """Quantizing pieces with a reduced amax, then gathering, is quantizing the whole."""
     for q in (NVFP4Quantizer(), NVFP4Quantizer(block_dims=(16, 16)), NVFP4Quantizer(with_rht=True),
               Float8CurrentScalingQuantizer(DType.kFloat8E4M3), MXFP8Quantizer()):
         x = data(32 * size, 64).bfloat16()
@@ -212,7 +212,7 @@ def amax_reduction(rank, size):
             assert handle is None and same(gathered, whole_quantizer(x))
     plain, _ = gather_along_first_dim(mine, dist.group.WORLD)
     assert torch.equal(plain, x)
-    odd = data(3, 8).bfloat16()  # cannot be gathered in quantised form
+    odd = data(3, 8).bfloat16()  # cannot be gathered in quantized form
     gathered, _ = gather_along_first_dim(odd, dist.group.WORLD, quantizer=NVFP4Quantizer())
     assert same(gathered, NVFP4Quantizer()(torch.cat([odd] * size)))
     q = NVFP4Quantizer()

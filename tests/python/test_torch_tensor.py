@@ -124,7 +124,7 @@ def test_noop(make, x):
     q.update_quantized(x * 2, t, noop_flag=torch.ones(1))
     assert t.get_usages()["columnwise"] is False  # nothing is allocated either
     source = make()(x * 2)
-    t.quantize_(source, noop_flag=torch.ones(1))  # not from a quantised tensor either
+    t.quantize_(source, noop_flag=torch.ones(1))  # not from a quantized tensor either
     assert torch.equal(t.get_data_tensors(True, False) if "nvfp4" not in make.name else t._rowwise_data,
                        before[0])
     q.update_quantized(x * 2, t, noop_flag=torch.full((1,), 0.5))
@@ -397,7 +397,7 @@ def test_parameters_and_training(make, x):
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_optimizers(make, x, foreach):
-    """A step on a quantised parameter is near that on its values: each operation in place quantises again."""
+    """A step on a quantized parameter is near that on its values: each operation in place quantizes again."""
     weight = torch.nn.Parameter(make()(x.float()).detach())
     twin = torch.nn.Parameter(weight.dequantize().detach())
     grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(8))
@@ -444,7 +444,7 @@ def test_a_saved_module_keeps_its_parameters(make, x):
 
 
 def test_casts_of_modules(make, x):
-    """A module's half() changes what parameters count as, and dequantises none."""
+    """A module's half() changes what parameters count as, and dequantizes none."""
     module = torch.nn.Linear(128, 64)
     module.weight = torch.nn.Parameter(make()(x).detach())
     kind, data = type(module.weight), [None if p is None else p.clone() for p in fields(module.weight)]
@@ -472,7 +472,7 @@ def test_state_dict(make, x):
     other.weight = torch.nn.Parameter(make()(torch.zeros_like(x)).detach())
     other.load_state_dict(state)
     assert same(other.weight, module.weight)
-    other.load_state_dict({"weight": x * 2})  # a plain checkpoint is quantised
+    other.load_state_dict({"weight": x * 2})  # a plain checkpoint is quantized
     assert same(other.weight, make()(x * 2))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nib for PyTorch: the quantisers, tensors and helpers of TransformerEngine by their own names, on CPU tensors.
+"""nib for PyTorch: the quantizers, tensors and helpers of TransformerEngine by their own names, on CPU tensors.
 
     quantized_tensor.py          the base classes
     format_tensor.py             all that formats have in common
@@ -11,7 +11,7 @@
     utils.py                     sharded master weights, gathers, raw buffers
     fp4_utils.py                 Megatron's helpers for FP4 parameters
     module.py                    autocast, and a Linear that trains in a recipe
-    recipe.py                    recipes: which tensor of a layer is quantised how
+    recipe.py                    recipes: which tensor of a layer is quantized how
     tex.py                       functions of transformer_engine_torch
     megatron.py                  Megatron's configuration as recipes
     aliases.py                   all of this under the names of those packages

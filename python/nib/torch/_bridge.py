@@ -134,11 +134,11 @@ class Native:
 
 
 def part_specs(struct, shape):
-    """(shape, dtype) of each part that a quantisation makes, None for the others."""
+    """(shape, dtype) of each part that a quantization makes, None for the others."""
     specs = []
     for part in Part:
         wanted = struct.columnwise if part % 2 else struct.rowwise
-        if struct.format == _library.Format.FLOAT8 and part == Part.ROW_LEVEL:
+        if struct.format == _library.Format.FLOAT8 and part == Part.ROW_TENSOR_SCALE:
             wanted = True  # one for both copies
         rank, out = ctypes.c_int(), (ctypes.c_int64 * _library.MAX_RANK)()
         status = raw.nib_part_shape(struct, part, len(shape), shape_array(shape), rank, out) if wanted else None
@@ -147,7 +147,7 @@ def part_specs(struct, shape):
             continue
         if status:
             _library.fail(status)
-        floats = Part.ROW_SCALE if struct.format == _library.Format.FLOAT8_BLOCK else Part.ROW_LEVEL
+        floats = Part.ROW_SCALE if struct.format == _library.Format.FLOAT8_BLOCK else Part.ROW_TENSOR_SCALE
         specs.append((torch.Size(out[:rank.value]), torch.float32 if part >= floats else torch.uint8))
     return specs
 

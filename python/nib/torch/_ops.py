@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantise and dequantise as torch operators, for torch.compile: a graph records them and runs them with real memory.
+"""Quantize and dequantize as torch operators, for torch.compile: a graph records them and runs them with real memory.
 Where there is memory already, the library is called directly."""
 from typing import List, Optional
 

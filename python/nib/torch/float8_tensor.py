@@ -120,7 +120,7 @@ class Float8TensorStorage(FormatStorage):
     _transpose_invalid: the bytes of _data have changed since _transpose was made."""
 
     FIELDS = (Field("_data", "data", Part.ROW_DATA), Field("_transpose", "data_transpose", Part.COL_DATA),
-              Field("_scale_inv", "fp8_scale_inv", Part.ROW_LEVEL))
+              Field("_scale_inv", "fp8_scale_inv", Part.ROW_TENSOR_SCALE))
     SAVED = ("_data", "_transpose", "_scale_inv")
     STATE = (("_fp8_dtype", "fp8_dtype"),)
     COLUMN_KEEPS_RANK = SHARED_LEVEL = True

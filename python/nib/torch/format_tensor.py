@@ -43,7 +43,7 @@ class FormatQuantizer(Quantizer):
         return struct
 
     def _numbers(self, tensor):
-        """nib_given for a quantisation, or None."""
+        """nib_overrides for a quantization, or None."""
         return None
 
     def _reduction(self, dst=None):
@@ -53,7 +53,7 @@ class FormatQuantizer(Quantizer):
         return None
 
     def _call(self, tensor, dst, call):
-        """call(struct, given) with everything set that belongs to one quantisation."""
+        """call(struct, given) with everything set that belongs to one quantization."""
         struct = self._struct()
         if struct.rounding:
             _bridge.draw(struct)
@@ -122,7 +122,7 @@ class FormatQuantizer(Quantizer):
         return dst
 
     def _wrap(self, shape, dtype, parts, requires_grad=False):
-        """The result of a quantisation: a tensor, or a bare storage where `internal`."""
+        """The result of a quantization: a tensor, or a bare storage where `internal`."""
         storage = self.tensor_class.storage_class
         parts = storage._shaped(parts, shape)
         buffers = {field.keyword: parts[field.part] for field in storage.FIELDS}
@@ -218,7 +218,7 @@ class FormatQuantizer(Quantizer):
 
 def _check_float(tensor):
     if tensor.dtype not in _bridge.FLOATS:
-        raise _library.DtypeError(f"{tensor.dtype} cannot be quantised: float32, float16 and bfloat16 can")
+        raise _library.DtypeError(f"{tensor.dtype} cannot be quantized: float32, float16 and bfloat16 can")
 
 
 class FormatStorage(QuantizedTensorStorage):
@@ -590,7 +590,7 @@ class FormatTensor:
 
     @data.setter
     def data(self, tensor):
-        """A tensor of the same class: take over its buffers. Any other: quantise it into this one."""
+        """A tensor of the same class: take over its buffers. Any other: quantize it into this one."""
         if isinstance(tensor, self.storage_class):
             self._look_like(tensor)
             for field in self.FIELDS:
@@ -675,7 +675,7 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def _cast_modules():
-    """Module.float(), half() and bfloat16() change the nominal dtype of quantised parameters, and do not turn these
+    """Module.float(), half() and bfloat16() change the nominal dtype of quantized parameters, and do not turn these
     into plain ones."""
     for name, dtype in (("float", torch.float32), ("half", torch.float16), ("bfloat16", torch.bfloat16)):
         def cast(tensor, name=name, dtype=dtype):

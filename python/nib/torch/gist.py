@@ -53,5 +53,5 @@ def quant_nvfp4_torch(x, global_scale=None):
     rows, blocks = source.numel() // max(1, source.shape[-1]), source.shape[-1] // 16
     scales = parts[Part.ROW_SCALE][:rows, :blocks].reshape(*source.shape[:-1], blocks).view(FP8_DTYPE)
     if global_scale is None:
-        global_scale = parts[Part.ROW_LEVEL].reshape(())
+        global_scale = parts[Part.ROW_TENSOR_SCALE].reshape(())
     return parts[Part.ROW_DATA].view(FP4_DTYPE), scales, global_scale

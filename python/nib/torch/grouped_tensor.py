@@ -16,7 +16,7 @@ from .quantized_tensor import QuantizedTensor, _stride_from_shape, aten
 
 # attribute of the group: nib_part of the members
 _BUFFERS = {"rowwise_data": Part.ROW_DATA, "columnwise_data": Part.COL_DATA, "scale_inv": Part.ROW_SCALE,
-            "columnwise_scale_inv": Part.COL_SCALE, "amax": Part.ROW_LEVEL, "columnwise_amax": Part.COL_LEVEL}
+            "columnwise_scale_inv": Part.COL_SCALE, "amax": Part.ROW_TENSOR_SCALE, "columnwise_amax": Part.COL_TENSOR_SCALE}
 _SAVED = (*_BUFFERS, "scale", "first_dims", "last_dims", "tensor_offsets")
 
 
@@ -200,7 +200,7 @@ class GroupedTensorStorage:
         return self.quantized_tensors
 
     def quantize(self, tensors, noop_flag=None):
-        """Quantise matrices into the members; returns these."""
+        """Quantize matrices into the members; returns these."""
         members = self.split_into_quantized_tensors()
         if len(tensors) != len(members):
             raise ValueError(f"{len(tensors)} tensors for a group of {len(members)}")
@@ -322,7 +322,7 @@ class GroupedTensor(GroupedTensorStorage, torch.Tensor):
 
 
 def _on_members(func, args, kwargs):
-    """An operation on the stacked values of the members; those that it writes to are quantised again."""
+    """An operation on the stacked values of the members; those that it writes to are quantized again."""
     stacked = {}
 
     def plain(value):
@@ -352,11 +352,11 @@ def _on_members(func, args, kwargs):
 
 torch.serialization.add_safe_globals([_rebuild_group, GroupedTensor])
 
-# ---- Quantise groups -------------------------------------------------------------------------------------
+# ---- Quantize groups -------------------------------------------------------------------------------------
 
 
 def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocation=False):
-    """Quantise rows of a tensor as tensors of their own: section i with quantizer i. Where all quantizers say the same,
+    """Quantize rows of a tensor as tensors of their own: section i with quantizer i. Where all quantizers say the same,
     in one call, with one reduction of amaxes."""
     sections = [int(n) for n in split_sections]
     if len(sections) != len(quantizer_list):
@@ -386,7 +386,7 @@ def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocati
 
 def group_quantize(tensor, quantizer, num_tensors, first_dims=None, last_dims=None, tensor_offsets=None, noop_flag=None,
                    output=None):
-    """Quantise a matrix as a GroupedTensor: member i has first_dims[i] of its rows, or an equal share of them."""
+    """Quantize a matrix as a GroupedTensor: member i has first_dims[i] of its rows, or an equal share of them."""
     if last_dims is not None:
         raise NotImplementedError("a matrix is split by rows: members have all of its columns")
     rows, cols = tensor.shape

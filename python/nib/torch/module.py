@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """autocast, and a Linear that trains in the recipe of the autocast around it.
 
-Per layer and step, input X, weight W and gradient G are quantised once each. Which copy serves which product:
+Per layer and step, input X, weight W and gradient G are quantized once each. Which copy serves which product:
 
     forward          Y  = X  W^T    rowwise X,     rowwise W
     input gradient   dX = G  W      rowwise G,     columnwise W
     weight gradient  dW = G^T X     columnwise G,  columnwise X
 
-Products are those of the dequantised operands, in FP32; a transformed copy comes back untransformed, which changes
+Products are those of the dequantized operands, in FP32; a transformed copy comes back untransformed, which changes
 nothing, since both operands of dW go through the same orthogonal transform. nib.torch.utils.gemm_reference multiplies
 the codes themselves.
 """
@@ -67,7 +67,7 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
 
 
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Within it, layers are made with weights that are quantised tensors, and no others."""
+    """Within it, layers are made with weights that are quantized tensors, and no others."""
     return _set_during("init_recipe", _checked(recipe) if enabled else None)
 
 
@@ -117,7 +117,7 @@ def is_bf16_available(return_reason=False):
 
 
 def values_of(operand, columnwise, device=None):
-    """A [M, K] matrix of FP32 values: those of one copy of a quantised operand, or a plain tensor's."""
+    """A [M, K] matrix of FP32 values: those of one copy of a quantized operand, or a plain tensor's."""
     if not isinstance(operand, FormatStorage):
         return operand.detach().reshape(-1, operand.shape[-1]).float()
     shape = tuple(operand.shape)
@@ -147,14 +147,14 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.recipe, ctx.device = recipe, x.device
         matrix = x.detach().reshape(-1, x.shape[-1]).to(dtype)
-        quantised = override is None
-        operand = _copies(recipe, "input", matrix, True, quantised and wants_weight)
+        quantized = override is None
+        operand = _copies(recipe, "input", matrix, True, quantized and wants_weight)
         if isinstance(weight, FormatStorage):
             kernel = weight
-            if quantised and wants_input:
+            if quantized and wants_input:
                 kernel.update_usage(rowwise_usage=True, columnwise_usage=True)
         else:
-            kernel = _copies(recipe, "weight", weight.detach(), True, quantised and wants_input)
+            kernel = _copies(recipe, "weight", weight.detach(), True, quantized and wants_input)
         y = values_of(operand, False, ctx.device) @ values_of(kernel, False, ctx.device).t()
         if bias is not None:
             y += bias.detach().float()
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
         if override == "high_precision":
             saved = (matrix if wants_weight else None, weight if wants_input else None)
         else:
-            if quantised:  # the rowwise copies have done their work
+            if quantized:  # the rowwise copies have done their work
                 operand.update_usage(rowwise_usage=False)
                 if kernel is not weight:
                     kernel.update_usage(rowwise_usage=False)
@@ -212,7 +212,7 @@ class Linear(torch.nn.Module):
     """y = x W^T + b. Within autocast() in its recipe, elsewhere as torch.nn.Linear.
 
     Activations have the dtype of torch.autocast where that is on, otherwise the parameters'. Weights made within
-    quantized_model_init() are quantised tensors. Arguments of TransformerEngine's Linear that concern parallel or fused
+    quantized_model_init() are quantized tensors. Arguments of TransformerEngine's Linear that concern parallel or fused
     work are accepted with the values that they have where there is none.
     """
 
@@ -243,7 +243,7 @@ class Linear(torch.nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def forward(self, inp, is_first_microbatch=None, **alone):
-        """is_first_microbatch is accepted: weights are quantised in every call."""
+        """is_first_microbatch is accepted: weights are quantized in every call."""
         _check_alone("Linear.forward", alone)
         kind = inp.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype

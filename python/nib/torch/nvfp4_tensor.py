@@ -78,7 +78,7 @@ def _fp4_e2m1_vals(device, dtype):
 
 
 class _FromNVFP4Func(_DequantizeFunc):
-    """Dequantise; the gradient passes straight through."""
+    """Dequantize; the gradient passes straight through."""
 
 
 # ---- Quantizer -------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ class NVFP4TensorStorage(FormatStorage):
               Field("_rowwise_scale_inv", "rowwise_scale_inv", Part.ROW_SCALE),
               Field("_columnwise_data", "columnwise_data", Part.COL_DATA),
               Field("_columnwise_scale_inv", "columnwise_scale_inv", Part.COL_SCALE),
-              Field("_amax_rowwise", "amax_rowwise", Part.ROW_LEVEL),
-              Field("_amax_columnwise", "amax_columnwise", Part.COL_LEVEL))
+              Field("_amax_rowwise", "amax_rowwise", Part.ROW_TENSOR_SCALE),
+              Field("_amax_columnwise", "amax_columnwise", Part.COL_TENSOR_SCALE))
     SAVED = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_rowwise",
              "_amax_columnwise")
     STATE = (("_fp4_dtype", "fp4_dtype"), ("_with_gemm_swizzled_scales", "with_gemm_swizzled_scales"),

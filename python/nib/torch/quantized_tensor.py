@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all quantised tensors have in common.
+"""What all quantized tensors have in common.
 
-    Quantizer                 how to quantise; `quantize` makes a tensor, `update_quantized` fills one that exists
-    QuantizedTensorStorage    the buffers of a quantised tensor, no torch.Tensor
-    QuantizedTensor           the same as a torch.Tensor: operations dequantise, or work on the bytes where they can
+    Quantizer                 how to quantize; `quantize` makes a tensor, `update_quantized` fills one that exists
+    QuantizedTensorStorage    the buffers of a quantized tensor, no torch.Tensor
+    QuantizedTensor           the same as a torch.Tensor: operations dequantize, or work on the bytes where they can
 
 Saving for autograd, the autograd functions and the dispatch of operations are here too. format_tensor.py has what the
 library's formats share.
@@ -20,7 +20,7 @@ from . import _bridge
 
 aten = torch.ops.aten
 
-# Operations that are handed the quantised tensors as they are.
+# Operations that are handed the quantized tensors as they are.
 _quantized_tensor_passthrough_ops = set()
 
 
@@ -46,7 +46,7 @@ def eager(function):
 
 def prepare_for_saving(*tensors):
     """Take tensors, storages and None apart for ctx.save_for_backward: (flat list of tensors, list of objects).
-    Tensors, quantised ones among them, stay whole; a storage leaves its buffers in the first list and itself, empty,
+    Tensors, quantized ones among them, stay whole; a storage leaves its buffers in the first list and itself, empty,
     in the second."""
     tensor_list, tensor_objects_list = [], []
     for tensor in tensors:
@@ -99,7 +99,7 @@ def restore_from_func_ctx(ctx, return_saved_tensors=False):
 
 
 class _QuantizeFunc(torch.autograd.Function):
-    """Quantise; the gradient passes straight through."""
+    """Quantize; the gradient passes straight through."""
 
     @staticmethod
     def forward(ctx, tensor, quantize):
@@ -111,7 +111,7 @@ class _QuantizeFunc(torch.autograd.Function):
 
 
 class _DequantizeFunc(torch.autograd.Function):
-    """Dequantise; the gradient passes straight through."""
+    """Dequantize; the gradient passes straight through."""
 
     @staticmethod
     def forward(ctx, tensor_storage, dtype):
@@ -185,7 +185,7 @@ def _resolve_shape(shape, numel):
 
 
 class QuantizedTensorStorage:
-    """The buffers of a quantised tensor and what they mean."""
+    """The buffers of a quantized tensor and what they mean."""
 
     _dtype: torch.dtype = torch.float32
     _quantizer = None
@@ -235,7 +235,7 @@ class QuantizedTensorStorage:
         return self._quantizer if self._quantizer is not None else self._build_default_quantizer()
 
     def quantize_(self, tensor, *, noop_flag=None):
-        """Quantise into this object, in place."""
+        """Quantize into this object, in place."""
         self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
@@ -266,7 +266,7 @@ class QuantizedTensorStorage:
 
 
 class Quantizer(abc.ABC):
-    """How to quantise. `rowwise_usage` and `columnwise_usage` say which copies to make, `internal` whether results are
+    """How to quantize. `rowwise_usage` and `columnwise_usage` say which copies to make, `internal` whether results are
     bare storages, `optimize_for_gemm` whether scales are in the GEMM's tiles. Plain attributes, all may be changed; a
     tensor keeps a copy."""
 
@@ -285,7 +285,7 @@ class Quantizer(abc.ABC):
 
     @eager
     def quantize(self, tensor, *, out=None, dtype=None):
-        """Quantise a tensor, into `out` where that is given. Its gradient passes straight through. `dtype` is accepted
+        """Quantize a tensor, into `out` where that is given. Its gradient passes straight through. `dtype` is accepted
         and not looked at: the nominal dtype is the tensor's."""
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -315,7 +315,7 @@ class Quantizer(abc.ABC):
         raise self._lacks("make_empty")
 
     def calibrate(self, tensor):
-        """Take note of a tensor without quantising it; nothing to note by default."""
+        """Take note of a tensor without quantizing it; nothing to note by default."""
 
     def set_usage(self, *, rowwise=None, columnwise=None):
         """Which copies to make; None leaves as it is."""
@@ -346,13 +346,13 @@ class Quantizer(abc.ABC):
         return False
 
     def is_quantizable(self, inp):
-        """Whether such a tensor can be gathered in quantised form."""
+        """Whether such a tensor can be gathered in quantized form."""
         return True
 
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
-    """A quantised tensor that behaves as a torch.Tensor of its nominal dtype: where an operation cannot work on the
-    bytes, its operands are dequantised; in-place operations quantise the result again."""
+    """A quantized tensor that behaves as a torch.Tensor of its nominal dtype: where an operation cannot work on the
+    bytes, its operands are dequantized; in-place operations quantize the result again."""
 
     def __new__(cls, shape, dtype, *, fake_dtype=None, requires_grad=False, device=None, stride=None, storage_offset=0):
         if fake_dtype is not None and fake_dtype != dtype:
@@ -488,7 +488,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
 
 def _on_values(func, args, kwargs):
-    """An operation on dequantised operands. Those that it writes to are quantised again."""
+    """An operation on dequantized operands. Those that it writes to are quantized again."""
     def plain(value):
         return value.dequantize() if isinstance(value, QuantizedTensor) else value
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: which tensor of a layer is quantised how. The names are those of transformer_engine.common.recipe.
+"""Recipes: which tensor of a layer is quantized how. The names are those of transformer_engine.common.recipe.
 
 Environment variables are read when this module is imported, as they are there.
 """
@@ -31,7 +31,7 @@ class MMParams:
 
 @dataclass(frozen=True)
 class QParams:
-    """How one tensor of a layer is quantised."""
+    """How one tensor of a layer is quantized."""
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
     random_hadamard_transform: bool = False
@@ -104,7 +104,7 @@ class NVFP4BlockScaling(Recipe):
     Inputs and gradients have blocks of 1x16, weights of 16x16; the copies that meet in the gradient of the weight go
     through the random Hadamard transform; gradients are rounded stochastically. Each can be switched off. In
     four-over-six a block chooses between two scales: for "weights", "activations" or "all"; activations only without
-    the transform. backward_override: gradients are not quantised, and meet the original operands ("high_precision") or
+    the transform. backward_override: gradients are not quantized, and meet the original operands ("high_precision") or
     the values that the forward pass used ("dequantized").
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of transformer_engine_torch that concern quantised tensors, by their names and arguments.
+"""The functions of transformer_engine_torch that concern quantized tensors, by their names and arguments.
 
 The steps of a sharded cast hand single numbers per block from one to the next, as they do there; codes and scales are
 the library's. nib.torch.quantize_master_weights does all of them in two collectives, and gives the same bytes.
@@ -21,11 +21,11 @@ from .utils import gemm_reference
 _FLT_MAX = torch.finfo(torch.float32).max
 _FLT_MIN = torch.finfo(torch.float32).tiny
 
-# ---- Quantise and back -----------------------------------------------------------------------------------
+# ---- Quantize and back -----------------------------------------------------------------------------------
 
 
 def quantize(tensor, quantizer, output=None, noop_flag=None):
-    """A quantised tensor: a new one, or `output`."""
+    """A quantized tensor: a new one, or `output`."""
     if output is not None:
         return quantizer.update_quantized(tensor, output, noop_flag=noop_flag)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def create_empty_quantized_tensor(quantizer, shape, dtype=torch.float32, device=
 
 
 def nvfp4_quantize_with_amax(tensor, quantizer, rowwise_amax=None, columnwise_amax=None):
-    """Quantise with amaxes that are known, one float32 each; None: found as usual."""
+    """Quantize with amaxes that are known, one float32 each; None: found as usual."""
     kept = [None if amax is None else amax.detach().to("cpu", torch.float32).reshape(-1).contiguous()
             for amax in (rowwise_amax, columnwise_amax)]
     given = _library.Given()
@@ -62,7 +62,7 @@ def compute_amax(tensor, amax):
     """The largest magnitude of a tensor into `amax`."""
     struct = _library.new_quantizer()
     struct.columnwise = 0
-    amax.copy_(_bridge.quantize(struct, tensor.detach().reshape(1, -1))[Part.ROW_LEVEL].reshape(amax.shape))
+    amax.copy_(_bridge.quantize(struct, tensor.detach().reshape(1, -1))[Part.ROW_TENSOR_SCALE].reshape(amax.shape))
 
 
 # ---- Products --------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def generic_gemm(A, transA, B, transB, D=None, quantizer=None, output_dtype=None
                  use_split_accumulator=False, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False,
                  alpha=1.0, beta=None):
     """op(B) op(A): B A^T for (transA, transB) = (True, False), B A for (False, False), B^T A for (False, True). A
-    quantised operand gives its rowwise copy where it is multiplied along its last dim, its columnwise one otherwise.
+    quantized operand gives its rowwise copy where it is multiplied along its last dim, its columnwise one otherwise.
 
     Returns (result, gradient of the bias, input of the GELU, extra output). NVFP4 with NVFP4 has the bits of
     TransformerEngine's reference; everything else is the product of the values in FP32. Added to D where `accumulate`.

@@ -20,11 +20,11 @@ from .quantized_tensor import QuantizedTensor
 
 def quantize_master_weights(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None,
                             manual_post_all_gather_processing=False):
-    """Cast pieces of FP32 master weights into quantised model weights that all ranks of a group share.
+    """Cast pieces of FP32 master weights into quantized model weights that all ranks of a group share.
 
     model_weights: all of them, in the same order on every rank. master_weights: this rank's piece of each, or None.
     start_offsets: the piece's first element in the flattened weight, or None. The result of all ranks together is that
-    of quantising the whole, whatever the cut. fsdp_shard_model_weights: where codes go instead of into the weights, one
+    of quantizing the whole, whatever the cut. fsdp_shard_model_weights: where codes go instead of into the weights, one
     entry per weight: uint8, for MXFP8 a pair (rowwise, columnwise). manual_post_all_gather_processing: columnwise
     buffers stay where they are, until post_all_gather_processing; otherwise they are dropped.
     """
@@ -43,7 +43,7 @@ def _bytes_of(shard):
     """Where codes go: uint8 memory of a tensor or of a Float8Tensor."""
     data = shard._data if isinstance(shard, Float8TensorStorage) else shard
     if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or not data.is_contiguous():
-        raise ValueError("a shard of a quantised weight is a contiguous uint8 tensor")
+        raise ValueError("a shard of a quantized weight is a contiguous uint8 tensor")
     return data.view(-1)
 
 
@@ -69,7 +69,7 @@ def _cast(weights, masters, starts, group, shards, manual, nvfp4=False):
     weights, masters, starts = list(weights), list(masters), list(starts)
     for weight in weights:
         if not isinstance(weight, FormatStorage):
-            raise ValueError(f"quantize_master_weights takes quantised weights, not {type(weight).__name__}")
+            raise ValueError(f"quantize_master_weights takes quantized weights, not {type(weight).__name__}")
     for weight in weights:
         if hasattr(weight, "clear_high_precision_init_val"):
             weight.clear_high_precision_init_val()
@@ -213,7 +213,7 @@ def set_quantizer_amax_reduction_group(quantizer, amax_reduction_group):
 
 def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, output_tensor=None,
                            external_coalescing=False):
-    """(the ranks' tensors one below the other, None). With a quantizer the result is quantised, and what travels are
+    """(the ranks' tensors one below the other, None). With a quantizer the result is quantized, and what travels are
     codes and scales where the tensors allow it."""
     import torch.distributed as dist
     size = dist.get_world_size(process_group)

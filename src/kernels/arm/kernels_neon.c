@@ -55,8 +55,8 @@ SIMD VI vi_equal(VI a, VI b) { return vreinterpretq_s32_u32(vceqq_s32(a, b)); }
 
 SIMD VI vi_lane_numbers(void)
 {
-    static const int32_t numbers[VL] = { 0, 1, 2, 3 };
-    return vi_load(numbers);
+    static const int32_t values[VL] = { 0, 1, 2, 3 };
+    return vi_load(values);
 }
 
 /* x where a < b, y elsewhere and for NaNs. */
@@ -109,34 +109,34 @@ SIMD VI e2m1_bits(VF a)
 
 static float absmax_f32(const void *x, int64_t n)
 {
-    const float *numbers = x;
+    const float *values = x;
     VF m[4] = { vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0) };
     int64_t i = 0;
     for (; i + 16 <= n; i += 16)
         for (int k = 0; k < 4; k++)
-            m[k] = vf_max(vabsq_f32(vf_load(numbers + i + 4 * k)), m[k]);
+            m[k] = vf_max(vabsq_f32(vf_load(values + i + 4 * k)), m[k]);
     float largest = vmaxvq_f32(vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3])));
     for (; i < n; i++) {
-        const float a = nib_abs(numbers[i]);
+        const float a = nib_abs(values[i]);
         largest = a > largest ? a : largest;
     }
     return largest;
 }
 
 /* Magnitudes of 16-bit floats order as integers; those above infinity are NaNs and count as 0. */
-SIMD uint16_t absmax_16(const uint16_t *numbers, int64_t n, uint16_t infinity)
+SIMD uint16_t absmax_16(const uint16_t *values, int64_t n, uint16_t infinity)
 {
     const uint16x8_t mask = vdupq_n_u16(0x7FFF), limit = vdupq_n_u16(infinity);
     uint16x8_t m[4] = { vdupq_n_u16(0), vdupq_n_u16(0), vdupq_n_u16(0), vdupq_n_u16(0) };
     int64_t i = 0;
     for (; i + 32 <= n; i += 32)
         for (int k = 0; k < 4; k++) {
-            const uint16x8_t a = vandq_u16(vld1q_u16(numbers + i + 8 * k), mask);
+            const uint16x8_t a = vandq_u16(vld1q_u16(values + i + 8 * k), mask);
             m[k] = vmaxq_u16(m[k], vandq_u16(vcleq_u16(a, limit), a));
         }
     uint16_t largest = vmaxvq_u16(vmaxq_u16(vmaxq_u16(m[0], m[1]), vmaxq_u16(m[2], m[3])));
     for (; i < n; i++) {
-        const uint16_t a = numbers[i] & 0x7FFF;
+        const uint16_t a = values[i] & 0x7FFF;
         largest = a <= infinity && a > largest ? a : largest;
     }
     return largest;
@@ -164,14 +164,15 @@ enum { DECODE_STEP = VL }; /* blocks */
 
 /* What the codes of four blocks are multiplied with. False where one is not an ordinary number: the reference then
  * knows best. */
-SIMD bool decode_factors(const uint8_t *scales, float level, const struct nib_rules *rules, float out[DECODE_STEP])
+SIMD bool decode_factors(const uint8_t *scales, float tensor_scale, const struct nib_rules *rules,
+                         float out[DECODE_STEP])
 {
     const int32_t codes[DECODE_STEP] = { scales[0], scales[1], scales[2], scales[3] };
     const VI code = vi_load(codes);
-    const VF s = f32_of_e4m3(code), lv = vf_set1(level);
-    const VF f = rules->level == NIB_LEVEL_AMAX     ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / rules->full_scale))
-                 : rules->level == NIB_LEVEL_DECODE ? vf_mul(s, lv)
-                                                    : vf_div(s, lv);
+    const VF s = f32_of_e4m3(code), lv = vf_set1(tensor_scale);
+    const VF f = rules->tensor_scale == NIB_TENSOR_SCALE_AMAX ? vf_mul(vf_mul(s, lv), vf_set1(1.0f / rules->full_scale))
+                 : rules->tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER ? vf_mul(s, lv)
+                                                                      : vf_div(s, lv);
     vf_store(out, f);
     const uint32x4_t ordinary = vandq_u32(vcleq_s32(code, vi_set1(0x7E)), vcleq_f32(absolute(f), vf_set1(FLT_MAX)));
     return vminvq_u32(ordinary) != 0;
@@ -212,16 +213,16 @@ SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float f
 }
 
 /* Groups of DECODE_STEP blocks; what is left, and factors that are no ordinary numbers, by the reference. */
-SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
-                    const struct nib_coding *coding)
+SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n,
+                    float tensor_scale, const struct nib_coding *coding)
 {
     const int size = dtype == NIB_F32 ? 4 : 2;
     nib_decode_fn *const reference = nib_kernels_scalar.decode[NIB_NVFP4];
     int64_t i = 0;
     for (; i + DECODE_STEP * BLOCK <= n; i += DECODE_STEP * BLOCK) {
         float factor[DECODE_STEP];
-        if (!decode_factors(scales + i / BLOCK, level, &coding->rules, factor)) {
-            reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, DECODE_STEP * BLOCK, level, coding,
+        if (!decode_factors(scales + i / BLOCK, tensor_scale, &coding->rules, factor)) {
+            reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, DECODE_STEP * BLOCK, tensor_scale, coding,
                       false);
             continue;
         }
@@ -229,20 +230,20 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
             decode_block(y + (i + b * BLOCK) * size, dtype, codes + i / 2 + b * 8, factor[b]);
     }
     if (i < n)
-        reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, n - i, level, coding, false);
+        reference(y + i * size, dtype, codes + i / 2, scales + i / BLOCK, n - i, tensor_scale, coding, false);
 }
 
 /* There is no store around the caches that would be worth it. */
-static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                         const struct nib_coding *coding, bool stream)
+static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                         float tensor_scale, const struct nib_coding *coding, bool stream)
 {
     (void)stream;
     if (dtype == NIB_F32)
-        decode_as(y, NIB_F32, codes, scales, n, level, coding);
+        decode_as(y, NIB_F32, codes, scales, n, tensor_scale, coding);
     else if (dtype == NIB_BF16)
-        decode_as(y, NIB_BF16, codes, scales, n, level, coding);
+        decode_as(y, NIB_BF16, codes, scales, n, tensor_scale, coding);
     else
-        decode_as(y, NIB_F16, codes, scales, n, level, coding);
+        decode_as(y, NIB_F16, codes, scales, n, tensor_scale, coding);
 }
 
 #include "kernels/arm/steps_neon.h"
@@ -254,10 +255,10 @@ static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const v
 
 const struct nib_kernels nib_kernels_neon = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
-    .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
-    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_ANY },
-    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_ANY },
-    .inverse = { NIB_INVERSE_ALL },
+    .absmax_lines = { [NIB_GENERIC_FORMAT] = absmax_lines },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_GENERIC },
+    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_GENERIC },
+    .inverse_rht = { NIB_INVERSE_RHT_ALL },
     .transpose = { NIB_TRANSPOSE_ALL },
 };
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rows.h - NVFP4 rows to nearest, the way most data takes, for NEON; after simd_panels.h and simd_any.h.
+ * rows.h - NVFP4 rows to nearest, the way most data takes, for NEON; after simd_panels.h and simd_generic.h.
  *
  * Blocks lie side by side, so that no transposition is needed if a block's elements share vectors and only amaxes,
  * scales and factors have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of
@@ -22,7 +22,7 @@ SIMD void quantize_strip(const char *x, nib_dtype dtype, int n, const struct nib
             m[k] = vf_set1(0);
             UNROLL
             for (int i = 0; i < BLOCK; i += VL) /* NaNs give way */
-                m[k] = vf_max(absolute(load_numbers(x, (b + k) * BLOCK + i, dtype)), m[k]);
+                m[k] = vf_max(absolute(load_values(x, (b + k) * BLOCK + i, dtype)), m[k]);
         }
         const VF absmax = vpmaxq_f32(vpmaxq_f32(m[0], m[1]), vpmaxq_f32(m[2], m[3]));
         const struct scales s = rtn_scales(absmax, coding, scaler);
@@ -33,8 +33,8 @@ SIMD void quantize_strip(const char *x, nib_dtype dtype, int n, const struct nib
         VI code[STEP_VECTORS];
         UNROLL
         for (int i = 0; i < STEP_VECTORS; i++)
-            code[i] = signed_e2m1(
-                vmulq_n_f32(load_numbers(x + b * BLOCK * size, i * VL, dtype), factors[b + i * VL / BLOCK]));
+            code[i] =
+                signed_e2m1(vmulq_n_f32(load_values(x + b * BLOCK * size, i * VL, dtype), factors[b + i * VL / BLOCK]));
         store_step_nibbles(codes + b * BLOCK / 2, code);
     }
 }
@@ -50,7 +50,7 @@ static void quantize_other(const struct nib_panel *panel, const struct nib_codin
 SIMD void quantize_rows_to_nearest(const struct nib_panel *panel, const struct nib_coding *coding,
                                    const struct nib_target *target, nib_dtype dtype)
 {
-    const struct nib_copy_geometry *g = target->geometry;
+    const struct nib_usage_geometry *g = target->geometry;
     const int64_t blocks = panel->cols / BLOCK / VL * VL, first = panel->col / BLOCK;
     struct nib_panel rest = *panel;
     rest.x = element_address(panel, 0, blocks * BLOCK);
@@ -59,7 +59,7 @@ SIMD void quantize_rows_to_nearest(const struct nib_panel *panel, const struct n
     struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row, 1);
     for (int64_t row = 0; row < panel->rows; row++) {
         const int64_t line = panel->row + row;
-        if (target->level_per_line)
+        if (target->tensor_scale_per_line)
             scaler = lane_scaler_for(coding, target, line, 1);
         for (int64_t b = 0; b < blocks; b += STRIP)
             quantize_strip(element_address(panel, row, b * BLOCK), dtype, (int)nib_min(STRIP, blocks - b), coding,
@@ -73,7 +73,7 @@ SIMD void quantize_rows_to_nearest(const struct nib_panel *panel, const struct n
 static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                            const struct nib_target *target)
 {
-    const bool plain = coding->copy == NIB_ROWWISE && coding->tile_lines == 1 && !coding->transform &&
+    const bool plain = coding->usage == NIB_ROWWISE && coding->tile_lines == 1 && !coding->rht &&
                        !coding->dialect->plain && coding->scale_rule == NIB_SCALE_RTN &&
                        coding->rounding == NIB_ROUND_NEAREST && !target->geometry->swizzled;
     if (!plain)

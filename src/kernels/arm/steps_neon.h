@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * steps_neon.h - what simd_transpose.h and simd_any.h want of NEON.
+ * steps_neon.h - what simd_transpose.h and simd_generic.h want of NEON.
  */
 
 /* ---- Bytes in pieces of 16 ---- */

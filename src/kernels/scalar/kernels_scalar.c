@@ -4,7 +4,7 @@
  * this one.
  *
  * The unit of work is a tile: the elements that share one scale. It has one line of 16 elements, or 16 lines of 16. A
- * line runs along the axis that is quantised: rowwise, a piece of a row; columnwise, a piece of a column. Both copies
+ * line runs along the axis that is quantized: rowwise, a piece of a row; columnwise, a piece of a column. Both copies
  * and both block shapes are therefore the same code.
  */
 #include <float.h>
@@ -30,16 +30,16 @@ struct tile_codes {
 /* ---- Largest magnitudes ---- */
 
 /* `a > m` is false for a NaN, which is how NaNs are left out. */
-#define DEFINE_ABSMAX(name, type, to_f32)                \
-    static float name(const void *x, int64_t n)          \
-    {                                                    \
-        const type *numbers = x;                         \
-        float m = 0;                                     \
-        for (int64_t i = 0; i < n; i++) {                \
-            const float a = nib_abs(to_f32(numbers[i])); \
-            m = a > m ? a : m;                           \
-        }                                                \
-        return m;                                        \
+#define DEFINE_ABSMAX(name, type, to_f32)               \
+    static float name(const void *x, int64_t n)         \
+    {                                                   \
+        const type *values = x;                         \
+        float m = 0;                                    \
+        for (int64_t i = 0; i < n; i++) {               \
+            const float a = nib_abs(to_f32(values[i])); \
+            m = a > m ? a : m;                          \
+        }                                               \
+        return m;                                       \
     }
 
 static float identity(float x) { return x; }
@@ -102,13 +102,13 @@ void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input)
 static void load_tile(const struct nib_panel *panel, const struct nib_coding *coding, int64_t line, int64_t first,
                       struct tile *tile)
 {
-    tile->lines = (int)nib_min(coding->tile_lines, nib_panel_lines(panel, coding->copy) - line);
-    tile->length = (int)nib_min(BLOCK, nib_panel_length(panel, coding->copy) - first);
+    tile->lines = (int)nib_min(coding->tile_lines, nib_panel_lines(panel, coding->usage) - line);
+    tile->length = (int)nib_min(BLOCK, nib_panel_length(panel, coding->usage) - first);
     for (int l = 0; l < tile->lines; l++) {
         for (int i = 0; i < tile->length; i++)
-            tile->x[l][i] = coding->copy == NIB_ROWWISE ? nib_panel_element(panel, line + l, first + i)
-                                                        : nib_panel_element(panel, first + i, line + l);
-        if (coding->transform)
+            tile->x[l][i] = coding->usage == NIB_ROWWISE ? nib_panel_element(panel, line + l, first + i)
+                                                         : nib_panel_element(panel, first + i, line + l);
+        if (coding->rht)
             nib_rht_forward(tile->x[l], coding->sign_mask, panel->dtype);
     }
     tile->absmax = tile_absmax(tile);
@@ -118,8 +118,8 @@ static void absmax_lines(const struct nib_panel *panel, const struct nib_coding 
 {
     struct nib_coding single = *coding;
     single.tile_lines = 1;
-    for (int64_t line = 0; line < nib_panel_lines(panel, coding->copy); line++)
-        for (int64_t first = 0; first < nib_panel_length(panel, coding->copy); first += BLOCK) {
+    for (int64_t line = 0; line < nib_panel_lines(panel, coding->usage); line++)
+        for (int64_t first = 0; first < nib_panel_length(panel, coding->usage); first += BLOCK) {
             struct tile tile;
             load_tile(panel, &single, line, first, &tile);
             out[line] = nib_fmax(out[line], tile.absmax);
@@ -149,13 +149,13 @@ static void random_block(const struct nib_coding *coding, uint32_t line, uint32_
     }
 }
 
-/* The random numbers of a tile. A columnwise copy has numbers of its own, marked in the block's top bit; but with
+/* The random numbers of a tile. A columnwise usage has numbers of its own, marked in the block's top bit; but with
  * square tiles it takes the rowwise ones, element by element, so that it stays the transpose. There a line is a column
  * of the matrix. */
 static void random_tile(const struct nib_coding *coding, const struct tile *tile, int64_t line, int64_t block,
                         uint32_t out[BLOCK][BLOCK])
 {
-    const bool columnwise = coding->copy == NIB_COLUMNWISE;
+    const bool columnwise = coding->usage == NIB_COLUMNWISE;
     if (!columnwise || coding->tile_lines == 1) {
         for (int l = 0; l < tile->lines; l++)
             random_block(coding, (uint32_t)(coding->origin_line + line + l),
@@ -171,7 +171,7 @@ static void random_tile(const struct nib_coding *coding, const struct tile *tile
     }
 }
 
-/* Up with the probability that y's place between its two neighbours says, to 2^-bits; r is a number of that many
+/* Up with the probability that y's place between its two neighbors says, to 2^-bits; r is a number of that many
  * bits. */
 static uint8_t e2m1_stochastic(float y, uint32_t r, int bits)
 {
@@ -183,7 +183,7 @@ static uint8_t e2m1_stochastic(float y, uint32_t r, int bits)
         return sign | 7;
     const float step = m >= 4.0f ? 2.0f : m >= 2.0f ? 1.0f : 0.5f;
     const int steps = (int)(m / step);
-    const int code = m >= 4.0f ? steps + 4 : m >= 2.0f ? steps + 2 : steps; /* of the neighbour below */
+    const int code = m >= 4.0f ? steps + 4 : m >= 2.0f ? steps + 2 : steps; /* of the neighbor below */
     const float frac = (m - (float)steps * step) / step;                    /* exact */
     const uint32_t one = 1u << bits;
     return sign | (uint8_t)(code + ((uint32_t)(frac * (float)one) + r >= one));
@@ -302,7 +302,7 @@ static float squared_error(const struct tile *tile, const struct tile_codes *can
 static void quantize_sweep(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                            struct tile_codes *out)
 {
-    const float g = nib_decode_scale(scaler->level, &coding->rules);
+    const float g = nib_decode_scale(scaler->tensor_scale, &coding->rules);
     const int rtn =
         at_least((uint8_t)coding->dialect->block_scale(tile->absmax, scaler, &coding->rules), coding->floor_code);
     const int lowest = rtn == 0 ? 0 : coding->floor_code ? coding->floor_code : 1;
@@ -352,13 +352,14 @@ static void quantize_tile(const struct tile *tile, const struct nib_coding *codi
 static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                            const struct nib_target *target)
 {
-    const bool rowwise = coding->copy == NIB_ROWWISE;
+    const bool rowwise = coding->usage == NIB_ROWWISE;
     const int64_t first_line = rowwise ? panel->row : panel->col;
     const int64_t first_block = (rowwise ? panel->col : panel->row) / BLOCK;
-    for (int64_t line = 0; line < nib_panel_lines(panel, coding->copy); line += coding->tile_lines) {
-        struct nib_scaler scaler = { .level = target->levels[target->level_per_line ? first_line + line : 0] };
+    for (int64_t line = 0; line < nib_panel_lines(panel, coding->usage); line += coding->tile_lines) {
+        struct nib_scaler scaler = { .tensor_scale =
+                                         target->tensor_scales[target->tensor_scale_per_line ? first_line + line : 0] };
         coding->dialect->prepare(&scaler, &coding->rules);
-        for (int64_t first = 0; first < nib_panel_length(panel, coding->copy); first += BLOCK) {
+        for (int64_t first = 0; first < nib_panel_length(panel, coding->usage); first += BLOCK) {
             struct tile tile;
             struct tile_codes codes = { 0 };
             load_tile(panel, coding, line, first, &tile);
@@ -377,7 +378,7 @@ static void encode_nvfp4(const float *x, int64_t n, float factor, const struct n
     uint32_t random[BLOCK] = { 0 };
     if (stochastic)
         random_block(coding, (uint32_t)(coding->origin_line + line),
-                     (uint32_t)(coding->origin_block + block) | (coding->copy == NIB_COLUMNWISE ? 0x80000000u : 0),
+                     (uint32_t)(coding->origin_block + block) | (coding->usage == NIB_COLUMNWISE ? 0x80000000u : 0),
                      random);
     for (int64_t i = 0; i < n; i++)
         codes[i] = element_code(x[i], factor, coding, stochastic ? &random[first + i] : NULL);
@@ -387,19 +388,19 @@ const struct nib_block_kernels nib_block_kernels_nvfp4 = { block_scale_nvfp4, en
 
 /* ---- Back ---- */
 
-static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                         const struct nib_coding *coding, bool stream)
+static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                         float tensor_scale, const struct nib_coding *coding, bool stream)
 {
     (void)stream;
     for (int64_t i = 0; i < n; i++) {
-        const float f = coding->dialect->decode(((const uint8_t *)scales)[i / BLOCK], level, &coding->rules);
+        const float f = coding->dialect->decode(((const uint8_t *)scales)[i / BLOCK], tensor_scale, &coding->rules);
         nib_store_number((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
                          nib_f32_from_e2m1(codes[i / 2] >> 4 * (i % 2) & 15) * f);
     }
 }
 
 /* The transform is orthogonal and its matrix symmetric but for the signs. */
-static void inverse(void *y, nib_dtype dtype, const float *x, int64_t n, uint16_t sign_mask)
+static void inverse_rht(void *y, nib_dtype dtype, const float *x, int64_t n, uint16_t sign_mask)
 {
     for (int64_t i = 0; i < n; i += 16) {
         float block[16];
@@ -413,16 +414,19 @@ static void inverse(void *y, nib_dtype dtype, const float *x, int64_t n, uint16_
     }
 }
 
-static void inverse_f32(void *y, const float *x, int64_t n, uint16_t mask) { inverse(y, NIB_F32, x, n, mask); }
-static void inverse_bf16(void *y, const float *x, int64_t n, uint16_t mask) { inverse(y, NIB_BF16, x, n, mask); }
-static void inverse_f16(void *y, const float *x, int64_t n, uint16_t mask) { inverse(y, NIB_F16, x, n, mask); }
+static void inverse_rht_f32(void *y, const float *x, int64_t n, uint16_t mask) { inverse_rht(y, NIB_F32, x, n, mask); }
+static void inverse_rht_bf16(void *y, const float *x, int64_t n, uint16_t mask)
+{
+    inverse_rht(y, NIB_BF16, x, n, mask);
+}
+static void inverse_rht_f16(void *y, const float *x, int64_t n, uint16_t mask) { inverse_rht(y, NIB_F16, x, n, mask); }
 
 const struct nib_kernels nib_kernels_scalar = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
-    .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
-    .quantize = { [NIB_NVFP4] = quantize_nvfp4, [NIB_ANY_FORMAT] = nib_quantize_any },
-    .decode = { [NIB_NVFP4] = decode_nvfp4, [NIB_ANY_FORMAT] = nib_decode_any },
-    .inverse = { [NIB_F32] = inverse_f32, [NIB_BF16] = inverse_bf16, [NIB_F16] = inverse_f16 },
+    .absmax_lines = { [NIB_GENERIC_FORMAT] = absmax_lines },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4, [NIB_GENERIC_FORMAT] = nib_quantize_generic },
+    .decode = { [NIB_NVFP4] = decode_nvfp4, [NIB_GENERIC_FORMAT] = nib_decode_generic },
+    .inverse_rht = { [NIB_F32] = inverse_rht_f32, [NIB_BF16] = inverse_rht_bf16, [NIB_F16] = inverse_rht_f16 },
     .transpose = { [NIB_E2M1] = nib_transpose_nibbles,
                    [NIB_U8] = nib_transpose_bytes,
                    [NIB_BF16] = nib_transpose_halves,

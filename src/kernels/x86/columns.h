@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * columns.h - the columnwise copy by te's rule to nearest, transformed or not. Included once by the file of each x86
+ * columns.h - the columnwise usage by te's rule to nearest, transformed or not. Included once by the file of each x86
  * instruction set, after rows.h.
  *
  * Lanes are columns. Sixteen rows of some columns, a band, go through in three phases, so that what one column waits for
  * (its numbers, the chain of its amax, a division) overlaps with the work on others: numbers are copied on the way to the
  * amaxes, amaxes become scales and factors, and the copies become codes. They are copied since sixteen rows of a wide
  * matrix may share few places of the first-level cache. A run of bands is gathered before it is written, block by block,
- * and turned then. What is less than sixteen rows or a tile of columns is padded with zeros. Where the rowwise copy is
+ * and turned then. What is less than sixteen rows or a tile of columns is padded with zeros. Where the rowwise usage is
  * wanted too, the rows of a band are coded before its columns, which then find them in the cache.
  *
  * As in rows.h columns that hold a NaN, or numbers that need a clamp, are left to the lanes of simd.h.
@@ -33,7 +33,7 @@ struct column_signs {
 
 /* Sixteen rows of some columns, on their way. */
 struct column_stage {
-    float numbers[COLUMN_LINES / VL][BLOCK][VL] __attribute__((aligned(64)));
+    float values[COLUMN_LINES / VL][BLOCK][VL] __attribute__((aligned(64)));
     float factors[COLUMN_LINES] __attribute__((aligned(64)));
 };
 
@@ -62,7 +62,7 @@ struct column_job {
     const struct nib_panel *panel;
     const struct nib_coding *coding;
     const struct nib_target *target;
-    struct strip_job *rows; /* of the rowwise copy, or NULL */
+    struct strip_job *rows; /* of the rowwise usage, or NULL */
     struct lane_scaler scaler;
     struct column_signs signs;
 };
@@ -105,10 +105,10 @@ SIMD void prefetch_below(const struct column_source *from, const char *x)
 SIMD VI even_columns(VI words) { return vi_sll(words, 16); }
 SIMD VI odd_columns(VI words) { return vi_and(words, vi_set1((int)0xFFFF0000u)); }
 
-SIMD VF column_numbers(const void *x, int g, nib_dtype dtype)
+SIMD VF column_values(const void *x, int g, nib_dtype dtype)
 {
     if (dtype != NIB_BF16)
-        return load_numbers(x, g * VL, dtype);
+        return load_values(x, g * VL, dtype);
     return vf_of(g ? odd_columns(vi_load(x)) : even_columns(vi_load(x)));
 }
 
@@ -122,7 +122,7 @@ SIMD VI copy_columns(const struct column_source *from, int g, nib_dtype dtype, f
             prefetch_below(from, x);
             prefetch_below(from, next);
         }
-        const VF a = column_numbers(x, g, dtype), b = column_numbers(next, g, dtype);
+        const VF a = column_values(x, g, dtype), b = column_values(next, g, dtype);
         vf_store(out[i], a);
         vf_store(out[i + 1], b);
         column_amax_of(&amax, i / 2, a, b);
@@ -150,8 +150,8 @@ SIMD void copy_words(const struct column_source *from, float (*out)[VL], VI amax
 
 /* The butterflies of transform() at strides 1, 2 and 4 on eight rows. The signs are factors: products with them are
  * exact, so that a fused sum rounds as a plain one does. */
-SIMD void transform_eight(const struct column_source *from, int first, int g, nib_dtype dtype,
-                          const struct column_signs *signs, VF v[8])
+SIMD void rht_eight(const struct column_source *from, int first, int g, nib_dtype dtype,
+                    const struct column_signs *signs, VF v[8])
 {
     UNROLL
     for (int i = 0; i < 8; i += 2) {
@@ -161,7 +161,7 @@ SIMD void transform_eight(const struct column_source *from, int first, int g, ni
             prefetch_below(from, next);
         }
         const VF sign = vf_load(signs->x[first + i]), next_sign = vf_load(signs->x[first + i + 1]);
-        const VF a = column_numbers(x, g, dtype), b = vf_mul(column_numbers(next, g, dtype), next_sign);
+        const VF a = column_values(x, g, dtype), b = vf_mul(column_values(next, g, dtype), next_sign);
         v[i] = vf_multiply_add(a, sign, b);
         v[i + 1] = vf_multiply_sub(a, sign, b);
     }
@@ -177,18 +177,18 @@ SIMD void transform_eight(const struct column_source *from, int first, int g, ni
 }
 
 /* The whole transform, but for the quarter that FP32 takes last. */
-SIMD VI transform_columns(const struct column_source *from, int g, nib_dtype dtype, const struct column_signs *signs,
-                          float (*out)[VL])
+SIMD VI rht_columns(const struct column_source *from, int g, nib_dtype dtype, const struct column_signs *signs,
+                    float (*out)[VL])
 {
     const bool through_memory = VL < 16; /* eight vectors and what eight others are summed in are too many registers */
     VF first[8], second[8];
     struct column_amax amax;
-    transform_eight(from, 0, g, dtype, signs, first);
+    rht_eight(from, 0, g, dtype, signs, first);
     UNROLL
     for (int i = 0; i < 8; i++)
         if (through_memory)
             vf_store(out[i], first[i]);
-    transform_eight(from, 8, g, dtype, signs, second);
+    rht_eight(from, 8, g, dtype, signs, second);
     UNROLL
     for (int i = 0; i < 8; i++) {
         const VF a = through_memory ? vf_load(out[i]) : first[i], b = second[i];
@@ -209,26 +209,27 @@ SIMD VI transform_columns(const struct column_source *from, int g, nib_dtype dty
 SIMD struct lane_scaler column_scaler(const struct column_job *job, int64_t col, int g, nib_dtype dtype)
 {
     const int64_t last = job->panel->cols - 1;
-    float levels[VL];
+    float tensor_scales[VL];
     struct nib_target local = *job->target;
-    local.levels = levels;
+    local.tensor_scales = tensor_scales;
     for (int lane = 0; lane < VL; lane++)
-        levels[lane] = job->target->levels[job->panel->col + nib_min(col + column_of_lane(g, lane, dtype), last)];
+        tensor_scales[lane] =
+            job->target->tensor_scales[job->panel->col + nib_min(col + column_of_lane(g, lane, dtype), last)];
     return lane_scaler_for(job->coding, &local, 0, VL);
 }
 
 /* The numbers of as many columns as go at once, and their amaxes where the factors will be, into the stage. */
-SIMD void stage_numbers(const struct column_job *job, const struct column_source *from, nib_dtype dtype, bool transform,
-                        bool square, int64_t line, struct column_stage *stage)
+SIMD void stage_values(const struct column_job *job, const struct column_source *from, nib_dtype dtype, bool rht,
+                       bool square, int64_t line, struct column_stage *stage)
 {
     VI amax[MOST_COLUMNS / VL];
-    if (dtype == NIB_BF16 && !transform)
-        copy_words(from, stage->numbers[line / VL], amax);
+    if (dtype == NIB_BF16 && !rht)
+        copy_words(from, stage->values[line / VL], amax);
     else
         UNROLL
     for (int g = 0; g < column_groups(dtype); g++) {
-        float(*const out)[VL] = stage->numbers[line / VL + g];
-        amax[g] = transform ? transform_columns(from, g, dtype, &job->signs, out) : copy_columns(from, g, dtype, out);
+        float(*const out)[VL] = stage->values[line / VL + g];
+        amax[g] = rht ? rht_columns(from, g, dtype, &job->signs, out) : copy_columns(from, g, dtype, out);
     }
     if (square)
         largest_of_squares(amax, dtype);
@@ -249,7 +250,7 @@ SIMD bool stage_scales(const struct column_job *job, int64_t col, int g, nib_dty
         good = (int)vf_all_less(a, vf_set1(0x1p100f)) & (int)vf_all_less(vf_set1(0x1p-100f), b);
         a = vf_mul(a, vf_set1(0.25f));
     }
-    if (job->target->level_per_line)
+    if (job->target->tensor_scale_per_line)
         scaler = column_scaler(job, col, g, dtype);
     const struct scales s = te_scales_near(vf_mul(a, scaler.block), floor_code, &scaler);
     good &= vf_all_less(vf_mul(a, s.factor), vf_set1(7.0f)); /* not so for a NaN */
@@ -264,7 +265,7 @@ SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, in
 {
     const nib_dtype dtype = job->panel->dtype;
     uint8_t codes[MOST_COLUMNS * 8] = { 0 }, scales[MOST_COLUMNS];
-    const struct nib_copy_geometry geometry = {
+    const struct nib_usage_geometry geometry = {
         .line_stride = 8, .scale_line = 1, .scale_block = 1, .lines_per_scale = 1
     };
     struct nib_panel part = part_of(job->panel, row, col, nib_min(BLOCK, job->panel->rows - row), lines);
@@ -273,8 +274,8 @@ SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, in
     local.codes = codes;
     local.scales = scales;
     local.geometry = &geometry;
-    if (local.level_per_line)
-        local.levels += job->panel->col + col;
+    if (local.tensor_scale_per_line)
+        local.tensor_scales += job->panel->col + col;
     quantize_other(&part, job->coding, &local);
     for (int64_t l = 0; l < lines; l++) {
         memcpy(blocks->codes[slot][place_of_column(line + l, dtype)], codes + l * 8, 8);
@@ -300,8 +301,8 @@ SIMD struct column_source pad_columns(const struct nib_panel *panel, int64_t row
 
 /* Sixteen rows (or the last few) of up to COLUMN_LINES columns, as block `slot` of the run. Amaxes and
  * divisions take long: what waits for them comes when all columns have theirs. */
-SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int64_t lines, nib_dtype dtype,
-                     bool transform, bool square, uint8_t floor_code, int slot, struct column_stage *stage,
+SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int64_t lines, nib_dtype dtype, bool rht,
+                     bool square, uint8_t floor_code, int slot, struct column_stage *stage,
                      struct column_blocks *blocks)
 {
     const struct nib_panel *const panel = job->panel;
@@ -313,25 +314,24 @@ SIMD void stage_band(const struct column_job *job, int64_t row, int64_t col, int
     for (int64_t c = 0; c < lines; c += columns) {
         if (c == whole)
             from = pad_columns(panel, row, col + c, lines - c, dtype, &padding);
-        stage_numbers(job, &from, dtype, transform, square, c, stage);
+        stage_values(job, &from, dtype, rht, square, c, stage);
         from.x += columns * bytes_of(dtype);
     }
     for (int64_t c = 0; c < lines; c += columns) {
         bool good = true;
         for (int g = 0; g < column_groups(dtype); g++)
-            good &= stage_scales(job, col + c, g, dtype, transform && dtype == NIB_F32, floor_code, c,
-                                 blocks->scales[slot], stage);
+            good &= stage_scales(job, col + c, g, dtype, rht && dtype == NIB_F32, floor_code, c, blocks->scales[slot],
+                                 stage);
         bad |= (uint32_t)!good << c / columns;
     }
-    if (dtype == NIB_BF16 && !transform)
+    if (dtype == NIB_BF16 && !rht)
         for (int64_t c = 0; c < lines; c += columns) {
-            column_codes(blocks->codes[slot][c], stage->numbers[c / VL], true, 0, vf_load(stage->factors + c));
-            column_codes(blocks->codes[slot][c + VL], stage->numbers[c / VL], true, 1,
-                         vf_load(stage->factors + c + VL));
+            column_codes(blocks->codes[slot][c], stage->values[c / VL], true, 0, vf_load(stage->factors + c));
+            column_codes(blocks->codes[slot][c + VL], stage->values[c / VL], true, 1, vf_load(stage->factors + c + VL));
         }
     else
         for (int64_t c = 0; c < nib_ceil_div(lines, columns) * columns; c += VL)
-            column_codes(blocks->codes[slot][c], stage->numbers[c / VL], false, 0, vf_load(stage->factors + c));
+            column_codes(blocks->codes[slot][c], stage->values[c / VL], false, 0, vf_load(stage->factors + c));
     for (int64_t c = 0; bad; c += columns, bad >>= 1)
         if (bad & 1)
             stage_other(job, row, col + c, nib_min(columns, lines - c), c, slot, blocks);
@@ -401,7 +401,7 @@ SIMD void store_codes_of(const struct column_blocks *blocks, int64_t lines, int6
 }
 
 SIMD void store_scales_of(const struct column_blocks *blocks, int64_t line, int64_t lines, int64_t first, int64_t n,
-                          nib_dtype dtype, const struct nib_copy_geometry *g, uint8_t *scales)
+                          nib_dtype dtype, const struct nib_usage_geometry *g, uint8_t *scales)
 {
     const int64_t whole = g->swizzled ? 0 : lines / columns_of(dtype) * columns_of(dtype);
     uint8_t *const to = scales + line * g->scale_line + first;
@@ -428,7 +428,7 @@ SIMD void store_scales_of(const struct column_blocks *blocks, int64_t line, int6
 SIMD void prefetch_places(const struct nib_target *target, int64_t line, int64_t first, int band)
 {
     enum { LINES = COLUMN_LINES / COLUMN_RUN };
-    const struct nib_copy_geometry *const g = target->geometry;
+    const struct nib_usage_geometry *const g = target->geometry;
     const char *codes = (const char *)target->codes + (line + band * LINES) * g->line_stride + first * 8;
     const char *scales = (const char *)target->scales + (line + band * LINES) * g->scale_line + first;
     UNROLL
@@ -441,7 +441,7 @@ SIMD void prefetch_places(const struct nib_target *target, int64_t line, int64_t
     }
 }
 
-/* The rowwise copy of a part of the panel. */
+/* The rowwise usage of a part of the panel. */
 SIMD void code_rows_of(const struct column_job *job, int64_t row, int64_t col, int64_t rows, int64_t cols,
                        nib_dtype dtype)
 {
@@ -452,11 +452,11 @@ SIMD void code_rows_of(const struct column_job *job, int64_t row, int64_t col, i
 }
 
 /* A run: up to COLUMN_RUN bands of WIDE_COLUMNS. */
-SIMD void quantize_run(const struct column_job *job, int64_t row, int64_t col, nib_dtype dtype, bool transform,
-                       bool square, uint8_t floor_code)
+SIMD void quantize_run(const struct column_job *job, int64_t row, int64_t col, nib_dtype dtype, bool rht, bool square,
+                       uint8_t floor_code)
 {
     const struct nib_panel *const panel = job->panel;
-    const struct nib_copy_geometry *const g = job->target->geometry;
+    const struct nib_usage_geometry *const g = job->target->geometry;
     const int64_t end = nib_min(col + WIDE_COLUMNS, panel->cols), rows = nib_min(COLUMN_RUN * BLOCK, panel->rows - row);
     const int64_t n = nib_ceil_div(rows, BLOCK), first = (panel->row + row) / BLOCK;
     struct column_stage stage;
@@ -467,7 +467,7 @@ SIMD void quantize_run(const struct column_job *job, int64_t row, int64_t col, n
             code_rows_of(job, top, col, nib_min(BLOCK, panel->rows - top), end - col, dtype);
         for (int64_t c = col, part = 0; c < end; c += COLUMN_LINES, part++) {
             prefetch_places(job->target, panel->col + c, first, band);
-            stage_band(job, top, c, nib_min(COLUMN_LINES, end - c), dtype, transform, square, floor_code, band, &stage,
+            stage_band(job, top, c, nib_min(COLUMN_LINES, end - c), dtype, rht, square, floor_code, band, &stage,
                        &blocks[part]);
         }
     }
@@ -480,7 +480,7 @@ SIMD void quantize_run(const struct column_job *job, int64_t row, int64_t col, n
 }
 
 SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_coding *coding,
-                              const struct nib_target *target, struct strip_job *rows, nib_dtype dtype, bool transform,
+                              const struct nib_target *target, struct strip_job *rows, nib_dtype dtype, bool rht,
                               bool square, uint8_t floor_code)
 {
     struct column_job job = { .panel = panel,
@@ -488,18 +488,18 @@ SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_co
                               .target = target,
                               .rows = rows,
                               .scaler = lane_scaler_for(coding, target, panel->col, 1) };
-    if (transform)
+    if (rht)
         set_signs(&job.signs, coding, dtype);
     for (int64_t col = 0; col < panel->cols; col += WIDE_COLUMNS)
         for (int64_t row = 0; row < panel->rows; row += COLUMN_RUN * BLOCK)
-            quantize_run(&job, row, col, dtype, transform, square, floor_code);
+            quantize_run(&job, row, col, dtype, rht, square, floor_code);
 }
 
-#define DEFINE_COLUMNS(name, dtype, transform, square)                                                              \
+#define DEFINE_COLUMNS(name, dtype, rht, square)                                                                    \
     SLOT void name(const struct nib_panel *panel, const struct nib_coding *coding, const struct nib_target *target, \
                    struct strip_job *rows)                                                                          \
     {                                                                                                               \
-        quantize_columns_as(panel, coding, target, rows, dtype, transform, square, coding->floor_code);             \
+        quantize_columns_as(panel, coding, target, rows, dtype, rht, square, coding->floor_code);                   \
     }
 #define DEFINE_COLUMNS_OF(name, dtype)                     \
     DEFINE_COLUMNS(columns_##name, dtype, false, false)    \
@@ -519,5 +519,5 @@ static columns_fn *columns_kernel(const struct nib_coding *coding, nib_dtype dty
     static columns_fn *const kernels[3][3] = { { columns_f32, transformed_f32, tiles_f32 },
                                                { columns_bf16, transformed_bf16, tiles_bf16 },
                                                { columns_f16, transformed_f16, tiles_f16 } };
-    return kernels[dtype == NIB_F32 ? 0 : dtype == NIB_BF16 ? 1 : 2][coding->tile_lines > 1 ? 2 : coding->transform];
+    return kernels[dtype == NIB_F32 ? 0 : dtype == NIB_BF16 ? 1 : 2][coding->tile_lines > 1 ? 2 : coding->rht];
 }

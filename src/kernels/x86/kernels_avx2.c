@@ -152,16 +152,16 @@ SIMD float largest_lane(VF m)
 
 SLOT float absmax_f32(const void *x, int64_t n)
 {
-    const float *numbers = x;
+    const float *values = x;
     const VF mask = vf_of(vi_set1(0x7FFFFFFF));
     VF m[4] = { vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0) };
     int64_t i = 0;
     for (; i + 32 <= n; i += 32)
         _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) /* a NaN gives the second operand, which is never one */
-            m[k] = vf_max(_mm256_and_ps(vf_load(numbers + i + 8 * k), mask), m[k]);
+            m[k] = vf_max(_mm256_and_ps(vf_load(values + i + 8 * k), mask), m[k]);
     float largest = largest_lane(vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3])));
     for (; i < n; i++) {
-        const float a = nib_abs(numbers[i]);
+        const float a = nib_abs(values[i]);
         largest = a > largest ? a : largest;
     }
     return largest;
@@ -273,10 +273,10 @@ SIMD void code_four_blocks_bf16(uint8_t *out, const char *x, const float *factor
     _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++)
     {
         const VF f = _mm256_broadcast_ss(factors + scales[b]);
-        const VI numbers = _mm256_loadu_si256((const void *)(x + 32 * b)), a = vi_and(numbers, magnitudes);
+        const VI values = _mm256_loadu_si256((const void *)(x + 32 * b)), a = vi_and(values, magnitudes);
         const VI even = code_bits(vf_of(vi_sll(a, 16)), f, clamp), odd = code_bits(vf_of(vi_and(a, upper)), f, clamp);
         const VI codes = _mm256_blend_epi16(even, vi_sll(odd, 16), 0xAA);
-        const VI signs = vi_and(_mm256_srli_epi16(numbers, 12), sign);
+        const VI signs = vi_and(_mm256_srli_epi16(values, 12), sign);
         bytes[b] = _mm256_madd_epi16(vi_or(codes, signs), pair);
     }
     const VI packed =
@@ -296,7 +296,7 @@ SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const f
     VI v[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const VF number = load_numbers(x, 8 * k, dtype);
+        const VF number = load_values(x, 8 * k, dtype);
         const VF factor = _mm256_broadcast_ss(factors + scales[k / 2]);
         v[k] = with_upper_half(code_bits(absolute(number), factor, clamp), number);
     }
@@ -315,7 +315,7 @@ SIMD void code_four_randomly(uint8_t *out, const char *x, nib_dtype dtype, const
     VI v[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const VF number = load_numbers(x, 8 * k, dtype);
+        const VF number = load_values(x, 8 * k, dtype);
         const VI r = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(random + 8 * k)));
         v[k] = with_upper_half(stochastic_code(absolute(number), _mm256_broadcast_ss(factor + k / 2), r), number);
     }
@@ -582,11 +582,11 @@ SIMD bool scales_within(const uint8_t *scales, uint8_t least)
 
 const struct nib_kernels nib_kernels_avx2 = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
-    .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
-    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_ANY },
+    .absmax_lines = { [NIB_GENERIC_FORMAT] = absmax_lines },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_GENERIC },
     .quantize_both = { [NIB_NVFP4] = quantize_both_nvfp4 },
-    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_ANY },
-    .inverse = { NIB_INVERSE_ALL },
+    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_GENERIC },
+    .inverse_rht = { NIB_INVERSE_RHT_ALL },
     .transpose = { NIB_TRANSPOSE_ALL },
 };
 

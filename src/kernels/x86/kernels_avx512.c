@@ -142,16 +142,16 @@ SIMD VI e2m1_bits(VF a)
 
 SLOT float absmax_f32(const void *x, int64_t n)
 {
-    const float *numbers = x;
+    const float *values = x;
     const VI mask = vi_set1(0x7FFFFFFF);
     VF m[4] = { vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0) };
     int64_t i = 0;
     for (; i + 64 <= n; i += 64)
         _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) /* a NaN gives the second operand, which is never one */
-            m[k] = vf_max(vf_of(vi_and(vi_of(vf_load(numbers + i + 16 * k)), mask)), m[k]);
+            m[k] = vf_max(vf_of(vi_and(vi_of(vf_load(values + i + 16 * k)), mask)), m[k]);
     float largest = largest_lane(vf_max(vf_max(m[0], m[1]), vf_max(m[2], m[3])));
     for (; i < n; i++) {
-        const float a = nib_abs(numbers[i]);
+        const float a = nib_abs(values[i]);
         largest = a > largest ? a : largest;
     }
     return largest;
@@ -191,12 +191,12 @@ SIMD VF join_halves(const char *low, const char *high)
  * apart and then show in the result. */
 SIMD VI amax_bits_f32(const char *x, const char *next)
 {
-    __mmask16 numbers = 0xFFFF;
+    __mmask16 values = 0xFFFF;
     VF m[8]; /* blocks i and i + 8 */
     _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++)
     {
         const VF a = join_halves(x + 64 * i, next + 64 * i), b = join_halves(x + 64 * i + 32, next + 64 * i + 32);
-        numbers = _mm512_mask_cmp_ps_mask(numbers, a, b, _CMP_ORD_Q);
+        values = _mm512_mask_cmp_ps_mask(values, a, b, _CMP_ORD_Q);
         m[i] = larger_magnitude(a, b);
     }
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) m[i] =
@@ -208,7 +208,7 @@ SIMD VI amax_bits_f32(const char *x, const char *next)
     }
     const VF all = vf_max(_mm512_shuffle_f32x4(m[0], m[1], 0x88), _mm512_shuffle_f32x4(m[0], m[1], 0xDD));
     const VF blocks = _mm512_shuffle_f32x4(all, all, 0xD8);
-    return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), numbers, vi_of(blocks));
+    return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), values, vi_of(blocks));
 }
 
 /* Blocks of 16-bit numbers, two to a vector: magnitudes order as integers, NaNs above infinity. */
@@ -296,9 +296,9 @@ SIMD VI code_pairs_bf16(const char *x, const float *factors, const uint8_t *scal
     VI even[2], odd[2];
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
     {
-        const VI numbers = _mm512_loadu_si512(x + 64 * i);
+        const VI values = _mm512_loadu_si512(x + 64 * i);
         const VF f = _mm512_mask_mov_ps(vf_set1(factors[scales[2 * i]]), 0xFF00, vf_set1(factors[scales[2 * i + 1]]));
-        const VF lower = vf_of(vi_sll(numbers, 16)), upper = vf_of(vi_and(numbers, vi_set1((int)0xFFFF0000u)));
+        const VF lower = vf_of(vi_sll(values, 16)), upper = vf_of(vi_and(values, vi_set1((int)0xFFFF0000u)));
         even[i] = code_of(clamped(vf_mul(lower, f), clamp));
         odd[i] = code_of(clamped(vf_mul(upper, f), clamp));
     }
@@ -324,8 +324,8 @@ SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *
     VI words[4];
     _Pragma("GCC unroll 4") for (int p = 0; p < 4; p++)
     {
-        const VF a = vf_mul(load_numbers(x, BLOCK * 2 * p, dtype), vf_set1(factors[scales[2 * p]]));
-        const VF b = vf_mul(load_numbers(x, BLOCK * (2 * p + 1), dtype), vf_set1(factors[scales[2 * p + 1]]));
+        const VF a = vf_mul(load_values(x, BLOCK * 2 * p, dtype), vf_set1(factors[scales[2 * p]]));
+        const VF b = vf_mul(load_values(x, BLOCK * (2 * p + 1), dtype), vf_set1(factors[scales[2 * p + 1]]));
         words[p] = pack_codes(code_of(clamped(a, clamp)), code_of(clamped(b, clamp)));
     }
     store_blocks(out, words);
@@ -340,7 +340,7 @@ SIMD void code_group_randomly(uint8_t *out, const char *x, nib_dtype dtype, cons
         _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
         {
             const int b = 2 * p + i;
-            const VF number = load_numbers(x, BLOCK * b, dtype);
+            const VF number = load_values(x, BLOCK * b, dtype);
             const VI r = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(random + BLOCK * b)));
             const VI code = stochastic_code(absolute(number), vf_set1(factor[b]), r);
             codes[i] = vi_merge(code, _mm512_rol_epi32(vi_of(number), 4), vi_set1(8)); /* the sign */
@@ -578,11 +578,11 @@ SIMD bool scales_within(const uint8_t *scales, uint8_t least)
 
 const struct nib_kernels nib_kernels_avx512 = {
     .absmax = { [NIB_F32] = absmax_f32, [NIB_BF16] = absmax_bf16, [NIB_F16] = absmax_f16 },
-    .absmax_lines = { [NIB_ANY_FORMAT] = absmax_lines },
-    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_ANY },
+    .absmax_lines = { [NIB_GENERIC_FORMAT] = absmax_lines },
+    .quantize = { [NIB_NVFP4] = quantize_nvfp4, NIB_QUANTIZE_GENERIC },
     .quantize_both = { [NIB_NVFP4] = quantize_both_nvfp4 },
-    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_ANY },
-    .inverse = { NIB_INVERSE_ALL },
+    .decode = { [NIB_NVFP4] = decode_nvfp4, NIB_DECODE_GENERIC },
+    .inverse_rht = { NIB_INVERSE_RHT_ALL },
     .transpose = { NIB_TRANSPOSE_ALL },
 };
 

@@ -35,7 +35,7 @@ struct strip_job {
     int64_t row_bytes, ahead; /* from row to row, and to what is prefetched */
     bool below;               /* what comes next lies below, not beside */
     VI keys[2][10];           /* of the ten rounds of Philox */
-    float factors[128];       /* of every scale under this level */
+    float factors[128];       /* of every scale under this tensor scale */
 };
 
 SIMD int bytes_of(nib_dtype dtype) { return dtype == NIB_F32 ? 4 : 2; }
@@ -160,7 +160,7 @@ SIMD bool scales_and_factors_of(const float *amaxes, int n, const struct strip_j
 
 SIMD void store_group_scales(const struct nib_target *target, int64_t line, int64_t block, int n, const uint8_t *scales)
 {
-    const struct nib_copy_geometry *g = target->geometry;
+    const struct nib_usage_geometry *g = target->geometry;
     uint8_t *const out = target->scales;
     if (!g->swizzled && n == GROUP)
         memcpy(out + line * g->scale_line + block, scales, GROUP);
@@ -293,7 +293,7 @@ SIMD void quantize_panel_strip(const struct strip_job *job, int64_t row, int64_t
                                nib_dtype dtype, bool random)
 {
     struct strip_state state;
-    const struct nib_copy_geometry *const g = job->target->geometry;
+    const struct nib_usage_geometry *const g = job->target->geometry;
     const struct nib_panel *const panel = job->panel;
     const struct strip strip = { .groups = groups,
                                  .x = element_address(panel, row, col),
@@ -363,7 +363,7 @@ SIMD void set_row_scaler(struct strip_job *job, int64_t row)
 SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool random)
 {
     const struct nib_panel *const panel = job->panel;
-    const bool per_line = job->target->level_per_line;
+    const bool per_line = job->target->tensor_scale_per_line;
     const int64_t in_row = panel->cols / GROUP_LENGTH, length = in_row * GROUP_LENGTH;
     const bool down = in_row == 1 && !per_line; /* one group a row: strips go down the rows */
     job->ahead = job->below ? BLOCK * job->row_bytes
@@ -405,9 +405,9 @@ SIMD void quantize_row_tiles(struct strip_job *job, nib_dtype dtype)
 /* Whether each row begins where the one above ends: numbers, codes and scales. They are then one long row. */
 SIMD bool rows_follow(const struct nib_panel *panel, const struct nib_target *target)
 {
-    const struct nib_copy_geometry *const g = target->geometry;
+    const struct nib_usage_geometry *const g = target->geometry;
     const int64_t cols = panel->cols;
-    return cols % GROUP_LENGTH == 0 && panel->stride == cols && !target->level_per_line && !g->swizzled &&
+    return cols % GROUP_LENGTH == 0 && panel->stride == cols && !target->tensor_scale_per_line && !g->swizzled &&
            g->line_stride * 2 == cols && g->scale_line * BLOCK == cols;
 }
 

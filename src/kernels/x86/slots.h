@@ -7,22 +7,22 @@
 
 #include <math.h>
 
-static bool takes_rows(const struct nib_coding *coding)
+static bool supports_rows(const struct nib_coding *coding)
 {
-    return is_plain(coding) && coding->copy == NIB_ROWWISE && !coding->transform;
+    return is_plain(coding) && coding->usage == NIB_ROWWISE && !coding->rht;
 }
 
-static bool takes_columns(const struct nib_coding *coding)
+static bool supports_columns(const struct nib_coding *coding)
 {
-    return is_plain(coding) && coding->copy == NIB_COLUMNWISE && coding->rounding == NIB_ROUND_NEAREST;
+    return is_plain(coding) && coding->usage == NIB_COLUMNWISE && coding->rounding == NIB_ROUND_NEAREST;
 }
 
 SLOT void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                          const struct nib_target *target)
 {
-    if (takes_rows(coding))
+    if (supports_rows(coding))
         quantize_rows(panel, coding, target);
-    else if (takes_columns(coding))
+    else if (supports_columns(coding))
         columns_kernel(coding, panel->dtype)(panel, coding, target, NULL);
     else
         quantize_other(panel, coding, target);
@@ -32,7 +32,7 @@ SLOT void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding 
 SLOT void quantize_both_nvfp4(const struct nib_panel *panel, const struct nib_coding coding[2],
                               const struct nib_target target[2])
 {
-    if (takes_rows(&coding[0]) && takes_columns(&coding[1]) && panel->cols > COLUMN_LINES) {
+    if (supports_rows(&coding[0]) && supports_columns(&coding[1]) && panel->cols > COLUMN_LINES) {
         struct strip_job rows;
         begin_rows(&rows, panel, &coding[0], &target[0], panel->dtype);
         rows.below = true;
@@ -56,14 +56,14 @@ enum { CHUNK = 64, CODES = 128 }; /* blocks that are decoded one after the other
 struct decode_job {
     const struct nib_coding *coding;
     nib_dtype dtype;
-    float level;
-    VF multiplier, last; /* the level, and what comes after it */
+    float tensor_scale;
+    VF multiplier, last; /* the tensor scale, and what comes after it */
     bool divides, stream;
 };
 
-SIMD bool level_divides(const struct nib_rules *rules)
+SIMD bool tensor_scale_divides(const struct nib_rules *rules)
 {
-    return rules->level != NIB_LEVEL_AMAX && rules->level != NIB_LEVEL_DECODE;
+    return rules->tensor_scale != NIB_TENSOR_SCALE_AMAX && rules->tensor_scale != NIB_TENSOR_SCALE_MULTIPLIER;
 }
 
 SIMD VF factors_of(VF scales, const struct decode_job *job)
@@ -86,7 +86,7 @@ SIMD VI bf16_roundings(VF factor)
 enum decode_way { BY_REFERENCE, BY_VALUES, BY_TABLES };
 
 /* The factors of n blocks, a multiple of VL, or their roundings. Those that are no ordinary numbers are left to the
- * reference; a level that is none has gone there before. */
+ * reference; a tensor scale that is none has gone there before. */
 SIMD enum decode_way decode_factors(const uint8_t *scales, int n, const struct decode_job *job, float *factors)
 {
     VI largest_scale = vi_set1(0); /* over bits, where a NaN shows */
@@ -120,7 +120,7 @@ SIMD void decode_few(char *y, const uint8_t *codes, const uint8_t *scales, int n
     const enum decode_way way = decode_factors(scales, n, job, factors);
     const int block_bytes = BLOCK * bytes_of(job->dtype);
     if (way == BY_REFERENCE)
-        nib_kernels_scalar.decode[NIB_NVFP4](y, job->dtype, codes, scales, n * BLOCK, job->level, job->coding,
+        nib_kernels_scalar.decode[NIB_NVFP4](y, job->dtype, codes, scales, n * BLOCK, job->tensor_scale, job->coding,
                                              job->stream);
     for (int b = 0; b < n && way == BY_TABLES; b += 4)
         decode_four_bf16(y + b * block_bytes, codes + b * 8, factors + b, job->stream);
@@ -176,17 +176,17 @@ SIMD void decode_many(char *y, const uint8_t *codes, const uint8_t *scales, cons
         }
 }
 
-SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n, float level,
-                    const struct nib_coding *coding, bool stream)
+SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n,
+                    float tensor_scale, const struct nib_coding *coding, bool stream)
 {
     enum { MANY = 4 * CHUNK };
-    const bool has_amax = coding->rules.level == NIB_LEVEL_AMAX;
+    const bool has_amax = coding->rules.tensor_scale == NIB_TENSOR_SCALE_AMAX;
     const struct decode_job job = { .coding = coding,
                                     .dtype = dtype,
-                                    .level = level,
-                                    .multiplier = vf_set1(level),
+                                    .tensor_scale = tensor_scale,
+                                    .multiplier = vf_set1(tensor_scale),
                                     .last = vf_set1(has_amax ? 1.0f / coding->rules.full_scale : 1.0f),
-                                    .divides = level_divides(&coding->rules),
+                                    .divides = tensor_scale_divides(&coding->rules),
                                     .stream = stream };
     const int64_t block_bytes = BLOCK * bytes_of(dtype), whole = n / (VL * BLOCK) * VL;
     struct decode_tables tables;
@@ -203,25 +203,25 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
         decode_few(y + b * block_bytes, codes + b * 8, scales + b, (int)nib_min(CHUNK, whole - b), &job);
     const int64_t left = n - whole * BLOCK;
     if (left > 0) { /* less than VL blocks: among others that do no harm */
-        char numbers[VL * BLOCK * 4] __attribute__((aligned(64)));
+        char values[VL * BLOCK * 4] __attribute__((aligned(64)));
         uint8_t last_codes[VL * 8] = { 0 }, last_scales[VL];
         struct decode_job last = job;
         last.stream = false;
         memset(last_scales, scales[whole], sizeof last_scales);
         memcpy(last_scales, scales + whole, (size_t)nib_ceil_div(left, BLOCK));
         memcpy(last_codes, codes + whole * 8, (size_t)(left + 1) / 2);
-        decode_few(numbers, last_codes, last_scales, VL, &last);
-        memcpy(y + whole * block_bytes, numbers, (size_t)(left * bytes_of(dtype)));
+        decode_few(values, last_codes, last_scales, VL, &last);
+        memcpy(y + whole * block_bytes, values, (size_t)(left * bytes_of(dtype)));
     }
     if (stream)
         _mm_sfence();
 }
 
-#define DEFINE_DECODE(name, dtype, stream)                                                       \
-    SLOT void name(char *y, const uint8_t *codes, const uint8_t *scales, int64_t n, float level, \
-                   const struct nib_coding *coding)                                              \
-    {                                                                                            \
-        decode_as(y, dtype, codes, scales, n, level, coding, stream);                            \
+#define DEFINE_DECODE(name, dtype, stream)                                                              \
+    SLOT void name(char *y, const uint8_t *codes, const uint8_t *scales, int64_t n, float tensor_scale, \
+                   const struct nib_coding *coding)                                                     \
+    {                                                                                                   \
+        decode_as(y, dtype, codes, scales, n, tensor_scale, coding, stream);                            \
     }
 DEFINE_DECODE(decode_f32, NIB_F32, false)
 DEFINE_DECODE(stream_f32, NIB_F32, true)
@@ -232,18 +232,18 @@ DEFINE_DECODE(stream_f16, NIB_F16, true)
 #undef DEFINE_DECODE
 
 /* Streaming stores want whole vectors at their places. */
-SLOT void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n, float level,
-                       const struct nib_coding *coding, bool stream)
+SLOT void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
+                       float tensor_scale, const struct nib_coding *coding, bool stream)
 {
     const bool streams = stream && (uintptr_t)y % 64 == 0;
-    if (!(nib_abs(level) <= FLT_MAX) || (level == 0 && level_divides(&coding->rules))) {
-        nib_kernels_scalar.decode[NIB_NVFP4](y, dtype, codes, scales, n, level, coding, stream);
+    if (!(nib_abs(tensor_scale) <= FLT_MAX) || (tensor_scale == 0 && tensor_scale_divides(&coding->rules))) {
+        nib_kernels_scalar.decode[NIB_NVFP4](y, dtype, codes, scales, n, tensor_scale, coding, stream);
         return;
     }
     if (dtype == NIB_F32)
-        (streams ? stream_f32 : decode_f32)(y, codes, scales, n, level, coding);
+        (streams ? stream_f32 : decode_f32)(y, codes, scales, n, tensor_scale, coding);
     else if (dtype == NIB_BF16)
-        (streams ? stream_bf16 : decode_bf16)(y, codes, scales, n, level, coding);
+        (streams ? stream_bf16 : decode_bf16)(y, codes, scales, n, tensor_scale, coding);
     else
-        (streams ? stream_f16 : decode_f16)(y, codes, scales, n, level, coding);
+        (streams ? stream_f16 : decode_f16)(y, codes, scales, n, tensor_scale, coding);
 }

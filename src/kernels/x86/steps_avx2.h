@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * steps_avx2.h - what simd_transpose.h and simd_any.h want of AVX2.
+ * steps_avx2.h - what simd_transpose.h and simd_generic.h want of AVX2.
  */
 
 /* ---- Bytes in pieces of 16 ---- */
