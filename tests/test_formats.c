@@ -402,6 +402,29 @@ TEST(values_are_code_times_scale)
     }
 }
 
+/* One column holds the values of one row, so that its columnwise codes, whichever way they lie, are the row's. */
+TEST(one_column_is_coded_as_one_row)
+{
+    static const int64_t lengths[] = { 1, 2, 31, 32, 33, 64, 127, 129, 300, 1025 };
+    FOR_KINDS(k)
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        const nib_quantizer q = quantizer(k);
+        const int64_t n = lengths[i];
+        const nib_array row = matrix(1, n), column = array_of(inputs, NIB_F32, 2, (const int64_t[]){ n, 1 });
+        nib_tensor *a = quantized(&q, &row), *b = quantized(&q, &column);
+        const size_t bytes = (size_t)(k->element == NIB_E2M1 ? (n + 1) / 2 : n);
+        const struct usage rowwise = copy_of(k, a, NIB_ROWWISE), columnwise = copy_of(k, b, NIB_COLUMNWISE);
+        CHECK_THAT(memcmp(rowwise.codes, columnwise.codes, bytes) == 0, "%s: %lld x 1", k->name, (long long)n);
+        for (int64_t e = 0; e < n; e++)
+            CHECK_KIND(k, scale_at(&rowwise, 0, e) == scale_at(&columnwise, e, 0));
+        dequantize(a, NIB_ROWWISE, decoded_too);
+        dequantize(b, NIB_COLUMNWISE, decoded);
+        CHECK_THAT(memcmp(decoded, decoded_too, (size_t)n * sizeof *decoded) == 0, "%s: %lld x 1", k->name,
+                   (long long)n);
+        nib_tensor_destroy(a), nib_tensor_destroy(b);
+    }
+}
+
 /* Half a step of the element's grid, at worst: 2^-4, 2^-3 or 2^-2 of a value, or of the smallest normal code. */
 TEST(values_are_near_the_data)
 {
@@ -1376,6 +1399,11 @@ TEST(empty_tensors)
             nib_tensor *t = quantized(&q, &x), *usage = NULL;
             CHECK_OK(nib_dequantize(t, NIB_ROWWISE, &y));
             CHECK_OK(nib_dequantize(t, NIB_COLUMNWISE, &y));
+            for (int part = 0; part < NIB_PART_COUNT; part++) {
+                nib_array array;
+                if (nib_tensor_part(t, (nib_part)part, &array) == NIB_OK)
+                    CHECK_KIND(k, array.bytes == nib_buffer_bytes(nib_tensor_buffer(t, (nib_part)part)));
+            }
             CHECK_OK(nib_tensor_clone(t, &usage));
             CHECK_KIND(k, equal(t, usage));
             CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, t));

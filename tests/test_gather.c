@@ -118,8 +118,8 @@ static int gather_rows(const nib_comm *comm, void *context)
     nib_tensor *t = NULL, *all = NULL;
     (void)nib_encode(stack->dtype, stack->x + first * stack->cols, (size_t)(rows * stack->cols), values);
     CASE_OK(nib_array_init(&x, values, stack->dtype, 2, SHAPE(rows, stack->cols)));
-    q.amax_comm =
-        stack->status == NIB_ERR_MISMATCH || q.format == NIB_MXFP8 || q.format == NIB_FLOAT8_BLOCK ? NULL : comm;
+    const bool reduced = stack->status != NIB_ERR_MISMATCH && nib_tensor_buffer(stack->whole, NIB_ROW_TENSOR_SCALE);
+    q.amax_comm = reduced ? comm : NULL;
     q.origin[0] = first;
     /* Row-scaled: the rows' amaxes are a rank's own, those of columns are the stack's. */
     nib_overrides overrides = { .bytes = sizeof overrides };
@@ -198,6 +198,22 @@ TEST(rows_of_all_ranks)
             stack.rows[size - 1] += test_below(step);
         run_stack(&stack, size);
     }
+}
+
+/* Where a dim is 1, strides do not tell in which order codes lie. */
+TEST(rows_of_one_column)
+{
+    static const nib_format formats[] = { NIB_NVFP4, NIB_FLOAT8, NIB_MXFP8, NIB_FLOAT8_BLOCK, NIB_MXFP4 };
+    static const int64_t rows[][3] = { { 128, 128, 5 }, { 128, 0, 1 }, { 1, 0, 0 }, { 0, 0, 1 } };
+    for (size_t f = 0; f < sizeof formats / sizeof *formats; f++)
+        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+            for (int64_t cols = 1; cols <= 2; cols++) {
+                struct stack stack = { .dtype = NIB_F32, .cols = cols };
+                CHECK_OK(nib_quantizer_init_format(&stack.q, formats[f]));
+                memcpy(stack.rows, rows[i], sizeof rows[i]);
+                stack.q.threads = 1;
+                run_stack(&stack, 3);
+            }
 }
 
 TEST(rows_that_do_not_fit)

@@ -192,7 +192,8 @@ static bool usage_geometry(const nib_quantizer *q, nib_usage usage, int64_t line
                                                                    : length,
                                         .element_stride = packed       ? 0
                                                           : transposed ? 1
-                                                                       : lines,
+                                                                       : nib_max(lines, 1), /* 0 means packed */
+                                        .by_element = usage == NIB_ROWWISE || !facts->transposed,
                                         .blocks = facts->block ? nib_ceil_div(length, facts->block) : 0,
                                         .scale_bytes = nib_dtypes[facts->scale].bits / 8,
                                         .swizzled = q->swizzled,

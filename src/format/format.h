@@ -68,6 +68,7 @@ struct nib_usage_geometry {
     int64_t lines, length;           /* lines, and elements in each */
     int64_t line_stride;             /* bytes from line to line of codes */
     int64_t element_stride;          /* bytes from code to code within a line; 0: codes are packed side by side */
+    bool by_element;                 /* codes lie as the elements do, [M, K]: no stride tells, where a dim is 1 */
     int64_t blocks;                  /* scales per line */
     int64_t scale_shape[2];          /* padded */
     int64_t valid_shape[2];          /* of which so much means something */

@@ -364,7 +364,7 @@ SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_
                                 int64_t end, int64_t col, int n, nib_dtype dtype, nib_dtype element, bool mx)
 {
     const struct nib_usage_geometry *g = target->geometry;
-    const bool packed = element == NIB_E2M1, straight = g->element_stride > 1; /* codes lie as the numbers do */
+    const bool packed = element == NIB_E2M1, straight = g->by_element; /* not by columns */
     const int64_t height = coding->block ? coding->block : nib_min(end - row, ANY_BYTE_ROWS);
     uint8_t stage[ANY_BYTE_ROWS][ANY_COLUMNS] __attribute__((aligned(64)));
     const int64_t first = (panel->row + row) / (packed ? 2 : 1), bytes = nib_ceil_div(end - row, packed ? 2 : 1);

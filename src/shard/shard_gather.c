@@ -193,7 +193,7 @@ static const uint8_t *unpack_usage(nib_tensor *whole, nib_usage usage, const str
     const struct nib_usage_geometry *g = &whole->geometry.usage[usage];
     const struct nib_usage_memory memory = nib_tensor_memory(whole, usage);
     const bool rowwise = usage == NIB_ROWWISE;
-    if (rowwise || g->element_stride > 1) { /* codes in the order of the elements */
+    if (g->by_element) {
         if (piece->data_bytes)
             memcpy(memory.codes + first * (rowwise ? g->line_stride : g->element_stride), from,
                    (size_t)piece->data_bytes);

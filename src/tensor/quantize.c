@@ -647,7 +647,7 @@ static void decode_columns(const struct decode_job *job, int64_t row, int64_t ro
     uint8_t codes[COLUMNS_BYTES / 2 * DECODE_LENGTH];
     for (int64_t c = col; c < col + cols; c += width) {
         const int64_t lines = nib_min(width, col + cols - c);
-        const bool scattered = g->element_stride > 1; /* codes lie as the numbers do */
+        const bool scattered = g->by_element; /* and so not by lines, which are columns */
         if (scattered)
             kernels->transpose[NIB_U8](job->memory->codes + start * g->element_stride + c, g->element_stride, n, lines,
                                        codes, DECODE_LENGTH);
@@ -686,7 +686,7 @@ static bool rows_are_one_line(const struct decode_job *job)
 {
     const struct nib_usage_geometry *g = job->geometry;
     const int64_t cols = job->out.cols, block = job->coding.block, per_byte = g->element_stride ? 1 : 2;
-    const bool codes = g->element_stride <= 1 && g->line_stride * per_byte == cols;
+    const bool codes = g->line_stride * per_byte == cols;
     const bool scales = !block || (g->lines_per_scale == 1 && g->scale_line * block == cols);
     return codes && scales && !job->q->row_scaled && job->out.even && job->out.row_stride == cols;
 }
