@@ -51,15 +51,21 @@ def facts_of(program, isa):
     return facts["compiler"], facts["isa"]
 
 
-def by_callgrind(program, shapes, names, isa):
-    """(operation, instructions) of each counted call: valgrind writes a file after each."""
+def callgrind(command, isa):
+    """(line, instructions) of each counted call, whose line begins with "call": valgrind writes a file after each."""
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "calls")
         lines = run(["valgrind", "-q", "--tool=callgrind", f"--callgrind-out-file={out}", "--toggle-collect=counted_call",
-                     "--dump-after=counted_call", program, *words(shapes, names)], isa)
+                     "--dump-after=counted_call", *command], isa)
         for number, line in enumerate((line for line in lines if line.startswith("call ")), 1):
             with open(f"{out}.{number}", encoding="utf-8", errors="replace") as file:
-                yield line.split()[1], int(re.search(r"^totals: (\d+)", file.read(), re.M)[1])
+                yield line, int(re.search(r"^totals: (\d+)", file.read(), re.M)[1])
+
+
+def by_callgrind(program, shapes, names, isa):
+    """(operation, instructions) of each counted call."""
+    for line, total in callgrind([program, *words(shapes, names)], isa):
+        yield line.split()[1], total
 
 
 def stops_of(program, shapes, names, isa):

@@ -283,6 +283,11 @@ def stage_instructions(tally):
         return tally.fail("instructions per element", output)
     tally.ok()
     print("  " + " ".join(output.split()), flush=True)
+    status, output = run([sys.executable, os.path.join(ROOT, "bench/parameters.py"), os.path.join(path, "bench/parameters")])
+    if status != 0:
+        return tally.fail("instructions per parameter of a sharded cast", output)
+    tally.ok()
+    print("  " + "; ".join(output.splitlines()), flush=True)
 
 
 def stage_hygiene(tally):

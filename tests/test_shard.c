@@ -217,6 +217,24 @@ TEST(lists_and_masters_that_do_not_fit)
     nib_tensor_destroy(other), nib_tensor_destroy(t[0]), nib_tensor_destroy(t[1]), nib_tensor_destroy(before);
 }
 
+/* The first parameter that was there before is named, and where. */
+TEST(a_parameter_that_is_there_twice)
+{
+    const nib_quantizer q = square_options();
+    nib_tensor *t[5] = { NULL };
+    const nib_array *none[5] = { NULL };
+    const int64_t starts[5] = { -1, -1, -1, -1, -1 };
+    for (int i = 0; i < 5; i++)
+        CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), &t[i]));
+    nib_tensor *const lists[][5] = { { t[0], t[1], t[2], t[1], t[0] }, { t[4], t[3], t[4], t[2], t[4] } };
+    const char *const words[] = { "parameter 3: it is parameter 1 as well", "parameter 2: it is parameter 0 as well" };
+    for (int i = 0; i < 2; i++)
+        CHECK_FAILS(nib_quantize_master_weights(lists[i], 5, none, 5, starts, 5, nib_comm_serial(), NULL), NIB_ERR_ARG,
+                    words[i]);
+    for (int i = 0; i < 5; i++)
+        nib_tensor_destroy(t[i]);
+}
+
 /* ---- One rank fails ---- */
 
 struct failing {

@@ -8,6 +8,8 @@
  */
 #include "shard/shard.h"
 
+#include <stdlib.h>
+
 #include "format/codec.h"
 #include "base/os.h"
 
@@ -104,11 +106,6 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
             plan->choice_count++;
         }
     }
-    for (size_t other = 0; other < i; other++) { /* as itself, or as a view */
-        const nib_tensor *before = plan->parameters[other].t;
-        if (before == t || nib_tensor_kind(before, NIB_ROWWISE, 0) == nib_tensor_kind(t, NIB_ROWWISE, 0))
-            return nib_fail(NIB_ERR_ARG, "it is parameter %zu as well", other);
-    }
     const uint64_t words[] = { (uint64_t)t->geometry.rows, (uint64_t)t->geometry.cols,
                                (uint64_t)t->dtype,         nib_quantizer_hash(&t->q),
                                p->scale != NULL,           p->scale ? nib_bits(*p->scale) : 0,
@@ -116,6 +113,40 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
     for (size_t w = 0; w < sizeof words / sizeof *words; w++)
         plan->key = nib_mix(plan->key, words[w]);
     return NIB_OK;
+}
+
+/* Which buffer a parameter's rowwise codes lie in. */
+struct place {
+    const nib_buffer *codes;
+    size_t index;
+};
+
+static int compare_places(const void *a, const void *b)
+{
+    const struct place *x = a, *y = b;
+    if (x->codes != y->codes)
+        return (uintptr_t)x->codes < (uintptr_t)y->codes ? -1 : 1;
+    return x->index < y->index ? -1 : x->index > y->index;
+}
+
+/* Whether each parameter is there once: two with one buffer are the same, or views of it. Sorted, since a model may have
+ * very many. */
+static nib_status check_once(const struct plan *plan)
+{
+    struct place *places = nib_alloc(plan->n * sizeof *places);
+    if (!places)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for a plan of %zu parameters", plan->n);
+    for (size_t i = 0; i < plan->n; i++)
+        places[i] = (struct place){ nib_tensor_kind(plan->parameters[i].t, NIB_ROWWISE, 0), i };
+    qsort(places, plan->n, sizeof *places, compare_places);
+    size_t first = 0, second = plan->n; /* the first parameter that was there before */
+    for (size_t i = 1; i < plan->n; i++)
+        if (places[i].codes == places[i - 1].codes && places[i].index < second) {
+            first = places[i - 1].index;
+            second = places[i].index;
+        }
+    nib_free(places);
+    return second < plan->n ? nib_blame(nib_fail(NIB_ERR_ARG, "it is parameter %zu as well", first), second) : NIB_OK;
 }
 
 static nib_status check_lists(const struct lists *lists)
@@ -176,6 +207,7 @@ static nib_status make_plan(const struct lists *lists, int size, struct plan *pl
         return nib_fail(NIB_ERR_MEMORY, "no memory for a plan of %zu parameters", plan->n);
     for (size_t i = 0; i < plan->n; i++)
         TRY(nib_blame(plan_parameter(lists, i, plan), i));
+    TRY(check_once(plan));
     plan->amaxes = nib_alloc((size_t)plan->amax_count * sizeof *plan->amaxes);
     if (!plan->amaxes)
         return nib_fail(NIB_ERR_MEMORY, "no memory for %lld amaxes", (long long)plan->amax_count);
