@@ -233,4 +233,40 @@ TEST(one_rank_that_cannot_quantize_makes_all_fail)
             CHECK(team_run(size, quantize_badly, &kind) == 0);
 }
 
+/* ---- What a communicator says ---- */
+
+struct wire {
+    const char *says; /* NULL: nothing */
+    nib_status status;
+};
+
+static nib_status cut_agree(void *context, nib_status status, uint64_t key)
+{
+    (void)status, (void)key;
+    const struct wire *wire = context;
+    return wire->says ? nib_set_error(wire->status, wire->says) : wire->status;
+}
+
+TEST(the_message_of_an_agreement_that_failed_stays)
+{
+    struct wire wire = { "MPI_Allreduce: the wire is cut", NIB_ERR_COMM };
+    nib_comm comm = *nib_comm_serial();
+    comm.context = &wire;
+    comm.size = 2;
+    comm.agree = cut_agree;
+    for (int i = 0; i < 2; i++) /* the second time it says what was said before */
+        CHECK_FAILS(nib_quantize_master_weights(NULL, 0, NULL, 0, NULL, 0, &comm, NULL), NIB_ERR_COMM,
+                    "the agreement of 2 ranks: MPI_Allreduce: the wire is cut");
+    /* This rank's own message is not lost. */
+    CHECK_FAILS(nib_quantize_master_weights(NULL, 3, NULL, 2, NULL, 1, &comm, NULL), NIB_ERR_COMM,
+                "there are 3 parameters, 2 masters and 1 starts; the agreement of 2 ranks: MPI_Allreduce: the wire");
+    wire = (struct wire){ NULL, NIB_ERR_COMM };
+    CHECK_FAILS(nib_quantize_master_weights(NULL, 0, NULL, 0, NULL, 0, &comm, NULL), NIB_ERR_COMM,
+                "another of the 2 ranks failed with NIB_ERR_COMM");
+    /* Where the statuses are the same, too. */
+    wire = (struct wire){ "the wire is cut", NIB_ERR_ARG };
+    CHECK_FAILS(nib_quantize_master_weights(NULL, 3, NULL, 2, NULL, 1, &comm, NULL), NIB_ERR_ARG,
+                "there are 3 parameters, 2 masters and 1 starts; the agreement of 2 ranks: the wire is cut");
+}
+
 TEST_MAIN

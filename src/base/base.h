@@ -76,7 +76,8 @@ bool nib_buffer_is_shared(const nib_buffer *buffer);
 NIB_PRIVATE nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
 
 /* What a step came to on this rank, made the same on all: the largest status, or MISMATCH where all went well but
- * keys differ. A status that is another rank's gets a message. Every rank must come here, whatever happened to it.
+ * keys differ. A status that is another rank's gets a message; one that the communicator sets on this rank stays, behind
+ * this rank's own where it had failed. Every rank must come here, whatever happened to it.
  * Without a communicator, or with one that cannot agree, the status is this rank's own. */
 NIB_PRIVATE nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
 

@@ -32,11 +32,23 @@ nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole)
     return NIB_OK;
 }
 
+/* Whether a communicator has set a message of its own since; gives it. */
+static bool spoke(const nib_error *before, nib_error *said)
+{
+    nib_get_error(said);
+    return said->status != before->status || strcmp(said->text, before->text) != 0;
+}
+
 nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key)
 {
     if (!comm || comm->size == 1 || !comm->agree)
         return status;
+    nib_error before, said;
+    nib_get_error(&before);
     const nib_status agreed = comm->agree(comm->context, status, key);
+    if (agreed && spoke(&before, &said)) /* it knows more than the status says */
+        return nib_fail(agreed, "%s%sthe agreement of %d ranks: %s", status ? before.text : "", status ? "; " : "",
+                        comm->size, said.text);
     if (agreed == status)
         return status;
     if (status) /* both failed, with different words */
@@ -47,14 +59,12 @@ nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key)
     return nib_fail(agreed, "another of the %d ranks failed with %s", comm->size, nib_status_name(agreed));
 }
 
-/* A communicator may have set a message of its own, or not. */
 static nib_status comm_failed(const nib_comm *comm, const char *what, nib_status status, const nib_error *before)
 {
     nib_error said;
-    nib_get_error(&said);
-    const bool spoke = said.status != before->status || strcmp(said.text, before->text) != 0;
+    const bool more = spoke(before, &said);
     return nib_fail(NIB_ERR_COMM, "%s over %d ranks failed: %s%s%s", what, comm->size, nib_status_name(status),
-                    spoke ? ": " : "", spoke ? said.text : "");
+                    more ? ": " : "", more ? said.text : "");
 }
 
 nib_status nib_reduce(const nib_comm *comm, const char *what, float *values, size_t n)
