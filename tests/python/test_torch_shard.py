@@ -5,6 +5,7 @@ Each test is a function of a rank that runs in processes of its own; `check` the
 raises ends the test.
 """
 import os
+import signal
 import socket
 import traceback
 
@@ -23,9 +24,11 @@ from nib.torch.grouped_tensor import split_quantize  # noqa: E402
 from nib.torch.utils import all_gather_param  # noqa: E402
 
 SIZES = [2, 3]
+DEADLINE = 300  # seconds; whoever waits for a rank that never comes is killed
 
 
 def entry(rank, function, size, port, folder):
+    signal.alarm(DEADLINE)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=size)
@@ -37,6 +40,7 @@ def entry(rank, function, size, port, folder):
         raise
     dist.barrier()
     dist.destroy_process_group()
+    signal.alarm(0)
 
 
 def run(function, size, tmp_path):
@@ -192,6 +196,43 @@ def refused(rank, size):
     assert torch.equal(weight.dequantize(), before)
 
 
+class Odd:
+    """What no list of tensors holds."""
+
+
+def rejected_in_python(rank, size):
+    """The same where it is Python that finds the fault, before the library is called."""
+    q = NVFP4Quantizer(block_dims=(16, 16))
+    weight = q(data(48, 32)).detach()
+    before = weight.dequantize()
+    length = weight.numel() // size
+    master, shard = torch.ones(length), torch.zeros(length // 2, dtype=torch.uint8)
+    good = dict(model_weights=[weight], master_weights=[master], start_offsets=[length * rank], group=None,
+                fsdp_shard_model_weights=[shard])
+    faults = [dict(model_weights=[torch.zeros(3)]), dict(model_weights=None), dict(master_weights=[Odd()]),
+              dict(master_weights=[master.to(torch.int32)]), dict(master_weights=[master.to(torch.complex64)]),
+              dict(start_offsets=["here"]), dict(start_offsets=[Odd()]),
+              dict(fsdp_shard_model_weights=[shard.float()]), dict(fsdp_shard_model_weights=[shard.repeat(2)[::2]]),
+              dict(fsdp_shard_model_weights=[(shard, shard, shard)])]
+    for fault in faults:
+        for culprit in {0, size - 1}:
+            with pytest.raises(Exception) as caught:
+                quantize_master_weights(**{**good, **(fault if rank == culprit else {})})
+            if rank != culprit:
+                assert isinstance(caught.value, nib.Error) and "another" in str(caught.value), (fault, caught.value)
+            assert torch.equal(weight.dequantize(), before), fault
+    with pytest.raises(Exception):
+        quantize_nvfp4_param_shard([weight] if rank else [Odd()], [master], [length * rank], None)
+    with pytest.raises(nib.Error):
+        quantize_nvfp4_param_shard(*([[weight], [master], [length * rank]] if rank else [[], [], []]), None)
+    with pytest.raises(Exception):
+        all_gather_param(weight, length * rank if rank else "here", length, None)
+    with pytest.raises(Exception):
+        all_gather_param(weight, length * rank, length, None, shard=None if rank else shard.float())
+    assert torch.equal(weight.dequantize(), before)
+    quantize_master_weights(**good)  # nobody waits for anybody
+
+
 def amax_reduction(rank, size):
     """Quantizing pieces with a reduced amax, then gathering, is quantizing the whole."""
     for q in (NVFP4Quantizer(), NVFP4Quantizer(block_dims=(16, 16)), NVFP4Quantizer(with_rht=True),
@@ -261,7 +302,8 @@ def fsdp_hooks(rank, size):
     assert again is out and same(out, whole)
 
 
-CASES = [cast_even, cast_odd, cast_fsdp, cast_by_megatron, refused, amax_reduction, groups_and_subgroups, fsdp_hooks]
+CASES = [cast_even, cast_odd, cast_fsdp, cast_by_megatron, refused, rejected_in_python, amax_reduction,
+         groups_and_subgroups, fsdp_hooks]
 
 
 def everything(rank, size):

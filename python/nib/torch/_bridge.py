@@ -172,7 +172,8 @@ def quantize(struct, x, given=None):
 
 class Communicator:
     """A nib_comm whose functions are collectives of a torch.distributed group. One that fails is an error on its own
-    rank; `check` raises what was behind it."""
+    rank, raised from what was behind it. The library begins every call over ranks with an agreement: a `with` that
+    raises before it came to that takes part in it all the same, so that the others' calls fail and do not wait."""
 
     def __init__(self, group):
         import torch.distributed as dist
@@ -188,6 +189,7 @@ class Communicator:
 
     def _guard(self, function):
         def guarded(*arguments):
+            self._fault.met = True
             try:
                 return function(*arguments)
             except BaseException as error:  # must not cross the library
@@ -196,11 +198,14 @@ class Communicator:
         return guarded
 
     def __enter__(self):
-        self._fault.error = None
+        self._fault.error, self._fault.met = None, False
         return self.struct
 
     def __exit__(self, kind, error, _trace):
-        behind = getattr(self._fault, "error", None)
+        if isinstance(error, Exception) and not self._fault.met and self.struct.size > 1:
+            own = error.status if isinstance(error, _library.Error) else None
+            self._functions[1](None, own or _library.ArgumentError.status, 0)
+        behind = self._fault.error
         self._fault.error = None
         if error is not None and behind is not None:
             raise error from behind

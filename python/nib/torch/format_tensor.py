@@ -93,9 +93,9 @@ class FormatQuantizer(Quantizer):
             noop = ctypes.c_float(float(noop_flag))
         if tuple(src.shape) != tuple(dst.shape):
             raise ValueError(f"a tensor of shape {tuple(src.shape)} does not fit into one of {tuple(dst.shape)}")
+        array = _bridge.array(src)
         with dst._native() as native:
-            self._call(src, dst, lambda struct, given: lib.nib_quantize_into(
-                struct, _bridge.array(src), given, noop, native.handle))
+            self._call(src, dst, lambda struct, given: lib.nib_quantize_into(struct, array, given, noop, native.handle))
             if noop is None or noop.value != 1.0:
                 dst._assign(native.parts())
                 dst._follow(self)

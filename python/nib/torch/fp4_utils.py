@@ -80,8 +80,6 @@ def quantize_nvfp4_param_shard(model_params, main_params, start_offsets, data_pa
                                fsdp_shard_model_params=None):
     """Cast this rank's pieces of FP32 master weights into NVFP4 parameters; the codes are then gathered, and
     post_all_gather_processing builds columnwise copies."""
-    if len(model_params) == 0:
-        return
     utils._cast(model_params, main_params, start_offsets, data_parallel_group, fsdp_shard_model_params, manual=True,
                 nvfp4=True)
 

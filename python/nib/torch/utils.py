@@ -66,6 +66,11 @@ class _Lists:
 
 
 def _cast(weights, masters, starts, group, shards, manual, nvfp4=False):
+    with _bridge.communicator(group) as comm:  # first: what fails on one rank from here on fails on all
+        _cast_over(comm, weights, masters, starts, shards, manual, nvfp4)
+
+
+def _cast_over(comm, weights, masters, starts, shards, manual, nvfp4):
     weights, masters, starts = list(weights), list(masters), list(starts)
     for weight in weights:
         if not isinstance(weight, FormatStorage):
@@ -100,11 +105,10 @@ def _cast(weights, masters, starts, group, shards, manual, nvfp4=False):
         handles = (ctypes.c_void_p * max(1, len(natives)))(*(native.handle for native in natives))
         arguments = (handles, len(weights), lists.arrays(masters), len(masters),
                      _library.shape_array(starts), len(starts))
-        with _bridge.communicator(group) as comm:
-            if nvfp4:
-                lib.nib_quantize_nvfp4_param_shard(*arguments, comm, row_shards)
-            else:
-                lib.nib_quantize_master_weights(*arguments, comm, options)
+        if nvfp4:
+            lib.nib_quantize_nvfp4_param_shard(*arguments, comm, row_shards)
+        else:
+            lib.nib_quantize_master_weights(*arguments, comm, options)
         for weight, native in zip(weights, natives):
             weight._assign(native.parts())
             if manual and isinstance(weight, Float8TensorStorage):
@@ -231,7 +235,7 @@ def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, o
             whole, _handle = gather_along_first_dim(inp, process_group)
             return quantizer(whole), None
         inp = quantizer(inp)
-    with inp._native() as native, _bridge.communicator(process_group) as comm:
+    with _bridge.communicator(process_group) as comm, inp._native() as native:
         out = ctypes.c_void_p()
         lib.nib_all_gather_tensor(native.handle, comm, out)
         metadata = _library.Metadata()
@@ -246,7 +250,7 @@ def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, o
 
 def all_gather_param(weight, start, length, group=None, shard=None):
     """Gather the codes of a weight whose elements start..start+length-1 are this rank's: in it, or in `shard`."""
-    with weight._native() as native, _bridge.communicator(group) as comm:
+    with _bridge.communicator(group) as comm, weight._native() as native:
         lib.nib_all_gather_param(native.handle, Copy.ROWWISE, int(start), int(length),
                                  None if shard is None else _bridge.array(_bytes_of(shard)), comm)
         weight._assign(native.parts())
