@@ -21,8 +21,11 @@ static bool is_shared(const char *command)
 static int run_shared(int argc, char **argv)
 {
     nib_comm *comm = NULL;
-    if (nib_comm_mpi_create(MPI_COMM_WORLD, &comm)) {
+    const nib_status status = nib_comm_mpi_create(MPI_COMM_WORLD, &comm);
+    if (status) {
         cli_error("the ranks cannot talk to each other over MPI");
+        if (status == NIB_ERR_COMM) /* MPI has failed, and nothing else ends the ranks that wait for this one */
+            MPI_Abort(MPI_COMM_WORLD, CLI_FAILED);
         return CLI_FAILED;
     }
     run_comm = comm;
@@ -31,6 +34,8 @@ static int run_shared(int argc, char **argv)
     /* Ranks that wait for the first meeting of the run must hear of one that will not come. */
     if (!run_entered && comm->agree(comm->context, result == CLI_FINE ? NIB_OK : NIB_ERR_ARG, 0))
         result = CLI_FAILED;
+    if (comm->barrier(comm->context)) /* the same */
+        MPI_Abort(MPI_COMM_WORLD, CLI_FAILED);
     nib_comm_mpi_destroy(comm);
     return result;
 }

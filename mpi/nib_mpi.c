@@ -32,41 +32,60 @@ static nib_status status_of(const char *function, int error)
 struct mpi_comm {
     nib_comm comm; /* first: what the caller has is a pointer to it */
     MPI_Comm mpi;
-    int lengths[]; /* of a gather, and where they go: room for two per rank, so that no gather can lack memory */
+    nib_error failed; /* what MPI failed with, once it has */
+    int lengths[];    /* of a gather, and where they go: room for two per rank, so that no gather can lack memory */
 };
 
-static MPI_Comm comm_of(void *context) { return ((struct mpi_comm *)context)->mpi; }
-
-static nib_status allreduce_max_f32(void *context, float *values, size_t n)
+/* After an error MPI promises nothing of a communicator, and this rank may be a collective ahead of the others or behind:
+ * another call could meet a call of theirs that means something else. So there is none. */
+static nib_status check_usable(const struct mpi_comm *made)
 {
-    nib_status status = NIB_OK;
-    for (size_t at = 0; at < n && !status; at += MOST_FLOATS)
-        status = status_of("MPI_Allreduce", MPI_Allreduce(MPI_IN_PLACE, values + at, (int)smaller(n - at, MOST_FLOATS),
-                                                          MPI_FLOAT, MPI_MAX, comm_of(context)));
+    return made->failed.status ? nib_set_error(NIB_ERR_COMM, made->failed.text) : NIB_OK;
+}
+
+static nib_status remember(struct mpi_comm *made, nib_status status)
+{
+    if (status)
+        nib_get_error(&made->failed);
     return status;
 }
 
-/* The largest key and, by its complement, the smallest: equal where all are. */
-static nib_status agree_over(MPI_Comm comm, nib_status status, uint64_t key)
+static nib_status allreduce_max_f32(void *context, float *values, size_t n)
+{
+    struct mpi_comm *made = context;
+    nib_status status = check_usable(made);
+    for (size_t at = 0; at < n && !status; at += MOST_FLOATS)
+        status = remember(
+            made, status_of("MPI_Allreduce", MPI_Allreduce(MPI_IN_PLACE, values + at, (int)smaller(n - at, MOST_FLOATS),
+                                                           MPI_FLOAT, MPI_MAX, made->mpi)));
+    return status;
+}
+
+/* The largest key and, by its complement, the smallest: equal where all are. The status is MPI's, *agreed the ranks'. */
+static nib_status agree_over(MPI_Comm comm, nib_status status, uint64_t key, nib_status *agreed)
 {
     uint64_t words[3] = { (uint64_t)status, key, ~key };
     const nib_status reduced =
         status_of("MPI_Allreduce", MPI_Allreduce(MPI_IN_PLACE, words, 3, MPI_UINT64_T, MPI_MAX, comm));
-    if (reduced)
-        return reduced;
-    if (words[0])
-        return (nib_status)words[0];
-    return words[1] == ~words[2] ? NIB_OK : NIB_ERR_MISMATCH;
+    *agreed = words[0] ? (nib_status)words[0] : words[1] == ~words[2] ? NIB_OK : NIB_ERR_MISMATCH;
+    return reduced;
 }
 
 static nib_status agree(void *context, nib_status status, uint64_t key)
 {
-    return agree_over(comm_of(context), status, key);
+    struct mpi_comm *made = context;
+    nib_status agreed, failed = check_usable(made);
+    if (!failed)
+        failed = remember(made, agree_over(made->mpi, status, key, &agreed));
+    return failed ? failed : agreed;
 }
 
 static nib_status allgather(void *context, const void *mine, void *all, const size_t *counts)
 {
     struct mpi_comm *made = context;
+    nib_status status = check_usable(made);
+    if (status)
+        return status;
     const int size = made->comm.size, rank = made->comm.rank;
     int *lengths = made->lengths, *places = lengths + size;
     size_t total = 0;
@@ -76,22 +95,26 @@ static nib_status allgather(void *context, const void *mine, void *all, const si
             places[r] = (int)total;
         }
     if (total <= MOST_BYTES)
-        return status_of("MPI_Allgatherv",
-                         MPI_Allgatherv(mine, lengths[rank], MPI_BYTE, all, lengths, places, MPI_BYTE, made->mpi));
+        return remember(made, status_of("MPI_Allgatherv", MPI_Allgatherv(mine, lengths[rank], MPI_BYTE, all, lengths,
+                                                                         places, MPI_BYTE, made->mpi)));
     /* From each rank to all others, in pieces that an int can count. */
     char *to = all;
-    nib_status status = NIB_OK;
     for (int r = 0; r < size && !status; to += counts[r++]) {
         if (r == rank && counts[r])
             memcpy(to, mine, counts[r]);
         for (size_t at = 0; at < counts[r] && !status; at += MOST_BYTES)
-            status = status_of("MPI_Bcast",
-                               MPI_Bcast(to + at, (int)smaller(counts[r] - at, MOST_BYTES), MPI_BYTE, r, made->mpi));
+            status = remember(made, status_of("MPI_Bcast", MPI_Bcast(to + at, (int)smaller(counts[r] - at, MOST_BYTES),
+                                                                     MPI_BYTE, r, made->mpi)));
     }
     return status;
 }
 
-static nib_status barrier(void *context) { return status_of("MPI_Barrier", MPI_Barrier(comm_of(context))); }
+static nib_status barrier(void *context)
+{
+    struct mpi_comm *made = context;
+    const nib_status failed = check_usable(made);
+    return failed ? failed : remember(made, status_of("MPI_Barrier", MPI_Barrier(made->mpi)));
+}
 
 /* What can be said of a communicator without talking over it. */
 static nib_status check_mpi(MPI_Comm mpi)
@@ -127,13 +150,15 @@ nib_status nib_comm_mpi_create(MPI_Comm mpi, nib_comm **out)
     const nib_status own = !out    ? nib_set_error(NIB_ERR_ARG, "nib_comm_mpi_create: out is NULL")
                            : !made ? nib_set_error(NIB_ERR_MEMORY, "no memory for a communicator")
                                    : NIB_OK;
-    status = agree_over(duplicate, own, 0);
-    if (status) {
-        if (status != own && status != NIB_ERR_COMM)
-            (void)nib_set_error(status, "another rank could not create its communicator");
-        (void)MPI_Comm_free(&duplicate);
+    nib_status agreed;
+    status = agree_over(duplicate, own, 0, &agreed);
+    if (status || agreed) {
+        if (!status && agreed != own)
+            (void)nib_set_error(agreed, "another rank could not create its communicator");
+        if (!status) /* with the others, who know of it */
+            (void)MPI_Comm_free(&duplicate);
         free(made);
-        return status;
+        return status ? status : agreed;
     }
     made->mpi = duplicate;
     made->comm = (nib_comm){ .bytes = sizeof made->comm,
@@ -153,6 +178,7 @@ void nib_comm_mpi_destroy(nib_comm *comm)
     if (!comm)
         return;
     struct mpi_comm *made = (struct mpi_comm *)comm;
-    (void)MPI_Comm_free(&made->mpi);
+    if (!made->failed.status) /* it is a collective */
+        (void)MPI_Comm_free(&made->mpi);
     free(made);
 }

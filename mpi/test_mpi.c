@@ -190,10 +190,67 @@ static int one_rank_lacks_memory(void)
     return faults;
 }
 
+/* MPI's functions as the library calls them: one of them can be made to fail, once, and calls are counted. */
+static int calls, failing_call = -1;
+
+static bool call_fails(void) { return calls++ == failing_call; }
+
+int MPI_Allreduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm over)
+{
+    return call_fails() ? MPI_ERR_OTHER : PMPI_Allreduce(from, to, count, type, op, over);
+}
+
+int MPI_Allgatherv(const void *from, int count, MPI_Datatype type, void *to, const int *counts, const int *places,
+                   MPI_Datatype to_type, MPI_Comm over)
+{
+    return call_fails() ? MPI_ERR_OTHER : PMPI_Allgatherv(from, count, type, to, counts, places, to_type, over);
+}
+
+int MPI_Barrier(MPI_Comm over) { return call_fails() ? MPI_ERR_OTHER : PMPI_Barrier(over); }
+
+static nib_status call_number(const nib_comm *over, int i)
+{
+    float value = 1;
+    char mine = 1, all[CASE_RANKS];
+    size_t counts[CASE_RANKS];
+    for (int r = 0; r < over->size; r++)
+        counts[r] = 1;
+    return i == 0   ? over->agree(over->context, NIB_OK, 0)
+           : i == 1 ? over->allreduce_max_f32(over->context, &value, 1)
+           : i == 2 ? over->allgather(over->context, &mine, all, counts)
+                    : over->barrier(over->context);
+}
+
+/* On the last rank MPI fails: that call says so, and the later ones, which the others would never answer. They keep what
+ * they have, since to free it takes all ranks. */
+static int mpi_fails(void)
+{
+    const uint64_t seed = 0;
+    int faults = 0;
+    for (int first = 0; first < 4; first++) {
+        nib_comm *made = NULL;
+        CASE_OK(nib_comm_mpi_create(MPI_COMM_WORLD, &made));
+        const int before = calls;
+        failing_call = before;
+        for (int i = 0; i < 5 && comm->rank == comm->size - 1; i++) {
+            CASE_CHECK(call_number(made, (first + i) % 4) == NIB_ERR_COMM, "call %d after %d", i, first);
+            CASE_CHECK(strstr(nib_last_error(), first == 2   ? "MPI_Allgatherv: "
+                                                : first == 3 ? "MPI_Barrier: "
+                                                             : "MPI_Allreduce: "),
+                       "%s", nib_last_error());
+            CASE_CHECK(calls == before + 1, "%d calls of MPI", calls - before);
+        }
+        failing_call = -1;
+        if (comm->rank == comm->size - 1)
+            nib_comm_mpi_destroy(made);
+    }
+    return faults;
+}
+
 int main(int argc, char **argv)
 {
-    static int (*const tests[])(void) = { collectives,  long_messages,  rejections,
-                                          random_cases, one_rank_fails, one_rank_lacks_memory };
+    static int (*const tests[])(void) = { collectives,    long_messages,         rejections, random_cases,
+                                          one_rank_fails, one_rank_lacks_memory, mpi_fails };
     nib_comm *created = NULL, *before = NULL;
     int passed = 0, failed = 0;
     alarm(HANG_SECONDS);

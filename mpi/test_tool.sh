@@ -27,6 +27,21 @@ for n in 1 2 3; do
     grep -q -- "--force replaces it" "$work/log" || fail "no word of --force: $(cat "$work/log")"
     if timeout 60 mpirun -n $n "$BUILD/nib-mpi" quantize "$work/nothing" "$work/x" >"$work/log" 2>&1; then fail "there is no input"; fi
 done
+# Where MPI fails on one rank, the others wait for it; the tool ends all of them.
+cat >"$work/failing.c" <<'END'
+#include <mpi.h>
+int MPI_Allreduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm)
+{
+    static int calls;
+    int rank;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    return rank == 1 && ++calls == 3 ? MPI_ERR_OTHER : PMPI_Allreduce(from, to, count, type, op, comm);
+}
+END
+mpicc -shared -fPIC -o "$work/failing.so" "$work/failing.c" || fail "mpicc"
+timeout 60 mpirun -n 2 env LD_PRELOAD="$work/failing.so" "$BUILD/nib-mpi" quantize "$work/in" "$work/y" >"$work/log" 2>&1
+result=$?
+case $result in 0 | 124) fail "MPI failed on one rank, and the tool ended with $result: $(cat "$work/log")" ;; esac
 [ "$(mpirun -n 2 "$BUILD/nib-mpi" version | wc -l)" = 1 ] || fail "both ranks say the version"
 [ "$failures" = 0 ] || exit 1
 echo "all fine"
