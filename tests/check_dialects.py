@@ -16,17 +16,25 @@ import warnings
 import zlib
 
 import torch
-from safetensors.torch import save_file
+
+from make_vectors import write as write_file
 
 SEED = 20261115
-SHAPES = [(16, 16), (32, 48), (128, 64), (3, 80), (257, 272)]
+SHAPES = [(16, 16), (32, 48), (128, 64), (3, 80), (257, 272), (5, 41)]
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+GIVEN = {".coarse": 1.7, ".fine": 0.01}  # times the tensor scale that the package computes: other blocks are clipped or lost
 E2M1_TIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
 
 warnings.filterwarnings("ignore")
 
 
 # ---- Data ------------------------------------------------------------------------------------------------
+
+
+def normal(rows, cols, random):
+    """Nearly: sums of twelve uniform values, which are exact. torch.randn depends on the processor's vectors."""
+    return (torch.rand((12, rows, cols), generator=random).double().sum(0) - 6).float()
 
 
 def e4m3_values():
@@ -56,7 +64,7 @@ def scale_ties(rows, cols, random):
 
 
 def sparse(rows, cols, random):
-    x = torch.randn((rows, cols), generator=random)
+    x = normal(rows, cols, random)
     x *= torch.rand((rows, cols), generator=random) < 0.1
     x.view(rows, -1, 16)[torch.rand((rows, cols // 16), generator=random) < 0.4] = 0
     x[-1, -1] = 1
@@ -65,7 +73,7 @@ def sparse(rows, cols, random):
 
 def signs_of_zero(rows, cols, random):
     """Exact -0, negatives that round to it, and a block of nothing but -0."""
-    x = torch.randn((rows, cols), generator=random)
+    x = normal(rows, cols, random)
     x[torch.rand((rows, cols), generator=random) < 0.3] = -0.0
     x[torch.rand((rows, cols), generator=random) < 0.2] = -1e-6
     x[0, :16] = -0.0
@@ -74,89 +82,133 @@ def signs_of_zero(rows, cols, random):
 
 
 def outliers(rows, cols, random):
-    x = torch.randn((rows, cols), generator=random)
+    x = normal(rows, cols, random)
     x[torch.rand((rows, cols), generator=random) < 0.01] *= 300
     return x
 
 
 def heavy_tail(rows, cols, random):
-    x = torch.randn((rows, cols), generator=random)
+    x = normal(rows, cols, random)
     return x / (torch.rand((rows, cols), generator=random) + 1e-3)
 
 
 def wide(rows, cols, random):
     """Blocks from far too small for a scale to the largest."""
-    x = torch.randn((rows, cols // 16, 16), generator=random)
+    x = normal(rows, cols, random).view(rows, -1, 16)
     return (x * 2.0 ** torch.randint(-24, 5, (rows, cols // 16, 1), generator=random)).reshape(rows, cols)
 
 
+def infinite(rows, cols, random):
+    x = normal(rows, cols, random)
+    x[0, 3], x[-1, 5] = torch.inf, -torch.inf
+    return x
+
+
+def nearly(ties):
+    """Another tensor scale, with 24 bits: the order of operations decides on which side of a tie a value falls."""
+    return lambda rows, cols, random: ties(rows, cols, random) * (1 + torch.rand(1, generator=random))
+
+
 def scaled(factor):
-    return lambda rows, cols, random: torch.randn((rows, cols), generator=random) * factor
+    return lambda rows, cols, random: normal(rows, cols, random) * factor
 
 
 KINDS = {
     "gaussian": scaled(1.0), "weights": scaled(0.02), "heavy_tail": heavy_tail, "outliers": outliers, "wide": wide,
     "sparse": sparse, "signs_of_zero": signs_of_zero, "element_ties": element_ties, "scale_ties": scale_ties,
+    "near_element_ties": nearly(element_ties), "near_scale_ties": nearly(scale_ties),
     "zero": lambda rows, cols, random: torch.zeros(rows, cols),
     "constant": lambda rows, cols, random: torch.full((rows, cols), 0.7),
     "tiny": scaled(1e-30), "subnormal": scaled(1e-39), "tiny_half": scaled(1e-6), "huge": scaled(5e37), "huge_half": scaled(1.2e4),
 }
-ONLY = {"tiny": ("f32", "bf16"), "subnormal": ("f32",), "tiny_half": ("f16",), "huge": ("f32", "bf16"), "huge_half": ("f16",)}
+NOT_WEIGHTS = {"negative_zero": lambda rows, cols, random: torch.full((rows, cols), -0.0), "infinite": infinite}
+ONLY = {"near_element_ties": ("f32",), "near_scale_ties": ("f32",),
+        "tiny": ("f32", "bf16"), "subnormal": ("f32", "bf16"), "tiny_half": ("f16",),
+        "huge": ("f32", "bf16"), "huge_half": ("f16",)}
 
 
-def inputs(dtypes):
-    for kind, make in KINDS.items():
+def inputs(dtypes, shapes):
+    for kind, make in {**KINDS, **NOT_WEIGHTS}.items():
         for dtype in dtypes:
             if dtype not in ONLY.get(kind, dtypes):
                 continue
-            for rows, cols in SHAPES:
+            for rows, cols in shapes:
                 name = f"{kind}.{dtype}.{rows}x{cols}"
                 random = torch.Generator().manual_seed(SEED + zlib.crc32(name.encode()))
-                yield name, make(rows, cols, random).to(DTYPES[dtype]).contiguous()
+                x = make(rows, -(-cols // 16) * 16, random)[:, :cols]
+                yield name, x.to(DTYPES[dtype]).contiguous()
 
 
-# ---- The packages: a function from x to the tensors and options of a case ----------------------------------
+# ---- The packages: a function from x to the tensors and options of a case. factor: give a tensor scale ------
+
+
+def given(scale, factor):
+    scale = scale * factor
+    return scale if 0 < scale < torch.inf else torch.full_like(scale, 2.0**-10)
 
 
 def modelopt():
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-    def make(x):
-        if platform.machine() != "x86_64" and not x.any():
+    def make(x, factor):
+        if platform.machine() != "x86_64" and not (factor or x.any()):
             return  # 0/0: the sign of the NaN in its scales is the processor's
-        tensor, scale, decode = NVFP4QTensor.quantize(x.clone(), 16)
-        yield "", {}, {"row_data": tensor._quantized_data, "row_scale": scale, "tensor_scale": decode}
+        cols = x.shape[1]
+        decode = given(NVFP4QTensor.get_weights_scaling_factor_2(x), factor) if factor else None
+        tensor, scale, decode = NVFP4QTensor.quantize(x.clone(), 16, weights_scaling_factor_2=decode)
+        data = tensor._quantized_data
+        parts = {"row_data": data[:, :-(-cols // 2)], "row_scale": scale, "tensor_scale": decode}
+        if cols % 16 == 0:  # it cannot dequantize what it padded
+            parts["y"] = tensor.dequantize(torch.float32, scale=scale, double_scale=decode, block_sizes={-1: 16})
+        elif data[:, cols // 2 + cols % 2:].any() or (cols % 2 and (data[:, cols // 2] >> 4).any()):
+            return  # padding with codes of NaN; nib's is 0
+        yield "", {"given_tensor_scale": bool(factor)}, parts
 
-    return "nvidia-modelopt", "NVFP4QTensor.quantize(w, 16)", DTYPES, make
+    return "nvidia-modelopt", "NVFP4QTensor.quantize, .dequantize", DTYPES, make
 
 
 def compressed_tensors():
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
     scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
 
-    def make(x):
+    def make(x, factor):
+        if x.shape[1] % 16 or (not factor and x.isinf().any()):
+            return  # it takes whole blocks; Inf in a tensor scale of its own gives 0, and NaN is cast to int8
         amax, block_amax = x.abs().amax(), x.unflatten(-1, (-1, 16)).abs().amax(-1)
         encode = generate_gparam(-amax, amax)
+        encode = given(encode, factor) if factor else encode
         scale, _ = calculate_qparams(-block_amax, block_amax, scheme.weights, encode)
         done = NVFP4PackedCompressor.compress({"weight": x, "weight_scale": scale, "weight_global_scale": encode}, scheme)
-        yield "", {}, {"row_data": done["weight_packed"], "row_scale": done["weight_scale"],
-                       "global_scale": done["weight_global_scale"]}
+        # As decompress does, but that it makes BF16 of everything on the way.
+        codes = unpack_fp4_from_uint8(done["weight_packed"], *x.shape, dtype=torch.float32)
+        y = dequantize(codes, done["weight_scale"].float(), args=scheme.weights, global_scale=encode, dtype=torch.float32)
+        yield "", {"given_global_scale": bool(factor)}, {
+            "row_data": done["weight_packed"], "row_scale": done["weight_scale"],
+            "global_scale": done["weight_global_scale"], "y": y}
 
-    return "compressed-tensors", "generate_gparam, calculate_qparams, NVFP4PackedCompressor.compress", DTYPES, make
+    call = "generate_gparam, calculate_qparams, NVFP4PackedCompressor.compress, dequantize"
+    return "compressed-tensors", call, DTYPES, make
 
 
 def torchao():
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
-    def make(x):
+    def make(x, factor):
         decode = per_tensor_amax_to_scale(x.abs().amax())
-        if decode > 0:  # otherwise 0/0, and codes of NaN that mean nothing
+        decode = given(decode, factor) if factor else decode
+        if x.shape[1] % 16 or x.isinf().any():
+            return
+        if decode > 0 and (decode.reciprocal().isfinite() or x.all()):  # otherwise 0/0 or 0*Inf: codes of NaN mean nothing
             scale, data = nvfp4_quantize(x, 16, decode)
-            yield ".two", {"levels": 2}, {"row_data": data, "row_scale": scale, "tensor_scale": decode}
-        scale, data = nvfp4_quantize(x, 16)
-        yield ".one", {"levels": 1}, {"row_data": data, "row_scale": scale}
+            yield ".two", {"levels": 2, "given_tensor_scale": bool(factor)}, {
+                "row_data": data, "row_scale": scale, "tensor_scale": decode}
+        if not factor:
+            scale, data = nvfp4_quantize(x, 16)
+            yield ".one", {"levels": 1}, {"row_data": data, "row_scale": scale}
 
     return "torchao", "nvfp4_quantize", ("f32", "bf16"), make
 
@@ -164,21 +216,30 @@ def torchao():
 DIALECTS = {"modelopt": modelopt, "compressed-tensors": compressed_tensors, "torchao": torchao}
 
 
-def write(path, dialect):
+def file_part(x, part, tensor):
+    if part == "row_scale":
+        tensor = tensor.view(torch.uint8).reshape(x.shape[0], -1)
+    elif part.endswith("_scale"):
+        tensor = tensor.float().reshape(1)
+    return FILE_DTYPES[tensor.dtype], list(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def write(path, dialect, shapes, given_shapes):
     package, call, dtypes, make = DIALECTS[dialect]()
     cases, tensors = {}, {}
-    for name, x in inputs(dtypes):
-        for suffix, options, parts in make(x):
-            cases[name + suffix] = {"op": "quantize", "format": "nvfp4", "dialect": dialect, "block": "1x16",
-                                    "columnwise": False, "rht": False, "row_scaled": False, "four_over_six": "off",
-                                    "e4m3_max": 448, "exact": True, **options}
-            parts = {**parts, "x": x, "row_scale": parts["row_scale"].view(torch.uint8).reshape(x.shape[0], -1)}
-            for part, tensor in parts.items():
-                if part.endswith("_scale") and part != "row_scale":
-                    tensor = tensor.float().reshape(1)
-                tensors[f"{name}{suffix}/{part}"] = tensor.clone().contiguous()
-    about = f"{package} {importlib.metadata.version(package)}: {call}"
-    save_file(tensors, path, {"about": about, "seed": str(SEED), "cases": json.dumps(cases)})
+    for name, x in inputs(dtypes, shapes):
+        for how, factor in ({"": None, **GIVEN} if x.shape in given_shapes else {"": None}).items():
+            for suffix, options, parts in make(x, factor):
+                case = name + how + suffix
+                cases[case] = {"op": "quantize", "format": "nvfp4", "dialect": dialect, "block": "1x16",
+                               "columnwise": False, "rht": False, "row_scaled": False, "four_over_six": "off",
+                               "e4m3_max": 448, "exact": True, **options}
+                for part, tensor in {"x": x, **parts}.items():
+                    tensors[f"{case}/{part}"] = file_part(x, part, tensor)
+    about = f"{package} {importlib.metadata.version(package)}, torch {torch.__version__.partition('+')[0]}: {call}"
+    metadata = {"about": about, "seed": str(SEED), "cases": json.dumps(cases)}
+    aligned = sorted(tensors.items(), key=lambda item: ("F32", "BF16", "F16", "U8").index(item[1][0]))
+    write_file(path, metadata, dict(aligned), None)
     return about, len(cases)
 
 
@@ -190,7 +251,7 @@ def main():
         for dialect in DIALECTS:
             path = os.path.join(folder, f"{dialect}.safetensors")
             try:
-                about, count = write(path, dialect)
+                about, count = write(path, dialect, SHAPES, SHAPES[:4])
             except ImportError as error:
                 if os.environ.get("CI") == "true":
                     failed += 1
