@@ -63,7 +63,9 @@ bad() { # the sentence, then FILE EDIT...
 run 0 "$NIB" conform $golden/*.safetensors
 empty err
 out_is "casts.safetensors: 1 cases, 0 failed" \
+    "compressed_tensors.safetensors: 190 cases, 0 failed" \
     "gist.safetensors: 69 cases, 0 failed" \
+    "modelopt.safetensors: 239 cases, 0 failed" \
     "te_1d.safetensors: 79 cases, 0 failed" \
     "te_2d.safetensors: 92 cases, 0 failed" \
     "te_4over6.safetensors: 40 cases, 0 failed" \
@@ -71,7 +73,7 @@ out_is "casts.safetensors: 1 cases, 0 failed" \
     "te_rht.safetensors: 32 cases, 0 failed" \
     "te_row_scaled.safetensors: 16 cases, 0 failed" \
     "torchao.safetensors: 84 cases, 0 failed" \
-    "416 passed, 0 failed"
+    "845 passed, 0 failed"
 for threads in 0 1 3; do
     run 0 "$NIB" conform -q -t $threads $golden/te_1d.safetensors $golden/te_rht.safetensors
     out_is "111 passed, 0 failed"
@@ -102,6 +104,11 @@ passes te_1d only $one rename $one/x a/b/x rename $one/row_data a/b/row_data ren
 # A NaN is a NaN, and in E2M1 the sign of a zero is not looked at.
 passes casts flip casts/f32_of_e4m3 510 0x40 flip casts/f32_of_e4m3 508 1 flip casts/e2m1_of_bf16_clamped 32768 8
 
+# The same in values, of which a file need not have any: here a NaN and a zero.
+passes modelopt only zero.f32.2x80 flip zero.f32.2x80/y 0 1 flip zero.f32.2x80/y 7 0x80
+passes modelopt only sparse.f32.2x80 flip sparse.f32.2x80/y 3 0x80
+passes modelopt only sparse.f32.2x80 drop sparse.f32.2x80/y
+
 # ---- What differs --------------------------------------------------------------------------------------
 
 # One bit of one element, in each tensor: the coordinates are of elements, of blocks, of rows.
@@ -121,6 +128,7 @@ differs "casts: e2m1_of_bf16_clamped[16256]: expected 0x03, got 0x02" casts flip
 differs "casts: e4m3_of_f16_clamped[15360]: expected 0x39, got 0x38" casts flip casts/e4m3_of_f16_clamped 15360 1
 differs "casts: f32_of_e4m3[56]: expected 0x3F800001, got 0x3F800000" casts flip casts/f32_of_e4m3 224 1
 differs "casts: f32_of_e8m0[127]: expected 0x3F800001, got 0x3F800000" casts flip casts/f32_of_e8m0 508 1
+differs "sparse.f32.2x80: y[1, 79]: expected 0x" modelopt flip sparse.f32.2x80/y $((4 * 159)) 1
 # The options reach the quantizer.
 differs "$one: " te_1d only $one set $one four_over_six '"mse"'
 differs "$one: " te_1d only $one set $one e4m3_max 448 set $one block '"16x16"'
@@ -182,6 +190,7 @@ bad "case '16x32x64': a case of op \"gemm\" has no \"columnwise\"" te_gemm set 1
 for tensor in x row_data row_scale row_amax col_data col_scale col_amax; do
     bad "case '$one': it has no tensor '$tensor'" te_1d only $one drop $one/$tensor
 done
+bad "case 'sparse.f32.2x80': its tensor 'y' is F32 [80, 2], not F32 [2, 80]" modelopt shape sparse.f32.2x80/y '[80, 2]'
 bad "case 'casts': it has no tensor 'f32_of_e5m2'" casts drop casts/f32_of_e5m2
 bad "case 'casts': it has no tensor 'bf16_bits'" casts drop casts/bf16_bits
 bad "case 'casts': its tensor 'bf16_bits' has a number outside 0..65535 at 0" casts flip casts/bf16_bits 3 0x80

@@ -31,7 +31,7 @@ def compare(case, tensors, part):
              **level_name(tensors)}
     seen = 0
     for name, (expected, _code) in tensors.items():
-        if name == "x":
+        if name in ("x", "y"):
             continue
         got = np.asarray(part(names[name])).view(expected.dtype)
         assert got.shape == expected.shape, name
@@ -43,15 +43,23 @@ def compare(case, tensors, part):
     assert seen >= 2
 
 
+def given_of(case, tensors):
+    for name in ("global_scale", "tensor_scale"):
+        if case.get(f"given_{name}"):
+            return {"level": tensors[name][0]}
+    return None
+
+
 @pytest.mark.parametrize("stem", vectors.QUANTIZE_FILES)
 def test_quantize(stem):
     cases, arrays = vectors.load(stem)
     for name, case in cases.items():
         tensors = vectors.of_case(arrays, name)
         x, code = tensors["x"]
-        given = {"level": tensors["global_scale"][0]} if case.get("given_global_scale") else None
-        t = nib.quantize(x, nib.Quantizer(**options_of(case)), dtype=code, given=given)
+        t = nib.quantize(x, nib.Quantizer(**options_of(case)), dtype=code, given=given_of(case, tensors))
         compare(case, tensors, t.valid_part)
+        if "y" in tensors:
+            assert np.array_equal(t.dequantize("float32"), tensors["y"][0], equal_nan=True), name
         # The values, computed once more by NumPy from the golden bytes.
         if stem == "te_1d":
             data, scale, amax = (tensors[n][0] for n in ("row_data", "row_scale", "row_amax"))

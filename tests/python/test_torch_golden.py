@@ -9,7 +9,7 @@ import nib  # noqa: E402
 import vectors  # noqa: E402
 from nib.torch import NVFP4Quantizer, NVFP4Tensor, gist  # noqa: E402
 from nib.torch.utils import gemm_reference  # noqa: E402
-from test_golden import compare, options_of  # noqa: E402
+from test_golden import compare, given_of, options_of  # noqa: E402
 
 ATTRIBUTES = {"row_data": "_rowwise_data", "col_data": "_columnwise_data", "row_scale": "_rowwise_scale_inv",
               "col_scale": "_columnwise_scale_inv", "row_level": "_amax_rowwise", "col_level": "_amax_columnwise"}
@@ -73,8 +73,7 @@ def test_torch_tensors_by_dlpack(stem):
     cases, arrays = vectors.load(stem)
     for name, case in cases.items():
         tensors = vectors.of_case(arrays, name)
-        given = {"level": tensors["global_scale"][0]} if case.get("given_global_scale") else None
-        t = nib.quantize(to_torch(*tensors["x"]), nib.Quantizer(**options_of(case)), given=given)
+        t = nib.quantize(to_torch(*tensors["x"]), nib.Quantizer(**options_of(case)), given=given_of(case, tensors))
         compare(case, tensors, t.valid_part)
         out = torch.empty(t.shape, dtype=torch.float32)
         t.dequantize(out=out)

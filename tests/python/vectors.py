@@ -11,7 +11,8 @@ from nib import DType, _arrays
 from nib._library import Entry, lib, raw
 
 GOLDEN = os.path.join(ROOT, "tests/golden")
-QUANTIZE_FILES = ("te_1d", "te_2d", "te_row_scaled", "te_4over6", "te_rht", "gist", "torchao")
+QUANTIZE_FILES = ("te_1d", "te_2d", "te_row_scaled", "te_4over6", "te_rht", "gist", "torchao", "modelopt",
+                  "compressed_tensors")
 
 
 def load(stem):
