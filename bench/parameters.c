@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "nib.h"
+#include "nib_shard.h"
 
 enum { ELEMENTS = 16 };
 
@@ -43,13 +44,12 @@ static nib_status cast_many(const struct rule *rule, struct cast *cast)
     nib_quantizer_init(&q);
     q.scale_rule = rule->rule;
     q.columnwise = 0;
-    q.threads = 1;
     for (int i = 0; i < ELEMENTS; i++)
         values[i] = (float)(i - 5);
     nib_status status = nib_array_init(&master, values, NIB_F32, 1, &shape[1]);
     for (size_t i = 0; i < cast->n && !status; i++) {
         cast->masters[i] = &master;
-        status = nib_tensor_create(&q, NIB_BF16, 2, shape, &cast->params[i]);
+        status = nib_tensor_create(&q, NIB_BF16, 2, shape, NULL, &cast->params[i]);
     }
     if (!status)
         status = counted_call(cast);

@@ -12,6 +12,7 @@
 #include <time.h>
 
 #include "nib.h"
+#include "nib_shard.h"
 
 enum { COLUMNS = 4096, PARAMETERS = 4, MOST_RANKS = 4 };
 
@@ -104,11 +105,13 @@ static void *run_rank(void *context)
     q.block_dims[0] = rank->kind->block_rows;
     q.scale_rule = rank->kind->rule;
     q.columnwise = 0;
-    q.threads = 1;
+    nib_device *host = NULL; /* a rank is a thread already */
+    if (nib_host_create(1, &host))
+        rank->failed = 1;
     for (int i = 0; i < PARAMETERS; i++) {
         starts[i] = elements / comm.size * comm.rank;
         length = comm.rank == comm.size - 1 ? elements - starts[i] : elements / comm.size;
-        if (nib_tensor_create(&q, NIB_BF16, 2, shape, &params[i]) ||
+        if (nib_tensor_create(&q, NIB_BF16, 2, shape, host, &params[i]) ||
             nib_array_init(&masters[i], (float *)(uintptr_t)(rank->master + i * elements + starts[i]), NIB_F32, 1,
                            &length))
             rank->failed = 1;
@@ -129,6 +132,7 @@ static void *run_rank(void *context)
     rank->gather = now() - start;
     for (int i = 0; i < PARAMETERS; i++)
         nib_tensor_destroy(params[i]);
+    nib_device_release(host);
     return NULL;
 }
 

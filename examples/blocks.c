@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "nib_reference.h"
 enum { BLOCK = 16, ROWS = 256, COLS = 1024 };
 
 static void check(int holds, const char *claim)

@@ -18,6 +18,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "nib_file.h"
+#include "nib_reference.h"
 static void die(const char *format, ...)
 {
     va_list arguments;

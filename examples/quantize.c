@@ -7,6 +7,8 @@
 #include <nib.h>
 #include <stdio.h>
 
+#include "nib_file.h"
+#include "nib_reference.h"
 enum { ROWS = 48, COLS = 80 };
 
 /* Write a tensor to a file and read it again. The file is there under its name once it is complete. */
@@ -24,7 +26,7 @@ static nib_status through_file(const char *path, const nib_tensor *t, nib_tensor
     if (!status)
         status = nib_file_open(path, &file);
     if (!status)
-        status = nib_file_read_tensor(file, "weight", out);
+        status = nib_file_read_tensor(file, "weight", NULL, out);
     nib_writer_destroy(writer); /* destroy and close take NULL */
     nib_file_close(file);
     return status;

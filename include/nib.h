@@ -6,7 +6,10 @@
  * (or per row). docs/format.md draws the bits, docs/numerics.md says how every byte comes about. The other formats of
  * the same family (Float8, MXFP8, blockwise Float8, MXFP4) go through the same calls; docs/formats.md compares them.
  *
- * Five rules hold for everything below, so they are stated only here.
+ * Other headers: nib_shard.h (ranks, sharded casts, groups), nib_file.h (safetensors), nib_dlpack.h (exchange),
+ * nib_reference.h (codecs, matrices, the reference GEMM), nib_checkpoint.h (whole models).
+ *
+ * Six rules hold for all of them, so they are stated only here.
  *   Errors   A call that can fail returns nib_status. On failure its outputs are untouched and
  *            nib_last_error() has a message that names the fact. The library never prints, exits or aborts.
  *   Memory   create, quantize, clone, view, slice, open and their like give the caller an object; destroy,
@@ -14,8 +17,14 @@
  *   Threads  Different objects may be used at the same time; one object may be read by many threads, but
  *            not while a call changes it. Calls that change an object take it without const. A thread
  *            needs 256 KiB of stack (of an optimized library).
- *   Results  Bytes depend on neither the CPU, the thread count, the rounding mode, FTZ/DAZ nor the locale.
+ *   Results  Bytes depend on neither the device, the CPU, the thread count, the rounding mode, FTZ/DAZ nor
+ *            the locale.
+ *   Devices  A call runs where its data lives. Everything in one call lies on one device (NIB_ERR_DEVICE
+ *            otherwise), and what a device cannot do is NIB_ERR_UNSUPPORTED; both touch nothing. Raw pointers
+ *            to values in such a call (amaxes, a no-op flag) are pointers of that device.
  *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init.
+ *            A smaller one, of an older caller, works; a larger one works if what this library does not know
+ *            is 0. Of a struct that is written, never more than its `bytes` are. All others are final.
  */
 #ifndef NIB_H
 #define NIB_H
@@ -36,9 +45,9 @@ extern "C" {
 /* ---- Version ------------------------------------------------------------------------------------------ */
 
 #define NIB_VERSION_MAJOR 0
-#define NIB_VERSION_MINOR 1
+#define NIB_VERSION_MINOR 2
 #define NIB_VERSION_PATCH 0
-#define NIB_VERSION "0.1.0"
+#define NIB_VERSION "0.2.0"
 
 /* The version of the library that is running, as NIB_VERSION is of the header. */
 NIB_API const char *nib_version(void);
@@ -62,6 +71,7 @@ typedef enum nib_status {
     NIB_ERR_DATA,        /* a file that breaks its format */
     NIB_ERR_UNSUPPORTED, /* well formed, but not something this build does */
     NIB_ERR_CANCELLED,   /* the caller's own function asked to stop */
+    NIB_ERR_DEVICE,      /* things of two devices in one call, or a device that failed */
     NIB_STATUS_COUNT
 } nib_status;
 
@@ -82,6 +92,19 @@ NIB_API void nib_get_error(nib_error *out);
 /* For what is built around the library, communicators among it: set this thread's message, and return the status. It is
  * copied, and cut to what nib_error holds. Nothing happens for NIB_OK. */
 NIB_API nib_status nib_set_error(nib_status status, const char *text);
+
+/* ---- Devices ------------------------------------------------------------------------------------------- */
+
+/* Where memory lies and calls run. NULL, wherever a device is asked for, is the host with OpenMP's default of threads.
+ * Buffers and tensors retain theirs. References are counted thread-safely. */
+typedef struct nib_device nib_device;
+
+/* The host with so many threads; 0 for OpenMP's default. All hosts are one device: arrays and tensors of different ones
+ * go together, and a call takes the threads of its array argument or, without one, of the tensor that it writes. */
+NIB_API nib_status nib_host_create(int threads, nib_device **out);
+NIB_API const char *nib_device_name(const nib_device *device); /* "host", "cuda:0"; valid as long as the device */
+NIB_API nib_device *nib_device_retain(nib_device *device);     /* returns its argument */
+NIB_API void nib_device_release(nib_device *device);
 
 /* ---- Plain data: dtypes and borrowed arrays ------------------------------------------------------------ */
 
@@ -120,7 +143,7 @@ NIB_API int nib_dtype_bits(nib_dtype dtype);
 
 #define NIB_MAX_RANK 8
 
-/* A view of plain data that somebody else owns. Strides may be negative or zero. */
+/* A view of plain data that somebody else owns. Strides may be negative or zero. This struct is final. */
 typedef struct nib_array {
     void *data;    /* start of the memory */
     size_t bytes;  /* its size: every element must lie within it, and calls check that */
@@ -129,82 +152,35 @@ typedef struct nib_array {
     int32_t rank;
     int64_t shape[NIB_MAX_RANK];
     int64_t strides[NIB_MAX_RANK]; /* in elements */
+    nib_device *device;            /* where the memory is; NULL: the host */
 } nib_array;
 
 /* Fill `out` with a C-contiguous view of `data`, whose size follows from the shape.
  * ARG, DTYPE (only whole-byte dtypes), SHAPE (rank, negative dims, overflow). */
 NIB_API nib_status nib_array_init(nib_array *out, void *data, nib_dtype dtype, int rank, const int64_t *shape);
 
-/* Encode n floats as dtype (E2M1, E4M3, E5M2, E8M0, BF16, F16, F32), or decode them. Rounding is to nearest even
- * and saturates to the largest finite value (BF16, F16: to infinity, as IEEE has it); E8M0 takes the power of
- * two at or above |x|. E2M1 is packed: (n + 1) / 2 bytes, a missing last nibble is 0. */
-NIB_API nib_status nib_encode(nib_dtype dtype, const float *x, size_t n, void *out);
-NIB_API nib_status nib_decode(nib_dtype dtype, const void *codes, size_t n, float *out);
+/* Copy the elements of one array to another of the same dtype and shape (MISMATCH), on the same device or not. On the
+ * host any strides will do; from and to another device both must be C-contiguous (UNSUPPORTED). Waits for the device
+ * that is read. The two must not overlap. */
+NIB_API nib_status nib_array_copy(const nib_array *from, const nib_array *to);
 
 /* ---- Buffers ------------------------------------------------------------------------------------------ */
 
 /* Reference-counted bytes. Counting is thread-safe. */
 typedef struct nib_buffer nib_buffer;
 
-/* New memory, zeroed, aligned to 64 bytes. */
-NIB_API nib_status nib_buffer_create(size_t bytes, nib_buffer **out);
+/* New memory of a device, zeroed, aligned to 64 bytes. */
+NIB_API nib_status nib_buffer_create(size_t bytes, nib_device *device, nib_buffer **out);
 
-/* Somebody else's memory; `release(context)` is called once when the last reference goes (it may be NULL). */
-NIB_API nib_status nib_buffer_borrow(void *data, size_t bytes, void (*release)(void *context), void *context,
-                                     nib_buffer **out);
+/* Somebody else's memory, on that device; `release(context)` is called once when the last reference goes (it may be
+ * NULL). */
+NIB_API nib_status nib_buffer_borrow(void *data, size_t bytes, nib_device *device, void (*release)(void *context),
+                                     void *context, nib_buffer **out);
 NIB_API nib_buffer *nib_buffer_retain(nib_buffer *buffer); /* returns its argument */
 NIB_API void nib_buffer_release(nib_buffer *buffer);
 NIB_API void *nib_buffer_data(const nib_buffer *buffer);
 NIB_API size_t nib_buffer_bytes(const nib_buffer *buffer);
-
-/* ---- DLPack ------------------------------------------------------------------------------------------- */
-
-struct DLManagedTensor;          /* DLPack before 1.0 */
-struct DLManagedTensorVersioned; /* DLPack 1.x */
-
-/* View a DLPack tensor in host memory without a copy and without taking it over: it must outlive `out`. A view does not
- * remember that a tensor is read-only: such a one must not be written to. */
-NIB_API nib_status nib_array_from_dlpack(const struct DLManagedTensor *managed, nib_array *out);
-NIB_API nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned *managed, nib_array *out);
-
-/* Take over a C-contiguous DLPack tensor in host memory: its deleter runs when the buffer goes. */
-NIB_API nib_status nib_buffer_from_dlpack(struct DLManagedTensor *managed, nib_buffer **out);
-NIB_API nib_status nib_buffer_from_dlpack_versioned(struct DLManagedTensorVersioned *managed, nib_buffer **out);
-
-/* Give a plain array away as a DLPack tensor. `owner` is retained until the deleter runs; NULL if the memory is sure to
- * outlive the tensor. */
-NIB_API nib_status nib_array_to_dlpack(const nib_array *array, nib_buffer *owner, struct DLManagedTensor **out);
-NIB_API nib_status nib_array_to_dlpack_versioned(const nib_array *array, nib_buffer *owner,
-                                                 struct DLManagedTensorVersioned **out);
-
-/* ---- Communicators ------------------------------------------------------------------------------------ */
-
-/* What ranks that share a tensor must be able to do together. Every rank makes the same calls in the same order. A
- * function returns NIB_OK or a status, the same on every rank. A reduction of amaxes alone (nib_quantizer.amax_comm)
- * needs only the first function, and calls `agree` before it where there is one: without it a rank that fails before
- * the reduction leaves the others waiting. */
-typedef struct nib_comm {
-    size_t bytes;
-    void *context;
-    int rank, size;
-    /* In place, elementwise, the same n everywhere; numbers may be negative, but there are no NaNs. */
-    nib_status (*allreduce_max_f32)(void *context, float *values, size_t n);
-    /* The largest of all ranks' statuses; NIB_ERR_MISMATCH if all are NIB_OK and the keys are not equal. */
-    nib_status (*agree)(void *context, nib_status status, uint64_t key);
-    /* counts[size] bytes of every rank, the same everywhere, side by side into `all`, which does not overlap `mine`. */
-    nib_status (*allgather)(void *context, const void *mine, void *all, const size_t *counts);
-    /* Returns when all ranks are there. */
-    nib_status (*barrier)(void *context);
-} nib_comm;
-
-/* One rank alone. */
-NIB_API const nib_comm *nib_comm_serial(void);
-
-/* Ranks that are threads of this process: *out becomes an array of `size` communicators, and thread r uses only
- * &(*out)[r]. Calls that do not match (another function, another length) are NIB_ERR_COMM on every rank. A rank that
- * never comes is waited for. destroy when no thread is in a call; it takes what create gave. */
-NIB_API nib_status nib_comm_threads_create(int size, nib_comm **out);
-NIB_API void nib_comm_threads_destroy(nib_comm *comms);
+NIB_API nib_device *nib_buffer_device(const nib_buffer *buffer); /* not retained */
 
 /* ---- Options ------------------------------------------------------------------------------------------ */
 
@@ -269,7 +245,9 @@ typedef enum nib_mx_rule {
 
 #define NIB_RHT_SIGN_MASK 0xD7E8u /* TransformerEngine's: bit i set when input i changes its sign */
 
-/* Every choice that decides bytes, and the thread count, which does not. Plain data: copy it by assignment. */
+typedef struct nib_comm nib_comm; /* nib_shard.h: ranks that share a tensor */
+
+/* Every choice that decides bytes. Plain data: copy it by assignment. */
 typedef struct nib_quantizer {
     size_t bytes;
     nib_format format;
@@ -293,7 +271,6 @@ typedef struct nib_quantizer {
     uint64_t seed, offset;     /* of the random stream; advance offset by 4 or more from call to call */
     int64_t origin[2];         /* row and column of the input's first element in the whole, for the random stream */
     const nib_comm *amax_comm; /* amaxes become the maximum over its ranks; never kept in a tensor */
-    int32_t threads;           /* 0: as many as OpenMP would take */
     uint8_t pow2_scales;       /* float8 formats: scales rounded down to powers of two */
     nib_mx_rule mx_rule;       /* MX formats */
     float amax_epsilon;        /* float8 formats: smaller amaxes count as this */
@@ -313,7 +290,7 @@ NIB_API nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int co
  * whether such an input is taken. */
 NIB_API nib_status nib_quantizer_check(const nib_quantizer *q, const nib_array *x);
 
-/* Same bytes for the same input: every field but threads and amax_comm. The hash agrees with it. */
+/* Same bytes for the same input: every field but amax_comm. The hash agrees with it. */
 NIB_API int nib_quantizer_equal(const nib_quantizer *a, const nib_quantizer *b);
 NIB_API uint64_t nib_quantizer_hash(const nib_quantizer *q);
 
@@ -355,16 +332,16 @@ typedef enum nib_part {
     NIB_PART_COUNT
 } nib_part;
 
-/* Numbers that a caller brings to a quantization instead of having them computed; each may be NULL.
+/* Values that a caller brings to a quantization instead of having them computed; each may be NULL.
  * One float, or one per row (columnwise: per column) when row-scaled. Index with nib_usage.
- * Without RHT and row-scaling one usage's number serves both. */
+ * Without RHT and row scaling one usage's value serves both. */
 typedef struct nib_overrides {
     size_t bytes;
     const float *amax[2];         /* still reduced over amax_comm */
     const float *tensor_scale[2]; /* the finished per-tensor number itself, in the tensor's nib_tensor_scale */
     const float *scale; /* Float8, delayed scaling: multiply the data with this one; the tensor scale is its inverse */
-    float *
-        amax_seen; /* formats with tensor scales: raised to the data's amax, after any reduction; nib_delayed_scaling_update takes it */
+    /* Formats with tensor scales: raised to the data's amax, after any reduction, for nib_delayed_scaling_update. */
+    float *amax_seen;
 } nib_overrides;
 
 /* Quantize `x` (F32, BF16, F16; any rank from 1, Float8 from 0; any strides) into a new tensor. given may be NULL. */
@@ -390,13 +367,20 @@ NIB_API nib_status nib_dequantize_rows(const nib_tensor *t, nib_usage from, int6
 
 /* A tensor of zeros. dtype is the nominal one. */
 NIB_API nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
-                                     nib_tensor **out);
+                                     nib_device *device, nib_tensor **out);
 
-/* A tensor over buffers the caller has; parts[NIB_PART_COUNT], NULL for absent ones. Each is retained. A copy is
+/* A tensor over buffers the caller has; n_parts is NIB_PART_COUNT, and absent ones
+ * are NULL. Each is retained, and all are on one device. A copy is
  * data, scale and tensor scale together: USAGE if one is missing, SHAPE if a size is not what nib_part says. */
 NIB_API nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
-                                           nib_buffer *const *parts, nib_tensor **out);
+                                           nib_buffer *const *parts, size_t n_parts, nib_tensor **out);
 NIB_API void nib_tensor_destroy(nib_tensor *t);
+
+/* Where its buffers are; not retained. */
+NIB_API nib_device *nib_tensor_device(const nib_tensor *t);
+
+/* A deep copy of every buffer on another device, or on the same. Waits for the device that is read. */
+NIB_API nib_status nib_tensor_to(const nib_tensor *t, nib_device *device, nib_tensor **out);
 
 /* All that is not bytes of buffers. */
 typedef struct nib_metadata {
@@ -406,23 +390,17 @@ typedef struct nib_metadata {
     nib_dtype element; /* what a code is */
     int32_t rank;
     int64_t shape[NIB_MAX_RANK];
-    int64_t rows, cols;            /* M, K */
-    nib_tensor_scale tensor_scale; /* what the per-tensor numbers mean */
-    uint8_t rowwise, columnwise;   /* which usages are there */
-    uint8_t columnwise_valid;      /* 0 after nib_tensor_invalidate_columnwise */
-    nib_quantizer quantizer;       /* block_dims, swizzled, row_scaled, scale rule, e4m3_max, RHT, ... */
+    int64_t rows, cols;             /* M, K */
+    nib_tensor_scale tensor_scale;  /* what the per-tensor numbers mean */
+    uint8_t rowwise, columnwise;    /* which usages are there */
+    uint8_t columnwise_valid;       /* 0 after nib_tensor_invalidate_columnwise */
+    const nib_quantizer *quantizer; /* the tensor's own, until it changes or goes: block_dims, swizzled, RHT, ... */
 } nib_metadata;
 NIB_API nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out);
 
 /* A buffer, not retained (NULL when absent), or a view of it with its true shape and dtype. */
 NIB_API nib_buffer *nib_tensor_buffer(const nib_tensor *t, nib_part part);
 NIB_API nib_status nib_tensor_part(const nib_tensor *t, nib_part part, nib_array *out);
-
-/* A part as a DLPack tensor that keeps the buffer alive until its deleter runs. Packed codes and scales leave as
- * uint8. */
-NIB_API nib_status nib_tensor_to_dlpack(const nib_tensor *t, nib_part part, struct DLManagedTensor **out);
-NIB_API nib_status nib_tensor_to_dlpack_versioned(const nib_tensor *t, nib_part part,
-                                                  struct DLManagedTensorVersioned **out);
 
 /* Which copies hold data. */
 NIB_API nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnwise);
@@ -439,11 +417,11 @@ NIB_API nib_status nib_tensor_invalidate_columnwise(nib_tensor *t);
 /* Give the tensor another quantizer for later updates; it must not change what the bytes mean (MISMATCH). */
 NIB_API nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *q);
 
-/* Save for later. prepare moves the buffers out, *n references (NIB_PART_COUNT at most: NVFP4 6, MXFP8, MXFP4 and
- * blockwise Float8 4, Float8 3) in the order of nib_part, NULL for absent ones; the tensor keeps all else. restore
+/* Save for later. prepare moves the buffers out, *n references (NVFP4 6, MXFP8, MXFP4 and blockwise Float8 4, Float8 3; ARG
+ * where the list has no room for them) in the order of nib_part, NULL for absent ones; the tensor keeps all else. restore
  * moves them back in from the front of a list of n and says in *used how many it took; the tensor must be without data
  * (USAGE). */
-NIB_API nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t *n);
+NIB_API nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t capacity, size_t *n);
 NIB_API nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved, size_t n, size_t *used);
 
 /* The same for a mixed list of tensors and plain arrays: tensor NULL means the array is the item. A tensor may be in it
@@ -518,193 +496,6 @@ NIB_API nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int ran
 NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape,
                                         int *out_rank, int64_t *out_shape);
 
-/* ---- Sharding ------------------------------------------------------------------------------------------ */
-
-/* Training keeps master weights in FP32, cut into pieces that ranks own, and casts every piece into its place in the
- * quantized parameter. Elements are numbered along the flattened parameter. The result of all ranks together has the
- * bytes of a quantization of the whole, whatever the cut: scales come from amaxes that were reduced over the ranks,
- * codes are written one by one beside those of neighbors, and random numbers go by place.
- *
- * A cast takes NVFP4 with 16x16 or 1x16 blocks and every other format, and rejects (MODE, USAGE): a rowwise RHT, which
- * changes amaxes that ranks with a part of a block cannot know; swizzled scales; and a columnwise usage with 1xB blocks,
- * which cannot be built from rowwise codes (MXFP8 casts both usages). A master is F32 or BF16, of rank 1, and is rounded
- * to the parameter's nominal dtype first, so that the result is that of the parameter in its dtype. With four-over-six
- * and 16x16 blocks the columnwise usage, built from rowwise codes, is their transpose; one that was quantized by itself
- * may have chosen otherwise where two errors nearly tie. */
-
-/* Lists of a sharded cast that not everybody needs. Each is NULL or has one entry per parameter, which may be NULL. */
-typedef struct nib_master_options {
-    size_t bytes;
-    /* Keep columnwise buffers where they are, marked invalid, instead of dropping them. */
-    uint8_t manual_post_all_gather;
-    /* FSDP: where the codes go instead of into the parameter. U8, contiguous, of exactly the bytes that
-     * nib_tensor_byte_range gives for the piece. Scales and tensor scales still go to the parameter. Columnwise only for
-     * formats that cast both usages. */
-    const nib_array *const *row_shards, *const *col_shards;
-    const float *const *scales; /* Float8, delayed scaling: the multiplier; entries NULL: current scaling */
-    float *const *amax_seen;    /* raised to the parameter's reduced amax */
-} nib_master_options;
-
-/* Cast pieces of master weights into parameters. params[i] gets masters[i] from element starts[i] on; a rank that
- * owns nothing of it passes NULL and -1. Every rank passes all parameters in the same order (MISMATCH otherwise), each
- * once. Two collectives, whatever the number of parameters: agreement, and one reduction of every parameter's block
- * amaxes, 4 bytes per block. Every rank then has all scales and tensor scales, and the codes of its pieces; columnwise
- * copies are dropped or (manual) invalid until nib_post_all_gather_processing. Everything is checked on all ranks
- * before anything changes: if one fails, all return the largest status and none has changed.
- *
- * Four-over-six and sweep choose a scale from all numbers of a block. With such parameters in the list there are three
- * collectives more: a gather of where the pieces lie, agreement, and one gather of a byte per block and of the numbers,
- * in the nominal dtype, of blocks that a cut divides: of 16 elements per cut with 1x16 blocks, of 16 rows with 16x16. (It
- * becomes several where it would move more than 16 MiB at once.)
- *
- * Pieces must cover each parameter once. A block of which no rank has an element is SHAPE: its codes would be those of
- * before. With four-over-six and sweep that is SHAPE for every gap and overlap; elsewhere smaller gaps, and overlaps,
- * would take another collective to see, and are found by nib_all_gather_param. */
-NIB_API nib_status nib_quantize_master_weights(nib_tensor *const *params, size_t n_params,
-                                               const nib_array *const *masters, size_t n_masters, const int64_t *starts,
-                                               size_t n_starts, const nib_comm *comm,
-                                               const nib_master_options *options);
-
-/* The same by Megatron's name, for NVFP4 only (MODE otherwise), always manual. row_shards may be NULL. */
-NIB_API nib_status nib_quantize_nvfp4_param_shard(nib_tensor *const *params, size_t n_params,
-                                                  const nib_array *const *masters, size_t n_masters,
-                                                  const int64_t *starts, size_t n_starts, const nib_comm *comm,
-                                                  const nib_array *const *row_shards);
-
-/* After the codes were gathered: build every columnwise usage that is wanted or invalid from the rowwise one. Nothing
- * happens to formats that cast both usages. All are checked first; if memory runs out, those before are done. */
-NIB_API nib_status nib_post_all_gather_processing(nib_tensor *const *params, size_t n);
-
-/* The steps of a cast, for callers with a reduction of their own. The grid has one amax per scale: [ceil(M/16),
- * ceil(K/16)] with 16x16 blocks, [M, ceil(K/16)] with 1x16 (columnwise: M and K exchanged), [1, 1] for Float8. */
-NIB_API nib_status nib_amax_grid(const nib_tensor *t, nib_usage usage, int64_t *rows, int64_t *cols);
-/* The grid of a piece; blocks of which it has nothing are 0. The maximum over all pieces is the grid of the whole. */
-NIB_API nib_status nib_partial_amax(const nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start,
-                                    float *amaxes);
-/* Level and scales of a copy from the grid of the whole: written to all rows that share them, padding zero. MODE for
- * four-over-six and sweep, whose scales take more than amaxes. */
-NIB_API nib_status nib_block_scales(nib_tensor *t, nib_usage usage, const float *amaxes);
-/* The fewest elements around start..start+length-1 that are whole blocks side by side: blocks of 16 in a row with 1x16,
- * whole bands of 16 rows with 16x16. */
-NIB_API nib_status nib_whole_blocks(const nib_tensor *t, nib_usage usage, int64_t start, int64_t length, int64_t *first,
-                                    int64_t *count);
-/* Four-over-six and sweep: the codes of the scales of the whole blocks (in the sense of nib_whole_blocks) that a piece
- * has, 0 for the others; as a grid like the amaxes, which are those of the whole. So that every block is in some
- * piece, the caller brings the elements of divided blocks together first: a piece may hold elements of neighbors. The
- * maximum over all pieces is the grid of the whole. */
-NIB_API nib_status nib_partial_scales(const nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start,
-                                      const float *amaxes, uint8_t *scales);
-/* nib_block_scales for them. */
-NIB_API nib_status nib_chosen_scales(nib_tensor *t, nib_usage usage, const float *amaxes, const uint8_t *scales);
-/* The codes of a piece, after nib_block_scales (or nib_chosen_scales) with the same grid; into `shard` (as in nib_master_options) or, NULL,
- * the tensor. */
-NIB_API nib_status nib_partial_cast(nib_tensor *t, nib_usage usage, const nib_array *master, int64_t start,
-                                    const float *amaxes, const nib_array *shard);
-/* Packed codes of a [rows, cols] matrix, [rows, ceil(cols/2)] bytes, to [cols, ceil(rows/2)]; missing nibbles are 0. */
-NIB_API nib_status nib_transpose_packed(const uint8_t *codes, int64_t rows, int64_t cols, uint8_t *out);
-/* Scales of 16x16 blocks of a [rows, cols] matrix: from `rows` lines, in_stride bytes apart, to `cols` lines of
- * ceil(rows/16) scales, out_stride bytes apart, each filled up with zeros. */
-NIB_API nib_status nib_transpose_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t in_stride,
-                                        uint8_t *out, int64_t out_stride);
-
-/* Bytes of a copy's codes that hold elements start..start+length-1. A shared byte holds an element outside of them
- * as well. */
-typedef struct nib_byte_range {
-    int64_t first, count;
-    int first_shared, last_shared; /* with an element before start; with one after the last */
-} nib_byte_range;
-NIB_API nib_status nib_tensor_byte_range(const nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
-                                         nib_byte_range *out);
-
-/* A buffer of parameters that exists twice: `elements` numbers for gradients, `packed_bytes` bytes of codes. Rank r
- * of size owns an equal share of either. MISMATCH where these are not the same elements: 2 * packed_bytes !=
- * elements, or shares that are not whole bytes; gathering such shares would mix them up. */
-NIB_API nib_status nib_param_buffer_range(int64_t elements, int64_t packed_bytes, int rank, int size,
-                                          int64_t *first_element, int64_t *element_count, int64_t *first_byte,
-                                          int64_t *byte_count);
-
-/* ---- Gathers ---- */
-
-/* Gather the codes of a parameter: this rank has elements start..start+length-1, in `shard` (as in
- * nib_master_options) or, NULL, in the tensor; afterwards the tensor has all. Pieces may lie in any order and be
- * empty, but must cover every element once (SHAPE). A byte that two ranks share is put together from both.
- * COLUMNWISE only for formats that cast both usages. */
-NIB_API nib_status nib_all_gather_param(nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
-                                        const nib_array *shard, const nib_comm *comm);
-/* The same by whole bytes: SHAPE where ranks share a byte, which a gather of bytes would spoil. */
-NIB_API nib_status nib_all_gather_param_bytes(nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
-                                              const nib_array *shard, const nib_comm *comm);
-
-/* Put the ranks' tensors one below the other: shapes may differ in the first dim only, which may be 0, and all have the
- * same copies. The result equals a quantization of the whole by the same amax. MISMATCH where tensor scales differ: reduce the
- * amax (nib_quantizer.amax_comm; row-scaled: only that of columns, by nib_overrides). SHAPE where a border between ranks is
- * not one between blocks (columnwise usages and square blocks). */
-NIB_API nib_status nib_all_gather_tensor(const nib_tensor *t, const nib_comm *comm, nib_tensor **out);
-
-/* FSDP: what a framework gathers by itself. extract: views of the rowwise codes, and of the scales without padding
- * rows; tensor scales are not gathered, they must be equal on all ranks already. assign: `data` and `scales` now hold the
- * pieces of all ranks, one below the other; rows is their sum. *out NULL: a new tensor; otherwise one of that shape,
- * written in place. The columnwise usage is built where the quantizer wants one. USAGE or UNSUPPORTED for what cannot
- * be gathered so: swizzled scales, scales that do not lie row by row, a columnwise usage of 1xB blocks, pieces that
- * do not end with a block. */
-typedef struct nib_fsdp_parts {
-    size_t bytes;
-    nib_array data;   /* U8 [rows, bytes of a row] */
-    nib_array scales; /* [rows, padded blocks of a row]; data NULL for Float8 */
-    float tensor_scale;
-    nib_metadata metadata; /* of the piece */
-} nib_fsdp_parts;
-NIB_API nib_status nib_fsdp_extract(const nib_tensor *t, nib_fsdp_parts *out);
-NIB_API nib_status nib_fsdp_assign(const nib_fsdp_parts *parts, int64_t rows, nib_tensor **out);
-
-/* ---- Groups (mixture of experts) ---- */
-
-/* Quantize rows of a [sum of counts, K] array as n tensors of counts[i] rows, which may be 0: each is what
- * quantizing its rows alone gives; for the random stream each starts at (0, 0). With amax_comm all amaxes are
- * reduced at once, those of member i with those of member i on the other ranks; where rows have amaxes of their own,
- * all ranks have the same counts (MISMATCH otherwise). */
-NIB_API nib_status nib_split_quantize(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
-                                      nib_tensor **out);
-
-/* The amax of each of them, not reduced: amax[copy] has n numbers, or is NULL. Transformed where the copy is. MODE
- * where a tensor has not one amax per copy. */
-NIB_API nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
-                                  float *const amax[2]);
-
-/* n tensors [rows[i], cols] of one kind in shared buffers. Each begins at a multiple of NIB_FP4_ALIGN_GRAPH rows, so
- * that no member's scales share padding with another's and grouped kernels can step from member to member. */
-typedef struct nib_group nib_group;
-NIB_API nib_status nib_group_create(const nib_quantizer *q, nib_dtype dtype, const int64_t *rows, size_t n,
-                                    int64_t cols, nib_group **out);
-NIB_API void nib_group_destroy(nib_group *group); /* members that were handed out stay valid */
-NIB_API size_t nib_group_count(const nib_group *group);
-/* Member i as a tensor that shares its place in the group; the caller destroys it. */
-NIB_API nib_status nib_group_member(const nib_group *group, size_t i, nib_tensor **out);
-/* A shared buffer, not retained (NULL when absent), and where member i begins in it, in bytes. Levels lie side by
- * side. */
-NIB_API nib_buffer *nib_group_buffer(const nib_group *group, nib_part part);
-NIB_API nib_status nib_group_offset(const nib_group *group, nib_part part, size_t i, int64_t *offset);
-/* nib_split_quantize into the members: x has as many rows as all of them, without gaps. amax_comm may be NULL. All
- * members are written or, where anything fails, none. */
-NIB_API nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_comm *amax_comm);
-
-/* ---- FP4 helpers by Megatron's names ---- */
-
-enum {
-    NIB_FP4_ALIGN_TMA = 32,     /* elements: the 16 bytes that a tensor memory access moves at least */
-    NIB_FP4_ALIGN_GROUPED = 64, /* rows that grouped RHT kernels take at a time */
-    NIB_FP4_ALIGN_GRAPH = 128   /* rows: no scale padding, so that group sizes may change within a CUDA graph */
-};
-NIB_API int nib_get_fp4_align_size(void); /* what to pad tokens of an expert to: the last, which serves all three */
-NIB_API int nib_is_nvfp4tensor(const nib_tensor *t); /* 0 for NULL */
-/* The last dim halved; rank 0 stays. SHAPE where it is odd: rows of odd length are padded one by one
- * (nib_part_shape). */
-NIB_API nib_status nib_get_nvfp4_rowwise_packed_shape(int rank, const int64_t *shape, int64_t *out);
-/* nib_tensor_rebind_rowwise for NVFP4 (MODE otherwise): copies the bytes, then uses the new buffer. */
-NIB_API nib_status nib_modify_nvfp4_rowwise_storage(nib_tensor *t, nib_buffer *buffer);
-/* nib_dequantize from either usage, for NVFP4 (MODE otherwise). */
-NIB_API nib_status nib_dequantize_fp4_tensor(const nib_tensor *t, const nib_array *out);
-
 /* ---- Delayed scaling (Float8) -------------------------------------------------------------------------- */
 
 typedef enum nib_amax_choice { NIB_AMAX_MAX = 0, NIB_AMAX_MOST_RECENT, NIB_AMAX_CHOICE_COUNT } nib_amax_choice;
@@ -731,79 +522,6 @@ typedef struct nib_conversion_report {
  * block's scale lies within 2^17 of the largest, or its codes allow another one. Elsewhere the nearest codes are taken
  * and the block reported; the report may be NULL, and inexact blocks are then NIB_ERR_MISMATCH. */
 NIB_API nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *report, nib_tensor **out);
-
-/* ---- Reference numbers -------------------------------------------------------------------------------- */
-
-/* H[i][j] = (-1)^popcount(i & j) / 4 */
-NIB_API void nib_hadamard_matrix(float out[256]);
-/* R[i][j] = sign(i) H[i][j] in BF16 (exact): y = x R */
-NIB_API void nib_rht_matrix(uint16_t sign_mask, uint16_t out[256]);
-/* The value of each code: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives */
-NIB_API void nib_e2m1_values(float out[16]);
-/* One block of Philox4x32-10, the generator behind stochastic rounding */
-NIB_API void nib_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
-
-/* Scales of a [rows, cols] matrix between row-major (stride bytes a row) and 128x4 tiles of
- * roundup(rows, 128) * roundup(cols, 4) bytes. Padding is written as zero. */
-NIB_API nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
-NIB_API nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
-
-/* y = alpha * A B^T, or y += it. An operand's rowwise usage is its [M, K] matrix; its columnwise usage is the
- * transpose [K, M]; their inner sizes must agree, and both or none must be transformed (by the same mask). y is F32
- * [rows of A, rows of B]. One FP32 accumulator per output, blocks in the order of k: the bits of TE's reference. */
-NIB_API nib_status nib_gemm_reference(const nib_tensor *a, nib_usage a_usage, const nib_tensor *b, nib_usage b_usage,
-                                      float alpha, int accumulate, const nib_array *y);
-
-/* ---- safetensors files --------------------------------------------------------------------------------- */
-
-/* A file opened for reading: its header is checked whole, its data is read on demand. */
-typedef struct nib_file nib_file;
-
-typedef struct nib_entry {
-    const char *name; /* UTF-8, valid until the file is closed */
-    nib_dtype dtype;
-    int64_t rank; /* files may have any rank */
-    const int64_t *shape;
-    uint64_t begin, end; /* bytes, from the start of the data */
-} nib_entry;
-
-/* IO, DATA (the message has the path and the fact), MEMORY. */
-NIB_API nib_status nib_file_open(const char *path, nib_file **out);
-NIB_API void nib_file_close(nib_file *file);
-NIB_API size_t nib_file_count(const nib_file *file);
-
-/* Entries are numbered in the order of their names. */
-NIB_API nib_status nib_file_entry(const nib_file *file, size_t index, nib_entry *out);
-/* ARG with the name in the message if there is none. */
-NIB_API nib_status nib_file_find(const nib_file *file, const char *name, size_t *index);
-/* A value of __metadata__, or NULL; or the pairs one by one, in the order of their keys. */
-NIB_API const char *nib_file_metadata(const nib_file *file, const char *key);
-NIB_API size_t nib_file_metadata_count(const nib_file *file);
-NIB_API nib_status nib_file_metadata_entry(const nib_file *file, size_t index, const char **key, const char **value);
-/* Read `bytes` of an entry from `offset` within it. IO if the file has shrunk since. */
-NIB_API nib_status nib_file_read(const nib_file *file, size_t index, uint64_t offset, void *out, size_t bytes);
-
-/* A file being written. Declare everything, then write data in any order, then commit. Until then the data is under
- * a temporary name in the same directory; commit checks that every byte was written, syncs and renames. */
-typedef struct nib_writer nib_writer;
-
-NIB_API nib_status nib_writer_create(const char *path, nib_writer **out);
-/* ARG: empty name, not UTF-8, repeated, or "__metadata__". */
-NIB_API nib_status nib_writer_metadata(nib_writer *writer, const char *key, const char *value);
-NIB_API nib_status nib_writer_declare(nib_writer *writer, const char *name, nib_dtype dtype, int64_t rank,
-                                      const int64_t *shape);
-/* Write part of a declared tensor. The first write ends the declarations. */
-NIB_API nib_status nib_writer_write(nib_writer *writer, const char *name, uint64_t offset, const void *data,
-                                    size_t bytes);
-NIB_API nib_status nib_writer_commit(nib_writer *writer); /* afterwards only destroy */
-NIB_API void nib_writer_destroy(nib_writer *writer);      /* an uncommitted file is removed */
-
-/* A whole tensor under `name`: its parts as NAME.row_data, NAME.col_scale, ..., scales as they lie in memory, and all
- * of its metadata. declare before any write; after a failed declaration the writer is only fit to be destroyed. read
- * gives back a tensor equal to the one written. */
-NIB_API nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
-NIB_API nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
-NIB_API nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tensor **out);
 
 #ifdef __cplusplus
 }

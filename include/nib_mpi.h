@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * nib_mpi.h - nib's communicator over MPI: libnib_mpi, any MPI-3. The rules of nib.h hold. Sentences are those of the
+ * nib_mpi.h - nib's communicator over MPI: libnib_mpi, any MPI-3. The rules of nib.h hold. Messages are those of the
  * shared libnib, which libnib_mpi is linked with.
  *
- * MPI is initialized and finalised by the caller. A communicator's calls come from one thread at a time: with several
+ * MPI is initialized and finalized by the caller. A communicator's calls come from one thread at a time: with several
  * threads, initialize MPI for as much (MPI_THREAD_SERIALIZED or more), and give each thread that runs collectives a
  * communicator of its own.
  *
@@ -18,7 +18,7 @@
 
 #include <mpi.h>
 
-#include "nib.h"
+#include "nib_shard.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -8,6 +8,7 @@
 #include "cli.h"
 #include "nib_mpi.h"
 #include "run_plan.h"
+#include "nib_shard.h"
 
 static bool is_shared(const char *command)
 {

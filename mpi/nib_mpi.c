@@ -3,6 +3,7 @@
  * nib_mpi.c - a nib_comm over MPI. Counts of MPI-3 are ints: what is longer goes in pieces.
  */
 #include "nib_mpi.h"
+#include "nib_shard.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -8,6 +8,7 @@
 
 #include "nib_mpi.h"
 #include "shard_cases.h"
+#include "nib_shard.h"
 
 static const nib_comm *comm;
 
@@ -122,7 +123,7 @@ static int one_rank_fails(void)
     static float values[1024];
     nib_quantizer_init(&q);
     q.block_dims[0] = 16;
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[2]){ 32, 16 }, &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[2]){ 32, 16 }, NULL, &t));
     CASE_OK(nib_tensor_clone(t, &before));
     for (int i = 0; i < 1024; i++)
         values[i] = (float)i;
@@ -166,7 +167,7 @@ static int one_rank_lacks_memory(void)
     q.scale_rule = NIB_SCALE_4OVER6;
     for (int i = 0; i < 32 * 48; i++)
         values[i] = (float)(i * 7 % 13 - 6);
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[2]){ 32, 48 }, &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[2]){ 32, 48 }, NULL, &t));
     CASE_OK(nib_tensor_clone(t, &before));
     CASE_OK(nib_array_init(&master, values + start, NIB_F32, 1, &length));
     const nib_array *list = &master;

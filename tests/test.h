@@ -21,6 +21,10 @@
 #include <unistd.h>
 
 #include "nib.h"
+#include "nib_dlpack.h"
+#include "nib_file.h"
+#include "nib_reference.h"
+#include "nib_shard.h"
 
 /* Under AddressSanitizer, which takes time, memory and stack of its own. */
 #if defined(__SANITIZE_ADDRESS__)

@@ -515,8 +515,12 @@ static enum cli_exit judge_rule(struct report *report, const struct rule *rule, 
         others[n] = (struct job){ .call = { .operation = find_operation(rule->against[n]) }, .threads = 1 };
         status = open_job(&others[n], shape->rows, shape->cols, &job);
     }
-    struct job alone = job; /* with the same memory. Not for decoders: those take the threads of the tensor */
-    alone.threads = alone.call.q.threads = 1;
+    struct job alone = job; /* with the same memory */
+    nib_device *one_thread = NULL;
+    alone.threads = 1;
+    if (status == CLI_FINE && nib_host_create(1, &one_thread))
+        status = CLI_FAILED;
+    alone.call.plain.device = one_thread;
     if (status == CLI_FINE) {
         const double value = rule->threads ? compare_jobs(&job, &alone, 1, report->options->quick, &loops)
                                            : compare_jobs(&job, others, n, report->options->quick, &loops);
@@ -526,6 +530,7 @@ static enum cli_exit judge_rule(struct report *report, const struct rule *rule, 
     close_job(&job);
     close_job(&others[0]);
     close_job(&others[1]);
+    nib_device_release(one_thread);
     return status;
 }
 

@@ -32,6 +32,7 @@ extern const int bench_operation_count;
 struct bench_call {
     const struct bench_operation *operation;
     nib_quantizer q;
+    nib_device *host; /* with its threads */
     nib_array plain;
     void *values; /* that it made itself */
     nib_tensor *tensor;

@@ -7,6 +7,8 @@
 #include <string.h>
 
 #include "bench.h"
+#include "nib_reference.h"
+#include "nib_shard.h"
 
 const struct bench_operation bench_operations[] = {
     { .name = "quantize.f32", .dtype = NIB_F32, .rowwise = 1, .main = true },
@@ -73,7 +75,7 @@ static bool fill(void *x, nib_dtype dtype, int64_t n)
     return good;
 }
 
-static nib_status quantizer_of(const struct bench_operation *operation, int threads, nib_quantizer *q)
+static nib_status quantizer_of(const struct bench_operation *operation, nib_quantizer *q)
 {
     const nib_status status = nib_quantizer_init_format(q, operation->format);
     if (status)
@@ -87,7 +89,6 @@ static nib_status quantizer_of(const struct bench_operation *operation, int thre
     q->swizzled = operation->swizzled;
     q->rounding = operation->rounding;
     q->scale_rule = operation->rule;
-    q->threads = threads;
     return nib_quantizer_check(q, NULL);
 }
 
@@ -134,7 +135,9 @@ nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, 
     else
         status = make_values(call, rows, cols);
     give_amax(call);
-    status = status ? status : quantizer_of(call->operation, threads, &call->q);
+    status = status ? status : nib_host_create(threads, &call->host);
+    call->plain.device = call->host;
+    status = status ? status : quantizer_of(call->operation, &call->q);
     status = status ? status : nib_quantize(&call->q, &call->plain, NULL, &call->tensor);
     return status ? status : bench_call_run(call);
 }
@@ -142,5 +145,6 @@ nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, 
 void bench_call_close(struct bench_call *call)
 {
     nib_tensor_destroy(call->tensor);
+    nib_device_release(call->host);
     free(call->values);
 }

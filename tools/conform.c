@@ -16,11 +16,13 @@
 #include "commands.h"
 #include "conform.h"
 #include "words.h"
+#include "nib_file.h"
 
 struct options {
     bool verbose, quiet, json;
     const char *glob;
     int32_t threads;
+    nib_device *device; /* the host with so many threads */
 };
 
 struct totals {
@@ -122,7 +124,7 @@ static bool check_case(struct report *report, struct totals *totals, struct conf
     struct conform_case what;
     struct conform_result result = { .verdict = CONFORM_PASSED };
     if (conform_parse(json, &what, &result)) {
-        what.quantizer.threads = report->options->threads;
+        what.device = report->options->device;
         conform_run(&what, name, file, &result);
     }
     report->cases++;
@@ -287,7 +289,13 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         cli_error("conform: no file is given; see nib conform --help");
         return CLI_FAILED;
     }
-    return check_files(&options, argv + first);
+    if (nib_host_create(options.threads, &options.device)) {
+        cli_error("conform: %s", nib_last_error());
+        return CLI_FAILED;
+    }
+    const enum cli_exit status = check_files(&options, argv + first);
+    nib_device_release(options.device);
+    return status;
 }
 
 const struct cli_command cli_conform = {

@@ -13,12 +13,14 @@
 
 #include "cli.h"
 #include "nib.h"
+#include "nib_file.h"
 
 enum conform_op { CONFORM_QUANTIZE, CONFORM_GEMM, CONFORM_CASTS, CONFORM_OPS };
 
 struct conform_case {
     enum conform_op op;
     nib_quantizer quantizer;
+    nib_device *device;         /* where it is run; set by the caller */
     uint8_t exact;              /* 0: the amax of a transformed usage may be two units in the last place off */
     uint8_t given_amax;         /* row_amax, col_amax are inputs too */
     uint8_t given_tensor_scale; /* tensor_scale is an input too */

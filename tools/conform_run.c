@@ -12,6 +12,8 @@
 #include <string.h>
 
 #include "conform.h"
+#include "nib_file.h"
+#include "nib_reference.h"
 
 bool conform_bad(struct conform_result *result, const char *format, ...)
 {
@@ -53,6 +55,7 @@ static bool allocate_array(struct run *run, nib_dtype dtype, int rank, const int
     if (nib_array_init(out, run, dtype, rank, shape) != NIB_OK) /* for its size; the pointer is set below */
         return library_failed(run);
     out->data = allocate(run, out->bytes);
+    out->device = run->what->device;
     return out->data != NULL;
 }
 
@@ -304,7 +307,7 @@ static bool view_part(struct run *run, const nib_tensor *t, const nib_metadata *
     int rank;
     int64_t shape[NIB_MAX_RANK];
     if (nib_tensor_part(t, part, out) != NIB_OK ||
-        nib_part_valid_shape(&meta->quantizer, part, meta->rank, meta->shape, &rank, shape) != NIB_OK)
+        nib_part_valid_shape(meta->quantizer, part, meta->rank, meta->shape, &rank, shape) != NIB_OK)
         return library_failed(run);
     memcpy(out->shape, shape, (size_t)rank * sizeof *shape);
     return true;

@@ -14,6 +14,7 @@
 #include "nib_checkpoint.h"
 #include "progress.h"
 #include "words.h"
+#include "nib_reference.h"
 
 struct inspection {
     bool json, tensors, quick, quiet;

@@ -9,6 +9,7 @@
 #include "progress.h"
 #include "report.h"
 #include "run_plan.h"
+#include "nib_shard.h"
 
 /* ---- Where it is to be loaded ---- */
 

@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "words.h"
+#include "nib_reference.h"
 
 enum { WIDTH = 860, HEIGHT = 340, LEFT = 56, RIGHT = 16, TOP = 14, BOTTOM = 46, WORST = 20, MOST_SERIES = 24 };
 

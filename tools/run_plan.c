@@ -2,6 +2,7 @@
 /*
  * run_plan.c - a plan shown or carried out, and what is said of it.
  */
+#include "nib_shard.h"
 #include "run_plan.h"
 
 #include <jansson.h>

@@ -16,6 +16,8 @@
 #include "file/json.h"
 #include "base/os.h"
 #include "tensor/quantize.h"
+#include "nib_file.h"
+#include "nib_reference.h"
 
 enum { BLOCK = 16, MARLIN_LEAST = 8 /* E4M3 code of 2^-6 */, LEAST_LARGEST = 0x60 /* 32 */ };
 

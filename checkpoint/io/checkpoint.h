@@ -17,6 +17,7 @@
 
 #include "base/base.h"
 #include "nib_checkpoint.h"
+#include "nib_file.h"
 
 struct nib_gguf;
 

@@ -14,6 +14,7 @@
 #include "io/gguf.h"
 #include "file/json.h"
 #include "base/os.h"
+#include "nib_file.h"
 
 enum {
     CONFIG_LIMIT = 64 << 20, /* bytes of config.json: vocabularies have been seen in them */

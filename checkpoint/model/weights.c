@@ -14,6 +14,9 @@
 #include "io/gguf.h"
 #include "file/json.h"
 #include "base/os.h"
+#include "base/threads.h"
+#include "nib_file.h"
+#include "nib_reference.h"
 
 /* ---- The table of checkpoint formats ---- */
 
@@ -715,7 +718,6 @@ void nib_ck_decoder(nib_tensor_scale kind, int32_t e4m3_max, nib_quantizer *q)
 {
     nib_quantizer_init(q);
     q->columnwise = 0;
-    q->threads = 1;
     if (kind == NIB_TENSOR_SCALE_DIVISOR)
         q->dialect = NIB_DIALECT_COMPRESSED_TENSORS;
     else if (kind != NIB_TENSOR_SCALE_AMAX)
@@ -734,7 +736,7 @@ nib_status nib_ck_decode(const struct nib_ck_weight *w, float tensor_scale, cons
     nib_tensor *tensor = NULL;
     nib_array view, part;
     nib_ck_decoder(w->tensor_scale, w->e4m3_max, &q);
-    TRY(nib_tensor_create(&q, dtype, 2, shape, &tensor));
+    TRY(nib_tensor_create(&q, dtype, 2, shape, NULL, &tensor));
     nib_status status = nib_tensor_part(tensor, NIB_ROW_DATA, &part);
     if (!status && rows)
         memcpy(part.data, codes, (size_t)(rows * nib_ceil_div(w->cols, 2)));
@@ -747,6 +749,7 @@ nib_status nib_ck_decode(const struct nib_ck_weight *w, float tensor_scale, cons
     if (!status) {
         memcpy(part.data, &tensor_scale, sizeof tensor_scale);
         status = nib_array_init(&view, out, dtype, 2, shape);
+        view.device = nib_serial_host();
     }
     if (!status)
         status = nib_dequantize(tensor, NIB_ROWWISE, &view);

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "io/gguf.h"
+#include "nib_file.h"
 
 /* ---- Memory ---- */
 

@@ -123,7 +123,6 @@ static nib_status make_quantizer(const nib_quantize_options *o, nib_quantizer *q
 {
     nib_quantizer_init(q);
     q->columnwise = 0;
-    q->threads = 1;
     if (o->dialect != NIB_UNSET) {
         TRY(check_fixed(o));
         q->dialect = (nib_dialect)o->dialect;

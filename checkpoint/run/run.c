@@ -7,6 +7,7 @@
 #include <stdio.h>
 
 #include "tensor/tensor.h"
+#include "nib_shard.h"
 
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for a run of the plan"); }
 

@@ -14,6 +14,8 @@
 
 #include "format/codec.h"
 #include "io/gguf.h"
+#include "nib_file.h"
+#include "nib_shard.h"
 
 /* A stretch of a file whose numbers count for one group; or, where they do not lie in one piece, a weight. */
 struct region {

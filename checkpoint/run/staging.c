@@ -12,6 +12,7 @@
  * `complete` there is only one way, forward: what is missing in new/ is in OUT already.
  */
 #include "run/run.h"
+#include "nib_shard.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -7,11 +7,15 @@
  */
 #include "run/run.h"
 
+#include "base/threads.h"
+
 #include <math.h>
 
 #include "format/codec.h"
 #include "io/gguf.h"
 #include "tensor/tensor.h"
+#include "nib_reference.h"
+#include "nib_shard.h"
 
 enum {
     COPY_BYTES = 4 << 20,       /* at a time */
@@ -176,7 +180,7 @@ static nib_status prepare_tensor(struct scratch *scratch, const nib_quantizer *q
         return NIB_OK;
     nib_tensor_destroy(scratch->tensor);
     scratch->tensor = NULL;
-    TRY(nib_tensor_create(q, dtype, 2, (int64_t[]){ rows, cols }, &scratch->tensor));
+    TRY(nib_tensor_create(q, dtype, 2, (int64_t[]){ rows, cols }, NULL, &scratch->tensor));
     scratch->rows = rows;
     scratch->cols = cols;
     scratch->dtype = dtype;
@@ -200,6 +204,7 @@ static nib_status quantize_rows(const struct writer *writer, struct scratch *scr
         return no_memory();
     TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, dtype, scratch->values));
     TRY(nib_array_init(&x, scratch->values, dtype, 2, shape));
+    x.device = nib_serial_host();
     TRY(prepare_tensor(scratch, &plan->q, dtype, piece->count, cols));
     TRY(nib_quantize_into(&plan->q, &x, &overrides, NULL, scratch->tensor));
     TRY(nib_tensor_part(scratch->tensor, NIB_ROW_DATA, &codes));

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * base.c - errors, checked arithmetic, memory, dtypes, arrays, buffers.
+ * base.c - errors, structs that grow, checked arithmetic, memory, dtypes, arrays.
  */
 #include "base/base.h"
 
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -61,16 +60,56 @@ const char *nib_status_name(nib_status status)
 
 const char *nib_version(void) { return NIB_VERSION; }
 
-nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known)
+/* ---- Structs that grow ---- */
+
+enum { MOST_STRUCT_BYTES = 4096 }; /* above it `bytes` was never set: nothing behind it is looked at */
+
+static size_t bytes_of(const void *structure)
 {
     size_t bytes;
-    memcpy(&bytes, struct_pointer, sizeof bytes);
-    if (bytes < known)
-        return nib_fail(NIB_ERR_ARG, "%s->bytes is %zu, not %zu: was it initialized?", what, bytes, known);
+    memcpy(&bytes, structure, sizeof bytes);
+    return bytes;
+}
+
+static nib_status check_bytes(const char *what, size_t bytes, size_t oldest)
+{
+    if (bytes < oldest)
+        return nib_fail(NIB_ERR_ARG, "%s->bytes is %zu, and no version had less than %zu: set it to sizeof", what,
+                        bytes, oldest);
+    if (bytes > MOST_STRUCT_BYTES)
+        return nib_fail(NIB_ERR_ARG, "%s->bytes is %zu: was it initialized? Set it to sizeof", what, bytes);
+    return NIB_OK;
+}
+
+nib_status nib_struct_check(const char *what, const void *in, size_t known, size_t oldest)
+{
+    const size_t bytes = bytes_of(in);
+    TRY(check_bytes(what, bytes, oldest));
     for (size_t i = known; i < bytes; i++)
-        if (((const char *)struct_pointer)[i])
+        if (((const char *)in)[i])
             return nib_fail(NIB_ERR_UNSUPPORTED, "%s sets fields that version %s does not have", what, NIB_VERSION);
     return NIB_OK;
+}
+
+nib_status nib_struct_read(const char *what, const void *in, void *out, size_t known, size_t oldest)
+{
+    TRY(nib_struct_check(what, in, known, oldest));
+    const size_t bytes = bytes_of(in);
+    memcpy(out, in, bytes < known ? bytes : known);
+    memcpy(out, &known, sizeof known);
+    return NIB_OK;
+}
+
+nib_status nib_struct_check_output(const char *what, const void *out, size_t oldest)
+{
+    return check_bytes(what, bytes_of(out), oldest);
+}
+
+void nib_struct_write(void *out, const void *value, size_t known)
+{
+    const size_t bytes = bytes_of(out), header = sizeof bytes, written = bytes < known ? bytes : known;
+    memcpy((char *)out + header, (const char *)value + header, written - header);
+    memset((char *)out + written, 0, bytes - written);
 }
 
 /* ---- Arithmetic and memory ---- */
@@ -275,68 +314,3 @@ nib_status nib_array_init(nib_array *out, void *data, nib_dtype dtype, int rank,
     *out = array;
     return NIB_OK;
 }
-
-/* ---- Buffers ---- */
-
-struct nib_buffer {
-    atomic_size_t references;
-    void *data;
-    size_t bytes;
-    void (*release)(void *context);
-    void *context;
-};
-
-nib_status nib_buffer_borrow(void *data, size_t bytes, void (*release)(void *context), void *context, nib_buffer **out)
-{
-    NIB_REQUIRE(out);
-    if (!data && bytes)
-        return nib_fail(NIB_ERR_ARG, "nib_buffer_borrow: data is NULL but has %zu bytes", bytes);
-    nib_buffer *buffer = nib_alloc(sizeof *buffer);
-    if (!buffer)
-        return nib_fail(NIB_ERR_MEMORY, "no memory for a buffer");
-    atomic_init(&buffer->references, 1);
-    buffer->data = data;
-    buffer->bytes = bytes;
-    buffer->release = release;
-    buffer->context = context;
-    *out = buffer;
-    return NIB_OK;
-}
-
-nib_status nib_buffer_create(size_t bytes, nib_buffer **out)
-{
-    NIB_REQUIRE(out);
-    void *data = nib_alloc_zeroed(bytes);
-    if (!data)
-        return nib_fail(NIB_ERR_MEMORY, "no memory for a buffer of %zu bytes", bytes);
-    nib_status status = nib_buffer_borrow(data, bytes, nib_free, data, out);
-    if (status)
-        nib_free(data);
-    return status;
-}
-
-nib_buffer *nib_buffer_retain(nib_buffer *buffer)
-{
-    if (buffer)
-        atomic_fetch_add_explicit(&buffer->references, 1, memory_order_relaxed);
-    return buffer;
-}
-
-void nib_buffer_release(nib_buffer *buffer)
-{
-    /* acq_rel: whoever frees must see every write made through the other references. */
-    if (!buffer || atomic_fetch_sub_explicit(&buffer->references, 1, memory_order_acq_rel) != 1)
-        return;
-    if (buffer->release)
-        buffer->release(buffer->context);
-    nib_free(buffer);
-}
-
-bool nib_buffer_is_shared(const nib_buffer *buffer)
-{
-    return atomic_load_explicit(&buffer->references, memory_order_acquire) > 1;
-}
-
-void *nib_buffer_data(const nib_buffer *buffer) { return buffer ? buffer->data : NULL; }
-
-size_t nib_buffer_bytes(const nib_buffer *buffer) { return buffer ? buffer->bytes : 0; }

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "nib.h"
+#include "nib_shard.h"
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "nib needs a little-endian machine: packed codes and file contents are used as they lie in memory"
@@ -65,9 +66,27 @@ NIB_PRIVATE bool nib_dtype_valid(nib_dtype dtype);
 /* Product of dims with the checks that every caller needs: rank, signs, overflow of elements and of bytes. */
 NIB_PRIVATE nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
 
-/* A struct that begins with `bytes`: at least as large as this version's, and what a newer header has besides is
- * unused, that is 0. */
-NIB_PRIVATE nib_status nib_check_struct(const char *what, const void *struct_pointer, size_t known);
+/* Structs that begin with `bytes` grow. `known` is this version's size; `oldest` that of the first version that is still
+ * served (NIB_UP_TO). Below it, or above 4096 bytes, a struct is ARG and nothing of it is looked at; what a later version
+ * has besides must be 0 (UNSUPPORTED).
+ *
+ * read: `out` has this version's defaults, and gets what the caller's struct has. check: the same without a copy, for a
+ * struct whose fields are all of the oldest version. write: into a struct of the caller's that check_output has seen,
+ * never more than its bytes; what this version does not know becomes 0. */
+NIB_PRIVATE nib_status nib_struct_read(const char *what, const void *in, void *out, size_t known, size_t oldest);
+NIB_PRIVATE nib_status nib_struct_check(const char *what, const void *in, size_t known, size_t oldest);
+NIB_PRIVATE nib_status nib_struct_check_output(const char *what, const void *out, size_t oldest);
+NIB_PRIVATE void nib_struct_write(void *out, const void *value, size_t known);
+
+/* A struct that has not grown yet. */
+static inline nib_status nib_check_struct(const char *what, const void *in, size_t known)
+{
+    return nib_struct_check(what, in, known, known);
+}
+
+/* The size of a struct whose last field was this one. */
+#define NIB_UP_TO(type, field) \
+    ((offsetof(type, field) + sizeof(((type *)0)->field) + sizeof(size_t) - 1) / sizeof(size_t) * sizeof(size_t))
 
 /* Whether somebody else holds a reference too. */
 bool nib_buffer_is_shared(const nib_buffer *buffer);

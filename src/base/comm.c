@@ -14,7 +14,7 @@ nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole)
 {
     if (!comm)
         return nib_fail(NIB_ERR_ARG, "%s is NULL", what);
-    TRY(nib_check_struct(what, comm, sizeof *comm));
+    TRY(nib_struct_check(what, comm, sizeof *comm, NIB_UP_TO(nib_comm, barrier)));
     if (comm->size < 1 || comm->rank < 0 || comm->rank >= comm->size)
         return nib_fail(NIB_ERR_ARG, "%s: rank %d of %d", what, comm->rank, comm->size);
     const struct {

@@ -12,6 +12,7 @@
 #define NIB_SAFETENSORS_H
 
 #include "file/json.h"
+#include "nib_file.h"
 
 #define NIB_SAFETENSORS_MAX_HEADER 100000000 /* bytes of JSON, by the format's own rule */
 #define NIB_SAFETENSORS_METADATA "__metadata__"

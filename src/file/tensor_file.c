@@ -15,9 +15,23 @@
 #include "file/safetensors.h"
 
 static const char *const part_suffixes[NIB_PART_COUNT] = {
-    [NIB_ROW_DATA] = "row_data",   [NIB_COL_DATA] = "col_data",          [NIB_ROW_SCALE] = "row_scale",
-    [NIB_COL_SCALE] = "col_scale", [NIB_ROW_TENSOR_SCALE] = "row_level", [NIB_COL_TENSOR_SCALE] = "col_level",
+    [NIB_ROW_DATA] = "row_data",
+    [NIB_COL_DATA] = "col_data",
+    [NIB_ROW_SCALE] = "row_scale",
+    [NIB_COL_SCALE] = "col_scale",
+    [NIB_ROW_TENSOR_SCALE] = "row_tensor_scale",
+    [NIB_COL_TENSOR_SCALE] = "col_tensor_scale",
 };
+
+/* What version 1 called a part. */
+static const char *part_suffix(int part, int64_t version)
+{
+    if (version == 1 && part / 2 == 2)
+        return part == NIB_ROW_TENSOR_SCALE ? "row_level" : "col_level";
+    return part_suffixes[part];
+}
+
+enum { NEWEST = 2 }; /* version of what is written; older ones are read */
 
 /* ---- Metadata as words ---- */
 
@@ -38,14 +52,13 @@ enum word {
     FAST_ERROR,
     NO_TENSOR_SCALE,
     E4M3_MAX,
-    TENSOR_SCALE,
+    TENSOR_SCALE_RULE,
     MIN_BLOCK_SCALE,
     ROUNDING,
     SEED,
     OFFSET,
     ORIGIN_ROW,
     ORIGIN_COL,
-    THREADS,
     ELEMENT,
     POW2_SCALES,
     MX_RULE,
@@ -70,16 +83,15 @@ static const char *const word_names[WORD_COUNT] = {
     [SCALE_RULE] = "scale_rule",
     [ERROR_MODE] = "error_mode",
     [FAST_ERROR] = "fast_error",
-    [NO_TENSOR_SCALE] = "single_level",
+    [NO_TENSOR_SCALE] = "no_tensor_scale",
     [E4M3_MAX] = "e4m3_max",
-    [TENSOR_SCALE] = "tensor_scale",
+    [TENSOR_SCALE_RULE] = "tensor_scale_rule",
     [MIN_BLOCK_SCALE] = "min_block_scale", /* the bits of the float */
     [ROUNDING] = "rounding",
     [SEED] = "seed",
     [OFFSET] = "offset",
     [ORIGIN_ROW] = "origin_row",
     [ORIGIN_COL] = "origin_col",
-    [THREADS] = "threads",
     [ELEMENT] = "element",
     [POW2_SCALES] = "pow2_scales",
     [MX_RULE] = "mx_rule",
@@ -89,11 +101,19 @@ static const char *const word_names[WORD_COUNT] = {
     [WANTS_COLUMNWISE] = "wants_columnwise",
 };
 
+/* What version 1 called a word, where that was something else. It had a word more, behind the origin. */
+static const char *word_name(int word, int64_t version)
+{
+    if (version == 1 && word == NO_TENSOR_SCALE)
+        return "single_level";
+    return version == 1 && word == TENSOR_SCALE_RULE ? "tensor_scale" : word_names[word];
+}
+
 static void words_of(const nib_tensor *t, int64_t words[WORD_COUNT])
 {
     const nib_quantizer *q = &t->q;
     const int64_t values[WORD_COUNT] = {
-        [VERSION] = 1,
+        [VERSION] = NEWEST,
         [ROWWISE] = nib_tensor_has(t, NIB_ROWWISE),
         [COLUMNWISE] = nib_tensor_has(t, NIB_COLUMNWISE),
         [SWIZZLED] = q->swizzled,
@@ -108,14 +128,13 @@ static void words_of(const nib_tensor *t, int64_t words[WORD_COUNT])
         [FAST_ERROR] = q->fast_error,
         [NO_TENSOR_SCALE] = q->no_tensor_scale,
         [E4M3_MAX] = q->e4m3_max,
-        [TENSOR_SCALE] = (int64_t)q->tensor_scale_rule,
+        [TENSOR_SCALE_RULE] = (int64_t)q->tensor_scale_rule,
         [MIN_BLOCK_SCALE] = nib_bits(q->min_block_scale),
         [ROUNDING] = (int64_t)q->rounding,
         [SEED] = (int64_t)q->seed,
         [OFFSET] = (int64_t)q->offset,
         [ORIGIN_ROW] = q->origin[0],
         [ORIGIN_COL] = q->origin[1],
-        [THREADS] = q->threads,
         [ELEMENT] = (int64_t)q->element,
         [POW2_SCALES] = q->pow2_scales,
         [MX_RULE] = (int64_t)q->mx_rule,
@@ -159,14 +178,13 @@ static void quantizer_from_words(const int64_t words[WORD_COUNT], nib_quantizer 
     q->fast_error = words[FAST_ERROR] != 0;
     q->no_tensor_scale = words[NO_TENSOR_SCALE] != 0;
     q->e4m3_max = narrow(words[E4M3_MAX]);
-    q->tensor_scale_rule = (nib_tensor_scale_rule)narrow(words[TENSOR_SCALE]);
+    q->tensor_scale_rule = (nib_tensor_scale_rule)narrow(words[TENSOR_SCALE_RULE]);
     q->min_block_scale = nib_float((uint32_t)words[MIN_BLOCK_SCALE]);
     q->rounding = (nib_rounding)narrow(words[ROUNDING]);
     q->seed = (uint64_t)words[SEED];
     q->offset = (uint64_t)words[OFFSET];
     q->origin[0] = words[ORIGIN_ROW];
     q->origin[1] = words[ORIGIN_COL];
-    q->threads = narrow(words[THREADS]);
     q->element = (nib_dtype)narrow(words[ELEMENT]);
     q->pow2_scales = words[POW2_SCALES] != 0;
     q->mx_rule = (nib_mx_rule)narrow(words[MX_RULE]);
@@ -199,10 +217,10 @@ static char *join(const char *prefix, const char *name, const char *suffix)
     return joined;
 }
 
-static char *part_name(const char *name, int part)
+static char *part_name(const char *name, int part, int64_t version)
 {
-    char suffix[16];
-    snprintf(suffix, sizeof suffix, ".%s", part_suffixes[part]);
+    char suffix[24];
+    snprintf(suffix, sizeof suffix, ".%s", part_suffix(part, version));
     return join("", name, suffix);
 }
 
@@ -226,12 +244,33 @@ nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const
         if (!t->parts[part])
             continue;
         nib_array array = { 0 };
-        char *entry = part_name(name, (int)part);
+        char *entry = part_name(name, (int)part, NEWEST);
         status = entry ? nib_tensor_part(t, (nib_part)part, &array) : no_memory(name);
         if (!status)
             status = nib_writer_declare(writer, entry, array.dtype, array.rank, array.shape);
         nib_free(entry);
     }
+    return status;
+}
+
+enum { CHUNK = 1 << 20 }; /* bytes between a file and a device that is not the host, at a time */
+
+static nib_status write_buffer(nib_writer *writer, const char *entry, const nib_buffer *buffer)
+{
+    const size_t bytes = nib_buffer_bytes(buffer);
+    const char *data = nib_buffer_data(buffer);
+    nib_device *const device = nib_buffer_device(buffer);
+    if (nib_device_is_host(device))
+        return nib_writer_write(writer, entry, 0, data, bytes);
+    char *chunk = nib_alloc(CHUNK);
+    nib_status status = chunk ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory to write \"%s\"", entry);
+    for (size_t done = 0; done < bytes && !status; done += CHUNK) {
+        const size_t n = bytes - done < CHUNK ? bytes - done : CHUNK;
+        status = nib_device_move(NULL, chunk, device, data + done, n);
+        if (!status)
+            status = nib_writer_write(writer, entry, done, chunk, n);
+    }
+    nib_free(chunk);
     return status;
 }
 
@@ -254,10 +293,8 @@ nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const n
     for (int part = 0; part < NIB_PART_COUNT && !status; part++) {
         if (!t->parts[part])
             continue;
-        char *entry = part_name(name, (int)part);
-        status = entry ? nib_writer_write(writer, entry, 0, nib_buffer_data(t->parts[part]),
-                                          nib_buffer_bytes(t->parts[part]))
-                       : no_memory(name);
+        char *entry = part_name(name, (int)part, NEWEST);
+        status = entry ? write_buffer(writer, entry, t->parts[part]) : no_memory(name);
         nib_free(entry);
     }
     return status;
@@ -304,7 +341,7 @@ static bool take_number(const char **cursor, const char *key, int64_t *out)
 struct description {
     nib_quantizer q;
     nib_dtype dtype;
-    int64_t rank, shape[NIB_MAX_RANK];
+    int64_t version, rank, shape[NIB_MAX_RANK];
     bool columnwise_stale, wants[2];
 };
 
@@ -334,19 +371,41 @@ static bool parse_description(const char *text, struct description *out)
     for (int64_t i = 0; i < out->rank; i++)
         if (!take_number(&text, "dim", &out->shape[i]))
             return false;
+    int64_t threads;
     for (int i = 0; i < WORD_COUNT; i++)
-        if (!take_number(&text, word_names[i], &words[i]))
+        if (!take_number(&text, word_name(i, i > VERSION ? words[VERSION] : NEWEST), &words[i]) ||
+            (i == ORIGIN_COL && words[VERSION] == 1 && !take_number(&text, "threads", &threads)))
             return false;
     quantizer_from_words(words, &out->q);
     out->columnwise_stale = !words[COLUMNWISE_VALID];
     out->wants[NIB_ROWWISE] = words[WANTS_ROWWISE];
     out->wants[NIB_COLUMNWISE] = words[WANTS_COLUMNWISE];
-    return words_fit(words) && *text == '\0' && words[VERSION] == 1;
+    out->version = words[VERSION];
+    return words_fit(words) && *text == '\0' && out->version >= 1 && out->version <= NEWEST;
+}
+
+static nib_status read_buffer(const nib_file *file, size_t index, nib_buffer *buffer)
+{
+    const size_t bytes = nib_buffer_bytes(buffer);
+    char *data = nib_buffer_data(buffer);
+    nib_device *const device = nib_buffer_device(buffer);
+    if (nib_device_is_host(device))
+        return nib_file_read(file, index, 0, data, bytes);
+    char *chunk = nib_alloc(CHUNK);
+    nib_status status = chunk ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "%s: no memory to read it", nib_file_path(file));
+    for (size_t done = 0; done < bytes && !status; done += CHUNK) {
+        const size_t n = bytes - done < CHUNK ? bytes - done : CHUNK;
+        status = nib_file_read(file, index, done, chunk, n);
+        if (!status)
+            status = nib_device_move(device, data + done, NULL, chunk, n);
+    }
+    nib_free(chunk);
+    return status;
 }
 
 /* A part of the expected dtype and shape as a buffer. */
 static nib_status read_part(const nib_file *file, const char *entry_name, nib_dtype dtype, int rank,
-                            const int64_t *shape, nib_buffer **out)
+                            const int64_t *shape, nib_device *device, nib_buffer **out)
 {
     size_t index = 0;
     nib_entry entry;
@@ -356,8 +415,8 @@ static nib_status read_part(const nib_file *file, const char *entry_name, nib_dt
         return nib_fail(NIB_ERR_DATA, "%s: tensor \"%s\" has not the dtype and shape that its metadata asks for",
                         nib_file_path(file), entry_name);
     nib_buffer *buffer = NULL;
-    TRY(nib_buffer_create((size_t)(entry.end - entry.begin), &buffer));
-    const nib_status status = nib_file_read(file, index, 0, nib_buffer_data(buffer), nib_buffer_bytes(buffer));
+    TRY(nib_buffer_create((size_t)(entry.end - entry.begin), device, &buffer));
+    const nib_status status = read_buffer(file, index, buffer);
     if (status)
         nib_buffer_release(buffer);
     else
@@ -365,7 +424,8 @@ static nib_status read_part(const nib_file *file, const char *entry_name, nib_dt
     return status;
 }
 
-static nib_status read_parts(const nib_file *file, const char *name, const nib_tensor *like, nib_buffer **parts)
+static nib_status read_parts(const nib_file *file, const char *name, int64_t version, const nib_tensor *like,
+                             nib_buffer **parts)
 {
     const struct nib_format_facts *facts = nib_format_of(&like->q);
     for (int i = 0; i < facts->saved_count; i++) {
@@ -377,15 +437,16 @@ static nib_status read_parts(const nib_file *file, const char *name, const nib_t
         int64_t shape[NIB_MAX_RANK] = { 0 };
         TRY(nib_part_shape(&like->q, part, like->rank, like->shape, &rank, shape));
         const nib_dtype dtype = part / 2 == 0 ? NIB_U8 : part / 2 == 1 ? facts->scale : NIB_F32;
-        char *entry = part_name(name, (int)part);
-        const nib_status status = entry ? read_part(file, entry, dtype, rank, shape, &parts[part]) : no_memory(name);
+        char *entry = part_name(name, (int)part, version);
+        const nib_status status =
+            entry ? read_part(file, entry, dtype, rank, shape, like->device, &parts[part]) : no_memory(name);
         nib_free(entry);
         TRY(status);
     }
     return NIB_OK;
 }
 
-nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tensor **out)
+nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_device *device, nib_tensor **out)
 {
     NIB_REQUIRE(file);
     NIB_REQUIRE(name);
@@ -405,7 +466,7 @@ nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tens
     nib_tensor *t = NULL;
     nib_status status = nib_quantizer_load(&description.q, &loaded);
     if (!status)
-        status = nib_tensor_new(&loaded, description.dtype, (int)description.rank, description.shape, &t);
+        status = nib_tensor_new(&loaded, description.dtype, (int)description.rank, description.shape, device, &t);
     if (status == NIB_ERR_MEMORY)
         return status;
     if (status) {
@@ -415,7 +476,7 @@ nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_tens
                         cause.text);
     }
     nib_buffer *parts[NIB_PART_COUNT] = { NULL };
-    status = read_parts(file, name, t, parts);
+    status = read_parts(file, name, description.version, t, parts);
     for (int part = 0; part < NIB_PART_COUNT; part++) {
         if (status)
             nib_buffer_release(parts[part]);

@@ -85,6 +85,13 @@ struct nib_geometry {
     struct nib_usage_geometry usage[2];
 };
 
+/* Where one usage of a tensor lies. codes NULL: it is absent. */
+struct nib_usage_memory {
+    uint8_t *codes;
+    void *scales;
+    float *tensor_scales;
+};
+
 /* Checks rank, dims and every product. q is loaded. */
 nib_status nib_geometry_of(const nib_quantizer *q, int rank, const int64_t *shape, struct nib_geometry *out);
 

@@ -2,6 +2,7 @@
 /*
  * reference.c - the numbers behind the format, for people who check their own implementation: matrices, values, codecs.
  */
+#include "nib_reference.h"
 #include "base/base.h"
 #include "format/codec.h"
 #include "base/os.h"

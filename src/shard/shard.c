@@ -159,7 +159,8 @@ static nib_status check_lists(const struct lists *lists)
                         !lists->params    ? "parameters"
                         : !lists->masters ? "masters"
                                           : "starts");
-    return nib_check_struct("options", lists->options, sizeof *lists->options);
+    return nib_struct_check("options", lists->options, sizeof *lists->options,
+                            NIB_UP_TO(nib_master_options, amax_seen));
 }
 
 static void free_plan(struct plan *plan)

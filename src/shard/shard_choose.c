@@ -9,6 +9,7 @@
  */
 #include <stdlib.h>
 
+#include "nib_reference.h"
 #include "shard/shard.h"
 
 /* A gather moves so much at a time, or else one parameter. */

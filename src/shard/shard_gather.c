@@ -40,6 +40,7 @@ static nib_status check_own(const nib_tensor *t, nib_usage usage, int64_t start,
 {
     if (!t)
         return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
+    TRY(nib_check_host("a gather", t->device));
     nib_byte_range bytes;
     TRY(nib_tensor_byte_range(t, usage, start, length, &bytes));
     if (!nib_tensor_has(t, usage))
@@ -257,6 +258,7 @@ static nib_status check_own_rows(const nib_tensor *t, const nib_comm *comm, stru
 {
     if (!t)
         return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
+    TRY(nib_check_host("nib_all_gather_tensor", t->device));
     nib_usage usage;
     TRY(nib_tensor_pick(t, NIB_EITHER, &usage));
     if (nib_tensor_has(t, NIB_COLUMNWISE))
@@ -312,7 +314,7 @@ static nib_status make_whole(const nib_tensor *t, int64_t dim, nib_tensor **out)
     int64_t shape[NIB_MAX_RANK];
     memcpy(shape, t->shape, sizeof shape);
     shape[0] = dim;
-    TRY(nib_tensor_new(&q, t->dtype, t->rank, shape, out));
+    TRY(nib_tensor_new(&q, t->dtype, t->rank, shape, t->device, out));
     return nib_tensor_allocate(*out, q.rowwise, q.columnwise);
 }
 
@@ -371,133 +373,5 @@ nib_status nib_all_gather_tensor(const nib_tensor *t, const nib_comm *comm, nib_
         gather.whole = NULL;
     }
     free_row_gather(&gather);
-    return status;
-}
-
-/* ---- FSDP: the framework gathers ---- */
-
-static nib_status check_fsdp(const nib_quantizer *q, const struct nib_geometry *geometry)
-{
-    const struct nib_usage_geometry *g = &geometry->usage[NIB_ROWWISE];
-    const int64_t block = nib_format_of(q)->block;
-    if (q->swizzled)
-        return nib_fail(NIB_ERR_UNSUPPORTED, "swizzled scales do not lie row by row: unswizzle the tensor first");
-    if (q->row_scaled)
-        return nib_fail(NIB_ERR_UNSUPPORTED, "with one amax per row there is more than codes and scales to gather");
-    if (block && (g->scale_block != 1 || g->lines_per_scale != 1))
-        return nib_fail(NIB_ERR_UNSUPPORTED, "the scales of %s do not lie row by row here", nib_format_of(q)->name);
-    if (q->columnwise && q->block_dims[0] == 1)
-        return nib_fail(NIB_ERR_USAGE,
-                        "a columnwise usage is wanted, and with 1x%lld blocks it cannot be built from what is gathered",
-                        (long long)block);
-    if (q->block_dims[0] > 1 && geometry->rows % block)
-        return nib_fail(NIB_ERR_SHAPE, "%lld rows are not whole blocks of %lld", (long long)geometry->rows,
-                        (long long)block);
-    return NIB_OK;
-}
-
-nib_status nib_fsdp_extract(const nib_tensor *t, nib_fsdp_parts *out)
-{
-    NIB_REQUIRE(t);
-    NIB_REQUIRE(out);
-    if (out->bytes < sizeof *out)
-        return nib_fail(NIB_ERR_ARG, "the parts' bytes are %zu, not %zu", out->bytes, sizeof *out);
-    nib_quantizer q = t->q;
-    q.columnwise = q.columnwise || nib_tensor_has(t, NIB_COLUMNWISE);
-    if (!nib_tensor_has(t, NIB_ROWWISE))
-        return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise usage");
-    TRY(check_fsdp(&q, &t->geometry));
-    const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
-    const struct nib_usage_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
-    nib_fsdp_parts parts = { .bytes = out->bytes,
-                             .tensor_scale = memory.tensor_scales ? *memory.tensor_scales : 1,
-                             .metadata = { .bytes = sizeof parts.metadata } };
-    TRY(nib_array_init(&parts.data, memory.codes, NIB_U8, 2, (const int64_t[2]){ g->lines, g->line_stride }));
-    if (memory.scales)
-        TRY(nib_array_init(&parts.scales, memory.scales, nib_format_of(&q)->scale, 2,
-                           (const int64_t[2]){ g->lines, g->scale_shape[1] }));
-    TRY(nib_tensor_get_metadata(t, &parts.metadata));
-    parts.metadata.quantizer.columnwise = q.columnwise;
-    *out = parts;
-    return NIB_OK;
-}
-
-static nib_status check_gathered(const char *what, const nib_array *array, nib_dtype dtype, int64_t rows, int64_t cols)
-{
-    TRY(nib_check_array(what, array));
-    if (array->dtype != dtype || array->rank != 2 || array->shape[0] != rows || array->shape[1] != cols ||
-        (rows > 1 && array->strides[0] != cols) || (cols > 1 && array->strides[1] != 1))
-        return nib_fail(NIB_ERR_SHAPE, "%s must be a contiguous %s [%lld, %lld]", what, nib_dtypes[dtype].name,
-                        (long long)rows, (long long)cols);
-    return NIB_OK;
-}
-
-/* The tensor to write: the caller's, or a new one. Has all the memory that it will need. */
-static nib_status assign_target(const nib_fsdp_parts *parts, int64_t rows, nib_tensor *overrides, nib_tensor **out)
-{
-    nib_quantizer q;
-    TRY(nib_quantizer_load(&parts->metadata.quantizer, &q));
-    q.rowwise = 1;
-    int64_t shape[NIB_MAX_RANK] = { 0 }, inner = 1;
-    const int rank = (int)parts->metadata.rank;
-    if (rank < 2 || rank > NIB_MAX_RANK)
-        return nib_fail(NIB_ERR_SHAPE, "a tensor of rank %d has no rows to gather", rank);
-    memcpy(shape, parts->metadata.shape, sizeof shape);
-    for (int i = 1; i < rank - 1; i++)
-        if (shape[i] < 0 || !nib_mul(inner, shape[i], &inner))
-            return nib_fail(NIB_ERR_SHAPE, "dim %d is %lld", i, (long long)shape[i]);
-    if (rows < 0 || (inner ? rows % inner : rows))
-        return nib_fail(NIB_ERR_SHAPE, "%lld rows do not make up dims of %lld rows", (long long)rows, (long long)inner);
-    shape[0] = inner ? rows / inner : shape[0];
-    if (!overrides) {
-        TRY(nib_tensor_new(&q, parts->metadata.dtype, rank, shape, out));
-    } else if (overrides->rank != rank || memcmp(overrides->shape, shape, (size_t)rank * sizeof *shape) ||
-               !nib_same_meaning(&overrides->q, &q)) {
-        return nib_fail(NIB_ERR_MISMATCH, "the tensor to assign to is of another shape or kind");
-    } else {
-        *out = overrides;
-    }
-    TRY(check_fsdp(&q, &(*out)->geometry));
-    return nib_tensor_allocate(*out, true, q.columnwise);
-}
-
-static void write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
-{
-    const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
-    const struct nib_usage_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
-    if (g->data_bytes)
-        memcpy(memory.codes, (const char *)parts->data.data + parts->data.offset, (size_t)g->data_bytes);
-    if (memory.scales && g->lines > 0 && g->scale_shape[1] > 0)
-        memcpy(memory.scales, (const char *)parts->scales.data + parts->scales.offset,
-               (size_t)(g->lines * g->scale_shape[1] * g->scale_bytes));
-    if (memory.scales)
-        nib_zero_scale_padding(g, memory.scales);
-    if (memory.tensor_scales)
-        *memory.tensor_scales = parts->tensor_scale;
-}
-
-nib_status nib_fsdp_assign(const nib_fsdp_parts *parts, int64_t rows, nib_tensor **out)
-{
-    NIB_REQUIRE(parts);
-    NIB_REQUIRE(out);
-    TRY(nib_check_struct("parts", parts, sizeof *parts));
-    nib_tensor *t = NULL;
-    nib_status status = assign_target(parts, rows, *out, &t);
-    if (!status) {
-        const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
-        status = check_gathered("data", &parts->data, NIB_U8, rows, g->line_stride);
-        if (!status && nib_format_of(&t->q)->block)
-            status = check_gathered("scales", &parts->scales, nib_format_of(&t->q)->scale, rows, g->scale_shape[1]);
-    }
-    if (!status) {
-        write_gathered(parts, t);
-        const int columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
-        t->columnwise_stale = columnwise;
-        status = nib_tensor_update_usage(t, 1, columnwise);
-    }
-    if (status && t != *out)
-        nib_tensor_destroy(t);
-    if (!status)
-        *out = t;
     return status;
 }

@@ -11,6 +11,7 @@ static nib_status check_group(const nib_quantizer *q, const nib_array *x, const 
 {
     TRY(nib_quantizer_load(q, loaded));
     TRY(nib_check_array("x", x));
+    TRY(nib_check_host("a group", x->device));
     if (n && !counts)
         return nib_fail(NIB_ERR_ARG, "counts is NULL");
     if (x->rank != 2)
@@ -78,7 +79,7 @@ nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int6
         if (n > 1) /* of one it is known already */
             TRY(member_geometry(&loaded, x, counts[i], &geometry));
         const struct amax_layout layout = layout_of(&loaded, &geometry);
-        nib_find_amaxes(&loaded, &rows, &geometry, pair);
+        nib_find_amaxes(x->device, &loaded, &rows, &geometry, pair);
         for (int usage = 0; usage < 2; usage++)
             if (amax[usage])
                 amax[usage][i] = layout.at[usage] < 0 ? 0 : pair[layout.at[usage]];
@@ -104,7 +105,7 @@ static nib_status find_all(const nib_quantizer *q, const nib_array *x, const int
     for (size_t i = 0; i < n; first += counts[i++]) {
         const nib_array rows = rows_of(x, first, counts[i]);
         TRY(member_geometry(q, x, counts[i], &geometry));
-        nib_find_amaxes(q, &rows, &geometry, to);
+        nib_find_amaxes(x->device, q, &rows, &geometry, to);
         to += layout_of(q, &geometry).count;
     }
     *total = (size_t)sum;
@@ -251,7 +252,7 @@ static nib_status build_group(nib_group *group)
     TRY(lay_out(group, total));
     for (int part = 0; part < NIB_PART_COUNT; part++)
         if (has_part(&group->q, (nib_part)part))
-            TRY(nib_buffer_create((size_t)total[part], &group->parts[part]));
+            TRY(nib_buffer_create((size_t)total[part], NULL, &group->parts[part]));
     for (size_t i = 0; i < group->n; i++) {
         nib_tensor *member;
         TRY(nib_group_member(group, i, &member));
@@ -330,7 +331,8 @@ static void release_parent(void *buffer) { nib_buffer_release(buffer); }
 /* A place in a shared buffer, which it keeps alive. */
 static nib_status borrow_part(nib_buffer *parent, int64_t offset, size_t bytes, nib_buffer **out)
 {
-    TRY(nib_buffer_borrow((char *)nib_buffer_data(parent) + offset, bytes, release_parent, parent, out));
+    TRY(nib_buffer_borrow((char *)nib_buffer_data(parent) + offset, bytes, nib_buffer_device(parent), release_parent,
+                          parent, out));
     nib_buffer_retain(parent);
     return NIB_OK;
 }
@@ -351,7 +353,7 @@ nib_status nib_group_member(const nib_group *group, size_t i, nib_tensor **out)
                                  &parts[part]);
     if (!status)
         status = nib_tensor_from_buffers(&group->q, group->dtype, 2, (const int64_t[2]){ group->rows[i], group->cols },
-                                         parts, out);
+                                         parts, NIB_PART_COUNT, out);
     for (int part = 0; part < NIB_PART_COUNT; part++)
         nib_buffer_release(parts[part]); /* the tensor has its own reference */
     return status;
@@ -383,7 +385,7 @@ nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_co
         const nib_overrides overrides = overrides_of(&loaded, &members[i]->geometry, &next);
         const struct nib_usage_memory memory[2] = { nib_tensor_memory(members[i], NIB_ROWWISE),
                                                     nib_tensor_memory(members[i], NIB_COLUMNWISE) };
-        status = nib_quantize_usages(&loaded, &rows, &overrides, &members[i]->geometry, memory);
+        status = nib_quantize_usages(x->device, &loaded, &rows, &overrides, &members[i]->geometry, memory);
     }
     for (size_t i = 0; i < group->n && members; i++)
         nib_tensor_destroy(members[i]);

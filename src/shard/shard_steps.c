@@ -114,6 +114,7 @@ nib_status nib_check_castable(const nib_tensor *t)
 {
     const nib_quantizer *q = &t->q;
     const bool columnwise = q->columnwise || nib_tensor_has(t, NIB_COLUMNWISE);
+    TRY(nib_check_host("a sharded cast", t->device));
     const struct {
         bool rejected;
         nib_status status;
@@ -146,6 +147,7 @@ nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array
         return NIB_OK;
     }
     TRY(nib_check_array(what, master));
+    TRY(nib_check_same_device(what, master->device, "the parameter", t->device));
     if (master->dtype != NIB_F32 && master->dtype != NIB_BF16)
         return nib_fail(NIB_ERR_DTYPE, "%s is F32 or BF16, not %s", what, nib_dtypes[master->dtype].name);
     if (master->rank != 1)
@@ -171,6 +173,7 @@ nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_usage
         return NIB_OK;
     const nib_byte_range range = nib_bytes_of(&t->geometry, usage, start, length);
     TRY(nib_check_output(what, shard));
+    TRY(nib_check_same_device(what, shard->device, "the tensor", t->device));
     if (shard->dtype != NIB_U8)
         return nib_fail(NIB_ERR_DTYPE, "%s is U8, not %s", what, nib_dtypes[shard->dtype].name);
     if (shard->rank != 1 || (range.count > 1 && shard->strides[0] != 1))
@@ -314,7 +317,7 @@ static void run_walk(struct walk *walk, void (*body)(void *context, int64_t i))
     walk->band = nib_max(walk->grid->coding.block, 16);
     const int64_t first = piece->start / cols / walk->band,
                   last = (piece->start + piece->length - 1) / cols / walk->band;
-    nib_parallel(last - first + 1, nib_thread_count(&piece->t->q, piece->length), body, walk);
+    nib_parallel(last - first + 1, nib_thread_count(piece->t->device, piece->length), body, walk);
 }
 
 /* ---- Amaxes ---- */
@@ -402,7 +405,7 @@ void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *a
     nib_zero_scale_padding(grid->geometry, memory.scales);
     struct scale_job job = { t,      grid,  t->q.row_scaled ? NULL : &scaler, nib_block_kernels_of(&t->q), amaxes,
                              chosen, memory };
-    nib_parallel(grid->rows, nib_thread_count(&t->q, grid->rows * grid->cols), write_scale_row, &job);
+    nib_parallel(grid->rows, nib_thread_count(t->device, grid->rows * grid->cols), write_scale_row, &job);
 }
 
 /* ---- Panels of whole blocks ---- */
@@ -494,7 +497,7 @@ void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid
                               .start = cut.whole,
                               .end = cut.whole_end };
     const int64_t bands = (cut.whole_end - 1) / cols / band - job.first_band + 1;
-    nib_parallel(bands * job.panels, nib_thread_count(&t->q, cut.whole_end - cut.whole), choose_in_panel, &job);
+    nib_parallel(bands * job.panels, nib_thread_count(t->device, cut.whole_end - cut.whole), choose_in_panel, &job);
 }
 
 /* ---- Codes ---- */
@@ -734,36 +737,5 @@ nib_status nib_tensor_byte_range(const nib_tensor *t, nib_usage usage, int64_t s
         return nib_fail(NIB_ERR_USAGE, "only codes in the order of the elements have ranges of bytes");
     TRY(check_range(t, start, length));
     *out = nib_bytes_of(&t->geometry, usage, start, length);
-    return NIB_OK;
-}
-
-/* ---- Transposes ---- */
-
-nib_status nib_transpose_packed(const uint8_t *codes, int64_t rows, int64_t cols, uint8_t *out)
-{
-    NIB_REQUIRE(codes);
-    NIB_REQUIRE(out);
-    TRY(nib_check_shape("codes", 2, (const int64_t[2]){ rows, cols }, NULL));
-    static const nib_quantizer default_threads;
-    nib_transpose_codes(&default_threads, true, codes, nib_ceil_div(cols, 2), rows, cols, out, nib_ceil_div(rows, 2));
-    return NIB_OK;
-}
-
-nib_status nib_transpose_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t in_stride, uint8_t *out,
-                                int64_t out_stride)
-{
-    enum { BLOCK = 16 }; /* only NVFP4 repeats the scale of a tile on every line */
-    NIB_REQUIRE(scales);
-    NIB_REQUIRE(out);
-    TRY(nib_check_shape("scales", 2, (const int64_t[2]){ rows, cols }, NULL));
-    const int64_t row_blocks = nib_ceil_div(cols, BLOCK), col_blocks = nib_ceil_div(rows, BLOCK);
-    if (in_stride < row_blocks || out_stride < col_blocks)
-        return nib_fail(NIB_ERR_SHAPE, "lines of %lld and %lld scales do not fit strides of %lld and %lld",
-                        (long long)row_blocks, (long long)col_blocks, (long long)in_stride, (long long)out_stride);
-    for (int64_t c = 0; c < cols; c++) {
-        memset(out + c * out_stride, 0, (size_t)out_stride);
-        for (int64_t b = 0; b < col_blocks; b++)
-            out[c * out_stride + b] = scales[b * BLOCK * in_stride + c / BLOCK];
-    }
     return NIB_OK;
 }

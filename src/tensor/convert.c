@@ -164,8 +164,9 @@ nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *re
     NIB_REQUIRE(mxfp4);
     NIB_REQUIRE(out);
     nib_conversion_report found = { .bytes = sizeof found };
-    if (report && report->bytes < sizeof *report)
-        return nib_fail(NIB_ERR_ARG, "the report's bytes are %zu, not %zu", report->bytes, sizeof *report);
+    if (report)
+        TRY(nib_struct_check_output("the report", report, NIB_UP_TO(nib_conversion_report, first)));
+    TRY(nib_check_host("nib_mxfp4_to_nvfp4", mxfp4->device));
     if (mxfp4->q.format != NIB_MXFP4)
         return nib_fail(NIB_ERR_MISMATCH, "the tensor is %s, not mxfp4", nib_format_of(&mxfp4->q)->name);
     if (!nib_tensor_has(mxfp4, NIB_ROWWISE))
@@ -175,7 +176,7 @@ nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *re
     nib_quantizer_init(&q);
     q.columnwise = 0;
     q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2;
-    TRY(nib_tensor_create(&q, mxfp4->dtype, mxfp4->rank, mxfp4->shape, &t));
+    TRY(nib_tensor_create(&q, mxfp4->dtype, mxfp4->rank, mxfp4->shape, mxfp4->device, &t));
     convert_tensor(mxfp4, t, &found);
     if (found.inexact && !report) {
         nib_tensor_destroy(t);
@@ -184,10 +185,8 @@ nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *re
                         (long long)found.inexact, (long long)found.blocks, (long long)found.first[0].line,
                         (long long)found.first[0].block);
     }
-    if (report) {
-        found.bytes = report->bytes;
-        *report = found;
-    }
+    if (report)
+        nib_struct_write(report, &found, sizeof found);
     *out = t;
     return NIB_OK;
 }

@@ -5,6 +5,7 @@
  * The structs below are DLPack's binary interface, of both generations, under names of our own: nib.h only
  * forward-declares the two that have a tag, so that it goes together with whatever dlpack.h a program includes.
  */
+#include "nib_dlpack.h"
 #include "tensor/tensor.h"
 
 enum { HOST = 1, CUDA_HOST = 3, ROCM_HOST = 11 }; /* device types whose memory the CPU can read */
@@ -73,13 +74,22 @@ static nib_status dtype_of(const struct dl_tensor *in, nib_dtype *out)
                     (int)in->code, (int)in->bits, (int)in->lanes);
 }
 
-/* DLPack does not say how much memory there is: take what shape and strides reach. */
-static nib_status array_of(const struct dl_tensor *in, nib_array *out)
+/* Whether a tensor is where the caller says. */
+static nib_status check_place(const struct dl_tensor *in, const nib_device *device)
 {
-    nib_array array = { .rank = in->rank };
-    if (in->device_type != HOST && in->device_type != CUDA_HOST && in->device_type != ROCM_HOST)
-        return nib_fail(NIB_ERR_UNSUPPORTED, "a DLPack tensor on device type %d is not in host memory",
-                        (int)in->device_type);
+    const bool of_host = in->device_type == HOST || in->device_type == CUDA_HOST || in->device_type == ROCM_HOST;
+    if (nib_device_is_host(device) ? of_host
+                                   : in->device_type == device->ops->dlpack_type && in->device_id == device->ordinal)
+        return NIB_OK;
+    return nib_fail(NIB_ERR_DEVICE, "a DLPack tensor on device type %d, number %d, is not on %s", (int)in->device_type,
+                    (int)in->device_id, nib_device_name(device));
+}
+
+/* DLPack does not say how much memory there is: take what shape and strides reach. */
+static nib_status array_of(const struct dl_tensor *in, nib_device *device, nib_array *out)
+{
+    nib_array array = { .rank = in->rank, .device = device };
+    TRY(check_place(in, device));
     TRY(dtype_of(in, &array.dtype));
     int64_t elements = 0, low = 0, high = 0;
     TRY(nib_check_shape("a DLPack tensor", in->rank, in->shape, &elements));
@@ -120,24 +130,25 @@ static nib_status check_version(const struct DLManagedTensorVersioned *managed)
     return NIB_OK;
 }
 
-nib_status nib_array_from_dlpack(const struct DLManagedTensor *managed, nib_array *out)
+nib_status nib_array_from_dlpack(const struct DLManagedTensor *managed, nib_device *device, nib_array *out)
 {
     NIB_REQUIRE(managed);
     NIB_REQUIRE(out);
-    return array_of(&managed->tensor, out);
+    return array_of(&managed->tensor, device, out);
 }
 
-nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned *managed, nib_array *out)
+nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned *managed, nib_device *device,
+                                           nib_array *out)
 {
     NIB_REQUIRE(managed);
     NIB_REQUIRE(out);
     TRY(check_version(managed));
-    return array_of(&managed->tensor, out);
+    return array_of(&managed->tensor, device, out);
 }
 
-static nib_status contiguous_bytes(const struct dl_tensor *in, nib_array *out)
+static nib_status contiguous_bytes(const struct dl_tensor *in, nib_device *device, nib_array *out)
 {
-    TRY(array_of(in, out));
+    TRY(array_of(in, device, out));
     int64_t stride = 1;
     for (int i = out->rank - 1; i >= 0; i--) {
         if (out->shape[i] > 1 && out->strides[i] != stride)
@@ -161,16 +172,17 @@ static void release_versioned(void *context)
         managed->deleter(managed);
 }
 
-nib_status nib_buffer_from_dlpack(struct DLManagedTensor *managed, nib_buffer **out)
+nib_status nib_buffer_from_dlpack(struct DLManagedTensor *managed, nib_device *device, nib_buffer **out)
 {
     NIB_REQUIRE(managed);
     NIB_REQUIRE(out);
     nib_array array = { 0 };
-    TRY(contiguous_bytes(&managed->tensor, &array));
-    return nib_buffer_borrow(array.data, array.bytes, release_managed, managed, out);
+    TRY(contiguous_bytes(&managed->tensor, device, &array));
+    return nib_buffer_borrow(array.data, array.bytes, device, release_managed, managed, out);
 }
 
-nib_status nib_buffer_from_dlpack_versioned(struct DLManagedTensorVersioned *managed, nib_buffer **out)
+nib_status nib_buffer_from_dlpack_versioned(struct DLManagedTensorVersioned *managed, nib_device *device,
+                                            nib_buffer **out)
 {
     NIB_REQUIRE(managed);
     NIB_REQUIRE(out);
@@ -178,8 +190,8 @@ nib_status nib_buffer_from_dlpack_versioned(struct DLManagedTensorVersioned *man
     TRY(check_version(managed));
     if (managed->flags & READ_ONLY)
         return nib_fail(NIB_ERR_ARG, "a read-only DLPack tensor cannot become a buffer, which updates write to");
-    TRY(contiguous_bytes(&managed->tensor, &array));
-    return nib_buffer_borrow(array.data, array.bytes, release_versioned, managed, out);
+    TRY(contiguous_bytes(&managed->tensor, device, &array));
+    return nib_buffer_borrow(array.data, array.bytes, device, release_versioned, managed, out);
 }
 
 /* ---- Out ---- */
@@ -219,7 +231,8 @@ static nib_status export_array(const nib_array *array, nib_buffer *owner, struct
     memcpy(exported->shape, array->shape, sizeof array->shape);
     memcpy(exported->strides, array->strides, sizeof array->strides);
     *tensor = (struct dl_tensor){ .data = array->data,
-                                  .device_type = HOST,
+                                  .device_type = nib_device_of(array->device)->ops->dlpack_type,
+                                  .device_id = (int32_t)nib_max(nib_device_of(array->device)->ordinal, 0),
                                   .rank = array->rank,
                                   .code = dtypes[row].code,
                                   .bits = dtypes[row].bits,

@@ -6,6 +6,7 @@
  * of two E4M3 scales and their product with the dot. Only the additions across blocks round, and the factor that comes
  * last.
  */
+#include "nib_reference.h"
 #include "tensor/tensor.h"
 
 #include "format/codec.h"
@@ -94,6 +95,7 @@ static nib_status check_operands(const struct gemm_job *job)
         return nib_fail(NIB_ERR_MISMATCH,
                         "one operand is transformed along the inner axis and the other is not, or differently");
     TRY(nib_check_output("y", y));
+    TRY(nib_check_host("nib_gemm_reference", y->device));
     if (y->dtype != NIB_F32)
         return nib_fail(NIB_ERR_DTYPE, "y must be F32, not %s", nib_dtypes[y->dtype].name);
     if (y->rank != 2 || y->shape[0] != a->geometry->lines || y->shape[1] != b->geometry->lines)
@@ -107,6 +109,8 @@ nib_status nib_gemm_reference(const nib_tensor *a, nib_usage a_usage, const nib_
 {
     NIB_REQUIRE(a);
     NIB_REQUIRE(b);
+    TRY(nib_check_host("nib_gemm_reference", a->device));
+    TRY(nib_check_same_device("b", b->device, "a", a->device));
     struct gemm_job job = { .alpha = alpha, .accumulate = accumulate != 0, .y = y };
     TRY(operand_of(a, a_usage, &job.a));
     TRY(operand_of(b, b_usage, &job.b));
@@ -114,6 +118,6 @@ nib_status nib_gemm_reference(const nib_tensor *a, nib_usage a_usage, const nib_
     int64_t work = job.a.geometry->lines;
     if (!nib_mul(work, job.b.geometry->lines, &work) || !nib_mul(work, nib_max(1, job.a.geometry->length), &work))
         work = INT64_MAX; /* more than enough for every thread */
-    nib_parallel(job.a.geometry->lines, nib_thread_count(&a->q, work), gemm_row, &job);
+    nib_parallel(job.a.geometry->lines, nib_thread_count(y->device, work), gemm_row, &job);
     return NIB_OK;
 }

@@ -66,8 +66,6 @@ static nib_status check_ranges(const nib_quantizer *q)
             return nib_fail(NIB_ERR_ARG, "%s %d is not one that this version knows", enums[i].name, enums[i].value);
     if (q->e4m3_max != 448 && q->e4m3_max != 256)
         return nib_fail(NIB_ERR_ARG, "e4m3_max is 448 or 256, not %d", (int)q->e4m3_max);
-    if (q->threads < 0)
-        return nib_fail(NIB_ERR_ARG, "threads is 0 or more, not %d", (int)q->threads);
     if (q->origin[0] < 0 || q->origin[1] < 0)
         return nib_fail(NIB_ERR_ARG, "origin (%lld, %lld) is outside the whole", (long long)q->origin[0],
                         (long long)q->origin[1]);
@@ -158,9 +156,9 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
 {
     if (!in)
         return nib_fail(NIB_ERR_ARG, "the quantizer is NULL");
-    TRY(nib_check_struct("quantizer", in, sizeof *in));
-    nib_quantizer q = *in;
-    q.bytes = sizeof q;
+    nib_quantizer q;
+    nib_quantizer_init(&q); /* what an older caller's struct does not have keeps its default */
+    TRY(nib_struct_read("quantizer", in, &q, sizeof q, NIB_UP_TO(nib_quantizer, amax_epsilon)));
     uint8_t *const flags[] = { &q.rowwise,     &q.columnwise, &q.swizzled,        &q.row_scaled, &q.rht,
                                &q.rht_rowwise, &q.fast_error, &q.no_tensor_scale, &q.pow2_scales };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)

@@ -67,26 +67,29 @@ bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b)
 
 /* ---- Life ---- */
 
-/* A tensor without buffers, in memory that is there; untouched on failure. */
-static nib_status init_tensor(nib_tensor *t, const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape)
+/* A tensor without buffers, in memory that is there; untouched on failure. It borrows the device. */
+static nib_status init_tensor(nib_tensor *t, const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
+                              nib_device *device)
 {
     struct nib_geometry geometry;
     TRY(nib_check_input(q, dtype, rank, shape, &geometry));
-    *t = (nib_tensor){ .q = *q, .dtype = dtype, .rank = rank, .geometry = geometry };
+    *t = (nib_tensor){ .q = *q, .dtype = dtype, .rank = rank, .geometry = geometry, .device = device };
     t->q.amax_comm = NULL; /* a communicator may be gone long before the tensor */
     if (rank)
         memcpy(t->shape, shape, (size_t)rank * sizeof *shape);
     return NIB_OK;
 }
 
-nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out)
+nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_device *device,
+                          nib_tensor **out)
 {
     nib_tensor trial;
-    TRY(init_tensor(&trial, q, dtype, rank, shape));
+    TRY(init_tensor(&trial, q, dtype, rank, shape, device));
     nib_tensor *t = nib_alloc(sizeof *t);
     if (!t)
         return nib_fail(NIB_ERR_MEMORY, "no memory for a tensor");
     *t = trial;
+    nib_device_retain(device);
     *out = t;
     return NIB_OK;
 }
@@ -117,7 +120,7 @@ static nib_status allocate_usage(nib_tensor *t, nib_usage usage)
     for (int kind = 0; kind < NIB_PART_KINDS && !status; kind++) {
         const nib_part part = nib_part_of(nib_format_of(&t->q), usage, kind);
         if (part < NIB_PART_COUNT && !t->parts[part])
-            status = nib_buffer_create(nib_part_bytes(&t->geometry, part), &t->parts[part]);
+            status = nib_buffer_create(nib_part_bytes(&t->geometry, part), t->device, &t->parts[part]);
     }
     if (status)
         nib_tensor_drop(t, usage);
@@ -147,34 +150,35 @@ void nib_tensor_clear(nib_tensor *t)
 void nib_tensor_destroy(nib_tensor *t)
 {
     nib_tensor_clear(t);
+    nib_device_release(t ? t->device : NULL);
     nib_free(t);
 }
 
 nib_status nib_tensor_zero(nib_tensor *t)
 {
     NIB_REQUIRE(t);
+    nib_device *const device = nib_device_of(t->device);
     const float tensor_scale = nib_tensor_rules(t).tensor_scale == NIB_TENSOR_SCALE_AMAX ? 0.0f : 1.0f;
     for (int usage = 0; usage < 2; usage++) {
         if (!nib_tensor_has(t, (nib_usage)usage))
             continue;
+        const struct nib_usage_geometry *g = &t->geometry.usage[usage];
         const struct nib_usage_memory memory = nib_tensor_memory(t, (nib_usage)usage);
-        if (t->geometry.usage[usage].data_bytes) /* an empty borrowed buffer may be NULL */
-            memset(memory.codes, 0, (size_t)t->geometry.usage[usage].data_bytes);
-        if (t->geometry.usage[usage].scales_bytes)
-            memset(memory.scales, 0, (size_t)t->geometry.usage[usage].scales_bytes);
-        for (int64_t i = 0; i < t->geometry.usage[usage].tensor_scales; i++)
-            memory.tensor_scales[i] = tensor_scale;
+        TRY(device->ops->zero(device, memory.codes, (size_t)g->data_bytes));
+        TRY(device->ops->zero(device, memory.scales, (size_t)g->scales_bytes));
+        TRY(device->ops->fill(device, memory.tensor_scales, g->tensor_scales, tensor_scale));
     }
     return NIB_OK;
 }
 
-nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out)
+nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
+                             nib_device *device, nib_tensor **out)
 {
     NIB_REQUIRE(out);
     nib_quantizer loaded;
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
-    TRY(nib_tensor_new(&loaded, dtype, rank, shape, &t));
+    TRY(nib_tensor_new(&loaded, dtype, rank, shape, device, &t));
     nib_status status = nib_tensor_allocate(t, loaded.rowwise, loaded.columnwise);
     if (!status)
         status = nib_tensor_zero(t);
@@ -214,17 +218,36 @@ static nib_status check_parts(const struct nib_format_facts *facts, const struct
     return NIB_OK;
 }
 
+/* The one device of all buffers. */
+static nib_status device_of_parts(nib_buffer *const *parts, nib_device **out)
+{
+    const nib_buffer *first = NULL;
+    for (int part = 0; part < NIB_PART_COUNT; part++) {
+        if (parts[part] && first)
+            TRY(nib_check_same_device("one buffer", nib_buffer_device(first), "another",
+                                      nib_buffer_device(parts[part])));
+        if (parts[part] && !first)
+            first = parts[part];
+    }
+    *out = nib_buffer_device(first);
+    return NIB_OK;
+}
+
 nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
-                                   nib_buffer *const *parts, nib_tensor **out)
+                                   nib_buffer *const *parts, size_t n_parts, nib_tensor **out)
 {
     NIB_REQUIRE(parts);
     NIB_REQUIRE(out);
+    nib_device *device = NULL;
+    if (n_parts != NIB_PART_COUNT)
+        return nib_fail(NIB_ERR_ARG, "a tensor has %d parts, not %zu", NIB_PART_COUNT, n_parts);
+    TRY(device_of_parts(parts, &device));
     nib_quantizer loaded;
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
     loaded.rowwise = parts[NIB_ROW_DATA] != NULL;
     loaded.columnwise = parts[NIB_COL_DATA] != NULL;
-    TRY(nib_tensor_new(&loaded, dtype, rank, shape, &t));
+    TRY(nib_tensor_new(&loaded, dtype, rank, shape, device, &t));
     const nib_status status = check_parts(nib_format_of(&loaded), &t->geometry, parts);
     if (status) {
         nib_tensor_destroy(t);
@@ -240,61 +263,56 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
 
 /* ---- Quantize ---- */
 
-/* By the bits, so that it does not matter what the caller's arithmetic makes of subnormals. A NaN is neither. */
-static bool is_negative(float x) { return nib_bits(x) > 0x80000000u && !nib_is_nan(x); }
-static bool is_positive(float x) { return nib_bits(x) - 1 < 0x7F800000u; }
-
-/* Numbers that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is taken as the
- * kernels take it.) */
-static nib_status check_overrides(const nib_quantizer *q, const nib_overrides *overrides,
-                                  const struct nib_geometry *geometry)
+/* Overrides of any version, checked; what is not there is NULL. */
+static nib_status load_overrides(nib_device *device, const nib_quantizer *q, const nib_overrides *in,
+                                 const struct nib_geometry *geometry, nib_overrides *out)
 {
-    if (!overrides)
+    *out = (nib_overrides){ .bytes = sizeof *out };
+    if (!in)
         return NIB_OK;
-    TRY(nib_check_struct("given", overrides, sizeof *overrides));
-    if (overrides->scale && !nib_dialect_of(q)->encode_of)
+    TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, amax_seen)));
+    if (out->scale && !nib_dialect_of(q)->encode_of)
         return nib_fail(NIB_ERR_MODE, "%s does not take a given scale", nib_format_of(q)->name);
-    if (overrides->scale && !is_positive(*overrides->scale))
-        return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
-    for (int usage = 0; usage < 2; usage++)
-        for (int64_t i = 0; i < geometry->usage[usage].tensor_scales; i++) {
-            const bool amax = overrides->amax[usage] && is_negative(overrides->amax[usage][i]);
-            if (amax || (overrides->tensor_scale[usage] && is_negative(overrides->tensor_scale[usage][i])))
-                return nib_fail(NIB_ERR_ARG, "the given %s %s number %lld is negative",
-                                nib_usage_name((nib_usage)usage), amax ? "amax" : "level", (long long)i);
-        }
-    return NIB_OK;
+    return device->ops->check_overrides ? device->ops->check_overrides(device, q, out, geometry) : NIB_OK;
 }
 
-static nib_status quantize_parts(nib_tensor *t, const nib_quantizer *q, const nib_array *x,
-                                 const nib_overrides *overrides)
+/* A quantization once everything is checked: where it runs, by which options, with what. */
+struct quantization {
+    nib_device *device; /* the array's: its threads or its stream */
+    nib_quantizer q;
+    nib_overrides overrides;
+};
+
+static nib_status quantize_parts(const struct quantization *with, const nib_array *x, const float *noop, nib_tensor *t)
 {
     const struct nib_usage_memory memory[2] = { nib_tensor_memory(t, NIB_ROWWISE),
                                                 nib_tensor_memory(t, NIB_COLUMNWISE) };
-    return nib_quantize_usages(q, x, overrides, &t->geometry, memory);
+    return with->device->ops->quantize(with->device, &with->q, x, &with->overrides, noop, &t->geometry, memory);
 }
 
 /* All that can fail on one rank alone before a new tensor is quantized into. */
 static nib_status prepare_new(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
-                              nib_quantizer *loaded, nib_tensor **t)
+                              struct quantization *out, nib_tensor **t)
 {
-    TRY(nib_quantizer_load(q, loaded));
+    TRY(nib_quantizer_load(q, &out->q));
     TRY(nib_check_array("x", x));
-    TRY(nib_tensor_new(loaded, x->dtype, x->rank, x->shape, t));
-    TRY(check_overrides(loaded, overrides, &(*t)->geometry));
-    return nib_tensor_allocate(*t, loaded->rowwise, loaded->columnwise);
+    out->device = nib_device_of(x->device);
+    TRY(NIB_DEVICE_HAS(out->device, quantize));
+    TRY(nib_tensor_new(&out->q, x->dtype, x->rank, x->shape, x->device, t));
+    TRY(load_overrides(out->device, &out->q, overrides, &(*t)->geometry, &out->overrides));
+    return nib_tensor_allocate(*t, out->q.rowwise, out->q.columnwise);
 }
 
 nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides, nib_tensor **out)
 {
-    nib_quantizer loaded;
+    struct quantization with;
     nib_tensor *t = NULL;
     nib_status status =
-        out ? prepare_new(q, x, overrides, &loaded, &t) : nib_fail(NIB_ERR_ARG, "nib_quantize: out is NULL");
+        out ? prepare_new(q, x, overrides, &with, &t) : nib_fail(NIB_ERR_ARG, "nib_quantize: out is NULL");
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
     else
-        status = quantize_parts(t, &loaded, x, overrides);
+        status = quantize_parts(&with, x, NULL, t);
     if (status)
         nib_tensor_destroy(t);
     else
@@ -314,44 +332,56 @@ static nib_status check_same_shape(const nib_tensor *t, const nib_array *x)
  * view that shares them must go on decoding them rightly: once their meaning changes they are new. `updated` is empty
  * and is to be cleared in any case. */
 static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
-                                 const nib_tensor *t, nib_quantizer *loaded, nib_tensor *updated)
+                                 const nib_tensor *t, struct quantization *out, nib_tensor *updated)
 {
-    TRY(nib_quantizer_load(q ? q : &t->q, loaded));
+    TRY(nib_quantizer_load(q ? q : &t->q, &out->q));
     TRY(nib_check_array("x", x));
     TRY(check_same_shape(t, x));
-    TRY(init_tensor(updated, loaded, x->dtype, x->rank, x->shape));
+    TRY(nib_check_same_device("x", x->device, "the tensor", t->device));
+    out->device = nib_device_of(x->device);
+    TRY(NIB_DEVICE_HAS(out->device, quantize));
+    const nib_quantizer *loaded = &out->q;
+    TRY(init_tensor(updated, loaded, x->dtype, x->rank, x->shape, t->device));
     updated->dtype = t->dtype;
     const bool dropping = (nib_tensor_has(t, NIB_ROWWISE) && !loaded->rowwise) ||
                           (nib_tensor_has(t, NIB_COLUMNWISE) && !loaded->columnwise);
-    /* A tensor scale for both usages must not change under a view that keeps the copy which is dropped here. */
+    /* A tensor scale for both usages must not change under a view that keeps the usage which is dropped here. */
     const bool in_place = nib_same_meaning(loaded, &t->q) && !(nib_format_of(loaded)->shared_tensor_scale && dropping);
     for (int usage = 0; usage < 2 && in_place; usage++)
-        for (int kind = 0; kind < NIB_PART_KINDS && (usage == NIB_ROWWISE ? loaded->rowwise : loaded->columnwise);
-             kind++) {
+        for (int kind = 0; kind < NIB_PART_KINDS && nib_wants(loaded, usage); kind++) {
             const nib_part part = nib_part_of(nib_format_of(loaded), (nib_usage)usage, kind);
             if (part < NIB_PART_COUNT && !updated->parts[part])
                 updated->parts[part] = nib_buffer_retain(t->parts[part]);
         }
-    TRY(check_overrides(loaded, overrides, &updated->geometry));
+    TRY(load_overrides(out->device, loaded, overrides, &updated->geometry, &out->overrides));
     return nib_tensor_allocate(updated, loaded->rowwise, loaded->columnwise);
+}
+
+/* Whether `updated` has buffers that t has not: then a no-op must be known before the two change places. */
+static bool has_new_parts(const nib_tensor *t, const nib_tensor *updated)
+{
+    return memcmp(t->parts, updated->parts, sizeof t->parts) != 0;
 }
 
 nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                              const float *noop, nib_tensor *t)
 {
-    if (noop && *noop == 1.0f)
+    if (noop && t && nib_device_is_host(t->device) && *noop == 1.0f)
         return NIB_OK;
-    nib_quantizer loaded;
+    struct quantization with;
     nib_tensor updated = { 0 };
+    bool stopped = false;
     if (t)
         updated.q = t->q;
-    nib_status status = t ? prepare_update(q, x, overrides, t, &loaded, &updated)
-                          : nib_fail(NIB_ERR_ARG, "nib_quantize_into: t is NULL");
+    nib_status status =
+        t ? prepare_update(q, x, overrides, t, &with, &updated) : nib_fail(NIB_ERR_ARG, "nib_quantize_into: t is NULL");
+    if (!status && noop && has_new_parts(t, &updated))
+        status = with.device->ops->is_set(with.device, noop, &stopped);
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
-    else
-        status = quantize_parts(&updated, &loaded, x, overrides);
-    if (!status) {
+    else if (!stopped)
+        status = quantize_parts(&with, x, noop, &updated);
+    if (!status && !stopped) {
         const nib_tensor old = *t;
         *t = updated;
         updated = old;
@@ -379,9 +409,11 @@ static nib_status dequantize_rows(const nib_tensor *t, nib_usage from, int64_t f
     if (count == 0 || t->geometry.cols == 0)
         return NIB_OK; /* whichever copy, there is nothing in it */
     TRY(nib_tensor_pick(t, from, &usage));
+    TRY(nib_check_same_device("out", out->device, "the tensor", t->device));
+    nib_device *const device = nib_device_of(out->device);
+    TRY(NIB_DEVICE_HAS(device, dequantize));
     const struct nib_usage_memory memory = nib_tensor_memory(t, usage);
-    nib_dequantize_usage(&t->q, &t->geometry, usage, &memory, first, count, out);
-    return NIB_OK;
+    return device->ops->dequantize(device, &t->q, &t->geometry, usage, &memory, first, count, out);
 }
 
 nib_status nib_dequantize(const nib_tensor *t, nib_usage from, const nib_array *out)
@@ -410,10 +442,8 @@ nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(out);
-    if (out->bytes < sizeof *out)
-        return nib_fail(NIB_ERR_ARG, "the metadata's bytes are %zu, not %zu", out->bytes, sizeof *out);
-    nib_metadata metadata = { .bytes = out->bytes,
-                              .format = t->q.format,
+    TRY(nib_struct_check_output("the metadata", out, NIB_UP_TO(nib_metadata, quantizer)));
+    nib_metadata metadata = { .format = t->q.format,
                               .dtype = t->dtype,
                               .element = nib_element_of(&t->q),
                               .rank = t->rank,
@@ -423,11 +453,13 @@ nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out)
                               .rowwise = nib_tensor_has(t, NIB_ROWWISE),
                               .columnwise = nib_tensor_has(t, NIB_COLUMNWISE),
                               .columnwise_valid = nib_tensor_has(t, NIB_COLUMNWISE) && !t->columnwise_stale,
-                              .quantizer = t->q };
+                              .quantizer = &t->q };
     memcpy(metadata.shape, t->shape, sizeof metadata.shape);
-    *out = metadata;
+    nib_struct_write(out, &metadata, sizeof metadata);
     return NIB_OK;
 }
+
+nib_device *nib_tensor_device(const nib_tensor *t) { return t ? t->device : NULL; }
 
 nib_buffer *nib_tensor_buffer(const nib_tensor *t, nib_part part)
 {
@@ -505,7 +537,9 @@ nib_status nib_tensor_part(const nib_tensor *t, nib_part part, nib_array *out)
     TRY(part_shape(&t->q, &t->geometry, part, t->rank, t->shape, true, &dtype, &rank, shape));
     if (!t->parts[part])
         return nib_fail(NIB_ERR_USAGE, "the tensor has no %s usage", nib_usage_name(usage_of_part(part)));
-    return nib_array_init(out, nib_buffer_data(t->parts[part]), dtype, rank, shape);
+    TRY(nib_array_init(out, nib_buffer_data(t->parts[part]), dtype, rank, shape));
+    out->device = t->device;
+    return NIB_OK;
 }
 
 /* ---- Usages ---- */
@@ -520,26 +554,8 @@ nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnw
     return NIB_OK;
 }
 
-struct scale_job {
-    const struct nib_geometry *geometry;
-    const struct nib_usage_memory *row, *col;
-    int64_t block;
-};
-
-/* The scales of line c of the columnwise usage of square blocks. */
-static void transpose_scales(void *context, int64_t c)
-{
-    const struct scale_job *job = context;
-    const struct nib_usage_geometry *row = &job->geometry->usage[NIB_ROWWISE],
-                                    *col = &job->geometry->usage[NIB_COLUMNWISE];
-    for (int64_t b = 0; b < col->blocks && c % col->lines_per_scale == 0; b++)
-        nib_scale_store(col, job->col->scales, c, b,
-                        nib_scale_load(row, job->row->scales, b * job->block, c / job->block));
-}
-
 static nib_status build_columnwise(nib_tensor *t)
 {
-    const struct nib_format_facts *facts = nib_format_of(&t->q);
     if (!nib_tensor_has(t, NIB_ROWWISE))
         return nib_fail(NIB_ERR_USAGE,
                         "a columnwise usage is built from the rowwise one, which the tensor does not have");
@@ -547,24 +563,14 @@ static nib_status build_columnwise(nib_tensor *t)
         return nib_fail(NIB_ERR_USAGE,
                         "with 1x%d blocks the columnwise usage has scales of its own and cannot be built from the "
                         "rowwise codes: quantize again",
-                        facts->block);
+                        nib_format_of(&t->q)->block);
     if (t->q.swizzled)
         return nib_fail(NIB_ERR_USAGE, "the columnwise usage is built from compact scales: unswizzle the tensor first");
+    nib_device *const device = nib_device_of(t->device);
+    TRY(NIB_DEVICE_HAS(device, build_columnwise));
     TRY(nib_tensor_allocate(t, false, true));
     const struct nib_usage_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
-    const struct nib_usage_geometry *from = &t->geometry.usage[NIB_ROWWISE], *to = &t->geometry.usage[NIB_COLUMNWISE];
-    struct scale_job job = { &t->geometry, &row, &col, facts->block };
-    if (facts->transposed)
-        nib_transpose_codes(&t->q, !from->element_stride, row.codes, from->line_stride, from->lines, from->length,
-                            col.codes, to->line_stride);
-    else if (from->data_bytes)
-        memcpy(col.codes, row.codes, (size_t)from->data_bytes);
-    if (col.scales) { /* a buffer that was there before may have held anything */
-        nib_zero_scale_padding(to, col.scales);
-        nib_parallel(to->lines, nib_thread_count(&t->q, to->lines * to->blocks), transpose_scales, &job);
-    }
-    if (facts->tensor_scales && col.tensor_scales != row.tensor_scales)
-        memcpy(col.tensor_scales, row.tensor_scales, (size_t)t->geometry.usage[NIB_COLUMNWISE].tensor_scales_bytes);
+    TRY(device->ops->build_columnwise(device, &t->q, &t->geometry, &row, &col));
     t->columnwise_stale = false;
     return NIB_OK;
 }
@@ -576,14 +582,15 @@ nib_status nib_tensor_unshare(nib_tensor *t, nib_usage usage)
         const nib_buffer *old = nib_tensor_kind(t, usage, kind);
         if (!old || !nib_buffer_is_shared(old))
             continue;
-        const nib_status status = nib_buffer_create(nib_buffer_bytes(old), &own[kind]);
+        nib_status status = nib_buffer_create(nib_buffer_bytes(old), t->device, &own[kind]);
+        if (!status)
+            status = nib_device_move(t->device, nib_buffer_data(own[kind]), t->device, nib_buffer_data(old),
+                                     nib_buffer_bytes(old));
         if (status) {
-            for (int i = 0; i < kind; i++)
+            for (int i = 0; i <= kind; i++)
                 nib_buffer_release(own[i]);
             return status;
         }
-        if (nib_buffer_bytes(old))
-            memcpy(nib_buffer_data(own[kind]), nib_buffer_data(old), nib_buffer_bytes(old));
     }
     for (int kind = 0; kind < NIB_PART_KINDS; kind++)
         if (own[kind]) {

@@ -13,7 +13,8 @@ struct nib_tensor {
     int rank;
     int64_t shape[NIB_MAX_RANK];
     struct nib_geometry geometry;
-    nib_buffer *parts[NIB_PART_COUNT]; /* those of a copy are there together, or none */
+    nib_device *device;                /* of its buffers, also while it has none; NULL: the default host */
+    nib_buffer *parts[NIB_PART_COUNT]; /* those of a usage are there together, or none */
     bool columnwise_stale;             /* the rowwise bytes were changed from outside */
 };
 
@@ -38,13 +39,14 @@ struct nib_rules nib_tensor_rules(const nib_tensor *t);
 bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b);
 
 /* A tensor without buffers; q is loaded. */
-nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_tensor **out);
+nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_device *device,
+                          nib_tensor **out);
 
 /* Fresh zeroed buffers for the copies that are wanted and not there. On failure those it made are released again. */
 nib_status nib_tensor_allocate(nib_tensor *t, bool rowwise, bool columnwise);
 void nib_tensor_drop(nib_tensor *t, nib_usage usage);
 
-/* Parts of a copy that a view shares while other parts are about to be replaced: an update in place would leave the
+/* Parts of a usage that a view shares while other parts are about to be replaced: an update in place would leave the
  * view with half of it. They become the tensor's own. */
 nib_status nib_tensor_unshare(nib_tensor *t, nib_usage usage);
 

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * tensor_ops.c - tensors from tensors: clone, copy, view, slice, compare, swizzle, save.
+ * tensor_ops.c - tensors from tensors: clone, move, copy, view, slice, compare, swizzle, rebind.
  */
 #include "tensor/layout.h"
 #include "tensor/tensor.h"
 
-/* A tensor like t, with t's buffers where `share`, otherwise with none. */
-static nib_status like(const nib_tensor *t, int rank, const int64_t *shape, bool share, nib_tensor **out)
+/* A tensor like t on a device, with t's buffers where `share`, otherwise with none. */
+static nib_status like_on(const nib_tensor *t, int rank, const int64_t *shape, bool share, nib_device *device,
+                          nib_tensor **out)
 {
     nib_quantizer q = t->q; /* asked for what is there, whatever was asked for once */
     q.rowwise = nib_tensor_has(t, NIB_ROWWISE);
     q.columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
-    TRY(nib_tensor_new(&q, t->dtype, rank, shape, out));
+    TRY(nib_tensor_new(&q, t->dtype, rank, shape, device, out));
     (*out)->q.rowwise = t->q.rowwise;
     (*out)->q.columnwise = t->q.columnwise;
     for (int i = 0; share && i < NIB_PART_COUNT; i++)
@@ -20,30 +21,42 @@ static nib_status like(const nib_tensor *t, int rank, const int64_t *shape, bool
     return NIB_OK;
 }
 
-static void copy_parts(nib_tensor *dst, const nib_tensor *src)
+static nib_status like(const nib_tensor *t, int rank, const int64_t *shape, bool share, nib_tensor **out)
+{
+    return like_on(t, rank, shape, share, t->device, out);
+}
+
+static nib_status copy_parts(nib_tensor *dst, const nib_tensor *src)
 {
     for (int i = 0; i < NIB_PART_COUNT; i++)
         if (nib_buffer_bytes(dst->parts[i]) && nib_buffer_data(dst->parts[i]) != nib_buffer_data(src->parts[i]))
-            memmove(nib_buffer_data(dst->parts[i]), nib_buffer_data(src->parts[i]), nib_buffer_bytes(dst->parts[i]));
+            TRY(nib_device_move(dst->device, nib_buffer_data(dst->parts[i]), src->device,
+                                nib_buffer_data(src->parts[i]), nib_buffer_bytes(dst->parts[i])));
+    return NIB_OK;
 }
 
-/* ---- Clone and copy ---- */
+/* ---- Clone, copy, move ---- */
 
-nib_status nib_tensor_clone(const nib_tensor *t, nib_tensor **out)
+nib_status nib_tensor_to(const nib_tensor *t, nib_device *device, nib_tensor **out)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(out);
     nib_tensor *clone;
-    TRY(like(t, t->rank, t->shape, false, &clone));
-    const nib_status status =
-        nib_tensor_allocate(clone, nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE));
-    if (status) {
+    TRY(like_on(t, t->rank, t->shape, false, device, &clone));
+    nib_status status = nib_tensor_allocate(clone, nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE));
+    if (!status)
+        status = copy_parts(clone, t);
+    if (status)
         nib_tensor_destroy(clone);
-        return status;
-    }
-    copy_parts(clone, t);
-    *out = clone;
-    return NIB_OK;
+    else
+        *out = clone;
+    return status;
+}
+
+nib_status nib_tensor_clone(const nib_tensor *t, nib_tensor **out)
+{
+    NIB_REQUIRE(t);
+    return nib_tensor_to(t, t->device, out);
 }
 
 nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src)
@@ -63,7 +76,8 @@ nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src)
         if (nib_tensor_has(dst, (nib_usage)usage) && !nib_tensor_has(src, (nib_usage)usage))
             return nib_fail(NIB_ERR_USAGE, "the target's %s usage would go stale: the source has none",
                             nib_usage_name((nib_usage)usage));
-    copy_parts(dst, src);
+    TRY(nib_check_same_device("the target", dst->device, "the source", src->device));
+    TRY(copy_parts(dst, src));
     dst->columnwise_stale = src->columnwise_stale && nib_tensor_has(dst, NIB_COLUMNWISE);
     return NIB_OK;
 }
@@ -118,27 +132,19 @@ static nib_status check_new_length(const nib_tensor *t, int64_t cols)
     return NIB_OK;
 }
 
-/* The scales of `from`, row-major, into rows of another padded length. */
-static void repack_scales(const nib_tensor *from, nib_tensor *to)
-{
-    const struct nib_usage_geometry *a = &from->geometry.usage[NIB_ROWWISE], *b = &to->geometry.usage[NIB_ROWWISE];
-    const void *src = nib_buffer_data(from->parts[NIB_ROW_SCALE]);
-    void *dst = nib_buffer_data(to->parts[NIB_ROW_SCALE]);
-    for (int64_t i = 0; i < a->lines * a->blocks; i++)
-        nib_scale_store(b, dst, i / b->blocks, i % b->blocks, nib_scale_load(a, src, i / a->blocks, i % a->blocks));
-}
-
 /* A view whose scale padding differs becomes a tensor of its own: one that shared the codes and not the scales would be
  * spoiled by an update of either. */
 static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
 {
     nib_buffer *fresh = NULL;
     TRY(nib_tensor_unshare(view, NIB_ROWWISE));
-    TRY(nib_buffer_create((size_t)view->geometry.usage[NIB_ROWWISE].scales_bytes, &fresh));
+    nib_device *const device = nib_device_of(t->device);
+    TRY(NIB_DEVICE_HAS(device, repack_scales));
+    TRY(nib_buffer_create((size_t)view->geometry.usage[NIB_ROWWISE].scales_bytes, t->device, &fresh));
     nib_buffer_release(view->parts[NIB_ROW_SCALE]);
     view->parts[NIB_ROW_SCALE] = fresh;
-    repack_scales(t, view);
-    return NIB_OK;
+    return device->ops->repack_scales(device, &t->geometry.usage[NIB_ROWWISE], nib_buffer_data(t->parts[NIB_ROW_SCALE]),
+                                      &view->geometry.usage[NIB_ROWWISE], nib_buffer_data(fresh));
 }
 
 /* Whether the buffers that a view shares are what its shape asks for; an empty tensor may otherwise change its rows at
@@ -193,20 +199,14 @@ nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shap
 
 /* ---- Slice and split ---- */
 
-/* A rectangle of one usage: lines from `line`, elements from `first` (a block's first), as many as dst has. */
-static void copy_rectangle(const nib_tensor *src, nib_tensor *dst, nib_usage usage, int64_t line, int64_t first)
+/* One usage of the rows from `first` on: some lines of the rowwise one, a part of every line of the columnwise one. */
+static nib_status copy_rows(const nib_tensor *t, nib_tensor *slice, nib_usage usage, int64_t first)
 {
-    const struct nib_usage_geometry *a = &src->geometry.usage[usage], *b = &dst->geometry.usage[usage];
-    const struct nib_usage_memory from = nib_tensor_memory(src, usage), to = nib_tensor_memory(dst, usage);
-    const int64_t block = nib_max(nib_format_of(&src->q)->block, 1);
-    for (int64_t l = 0; l < b->lines; l++) {
-        for (int64_t i = 0; i < b->length; i++)
-            nib_code_store(b, to.codes, l, i, nib_code_load(a, from.codes, line + l, first + i));
-        for (int64_t i = 0; i < b->blocks; i++)
-            nib_scale_store(b, to.scales, l, i, nib_scale_load(a, from.scales, line + l, first / block + i));
-    }
-    if (b->tensor_scales_bytes)
-        memcpy(to.tensor_scales, from.tensor_scales + (src->q.row_scaled ? line : 0), (size_t)b->tensor_scales_bytes);
+    nib_device *const device = nib_device_of(t->device);
+    const bool rowwise = usage == NIB_ROWWISE;
+    const struct nib_usage_memory source = nib_tensor_memory(t, usage), target = nib_tensor_memory(slice, usage);
+    return device->ops->copy_rectangle(device, &t->q, &t->geometry.usage[usage], &source, rowwise ? first : 0,
+                                       rowwise ? 0 : first, &slice->geometry.usage[usage], &target);
 }
 
 nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, nib_tensor **out)
@@ -221,6 +221,7 @@ nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, n
     if (bordered && (first % block || ((first + count) % block && first + count != rows)))
         return nib_fail(NIB_ERR_SHAPE, "rows %lld to %lld are not at block borders, which are multiples of %lld",
                         (long long)first, (long long)(first + count), (long long)block);
+    TRY(NIB_DEVICE_HAS(nib_device_of(t->device), copy_rectangle));
     nib_tensor *slice;
     TRY(like(t, 2, (const int64_t[2]){ count, t->geometry.cols }, false, &slice));
     /* Stochastic rounding goes on with the numbers of its place in the whole. */
@@ -229,16 +230,14 @@ nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, n
                             : nib_fail(NIB_ERR_SHAPE, "the slice's origin is beyond any matrix");
     if (!status)
         status = nib_tensor_allocate(slice, nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE));
-    if (status) {
+    for (int usage = 0; usage < 2 && !status; usage++)
+        if (nib_tensor_has(t, (nib_usage)usage))
+            status = copy_rows(t, slice, (nib_usage)usage, first);
+    if (status)
         nib_tensor_destroy(slice);
-        return status;
-    }
-    if (nib_tensor_has(t, NIB_ROWWISE))
-        copy_rectangle(t, slice, NIB_ROWWISE, first, 0);
-    if (nib_tensor_has(t, NIB_COLUMNWISE))
-        copy_rectangle(t, slice, NIB_COLUMNWISE, 0, first);
-    *out = slice;
-    return NIB_OK;
+    else
+        *out = slice;
+    return status;
 }
 
 nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, size_t n, nib_tensor **out)
@@ -272,74 +271,29 @@ nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, size_t n
 
 /* ---- Equality ---- */
 
-static bool usages_equal(const nib_tensor *a, const nib_tensor *b, nib_usage usage)
-{
-    const struct nib_usage_geometry *g = &a->geometry.usage[usage];
-    const struct nib_usage_memory ma = nib_tensor_memory(a, usage), mb = nib_tensor_memory(b, usage);
-    if ((g->data_bytes && memcmp(ma.codes, mb.codes, (size_t)g->data_bytes)) ||
-        (g->tensor_scales_bytes && memcmp(ma.tensor_scales, mb.tensor_scales, (size_t)g->tensor_scales_bytes)))
-        return false;
-    for (int64_t line = 0; line < g->lines; line += g->lines_per_scale)
-        for (int64_t block = 0; block < g->blocks; block++)
-            if (nib_scale_load(g, ma.scales, line, block) != nib_scale_load(g, mb.scales, line, block))
-                return false;
-    return true;
-}
-
 nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal)
 {
     NIB_REQUIRE(a);
     NIB_REQUIRE(b);
     NIB_REQUIRE(equal);
+    TRY(nib_check_same_device("one tensor", a->device, "the other", b->device));
+    nib_device *const device = nib_device_of(a->device);
+    TRY(NIB_DEVICE_HAS(device, equal));
     bool same = a->dtype == b->dtype && a->columnwise_stale == b->columnwise_stale && a->rank == b->rank &&
                 nib_same_meaning(&a->q, &b->q) && memcmp(a->shape, b->shape, (size_t)a->rank * sizeof *a->shape) == 0;
-    for (int usage = 0; usage < 2 && same; usage++)
-        same = nib_tensor_has(a, (nib_usage)usage) == nib_tensor_has(b, (nib_usage)usage) &&
-               (!nib_tensor_has(a, (nib_usage)usage) || usages_equal(a, b, (nib_usage)usage));
+    for (int usage = 0; usage < 2 && same; usage++) {
+        same = nib_tensor_has(a, (nib_usage)usage) == nib_tensor_has(b, (nib_usage)usage);
+        if (!same || !nib_tensor_has(a, (nib_usage)usage))
+            continue;
+        const struct nib_usage_memory of_a = nib_tensor_memory(a, (nib_usage)usage),
+                                      of_b = nib_tensor_memory(b, (nib_usage)usage);
+        TRY(device->ops->equal(device, &a->geometry.usage[usage], &of_a, &of_b, &same));
+    }
     *equal = same;
     return NIB_OK;
 }
 
 /* ---- Swizzle ---- */
-
-/* A [rows, cols] matrix of single bytes whose rows are `stride` apart. */
-static nib_status plain_scales(int64_t rows, int64_t cols, int64_t stride, struct nib_usage_geometry *out)
-{
-    int64_t bytes;
-    if (rows < 0 || cols < 0 || stride < cols)
-        return nib_fail(NIB_ERR_SHAPE, "scales of %lld x %lld with rows %lld bytes apart", (long long)rows,
-                        (long long)cols, (long long)stride);
-    if (rows > INT64_MAX / 2 || stride > INT64_MAX / 2 ||
-        !nib_mul(nib_round_up(rows, 128), nib_round_up(stride, 4), &bytes))
-        return nib_fail(NIB_ERR_SHAPE, "scales of %lld x %lld take too many bytes", (long long)rows, (long long)cols);
-    *out = (struct nib_usage_geometry){
-        .lines = rows, .blocks = cols, .scale_bytes = 1, .lines_per_scale = 1, .scale_line = stride, .scale_block = 1
-    };
-    return NIB_OK;
-}
-
-static const nib_quantizer default_threads;
-
-nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t stride, uint8_t *out)
-{
-    NIB_REQUIRE(scales);
-    NIB_REQUIRE(out);
-    struct nib_usage_geometry plain;
-    TRY(plain_scales(rows, cols, stride, &plain));
-    nib_swizzle(&default_threads, &plain, scales, out);
-    return NIB_OK;
-}
-
-nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols, int64_t stride, uint8_t *out)
-{
-    NIB_REQUIRE(tiles);
-    NIB_REQUIRE(out);
-    struct nib_usage_geometry plain;
-    TRY(plain_scales(rows, cols, stride, &plain));
-    memset(out, 0, (size_t)(rows * stride));
-    nib_unswizzle(&default_threads, &plain, tiles, out);
-    return NIB_OK;
-}
 
 static nib_status set_swizzled(nib_tensor *t, bool swizzled)
 {
@@ -347,6 +301,9 @@ static nib_status set_swizzled(nib_tensor *t, bool swizzled)
         return NIB_OK;
     if (!nib_format_of(&t->q)->swizzles)
         return nib_fail(NIB_ERR_UNSUPPORTED, "no GEMM takes the scales of %s swizzled", nib_format_of(&t->q)->name);
+    nib_device *const device = nib_device_of(t->device);
+    TRY(NIB_DEVICE_HAS(device, swizzle));
+    TRY(NIB_DEVICE_HAS(device, unswizzle));
     for (int usage = 0; usage < 2; usage++)
         TRY(nib_tensor_unshare(t, (nib_usage)usage));
     nib_buffer *fresh[2] = { NULL, NULL };
@@ -356,15 +313,16 @@ static nib_status set_swizzled(nib_tensor *t, bool swizzled)
         const nib_buffer *old = nib_tensor_kind(t, (nib_usage)usage, 1);
         if (!old)
             continue;
-        const nib_status status = nib_buffer_create((size_t)after.usage[usage].scales_bytes, &fresh[usage]);
+        nib_status status = nib_buffer_create((size_t)after.usage[usage].scales_bytes, t->device, &fresh[usage]);
+        if (!status)
+            status = (swizzled ? device->ops->swizzle : device->ops->unswizzle)(
+                device, swizzled ? &t->geometry.usage[usage] : &after.usage[usage], nib_buffer_data(old),
+                nib_buffer_data(fresh[usage]));
         if (status) {
             nib_buffer_release(fresh[0]);
+            nib_buffer_release(fresh[1]);
             return status;
         }
-        if (swizzled)
-            nib_swizzle(&t->q, &t->geometry.usage[usage], nib_buffer_data(old), nib_buffer_data(fresh[usage]));
-        else
-            nib_unswizzle(&t->q, &after.usage[usage], nib_buffer_data(old), nib_buffer_data(fresh[usage]));
     }
     for (int usage = 0; usage < 2; usage++)
         if (fresh[usage]) {
@@ -401,156 +359,15 @@ nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer)
     if (nib_buffer_bytes(buffer) != nib_buffer_bytes(old))
         return nib_fail(NIB_ERR_SHAPE, "the new buffer has %zu bytes and the rowwise codes take %zu",
                         nib_buffer_bytes(buffer), nib_buffer_bytes(old));
+    TRY(nib_check_same_device("the buffer", nib_buffer_device(buffer), "the tensor", t->device));
     if (buffer == old)
         return NIB_OK;
     TRY(nib_tensor_unshare(t, NIB_ROWWISE));
     if (nib_format_of(&t->q)->shared_tensor_scale)
         TRY(nib_tensor_unshare(t, NIB_COLUMNWISE));
     old = t->parts[NIB_ROW_DATA];
-    if (nib_buffer_bytes(old))
-        memmove(nib_buffer_data(buffer), nib_buffer_data(old), nib_buffer_bytes(old));
+    TRY(nib_device_move(t->device, nib_buffer_data(buffer), t->device, nib_buffer_data(old), nib_buffer_bytes(old)));
     t->parts[NIB_ROW_DATA] = nib_buffer_retain(buffer);
     nib_buffer_release(old);
-    return NIB_OK;
-}
-
-/* ---- Save and restore ---- */
-
-nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t *n)
-{
-    NIB_REQUIRE(t);
-    NIB_REQUIRE(out);
-    NIB_REQUIRE(n);
-    const struct nib_format_facts *facts = nib_format_of(&t->q);
-    for (int i = 0; i < facts->saved_count; i++) {
-        out[i] = t->parts[facts->saved[i]];
-        t->parts[facts->saved[i]] = NULL;
-    }
-    *n = (size_t)facts->saved_count;
-    return NIB_OK;
-}
-
-/* Whether what was saved can go back in, checked as from_buffers checks it. */
-static nib_status check_saved(const nib_tensor *t, nib_buffer *const *saved)
-{
-    const struct nib_format_facts *facts = nib_format_of(&t->q);
-    nib_buffer *parts[NIB_PART_COUNT] = { NULL };
-    nib_tensor *trial;
-    if (nib_tensor_has(t, NIB_ROWWISE) || nib_tensor_has(t, NIB_COLUMNWISE))
-        return nib_fail(NIB_ERR_USAGE,
-                        "the tensor still has data: only one that was prepared for saving or cleared is restored");
-    for (int i = 0; i < facts->saved_count; i++)
-        parts[facts->saved[i]] = saved[i];
-    TRY(nib_tensor_from_buffers(&t->q, t->dtype, t->rank, t->shape, parts, &trial));
-    nib_tensor_destroy(trial);
-    return NIB_OK;
-}
-
-static void place_saved(nib_tensor *t, nib_buffer *const *saved)
-{
-    const struct nib_format_facts *facts = nib_format_of(&t->q);
-    for (int i = 0; i < facts->saved_count; i++)
-        t->parts[facts->saved[i]] = saved[i];
-}
-
-nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved, size_t n, size_t *used)
-{
-    NIB_REQUIRE(t);
-    NIB_REQUIRE(saved);
-    const size_t wanted = (size_t)nib_format_of(&t->q)->saved_count;
-    if (n < wanted)
-        return nib_fail(NIB_ERR_ARG, "a tensor is restored from %zu buffers, and %zu are left", wanted, n);
-    TRY(check_saved(t, saved));
-    place_saved(t, saved);
-    if (used)
-        *used = wanted;
-    return NIB_OK;
-}
-
-/* How many entries one item takes. */
-static size_t item_entries(const nib_item *item)
-{
-    return item->tensor ? (size_t)nib_format_of(&item->tensor->q)->saved_count : 1;
-}
-
-nib_status nib_saved_count(const nib_item *items, size_t n, size_t *count)
-{
-    NIB_REQUIRE(items);
-    NIB_REQUIRE(count);
-    size_t sum = 0;
-    for (size_t i = 0; i < n; i++)
-        sum += item_entries(&items[i]);
-    *count = sum;
-    return NIB_OK;
-}
-
-/* A tensor gives its buffers away once. */
-static nib_status check_distinct(const nib_item *items, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        for (size_t j = 0; j < i; j++)
-            if (items[i].tensor && items[i].tensor == items[j].tensor)
-                return nib_fail(NIB_ERR_ARG, "items %zu and %zu are the same tensor", j, i);
-    return NIB_OK;
-}
-
-nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *saved, size_t capacity, size_t *count)
-{
-    NIB_REQUIRE(saved);
-    NIB_REQUIRE(count);
-    size_t needed = 0;
-    TRY(nib_saved_count(items, n, &needed));
-    if (needed > capacity)
-        return nib_fail(NIB_ERR_ARG, "the items take %zu entries and there is room for %zu", needed, capacity);
-    TRY(check_distinct(items, n));
-    size_t at = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (!items[i].tensor) {
-            saved[at++] = (nib_saved){ .array = items[i].array };
-            items[i].array = (nib_array){ 0 };
-            continue;
-        }
-        nib_buffer *parts[NIB_PART_COUNT];
-        size_t taken = 0;
-        TRY(nib_tensor_prepare_for_saving(items[i].tensor, parts, &taken));
-        for (size_t part = 0; part < taken; part++)
-            saved[at++] = (nib_saved){ .buffer = parts[part] };
-    }
-    *count = at;
-    return NIB_OK;
-}
-
-nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_saved *saved, size_t count, size_t *used)
-{
-    NIB_REQUIRE(saved);
-    size_t needed = 0;
-    TRY(nib_saved_count(items, n, &needed));
-    TRY(check_distinct(items, n));
-    if (needed > count)
-        return nib_fail(NIB_ERR_ARG, "the items take %zu entries and %zu were saved", needed, count);
-    /* All is checked before anything moves: first pass looks, second pass acts. */
-    for (int pass = 0; pass < 2; pass++) {
-        size_t at = 0;
-        for (size_t i = 0; i < n; at += item_entries(&items[i++])) {
-            for (size_t k = 0; k < item_entries(&items[i]); k++)
-                if (items[i].tensor ? saved[at + k].array.data != NULL : saved[at + k].buffer != NULL)
-                    return nib_fail(NIB_ERR_ARG, "saved entry %zu is %s, and item %zu is not", at + k,
-                                    items[i].tensor ? "a plain array" : "a part of a tensor", i);
-            if (!items[i].tensor) {
-                if (pass)
-                    items[i].array = saved[at].array;
-                continue;
-            }
-            nib_buffer *buffers[NIB_PART_COUNT] = { NULL };
-            for (size_t k = 0; k < item_entries(&items[i]); k++)
-                buffers[k] = saved[at + k].buffer;
-            if (pass)
-                place_saved(items[i].tensor, buffers);
-            else
-                TRY(check_saved(items[i].tensor, buffers));
-        }
-    }
-    if (used)
-        *used = needed;
     return NIB_OK;
 }

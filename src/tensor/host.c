@@ -1,0 +1,185 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * host.c - the host as a device: its memory, and the operations of quantize.h and layout.h behind the seam.
+ */
+#include "base/device.h"
+#include "format/codec.h"
+#include "tensor/layout.h"
+#include "tensor/quantize.h"
+
+/* ---- Life ---- */
+
+static void destroy(nib_device *device) { nib_free(device); }
+
+nib_status nib_host_create(int threads, nib_device **out)
+{
+    NIB_REQUIRE(out);
+    if (threads < 0)
+        return nib_fail(NIB_ERR_ARG, "threads is 0 or more, not %d", threads);
+    nib_device *device = nib_alloc(sizeof *device);
+    if (!device)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for a device");
+    nib_device_init(device, &nib_host_ops, -1);
+    device->threads = threads;
+    *out = device;
+    return NIB_OK;
+}
+
+/* ---- Memory ---- */
+
+static nib_status allocate(nib_device *device, size_t bytes, void **out)
+{
+    (void)device;
+    void *memory = nib_alloc_zeroed(bytes);
+    if (!memory)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for a buffer of %zu bytes", bytes);
+    *out = memory;
+    return NIB_OK;
+}
+
+static void free_memory(nib_device *device, void *memory)
+{
+    (void)device;
+    nib_free(memory);
+}
+
+static nib_status copy(nib_device *device, void *to, const void *from, size_t bytes)
+{
+    (void)device;
+    if (bytes)
+        memmove(to, from, bytes);
+    return NIB_OK;
+}
+
+static nib_status zero(nib_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    if (bytes) /* an empty borrowed buffer may be NULL */
+        memset(memory, 0, bytes);
+    return NIB_OK;
+}
+
+/* ---- Values to codes and back ---- */
+
+/* By the bits, so that it does not matter what the caller's arithmetic makes of subnormals. A NaN is neither. */
+static bool is_negative(float x) { return nib_bits(x) > 0x80000000u && !nib_is_nan(x); }
+static bool is_positive(float x) { return nib_bits(x) - 1 < 0x7F800000u; }
+
+/* Values that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is treated as the
+ * kernels treat it.) */
+static nib_status check_overrides(nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
+                                  const struct nib_geometry *geometry)
+{
+    (void)device, (void)q;
+    if (overrides->scale && !is_positive(*overrides->scale))
+        return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
+    for (int usage = 0; usage < 2; usage++)
+        for (int64_t i = 0; i < geometry->usage[usage].tensor_scales; i++) {
+            const bool amax = overrides->amax[usage] && is_negative(overrides->amax[usage][i]);
+            if (amax || (overrides->tensor_scale[usage] && is_negative(overrides->tensor_scale[usage][i])))
+                return nib_fail(NIB_ERR_ARG, "the given %s %s %lld is negative", usage ? "columnwise" : "rowwise",
+                                amax ? "amax" : "tensor scale", (long long)i);
+        }
+    return NIB_OK;
+}
+
+static nib_status is_set(nib_device *device, const float *flag, bool *set)
+{
+    (void)device;
+    *set = *flag == 1.0f;
+    return NIB_OK;
+}
+
+static nib_status quantize(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                           const nib_overrides *overrides, const float *noop, const struct nib_geometry *geometry,
+                           const struct nib_usage_memory *memory)
+{
+    if (noop && *noop == 1.0f)
+        return NIB_OK;
+    return nib_quantize_usages(device, q, x, overrides, geometry, memory);
+}
+
+static nib_status dequantize(nib_device *device, const nib_quantizer *q, const struct nib_geometry *geometry,
+                             nib_usage from, const struct nib_usage_memory *memory, int64_t first, int64_t count,
+                             const nib_array *out)
+{
+    nib_dequantize_usage(device, q, geometry, from, memory, first, count, out);
+    return NIB_OK;
+}
+
+/* ---- Codes and scales from place to place ---- */
+
+static nib_status fill(nib_device *device, float *values, int64_t n, float value)
+{
+    (void)device;
+    for (int64_t i = 0; i < n; i++)
+        values[i] = value;
+    return NIB_OK;
+}
+
+static nib_status build_columnwise(nib_device *device, const nib_quantizer *q, const struct nib_geometry *geometry,
+                                   const struct nib_usage_memory *rowwise, const struct nib_usage_memory *columnwise)
+{
+    nib_build_columnwise(device, q, geometry, rowwise, columnwise);
+    return NIB_OK;
+}
+
+static nib_status copy_rectangle(nib_device *device, const nib_quantizer *q, const struct nib_usage_geometry *from,
+                                 const struct nib_usage_memory *source, int64_t line, int64_t first,
+                                 const struct nib_usage_geometry *to, const struct nib_usage_memory *target)
+{
+    (void)device;
+    nib_copy_rectangle(q, from, source, line, first, to, target);
+    return NIB_OK;
+}
+
+static nib_status repack_scales(nib_device *device, const struct nib_usage_geometry *from, const void *source,
+                                const struct nib_usage_geometry *to, void *target)
+{
+    (void)device;
+    nib_repack_scales(from, source, to, target);
+    return NIB_OK;
+}
+
+static nib_status swizzle(nib_device *device, const struct nib_usage_geometry *plain, const void *from, void *tiles)
+{
+    nib_swizzle(device, plain, from, tiles);
+    return NIB_OK;
+}
+
+static nib_status unswizzle(nib_device *device, const struct nib_usage_geometry *plain, const void *tiles, void *to)
+{
+    nib_unswizzle(device, plain, tiles, to);
+    return NIB_OK;
+}
+
+static nib_status equal(nib_device *device, const struct nib_usage_geometry *geometry, const struct nib_usage_memory *a,
+                        const struct nib_usage_memory *b, bool *out)
+{
+    (void)device;
+    *out = nib_usages_equal(geometry, a, b);
+    return NIB_OK;
+}
+
+const struct nib_device_ops nib_host_ops = {
+    .kind = "host",
+    .dlpack_type = 1, /* kDLCPU */
+    .destroy = destroy,
+    .allocate = allocate,
+    .free = free_memory,
+    .write = copy,
+    .read = copy,
+    .copy = copy,
+    .zero = zero,
+    .check_overrides = check_overrides,
+    .quantize = quantize,
+    .dequantize = dequantize,
+    .is_set = is_set,
+    .fill = fill,
+    .build_columnwise = build_columnwise,
+    .copy_rectangle = copy_rectangle,
+    .repack_scales = repack_scales,
+    .swizzle = swizzle,
+    .unswizzle = unswizzle,
+    .equal = equal,
+};
