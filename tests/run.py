@@ -4,7 +4,7 @@
 
     tests/run.py                  all stages (make test)
     tests/run.py --stage asan     one of them
-    tests/run.py --campaign       and the long things: NIB_CAMPAIGN=1, tests/campaign/*.sh, fuzzing
+    tests/run.py --campaign       and the long things: NIB_CAMPAIGN=1, tests/campaign/*.sh, fuzzing, mutants
 
 A stage builds what it needs. A thing that cannot be had (a compiler, a Python package) is skipped with its
 reason, except under CI=true, where that is a failure.
@@ -456,10 +456,16 @@ def stage_fuzz(tally):
                     name, FUZZ_SEED, tried[1], seconds, *reached[-1]), flush=True)
 
 
+def stage_mutate(tally):
+    """Faults in src/ and checkpoint/ that a test must notice; results are in build/mutants.json."""
+    run_counted(tally, "mutants", [sys.executable, os.path.join(ROOT, "tests/mutate.py"), "--json", "build/mutants.json"],
+                timeout=6 * 3600)
+
+
 STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial, "mpi": stage_mpi,
           "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "oracles": stage_oracles,
           "python": stage_python}
-LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz}
+LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz, "mutate": stage_mutate}
 
 
 def main():
