@@ -218,13 +218,9 @@ static nib_status remove_old(void *context, const char *name)
     if (!strcmp(name, "lock"))
         return NIB_OK;
     char *path = nib_staging_path(run->partial, name);
-    nib_status status = NIB_OK;
     if (!path)
         return no_memory(run->partial);
-    if (nib_os_is_directory(path))
-        status = nib_os_remove_directory(path);
-    else
-        nib_os_remove(path);
+    const nib_status status = nib_os_is_directory(path) ? nib_os_remove_directory(path) : nib_os_remove_file(path);
     nib_free(path);
     return status;
 }
@@ -342,6 +338,25 @@ static nib_status is_done(const struct nib_run *run, bool *done)
     return status;
 }
 
+/* What all this was done in, which no longer looks like an unfinished run. A power cut must not bring back its name once
+ * some of it is gone. The directory that holds it is the output, or the one that the output is in. */
+static nib_status remove_finished(const struct nib_run *run)
+{
+    TRY(nib_os_sync_parent(run->finished));
+    TRY(nib_os_remove_directory(run->finished));
+    return nib_os_sync_parent(run->finished);
+}
+
+/* Start anew. Without its marker first: it would stand for files that are going. */
+static nib_status clear_partial(struct nib_run *run)
+{
+    TRY(remove_old(run, "complete"));
+    TRY(nib_os_sync_directory(run->partial));
+    TRY(nib_os_list(run->partial, remove_old, run));
+    TRY(nib_os_make_directory(run->fresh));
+    return write_state(run);
+}
+
 static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
 {
     bool ours, other, done = false;
@@ -350,7 +365,7 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
         TRY(is_done(run, &done));
     if (done) {
         *left = NIB_STAGING_DONE;
-        return nib_os_remove_directory(run->finished);
+        return remove_finished(run);
     }
     TRY(check_place(run));
     TRY(make_directories(run));
@@ -361,11 +376,8 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
         return nib_fail(NIB_ERR_MODE,
                         "%s: the run that was stopped here had other options or another input: --force starts anew",
                         run->out);
-    if (!(run->options.resume && ours)) {
-        TRY(nib_os_list(run->partial, remove_old, run));
-        TRY(nib_os_make_directory(run->fresh));
-        return write_state(run);
-    }
+    if (!(run->options.resume && ours))
+        return clear_partial(run);
     *left = is_complete(run) ? NIB_STAGING_COMPLETE : NIB_STAGING_OPEN;
     TRY(nib_os_list(run->partial, remove_temporary, run->partial));
     TRY(nib_os_make_directory(run->fresh));
@@ -512,45 +524,55 @@ static nib_status move_one(void *context, const char *name)
 static nib_status remove_stale(void *context, const char *name)
 {
     const struct nib_run *run = context;
-    const bool data = nib_ck_ends_with(name, ".safetensors") || nib_ck_ends_with(name, ".safetensors.index.json");
-    const bool configuration = !strcmp(name, "config.json") || !strcmp(name, "hf_quant_config.json");
-    if (!data && !configuration)
+    const bool lists = nib_ck_ends_with(name, ".safetensors.index.json") || !strcmp(name, "config.json") ||
+                       !strcmp(name, "hf_quant_config.json");
+    if (!lists && !nib_ck_ends_with(name, ".safetensors"))
         return NIB_OK;
     char *fresh = nib_staging_path(run->fresh, name), *old = nib_staging_path(run->out, name);
-    bool ours = publishing_rank(run, name) == 0 || (nib_ck_ends_with(name, ".index.json") && run->plan->n_files > 1) ||
-                (!strcmp(name, "config.json") && run->plan->config) ||
-                (!strcmp(name, "hf_quant_config.json") && run->plan->hf_quant);
-    const nib_status status = fresh && old ? NIB_OK : no_memory(run->out);
-    /* What is ours and no longer in new/ has been moved already; the old configuration goes first of all, so that
-     * nobody loads a mixture. */
-    if (!status && (!ours || (configuration && nib_os_exists(fresh))))
-        nib_os_remove(old);
+    const bool ours = publishing_rank(run, name) == 0 ||
+                      (nib_ck_ends_with(name, ".index.json") && run->plan->n_files > 1) ||
+                      (!strcmp(name, "config.json") && run->plan->config) ||
+                      (!strcmp(name, "hf_quant_config.json") && run->plan->hf_quant);
+    nib_status status = fresh && old ? NIB_OK : no_memory(run->out);
+    /* What is ours and no longer in new/ has been moved already; the old index and configuration go first of all, so
+     * that nobody loads a mixture. */
+    if (!status && (!ours || (lists && nib_os_exists(fresh))))
+        status = nib_os_remove_file(old);
     nib_free(fresh);
     nib_free(old);
     return status;
 }
 
-static nib_status publish(struct nib_run *run)
+/* From here on only forward: the marker is on disk before the first file of the old output goes. One that a killed run
+ * has made was synced when new/ was, see nib_os_make_directory. */
+static nib_status mark_complete(const struct nib_run *run)
 {
     char *marker = nib_staging_path(run->partial, "complete");
     nib_status status = marker ? NIB_OK : no_memory(run->partial);
     if (!status && !nib_os_exists(marker)) {
-        status = nib_os_sync_directory(run->fresh);
+        status = nib_os_sync_directory(run->fresh); /* with what a killed run has put there */
         if (!status)
             status = nib_staging_write(marker, "", 0);
     }
     nib_free(marker);
-    TRY(status);
-    if (!run->as_file)
+    return status;
+}
+
+static nib_status publish(struct nib_run *run)
+{
+    TRY(mark_complete(run));
+    if (!run->as_file) {
         TRY(nib_os_list(run->out, remove_stale, run));
-    for (int rank = 0; rank <= 3; rank++)
-        TRY(nib_os_list(run->fresh, move_one, &(struct publishing){ run, rank }));
-    if (!run->as_file)
         TRY(nib_os_sync_directory(run->out));
+    }
+    /* An index must not outlast a power cut without its shards, nor the configuration without all the rest. */
+    for (int rank = 0; rank <= 3; rank++) {
+        TRY(nib_os_list(run->fresh, move_one, &(struct publishing){ run, rank }));
+        TRY(nib_os_sync_parent(run->partial));
+    }
     /* In one step, so that a kill leaves no directory that looks like an unfinished run. */
     TRY(nib_os_rename(run->partial, run->finished));
-    TRY(nib_os_remove_directory(run->finished));
-    return nib_os_sync_parent(run->partial);
+    return remove_finished(run);
 }
 
 nib_status nib_staging_publish(struct nib_run *run)

@@ -170,6 +170,15 @@ static nib_status open_directory(const char *path, int *fd)
     return status;
 }
 
+/* Closes it, whatever comes of it. Some file systems cannot sync a directory and say EINVAL: their renames are as safe
+ * as they get. */
+static nib_status sync_folder(int fd, const char *path, const char *what)
+{
+    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, what) : NIB_OK;
+    close(fd);
+    return status;
+}
+
 /* All that can fail comes before the rename, but for the directory's own sync: after that the new file is there whole, and
  * only a crash of the machine could still bring back the old state. */
 nib_status nib_os_publish(int fd, const char *temporary, const char *path)
@@ -182,9 +191,8 @@ nib_status nib_os_publish(int fd, const char *temporary, const char *path)
         status = open_directory(path, &directory);
     if (!status && rename(temporary, path) < 0)
         status = io_error(path, "cannot rename the finished file to this name");
-    /* Some file systems cannot sync a directory and say EINVAL: their renames are as safe as they get. */
-    if (!status && fsync(directory) < 0 && errno != EINVAL)
-        status = io_error(path, "is complete, but its directory cannot be synced");
+    if (!status)
+        return sync_folder(directory, path, "is complete, but its directory cannot be synced");
     nib_os_close(directory);
     return status;
 }
@@ -242,6 +250,11 @@ void nib_os_close(int fd)
 
 void nib_os_remove(const char *path) { (void)unlink(path); }
 
+nib_status nib_os_remove_file(const char *path)
+{
+    return unlink(path) == 0 || errno == ENOENT ? NIB_OK : io_error(path, "cannot remove");
+}
+
 /* ---- Directories ---- */
 
 bool nib_os_is_directory(const char *path)
@@ -256,11 +269,18 @@ bool nib_os_exists(const char *path)
     return lstat(path, &facts) == 0;
 }
 
+/* Synced in its parent even if it was there: whoever made it may have been killed before the sync. But then the parent
+ * may be one that we cannot open. */
 nib_status nib_os_make_directory(const char *path)
 {
-    if (mkdir(path, 0777) == 0 || (errno == EEXIST && nib_os_is_directory(path)))
-        return NIB_OK;
-    return io_error(path, "cannot make this directory");
+    const bool made = mkdir(path, 0777) == 0;
+    int parent;
+    if (!made && (errno != EEXIST || !nib_os_is_directory(path)))
+        return io_error(path, "cannot make this directory");
+    const nib_status status = open_directory(path, &parent);
+    if (status)
+        return made ? status : NIB_OK;
+    return sync_folder(parent, path, "cannot sync its directory");
 }
 
 nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name), void *context)
@@ -329,20 +349,14 @@ nib_status nib_os_rename(const char *from, const char *to)
 nib_status nib_os_sync_directory(const char *path)
 {
     const int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0)
-        return io_error(path, "cannot open the directory");
-    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync the directory") : NIB_OK;
-    close(fd);
-    return status;
+    return fd < 0 ? io_error(path, "cannot open the directory") : sync_folder(fd, path, "cannot sync the directory");
 }
 
 nib_status nib_os_sync_parent(const char *path)
 {
     int fd;
     TRY(open_directory(path, &fd));
-    const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, "cannot sync its directory") : NIB_OK;
-    close(fd);
-    return status;
+    return sync_folder(fd, path, "cannot sync its directory");
 }
 
 nib_status nib_os_real_path(const char *path, char **out)

@@ -32,7 +32,8 @@ NIB_PRIVATE nib_status nib_os_publish(int fd, const char *temporary, const char 
 /* Cut or extend a file; what is new reads as zeros. */
 NIB_PRIVATE nib_status nib_os_resize(int fd, const char *path, uint64_t bytes);
 NIB_PRIVATE void nib_os_close(int fd);
-NIB_PRIVATE void nib_os_remove(const char *path);
+NIB_PRIVATE void nib_os_remove(const char *path);            /* where nothing depends on it */
+NIB_PRIVATE nib_status nib_os_remove_file(const char *path); /* fine if absent */
 
 /* What tells a file from another one, or from itself after a change. */
 struct nib_os_identity {
@@ -46,7 +47,7 @@ NIB_PRIVATE nib_status nib_os_lock(const char *path, int *fd, bool *busy);
 /* Directories. A path may end in a slash. */
 NIB_PRIVATE bool nib_os_is_directory(const char *path);
 NIB_PRIVATE bool nib_os_exists(const char *path); /* anything, a dangling link too */
-/* Its parent must be there; no error if it is there already. */
+/* Its parent must be there, and is synced; no error if it is there already. */
 NIB_PRIVATE nib_status nib_os_make_directory(const char *path);
 /* With all in it; links are not followed; fine if absent. */
 NIB_PRIVATE nib_status nib_os_remove_directory(const char *path);
