@@ -405,6 +405,19 @@ TEST(every_cut_of_every_output)
     }
 }
 
+TEST(a_complete_output_is_left_as_it_is)
+{
+    const nib_run_options only_resume = { .bytes = sizeof only_resume, .resume = 1 };
+    for (enum kind kind = FILE_TO_FILE; kind < KINDS; kind++) {
+        run_whole(kind, NOTHING);
+        trace_start(directory);
+        CHECK_OK(make(kind, false, outputs[kind].out, &only_resume));
+        trace_on = false;
+        for (int i = 0; i < trace_n_steps; i++)
+            CHECK_THAT(trace_steps[i].kind == TRACE_SYNC, "%s: %s", outputs[kind].what, trace_words(i));
+    }
+}
+
 /* Ended at every step, by a kill or a fault, and made again. */
 static void run_twice(enum kind kind, enum before before, bool kill)
 {
@@ -438,7 +451,7 @@ TEST(every_cut_after_a_kill)
 TEST(every_cut_after_a_fault)
 {
     run_twice(GGUF_WRITER, OLD, false);
-    run_twice(FILE_TO_FILE, OLD, false);
+    run_twice(GGUF, OLD, false);
     run_twice(ONE_FILE, OLD, false);
     run_twice(SHARDS, STOPPED, false);
 }

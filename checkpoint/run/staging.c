@@ -282,16 +282,22 @@ static bool is_complete(const struct nib_run *run)
     return complete;
 }
 
-/* Hashes of the input differ from those that a header is laid out with, and nothing else may. */
+/* Hashes of the input differ from those that a header is laid out with, and nothing else may. GGUF has them in a string of
+ * its own, safetensors in one of JSON. */
 static bool same_header(const char *expected, const char *found, size_t bytes)
 {
-    static const char key[] = "xxh3\\\":\\\"";
+    static const char *const keys[] = { "xxh3\":\"", "xxh3\\\":\\\"" };
     enum { DIGITS = 32 };
     for (size_t i = 0; i < bytes; i++) {
         if (expected[i] != found[i])
             return false;
-        if (i + 1 >= sizeof key - 1 && !memcmp(expected + i + 2 - sizeof key, key, sizeof key - 1))
-            i += DIGITS;
+        for (int k = 0; k < 2; k++) {
+            const size_t n = strlen(keys[k]);
+            if (i + 1 >= n && !memcmp(expected + i + 1 - n, keys[k], n)) {
+                i += DIGITS;
+                break;
+            }
+        }
     }
     return true;
 }
