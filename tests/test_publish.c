@@ -341,6 +341,21 @@ static void clear(const char *out)
         nib_os_remove(at(out));
 }
 
+/* An index of one file, which a repair keeps. */
+static void put_index(const char *path)
+{
+    nib_checkpoint *c = NULL;
+    char text[4096];
+    CHECK_OK(nib_checkpoint_open(path, &c));
+    size_t used = (size_t)snprintf(text, sizeof text, "{\"weight_map\": {");
+    for (size_t i = 0; c && i < c->n_tensors; i++)
+        used += (size_t)snprintf(text + used, sizeof text - used, "%s\"%s\": \"model.safetensors\"", i ? ", " : "",
+                                 c->tensors[i].name);
+    snprintf(text + used, sizeof text - used, "}}");
+    nib_checkpoint_close(c);
+    put_text(at("broken/" INDEX), text);
+}
+
 /* What the later ones start from. */
 static void make_sources(void)
 {
@@ -348,7 +363,8 @@ static void make_sources(void)
     if (nib_os_exists(at("broken")))
         return;
     CHECK_OK(make(SHARDS, false, "source", NULL));
-    CHECK_OK(make(SHARDS, false, "broken", NULL));
+    CHECK_OK(make(ONE_FILE, false, "broken", NULL));
+    put_index(at("broken"));
     put_text(at("broken/config.json"), "{\"model_type\": \"llama\"}");
 }
 
@@ -446,6 +462,7 @@ TEST(every_cut_after_a_kill)
     run_twice(SHARDS, NOTHING, true);
     run_twice(SHARDS, OLD, true);
     run_twice(SHARDS, STOPPED, true);
+    run_twice(REPAIR, NOTHING, true);
 }
 
 TEST(every_cut_after_a_fault)

@@ -171,21 +171,32 @@ static nib_status write_json(const struct nib_run *run, const char *name, const 
     return write_text(run, name, &text);
 }
 
+#define INDEX "model.safetensors.index.json"
+
+bool nib_run_writes(const nib_plan *plan, const char *name)
+{
+    if (!strcmp(name, INDEX))
+        return plan->n_files > 1 || (plan->keep_split && plan->in->has_index);
+    if (!strcmp(name, "hf_quant_config.json"))
+        return plan->hf_quant;
+    return !strcmp(name, "config.json") && plan->config && (plan->in->config || json_object_size(plan->config) > 0);
+}
+
 static nib_status write_configuration(struct nib_run *run, const char *provenance)
 {
     const nib_plan *plan = run->plan;
     if (run->as_file)
         return NIB_OK;
-    if (plan->n_files > 1 || (plan->keep_split && plan->in->has_index)) {
+    if (nib_run_writes(plan, INDEX)) {
         struct nib_text text;
         TRY(nib_plan_index(plan, &text));
-        TRY(write_text(run, "model.safetensors.index.json", &text));
+        TRY(write_text(run, INDEX, &text));
     }
     if (plan->in->is_directory)
         TRY(nib_staging_copy_others(run));
     if (plan->hf_quant)
         TRY(write_json(run, "hf_quant_config.json", plan->hf_quant));
-    if (!plan->config || (!plan->in->config && json_object_size(plan->config) == 0))
+    if (!nib_run_writes(plan, "config.json"))
         return NIB_OK;
     json_t *config = json_copy(plan->config);
     nib_status status =

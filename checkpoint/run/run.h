@@ -57,6 +57,9 @@ nib_tensor_scale nib_run_tensor_scale_kind(nib_checkpoint_format format);
 /* A tensor scale in another sense. Powers of two, which is what quantizing here gives by default, lose nothing. */
 float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_scale to, int32_t e4m3_max);
 
+/* Whether the output has this file beside its tensors, made by the run and not copied: the index, a configuration. */
+bool nib_run_writes(const nib_plan *plan, const char *name);
+
 /* ---- The second pass (write.c) ---- */
 
 nib_status nib_run_write(struct nib_run *run, const char *provenance);

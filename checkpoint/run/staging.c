@@ -535,10 +535,7 @@ static nib_status remove_stale(void *context, const char *name)
     if (!lists && !nib_ck_ends_with(name, ".safetensors"))
         return NIB_OK;
     char *fresh = nib_staging_path(run->fresh, name), *old = nib_staging_path(run->out, name);
-    const bool ours = publishing_rank(run, name) == 0 ||
-                      (nib_ck_ends_with(name, ".index.json") && run->plan->n_files > 1) ||
-                      (!strcmp(name, "config.json") && run->plan->config) ||
-                      (!strcmp(name, "hf_quant_config.json") && run->plan->hf_quant);
+    const bool ours = publishing_rank(run, name) == 0 || nib_run_writes(run->plan, name);
     nib_status status = fresh && old ? NIB_OK : no_memory(run->out);
     /* What is ours and no longer in new/ has been moved already; the old index and configuration go first of all, so
      * that nobody loads a mixture. */
