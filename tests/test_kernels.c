@@ -478,16 +478,16 @@ static void make_tensor_scales(struct trial *t, float amax, enum data_kind kind)
     const struct nib_usage_geometry *g = &t->geometry.usage[t->usage];
     const struct nib_dialect_facts *dialect = t->coding.dialect;
     t->target.tensor_scale_per_line = t->q.row_scaled;
-    t->target.encode = 1;
+    t->target.scale = 1;
     t->target.tensor_scales = NULL;
     if (!g->tensor_scales)
         return;
     float *tensor_scales = place(arena_of(LEVELS, t->usage), g->tensor_scales_bytes, true);
     for (int64_t i = 0; i < g->tensor_scales; i++) {
         const float a = some_amax(amax, kind, &t->coding.rules);
-        if (dialect->encode_of)
-            t->target.encode = dialect->encode_of(a, &t->coding.rules);
-        tensor_scales[i] = dialect->encode_of ? 1.0f / t->target.encode : dialect->tensor_scale_of(a, &t->coding.rules);
+        if (dialect->scale_of)
+            t->target.scale = dialect->scale_of(a, &t->coding.rules);
+        tensor_scales[i] = dialect->scale_of ? 1.0f / t->target.scale : dialect->tensor_scale_of(a, &t->coding.rules);
     }
     t->target.tensor_scales = tensor_scales;
 }
@@ -825,7 +825,7 @@ static void bench_one(const struct check *check, struct trial *t)
                                      .scales = bench_memory((size_t)g->scales_bytes + 64),
                                      .geometry = g,
                                      .tensor_scales = &tensor_scale,
-                                     .encode = 1 };
+                                     .scale = 1 };
     memset(t->target.scales, 0x38, (size_t)g->scales_bytes);
     fill_random(t->target.codes, g->data_bytes);
 

@@ -97,7 +97,7 @@ static float te_decode(uint8_t scale, float amax)
 {
     const nib_quantizer q = plain(1, 0);
     const struct nib_rules rules = nib_rules_of(&q, NIB_F32);
-    return nib_nvfp4_dialects[NIB_DIALECT_TE].decode(scale, amax, &rules);
+    return nib_nvfp4_dialects[NIB_DIALECT_TE].decode_factor(scale, amax, &rules);
 }
 
 #define CHECK_BITS(x, bits) CHECK_THAT(nib_bits(x) == (bits), "%s is %08x, not %08x", #x, nib_bits(x), (unsigned)(bits))
@@ -157,11 +157,11 @@ TEST(block_v_plain)
     check_block(&q, NIB_F32, wide, &three, 0x79, v_data);
 
     const struct nib_scaler scaler = te_scaler(3);
-    CHECK_BITS(scaler.encode, 0x44600000);
-    CHECK_BITS(scaler.decode, 0x3A924925);
+    CHECK_BITS(scaler.scale, 0x44600000);
+    CHECK_BITS(scaler.scale_inv, 0x3A924925);
     CHECK_BITS(scaler.block, 0x43155556);
     CHECK_BITS(2.0f * scaler.block, 0x43955556);
-    CHECK_BITS(nib_f32_from_e4m3(0x79) * scaler.decode, 0x3EA4924A);
+    CHECK_BITS(nib_f32_from_e4m3(0x79) * scaler.scale_inv, 0x3EA4924A);
     CHECK_BITS(te_factor(0x79, &scaler), 0x40471C71);
     CHECK_BITS(te_decode(0x79, 3), 0x3EA49249);
 }
@@ -300,7 +300,7 @@ TEST(zero_block)
         const struct nib_scaler scaler = te_scaler(amaxes[i]);
         CHECK_BITS(te_factor(0, &scaler), 0x7F7FFFFF);
     }
-    CHECK_BITS(te_scaler(0).encode, 0x3F800000);
+    CHECK_BITS(te_scaler(0).scale, 0x3F800000);
 }
 
 /* A block whose scale rounds to zero keeps codes of 6, as in TE: they decode to zeros. */
@@ -333,9 +333,9 @@ TEST(largest_floats)
     const nib_quantizer q = plain(1, 0);
     check_block(&q, NIB_F32, x, NULL, 0x7E, want);
     const struct nib_scaler scaler = te_scaler(FLT_MAX);
-    CHECK_BITS(scaler.encode, 0x05280001);
+    CHECK_BITS(scaler.scale, 0x05280001);
     CHECK_BITS(scaler.block, 0x03E00002);
-    CHECK_BITS(scaler.decode, 0x79C30C30);
+    CHECK_BITS(scaler.scale_inv, 0x79C30C30);
     CHECK_BITS(FLT_MAX * scaler.block, 0x43E00001);
     CHECK_BITS(te_factor(0x7E, &scaler), 0x00C00001);
 
@@ -357,7 +357,7 @@ TEST(infinite_amax)
     const float infinity = INFINITY;
     check_block(&q, NIB_F32, x, &infinity, 0x7E, want);
     const struct nib_scaler scaler = te_scaler(INFINITY);
-    CHECK_BITS(scaler.encode, 0x3F800000);
+    CHECK_BITS(scaler.scale, 0x3F800000);
     CHECK_BITS(te_factor(0x7E, &scaler), 0x3B124925);
 
     /* A block without the infinity is then scaled by 1: 3000 / 6 saturates, 6 * 4 does not. */
@@ -410,12 +410,12 @@ TEST(odd_amaxes)
     const float nan = NAN;
     static const uint8_t clipped[8] = { 0xF7, 0x77 };
     check_block(&q, NIB_F32, x, &nan, 0x7E, clipped);
-    CHECK_BITS(te_scaler(NAN).encode, 0x7F7FFFFF);
+    CHECK_BITS(te_scaler(NAN).scale, 0x7F7FFFFF);
 
     /* Tiny: the inverse of the limit is subnormal and must not be flushed. */
     const struct nib_scaler scaler = te_scaler(1e-40f);
-    CHECK_BITS(scaler.encode, 0x7F7FFFFF);
-    CHECK_BITS(scaler.decode, 0x00200000);
+    CHECK_BITS(scaler.scale, 0x7F7FFFFF);
+    CHECK_BITS(scaler.scale_inv, 0x00200000);
     static const uint8_t whole[8] = { 0xF7 }, lost[8] = { 0x80 };
     const float tiny[16] = { 1e-37f, -1e-37f }, tinier[16] = { 1e-40f, -1e-40f };
     check_block(&q, NIB_F32, tiny, NULL, 0x4B, whole);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * codec.h - the small number formats, to and from FP32, one value at a time.
+ * codec.h - the small floating-point formats, to and from FP32, one value at a time.
  *
  *            sign exponent mantissa  bias  largest  specials
  *   E2M1      1      2        1       1       6     none
@@ -11,8 +11,8 @@
  *   F16       1      5       10      15   65504     as IEEE
  *
  * Encoding rounds to nearest even. E2M1, E4M3 and E5M2 saturate, infinity included, since the hardware's .satfinite
- * does; BF16 and F16 overflow to infinity. Every function wants round-to-nearest and subnormals (os.h brings them
- * about) and compiles for the host and for a device.
+ * does; BF16 and F16 overflow to infinity. Every function needs round-to-nearest and subnormals (os.h sees to
+ * them) and compiles as C11, as C++17 and for a CUDA device.
  */
 #ifndef NIB_CODEC_H
 #define NIB_CODEC_H
@@ -20,42 +20,43 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Functions of headers that a device, too, compiles. */
 #if defined(__CUDACC__)
-#define NIB_CODEC static inline __host__ __device__
+#define NIB_INLINE static __host__ __device__ __forceinline__
 #else
-#define NIB_CODEC static inline
+#define NIB_INLINE static inline
 #endif
 
-NIB_CODEC uint32_t nib_bits(float x)
+NIB_INLINE uint32_t nib_bits(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
-NIB_CODEC float nib_float(uint32_t bits)
+NIB_INLINE float nib_float(uint32_t bits)
 {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-NIB_CODEC float nib_abs(float x) { return nib_float(nib_bits(x) & 0x7FFFFFFFu); }
+NIB_INLINE float nib_abs(float x) { return nib_float(nib_bits(x) & 0x7FFFFFFFu); }
 
-NIB_CODEC int nib_is_nan(float x) { return (nib_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
+NIB_INLINE int nib_is_nan(float x) { return (nib_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
 
-/* The smaller and the larger of two numbers; a NaN loses against a number. IEEE's minNum, without the math library. */
-NIB_CODEC float nib_fmin(float a, float b) { return b < a || nib_is_nan(a) ? b : a; }
-NIB_CODEC float nib_fmax(float a, float b) { return b > a || nib_is_nan(a) ? b : a; }
+/* The smaller and the larger of two values; a NaN loses against any other. IEEE's minNum, without the math library. */
+NIB_INLINE float nib_fmin(float a, float b) { return b < a || nib_is_nan(a) ? b : a; }
+NIB_INLINE float nib_fmax(float a, float b) { return b > a || nib_is_nan(a) ? b : a; }
 
 /* The sign of a NaN that arithmetic made depends on the processor: results have one NaN. */
-NIB_CODEC float nib_quiet(float x) { return nib_is_nan(x) ? nib_float(0x7FC00000u) : x; }
+NIB_INLINE float nib_quiet(float x) { return nib_is_nan(x) ? nib_float(0x7FC00000u) : x; }
 
 /* ---- E2M1 ---- */
 
 /* Each midpoint between two magnitudes counts once |x| is past it; where the upper neighbor is the even code, reaching
  * it is enough. A NaN is +6 and a negative zero keeps its sign, as in the hardware's cvt.rn.satfinite.e2m1x2. */
-NIB_CODEC uint8_t nib_e2m1_from_f32(float x)
+NIB_INLINE uint8_t nib_e2m1_from_f32(float x)
 {
     const float m = nib_abs(x);
     const int magnitude =
@@ -63,7 +64,7 @@ NIB_CODEC uint8_t nib_e2m1_from_f32(float x)
     return nib_is_nan(x) ? 7 : (uint8_t)((unsigned)magnitude | nib_bits(x) >> 31 << 3);
 }
 
-NIB_CODEC float nib_f32_from_e2m1(uint8_t code)
+NIB_INLINE float nib_f32_from_e2m1(uint8_t code)
 {
     /* 2 bits of exponent: 0 is the subnormal pair {0, 0.5}, above it (1 + m/2) * 2^(e-1). */
     const int exponent = code >> 1 & 3, mantissa = code & 1;
@@ -74,7 +75,7 @@ NIB_CODEC float nib_f32_from_e2m1(uint8_t code)
 /* ---- IEEE-like formats by their mantissa width and bias ---- */
 
 /* |x| as a code, before any limit is applied; x is not a NaN. */
-NIB_CODEC uint32_t nib_minifloat_magnitude(float x, int mantissa_bits, int bias)
+NIB_INLINE uint32_t nib_minifloat_magnitude(float x, int mantissa_bits, int bias)
 {
     const uint32_t bits = nib_bits(x) & 0x7FFFFFFFu;
     const int exponent = (int)(bits >> 23) - 127, smallest = 1 - bias;
@@ -89,7 +90,7 @@ NIB_CODEC uint32_t nib_minifloat_magnitude(float x, int mantissa_bits, int bias)
     return ((bits + half_up_to_even) >> dropped) - ((uint32_t)(127 - bias) << mantissa_bits);
 }
 
-NIB_CODEC float nib_f32_from_minifloat(uint32_t magnitude, int mantissa_bits, int bias)
+NIB_INLINE float nib_f32_from_minifloat(uint32_t magnitude, int mantissa_bits, int bias)
 {
     const uint32_t exponent = magnitude >> mantissa_bits;
     if (exponent == 0)
@@ -99,7 +100,7 @@ NIB_CODEC float nib_f32_from_minifloat(uint32_t magnitude, int mantissa_bits, in
 
 /* ---- E4M3 and E5M2 ---- */
 
-NIB_CODEC uint8_t nib_e4m3_from_f32(float x)
+NIB_INLINE uint8_t nib_e4m3_from_f32(float x)
 {
     if (nib_is_nan(x))
         return 0x7F;
@@ -107,7 +108,7 @@ NIB_CODEC uint8_t nib_e4m3_from_f32(float x)
     return (uint8_t)((magnitude < 0x7E ? magnitude : 0x7E) | nib_bits(x) >> 31 << 7);
 }
 
-NIB_CODEC float nib_f32_from_e4m3(uint8_t code)
+NIB_INLINE float nib_f32_from_e4m3(uint8_t code)
 {
     const uint32_t sign = (uint32_t)(code >> 7) << 31;
     if ((code & 0x7F) == 0x7F)
@@ -115,7 +116,7 @@ NIB_CODEC float nib_f32_from_e4m3(uint8_t code)
     return nib_float(nib_bits(nib_f32_from_minifloat(code & 0x7F, 3, 7)) | sign);
 }
 
-NIB_CODEC uint8_t nib_e5m2_from_f32(float x)
+NIB_INLINE uint8_t nib_e5m2_from_f32(float x)
 {
     if (nib_is_nan(x))
         return 0x7F;
@@ -123,7 +124,7 @@ NIB_CODEC uint8_t nib_e5m2_from_f32(float x)
     return (uint8_t)((magnitude < 0x7B ? magnitude : 0x7B) | nib_bits(x) >> 31 << 7);
 }
 
-NIB_CODEC float nib_f32_from_e5m2(uint8_t code)
+NIB_INLINE float nib_f32_from_e5m2(uint8_t code)
 {
     const uint32_t sign = (uint32_t)(code >> 7) << 31, magnitude = code & 0x7F;
     if (magnitude >= 0x7C) /* infinity, then NaNs */
@@ -134,7 +135,7 @@ NIB_CODEC float nib_f32_from_e5m2(uint8_t code)
 /* ---- E8M0 ---- */
 
 /* The power of two at or above |x|, within 2^-127 .. 2^127. */
-NIB_CODEC uint8_t nib_e8m0_from_f32(float x)
+NIB_INLINE uint8_t nib_e8m0_from_f32(float x)
 {
     const uint32_t bits = nib_bits(x) & 0x7FFFFFFFu, exponent = bits >> 23, mantissa = bits & 0x7FFFFFu;
     if (nib_is_nan(x))
@@ -146,7 +147,7 @@ NIB_CODEC uint8_t nib_e8m0_from_f32(float x)
     return (uint8_t)(exponent + (mantissa != 0));
 }
 
-NIB_CODEC float nib_f32_from_e8m0(uint8_t code)
+NIB_INLINE float nib_f32_from_e8m0(uint8_t code)
 {
     if (code == 255)
         return nib_float(0x7FC00000u);
@@ -155,7 +156,7 @@ NIB_CODEC float nib_f32_from_e8m0(uint8_t code)
 
 /* ---- BF16 and F16 ---- */
 
-NIB_CODEC uint16_t nib_bf16_from_f32(float x)
+NIB_INLINE uint16_t nib_bf16_from_f32(float x)
 {
     const uint32_t bits = nib_bits(x);
     if (nib_is_nan(x))
@@ -163,9 +164,9 @@ NIB_CODEC uint16_t nib_bf16_from_f32(float x)
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-NIB_CODEC float nib_f32_from_bf16(uint16_t code) { return nib_float((uint32_t)code << 16); }
+NIB_INLINE float nib_f32_from_bf16(uint16_t code) { return nib_float((uint32_t)code << 16); }
 
-NIB_CODEC uint16_t nib_f16_from_f32(float x)
+NIB_INLINE uint16_t nib_f16_from_f32(float x)
 {
     const uint32_t sign = nib_bits(x) >> 31 << 15;
     if (nib_is_nan(x))
@@ -174,7 +175,7 @@ NIB_CODEC uint16_t nib_f16_from_f32(float x)
     return (uint16_t)((magnitude < 0x7C00 ? magnitude : 0x7C00) | sign);
 }
 
-NIB_CODEC float nib_f32_from_f16(uint16_t code)
+NIB_INLINE float nib_f32_from_f16(uint16_t code)
 {
     const uint32_t sign = (uint32_t)(code >> 15) << 31, magnitude = code & 0x7FFF;
     if (magnitude >= 0x7C00)

@@ -2,15 +2,15 @@
 /*
  * philox.h - Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
  *
- * A counter-based generator: the random numbers of a block are a function of where the block lies, so that neither
- * threads nor shards can change them.
+ * A counter-based generator: the random bits of a block are a function of where the block lies, so that neither threads
+ * nor shards can change them.
  */
 #ifndef NIB_PHILOX_H
 #define NIB_PHILOX_H
 
 #include "format/codec.h"
 
-NIB_CODEC void nib_philox_block(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4])
+NIB_INLINE void nib_philox_block(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4])
 {
     uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
     uint32_t k0 = key[0], k1 = key[1];

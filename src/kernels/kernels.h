@@ -2,7 +2,7 @@
 /*
  * kernels.h - the slots that an instruction set may fill, and what fills them now.
  *
- * Kernels know rectangles of plain numbers, lines of codes and scales. They know nothing of tensors, never allocate,
+ * Kernels know rectangles of values, lines of codes and scales. They know nothing of tensors, never allocate,
  * and trust their arguments. Each runs within nib_fpenv_enter.
  */
 #ifndef NIB_KERNELS_H
@@ -35,13 +35,8 @@ struct nib_coding {
     uint8_t floor_code; /* smallest block scale, as a code */
     nib_rounding rounding;
     uint64_t seed, offset;
-    int64_t origin_line, origin_block; /* of the copy in the whole, for the random stream */
+    int64_t origin_line, origin_block; /* of the usage in the whole, for the random stream */
 };
-
-/* Scales that the sweep tries, as distances from the rtn code, in the order in which they win a tie: the nearest first,
- * the smaller of two first. */
-static const int nib_sweep_offsets[] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
-enum { NIB_SWEEP_CANDIDATES = sizeof nib_sweep_offsets / sizeof *nib_sweep_offsets };
 
 /* Where one usage goes. Line 0 is the matrix's first. */
 struct nib_target {
@@ -50,13 +45,13 @@ struct nib_target {
     const struct nib_usage_geometry *geometry;
     const float *tensor_scales; /* one, or one per line; NULL where the format has none */
     bool tensor_scale_per_line;
-    float encode; /* the multiplier whose inverse the tensor scale is, for dialects that have one */
+    float scale; /* the multiplier of the data, for dialects that keep its inverse as the tensor scale */
 };
 
-/* Largest magnitude of n numbers; NaNs do not count. */
+/* Largest magnitude of n values; NaNs do not count. */
 typedef float nib_absmax_fn(const void *x, int64_t n);
 
-/* The same for each line of a panel after its transform: out[i] = max(out[i], ...) for line i of the panel. */
+/* The same for each line of a panel after its RHT: out[i] = max(out[i], ...) for line i of the panel. */
 typedef void nib_absmax_lines_fn(const struct nib_panel *panel, const struct nib_coding *coding, float *out);
 
 /* Scales and codes of every whole or last block of a panel. */
@@ -64,7 +59,7 @@ typedef void nib_quantize_fn(const struct nib_panel *panel, const struct nib_cod
                              const struct nib_target *target);
 
 /* The same for both usages, whose coding and target are [NIB_ROWWISE] and [NIB_COLUMNWISE]. Only where reading a panel
- * once pays; elsewhere the slot is empty, and the copies are made one after the other. */
+ * once pays; elsewhere the slot is empty, and the usages are made one after the other. */
 typedef void nib_quantize_both_fn(const struct nib_panel *panel, const struct nib_coding coding[2],
                                   const struct nib_target target[2]);
 
@@ -73,7 +68,7 @@ typedef void nib_quantize_both_fn(const struct nib_panel *panel, const struct ni
 typedef void nib_decode_fn(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
                            float tensor_scale, const struct nib_coding *coding, bool stream);
 
-/* Blocks of 16 back through the transform, to the slot's dtype; n is a multiple of 16. */
+/* Blocks of 16 back through the RHT, to the slot's dtype; n is a multiple of 16. */
 typedef void nib_inverse_rht_fn(void *y, const float *x, int64_t n, uint16_t sign_mask);
 
 /* The transpose of a matrix of rows x cols elements, by the width of its elements (slots E2M1: packed, U8, BF16 and
@@ -137,8 +132,5 @@ static inline const struct nib_block_kernels *nib_block_kernels_of(const nib_qua
 {
     return nib_format_of(q)->nvfp4_options ? &nib_block_kernels_nvfp4 : &nib_block_kernels_generic;
 }
-
-/* The 16-point transform of one block, in place: signs, butterflies, a quarter. */
-void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input);
 
 #endif

@@ -52,7 +52,7 @@ static void quantize_span(const struct nib_panel *panel, const struct nib_coding
             nib_scale_store(target->geometry, target->scales, line0 + line, (first0 + span->first) / coding->block,
                             scale);
         for (int64_t i = span->first; i < span->first + span->length; i++) {
-            const float x = line_element(panel, coding->usage, line, i), y = dialect->divides ? x / factor : x * factor;
+            const float y = nib_scaled(line_element(panel, coding->usage, line, i), factor, dialect->elements.divides);
             nib_code_store(target->geometry, target->codes, line0 + line, first0 + i,
                            codecs[coding->rules.element].encode(y));
         }
@@ -65,7 +65,7 @@ void nib_quantize_generic(const struct nib_panel *panel, const struct nib_coding
     const int64_t lines = nib_panel_lines(panel, coding->usage), length = nib_panel_length(panel, coding->usage);
     const int64_t step = coding->block ? coding->block : nib_max(length, 1);
     struct nib_scaler scaler = { .tensor_scale = target->tensor_scales ? target->tensor_scales[0] : 1,
-                                 .encode = target->encode };
+                                 .scale = target->scale };
     coding->dialect->prepare(&scaler, &coding->rules);
     for (int64_t line = 0; line < lines; line += coding->tile_lines)
         for (int64_t first = 0; first < length; first += step)
@@ -84,7 +84,7 @@ static void encode(const float *x, int64_t n, float factor, const struct nib_cod
 {
     (void)line, (void)block, (void)first; /* nothing here depends on the place */
     for (int64_t i = 0; i < n; i++)
-        codes[i] = codecs[coding->rules.element].encode(coding->dialect->divides ? x[i] / factor : x[i] * factor);
+        codes[i] = codecs[coding->rules.element].encode(nib_scaled(x[i], factor, coding->dialect->elements.divides));
 }
 
 const struct nib_block_kernels nib_block_kernels_generic = { block_scale, encode };
@@ -100,8 +100,9 @@ void nib_decode_generic(void *y, nib_dtype dtype, const uint8_t *codes, const vo
         if (coding->block)
             memcpy(&scale, (const char *)scales + i / coding->block * coding->scale_bytes, (size_t)coding->scale_bytes);
         const uint8_t code = packed ? (uint8_t)(codes[i / 2] >> 4 * (i % 2) & 15) : codes[i];
-        nib_store_number((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
-                         codecs[element].decode(code) * coding->dialect->decode(scale, tensor_scale, &coding->rules));
+        nib_store_value((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
+                        codecs[element].decode(code) *
+                            coding->dialect->decode_factor(scale, tensor_scale, &coding->rules));
     }
 }
 

@@ -6,16 +6,11 @@
 #ifndef NIB_KERNELS_GENERIC_H
 #define NIB_KERNELS_GENERIC_H
 
-#include "format/codec.h"
 #include "kernels/kernels.h"
 
 static inline float nib_panel_element(const struct nib_panel *panel, int64_t row, int64_t col)
 {
-    const int64_t i = row * panel->stride + col;
-    if (panel->dtype == NIB_F32)
-        return ((const float *)panel->x)[i];
-    const uint16_t code = ((const uint16_t *)panel->x)[i];
-    return panel->dtype == NIB_BF16 ? nib_f32_from_bf16(code) : nib_f32_from_f16(code);
+    return nib_load_value(panel->x, row * panel->stride + col, panel->dtype);
 }
 
 static inline int64_t nib_panel_lines(const struct nib_panel *panel, nib_usage usage)
@@ -26,15 +21,6 @@ static inline int64_t nib_panel_lines(const struct nib_panel *panel, nib_usage u
 static inline int64_t nib_panel_length(const struct nib_panel *panel, nib_usage usage)
 {
     return usage == NIB_ROWWISE ? panel->cols : panel->rows;
-}
-
-/* One number in the dtype of an output. Results have one NaN, whatever the processor makes of 0 times an infinite
- * factor. */
-static inline void nib_store_number(void *out, nib_dtype dtype, float number)
-{
-    const float y = nib_quiet(number);
-    const uint16_t half = dtype == NIB_BF16 ? nib_bf16_from_f32(y) : nib_f16_from_f32(y);
-    memcpy(out, dtype == NIB_F32 ? (const void *)&y : (const void *)&half, dtype == NIB_F32 ? 4 : 2);
 }
 
 nib_quantize_fn nib_quantize_generic;

@@ -217,7 +217,7 @@ SIMD VF f32_of_e4m3(VI code)
 /* What a tensor scale comes to (struct nib_scaler), in every lane: the same in all, or, where columns have tensor scales of their
  * own, each lane's. */
 struct lane_scaler {
-    VF amax, encode, decode, block;
+    VF amax, scale, scale_inv, block;
     VF g;                  /* the tensor scale as a plain multiplier */
     bool ordinary;         /* quotients with amaxes come out of products (quotient) */
     struct nib_scaler one; /* of the first lane, for dialects that have one tensor scale per tensor */
@@ -236,17 +236,16 @@ SIMD struct lane_scaler lane_scaler_for(const struct nib_coding *coding, const s
         coding->dialect->prepare(&scaler, &coding->rules);
         out.ordinary &= scaler.amax > 0x1p-80f && scaler.amax < 0x1p100f;
         values[0][b] = scaler.amax;
-        values[1][b] = scaler.encode;
-        values[2][b] = scaler.decode;
+        values[1][b] = scaler.scale;
+        values[2][b] = scaler.scale_inv;
         values[3][b] = scaler.block;
-        values[4][b] =
-            coding->scale_rule == NIB_SCALE_SWEEP ? nib_decode_scale(scaler.tensor_scale, &coding->rules) : 0;
+        values[4][b] = coding->scale_rule == NIB_SCALE_SWEEP ? nib_scale_inv(scaler.tensor_scale, &coding->rules) : 0;
         if (b == 0)
             out.one = scaler;
     }
     out.amax = each ? vf_load(values[0]) : vf_set1(values[0][0]);
-    out.encode = each ? vf_load(values[1]) : vf_set1(values[1][0]);
-    out.decode = each ? vf_load(values[2]) : vf_set1(values[2][0]);
+    out.scale = each ? vf_load(values[1]) : vf_set1(values[1][0]);
+    out.scale_inv = each ? vf_load(values[2]) : vf_set1(values[2][0]);
     out.block = each ? vf_load(values[3]) : vf_set1(values[3][0]);
     out.g = each ? vf_load(values[4]) : vf_set1(values[4][0]);
     return out;
@@ -259,7 +258,7 @@ struct scales {
 
 SIMD struct scales te_scales_from(VI code, VF value, const struct lane_scaler *scaler)
 {
-    const VF factor = vf_div(vf_set1(1.0f), vf_mul(value, scaler->decode));
+    const VF factor = vf_div(vf_set1(1.0f), vf_mul(value, scaler->scale_inv));
     return (struct scales){ code, value, vf_min(factor, vf_set1(FLT_MAX)) };
 }
 
@@ -292,9 +291,9 @@ SIMD VI unclipped_code(VF absmax, const struct lane_scaler *scaler)
 /* The plain rule, for every dialect: te's in vectors, the others' a lane at a time through their functions. */
 SIMD struct scales rtn_scales(VF absmax, const struct nib_coding *coding, const struct lane_scaler *scaler)
 {
-    if (!coding->dialect->plain && coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
+    if (!coding->dialect->fixed && coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
         return te_scales_of(at_least_code(unclipped_code(absmax, scaler), coding->floor_code), scaler);
-    if (!coding->dialect->plain)
+    if (!coding->dialect->fixed)
         return te_scales_near(vf_mul(absmax, scaler->block), coding->floor_code, scaler);
     float amax[VL], factor[VL];
     int32_t code[VL];
@@ -337,11 +336,12 @@ SIMD struct codes encode_te(const struct lanes *x, VF factor)
 SIMD struct codes encode_nearest(const struct lanes *x, VF factor, const struct nib_dialect_facts *dialect)
 {
     struct codes out = { { vi_set1(0), vi_set1(0) } };
-    if (!dialect->plain)
+    if (!dialect->fixed)
         return encode_te(x, factor);
     for (int i = BLOCK - 1; i >= 0; i--) {
-        VF y = clamp_to_e2m1(dialect->divides ? vf_div(lane_vector(x, i), factor) : vf_mul(lane_vector(x, i), factor));
-        if (dialect->drops_zero_sign)
+        VF y = clamp_to_e2m1(dialect->elements.divides ? vf_div(lane_vector(x, i), factor)
+                                                       : vf_mul(lane_vector(x, i), factor));
+        if (dialect->elements.drops_zero_sign)
             y = vf_add(y, vf_set1(0)); /* -0 + 0 is +0, and nothing else changes */
         out.word[i / 8] = vi_or(vi_sll(out.word[i / 8], 4), with_sign(e2m1_bits(absolute(y)), y));
     }
@@ -458,7 +458,7 @@ SIMD VF rounded_magnitude(VF a, bool clamp)
 
 /* What a sum of errors needs beside the candidate. */
 struct error_terms {
-    VF amax, encode, full_scale, inverse_rht, minus_inverse; /* of the full scale */
+    VF amax, scale, full_scale, inverse, minus_inverse; /* of the full scale */
 };
 
 /* a / full_scale, rounded as a division rounds it: a product with the rounded inverse is a unit off at most, a fused
@@ -466,7 +466,7 @@ struct error_terms {
  * underflow or overflow on the way. */
 SIMD VF quotient(VF a, const struct error_terms *terms)
 {
-    const VF near = vf_mul(a, terms->inverse_rht), excess = vf_multiply_sub(near, terms->full_scale, a);
+    const VF near = vf_mul(a, terms->inverse), excess = vf_multiply_sub(near, terms->full_scale, a);
     return vf_multiply_add(excess, terms->minus_inverse, near);
 }
 
@@ -476,7 +476,7 @@ SIMD VF element_error(VF a, const struct scales *s, const struct error_terms *te
 {
     const VF product = vf_mul(rounded_magnitude(vf_mul(a, s->factor), true), s->value);
     const VF back = vf_mul(product, terms->amax);
-    const VF d = fast      ? vf_sub(product, vf_mul(a, terms->encode))
+    const VF d = fast      ? vf_sub(product, vf_mul(a, terms->scale))
                  : divides ? vf_sub(vf_div(back, terms->full_scale), a)
                            : vf_sub(quotient(back, terms), a);
     return absolutes ? absolute(d) : vf_mul(d, d);
@@ -495,7 +495,7 @@ SIMD VF line_error(const struct lanes *x, int length, const struct scales *s, co
                    const struct lane_scaler *scaler)
 {
     const float full = coding->rules.full_scale;
-    const struct error_terms terms = { scaler->amax, scaler->encode, vf_set1(full), vf_set1(1.0f / full),
+    const struct error_terms terms = { scaler->amax, scaler->scale, vf_set1(full), vf_set1(1.0f / full),
                                        vf_set1(-1.0f / full) };
     const bool absolutes = coding->error_mode == NIB_ERROR_MAE;
     if (coding->fast_error)
@@ -511,7 +511,7 @@ SIMD VF line_error(const struct lanes *x, int length, const struct scales *s, co
 SIMD void four_and_six(VF absmax, const struct nib_coding *coding, const struct lane_scaler *scaler,
                        struct scales *four, struct scales *six)
 {
-    const VF base = vf_mul(vf_div(absmax, vf_set1(6.0f)), scaler->encode);
+    const VF base = vf_mul(vf_div(absmax, vf_set1(6.0f)), scaler->scale);
     *six = te_scales_near(base, coding->floor_code, scaler);
     *four = te_scales_near(vf_mul(base, vf_set1(1.5f)), coding->floor_code, scaler);
 }
@@ -580,7 +580,7 @@ SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct n
     for (int i = 0; i < BLOCK; i++)
         vf_store(magnitudes[i], absolute(lane_vector(x, i)));
     for (int k = 0; k < NIB_SWEEP_CANDIDATES; k++) {
-        const VI wanted = vi_add(rtn, vi_set1(nib_sweep_offsets[k]));
+        const VI wanted = vi_add(rtn, vi_set1(nib_sweep_offset(k)));
         candidates[k] = te_scales_of(vi_max(vi_min(wanted, vi_set1(0x7E)), lowest), scaler);
     }
     /* Larger scales than a fitting one fit as well. */
@@ -589,8 +589,8 @@ SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct n
     VF least = vf_set1(0);
     for (int k = 0; k < NIB_SWEEP_CANDIDATES; k++) {
         const VF factor = candidates[k].factor, f = vf_mul(candidates[k].value, scaler->g);
-        const VF error = fits && nib_sweep_offsets[k] >= 0 ? squared_error(magnitudes, factor, f)
-                                                           : squared_error_clamped(magnitudes, factor, f);
+        const VF error = fits && nib_sweep_offset(k) >= 0 ? squared_error(magnitudes, factor, f)
+                                                          : squared_error_clamped(magnitudes, factor, f);
         best = k == 0 ? best : vi_select_less(error, least, candidates[k].code, best);
         least = k == 0 ? error : vf_of(vi_select_less(error, least, vi_of(error), vi_of(least)));
     }

@@ -441,7 +441,7 @@ SIMD void quantize_generic_dtype(const struct nib_panel *panel, const struct nib
 static struct nib_scaler any_scaler(const struct nib_coding *coding, const struct nib_target *target)
 {
     struct nib_scaler scaler = { .tensor_scale = target->tensor_scales ? target->tensor_scales[0] : 1,
-                                 .encode = target->encode };
+                                 .scale = target->scale };
     coding->dialect->prepare(&scaler, &coding->rules);
     return scaler;
 }
@@ -511,7 +511,7 @@ SIMD void decode_generic_as(char *y, nib_dtype dtype, const uint8_t *codes, cons
         if (coding->block)
             memcpy(&bits, scales + first / block * coding->scale_bytes, mx ? 1 : (size_t)coding->scale_bytes);
         const float factor =
-            mx ? nib_f32_from_e8m0((uint8_t)bits) : coding->dialect->decode(bits, tensor_scale, &coding->rules);
+            mx ? nib_f32_from_e8m0((uint8_t)bits) : coding->dialect->decode_factor(bits, tensor_scale, &coding->rules);
         const bool finite = nib_abs(factor) <= FLT_MAX, exact = mx && dtype == NIB_BF16 && bits >= EXACT_SCALE;
         const VF f = vf_set1(factor);
         const int64_t end = nib_min(first + block, n);

@@ -291,7 +291,7 @@ SIMD void quantize_column_tiles(const struct nib_panel *panel, const struct nib_
 static bool supports(const struct nib_panel *panel, const struct nib_coding *coding)
 {
     const bool tail = (coding->usage == NIB_ROWWISE ? panel->cols : panel->rows) % BLOCK;
-    if (coding->dialect->keeps_nan_sign || (tail && coding->dialect->plain))
+    if (coding->dialect->elements.keeps_nan_sign || (tail && coding->dialect->fixed))
         return false;
     return !(coding->tile_lines > 1 && coding->usage == NIB_COLUMNWISE && coding->rounding != NIB_ROUND_NEAREST);
 }

@@ -63,7 +63,7 @@ static nib_status check_delayed(const nib_tensor *t, const float *scale, const f
 {
     if (!scale && !amax_seen)
         return NIB_OK;
-    if (!nib_dialect_of(&t->q)->encode_of)
+    if (!nib_dialect_of(&t->q)->scale_of)
         return nib_fail(NIB_ERR_MODE, "%s has no delayed scaling", nib_format_of(&t->q)->name);
     if (scale && !(*scale > 0))
         return nib_fail(NIB_ERR_ARG, "its scale is not positive");

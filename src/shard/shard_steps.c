@@ -43,12 +43,12 @@ static struct nib_scaler scaler_of(const nib_tensor *t, const struct nib_grid *g
     float amax = 0;
     for (int64_t i = 0; i < n; i++)
         amax = nib_fmax(amax, amaxes[i]);
-    struct nib_scaler scaler = { .tensor_scale = 1, .encode = 1 };
+    struct nib_scaler scaler = { .tensor_scale = 1, .scale = 1 };
     if (scale) {
-        scaler.encode = *scale;
+        scaler.scale = *scale;
         scaler.tensor_scale = 1.0f / *scale;
     } else if (grid->geometry->tensor_scales) {
-        scaler.tensor_scale = nib_tensor_scale_from_amax(&t->q, &grid->coding, amax, &scaler.encode);
+        scaler.tensor_scale = nib_tensor_scale_from_amax(&t->q, &grid->coding, amax, &scaler.scale);
     }
     grid->coding.dialect->prepare(&scaler, &grid->coding.rules);
     return scaler;
@@ -509,7 +509,7 @@ static void cast_run(const struct walk *walk, int64_t line, int64_t i, const flo
     const nib_scale_bits scale = block ? nib_scale_load(grid->geometry, walk->scales, line, b) : 0;
     struct nib_scaler own;
     if (walk->tensor_scales) {
-        own = (struct nib_scaler){ .tensor_scale = walk->tensor_scales[line], .encode = 1 };
+        own = (struct nib_scaler){ .tensor_scale = walk->tensor_scales[line], .scale = 1 };
         grid->coding.dialect->prepare(&own, &grid->coding.rules);
     }
     const float factor = grid->coding.dialect->factor(scale, walk->amaxes[cell_of(grid, line, i)],

@@ -2,7 +2,6 @@
 /*
  * amax.c - the first pass over an array of the host: its amaxes, and the tensor scales that follow from them.
  */
-#include <float.h>
 #include <stdatomic.h>
 
 #include "base/os.h"
@@ -152,28 +151,28 @@ static size_t collect_amaxes(const nib_device *host, const nib_quantizer *q, con
     return n;
 }
 
-float nib_tensor_scale_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *encode)
+float nib_tensor_scale_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *scale)
 {
     /* Unbiased rounding must not clip, so that the tensor scale, too, is 1/16 larger than the data. */
     if (q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
-        amax = nib_fmin(amax * (17.0f / 16.0f), FLT_MAX);
-    if (!coding->dialect->encode_of)
+        amax = nib_unbiased_amax(amax);
+    if (!coding->dialect->scale_of)
         return coding->dialect->tensor_scale_of(amax, &coding->rules);
-    *encode = coding->dialect->encode_of(amax, &coding->rules);
-    return 1.0f / *encode;
+    *scale = coding->dialect->scale_of(amax, &coding->rules);
+    return 1.0f / *scale;
 }
 
 /* The tensor scale of one line of a copy: the caller's, or one that follows from the amax. */
 static float tensor_scale_of(const nib_quantizer *q, const nib_overrides *overrides, const struct nib_coding *coding,
-                             const float *found, int64_t i, float *encode)
+                             const float *found, int64_t i, float *scale)
 {
     const float *tensor_scale = override_for(overrides->tensor_scale, q, (int)coding->usage);
-    if (tensor_scale && !coding->dialect->encode_of)
+    if (tensor_scale && !coding->dialect->scale_of)
         return tensor_scale[i];
-    if (!coding->dialect->encode_of || (!tensor_scale && !overrides->scale))
-        return nib_tensor_scale_from_amax(q, coding, found ? found[i] : 0, encode);
-    *encode = overrides->scale ? *overrides->scale : 1.0f / tensor_scale[i];
-    return overrides->scale ? 1.0f / *encode : tensor_scale[i];
+    if (!coding->dialect->scale_of || (!tensor_scale && !overrides->scale))
+        return nib_tensor_scale_from_amax(q, coding, found ? found[i] : 0, scale);
+    *scale = overrides->scale ? *overrides->scale : 1.0f / tensor_scale[i];
+    return overrides->scale ? 1.0f / *scale : tensor_scale[i];
 }
 
 /* The maximum over the ranks, once all of them have come so far. */
@@ -199,7 +198,7 @@ const nib_comm *nib_amax_comm_of(const nib_quantizer *q)
 nib_status nib_compute_tensor_scales(const nib_device *host, const nib_quantizer *q, const struct matrix *m,
                                      const nib_overrides *overrides, const struct nib_geometry *geometry,
                                      const struct nib_coding coding[2], const struct nib_usage_memory memory[2],
-                                     float *encode)
+                                     float *scale)
 {
     if (!nib_format_of(q)->tensor_scales)
         return NIB_OK;
@@ -224,7 +223,7 @@ nib_status nib_compute_tensor_scales(const nib_device *host, const nib_quantizer
         for (int64_t i = 0; nib_wants(q, usage) && i < geometry->usage[usage].tensor_scales; i++) {
             if (overrides->amax_seen && found[usage]) /* before the tensor scale takes its place */
                 *overrides->amax_seen = nib_fmax(*overrides->amax_seen, found[usage][i]);
-            memory[usage].tensor_scales[i] = tensor_scale_of(q, overrides, &coding[usage], found[usage], i, encode);
+            memory[usage].tensor_scales[i] = tensor_scale_of(q, overrides, &coding[usage], found[usage], i, scale);
         }
     if (amax != few)
         nib_free(amax);

@@ -74,10 +74,10 @@ nib_status nib_quantize_usages(const nib_device *host, const nib_quantizer *q, c
                                           nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
     struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
     cut_for_coding(&m, coding, q->columnwise);
-    float encode = 1;
+    float scale = 1;
     const nib_fpenv saved = nib_fpenv_enter();
     const nib_status status =
-        nib_compute_tensor_scales(host, q, &m, overrides ? overrides : &nothing, geometry, coding, memory, &encode);
+        nib_compute_tensor_scales(host, q, &m, overrides ? overrides : &nothing, geometry, coding, memory, &scale);
     nib_fpenv_leave(saved);
     if (status)
         return status;
@@ -95,7 +95,7 @@ nib_status nib_quantize_usages(const nib_device *host, const nib_quantizer *q, c
                                                  .geometry = &geometry->usage[usage],
                                                  .tensor_scales = memory[usage].tensor_scales,
                                                  .tensor_scale_per_line = q->row_scaled,
-                                                 .encode = encode };
+                                                 .scale = scale };
         if (nib_wants(q, usage) && memory[usage].scales)
             nib_zero_scale_padding(&geometry->usage[usage], memory[usage].scales);
     }

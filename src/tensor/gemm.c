@@ -48,7 +48,7 @@ static float combined_scale(const struct operand *a, int64_t i, const struct ope
     const float la = operand_tensor_scale(a, i), lb = operand_tensor_scale(b, j);
     if (a->rules.tensor_scale == NIB_TENSOR_SCALE_AMAX && b->rules.tensor_scale == NIB_TENSOR_SCALE_AMAX)
         return la * lb / (a->rules.full_scale * b->rules.full_scale);
-    return nib_decode_scale(la, &a->rules) * nib_decode_scale(lb, &b->rules);
+    return nib_scale_inv(la, &a->rules) * nib_scale_inv(lb, &b->rules);
 }
 
 static float code_at(const struct operand *o, int64_t line, int64_t k)

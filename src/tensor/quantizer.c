@@ -143,7 +143,7 @@ static nib_status check_combination(const nib_quantizer *q)
         { q->min_block_scale != 0, "another floor for block scales" },
     };
     for (size_t i = 0; i < sizeof te_only / sizeof *te_only; i++) {
-        if (te_only[i].wanted && dialect->plain)
+        if (te_only[i].wanted && dialect->fixed)
             return nib_fail(NIB_ERR_MODE, "the dialect %s fixes every numeric rule and has no form with %s",
                             dialect->name, te_only[i].what);
         if (te_only[i].wanted && !format->nvfp4_options)

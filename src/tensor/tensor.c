@@ -271,7 +271,7 @@ static nib_status load_overrides(nib_device *device, const nib_quantizer *q, con
     if (!in)
         return NIB_OK;
     TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, amax_seen)));
-    if (out->scale && !nib_dialect_of(q)->encode_of)
+    if (out->scale && !nib_dialect_of(q)->scale_of)
         return nib_fail(NIB_ERR_MODE, "%s does not take a given scale", nib_format_of(q)->name);
     return device->ops->check_overrides ? device->ops->check_overrides(device, q, out, geometry) : NIB_OK;
 }

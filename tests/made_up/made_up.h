@@ -40,11 +40,11 @@ static void made_up_prepare(struct nib_scaler *scaler, const struct nib_rules *r
 static const struct nib_dialect_facts made_up_dialects[NIB_DIALECT_COUNT] = {
     [NIB_DIALECT_TE] = { .name = "te",
                          .tensor_scale = NIB_TENSOR_SCALE_NONE,
-                         .divides = true,
+                         .elements = { .divides = true },
                          .prepare = made_up_prepare,
                          .block_scale = made_up_block_scale,
                          .factor = made_up_factor,
-                         .decode = made_up_decode },
+                         .decode_factor = made_up_decode },
 };
 
 #define NIB_EXTRA_ROWS                                                                 \

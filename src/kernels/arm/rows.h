@@ -74,7 +74,7 @@ static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_codin
                            const struct nib_target *target)
 {
     const bool plain = coding->usage == NIB_ROWWISE && coding->tile_lines == 1 && !coding->rht &&
-                       !coding->dialect->plain && coding->scale_rule == NIB_SCALE_RTN &&
+                       !coding->dialect->fixed && coding->scale_rule == NIB_SCALE_RTN &&
                        coding->rounding == NIB_ROUND_NEAREST && !target->geometry->swizzled;
     if (!plain)
         quantize_other(panel, coding, target);

@@ -1,20 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels_scalar.c - the reference for NVFP4. What a byte must be is decided here; every other kernel is compared with
- * this one.
+ * kernels_scalar.c - the reference for NVFP4: the formulas of format/rules.h, applied to panels. Every other kernel is compared
+ * with this one.
  *
  * The unit of work is a tile: the elements that share one scale. It has one line of 16 elements, or 16 lines of 16. A
- * line runs along the axis that is quantized: rowwise, a piece of a row; columnwise, a piece of a column. Both copies
+ * line runs along the axis that is quantized: rowwise, part of a row; columnwise, part of a column. Both usages
  * and both block shapes are therefore the same code.
  */
-#include <float.h>
-
-#include "format/codec.h"
 #include "kernels/kernels.h"
 #include "kernels/kernels_generic.h"
-#include "format/philox.h"
 
-enum { BLOCK = 16 };
+enum { BLOCK = NIB_BLOCK };
 
 struct tile {
     int lines, length; /* how many are inside the matrix */
@@ -58,44 +54,6 @@ static float tile_absmax(const struct tile *tile)
     return m;
 }
 
-/* ---- The random Hadamard transform ---- */
-
-static void butterflies(float x[16])
-{
-    for (int stride = 1; stride < 16; stride *= 2)
-        for (int i = 0; i < 16; i++)
-            if (!(i & stride)) {
-                const float a = x[i], b = x[i + stride];
-                x[i] = a + b;
-                x[i + stride] = a - b;
-            }
-}
-
-static void flip_signs(float x[16], uint16_t sign_mask)
-{
-    for (int i = 0; i < 16; i++)
-        if (sign_mask >> i & 1)
-            x[i] = -x[i];
-}
-
-/* A quarter of a BF16 or F16 number is exact in FP32, so that it is taken first and keeps the sums small; a quarter of
- * an FP32 number may be subnormal, so that it is taken last. BF16 results are rounded to BF16, because the amax and the
- * codes of a BF16 tensor are those of the BF16 tensor that the transform would have written. */
-void nib_rht_forward(float x[16], uint16_t sign_mask, nib_dtype input)
-{
-    flip_signs(x, sign_mask);
-    if (input != NIB_F32)
-        for (int i = 0; i < 16; i++)
-            x[i] *= 0.25f;
-    butterflies(x);
-    for (int i = 0; i < 16; i++) {
-        if (input == NIB_F32)
-            x[i] *= 0.25f;
-        if (input == NIB_BF16)
-            x[i] = nib_f32_from_bf16(nib_bf16_from_f32(x[i]));
-    }
-}
-
 /* ---- Tiles of a panel ---- */
 
 /* The tile whose first element is `first` of line `line`, counted within the panel. */
@@ -128,85 +86,45 @@ static void absmax_lines(const struct nib_panel *panel, const struct nib_coding 
 
 /* ---- Stochastic rounding ---- */
 
-enum { RANDOM_BITS_8 = 8, RANDOM_BITS_24 = 24 };
-
-static int random_bits(nib_rounding rounding)
+/* The random bits of one block of a line. */
+static void random_block(const struct nib_coding *coding, int64_t line, uint32_t column, uint32_t out[BLOCK])
 {
-    return rounding == NIB_ROUND_STOCHASTIC_8 ? RANDOM_BITS_8 : RANDOM_BITS_24;
+    nib_random_block(coding->rounding, coding->seed, coding->offset, (uint32_t)line, column, out);
 }
 
-/* The random numbers of one block of a copy. 8-bit: one Philox call, a byte each. 24-bit: four calls, a word each. */
-static void random_block(const struct nib_coding *coding, uint32_t line, uint32_t block, uint32_t out[BLOCK])
-{
-    const uint32_t key[2] = { (uint32_t)coding->seed, (uint32_t)(coding->seed >> 32) };
-    for (int quad = 0; quad < BLOCK / 4; quad++) {
-        const bool bytes = coding->rounding == NIB_ROUND_STOCHASTIC_8;
-        const uint64_t offset = coding->offset + (bytes ? 0 : (uint64_t)quad);
-        uint32_t words[4];
-        nib_philox_block((const uint32_t[4]){ (uint32_t)offset, (uint32_t)(offset >> 32), line, block }, key, words);
-        for (int i = 0; i < 4; i++)
-            out[4 * quad + i] = bytes ? words[quad] >> 8 * i & 255 : words[i] >> 8;
-    }
-}
-
-/* The random numbers of a tile. A columnwise usage has numbers of its own, marked in the block's top bit; but with
- * square tiles it takes the rowwise ones, element by element, so that it stays the transpose. There a line is a column
- * of the matrix. */
+/* The random bits of a tile. In the columnwise usage of square tiles, which has those of the rowwise one, a line is a
+ * column of the matrix. */
 static void random_tile(const struct nib_coding *coding, const struct tile *tile, int64_t line, int64_t block,
                         uint32_t out[BLOCK][BLOCK])
 {
     const bool columnwise = coding->usage == NIB_COLUMNWISE;
     if (!columnwise || coding->tile_lines == 1) {
         for (int l = 0; l < tile->lines; l++)
-            random_block(coding, (uint32_t)(coding->origin_line + line + l),
-                         (uint32_t)(coding->origin_block + block) | (columnwise ? 0x80000000u : 0), out[l]);
+            random_block(coding, coding->origin_line + line + l,
+                         nib_random_column(coding->origin_block + block, columnwise), out[l]);
         return;
     }
     for (int i = 0; i < tile->length; i++) {
         uint32_t row[BLOCK];
-        random_block(coding, (uint32_t)((coding->origin_block + block) * BLOCK + i),
-                     (uint32_t)((coding->origin_line + line) / BLOCK), row);
+        random_block(coding, (coding->origin_block + block) * BLOCK + i,
+                     nib_random_column((coding->origin_line + line) / BLOCK, false), row);
         for (int l = 0; l < tile->lines; l++)
             out[l][i] = row[l];
     }
 }
 
-/* Up with the probability that y's place between its two neighbors says, to 2^-bits; r is a number of that many
- * bits. */
-static uint8_t e2m1_stochastic(float y, uint32_t r, int bits)
-{
-    const float m = nib_abs(y);
-    if (nib_is_nan(y))
-        return 7;
-    const uint8_t sign = (uint8_t)(nib_bits(y) >> 31 << 3);
-    if (m >= 6.0f)
-        return sign | 7;
-    const float step = m >= 4.0f ? 2.0f : m >= 2.0f ? 1.0f : 0.5f;
-    const int steps = (int)(m / step);
-    const int code = m >= 4.0f ? steps + 4 : m >= 2.0f ? steps + 2 : steps; /* of the neighbor below */
-    const float frac = (m - (float)steps * step) / step;                    /* exact */
-    const uint32_t one = 1u << bits;
-    return sign | (uint8_t)(code + ((uint32_t)(frac * (float)one) + r >= one));
-}
-
 /* ---- From scale to codes ---- */
 
-/* x is the number, y the scaled one. A NaN's sign is x's: that of one which arithmetic made depends on the
- * processor. */
-static uint8_t e2m1_nearest(float x, float y, const struct nib_dialect_facts *dialect)
+/* Codes of n elements of a line under their block's factor; `random` is NULL for nearest. */
+static void encode_line(const float *x, int64_t n, float factor, const struct nib_coding *coding,
+                        const uint32_t *random, uint8_t *codes)
 {
-    if (dialect->drops_zero_sign && y == 0)
-        return 0;
-    if (dialect->keeps_nan_sign && nib_is_nan(y))
-        return (uint8_t)(7 | nib_bits(x) >> 31 << 3);
-    return nib_e2m1_from_f32(y);
-}
-
-/* One element under its block's factor; `random` is NULL for nearest. */
-static uint8_t element_code(float x, float factor, const struct nib_coding *coding, const uint32_t *random)
-{
-    const float y = coding->dialect->divides ? x / factor : x * factor;
-    return random ? e2m1_stochastic(y, *random, random_bits(coding->rounding)) : e2m1_nearest(x, y, coding->dialect);
+    const struct nib_element_rule rule = coding->dialect->elements;
+    for (int64_t i = 0; i < n; i++) {
+        const float y = nib_scaled(x[i], factor, rule.divides);
+        codes[i] = random ? nib_e2m1_stochastic(y, random[i], nib_random_bits(coding->rounding))
+                          : nib_e2m1_nearest(x[i], y, &rule);
+    }
 }
 
 /* Codes of the elements inside the matrix; those outside stay 0. `random` is NULL for nearest. */
@@ -215,33 +133,18 @@ static void encode_tile(const struct tile *tile, const struct nib_coding *coding
 {
     const float factor = coding->dialect->factor(out->scale, tile->absmax, scaler, &coding->rules);
     for (int l = 0; l < tile->lines; l++)
-        for (int i = 0; i < tile->length; i++)
-            out->code[l][i] = element_code(tile->x[l][i], factor, coding, random ? &random[l][i] : NULL);
+        encode_line(tile->x[l], tile->length, factor, coding, random ? random[l] : NULL, out->code[l]);
 }
 
 /* ---- Scale rules ---- */
 
-static uint8_t at_least(uint8_t code, uint8_t floor_code) { return code < floor_code ? floor_code : code; }
-
-/* So large that no element of the block is clipped: a scale 1/16 larger than wanted survives rounding down to E4M3's 3
- * bits of mantissa; below the smallest normal, where the bits are fewer, it is rounded up instead. */
-static uint8_t unclipped_scale(float block_amax, const struct nib_scaler *scaler)
-{
-    const float wanted = nib_fmin(block_amax * scaler->block, FLT_MAX) * (17.0f / 16.0f);
-    if (!(wanted < 0x1p-6f))
-        return nib_e4m3_from_f32(wanted);
-    const float units = wanted * 0x1p9f;
-    const uint8_t below = (uint8_t)units;
-    return (uint8_t)(below + ((float)below < units));
-}
-
 static nib_scale_bits block_scale_nvfp4(float block_amax, const struct nib_scaler *scaler,
                                         const struct nib_coding *coding)
 {
-    const uint8_t scale = coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED
-                              ? unclipped_scale(block_amax, scaler)
-                              : (uint8_t)coding->dialect->block_scale(block_amax, scaler, &coding->rules);
-    return at_least(scale, coding->floor_code);
+    const nib_scale_bits scale = coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED
+                                     ? nib_te_unbiased_block_scale(block_amax, scaler)
+                                     : coding->dialect->block_scale(block_amax, scaler, &coding->rules);
+    return nib_at_least((uint8_t)scale, coding->floor_code);
 }
 
 static void quantize_rtn(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
@@ -251,69 +154,41 @@ static void quantize_rtn(const struct tile *tile, const struct nib_coding *codin
     encode_tile(tile, coding, scaler, random, out);
 }
 
-/* Four over six: the error of one candidate, elements in their order, then lines as a tree. */
+/* Four over six: the error of one candidate. */
 static float candidate_error(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                              const struct tile_codes *candidate)
 {
-    const float s = nib_f32_from_e4m3(candidate->scale);
     float line_error[BLOCK] = { 0 };
     for (int l = 0; l < tile->lines; l++)
-        for (int i = 0; i < tile->length; i++) {
-            const float product = nib_f32_from_e2m1(candidate->code[l][i]) * s; /* exact */
-            const float d = coding->fast_error ? product - tile->x[l][i] * scaler->encode
-                                               : product * scaler->amax / coding->rules.full_scale - tile->x[l][i];
-            line_error[l] += coding->error_mode == NIB_ERROR_MAE ? nib_abs(d) : d * d;
-        }
-    if (coding->tile_lines == 1)
-        return line_error[0];
-    for (int distance = BLOCK / 2; distance > 0; distance /= 2)
-        for (int l = 0; l < distance; l++)
-            line_error[l] += line_error[l + distance];
-    return line_error[0];
+        line_error[l] = nib_4over6_error(tile->x[l], candidate->code[l], tile->length, candidate->scale, scaler,
+                                         &coding->rules, coding->error_mode, coding->fast_error);
+    return coding->tile_lines == 1 ? line_error[0] : nib_tree_sum(line_error);
 }
 
 static void quantize_4over6(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                             struct tile_codes *out)
 {
-    const float base = tile->absmax / 6.0f * scaler->encode; /* a division here, unlike the plain rule */
-    struct tile_codes six = { .scale = at_least(nib_e4m3_from_f32(nib_fmin(base, 448.0f)), coding->floor_code) };
-    struct tile_codes four = { .scale =
-                                   at_least(nib_e4m3_from_f32(nib_fmin(base * 1.5f, 448.0f)), coding->floor_code) };
+    struct tile_codes six = { .scale = nib_4over6_scale(tile->absmax, false, scaler, coding->floor_code) };
+    struct tile_codes four = { .scale = nib_4over6_scale(tile->absmax, true, scaler, coding->floor_code) };
     encode_tile(tile, coding, scaler, NULL, &six);
     encode_tile(tile, coding, scaler, NULL, &four);
     const float error_four = candidate_error(tile, coding, scaler, &four);
     *out = error_four < candidate_error(tile, coding, scaler, &six) ? four : six; /* a tie is six */
 }
 
-/* Squared error of one line under a scale whose decoding factor is f, summed as a tree; missing elements count 0. */
-static float squared_error(const struct tile *tile, const struct tile_codes *candidate, float f)
-{
-    float e[BLOCK] = { 0 };
-    for (int i = 0; i < tile->length; i++) {
-        const float d = nib_f32_from_e2m1(candidate->code[0][i]) * f - tile->x[0][i];
-        e[i] = d * d;
-    }
-    for (int distance = BLOCK / 2; distance > 0; distance /= 2)
-        for (int i = 0; i < distance; i++)
-            e[i] += e[i + distance];
-    return e[0];
-}
-
 static void quantize_sweep(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
                            struct tile_codes *out)
 {
-    const float g = nib_decode_scale(scaler->tensor_scale, &coding->rules);
-    const int rtn =
-        at_least((uint8_t)coding->dialect->block_scale(tile->absmax, scaler, &coding->rules), coding->floor_code);
-    const int lowest = rtn == 0 ? 0 : coding->floor_code ? coding->floor_code : 1;
+    const float scale_inv = nib_scale_inv(scaler->tensor_scale, &coding->rules);
+    const int rtn = (int)block_scale_nvfp4(tile->absmax, scaler, coding);
     float least = 0;
     for (int i = 0; i < NIB_SWEEP_CANDIDATES; i++) {
-        const int code = rtn + nib_sweep_offsets[i];
-        if (code < lowest || code > 0x7E)
+        const int code = rtn + nib_sweep_offset(i);
+        if (!nib_sweep_allows(code, rtn, coding->floor_code))
             continue;
         struct tile_codes candidate = { .scale = (uint8_t)code };
         encode_tile(tile, coding, scaler, NULL, &candidate);
-        const float error = squared_error(tile, &candidate, nib_f32_from_e4m3(candidate.scale) * g);
+        const float error = nib_sweep_error(tile->x[0], candidate.code[0], tile->length, candidate.scale, scale_inv);
         if (i == 0 || error < least) {
             least = error;
             *out = candidate;
@@ -377,11 +252,9 @@ static void encode_nvfp4(const float *x, int64_t n, float factor, const struct n
     const bool stochastic = coding->rounding != NIB_ROUND_NEAREST;
     uint32_t random[BLOCK] = { 0 };
     if (stochastic)
-        random_block(coding, (uint32_t)(coding->origin_line + line),
-                     (uint32_t)(coding->origin_block + block) | (coding->usage == NIB_COLUMNWISE ? 0x80000000u : 0),
-                     random);
-    for (int64_t i = 0; i < n; i++)
-        codes[i] = element_code(x[i], factor, coding, stochastic ? &random[first + i] : NULL);
+        random_block(coding, coding->origin_line + line,
+                     nib_random_column(coding->origin_block + block, coding->usage == NIB_COLUMNWISE), random);
+    encode_line(x, n, factor, coding, stochastic ? random + first : NULL, codes);
 }
 
 const struct nib_block_kernels nib_block_kernels_nvfp4 = { block_scale_nvfp4, encode_nvfp4 };
@@ -393,24 +266,21 @@ static void decode_nvfp4(void *y, nib_dtype dtype, const uint8_t *codes, const v
 {
     (void)stream;
     for (int64_t i = 0; i < n; i++) {
-        const float f = coding->dialect->decode(((const uint8_t *)scales)[i / BLOCK], tensor_scale, &coding->rules);
-        nib_store_number((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
-                         nib_f32_from_e2m1(codes[i / 2] >> 4 * (i % 2) & 15) * f);
+        const float f =
+            coding->dialect->decode_factor(((const uint8_t *)scales)[i / BLOCK], tensor_scale, &coding->rules);
+        nib_store_value((char *)y + i * (dtype == NIB_F32 ? 4 : 2), dtype,
+                        nib_f32_from_e2m1(codes[i / 2] >> 4 * (i % 2) & 15) * f);
     }
 }
 
-/* The transform is orthogonal and its matrix symmetric but for the signs. */
 static void inverse_rht(void *y, nib_dtype dtype, const float *x, int64_t n, uint16_t sign_mask)
 {
-    for (int64_t i = 0; i < n; i += 16) {
-        float block[16];
+    for (int64_t i = 0; i < n; i += BLOCK) {
+        float block[BLOCK];
         memcpy(block, x + i, sizeof block);
-        butterflies(block);
-        for (int k = 0; k < 16; k++)
-            block[k] *= 0.25f;
-        flip_signs(block, sign_mask);
-        for (int k = 0; k < 16; k++)
-            nib_store_number((char *)y + (i + k) * (dtype == NIB_F32 ? 4 : 2), dtype, block[k]);
+        nib_rht_inverse(block, sign_mask);
+        for (int k = 0; k < BLOCK; k++)
+            nib_store_value((char *)y + (i + k) * (dtype == NIB_F32 ? 4 : 2), dtype, block[k]);
     }
 }
 

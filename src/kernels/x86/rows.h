@@ -489,6 +489,6 @@ SIMD void code_rows(struct strip_job *job, nib_dtype dtype)
 static bool is_plain(const struct nib_coding *coding)
 {
     const bool nearest = coding->rounding == NIB_ROUND_NEAREST;
-    return !coding->dialect->plain && coding->scale_rule == NIB_SCALE_RTN &&
+    return !coding->dialect->fixed && coding->scale_rule == NIB_SCALE_RTN &&
            (nearest || (coding->rounding == NIB_ROUND_STOCHASTIC_8 && coding->tile_lines == 1));
 }
