@@ -68,7 +68,7 @@ def read(name):
 
 
 FILES = repository_files()
-SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".py", ".sh", ".cmake", ".cmake.in", ".pc.in", ".toml"))
+SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".cu", ".py", ".sh", ".cmake", ".cmake.in", ".pc.in", ".toml"))
            or os.path.basename(n) in ("CMakeLists.txt", "Makefile")]
 TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" not in read(n)]
 HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n) and n != "include/nib_mpi.h"]
@@ -198,6 +198,23 @@ def check_headers():
     check(f"{MPI_HEADER} alone", faults_of("mpicc", "-std=c11", *strict, "-x", "c", MPI_HEADER))
 
 
+def check_rules():
+    """The formulas: headers that C, C++ and CUDA compile, and a program that computes with all of them."""
+    names = [f"src/format/{name}.h" for name in ("codec", "philox", "rules")]
+    for compiler, language in (("gcc", "c11"), ("clang", "c11"), ("g++", "c++17"), ("clang++", "c++17")):
+        what = f"formulas alone as {language} with {compiler}"
+        if not shutil.which(compiler):
+            skip(what, f"there is no {compiler}")
+            continue
+        command = [compiler, f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", "-Iinclude", "-Isrc",
+                   "-x", "c++" if "++" in language else "c", "/dev/null", "-include"]
+        check(what, [f for n in names for f in faults_of(*command, n)])
+    program = read("tests/rules/rules.cu").decode()
+    functions = [f for n in names for f in re.findall(r"^NIB_INLINE [^(]*?(\w+)\(", read(n).decode(), re.M)]
+    check("tests/rules/rules.cu calls every formula", [f"{f} is not called" for f in functions if not re.search(rf"\b{f}\(", program)]
+          or ([] if len(functions) > 50 else [f"only {len(functions)} functions were found"]))
+
+
 def check_mpi():
     """<mpi.h> in one header, and the library's names."""
     check("only nib_mpi.h includes <mpi.h>",
@@ -290,6 +307,7 @@ def main():
     check_includes()
     check_format()
     check_headers()
+    check_rules()
     check_mpi()
     if os.path.exists(os.path.join(BUILD, "libnib.so")):
         check_symbols()

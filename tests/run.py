@@ -320,13 +320,62 @@ def virtual_environment(folder, packages, own=False):
                  "numbers = lambda version: [int(n) for n in re.findall('[0-9]+', version)]\n"
                  "for name, how, version in (re.fullmatch('([^=>]+)(==|>=|)(.*)', p).groups() for p in sys.argv[1:]):\n"
                  "    has = m.version(name)\n"
-                 "    assert numbers(has) >= numbers(version) if how == '>=' else has.startswith(version)")
+                 "    assert numbers(has) >= numbers(version) if how == '>=' else has.startswith(version.rstrip('*'))")
         if run([python, "-c", probe, *group])[0] == 0:
             continue
         status, output = run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *group], timeout=1500)
         if status != 0:
             return None, f"pip install {' '.join(group)}: {(output.strip().splitlines() or [str(status)])[-1]}"
     return python, ""
+
+
+RULES = "tests/rules/rules.cu"  # one source for every language
+RULES_COMPILERS = [["gcc", "-std=c11", "-x", "c"], ["clang", "-std=c11", "-x", "c"], ["g++", "-std=c++17", "-x", "c++"],
+                   ["clang++", "-std=c++17", "-x", "c++"]]
+CUDA_PACKAGES = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "cuda-cccl", "cuda-crt", "cuda-runtime", "nvvm")]
+CUDA_ARCHITECTURES = ["80", "90", "100", "120"]
+
+
+def stage_rules(tally):
+    """The formulas of src/format/rules.h as C, as C++ and by nvcc: the same results, bit for bit."""
+    folder = os.path.join(ROOT, "build/rules")
+    os.makedirs(folder, exist_ok=True)
+    common = ["-O2", "-Iinclude", "-Isrc", RULES, "-o"]
+    wanted = None
+    for compiler in RULES_COMPILERS:
+        if not shutil.which(compiler[0]):
+            tally.missing(f"rules with {compiler[0]}", f"there is no {compiler[0]}")
+            continue
+        program = os.path.join(folder, compiler[0])
+        status, output = run([*compiler, "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-ffp-contract=off", *common, program])
+        if status == 0:
+            status, output = run([program])
+        wanted = wanted or output
+        if status == 0 and output == wanted:
+            tally.ok()
+        else:
+            tally.fail(f"rules with {' '.join(compiler)}: exit {status}, results", f"{output}\nnot\n{wanted}")
+    rules_by_nvcc(tally, common, os.path.join(folder, "nvcc"), wanted)
+
+
+def rules_by_nvcc(tally, common, program, wanted):
+    python, why = virtual_environment("build/venv-cuda", [CUDA_PACKAGES], own=True)
+    if not python:
+        return tally.missing("rules with nvcc", why)
+    toolkit = glob.glob(os.path.join(os.path.dirname(python), "../lib/python*/site-packages/nvidia/cu13"))[0]
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHITECTURES]
+    status, output = run([toolkit + "/bin/nvcc", "-std=c++17", "-fmad=false", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror",
+                          *targets, "-cudart", "static", f"-L{toolkit}/lib", *common, program])
+    if status != 0:
+        return tally.fail("rules with nvcc", output)
+    tally.ok()
+    status, output = run([program])
+    if status == 77:
+        tally.skip("rules on a GPU", output.strip())
+    elif status == 0 and output == wanted:
+        tally.ok()
+    else:
+        tally.fail(f"rules on a GPU: exit {status}, results", f"{output}\nnot\n{wanted}")
 
 
 def torch_environment(packages):
@@ -463,7 +512,7 @@ def stage_mutate(tally):
 
 
 STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial, "mpi": stage_mpi,
-          "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "oracles": stage_oracles,
+          "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "rules": stage_rules, "oracles": stage_oracles,
           "python": stage_python}
 LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz, "mutate": stage_mutate}
 
