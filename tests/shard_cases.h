@@ -18,6 +18,9 @@
 
 #include "nib.h"
 
+#define SHAPE(...) \
+    (const int64_t[]) { __VA_ARGS__ }
+
 static inline uint64_t case_random(uint64_t *state)
 {
     uint64_t z = *state += 0x9E3779B97F4A7C15u;
@@ -203,8 +206,8 @@ static inline int case_check_cast(const nib_comm *comm, uint64_t seed, const str
     int faults = 0;
     const nib_part parts[] = { NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE, NIB_COL_SCALE };
     for (int i = 0; i < (p->both ? 3 : 2); i++)
-        CASE_CHECK(case_same_part(t, p->whole, parts[i]), "scales or tensor scale differ (part %d, format %d)", (int)parts[i],
-                   (int)p->q.format);
+        CASE_CHECK(case_same_part(t, p->whole, parts[i]), "scales or tensor scale differ (part %d, format %d)",
+                   (int)parts[i], (int)p->q.format);
     const uint8_t *codes = case_part(t, NIB_ROW_DATA), *whole = case_part(p->whole, NIB_ROW_DATA);
     const uint8_t before = p->q.format == NIB_NVFP4 || p->q.format == NIB_MXFP4 ? 5 : 0x55;
     for (int64_t i = 0; i < p->elements && !faults; i++) {

@@ -72,6 +72,14 @@ static inline float test_normal(void)
     return (float)sum;
 }
 
+static inline int64_t elements_in(int rank, const int64_t *shape)
+{
+    int64_t n = 1;
+    for (int i = 0; i < rank; i++)
+        n *= shape[i];
+    return n;
+}
+
 __attribute__((format(printf, 3, 4))) static inline void test_fail(const char *file, int line, const char *format, ...)
 {
     test_failures++;

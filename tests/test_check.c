@@ -7,56 +7,11 @@
  * NIB_TEST_WRAP_ALLOC
  */
 #define _GNU_SOURCE
-#include "test_directory.h"
-
 #include "nib_checkpoint.h"
 #include "test_alloc.h"
+#include "test_weights.h"
 
 #include <math.h>
-
-/* ---- Files ---- */
-
-static const char *at(const char *name)
-{
-    static char paths[16][160];
-    static int next;
-    char *path = paths[next++ % 16];
-    make_directory();
-    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
-    return path;
-}
-
-struct item {
-    const char *name;
-    nib_dtype dtype;
-    int rank;
-    int64_t shape[4];
-    const void *data;
-};
-
-static void put_tensors(const char *path, const struct item *items, size_t n)
-{
-    nib_writer *writer = NULL;
-    CHECK_OK(nib_writer_create(path, &writer));
-    CHECK_OK(nib_writer_metadata(writer, "format", "pt"));
-    for (size_t i = 0; i < n; i++)
-        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
-    for (size_t i = 0; i < n; i++) {
-        size_t bytes = (size_t)nib_dtype_bits(items[i].dtype) / 8;
-        for (int d = 0; d < items[i].rank; d++)
-            bytes *= (size_t)items[i].shape[d];
-        CHECK_OK(nib_writer_write(writer, items[i].name, 0, items[i].data, bytes));
-    }
-    CHECK_OK(nib_writer_commit(writer));
-    nib_writer_destroy(writer);
-}
-
-static nib_checkpoint *open_good(const char *path)
-{
-    nib_checkpoint *c = NULL;
-    CHECK_OK(nib_checkpoint_open(path, &c));
-    return c;
-}
 
 /* ---- Pairs of a plain weight and a packed one ---- */
 

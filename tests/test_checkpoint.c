@@ -4,7 +4,7 @@
  * numbers that were put in, computed here by the plain definition.
  */
 #define _GNU_SOURCE
-#include "test_directory.h"
+#include "test_weights.h"
 
 #include "io/checkpoint.h"
 #include "io/gguf.h"
@@ -13,68 +13,8 @@
 
 /* ---- Directories of files ---- */
 
-static const char *at(const char *name)
-{
-    static char paths[16][160];
-    static int next;
-    char *path = paths[next++ % 16];
-    make_directory();
-    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
-    return path;
-}
-
-static void empty(void)
-{
-    make_directory();
-    count_files(true);
-}
-
-static void put_text(const char *name, const char *text)
-{
-    FILE *file = fopen(at(name), "wb");
-    CHECK(file && fwrite(text, 1, strlen(text), file) == strlen(text));
-    if (file)
-        fclose(file);
-}
-
-/* A tensor to be written. */
-struct item {
-    const char *name;
-    nib_dtype dtype;
-    int rank;
-    int64_t shape[4];
-    const void *data;
-};
-
-static size_t bytes_of(const struct item *item)
-{
-    size_t n = 1;
-    for (int i = 0; i < item->rank; i++)
-        n *= (size_t)item->shape[i];
-    return n * (size_t)nib_dtype_bits(item->dtype) / 8;
-}
-
-static void put_tensors(const char *name, const struct item *items, size_t n)
-{
-    nib_writer *writer = NULL;
-    CHECK_OK(nib_writer_create(at(name), &writer));
-    CHECK_OK(nib_writer_metadata(writer, "format", "pt"));
-    for (size_t i = 0; i < n; i++)
-        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
-    for (size_t i = 0; i < n; i++)
-        CHECK_OK(nib_writer_write(writer, items[i].name, 0, items[i].data, bytes_of(&items[i])));
-    CHECK_OK(nib_writer_commit(writer));
-    nib_writer_destroy(writer);
-}
 #define PUT(name, ...)                                                                     \
     put_tensors(name, (struct item[]){ __VA_ARGS__ }, sizeof((struct item[]){ __VA_ARGS__ }) / sizeof(struct item))
-
-static nib_checkpoint *open_good(const char *path)
-{
-    nib_checkpoint *c = NULL;
-    CHECK_OK(nib_checkpoint_open(path, &c));
-    return c;
-}
 
 static void check_rejected(nib_status status, const char *words)
 {
@@ -124,7 +64,7 @@ static void check_rows(const nib_checkpoint *c, const char *name, const float *w
 
 TEST(plain_folder)
 {
-    empty();
+    empty_directory();
     float q[6 * 32], k[4 * 32], norm[32], wide[3 * 5];
     uint16_t q16[6 * 32];
     random_floats(q, 6 * 32, 1);
@@ -205,12 +145,12 @@ TEST(hostile_folders)
         { "{\"weight_map\": {} } x", "line 1", NIB_ERR_DATA },
     };
     for (size_t i = 0; i < sizeof indexes / sizeof *indexes; i++) {
-        empty();
+        empty_directory();
         PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
         put_text("model.safetensors.index.json", indexes[i].index);
         check_rejected(indexes[i].status, indexes[i].words);
     }
-    empty();
+    empty_directory();
     check_rejected(NIB_ERR_DATA, "no .safetensors and no .gguf");
     put_text("pytorch_model.bin", "x");
     check_rejected(NIB_ERR_UNSUPPORTED, "pickled (\"pytorch_model.bin\")");
@@ -221,7 +161,7 @@ TEST(hostile_folders)
     put_text("x.safetensors.index.json", "{}");
     put_text("y.safetensors.index.json", "{}");
     check_rejected(NIB_ERR_DATA, "it has 2 indexes");
-    empty();
+    empty_directory();
     PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
     put_text("config.json", "{\"a\": 1, \"a\": 2}");
     check_rejected(NIB_ERR_DATA, "duplicate");
@@ -230,7 +170,7 @@ TEST(hostile_folders)
     put_text("config.json", "{}");
     put_text("hf_quant_config.json", "{");
     check_rejected(NIB_ERR_DATA, "hf_quant_config.json: line 1");
-    empty();
+    empty_directory();
     put_text("m.safetensors", "not one");
     check_rejected(NIB_ERR_DATA, "at least 8");
     nib_checkpoint *c = NULL;
@@ -241,7 +181,7 @@ TEST(hostile_folders)
 TEST(diagnostics)
 {
     static const float x[32] = { 1 };
-    empty();
+    empty_directory();
     PUT("m.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x }, { "c.weight", NIB_F32, 2, { 2, 16 }, x });
     PUT("n.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x }, { "b.weight", NIB_F32, 2, { 2, 16 }, x });
     PUT("old.safetensors", { "z.weight", NIB_F32, 2, { 2, 16 }, x });
@@ -306,7 +246,7 @@ static void check_codes(const nib_checkpoint *c, const char *name, const struct 
 
 TEST(nvfp4_packings)
 {
-    empty();
+    empty_directory();
     struct packed p = pack(20, 192);
     const float divisor = 1 / p.g, input = 0.5f;
     const uint16_t g16 = 0x3A00; /* 2^-11 as BF16 */
@@ -358,7 +298,7 @@ TEST(damaged_nvfp4)
           { "a.weight_scale_2", NIB_F32, 1, { 2 }, p.values } },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        empty();
+        empty_directory();
         struct item items[3] = { { "a.weight", NIB_U8, 2, { 20, 96 }, p.codes } };
         size_t n = 1;
         if (cases[i].scale.name) {
@@ -381,7 +321,7 @@ TEST(damaged_nvfp4)
 
 TEST(saved_tensors)
 {
-    empty();
+    empty_directory();
     float x[20 * 48], want[20 * 48];
     random_floats(x, 20 * 48, 1);
     static const struct {
@@ -433,7 +373,7 @@ TEST(saved_data_of_other_ranks)
         const int64_t shape[3] = { 4, 24, 1 };
         const size_t bytes = rank == 0 ? 1 : rank == 1 ? 4 : 4 * 24;
         nib_writer *writer = NULL;
-        empty();
+        empty_directory();
         CHECK_OK(nib_writer_create(at("model.safetensors"), &writer));
         CHECK_OK(nib_writer_metadata(writer, "nib:a", words));
         CHECK_OK(nib_writer_declare(writer, "a.row_data", NIB_U8, rank, shape));
@@ -450,7 +390,7 @@ TEST(saved_data_of_other_ranks)
 
 TEST(gguf_files)
 {
-    empty();
+    empty_directory();
     struct packed p = pack(6, 128);
     uint8_t blocks[6 * 2 * 36];
     uint16_t plain[2 * 64];
@@ -529,7 +469,7 @@ TEST(stacks_of_experts)
     static float gate_up[E * 2 * I * H], down_stack[E * H * I];
     make_experts();
     for (int kind = 0; kind < 3; kind++) { /* [E, 2I, H]; [E, H, 2I]; the same with gate and up alternating */
-        empty();
+        empty_directory();
         const bool turned = kind > 0;
         for (int e = 0; e < E; e++)
             for (int n = 0; n < 2 * I; n++)
@@ -556,7 +496,7 @@ TEST(stacks_of_experts)
         nib_checkpoint_close(c);
     }
     /* Square ones are told apart by the model alone. */
-    empty();
+    empty_directory();
     PUT("model.safetensors", { "m.experts.down_proj", NIB_F32, 3, { 2, H, H }, gate_up });
     nib_checkpoint *c = open_good(directory);
     CHECK(c->n_weights == 0 && c->n_diagnostics == 1 && c->diagnostics[0].blocks);
@@ -576,7 +516,7 @@ TEST(stacks_of_experts)
 TEST(packed_stack)
 {
     enum { N = 12, K = 64, COUNT = 2 };
-    empty();
+    empty_directory();
     struct packed p[COUNT] = { pack(N, K), pack(N, K) };
     uint8_t codes[COUNT * K / 2 * N], scales[COUNT * K / 16 * N];
     for (int e = 0; e < COUNT; e++)
@@ -606,7 +546,7 @@ TEST(packed_stack)
 /* Without data a tensor is no weight, and no stack of as many experts as it likes. */
 TEST(tensors_without_data)
 {
-    empty();
+    empty_directory();
     PUT("model.safetensors", { "a.weight", NIB_BF16, 2, { 0, 64 }, NULL },
         { "b.weight_packed", NIB_U8, 2, { (int64_t)1 << 48, 0 }, NULL },
         { "c.experts.gate_up_proj", NIB_BF16, 3, { 1000, 0, 16 }, NULL },
@@ -644,7 +584,7 @@ TEST(mxfp4_blocks)
     enum { EXPERTS = 2, ROWS = 8, K = 64 };
     static uint8_t blocks[EXPERTS][ROWS][K / 32][16], scales[EXPERTS][ROWS][K / 32];
     static float want[EXPERTS][2][ROWS / 2][K];
-    empty();
+    empty_directory();
     for (size_t i = 0; i < sizeof blocks; i++)
         (&blocks[0][0][0][0])[i] = (uint8_t)test_random();
     for (size_t i = 0; i < sizeof scales; i++)
@@ -672,7 +612,7 @@ TEST(fp8_blocks)
     static uint8_t codes[ROWS][COLS];
     static float want[ROWS][COLS];
     const float factors[2][2] = { { 0.5f, 3e-3f }, { 7, 1e-5f } };
-    empty();
+    empty_directory();
     for (int n = 0; n < ROWS; n++)
         for (int k = 0; k < COLS; k++) {
             codes[n][k] = (uint8_t)test_below(0x7F);
@@ -744,7 +684,7 @@ TEST(fused_and_kept)
     CHECK(nib_ck_fused_key("x.experts.7.w1", a, sizeof a) && nib_ck_fused_key("x.experts.7.w3", b, sizeof b) && !strcmp(a, b));
 
     static const float x[32] = { 1 };
-    empty();
+    empty_directory();
     PUT("model.safetensors", { "a.weight", NIB_F32, 2, { 2, 16 }, x });
     put_text("config.json", "{\"num_hidden_layers\": 61}");
     nib_checkpoint *c = open_good(directory);

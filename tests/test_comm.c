@@ -7,9 +7,6 @@
 
 #include "shard_cases.h"
 
-#define SHAPE(...) \
-    (const int64_t[]) { __VA_ARGS__ }
-
 /* ---- The calls ---- */
 
 static int collectives(const nib_comm *comm, void *context)

@@ -3,7 +3,7 @@
  * test_dlpack.c - arrays, buffers and parts of tensors through DLPack, against the binary interface as written down
  * here once more.
  */
-#include "test.h"
+#include "test_tensors.h"
 
 /* ---- DLPack's structs, from its specification ---- */
 
@@ -66,9 +66,6 @@ static const struct {
 enum { DTYPES = sizeof dtypes / sizeof *dtypes };
 
 /* ---- Helpers ---- */
-
-#define SHAPE(...) \
-    (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
 
 static int deleted, deleted_versioned;
 
@@ -204,7 +201,7 @@ TEST(array_strides)
     for (int i = 0; i < 64; i++)
         usage[i] = memory[(3 - i / 16) * 16 + i % 16];
     CHECK_OK(array_from(tensor, &reversed));
-    CHECK_OK(nib_array_init(&forward, usage, NIB_F32, SHAPE(4, 16)));
+    CHECK_OK(nib_array_init(&forward, usage, NIB_F32, DIMS(4, 16)));
     nib_quantizer q;
     nib_quantizer_init(&q);
     nib_tensor *a = NULL, *b = NULL;
@@ -404,14 +401,14 @@ TEST(tensor_over_dlpack_memory)
         CHECK_OK(nib_buffer_from_dlpack(&managed[i], &parts[2 * i]));
     }
     nib_tensor *t = NULL, *fresh = NULL;
-    CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(16, 16), parts, &t));
+    CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(16, 16), parts, &t));
     for (int i = 0; i < 3; i++)
         nib_buffer_release(parts[2 * i]);
     float x[256];
     for (int i = 0; i < 256; i++)
         x[i] = test_normal();
     nib_array array;
-    CHECK_OK(nib_array_init(&array, x, NIB_F32, SHAPE(16, 16)));
+    CHECK_OK(nib_array_init(&array, x, NIB_F32, DIMS(16, 16)));
     CHECK_OK(nib_quantize_into(NULL, &array, NULL, NULL, t));
     CHECK_OK(nib_quantize(&q, &array, NULL, &fresh));
     CHECK_BYTES(codes, nib_buffer_data(nib_tensor_buffer(fresh, NIB_ROW_DATA)), sizeof codes);
@@ -494,8 +491,6 @@ TEST(arrays_go_out)
         }
 }
 
-static void count_release(void *context) { ++*(int *)context; }
-
 TEST(arrays_keep_their_owner)
 {
     for (int generation = 0; generation < 2; generation++)
@@ -505,7 +500,7 @@ TEST(arrays_keep_their_owner)
             nib_buffer *owner = NULL;
             nib_array array;
             CHECK_OK(nib_buffer_borrow(memory, sizeof memory, count_release, &released, &owner));
-            CHECK_OK(nib_array_init(&array, memory, NIB_F32, SHAPE(4)));
+            CHECK_OK(nib_array_init(&array, memory, NIB_F32, DIMS(4)));
             struct exported e = export_array(&array, owner, generation);
             if (owner_first) {
                 nib_buffer_release(owner);
@@ -529,7 +524,7 @@ TEST(arrays_that_do_not_go_out)
     DLManagedTensor *const untouched = (DLManagedTensor *)(void *)memory, *out = untouched;
     DLManagedTensorVersioned *const untouched2 = (DLManagedTensorVersioned *)(void *)memory, *out2 = untouched2;
     nib_array good;
-    CHECK_OK(nib_array_init(&good, memory, NIB_F32, SHAPE(4)));
+    CHECK_OK(nib_array_init(&good, memory, NIB_F32, DIMS(4)));
     struct {
         nib_array array;
         nib_status status;
@@ -570,7 +565,7 @@ TEST(parts_go_out)
                 nib_array array;
                 nib_tensor *t = NULL;
                 q.row_scaled = (uint8_t)row_scaled;
-                CHECK_OK(nib_array_init(&array, x, NIB_F32, SHAPE(3, 5, 33)));
+                CHECK_OK(nib_array_init(&array, x, NIB_F32, DIMS(3, 5, 33)));
                 CHECK_OK(nib_quantize(&q, &array, NULL, &t));
                 struct exported e[NIB_PART_COUNT];
                 for (int part = 0; part < NIB_PART_COUNT; part++) {
@@ -607,7 +602,7 @@ TEST(parts_that_do_not_go_out)
     nib_quantizer_init(&q);
     q.columnwise = 0;
     nib_tensor *t = NULL;
-    CHECK_OK(nib_tensor_create(&q, NIB_F32, SHAPE(4, 16), &t));
+    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(4, 16), &t));
     DLManagedTensor *const untouched = (DLManagedTensor *)(void *)&q, *out = untouched;
     DLManagedTensorVersioned *const untouched2 = (DLManagedTensorVersioned *)(void *)&q, *out2 = untouched2;
     CHECK_FAILS(nib_tensor_to_dlpack(t, NIB_COL_DATA, &out), NIB_ERR_USAGE, "no columnwise usage");
@@ -620,7 +615,7 @@ TEST(parts_that_do_not_go_out)
     CHECK_FAILS(nib_tensor_to_dlpack_versioned(t, NIB_ROW_DATA, NULL), NIB_ERR_ARG, "out is NULL");
     CHECK(out == untouched && out2 == untouched2);
     nib_tensor_destroy(t);
-    CHECK_OK(nib_tensor_create(&q, NIB_F32, SHAPE(0, 16), &t)); /* without elements it goes */
+    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(0, 16), &t)); /* without elements it goes */
     struct exported e = export_part(t, NIB_ROW_DATA, 1);
     CHECK(e.tensor->ndim == 2 && e.tensor->shape[0] == 0 && e.tensor->shape[1] == 8);
     nib_tensor_destroy(t);

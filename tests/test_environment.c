@@ -5,7 +5,7 @@
  * then again in each of these surroundings.
  */
 #define _GNU_SOURCE
-#include "test.h"
+#include "test_tensors.h"
 
 #include "tensor/quantize.h"
 
@@ -20,7 +20,6 @@
 #include <xmmintrin.h>
 #endif
 
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 #define CHILD_SECONDS 60 /* a child that hangs is killed by its alarm */
 
 /* ---- The floating-point control of this thread ---- */

@@ -6,15 +6,12 @@
  * Built with NIB_TEST_WRAP_ALLOC and -Wl,--wrap=aligned_alloc,--wrap=realloc it fails every allocation once.
  */
 #define _GNU_SOURCE
-#include "test.h"
 #include "test_alloc.h"
 #include "test_directory.h"
+#include "test_tensors.h"
 
 #include <math.h>
 #include <pthread.h>
-
-#define SHAPE(...) \
-    (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
 
 /* Sizes that no machine has are asked for below; a sanitizer must answer them as the system does. */
 const char *__asan_default_options(void);
@@ -27,47 +24,6 @@ int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
 /* What outputs hold before a call that fails, and so afterwards. */
 static char sentinel[1];
 #define UNTOUCHED ((void *)sentinel)
-
-/* ---- Helpers ---- */
-
-static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *shape)
-{
-    nib_array array = { 0 };
-    CHECK_OK(nib_array_init(&array, data, dtype, rank, shape));
-    return array;
-}
-
-static nib_quantizer plain(void)
-{
-    nib_quantizer q;
-    nib_quantizer_init(&q);
-    return q;
-}
-
-static nib_tensor *some(const nib_quantizer *q, int rank, const int64_t *shape)
-{
-    static float x[4096];
-    for (size_t i = 0; i < sizeof x / sizeof *x; i++)
-        x[i] = test_normal();
-    nib_tensor *t = NULL;
-    const nib_array array = array_of(x, NIB_F32, rank, shape);
-    CHECK_OK(nib_quantize(q, &array, NULL, &t));
-    return t;
-}
-
-static nib_tensor *clone_of(const nib_tensor *t)
-{
-    nib_tensor *clone = NULL;
-    CHECK_OK(nib_tensor_clone(t, &clone));
-    return clone;
-}
-
-static bool equal(const nib_tensor *a, const nib_tensor *b)
-{
-    int same = -1;
-    CHECK_OK(nib_tensor_equal(a, b, &same));
-    return same == 1;
-}
 
 /* ---- The message ---- */
 
@@ -134,9 +90,9 @@ static nib_status reject(void *context, float *values, size_t n)
 /* Each status but NIB_OK by one call. */
 TEST(every_status)
 {
-    nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16)), *other = some(&q, SHAPE(32, 16)), *out = UNTOUCHED;
-    nib_array part = { 0 }, array = array_of(sentinel, NIB_U8, SHAPE(1));
+    nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16)), *other = some(&q, DIMS(32, 16)), *out = UNTOUCHED;
+    nib_array part = { 0 }, array = array_of(sentinel, NIB_U8, DIMS(1));
     nib_file *file = UNTOUCHED;
     CHECK(nib_tensor_clone(NULL, &out) == NIB_ERR_ARG);
     CHECK(nib_tensor_slice(t, 1, 1, &out) == NIB_ERR_SHAPE);
@@ -144,11 +100,11 @@ TEST(every_status)
     CHECK(nib_tensor_copy(t, other) == NIB_ERR_MISMATCH);
     CHECK_OK(nib_tensor_update_usage(t, 0, 1));
     CHECK(nib_tensor_part(t, NIB_ROW_DATA, &part) == NIB_ERR_USAGE);
-    CHECK(nib_tensor_create(&q, NIB_F32, SHAPE(INT64_C(1) << 30, INT64_C(1) << 28), &out) == NIB_ERR_MEMORY);
+    CHECK(nib_tensor_create(&q, NIB_F32, DIMS(INT64_C(1) << 30, INT64_C(1) << 28), &out) == NIB_ERR_MEMORY);
     const nib_comm comm = { .bytes = sizeof comm, .size = 2, .allreduce_max_f32 = reject };
     q.amax_comm = &comm;
     float x[16] = { 1 };
-    array = array_of(x, NIB_F32, SHAPE(16));
+    array = array_of(x, NIB_F32, DIMS(16));
     CHECK(nib_quantize(&q, &array, NULL, &out) == NIB_ERR_COMM);
     q.amax_comm = NULL;
     q.e4m3_max = 256;
@@ -158,7 +114,7 @@ TEST(every_status)
     struct {
         nib_quantizer q;
         char tail[8];
-    } newer = { .q = plain(), .tail = "new" };
+    } newer = { .q = default_quantizer(), .tail = "new" };
     newer.q.bytes = sizeof newer;
     CHECK(nib_quantizer_check(&newer.q, NULL) == NIB_ERR_UNSUPPORTED);
     CHECK(out == UNTOUCHED && file == UNTOUCHED);
@@ -245,8 +201,8 @@ TEST(calls_without_a_status)
     CHECK(!nib_buffer_retain(NULL) && !nib_buffer_data(NULL) && !nib_buffer_bytes(NULL));
     CHECK(!nib_tensor_buffer(NULL, NIB_ROW_DATA) && !nib_file_count(NULL) && !nib_file_metadata(NULL, "x"));
     CHECK(!nib_file_metadata_count(NULL));
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(4, 4));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(4, 4));
     CHECK(!nib_tensor_buffer(t, NIB_PART_COUNT) && !nib_tensor_buffer(t, (nib_part)-1));
     nib_tensor_destroy(t);
 }
@@ -284,14 +240,14 @@ TEST(array_init)
     before = out;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         CHECK_FAILS(nib_array_init(&out, memory, bad[i].dtype, bad[i].rank, bad[i].shape), bad[i].status, bad[i].words);
-    CHECK_FAILS(nib_array_init(NULL, memory, NIB_F32, SHAPE(4)), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_array_init(NULL, memory, NIB_F32, DIMS(4)), NIB_ERR_ARG, "out is NULL");
     CHECK_FAILS(nib_array_init(&out, memory, NIB_F32, 1, NULL), NIB_ERR_ARG, "shape is NULL");
-    CHECK_FAILS(nib_array_init(&out, NULL, NIB_F32, SHAPE(4)), NIB_ERR_ARG, "data is NULL");
-    CHECK_FAILS(nib_array_init(&out, (char *)memory + 2, NIB_F32, SHAPE(4)), NIB_ERR_ARG, "aligned to 4");
+    CHECK_FAILS(nib_array_init(&out, NULL, NIB_F32, DIMS(4)), NIB_ERR_ARG, "data is NULL");
+    CHECK_FAILS(nib_array_init(&out, (char *)memory + 2, NIB_F32, DIMS(4)), NIB_ERR_ARG, "aligned to 4");
     CHECK_BYTES(&out, &before, sizeof out);
     CHECK_OK(nib_array_init(&out, memory, NIB_F64, 0, NULL)); /* a scalar */
     CHECK(out.rank == 0 && out.bytes == 8);
-    CHECK_OK(nib_array_init(&out, NULL, NIB_F64, SHAPE(3, 0)));
+    CHECK_OK(nib_array_init(&out, NULL, NIB_F64, DIMS(3, 0)));
     CHECK(out.bytes == 0);
 }
 
@@ -360,7 +316,7 @@ static nib_tensor *fault_tensor;
 
 static nib_status into_quantize(const nib_array *array)
 {
-    const nib_quantizer q = plain();
+    const nib_quantizer q = default_quantizer();
     nib_tensor *out = UNTOUCHED;
     const nib_status status = nib_quantize(&q, array, NULL, &out);
     CHECK(!status || out == UNTOUCHED);
@@ -419,18 +375,18 @@ TEST(arrays)
         { "nib_array_to_dlpack", into_dlpack, true },
         { "nib_array_to_dlpack_versioned", into_dlpack_versioned, true },
     };
-    const nib_quantizer q = plain();
+    const nib_quantizer q = default_quantizer();
     for (size_t c = 0; c < sizeof calls / sizeof *calls; c++) {
         /* [4, 16] floats between two others. */
         float memory[1 + 64 + 1], before[66];
         for (int i = 0; i < 66; i++)
             memory[i] = before[i] = 99;
-        fault_tensor = some(&q, SHAPE(4, 16));
+        fault_tensor = some(&q, DIMS(4, 16));
         CHECK_FAILS(calls[c].call(NULL), NIB_ERR_ARG, "is NULL");
         for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) {
             if (calls[c].takes_integers && faults[i].apply == dtype_integer)
                 continue;
-            nib_array array = array_of(memory + 1, NIB_F32, SHAPE(4, 16));
+            nib_array array = array_of(memory + 1, NIB_F32, DIMS(4, 16));
             faults[i].apply(&array);
             const nib_status status = calls[c].call(&array);
             CHECK_THAT(status == faults[i].status && *nib_last_error(), "%s, %s: %s: %s", calls[c].what, faults[i].what,
@@ -444,15 +400,15 @@ TEST(arrays)
 /* Nothing steps by the stride of a dim of 1, nor by those of an array without elements: they can be anything. */
 TEST(strides_that_are_not_stepped)
 {
-    const nib_quantizer q = plain();
+    const nib_quantizer q = default_quantizer();
     float memory[16];
-    nib_tensor *t = some(&q, SHAPE(1, 16));
-    nib_array array = array_of(memory, NIB_F32, SHAPE(1, 16));
+    nib_tensor *t = some(&q, DIMS(1, 16));
+    nib_array array = array_of(memory, NIB_F32, DIMS(1, 16));
     array.strides[0] = INT64_MIN;
     CHECK_OK(nib_dequantize(t, NIB_EITHER, &array));
     nib_tensor_destroy(t);
     t = NULL;
-    array = array_of(memory, NIB_F32, SHAPE(2, 2, 0));
+    array = array_of(memory, NIB_F32, DIMS(2, 2, 0));
     array.strides[0] = array.strides[1] = INT64_MAX;
     CHECK_OK(nib_quantize(&q, &array, NULL, &t));
     CHECK_OK(nib_dequantize(t, NIB_EITHER, &array));
@@ -462,8 +418,8 @@ TEST(strides_that_are_not_stepped)
 /* Shapes that are right in themselves and wrong for the call. */
 TEST(wrong_shapes)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(2, 3, 16));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(2, 3, 16));
     static float memory[200];
     static const struct {
         int rank;
@@ -478,17 +434,17 @@ TEST(wrong_shapes)
             CHECK_FAILS(nib_dequantize_rows(t, NIB_ROWWISE, 0, 6, &out), NIB_ERR_SHAPE, "out must be [6, 16]");
     }
     static const int64_t bad[][2] = { { -1, 2 }, { 0, -1 }, { 0, 7 }, { 6, 1 }, { 7, 0 }, { INT64_MIN, 1 } };
-    const nib_array rows = array_of(memory, NIB_F32, SHAPE(2, 16));
+    const nib_array rows = array_of(memory, NIB_F32, DIMS(2, 16));
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         CHECK_FAILS(nib_dequantize_rows(t, NIB_ROWWISE, bad[i][0], bad[i][1], &rows), NIB_ERR_SHAPE, "of 6");
     for (int dim = 0; dim < 3; dim++) { /* several values to one place; one value may have any stride */
-        nib_array out = array_of(memory, NIB_F32, SHAPE(2, 3, 16));
+        nib_array out = array_of(memory, NIB_F32, DIMS(2, 3, 16));
         out.strides[dim] = 0;
         CHECK_FAILS(nib_dequantize(t, NIB_ROWWISE, &out), NIB_ERR_SHAPE, "stride 0 of dim");
     }
     for (int i = 0; i < 200; i++)
         CHECK(memory[i] == 0);
-    nib_array out = array_of(memory, NIB_F32, SHAPE(1, 16));
+    nib_array out = array_of(memory, NIB_F32, DIMS(1, 16));
     out.strides[0] = 0;
     CHECK_OK(nib_dequantize_rows(t, NIB_ROWWISE, 3, 1, &out));
     for (int usage = -1; usage < 4; usage += usage < 0 ? 4 : 1)
@@ -503,10 +459,10 @@ TEST(wrong_shapes)
 /* Row numbers whose sum is larger than 64 bits hold. */
 TEST(rows_that_overflow)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16)), *out = UNTOUCHED;
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16)), *out = UNTOUCHED;
     static float memory[256];
-    const nib_array rows = array_of(memory, NIB_F32, SHAPE(16, 16));
+    const nib_array rows = array_of(memory, NIB_F32, DIMS(16, 16));
     static const int64_t bad[][2] = {
         { INT64_MAX, 1 }, { 1, INT64_MAX }, { INT64_MAX, INT64_MAX }, { INT64_MIN, INT64_MIN }
     };
@@ -528,7 +484,7 @@ static nib_status by_check(const nib_quantizer *q) { return nib_quantizer_check(
 static nib_status by_create(const nib_quantizer *q)
 {
     nib_tensor *out = UNTOUCHED;
-    const nib_status status = nib_tensor_create(q, NIB_F32, SHAPE(16, 16), &out);
+    const nib_status status = nib_tensor_create(q, NIB_F32, DIMS(16, 16), &out);
     CHECK(out == UNTOUCHED);
     return status;
 }
@@ -537,7 +493,7 @@ static nib_status by_quantize(const nib_quantizer *q)
 {
     static float x[256] = { 1, 2, 3 };
     nib_tensor *out = UNTOUCHED;
-    const nib_array array = array_of(x, NIB_F32, SHAPE(16, 16));
+    const nib_array array = array_of(x, NIB_F32, DIMS(16, 16));
     const nib_status status = nib_quantize(q, &array, NULL, &out);
     CHECK(out == UNTOUCHED);
     return status;
@@ -546,7 +502,7 @@ static nib_status by_quantize(const nib_quantizer *q)
 static nib_status by_quantize_into(const nib_quantizer *q)
 {
     static float x[256] = { 1, 2, 3 };
-    const nib_array array = array_of(x, NIB_F32, SHAPE(16, 16));
+    const nib_array array = array_of(x, NIB_F32, DIMS(16, 16));
     return nib_quantize_into(q, &array, NULL, NULL, kept);
 }
 
@@ -554,7 +510,7 @@ static nib_status by_from_buffers(const nib_quantizer *q)
 {
     nib_buffer *parts[NIB_PART_COUNT] = { NULL };
     nib_tensor *out = UNTOUCHED;
-    const nib_status status = nib_tensor_from_buffers(q, NIB_F32, SHAPE(16, 16), parts, &out);
+    const nib_status status = nib_tensor_from_buffers(q, NIB_F32, DIMS(16, 16), parts, &out);
     CHECK(out == UNTOUCHED);
     return status;
 }
@@ -565,7 +521,7 @@ static nib_status by_part_shape(const nib_quantizer *q)
 {
     int rank = 99;
     int64_t shape[NIB_MAX_RANK] = { 99 };
-    const nib_status status = nib_part_shape(q, NIB_ROW_DATA, SHAPE(16, 16), &rank, shape);
+    const nib_status status = nib_part_shape(q, NIB_ROW_DATA, DIMS(16, 16), &rank, shape);
     CHECK(rank == 99 && shape[0] == 99);
     return status;
 }
@@ -582,8 +538,8 @@ static void check_quantizer(int line, const nib_quantizer *q, nib_status wanted,
                   { "nib_tensor_from_buffers", by_from_buffers },
                   { "nib_tensor_set_quantizer", by_set_quantizer },
                   { "nib_part_shape", by_part_shape } };
-    const nib_quantizer good = plain();
-    kept = some(&good, SHAPE(16, 16));
+    const nib_quantizer good = default_quantizer();
+    kept = some(&good, DIMS(16, 16));
     nib_tensor *before = clone_of(kept);
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
         if (!q && calls[i].call == by_quantize_into)
@@ -595,7 +551,7 @@ static void check_quantizer(int line, const nib_quantizer *q, nib_status wanted,
         CHECK_OK(nib_tensor_get_metadata(kept, &m));
         CHECK(equal(kept, before) && nib_quantizer_equal(&m.quantizer, &good));
     }
-    CHECK(!nib_is_quantizable(q, SHAPE(16, 16)));
+    CHECK(!nib_is_quantizable(q, DIMS(16, 16)));
     nib_tensor_destroy(before);
     nib_tensor_destroy(kept);
 }
@@ -606,7 +562,7 @@ TEST(quantizers)
     check_quantizer(__LINE__, NULL, NIB_ERR_ARG, "is NULL");
 #define BAD(field, value, status, words)              \
     do {                                              \
-        q = plain();                                  \
+        q = default_quantizer();                      \
         q.field = (value);                            \
         check_quantizer(__LINE__, &q, status, words); \
     } while (0)
@@ -653,7 +609,7 @@ TEST(quantizers)
     struct {
         nib_quantizer q;
         char tail[64];
-    } newer = { .q = plain() };
+    } newer = { .q = default_quantizer() };
     newer.q.bytes = sizeof newer;
     CHECK_OK(nib_quantizer_check(&newer.q, NULL)); /* fields that are 0 ask for nothing */
     for (size_t i = 0; i < sizeof newer.tail; i += 9) {
@@ -667,7 +623,7 @@ TEST(quantizers)
 
 TEST(quantizer_checks_inputs)
 {
-    nib_quantizer q = plain();
+    nib_quantizer q = default_quantizer();
     nib_array x = { .dtype = NIB_F32, .rank = 2, .shape = { 5, 6 } }; /* no memory is looked at */
     CHECK_OK(nib_quantizer_check(&q, &x));
     for (int dtype = -1; dtype <= NIB_DTYPE_COUNT; dtype++) {
@@ -678,8 +634,8 @@ TEST(quantizer_checks_inputs)
             CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_DTYPE, "F32, BF16 and F16");
             nib_tensor *out = UNTOUCHED;
             nib_buffer *none[NIB_PART_COUNT] = { NULL };
-            CHECK_FAILS(nib_tensor_create(&q, (nib_dtype)dtype, SHAPE(4, 4), &out), NIB_ERR_DTYPE, "F32, BF16 and F16");
-            CHECK_FAILS(nib_tensor_from_buffers(&q, (nib_dtype)dtype, SHAPE(4, 4), none, &out), NIB_ERR_DTYPE,
+            CHECK_FAILS(nib_tensor_create(&q, (nib_dtype)dtype, DIMS(4, 4), &out), NIB_ERR_DTYPE, "F32, BF16 and F16");
+            CHECK_FAILS(nib_tensor_from_buffers(&q, (nib_dtype)dtype, DIMS(4, 4), none, &out), NIB_ERR_DTYPE,
                         "F32, BF16 and F16");
             CHECK(out == UNTOUCHED);
         }
@@ -721,7 +677,7 @@ TEST(quantizer_checks_inputs)
     CHECK_OK(nib_quantizer_check(&q, &x));
     x.shape[1] = 17;
     CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_SHAPE, "17 columns");
-    q = plain();
+    q = default_quantizer();
     q.rounding = NIB_ROUND_STOCHASTIC_8;
     q.origin[1] = 8;
     CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_SHAPE, "origin (0, 8)");
@@ -734,13 +690,13 @@ TEST(quantizer_checks_inputs)
 TEST(overrides)
 {
     float x[16] = { 1 }, amax = 3;
-    const nib_quantizer q = plain();
-    const nib_array array = array_of(x, NIB_F32, SHAPE(16));
+    const nib_quantizer q = default_quantizer();
+    const nib_array array = array_of(x, NIB_F32, DIMS(16));
     struct {
         nib_overrides overrides;
         char tail[16];
     } newer = { .overrides = { .amax = { &amax, NULL } } };
-    nib_tensor *t = some(&q, SHAPE(16)), *before = clone_of(t), *out = UNTOUCHED;
+    nib_tensor *t = some(&q, DIMS(16)), *before = clone_of(t), *out = UNTOUCHED;
     const size_t sizes[] = { 0, 1, sizeof newer.overrides - 1 };
     for (size_t i = 0; i < 3; i++) {
         newer.overrides.bytes = sizes[i];
@@ -765,11 +721,11 @@ TEST(a_reduction_that_fails)
 {
     const nib_comm comm = { .bytes = sizeof comm, .rank = 1, .size = 3, .allreduce_max_f32 = reject };
     for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
-        nib_quantizer q = plain();
+        nib_quantizer q = default_quantizer();
         q.amax_comm = &comm;
         q.row_scaled = (uint8_t)row_scaled;
         static float x[256] = { 1 };
-        const nib_array array = array_of(x, NIB_F32, SHAPE(16, 16));
+        const nib_array array = array_of(x, NIB_F32, DIMS(16, 16));
         nib_tensor *out = UNTOUCHED;
         CHECK_FAILS(nib_quantize(&q, &array, NULL, &out), NIB_ERR_COMM, "3 ranks failed: NIB_ERR_COMM");
         CHECK(out == UNTOUCHED);
@@ -780,10 +736,10 @@ TEST(a_reduction_that_fails)
 
 TEST(null_tensors)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16)), *before = clone_of(t), *out = UNTOUCHED;
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16)), *before = clone_of(t), *out = UNTOUCHED;
     static float memory[256];
-    const nib_array array = array_of(memory, NIB_F32, SHAPE(16, 16));
+    const nib_array array = array_of(memory, NIB_F32, DIMS(16, 16));
     nib_array view = { .rank = 99 };
     nib_buffer *parts[NIB_PART_COUNT] = { NULL }, *saved[NIB_PART_COUNT] = { UNTOUCHED };
     nib_metadata metadata = { .bytes = sizeof metadata, .rank = 99 };
@@ -802,13 +758,13 @@ TEST(null_tensors)
     NULLS(nib_dequantize(t, NIB_ROWWISE, NULL), "out");
     NULLS(nib_dequantize_rows(NULL, NIB_ROWWISE, 0, 16, &array), "t");
     NULLS(nib_dequantize_rows(t, NIB_ROWWISE, 0, 16, NULL), "out");
-    NULLS(nib_tensor_create(NULL, NIB_F32, SHAPE(4, 4), &out), "the quantizer");
+    NULLS(nib_tensor_create(NULL, NIB_F32, DIMS(4, 4), &out), "the quantizer");
     NULLS(nib_tensor_create(&q, NIB_F32, 2, NULL, &out), "shape");
-    NULLS(nib_tensor_create(&q, NIB_F32, SHAPE(4, 4), NULL), "out");
-    NULLS(nib_tensor_from_buffers(NULL, NIB_F32, SHAPE(4, 4), parts, &out), "the quantizer");
+    NULLS(nib_tensor_create(&q, NIB_F32, DIMS(4, 4), NULL), "out");
+    NULLS(nib_tensor_from_buffers(NULL, NIB_F32, DIMS(4, 4), parts, &out), "the quantizer");
     NULLS(nib_tensor_from_buffers(&q, NIB_F32, 2, NULL, parts, &out), "shape");
-    NULLS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(4, 4), NULL, &out), "parts");
-    NULLS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(4, 4), parts, NULL), "out");
+    NULLS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(4, 4), NULL, &out), "parts");
+    NULLS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(4, 4), parts, NULL), "out");
     NULLS(nib_tensor_get_metadata(NULL, &metadata), "t");
     NULLS(nib_tensor_get_metadata(t, NULL), "out");
     NULLS(nib_tensor_part(NULL, NIB_ROW_DATA, &view), "t");
@@ -834,12 +790,12 @@ TEST(null_tensors)
     NULLS(nib_tensor_copy(NULL, t), "dst");
     NULLS(nib_tensor_copy(t, NULL), "src");
     NULLS(nib_tensor_zero(NULL), "t");
-    NULLS(nib_tensor_view(NULL, SHAPE(16, 16), &out), "t");
+    NULLS(nib_tensor_view(NULL, DIMS(16, 16), &out), "t");
     NULLS(nib_tensor_view(t, 2, NULL, &out), "shape");
-    NULLS(nib_tensor_view(t, SHAPE(16, 16), NULL), "out");
-    NULLS(nib_tensor_reshape(NULL, SHAPE(16, 16), &out), "t");
+    NULLS(nib_tensor_view(t, DIMS(16, 16), NULL), "out");
+    NULLS(nib_tensor_reshape(NULL, DIMS(16, 16), &out), "t");
     NULLS(nib_tensor_reshape(t, 2, NULL, &out), "shape");
-    NULLS(nib_tensor_reshape(t, SHAPE(16, 16), NULL), "out");
+    NULLS(nib_tensor_reshape(t, DIMS(16, 16), NULL), "out");
     NULLS(nib_tensor_slice(NULL, 0, 16, &out), "t");
     NULLS(nib_tensor_slice(t, 0, 16, NULL), "out");
     NULLS(nib_tensor_split(NULL, (int64_t[]){ 16 }, 1, &out), "t");
@@ -852,10 +808,10 @@ TEST(null_tensors)
     NULLS(nib_tensor_unswizzle(NULL), "t");
     NULLS(nib_tensor_rebind_rowwise(NULL, nib_tensor_buffer(t, NIB_ROW_DATA)), "t");
     NULLS(nib_tensor_rebind_rowwise(t, NULL), "buffer");
-    NULLS(nib_part_shape(NULL, NIB_ROW_DATA, SHAPE(4, 4), &rank, shape), "the quantizer");
+    NULLS(nib_part_shape(NULL, NIB_ROW_DATA, DIMS(4, 4), &rank, shape), "the quantizer");
     NULLS(nib_part_shape(&q, NIB_ROW_DATA, 2, NULL, &rank, shape), "shape");
-    NULLS(nib_part_shape(&q, NIB_ROW_DATA, SHAPE(4, 4), NULL, shape), "out_rank");
-    NULLS(nib_part_shape(&q, NIB_ROW_DATA, SHAPE(4, 4), &rank, NULL), "out_shape");
+    NULLS(nib_part_shape(&q, NIB_ROW_DATA, DIMS(4, 4), NULL, shape), "out_rank");
+    NULLS(nib_part_shape(&q, NIB_ROW_DATA, DIMS(4, 4), &rank, NULL), "out_shape");
     NULLS(nib_gemm_reference(NULL, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, &array), "a");
     NULLS(nib_gemm_reference(t, NIB_ROWWISE, NULL, NIB_ROWWISE, 1, 0, &array), "b");
     NULLS(nib_gemm_reference(t, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, NULL), "y");
@@ -877,7 +833,7 @@ TEST(null_tensors)
     NULLS(nib_tensor_to_dlpack_versioned(t, NIB_ROW_DATA, NULL), "out");
     for (int part = -1; part <= NIB_PART_COUNT; part += NIB_PART_COUNT + 1) {
         CHECK_FAILS(nib_tensor_part(t, (nib_part)part, &view), NIB_ERR_ARG, "is not a part");
-        CHECK_FAILS(nib_part_shape(&q, (nib_part)part, SHAPE(4, 4), &rank, shape), NIB_ERR_ARG, "is not a part");
+        CHECK_FAILS(nib_part_shape(&q, (nib_part)part, DIMS(4, 4), &rank, shape), NIB_ERR_ARG, "is not a part");
     }
     for (int usage = -1; usage <= 3; usage += 4)
         CHECK_FAILS(nib_dequantize(t, (nib_usage)usage, &array), NIB_ERR_ARG, "is not a copy");
@@ -919,20 +875,11 @@ TEST(scales)
 
 /* ---- Files ---- */
 
-/* The one file of these tests. */
-static char path[128];
-
-static void make_path(void)
-{
-    make_directory();
-    snprintf(path, sizeof path, "%s/errors.safetensors", directory);
-}
-
 TEST(files)
 {
-    make_path();
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16)), *out = UNTOUCHED;
+    const char *const path = at("errors.safetensors");
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16)), *out = UNTOUCHED;
     nib_writer *writer = UNTOUCHED;
     nib_file *file = UNTOUCHED;
     NULLS(nib_writer_create(NULL, &writer), "path");
@@ -943,22 +890,22 @@ TEST(files)
     NULLS(nib_writer_metadata(NULL, "k", "v"), "writer");
     NULLS(nib_writer_metadata(writer, NULL, "v"), "key");
     NULLS(nib_writer_metadata(writer, "k", NULL), "value");
-    NULLS(nib_writer_declare(NULL, "n", NIB_U8, SHAPE(1)), "writer");
-    NULLS(nib_writer_declare(writer, NULL, NIB_U8, SHAPE(1)), "name");
+    NULLS(nib_writer_declare(NULL, "n", NIB_U8, DIMS(1)), "writer");
+    NULLS(nib_writer_declare(writer, NULL, NIB_U8, DIMS(1)), "name");
     NULLS(nib_writer_declare(writer, "n", NIB_U8, 1, NULL), "shape");
-    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_DTYPE_COUNT, SHAPE(1)), NIB_ERR_DTYPE, "\"n\"");
-    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_U8, SHAPE(-1)), NIB_ERR_SHAPE, "\"n\"");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_DTYPE_COUNT, DIMS(1)), NIB_ERR_DTYPE, "\"n\"");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_U8, DIMS(-1)), NIB_ERR_SHAPE, "\"n\"");
     CHECK_FAILS(nib_writer_declare(writer, "n", NIB_U8, -1, NULL), NIB_ERR_SHAPE, "\"n\"");
-    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_F64, SHAPE(INT64_MAX)), NIB_ERR_SHAPE, "\"n\"");
-    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_E2M1, SHAPE(3)), NIB_ERR_SHAPE, "whole bytes");
-    CHECK_FAILS(nib_writer_declare(writer, "", NIB_U8, SHAPE(1)), NIB_ERR_ARG, "name");
-    CHECK_FAILS(nib_writer_declare(writer, "\xFF", NIB_U8, SHAPE(1)), NIB_ERR_ARG, "UTF-8");
-    CHECK_FAILS(nib_writer_declare(writer, "__metadata__", NIB_U8, SHAPE(1)), NIB_ERR_ARG, "reserves");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_F64, DIMS(INT64_MAX)), NIB_ERR_SHAPE, "\"n\"");
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_E2M1, DIMS(3)), NIB_ERR_SHAPE, "whole bytes");
+    CHECK_FAILS(nib_writer_declare(writer, "", NIB_U8, DIMS(1)), NIB_ERR_ARG, "name");
+    CHECK_FAILS(nib_writer_declare(writer, "\xFF", NIB_U8, DIMS(1)), NIB_ERR_ARG, "UTF-8");
+    CHECK_FAILS(nib_writer_declare(writer, "__metadata__", NIB_U8, DIMS(1)), NIB_ERR_ARG, "reserves");
     NULLS(nib_writer_declare_tensor(NULL, "t", t), "writer");
     NULLS(nib_writer_declare_tensor(writer, NULL, t), "name");
     NULLS(nib_writer_declare_tensor(writer, "t", NULL), "t");
-    CHECK_OK(nib_writer_declare(writer, "n", NIB_U8, SHAPE(2)));
-    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_U8, SHAPE(2)), NIB_ERR_ARG, "twice");
+    CHECK_OK(nib_writer_declare(writer, "n", NIB_U8, DIMS(2)));
+    CHECK_FAILS(nib_writer_declare(writer, "n", NIB_U8, DIMS(2)), NIB_ERR_ARG, "twice");
     CHECK_OK(nib_writer_declare_tensor(writer, "t", t));
     NULLS(nib_writer_write(NULL, "n", 0, "xy", 2), "writer");
     NULLS(nib_writer_write(writer, NULL, 0, "xy", 2), "name");
@@ -1070,11 +1017,6 @@ static bool as_before(const nib_tensor *t)
 }
 
 static int released;
-static void count_release(void *context)
-{
-    (void)context;
-    released++;
-}
 
 TEST(allocations_fail_in_buffers)
 {
@@ -1083,12 +1025,13 @@ TEST(allocations_fail_in_buffers)
     nib_buffer_release(buffer);
     buffer = UNTOUCHED;
     released = 0;
-    EVERY_ALLOCATION(1, nib_buffer_borrow(sentinel, 1, count_release, NULL, &buffer), buffer == UNTOUCHED && !released);
+    EVERY_ALLOCATION(1, nib_buffer_borrow(sentinel, 1, count_release, &released, &buffer),
+                     buffer == UNTOUCHED && !released);
     CHECK(released == 0);
     struct DLManagedTensor *managed = UNTOUCHED;
     struct DLManagedTensorVersioned *versioned = UNTOUCHED;
     static float x[4];
-    const nib_array array = array_of(x, NIB_F32, SHAPE(4));
+    const nib_array array = array_of(x, NIB_F32, DIMS(4));
     EVERY_ALLOCATION(1, nib_array_to_dlpack(&array, buffer, &managed), managed == UNTOUCHED);
     EVERY_ALLOCATION(1, nib_array_to_dlpack_versioned(&array, buffer, &versioned), versioned == UNTOUCHED);
     nib_buffer_release(buffer); /* the two have a reference each */
@@ -1100,8 +1043,8 @@ TEST(allocations_fail_in_buffers)
     EVERY_ALLOCATION(1, nib_buffer_from_dlpack_versioned(versioned, &buffer), buffer == UNTOUCHED && !released);
     nib_buffer_release(buffer);
     CHECK(released == 1); /* both deleters ran, and each gave up its reference */
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16));
     buffer = UNTOUCHED;
     managed = UNTOUCHED;
     versioned = UNTOUCHED;
@@ -1120,10 +1063,10 @@ TEST(allocations_fail_in_tensors)
     static float x[1024];
     for (int i = 0; i < 1024; i++)
         x[i] = test_normal();
-    const nib_array array = array_of(x, NIB_F32, SHAPE(32, 32));
+    const nib_array array = array_of(x, NIB_F32, DIMS(32, 32));
     nib_tensor *t = UNTOUCHED, *out = UNTOUCHED;
     for (int kind = 0; kind < 5; kind++) {
-        nib_quantizer q = plain();
+        nib_quantizer q = default_quantizer();
         q.rht = kind == 1;
         q.row_scaled = kind == 2;
         q.block_dims[0] = kind == 3 ? 16 : 1;
@@ -1131,13 +1074,13 @@ TEST(allocations_fail_in_tensors)
         t = UNTOUCHED;
         EVERY_ALLOCATION(13, nib_quantize(&q, &array, NULL, &t), t == UNTOUCHED);
         out = UNTOUCHED;
-        EVERY_ALLOCATION(13, nib_tensor_create(&q, NIB_F32, SHAPE(32, 32), &out), out == UNTOUCHED);
+        EVERY_ALLOCATION(13, nib_tensor_create(&q, NIB_F32, DIMS(32, 32), &out), out == UNTOUCHED);
         nib_tensor_destroy(out);
         out = UNTOUCHED;
         EVERY_ALLOCATION(13, nib_tensor_clone(t, &out), out == UNTOUCHED);
         nib_tensor_destroy(out);
         out = UNTOUCHED;
-        EVERY_ALLOCATION(1, nib_tensor_view(t, SHAPE(2, 16, 32), &out), out == UNTOUCHED);
+        EVERY_ALLOCATION(1, nib_tensor_view(t, DIMS(2, 16, 32), &out), out == UNTOUCHED);
         nib_tensor_destroy(out);
         out = UNTOUCHED;
         EVERY_ALLOCATION(13, nib_tensor_slice(t, 16, 16, &out), out == UNTOUCHED);
@@ -1170,18 +1113,18 @@ TEST(allocations_fail_in_tensors)
         nib_tensor_destroy(t);
         CHECK_NO_LEAKS();
     }
-    nib_quantizer q = plain();
+    nib_quantizer q = default_quantizer();
     q.columnwise = 0;
-    t = some(&q, SHAPE(16, 16));
+    t = some(&q, DIMS(16, 16));
     out = UNTOUCHED;
     remember(t);
-    EVERY_ALLOCATION(3, nib_tensor_reshape(t, SHAPE(8, 32), &out), out == UNTOUCHED && as_before(t));
+    EVERY_ALLOCATION(3, nib_tensor_reshape(t, DIMS(8, 32), &out), out == UNTOUCHED && as_before(t));
     nib_tensor_destroy(out);
     out = UNTOUCHED;
     nib_buffer *parts[NIB_PART_COUNT];
     for (int part = 0; part < NIB_PART_COUNT; part++)
         parts[part] = nib_tensor_buffer(t, (nib_part)part);
-    EVERY_ALLOCATION(1, nib_tensor_from_buffers(&q, NIB_F32, SHAPE(16, 16), parts, &out), out == UNTOUCHED);
+    EVERY_ALLOCATION(1, nib_tensor_from_buffers(&q, NIB_F32, DIMS(16, 16), parts, &out), out == UNTOUCHED);
     nib_tensor_destroy(out);
     nib_tensor_destroy(t);
     remember(NULL);
@@ -1190,8 +1133,8 @@ TEST(allocations_fail_in_tensors)
 
 TEST(allocations_fail_in_saving)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16)), *before = clone_of(t);
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16)), *before = clone_of(t);
     nib_buffer *saved[NIB_PART_COUNT];
     size_t used = 99;
     NO_ALLOCATION(nib_tensor_prepare_for_saving(t, saved, &(size_t){ 0 }));
@@ -1199,7 +1142,7 @@ TEST(allocations_fail_in_saving)
                      used == 99 && !nib_tensor_buffer(t, NIB_ROW_DATA));
     CHECK(equal(t, before));
     nib_item items[3] = { { .tensor = t },
-                          { .array = array_of(sentinel, NIB_U8, SHAPE(1)) },
+                          { .array = array_of(sentinel, NIB_U8, DIMS(1)) },
                           { .tensor = clone_of(t) } };
     nib_saved entries[13];
     size_t count = 0;
@@ -1217,10 +1160,10 @@ TEST(allocations_fail_in_saving)
 
 TEST(calls_that_need_no_memory)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16)), *other = some(&q, SHAPE(16, 16));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16)), *other = some(&q, DIMS(16, 16));
     static float y[256];
-    const nib_array array = array_of(y, NIB_F32, SHAPE(16, 16));
+    const nib_array array = array_of(y, NIB_F32, DIMS(16, 16));
     nib_buffer *home = NULL;
     nib_metadata m = { .bytes = sizeof m };
     nib_array view;
@@ -1247,7 +1190,7 @@ TEST(calls_that_need_no_memory)
 static nib_status write_whole(const nib_tensor *t)
 {
     nib_writer *writer = NULL;
-    nib_status status = nib_writer_create(path, &writer);
+    nib_status status = nib_writer_create(at("errors.safetensors"), &writer);
     if (!status)
         status = nib_writer_declare_tensor(writer, "t", t);
     if (!status)
@@ -1260,9 +1203,9 @@ static nib_status write_whole(const nib_tensor *t)
 
 TEST(allocations_fail_in_files)
 {
-    make_path();
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16)), *out = UNTOUCHED;
+    const char *const path = at("errors.safetensors");
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16)), *out = UNTOUCHED;
     nib_file *file = UNTOUCHED;
     EVERY_ALLOCATION(20, write_whole(t), true);
     EVERY_ALLOCATION(5, nib_file_open(path, &file), file == UNTOUCHED);
@@ -1277,9 +1220,9 @@ TEST(allocations_fail_in_files)
 /* After a declaration that failed the writer is only fit to be destroyed: no file comes of it. */
 TEST(declaration_without_memory)
 {
-    make_path();
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, SHAPE(16, 16));
+    const char *const path = at("errors.safetensors");
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(16, 16));
     unlink(path); /* of an earlier test */
     for (int n = 1; n < 8; n++) {
         nib_writer *writer = NULL;
@@ -1291,7 +1234,7 @@ TEST(declaration_without_memory)
         if (status)
             CHECK(nib_writer_write_tensor(writer, "t", t) != NIB_OK || nib_writer_commit(writer) != NIB_OK);
         nib_writer_destroy(writer);
-        CHECK(access(path, F_OK) != 0);
+        CHECK(!exists(path));
     }
     nib_tensor_destroy(t);
     CHECK_NO_LEAKS();

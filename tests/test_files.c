@@ -5,58 +5,9 @@
  */
 #define _GNU_SOURCE
 #include "test_directory.h"
-
-#define SHAPE(...) \
-    (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
-
-/* The path of a file in the directory: the same pointer for the same name. */
-static const char *at(const char *name)
-{
-    static char paths[32][256];
-    make_directory();
-    int i = 0;
-    while (paths[i][0] && strcmp(strrchr(paths[i], '/') + 1, name) != 0)
-        i++;
-    snprintf(paths[i], sizeof paths[i], "%s/%s", directory, name);
-    return paths[i];
-}
-
-static bool exists(const char *path) { return access(path, F_OK) == 0; }
+#include "test_tensors.h"
 
 /* ---- Tensors ---- */
-
-static nib_quantizer plain(void)
-{
-    nib_quantizer q;
-    nib_quantizer_init(&q);
-    return q;
-}
-
-static nib_tensor *some(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape)
-{
-    int64_t n = 1;
-    for (int i = 0; i < rank; i++)
-        n *= shape[i];
-    float *x = malloc((size_t)(n + 1) * sizeof *x);
-    void *encoded = malloc((size_t)(n + 1) * sizeof *x);
-    for (int64_t i = 0; i < n; i++)
-        x[i] = test_normal();
-    CHECK_OK(nib_encode(dtype, x, (size_t)n, encoded));
-    nib_array array = { 0 };
-    nib_tensor *t = NULL;
-    CHECK_OK(nib_array_init(&array, encoded, dtype, rank, shape));
-    CHECK_OK(nib_quantize(q, &array, NULL, &t));
-    free(x);
-    free(encoded);
-    return t;
-}
-
-static nib_metadata metadata_of(const nib_tensor *t)
-{
-    nib_metadata metadata = { .bytes = sizeof metadata };
-    CHECK_OK(nib_tensor_get_metadata(t, &metadata));
-    return metadata;
-}
 
 static nib_status write_file(const char *path, const char *name, const nib_tensor *t)
 {
@@ -93,7 +44,8 @@ static void check_same(const char *what, const nib_tensor *a, const nib_tensor *
     const nib_metadata ma = metadata_of(a), mb = metadata_of(b);
     CHECK_THAT(nib_quantizer_equal(&ma.quantizer, &mb.quantizer) && ma.quantizer.threads == mb.quantizer.threads,
                "%s: another quantizer", what);
-    CHECK(ma.tensor_scale == mb.tensor_scale && ma.format == mb.format && ma.rowwise == mb.rowwise && ma.columnwise == mb.columnwise);
+    CHECK(ma.tensor_scale == mb.tensor_scale && ma.format == mb.format && ma.rowwise == mb.rowwise &&
+          ma.columnwise == mb.columnwise);
     for (int part = 0; part < NIB_PART_COUNT; part++) {
         const nib_buffer *pa = nib_tensor_buffer(a, (nib_part)part), *pb = nib_tensor_buffer(b, (nib_part)part);
         CHECK(nib_buffer_bytes(pa) == nib_buffer_bytes(pb));
@@ -136,7 +88,7 @@ static const char *kind(int i, nib_quantizer *q)
                                               "modelopt",
                                               "compressed-tensors",
                                               "4over6" };
-    *q = plain();
+    *q = default_quantizer();
     q->rowwise = i != 2 && i != 3;
     q->columnwise = i != 1 && i != 3;
     q->swizzled = i == 4 || i == 6 || i == 8;
@@ -145,7 +97,9 @@ static const char *kind(int i, nib_quantizer *q)
     q->rht = i == 9 || i == 10 || i == 11;
     q->rht_rowwise = i == 11;
     q->rht_sign_mask = i == 10 ? 0x8001 : i == 11 ? 0 : NIB_RHT_SIGN_MASK;
-    q->tensor_scale_rule = i == 12 ? NIB_TENSOR_SCALE_RULE_EXACT : i == 13 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_DIALECT;
+    q->tensor_scale_rule = i == 12   ? NIB_TENSOR_SCALE_RULE_EXACT
+                           : i == 13 ? NIB_TENSOR_SCALE_RULE_POW2
+                                     : NIB_TENSOR_SCALE_RULE_DIALECT;
     q->dialect = i >= 14 && i < 18 ? (nib_dialect)(NIB_DIALECT_GIST + i - 14) : NIB_DIALECT_TE;
     q->no_tensor_scale = i == 15;
     if (i == 18)
@@ -160,7 +114,7 @@ TEST(every_kind)
         for (int d = 0; d < 3; d++) {
             nib_quantizer q;
             const char *name = kind(i, &q);
-            nib_tensor *t = some(&q, dtypes[d], SHAPE(48, 80));
+            nib_tensor *t = some_of(&q, dtypes[d], DIMS(48, 80));
             check_round_trip(name, t);
             nib_tensor_destroy(t);
         }
@@ -171,7 +125,7 @@ TEST(every_number)
     static const uint64_t seeds[] = { 0, 1, INT64_MAX, UINT64_C(1) << 63, UINT64_MAX };
     for (size_t i = 0; i < sizeof seeds / sizeof *seeds; i++)
         for (int rounding = 0; rounding < NIB_ROUNDING_COUNT; rounding++) {
-            nib_quantizer q = plain();
+            nib_quantizer q = default_quantizer();
             q.rounding = (nib_rounding)rounding;
             q.seed = seeds[i];
             q.offset = seeds[4 - i];
@@ -179,14 +133,14 @@ TEST(every_number)
             q.origin[1] = INT64_C(1) << 20;
             q.threads = i == 1 ? INT32_MAX : (int32_t)i;
             q.min_block_scale = i == 2 ? 0x1p-9f : i == 3 ? 448 : 0;
-            nib_tensor *t = some(&q, NIB_F32, SHAPE(16, 32));
+            nib_tensor *t = some_of(&q, NIB_F32, DIMS(16, 32));
             check_round_trip("numbers", t);
             nib_tensor_destroy(t);
         }
-    nib_quantizer q = plain();
+    nib_quantizer q = default_quantizer();
     q.scale_rule = NIB_SCALE_SWEEP;
     q.origin[0] = q.origin[1] = INT64_MAX;
-    nib_tensor *t = some(&q, NIB_F32, SHAPE(16, 32));
+    nib_tensor *t = some_of(&q, NIB_F32, DIMS(16, 32));
     check_round_trip("sweep", t);
     nib_tensor_destroy(t);
 }
@@ -211,9 +165,9 @@ TEST(every_rank)
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
-            nib_quantizer q = plain();
+            nib_quantizer q = default_quantizer();
             q.row_scaled = (uint8_t)row_scaled;
-            nib_tensor *t = some(&q, NIB_BF16, (int)shapes[i][0], shapes[i] + 1);
+            nib_tensor *t = some_of(&q, NIB_BF16, (int)shapes[i][0], shapes[i] + 1);
             check_round_trip("ranks", t);
             nib_tensor_destroy(t);
         }
@@ -222,14 +176,14 @@ TEST(every_rank)
 /* All metadata comes back, also the copies that the quantizer wants and the tensor does not have now. */
 TEST(usages_that_differ_from_the_copies)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, NIB_F32, SHAPE(16, 32));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some_of(&q, NIB_F32, DIMS(16, 32));
     nib_tensor_clear(t);
     check_round_trip("cleared", t);
     nib_tensor_destroy(t);
-    nib_quantizer row = plain();
+    nib_quantizer row = default_quantizer();
     row.columnwise = 0;
-    t = some(&row, NIB_F32, SHAPE(16, 32));
+    t = some_of(&row, NIB_F32, DIMS(16, 32));
     CHECK_OK(nib_tensor_set_quantizer(t, &q));
     check_round_trip("wants both", t);
     nib_tensor_destroy(t);
@@ -238,17 +192,17 @@ TEST(usages_that_differ_from_the_copies)
 /* A tensor from a file is as good as any: an update by its own quantizer gives the same bytes as before. */
 TEST(read_and_go_on)
 {
-    nib_quantizer q = plain();
+    nib_quantizer q = default_quantizer();
     q.rounding = NIB_ROUND_STOCHASTIC_24;
     q.seed = UINT64_MAX - 5;
-    nib_tensor *t = some(&q, NIB_F32, SHAPE(16, 32));
+    nib_tensor *t = some_of(&q, NIB_F32, DIMS(16, 32));
     CHECK_OK(write_file(at("on.safetensors"), "w", t));
     nib_tensor *back = read_from(at("on.safetensors"), "w");
     float x[16 * 32];
     for (int i = 0; i < 16 * 32; i++)
         x[i] = test_normal();
     nib_array array;
-    CHECK_OK(nib_array_init(&array, x, NIB_F32, SHAPE(16, 32)));
+    CHECK_OK(nib_array_init(&array, x, NIB_F32, DIMS(16, 32)));
     CHECK_OK(nib_quantize_into(NULL, &array, NULL, NULL, t));
     CHECK_OK(nib_quantize_into(NULL, &array, NULL, NULL, back));
     check_same("updated", t, back);
@@ -266,17 +220,17 @@ TEST(several_in_one_file)
     nib_writer *writer = NULL;
     CHECK_OK(nib_writer_create(path, &writer));
     CHECK_OK(nib_writer_metadata(writer, "format", "pt"));
-    CHECK_OK(nib_writer_declare(writer, "bias", NIB_F32, SHAPE(3)));
+    CHECK_OK(nib_writer_declare(writer, "bias", NIB_F32, DIMS(3)));
     for (int i = 0; i < COUNT; i++) {
         nib_quantizer q;
         kind(i * 3, &q);
-        t[i] = some(&q, NIB_F32, SHAPE(16, 32));
+        t[i] = some_of(&q, NIB_F32, DIMS(16, 32));
         if (strcmp(names[i], "w.row_data") != 0) { /* that one is a part of the first */
             CHECK_OK(nib_writer_declare_tensor(writer, names[i], t[i]));
             CHECK_FAILS(nib_writer_declare_tensor(writer, names[i], t[i]), NIB_ERR_ARG, "twice");
         }
     }
-    CHECK_OK(nib_writer_declare(writer, "plain.row_data", NIB_U8, SHAPE(2)));
+    CHECK_OK(nib_writer_declare(writer, "plain.row_data", NIB_U8, DIMS(2)));
     const float bias[3] = { 1, 2, 3 };
     for (int i = COUNT - 1; i >= 0; i--)
         if (strcmp(names[i], "w.row_data") != 0)
@@ -289,7 +243,7 @@ TEST(several_in_one_file)
     CHECK(!exists(path));
 
     CHECK_OK(nib_writer_create(path, &writer));
-    CHECK_OK(nib_writer_declare(writer, "bias", NIB_F32, SHAPE(3)));
+    CHECK_OK(nib_writer_declare(writer, "bias", NIB_F32, DIMS(3)));
     for (int i = 0; i < COUNT; i++)
         if (i != 3)
             CHECK_OK(nib_writer_declare_tensor(writer, names[i], t[i]));
@@ -332,8 +286,8 @@ TEST(parts_are_entries)
 {
     static const char *const names[NIB_PART_COUNT] = { "w.row_data",  "w.col_data",  "w.row_scale",
                                                        "w.col_scale", "w.row_level", "w.col_level" };
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, NIB_F32, SHAPE(3, 5, 33));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some_of(&q, NIB_F32, DIMS(3, 5, 33));
     const char *path = at("parts.safetensors");
     CHECK_OK(write_file(path, "w", t));
     nib_file *file = NULL;
@@ -362,9 +316,9 @@ TEST(parts_are_entries)
 TEST(nothing_appears_before_commit)
 {
     const char *path = at("never.safetensors");
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, NIB_F32, SHAPE(16, 32)), *half = NULL;
-    const int files = count_files(false);
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some_of(&q, NIB_F32, DIMS(16, 32)), *half = NULL;
+    const int files = entries(directory);
     CHECK_OK(nib_tensor_clone(t, &half));
     CHECK_OK(nib_tensor_update_usage(half, 1, 0));
     for (int step = 0; step < 5; step++) {
@@ -387,7 +341,7 @@ TEST(nothing_appears_before_commit)
         }
         CHECK(!exists(path));
         nib_writer_destroy(writer);
-        CHECK(!exists(path) && count_files(false) == files);
+        CHECK(!exists(path) && entries(directory) == files);
     }
     /* A file that was there stays as it was until the commit, and after a failed one. */
     CHECK_OK(write_file(path, "w", t));
@@ -407,13 +361,13 @@ TEST(nothing_appears_before_commit)
 TEST(declare_what_is_taken)
 {
     static const char *const taken[] = { "w.row_data", "w.col_scale", "w.col_level" };
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, NIB_F32, SHAPE(16, 32));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some_of(&q, NIB_F32, DIMS(16, 32));
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
         const char *path = at("collision.safetensors");
         nib_writer *writer = NULL;
         CHECK_OK(nib_writer_create(path, &writer));
-        CHECK_OK(nib_writer_declare(writer, taken[i], NIB_U8, SHAPE(1)));
+        CHECK_OK(nib_writer_declare(writer, taken[i], NIB_U8, DIMS(1)));
         CHECK_FAILS(nib_writer_declare_tensor(writer, "w", t), NIB_ERR_ARG, taken[i]);
         CHECK(nib_writer_write_tensor(writer, "w", t) != NIB_OK);
         CHECK(nib_writer_commit(writer) != NIB_OK);
@@ -431,8 +385,8 @@ TEST(declare_what_is_taken)
 /* What was declared is what may be written. */
 TEST(write_what_was_declared)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, NIB_F32, SHAPE(16, 32)), *larger = some(&q, NIB_F32, SHAPE(160, 320));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some_of(&q, NIB_F32, DIMS(16, 32)), *larger = some_of(&q, NIB_F32, DIMS(160, 320));
     nib_writer *writer = NULL;
     CHECK_OK(nib_writer_create(at("declared.safetensors"), &writer));
     CHECK_OK(nib_writer_declare_tensor(writer, "w", t));
@@ -447,22 +401,6 @@ TEST(write_what_was_declared)
 }
 
 /* ---- Edited files ---- */
-
-static char *get_file(const char *path, size_t *count)
-{
-    FILE *file = fopen(path, "rb");
-    CHECK(file);
-    if (!file)
-        exit(2);
-    fseek(file, 0, SEEK_END);
-    *count = (size_t)ftell(file);
-    rewind(file);
-    char *bytes = malloc(*count + 1);
-    CHECK(fread(bytes, 1, *count, file) == *count);
-    bytes[*count] = '\0';
-    fclose(file);
-    return bytes;
-}
 
 /* Write a copy of a file with one piece of its header replaced by another text. */
 static const char *edited(const char *from, const char *piece, const char *by)
@@ -516,8 +454,8 @@ static void check_rejected(int line, const char *path, const char *what)
 static const char *make_good(void)
 {
     const char *path = at("good.safetensors");
-    const nib_quantizer q = plain();
-    nib_tensor *t = some(&q, NIB_F32, SHAPE(48, 80));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some_of(&q, NIB_F32, DIMS(48, 80));
     CHECK_OK(write_file(path, "the.name", t));
     nib_tensor_destroy(t);
     return path;

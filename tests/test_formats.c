@@ -5,7 +5,7 @@
  * Most tests run over `kinds`, one row per format, element and block shape. What the parts of a tensor mean is written
  * down once more here (value_at), and everything is measured by it. The bytes themselves are for check_formats.py.
  */
-#include "test.h"
+#include "test_tensors.h"
 
 #include <float.h>
 #include <math.h>
@@ -62,40 +62,12 @@ enum { MAX_ELEMENTS = 1 << 19 };
 
 static float inputs[MAX_ELEMENTS], decoded[MAX_ELEMENTS], decoded_too[MAX_ELEMENTS];
 
-static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *shape)
-{
-    nib_array x = { 0 };
-    CHECK_OK(nib_array_init(&x, data, dtype, rank, shape));
-    return x;
-}
-
 /* A matrix of random numbers of mixed size in `numbers`. */
 static nib_array matrix(int64_t rows, int64_t cols)
 {
     for (int64_t i = 0; i < rows * cols; i++)
         inputs[i] = ldexpf(test_normal(), (int)test_below(12) - 6);
     return array_of(inputs, NIB_F32, 2, (const int64_t[]){ rows, cols });
-}
-
-static nib_tensor *quantized(const nib_quantizer *q, const nib_array *x)
-{
-    nib_tensor *t = NULL;
-    CHECK_OK(nib_quantize(q, x, NULL, &t));
-    return t;
-}
-
-static nib_metadata metadata(const nib_tensor *t)
-{
-    nib_metadata m = { .bytes = sizeof m };
-    CHECK_OK(nib_tensor_get_metadata(t, &m));
-    return m;
-}
-
-static bool equal(const nib_tensor *a, const nib_tensor *b)
-{
-    int same = 0;
-    CHECK_OK(nib_tensor_equal(a, b, &same));
-    return same;
 }
 
 /* ---- What the bytes mean ---- */
@@ -125,9 +97,9 @@ struct usage {
     int64_t rows, cols;
 };
 
-static struct usage copy_of(const struct kind *k, const nib_tensor *t, nib_usage which)
+static struct usage usage_of(const struct kind *k, const nib_tensor *t, nib_usage which)
 {
-    const nib_metadata m = metadata(t);
+    const nib_metadata m = metadata_of(t);
     struct usage c = { .k = k, .which = which, .rows = m.rows, .cols = m.cols };
     c.codes = nib_buffer_data(nib_tensor_buffer(t, which == NIB_ROWWISE ? NIB_ROW_DATA : NIB_COL_DATA));
     CHECK_OK(nib_tensor_part(t,
@@ -148,7 +120,7 @@ static unsigned code_at(const struct usage *c, int64_t row, int64_t col)
 }
 
 /* Where the scale of an element lies in the (row-major, padded) matrix of scales. */
-static void scale_place(const struct kind *k, nib_usage usage, int64_t row, int64_t col, int64_t at[2])
+static void scale_index(const struct kind *k, nib_usage usage, int64_t row, int64_t col, int64_t at[2])
 {
     const int64_t line = usage == NIB_ROWWISE ? row : col, block = (usage == NIB_ROWWISE ? col : row) / k->block;
     at[0] = line, at[1] = block;
@@ -165,7 +137,7 @@ static float scale_at(const struct usage *c, int64_t row, int64_t col)
     if (!has_blocks(c->k))
         return *(const float *)c->scales.data;
     int64_t at[2];
-    scale_place(c->k, c->which, row, col, at);
+    scale_index(c->k, c->which, row, col, at);
     const int64_t i = at[0] * c->scales.shape[1] + at[1];
     if (c->k->format == NIB_FLOAT8_BLOCK)
         return ((const float *)c->scales.data)[i];
@@ -178,18 +150,11 @@ static float value_at(const struct usage *c, int64_t row, int64_t col)
     return code_value(c->k->element, code_at(c, row, col)) * scale_at(c, row, col);
 }
 
-static void dequantize(const nib_tensor *t, nib_usage usage, float *out)
-{
-    const nib_metadata m = metadata(t);
-    const nib_array y = array_of(out, NIB_F32, m.rank, m.shape);
-    CHECK_OK(nib_dequantize(t, usage, &y));
-}
-
 /* That every value of a copy is what its parts say. */
 static void check_values(const struct kind *k, const nib_tensor *t, nib_usage usage)
 {
-    const struct usage c = copy_of(k, t, usage);
-    dequantize(t, usage, decoded);
+    const struct usage c = usage_of(k, t, usage);
+    dequantize(t, usage, NIB_F32, decoded);
     for (int64_t i = 0; i < c.rows * c.cols; i++) {
         const float expected = value_at(&c, i / c.cols, i % c.cols);
         if (memcmp(&expected, &decoded[i], sizeof expected)) {
@@ -232,7 +197,7 @@ TEST(formats_have_names_and_defaults)
         CHECK_OK(nib_quantizer_check(&q, NULL));
         nib_tensor *t = NULL;
         CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, (const int64_t[]){ 32, 32 }, &t));
-        CHECK(metadata(t).element == defaults[i].element);
+        CHECK(metadata_of(t).element == defaults[i].element);
         nib_tensor_destroy(t);
     }
     nib_quantizer q;
@@ -243,8 +208,6 @@ TEST(formats_have_names_and_defaults)
     CHECK_FAILS(nib_quantizer_init_format(NULL, NIB_FLOAT8), NIB_ERR_ARG, "NULL");
 }
 
-static int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 /* Padded and valid shapes of every part, for M = 2 * 70 = 140 and K = 201. */
 TEST(parts_have_the_documented_shapes)
 {
@@ -253,7 +216,7 @@ TEST(parts_have_the_documented_shapes)
     {
         const nib_quantizer q = quantizer(k);
         const bool packed = k->element == NIB_E2M1, square = k->rows > 1;
-        const int64_t b = k->block ? k->block : 1, mb = up(M, b) / b, kb = up(K, b) / b, k2 = packed ? 101 : 201;
+        const int64_t b = k->block ? k->block : 1, mb = round_up(M, b) / b, kb = round_up(K, b) / b, k2 = packed ? 101 : 201;
         const bool mx8 = k->format == NIB_MXFP8;
         struct {
             int rank;
@@ -261,14 +224,14 @@ TEST(parts_have_the_documented_shapes)
         } expected[NIB_PART_COUNT] = {
             [NIB_ROW_DATA] = { 3, { 2, 70, k2 }, { 2, 70, k2 } },
             [NIB_COL_DATA] = { 2, { K, packed ? 70 : M }, { K, packed ? 70 : M } },
-            [NIB_ROW_SCALE] = { 2, { up(M, 128), up(kb, 4) }, { M, kb } },
-            [NIB_COL_SCALE] = { 2, { up(K, 128), up(mb, 4) }, { K, mb } },
+            [NIB_ROW_SCALE] = { 2, { round_up(M, 128), round_up(kb, 4) }, { M, kb } },
+            [NIB_COL_SCALE] = { 2, { round_up(K, 128), round_up(mb, 4) }, { K, mb } },
         };
         if (mx8) { /* not transposed */
             expected[NIB_COL_DATA].rank = 3;
             memcpy(expected[NIB_COL_DATA].padded, shape, sizeof shape);
             memcpy(expected[NIB_COL_DATA].valid, shape, sizeof shape);
-            const int64_t padded[2] = { up(mb, 4), up(K, 128) }, valid[2] = { mb, K };
+            const int64_t padded[2] = { round_up(mb, 4), round_up(K, 128) }, valid[2] = { mb, K };
             memcpy(expected[NIB_COL_SCALE].padded, padded, sizeof padded);
             memcpy(expected[NIB_COL_SCALE].valid, valid, sizeof valid);
         } else if (k->format == NIB_FLOAT8_BLOCK) {
@@ -276,8 +239,8 @@ TEST(parts_have_the_documented_shapes)
             for (int i = 0; i < 2; i++) {
                 expected[NIB_ROW_SCALE].valid[i] = row[square][i];
                 expected[NIB_COL_SCALE].valid[i] = col[square][i];
-                expected[NIB_ROW_SCALE].padded[i] = i ? up(row[square][i], 4) : row[square][i];
-                expected[NIB_COL_SCALE].padded[i] = i ? up(col[square][i], 4) : col[square][i];
+                expected[NIB_ROW_SCALE].padded[i] = i ? round_up(row[square][i], 4) : row[square][i];
+                expected[NIB_COL_SCALE].padded[i] = i ? round_up(col[square][i], 4) : col[square][i];
             }
         } else if (!has_blocks(k)) {
             expected[NIB_ROW_SCALE].rank = expected[NIB_COL_SCALE].rank = 0;
@@ -285,7 +248,7 @@ TEST(parts_have_the_documented_shapes)
             expected[NIB_ROW_TENSOR_SCALE].padded[0] = expected[NIB_ROW_TENSOR_SCALE].valid[0] = 1;
         }
         const nib_array x = array_of(inputs, NIB_F32, 3, shape);
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             int rank = 0;
             int64_t got[NIB_MAX_RANK] = { 0 };
@@ -326,7 +289,7 @@ TEST(padding_is_zero)
             continue;
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(33, 45);
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         for (int part = NIB_ROW_SCALE; part <= NIB_COL_SCALE; part++)
             memset(nib_buffer_data(nib_tensor_buffer(t, (nib_part)part)), 0x5A,
                    nib_buffer_bytes(nib_tensor_buffer(t, (nib_part)part)));
@@ -353,8 +316,8 @@ TEST(metadata_says_what_a_tensor_is)
         nib_quantizer q = quantizer(k);
         const nib_array x = matrix(64, 96);
         q.amax_comm = k->format == NIB_FLOAT8 ? nib_comm_serial() : NULL;
-        nib_tensor *t = quantized(&q, &x);
-        const nib_metadata m = metadata(t);
+        nib_tensor *t = quantize(&q, &x, NULL);
+        const nib_metadata m = metadata_of(t);
         CHECK_KIND(k, m.format == k->format && m.dtype == NIB_F32 && m.element == k->element && m.rank == 2);
         CHECK_KIND(k, m.rows == 64 && m.cols == 96 && m.rowwise && m.columnwise && m.columnwise_valid);
         CHECK_KIND(k, m.tensor_scale == (has_blocks(k) ? NIB_TENSOR_SCALE_NONE : NIB_TENSOR_SCALE_MULTIPLIER));
@@ -394,7 +357,7 @@ TEST(values_are_code_times_scale)
             else
                 q.pow2_scales = (uint8_t)option;
             const nib_array x = matrix(shapes[s][0], shapes[s][1]);
-            nib_tensor *t = quantized(&q, &x);
+            nib_tensor *t = quantize(&q, &x, NULL);
             check_values(k, t, NIB_ROWWISE);
             check_values(k, t, NIB_COLUMNWISE);
             nib_tensor_destroy(t);
@@ -411,14 +374,14 @@ TEST(one_column_is_coded_as_one_row)
         const nib_quantizer q = quantizer(k);
         const int64_t n = lengths[i];
         const nib_array row = matrix(1, n), column = array_of(inputs, NIB_F32, 2, (const int64_t[]){ n, 1 });
-        nib_tensor *a = quantized(&q, &row), *b = quantized(&q, &column);
+        nib_tensor *a = quantize(&q, &row, NULL), *b = quantize(&q, &column, NULL);
         const size_t bytes = (size_t)(k->element == NIB_E2M1 ? (n + 1) / 2 : n);
-        const struct usage rowwise = copy_of(k, a, NIB_ROWWISE), columnwise = copy_of(k, b, NIB_COLUMNWISE);
+        const struct usage rowwise = usage_of(k, a, NIB_ROWWISE), columnwise = usage_of(k, b, NIB_COLUMNWISE);
         CHECK_THAT(memcmp(rowwise.codes, columnwise.codes, bytes) == 0, "%s: %lld x 1", k->name, (long long)n);
         for (int64_t e = 0; e < n; e++)
             CHECK_KIND(k, scale_at(&rowwise, 0, e) == scale_at(&columnwise, e, 0));
-        dequantize(a, NIB_ROWWISE, decoded_too);
-        dequantize(b, NIB_COLUMNWISE, decoded);
+        dequantize(a, NIB_ROWWISE, NIB_F32, decoded_too);
+        dequantize(b, NIB_COLUMNWISE, NIB_F32, decoded);
         CHECK_THAT(memcmp(decoded, decoded_too, (size_t)n * sizeof *decoded) == 0, "%s: %lld x 1", k->name,
                    (long long)n);
         nib_tensor_destroy(a), nib_tensor_destroy(b);
@@ -433,12 +396,12 @@ TEST(values_are_near_the_data)
         const nib_quantizer q = quantizer(k);
         const int64_t M = 130, K = 140;
         const nib_array x = matrix(M, K);
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         const float relative = k->element == NIB_E4M3 ? 0x1p-4f : k->element == NIB_E5M2 ? 0x1p-3f : 0x1p-2f,
                     smallest = k->element == NIB_E4M3 ? 0x1p-6f : k->element == NIB_E5M2 ? 0x1p-14f : 1.0f;
         for (int usage = 0; usage < 2; usage++) {
-            const struct usage c = copy_of(k, t, (nib_usage)usage);
-            dequantize(t, (nib_usage)usage, decoded);
+            const struct usage c = usage_of(k, t, (nib_usage)usage);
+            dequantize(t, (nib_usage)usage, NIB_F32, decoded);
             for (int64_t i = 0; i < M * K; i++) {
                 const float scale = scale_at(&c, i / K, i % K);
                 const float bound = relative * fmaxf(fabsf(inputs[i]), smallest * scale) * 1.0001f;
@@ -459,9 +422,9 @@ TEST(dequantize_to_every_dtype_and_stride)
         const nib_quantizer q = quantizer(k);
         (void)matrix(M, K);
         const nib_array x = array_of(inputs, NIB_F32, 3, shape);
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         for (int usage = 0; usage < 2; usage++) {
-            dequantize(t, (nib_usage)usage, decoded);
+            dequantize(t, (nib_usage)usage, NIB_F32, decoded);
             for (int dtype = NIB_F16; dtype <= NIB_BF16; dtype++) {
                 const nib_array y = array_of(half, (nib_dtype)dtype, 3, shape);
                 CHECK_OK(nib_dequantize(t, (nib_usage)usage, &y));
@@ -500,10 +463,10 @@ TEST(dequantize_rows_across_blocks)
     {
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(400, 150);
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         for (int usage = 0; usage < 2; usage++) {
             check_values(k, t, (nib_usage)usage);
-            dequantize(t, (nib_usage)usage, decoded);
+            dequantize(t, (nib_usage)usage, NIB_F32, decoded);
             for (int i = 0; i < 12; i++) {
                 const int64_t first = test_below(400), count = test_below(400 - first) + 1;
                 const nib_array rows = array_of(decoded_too, NIB_F32, 2, (const int64_t[]){ count, 150 });
@@ -523,7 +486,7 @@ TEST(strided_input_gives_the_same_bytes)
     {
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(M, K);
-        nib_tensor *expected = quantized(&q, &x);
+        nib_tensor *expected = quantize(&q, &x, NULL);
         nib_array strided = array_of(moved, NIB_F32, 2, x.shape);
         strided.bytes = sizeof moved;
         static const int64_t strides[][3] = {
@@ -534,7 +497,7 @@ TEST(strided_input_gives_the_same_bytes)
                 moved[strides[s][2] + i / K * strides[s][0] + i % K * strides[s][1]] = inputs[i];
             strided.strides[0] = strides[s][0], strided.strides[1] = strides[s][1];
             strided.offset = (size_t)strides[s][2] * sizeof(float);
-            nib_tensor *t = quantized(&q, &strided);
+            nib_tensor *t = quantize(&q, &strided, NULL);
             CHECK_THAT(equal(t, expected), "%s: strides %zu", k->name, s);
             nib_tensor_destroy(t);
         }
@@ -542,12 +505,12 @@ TEST(strided_input_gives_the_same_bytes)
         /* One row, said many times. */
         nib_array repeated = array_of(inputs, NIB_F32, 2, (const int64_t[]){ 40, K });
         repeated.strides[0] = 0;
-        nib_tensor *a = quantized(&q, &repeated);
+        nib_tensor *a = quantize(&q, &repeated, NULL);
         for (int64_t i = 1; i < 40; i++)
             memcpy(moved + i * K, inputs, (size_t)K * sizeof *moved);
         memcpy(moved, inputs, (size_t)K * sizeof *moved);
         const nib_array written_out = array_of(moved, NIB_F32, 2, (const int64_t[]){ 40, K });
-        nib_tensor *b = quantized(&q, &written_out);
+        nib_tensor *b = quantize(&q, &written_out, NULL);
         CHECK_KIND(k, equal(a, b));
         nib_tensor_destroy(a);
         nib_tensor_destroy(b);
@@ -567,7 +530,7 @@ TEST(input_dtypes_agree)
         CHECK_OK(nib_decode((nib_dtype)dtype, half, (size_t)(M * K), inputs));
         const nib_array narrow = array_of(half, (nib_dtype)dtype, 2, (const int64_t[]){ M, K }),
                         broad = array_of(inputs, NIB_F32, 2, (const int64_t[]){ M, K });
-        nib_tensor *a = quantized(&q, &narrow), *b = quantized(&q, &broad);
+        nib_tensor *a = quantize(&q, &narrow, NULL), *b = quantize(&q, &broad, NULL);
         CHECK_KIND(k, !equal(a, b)); /* the nominal dtype is part of a tensor */
         for (int part = 0; part < NIB_PART_COUNT; part++)
             if (nib_tensor_buffer(a, (nib_part)part)) {
@@ -604,7 +567,7 @@ TEST(blockwise_scales_are_limited_only_where_they_overflow)
                 CHECK_OK(nib_encode(cases[i].dtype, x, 5, half));
             const nib_array array =
                 array_of(cases[i].dtype == NIB_F32 ? (void *)x : half, cases[i].dtype, 1, (const int64_t[]){ 5 });
-            nib_tensor *t = quantized(&q, &array);
+            nib_tensor *t = quantize(&q, &array, NULL);
             const float scale = pow2 ? ldexpf(1, (int)ilogbf(cases[i].scale)) : cases[i].scale;
             const float got = *(const float *)nib_buffer_data(nib_tensor_buffer(t, NIB_ROW_SCALE));
             CHECK_THAT(got == 1.0f / scale, "%s, amax %a: a scale of 1/%a, not 1/%a", nib_dtype_name(cases[i].dtype),
@@ -622,13 +585,13 @@ TEST(one_thread_equals_seven)
         nib_quantizer q = quantizer(k);
         const nib_array x = matrix(M, K);
         q.threads = 1;
-        nib_tensor *one = quantized(&q, &x);
+        nib_tensor *one = quantize(&q, &x, NULL);
         q.threads = 7;
-        nib_tensor *seven = quantized(&q, &x);
+        nib_tensor *seven = quantize(&q, &x, NULL);
         CHECK_KIND(k, equal(one, seven));
         for (int usage = 0; usage < 2; usage++) {
-            dequantize(one, (nib_usage)usage, decoded);
-            dequantize(seven, (nib_usage)usage, decoded_too);
+            dequantize(one, (nib_usage)usage, NIB_F32, decoded);
+            dequantize(seven, (nib_usage)usage, NIB_F32, decoded_too);
             CHECK_BYTES(decoded, decoded_too, (size_t)M * K * sizeof(float));
         }
         if (derives(k)) {
@@ -650,10 +613,10 @@ TEST(numbers_that_are_not_finite)
         inputs[3] = NAN;
         inputs[140 * 64 + 70] = INFINITY;
         inputs[140 * 129 + 139] = -INFINITY;
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         for (int usage = 0; usage < 2; usage++) {
-            const struct usage c = copy_of(k, t, (nib_usage)usage);
-            dequantize(t, (nib_usage)usage, decoded);
+            const struct usage c = usage_of(k, t, (nib_usage)usage);
+            dequantize(t, (nib_usage)usage, NIB_F32, decoded);
             /* E2M1 has no NaN; infinity becomes the largest code, under whatever scale. */
             CHECK_KIND(k, k->element == NIB_E2M1 ? !isnan(decoded[3]) : isnan(decoded[3]));
             const unsigned largest = k->element == NIB_E4M3 ? 0x7E : k->element == NIB_E5M2 ? 0x7B : 7;
@@ -677,7 +640,7 @@ TEST(quantize_into_a_tensor_that_exists)
     {
         nib_quantizer q = quantizer(k);
         nib_array x = matrix(66, 100);
-        nib_tensor *t = quantized(&q, &x), *before = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *before = NULL;
         CHECK_OK(nib_tensor_clone(t, &before));
         x = matrix(66, 100);
         const float yes = 1, no = 0;
@@ -688,7 +651,7 @@ TEST(quantize_into_a_tensor_that_exists)
         for (int part = 0; part < NIB_PART_COUNT; part++)
             buffers[part] = nib_tensor_buffer(t, (nib_part)part);
         CHECK_OK(nib_quantize_into(NULL, &x, NULL, &no, t));
-        nib_tensor *direct = quantized(&q, &x);
+        nib_tensor *direct = quantize(&q, &x, NULL);
         CHECK_KIND(k, equal(t, direct) && !equal(t, before));
         for (int part = 0; part < NIB_PART_COUNT; part++)
             CHECK_KIND(k, nib_tensor_buffer(t, (nib_part)part) == buffers[part]); /* in place */
@@ -697,7 +660,7 @@ TEST(quantize_into_a_tensor_that_exists)
         for (int usages = 1; usages <= 3; usages++) {
             q.rowwise = usages & 1, q.columnwise = usages >> 1;
             CHECK_OK(nib_quantize_into(&q, &x, NULL, NULL, t));
-            nib_tensor *alone = quantized(&q, &x);
+            nib_tensor *alone = quantize(&q, &x, NULL);
             CHECK_KIND(k, equal(t, alone));
             nib_tensor_destroy(alone);
         }
@@ -721,19 +684,19 @@ TEST(views_survive_a_change_of_usage)
     for (int keep = 0; keep < 2; keep++) {
         nib_quantizer q = quantizer(k);
         nib_array x = matrix(64, 96);
-        nib_tensor *t = quantized(&q, &x), *view = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *view = NULL;
         CHECK_OK(nib_tensor_view(t, 2, x.shape, &view));
-        dequantize(view, (nib_usage)!keep, decoded);
-        dequantize(view, (nib_usage)keep, old);
+        dequantize(view, (nib_usage)!keep, NIB_F32, decoded);
+        dequantize(view, (nib_usage)keep, NIB_F32, old);
         for (int64_t i = 0; i < 64 * 96; i++)
             inputs[i] *= 3;
         q.rowwise = keep == NIB_ROWWISE, q.columnwise = keep == NIB_COLUMNWISE;
         CHECK_OK(nib_quantize_into(&q, &x, NULL, NULL, t));
-        dequantize(view, (nib_usage)!keep, decoded_too);
+        dequantize(view, (nib_usage)!keep, NIB_F32, decoded_too);
         CHECK_THAT(memcmp(decoded, decoded_too, sizeof old) == 0, "%s, copy %d of a view: [0] from %g to %g", k->name,
                    !keep, (double)decoded[0], (double)decoded_too[0]);
-        dequantize(view, (nib_usage)keep, decoded);
-        dequantize(t, (nib_usage)keep, decoded_too);
+        dequantize(view, (nib_usage)keep, NIB_F32, decoded);
+        dequantize(t, (nib_usage)keep, NIB_F32, decoded_too);
         CHECK_THAT(memcmp(decoded, decoded_too, sizeof old) == 0 || memcmp(decoded, old, sizeof old) == 0,
                    "%s, copy %d of a view: [0] is %g, neither %g nor %g", k->name, keep, (double)decoded[0],
                    (double)old[0], (double)decoded_too[0]);
@@ -751,12 +714,12 @@ TEST(usages_are_built_where_they_follow)
     {
         nib_quantizer q = quantizer(k);
         const nib_array x = matrix(shapes[s][0], shapes[s][1]);
-        nib_tensor *both = quantized(&q, &x);
+        nib_tensor *both = quantize(&q, &x, NULL);
         q.columnwise = 0;
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         int rowwise = -1, columnwise = -1;
         CHECK_OK(nib_tensor_get_usages(t, &rowwise, &columnwise));
-        CHECK_KIND(k, rowwise == 1 && columnwise == 0 && !metadata(t).columnwise_valid);
+        CHECK_KIND(k, rowwise == 1 && columnwise == 0 && !metadata_of(t).columnwise_valid);
         const nib_array y = array_of(decoded, NIB_F32, 2, x.shape);
         CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE, &y), NIB_ERR_USAGE, "columnwise");
         if (derives(k)) {
@@ -766,7 +729,7 @@ TEST(usages_are_built_where_they_follow)
             check_values(k, t, NIB_COLUMNWISE);
             CHECK_OK(nib_dequantize(t, NIB_EITHER, &y));
             CHECK_FAILS(nib_tensor_update_usage(t, 1, -1), NIB_ERR_USAGE, "rowwise");
-            CHECK_KIND(k, metadata(t).quantizer.rowwise == 0 && metadata(t).quantizer.columnwise == 1);
+            CHECK_KIND(k, metadata_of(t).quantizer.rowwise == 0 && metadata_of(t).quantizer.columnwise == 1);
         } else {
             CHECK_FAILS(nib_tensor_update_usage(t, 1, 1), NIB_ERR_USAGE, "scales of its own");
             CHECK_OK(nib_tensor_get_usages(t, &rowwise, &columnwise));
@@ -779,7 +742,7 @@ TEST(usages_are_built_where_they_follow)
 
         /* Columnwise only, from the start. */
         q.rowwise = 0, q.columnwise = 1;
-        nib_tensor *col = quantized(&q, &x);
+        nib_tensor *col = quantize(&q, &x, NULL);
         CHECK_OK(nib_tensor_update_usage(both, 0, -1));
         CHECK_KIND(k, equal(both, col));
         check_values(k, col, NIB_COLUMNWISE);
@@ -796,39 +759,39 @@ TEST(a_columnwise_copy_can_be_invalid)
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(66, 100);
         const nib_array y = array_of(decoded, NIB_F32, 2, x.shape);
-        nib_tensor *t = quantized(&q, &x), *clean = NULL, *usage = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *clean = NULL, *usage = NULL;
         CHECK_OK(nib_tensor_clone(t, &clean));
         /* Another writer changes a rowwise code and says so. */
         uint8_t *codes = nib_buffer_data(nib_tensor_buffer(t, NIB_ROW_DATA));
         codes[5] ^= 3;
         CHECK_OK(nib_tensor_invalidate_columnwise(t));
-        CHECK_KIND(k, metadata(t).columnwise && !metadata(t).columnwise_valid);
+        CHECK_KIND(k, metadata_of(t).columnwise && !metadata_of(t).columnwise_valid);
         CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE, &y), NIB_ERR_USAGE, "not valid");
         CHECK_OK(nib_dequantize(t, NIB_EITHER, &y));
         check_values(k, t, NIB_ROWWISE);
         CHECK_OK(nib_tensor_clone(t, &usage)); /* the flag goes along */
-        CHECK_KIND(k, !metadata(usage).columnwise_valid && equal(usage, t));
+        CHECK_KIND(k, !metadata_of(usage).columnwise_valid && equal(usage, t));
         CHECK_OK(nib_tensor_copy(usage, clean));
-        CHECK_KIND(k, metadata(usage).columnwise_valid && equal(usage, clean));
+        CHECK_KIND(k, metadata_of(usage).columnwise_valid && equal(usage, clean));
         CHECK_OK(nib_tensor_copy(usage, t));
-        CHECK_KIND(k, !metadata(usage).columnwise_valid);
+        CHECK_KIND(k, !metadata_of(usage).columnwise_valid);
         if (derives(k)) {
             CHECK_OK(nib_tensor_update_usage(t, -1, 1));
-            CHECK_KIND(k, metadata(t).columnwise_valid);
+            CHECK_KIND(k, metadata_of(t).columnwise_valid);
             check_values(k, t, NIB_ROWWISE);
             memcpy(decoded_too, decoded, 66 * 100 * sizeof(float));
             check_values(k, t, NIB_COLUMNWISE);
             CHECK_BYTES(decoded, decoded_too, 66 * 100 * sizeof(float));
         } else {
             CHECK_FAILS(nib_tensor_update_usage(t, -1, 1), NIB_ERR_USAGE, "quantize again");
-            CHECK_KIND(k, !metadata(t).columnwise_valid);
+            CHECK_KIND(k, !metadata_of(t).columnwise_valid);
         }
         CHECK_OK(nib_tensor_invalidate_columnwise(t));
         CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, t));
-        CHECK_KIND(k, metadata(t).columnwise_valid && equal(t, clean));
+        CHECK_KIND(k, metadata_of(t).columnwise_valid && equal(t, clean));
         CHECK_OK(nib_tensor_update_usage(t, 0, 1));
         CHECK_OK(nib_tensor_invalidate_columnwise(t)); /* the only copy there is */
-        CHECK_KIND(k, metadata(t).columnwise_valid);
+        CHECK_KIND(k, metadata_of(t).columnwise_valid);
         nib_tensor_destroy(t);
         nib_tensor_destroy(clean);
         nib_tensor_destroy(usage);
@@ -850,7 +813,7 @@ TEST(save_and_restore)
         nib_quantizer q = quantizer(k);
         q.rowwise = usages & 1, q.columnwise = usages >> 1;
         const nib_array x = matrix(66, 100);
-        nib_tensor *t = quantized(&q, &x), *kept = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *kept = NULL;
         CHECK_OK(nib_tensor_clone(t, &kept));
         nib_buffer *parts[NIB_PART_COUNT], *saved[NIB_PART_COUNT + 1] = { NULL };
         for (int part = 0; part < NIB_PART_COUNT; part++)
@@ -864,7 +827,7 @@ TEST(save_and_restore)
             CHECK_THAT(saved[i] == parts[part] && (saved[i] != NULL) == there, "%s: entry %zu", k->name, i);
             CHECK_KIND(k, nib_tensor_buffer(t, part) == NULL);
         }
-        CHECK_KIND(k, metadata(t).rows == 66 && !metadata(t).rowwise && !metadata(t).columnwise);
+        CHECK_KIND(k, metadata_of(t).rows == 66 && !metadata_of(t).rowwise && !metadata_of(t).columnwise);
         CHECK_FAILS(nib_tensor_restore_from_saved(t, saved, n - 1, &used), NIB_ERR_ARG, "left");
         CHECK_OK(nib_tensor_restore_from_saved(t, saved, NIB_PART_COUNT + 1, &used));
         CHECK_KIND(k, used == n && equal(t, kept));
@@ -881,7 +844,7 @@ TEST(what_is_restored_is_checked)
     {
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(66, 100);
-        nib_tensor *t = quantized(&q, &x), *back = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *back = NULL;
         nib_buffer *saved[NIB_PART_COUNT], *small = NULL;
         size_t n = 0, used = 0;
         CHECK_OK(nib_tensor_prepare_for_saving(t, saved, &n));
@@ -920,7 +883,7 @@ TEST(save_a_mixed_list)
     for (int i = 0; i < N; i++) {
         const nib_quantizer q = quantizer(&kinds[i]);
         const nib_array x = matrix(33, 65);
-        items[i + (i >= 4)].tensor = quantized(&q, &x);
+        items[i + (i >= 4)].tensor = quantize(&q, &x, NULL);
         CHECK_OK(nib_tensor_clone(items[i + (i >= 4)].tensor, &kept[i]));
         expected += has_blocks(&kinds[i]) ? 4 : 3;
     }
@@ -948,7 +911,7 @@ TEST(clone_copy_equal_zero)
     {
         nib_quantizer q = quantizer(k);
         nib_array x = matrix(66, 100);
-        nib_tensor *a = quantized(&q, &x), *b = NULL;
+        nib_tensor *a = quantize(&q, &x, NULL), *b = NULL;
         CHECK_OK(nib_tensor_clone(a, &b));
         CHECK_KIND(k, equal(a, b));
         for (int part = 0; part < NIB_PART_COUNT; part++) /* every byte that means something is compared */
@@ -969,7 +932,7 @@ TEST(clone_copy_equal_zero)
                 }
             }
         x = matrix(66, 100);
-        nib_tensor *c = quantized(&q, &x);
+        nib_tensor *c = quantize(&q, &x, NULL);
         CHECK_KIND(k, !equal(a, c));
         CHECK_OK(nib_tensor_copy(b, c));
         CHECK_KIND(k, equal(b, c));
@@ -978,7 +941,7 @@ TEST(clone_copy_equal_zero)
         CHECK_OK(nib_tensor_update_usage(b, 1, 0));
         CHECK_OK(nib_tensor_copy(b, a));
         check_values(k, b, NIB_ROWWISE);
-        dequantize(a, NIB_ROWWISE, decoded_too);
+        dequantize(a, NIB_ROWWISE, NIB_F32, decoded_too);
         CHECK_BYTES(decoded, decoded_too, 66 * 100 * sizeof(float));
         CHECK_FAILS(nib_tensor_copy(a, b), NIB_ERR_USAGE, "columnwise");
 
@@ -986,7 +949,7 @@ TEST(clone_copy_equal_zero)
         FOR_KINDS(other)
         {
             const nib_quantizer p = quantizer(other);
-            nib_tensor *d = quantized(&p, &x);
+            nib_tensor *d = quantize(&p, &x, NULL);
             if (other != k) {
                 CHECK_KIND(k, !equal(c, d));
                 CHECK_FAILS(nib_tensor_copy(c, d), NIB_ERR_MISMATCH, "differ");
@@ -996,7 +959,7 @@ TEST(clone_copy_equal_zero)
             nib_tensor_destroy(d);
         }
         const nib_array small = matrix(65, 100);
-        nib_tensor *e = quantized(&q, &small);
+        nib_tensor *e = quantize(&q, &small, NULL);
         CHECK_FAILS(nib_tensor_copy(c, e), NIB_ERR_MISMATCH, "65 x 100");
         /* How scales are chosen is not what they mean. */
         nib_quantizer chosen = q;
@@ -1035,7 +998,7 @@ TEST(rebind_the_rowwise_codes)
     {
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(33, 65);
-        nib_tensor *t = quantized(&q, &x), *kept = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *kept = NULL;
         CHECK_OK(nib_tensor_clone(t, &kept));
         nib_buffer *home = NULL;
         CHECK_OK(nib_buffer_create(nib_buffer_bytes(nib_tensor_buffer(t, NIB_ROW_DATA)), &home));
@@ -1055,9 +1018,9 @@ TEST(rebind_the_rowwise_codes)
             inputs[i] *= -3;
         CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, t));
         for (int usage = 0; usage < 2; usage++) {
-            dequantize(view, (nib_usage)usage, decoded);
+            dequantize(view, (nib_usage)usage, NIB_F32, decoded);
             for (int which = 0, same = 0; which < 2; which++) {
-                dequantize(which ? t : kept, (nib_usage)usage, decoded_too);
+                dequantize(which ? t : kept, (nib_usage)usage, NIB_F32, decoded_too);
                 same |= memcmp(decoded, decoded_too, 33 * 65 * sizeof(float)) == 0;
                 CHECK_THAT(same || !which, "%s, copy %d of a view: [0] is %g", k->name, usage, (double)decoded[0]);
             }
@@ -1072,9 +1035,9 @@ TEST(rebind_the_rowwise_codes)
 
 static void check_same_values(const struct kind *k, const nib_tensor *a, const nib_tensor *b, nib_usage usage)
 {
-    const nib_metadata m = metadata(a);
-    dequantize(a, usage, decoded);
-    dequantize(b, usage, decoded_too);
+    const nib_metadata m = metadata_of(a);
+    dequantize(a, usage, NIB_F32, decoded);
+    dequantize(b, usage, NIB_F32, decoded_too);
     CHECK_THAT(memcmp(decoded, decoded_too, (size_t)(m.rows * m.cols) * sizeof(float)) == 0, "%s: values differ",
                k->name);
 }
@@ -1085,19 +1048,19 @@ TEST(views_of_the_same_length)
     {
         const nib_quantizer q = quantizer(k);
         nib_array x = matrix(66, 100);
-        nib_tensor *t = quantized(&q, &x), *view = NULL, *direct = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *view = NULL, *direct = NULL;
         const int64_t shape[4] = { 3, 2, 11, 100 }, open[3] = { -1, 33, 100 };
         CHECK_OK(nib_tensor_view(t, 4, shape, &view));
         for (int part = 0; part < NIB_PART_COUNT; part++)
             CHECK_KIND(k, nib_tensor_buffer(view, (nib_part)part) == nib_tensor_buffer(t, (nib_part)part));
         x = array_of(inputs, NIB_F32, 4, shape);
-        direct = quantized(&q, &x);
+        direct = quantize(&q, &x, NULL);
         CHECK_KIND(k, equal(view, direct));
         check_same_values(k, t, view, NIB_ROWWISE);
         check_same_values(k, t, view, NIB_COLUMNWISE);
         nib_tensor_destroy(view);
         CHECK_OK(nib_tensor_view(t, 3, open, &view));
-        CHECK_KIND(k, metadata(view).shape[0] == 2);
+        CHECK_KIND(k, metadata_of(view).shape[0] == 2);
         /* What is written through one is seen through the other. */
         x = matrix(66, 100);
         CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, t));
@@ -1117,13 +1080,13 @@ TEST(views_of_another_length)
         q.columnwise = 0;
         const bool lines = k->rows == 1 && k->format != NIB_FLOAT8_BLOCK; /* scales lie line after line */
         const nib_array x = matrix(128, 256);
-        nib_tensor *t = quantized(&q, &x), *view = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *view = NULL;
         /* 128 x 8 and 256 x 4 scales: neither has padding. */
         const int64_t half[2] = { 256, 128 }, flat[1] = { 128 * 256 }, other[2] = { 64, 512 }, odd[2] = { 2048, 16 };
         if (lines || !has_blocks(k)) {
             CHECK_OK(nib_tensor_view(t, 2, half, &view));
             const nib_array as_half = array_of(inputs, NIB_F32, 2, half);
-            nib_tensor *direct = quantized(&q, &as_half);
+            nib_tensor *direct = quantize(&q, &as_half, NULL);
             CHECK_KIND(k, equal(view, direct));
             check_values(k, view, NIB_ROWWISE);
             nib_tensor_destroy(view);
@@ -1141,7 +1104,7 @@ TEST(views_of_another_length)
         if (lines || !has_blocks(k))
             for (int i = 0; i < 2; i++) {
                 const nib_array y = array_of(inputs, NIB_F32, i ? 1 : 2, i ? flat : other);
-                nib_tensor *direct = quantized(&q, &y);
+                nib_tensor *direct = quantize(&q, &y, NULL);
                 CHECK_OK(nib_tensor_reshape(t, y.rank, y.shape, &view));
                 CHECK_KIND(k, equal(view, direct));
                 /* All is shared, or nothing. */
@@ -1157,7 +1120,7 @@ TEST(views_of_another_length)
         nib_tensor_destroy(t);
 
         q.columnwise = 1;
-        t = quantized(&q, &x);
+        t = quantize(&q, &x, NULL);
         const nib_status status = nib_tensor_view(t, 2, half, &view);
         CHECK_KIND(k, status == (lines || !has_blocks(k) ? NIB_ERR_USAGE : NIB_ERR_SHAPE));
         nib_tensor_destroy(t);
@@ -1221,12 +1184,6 @@ TEST(slices_are_what_the_piece_would_be)
 
 /* ---- Swizzle ---- */
 
-/* Tiles of 128 lines by 4 blocks, 32 lines interleaved. */
-static int64_t swizzled_place(int64_t line, int64_t block, int64_t blocks)
-{
-    return (line / 128 * ((blocks + 3) / 4) + block / 4) * 512 + line % 32 * 16 + line % 128 / 32 * 4 + block % 4;
-}
-
 TEST(swizzle_and_back)
 {
     FOR_KINDS(k)
@@ -1235,7 +1192,7 @@ TEST(swizzle_and_back)
         nib_quantizer q = quantizer(k);
         const int64_t M = shapes[s][0], K = shapes[s][1];
         const nib_array x = matrix(M, K);
-        nib_tensor *t = quantized(&q, &x), *plain = NULL, *direct = NULL;
+        nib_tensor *t = quantize(&q, &x, NULL), *plain = NULL, *direct = NULL;
         CHECK_OK(nib_tensor_clone(t, &plain));
         if (!is_mx(k)) {
             CHECK_FAILS(nib_tensor_swizzle(t), NIB_ERR_UNSUPPORTED, "swizzled");
@@ -1248,7 +1205,7 @@ TEST(swizzle_and_back)
             continue;
         }
         CHECK_OK(nib_tensor_swizzle(t));
-        CHECK_KIND(k, metadata(t).quantizer.swizzled && !equal(t, plain));
+        CHECK_KIND(k, metadata_of(t).quantizer.swizzled && !equal(t, plain));
         for (int usage = 0; usage < 2; usage++) {
             const nib_part part = usage ? NIB_COL_SCALE : NIB_ROW_SCALE;
             const uint8_t *tiles = nib_buffer_data(nib_tensor_buffer(t, part)),
@@ -1260,10 +1217,10 @@ TEST(swizzle_and_back)
             for (int64_t line = 0; line < lines; line++)
                 for (int64_t block = 0; block < blocks; block++) {
                     int64_t at[2];
-                    scale_place(k, (nib_usage)usage, usage ? block * 32 : line, usage ? line : block * 32, at);
+                    scale_index(k, (nib_usage)usage, usage ? block * 32 : line, usage ? line : block * 32, at);
                     const uint8_t scale = scales[at[0] * shape.shape[1] + at[1]];
                     sum_plain += scale;
-                    CHECK_KIND(k, tiles[swizzled_place(line, block, blocks)] == scale);
+                    CHECK_KIND(k, tiles[scale_place(line, block, round_up(blocks, 4), true)] == scale);
                 }
             for (size_t i = 0; i < nib_buffer_bytes(nib_tensor_buffer(t, part)); i++)
                 sum += tiles[i];
@@ -1271,7 +1228,7 @@ TEST(swizzle_and_back)
             check_same_values(k, plain, t, (nib_usage)usage);
         }
         q.swizzled = 1;
-        direct = quantized(&q, &x);
+        direct = quantize(&q, &x, NULL);
         CHECK_KIND(k, equal(direct, t));
         if (derives(k)) {
             CHECK_OK(nib_tensor_update_usage(direct, 1, 0));
@@ -1309,7 +1266,7 @@ TEST(write_and_read_back)
                 q.amax_epsilon = 0.125f;
             (void)matrix(33, 65);
             const nib_array x = array_of(inputs, NIB_F32, 3, (const int64_t[]){ 3, 11, 65 });
-            written[i] = quantized(&q, &x);
+            written[i] = quantize(&q, &x, NULL);
             if (usages == 3)
                 CHECK_OK(nib_tensor_invalidate_columnwise(written[i]));
             snprintf(name[i], sizeof name[i], "t%d", i);
@@ -1322,7 +1279,7 @@ TEST(write_and_read_back)
         CHECK_OK(nib_file_open(path, &file));
         for (int i = 0; i < N; i++) {
             CHECK_OK(nib_file_read_tensor(file, name[i], &back));
-            const nib_metadata a = metadata(written[i]), b = metadata(back);
+            const nib_metadata a = metadata_of(written[i]), b = metadata_of(back);
             CHECK_KIND(&kinds[i], equal(written[i], back) && nib_quantizer_equal(&a.quantizer, &b.quantizer));
             CHECK_KIND(&kinds[i], a.columnwise_valid == b.columnwise_valid && a.element == b.element);
             nib_tensor_destroy(back);
@@ -1351,7 +1308,7 @@ TEST(parts_leave_through_dlpack)
     {
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(33, 65);
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             struct DLManagedTensor *managed = NULL;
             nib_array array = { 0 };
@@ -1372,7 +1329,7 @@ TEST(parts_leave_through_dlpack)
         /* The memory outlives the tensor. */
         struct DLManagedTensor *managed = NULL;
         CHECK_OK(nib_tensor_to_dlpack(t, NIB_ROW_DATA, &managed));
-        const struct usage c = copy_of(k, t, NIB_ROWWISE);
+        const struct usage c = usage_of(k, t, NIB_ROWWISE);
         const unsigned first = code_at(&c, 0, 0);
         nib_tensor_destroy(t);
         CHECK_KIND(k, (*(uint8_t *)managed->data & (k->element == NIB_E2M1 ? 15u : 255u)) == first);
@@ -1396,7 +1353,7 @@ TEST(empty_tensors)
                 continue;
             const nib_quantizer q = quantizer(k);
             const nib_array x = array_of(NULL, NIB_BF16, rank, shape), y = array_of(NULL, NIB_F32, rank, shape);
-            nib_tensor *t = quantized(&q, &x), *usage = NULL;
+            nib_tensor *t = quantize(&q, &x, NULL), *usage = NULL;
             CHECK_OK(nib_dequantize(t, NIB_ROWWISE, &y));
             CHECK_OK(nib_dequantize(t, NIB_COLUMNWISE, &y));
             for (int part = 0; part < NIB_PART_COUNT; part++) {
@@ -1441,7 +1398,7 @@ TEST(rank_zero)
         CHECK_KIND(k, rank == 0);
         CHECK_OK(nib_part_shape(&q, NIB_COL_DATA, 0, NULL, &rank, shape));
         CHECK_KIND(k, rank == 2 && shape[0] == 1 && shape[1] == 1);
-        const nib_metadata m = metadata(t);
+        const nib_metadata m = metadata_of(t);
         CHECK_KIND(k, m.rank == 0 && m.rows == 1 && m.cols == 1);
         CHECK_OK(nib_tensor_view(t, 2, (const int64_t[]){ 1, 1 }, &view));
         nib_tensor_destroy(t);
@@ -1544,7 +1501,7 @@ TEST(there_is_no_reference_gemm)
     {
         const nib_quantizer q = quantizer(k);
         const nib_array x = matrix(32, 32), y = array_of(decoded, NIB_F32, 2, x.shape);
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         CHECK_FAILS(nib_gemm_reference(t, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, &y), NIB_ERR_UNSUPPORTED, "GEMM");
         nib_tensor_destroy(t);
     }
@@ -1569,7 +1526,7 @@ TEST(float8_takes_given_numbers)
         float amax = 0;
         for (int i = 0; i < 33 * 65; i++)
             amax = fmaxf(amax, fabsf(inputs[i]));
-        nib_tensor *current = quantized(&q, &x), *t = NULL;
+        nib_tensor *current = quantize(&q, &x, NULL), *t = NULL;
         CHECK_KIND(k, tensor_scale_of(current) == 1.0f / (largest / amax));
 
         /* An amax, in either place. */
@@ -1627,7 +1584,7 @@ TEST(float8_reduces_its_amax)
     const nib_comm comm = { .bytes = sizeof comm, .context = &calls, .size = 2, .allreduce_max_f32 = double_all };
     nib_quantizer q = quantizer(&kinds[0]);
     const nib_array x = matrix(33, 65);
-    nib_tensor *alone = quantized(&q, &x), *t = NULL;
+    nib_tensor *alone = quantize(&q, &x, NULL), *t = NULL;
     q.amax_comm = &comm;
     float seen = 0;
     nib_overrides overrides = { .bytes = sizeof overrides, .amax_seen = &seen };
@@ -1771,11 +1728,11 @@ static nib_tensor *random_mxfp4(int64_t rows, int64_t cols, uint8_t **codes, uin
 
 static void check_conversion_keeps_values(const nib_tensor *from, const nib_tensor *to)
 {
-    const nib_metadata m = metadata(from), n = metadata(to);
+    const nib_metadata m = metadata_of(from), n = metadata_of(to);
     CHECK(n.format == NIB_NVFP4 && n.tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER && n.dtype == m.dtype && n.rank == m.rank);
     CHECK(n.rowwise && !n.columnwise && n.quantizer.tensor_scale_rule == NIB_TENSOR_SCALE_RULE_POW2);
-    dequantize(from, NIB_ROWWISE, decoded);
-    dequantize(to, NIB_ROWWISE, decoded_too);
+    dequantize(from, NIB_ROWWISE, NIB_F32, decoded);
+    dequantize(to, NIB_ROWWISE, NIB_F32, decoded_too);
     for (int64_t i = 0; i < m.rows * m.cols; i++)
         if (memcmp(&decoded[i], &decoded_too[i], sizeof(float)) && !(isnan(decoded[i]) && isnan(decoded_too[i]))) {
             CHECK_THAT(false, "[%lld, %lld]: %a became %a", (long long)(i / m.cols), (long long)(i % m.cols),
@@ -1823,10 +1780,10 @@ TEST(quantized_mxfp4_becomes_nvfp4)
         q.mx_rule = (nib_mx_rule)rule;
         (void)matrix(66, 100);
         const nib_array x = array_of(inputs, NIB_F32, 3, (const int64_t[]){ 3, 22, 100 });
-        nib_tensor *from = quantized(&q, &x), *to = NULL;
+        nib_tensor *from = quantize(&q, &x, NULL), *to = NULL;
         CHECK_OK(nib_mxfp4_to_nvfp4(from, NULL, &to));
         check_conversion_keeps_values(from, to);
-        CHECK(metadata(to).rank == 3);
+        CHECK(metadata_of(to).rank == 3);
         nib_tensor_destroy(to);
         CHECK_OK(nib_tensor_update_usage(from, 0, 1));
         CHECK_FAILS(nib_mxfp4_to_nvfp4(from, NULL, &to), NIB_ERR_USAGE, "rowwise");
@@ -1834,7 +1791,7 @@ TEST(quantized_mxfp4_becomes_nvfp4)
     }
     q = quantizer(&kinds[0]);
     const nib_array x = matrix(32, 32);
-    nib_tensor *from = quantized(&q, &x), *to = NULL;
+    nib_tensor *from = quantize(&q, &x, NULL), *to = NULL;
     CHECK_FAILS(nib_mxfp4_to_nvfp4(from, NULL, &to), NIB_ERR_MISMATCH, "float8");
     nib_tensor_destroy(from);
     CHECK_FAILS(nib_mxfp4_to_nvfp4(NULL, NULL, &to), NIB_ERR_ARG, "");
@@ -1906,8 +1863,8 @@ TEST(far_blocks_are_reported)
         for (int i = 0; i < 16 && report.inexact == 20; i++)
             CHECK(report.first[i].line == i && report.first[i].block == 1);
         /* The others are as they were, and these are near: within the smallest step, 2^-10 of the tensor's scale. */
-        dequantize(from, NIB_ROWWISE, decoded);
-        dequantize(to, NIB_ROWWISE, decoded_too);
+        dequantize(from, NIB_ROWWISE, NIB_F32, decoded);
+        dequantize(to, NIB_ROWWISE, NIB_F32, decoded_too);
         const float step = ldexpf(1, 254 - 127 - 8 - 9 - 1);
         for (int i = 0; i < 20 * 96; i++)
             CHECK_THAT(i % 96 / 32 == 1 ? fabsf(decoded_too[i] - decoded[i]) <= step / 2 : decoded_too[i] == decoded[i],

@@ -8,9 +8,6 @@
 
 #include "shard_cases.h"
 
-#define SHAPE(...) \
-    (const int64_t[]) { __VA_ARGS__ }
-
 /* ---- By elements ---- */
 
 struct ranges {
@@ -358,8 +355,8 @@ TEST(fsdp_refuses)
         nib_status status;
         const char *words;
     } cases[] = {
-        { 0, NIB_ERR_UNSUPPORTED, "swizzled" },  { 1, NIB_ERR_UNSUPPORTED, "amax per row" },
-        { 2, NIB_ERR_USAGE, "cannot be built" }, { 3, NIB_ERR_SHAPE, "not whole blocks" },
+        { 0, NIB_ERR_UNSUPPORTED, "swizzled" },   { 1, NIB_ERR_UNSUPPORTED, "amax per row" },
+        { 2, NIB_ERR_USAGE, "cannot be built" },  { 3, NIB_ERR_SHAPE, "not whole blocks" },
         { 4, NIB_ERR_USAGE, "no rowwise usage" }, { 5, NIB_ERR_UNSUPPORTED, "row by row" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

@@ -6,12 +6,9 @@
  * tensor scales in one factor, f32(f32(amax_a * amax_b) / f32(36 * ma * mb)) or, with decode scales, f32(ga * gb); and y =
  * f32(factor * acc).
  */
-#include "test.h"
+#include "test_tensors.h"
 
 #include <math.h>
-
-#define SHAPE(...) \
-    (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
 
 /* ---- Operands unpacked by hand ---- */
 
@@ -31,20 +28,19 @@ static double e2m1(int code)
 
 struct operand {
     int64_t lines, length, blocks;
-    double *codes;  /* [lines][length] */
-    double *scales; /* [lines][blocks] */
-    float *tensor_scales;  /* [lines] */
+    double *codes;        /* [lines][length] */
+    double *scales;       /* [lines][blocks] */
+    float *tensor_scales; /* [lines] */
     nib_tensor_scale tensor_scale;
     float e4m3_max;
 };
 
-static int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
-
 static struct operand unpack(const nib_tensor *t, nib_usage usage)
 {
-    nib_metadata m = { .bytes = sizeof m };
-    CHECK_OK(nib_tensor_get_metadata(t, &m));
-    struct operand o = { .lines = usage ? m.cols : m.rows, .length = usage ? m.rows : m.cols, .tensor_scale = m.tensor_scale };
+    const nib_metadata m = metadata_of(t);
+    struct operand o = { .lines = usage ? m.cols : m.rows,
+                         .length = usage ? m.rows : m.cols,
+                         .tensor_scale = m.tensor_scale };
     o.blocks = (o.length + 15) / 16;
     o.e4m3_max = (float)m.quantizer.e4m3_max;
     o.codes = calloc((size_t)(o.lines * o.length + 1), sizeof *o.codes);
@@ -52,16 +48,14 @@ static struct operand unpack(const nib_tensor *t, nib_usage usage)
     o.tensor_scales = calloc((size_t)(o.lines + 1), sizeof *o.tensor_scales);
     const uint8_t *data = nib_buffer_data(nib_tensor_buffer(t, usage ? NIB_COL_DATA : NIB_ROW_DATA));
     const uint8_t *scale = nib_buffer_data(nib_tensor_buffer(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE));
-    const float *tensor_scale = nib_buffer_data(nib_tensor_buffer(t, usage ? NIB_COL_TENSOR_SCALE : NIB_ROW_TENSOR_SCALE));
+    const float *tensor_scale =
+        nib_buffer_data(nib_tensor_buffer(t, usage ? NIB_COL_TENSOR_SCALE : NIB_ROW_TENSOR_SCALE));
     const int64_t stride = round_up(o.blocks, 4);
     for (int64_t i = 0; i < o.lines; i++) {
         for (int64_t k = 0; k < o.length; k++)
             o.codes[i * o.length + k] = e2m1(data[i * ((o.length + 1) / 2) + k / 2] >> (k % 2 ? 4 : 0) & 15);
-        for (int64_t b = 0; b < o.blocks; b++) {
-            const int64_t tile = i / 128 * (stride / 4) + b / 4, row = i % 128;
-            o.scales[i * o.blocks + b] =
-                e4m3(scale[m.quantizer.swizzled ? tile * 512 + row % 32 * 16 + row / 32 * 4 + b % 4 : i * stride + b]);
-        }
+        for (int64_t b = 0; b < o.blocks; b++)
+            o.scales[i * o.blocks + b] = e4m3(scale[scale_place(i, b, stride, m.quantizer.swizzled)]);
         o.tensor_scales[i] = tensor_scale[m.quantizer.row_scaled ? i : 0];
     }
     return o;
@@ -76,9 +70,9 @@ static void discard(struct operand *o)
 
 static float decode_scale(const struct operand *o, int64_t line)
 {
-    return o->tensor_scale == NIB_TENSOR_SCALE_AMAX     ? o->tensor_scales[line] / (6.0f * o->e4m3_max)
+    return o->tensor_scale == NIB_TENSOR_SCALE_AMAX         ? o->tensor_scales[line] / (6.0f * o->e4m3_max)
            : o->tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER ? o->tensor_scales[line]
-                                          : 1.0f / o->tensor_scales[line];
+                                                            : 1.0f / o->tensor_scales[line];
 }
 
 /* One output. */
@@ -98,38 +92,6 @@ static float product_of(const struct operand *a, int64_t i, const struct operand
     return decode_scale(a, i) * decode_scale(b, j) * acc;
 }
 
-static nib_tensor *quantized(const nib_quantizer *q, const float *x, int64_t rows, int64_t cols)
-{
-    nib_tensor *t = NULL;
-    nib_array array = { 0 };
-    CHECK_OK(nib_array_init(&array, (void *)(uintptr_t)x, NIB_F32, SHAPE(rows, cols)));
-    CHECK_OK(nib_quantize(q, &array, NULL, &t));
-    return t;
-}
-
-static float *normals(int64_t n)
-{
-    float *x = malloc((size_t)(n + 1) * sizeof *x);
-    for (int64_t i = 0; i < n; i++)
-        x[i] = test_normal() * (i % 29 == 0 ? 8.0f : 1.0f);
-    return x;
-}
-
-static nib_tensor *some(const nib_quantizer *q, int64_t rows, int64_t cols)
-{
-    float *x = normals(rows * cols);
-    nib_tensor *t = quantized(q, x, rows, cols);
-    free(x);
-    return t;
-}
-
-static nib_quantizer plain(void)
-{
-    nib_quantizer q;
-    nib_quantizer_init(&q);
-    return q;
-}
-
 /* The product of two usages against the definition: plain, then with alpha and on top of what is there. */
 static void check_product(const char *what, const nib_tensor *ta, nib_usage ca, const nib_tensor *tb, nib_usage cb)
 {
@@ -142,7 +104,7 @@ static void check_product(const char *what, const nib_tensor *ta, nib_usage ca, 
     for (int64_t i = 0; i < a.lines; i++)
         for (int64_t j = 0; j < b.lines; j++)
             products[i * b.lines + j] = product_of(&a, i, &b, j);
-    CHECK_OK(nib_array_init(&out, y, NIB_F32, SHAPE(a.lines, b.lines)));
+    CHECK_OK(nib_array_init(&out, y, NIB_F32, DIMS(a.lines, b.lines)));
     static const float alphas[] = { 1, -0.5f, 0, 4 }; /* no rounding depends on where such factors come in */
     for (int accumulate = 0; accumulate < 2; accumulate++)
         for (size_t k = 0; k < sizeof alphas / sizeof *alphas; k++) {
@@ -170,12 +132,12 @@ static void check_product(const char *what, const nib_tensor *ta, nib_usage ca, 
 TEST(usages)
 {
     static const int64_t inner[] = { 1, 2, 15, 16, 17, 33, 64, 100 };
-    const nib_quantizer q = plain();
+    const nib_quantizer q = default_quantizer();
     for (size_t s = 0; s < sizeof inner / sizeof *inner; s++)
         for (int ca = 0; ca < 2; ca++)
             for (int cb = 0; cb < 2; cb++) {
-                nib_tensor *a = ca ? some(&q, inner[s], 9) : some(&q, 9, inner[s]);
-                nib_tensor *b = cb ? some(&q, inner[s], 13) : some(&q, 13, inner[s]);
+                nib_tensor *a = ca ? some(&q, DIMS(inner[s], 9)) : some(&q, DIMS(9, inner[s]));
+                nib_tensor *b = cb ? some(&q, DIMS(inner[s], 13)) : some(&q, DIMS(13, inner[s]));
                 check_product("copies", a, (nib_usage)ca, b, (nib_usage)cb);
                 nib_tensor_destroy(a);
                 nib_tensor_destroy(b);
@@ -185,13 +147,13 @@ TEST(usages)
 /* NIB_EITHER is the rowwise usage where there is one. */
 TEST(either)
 {
-    nib_quantizer both = plain(), col = plain();
+    nib_quantizer both = default_quantizer(), col = default_quantizer();
     col.rowwise = 0;
-    nib_tensor *a = some(&both, 8, 32), *b = some(&col, 32, 8);
+    nib_tensor *a = some(&both, DIMS(8, 32)), *b = some(&col, DIMS(32, 8));
     float y[64], z[64];
     nib_array out, out2;
-    CHECK_OK(nib_array_init(&out, y, NIB_F32, SHAPE(8, 8)));
-    CHECK_OK(nib_array_init(&out2, z, NIB_F32, SHAPE(8, 8)));
+    CHECK_OK(nib_array_init(&out, y, NIB_F32, DIMS(8, 8)));
+    CHECK_OK(nib_array_init(&out2, z, NIB_F32, DIMS(8, 8)));
     CHECK_OK(nib_gemm_reference(a, NIB_EITHER, b, NIB_EITHER, 1, 0, &out));
     CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_COLUMNWISE, 1, 0, &out2));
     CHECK_BYTES(y, z, sizeof y);
@@ -203,9 +165,9 @@ TEST(either)
 /* Leading dims are rows. */
 TEST(higher_ranks)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *a = some(&q, 24, 32), *b = some(&q, 6, 32), *view = NULL;
-    CHECK_OK(nib_tensor_view(a, SHAPE(2, 3, 4, 32), &view));
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *a = some(&q, DIMS(24, 32)), *b = some(&q, DIMS(6, 32)), *view = NULL;
+    CHECK_OK(nib_tensor_view(a, DIMS(2, 3, 4, 32), &view));
     check_product("rank 4", view, NIB_ROWWISE, b, NIB_ROWWISE);
     nib_tensor_destroy(view);
     nib_tensor_destroy(a);
@@ -220,10 +182,12 @@ static const char *kind(int i, nib_quantizer *q)
     static const char *const names[KINDS] = { "amax",         "swizzled", "row-scaled", "row-scaled swizzled",
                                               "exact",        "pow2",     "gist",       "torchao",
                                               "compressed-t", "4over6",   "16x16" };
-    *q = plain();
+    *q = default_quantizer();
     q->swizzled = i == 1 || i == 3;
     q->row_scaled = i == 2 || i == 3;
-    q->tensor_scale_rule = i == 4 ? NIB_TENSOR_SCALE_RULE_EXACT : i == 5 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_DIALECT;
+    q->tensor_scale_rule = i == 4   ? NIB_TENSOR_SCALE_RULE_EXACT
+                           : i == 5 ? NIB_TENSOR_SCALE_RULE_POW2
+                                    : NIB_TENSOR_SCALE_RULE_DIALECT;
     q->dialect = i == 6   ? NIB_DIALECT_GIST
                  : i == 7 ? NIB_DIALECT_TORCHAO
                  : i == 8 ? NIB_DIALECT_COMPRESSED_TENSORS
@@ -241,8 +205,8 @@ TEST(kinds)
     for (int i = 0; i < KINDS; i++) {
         nib_quantizer q;
         names[i] = kind(i, &q);
-        a[i] = some(&q, 11, 38);
-        b[i] = some(&q, 38, 11); /* its columnwise usage has the same form as a's rowwise one */
+        a[i] = some(&q, DIMS(11, 38));
+        b[i] = some(&q, DIMS(38, 11)); /* its columnwise usage has the same form as a's rowwise one */
     }
     for (int i = 0; i < KINDS; i++)
         for (int j = 0; j < KINDS; j++) {
@@ -261,10 +225,10 @@ TEST(kinds)
 /* More lines than one swizzled tile has. */
 TEST(many_tiles)
 {
-    nib_quantizer q = plain();
+    nib_quantizer q = default_quantizer();
     for (int swizzled = 0; swizzled < 2; swizzled++) {
         q.swizzled = (uint8_t)swizzled;
-        nib_tensor *a = some(&q, 150, 200), *b = some(&q, 140, 200);
+        nib_tensor *a = some(&q, DIMS(150, 200)), *b = some(&q, DIMS(140, 200));
         check_product("tiles", a, NIB_ROWWISE, b, NIB_ROWWISE);
         nib_tensor_destroy(a);
         nib_tensor_destroy(b);
@@ -278,12 +242,12 @@ TEST(is_the_product)
         nib_quantizer q;
         const char *name = kind(i, &q);
         enum { M = 20, N = 12, K = 90 };
-        nib_tensor *a = some(&q, M, K), *b = some(&q, N, K);
+        nib_tensor *a = some(&q, DIMS(M, K)), *b = some(&q, DIMS(N, K));
         static float xa[M * K], xb[N * K], y[M * N];
         nib_array da, db, out;
-        CHECK_OK(nib_array_init(&da, xa, NIB_F32, SHAPE(M, K)));
-        CHECK_OK(nib_array_init(&db, xb, NIB_F32, SHAPE(N, K)));
-        CHECK_OK(nib_array_init(&out, y, NIB_F32, SHAPE(M, N)));
+        CHECK_OK(nib_array_init(&da, xa, NIB_F32, DIMS(M, K)));
+        CHECK_OK(nib_array_init(&db, xb, NIB_F32, DIMS(N, K)));
+        CHECK_OK(nib_array_init(&out, y, NIB_F32, DIMS(M, N)));
         CHECK_OK(nib_dequantize(a, NIB_ROWWISE, &da));
         CHECK_OK(nib_dequantize(b, NIB_ROWWISE, &db));
         CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 0.3f, 0, &out));
@@ -304,16 +268,17 @@ TEST(is_the_product)
 
 TEST(no_elements)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *a = some(&q, 3, 0), *b = some(&q, 2, 0), *c = some(&q, 0, 16), *d = some(&q, 5, 16);
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *a = some(&q, DIMS(3, 0)), *b = some(&q, DIMS(2, 0)), *c = some(&q, DIMS(0, 16)),
+               *d = some(&q, DIMS(5, 16));
     float y[6] = { 9, 9, 9, 9, 9, 9 };
     nib_array out;
-    CHECK_OK(nib_array_init(&out, y, NIB_F32, SHAPE(3, 2)));
+    CHECK_OK(nib_array_init(&out, y, NIB_F32, DIMS(3, 2)));
     CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 1, 1, &out));
     CHECK(y[0] == 9 && y[5] == 9);
     CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 1, 0, &out));
     CHECK(y[0] == 0 && y[5] == 0); /* a sum of nothing */
-    CHECK_OK(nib_array_init(&out, NULL, NIB_F32, SHAPE(0, 5)));
+    CHECK_OK(nib_array_init(&out, NULL, NIB_F32, DIMS(0, 5)));
     CHECK_OK(nib_gemm_reference(c, NIB_ROWWISE, d, NIB_ROWWISE, 1, 0, &out));
     nib_tensor_destroy(a);
     nib_tensor_destroy(b);
@@ -325,11 +290,11 @@ TEST(no_elements)
 
 TEST(strided_outputs)
 {
-    const nib_quantizer q = plain();
-    nib_tensor *a = some(&q, 5, 48), *b = some(&q, 7, 48);
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *a = some(&q, DIMS(5, 48)), *b = some(&q, DIMS(7, 48));
     float y[35], wide[200];
     nib_array out, strided;
-    CHECK_OK(nib_array_init(&out, y, NIB_F32, SHAPE(5, 7)));
+    CHECK_OK(nib_array_init(&out, y, NIB_F32, DIMS(5, 7)));
     CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 1, 0, &out));
     static const int64_t forms[][3] = { { 20, 2, 0 }, { 1, 5, 0 }, { -20, 1, 80 }, { 3, -21, 126 }, { -7, -1, 34 } };
     for (size_t f = 0; f < sizeof forms / sizeof *forms; f++) {
@@ -359,11 +324,11 @@ TEST(threads)
     enum { M = 67, N = 45, K = 130 }; /* enough work for seven */
     float *xa = normals(M * K), *xb = normals(N * K), y[2][M * N];
     for (int i = 0; i < 2; i++) {
-        nib_quantizer q = plain();
+        nib_quantizer q = default_quantizer();
         q.threads = i ? 7 : 1;
-        nib_tensor *a = quantized(&q, xa, M, K), *b = quantized(&q, xb, N, K);
+        nib_tensor *a = quantize_f32(&q, xa, DIMS(M, K)), *b = quantize_f32(&q, xb, DIMS(N, K));
         nib_array out;
-        CHECK_OK(nib_array_init(&out, y[i], NIB_F32, SHAPE(M, N)));
+        CHECK_OK(nib_array_init(&out, y[i], NIB_F32, DIMS(M, N)));
         CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 1.7f, 0, &out));
         CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 0.1f, 1, &out));
         nib_tensor_destroy(a);
@@ -386,7 +351,7 @@ static void check_close(const nib_tensor *a, nib_usage ca, const float *xa, cons
 {
     float *y = malloc((size_t)(m * n) * sizeof *y);
     nib_array out = { 0 };
-    CHECK_OK(nib_array_init(&out, y, NIB_F32, SHAPE(m, n)));
+    CHECK_OK(nib_array_init(&out, y, NIB_F32, DIMS(m, n)));
     CHECK_OK(nib_gemm_reference(a, ca, b, cb, 1, 0, &out));
     double error = 0, size = 0;
     for (int64_t i = 0; i < m; i++)
@@ -418,17 +383,17 @@ TEST(transformed)
     static const uint16_t masks[] = { NIB_RHT_SIGN_MASK, 0, 0xFFFF };
     for (size_t i = 0; i < sizeof masks / sizeof *masks; i++)
         for (int swizzled = 0; swizzled < 2; swizzled++) {
-            nib_quantizer q = plain();
+            nib_quantizer q = default_quantizer();
             q.rht = 1;
             q.rht_sign_mask = masks[i];
             q.swizzled = (uint8_t)swizzled;
-            nib_tensor *a = quantized(&q, xa, K, M), *b = quantized(&q, xb, K, N);
+            nib_tensor *a = quantize_f32(&q, xa, DIMS(K, M)), *b = quantize_f32(&q, xb, DIMS(K, N));
             check_product("transformed", a, NIB_COLUMNWISE, b, NIB_COLUMNWISE);
             check_close(a, NIB_COLUMNWISE, xa, b, NIB_COLUMNWISE, xb, M, N, K);
             /* A rowwise usage that is transformed, too, goes with them. */
             q.rht = q.columnwise = 0;
             q.rht_rowwise = 1;
-            nib_tensor *c = quantized(&q, xc, M, K);
+            nib_tensor *c = quantize_f32(&q, xc, DIMS(M, K));
             check_product("transformed rowwise", c, NIB_ROWWISE, b, NIB_COLUMNWISE);
             check_close(c, NIB_ROWWISE, xc, b, NIB_COLUMNWISE, xb, M, N, K);
             nib_tensor_destroy(a);
@@ -442,17 +407,19 @@ TEST(transformed)
 
 TEST(transformed_mismatches)
 {
-    nib_quantizer none = plain(), te = plain(), other = plain(), rows = plain();
+    nib_quantizer none = default_quantizer(), te = default_quantizer(), other = default_quantizer(),
+                  rows = default_quantizer();
     te.rht = other.rht = rows.rht_rowwise = 1;
     other.rht_sign_mask ^= 0x10;
-    nib_tensor *t[4] = { some(&none, 32, 32), some(&te, 32, 32), some(&other, 32, 32), some(&rows, 32, 32) };
+    nib_tensor *t[4] = { some(&none, DIMS(32, 32)), some(&te, DIMS(32, 32)), some(&other, DIMS(32, 32)),
+                         some(&rows, DIMS(32, 32)) };
     /* The mask of each usage; -1 where it is not transformed. */
     const int masks[4][2] = {
         { -1, -1 }, { -1, NIB_RHT_SIGN_MASK }, { -1, NIB_RHT_SIGN_MASK ^ 0x10 }, { NIB_RHT_SIGN_MASK, -1 }
     };
     float y[32 * 32];
     nib_array out;
-    CHECK_OK(nib_array_init(&out, y, NIB_F32, SHAPE(32, 32)));
+    CHECK_OK(nib_array_init(&out, y, NIB_F32, DIMS(32, 32)));
     for (int i = 0; i < 8; i++)
         for (int j = 0; j < 8; j++) {
             y[0] = 99;
@@ -470,15 +437,16 @@ TEST(transformed_mismatches)
 
 TEST(rejections)
 {
-    nib_quantizer q = plain(), row = plain();
+    nib_quantizer q = default_quantizer(), row = default_quantizer();
     row.columnwise = 0;
-    nib_tensor *a = some(&q, 4, 32), *b = some(&row, 6, 32), *c = some(&q, 6, 48), *empty = some(&q, 4, 32);
+    nib_tensor *a = some(&q, DIMS(4, 32)), *b = some(&row, DIMS(6, 32)), *c = some(&q, DIMS(6, 48)),
+               *empty = some(&q, DIMS(4, 32));
     nib_tensor_clear(empty);
     float y[64];
     for (int i = 0; i < 64; i++)
         y[i] = 99;
     nib_array out, bad;
-    CHECK_OK(nib_array_init(&out, y, NIB_F32, SHAPE(4, 6)));
+    CHECK_OK(nib_array_init(&out, y, NIB_F32, DIMS(4, 6)));
 #define GEMM(a, ca, b, cb, y) nib_gemm_reference(a, ca, b, cb, 1, 0, y)
     CHECK_FAILS(GEMM(NULL, NIB_ROWWISE, b, NIB_ROWWISE, &out), NIB_ERR_ARG, "a is NULL");
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, NULL, NIB_ROWWISE, &out), NIB_ERR_ARG, "b is NULL");
@@ -501,7 +469,7 @@ TEST(rejections)
         CHECK_OK(nib_array_init(&bad, y, NIB_F32, (int)shapes[i][2], shapes[i]));
         CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, NIB_ROWWISE, &bad), NIB_ERR_SHAPE, "y must be [4, 6]");
     }
-    CHECK_OK(nib_array_init(&bad, y, NIB_F32, SHAPE(1, 4, 6)));
+    CHECK_OK(nib_array_init(&bad, y, NIB_F32, DIMS(1, 4, 6)));
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, NIB_ROWWISE, &bad), NIB_ERR_SHAPE, "y must be [4, 6]");
     for (int i = 0; i < 2; i++) {
         bad = out;

@@ -6,7 +6,6 @@
  * Built with NIB_TEST_WRAP_ALLOC and -Wl,--wrap=aligned_alloc,--wrap=realloc it also fails every allocation once.
  */
 #define _GNU_SOURCE
-#include "test.h"
 #include "test_alloc.h"
 #include "test_directory.h"
 
@@ -16,41 +15,6 @@
 #include <time.h>
 
 #include "io/gguf.h"
-
-/* The path of a file in the directory, in one of four buffers. */
-static const char *at(const char *name)
-{
-    static char paths[4][256];
-    static int next;
-    make_directory();
-    char *path = paths[next++ % 4];
-    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
-    return path;
-}
-
-static void put_file(const char *path, const void *bytes, size_t count)
-{
-    FILE *file = fopen(path, "wb");
-    CHECK(file && fwrite(bytes, 1, count, file) == count);
-    CHECK(file && fclose(file) == 0);
-}
-
-static uint8_t *get_file(const char *path, size_t *count)
-{
-    FILE *file = fopen(path, "rb");
-    CHECK(file);
-    if (!file)
-        return NULL;
-    fseek(file, 0, SEEK_END);
-    *count = (size_t)ftell(file);
-    rewind(file);
-    uint8_t *bytes = malloc(*count + 1);
-    CHECK(fread(bytes, 1, *count, file) == *count);
-    fclose(file);
-    return bytes;
-}
-
-static bool exists(const char *path) { return access(path, F_OK) == 0; }
 
 /* ---- Files made by hand ---- */
 
@@ -809,7 +773,8 @@ TEST(write_all)
     nib_free(header);
     nib_gguf_plan_destroy(plan);
     nib_gguf_close(file);
-    CHECK(count_files(true) >= 1);
+    CHECK(entries(directory) >= 1);
+    empty_directory();
 }
 
 TEST(write_empty)
@@ -896,14 +861,14 @@ TEST(write_refusals)
 TEST(write_incomplete)
 {
     const char *path = at("incomplete.gguf");
-    count_files(true);
+    empty_directory();
     uint8_t bytes[8] = { 0 };
     for (int round = 0; round < 4; round++) {
         nib_gguf_plan *plan = new_plan(path);
         nib_gguf_writer *writer = NULL;
         CHECK_OK(DECLARE(plan, "a", NIB_GGUF_F32, 2));
         CHECK_OK(nib_gguf_writer_create(plan, &writer));
-        CHECK(count_files(false) == 1);
+        CHECK(entries(directory) == 1);
         if (round == 1)
             CHECK_OK(nib_gguf_write(writer, 0, 1, bytes, 7));
         for (uint64_t offset = 0; round == 2 && offset < 8; offset += 5)
@@ -915,7 +880,7 @@ TEST(write_incomplete)
         if (round == 2)
             CHECK_FAILS(nib_gguf_commit(writer), NIB_ERR_ARG, "tensor \"a\": bytes 3 to 5 of 8 were never written");
         nib_gguf_writer_destroy(writer);
-        CHECK(count_files(false) == 0);
+        CHECK(entries(directory) == 0);
         /* The plan is free again. */
         CHECK_OK(nib_gguf_put_float(plan, "x", 1));
         nib_gguf_plan_destroy(plan);
@@ -932,7 +897,7 @@ TEST(write_disk_errors)
     nib_gguf_plan_destroy(plan);
 
     /* A file may not grow beyond a limit: as a full disk. */
-    count_files(true);
+    empty_directory();
     struct rlimit kept, limit;
     CHECK(getrlimit(RLIMIT_FSIZE, &kept) == 0);
     signal(SIGXFSZ, SIG_IGN);
@@ -953,7 +918,7 @@ TEST(write_disk_errors)
         setrlimit(RLIMIT_FSIZE, &kept);
         nib_gguf_writer_destroy(writer);
         nib_gguf_plan_destroy(plan);
-        CHECK(count_files(false) == 0);
+        CHECK(entries(directory) == 0);
     }
     signal(SIGXFSZ, SIG_DFL);
 
@@ -965,7 +930,7 @@ TEST(write_disk_errors)
     CHECK_FAILS(nib_gguf_commit(writer), NIB_ERR_IO, "cannot rename the finished file to this name");
     nib_gguf_writer_destroy(writer);
     nib_gguf_plan_destroy(plan);
-    CHECK(count_files(false) == 1 && rmdir(path) == 0);
+    CHECK(entries(directory) == 1 && rmdir(path) == 0);
 }
 
 #ifdef NIB_TEST_WRAP_ALLOC
@@ -1009,7 +974,7 @@ static nib_status do_all(const char *from, const char *to)
 
 TEST(no_memory)
 {
-    count_files(true);
+    empty_directory();
     make_full();
     const char *from = save(), *to = at("out.gguf");
     CHECK_OK(do_all(from, to));
@@ -1026,7 +991,7 @@ TEST(no_memory)
         }
         CHECK_THAT(status == NIB_ERR_MEMORY && strstr(nib_last_error(), "no memory"), "allocation %ld: %s", fails,
                    status ? nib_last_error() : "no error");
-        CHECK(!exists(to) && count_files(false) == 1);
+        CHECK(!exists(to) && entries(directory) == 1);
     }
     CHECK(fails > 15 && fails < 1000);
 }

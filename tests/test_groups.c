@@ -11,9 +11,6 @@
 #include "shard_cases.h"
 #include "test_alloc.h"
 
-#define SHAPE(...) \
-    (const int64_t[]) { __VA_ARGS__ }
-
 enum { MEMBERS = 5, MOST_ROWS = 160 };
 
 struct group_case {

@@ -5,7 +5,7 @@
  * The vectors come from other implementations and from NVIDIA's headers; they go through the public API wherever it
  * shows the number in question.
  */
-#include "test.h"
+#include "test_tensors.h"
 
 #include <float.h>
 #include <math.h>
@@ -17,68 +17,44 @@
 
 /* ---- Helpers ---- */
 
-static nib_quantizer plain(int rowwise, int columnwise)
+/* The tensor of a [rows, cols] matrix; amax NULL: its own. */
+static nib_tensor *quantize_matrix(const nib_quantizer *q, nib_dtype dtype, const void *x, int64_t rows, int64_t cols,
+                                   const float *amax)
 {
-    nib_quantizer q;
-    nib_quantizer_init(&q);
-    CHECK_OK(nib_quantizer_set_usage(&q, rowwise, columnwise));
-    return q;
-}
-
-/* The tensor of a [rows, cols] matrix; amax NULL: its own. NULL after a failed check. */
-static nib_tensor *quantize(const nib_quantizer *q, nib_dtype dtype, const void *x, int64_t rows, int64_t cols,
-                            const float *amax)
-{
-    const int64_t shape[2] = { rows, cols };
     const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { amax, amax } };
-    nib_array array;
-    nib_tensor *t = NULL;
-    CHECK_OK(nib_array_init(&array, (void *)(uintptr_t)x, dtype, 2, shape));
-    CHECK_OK(nib_quantize(q, &array, &overrides, &t));
-    if (!t)
-        exit(2); /* nothing below could go on */
-    return t;
+    const nib_array array = array_of((void *)(uintptr_t)x, dtype, DIMS(rows, cols));
+    return quantize(q, &array, &overrides);
 }
-
-static uint8_t *part(const nib_tensor *t, nib_part which) { return nib_buffer_data(nib_tensor_buffer(t, which)); }
 
 static float tensor_scale(const nib_tensor *t, nib_part which)
 {
     float value;
-    memcpy(&value, part(t, which), sizeof value);
+    memcpy(&value, bytes_of(t, which), sizeof value);
     return value;
-}
-
-static void dequantize(const nib_tensor *t, nib_usage from, nib_dtype dtype, void *out)
-{
-    nib_metadata meta = { .bytes = sizeof meta };
-    nib_array array;
-    CHECK_OK(nib_tensor_get_metadata(t, &meta));
-    CHECK_OK(nib_array_init(&array, out, dtype, meta.rank, meta.shape));
-    CHECK_OK(nib_dequantize(t, from, &array));
 }
 
 /* One block: its scale and its eight bytes. */
 static void check_block(const nib_quantizer *q, nib_dtype dtype, const void *x, const float *amax, uint8_t scale,
                         const uint8_t data[8])
 {
-    nib_tensor *t = quantize(q, dtype, x, 1, 16, amax);
-    CHECK_THAT(part(t, NIB_ROW_SCALE)[0] == scale, "scale %02x, not %02x", part(t, NIB_ROW_SCALE)[0], scale);
-    CHECK_BYTES(part(t, NIB_ROW_DATA), data, 8);
+    nib_tensor *t = quantize_matrix(q, dtype, x, 1, 16, amax);
+    CHECK_THAT(bytes_of(t, NIB_ROW_SCALE)[0] == scale, "scale %02x, not %02x", bytes_of(t, NIB_ROW_SCALE)[0], scale);
+    CHECK_BYTES(bytes_of(t, NIB_ROW_DATA), data, 8);
     nib_tensor_destroy(t);
     /* The same block as a column. */
     nib_quantizer columns = *q;
     columns.rowwise = 0, columns.columnwise = 1;
-    t = quantize(&columns, dtype, x, 16, 1, amax);
-    CHECK_THAT(part(t, NIB_COL_SCALE)[0] == scale, "column's scale %02x, not %02x", part(t, NIB_COL_SCALE)[0], scale);
-    CHECK_BYTES(part(t, NIB_COL_DATA), data, 8);
+    t = quantize_matrix(&columns, dtype, x, 16, 1, amax);
+    CHECK_THAT(bytes_of(t, NIB_COL_SCALE)[0] == scale, "column's scale %02x, not %02x", bytes_of(t, NIB_COL_SCALE)[0],
+               scale);
+    CHECK_BYTES(bytes_of(t, NIB_COL_DATA), data, 8);
     nib_tensor_destroy(t);
 }
 
 /* What an amax comes to in the dialect te. */
 static struct nib_scaler te_scaler(float amax)
 {
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     const struct nib_rules rules = nib_rules_of(&q, NIB_F32);
     struct nib_scaler scaler = { .tensor_scale = amax };
     nib_nvfp4_dialects[NIB_DIALECT_TE].prepare(&scaler, &rules);
@@ -88,14 +64,14 @@ static struct nib_scaler te_scaler(float amax)
 /* What a block's elements are multiplied with, and what its codes are. */
 static float te_factor(uint8_t scale, const struct nib_scaler *scaler)
 {
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     const struct nib_rules rules = nib_rules_of(&q, NIB_F32);
     return nib_nvfp4_dialects[NIB_DIALECT_TE].factor(scale, 0, scaler, &rules);
 }
 
 static float te_decode(uint8_t scale, float amax)
 {
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     const struct nib_rules rules = nib_rules_of(&q, NIB_F32);
     return nib_nvfp4_dialects[NIB_DIALECT_TE].decode_factor(scale, amax, &rules);
 }
@@ -148,7 +124,7 @@ static const float three = 3;
 
 TEST(block_v_plain)
 {
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     check_block(&q, NIB_BF16, v, &three, 0x79, v_data);
 
     /* The same numbers as F32: the widening is exact. */
@@ -171,8 +147,8 @@ TEST(block_v_dequantized)
     static const uint32_t want[16] = { 0x00000000, 0x80000000, 0x3E249249, 0xBE249249, 0x3EA49249, 0xBEA49249,
                                        0x3EF6DB6E, 0xBF249249, 0x3F249249, 0xBF249249, 0x3F76DB6E, 0xBF76DB6E,
                                        0x3FA49249, 0xBFA49249, 0x3FF6DB6E, 0xBFF6DB6E };
-    nib_quantizer q = plain(1, 0);
-    nib_tensor *t = quantize(&q, NIB_BF16, v, 1, 16, &three);
+    nib_quantizer q = usages(1, 0);
+    nib_tensor *t = quantize_matrix(&q, NIB_BF16, v, 1, 16, &three);
     float y[16];
     uint16_t bf16[16], f16[16], half[16];
     dequantize(t, NIB_ROWWISE, NIB_F32, y);
@@ -185,8 +161,8 @@ TEST(block_v_dequantized)
     CHECK_BYTES(half, f16, sizeof f16);
     nib_tensor_destroy(t);
 
-    q = plain(0, 1);
-    t = quantize(&q, NIB_BF16, v, 16, 1, &three);
+    q = usages(0, 1);
+    t = quantize_matrix(&q, NIB_BF16, v, 16, 1, &three);
     dequantize(t, NIB_COLUMNWISE, NIB_F32, y);
     CHECK_BYTES(y, want, sizeof want);
     nib_tensor_destroy(t);
@@ -204,17 +180,17 @@ TEST(block_v_transformed)
     CHECK_BYTES(got, want, sizeof want);
 
     /* A transformed usage is the plain copy of what was transformed, amax included. */
-    nib_quantizer columns = plain(0, 1), rows = plain(1, 0), untransformed = plain(1, 0);
+    nib_quantizer columns = usages(0, 1), rows = usages(1, 0), untransformed = usages(1, 0);
     columns.rht = rows.rht_rowwise = 1;
-    nib_tensor *column = quantize(&columns, NIB_BF16, v, 16, 1, NULL);
-    nib_tensor *row = quantize(&rows, NIB_BF16, v, 1, 16, NULL);
-    nib_tensor *model = quantize(&untransformed, NIB_BF16, want, 1, 16, NULL);
+    nib_tensor *column = quantize_matrix(&columns, NIB_BF16, v, 16, 1, NULL);
+    nib_tensor *row = quantize_matrix(&rows, NIB_BF16, v, 1, 16, NULL);
+    nib_tensor *model = quantize_matrix(&untransformed, NIB_BF16, want, 1, 16, NULL);
     CHECK_BITS(tensor_scale(column, NIB_COL_TENSOR_SCALE), 0x3FD00000);
     CHECK_BITS(tensor_scale(row, NIB_ROW_TENSOR_SCALE), 0x3FD00000);
-    CHECK_BYTES(part(column, NIB_COL_DATA), part(model, NIB_ROW_DATA), 8);
-    CHECK_BYTES(part(row, NIB_ROW_DATA), part(model, NIB_ROW_DATA), 8);
-    CHECK(part(column, NIB_COL_SCALE)[0] == part(model, NIB_ROW_SCALE)[0]);
-    CHECK(part(row, NIB_ROW_SCALE)[0] == part(model, NIB_ROW_SCALE)[0]);
+    CHECK_BYTES(bytes_of(column, NIB_COL_DATA), bytes_of(model, NIB_ROW_DATA), 8);
+    CHECK_BYTES(bytes_of(row, NIB_ROW_DATA), bytes_of(model, NIB_ROW_DATA), 8);
+    CHECK(bytes_of(column, NIB_COL_SCALE)[0] == bytes_of(model, NIB_ROW_SCALE)[0]);
+    CHECK(bytes_of(row, NIB_ROW_SCALE)[0] == bytes_of(model, NIB_ROW_SCALE)[0]);
     nib_tensor_destroy(column);
     nib_tensor_destroy(row);
     nib_tensor_destroy(model);
@@ -223,7 +199,7 @@ TEST(block_v_transformed)
 TEST(block_v_four_over_six)
 {
     static const uint8_t map4[8] = { 0x80, 0x90, 0xA1, 0xA2, 0xB3, 0xC4, 0xD4, 0xE6 };
-    nib_quantizer q = plain(1, 0);
+    nib_quantizer q = usages(1, 0);
     q.scale_rule = NIB_SCALE_4OVER6;
     q.e4m3_max = 256;
     q.error_mode = NIB_ERROR_MAE;
@@ -248,7 +224,7 @@ TEST(block_v_by_level)
                  { NIB_DIALECT_COMPRESSED_TENSORS, NIB_TENSOR_SCALE_DIVISOR } };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         static const int64_t shape[2] = { 1, 16 };
-        nib_quantizer q = plain(1, 0);
+        nib_quantizer q = usages(1, 0);
         q.dialect = rows[i].dialect;
         q.tensor_scale_rule = q.dialect == NIB_DIALECT_TE ? NIB_TENSOR_SCALE_RULE_EXACT : NIB_TENSOR_SCALE_RULE_DIALECT;
         nib_tensor *t = NULL;
@@ -257,9 +233,9 @@ TEST(block_v_by_level)
         CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, shape, &t));
         CHECK_OK(nib_tensor_get_metadata(t, &meta));
         CHECK(meta.tensor_scale == rows[i].tensor_scale);
-        memcpy(part(t, NIB_ROW_DATA), v_data, 8);
-        memcpy(part(t, NIB_ROW_TENSOR_SCALE), &three, sizeof three);
-        part(t, NIB_ROW_SCALE)[0] = 0x2B; /* 0.34375 */
+        memcpy(bytes_of(t, NIB_ROW_DATA), v_data, 8);
+        memcpy(bytes_of(t, NIB_ROW_TENSOR_SCALE), &three, sizeof three);
+        bytes_of(t, NIB_ROW_SCALE)[0] = 0x2B; /* 0.34375 */
         dequantize(t, NIB_ROWWISE, NIB_F32, y);
         const float factor = rows[i].tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER ? 0.34375f * three : 0.34375f / three;
         float codes[16];
@@ -273,12 +249,12 @@ TEST(block_v_by_level)
 /* A transformed usage is transformed back: the inverse of what the plain copy of the same bytes decodes to. */
 TEST(block_v_transformed_back)
 {
-    nib_quantizer rows = plain(1, 0);
+    nib_quantizer rows = usages(1, 0);
     rows.rht_rowwise = 1;
-    nib_tensor *t = quantize(&rows, NIB_BF16, v, 1, 16, NULL);
+    nib_tensor *t = quantize_matrix(&rows, NIB_BF16, v, 1, 16, NULL);
     float y[16], want[16];
-    CHECK_OK(nib_decode(NIB_E2M1, part(t, NIB_ROW_DATA), 16, want));
-    const float factor = te_decode(part(t, NIB_ROW_SCALE)[0], tensor_scale(t, NIB_ROW_TENSOR_SCALE));
+    CHECK_OK(nib_decode(NIB_E2M1, bytes_of(t, NIB_ROW_DATA), 16, want));
+    const float factor = te_decode(bytes_of(t, NIB_ROW_SCALE)[0], tensor_scale(t, NIB_ROW_TENSOR_SCALE));
     for (int i = 0; i < 16; i++)
         want[i] *= factor;
     nib_kernels_scalar.inverse_rht[NIB_F32](want, want, 16, NIB_RHT_SIGN_MASK);
@@ -294,7 +270,7 @@ TEST(zero_block)
     static const float amaxes[2] = { 0, 3 };
     static const uint8_t want[8] = { 0x80 };
     uint16_t x[16] = { 0, 0x8000 };
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     for (int i = 0; i < 2; i++) {
         check_block(&q, NIB_BF16, x, &amaxes[i], 0x00, want);
         const struct nib_scaler scaler = te_scaler(amaxes[i]);
@@ -313,11 +289,11 @@ TEST(underflowed_block)
     for (int i = 0; i < 16; i++)
         x[i] = i == 0 ? 0 : (i % 2 ? -1 : 1) * (float)(1e-6 * (i + 1));
     CHECK_OK(nib_encode(NIB_BF16, x, 16, half));
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     check_block(&q, NIB_BF16, half, &hundred, 0x00, want);
     CHECK_BITS(nib_f32_from_bf16((uint16_t)(half[15] & 0x7FFF)) * te_scaler(100).block, 0x3896147B);
 
-    nib_tensor *t = quantize(&q, NIB_BF16, half, 1, 16, &hundred);
+    nib_tensor *t = quantize_matrix(&q, NIB_BF16, half, 1, 16, &hundred);
     dequantize(t, NIB_ROWWISE, NIB_F32, y);
     for (int i = 0; i < 16; i++)
         CHECK(y[i] == 0 && !signbit(y[i]) == !(i % 2));
@@ -330,7 +306,7 @@ TEST(largest_floats)
     float x[16], y[16];
     for (int i = 0; i < 16; i++)
         x[i] = FLT_MAX;
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     check_block(&q, NIB_F32, x, NULL, 0x7E, want);
     const struct nib_scaler scaler = te_scaler(FLT_MAX);
     CHECK_BITS(scaler.scale, 0x05280001);
@@ -340,7 +316,7 @@ TEST(largest_floats)
     CHECK_BITS(te_factor(0x7E, &scaler), 0x00C00001);
 
     /* 448 * FLT_MAX comes first on the way back. */
-    nib_tensor *t = quantize(&q, NIB_F32, x, 1, 16, NULL);
+    nib_tensor *t = quantize_matrix(&q, NIB_F32, x, 1, 16, NULL);
     CHECK(tensor_scale(t, NIB_ROW_TENSOR_SCALE) == FLT_MAX);
     dequantize(t, NIB_ROWWISE, NIB_F32, y);
     for (int i = 0; i < 16; i++)
@@ -352,7 +328,7 @@ TEST(infinite_amax)
 {
     static const uint8_t want[8] = { 0x87, 0x77 };
     const float x[16] = { INFINITY, -1, NAN, 3000 };
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     check_block(&q, NIB_F32, x, NULL, 0x7E, want); /* found in the data */
     const float infinity = INFINITY;
     check_block(&q, NIB_F32, x, &infinity, 0x7E, want);
@@ -373,32 +349,32 @@ TEST(nan_elements)
     for (int i = 0; i < 32; i++)
         x[i] = i % 2 ? nib_float(0xFFC00000) : nib_float(0x7F800001);
     x[3] = -3, x[4] = 1.5f, x[5] = 0;
-    const nib_quantizer q = plain(1, 1);
-    nib_tensor *t = quantize(&q, NIB_F32, x, 2, 16, NULL);
+    const nib_quantizer q = usages(1, 1);
+    nib_tensor *t = quantize_matrix(&q, NIB_F32, x, 2, 16, NULL);
     static const uint8_t want[16] = { 0x77, 0xF7, 0x05, 0x77, 0x77, 0x77, 0x77, 0x77,
                                       0x77, 0x77, 0x77, 0x77, 0x77, 0x77, 0x77, 0x77 };
     CHECK(tensor_scale(t, NIB_ROW_TENSOR_SCALE) == 3 && tensor_scale(t, NIB_COL_TENSOR_SCALE) == 3);
-    CHECK_BYTES(part(t, NIB_ROW_DATA), want, 16);
-    CHECK(part(t, NIB_ROW_SCALE)[0] == 0x7E && part(t, NIB_ROW_SCALE)[4] == 0);
+    CHECK_BYTES(bytes_of(t, NIB_ROW_DATA), want, 16);
+    CHECK(bytes_of(t, NIB_ROW_SCALE)[0] == 0x7E && bytes_of(t, NIB_ROW_SCALE)[4] == 0);
     for (int column = 0; column < 16; column++) {
-        const uint8_t got = part(t, NIB_COL_DATA)[column], code = column == 3 ? 0x7F : column == 5 ? 0x70 : 0x77;
+        const uint8_t got = bytes_of(t, NIB_COL_DATA)[column], code = column == 3 ? 0x7F : column == 5 ? 0x70 : 0x77;
         CHECK_THAT(got == code, "column %d: %02x, not %02x", column, got, code);
     }
     nib_tensor_destroy(t);
 
     for (int i = 0; i < 32; i++)
         x[i] = NAN;
-    t = quantize(&q, NIB_F32, x, 2, 16, NULL);
+    t = quantize_matrix(&q, NIB_F32, x, 2, 16, NULL);
     CHECK_BITS(tensor_scale(t, NIB_ROW_TENSOR_SCALE), 0);
     for (int i = 0; i < 16; i++)
-        CHECK(part(t, NIB_ROW_DATA)[i] == 0x77);
+        CHECK(bytes_of(t, NIB_ROW_DATA)[i] == 0x77);
     nib_tensor_destroy(t);
 }
 
 /* Amaxes that only a caller can bring. */
 TEST(odd_amaxes)
 {
-    const nib_quantizer q = plain(1, 0);
+    const nib_quantizer q = usages(1, 0);
     const float x[16] = { 1, -2, 0.5f, 6 };
 
     /* Zero, with data that is not: the data is scaled by 1. */
@@ -441,23 +417,23 @@ TEST(operation_order)
         for (int k = 0; k < 3; k++) {
             static const nib_dialect dialects[3] = { NIB_DIALECT_TE, NIB_DIALECT_TORCHAO, NIB_DIALECT_MODELOPT };
             const uint8_t want = k == 0 ? rows[i].te : k == 1 ? rows[i].torchao : rows[i].modelopt;
-            nib_quantizer q = plain(1, 0);
+            nib_quantizer q = usages(1, 0);
             q.dialect = dialects[k];
-            nib_tensor *t = quantize(&q, NIB_BF16, x, 1, 16, &amax);
-            CHECK_THAT(part(t, NIB_ROW_SCALE)[0] == want, "%s, row %zu: %02x, not %02x", nib_dialect_name(q.dialect), i,
-                       part(t, NIB_ROW_SCALE)[0], want);
+            nib_tensor *t = quantize_matrix(&q, NIB_BF16, x, 1, 16, &amax);
+            CHECK_THAT(bytes_of(t, NIB_ROW_SCALE)[0] == want, "%s, row %zu: %02x, not %02x",
+                       nib_dialect_name(q.dialect), i, bytes_of(t, NIB_ROW_SCALE)[0], want);
             nib_tensor_destroy(t);
         }
         /* Four-over-six divides by 6; its answer shows where it maps the maximum to 6. */
         for (int mode = 0; mode < NIB_ERROR_MODE_COUNT; mode++) {
-            nib_quantizer q = plain(1, 0);
+            nib_quantizer q = usages(1, 0);
             q.scale_rule = NIB_SCALE_4OVER6;
             q.error_mode = (nib_error_mode)mode;
-            nib_tensor *t = quantize(&q, NIB_BF16, x, 1, 16, &amax);
-            if ((part(t, NIB_ROW_DATA)[0] & 15) == 7) {
+            nib_tensor *t = quantize_matrix(&q, NIB_BF16, x, 1, 16, &amax);
+            if ((bytes_of(t, NIB_ROW_DATA)[0] & 15) == 7) {
                 sixes++;
-                CHECK_THAT(part(t, NIB_ROW_SCALE)[0] == rows[i].divided, "divided, row %zu: %02x, not %02x", i,
-                           part(t, NIB_ROW_SCALE)[0], rows[i].divided);
+                CHECK_THAT(bytes_of(t, NIB_ROW_SCALE)[0] == rows[i].divided, "divided, row %zu: %02x, not %02x", i,
+                           bytes_of(t, NIB_ROW_SCALE)[0], rows[i].divided);
             }
             nib_tensor_destroy(t);
         }
@@ -565,24 +541,24 @@ TEST(swizzled_tensor)
     static float x[ROWS * COLS];
     for (int i = 0; i < ROWS * COLS; i++)
         x[i] = test_normal();
-    nib_quantizer q = plain(1, 1);
-    nib_tensor *compact = quantize(&q, NIB_F32, x, ROWS, COLS, NULL);
+    nib_quantizer q = usages(1, 1);
+    nib_tensor *compact = quantize_matrix(&q, NIB_F32, x, ROWS, COLS, NULL);
     q.swizzled = 1;
-    nib_tensor *tiles = quantize(&q, NIB_F32, x, ROWS, COLS, NULL);
+    nib_tensor *tiles = quantize_matrix(&q, NIB_F32, x, ROWS, COLS, NULL);
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < (COLS + 15) / 16; c++)
-            CHECK(part(tiles, NIB_ROW_SCALE)[tile_offset(r, c, 7)] == part(compact, NIB_ROW_SCALE)[r * 8 + c]);
+            CHECK(bytes_of(tiles, NIB_ROW_SCALE)[tile_offset(r, c, 7)] == bytes_of(compact, NIB_ROW_SCALE)[r * 8 + c]);
     for (int r = 0; r < COLS; r++)
         for (int c = 0; c < (ROWS + 15) / 16; c++)
-            CHECK(part(tiles, NIB_COL_SCALE)[tile_offset(r, c, 9)] == part(compact, NIB_COL_SCALE)[r * 12 + c]);
+            CHECK(bytes_of(tiles, NIB_COL_SCALE)[tile_offset(r, c, 9)] == bytes_of(compact, NIB_COL_SCALE)[r * 12 + c]);
     nib_tensor *again;
     CHECK_OK(nib_tensor_clone(compact, &again));
     CHECK_OK(nib_tensor_swizzle(again));
-    CHECK_BYTES(part(again, NIB_ROW_SCALE), part(tiles, NIB_ROW_SCALE), 256 * 8);
-    CHECK_BYTES(part(again, NIB_COL_SCALE), part(tiles, NIB_COL_SCALE), 128 * 12);
+    CHECK_BYTES(bytes_of(again, NIB_ROW_SCALE), bytes_of(tiles, NIB_ROW_SCALE), 256 * 8);
+    CHECK_BYTES(bytes_of(again, NIB_COL_SCALE), bytes_of(tiles, NIB_COL_SCALE), 128 * 12);
     CHECK_OK(nib_tensor_unswizzle(again));
-    CHECK_BYTES(part(again, NIB_ROW_SCALE), part(compact, NIB_ROW_SCALE), 256 * 8);
-    CHECK_BYTES(part(again, NIB_COL_SCALE), part(compact, NIB_COL_SCALE), 128 * 12);
+    CHECK_BYTES(bytes_of(again, NIB_ROW_SCALE), bytes_of(compact, NIB_ROW_SCALE), 256 * 8);
+    CHECK_BYTES(bytes_of(again, NIB_COL_SCALE), bytes_of(compact, NIB_COL_SCALE), 128 * 12);
     nib_tensor_destroy(again);
     nib_tensor_destroy(tiles);
     nib_tensor_destroy(compact);
@@ -653,7 +629,7 @@ TEST(rht_matrix)
 /* Every combination of block, copies and row scaling. */
 static nib_quantizer variant(int i)
 {
-    nib_quantizer q = plain(i % 3 != 1, i % 3 != 2);
+    nib_quantizer q = usages(i % 3 != 1, i % 3 != 2);
     if (i / 3 % 2)
         q.block_dims[0] = 16;
     else
@@ -703,7 +679,9 @@ TEST(described_sizes_are_allocated_sizes)
                 CHECK_OK(nib_tensor_part(t, (nib_part)p, &view));
                 CHECK(view.rank == out_rank && memcmp(view.shape, out, sizeof *out * (size_t)out_rank) == 0);
                 CHECK(view.bytes == nib_buffer_bytes(buffer) && view.data == nib_buffer_data(buffer));
-                CHECK(view.dtype == (is_tensor_scale ? NIB_F32 : p == NIB_ROW_DATA || p == NIB_COL_DATA ? NIB_U8 : NIB_E4M3));
+                CHECK(view.dtype == (is_tensor_scale                          ? NIB_F32
+                                     : p == NIB_ROW_DATA || p == NIB_COL_DATA ? NIB_U8
+                                                                              : NIB_E4M3));
             }
             nib_tensor_destroy(t);
         }
@@ -722,7 +700,7 @@ TEST(saving_keeps_pointers)
     float *const x = random_matrix(33, 47);
     for (int i = 0; i < VARIANTS; i++) {
         const nib_quantizer q = variant(i);
-        nib_tensor *t = quantize(&q, NIB_F32, x, 33, 47, NULL);
+        nib_tensor *t = quantize_matrix(&q, NIB_F32, x, 33, 47, NULL);
         nib_buffer *before[NIB_PART_COUNT], *saved[NIB_PART_COUNT];
         void *data[NIB_PART_COUNT];
         for (int p = 0; p < NIB_PART_COUNT; p++) {
@@ -756,15 +734,15 @@ TEST(columnwise_from_rowwise_is_the_direct_one)
         const int64_t rows = odd_shapes[s][0], cols = odd_shapes[s][1];
         float *const x = random_matrix(rows, cols);
         for (int stochastic = 0; stochastic < 2; stochastic++) {
-            nib_quantizer q = plain(1, 0);
+            nib_quantizer q = usages(1, 0);
             q.block_dims[0] = 16;
             q.rounding = stochastic ? NIB_ROUND_STOCHASTIC_24 : NIB_ROUND_NEAREST;
             q.seed = 5;
-            nib_tensor *built = quantize(&q, NIB_F32, x, rows, cols, NULL), *direct, *alone;
+            nib_tensor *built = quantize_matrix(&q, NIB_F32, x, rows, cols, NULL), *direct, *alone;
             q.columnwise = 1;
-            direct = quantize(&q, NIB_F32, x, rows, cols, NULL);
+            direct = quantize_matrix(&q, NIB_F32, x, rows, cols, NULL);
             q.rowwise = 0;
-            alone = quantize(&q, NIB_F32, x, rows, cols, NULL);
+            alone = quantize_matrix(&q, NIB_F32, x, rows, cols, NULL);
             CHECK_OK(nib_tensor_update_usage(built, -1, 1));
             int equal = 0;
             CHECK_OK(nib_tensor_equal(built, direct, &equal));
@@ -772,8 +750,8 @@ TEST(columnwise_from_rowwise_is_the_direct_one)
             static const nib_part columnwise[3] = { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_TENSOR_SCALE };
             for (int p = 0; p < 3; p++) {
                 const size_t bytes = nib_buffer_bytes(nib_tensor_buffer(built, columnwise[p]));
-                CHECK_BYTES(part(built, columnwise[p]), part(direct, columnwise[p]), bytes);
-                CHECK_BYTES(part(alone, columnwise[p]), part(direct, columnwise[p]), bytes);
+                CHECK_BYTES(bytes_of(built, columnwise[p]), bytes_of(direct, columnwise[p]), bytes);
+                CHECK_BYTES(bytes_of(alone, columnwise[p]), bytes_of(direct, columnwise[p]), bytes);
             }
             nib_tensor_destroy(built);
             nib_tensor_destroy(direct);
@@ -789,17 +767,18 @@ TEST(transposing_twice_is_identity)
     for (int s = 0; s < ODD_SHAPES; s++) {
         const int64_t rows = odd_shapes[s][0], cols = odd_shapes[s][1], turned[2] = { cols, rows };
         float *const x = random_matrix(rows, cols);
-        nib_quantizer q = plain(1, 0);
+        nib_quantizer q = usages(1, 0);
         q.block_dims[0] = 16;
-        nib_tensor *t = quantize(&q, NIB_F32, x, rows, cols, NULL), *transposed = NULL;
+        nib_tensor *t = quantize_matrix(&q, NIB_F32, x, rows, cols, NULL), *transposed = NULL;
         CHECK_OK(nib_tensor_update_usage(t, 1, 1));
         nib_buffer *const parts[NIB_PART_COUNT] = { [NIB_ROW_DATA] = nib_tensor_buffer(t, NIB_COL_DATA),
                                                     [NIB_ROW_SCALE] = nib_tensor_buffer(t, NIB_COL_SCALE),
-                                                    [NIB_ROW_TENSOR_SCALE] = nib_tensor_buffer(t, NIB_COL_TENSOR_SCALE) };
+                                                    [NIB_ROW_TENSOR_SCALE] =
+                                                        nib_tensor_buffer(t, NIB_COL_TENSOR_SCALE) };
         CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, 2, turned, parts, &transposed));
         CHECK_OK(nib_tensor_update_usage(transposed, 1, 1));
-        CHECK_BYTES(part(transposed, NIB_COL_DATA), part(t, NIB_ROW_DATA), rows * ((cols + 1) / 2));
-        CHECK_BYTES(part(transposed, NIB_COL_SCALE), part(t, NIB_ROW_SCALE),
+        CHECK_BYTES(bytes_of(transposed, NIB_COL_DATA), bytes_of(t, NIB_ROW_DATA), rows * ((cols + 1) / 2));
+        CHECK_BYTES(bytes_of(transposed, NIB_COL_SCALE), bytes_of(t, NIB_ROW_SCALE),
                     nib_buffer_bytes(nib_tensor_buffer(t, NIB_ROW_SCALE)));
         CHECK(tensor_scale(transposed, NIB_COL_TENSOR_SCALE) == tensor_scale(t, NIB_ROW_TENSOR_SCALE));
         nib_tensor_destroy(transposed);
@@ -814,7 +793,7 @@ TEST(view_that_keeps_the_last_dim_shares)
     float *const x = random_matrix(24, 33), *const other = random_matrix(24, 33);
     for (int i = 0; i < VARIANTS; i++) {
         const nib_quantizer q = variant(i);
-        nib_tensor *t = quantize(&q, NIB_F32, x, 24, 33, NULL);
+        nib_tensor *t = quantize_matrix(&q, NIB_F32, x, 24, 33, NULL);
         for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
             nib_tensor *view = NULL;
             CHECK_OK(nib_tensor_view(t, 3, shapes[s], &view));
@@ -848,12 +827,14 @@ TEST(zero_amax_dequantizes_to_zeros_with_signs)
     const float zero = 0;
     for (int overrides = 0; overrides < 2; overrides++) { /* zeros; and other numbers that a caller says are none */
         for (int i = 0; i < ROWS * COLS; i++)
-            x[i] = overrides ? (float)(1 + test_below(5)) * (test_below(2) ? -1.0f : 1.0f) : test_below(2) ? -0.0f : 0.0f;
+            x[i] = overrides       ? (float)(1 + test_below(5)) * (test_below(2) ? -1.0f : 1.0f)
+                   : test_below(2) ? -0.0f
+                                   : 0.0f;
         for (int i = 0; i < VARIANTS; i++) {
             nib_quantizer q = variant(i);
             if (overrides && q.row_scaled)
                 continue;
-            nib_tensor *t = quantize(&q, NIB_F32, x, ROWS, COLS, overrides ? &zero : NULL);
+            nib_tensor *t = quantize_matrix(&q, NIB_F32, x, ROWS, COLS, overrides ? &zero : NULL);
             for (int usage = 0; usage < 2; usage++)
                 for (int d = 0; d < 3; d++) {
                     uint8_t out[ROWS * COLS * 4];
@@ -883,10 +864,10 @@ TEST(noop)
     CHECK_OK(nib_array_init(&array, other, NIB_F32, 2, shape));
     for (int i = 0; i < VARIANTS; i++) {
         const nib_quantizer q = variant(i);
-        nib_tensor *want[2] = { quantize(&q, NIB_F32, x, ROWS, COLS, NULL),
-                                quantize(&q, NIB_F32, other, ROWS, COLS, NULL) };
+        nib_tensor *want[2] = { quantize_matrix(&q, NIB_F32, x, ROWS, COLS, NULL),
+                                quantize_matrix(&q, NIB_F32, other, ROWS, COLS, NULL) };
         for (size_t k = 0; k < sizeof values / sizeof *values; k++) {
-            nib_tensor *t = quantize(&q, NIB_F32, x, ROWS, COLS, NULL);
+            nib_tensor *t = quantize_matrix(&q, NIB_F32, x, ROWS, COLS, NULL);
             nib_buffer *before[NIB_PART_COUNT];
             for (int p = 0; p < NIB_PART_COUNT; p++)
                 before[p] = nib_tensor_buffer(t, (nib_part)p);
@@ -894,7 +875,7 @@ TEST(noop)
             for (int p = 0; p < NIB_PART_COUNT; p++) {
                 CHECK(nib_tensor_buffer(t, (nib_part)p) == before[p]);
                 if (before[p])
-                    CHECK_BYTES(part(t, (nib_part)p), part(want[values[k] != 1.0f], (nib_part)p),
+                    CHECK_BYTES(bytes_of(t, (nib_part)p), bytes_of(want[values[k] != 1.0f], (nib_part)p),
                                 nib_buffer_bytes(before[p]));
             }
             nib_tensor_destroy(t);
@@ -903,7 +884,7 @@ TEST(noop)
         if (q.rowwise && q.columnwise) {
             nib_quantizer rows = q;
             rows.columnwise = 0;
-            nib_tensor *t = quantize(&rows, NIB_F32, x, ROWS, COLS, NULL);
+            nib_tensor *t = quantize_matrix(&rows, NIB_F32, x, ROWS, COLS, NULL);
             CHECK_OK(nib_quantize_into(&q, &array, NULL, &values[0], t));
             CHECK(!nib_tensor_buffer(t, NIB_COL_DATA));
             CHECK_OK(nib_quantize_into(&q, &array, NULL, &values[1], t));

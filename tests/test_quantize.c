@@ -5,29 +5,15 @@
  * time, by itself.
  */
 #define _GNU_SOURCE
-#include "test.h"
+#include "test_codes.h"
 
 #include <float.h>
 #include <math.h>
 
 #include "tensor/quantize.h"
 
-#define U 0x1p-24 /* unit roundoff of FP32: one rounding is a factor within 1 +- U */
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
-
 /* What the loops are at, for the messages. */
 static char where[256];
-
-static float e2m1[16], e4m3[256];
-
-static void fill_tables(void)
-{
-    uint8_t codes[256];
-    for (int i = 0; i < 256; i++)
-        codes[i] = (uint8_t)i;
-    nib_e2m1_values(e2m1);
-    CHECK_OK(nib_decode(NIB_E4M3, codes, 256, e4m3));
-}
 
 /* ---- Data ---- */
 
@@ -56,7 +42,7 @@ static float number(enum kind kind, nib_dtype dtype)
     }
 }
 
-static int bytes_of(nib_dtype dtype) { return nib_dtype_bits(dtype) / 8; }
+static int element_bytes(nib_dtype dtype) { return nib_dtype_bits(dtype) / 8; }
 
 /* A contiguous array in memory of its own: free(array.data). */
 static nib_array array_from(const float *x, nib_dtype dtype, int rank, const int64_t *shape)
@@ -65,7 +51,7 @@ static nib_array array_from(const float *x, nib_dtype dtype, int rank, const int
     for (int i = 0; i < rank; i++)
         n *= shape[i];
     nib_array array = { 0 };
-    void *memory = malloc((size_t)(n * bytes_of(dtype) + 1));
+    void *memory = malloc((size_t)(n * element_bytes(dtype) + 1));
     CHECK_OK(nib_encode(dtype, x, (size_t)n, memory));
     CHECK_OK(nib_array_init(&array, memory, dtype, rank, shape));
     return array;
@@ -87,18 +73,10 @@ static nib_array random_matrix(enum kind kind, nib_dtype dtype, int64_t rows, in
     return array;
 }
 
-static int64_t elements_of(const nib_array *array)
-{
-    int64_t n = 1;
-    for (int i = 0; i < array->rank; i++)
-        n *= array->shape[i];
-    return n;
-}
-
 /* The values of a contiguous array, to be freed. */
 static float *floats_of(const nib_array *array)
 {
-    const size_t n = (size_t)elements_of(array);
+    const size_t n = (size_t)elements_in(array->rank, array->shape);
     float *x = malloc((n + 1) * sizeof *x);
     CHECK_OK(nib_decode(array->dtype, (char *)array->data + array->offset, n, x));
     return x;
@@ -111,14 +89,14 @@ static char *element_at(const nib_array *array, int64_t index)
         offset += index % array->shape[i] * array->strides[i];
         index /= array->shape[i];
     }
-    return (char *)array->data + array->offset + offset * bytes_of(array->dtype);
+    return (char *)array->data + array->offset + offset * element_bytes(array->dtype);
 }
 
 /* The same elements one after another. */
 static nib_array contiguous_copy(const nib_array *array)
 {
-    const int64_t n = elements_of(array);
-    const int bytes = bytes_of(array->dtype);
+    const int64_t n = elements_in(array->rank, array->shape);
+    const int bytes = element_bytes(array->dtype);
     char *memory = malloc((size_t)(n * bytes + 1));
     for (int64_t i = 0; i < n; i++)
         memcpy(memory + i * bytes, element_at(array, i), (size_t)bytes);
@@ -136,20 +114,6 @@ static nib_array transposed_view(const nib_array *x)
 }
 
 /* ---- Tensors ---- */
-
-static nib_tensor *quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides)
-{
-    nib_tensor *t = NULL;
-    CHECK_OK(nib_quantize(q, x, overrides, &t));
-    if (!t)
-        exit(1); /* nothing below makes sense without it */
-    return t;
-}
-
-static const uint8_t *bytes_at(const nib_tensor *t, nib_part part)
-{
-    return nib_buffer_data(nib_tensor_buffer(t, part));
-}
 
 static bool same_part(const nib_tensor *a, nib_part pa, const nib_tensor *b, nib_part pb)
 {
@@ -171,49 +135,12 @@ static bool same_tensor(const nib_tensor *a, const nib_tensor *b)
 
 #define CHECK_SAME(a, b) CHECK_THAT(same_tensor(a, b), "%s: %s and %s differ", where, #a, #b)
 
-/* One copy of a tensor with compact scales, by line and element. */
-struct usage {
-    int64_t lines, length, code_stride, scale_stride;
-    const uint8_t *codes, *scales;
-    const float *tensor_scales;
-    bool per_line;
-};
-
-static struct usage copy_of(const nib_tensor *t, nib_usage which)
-{
-    nib_metadata facts = { .bytes = sizeof facts };
-    nib_array scales = { 0 };
-    CHECK_OK(nib_tensor_get_metadata(t, &facts));
-    CHECK_OK(nib_tensor_part(t, which == NIB_ROWWISE ? NIB_ROW_SCALE : NIB_COL_SCALE, &scales));
-    const bool rowwise = which == NIB_ROWWISE;
-    struct usage usage = { .lines = rowwise ? facts.rows : facts.cols,
-                         .length = rowwise ? facts.cols : facts.rows,
-                         .scale_stride = scales.shape[1],
-                         .codes = bytes_at(t, rowwise ? NIB_ROW_DATA : NIB_COL_DATA),
-                         .scales = bytes_at(t, rowwise ? NIB_ROW_SCALE : NIB_COL_SCALE),
-                         .tensor_scales = (const void *)bytes_at(t, rowwise ? NIB_ROW_TENSOR_SCALE : NIB_COL_TENSOR_SCALE),
-                         .per_line = facts.quantizer.row_scaled };
-    usage.code_stride = (usage.length + 1) / 2;
-    return usage;
-}
-
-static int code_at(const struct usage *c, int64_t line, int64_t i)
-{
-    return c->codes[line * c->code_stride + i / 2] >> 4 * (i % 2) & 15;
-}
-
-static uint8_t scale_at(const struct usage *c, int64_t line, int64_t block)
-{
-    return c->scales[line * c->scale_stride + block];
-}
-
-static float tensor_scale_at(const struct usage *c, int64_t line) { return c->tensor_scales[c->per_line ? line : 0]; }
-
 /* What a code of 1 stands for, not rounded. */
 static double factor_at(const struct usage *c, const nib_quantizer *q, int64_t line, int64_t block)
 {
     const double tensor_scale = tensor_scale_at(c, line), s = e4m3[scale_at(c, line, block)];
-    return q->tensor_scale_rule == NIB_TENSOR_SCALE_RULE_DIALECT ? s * tensor_scale / (6.0 * q->e4m3_max) : s * tensor_scale;
+    return q->tensor_scale_rule == NIB_TENSOR_SCALE_RULE_DIALECT ? s * tensor_scale / (6.0 * q->e4m3_max)
+                                                                 : s * tensor_scale;
 }
 
 /* ---- Modes ---- */
@@ -328,15 +255,15 @@ static void for_all(void (*body)(const nib_quantizer *q, const nib_array *x, enu
 static nib_array negated(const nib_array *x)
 {
     nib_array minus = contiguous_copy(x);
-    for (int64_t i = 0; i < elements_of(x); i++)
-        ((uint8_t *)minus.data)[(i + 1) * bytes_of(x->dtype) - 1] ^= 0x80;
+    for (int64_t i = 0; i < elements_in(x->rank, x->shape); i++)
+        ((uint8_t *)minus.data)[(i + 1) * element_bytes(x->dtype) - 1] ^= 0x80;
     return minus;
 }
 
 /* A sum of a transform that cancels is +0 whichever the signs, so that a zero code says nothing there. */
 static void check_mirrored(const nib_tensor *a, const nib_tensor *b, nib_usage which, bool transformed)
 {
-    const struct usage ca = copy_of(a, which), cb = copy_of(b, which);
+    const struct usage ca = usage_of(a, which), cb = usage_of(b, which);
     for (int64_t line = 0; line < ca.lines; line++)
         for (int64_t i = 0; i < ca.length; i++) {
             const int code = code_at(&ca, line, i), mirror = code_at(&cb, line, i);
@@ -377,7 +304,7 @@ TEST(sign_of_zero_in_the_dialects)
         q.dialect = (nib_dialect)d;
         const nib_array array = matrix_from(x, NIB_F32, 1, 16);
         nib_tensor *t = quantize(&q, &array, NULL);
-        const struct usage c = copy_of(t, NIB_ROWWISE);
+        const struct usage c = usage_of(t, NIB_ROWWISE);
         CHECK_THAT(code_at(&c, 0, 0) == with_sign[d], "%s: -0 is %d", nib_dialect_name(q.dialect), code_at(&c, 0, 0));
         CHECK(code_at(&c, 0, 1) == 0 && code_at(&c, 0, 2) == 15 && code_at(&c, 0, 3) == 7);
         CHECK(code_at(&c, 0, 4) == 8 && code_at(&c, 0, 5) == 0);
@@ -394,19 +321,19 @@ static void scaling_by_two(const nib_quantizer *q, const nib_array *x, enum kind
         return;
     const int k = x->dtype == NIB_F16 ? (int)test_below(4) : (int)test_below(30) - 15;
     float *values = floats_of(x);
-    for (int64_t i = 0; i < elements_of(x); i++)
+    for (int64_t i = 0; i < elements_in(x->rank, x->shape); i++)
         values[i] = ldexpf(values[i], k);
     const nib_array scaled = matrix_from(values, x->dtype, x->shape[0], x->shape[1]);
     nib_tensor *a = quantize(q, x, NULL), *b = quantize(q, &scaled, NULL);
     for (int part = 0; part < NIB_ROW_TENSOR_SCALE; part++)
         CHECK_THAT(same_part(a, (nib_part)part, b, (nib_part)part), "%s times 2^%d: part %d", where, k, part);
     for (int which = 0; which < 2; which++) {
-        const struct usage ca = copy_of(a, (nib_usage)which), cb = copy_of(b, (nib_usage)which);
+        const struct usage ca = usage_of(a, (nib_usage)which), cb = usage_of(b, (nib_usage)which);
         for (int64_t line = 0; line < (ca.per_line ? ca.lines : 1); line++) {
             const float tensor_scale = ca.tensor_scales[line], wanted = ldexpf(tensor_scale, k);
             /* Without data there is no amax to scale: 0 stays, and the decode scale of zeros is 1. */
-            CHECK_THAT(cb.tensor_scales[line] == wanted || (tensor_scale == 1 && cb.tensor_scales[line] == 1), "%s times 2^%d: %a", where, k,
-                       tensor_scale);
+            CHECK_THAT(cb.tensor_scales[line] == wanted || (tensor_scale == 1 && cb.tensor_scales[line] == 1),
+                       "%s times 2^%d: %a", where, k, tensor_scale);
         }
     }
     nib_tensor_destroy(a);
@@ -429,7 +356,7 @@ TEST(square_blocks_give_the_transpose)
                 q.rounding = (nib_rounding)rounding;
                 const nib_array x = random_matrix(HEAVY, dtypes[d], shapes[s][0], shapes[s][1]);
                 nib_tensor *t = quantize(&q, &x, NULL);
-                const struct usage row = copy_of(t, NIB_ROWWISE), col = copy_of(t, NIB_COLUMNWISE);
+                const struct usage row = usage_of(t, NIB_ROWWISE), col = usage_of(t, NIB_COLUMNWISE);
                 int wrong = row.tensor_scales[0] != col.tensor_scales[0];
                 for (int64_t r = 0; r < row.lines; r++)
                     for (int64_t c = 0; c < row.length; c++)
@@ -475,7 +402,7 @@ static double half_step(double y) { return fabs(y) < 2 ? 0.25 : fabs(y) < 4 ? 0.
  */
 static void check_half_step(const nib_quantizer *q, const nib_tensor *t, nib_usage which, const float *x, int64_t cols)
 {
-    const struct usage c = copy_of(t, which);
+    const struct usage c = usage_of(t, which);
     const double slack = 64 * U;
     for (int64_t line = 0; line < c.lines; line++)
         for (int64_t i = 0; i < c.length; i++) {
@@ -576,7 +503,7 @@ TEST(the_sweep_errs_no_more_than_rtn)
         nib_tensor *t = quantize(&q, &array, NULL), *r = quantize(&plain, &array, NULL);
         int better = 0;
         for (int which = 0; which < 2; which++) {
-            const struct usage a = copy_of(t, (nib_usage)which), b = copy_of(r, (nib_usage)which);
+            const struct usage a = usage_of(t, (nib_usage)which), b = usage_of(r, (nib_usage)which);
             for (int64_t line = 0; line < a.lines; line++)
                 for (int64_t block = 0; block * 16 < a.length; block++) {
                     const double fa = factor_at(&a, &q, line, block), fb = factor_at(&b, &q, line, block);
@@ -593,13 +520,6 @@ TEST(the_sweep_errs_no_more_than_rtn)
         free(x);
         free(array.data);
     }
-}
-
-static uint8_t e4m3_code(float x)
-{
-    uint8_t code = 0;
-    CHECK_OK(nib_encode(NIB_E4M3, &x, 1, &code));
-    return code;
 }
 
 /* By search, not by the library: the nearest magnitude, of two equally near ones the even code. Past 6 it is 6. */
@@ -627,7 +547,7 @@ TEST(ties_go_to_the_even_code)
             nib_quantizer q = mode_of(POW2);
             const nib_array array = matrix_from(x, dtypes[d], 1, 16);
             nib_tensor *t = quantize(&q, &array, NULL);
-            const struct usage c = copy_of(t, NIB_ROWWISE);
+            const struct usage c = usage_of(t, NIB_ROWWISE);
             CHECK(c.tensor_scales[0] == 0x1p-8f && e4m3[scale_at(&c, 0, 0)] == 256);
             for (int i = 0; i < 16; i++)
                 CHECK_THAT(code_at(&c, 0, i) == nearest_code(x[i]), "%s: %a is code %d, not %d",
@@ -648,7 +568,7 @@ TEST(te_by_its_formulas)
     const nib_quantizer q = mode_of(ROW_SCALED);
     float *x = floats_of(&array);
     nib_tensor *t = quantize(&q, &array, NULL);
-    const struct usage c = copy_of(t, NIB_ROWWISE);
+    const struct usage c = usage_of(t, NIB_ROWWISE);
     int wrong = 0;
     for (int64_t line = 0; line < rows; line++) {
         const float encode = 2688.0f / c.tensor_scales[line], decode = 1.0f / encode, by = encode * (1.0f / 6.0f);
@@ -694,7 +614,7 @@ static void check_four_over_six(const nib_quantizer *q, enum kind kind)
     const nib_array array = random_matrix(kind, NIB_BF16, rows, cols);
     float *x = floats_of(&array);
     nib_tensor *t = quantize(q, &array, NULL);
-    const struct usage c = copy_of(t, NIB_ROWWISE);
+    const struct usage c = usage_of(t, NIB_ROWWISE);
     int fours = 0, sixes = 0;
     for (int64_t line = 0; line < rows; line++)
         for (int64_t block = 0; block * 16 < cols; block++) {
@@ -754,16 +674,16 @@ static void check_decode_scale(const nib_array *x, nib_scale_rule rule, int32_t 
     nib_quantizer q = mode_of(RTN);
     q.scale_rule = rule, q.e4m3_max = e4m3_max;
     nib_tensor *kept = quantize(&q, x, NULL);
-    const float amax = copy_of(kept, NIB_ROWWISE).tensor_scales[0], exact = amax / (6.0f * (float)e4m3_max);
+    const float amax = usage_of(kept, NIB_ROWWISE).tensor_scales[0], exact = amax / (6.0f * (float)e4m3_max);
     for (int pow2 = 0; pow2 < 2; pow2++) {
         q.tensor_scale_rule = pow2 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_EXACT;
         nib_tensor *t = quantize(&q, x, NULL);
-        const struct usage c = copy_of(t, NIB_ROWWISE);
+        const struct usage c = usage_of(t, NIB_ROWWISE);
         const float g = c.tensor_scales[0];
         int exponent;
         nib_metadata facts = { .bytes = sizeof facts };
         CHECK_OK(nib_tensor_get_metadata(t, &facts));
-        CHECK(facts.tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER && copy_of(t, NIB_COLUMNWISE).tensor_scales[0] == g);
+        CHECK(facts.tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER && usage_of(t, NIB_COLUMNWISE).tensor_scales[0] == g);
         if (amax == 0)
             CHECK_THAT(g == 1, "%s: g of zeros is %a", where, g);
         else if (exact < FLT_MIN)
@@ -810,7 +730,7 @@ TEST(min_block_scale_is_a_floor)
             nib_tensor *t = quantize(&q, &x, NULL);
             int at_floor = 0;
             for (int which = 0; which < 2; which++) {
-                const struct usage c = copy_of(t, (nib_usage)which);
+                const struct usage c = usage_of(t, (nib_usage)which);
                 for (int64_t line = 0; line < c.lines; line++)
                     for (int64_t block = 0; block < (c.length + 15) / 16; block++) {
                         const float s = e4m3[scale_at(&c, line, block)];
@@ -857,7 +777,7 @@ TEST(bytes_do_not_depend_on_the_thread_count)
 static void check_layout(const char *name, const nib_array *view)
 {
     const nib_array plain = contiguous_copy(view);
-    const int64_t cols = view->shape[view->rank - 1], rows = cols ? elements_of(view) / cols : 0;
+    const int64_t cols = view->shape[view->rank - 1], rows = cols ? elements_in(view->rank, view->shape) / cols : 0;
     for (int mode = 0; mode < MODES; mode++) {
         const nib_quantizer q = mode_of(mode);
         if (!supports(&q, rows, cols))
@@ -910,7 +830,7 @@ static nib_array sliced(nib_array base, int64_t rows, int64_t cols)
 {
     const int64_t shape[4] = { 2, 2, rows / 4, cols }, start[4] = { 1, 0, 1, 3 }, step[4] = { 2, 3, 1, 2 };
     for (int i = 0; i < 4; i++) {
-        base.offset += (size_t)(start[i] * base.strides[i] * bytes_of(base.dtype));
+        base.offset += (size_t)(start[i] * base.strides[i] * element_bytes(base.dtype));
         base.shape[i] = shape[i];
         base.strides[i] *= step[i];
     }
@@ -925,10 +845,10 @@ static void check_layouts(nib_dtype dtype)
     check_layout("transposed", &x);
 
     x = base;
-    x.offset = (size_t)(elements_of(&x) - 1) * (size_t)bytes_of(dtype);
+    x.offset = (size_t)(elements_in(x.rank, x.shape) - 1) * (size_t)element_bytes(dtype);
     x.strides[0] = -x.strides[0], x.strides[1] = -1;
     check_layout("backwards", &x);
-    x.offset = (size_t)(319 * bytes_of(dtype)), x.strides[0] = -x.strides[0];
+    x.offset = (size_t)(319 * element_bytes(dtype)), x.strides[0] = -x.strides[0];
     check_layout("columns backwards", &x);
 
     x = base;
@@ -941,10 +861,10 @@ static void check_layouts(nib_dtype dtype)
     check_layout("one number", &x);
 
     x = base;
-    x.shape[1] = 33, x.strides[1] = 9, x.offset = (size_t)(7 * bytes_of(dtype));
+    x.shape[1] = 33, x.strides[1] = 9, x.offset = (size_t)(7 * element_bytes(dtype));
     check_layout("every ninth", &x);
     x = base;
-    x.shape[1] = 100, x.offset = (size_t)(21 * bytes_of(dtype));
+    x.shape[1] = 100, x.offset = (size_t)(21 * element_bytes(dtype));
     check_layout("columns 21 to 120", &x);
 
     nib_array four = base;
@@ -954,7 +874,7 @@ static void check_layouts(nib_dtype dtype)
     check_layout("rank 4", &four);
     x = sliced(four, 8, 150);
     check_layout("slice of rank 4", &x);
-    x.strides[0] = -x.strides[0], x.offset += (size_t)(-x.strides[0] * bytes_of(dtype));
+    x.strides[0] = -x.strides[0], x.offset += (size_t)(-x.strides[0] * element_bytes(dtype));
     check_layout("slice of rank 4, first dim backwards", &x);
     x = four;
     x.strides[1] = 0;
@@ -1040,7 +960,7 @@ static nib_tensor *junk_tensor(const nib_quantizer *q, nib_dtype dtype, int64_t 
 static void into_junk(const nib_quantizer *q, const nib_array *x, enum kind kind)
 {
     (void)kind;
-    if (elements_of(x) > 1500)
+    if (elements_in(x->rank, x->shape) > 1500)
         return;
     nib_tensor *fresh = quantize(q, x, NULL), *junk = junk_tensor(q, x->dtype, x->shape[0], x->shape[1]);
     CHECK_OK(nib_quantize_into(NULL, x, NULL, NULL, junk));
@@ -1054,7 +974,7 @@ TEST(junk_in_the_buffers_does_not_shine_through) { for_all(into_junk); }
 /* What lies past the last element is 0, in codes and in scales. */
 static void check_padding(const nib_tensor *t, nib_usage which)
 {
-    const struct usage c = copy_of(t, which);
+    const struct usage c = usage_of(t, which);
     int wrong = 0;
     for (int64_t line = 0; line < c.lines; line++)
         wrong += c.length % 2 && c.codes[line * c.code_stride + c.code_stride - 1] >> 4;
@@ -1079,7 +999,7 @@ static void tails(const nib_quantizer *q, const nib_array *x, enum kind kind)
     nib_tensor *t = quantize(q, x, NULL), *p = quantize(q, &large, NULL);
     int wrong = 0;
     for (int which = 0; which < 2; which++) {
-        const struct usage a = copy_of(t, (nib_usage)which), b = copy_of(p, (nib_usage)which);
+        const struct usage a = usage_of(t, (nib_usage)which), b = usage_of(p, (nib_usage)which);
         check_padding(t, (nib_usage)which);
         for (int64_t line = 0; line < a.lines; line++)
             for (int64_t i = 0; i < a.length; i++)
@@ -1103,13 +1023,13 @@ static void swizzle_of_compact(const nib_quantizer *q, const nib_array *x, enum 
     tiled.swizzled = 1, compact.swizzled = 0;
     nib_tensor *a = quantize(&tiled, x, NULL), *b = quantize(&compact, x, NULL);
     for (int which = 0; which < 2; which++) {
-        const struct usage c = copy_of(b, (nib_usage)which);
+        const struct usage c = usage_of(b, (nib_usage)which);
         const nib_part part = which == NIB_ROWWISE ? NIB_ROW_SCALE : NIB_COL_SCALE;
         const size_t bytes = nib_buffer_bytes(nib_tensor_buffer(b, part));
         uint8_t *tiles = malloc(bytes);
         memset(tiles, 0xAA, bytes);
         CHECK_OK(nib_swizzle_scales(c.scales, c.lines, (c.length + 15) / 16, c.scale_stride, tiles));
-        CHECK_THAT(memcmp(tiles, bytes_at(a, part), bytes) == 0, "%s: swizzled copy %d", where, which);
+        CHECK_THAT(memcmp(tiles, bytes_of(a, part), bytes) == 0, "%s: swizzled copy %d", where, which);
         free(tiles);
     }
     CHECK(same_part(a, NIB_ROW_DATA, b, NIB_ROW_DATA) && same_part(a, NIB_COL_DATA, b, NIB_COL_DATA));
@@ -1136,8 +1056,8 @@ static void given_as_found(const nib_quantizer *q, const nib_array *x, enum kind
 {
     (void)kind;
     nib_tensor *found = quantize(q, x, NULL);
-    const float *row = (const void *)bytes_at(found, NIB_ROW_TENSOR_SCALE),
-                *col = (const void *)bytes_at(found, NIB_COL_TENSOR_SCALE);
+    const float *row = (const void *)bytes_of(found, NIB_ROW_TENSOR_SCALE),
+                *col = (const void *)bytes_of(found, NIB_COL_TENSOR_SCALE);
     const nib_overrides tensor_scale = given_tensor_scale(row, col);
     nib_tensor *again = quantize(q, x, &tensor_scale);
     CHECK_SAME(found, again);
@@ -1175,9 +1095,10 @@ TEST(a_given_amax_stands_for_absent_data)
         const nib_overrides overrides = test_below(2) ? given_amax(&amax, NULL) : given_amax(NULL, &amax);
         nib_tensor *whole = quantize(&q, &more, NULL), *part = quantize(&q, &x, &overrides);
         snprintf(where, sizeof where, "%s", mode_names[mode]);
-        CHECK_BYTES(bytes_at(whole, NIB_ROW_DATA), bytes_at(part, NIB_ROW_DATA), rows * cols / 2);
+        CHECK_BYTES(bytes_of(whole, NIB_ROW_DATA), bytes_of(part, NIB_ROW_DATA), rows * cols / 2);
         CHECK_THAT(same_part(whole, NIB_ROW_TENSOR_SCALE, part, NIB_ROW_TENSOR_SCALE), "%s: row tensor scale", where);
-        CHECK_THAT(same_part(whole, NIB_COL_TENSOR_SCALE, part, NIB_COL_TENSOR_SCALE), "%s: column tensor scale", where);
+        CHECK_THAT(same_part(whole, NIB_COL_TENSOR_SCALE, part, NIB_COL_TENSOR_SCALE), "%s: column tensor scale",
+                   where);
         nib_tensor_destroy(whole);
         nib_tensor_destroy(part);
         free(more.data);
@@ -1195,7 +1116,8 @@ TEST(a_given_level_is_kept_as_it_is)
             const nib_array x = random_matrix(NORMAL, NIB_F32, 20, 40);
             const nib_overrides overrides = given_tensor_scale(&tensor_scales[i], NULL);
             nib_tensor *t = quantize(&q, &x, &overrides);
-            CHECK(copy_of(t, NIB_ROWWISE).tensor_scales[0] == tensor_scales[i] && copy_of(t, NIB_COLUMNWISE).tensor_scales[0] == tensor_scales[i]);
+            CHECK(usage_of(t, NIB_ROWWISE).tensor_scales[0] == tensor_scales[i] &&
+                  usage_of(t, NIB_COLUMNWISE).tensor_scales[0] == tensor_scales[i]);
             nib_tensor_destroy(t);
             free(x.data);
         }
@@ -1205,7 +1127,7 @@ TEST(a_given_level_is_kept_as_it_is)
     const float number_given = 16;
     const nib_overrides amax = given_amax(&number_given, NULL), tensor_scale = given_tensor_scale(&number_given, NULL);
     nib_tensor *a = quantize(&q, &x, &amax), *b = quantize(&q, &x, &tensor_scale);
-    CHECK(copy_of(a, NIB_ROWWISE).tensor_scales[0] == 17 && copy_of(b, NIB_ROWWISE).tensor_scales[0] == 16);
+    CHECK(usage_of(a, NIB_ROWWISE).tensor_scales[0] == 17 && usage_of(b, NIB_ROWWISE).tensor_scales[0] == 16);
     nib_tensor_destroy(a);
     nib_tensor_destroy(b);
     free(x.data);
@@ -1222,7 +1144,7 @@ TEST(gist_with_the_callers_global_scale)
     const nib_array x = random_matrix(NORMAL, NIB_F32, 20, 50);
     const float *values = x.data;
     nib_tensor *t = quantize(&q, &x, &overrides);
-    const struct usage c = copy_of(t, NIB_ROWWISE);
+    const struct usage c = usage_of(t, NIB_ROWWISE);
     for (int64_t line = 0; line < 20; line++)
         for (int64_t i = 0; i < 50; i++) {
             float amax = 0;
@@ -1245,12 +1167,12 @@ TEST(row_scaled_lines_are_tensors_of_their_own)
     nib_tensor *t = quantize(&q, &x, NULL);
     for (int which = 0; which < 2; which++) {
         const nib_array view = which ? transposed_view(&x) : x, matrix = contiguous_copy(&view);
-        const struct usage c = copy_of(t, (nib_usage)which);
+        const struct usage c = usage_of(t, (nib_usage)which);
         for (int64_t line = 0; line < c.lines; line++) {
             nib_array one = matrix;
             one.shape[0] = 1, one.offset = (size_t)(line * c.length) * sizeof(float);
             nib_tensor *alone = quantize(&plain, &one, NULL);
-            const struct usage a = copy_of(alone, NIB_ROWWISE);
+            const struct usage a = usage_of(alone, NIB_ROWWISE);
             CHECK(a.tensor_scales[0] == c.tensor_scales[line]);
             CHECK_BYTES(a.codes, c.codes + line * c.code_stride, c.code_stride);
             CHECK_BYTES(a.scales, c.scales + line * c.scale_stride, c.scale_stride);
@@ -1274,8 +1196,9 @@ TEST(row_scaled_vectors_are_given_per_copy)
     nib_tensor *found = quantize(&q, &x, NULL);
     const nib_overrides overrides = given_amax(large, NULL);
     nib_tensor *t = quantize(&q, &x, &overrides);
-    CHECK_BYTES(bytes_at(t, NIB_ROW_TENSOR_SCALE), large, sizeof large);
-    CHECK(same_part(t, NIB_COL_TENSOR_SCALE, found, NIB_COL_TENSOR_SCALE) && same_part(t, NIB_COL_DATA, found, NIB_COL_DATA));
+    CHECK_BYTES(bytes_of(t, NIB_ROW_TENSOR_SCALE), large, sizeof large);
+    CHECK(same_part(t, NIB_COL_TENSOR_SCALE, found, NIB_COL_TENSOR_SCALE) &&
+          same_part(t, NIB_COL_DATA, found, NIB_COL_DATA));
     nib_tensor_destroy(t);
     nib_tensor_destroy(found);
     free(x.data);
@@ -1335,8 +1258,8 @@ TEST(amaxes_are_reduced_once)
         nib_tensor *own = quantize(&plain, &x, NULL); /* its tensor scales are the amaxes */
         const size_t rows_n = q.row_scaled ? (size_t)rows : 1;
         for (size_t i = 0; i < n; i++)
-            wanted[i] = fmaxf(inputs[i], i < rows_n ? copy_of(own, NIB_ROWWISE).tensor_scales[i]
-                                                     : copy_of(own, NIB_COLUMNWISE).tensor_scales[i - rows_n]);
+            wanted[i] = fmaxf(inputs[i], i < rows_n ? usage_of(own, NIB_ROWWISE).tensor_scales[i]
+                                                    : usage_of(own, NIB_COLUMNWISE).tensor_scales[i - rows_n]);
         const nib_overrides overrides = given_amax(wanted, wanted + rows_n);
         nib_tensor *expected = quantize(&q, &x, &overrides);
         q.amax_comm = &comm;
@@ -1357,8 +1280,8 @@ TEST(amaxes_are_reduced_once)
         nib_tensor_destroy(t);
 
         const nib_overrides tensor_scale =
-            given_tensor_scale((const void *)bytes_at(expected, NIB_ROW_TENSOR_SCALE),
-                        (const void *)bytes_at(expected, NIB_COL_TENSOR_SCALE)); /* finished: not reduced */
+            given_tensor_scale((const void *)bytes_of(expected, NIB_ROW_TENSOR_SCALE),
+                               (const void *)bytes_of(expected, NIB_COL_TENSOR_SCALE)); /* finished: not reduced */
         peer = (struct peer){ .inputs = inputs };
         t = quantize(&q, &x, &tensor_scale);
         CHECK_SAME(t, expected);
@@ -1498,7 +1421,7 @@ TEST(every_combination_is_taken_or_refused_by_the_list)
 TEST(values_outside_their_range)
 {
     nib_quantizer good = mode_of(RTN), q;
-#define REJECTED(change, status, words)                                       \
+#define REJECTED(change, status, words)                                      \
     do {                                                                     \
         q = good;                                                            \
         change;                                                              \
@@ -1669,11 +1592,11 @@ static void decoded_values(const nib_quantizer *q, const nib_array *x, enum kind
     if (q->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_DIALECT || q->swizzled || q->rht)
         return;
     nib_tensor *t = quantize(q, x, NULL);
-    float *y = malloc((size_t)elements_of(x) * sizeof *y);
+    float *y = malloc((size_t)elements_in(x->rank, x->shape) * sizeof *y);
     nib_array out = { 0 };
     CHECK_OK(nib_array_init(&out, y, NIB_F32, 2, x->shape));
     for (int which = 0; which < 2; which++) {
-        const struct usage c = copy_of(t, (nib_usage)which);
+        const struct usage c = usage_of(t, (nib_usage)which);
         CHECK_OK(nib_dequantize(t, (nib_usage)which, &out));
         int wrong = 0;
         for (int64_t line = 0; line < c.lines; line++)
@@ -1732,7 +1655,7 @@ TEST(the_transform_comes_back)
             nib_tensor *t = quantize(&q, &array, NULL);
             for (int which = 0; which < 2; which++) {
                 CHECK_OK(nib_dequantize(t, (nib_usage)which, &out));
-                const struct usage c = copy_of(t, (nib_usage)which);
+                const struct usage c = usage_of(t, (nib_usage)which);
                 const int64_t along = which == NIB_ROWWISE ? 1 : cols, across = which == NIB_ROWWISE ? cols : 1;
                 for (int64_t line = 0; line < c.lines; line++)
                     for (int64_t block = 0; block < c.length / 16; block++) {
@@ -1806,7 +1729,7 @@ TEST(nan_becomes_six)
         for (int part = NIB_ROW_SCALE; part < NIB_PART_COUNT; part++)
             wrong += !same_part(a, (nib_part)part, b, (nib_part)part);
         for (int which = 0; which < 2; which++) {
-            const struct usage ca = copy_of(a, (nib_usage)which), cb = copy_of(b, (nib_usage)which);
+            const struct usage ca = usage_of(a, (nib_usage)which), cb = usage_of(b, (nib_usage)which);
             for (int64_t i = 0; i < rows * cols; i++) {
                 const int64_t line = which ? i % cols : i / cols, at = which ? i / cols : i % cols;
                 wrong += code_at(&ca, line, at) != (i % 29 ? code_at(&cb, line, at) : 7);
@@ -1829,7 +1752,7 @@ TEST(infinity_leaves_other_blocks_alone)
     values[5] = INFINITY, values[64 + 20] = -INFINITY;
     const nib_quantizer q = mode_of(RTN);
     nib_tensor *t = quantize(&q, &x, NULL);
-    const struct usage c = copy_of(t, NIB_ROWWISE);
+    const struct usage c = usage_of(t, NIB_ROWWISE);
     CHECK(isinf(c.tensor_scales[0]));
     CHECK(code_at(&c, 0, 5) == 7 && code_at(&c, 1, 20) == 15);
     CHECK(scale_at(&c, 0, 0) == 0x7E && scale_at(&c, 1, 1) == 0x7E);
@@ -1890,7 +1813,8 @@ TEST(tensors_without_elements)
             const nib_buffer *tensor_scale = nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE);
             for (size_t j = 0; j < nib_buffer_bytes(tensor_scale) / sizeof(float); j++) {
                 const float wanted = q.tensor_scale_rule == NIB_TENSOR_SCALE_RULE_DIALECT ? 0 : 1;
-                CHECK_THAT(((const float *)nib_buffer_data(tensor_scale))[j] == wanted, "%s: tensor scale", mode_names[mode]);
+                CHECK_THAT(((const float *)nib_buffer_data(tensor_scale))[j] == wanted, "%s: tensor scale",
+                           mode_names[mode]);
             }
             nib_tensor_destroy(t);
         }

@@ -4,59 +4,18 @@
  * matrix; the same bytes for any threads, memory and ranks; and what is left after everything that can go wrong.
  */
 #define _GNU_SOURCE
-#include "test_directory.h"
-
 /* NIB_TEST_WRAP_ALLOC */
 #include "io/checkpoint.h"
 #include "base/os.h"
 #include "team.h"
 #include "test_alloc.h"
+#include "test_weights.h"
 
 #include <errno.h>
 #include <math.h>
 #include <sys/stat.h>
 
 /* ---- Directories ---- */
-
-static void remove_all(void) { (void)nib_os_remove_directory(directory); }
-
-static const char *at(const char *name)
-{
-    static char paths[32][200];
-    static _Atomic int next; /* ranks are threads */
-    if (!directory[0]) {
-        make_directory();
-        atexit(remove_all);
-    }
-    char *path = paths[(unsigned)next++ % 32];
-    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
-    return path;
-}
-
-static void put_text(const char *path, const char *text)
-{
-    FILE *file = fopen(path, "wb");
-    CHECK(file && fwrite(text, 1, strlen(text), file) == strlen(text));
-    if (file)
-        fclose(file);
-}
-
-static char *get_file(const char *path, size_t *bytes)
-{
-    FILE *file = fopen(path, "rb");
-    char *text = NULL;
-    *bytes = 0;
-    if (!file)
-        return NULL;
-    fseek(file, 0, SEEK_END);
-    const long size = ftell(file);
-    rewind(file);
-    text = malloc((size_t)size + 1);
-    *bytes = fread(text, 1, (size_t)size, file);
-    text[*bytes] = '\0';
-    fclose(file);
-    return text;
-}
 
 static bool file_has(const char *path, const char *words)
 {
@@ -75,19 +34,6 @@ static bool same_file(const char *a, const char *b)
     free(x);
     free(y);
     return same;
-}
-
-/* Names in a directory; -1 where there is none. */
-static int entries(const char *path)
-{
-    int n = 0;
-    DIR *listing = opendir(path);
-    if (!listing)
-        return -1;
-    for (struct dirent *item; (item = readdir(listing));)
-        n += strcmp(item->d_name, ".") != 0 && strcmp(item->d_name, "..") != 0;
-    closedir(listing);
-    return n;
 }
 
 static void check_same_directory(const char *a, const char *b)
@@ -116,7 +62,7 @@ static const char *fresh(const char *name)
 
 /* ---- A model ---- */
 
-struct item {
+struct random_item {
     const char *name;
     nib_dtype dtype;
     int rank;
@@ -124,39 +70,32 @@ struct item {
     float sigma; /* 0: ones */
 };
 
-static size_t elements_of(const struct item *item)
+static void put_random(const char *path, const struct random_item *items, size_t n)
 {
-    size_t n = 1;
-    for (int i = 0; i < item->rank; i++)
-        n *= (size_t)item->shape[i];
-    return n;
-}
-
-static void put_tensors(const char *path, const struct item *items, size_t n)
-{
-    nib_writer *writer = NULL;
-    CHECK_OK(nib_writer_create(path, &writer));
-    for (size_t i = 0; i < n; i++)
-        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
+    struct item filled[16];
+    CHECK(n <= 16);
     for (size_t i = 0; i < n; i++) {
-        const size_t count = elements_of(&items[i]), bytes = count * (size_t)nib_dtype_bits(items[i].dtype) / 8;
-        float *x = malloc(count * sizeof *x);
-        void *data = malloc(bytes);
+        filled[i] = (struct item){ .name = items[i].name, .dtype = items[i].dtype, .rank = items[i].rank };
+        memcpy(filled[i].shape, items[i].shape, sizeof filled[i].shape);
+        const size_t count = (size_t)elements_in(items[i].rank, items[i].shape);
+        float *x = malloc((count + 1) * sizeof *x);
+        void *data = calloc(count + 1, 8);
         for (size_t j = 0; j < count; j++)
             x[j] = items[i].sigma > 0 ? items[i].sigma * test_normal() : 1;
         if (items[i].dtype == NIB_I64)
-            memset(data, 0xA5, bytes);
+            memset(data, 0xA5, 8 * count);
         else
             CHECK_OK(nib_encode(items[i].dtype, x, count, data));
-        CHECK_OK(nib_writer_write(writer, items[i].name, 0, data, bytes));
+        filled[i].data = data;
         free(x);
-        free(data);
     }
-    CHECK_OK(nib_writer_commit(writer));
-    nib_writer_destroy(writer);
+    put_tensors(path, filled, n);
+    for (size_t i = 0; i < n; i++)
+        free((void *)(uintptr_t)filled[i].data);
 }
-#define PUT(path, ...) \
-    put_tensors(path, (struct item[]){ __VA_ARGS__ }, sizeof((struct item[]){ __VA_ARGS__ }) / sizeof(struct item))
+#define PUT(path, ...)                                      \
+    put_random(path, (struct random_item[]){ __VA_ARGS__ }, \
+               sizeof((struct random_item[]){ __VA_ARGS__ }) / sizeof(struct random_item))
 
 enum { H = 64, I = 144, V = 40 };
 #define LAYER "model.layers.0."
@@ -187,13 +126,6 @@ static void make_model(const char *path)
     put_text(name, "{}");
     snprintf(name, sizeof name, "%s/pytorch_model.bin", path);
     put_text(name, "pickled");
-}
-
-static nib_checkpoint *open_good(const char *path)
-{
-    nib_checkpoint *c = NULL;
-    CHECK_OK(nib_checkpoint_open(path, &c));
-    return c;
 }
 
 static nib_plan *plan_quantize(const nib_checkpoint *in, const nib_quantize_options *options)
@@ -267,7 +199,8 @@ static void check_quantized(const nib_checkpoint *in, const nib_checkpoint *out,
     for (int64_t r = 0; r < rows; r++)
         CHECK_BYTES(scales + r * blocks, (uint8_t *)part.data + r * part.shape[1], blocks);
     CHECK_OK(nib_tensor_part(t, NIB_ROW_TENSOR_SCALE, &part));
-    const float tensor_scale = *(float *)part.data, g = made.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR ? 1 / made.tensor_scale : made.tensor_scale;
+    const float tensor_scale = *(float *)part.data,
+                g = made.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR ? 1 / made.tensor_scale : made.tensor_scale;
     CHECK_THAT(g == tensor_scale, "%s: tensor scale %g, not %g", name, (double)g, (double)tensor_scale);
     nib_tensor_destroy(t);
     free(x);
@@ -307,7 +240,8 @@ TEST(codes_are_those_of_the_whole_matrix_under_the_amax_of_its_set)
     nib_quantizer q;
     default_quantizer(&q);
     make_model(at("in"));
-    static const nib_checkpoint_format formats[] = { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_CHECKPOINT_FORMAT_MODELOPT };
+    static const nib_checkpoint_format formats[] = { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
+                                                     NIB_CHECKPOINT_FORMAT_MODELOPT };
     for (int i = 0; i < 2; i++) {
         const nib_quantize_options options = with(formats[i]);
         CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
@@ -550,7 +484,8 @@ static void check_same_weights(const char *path_a, const char *path_b)
         nib_weight u = { .bytes = sizeof u }, v = { .bytes = sizeof v };
         CHECK_OK(nib_checkpoint_get_weight(a, i, &u));
         CHECK_OK(nib_checkpoint_get_weight(b, j, &v));
-        const bool turned = (u.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR) != (v.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR);
+        const bool turned =
+            (u.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR) != (v.tensor_scale_kind == NIB_TENSOR_SCALE_DIVISOR);
         CHECK(v.tensor_scale == (turned ? 1 / u.tensor_scale : u.tensor_scale)); /* powers of two */
         CHECK(u.has_input_scale == v.has_input_scale);
         CHECK(!u.has_input_scale || v.input_scale == (turned ? 1 / u.input_scale : u.input_scale));
@@ -886,9 +821,9 @@ TEST(contradicting_options_are_refused)
     nib_plan *plan = NULL;
     nib_quantize_options o = with(NIB_CHECKPOINT_FORMAT_PLAIN);
     CHECK_FAILS(nib_plan_quantize(in, &o, &plan), NIB_ERR_ARG, "compressed-tensors, modelopt or gguf");
-#define REJECTED(change, status, words)                                \
+#define REJECTED(change, status, words)                               \
     do {                                                              \
-        o = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);                     \
+        o = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);           \
         change;                                                       \
         CHECK_FAILS(nib_plan_quantize(in, &o, &plan), status, words); \
     } while (0)
@@ -899,7 +834,8 @@ TEST(contradicting_options_are_refused)
     REJECTED(o.activation = NIB_ACTIVATION_NORM, NIB_ERR_MODE, "nvfp4a16 leaves activations alone");
     REJECTED((o.scheme = NIB_SCHEME_NVFP4, o.activation = NIB_ACTIVATION_FILE), NIB_ERR_MODE, "file of activations");
     REJECTED((o.dialect = NIB_DIALECT_MODELOPT, o.scale_rule = NIB_SCALE_SWEEP), NIB_ERR_MODE, "--scale");
-    REJECTED((o.dialect = NIB_DIALECT_TE, o.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2), NIB_ERR_MODE, "--tensor-scale");
+    REJECTED((o.dialect = NIB_DIALECT_TE, o.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2), NIB_ERR_MODE,
+             "--tensor-scale");
     REJECTED((o.dialect = NIB_DIALECT_GIST, o.min_block_scale = 1), NIB_ERR_MODE, "--min-block-scale");
     REJECTED((o.n_ignore = 1), NIB_ERR_ARG, "NULL");
     REJECTED((o.ignore = bad, o.n_ignore = 1), NIB_ERR_ARG, "re:(");

@@ -6,7 +6,6 @@
  * Built with NIB_TEST_WRAP_ALLOC and -Wl,--wrap=aligned_alloc,--wrap=realloc it also fails every allocation once.
  */
 #define _GNU_SOURCE
-#include "test.h"
 #include "test_alloc.h"
 #include "test_directory.h"
 
@@ -14,42 +13,6 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-
-/* The path of a file in the directory, in one of four buffers. */
-static const char *at(const char *name)
-{
-    static char paths[4][256];
-    static int next;
-    make_directory();
-    char *path = paths[next++ % 4];
-    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
-    return path;
-}
-
-static void put_file(const char *path, const void *bytes, size_t count)
-{
-    FILE *file = fopen(path, "wb");
-    CHECK(file && fwrite(bytes, 1, count, file) == count);
-    CHECK(file && fclose(file) == 0);
-}
-
-static char *get_file(const char *path, size_t *count)
-{
-    FILE *file = fopen(path, "rb");
-    CHECK(file);
-    if (!file)
-        return NULL;
-    fseek(file, 0, SEEK_END);
-    *count = (size_t)ftell(file);
-    rewind(file);
-    char *bytes = malloc(*count + 1);
-    CHECK(fread(bytes, 1, *count, file) == *count);
-    bytes[*count] = '\0';
-    fclose(file);
-    return bytes;
-}
-
-static bool exists(const char *path) { return access(path, F_OK) == 0; }
 
 /* A file with this header and so many bytes 1, 2, 3, ... of data. */
 static const char *make_sized(const char *header, size_t header_bytes, size_t data_bytes)
@@ -243,9 +206,9 @@ TEST(read_names)
     REJECTED("{\"\\u12G4\":{" U8_1 "}}", 1, "four hexadecimal digits after \\u, found 'G'");
     REJECTED("{\"\\u12", 1, "four hexadecimal digits after \\u, found the end of the header");
     REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"a\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
-            "tensor \"a\" comes twice");
+             "tensor \"a\" comes twice");
     REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"\\u0061\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
-            "tensor \"a\" comes twice");
+             "tensor \"a\" comes twice");
 }
 
 TEST(read_entry_fields)
@@ -311,7 +274,7 @@ TEST(read_numbers)
 TEST(read_sizes)
 {
     REJECTED("{\"a.weight\":" ENTRY("F32", "[1]", "[0,5]") "}", 5,
-            "tensor \"a.weight\": data_offsets [0, 5] are 5 bytes, but its dtype and shape take 4");
+             "tensor \"a.weight\": data_offsets [0, 5] are 5 bytes, but its dtype and shape take 4");
     REJECTED("{\"a\":" ENTRY("U8", "[0]", "[0,1]") "}", 1, "are 1 bytes, but its dtype and shape take 0");
     REJECTED("{\"a\":" ENTRY("U8", "[]", "[0,0]") "}", 0, "are 0 bytes, but its dtype and shape take 1");
     REJECTED("{\"a\":" ENTRY("U8", "[1]", "[1,0]") "}", 1, "data_offsets [1, 0] end before they begin");
@@ -324,7 +287,7 @@ TEST(read_sizes)
     REJECTED("{\"a\":" ENTRY("U64", "[4611686018427387904]", "[0,0]") "}", 0, "its size in bits is larger");
     REJECTED("{\"a\":" ENTRY("U64", "[576460752303423488]", "[0,0]") "}", 0, "its size in bits is larger");
     REJECTED("{\"a\":" ENTRY("U8", "[2305843009213693951]", "[0,2305843009213693951]") "}", 0,
-            "its tensors take 2305843009213693951 bytes, but 0 bytes follow the header");
+             "its tensors take 2305843009213693951 bytes, but 0 bytes follow the header");
     ACCEPTED("{\"a\":" ENTRY("U8", "[0,4294967296,4294967296]", "[0,0]") "}", 0);
     ACCEPTED("{\"a\":" ENTRY("U8", "[9223372036854775807,0]", "[0,0]") "}", 0);
     ACCEPTED("{\"a\":" ENTRY("F64", "[1,1,1,1,1,1,1,1,1,1,1,1]", "[0,8]") "}", 8);
@@ -333,10 +296,10 @@ TEST(read_sizes)
 TEST(read_ranges)
 {
     REJECTED("{\"a\":" ENTRY("U8", "[1]", "[1,2]") "}", 2,
-            "tensor \"a\": data_offsets [1, 2] leave a hole: the data before them ends at byte 0");
+             "tensor \"a\": data_offsets [1, 2] leave a hole: the data before them ends at byte 0");
     REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"b\":" ENTRY("U8", "[1]", "[2,3]") "}", 3, "leave a hole");
     REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[1,3]") "}", 3,
-            "tensor \"b\": data_offsets [1, 3] overlap the tensor before them, which ends at byte 2");
+             "tensor \"b\": data_offsets [1, 3] overlap the tensor before them, which ends at byte 2");
     REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[0,2]") "}", 2, "overlap");
     REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[0]", "[1,1]") "}", 2, "overlap");
     REJECTED("{\"a\":" ENTRY("U8", "[0]", "[3,3]") "}", 0, "leave a hole");
@@ -372,7 +335,7 @@ TEST(read_structure)
     REJECTED("{/**/}", 0, "expected a string, found '/'");
     REJECTED("{\v}", 0, "expected a string, found byte 0x0B");
     check_rejected(__LINE__, make_sized("{}\0\0\0\0\0\0", 8, 0),
-                  "nothing more after the header's object, found byte 0x00");
+                   "nothing more after the header's object, found byte 0x00");
     check_rejected(__LINE__, make_sized("{\"a\0b\"", 6, 0), "a control character in a string is not escaped");
 }
 
@@ -553,11 +516,11 @@ TEST(read_long_name)
     /* What a terminal would obey does not reach the message, and a cut falls between characters. */
     REJECTED("{\"a\\u001b[2J\\u009b\\u007f\\n\":{}}", 0, "tensor \"a?[2J???\": it has no dtype");
     REJECTED("{\"1\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2"
-            "\x82\xAC\xE2\x82\xAC"
-            "\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82"
-            "\xAC\xE2\x82\xAC"
-            "\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\":{}}",
-            0, "\xE2\x82\xAC...\": it has no");
+             "\x82\xAC\xE2\x82\xAC"
+             "\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82"
+             "\xAC\xE2\x82\xAC"
+             "\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\xE2\x82\xAC\":{}}",
+             0, "\xE2\x82\xAC...\": it has no");
     file = OPEN(make("{}", 0));
     size_t index;
     CHECK_FAILS(nib_file_find(file, "\xFFx\xC3", &index), NIB_ERR_ARG, "there is no tensor \"?x?\"");
@@ -826,16 +789,16 @@ TEST(write_incomplete)
     };
     const char *path = at("incomplete.safetensors");
     put_file(path, "old", 3);
-    const int files = count_files(false);
+    const int files = entries(directory);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         nib_writer *writer = NULL;
         CHECK_OK(nib_writer_create(path, &writer));
         CHECK_OK(DECLARE(writer, "a", NIB_U8, 10));
         for (int j = 0; j < 3; j++)
             CHECK_OK(nib_writer_write(writer, "a", cases[i].writes[j].offset, "0123456789", cases[i].writes[j].bytes));
-        CHECK(count_files(false) == files + 1);
+        CHECK(entries(directory) == files + 1);
         CHECK_FAILS(nib_writer_commit(writer), NIB_ERR_ARG, cases[i].words);
-        CHECK(count_files(false) == files);
+        CHECK(entries(directory) == files);
         nib_writer_destroy(writer);
     }
     size_t count;
@@ -972,10 +935,10 @@ TEST(write_where_it_cannot)
     CHECK(!writer);
     const char *occupied = at("occupied");
     CHECK(mkdir(occupied, 0755) == 0);
-    const int files = count_files(false);
+    const int files = entries(directory);
     CHECK_OK(nib_writer_create(occupied, &writer));
     CHECK_FAILS(nib_writer_commit(writer), NIB_ERR_IO, "occupied: cannot rename");
-    CHECK(count_files(false) == files);
+    CHECK(entries(directory) == files);
     nib_writer_destroy(writer);
     writer = NULL;
     if (geteuid() != 0) { /* root may write anywhere */
@@ -990,7 +953,7 @@ TEST(write_where_it_cannot)
 TEST(write_disk_full)
 {
     const char *path = at("full.safetensors");
-    const int files = count_files(false);
+    const int files = entries(directory);
     const struct rlimit small = { 4096, RLIM_INFINITY };
     struct rlimit before;
     char data[8192] = { 0 };
@@ -1009,7 +972,7 @@ TEST(write_disk_full)
     CHECK_OK(nib_writer_write(writer, "a", 0, data, sizeof data));
     CHECK_FAILS(nib_writer_commit(writer), NIB_ERR_IO, "not committed, because an earlier write failed");
     nib_writer_destroy(writer);
-    CHECK(!exists(path) && count_files(false) == files);
+    CHECK(!exists(path) && entries(directory) == files);
 }
 
 /* ---- Memory ---- */
@@ -1041,7 +1004,7 @@ TEST(allocations_fail)
     enum { TENSORS = 150 };
     const char *path = at("memory.safetensors");
     nib_status status = NIB_ERR_MEMORY;
-    const int files = count_files(false);
+    const int files = entries(directory);
     int failed = 0;
     for (; failed < 10000 && status; failed++) {
         unlink(path);
@@ -1050,7 +1013,7 @@ TEST(allocations_fail)
         allocations_left = -1;
         CHECK(status == NIB_OK ||
               (status == NIB_ERR_MEMORY && strstr(nib_last_error(), "memory.safetensors: no memory")));
-        CHECK(count_files(false) == files + exists(path)); /* never a temporary */
+        CHECK(entries(directory) == files + exists(path)); /* never a temporary */
         if (exists(path))
             nib_file_close(OPEN(path)); /* and under the final name only a whole file */
     }

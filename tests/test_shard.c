@@ -15,16 +15,7 @@
 
 #include "shard_cases.h"
 #include "test_alloc.h"
-
-#define SHAPE(...) \
-    (const int64_t[]) { __VA_ARGS__ }
-
-static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *shape)
-{
-    nib_array array = { 0 };
-    CHECK_OK(nib_array_init(&array, data, dtype, rank, shape));
-    return array;
-}
+#include "test_tensors.h"
 
 static nib_quantizer square_options(void)
 {
@@ -33,14 +24,6 @@ static nib_quantizer square_options(void)
     q.block_dims[0] = 16;
     q.threads = 1;
     return q;
-}
-
-static float *normal_values(size_t n)
-{
-    float *x = malloc(n * sizeof *x);
-    for (size_t i = 0; i < n; i++)
-        x[i] = test_normal();
-    return x;
 }
 
 /* ---- Any cut gives the bytes of the whole ---- */
@@ -412,7 +395,7 @@ TEST(one_reduction_of_four_bytes_per_block)
 {
     nib_tensor *t[3] = { NULL }, *before = NULL;
     nib_quantizer q[3] = { square_options(), square_options(), square_options() };
-    float *inputs = normal_values(256 * 256);
+    float *inputs = normals(256 * 256);
     const nib_array all = array_of(inputs, NIB_F32, 1, SHAPE(256 * 256)),
                     some = array_of(inputs, NIB_F32, 1, SHAPE(561)), few = array_of(inputs, NIB_F32, 1, SHAPE(200)),
                     *masters[3] = { &all, &some, &few };
@@ -445,7 +428,7 @@ TEST(one_gather_for_scales_that_are_chosen)
 {
     nib_tensor *t[2] = { NULL }, *before = NULL;
     nib_quantizer q[2] = { square_options(), square_options() };
-    float *inputs = normal_values(256 * 256);
+    float *inputs = normals(256 * 256);
     const nib_array all = array_of(inputs, NIB_F32, 1, SHAPE(256 * 256)),
                     few = array_of(inputs, NIB_F32, 1, SHAPE(200)), *masters[2] = { &all, &few };
     const int64_t starts[2] = { 0, 0 };
@@ -505,7 +488,7 @@ static int many_rounds(const nib_comm *comm, void *context)
 
 TEST(more_numbers_than_one_gather_takes)
 {
-    float *x = normal_values(ROUND_ROWS * ROUND_COLS);
+    float *x = normals(ROUND_ROWS * ROUND_COLS);
     CHECK(team_run(5, many_rounds, x) == 0);
     free(x);
 }
@@ -589,7 +572,7 @@ TEST(steps_compose)
         nib_quantizer q = square_options();
         q.rounding = (nib_rounding)test_below(NIB_ROUNDING_COUNT);
         q.seed = test_random();
-        float *x = normal_values((size_t)n);
+        float *x = normals(n);
         const nib_array all = array_of(x, NIB_F32, 2, SHAPE(rows, cols));
         nib_tensor *whole = NULL, *t = NULL;
         CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
@@ -646,7 +629,7 @@ TEST(steps_compose_where_scales_are_chosen)
             q.scale_rule = round % 3 == 1 ? NIB_SCALE_SWEEP : NIB_SCALE_4OVER6;
             q.row_scaled = test_below(2) == 0;
         }
-        float *x = normal_values((size_t)n);
+        float *x = normals(n);
         const nib_array all = array_of(x, NIB_F32, 2, SHAPE(rows, cols));
         nib_tensor *whole = NULL, *t = NULL;
         CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
@@ -731,7 +714,7 @@ TEST(post_processing)
     nib_quantizer q = square_options();
     nib_tensor *t = NULL, *null = NULL;
     nib_metadata m = { .bytes = sizeof m };
-    float *x = normal_values(32 * 48);
+    float *x = normals(32 * 48);
     const nib_array all = array_of(x, NIB_BF16, 2, SHAPE(32, 48));
     const nib_array master = array_of(x, NIB_F32, 1, SHAPE(32 * 48)), *list = &master;
     const int64_t start = 0;
@@ -803,7 +786,7 @@ static int delayed(const nib_comm *comm, void *context)
 
 TEST(delayed_scaling)
 {
-    float *x = normal_values(600);
+    float *x = normals(600);
     for (int size = 1; size <= 5; size++)
         CHECK(team_run(size, delayed, x) == 0);
     free(x);
@@ -851,7 +834,7 @@ static int claim_all(const nib_comm *comm, void *context)
 
 TEST(pieces_that_overlap)
 {
-    float *x = normal_values(2 * BOTH_ROWS * BOTH_COLS);
+    float *x = normals(2 * BOTH_ROWS * BOTH_COLS);
     CHECK(team_run(2, claim_all, x) == 0);
     free(x);
 }

@@ -9,28 +9,15 @@
  * top 24 bits of word i%4 at offset + i/4. With frac the place of |y| between its neighbors, the upper one is taken
  * iff floor(2^b frac) + r >= 2^b. |y| >= 6 gives 6.
  */
-#include "test.h"
+#include "test_codes.h"
 
 #include <float.h>
 #include <math.h>
-
-#define U 0x1p-24 /* unit roundoff of FP32 */
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 static const nib_rounding roundings[] = { NIB_ROUND_STOCHASTIC_8, NIB_ROUND_STOCHASTIC_24,
                                           NIB_ROUND_STOCHASTIC_UNBIASED };
 static const char *const rounding_names[] = { "8-bit", "24-bit", "unbiased" };
 static char where[200];
-static float e2m1[16], e4m3[256];
-
-static void fill_tables(void)
-{
-    uint8_t codes[256];
-    for (int i = 0; i < 256; i++)
-        codes[i] = (uint8_t)i;
-    nib_e2m1_values(e2m1);
-    CHECK_OK(nib_decode(NIB_E4M3, codes, 256, e4m3));
-}
 
 /* ---- Tensors ---- */
 
@@ -42,63 +29,6 @@ static nib_quantizer quantizer_of(nib_rounding rounding, uint64_t seed, uint64_t
     q.seed = seed, q.offset = offset;
     return q;
 }
-
-static nib_array matrix_of(float *x, int64_t rows, int64_t cols)
-{
-    nib_array array = { 0 };
-    CHECK_OK(nib_array_init(&array, x, NIB_F32, 2, (const int64_t[]){ rows, cols }));
-    return array;
-}
-
-static nib_tensor *quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides)
-{
-    nib_tensor *t = NULL;
-    CHECK_OK(nib_quantize(q, x, overrides, &t));
-    if (!t)
-        exit(1); /* nothing below makes sense without it */
-    return t;
-}
-
-/* One copy, by line and element. */
-struct usage {
-    nib_usage which;
-    int64_t lines, length, code_stride, scale_stride;
-    const uint8_t *codes, *scales;
-    const float *tensor_scales;
-    bool per_line;
-};
-
-static struct usage copy_of(const nib_tensor *t, nib_usage which)
-{
-    nib_metadata facts = { .bytes = sizeof facts };
-    nib_array parts[3] = { 0 };
-    const nib_part names[3] = { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE };
-    CHECK_OK(nib_tensor_get_metadata(t, &facts));
-    for (int i = 0; i < 3; i++)
-        CHECK_OK(nib_tensor_part(t, (nib_part)(names[i] + (which == NIB_COLUMNWISE)), &parts[i]));
-    const int64_t length = which == NIB_ROWWISE ? facts.cols : facts.rows;
-    return (struct usage){ which,
-                          which == NIB_ROWWISE ? facts.rows : facts.cols,
-                          length,
-                          (length + 1) / 2,
-                          parts[1].shape[1],
-                          parts[0].data,
-                          parts[1].data,
-                          parts[2].data,
-                          facts.quantizer.row_scaled };
-}
-
-static int code_at(const struct usage *c, int64_t line, int64_t i)
-{
-    return c->codes[line * c->code_stride + i / 2] >> 4 * (i % 2) & 15;
-}
-
-static uint8_t scale_at(const struct usage *c, int64_t line, int64_t block)
-{
-    return c->scales[line * c->scale_stride + block];
-}
-
-static float tensor_scale_at(const struct usage *c, int64_t line) { return c->tensor_scales[c->per_line ? line : 0]; }
 
 /* The element of the matrix that is element i of a line. */
 static float value_at(const struct usage *c, const float *x, int64_t line, int64_t i)
@@ -162,14 +92,15 @@ static int rounded(float y, uint32_t r, int bits)
 /* te's multiplier of the elements of a block, each step one rounding. */
 static float multiplier(const struct usage *c, int64_t line, int64_t block)
 {
-    const float tensor_scale = tensor_scale_at(c, line), encode = tensor_scale == 0 ? 1 : fminf(2688.0f / tensor_scale, FLT_MAX);
+    const float tensor_scale = tensor_scale_at(c, line),
+                encode = tensor_scale == 0 ? 1 : fminf(2688.0f / tensor_scale, FLT_MAX);
     const float product = e4m3[scale_at(c, line, block)] * (1.0f / encode);
     return fminf(1.0f / product, FLT_MAX);
 }
 
 static void check_codes(const nib_quantizer *q, const nib_tensor *t, nib_usage which, const float *x)
 {
-    const struct usage c = copy_of(t, which);
+    const struct usage c = usage_of(t, which);
     for (int64_t line = 0; line < c.lines; line++)
         for (int64_t i = 0; i < c.length; i++) {
             const float y = value_at(&c, x, line, i) * multiplier(&c, line, i / 16);
@@ -180,13 +111,6 @@ static void check_codes(const nib_quantizer *q, const nib_tensor *t, nib_usage w
                 return;
             }
         }
-}
-
-static uint8_t e4m3_code(float x)
-{
-    uint8_t code = 0;
-    CHECK_OK(nib_encode(NIB_E4M3, &x, 1, &code));
-    return code;
 }
 
 /* Plain: rounded to nearest. Unbiased: 17/16 of it, and up below the normals. */
@@ -202,7 +126,7 @@ static uint8_t wanted_scale(float amax, float tensor_scale, nib_rounding roundin
 
 static void check_scales(const nib_quantizer *q, const nib_tensor *t, nib_usage which, const float *x)
 {
-    const struct usage c = copy_of(t, which);
+    const struct usage c = usage_of(t, which);
     const int64_t height = q->block_dims[0];
     for (int64_t line = 0; line < c.lines; line++)
         for (int64_t block = 0; block * 16 < c.length; block++) {
@@ -218,7 +142,7 @@ static void check_scales(const nib_quantizer *q, const nib_tensor *t, nib_usage 
 
 static void check_tensor_scales(const nib_quantizer *q, const nib_tensor *t, nib_usage which, const float *x)
 {
-    const struct usage c = copy_of(t, which);
+    const struct usage c = usage_of(t, which);
     float whole = 0;
     for (int64_t line = 0; line < c.lines; line++) {
         float amax = 0;
@@ -229,12 +153,13 @@ static void check_tensor_scales(const nib_quantizer *q, const nib_tensor *t, nib
         CHECK(!c.per_line || c.tensor_scales[line] == wanted);
     }
     const float wanted = q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED ? fminf(whole * 1.0625f, FLT_MAX) : whole;
-    CHECK_THAT(c.per_line || c.tensor_scales[0] == wanted, "%s: tensor scale %a, not %a", where, c.tensor_scales[0], wanted);
+    CHECK_THAT(c.per_line || c.tensor_scales[0] == wanted, "%s: tensor scale %a, not %a", where, c.tensor_scales[0],
+               wanted);
 }
 
 static void check_against_contract(const nib_quantizer *q, float *x, int64_t rows, int64_t cols)
 {
-    const nib_array array = matrix_of(x, rows, cols);
+    const nib_array array = array_of(x, NIB_F32, DIMS(rows, cols));
     nib_tensor *t = quantize(q, &array, NULL);
     for (int which = 0; which < 2; which++) {
         check_tensor_scales(q, t, (nib_usage)which, x);
@@ -315,7 +240,7 @@ TEST(transformed_data_is_rounded_by_the_same_numbers)
                        (NIB_RHT_SIGN_MASK >> k & 1 ? -1 : 1) * x[(i / cols / 16 * 16 + k) * cols + i % cols];
             z[i] = (float)sum;
         }
-        const nib_array array = matrix_of(x, rows, cols);
+        const nib_array array = array_of(x, NIB_F32, DIMS(rows, cols));
         nib_tensor *t = quantize(&q, &array, NULL);
         snprintf(where, sizeof where, "rht %s", rounding_names[r]);
         check_tensor_scales(&q, t, NIB_COLUMNWISE, z);
@@ -332,9 +257,9 @@ TEST(nan_and_zeros)
     for (int r = 0; r < COUNT(roundings); r++) {
         const nib_quantizer q = quantizer_of(roundings[r], 3, 0);
         float x[32] = { NAN, -NAN, -0.0f, 0.0f, 6, -6 };
-        const nib_array array = matrix_of(x, 2, 16);
+        const nib_array array = array_of(x, NIB_F32, DIMS(2, 16));
         nib_tensor *t = quantize(&q, &array, NULL);
-        const struct usage c = copy_of(t, NIB_ROWWISE);
+        const struct usage c = usage_of(t, NIB_ROWWISE);
         CHECK(code_at(&c, 0, 0) == 7 && code_at(&c, 0, 1) == 7 && code_at(&c, 0, 2) == 8 && code_at(&c, 0, 3) == 0);
         CHECK(code_at(&c, 0, 4) % 8 >= 6 && code_at(&c, 0, 5) >= 14);
         CHECK(scale_at(&c, 1, 0) == 0 && code_at(&c, 1, 0) == 0);
@@ -346,7 +271,7 @@ TEST(the_stream_depends_on_seed_and_offset)
 {
     const int64_t n = 64;
     float *x = random_values(n * n);
-    const nib_array array = matrix_of(x, n, n);
+    const nib_array array = array_of(x, NIB_F32, DIMS(n, n));
     for (int r = 0; r < COUNT(roundings); r++) {
         const nib_quantizer streams[] = { quantizer_of(roundings[r], 1, 0), quantizer_of(roundings[r], 2, 0),
                                           quantizer_of(roundings[r], 1, 4),
@@ -356,7 +281,7 @@ TEST(the_stream_depends_on_seed_and_offset)
         for (int i = 0; i < COUNT(streams); i++) {
             t[i] = quantize(&streams[i], &array, NULL);
             for (int j = 0; j < i; j++) {
-                const struct usage a = copy_of(t[i], NIB_ROWWISE), b = copy_of(t[j], NIB_ROWWISE);
+                const struct usage a = usage_of(t[i], NIB_ROWWISE), b = usage_of(t[j], NIB_ROWWISE);
                 CHECK_THAT(memcmp(a.codes, b.codes, (size_t)(n * n / 2)) != 0, "streams %d and %d are the same", i, j);
             }
         }
@@ -397,12 +322,12 @@ static void check_shard(const struct whole *whole, int64_t row, int64_t col, int
     x.offset = (size_t)(row * x.strides[0] + col) * sizeof(float);
     x.shape[0] = rows, x.shape[1] = cols;
     const nib_overrides overrides = { .bytes = sizeof overrides,
-                              .amax = { whole->amax[0] + (q.row_scaled ? row : 0),
-                                        whole->amax[1] + (q.row_scaled ? col : 0) } };
+                                      .amax = { whole->amax[0] + (q.row_scaled ? row : 0),
+                                                whole->amax[1] + (q.row_scaled ? col : 0) } };
     nib_tensor *t = quantize(&q, &x, &overrides);
     for (int which = 0; which < 2; which++)
         if (which == NIB_ROWWISE ? q.rowwise : q.columnwise) {
-            const struct usage a = copy_of(whole->t, (nib_usage)which), b = copy_of(t, (nib_usage)which);
+            const struct usage a = usage_of(whole->t, (nib_usage)which), b = usage_of(t, (nib_usage)which);
             check_within(&a, &b, row, col);
         }
     nib_tensor_destroy(t);
@@ -414,7 +339,8 @@ static void check_shards(nib_rounding rounding, enum form form, uint64_t offset,
 {
     enum { ROWS = 80, COLS = 144 };
     float *x = random_values(ROWS * COLS);
-    struct whole whole = { .q = quantizer_of(rounding, 0xFEEDFACE12345u, offset), .x = matrix_of(x, ROWS, COLS) };
+    struct whole whole = { .q = quantizer_of(rounding, 0xFEEDFACE12345u, offset),
+                           .x = array_of(x, NIB_F32, DIMS(ROWS, COLS)) };
     whole.q.block_dims[0] = form == SQUARE ? 16 : 1;
     whole.q.row_scaled = form == ROW_SCALED;
     whole.q.rht = form == TRANSFORMED;
@@ -425,7 +351,7 @@ static void check_shards(nib_rounding rounding, enum form form, uint64_t offset,
     nib_tensor *amaxes = quantize(&nearest, &whole.x, NULL);
     whole.t = quantize(&whole.q, &whole.x, NULL);
     for (int which = 0; which < 2; which++)
-        whole.amax[which] = copy_of(amaxes, (nib_usage)which).tensor_scales;
+        whole.amax[which] = usage_of(amaxes, (nib_usage)which).tensor_scales;
 
     for (int64_t row = 0; row < ROWS; row += 32) /* by rows; the last one is shorter */
         check_shard(&whole, row, 0, row + 32 < ROWS ? 32 : ROWS - row, COLS);
@@ -537,7 +463,7 @@ TEST(ranges_of_the_stream_with_square_blocks)
 TEST(origins_off_a_block_border)
 {
     float x[256] = { 0 };
-    const nib_array array = matrix_of(x, 16, 16);
+    const nib_array array = array_of(x, NIB_F32, DIMS(16, 16));
     const struct {
         int rowwise, columnwise, square;
         int64_t row, col;
@@ -657,12 +583,12 @@ static struct measured measure(const nib_quantizer *q, float *x, int64_t rows, i
 {
     struct measured out = { 0 };
     float *decoded = malloc((size_t)(rows * cols) * sizeof *decoded);
-    const nib_array array = matrix_of(x, rows, cols), back = matrix_of(decoded, rows, cols);
+    const nib_array array = array_of(x, NIB_F32, DIMS(rows, cols)), back = array_of(decoded, NIB_F32, DIMS(rows, cols));
     nib_quantizer one = *q;
     CHECK_OK(nib_quantizer_set_usage(&one, which == NIB_ROWWISE, which == NIB_COLUMNWISE));
     nib_tensor *t = quantize(&one, &array, NULL);
     CHECK_OK(nib_dequantize(t, which, &back));
-    const struct usage c = copy_of(t, which);
+    const struct usage c = usage_of(t, which);
     for (int64_t line = 0; line < c.lines; line++)
         for (int64_t block = 0; block * 16 < c.length; block++)
             measure_block(&c, x, decoded, bits_of(q->rounding), line, block, &out);
@@ -793,9 +719,9 @@ TEST(unclipped_elements_of_24_bits_are_unbiased)
     struct tally inside = { 0 };
     for (uint64_t seed = 0; seed < 4; seed++) {
         const nib_quantizer q = quantizer_of(NIB_ROUND_STOCHASTIC_24, seed, UINT32_MAX);
-        const nib_array array = matrix_of(x, BIAS_ROWS, BIAS_COLS);
+        const nib_array array = array_of(x, NIB_F32, DIMS(BIAS_ROWS, BIAS_COLS));
         nib_tensor *t = quantize(&q, &array, NULL);
-        const struct usage c = copy_of(t, NIB_ROWWISE);
+        const struct usage c = usage_of(t, NIB_ROWWISE);
         for (int64_t i = 0; i < BIAS_ROWS * BIAS_COLS; i++) {
             const int64_t line = i / BIAS_COLS, at = i % BIAS_COLS;
             const float y = x[i] * multiplier(&c, line, at / 16);
@@ -820,10 +746,10 @@ TEST(unclipped_elements_of_24_bits_are_unbiased)
  */
 static void check_never_past_six(const nib_quantizer *q, float *x, int64_t rows, int64_t cols)
 {
-    const nib_array array = matrix_of(x, rows, cols);
+    const nib_array array = array_of(x, NIB_F32, DIMS(rows, cols));
     nib_tensor *t = quantize(q, &array, NULL);
     for (int which = 0; which < 2; which++) {
-        const struct usage c = copy_of(t, (nib_usage)which);
+        const struct usage c = usage_of(t, (nib_usage)which);
         double worst = 0;
         for (int64_t line = 0; line < c.lines; line++)
             for (int64_t i = 0; i < c.length; i++) {

@@ -4,8 +4,8 @@
  *
  * Built with NIB_TEST_WRAP_ALLOC it also counts allocations.
  */
-#include "test.h"
 #include "test_alloc.h"
+#include "test_tensors.h"
 
 #include <math.h>
 
@@ -13,109 +13,24 @@
 
 /* ---- Helpers ---- */
 
-/* A rank and a shape, as two arguments. */
-#define SHAPE(...) \
-    (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
-
-static nib_array array_of(void *data, nib_dtype dtype, int rank, const int64_t *shape)
-{
-    nib_array array = { 0 };
-    CHECK_OK(nib_array_init(&array, data, dtype, rank, shape));
-    return array;
-}
-
-static float *normals(int64_t n)
-{
-    float *x = malloc((size_t)(n ? n : 1) * sizeof *x);
-    for (int64_t i = 0; i < n; i++)
-        x[i] = test_normal();
-    return x;
-}
-
-static nib_metadata metadata_of(const nib_tensor *t)
-{
-    nib_metadata metadata = { .bytes = sizeof metadata };
-    CHECK_OK(nib_tensor_get_metadata(t, &metadata));
-    return metadata;
-}
-
 static nib_quantizer quantizer_of(const nib_tensor *t) { return metadata_of(t).quantizer; }
-
-static nib_quantizer plain(int rowwise, int columnwise)
-{
-    nib_quantizer q;
-    nib_quantizer_init(&q);
-    q.rowwise = (uint8_t)rowwise;
-    q.columnwise = (uint8_t)columnwise;
-    return q;
-}
 
 static nib_quantizer square(int rowwise, int columnwise)
 {
-    nib_quantizer q = plain(rowwise, columnwise);
+    nib_quantizer q = usages(rowwise, columnwise);
     q.block_dims[0] = 16;
     return q;
 }
-
-static nib_tensor *quantized(const nib_quantizer *q, const float *x, int rank, const int64_t *shape)
-{
-    nib_tensor *t = NULL;
-    const nib_array array = array_of((void *)(uintptr_t)x, NIB_F32, rank, shape);
-    CHECK_OK(nib_quantize(q, &array, NULL, &t));
-    return t;
-}
-
-/* A tensor of normals, with the numbers themselves thrown away. */
-static nib_tensor *some(const nib_quantizer *q, int rank, const int64_t *shape)
-{
-    int64_t n = 1;
-    for (int i = 0; i < rank; i++)
-        n *= shape[i];
-    float *x = normals(n);
-    nib_tensor *t = quantized(q, x, rank, shape);
-    free(x);
-    return t;
-}
-
-static nib_tensor *clone_of(const nib_tensor *t)
-{
-    nib_tensor *clone = NULL;
-    CHECK_OK(nib_tensor_clone(t, &clone));
-    return clone;
-}
-
-static bool equal(const nib_tensor *a, const nib_tensor *b)
-{
-    int same = -1;
-    CHECK_OK(nib_tensor_equal(a, b, &same));
-    CHECK(same == 0 || same == 1);
-    return same == 1;
-}
-
-static uint8_t *bytes_of(const nib_tensor *t, nib_part part) { return nib_buffer_data(nib_tensor_buffer(t, part)); }
-
-static size_t size_of(const nib_tensor *t, nib_part part) { return nib_buffer_bytes(nib_tensor_buffer(t, part)); }
 
 /* All values as [M, K], from one usage. */
 static float *values_of(const nib_tensor *t, nib_usage from)
 {
     const nib_metadata m = metadata_of(t);
     float *y = malloc((size_t)(m.rows * m.cols + 1) * sizeof *y);
-    const nib_array out = array_of(y, NIB_F32, SHAPE(m.rows, m.cols));
+    const nib_array out = array_of(y, NIB_F32, DIMS(m.rows, m.cols));
     CHECK_OK(nib_dequantize_rows(t, from, 0, m.rows, &out));
     return y;
 }
-
-/* Where the scale of (line, block) lies, written down once more. */
-static size_t scale_place(int64_t line, int64_t block, int64_t stride, bool swizzled)
-{
-    if (!swizzled)
-        return (size_t)(line * stride + block);
-    const int64_t tile = line / 128 * (stride / 4) + block / 4, within = line % 128;
-    return (size_t)(tile * 512 + within % 32 * 16 + within / 32 * 4 + block % 4);
-}
-
-static int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
 /* Every scale that stands for no block is 0. */
 static void check_padding(const nib_tensor *t)
@@ -147,13 +62,15 @@ static const char *variant(int i, nib_quantizer *q)
         "power of two", "4over6",     "gist",       "torchao",     "compressed-t.", "stochastic",       "16x16 unbiased"
     };
     const bool rowwise = i != 2 && i != 5, columnwise = i != 1 && i != 4 && i != 9;
-    *q = plain(rowwise, columnwise);
+    *q = usages(rowwise, columnwise);
     q->block_dims[0] = i == 3 || i == 4 || i == 5 || i == 7 || i == 20 ? 16 : 1;
     q->swizzled = i == 6 || i == 7 || i == 10;
     q->row_scaled = i == 8 || i == 9 || i == 10;
     q->rht = i == 11 || i == 12;
     q->rht_rowwise = i == 12;
-    q->tensor_scale_rule = i == 13 ? NIB_TENSOR_SCALE_RULE_EXACT : i == 14 ? NIB_TENSOR_SCALE_RULE_POW2 : NIB_TENSOR_SCALE_RULE_DIALECT;
+    q->tensor_scale_rule = i == 13   ? NIB_TENSOR_SCALE_RULE_EXACT
+                           : i == 14 ? NIB_TENSOR_SCALE_RULE_POW2
+                                     : NIB_TENSOR_SCALE_RULE_DIALECT;
     if (i == 15)
         q->scale_rule = NIB_SCALE_4OVER6, q->e4m3_max = 256;
     q->dialect = i == 16   ? NIB_DIALECT_GIST
@@ -192,7 +109,7 @@ TEST(part_shapes)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
             const int64_t m = cases[i].rows, k = cases[i].cols;
-            nib_quantizer q = plain(1, 1);
+            nib_quantizer q = usages(1, 1);
             q.row_scaled = (uint8_t)row_scaled;
             nib_tensor *t = NULL;
             CHECK_OK(nib_tensor_create(&q, NIB_BF16, cases[i].rank, cases[i].shape, &t));
@@ -223,7 +140,8 @@ TEST(part_shapes)
                 CHECK(view.dtype == (tensor_scale ? NIB_F32 : part >= NIB_ROW_SCALE ? NIB_E4M3 : NIB_U8));
                 CHECK(view.rank == rank && view.data == bytes_of(t, (nib_part)part) && view.offset == 0);
                 CHECK_BYTES(view.shape, shape, (size_t)rank * sizeof *shape);
-                CHECK(view.bytes == (size_t)elements * (tensor_scale ? 4 : 1) && view.bytes == size_of(t, (nib_part)part));
+                CHECK(view.bytes == (size_t)elements * (tensor_scale ? 4 : 1) &&
+                      view.bytes == size_of(t, (nib_part)part));
                 CHECK((uintptr_t)view.data % 64 == 0);
             }
             nib_tensor_destroy(t);
@@ -238,16 +156,16 @@ TEST(create_is_zero)
         nib_quantizer q;
         const char *name = variant(i, &q);
         nib_tensor *t = NULL;
-        CHECK_OK(nib_tensor_create(&q, NIB_F16, SHAPE(3, 16, 32), &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_F16, DIMS(3, 16, 32), &t));
         const nib_metadata m = metadata_of(t);
         const float tensor_scale = m.tensor_scale == NIB_TENSOR_SCALE_AMAX ? 0.0f : 1.0f;
         CHECK_THAT(m.rowwise == q.rowwise && m.columnwise == q.columnwise, "%s", name);
         CHECK(m.format == NIB_NVFP4 && m.dtype == NIB_F16 && nib_quantizer_equal(&m.quantizer, &q));
         CHECK_THAT(m.tensor_scale == (q.tensor_scale_rule ? NIB_TENSOR_SCALE_MULTIPLIER
-                               : q.dialect == NIB_DIALECT_GIST || q.dialect == NIB_DIALECT_COMPRESSED_TENSORS
-                                   ? NIB_TENSOR_SCALE_DIVISOR
-                               : q.dialect == NIB_DIALECT_TORCHAO ? NIB_TENSOR_SCALE_MULTIPLIER
-                                                                  : NIB_TENSOR_SCALE_AMAX),
+                                      : q.dialect == NIB_DIALECT_GIST || q.dialect == NIB_DIALECT_COMPRESSED_TENSORS
+                                          ? NIB_TENSOR_SCALE_DIVISOR
+                                      : q.dialect == NIB_DIALECT_TORCHAO ? NIB_TENSOR_SCALE_MULTIPLIER
+                                                                         : NIB_TENSOR_SCALE_AMAX),
                    "%s: tensor scale %d", name, (int)m.tensor_scale);
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             const bool there = part % 2 ? q.columnwise : q.rowwise;
@@ -278,11 +196,11 @@ TEST(create_is_zero)
 
 TEST(quantize_copies_its_quantizer)
 {
-    nib_quantizer q = plain(1, 1);
+    nib_quantizer q = usages(1, 1);
     q.amax_comm = nib_comm_serial();
     q.threads = 3;
     q.seed = 5;
-    nib_tensor *t = some(&q, SHAPE(5, 7, 33));
+    nib_tensor *t = some(&q, DIMS(5, 7, 33));
     q.seed = 6;
     q.rowwise = 0;
     const nib_metadata m = metadata_of(t);
@@ -296,11 +214,11 @@ TEST(quantize_copies_its_quantizer)
 /* Any nonzero flag means on, and neither shows afterwards. */
 TEST(flags_are_normalised)
 {
-    nib_quantizer q = plain(255, 2), one = plain(1, 1);
+    nib_quantizer q = usages(255, 2), one = usages(1, 1);
     q.swizzled = 4;
     one.swizzled = 1;
     float *x = normals(32 * 32);
-    nib_tensor *a = quantized(&q, x, SHAPE(32, 32)), *b = quantized(&one, x, SHAPE(32, 32));
+    nib_tensor *a = quantize_f32(&q, x, DIMS(32, 32)), *b = quantize_f32(&one, x, DIMS(32, 32));
     CHECK(equal(a, b) && nib_quantizer_equal(&q, &one));
     CHECK(quantizer_of(a).rowwise == 1 && quantizer_of(a).swizzled == 1);
     nib_tensor_destroy(a);
@@ -323,7 +241,7 @@ TEST(quantize_without_elements)
             nib_tensor *t = NULL, *u = NULL;
             CHECK_OK(nib_quantize(&q, &x, NULL, &t));
             CHECK_OK(nib_dequantize(t, NIB_EITHER, &x));
-            const nib_array none = array_of(NULL, NIB_F32, SHAPE(0, shapes[s][1]));
+            const nib_array none = array_of(NULL, NIB_F32, DIMS(0, shapes[s][1]));
             CHECK_OK(nib_dequantize_rows(t, NIB_EITHER, shapes[s][0], 0, &none));
             CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, t));
             CHECK_OK(nib_tensor_slice(t, 0, shapes[s][0], &u));
@@ -351,8 +269,8 @@ TEST(quantize_into_writes_in_place)
         const int64_t *shape = shapes[i % 2];
         if (whole_blocks_only(&q) && i % 2)
             continue;
-        nib_tensor *t = quantized(&q, x, 2, shape), *fresh = quantized(&q, x2, 2, shape), *view = NULL;
-        CHECK_OK(nib_tensor_view(t, SHAPE(1, shape[0], shape[1]), &view));
+        nib_tensor *t = quantize_f32(&q, x, 2, shape), *fresh = quantize_f32(&q, x2, 2, shape), *view = NULL;
+        CHECK_OK(nib_tensor_view(t, DIMS(1, shape[0], shape[1]), &view));
         nib_buffer *before[NIB_PART_COUNT];
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             before[part] = nib_tensor_buffer(t, (nib_part)part);
@@ -383,13 +301,14 @@ TEST(quantize_into_writes_in_place)
 TEST(quantize_into_changes_usages)
 {
     float *x = normals(32 * 48), *x2 = normals(32 * 48);
-    const nib_array array = array_of(x2, NIB_F32, SHAPE(32, 48));
+    const nib_array array = array_of(x2, NIB_F32, DIMS(32, 48));
     for (int from = 0; from < 4; from++)
         for (int to = 0; to < 4; to++) {
-            const nib_quantizer q = plain(from & 1, from >> 1), q2 = plain(to & 1, to >> 1);
-            nib_tensor *t = quantized(&q, x, SHAPE(32, 48)), *fresh = quantized(&q2, x2, SHAPE(32, 48)), *view = NULL;
+            const nib_quantizer q = usages(from & 1, from >> 1), q2 = usages(to & 1, to >> 1);
+            nib_tensor *t = quantize_f32(&q, x, DIMS(32, 48)), *fresh = quantize_f32(&q2, x2, DIMS(32, 48)),
+                       *view = NULL;
             nib_tensor *old = clone_of(t);
-            CHECK_OK(nib_tensor_view(t, SHAPE(32, 48), &view));
+            CHECK_OK(nib_tensor_view(t, DIMS(32, 48), &view));
             CHECK_OK(nib_quantize_into(&q2, &array, NULL, NULL, t));
             CHECK(equal(t, fresh));
             for (int part = 0; part < NIB_PART_COUNT; part++) {
@@ -418,7 +337,7 @@ TEST(quantize_into_changes_usages)
 TEST(quantize_into_changes_meaning)
 {
     float *x = normals(48 * 32), *x2 = normals(48 * 32);
-    const nib_array array = array_of(x2, NIB_F32, SHAPE(48, 32));
+    const nib_array array = array_of(x2, NIB_F32, DIMS(48, 32));
     for (int i = 0; i < VARIANTS; i++)
         for (int j = 0; j < VARIANTS; j++) {
             nib_quantizer q, q2;
@@ -427,8 +346,9 @@ TEST(quantize_into_changes_meaning)
             const bool stays = q.swizzled == q2.swizzled && q.row_scaled == q2.row_scaled && q.rht == q2.rht &&
                                q.rht_rowwise == q2.rht_rowwise && q.block_dims[0] == q2.block_dims[0] &&
                                q.e4m3_max == q2.e4m3_max;
-            nib_tensor *t = quantized(&q, x, SHAPE(48, 32)), *fresh = quantized(&q2, x2, SHAPE(48, 32)), *view = NULL;
-            CHECK_OK(nib_tensor_view(t, SHAPE(48, 32), &view));
+            nib_tensor *t = quantize_f32(&q, x, DIMS(48, 32)), *fresh = quantize_f32(&q2, x2, DIMS(48, 32)),
+                       *view = NULL;
+            CHECK_OK(nib_tensor_view(t, DIMS(48, 32), &view));
             nib_tensor *old = clone_of(t);
             if (stays && metadata_of(t).tensor_scale == metadata_of(fresh).tensor_scale) {
                 nib_tensor_destroy(view); /* the tests above have these */
@@ -465,10 +385,10 @@ TEST(hot_calls_allocate_nothing)
                 q.rowwise = (i - VARIANTS) % 3 != 2, q.columnwise = (i - VARIANTS) % 3 != 1;
             }
             q.threads = 3;
-            nib_array in = array_of(x, dtypes[d], SHAPE(ROWS, COLS));
-            const nib_array out = array_of(y, dtypes[d], SHAPE(ROWS, COLS));
+            nib_array in = array_of(x, dtypes[d], DIMS(ROWS, COLS));
+            const nib_array out = array_of(y, dtypes[d], DIMS(ROWS, COLS));
             nib_tensor *t = NULL;
-            CHECK_OK(nib_tensor_create(&q, dtypes[d], SHAPE(ROWS, COLS), &t));
+            CHECK_OK(nib_tensor_create(&q, dtypes[d], DIMS(ROWS, COLS), &t));
             const long count = allocations;
             CHECK_OK(nib_quantize_into(NULL, &in, NULL, NULL, t));
             CHECK_OK(nib_quantize_into(&q, &in, NULL, NULL, t));
@@ -487,10 +407,10 @@ TEST(hot_calls_allocate_nothing)
 
 TEST(quantize_into_noop)
 {
-    const nib_quantizer row = plain(1, 0), other = square(1, 1);
-    nib_tensor *t = some(&row, SHAPE(16, 48)), *before = clone_of(t);
+    const nib_quantizer row = usages(1, 0), other = square(1, 1);
+    nib_tensor *t = some(&row, DIMS(16, 48)), *before = clone_of(t);
     float *x = normals(16 * 48);
-    const nib_array array = array_of(x, NIB_F32, SHAPE(16, 48));
+    const nib_array array = array_of(x, NIB_F32, DIMS(16, 48));
     const float one = 1;
 #ifdef NIB_TEST_WRAP_ALLOC
     const long count = allocations;
@@ -503,7 +423,7 @@ TEST(quantize_into_noop)
     CHECK(equal(t, before));
     const nib_quantizer kept = quantizer_of(t);
     CHECK(nib_quantizer_equal(&kept, &row));
-    nib_tensor *fresh = quantized(&row, x, SHAPE(16, 48));
+    nib_tensor *fresh = quantize_f32(&row, x, DIMS(16, 48));
     const float flags[] = { 0, 0.5f, -1, 2, nextafterf(1, 2), nextafterf(1, 0), INFINITY, NAN };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         CHECK_OK(nib_tensor_copy(t, before));
@@ -528,12 +448,12 @@ TEST(quantize_into_failures_change_nothing)
     int calls = 0;
     const nib_comm comm = { .bytes = sizeof comm, .context = &calls, .size = 2, .allreduce_max_f32 = reject };
     float *x = normals(32 * 32);
-    const nib_array array = array_of(x, NIB_F32, SHAPE(32, 32));
+    const nib_array array = array_of(x, NIB_F32, DIMS(32, 32));
     for (int row_scaled = 0; row_scaled < 2; row_scaled++)
         for (int i = 0; i < 4; i++) {
-            nib_quantizer q = plain(1, 0);
+            nib_quantizer q = usages(1, 0);
             q.row_scaled = (uint8_t)row_scaled;
-            nib_tensor *t = some(&q, SHAPE(32, 32)), *before = clone_of(t);
+            nib_tensor *t = some(&q, DIMS(32, 32)), *before = clone_of(t);
             nib_buffer *data = nib_tensor_buffer(t, NIB_ROW_DATA);
             q.amax_comm = &comm;
             q.columnwise = i & 1;
@@ -541,8 +461,8 @@ TEST(quantize_into_failures_change_nothing)
             CHECK_FAILS(nib_quantize_into(&q, &array, NULL, NULL, t), NIB_ERR_COMM, "2 ranks failed: NIB_ERR_IO");
             CHECK(equal(t, before) && nib_tensor_buffer(t, NIB_ROW_DATA) == data && !quantizer_of(t).columnwise);
             q.amax_comm = NULL;
-            const nib_array wrong = array_of(x, NIB_F32, SHAPE(32, 16)), flat = array_of(x, NIB_F32, SHAPE(1024));
-            const nib_array deep = array_of(x, NIB_F32, SHAPE(1, 32, 32)), bytes = array_of(x, NIB_U8, SHAPE(32, 32));
+            const nib_array wrong = array_of(x, NIB_F32, DIMS(32, 16)), flat = array_of(x, NIB_F32, DIMS(1024));
+            const nib_array deep = array_of(x, NIB_F32, DIMS(1, 32, 32)), bytes = array_of(x, NIB_U8, DIMS(32, 32));
             CHECK_FAILS(nib_quantize_into(&q, &wrong, NULL, NULL, t), NIB_ERR_SHAPE, "not the tensor's");
             CHECK_FAILS(nib_quantize_into(&q, &flat, NULL, NULL, t), NIB_ERR_SHAPE, "not the tensor's");
             CHECK_FAILS(nib_quantize_into(&q, &deep, NULL, NULL, t), NIB_ERR_SHAPE, "not the tensor's");
@@ -560,12 +480,12 @@ TEST(quantize_into_failures_change_nothing)
 /* The nominal dtype is the tensor's, whatever it is updated from. */
 TEST(quantize_into_keeps_the_nominal_dtype)
 {
-    const nib_quantizer q = plain(1, 1);
+    const nib_quantizer q = usages(1, 1);
     float *x = normals(16 * 16);
     uint16_t half[16 * 16];
     CHECK_OK(nib_encode(NIB_BF16, x, 16 * 16, half));
-    const nib_array array = array_of(half, NIB_BF16, SHAPE(16, 16));
-    nib_tensor *t = quantized(&q, x, SHAPE(16, 16)), *fresh = NULL;
+    const nib_array array = array_of(half, NIB_BF16, DIMS(16, 16));
+    nib_tensor *t = quantize_f32(&q, x, DIMS(16, 16)), *fresh = NULL;
     CHECK_OK(nib_quantize(&q, &array, NULL, &fresh));
     CHECK_OK(nib_quantize_into(NULL, &array, NULL, NULL, t));
     CHECK(metadata_of(t).dtype == NIB_F32 && metadata_of(fresh).dtype == NIB_BF16);
@@ -579,47 +499,48 @@ TEST(quantize_into_keeps_the_nominal_dtype)
 TEST(given_numbers)
 {
     float *x = normals(32 * 16);
-    const nib_array array = array_of(x, NIB_F32, SHAPE(32, 16));
+    const nib_array array = array_of(x, NIB_F32, DIMS(32, 16));
     const float amax = 9, tensor_scale = 7;
-    nib_quantizer q = plain(1, 1);
+    nib_quantizer q = usages(1, 1);
     for (int one = 0; one < 2; one++) { /* one usage's number serves both */
         nib_overrides overrides = { .bytes = sizeof overrides };
         nib_tensor *t = NULL;
         overrides.amax[one] = &amax;
         CHECK_OK(nib_quantize(&q, &array, &overrides, &t));
-        CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 9 && *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) == 9);
+        CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 9 &&
+              *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) == 9);
         overrides.tensor_scale[1 - one] = &tensor_scale; /* and a tensor scale goes before an amax */
         CHECK_OK(nib_quantize_into(&q, &array, &overrides, NULL, t));
-        CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 7 && *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) == 7);
+        CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 7 &&
+              *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) == 7);
         nib_tensor_destroy(t);
     }
     q.rht = 1; /* two different sets of numbers: each usage has its own */
     nib_overrides overrides = { .bytes = sizeof overrides, .amax = { &amax, NULL } };
     nib_tensor *t = NULL;
     CHECK_OK(nib_quantize(&q, &array, &overrides, &t));
-    CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 9 && *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) != 9);
+    CHECK(*(float *)(void *)bytes_of(t, NIB_ROW_TENSOR_SCALE) == 9 &&
+          *(float *)(void *)bytes_of(t, NIB_COL_TENSOR_SCALE) != 9);
     nib_tensor_destroy(t);
     free(x);
 }
 
 /* ---- Buffers ---- */
 
-static void count_release(void *context) { ++*(int *)context; }
-
 TEST(from_buffers_borrows)
 {
     for (int i = 0; i < VARIANTS; i++) {
         nib_quantizer q;
         const char *name = variant(i, &q);
-        nib_tensor *t = some(&q, SHAPE(48, 32)), *mine = NULL, *second = NULL;
+        nib_tensor *t = some(&q, DIMS(48, 32)), *mine = NULL, *second = NULL;
         nib_buffer *parts[NIB_PART_COUNT] = { NULL };
         int released[NIB_PART_COUNT] = { 0 };
         for (int part = 0; part < NIB_PART_COUNT; part++)
             if (nib_tensor_buffer(t, (nib_part)part))
                 CHECK_OK(nib_buffer_borrow(bytes_of(t, (nib_part)part), size_of(t, (nib_part)part), count_release,
                                            &released[part], &parts[part]));
-        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(48, 32), parts, &mine));
-        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(48, 32), parts, &second));
+        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &mine));
+        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &second));
         CHECK_THAT(equal(t, mine), "%s", name);
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             CHECK(nib_tensor_buffer(mine, (nib_part)part) == parts[part]);
@@ -641,8 +562,8 @@ TEST(from_buffers_borrows)
 
 TEST(from_buffers_checks)
 {
-    const nib_quantizer q = plain(1, 1);
-    nib_tensor *t = some(&q, SHAPE(48, 32)), *const untouched = (nib_tensor *)&t, *out = untouched;
+    const nib_quantizer q = usages(1, 1);
+    nib_tensor *t = some(&q, DIMS(48, 32)), *const untouched = (nib_tensor *)&t, *out = untouched;
     static const char *const names[] = { "data", "scale", "level" };
     for (int part = 0; part < NIB_PART_COUNT; part++) {
         nib_buffer *parts[NIB_PART_COUNT], *odd = NULL;
@@ -650,14 +571,14 @@ TEST(from_buffers_checks)
         for (int i = 0; i < NIB_PART_COUNT; i++)
             parts[i] = nib_tensor_buffer(t, (nib_part)i);
         parts[part] = NULL;
-        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(48, 32), parts, &out), NIB_ERR_USAGE,
+        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &out), NIB_ERR_USAGE,
                     part % 2 ? "columnwise usage" : "rowwise usage");
         CHECK(strstr(nib_last_error(), names[part / 2]));
         snprintf(message, sizeof message, "the %s %s buffer", part % 2 ? "columnwise" : "rowwise", names[part / 2]);
         for (int off = -1; off <= 1; off += 2) {
             CHECK_OK(nib_buffer_create(size_of(t, (nib_part)part) + (size_t)off, &odd));
             parts[part] = odd;
-            CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(48, 32), parts, &out), NIB_ERR_SHAPE, message);
+            CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &out), NIB_ERR_SHAPE, message);
             nib_buffer_release(odd);
         }
         char unaligned[8];
@@ -666,17 +587,17 @@ TEST(from_buffers_checks)
         char *at = unaligned + 1 + ((uintptr_t)unaligned % 4 == 3); /* not a multiple of 4 */
         CHECK_OK(nib_buffer_borrow(at, 4, NULL, NULL, &odd));
         parts[part] = odd;
-        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(48, 32), parts, &out), NIB_ERR_ARG, "aligned");
+        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &out), NIB_ERR_ARG, "aligned");
         nib_buffer_release(odd);
     }
     CHECK(out == untouched);
     nib_buffer *none[NIB_PART_COUNT] = { NULL };
-    CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, SHAPE(48, 32), none, &out));
+    CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, DIMS(48, 32), none, &out));
     CHECK(!metadata_of(out).rowwise && !metadata_of(out).columnwise && !quantizer_of(out).rowwise);
     nib_tensor_destroy(out);
     nib_buffer *row[NIB_PART_COUNT] = { nib_tensor_buffer(t, NIB_ROW_DATA), NULL, nib_tensor_buffer(t, NIB_ROW_SCALE),
                                         NULL, nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE) };
-    CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, SHAPE(48, 32), row, &out));
+    CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, DIMS(48, 32), row, &out));
     CHECK(metadata_of(out).rowwise && !metadata_of(out).columnwise); /* usages follow the buffers */
     CHECK(quantizer_of(out).rowwise && !quantizer_of(out).columnwise);
     nib_tensor_destroy(out);
@@ -687,22 +608,22 @@ TEST(from_buffers_checks)
 TEST(from_buffers_of_nothing)
 {
     for (int row_scaled = 0; row_scaled < 2; row_scaled++) {
-        nib_quantizer q = plain(1, 1);
+        nib_quantizer q = usages(1, 1);
         q.row_scaled = (uint8_t)row_scaled;
         nib_buffer *parts[NIB_PART_COUNT] = { NULL };
         float tensor_scale[16] = { 0 };
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             int rank;
             int64_t shape[NIB_MAX_RANK], n = 1;
-            CHECK_OK(nib_part_shape(&q, (nib_part)part, SHAPE(0, 16), &rank, shape));
+            CHECK_OK(nib_part_shape(&q, (nib_part)part, DIMS(0, 16), &rank, shape));
             for (int d = 0; d < rank; d++)
                 n *= shape[d];
-            CHECK_OK(nib_buffer_borrow(n ? tensor_scale : NULL, (size_t)n * (part >= NIB_ROW_TENSOR_SCALE ? 4 : 1), NULL, NULL,
-                                       &parts[part]));
+            CHECK_OK(nib_buffer_borrow(n ? tensor_scale : NULL, (size_t)n * (part >= NIB_ROW_TENSOR_SCALE ? 4 : 1),
+                                       NULL, NULL, &parts[part]));
         }
         nib_tensor *t = NULL, *u = NULL, *empty = NULL;
-        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(0, 16), parts, &t));
-        CHECK_OK(nib_tensor_create(&q, NIB_F32, SHAPE(0, 16), &empty));
+        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(0, 16), parts, &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(0, 16), &empty));
         CHECK_OK(nib_tensor_zero(t));
         u = clone_of(t);
         CHECK(equal(t, u) && equal(t, empty));
@@ -714,7 +635,7 @@ TEST(from_buffers_of_nothing)
         nib_tensor_destroy(u);
         CHECK_OK(nib_tensor_rebind_rowwise(t, nib_tensor_buffer(empty, NIB_ROW_DATA)));
         CHECK_OK(nib_tensor_swizzle(t));
-        nib_array x = array_of(NULL, NIB_F32, SHAPE(0, 16));
+        nib_array x = array_of(NULL, NIB_F32, DIMS(0, 16));
         CHECK_OK(nib_quantize_into(&q, &x, NULL, NULL, t));
         nib_tensor_destroy(empty);
         nib_tensor_destroy(t);
@@ -759,9 +680,9 @@ TEST(update_usage_states)
             for (int rowwise = -1; rowwise <= 1; rowwise++)
                 for (int columnwise = -1; columnwise <= 1; columnwise++) {
                     const bool tiles = kind & 1, swizzled = kind >> 1, row = has & 1, col = has >> 1;
-                    nib_quantizer q = tiles ? square(row, col) : plain(row, col);
+                    nib_quantizer q = tiles ? square(row, col) : usages(row, col);
                     q.swizzled = swizzled;
-                    nib_tensor *t = quantized(&q, x, SHAPE(3, 16, 32)), *before = clone_of(t);
+                    nib_tensor *t = quantize_f32(&q, x, DIMS(3, 16, 32)), *before = clone_of(t);
                     const bool want_row = rowwise < 0 ? row : rowwise, want_col = columnwise < 0 ? col : columnwise;
                     const bool build = want_col && !col;
                     const bool possible = (!want_row || row) && (!build || (row && tiles && !swizzled));
@@ -776,7 +697,7 @@ TEST(update_usage_states)
                     if (possible) {
                         nib_quantizer wanted = q;
                         wanted.rowwise = want_row, wanted.columnwise = want_col;
-                        nib_tensor *fresh = quantized(&wanted, x, SHAPE(3, 16, 32));
+                        nib_tensor *fresh = quantize_f32(&wanted, x, DIMS(3, 16, 32));
                         CHECK(equal(t, fresh));
                         check_padding(t);
                         nib_tensor_destroy(fresh);
@@ -806,7 +727,7 @@ TEST(update_usage_builds_the_direct_copy)
                 row.rounding = direct.rounding = (nib_rounding)rounding;
                 row.seed = direct.seed = 11;
                 float *x = normals(shapes[s][0] * shapes[s][1]);
-                nib_tensor *t = quantized(&row, x, 2, shapes[s]), *fresh = quantized(&direct, x, 2, shapes[s]);
+                nib_tensor *t = quantize_f32(&row, x, 2, shapes[s]), *fresh = quantize_f32(&direct, x, 2, shapes[s]);
                 nib_tensor *view = NULL;
                 CHECK_OK(nib_tensor_view(t, 2, shapes[s], &view));
                 CHECK_OK(nib_tensor_update_usage(t, keep, 1));
@@ -827,8 +748,8 @@ TEST(set_quantizer)
             nib_quantizer q, q2;
             const char *from = variant(i, &q), *to = variant(j, &q2);
             nib_tensor *t = NULL, *u = NULL;
-            CHECK_OK(nib_tensor_create(&q, NIB_F32, SHAPE(16, 16), &t));
-            CHECK_OK(nib_tensor_create(&q2, NIB_F32, SHAPE(16, 16), &u));
+            CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(16, 16), &t));
+            CHECK_OK(nib_tensor_create(&q2, NIB_F32, DIMS(16, 16), &u));
             const bool same = q.swizzled == q2.swizzled && q.row_scaled == q2.row_scaled && q.rht == q2.rht &&
                               q.rht_rowwise == q2.rht_rowwise && q.block_dims[0] == q2.block_dims[0] &&
                               q.e4m3_max == q2.e4m3_max && metadata_of(t).tensor_scale == metadata_of(u).tensor_scale;
@@ -844,9 +765,9 @@ TEST(set_quantizer)
             nib_tensor_destroy(u);
             nib_tensor_destroy(t);
         }
-    nib_quantizer q = plain(1, 1);
+    nib_quantizer q = usages(1, 1);
     q.rht = 1;
-    nib_tensor *t = some(&q, SHAPE(16, 16));
+    nib_tensor *t = some(&q, DIMS(16, 16));
     q.rht_sign_mask ^= 1;
     CHECK_FAILS(nib_tensor_set_quantizer(t, &q), NIB_ERR_MISMATCH, "another meaning");
     q.rht_sign_mask ^= 1;
@@ -856,13 +777,13 @@ TEST(set_quantizer)
     CHECK_OK(nib_tensor_set_quantizer(t, &q));
     CHECK(!quantizer_of(t).amax_comm && quantizer_of(t).threads == 2 && quantizer_of(t).offset == 44);
     nib_tensor_destroy(t);
-    q = plain(1, 0); /* without an RHT the mask means nothing */
-    t = some(&q, SHAPE(5, 5));
+    q = usages(1, 0); /* without an RHT the mask means nothing */
+    t = some(&q, DIMS(5, 5));
     q.rht_sign_mask = 0;
     q.columnwise = 1;
     CHECK_OK(nib_tensor_set_quantizer(t, &q));
     float *x = normals(25);
-    const nib_array array = array_of(x, NIB_F32, SHAPE(5, 5));
+    const nib_array array = array_of(x, NIB_F32, DIMS(5, 5));
     CHECK_OK(nib_quantize_into(NULL, &array, NULL, NULL, t)); /* the later update makes the copy */
     CHECK(metadata_of(t).columnwise);
     free(x);
@@ -876,7 +797,7 @@ TEST(save_and_restore)
     for (int i = 0; i < VARIANTS; i++) {
         nib_quantizer q;
         const char *name = variant(i, &q);
-        nib_tensor *t = some(&q, SHAPE(48, 32)), *before = clone_of(t);
+        nib_tensor *t = some(&q, DIMS(48, 32)), *before = clone_of(t);
         nib_buffer *buffers[NIB_PART_COUNT], *saved[NIB_PART_COUNT + 2];
         for (int part = 0; part < NIB_PART_COUNT; part++)
             buffers[part] = nib_tensor_buffer(t, (nib_part)part);
@@ -912,8 +833,8 @@ TEST(save_and_restore)
 
 TEST(restore_checks_buffers)
 {
-    const nib_quantizer q = plain(1, 1);
-    nib_tensor *t = some(&q, SHAPE(48, 32)), *other = some(&q, SHAPE(48, 64));
+    const nib_quantizer q = usages(1, 1);
+    nib_tensor *t = some(&q, DIMS(48, 32)), *other = some(&q, DIMS(48, 64));
     nib_buffer *saved[NIB_PART_COUNT], *bad[NIB_PART_COUNT];
     size_t used = 99, saved_count = 0;
     CHECK_OK(nib_tensor_prepare_for_saving(t, saved, &saved_count));
@@ -941,13 +862,13 @@ TEST(restore_checks_buffers)
 
 TEST(save_and_restore_a_mixed_list)
 {
-    const nib_quantizer both = plain(1, 1), row = plain(1, 0);
+    const nib_quantizer both = usages(1, 1), row = usages(1, 0);
     float *x = normals(64);
-    nib_item items[5] = { { .array = array_of(x, NIB_F32, SHAPE(8, 8)) },
-                          { .tensor = some(&both, SHAPE(16, 16)) },
-                          { .array = array_of(x, NIB_U8, SHAPE(3)) },
-                          { .tensor = some(&row, SHAPE(4, 32)) },
-                          { .array = array_of(NULL, NIB_BF16, SHAPE(0)) } };
+    nib_item items[5] = { { .array = array_of(x, NIB_F32, DIMS(8, 8)) },
+                          { .tensor = some(&both, DIMS(16, 16)) },
+                          { .array = array_of(x, NIB_U8, DIMS(3)) },
+                          { .tensor = some(&row, DIMS(4, 32)) },
+                          { .array = array_of(NULL, NIB_BF16, DIMS(0)) } };
     nib_item before[5];
     memcpy(before, items, sizeof items);
     nib_tensor *clones[2] = { clone_of(items[1].tensor), clone_of(items[3].tensor) };
@@ -1006,8 +927,8 @@ TEST(save_and_restore_a_mixed_list)
 /* An input that a function saves twice is still one tensor. */
 TEST(save_one_tensor_twice)
 {
-    const nib_quantizer q = plain(1, 1);
-    nib_item items[2] = { { .tensor = some(&q, SHAPE(16, 16)) } };
+    const nib_quantizer q = usages(1, 1);
+    nib_item items[2] = { { .tensor = some(&q, DIMS(16, 16)) } };
     items[1].tensor = items[0].tensor;
     nib_tensor *before = clone_of(items[0].tensor);
     nib_saved saved[12];
@@ -1021,9 +942,9 @@ TEST(save_one_tensor_twice)
 
 TEST(clear_keeps_the_rest)
 {
-    const nib_quantizer q = plain(1, 1);
-    nib_tensor *t = some(&q, SHAPE(2, 8, 16)), *view = NULL;
-    CHECK_OK(nib_tensor_view(t, SHAPE(16, 16), &view));
+    const nib_quantizer q = usages(1, 1);
+    nib_tensor *t = some(&q, DIMS(2, 8, 16)), *view = NULL;
+    CHECK_OK(nib_tensor_view(t, DIMS(16, 16), &view));
     nib_tensor_clear(t);
     const nib_metadata m = metadata_of(t);
     CHECK(!m.rowwise && !m.columnwise && m.rank == 3 && m.shape[1] == 8 && m.dtype == NIB_F32);
@@ -1031,7 +952,7 @@ TEST(clear_keeps_the_rest)
     for (int part = 0; part < NIB_PART_COUNT; part++)
         CHECK(!nib_tensor_buffer(t, (nib_part)part));
     float *y = normals(256), first = y[0];
-    const nib_array out = array_of(y, NIB_F32, SHAPE(2, 8, 16));
+    const nib_array out = array_of(y, NIB_F32, DIMS(2, 8, 16));
     CHECK_FAILS(nib_dequantize(t, NIB_EITHER, &out), NIB_ERR_USAGE, "no data");
     CHECK_FAILS(nib_dequantize(t, NIB_ROWWISE, &out), NIB_ERR_USAGE, "no rowwise usage");
     CHECK_FAILS(nib_dequantize(t, NIB_COLUMNWISE, &out), NIB_ERR_USAGE, "no columnwise usage");
@@ -1051,7 +972,7 @@ TEST(clone_is_deep)
     for (int i = 0; i < VARIANTS; i++) {
         nib_quantizer q;
         const char *name = variant(i, &q);
-        nib_tensor *t = some(&q, SHAPE(3, 16, 32)), *usage = clone_of(t), *second = clone_of(t);
+        nib_tensor *t = some(&q, DIMS(3, 16, 32)), *usage = clone_of(t), *second = clone_of(t);
         const nib_metadata a = metadata_of(t), b = metadata_of(usage);
         CHECK_THAT(equal(t, usage), "%s", name);
         CHECK(a.rank == b.rank && a.dtype == b.dtype && nib_quantizer_equal(&a.quantizer, &b.quantizer));
@@ -1067,8 +988,8 @@ TEST(clone_is_deep)
         nib_tensor_destroy(t);
         nib_tensor_destroy(usage);
     }
-    const nib_quantizer q = plain(1, 1);
-    nib_tensor *t = some(&q, SHAPE(4, 4)), *usage = NULL;
+    const nib_quantizer q = usages(1, 1);
+    nib_tensor *t = some(&q, DIMS(4, 4)), *usage = NULL;
     nib_tensor_clear(t);
     CHECK_OK(nib_tensor_clone(t, &usage));
     CHECK(equal(t, usage) && !metadata_of(usage).rowwise);
@@ -1081,9 +1002,9 @@ TEST(copy_goes_in_place)
     for (int i = 0; i < VARIANTS; i++) {
         nib_quantizer q;
         const char *name = variant(i, &q);
-        nib_tensor *src = some(&q, SHAPE(48, 32)), *dst = some(&q, SHAPE(48, 32)), *view = NULL;
+        nib_tensor *src = some(&q, DIMS(48, 32)), *dst = some(&q, DIMS(48, 32)), *view = NULL;
         CHECK(!equal(src, dst));
-        CHECK_OK(nib_tensor_view(dst, SHAPE(48, 32), &view));
+        CHECK_OK(nib_tensor_view(dst, DIMS(48, 32), &view));
         CHECK_OK(nib_tensor_copy(dst, src));
         CHECK_THAT(equal(src, dst) && equal(view, src), "%s", name);
         CHECK(nib_tensor_buffer(dst, NIB_ROW_DATA) == nib_tensor_buffer(view, NIB_ROW_DATA));
@@ -1098,12 +1019,12 @@ TEST(copy_goes_in_place)
 
 TEST(copy_mismatches)
 {
-    const nib_quantizer both = plain(1, 1), row = plain(1, 0), col = plain(0, 1), none = plain(0, 0);
-    nib_tensor *dst = some(&both, SHAPE(48, 32)), *before = clone_of(dst);
+    const nib_quantizer both = usages(1, 1), row = usages(1, 0), col = usages(0, 1), none = usages(0, 0);
+    nib_tensor *dst = some(&both, DIMS(48, 32)), *before = clone_of(dst);
     for (int i = 0; i < VARIANTS; i++) { /* those of another meaning */
         nib_quantizer q;
         const char *name = variant(i, &q);
-        nib_tensor *src = some(&q, SHAPE(48, 32));
+        nib_tensor *src = some(&q, DIMS(48, 32));
         const bool other = q.swizzled || q.row_scaled || q.rht || q.block_dims[0] == 16 || q.e4m3_max == 256 ||
                            metadata_of(src).tensor_scale != NIB_TENSOR_SCALE_AMAX;
         if (other) {
@@ -1120,9 +1041,9 @@ TEST(copy_mismatches)
     }
     nib_quantizer mask = both; /* the sign mask counts where there is a transform */
     mask.rht = 1;
-    nib_tensor *a = some(&mask, SHAPE(16, 16));
+    nib_tensor *a = some(&mask, DIMS(16, 16));
     mask.rht_sign_mask = 0;
-    nib_tensor *b = some(&mask, SHAPE(16, 16));
+    nib_tensor *b = some(&mask, DIMS(16, 16));
     CHECK_FAILS(nib_tensor_copy(a, b), NIB_ERR_MISMATCH, "RHT");
     nib_tensor_destroy(a);
     nib_tensor_destroy(b);
@@ -1130,7 +1051,7 @@ TEST(copy_mismatches)
     const nib_quantizer *sources[] = { &both, &row, &col, &none }, *targets[] = { &both, &row, &col, &none };
     for (int s = 0; s < 4; s++)
         for (int d = 0; d < 4; d++) {
-            nib_tensor *src = some(sources[s], SHAPE(16, 32)), *to = some(targets[d], SHAPE(16, 32));
+            nib_tensor *src = some(sources[s], DIMS(16, 32)), *to = some(targets[d], DIMS(16, 32));
             nib_tensor *old = clone_of(to);
             const bool stale_row = targets[d]->rowwise && !sources[s]->rowwise;
             const bool stale_col = targets[d]->columnwise && !sources[s]->columnwise;
@@ -1157,8 +1078,8 @@ TEST(copy_mismatches)
 /* nib.h: tensors of the same shape; the same matrix of another rank is another shape. */
 TEST(copy_wants_the_same_shape)
 {
-    const nib_quantizer q = plain(1, 1);
-    nib_tensor *a = some(&q, SHAPE(2, 8, 16)), *b = some(&q, SHAPE(16, 16)), *before = clone_of(a);
+    const nib_quantizer q = usages(1, 1);
+    nib_tensor *a = some(&q, DIMS(2, 8, 16)), *b = some(&q, DIMS(16, 16)), *before = clone_of(a);
     CHECK_FAILS(nib_tensor_copy(a, b), NIB_ERR_MISMATCH, "");
     CHECK(equal(a, before));
     nib_tensor_destroy(before);
@@ -1171,9 +1092,9 @@ TEST(zero_goes_in_place)
     for (int i = 0; i < VARIANTS; i++) {
         nib_quantizer q;
         const char *name = variant(i, &q);
-        nib_tensor *t = some(&q, SHAPE(48, 32)), *view = NULL, *fresh = NULL;
-        CHECK_OK(nib_tensor_view(t, SHAPE(48, 32), &view));
-        CHECK_OK(nib_tensor_create(&q, NIB_F32, SHAPE(48, 32), &fresh));
+        nib_tensor *t = some(&q, DIMS(48, 32)), *view = NULL, *fresh = NULL;
+        CHECK_OK(nib_tensor_view(t, DIMS(48, 32), &view));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(48, 32), &fresh));
         CHECK_OK(nib_tensor_zero(t));
         CHECK_THAT(equal(t, fresh) && equal(view, fresh), "%s", name);
         nib_tensor_destroy(fresh);
@@ -1204,7 +1125,7 @@ TEST(view_changes_the_rank)
             for (int reshape = 0; reshape < 2; reshape++) {
                 nib_quantizer q;
                 const char *name = variant(i, &q);
-                nib_tensor *t = some(&q, SHAPE(6, 8, 32)), *view = NULL;
+                nib_tensor *t = some(&q, DIMS(6, 8, 32)), *view = NULL;
                 CHECK_OK((reshape ? nib_tensor_reshape : nib_tensor_view)(t, shapes[s].rank, shapes[s].shape, &view));
                 const nib_metadata m = metadata_of(view);
                 CHECK(m.rank == shapes[s].rank && m.dtype == NIB_F32 && m.rows == 48 && m.cols == 32);
@@ -1240,7 +1161,7 @@ TEST(view_changes_the_last_dim)
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         for (int decode = 0; decode < 2; decode++) {
-            nib_quantizer q = plain(1, 0);
+            nib_quantizer q = usages(1, 0);
             q.tensor_scale_rule = decode ? NIB_TENSOR_SCALE_RULE_EXACT : NIB_TENSOR_SCALE_RULE_DIALECT;
             nib_tensor *t = some(&q, 2, cases[i].from), *view = NULL, *reshaped = NULL;
             const size_t n = (size_t)(cases[i].from[0] * cases[i].from[1]);
@@ -1255,7 +1176,8 @@ TEST(view_changes_the_last_dim)
             CHECK_THAT((nib_tensor_buffer(t, NIB_ROW_SCALE) == nib_tensor_buffer(reshaped, NIB_ROW_SCALE)) ==
                            cases[i].shared,
                        "case %zu", i);
-            for (int part = NIB_ROW_DATA; part <= NIB_ROW_TENSOR_SCALE; part += NIB_ROW_TENSOR_SCALE) /* all are shared, or none */
+            for (int part = NIB_ROW_DATA; part <= NIB_ROW_TENSOR_SCALE;
+                 part += NIB_ROW_TENSOR_SCALE) /* all are shared, or none */
                 CHECK((nib_tensor_buffer(t, (nib_part)part) == nib_tensor_buffer(reshaped, (nib_part)part)) ==
                       cases[i].shared);
             for (nib_tensor *which = reshaped; which; which = which == reshaped ? view : NULL) {
@@ -1295,21 +1217,21 @@ TEST(view_refusals)
         { INT32_MIN, { 0 }, "rank -2147483648" },
         { INT32_MAX, { 0 }, "rank 2147483647" },
     };
-    nib_quantizer q = plain(1, 0);
-    nib_tensor *t = some(&q, SHAPE(24, 32)), *const untouched = (nib_tensor *)&q, *out = untouched;
+    nib_quantizer q = usages(1, 0);
+    nib_tensor *t = some(&q, DIMS(24, 32)), *const untouched = (nib_tensor *)&q, *out = untouched;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         CHECK_FAILS(nib_tensor_view(t, bad[i].rank, bad[i].shape, &out), NIB_ERR_SHAPE, bad[i].words);
         CHECK_FAILS(nib_tensor_reshape(t, bad[i].rank, bad[i].shape, &out), NIB_ERR_SHAPE, bad[i].words);
     }
     CHECK_FAILS(nib_tensor_view(t, 2, NULL, &out), NIB_ERR_ARG, "shape is NULL");
     CHECK_FAILS(nib_tensor_reshape(t, 2, NULL, &out), NIB_ERR_ARG, "shape is NULL");
-    CHECK_FAILS(nib_tensor_view(t, SHAPE(32, 24), &out), NIB_ERR_SHAPE, "multiples of 16, not from 32 to 24");
-    CHECK_FAILS(nib_tensor_reshape(t, SHAPE(32, 24), &out), NIB_ERR_SHAPE, "multiples of 16, not from 32 to 24");
+    CHECK_FAILS(nib_tensor_view(t, DIMS(32, 24), &out), NIB_ERR_SHAPE, "multiples of 16, not from 32 to 24");
+    CHECK_FAILS(nib_tensor_reshape(t, DIMS(32, 24), &out), NIB_ERR_SHAPE, "multiples of 16, not from 32 to 24");
     nib_tensor_destroy(t);
-    t = some(&q, SHAPE(32, 24));
-    CHECK_FAILS(nib_tensor_reshape(t, SHAPE(24, 32), &out), NIB_ERR_SHAPE, "multiples of 16, not from 24 to 32");
+    t = some(&q, DIMS(32, 24));
+    CHECK_FAILS(nib_tensor_reshape(t, DIMS(24, 32), &out), NIB_ERR_SHAPE, "multiples of 16, not from 24 to 32");
     nib_tensor_destroy(t);
-    t = some(&q, SHAPE(1));
+    t = some(&q, DIMS(1));
     CHECK_FAILS(nib_tensor_view(t, 0, NULL, &out), NIB_ERR_SHAPE, "at least rank 1");
     nib_tensor_destroy(t);
 
@@ -1324,13 +1246,13 @@ TEST(view_refusals)
                   { 3, NIB_ERR_SHAPE, "swizzled" },
                   { 4, NIB_ERR_SHAPE, "amax per row" } };
     for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++) {
-        q = plain(fixed[i].kind != 1, fixed[i].kind < 2);
+        q = usages(fixed[i].kind != 1, fixed[i].kind < 2);
         q.block_dims[0] = fixed[i].kind == 2 ? 16 : 1;
         q.swizzled = fixed[i].kind == 3;
         q.row_scaled = fixed[i].kind == 4;
-        t = some(&q, SHAPE(256, 64));
-        CHECK_FAILS(nib_tensor_view(t, SHAPE(128, 128), &out), fixed[i].status, fixed[i].words);
-        CHECK_FAILS(nib_tensor_reshape(t, SHAPE(128, 128), &out), fixed[i].status, fixed[i].words);
+        t = some(&q, DIMS(256, 64));
+        CHECK_FAILS(nib_tensor_view(t, DIMS(128, 128), &out), fixed[i].status, fixed[i].words);
+        CHECK_FAILS(nib_tensor_reshape(t, DIMS(128, 128), &out), fixed[i].status, fixed[i].words);
         nib_tensor_destroy(t);
     }
     CHECK(out == untouched);
@@ -1338,13 +1260,13 @@ TEST(view_refusals)
 
 TEST(view_without_data)
 {
-    const nib_quantizer q = plain(1, 0);
-    nib_tensor *t = some(&q, SHAPE(24, 32)), *view = NULL;
+    const nib_quantizer q = usages(1, 0);
+    nib_tensor *t = some(&q, DIMS(24, 32)), *view = NULL;
     nib_tensor_clear(t);
-    CHECK_OK(nib_tensor_view(t, SHAPE(48, 16), &view));
+    CHECK_OK(nib_tensor_view(t, DIMS(48, 16), &view));
     CHECK(metadata_of(view).rows == 48 && !metadata_of(view).rowwise);
     nib_tensor_destroy(view);
-    CHECK_FAILS(nib_tensor_view(t, SHAPE(32, 24), &view), NIB_ERR_SHAPE, "multiples of 16");
+    CHECK_FAILS(nib_tensor_view(t, DIMS(32, 24), &view), NIB_ERR_SHAPE, "multiples of 16");
     nib_tensor_destroy(t);
 }
 
@@ -1358,7 +1280,7 @@ TEST(view_without_elements)
             for (size_t i = 0; i < 3; i++)
                 for (size_t j = 0; j < 6; j++)
                     for (int reshape = 0; reshape < 2; reshape++) {
-                        nib_quantizer q = plain(usages & 1, usages >> 1);
+                        nib_quantizer q = usages(usages & 1, usages >> 1);
                         q.row_scaled = (uint8_t)row_scaled;
                         nib_tensor *t = NULL, *view = NULL;
                         CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, from[i], &t));
@@ -1393,7 +1315,7 @@ static nib_tensor *slice_by_hand(const nib_tensor *t, const nib_quantizer *q, co
     overrides.tensor_scale[NIB_COLUMNWISE] = (const float *)(const void *)bytes_of(t, NIB_COL_TENSOR_SCALE);
     float none;
     const nib_array part =
-        array_of(count ? (void *)(uintptr_t)(x + first * m.cols) : &none, NIB_F32, SHAPE(count, m.cols));
+        array_of(count ? (void *)(uintptr_t)(x + first * m.cols) : &none, NIB_F32, DIMS(count, m.cols));
     nib_tensor *out = NULL;
     CHECK_OK(nib_quantize(q, &part, &overrides, &out));
     return out;
@@ -1410,7 +1332,7 @@ TEST(slices)
             if (whole_blocks_only(&q) && (rows % 16 || cols % 16))
                 continue;
             float *x = normals(rows * cols);
-            nib_tensor *t = quantized(&q, x, 2, shapes[s]);
+            nib_tensor *t = quantize_f32(&q, x, 2, shapes[s]);
             for (int64_t first = 0; first <= rows; first += rows > 50 ? 8 : rows > 16 ? 4 : 1)
                 for (int64_t last = first; last <= rows; last += last + 8 <= rows ? 8 : 1) {
                     nib_tensor *slice = NULL;
@@ -1449,11 +1371,11 @@ TEST(slices)
 /* A slice is of the matrix, whatever the rank; and slices of slices know their place. */
 TEST(slice_of_a_slice)
 {
-    nib_quantizer q = plain(1, 1);
+    nib_quantizer q = usages(1, 1);
     q.rounding = NIB_ROUND_STOCHASTIC_8;
     q.seed = 3;
     q.origin[0] = 64;
-    nib_tensor *t = some(&q, SHAPE(4, 16, 32)), *outer = NULL, *inner = NULL, *direct = NULL;
+    nib_tensor *t = some(&q, DIMS(4, 16, 32)), *outer = NULL, *inner = NULL, *direct = NULL;
     CHECK_OK(nib_tensor_slice(t, 16, 48, &outer));
     CHECK_OK(nib_tensor_slice(outer, 16, 16, &inner));
     CHECK_OK(nib_tensor_slice(t, 32, 16, &direct));
@@ -1466,8 +1388,8 @@ TEST(slice_of_a_slice)
 
 TEST(slice_refusals)
 {
-    const nib_quantizer q = plain(1, 0);
-    nib_tensor *t = some(&q, SHAPE(40, 16)), *const untouched = (nib_tensor *)&t, *out = untouched;
+    const nib_quantizer q = usages(1, 0);
+    nib_tensor *t = some(&q, DIMS(40, 16)), *const untouched = (nib_tensor *)&t, *out = untouched;
     static const int64_t bad[][2] = { { -1, 1 }, { 0, -1 },  { 0, 41 },       { 40, 1 },
                                       { 41, 0 }, { 41, -1 }, { INT64_MIN, 0 } };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
@@ -1479,9 +1401,9 @@ TEST(slice_refusals)
 /* The border matters where a columnwise usage is, not where one is wished for. */
 TEST(slice_looks_at_what_is_there)
 {
-    nib_quantizer q = plain(1, 0);
+    nib_quantizer q = usages(1, 0);
     q.rht = 1;
-    nib_tensor *t = some(&q, SHAPE(32, 16)), *slice = NULL;
+    nib_tensor *t = some(&q, DIMS(32, 16)), *slice = NULL;
     q.columnwise = 1;
     CHECK_OK(nib_tensor_set_quantizer(t, &q));
     CHECK_OK(nib_tensor_slice(t, 3, 5, &slice));
@@ -1492,9 +1414,9 @@ TEST(slice_looks_at_what_is_there)
 /* An origin is only used for random numbers, so that nearest takes any: a slice of it must not overflow. */
 TEST(slice_with_a_far_origin)
 {
-    nib_quantizer q = plain(1, 0);
+    nib_quantizer q = usages(1, 0);
     q.origin[0] = INT64_MAX - 1;
-    nib_tensor *t = some(&q, SHAPE(8, 16)), *slice = NULL;
+    nib_tensor *t = some(&q, DIMS(8, 16)), *slice = NULL;
     const nib_status status = nib_tensor_slice(t, 4, 4, &slice);
     CHECK(status == NIB_OK || status == NIB_ERR_SHAPE);
     if (!status)
@@ -1505,10 +1427,10 @@ TEST(slice_with_a_far_origin)
 
 TEST(splits)
 {
-    const nib_quantizer both = plain(1, 1), row = plain(1, 0);
+    const nib_quantizer both = usages(1, 1), row = usages(1, 0);
     float *x = normals(37 * 20);
     for (int i = 0; i < 2; i++) {
-        nib_tensor *t = quantized(i ? &row : &both, x, SHAPE(37, 20)), *pieces[5];
+        nib_tensor *t = quantize_f32(i ? &row : &both, x, DIMS(37, 20)), *pieces[5];
         static const int64_t cuts[2][5] = { { 16, 0, 16, 5, 0 }, { 1, 7, 0, 28, 1 } };
         if (i == 0) { /* the last, empty piece would begin at row 37 */
             CHECK_FAILS(nib_tensor_split(t, cuts[0], 5, pieces), NIB_ERR_SHAPE, "block borders");
@@ -1540,7 +1462,7 @@ TEST(splits)
         nib_tensor_destroy(t);
     }
     nib_tensor *t = NULL;
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, SHAPE(0, 16), &t));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(0, 16), &t));
     nib_tensor *none[1];
     CHECK_OK(nib_tensor_split(t, (int64_t[]){ 0 }, 0, none));
     nib_tensor_destroy(t);
@@ -1606,7 +1528,7 @@ TEST(dequantize_rows_at_any_cut)
                 CHECK_BYTES(y, z, (size_t)(rows * cols) * sizeof *y);
                 for (int64_t first = 0; first <= rows; first += rows > 100 ? 71 : cols > 100 ? 3 : 1)
                     for (int64_t count = 0; count <= rows - first; count += rows > 100 ? 97 : cols > 100 ? 5 : 1) {
-                        const nib_array out = array_of(z + 1, NIB_F32, SHAPE(count, cols));
+                        const nib_array out = array_of(z + 1, NIB_F32, DIMS(count, cols));
                         z[0] = z[1 + count * cols] = 99;
                         CHECK_OK(nib_dequantize_rows(t, (nib_usage)usage, first, count, &out));
                         if (memcmp(z + 1, y + first * cols, (size_t)(count * cols) * sizeof *y) || z[0] != 99 ||
@@ -1626,8 +1548,8 @@ TEST(dequantize_either)
 {
     float *x = normals(16 * 16);
     for (int has = 1; has < 4; has++) {
-        const nib_quantizer q = plain(has & 1, has >> 1);
-        nib_tensor *t = quantized(&q, x, SHAPE(16, 16));
+        const nib_quantizer q = usages(has & 1, has >> 1);
+        nib_tensor *t = quantize_f32(&q, x, DIMS(16, 16));
         float *either = values_of(t, NIB_EITHER), *one = values_of(t, has & 1 ? NIB_ROWWISE : NIB_COLUMNWISE);
         CHECK_BYTES(either, one, 256 * sizeof *one);
         free(either);
@@ -1640,8 +1562,8 @@ TEST(dequantize_either)
 /* Other dtypes and strides than the plain ones, negative ones too. */
 TEST(dequantize_outputs)
 {
-    const nib_quantizer q = plain(1, 1);
-    nib_tensor *t = some(&q, SHAPE(3, 5, 19));
+    const nib_quantizer q = usages(1, 1);
+    nib_tensor *t = some(&q, DIMS(3, 5, 19));
     float *y = values_of(t, NIB_ROWWISE), strided[3 * 5 * 19 * 2];
     nib_array out = { .data = strided, .bytes = sizeof strided, .dtype = NIB_F32, .rank = 3, .shape = { 3, 5, 19 } };
     out.strides[0] = 2; /* [19][5][3] with gaps, columns reversed */
@@ -1661,7 +1583,7 @@ TEST(dequantize_outputs)
         if (nib_dtype_bits((nib_dtype)dtype) % 8)
             continue;
         static uint64_t memory[3 * 5 * 19];
-        const nib_array to = array_of(memory, (nib_dtype)dtype, SHAPE(3, 5, 19));
+        const nib_array to = array_of(memory, (nib_dtype)dtype, DIMS(3, 5, 19));
         if (dtype == NIB_F32 || dtype == NIB_BF16 || dtype == NIB_F16) {
             uint64_t wanted[3 * 5 * 19];
             CHECK_OK(nib_dequantize(t, NIB_ROWWISE, &to));
@@ -1684,7 +1606,7 @@ TEST(equality)
     for (int i = 0; i < VARIANTS; i++) {
         nib_quantizer q;
         variant(i, &q);
-        all[i] = quantized(&q, x, SHAPE(48, 32));
+        all[i] = quantize_f32(&q, x, DIMS(48, 32));
     }
     for (int i = 0; i < VARIANTS; i++)
         for (int j = 0; j < VARIANTS; j++)
@@ -1726,16 +1648,16 @@ TEST(equality)
 
 TEST(equality_of_shapes_dtypes_and_copies)
 {
-    const nib_quantizer both = plain(1, 1), row = plain(1, 0), col = plain(0, 1), none = plain(0, 0);
+    const nib_quantizer both = usages(1, 1), row = usages(1, 0), col = usages(0, 1), none = usages(0, 0);
     nib_tensor *t[8] = { NULL };
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, SHAPE(16, 16), &t[0]));
-    CHECK_OK(nib_tensor_create(&both, NIB_BF16, SHAPE(16, 16), &t[1]));
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, SHAPE(1, 16, 16), &t[2]));
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, SHAPE(16, 15), &t[3])); /* as many bytes */
-    CHECK_OK(nib_tensor_create(&row, NIB_F32, SHAPE(16, 16), &t[4]));
-    CHECK_OK(nib_tensor_create(&col, NIB_F32, SHAPE(16, 16), &t[5]));
-    CHECK_OK(nib_tensor_create(&none, NIB_F32, SHAPE(16, 16), &t[6]));
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, SHAPE(256), &t[7]));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(16, 16), &t[0]));
+    CHECK_OK(nib_tensor_create(&both, NIB_BF16, DIMS(16, 16), &t[1]));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(1, 16, 16), &t[2]));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(16, 15), &t[3])); /* as many bytes */
+    CHECK_OK(nib_tensor_create(&row, NIB_F32, DIMS(16, 16), &t[4]));
+    CHECK_OK(nib_tensor_create(&col, NIB_F32, DIMS(16, 16), &t[5]));
+    CHECK_OK(nib_tensor_create(&none, NIB_F32, DIMS(16, 16), &t[6]));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(256), &t[7]));
     for (int i = 0; i < 8; i++)
         for (int j = 0; j < 8; j++)
             CHECK_THAT(equal(t[i], t[j]) == (i == j), "%d and %d", i, j);
@@ -1743,7 +1665,7 @@ TEST(equality_of_shapes_dtypes_and_copies)
     nib_quantizer q = both;
     q.seed = 9, q.threads = 2, q.rht_sign_mask = 1, q.scale_rule = NIB_SCALE_SWEEP;
     nib_tensor *other = NULL;
-    CHECK_OK(nib_tensor_create(&q, NIB_F32, SHAPE(16, 16), &other));
+    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(16, 16), &other));
     CHECK(equal(t[0], other));
     nib_tensor_destroy(other);
     for (int i = 0; i < 8; i++)
@@ -1763,15 +1685,15 @@ TEST(swizzle_and_back)
             if (q.swizzled || (whole_blocks_only(&q) && (rows % 16 || cols % 16)))
                 continue;
             float *x = normals(rows * cols);
-            nib_tensor *t = quantized(&q, x, 2, shapes[s]), *compact = clone_of(t), *view = NULL;
+            nib_tensor *t = quantize_f32(&q, x, 2, shapes[s]), *compact = clone_of(t), *view = NULL;
             q.swizzled = 1;
-            nib_tensor *direct = quantized(&q, x, 2, shapes[s]);
+            nib_tensor *direct = quantize_f32(&q, x, 2, shapes[s]);
             CHECK_OK(nib_tensor_view(t, 2, shapes[s], &view));
             /* Padding that somebody has written to does not get through. */
             for (int usage = 0; usage < 2; usage++)
                 if (nib_tensor_buffer(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE))
                     bytes_of(t, usage ? NIB_COL_SCALE
-                                     : NIB_ROW_SCALE)[size_of(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE) - 1] |=
+                                      : NIB_ROW_SCALE)[size_of(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE) - 1] |=
                         shapes[s][usage] % 128 ? 0x55 : 0;
             CHECK_OK(nib_tensor_unswizzle(t)); /* it is so already */
             CHECK(nib_tensor_buffer(t, NIB_ROW_SCALE) == nib_tensor_buffer(view, NIB_ROW_SCALE));
@@ -1780,7 +1702,8 @@ TEST(swizzle_and_back)
             check_padding(t);
             CHECK(quantizer_of(t).swizzled && !quantizer_of(view).swizzled);
             for (int usage = 0; usage < 2; usage++) {
-                const nib_part scale = usage ? NIB_COL_SCALE : NIB_ROW_SCALE, data = usage ? NIB_COL_DATA : NIB_ROW_DATA;
+                const nib_part scale = usage ? NIB_COL_SCALE : NIB_ROW_SCALE,
+                               data = usage ? NIB_COL_DATA : NIB_ROW_DATA;
                 if (!nib_tensor_buffer(t, scale))
                     continue;
                 CHECK(nib_tensor_buffer(t, scale) != nib_tensor_buffer(view, scale));
@@ -1848,8 +1771,8 @@ TEST(swizzle_plain_scales)
 
 TEST(rebind_rowwise)
 {
-    const nib_quantizer q = plain(1, 1), col = plain(0, 1);
-    nib_tensor *source = some(&q, SHAPE(33, 19)), *t = NULL, *view = NULL, *before = clone_of(source);
+    const nib_quantizer q = usages(1, 1), col = usages(0, 1);
+    nib_tensor *source = some(&q, DIMS(33, 19)), *t = NULL, *view = NULL, *before = clone_of(source);
     const size_t bytes = size_of(source, NIB_ROW_DATA);
     CHECK(bytes == 33 * 10);
     int released[2] = { 0 };
@@ -1861,9 +1784,9 @@ TEST(rebind_rowwise)
     CHECK_OK(nib_buffer_borrow(arena + 1, bytes, count_release, &released[1], &home)); /* codes need no alignment */
     for (int part = 0; part < NIB_PART_COUNT; part++)
         parts[part] = part ? nib_tensor_buffer(source, (nib_part)part) : first;
-    CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, SHAPE(33, 19), parts, &t));
+    CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(33, 19), parts, &t));
     nib_buffer_release(first);
-    CHECK_OK(nib_tensor_view(t, SHAPE(33, 19), &view));
+    CHECK_OK(nib_tensor_view(t, DIMS(33, 19), &view));
     CHECK_OK(nib_tensor_rebind_rowwise(t, home));
     CHECK(nib_tensor_buffer(t, NIB_ROW_DATA) == home && bytes_of(t, NIB_ROW_DATA) == arena + 1);
     CHECK(equal(t, before) && equal(view, before) && arena[0] == 0xEE && arena[bytes + 1] == 0xEE);
@@ -1883,7 +1806,7 @@ TEST(rebind_rowwise)
     CHECK(released[1] == 0);
     nib_tensor_destroy(t);
     CHECK(released[1] == 1);
-    t = some(&col, SHAPE(33, 19));
+    t = some(&col, DIMS(33, 19));
     CHECK_FAILS(nib_tensor_rebind_rowwise(t, nib_tensor_buffer(source, NIB_ROW_DATA)), NIB_ERR_USAGE, "no rowwise");
     nib_tensor_destroy(t);
     nib_tensor_destroy(before);
@@ -1908,7 +1831,7 @@ TEST(is_quantizable)
         { -1, { 16 }, 0 },         { 2, { -16, 16 }, 0 },  { 8, { 2, 1, 2, 1, 2, 1, 2, 16 }, 1 },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        nib_quantizer q = plain(1, 1);
+        nib_quantizer q = usages(1, 1);
         CHECK_THAT(nib_is_quantizable(&q, cases[i].rank, cases[i].shape) == cases[i].answer, "case %zu", i);
         q.block_dims[0] = 16;
         CHECK(nib_is_quantizable(&q, cases[i].rank, cases[i].shape) == cases[i].answer);
@@ -1916,15 +1839,15 @@ TEST(is_quantizable)
         q.row_scaled = 1;
         CHECK(nib_is_quantizable(&q, cases[i].rank, cases[i].shape) == 0);
     }
-    nib_quantizer q = plain(1, 1);
-    CHECK(!nib_is_quantizable(NULL, SHAPE(16, 16)) && !nib_is_quantizable(&q, 2, NULL));
+    nib_quantizer q = usages(1, 1);
+    CHECK(!nib_is_quantizable(NULL, DIMS(16, 16)) && !nib_is_quantizable(&q, 2, NULL));
     q.e4m3_max = 3;
-    CHECK(!nib_is_quantizable(&q, SHAPE(16, 16)));
+    CHECK(!nib_is_quantizable(&q, DIMS(16, 16)));
 }
 
 TEST(is_requantization_safe)
 {
-    nib_quantizer q = plain(1, 1);
+    nib_quantizer q = usages(1, 1);
     for (int rounding = 0; rounding < NIB_ROUNDING_COUNT; rounding++) {
         q.rounding = (nib_rounding)rounding;
         CHECK(nib_is_requantization_safe(&q) == (rounding == NIB_ROUND_NEAREST));
@@ -1988,11 +1911,11 @@ TEST(quantizer_equality_and_hash)
 /* A floor of 0 is none, with either sign; whatever is taken gives the same bytes as what it is equal to in value. */
 TEST(negative_zero_floor)
 {
-    nib_quantizer q = plain(1, 1), negative = q;
+    nib_quantizer q = usages(1, 1), negative = q;
     negative.min_block_scale = -0.0f;
     float *x = normals(16 * 16);
-    const nib_array array = array_of(x, NIB_F32, SHAPE(16, 16));
-    nib_tensor *t = quantized(&q, x, SHAPE(16, 16)), *u = NULL;
+    const nib_array array = array_of(x, NIB_F32, DIMS(16, 16));
+    nib_tensor *t = quantize_f32(&q, x, DIMS(16, 16)), *u = NULL;
     const nib_status status = nib_quantize(&negative, &array, NULL, &u);
     CHECK(status == NIB_OK || status == NIB_ERR_ARG);
     if (!status)
@@ -2006,7 +1929,7 @@ TEST(set_usage)
 {
     for (int rowwise = -2; rowwise <= 2; rowwise++)
         for (int columnwise = -2; columnwise <= 2; columnwise++) {
-            nib_quantizer q = plain(1, 0);
+            nib_quantizer q = usages(1, 0);
             const nib_quantizer before = q;
             const nib_status status = nib_quantizer_set_usage(&q, rowwise, columnwise);
             if (rowwise < -1 || rowwise > 1 || columnwise < -1 || columnwise > 1) {

@@ -4,7 +4,7 @@
  *
  * Linked with a library that tests/cli/made_up.sh built with made_up.h. Knows the format by its name only.
  */
-#include "test.h"
+#include "test_tensors.h"
 
 #include <math.h>
 
@@ -19,40 +19,11 @@ static nib_quantizer quantizer(void)
     return q;
 }
 
-static nib_array array_of(float *data, int rank, const int64_t *shape)
-{
-    nib_array x = { 0 };
-    CHECK_OK(nib_array_init(&x, data, NIB_F32, rank, shape));
-    return x;
-}
-
 static nib_array matrix(int64_t rows, int64_t cols)
 {
     for (int64_t i = 0; i < rows * cols; i++)
         values[i] = ldexpf(test_normal(), (int)test_below(12) - 6);
-    return array_of(values, 2, (const int64_t[]){ rows, cols });
-}
-
-static nib_tensor *quantized(const nib_quantizer *q, const nib_array *x)
-{
-    nib_tensor *t = NULL;
-    CHECK_OK(nib_quantize(q, x, NULL, &t));
-    return t;
-}
-
-static bool equal(const nib_tensor *a, const nib_tensor *b)
-{
-    int same = 0;
-    CHECK_OK(nib_tensor_equal(a, b, &same));
-    return same;
-}
-
-static void dequantize(const nib_tensor *t, nib_usage usage, float *out)
-{
-    nib_metadata m = { .bytes = sizeof m };
-    CHECK_OK(nib_tensor_get_metadata(t, &m));
-    const nib_array y = array_of(out, m.rank, m.shape);
-    CHECK_OK(nib_dequantize(t, usage, &y));
+    return array_of(values, NIB_F32, 2, (const int64_t[]){ rows, cols });
 }
 
 TEST(the_table_has_one_more_row)
@@ -95,13 +66,13 @@ TEST(quantize_and_dequantize)
         nib_quantizer q = quantizer();
         const int64_t M = shapes[s][0], K = shapes[s][1];
         const nib_array x = matrix(M, K);
-        nib_tensor *t = quantized(&q, &x);
+        nib_tensor *t = quantize(&q, &x, NULL);
         for (int usage = 0; usage < 2; usage++) {
             nib_array codes, scales;
             CHECK_OK(nib_tensor_part(t, usage ? NIB_COL_DATA : NIB_ROW_DATA, &codes));
             CHECK_OK(nib_tensor_part(t, usage ? NIB_COL_SCALE : NIB_ROW_SCALE, &scales));
             CHECK(scales.dtype == NIB_E5M2);
-            dequantize(t, (nib_usage)usage, decoded);
+            dequantize(t, (nib_usage)usage, NIB_F32, decoded);
             for (int64_t i = 0; i < M * K; i++) {
                 const int64_t line = usage ? i % K : i / K, at = usage ? i / K : i % K, length = usage ? M : K;
                 const uint8_t *code_at = (const uint8_t *)codes.data + line * length + at,
@@ -114,7 +85,7 @@ TEST(quantize_and_dequantize)
             }
         }
         q.threads = 5;
-        nib_tensor *again = quantized(&q, &x);
+        nib_tensor *again = quantize(&q, &x, NULL);
         CHECK(equal(t, again));
         CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, again));
         CHECK(equal(t, again));
@@ -127,7 +98,7 @@ TEST(save_and_restore)
 {
     const nib_quantizer q = quantizer();
     const nib_array x = matrix(33, 45);
-    nib_tensor *t = quantized(&q, &x), *kept = NULL;
+    nib_tensor *t = quantize(&q, &x, NULL), *kept = NULL;
     nib_buffer *saved[NIB_PART_COUNT];
     size_t n = 0, used = 0;
     CHECK_OK(nib_tensor_clone(t, &kept));
@@ -150,19 +121,19 @@ TEST(views_and_slices)
 {
     nib_quantizer q = quantizer();
     nib_array x = matrix(64, 32);
-    nib_tensor *t = quantized(&q, &x), *view = NULL, *slice = NULL;
+    nib_tensor *t = quantize(&q, &x, NULL), *view = NULL, *slice = NULL;
     const int64_t shape[3] = { 4, 16, 32 }, longer[2] = { 32, 64 };
     CHECK_OK(nib_tensor_view(t, 3, shape, &view));
-    x = array_of(values, 3, shape);
-    nib_tensor *direct = quantized(&q, &x);
+    x = array_of(values, NIB_F32, 3, shape);
+    nib_tensor *direct = quantize(&q, &x, NULL);
     CHECK(equal(view, direct));
     nib_tensor_destroy(view);
     nib_tensor_destroy(direct);
 
     CHECK_FAILS(nib_tensor_slice(t, 4, 8, &slice), NIB_ERR_SHAPE, "multiples of 8");
     CHECK_OK(nib_tensor_slice(t, 8, 24, &slice));
-    x = array_of(values + 8 * 32, 2, (const int64_t[]){ 24, 32 });
-    direct = quantized(&q, &x);
+    x = array_of(values + 8 * 32, NIB_F32, 2, (const int64_t[]){ 24, 32 });
+    direct = quantize(&q, &x, NULL);
     CHECK(equal(slice, direct));
     nib_tensor_destroy(slice);
     nib_tensor_destroy(direct);
@@ -170,11 +141,11 @@ TEST(views_and_slices)
     CHECK_OK(nib_tensor_update_usage(t, 1, 0));
     q.columnwise = 0;
     CHECK_OK(nib_tensor_view(t, 2, longer, &view));
-    x = array_of(values, 2, longer);
-    direct = quantized(&q, &x);
+    x = array_of(values, NIB_F32, 2, longer);
+    direct = quantize(&q, &x, NULL);
     CHECK(equal(view, direct));
-    dequantize(t, NIB_ROWWISE, decoded);
-    dequantize(view, NIB_ROWWISE, decoded_too);
+    dequantize(t, NIB_ROWWISE, NIB_F32, decoded);
+    dequantize(view, NIB_ROWWISE, NIB_F32, decoded_too);
     CHECK_BYTES(decoded, decoded_too, 64 * 32 * sizeof(float));
     nib_tensor_destroy(view);
     nib_tensor_destroy(direct);
@@ -188,7 +159,7 @@ TEST(write_and_read_back)
     snprintf(path, sizeof path, "%s/nib_made_up_%d.safetensors", tmp ? tmp : "/tmp", (int)getpid());
     const nib_quantizer q = quantizer();
     const nib_array x = matrix(33, 45);
-    nib_tensor *t = quantized(&q, &x), *back = NULL;
+    nib_tensor *t = quantize(&q, &x, NULL), *back = NULL;
     nib_writer *writer = NULL;
     nib_file *file = NULL;
     CHECK_OK(nib_writer_create(path, &writer));
@@ -212,8 +183,8 @@ TEST(the_built_in_formats_are_there)
     for (int format = 0; format < NIB_FORMAT_COUNT; format++) {
         nib_quantizer q;
         CHECK_OK(nib_quantizer_init_format(&q, (nib_format)format));
-        nib_tensor *t = quantized(&q, &x);
-        dequantize(t, NIB_ROWWISE, decoded);
+        nib_tensor *t = quantize(&q, &x, NULL);
+        dequantize(t, NIB_ROWWISE, NIB_F32, decoded);
         nib_tensor_destroy(t);
     }
 }
