@@ -109,7 +109,6 @@ static inline void case_options(uint64_t *state, struct case_param *p)
             q->columnwise = 0;
         p->both = kind == 12;
     }
-    q->threads = 1;
     q->seed = case_random(state);
     q->offset = case_random(state) >> 1;
     p->dtype = dtypes[case_below(state, 4)];
@@ -253,7 +252,7 @@ static inline int case_run(const nib_comm *comm, uint64_t seed)
         CASE_OK(case_data(&state, p));
         case_cut(&state, p, comm->size);
         nvfp4 = nvfp4 && p->q.format == NIB_NVFP4;
-        CASE_OK(nib_tensor_create(&p->q, p->dtype, 2, p->shape, &tensors[i]));
+        CASE_OK(nib_tensor_create(&p->q, p->dtype, 2, p->shape, NULL, &tensors[i]));
         for (int part = 0; part < NIB_PART_COUNT; part++) { /* whatever was there before must not matter */
             nib_buffer *buffer = nib_tensor_buffer(tensors[i], (nib_part)part);
             if (nib_buffer_bytes(buffer))

@@ -93,6 +93,17 @@ __attribute__((format(printf, 3, 4))) static inline void test_fail(const char *f
     fprintf(stderr, " (seed %llu)\n", (unsigned long long)test_seed);
 }
 
+/* The host with so many threads, for the life of the program. */
+static inline nib_device *host_of(int threads)
+{
+    static nib_device *hosts[16];
+    if (!hosts[threads] && nib_host_create(threads, &hosts[threads])) {
+        test_fail(__FILE__, __LINE__, "a host of %d threads: %s", threads, nib_last_error());
+        exit(2);
+    }
+    return hosts[threads];
+}
+
 #define CHECK(condition)                                        \
     do {                                                        \
         if (!(condition))                                       \

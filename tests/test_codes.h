@@ -50,7 +50,7 @@ static inline struct usage usage_of(const nib_tensor *t, nib_usage which)
                            .scales = bytes_of(t, rowwise ? NIB_ROW_SCALE : NIB_COL_SCALE),
                            .tensor_scales =
                                (const void *)bytes_of(t, rowwise ? NIB_ROW_TENSOR_SCALE : NIB_COL_TENSOR_SCALE),
-                           .per_line = facts.quantizer.row_scaled };
+                           .per_line = facts.quantizer->row_scaled };
     usage.code_stride = (usage.length + 1) / 2;
     return usage;
 }

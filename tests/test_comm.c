@@ -121,7 +121,6 @@ static int quantize_part(const nib_comm *comm, void *context)
     (void)nib_encode(stack->dtype, stack->x + comm->rank * ROWS * COLS, ROWS * COLS, inputs);
     CASE_OK(nib_array_init(&x, inputs, stack->dtype, 2, SHAPE(ROWS, COLS)));
     q.amax_comm = comm;
-    q.threads = 1;
     CASE_OK(nib_quantize(&q, &x, NULL, &t));
     /* The same as alone with the amaxes of the stack. */
     q.amax_comm = NULL;
@@ -130,7 +129,7 @@ static int quantize_part(const nib_comm *comm, void *context)
     int equal = 0;
     CASE_OK(nib_tensor_equal(t, overrides, &equal));
     CASE_CHECK(equal, "the reduced amax gives other bytes");
-    CASE_OK(nib_tensor_create(&q, stack->dtype, 2, SHAPE(ROWS, COLS), &into));
+    CASE_OK(nib_tensor_create(&q, stack->dtype, 2, SHAPE(ROWS, COLS), NULL, &into));
     q.amax_comm = comm;
     CASE_OK(nib_quantize_into(&q, &x, NULL, NULL, into));
     CASE_OK(nib_tensor_equal(into, overrides, &equal));
@@ -193,7 +192,7 @@ static int quantize_badly(const nib_comm *comm, void *context)
     nib_array x;
     nib_tensor *t = NULL, *into = NULL;
     CASE_OK(nib_array_init(&x, inputs, NIB_F32, 2, SHAPE(ROWS, COLS)));
-    CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(ROWS, COLS), &into));
+    CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(ROWS, COLS), NULL, &into));
     nib_status wanted = NIB_ERR_SHAPE;
     if (here && kind == 0)
         x.shape[0] = -1;

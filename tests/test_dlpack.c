@@ -102,8 +102,8 @@ static nib_status array_from(DLTensor tensor, nib_array *out)
     nib_array a, b;
     memset(&a, 0x5A, sizeof a);
     memset(&b, 0x5A, sizeof b);
-    const nib_status first = nib_array_from_dlpack(&managed, &a),
-                     second = nib_array_from_dlpack_versioned(&versioned, &b);
+    const nib_status first = nib_array_from_dlpack(&managed, NULL, &a),
+                     second = nib_array_from_dlpack_versioned(&versioned, NULL, &b);
     CHECK(first == second);
     CHECK_BYTES(&a, &b, sizeof a);
     if (first) {
@@ -290,18 +290,18 @@ TEST(array_versions)
         if (major == 1)
             continue;
         array.rank = 99;
-        CHECK_FAILS(nib_array_from_dlpack_versioned(&versioned, &array), NIB_ERR_UNSUPPORTED, ".3");
-        CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, &buffer), NIB_ERR_UNSUPPORTED, ".3");
+        CHECK_FAILS(nib_array_from_dlpack_versioned(&versioned, NULL, &array), NIB_ERR_UNSUPPORTED, ".3");
+        CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer), NIB_ERR_UNSUPPORTED, ".3");
         CHECK(array.rank == 99 && buffer == untouched);
     }
     versioned.version = (DLPackVersion){ 1, 99 }; /* minor versions only add */
-    CHECK_OK(nib_array_from_dlpack_versioned(&versioned, &array));
+    CHECK_OK(nib_array_from_dlpack_versioned(&versioned, NULL, &array));
     versioned.flags = READ_ONLY; /* a view may be an input; a buffer is there to be written */
-    CHECK_OK(nib_array_from_dlpack_versioned(&versioned, &array));
-    CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, &buffer), NIB_ERR_ARG, "read-only");
+    CHECK_OK(nib_array_from_dlpack_versioned(&versioned, NULL, &array));
+    CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer), NIB_ERR_ARG, "read-only");
     CHECK(buffer == untouched && deleted_versioned == 0);
     versioned.flags = IS_COPIED;
-    CHECK_OK(nib_buffer_from_dlpack_versioned(&versioned, &buffer));
+    CHECK_OK(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer));
     nib_buffer_release(buffer);
     CHECK(deleted_versioned == 1);
 }
@@ -320,9 +320,9 @@ TEST(buffer_takes_over)
             DLManagedTensorVersioned versioned = versioned_of(tensor);
             nib_buffer *buffer = NULL;
             if (generation)
-                CHECK_OK(nib_buffer_from_dlpack_versioned(&versioned, &buffer));
+                CHECK_OK(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer));
             else
-                CHECK_OK(nib_buffer_from_dlpack(&managed, &buffer));
+                CHECK_OK(nib_buffer_from_dlpack(&managed, NULL, &buffer));
             CHECK(nib_buffer_data(buffer) == memory + (offset ? 8 : 0) &&
                   nib_buffer_bytes(buffer) == 16 * sizeof(float));
             nib_buffer_retain(buffer);
@@ -337,12 +337,12 @@ TEST(buffer_takes_over)
     managed.deleter = NULL;
     versioned.deleter = NULL;
     nib_buffer *buffer = NULL;
-    CHECK_OK(nib_buffer_from_dlpack(&managed, &buffer));
+    CHECK_OK(nib_buffer_from_dlpack(&managed, NULL, &buffer));
     nib_buffer_release(buffer);
-    CHECK_OK(nib_buffer_from_dlpack_versioned(&versioned, &buffer));
+    CHECK_OK(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer));
     nib_buffer_release(buffer);
     managed = managed_of(tensor_over(NULL, 2, (int64_t[]){ 0, 5 }, NULL)); /* and an empty one has no memory */
-    CHECK_OK(nib_buffer_from_dlpack(&managed, &buffer));
+    CHECK_OK(nib_buffer_from_dlpack(&managed, NULL, &buffer));
     CHECK(nib_buffer_bytes(buffer) == 0 && deleted == 0);
     nib_buffer_release(buffer);
     CHECK(deleted == 1);
@@ -363,21 +363,21 @@ TEST(buffer_refusals_delete_nothing)
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         DLManagedTensor managed = managed_of(bad[i]);
         DLManagedTensorVersioned versioned = versioned_of(bad[i]);
-        CHECK_FAILS(nib_buffer_from_dlpack(&managed, &buffer), NIB_ERR_SHAPE, "C-contiguous");
-        CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, &buffer), NIB_ERR_SHAPE, "C-contiguous");
+        CHECK_FAILS(nib_buffer_from_dlpack(&managed, NULL, &buffer), NIB_ERR_SHAPE, "C-contiguous");
+        CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer), NIB_ERR_SHAPE, "C-contiguous");
     }
     DLManagedTensor managed = managed_of(tensor_over(memory, 1, (int64_t[]){ 4 }, NULL));
     managed.dl_tensor.device.device_type = CUDA;
     DLManagedTensorVersioned versioned = versioned_of(managed.dl_tensor);
-    CHECK_FAILS(nib_buffer_from_dlpack(&managed, &buffer), NIB_ERR_UNSUPPORTED, "device type 2");
-    CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, &buffer), NIB_ERR_UNSUPPORTED, "device type 2");
+    CHECK_FAILS(nib_buffer_from_dlpack(&managed, NULL, &buffer), NIB_ERR_UNSUPPORTED, "device type 2");
+    CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer), NIB_ERR_UNSUPPORTED, "device type 2");
     managed.dl_tensor.device.device_type = CPU;
     managed.dl_tensor.dtype.bits = 7;
-    CHECK_FAILS(nib_buffer_from_dlpack(&managed, &buffer), NIB_ERR_DTYPE, "7 bits");
-    CHECK_FAILS(nib_buffer_from_dlpack(NULL, &buffer), NIB_ERR_ARG, "managed is NULL");
-    CHECK_FAILS(nib_buffer_from_dlpack_versioned(NULL, &buffer), NIB_ERR_ARG, "managed is NULL");
-    CHECK_FAILS(nib_buffer_from_dlpack(&managed, NULL), NIB_ERR_ARG, "out is NULL");
-    CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_buffer_from_dlpack(&managed, NULL, &buffer), NIB_ERR_DTYPE, "7 bits");
+    CHECK_FAILS(nib_buffer_from_dlpack(NULL, NULL, &buffer), NIB_ERR_ARG, "managed is NULL");
+    CHECK_FAILS(nib_buffer_from_dlpack_versioned(NULL, NULL, &buffer), NIB_ERR_ARG, "managed is NULL");
+    CHECK_FAILS(nib_buffer_from_dlpack(&managed, NULL, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, NULL, NULL), NIB_ERR_ARG, "out is NULL");
     CHECK(buffer == untouched && deleted == 0 && deleted_versioned == 0);
 }
 
@@ -398,10 +398,10 @@ TEST(tensor_over_dlpack_memory)
     nib_buffer *parts[NIB_PART_COUNT] = { NULL };
     for (int i = 0; i < 3; i++) {
         managed[i] = managed_of(tensors[i]);
-        CHECK_OK(nib_buffer_from_dlpack(&managed[i], &parts[2 * i]));
+        CHECK_OK(nib_buffer_from_dlpack(&managed[i], NULL, &parts[2 * i]));
     }
     nib_tensor *t = NULL, *fresh = NULL;
-    CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(16, 16), parts, &t));
+    CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(16, 16), parts, NIB_PART_COUNT, &t));
     for (int i = 0; i < 3; i++)
         nib_buffer_release(parts[2 * i]);
     float x[256];
@@ -483,9 +483,9 @@ TEST(arrays_go_out)
             CHECK_BYTES(e.tensor->strides, array.strides, 3 * sizeof(int64_t));
             nib_array back = { 0 }; /* and in again: the same elements */
             if (generation)
-                CHECK_OK(nib_array_from_dlpack_versioned(e.versioned, &back));
+                CHECK_OK(nib_array_from_dlpack_versioned(e.versioned, NULL, &back));
             else
-                CHECK_OK(nib_array_from_dlpack(e.plain, &back));
+                CHECK_OK(nib_array_from_dlpack(e.plain, NULL, &back));
             CHECK(first_element(&back) == first_element(&array) && back.dtype == array.dtype);
             finish(&e);
         }
@@ -499,7 +499,7 @@ TEST(arrays_keep_their_owner)
             int released = 0;
             nib_buffer *owner = NULL;
             nib_array array;
-            CHECK_OK(nib_buffer_borrow(memory, sizeof memory, count_release, &released, &owner));
+            CHECK_OK(nib_buffer_borrow(memory, sizeof memory, NULL, count_release, &released, &owner));
             CHECK_OK(nib_array_init(&array, memory, NIB_F32, DIMS(4)));
             struct exported e = export_array(&array, owner, generation);
             if (owner_first) {
@@ -520,7 +520,7 @@ TEST(arrays_that_do_not_go_out)
     float memory[4];
     int released = 0;
     nib_buffer *owner = NULL;
-    CHECK_OK(nib_buffer_borrow(memory, sizeof memory, count_release, &released, &owner));
+    CHECK_OK(nib_buffer_borrow(memory, sizeof memory, NULL, count_release, &released, &owner));
     DLManagedTensor *const untouched = (DLManagedTensor *)(void *)memory, *out = untouched;
     DLManagedTensorVersioned *const untouched2 = (DLManagedTensorVersioned *)(void *)memory, *out2 = untouched2;
     nib_array good;
@@ -602,7 +602,7 @@ TEST(parts_that_do_not_go_out)
     nib_quantizer_init(&q);
     q.columnwise = 0;
     nib_tensor *t = NULL;
-    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(4, 16), &t));
+    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(4, 16), NULL, &t));
     DLManagedTensor *const untouched = (DLManagedTensor *)(void *)&q, *out = untouched;
     DLManagedTensorVersioned *const untouched2 = (DLManagedTensorVersioned *)(void *)&q, *out2 = untouched2;
     CHECK_FAILS(nib_tensor_to_dlpack(t, NIB_COL_DATA, &out), NIB_ERR_USAGE, "no columnwise usage");
@@ -615,7 +615,7 @@ TEST(parts_that_do_not_go_out)
     CHECK_FAILS(nib_tensor_to_dlpack_versioned(t, NIB_ROW_DATA, NULL), NIB_ERR_ARG, "out is NULL");
     CHECK(out == untouched && out2 == untouched2);
     nib_tensor_destroy(t);
-    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(0, 16), &t)); /* without elements it goes */
+    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(0, 16), NULL, &t)); /* without elements it goes */
     struct exported e = export_part(t, NIB_ROW_DATA, 1);
     CHECK(e.tensor->ndim == 2 && e.tensor->shape[0] == 0 && e.tensor->shape[1] == 8);
     nib_tensor_destroy(t);

@@ -111,11 +111,10 @@ static void note(struct run *run, nib_status status)
     run->out->disturbed += control() != run->control || fegetround() != run->rounding;
 }
 
-static nib_quantizer case_of(int i, int threads)
+static nib_quantizer case_of(int i)
 {
     nib_quantizer q;
     nib_quantizer_init_format(&q, i < NVFP4_CASES ? NIB_NVFP4 : (nib_format)(i - NVFP4_CASES + 1));
-    q.threads = threads;
     if (i >= NVFP4_CASES)
         return q;
     q.seed = 5, q.offset = UINT32_MAX;
@@ -134,7 +133,7 @@ static nib_quantizer case_of(int i, int threads)
 }
 
 /* The same numbers row by row or column by column: two matrices. Panels of the second are copied first. */
-static nib_array input_of(const struct inputs *in, int i, bool by_columns)
+static nib_array input_of(const struct inputs *in, int i, bool by_columns, int threads)
 {
     const void *data = i % 3 == 1 ? (const void *)in->bf16 : i % 3 == 2 ? (const void *)in->f16 : (const void *)in->x;
     const nib_dtype dtype = i % 3 == 1 ? NIB_BF16 : i % 3 == 2 ? NIB_F16 : NIB_F32;
@@ -143,14 +142,16 @@ static nib_array input_of(const struct inputs *in, int i, bool by_columns)
                         .dtype = dtype,
                         .rank = 2,
                         .shape = { ROWS, COLS },
-                        .strides = { by_columns ? 1 : COLS, by_columns ? ROWS : 1 } };
+                        .strides = { by_columns ? 1 : COLS, by_columns ? ROWS : 1 },
+                        .device = host_of(threads) };
 }
 
 static void run_tensor(struct run *run, const struct inputs *in, int i, float *y)
 {
-    const nib_quantizer q = case_of(i, run->threads);
+    const nib_quantizer q = case_of(i);
     const bool by_columns = i % 5 == 4, twice = i % 4 == 0;
-    const nib_array x = input_of(in, i, by_columns), other = input_of(in, i, !by_columns);
+    const nib_array x = input_of(in, i, by_columns, run->threads),
+                    other = input_of(in, i, !by_columns, run->threads);
     nib_tensor *t = NULL;
     note(run, nib_quantize(&q, twice ? &other : &x, NULL, &t));
     if (twice)
@@ -166,7 +167,8 @@ static void run_tensor(struct run *run, const struct inputs *in, int i, float *y
                           .dtype = dtypes[d],
                           .rank = 2,
                           .shape = { ROWS, COLS },
-                          .strides = { COLS, 1 } };
+                          .strides = { COLS, 1 },
+                          .device = x.device };
         note(run, nib_dequantize(t, d == 1 ? NIB_COLUMNWISE : NIB_ROWWISE, &out));
         run->out->values[i][d] = hash_of(y, (size_t)(ROWS * COLS * (d ? 2 : 4)));
     }
@@ -175,15 +177,16 @@ static void run_tensor(struct run *run, const struct inputs *in, int i, float *y
 
 static void run_gemm(struct run *run, const struct inputs *in, float *y)
 {
-    const nib_quantizer q = case_of(0, run->threads);
-    nib_array x = input_of(in, 0, false);
+    const nib_quantizer q = case_of(0);
+    nib_array x = input_of(in, 0, false, run->threads);
     x.shape[0] = LINES;
     const nib_array out = { .data = y,
                             .bytes = LINES * LINES * sizeof *y,
                             .dtype = NIB_F32,
                             .rank = 2,
                             .shape = { LINES, LINES },
-                            .strides = { LINES, 1 } };
+                            .strides = { LINES, 1 },
+                            .device = x.device };
     nib_tensor *t = NULL;
     note(run, nib_quantize(&q, &x, NULL, &t));
     note(run, nib_gemm_reference(t, NIB_ROWWISE, t, NIB_ROWWISE, 0.3f, 0, &out));
@@ -364,12 +367,10 @@ static void *work(void *context)
     worker->own_outcome = compute(worker->own, worker->index % 4);
     worker->common_outcome = compute(worker->common, worker->index % 4);
     /* So is its last error. */
-    nib_quantizer q;
-    nib_quantizer_init(&q);
-    q.threads = -1 - worker->index;
+    nib_device *host = NULL;
     char words[64];
     snprintf(words, sizeof words, "not %d", -1 - worker->index);
-    worker->message = nib_quantizer_check(&q, NULL) == NIB_ERR_ARG;
+    worker->message = nib_host_create(-1 - worker->index, &host) == NIB_ERR_ARG;
     sched_yield();
     worker->message = worker->message && strstr(nib_last_error(), words);
     return NULL;
@@ -436,17 +437,17 @@ static void write_words(char *out, size_t room, const char *path)
     nib_quantizer_init(&q);
     size_t used = 0;
     const struct {
-        int32_t block, threads;
+        int32_t block, e4m3_max;
         float floor;
-    } wrong[] = { { 3, 0, 0 }, { 1, -12345678, 0 }, { 1, 0, 0.3f } };
+    } wrong[] = { { 3, 448, 0 }, { 1, -12345678, 0 }, { 1, 448, 0.3f } };
     for (int i = 0; i < COUNT(wrong); i++) {
         nib_quantizer bad = q;
-        bad.block_dims[0] = wrong[i].block, bad.threads = wrong[i].threads, bad.min_block_scale = wrong[i].floor;
+        bad.block_dims[0] = wrong[i].block, bad.e4m3_max = wrong[i].e4m3_max, bad.min_block_scale = wrong[i].floor;
         CHECK(nib_quantizer_check(&bad, NULL) != NIB_OK);
         used += (size_t)snprintf(out + used, room - used, "%s\n", nib_last_error());
     }
     q.min_block_scale = 0.875f, q.seed = 1234567890123456789u;
-    const nib_array x = input_of(&inputs, 0, false);
+    const nib_array x = input_of(&inputs, 0, false, 0);
     nib_tensor *t = NULL, *back = NULL;
     nib_writer *writer = NULL;
     nib_file *file = NULL;
@@ -459,12 +460,12 @@ static void write_words(char *out, size_t room, const char *path)
     CHECK_OK(nib_writer_commit(writer));
     nib_writer_destroy(writer);
     CHECK_OK(nib_file_open(path, &file));
-    CHECK_OK(nib_file_read_tensor(file, "t", &back));
+    CHECK_OK(nib_file_read_tensor(file, "t", NULL, &back));
     CHECK_OK(nib_tensor_equal(t, back, &equal));
     CHECK(equal);
     nib_metadata facts = { .bytes = sizeof facts };
     CHECK_OK(nib_tensor_get_metadata(back, &facts));
-    CHECK(nib_quantizer_equal(&facts.quantizer, &q));
+    CHECK(nib_quantizer_equal(facts.quantizer, &q));
     nib_file_close(file);
     nib_tensor_destroy(t);
     nib_tensor_destroy(back);

@@ -100,7 +100,7 @@ TEST(every_status)
     CHECK(nib_tensor_copy(t, other) == NIB_ERR_MISMATCH);
     CHECK_OK(nib_tensor_update_usage(t, 0, 1));
     CHECK(nib_tensor_part(t, NIB_ROW_DATA, &part) == NIB_ERR_USAGE);
-    CHECK(nib_tensor_create(&q, NIB_F32, DIMS(INT64_C(1) << 30, INT64_C(1) << 28), &out) == NIB_ERR_MEMORY);
+    CHECK(nib_tensor_create(&q, NIB_F32, DIMS(INT64_C(1) << 30, INT64_C(1) << 28), NULL, &out) == NIB_ERR_MEMORY);
     const nib_comm comm = { .bytes = sizeof comm, .size = 2, .allreduce_max_f32 = reject };
     q.amax_comm = &comm;
     float x[16] = { 1 };
@@ -176,12 +176,12 @@ TEST(codecs)
 TEST(buffers)
 {
     nib_buffer *out = UNTOUCHED;
-    CHECK_FAILS(nib_buffer_create(8, NULL), NIB_ERR_ARG, "out is NULL");
-    CHECK_FAILS(nib_buffer_create(SIZE_MAX, &out), NIB_ERR_MEMORY, "no memory");
-    CHECK_FAILS(nib_buffer_create(SIZE_MAX - 63, &out), NIB_ERR_MEMORY, "no memory");
-    CHECK_FAILS(nib_buffer_create(SIZE_MAX / 4, &out), NIB_ERR_MEMORY, "no memory");
-    CHECK_FAILS(nib_buffer_borrow(sentinel, 1, NULL, NULL, NULL), NIB_ERR_ARG, "out is NULL");
-    CHECK_FAILS(nib_buffer_borrow(NULL, 1, NULL, NULL, &out), NIB_ERR_ARG, "data is NULL");
+    CHECK_FAILS(nib_buffer_create(8, NULL, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_buffer_create(SIZE_MAX, NULL, &out), NIB_ERR_MEMORY, "no memory");
+    CHECK_FAILS(nib_buffer_create(SIZE_MAX - 63, NULL, &out), NIB_ERR_MEMORY, "no memory");
+    CHECK_FAILS(nib_buffer_create(SIZE_MAX / 4, NULL, &out), NIB_ERR_MEMORY, "no memory");
+    CHECK_FAILS(nib_buffer_borrow(sentinel, 1, NULL, NULL, NULL, NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_buffer_borrow(NULL, 1, NULL, NULL, NULL, &out), NIB_ERR_ARG, "data is NULL");
     CHECK(out == UNTOUCHED);
 }
 
@@ -484,7 +484,7 @@ static nib_status by_check(const nib_quantizer *q) { return nib_quantizer_check(
 static nib_status by_create(const nib_quantizer *q)
 {
     nib_tensor *out = UNTOUCHED;
-    const nib_status status = nib_tensor_create(q, NIB_F32, DIMS(16, 16), &out);
+    const nib_status status = nib_tensor_create(q, NIB_F32, DIMS(16, 16), NULL, &out);
     CHECK(out == UNTOUCHED);
     return status;
 }
@@ -510,7 +510,7 @@ static nib_status by_from_buffers(const nib_quantizer *q)
 {
     nib_buffer *parts[NIB_PART_COUNT] = { NULL };
     nib_tensor *out = UNTOUCHED;
-    const nib_status status = nib_tensor_from_buffers(q, NIB_F32, DIMS(16, 16), parts, &out);
+    const nib_status status = nib_tensor_from_buffers(q, NIB_F32, DIMS(16, 16), parts, NIB_PART_COUNT, &out);
     CHECK(out == UNTOUCHED);
     return status;
 }
@@ -549,7 +549,7 @@ static void check_quantizer(int line, const nib_quantizer *q, nib_status wanted,
             test_fail(__FILE__, line, "%s: %s: %s", calls[i].what, nib_status_name(status), nib_last_error());
         nib_metadata m = { .bytes = sizeof m };
         CHECK_OK(nib_tensor_get_metadata(kept, &m));
-        CHECK(equal(kept, before) && nib_quantizer_equal(&m.quantizer, &good));
+        CHECK(equal(kept, before) && nib_quantizer_equal(m.quantizer, &good));
     }
     CHECK(!nib_is_quantizable(q, DIMS(16, 16)));
     nib_tensor_destroy(before);
@@ -584,7 +584,6 @@ TEST(quantizers)
     BAD(block_dims[1], 32, NIB_ERR_ARG, "1x32");
     BAD(e4m3_max, 0, NIB_ERR_ARG, "e4m3_max");
     BAD(e4m3_max, 449, NIB_ERR_ARG, "not 449");
-    BAD(threads, -1, NIB_ERR_ARG, "threads");
     BAD(origin[0], -1, NIB_ERR_ARG, "origin (-1, 0)");
     BAD(origin[1], INT64_MIN, NIB_ERR_ARG, "origin");
     BAD(min_block_scale, -1, NIB_ERR_ARG, "min_block_scale");
@@ -634,8 +633,8 @@ TEST(quantizer_checks_inputs)
             CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_DTYPE, "F32, BF16 and F16");
             nib_tensor *out = UNTOUCHED;
             nib_buffer *none[NIB_PART_COUNT] = { NULL };
-            CHECK_FAILS(nib_tensor_create(&q, (nib_dtype)dtype, DIMS(4, 4), &out), NIB_ERR_DTYPE, "F32, BF16 and F16");
-            CHECK_FAILS(nib_tensor_from_buffers(&q, (nib_dtype)dtype, DIMS(4, 4), none, &out), NIB_ERR_DTYPE,
+            CHECK_FAILS(nib_tensor_create(&q, (nib_dtype)dtype, DIMS(4, 4), NULL, &out), NIB_ERR_DTYPE, "F32, BF16 and F16");
+            CHECK_FAILS(nib_tensor_from_buffers(&q, (nib_dtype)dtype, DIMS(4, 4), none, NIB_PART_COUNT, &out), NIB_ERR_DTYPE,
                         "F32, BF16 and F16");
             CHECK(out == UNTOUCHED);
         }
@@ -660,8 +659,8 @@ TEST(quantizer_checks_inputs)
         x.rank = bad[i].rank;
         memcpy(x.shape, bad[i].shape, sizeof x.shape);
         CHECK_FAILS(nib_quantizer_check(&q, &x), NIB_ERR_SHAPE, bad[i].words);
-        CHECK_FAILS(nib_tensor_create(&q, NIB_F32, bad[i].rank, bad[i].shape, &out), NIB_ERR_SHAPE, bad[i].words);
-        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, bad[i].rank, bad[i].shape, none, &out), NIB_ERR_SHAPE,
+        CHECK_FAILS(nib_tensor_create(&q, NIB_F32, bad[i].rank, bad[i].shape, NULL, &out), NIB_ERR_SHAPE, bad[i].words);
+        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, bad[i].rank, bad[i].shape, none, NIB_PART_COUNT, &out), NIB_ERR_SHAPE,
                     bad[i].words);
         CHECK_FAILS(nib_part_shape(&q, NIB_ROW_DATA, bad[i].rank, bad[i].shape, &rank, shape), NIB_ERR_SHAPE,
                     bad[i].words);
@@ -758,13 +757,13 @@ TEST(null_tensors)
     NULLS(nib_dequantize(t, NIB_ROWWISE, NULL), "out");
     NULLS(nib_dequantize_rows(NULL, NIB_ROWWISE, 0, 16, &array), "t");
     NULLS(nib_dequantize_rows(t, NIB_ROWWISE, 0, 16, NULL), "out");
-    NULLS(nib_tensor_create(NULL, NIB_F32, DIMS(4, 4), &out), "the quantizer");
-    NULLS(nib_tensor_create(&q, NIB_F32, 2, NULL, &out), "shape");
-    NULLS(nib_tensor_create(&q, NIB_F32, DIMS(4, 4), NULL), "out");
-    NULLS(nib_tensor_from_buffers(NULL, NIB_F32, DIMS(4, 4), parts, &out), "the quantizer");
-    NULLS(nib_tensor_from_buffers(&q, NIB_F32, 2, NULL, parts, &out), "shape");
-    NULLS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(4, 4), NULL, &out), "parts");
-    NULLS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(4, 4), parts, NULL), "out");
+    NULLS(nib_tensor_create(NULL, NIB_F32, DIMS(4, 4), NULL, &out), "the quantizer");
+    NULLS(nib_tensor_create(&q, NIB_F32, 2, NULL, NULL, &out), "shape");
+    NULLS(nib_tensor_create(&q, NIB_F32, DIMS(4, 4), NULL, NULL), "out");
+    NULLS(nib_tensor_from_buffers(NULL, NIB_F32, DIMS(4, 4), parts, NIB_PART_COUNT, &out), "the quantizer");
+    NULLS(nib_tensor_from_buffers(&q, NIB_F32, 2, NULL, parts, NIB_PART_COUNT, &out), "shape");
+    NULLS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(4, 4), NULL, NIB_PART_COUNT, &out), "parts");
+    NULLS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(4, 4), parts, NIB_PART_COUNT, NULL), "out");
     NULLS(nib_tensor_get_metadata(NULL, &metadata), "t");
     NULLS(nib_tensor_get_metadata(t, NULL), "out");
     NULLS(nib_tensor_part(NULL, NIB_ROW_DATA, &view), "t");
@@ -773,9 +772,9 @@ TEST(null_tensors)
     NULLS(nib_tensor_update_usage(NULL, 1, 1), "t");
     NULLS(nib_tensor_set_quantizer(NULL, &q), "t");
     NULLS(nib_tensor_set_quantizer(t, NULL), "the quantizer");
-    NULLS(nib_tensor_prepare_for_saving(NULL, saved, &(size_t){ 0 }), "t");
-    NULLS(nib_tensor_prepare_for_saving(t, NULL, &(size_t){ 0 }), "out");
-    NULLS(nib_tensor_prepare_for_saving(t, saved, NULL), "n");
+    NULLS(nib_tensor_prepare_for_saving(NULL, saved, NIB_PART_COUNT, &(size_t){ 0 }), "t");
+    NULLS(nib_tensor_prepare_for_saving(t, NULL, NIB_PART_COUNT, &(size_t){ 0 }), "out");
+    NULLS(nib_tensor_prepare_for_saving(t, saved, NIB_PART_COUNT, NULL), "n");
     NULLS(nib_tensor_restore_from_saved(NULL, parts, NIB_PART_COUNT, &count), "t");
     NULLS(nib_tensor_restore_from_saved(t, NULL, NIB_PART_COUNT, &count), "saved");
     NULLS(nib_saved_count(NULL, 1, &count), "items");
@@ -821,12 +820,12 @@ TEST(null_tensors)
     CHECK_FAILS(nib_unswizzle_scales((uint8_t *)memory, 1, 1, 1, NULL), NIB_ERR_ARG, "is NULL");
     const struct DLManagedTensor *managed = UNTOUCHED;
     const struct DLManagedTensorVersioned *versioned = UNTOUCHED;
-    NULLS(nib_array_from_dlpack(NULL, &view), "managed");
-    NULLS(nib_array_from_dlpack(managed, NULL), "out");
-    NULLS(nib_array_from_dlpack_versioned(NULL, &view), "managed");
-    NULLS(nib_array_from_dlpack_versioned(versioned, NULL), "out");
-    NULLS(nib_buffer_from_dlpack(NULL, &saved[0]), "managed");
-    NULLS(nib_buffer_from_dlpack_versioned(NULL, &saved[0]), "managed");
+    NULLS(nib_array_from_dlpack(NULL, NULL, &view), "managed");
+    NULLS(nib_array_from_dlpack(managed, NULL, NULL), "out");
+    NULLS(nib_array_from_dlpack_versioned(NULL, NULL, &view), "managed");
+    NULLS(nib_array_from_dlpack_versioned(versioned, NULL, NULL), "out");
+    NULLS(nib_buffer_from_dlpack(NULL, NULL, &saved[0]), "managed");
+    NULLS(nib_buffer_from_dlpack_versioned(NULL, NULL, &saved[0]), "managed");
     NULLS(nib_tensor_to_dlpack(NULL, NIB_ROW_DATA, (struct DLManagedTensor **)&out), "t");
     NULLS(nib_tensor_to_dlpack(t, NIB_ROW_DATA, NULL), "out");
     NULLS(nib_tensor_to_dlpack_versioned(NULL, NIB_ROW_DATA, (struct DLManagedTensorVersioned **)&out), "t");
@@ -954,10 +953,10 @@ TEST(files)
     CHECK_FAILS(nib_file_read(file, 0, 2, bytes, 1), NIB_ERR_ARG, "not within");
     CHECK_FAILS(nib_file_read(file, 0, UINT64_MAX, bytes, 2), NIB_ERR_ARG, "not within");
     CHECK_FAILS(nib_file_read(file, 0, 0, bytes, SIZE_MAX), NIB_ERR_ARG, "not within");
-    NULLS(nib_file_read_tensor(NULL, "t", &out), "file");
-    NULLS(nib_file_read_tensor(file, NULL, &out), "name");
-    NULLS(nib_file_read_tensor(file, "t", NULL), "out");
-    CHECK_FAILS(nib_file_read_tensor(file, "n", &out), NIB_ERR_ARG, "\"n\"");
+    NULLS(nib_file_read_tensor(NULL, "t", NULL, &out), "file");
+    NULLS(nib_file_read_tensor(file, NULL, NULL, &out), "name");
+    NULLS(nib_file_read_tensor(file, "t", NULL, NULL), "out");
+    CHECK_FAILS(nib_file_read_tensor(file, "n", NULL, &out), NIB_ERR_ARG, "\"n\"");
     CHECK(out == UNTOUCHED && entry.rank == 99 && index == 99 && *key == 'k' && *value == 'v' && *bytes == 'z');
     nib_file_close(file);
     nib_tensor_destroy(t);
@@ -1013,7 +1012,7 @@ static bool as_before(const nib_tensor *t)
     for (int part = 0; part < NIB_PART_COUNT; part++)
         if (nib_tensor_buffer(t, (nib_part)part) != buffers_before[part])
             return false;
-    return equal(t, tensor_before) && nib_quantizer_equal(&a.quantizer, &b.quantizer);
+    return equal(t, tensor_before) && nib_quantizer_equal(a.quantizer, b.quantizer);
 }
 
 static int released;
@@ -1021,11 +1020,11 @@ static int released;
 TEST(allocations_fail_in_buffers)
 {
     nib_buffer *buffer = UNTOUCHED;
-    EVERY_ALLOCATION(2, nib_buffer_create(100, &buffer), buffer == UNTOUCHED);
+    EVERY_ALLOCATION(2, nib_buffer_create(100, NULL, &buffer), buffer == UNTOUCHED);
     nib_buffer_release(buffer);
     buffer = UNTOUCHED;
     released = 0;
-    EVERY_ALLOCATION(1, nib_buffer_borrow(sentinel, 1, count_release, &released, &buffer),
+    EVERY_ALLOCATION(1, nib_buffer_borrow(sentinel, 1, NULL, count_release, &released, &buffer),
                      buffer == UNTOUCHED && !released);
     CHECK(released == 0);
     struct DLManagedTensor *managed = UNTOUCHED;
@@ -1037,10 +1036,10 @@ TEST(allocations_fail_in_buffers)
     nib_buffer_release(buffer); /* the two have a reference each */
     CHECK(released == 0);
     buffer = UNTOUCHED;
-    EVERY_ALLOCATION(1, nib_buffer_from_dlpack(managed, &buffer), buffer == UNTOUCHED && !released);
+    EVERY_ALLOCATION(1, nib_buffer_from_dlpack(managed, NULL, &buffer), buffer == UNTOUCHED && !released);
     nib_buffer_release(buffer);
     buffer = UNTOUCHED;
-    EVERY_ALLOCATION(1, nib_buffer_from_dlpack_versioned(versioned, &buffer), buffer == UNTOUCHED && !released);
+    EVERY_ALLOCATION(1, nib_buffer_from_dlpack_versioned(versioned, NULL, &buffer), buffer == UNTOUCHED && !released);
     nib_buffer_release(buffer);
     CHECK(released == 1); /* both deleters ran, and each gave up its reference */
     const nib_quantizer q = default_quantizer();
@@ -1051,9 +1050,9 @@ TEST(allocations_fail_in_buffers)
     EVERY_ALLOCATION(1, nib_tensor_to_dlpack(t, NIB_ROW_DATA, &managed), managed == UNTOUCHED);
     EVERY_ALLOCATION(1, nib_tensor_to_dlpack_versioned(t, NIB_ROW_DATA, &versioned), versioned == UNTOUCHED);
     nib_tensor_destroy(t);
-    CHECK_OK(nib_buffer_from_dlpack(managed, &buffer));
+    CHECK_OK(nib_buffer_from_dlpack(managed, NULL, &buffer));
     nib_buffer_release(buffer);
-    CHECK_OK(nib_buffer_from_dlpack_versioned(versioned, &buffer));
+    CHECK_OK(nib_buffer_from_dlpack_versioned(versioned, NULL, &buffer));
     nib_buffer_release(buffer);
     CHECK_NO_LEAKS();
 }
@@ -1074,7 +1073,7 @@ TEST(allocations_fail_in_tensors)
         t = UNTOUCHED;
         EVERY_ALLOCATION(13, nib_quantize(&q, &array, NULL, &t), t == UNTOUCHED);
         out = UNTOUCHED;
-        EVERY_ALLOCATION(13, nib_tensor_create(&q, NIB_F32, DIMS(32, 32), &out), out == UNTOUCHED);
+        EVERY_ALLOCATION(13, nib_tensor_create(&q, NIB_F32, DIMS(32, 32), NULL, &out), out == UNTOUCHED);
         nib_tensor_destroy(out);
         out = UNTOUCHED;
         EVERY_ALLOCATION(13, nib_tensor_clone(t, &out), out == UNTOUCHED);
@@ -1124,7 +1123,7 @@ TEST(allocations_fail_in_tensors)
     nib_buffer *parts[NIB_PART_COUNT];
     for (int part = 0; part < NIB_PART_COUNT; part++)
         parts[part] = nib_tensor_buffer(t, (nib_part)part);
-    EVERY_ALLOCATION(1, nib_tensor_from_buffers(&q, NIB_F32, DIMS(16, 16), parts, &out), out == UNTOUCHED);
+    EVERY_ALLOCATION(1, nib_tensor_from_buffers(&q, NIB_F32, DIMS(16, 16), parts, NIB_PART_COUNT, &out), out == UNTOUCHED);
     nib_tensor_destroy(out);
     nib_tensor_destroy(t);
     remember(NULL);
@@ -1137,7 +1136,7 @@ TEST(allocations_fail_in_saving)
     nib_tensor *t = some(&q, DIMS(16, 16)), *before = clone_of(t);
     nib_buffer *saved[NIB_PART_COUNT];
     size_t used = 99;
-    NO_ALLOCATION(nib_tensor_prepare_for_saving(t, saved, &(size_t){ 0 }));
+    NO_ALLOCATION(nib_tensor_prepare_for_saving(t, saved, NIB_PART_COUNT, &(size_t){ 0 }));
     EVERY_ALLOCATION(0, nib_tensor_restore_from_saved(t, saved, NIB_PART_COUNT, &used),
                      used == 99 && !nib_tensor_buffer(t, NIB_ROW_DATA));
     CHECK(equal(t, before));
@@ -1168,7 +1167,7 @@ TEST(calls_that_need_no_memory)
     nib_metadata m = { .bytes = sizeof m };
     nib_array view;
     int same;
-    CHECK_OK(nib_buffer_create(128, &home));
+    CHECK_OK(nib_buffer_create(128, NULL, &home));
     NO_ALLOCATION(nib_dequantize(t, NIB_ROWWISE, &array));
     NO_ALLOCATION(nib_dequantize(t, NIB_COLUMNWISE, &array));
     NO_ALLOCATION(nib_dequantize_rows(t, NIB_COLUMNWISE, 0, 16, &array));
@@ -1209,7 +1208,7 @@ TEST(allocations_fail_in_files)
     nib_file *file = UNTOUCHED;
     EVERY_ALLOCATION(20, write_whole(t), true);
     EVERY_ALLOCATION(5, nib_file_open(path, &file), file == UNTOUCHED);
-    EVERY_ALLOCATION(20, nib_file_read_tensor(file, "t", &out), out == UNTOUCHED);
+    EVERY_ALLOCATION(20, nib_file_read_tensor(file, "t", NULL, &out), out == UNTOUCHED);
     CHECK(equal(t, out));
     nib_tensor_destroy(out);
     nib_file_close(file);

@@ -25,7 +25,7 @@ static int gather_ranges(const nib_comm *comm, void *context)
     nib_tensor *t = NULL, *before = NULL;
     nib_quantizer_init(&q);
     q.block_dims[0] = 16;
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(4, 16), &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(4, 16), NULL, &t));
     uint8_t *codes = case_part(t, NIB_ROW_DATA);
     memset(codes, 0x10 * comm->rank + comm->rank, 32); /* every nibble says whose it is */
     CASE_OK(nib_tensor_clone(t, &before));
@@ -78,7 +78,7 @@ static int gather_badly(const nib_comm *comm, void *context)
     (void)context;
     nib_quantizer_init(&q);
     q.rowwise = comm->rank != 1;
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(4, 16), &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(4, 16), NULL, &t));
     CASE_CHECK(nib_all_gather_param(t, NIB_ROWWISE, 0, 0, NULL, comm) == NIB_ERR_USAGE, "no rowwise usage");
     CASE_CHECK(nib_all_gather_param(t, NIB_COLUMNWISE, 0, 0, NULL, comm) == NIB_ERR_USAGE, "transposed");
     CASE_CHECK(nib_all_gather_param(comm->rank ? t : NULL, NIB_ROWWISE, 0, 0, NULL, comm) >= NIB_ERR_ARG, "NULL");
@@ -188,7 +188,6 @@ TEST(rows_of_all_ranks)
             stack.q.block_dims[0] = 1;
         if (kind == 8)
             stack.q.rounding = NIB_ROUND_STOCHASTIC_24, stack.q.seed = test_random();
-        stack.q.threads = 1;
         for (int r = 0; r < size; r++)
             stack.rows[r] = step * test_below(step > 100 ? 2 : 4);
         if (kind != 1) /* the last may be cut short */
@@ -208,7 +207,6 @@ TEST(rows_of_one_column)
                 struct stack stack = { .dtype = NIB_F32, .cols = cols };
                 CHECK_OK(nib_quantizer_init_format(&stack.q, formats[f]));
                 memcpy(stack.rows, rows[i], sizeof rows[i]);
-                stack.q.threads = 1;
                 run_stack(&stack, 3);
             }
 }
@@ -232,13 +230,13 @@ static int refuse_rows(const nib_comm *comm, void *context)
     nib_tensor *t = NULL, *all = NULL;
     (void)context;
     nib_quantizer_init(&q);
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 1, SHAPE(16), &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 1, SHAPE(16), NULL, &t));
     CASE_CHECK(nib_all_gather_tensor(t, comm, &all) == NIB_ERR_SHAPE, "rank 1");
     nib_tensor_destroy(t);
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, comm->rank ? 16 : 32), &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, comm->rank ? 16 : 32), NULL, &t));
     CASE_CHECK(nib_all_gather_tensor(t, comm, &all) == NIB_ERR_MISMATCH, "widths differ");
     nib_tensor_destroy(t);
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), NULL, &t));
     if (comm->rank == 1)
         CASE_OK(nib_tensor_invalidate_columnwise(t));
     CASE_CHECK(nib_all_gather_tensor(t, comm, &all) == NIB_ERR_USAGE, "a stale copy");
@@ -257,7 +255,7 @@ TEST(leading_dims)
     nib_tensor *t = NULL, *all = NULL;
     nib_metadata m = { .bytes = sizeof m };
     nib_quantizer_init(&q);
-    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 3, SHAPE(2, 16, 16), &t));
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 3, SHAPE(2, 16, 16), NULL, &t));
     CHECK_OK(nib_all_gather_tensor(t, nib_comm_serial(), &all));
     CHECK_OK(nib_tensor_get_metadata(all, &m));
     CHECK(m.rank == 3 && m.shape[0] == 2 && m.shape[1] == 16 && m.rows == 32);
@@ -276,7 +274,7 @@ static void fsdp_round(nib_quantizer q, int64_t rows, int64_t cols, int pieces)
         amax = x[i] > amax ? x[i] : -x[i] > amax ? -x[i] : amax;
     }
     nib_array all;
-    nib_tensor *whole = NULL, *out = NULL;
+    nib_tensor *whole = NULL, *out = NULL, *shard = NULL;
     CHECK_OK(nib_array_init(&all, x, NIB_F32, 2, SHAPE(rows * pieces, cols)));
     CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
     uint8_t *data = NULL, *scales = NULL;
@@ -296,14 +294,15 @@ static void fsdp_round(nib_quantizer q, int64_t rows, int64_t cols, int pieces)
         memcpy(data + parts.data.bytes * (size_t)i, parts.data.data, parts.data.bytes);
         if (parts.scales.data)
             memcpy(scales + parts.scales.bytes * (size_t)i, parts.scales.data, parts.scales.bytes);
-        nib_tensor_destroy(t);
+        nib_tensor_destroy(shard);
+        shard = t; /* the last one says what they mean */
     }
     CHECK_OK(nib_array_init(&parts.data, data, NIB_U8, 2, SHAPE(rows * pieces, parts.data.shape[1])));
     if (parts.scales.data)
         CHECK_OK(
             nib_array_init(&parts.scales, scales, parts.scales.dtype, 2, SHAPE(rows * pieces, parts.scales.shape[1])));
     int equal = 0;
-    CHECK_OK(nib_fsdp_assign(&parts, rows * pieces, &out));
+    CHECK_OK(nib_fsdp_assign(shard, &parts, rows * pieces, &out));
     CHECK_OK(nib_tensor_equal(out, whole, &equal));
     CHECK(equal);
     for (int part = 0; part < NIB_PART_COUNT; part++)
@@ -315,16 +314,16 @@ static void fsdp_round(nib_quantizer q, int64_t rows, int64_t cols, int pieces)
         if (nib_buffer_bytes(buffer))
             memset(nib_buffer_data(buffer), 0x33, nib_buffer_bytes(buffer));
     }
-    CHECK_OK(nib_fsdp_assign(&parts, rows * pieces, &out));
+    CHECK_OK(nib_fsdp_assign(shard, &parts, rows * pieces, &out));
     CHECK(place == case_part(out, NIB_ROW_DATA) && column == case_part(out, NIB_COL_DATA));
     for (int part = 0; part < NIB_PART_COUNT; part++)
         CHECK(case_same_part(out, whole, (nib_part)part));
     nib_tensor *was = out;
-    CHECK_FAILS(nib_fsdp_assign(&parts, rows * pieces - 1, &out), NIB_ERR_MISMATCH, "another shape");
+    CHECK_FAILS(nib_fsdp_assign(shard, &parts, rows * pieces - 1, &out), NIB_ERR_MISMATCH, "another shape");
     parts.data.shape[1]--;
-    CHECK_FAILS(nib_fsdp_assign(&parts, rows * pieces, &out), NIB_ERR_SHAPE, "data must be");
+    CHECK_FAILS(nib_fsdp_assign(shard, &parts, rows * pieces, &out), NIB_ERR_SHAPE, "data must be");
     CHECK(out == was);
-    nib_tensor_destroy(out), nib_tensor_destroy(whole);
+    nib_tensor_destroy(out), nib_tensor_destroy(whole), nib_tensor_destroy(shard);
     free(x), free(data), free(scales);
 }
 
@@ -369,7 +368,7 @@ TEST(fsdp_refuses)
         q.rowwise = cases[i].kind != 4;
         if (cases[i].kind == 3)
             q.block_dims[0] = 16;
-        CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(24, 32), &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(24, 32), NULL, &t));
         CHECK_FAILS(nib_fsdp_extract(t, &parts), cases[i].status, cases[i].words);
         nib_tensor_destroy(t);
     }
@@ -377,9 +376,9 @@ TEST(fsdp_refuses)
     nib_tensor *t = NULL;
     nib_quantizer q;
     nib_quantizer_init(&q);
-    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), &t));
-    CHECK_FAILS(nib_fsdp_extract(t, &parts), NIB_ERR_ARG, "bytes are 8");
-    CHECK_FAILS(nib_fsdp_assign(NULL, 1, &t), NIB_ERR_ARG, "parts is NULL");
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), NULL, &t));
+    CHECK_FAILS(nib_fsdp_extract(t, &parts), NIB_ERR_ARG, "bytes is 8");
+    CHECK_FAILS(nib_fsdp_assign(t, NULL, 1, &t), NIB_ERR_ARG, "parts is NULL");
     nib_tensor_destroy(t);
 }
 

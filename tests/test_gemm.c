@@ -42,7 +42,7 @@ static struct operand unpack(const nib_tensor *t, nib_usage usage)
                          .length = usage ? m.rows : m.cols,
                          .tensor_scale = m.tensor_scale };
     o.blocks = (o.length + 15) / 16;
-    o.e4m3_max = (float)m.quantizer.e4m3_max;
+    o.e4m3_max = (float)m.quantizer->e4m3_max;
     o.codes = calloc((size_t)(o.lines * o.length + 1), sizeof *o.codes);
     o.scales = calloc((size_t)(o.lines * o.blocks + 1), sizeof *o.scales);
     o.tensor_scales = calloc((size_t)(o.lines + 1), sizeof *o.tensor_scales);
@@ -55,8 +55,8 @@ static struct operand unpack(const nib_tensor *t, nib_usage usage)
         for (int64_t k = 0; k < o.length; k++)
             o.codes[i * o.length + k] = e2m1(data[i * ((o.length + 1) / 2) + k / 2] >> (k % 2 ? 4 : 0) & 15);
         for (int64_t b = 0; b < o.blocks; b++)
-            o.scales[i * o.blocks + b] = e4m3(scale[scale_place(i, b, stride, m.quantizer.swizzled)]);
-        o.tensor_scales[i] = tensor_scale[m.quantizer.row_scaled ? i : 0];
+            o.scales[i * o.blocks + b] = e4m3(scale[scale_place(i, b, stride, m.quantizer->swizzled)]);
+        o.tensor_scales[i] = tensor_scale[m.quantizer->row_scaled ? i : 0];
     }
     return o;
 }
@@ -325,10 +325,10 @@ TEST(threads)
     float *xa = normals(M * K), *xb = normals(N * K), y[2][M * N];
     for (int i = 0; i < 2; i++) {
         nib_quantizer q = default_quantizer();
-        q.threads = i ? 7 : 1;
         nib_tensor *a = quantize_f32(&q, xa, DIMS(M, K)), *b = quantize_f32(&q, xb, DIMS(N, K));
         nib_array out;
         CHECK_OK(nib_array_init(&out, y[i], NIB_F32, DIMS(M, N)));
+        out.device = host_of(i ? 7 : 1);
         CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 1.7f, 0, &out));
         CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 0.1f, 1, &out));
         nib_tensor_destroy(a);

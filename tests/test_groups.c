@@ -231,7 +231,6 @@ TEST(one_reduction_for_a_group)
         for (int size = 1; size <= 4; size++) {
             struct group_case c = { 0 };
             CHECK_OK(nib_quantizer_init_format(&c.q, kind == 5 ? NIB_FLOAT8 : NIB_NVFP4));
-            c.q.threads = 1;
             c.q.rht = kind == 1;
             if (kind == 2)
                 c.q.block_dims[0] = 16;

@@ -230,7 +230,7 @@ TEST(block_v_by_level)
         nib_tensor *t = NULL;
         nib_metadata meta = { .bytes = sizeof meta };
         float y[16];
-        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, shape, &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, shape, NULL, &t));
         CHECK_OK(nib_tensor_get_metadata(t, &meta));
         CHECK(meta.tensor_scale == rows[i].tensor_scale);
         memcpy(bytes_of(t, NIB_ROW_DATA), v_data, 8);
@@ -659,7 +659,7 @@ TEST(described_sizes_are_allocated_sizes)
                 [NIB_COL_TENSOR_SCALE] = { 1, tensor_scales[1] },
             };
             nib_tensor *t = NULL;
-            CHECK_OK(nib_tensor_create(&q, NIB_BF16, rank, shape, &t));
+            CHECK_OK(nib_tensor_create(&q, NIB_BF16, rank, shape, NULL, &t));
             for (int p = 0; t && p < NIB_PART_COUNT; p++) {
                 const int columnwise = p == NIB_COL_DATA || p == NIB_COL_SCALE || p == NIB_COL_TENSOR_SCALE;
                 const bool is_tensor_scale = p == NIB_ROW_TENSOR_SCALE || p == NIB_COL_TENSOR_SCALE;
@@ -708,7 +708,7 @@ TEST(saving_keeps_pointers)
             data[p] = before[p] ? nib_buffer_data(before[p]) : NULL;
         }
         size_t saved_count = 0;
-        CHECK_OK(nib_tensor_prepare_for_saving(t, saved, &saved_count));
+        CHECK_OK(nib_tensor_prepare_for_saving(t, saved, NIB_PART_COUNT, &saved_count));
         CHECK(saved_count == NIB_PART_COUNT);
         for (int p = 0; p < NIB_PART_COUNT; p++)
             CHECK(saved[p] == before[p] && !nib_tensor_buffer(t, (nib_part)p));
@@ -775,7 +775,7 @@ TEST(transposing_twice_is_identity)
                                                     [NIB_ROW_SCALE] = nib_tensor_buffer(t, NIB_COL_SCALE),
                                                     [NIB_ROW_TENSOR_SCALE] =
                                                         nib_tensor_buffer(t, NIB_COL_TENSOR_SCALE) };
-        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, 2, turned, parts, &transposed));
+        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, 2, turned, parts, NIB_PART_COUNT, &transposed));
         CHECK_OK(nib_tensor_update_usage(transposed, 1, 1));
         CHECK_BYTES(bytes_of(transposed, NIB_COL_DATA), bytes_of(t, NIB_ROW_DATA), rows * ((cols + 1) / 2));
         CHECK_BYTES(bytes_of(transposed, NIB_COL_SCALE), bytes_of(t, NIB_ROW_SCALE),

@@ -7,12 +7,12 @@
  * NIB_TEST_WRAP_FILES
  */
 #define _GNU_SOURCE
-#include "test_folder.h"
+#include "test_directory.h"
 #include "test_trace.h"
 
-#include "checkpoint.h"
-#include "gguf.h"
-#include "os.h"
+#include "io/checkpoint.h"
+#include "io/gguf.h"
+#include "base/os.h"
 
 #define INDEX "model.safetensors.index.json"
 

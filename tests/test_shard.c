@@ -22,7 +22,6 @@ static nib_quantizer square_options(void)
     nib_quantizer q;
     nib_quantizer_init(&q);
     q.block_dims[0] = 16;
-    q.threads = 1;
     return q;
 }
 
@@ -88,7 +87,7 @@ static void rejected_options(const nib_quantizer *q, nib_status status, const ch
     const nib_array master = array_of(inputs, NIB_F32, 1, SHAPE(64)), *list = &master;
     const int64_t start = 0;
     int equal = 0;
-    CHECK_OK(nib_tensor_create(q, NIB_BF16, 2, SHAPE(32, 32), &t));
+    CHECK_OK(nib_tensor_create(q, NIB_BF16, 2, SHAPE(32, 32), NULL, &t));
     CHECK_OK(nib_tensor_clone(t, &before));
     CHECK_FAILS(nib_quantize_master_weights(&t, 1, &list, 1, &start, 1, nib_comm_serial(), NULL), status, words);
     CHECK(strstr(nib_last_error(), "parameter 0") != NULL);
@@ -122,8 +121,8 @@ TEST(lists_and_masters_that_do_not_fit)
     float inputs[600] = { 1 };
     uint8_t bytes[256];
     nib_tensor *t[2] = { NULL }, *before = NULL, *twice[2], *gap[2];
-    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), &t[0]));
-    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), &t[1]));
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), NULL, &t[0]));
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), NULL, &t[1]));
     CHECK_OK(nib_tensor_clone(t[0], &before));
     twice[0] = twice[1] = gap[0] = t[0], gap[1] = NULL;
     const nib_comm *comm = nib_comm_serial();
@@ -192,7 +191,7 @@ TEST(lists_and_masters_that_do_not_fit)
     nib_quantizer float8;
     nib_tensor *other = NULL;
     CHECK_OK(nib_quantizer_init_format(&float8, NIB_FLOAT8));
-    CHECK_OK(nib_tensor_create(&float8, NIB_BF16, 2, SHAPE(16, 32), &other));
+    CHECK_OK(nib_tensor_create(&float8, NIB_BF16, 2, SHAPE(16, 32), NULL, &other));
     CHECK_FAILS(nib_quantize_nvfp4_param_shard(&other, 1, masters, 1, starts, 1, comm, NULL), NIB_ERR_MODE,
                 "not nvfp4");
     CHECK_OK(nib_quantize_nvfp4_param_shard(NULL, 0, NULL, 0, NULL, 0, comm, NULL));
@@ -208,7 +207,7 @@ TEST(a_parameter_that_is_there_twice)
     const nib_array *none[5] = { NULL };
     const int64_t starts[5] = { -1, -1, -1, -1, -1 };
     for (int i = 0; i < 5; i++)
-        CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), &t[i]));
+        CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), NULL, &t[i]));
     nib_tensor *const lists[][5] = { { t[0], t[1], t[2], t[1], t[0] }, { t[4], t[3], t[4], t[2], t[4] } };
     const char *const words[] = { "parameter 3: it is parameter 1 as well", "parameter 2: it is parameter 0 as well" };
     for (int i = 0; i < 2; i++)
@@ -239,7 +238,7 @@ static int fail_on_one(const nib_comm *comm, void *context)
     for (int i = 0; i < 2; i++) {
         if (here && failing->kind == 0)
             q.swizzled = 1;
-        CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, here && failing->kind == 1 ? 16 : 48), &t[i]));
+        CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, here && failing->kind == 1 ? 16 : 48), NULL, &t[i]));
         CASE_OK(nib_tensor_clone(t[i], &before[i]));
     }
     nib_array master = { 0 };
@@ -292,7 +291,7 @@ static int starve_one(const nib_comm *comm, void *context)
     nib_array x = { 0 }, master = { 0 };
     for (int i = 0; i < 32 * 48; i++)
         inputs[i] = (float)((i * 7 + comm->rank) % 13);
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 48), &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 48), NULL, &t));
     CASE_OK(nib_tensor_clone(t, &before));
     CASE_OK(nib_array_init(&master, inputs, NIB_F32, 1, SHAPE(512)));
     CASE_OK(nib_array_init(&x, inputs, NIB_F32, 2, SHAPE(32, 48)));
@@ -401,9 +400,9 @@ TEST(one_reduction_of_four_bytes_per_block)
                     *masters[3] = { &all, &some, &few };
     const int64_t starts[3] = { 0, 0, 0 };
     q[2].block_dims[0] = 1, q[2].columnwise = 0;
-    CHECK_OK(nib_tensor_create(&q[0], NIB_BF16, 2, SHAPE(256, 256), &t[0]));
-    CHECK_OK(nib_tensor_create(&q[1], NIB_BF16, 2, SHAPE(17, 33), &t[1]));
-    CHECK_OK(nib_tensor_create(&q[2], NIB_BF16, 3, SHAPE(2, 5, 20), &t[2]));
+    CHECK_OK(nib_tensor_create(&q[0], NIB_BF16, 2, SHAPE(256, 256), NULL, &t[0]));
+    CHECK_OK(nib_tensor_create(&q[1], NIB_BF16, 2, SHAPE(17, 33), NULL, &t[1]));
+    CHECK_OK(nib_tensor_create(&q[2], NIB_BF16, 3, SHAPE(2, 5, 20), NULL, &t[2]));
     CHECK_OK(nib_tensor_clone(t[0], &before));
     struct counting counting = { .answer = NIB_ERR_IO };
     const nib_comm comm = counting_comm(&counting);
@@ -435,8 +434,8 @@ TEST(one_gather_for_scales_that_are_chosen)
     int equal = 0;
     q[0].scale_rule = NIB_SCALE_4OVER6;
     q[1].block_dims[0] = 1, q[1].columnwise = 0, q[1].scale_rule = NIB_SCALE_SWEEP;
-    CHECK_OK(nib_tensor_create(&q[0], NIB_BF16, 2, SHAPE(256, 256), &t[0]));
-    CHECK_OK(nib_tensor_create(&q[1], NIB_BF16, 3, SHAPE(2, 5, 20), &t[1]));
+    CHECK_OK(nib_tensor_create(&q[0], NIB_BF16, 2, SHAPE(256, 256), NULL, &t[0]));
+    CHECK_OK(nib_tensor_create(&q[1], NIB_BF16, 3, SHAPE(2, 5, 20), NULL, &t[1]));
     CHECK_OK(nib_tensor_clone(t[0], &before));
     struct counting counting;
     const nib_comm comm = counting_comm(&counting);
@@ -471,7 +470,7 @@ static int many_rounds(const nib_comm *comm, void *context)
     CASE_OK(nib_array_init(&master, x + start, NIB_F32, 1, &share));
     CASE_OK(nib_array_init(&all, x, NIB_F32, 2, SHAPE(ROUND_ROWS, ROUND_COLS)));
     for (int i = 0; i < 2; i++)
-        CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(ROUND_ROWS, ROUND_COLS), &t[i]));
+        CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(ROUND_ROWS, ROUND_COLS), NULL, &t[i]));
     CASE_OK(nib_quantize_master_weights(t, 2, (const nib_array *const[2]){ &master, &master }, 2,
                                         (const int64_t[2]){ start, start }, 2, comm, NULL));
     CASE_OK(nib_quantize(&q, &all, NULL, &whole));
@@ -512,7 +511,7 @@ static int leave_gap(const nib_comm *comm, void *context)
     nib_array master, whole;
     q.scale_rule = c->rule;
     for (int i = 0; i < 2; i++)
-        CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 16), &t[i]));
+        CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 16), NULL, &t[i]));
     CASE_OK(nib_tensor_clone(t[0], &before));
     CASE_OK(nib_array_init(&master, inputs, NIB_F32, 1, &c->length[comm->rank]));
     CASE_OK(nib_array_init(&whole, inputs, NIB_F32, 1, SHAPE(512)));
@@ -557,7 +556,7 @@ TEST(parameters_without_elements)
         q.columnwise = 0;
         if (i < 2)
             q.scale_rule = i ? NIB_SCALE_4OVER6 : NIB_SCALE_RTN;
-        CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, i % 2 ? SHAPE(0, 16) : SHAPE(16, 0), &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, i % 2 ? SHAPE(0, 16) : SHAPE(16, 0), NULL, &t));
         CHECK_OK(nib_quantize_master_weights(&t, 1, &none, 1, SHAPE(-1), 1, nib_comm_serial(), NULL));
         nib_tensor_destroy(t);
     }
@@ -576,7 +575,7 @@ TEST(steps_compose)
         const nib_array all = array_of(x, NIB_F32, 2, SHAPE(rows, cols));
         nib_tensor *whole = NULL, *t = NULL;
         CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
-        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(rows, cols), &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(rows, cols), NULL, &t));
         memset(case_part(t, NIB_ROW_DATA), 0xFF, nib_buffer_bytes(nib_tensor_buffer(t, NIB_ROW_DATA)));
         int64_t grid_rows = 0, grid_cols = 0;
         CHECK_OK(nib_amax_grid(t, NIB_ROWWISE, &grid_rows, &grid_cols));
@@ -633,7 +632,7 @@ TEST(steps_compose_where_scales_are_chosen)
         const nib_array all = array_of(x, NIB_F32, 2, SHAPE(rows, cols));
         nib_tensor *whole = NULL, *t = NULL;
         CHECK_OK(nib_quantize(&q, &all, NULL, &whole));
-        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(rows, cols), &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(rows, cols), NULL, &t));
         int64_t grid_rows = 0, grid_cols = 0;
         CHECK_OK(nib_amax_grid(t, NIB_ROWWISE, &grid_rows, &grid_cols));
         const size_t cells = (size_t)(grid_rows * grid_cols);
@@ -679,7 +678,7 @@ TEST(steps_refuse)
     float amaxes[2] = { 1, -1 };
     uint8_t bytes[64] = { 0 };
     nib_byte_range range;
-    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), &t));
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 32), NULL, &t));
     int64_t first = 0, count = 0;
     CHECK_FAILS(nib_partial_scales(t, NIB_ROWWISE, NULL, -1, amaxes, bytes), NIB_ERR_MODE, "nib_block_scales");
     CHECK_FAILS(nib_chosen_scales(t, NIB_ROWWISE, amaxes, bytes), NIB_ERR_MODE, "nib_block_scales");
@@ -703,7 +702,7 @@ TEST(steps_refuse)
     CHECK(range.first == 15 && range.count == 1 && !range.first_shared && !range.last_shared);
     nib_tensor_destroy(t);
     /* Rows of odd length end in a byte that nobody shares. */
-    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(4, 5), &t));
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(4, 5), NULL, &t));
     CHECK_OK(nib_tensor_byte_range(t, NIB_ROWWISE, 4, 2, &range));
     CHECK(range.first == 2 && range.count == 2 && !range.first_shared && range.last_shared);
     nib_tensor_destroy(t);
@@ -747,7 +746,7 @@ TEST(post_processing)
     CHECK_OK(nib_post_all_gather_processing(NULL, 0));
     nib_tensor_destroy(t);
     nib_quantizer_init(&q);
-    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), &t));
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), NULL, &t));
     CHECK_OK(nib_tensor_invalidate_columnwise(t));
     CHECK_FAILS(nib_post_all_gather_processing(&t, 1), NIB_ERR_USAGE, "square blocks");
     nib_tensor_destroy(t);
@@ -771,7 +770,7 @@ static int delayed(const nib_comm *comm, void *context)
     float seen = 0, seen_whole = 0, *seen_list = &seen;
     const nib_overrides overrides = { .bytes = sizeof overrides, .scale = &scale, .amax_seen = &seen_whole };
     CASE_OK(nib_quantize(&q, &all, &overrides, &whole));
-    CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(20, 30), &t));
+    CASE_OK(nib_tensor_create(&q, NIB_F32, 2, SHAPE(20, 30), NULL, &t));
     const int64_t share = 600 / comm->size, start = share * comm->rank;
     CASE_OK(nib_array_init(&master, (void *)(uintptr_t)(x + start), NIB_F32, 1, &share));
     const nib_array *list = &master;
@@ -807,7 +806,7 @@ static int claim_all(const nib_comm *comm, void *context)
     q.columnwise = 0;
     nib_tensor *t = NULL, *steps = NULL;
     nib_array master;
-    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(BOTH_ROWS, BOTH_COLS), &t));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(BOTH_ROWS, BOTH_COLS), NULL, &t));
     CASE_OK(nib_tensor_clone(t, &steps));
     CASE_OK(nib_array_init(&master, x + comm->rank * n, NIB_F32, 1, &n));
     const nib_array *list = &master;
@@ -854,12 +853,12 @@ TEST(helpers)
     CHECK(shape[0] == 2 && shape[1] == 3 && shape[2] == 8);
     CHECK_OK(nib_get_nvfp4_rowwise_packed_shape(0, NULL, NULL));
     CHECK_FAILS(nib_get_nvfp4_rowwise_packed_shape(2, SHAPE(2, 3), shape), NIB_ERR_SHAPE, "last dim is 3");
-    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), &t));
+    CHECK_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(16, 16), NULL, &t));
     CHECK_OK(nib_quantizer_init_format(&other, NIB_FLOAT8));
-    CHECK_OK(nib_tensor_create(&other, NIB_BF16, 2, SHAPE(16, 16), &float8));
+    CHECK_OK(nib_tensor_create(&other, NIB_BF16, 2, SHAPE(16, 16), NULL, &float8));
     CHECK(nib_is_nvfp4tensor(t) && !nib_is_nvfp4tensor(float8) && !nib_is_nvfp4tensor(NULL));
-    CHECK_OK(nib_buffer_create(128, &buffer));
-    CHECK_OK(nib_buffer_create(127, &small));
+    CHECK_OK(nib_buffer_create(128, NULL, &buffer));
+    CHECK_OK(nib_buffer_create(127, NULL, &small));
     memset(case_part(t, NIB_ROW_DATA), 0x21, 128);
     CHECK_FAILS(nib_modify_nvfp4_rowwise_storage(t, small), NIB_ERR_SHAPE, "127 bytes");
     CHECK_FAILS(nib_modify_nvfp4_rowwise_storage(float8, buffer), NIB_ERR_MODE, "not nvfp4");

@@ -13,7 +13,7 @@
 
 /* ---- Helpers ---- */
 
-static nib_quantizer quantizer_of(const nib_tensor *t) { return metadata_of(t).quantizer; }
+static nib_quantizer quantizer_of(const nib_tensor *t) { return *metadata_of(t).quantizer; }
 
 static nib_quantizer square(int rowwise, int columnwise)
 {
@@ -44,7 +44,7 @@ static void check_padding(const nib_tensor *t)
         const int64_t stride = round_up(blocks, 4);
         for (int64_t line = 0; line < round_up(lines, 128); line++)
             for (int64_t block = line < lines ? blocks : 0; block < stride; block++)
-                if (scales[scale_place(line, block, stride, m.quantizer.swizzled)]) {
+                if (scales[scale_place(line, block, stride, m.quantizer->swizzled)]) {
                     CHECK_THAT(false, "copy %d: padding at (%d, %d) is not 0", usage, (int)line, (int)block);
                     return;
                 }
@@ -112,7 +112,7 @@ TEST(part_shapes)
             nib_quantizer q = usages(1, 1);
             q.row_scaled = (uint8_t)row_scaled;
             nib_tensor *t = NULL;
-            CHECK_OK(nib_tensor_create(&q, NIB_BF16, cases[i].rank, cases[i].shape, &t));
+            CHECK_OK(nib_tensor_create(&q, NIB_BF16, cases[i].rank, cases[i].shape, NULL, &t));
             const nib_metadata meta = metadata_of(t);
             CHECK(meta.rank == cases[i].rank && meta.rows == m && meta.cols == k && meta.dtype == NIB_BF16);
             CHECK_BYTES(meta.shape, cases[i].shape, sizeof meta.shape);
@@ -156,11 +156,11 @@ TEST(create_is_zero)
         nib_quantizer q;
         const char *name = variant(i, &q);
         nib_tensor *t = NULL;
-        CHECK_OK(nib_tensor_create(&q, NIB_F16, DIMS(3, 16, 32), &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_F16, DIMS(3, 16, 32), NULL, &t));
         const nib_metadata m = metadata_of(t);
         const float tensor_scale = m.tensor_scale == NIB_TENSOR_SCALE_AMAX ? 0.0f : 1.0f;
         CHECK_THAT(m.rowwise == q.rowwise && m.columnwise == q.columnwise, "%s", name);
-        CHECK(m.format == NIB_NVFP4 && m.dtype == NIB_F16 && nib_quantizer_equal(&m.quantizer, &q));
+        CHECK(m.format == NIB_NVFP4 && m.dtype == NIB_F16 && nib_quantizer_equal(m.quantizer, &q));
         CHECK_THAT(m.tensor_scale == (q.tensor_scale_rule ? NIB_TENSOR_SCALE_MULTIPLIER
                                       : q.dialect == NIB_DIALECT_GIST || q.dialect == NIB_DIALECT_COMPRESSED_TENSORS
                                           ? NIB_TENSOR_SCALE_DIVISOR
@@ -198,15 +198,14 @@ TEST(quantize_copies_its_quantizer)
 {
     nib_quantizer q = usages(1, 1);
     q.amax_comm = nib_comm_serial();
-    q.threads = 3;
     q.seed = 5;
     nib_tensor *t = some(&q, DIMS(5, 7, 33));
     q.seed = 6;
     q.rowwise = 0;
     const nib_metadata m = metadata_of(t);
     CHECK(m.bytes == sizeof m && m.rank == 3 && m.rows == 35 && m.cols == 33 && m.dtype == NIB_F32);
-    CHECK(m.quantizer.seed == 5 && m.quantizer.rowwise && m.quantizer.threads == 3);
-    CHECK(!m.quantizer.amax_comm); /* a communicator never stays */
+    CHECK(m.quantizer->seed == 5 && m.quantizer->rowwise);
+    CHECK(!m.quantizer->amax_comm); /* a communicator never stays */
     check_padding(t);
     nib_tensor_destroy(t);
 }
@@ -323,7 +322,7 @@ TEST(quantize_into_changes_usages)
                                 size_of(old, (nib_part)part));
             }
             const nib_metadata m = metadata_of(t);
-            CHECK(nib_quantizer_equal(&m.quantizer, &q2) && m.rowwise == q2.rowwise && m.columnwise == q2.columnwise);
+            CHECK(nib_quantizer_equal(m.quantizer, &q2) && m.rowwise == q2.rowwise && m.columnwise == q2.columnwise);
             nib_tensor_destroy(old);
             nib_tensor_destroy(view);
             nib_tensor_destroy(fresh);
@@ -384,11 +383,10 @@ TEST(hot_calls_allocate_nothing)
                 CHECK_OK(nib_quantizer_init_format(&q, (nib_format)((i - VARIANTS) / 3)));
                 q.rowwise = (i - VARIANTS) % 3 != 2, q.columnwise = (i - VARIANTS) % 3 != 1;
             }
-            q.threads = 3;
-            nib_array in = array_of(x, dtypes[d], DIMS(ROWS, COLS));
-            const nib_array out = array_of(y, dtypes[d], DIMS(ROWS, COLS));
+            nib_array in = array_of(x, dtypes[d], DIMS(ROWS, COLS)), out = array_of(y, dtypes[d], DIMS(ROWS, COLS));
+            in.device = out.device = host_of(3);
             nib_tensor *t = NULL;
-            CHECK_OK(nib_tensor_create(&q, dtypes[d], DIMS(ROWS, COLS), &t));
+            CHECK_OK(nib_tensor_create(&q, dtypes[d], DIMS(ROWS, COLS), NULL, &t));
             const long count = allocations;
             CHECK_OK(nib_quantize_into(NULL, &in, NULL, NULL, t));
             CHECK_OK(nib_quantize_into(&q, &in, NULL, NULL, t));
@@ -537,10 +535,10 @@ TEST(from_buffers_borrows)
         int released[NIB_PART_COUNT] = { 0 };
         for (int part = 0; part < NIB_PART_COUNT; part++)
             if (nib_tensor_buffer(t, (nib_part)part))
-                CHECK_OK(nib_buffer_borrow(bytes_of(t, (nib_part)part), size_of(t, (nib_part)part), count_release,
+                CHECK_OK(nib_buffer_borrow(bytes_of(t, (nib_part)part), size_of(t, (nib_part)part), NULL, count_release,
                                            &released[part], &parts[part]));
-        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &mine));
-        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &second));
+        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, NIB_PART_COUNT, &mine));
+        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, NIB_PART_COUNT, &second));
         CHECK_THAT(equal(t, mine), "%s", name);
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             CHECK(nib_tensor_buffer(mine, (nib_part)part) == parts[part]);
@@ -571,33 +569,33 @@ TEST(from_buffers_checks)
         for (int i = 0; i < NIB_PART_COUNT; i++)
             parts[i] = nib_tensor_buffer(t, (nib_part)i);
         parts[part] = NULL;
-        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &out), NIB_ERR_USAGE,
+        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, NIB_PART_COUNT, &out), NIB_ERR_USAGE,
                     part % 2 ? "columnwise usage" : "rowwise usage");
         CHECK(strstr(nib_last_error(), names[part / 2]));
         snprintf(message, sizeof message, "the %s %s buffer", part % 2 ? "columnwise" : "rowwise", names[part / 2]);
         for (int off = -1; off <= 1; off += 2) {
-            CHECK_OK(nib_buffer_create(size_of(t, (nib_part)part) + (size_t)off, &odd));
+            CHECK_OK(nib_buffer_create(size_of(t, (nib_part)part) + (size_t)off, NULL, &odd));
             parts[part] = odd;
-            CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &out), NIB_ERR_SHAPE, message);
+            CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, NIB_PART_COUNT, &out), NIB_ERR_SHAPE, message);
             nib_buffer_release(odd);
         }
         char unaligned[8];
         if (part < NIB_ROW_TENSOR_SCALE)
             continue;
         char *at = unaligned + 1 + ((uintptr_t)unaligned % 4 == 3); /* not a multiple of 4 */
-        CHECK_OK(nib_buffer_borrow(at, 4, NULL, NULL, &odd));
+        CHECK_OK(nib_buffer_borrow(at, 4, NULL, NULL, NULL, &odd));
         parts[part] = odd;
-        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, &out), NIB_ERR_ARG, "aligned");
+        CHECK_FAILS(nib_tensor_from_buffers(&q, NIB_F32, DIMS(48, 32), parts, NIB_PART_COUNT, &out), NIB_ERR_ARG, "aligned");
         nib_buffer_release(odd);
     }
     CHECK(out == untouched);
     nib_buffer *none[NIB_PART_COUNT] = { NULL };
-    CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, DIMS(48, 32), none, &out));
+    CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, DIMS(48, 32), none, NIB_PART_COUNT, &out));
     CHECK(!metadata_of(out).rowwise && !metadata_of(out).columnwise && !quantizer_of(out).rowwise);
     nib_tensor_destroy(out);
     nib_buffer *row[NIB_PART_COUNT] = { nib_tensor_buffer(t, NIB_ROW_DATA), NULL, nib_tensor_buffer(t, NIB_ROW_SCALE),
                                         NULL, nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE) };
-    CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, DIMS(48, 32), row, &out));
+    CHECK_OK(nib_tensor_from_buffers(&q, NIB_BF16, DIMS(48, 32), row, NIB_PART_COUNT, &out));
     CHECK(metadata_of(out).rowwise && !metadata_of(out).columnwise); /* usages follow the buffers */
     CHECK(quantizer_of(out).rowwise && !quantizer_of(out).columnwise);
     nib_tensor_destroy(out);
@@ -618,12 +616,12 @@ TEST(from_buffers_of_nothing)
             CHECK_OK(nib_part_shape(&q, (nib_part)part, DIMS(0, 16), &rank, shape));
             for (int d = 0; d < rank; d++)
                 n *= shape[d];
-            CHECK_OK(nib_buffer_borrow(n ? tensor_scale : NULL, (size_t)n * (part >= NIB_ROW_TENSOR_SCALE ? 4 : 1),
+            CHECK_OK(nib_buffer_borrow(n ? tensor_scale : NULL, (size_t)n * (part >= NIB_ROW_TENSOR_SCALE ? 4 : 1), NULL,
                                        NULL, NULL, &parts[part]));
         }
         nib_tensor *t = NULL, *u = NULL, *empty = NULL;
-        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(0, 16), parts, &t));
-        CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(0, 16), &empty));
+        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(0, 16), parts, NIB_PART_COUNT, &t));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(0, 16), NULL, &empty));
         CHECK_OK(nib_tensor_zero(t));
         u = clone_of(t);
         CHECK(equal(t, u) && equal(t, empty));
@@ -649,18 +647,18 @@ TEST(buffers_count_their_references)
     int released = 0;
     char memory[3];
     nib_buffer *buffer = NULL;
-    CHECK_OK(nib_buffer_borrow(memory, 3, count_release, &released, &buffer));
+    CHECK_OK(nib_buffer_borrow(memory, 3, NULL, count_release, &released, &buffer));
     CHECK(nib_buffer_data(buffer) == memory && nib_buffer_bytes(buffer) == 3 && nib_buffer_retain(buffer) == buffer);
     nib_buffer_release(buffer);
     CHECK(released == 0);
     nib_buffer_release(buffer);
     CHECK(released == 1);
-    CHECK_OK(nib_buffer_create(100, &buffer));
+    CHECK_OK(nib_buffer_create(100, NULL, &buffer));
     CHECK((uintptr_t)nib_buffer_data(buffer) % 64 == 0 && nib_buffer_bytes(buffer) == 100);
     for (int i = 0; i < 100; i++)
         CHECK(((char *)nib_buffer_data(buffer))[i] == 0);
     nib_buffer_release(buffer);
-    CHECK_OK(nib_buffer_create(0, &buffer));
+    CHECK_OK(nib_buffer_create(0, NULL, &buffer));
     CHECK(nib_buffer_bytes(buffer) == 0);
     nib_buffer_release(buffer);
     CHECK(!nib_buffer_retain(NULL) && !nib_buffer_data(NULL) && nib_buffer_bytes(NULL) == 0);
@@ -693,7 +691,7 @@ TEST(update_usage_states)
                     CHECK_OK(nib_tensor_get_usages(t, &now_row, &now_col));
                     const nib_metadata m = metadata_of(t);
                     CHECK(now_row == m.rowwise && now_col == m.columnwise);
-                    CHECK(now_row == m.quantizer.rowwise && now_col == m.quantizer.columnwise);
+                    CHECK(now_row == m.quantizer->rowwise && now_col == m.quantizer->columnwise);
                     if (possible) {
                         nib_quantizer wanted = q;
                         wanted.rowwise = want_row, wanted.columnwise = want_col;
@@ -748,8 +746,8 @@ TEST(set_quantizer)
             nib_quantizer q, q2;
             const char *from = variant(i, &q), *to = variant(j, &q2);
             nib_tensor *t = NULL, *u = NULL;
-            CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(16, 16), &t));
-            CHECK_OK(nib_tensor_create(&q2, NIB_F32, DIMS(16, 16), &u));
+            CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(16, 16), NULL, &t));
+            CHECK_OK(nib_tensor_create(&q2, NIB_F32, DIMS(16, 16), NULL, &u));
             const bool same = q.swizzled == q2.swizzled && q.row_scaled == q2.row_scaled && q.rht == q2.rht &&
                               q.rht_rowwise == q2.rht_rowwise && q.block_dims[0] == q2.block_dims[0] &&
                               q.e4m3_max == q2.e4m3_max && metadata_of(t).tensor_scale == metadata_of(u).tensor_scale;
@@ -760,7 +758,7 @@ TEST(set_quantizer)
                 CHECK_FAILS(nib_tensor_set_quantizer(t, &q2), NIB_ERR_MISMATCH, "another meaning");
             }
             const nib_metadata m = metadata_of(t);
-            CHECK_THAT(nib_quantizer_equal(&m.quantizer, same ? &q2 : &q), "%s to %s", from, to);
+            CHECK_THAT(nib_quantizer_equal(m.quantizer, same ? &q2 : &q), "%s to %s", from, to);
             CHECK(m.rowwise == usages[0] && m.columnwise == usages[1]); /* for later updates only */
             nib_tensor_destroy(u);
             nib_tensor_destroy(t);
@@ -772,10 +770,9 @@ TEST(set_quantizer)
     CHECK_FAILS(nib_tensor_set_quantizer(t, &q), NIB_ERR_MISMATCH, "another meaning");
     q.rht_sign_mask ^= 1;
     q.amax_comm = nib_comm_serial();
-    q.threads = 2;
     q.offset = 44;
     CHECK_OK(nib_tensor_set_quantizer(t, &q));
-    CHECK(!quantizer_of(t).amax_comm && quantizer_of(t).threads == 2 && quantizer_of(t).offset == 44);
+    CHECK(!quantizer_of(t).amax_comm && quantizer_of(t).offset == 44);
     nib_tensor_destroy(t);
     q = usages(1, 0); /* without an RHT the mask means nothing */
     t = some(&q, DIMS(5, 5));
@@ -802,11 +799,11 @@ TEST(save_and_restore)
         for (int part = 0; part < NIB_PART_COUNT; part++)
             buffers[part] = nib_tensor_buffer(t, (nib_part)part);
         size_t saved_count = 0;
-        CHECK_OK(nib_tensor_prepare_for_saving(t, saved, &saved_count));
+        CHECK_OK(nib_tensor_prepare_for_saving(t, saved, NIB_PART_COUNT, &saved_count));
         CHECK(saved_count == NIB_PART_COUNT);
         CHECK_BYTES(saved, buffers, sizeof buffers); /* the order of nib_part, NULL where absent */
         const nib_metadata m = metadata_of(t);
-        CHECK(!m.rowwise && !m.columnwise && m.rows == 48 && m.cols == 32 && nib_quantizer_equal(&m.quantizer, &q));
+        CHECK(!m.rowwise && !m.columnwise && m.rows == 48 && m.cols == 32 && nib_quantizer_equal(m.quantizer, &q));
         CHECK_FAILS(
             nib_dequantize(
                 t, NIB_EITHER,
@@ -837,7 +834,7 @@ TEST(restore_checks_buffers)
     nib_tensor *t = some(&q, DIMS(48, 32)), *other = some(&q, DIMS(48, 64));
     nib_buffer *saved[NIB_PART_COUNT], *bad[NIB_PART_COUNT];
     size_t used = 99, saved_count = 0;
-    CHECK_OK(nib_tensor_prepare_for_saving(t, saved, &saved_count));
+    CHECK_OK(nib_tensor_prepare_for_saving(t, saved, NIB_PART_COUNT, &saved_count));
     CHECK(saved_count == NIB_PART_COUNT);
     for (int part = 0; part < NIB_ROW_TENSOR_SCALE; part++) {
         memcpy(bad, saved, sizeof bad);
@@ -948,7 +945,7 @@ TEST(clear_keeps_the_rest)
     nib_tensor_clear(t);
     const nib_metadata m = metadata_of(t);
     CHECK(!m.rowwise && !m.columnwise && m.rank == 3 && m.shape[1] == 8 && m.dtype == NIB_F32);
-    CHECK(nib_quantizer_equal(&m.quantizer, &q) && metadata_of(view).rowwise);
+    CHECK(nib_quantizer_equal(m.quantizer, &q) && metadata_of(view).rowwise);
     for (int part = 0; part < NIB_PART_COUNT; part++)
         CHECK(!nib_tensor_buffer(t, (nib_part)part));
     float *y = normals(256), first = y[0];
@@ -975,7 +972,7 @@ TEST(clone_is_deep)
         nib_tensor *t = some(&q, DIMS(3, 16, 32)), *usage = clone_of(t), *second = clone_of(t);
         const nib_metadata a = metadata_of(t), b = metadata_of(usage);
         CHECK_THAT(equal(t, usage), "%s", name);
-        CHECK(a.rank == b.rank && a.dtype == b.dtype && nib_quantizer_equal(&a.quantizer, &b.quantizer));
+        CHECK(a.rank == b.rank && a.dtype == b.dtype && nib_quantizer_equal(a.quantizer, b.quantizer));
         for (int part = 0; part < NIB_PART_COUNT; part++) {
             if (!nib_tensor_buffer(t, (nib_part)part))
                 continue;
@@ -1094,7 +1091,7 @@ TEST(zero_goes_in_place)
         const char *name = variant(i, &q);
         nib_tensor *t = some(&q, DIMS(48, 32)), *view = NULL, *fresh = NULL;
         CHECK_OK(nib_tensor_view(t, DIMS(48, 32), &view));
-        CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(48, 32), &fresh));
+        CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(48, 32), NULL, &fresh));
         CHECK_OK(nib_tensor_zero(t));
         CHECK_THAT(equal(t, fresh) && equal(view, fresh), "%s", name);
         nib_tensor_destroy(fresh);
@@ -1130,7 +1127,7 @@ TEST(view_changes_the_rank)
                 const nib_metadata m = metadata_of(view);
                 CHECK(m.rank == shapes[s].rank && m.dtype == NIB_F32 && m.rows == 48 && m.cols == 32);
                 CHECK_BYTES(m.shape, shapes[s].resolved, sizeof m.shape);
-                CHECK(nib_quantizer_equal(&m.quantizer, &q));
+                CHECK(nib_quantizer_equal(m.quantizer, &q));
                 for (int part = 0; part < NIB_PART_COUNT; part++)
                     CHECK_THAT(nib_tensor_buffer(t, (nib_part)part) == nib_tensor_buffer(view, (nib_part)part), "%s",
                                name);
@@ -1276,14 +1273,14 @@ TEST(view_without_elements)
     static const int64_t from[][2] = { { 4, 0 }, { 0, 16 }, { 0, 0 } };
     static const int64_t to[][2] = { { 7, 0 }, { 0, 32 }, { 0, 16 }, { 16, 0 }, { 2000, 0 }, { 0, 0 } };
     for (int row_scaled = 0; row_scaled < 2; row_scaled++)
-        for (int usages = 1; usages < 4; usages++)
+        for (int both = 1; both < 4; both++)
             for (size_t i = 0; i < 3; i++)
                 for (size_t j = 0; j < 6; j++)
                     for (int reshape = 0; reshape < 2; reshape++) {
-                        nib_quantizer q = usages(usages & 1, usages >> 1);
+                        nib_quantizer q = usages(both & 1, both >> 1);
                         q.row_scaled = (uint8_t)row_scaled;
                         nib_tensor *t = NULL, *view = NULL;
-                        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, from[i], &t));
+                        CHECK_OK(nib_tensor_create(&q, NIB_F32, 2, from[i], NULL, &t));
                         const nib_status status = (reshape ? nib_tensor_reshape : nib_tensor_view)(t, 2, to[j], &view);
                         CHECK(status == NIB_OK || status == NIB_ERR_SHAPE || status == NIB_ERR_USAGE);
                         for (int part = 0; !status && part < NIB_PART_COUNT; part++) {
@@ -1345,8 +1342,8 @@ TEST(slices)
                     CHECK_OK(nib_tensor_slice(t, first, last - first, &slice));
                     const nib_metadata m = metadata_of(slice);
                     CHECK(m.rank == 2 && m.rows == last - first && m.cols == cols && m.dtype == NIB_F32);
-                    CHECK(m.rowwise == q.rowwise && m.columnwise == q.columnwise && m.quantizer.origin[0] == first);
-                    nib_tensor *wanted = slice_by_hand(t, &m.quantizer, x, first, last - first);
+                    CHECK(m.rowwise == q.rowwise && m.columnwise == q.columnwise && m.quantizer->origin[0] == first);
+                    nib_tensor *wanted = slice_by_hand(t, m.quantizer, x, first, last - first);
                     CHECK_THAT(equal(slice, wanted), "%s %d x %d: rows %d to %d", name, (int)rows, (int)cols,
                                (int)first, (int)last);
                     check_padding(slice);
@@ -1462,7 +1459,7 @@ TEST(splits)
         nib_tensor_destroy(t);
     }
     nib_tensor *t = NULL;
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(0, 16), &t));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(0, 16), NULL, &t));
     nib_tensor *none[1];
     CHECK_OK(nib_tensor_split(t, (int64_t[]){ 0 }, 0, none));
     nib_tensor_destroy(t);
@@ -1627,7 +1624,7 @@ TEST(equality)
                     padding = true;
                     for (int64_t line = 0; line < lines && padding; line++)
                         for (int64_t block = 0; block < blocks; block++)
-                            if (scale_place(line, block, 4, m.quantizer.swizzled) == b)
+                            if (scale_place(line, block, 4, m.quantizer->swizzled) == b)
                                 padding = false;
                     if (!padding && b % 7)
                         continue; /* a sample is enough */
@@ -1650,22 +1647,22 @@ TEST(equality_of_shapes_dtypes_and_copies)
 {
     const nib_quantizer both = usages(1, 1), row = usages(1, 0), col = usages(0, 1), none = usages(0, 0);
     nib_tensor *t[8] = { NULL };
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(16, 16), &t[0]));
-    CHECK_OK(nib_tensor_create(&both, NIB_BF16, DIMS(16, 16), &t[1]));
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(1, 16, 16), &t[2]));
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(16, 15), &t[3])); /* as many bytes */
-    CHECK_OK(nib_tensor_create(&row, NIB_F32, DIMS(16, 16), &t[4]));
-    CHECK_OK(nib_tensor_create(&col, NIB_F32, DIMS(16, 16), &t[5]));
-    CHECK_OK(nib_tensor_create(&none, NIB_F32, DIMS(16, 16), &t[6]));
-    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(256), &t[7]));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(16, 16), NULL, &t[0]));
+    CHECK_OK(nib_tensor_create(&both, NIB_BF16, DIMS(16, 16), NULL, &t[1]));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(1, 16, 16), NULL, &t[2]));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(16, 15), NULL, &t[3])); /* as many bytes */
+    CHECK_OK(nib_tensor_create(&row, NIB_F32, DIMS(16, 16), NULL, &t[4]));
+    CHECK_OK(nib_tensor_create(&col, NIB_F32, DIMS(16, 16), NULL, &t[5]));
+    CHECK_OK(nib_tensor_create(&none, NIB_F32, DIMS(16, 16), NULL, &t[6]));
+    CHECK_OK(nib_tensor_create(&both, NIB_F32, DIMS(256), NULL, &t[7]));
     for (int i = 0; i < 8; i++)
         for (int j = 0; j < 8; j++)
             CHECK_THAT(equal(t[i], t[j]) == (i == j), "%d and %d", i, j);
     /* What decides no bytes that are there is not looked at. */
     nib_quantizer q = both;
-    q.seed = 9, q.threads = 2, q.rht_sign_mask = 1, q.scale_rule = NIB_SCALE_SWEEP;
+    q.seed = 9, q.rht_sign_mask = 1, q.scale_rule = NIB_SCALE_SWEEP;
     nib_tensor *other = NULL;
-    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(16, 16), &other));
+    CHECK_OK(nib_tensor_create(&q, NIB_F32, DIMS(16, 16), NULL, &other));
     CHECK(equal(t[0], other));
     nib_tensor_destroy(other);
     for (int i = 0; i < 8; i++)
@@ -1780,11 +1777,11 @@ TEST(rebind_rowwise)
     memset(arena, 0xEE, bytes + 2);
     memcpy(old, bytes_of(source, NIB_ROW_DATA), bytes);
     nib_buffer *parts[NIB_PART_COUNT], *home = NULL, *first = NULL;
-    CHECK_OK(nib_buffer_borrow(old, bytes, count_release, &released[0], &first));
-    CHECK_OK(nib_buffer_borrow(arena + 1, bytes, count_release, &released[1], &home)); /* codes need no alignment */
+    CHECK_OK(nib_buffer_borrow(old, bytes, NULL, count_release, &released[0], &first));
+    CHECK_OK(nib_buffer_borrow(arena + 1, bytes, NULL, count_release, &released[1], &home)); /* codes need no alignment */
     for (int part = 0; part < NIB_PART_COUNT; part++)
         parts[part] = part ? nib_tensor_buffer(source, (nib_part)part) : first;
-    CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(33, 19), parts, &t));
+    CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, DIMS(33, 19), parts, NIB_PART_COUNT, &t));
     nib_buffer_release(first);
     CHECK_OK(nib_tensor_view(t, DIMS(33, 19), &view));
     CHECK_OK(nib_tensor_rebind_rowwise(t, home));
@@ -1797,7 +1794,7 @@ TEST(rebind_rowwise)
     CHECK(equal(t, before));
     for (int off = -1; off <= 1; off += 2) {
         nib_buffer *wrong = NULL;
-        CHECK_OK(nib_buffer_create(bytes + (size_t)off, &wrong));
+        CHECK_OK(nib_buffer_create(bytes + (size_t)off, NULL, &wrong));
         CHECK_FAILS(nib_tensor_rebind_rowwise(t, wrong), NIB_ERR_SHAPE, "take 330");
         nib_buffer_release(wrong);
     }
@@ -1899,7 +1896,6 @@ TEST(quantizer_equality_and_hash)
             CHECK_THAT((nib_quantizer_hash(&list[i]) == nib_quantizer_hash(&list[j])) == (i == j), "%d and %d", i, j);
         }
     nib_quantizer q = list[0]; /* what decides no bytes */
-    q.threads = 5;
     q.amax_comm = nib_comm_serial();
     CHECK(nib_quantizer_equal(&q, &list[0]) && nib_quantizer_hash(&q) == nib_quantizer_hash(&list[0]));
     memset(&q, 0xA5, sizeof q); /* nor does what lies between the fields */

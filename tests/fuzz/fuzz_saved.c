@@ -41,7 +41,7 @@ static void read_saved(const char *path)
         require(!nib_file_metadata_entry(file, i, &key, &value), "a pair");
         if (strncmp(key, "nib:", 4) != 0)
             continue;
-        const nib_status status = nib_file_read_tensor(file, key + 4, &t);
+        const nib_status status = nib_file_read_tensor(file, key + 4, NULL, &t);
         require(status == NIB_OK || status == NIB_ERR_DATA, "the status of a tensor");
         require(!status == (t != NULL), "a tensor or none");
         require(!status || strstr(nib_last_error(), path), "the message of a tensor");

@@ -84,7 +84,7 @@ TEST(quantize_and_dequantize)
                 CHECK(fabsf(decoded[i] - values[i]) <= 0.0626f * fabsf(values[i]) + 0x1p-10f * scale);
             }
         }
-        q.threads = 5;
+        x.device = host_of(5);
         nib_tensor *again = quantize(&q, &x, NULL);
         CHECK(equal(t, again));
         CHECK_OK(nib_quantize_into(NULL, &x, NULL, NULL, again));
@@ -102,7 +102,7 @@ TEST(save_and_restore)
     nib_buffer *saved[NIB_PART_COUNT];
     size_t n = 0, used = 0;
     CHECK_OK(nib_tensor_clone(t, &kept));
-    CHECK_OK(nib_tensor_prepare_for_saving(t, saved, &n));
+    CHECK_OK(nib_tensor_prepare_for_saving(t, saved, NIB_PART_COUNT, &n));
     CHECK(n == 4 && nib_tensor_buffer(t, NIB_ROW_DATA) == NULL);
     CHECK_OK(nib_tensor_restore_from_saved(t, saved, n, &used));
     CHECK(used == 4 && equal(t, kept));
@@ -168,7 +168,7 @@ TEST(write_and_read_back)
     CHECK_OK(nib_writer_commit(writer));
     nib_writer_destroy(writer);
     CHECK_OK(nib_file_open(path, &file));
-    CHECK_OK(nib_file_read_tensor(file, "t", &back));
+    CHECK_OK(nib_file_read_tensor(file, "t", NULL, &back));
     CHECK(equal(t, back));
     nib_file_close(file);
     unlink(path);
