@@ -2,9 +2,9 @@
 /*
  * shard.c - master weights: many parameters, many ranks, one reduction.
  *
- * First everything is checked and all memory is had; then the ranks agree that this went well everywhere; then amaxes
- * are reduced, and scales exchanged that do not follow from them; and only then is anything written. From there on
- * nothing can fail.
+ * First everything is checked and all memory is allocated; then the ranks agree that this went well everywhere; then
+ * amaxes are reduced, and scales that do not follow from them are exchanged; and only then is anything written. From
+ * there on nothing can fail.
  */
 #include "shard/shard.h"
 
@@ -17,7 +17,7 @@
 
 struct parameter {
     nib_tensor *t;
-    struct nib_piece piece;
+    struct nib_shard shard;
     struct nib_code_place place[2];
     const float *scale; /* delayed scaling */
     float *amax_seen;
@@ -32,7 +32,7 @@ struct plan {
     int64_t amax_count;
     struct nib_choices choices;
     size_t choice_count;
-    uint8_t *scales; /* that were chosen, and the tensor scales for it */
+    uint8_t *scales; /* those that are chosen, and the tensor scales under which they are */
     float *tensor_scales;
     int64_t scale_count, tensor_scale_count;
     bool manual;
@@ -82,7 +82,7 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
                              .amax_seen = o->amax_seen ? o->amax_seen[i] : NULL,
                              .scales = -1 };
     TRY(nib_check_castable(t));
-    TRY(nib_piece_init("its master", t, lists->masters[i], lists->starts[i], &p->piece));
+    TRY(nib_shard_init("its master", t, lists->masters[i], lists->starts[i], &p->shard));
     TRY(check_delayed(t, p->scale, p->amax_seen));
     const nib_array *const *shards[2] = { o->row_shards, o->col_shards };
     for (int usage = 0; usage < 2; usage++) {
@@ -95,7 +95,7 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
             continue;
         }
         TRY(nib_check_code_place(usage ? "its columnwise shard" : "its rowwise shard", t, (nib_usage)usage,
-                                 p->piece.start, p->piece.length, shard, &p->place[usage]));
+                                 p->shard.start, p->shard.length, shard, &p->place[usage]));
         const struct nib_grid grid = nib_grid_of(t, (nib_usage)usage);
         p->amaxes[usage] = plan->amax_count;
         plan->amax_count += grid.rows * grid.cols; /* at most as many as bytes of scales, which were seen to fit */
@@ -172,7 +172,7 @@ static void free_plan(struct plan *plan)
     nib_free(plan->tensor_scales);
 }
 
-/* Memory for scales that are chosen, and who they belong to. */
+/* Memory for scales that are chosen, and which parameters they belong to. */
 static nib_status plan_choices(struct plan *plan, int size)
 {
     TRY(nib_choices_create(plan->choice_count, size, &plan->choices));
@@ -185,7 +185,7 @@ static nib_status plan_choices(struct plan *plan, int size)
         const struct parameter *p = &plan->parameters[i];
         if (p->scales < 0)
             continue;
-        plan->choices.list[k++] = (struct nib_choice){ .piece = &p->piece,
+        plan->choices.list[k++] = (struct nib_choice){ .shard = &p->shard,
                                                        .grid = nib_grid_of(p->t, NIB_ROWWISE),
                                                        .index = i,
                                                        .amaxes = plan->amaxes + p->amaxes[NIB_ROWWISE],
@@ -215,7 +215,7 @@ static nib_status make_plan(const struct lists *lists, int size, struct plan *pl
     return plan->choice_count ? plan_choices(plan, size) : NIB_OK;
 }
 
-/* ---- Doing it ---- */
+/* ---- Carrying it out ---- */
 
 /* An amax that only a block without elements keeps: where the reduction leaves it, no rank has any of the block. */
 static const float nobodys = -1;
@@ -229,7 +229,7 @@ static void find_amaxes(const struct plan *plan)
             if (plan->parameters[i].amaxes[usage] >= 0) {
                 const struct parameter *p = &plan->parameters[i];
                 const struct nib_grid grid = nib_grid_of(p->t, (nib_usage)usage);
-                nib_piece_amax(&p->piece, &grid, is_empty(p->t) ? 0 : nobodys, plan->amaxes + p->amaxes[usage]);
+                nib_shard_amax(&p->shard, &grid, is_empty(p->t) ? 0 : nobodys, plan->amaxes + p->amaxes[usage]);
             }
 }
 
@@ -263,13 +263,13 @@ static void cast_parameter(const struct plan *plan, const struct parameter *p)
         const struct nib_grid grid = nib_grid_of(t, (nib_usage)usage);
         const float *amaxes = plan->amaxes + p->amaxes[usage];
         nib_write_scales(t, &grid, amaxes, p->scale, p->scales < 0 ? NULL : plan->scales + p->scales);
-        nib_piece_cast(&p->piece, &grid, amaxes, p->scale, p->place[usage]);
+        nib_shard_cast(&p->shard, &grid, amaxes, p->scale, p->place[usage]);
         if (p->amax_seen && usage == NIB_ROWWISE)
             *p->amax_seen = nib_fmax(*p->amax_seen, *amaxes); /* one per tensor, as check_delayed saw */
     }
     if (p->amaxes[NIB_COLUMNWISE] >= 0 || !nib_tensor_has(t, NIB_COLUMNWISE))
         return;
-    /* The rowwise codes go past it. What the quantizer wants stays, so that post-processing knows. */
+    /* It no longer goes with the rowwise codes. What the quantizer wants stays, so that post-processing knows. */
     if (plan->manual)
         t->columnwise_stale = true;
     else
@@ -291,7 +291,7 @@ static nib_status run_plan(struct plan *plan, const nib_comm *comm)
 static nib_status quantize_lists(const struct lists *lists, const nib_comm *comm, nib_status status)
 {
     static const nib_master_options none = { .bytes = sizeof none };
-    TRY(nib_check_comm("comm", comm, true)); /* there is no telling the others by a communicator that is none */
+    TRY(nib_check_comm("comm", comm, true)); /* an unusable communicator cannot tell the others */
     struct lists checked = *lists;
     checked.options = lists->options ? lists->options : &none;
     struct plan plan = { 0 };

@@ -3,7 +3,7 @@
  * shard_gather.c - putting together what ranks have: the codes of one parameter by ranges of elements, or whole tensors
  * by rows.
  *
- * Each gather has the same course: look at one's own things, agree, exchange sizes, get memory, agree, exchange bytes,
+ * Each gather takes the same steps: check one's own arguments, agree, exchange sizes, get memory, agree, exchange bytes,
  * write. Until the last step nothing has changed.
  */
 #include "shard/shard.h"
@@ -27,7 +27,7 @@ static void free_gather(struct gather *gather)
     nib_free(gather->all);
 }
 
-/* By which each rank sends equally much. */
+/* A gather to which each rank sends as many bytes. */
 static nib_status exchange(const nib_comm *comm, const void *mine, size_t bytes, void *all, size_t *counts)
 {
     for (int r = 0; r < comm->size; r++)
@@ -54,7 +54,7 @@ static nib_status check_own(const nib_tensor *t, nib_usage usage, int64_t start,
                : nib_fail(NIB_ERR_MEMORY, "no memory for %d ranges", comm->size);
 }
 
-/* Every rank sees all ranges, so that all come to the same. */
+/* Every rank sees all ranges, so that all come to the same result. */
 static nib_status plan_bytes(const nib_tensor *t, nib_usage usage, bool merge, int size, struct gather *gather)
 {
     TRY(nib_order_owners(t, gather->ranges, 1, size, gather->owners));
@@ -144,7 +144,7 @@ nib_status nib_all_gather_param_bytes(nib_tensor *t, nib_usage usage, int64_t st
 
 /* ---- Tensors by rows ---- */
 
-/* Scales of a copy in memory: lines of them, and blocks in each. */
+/* How many lines of scales a usage has in memory, without padding. */
 static int64_t scale_lines(const struct nib_usage_geometry *g)
 {
     return g->blocks ? nib_ceil_div(g->lines, g->lines_per_scale) : 0;
@@ -186,33 +186,33 @@ static uint8_t *pack_usage(const nib_tensor *t, nib_usage usage, uint8_t *to)
     return put(to, memory.tensor_scales, packed_tensor_scales(&t->q, usage, g));
 }
 
-/* A piece whose first row is row `first` of `whole`, into its place there. Rowwise that is some lines; columnwise, a
+/* A shard whose first row is row `first` of `whole`, into its place there. Rowwise that is some lines; columnwise, a
  * part of each. */
-static const uint8_t *unpack_usage(nib_tensor *whole, nib_usage usage, const struct nib_usage_geometry *piece,
+static const uint8_t *unpack_usage(nib_tensor *whole, nib_usage usage, const struct nib_usage_geometry *shard,
                                    int64_t first, const uint8_t *from)
 {
     const struct nib_usage_geometry *g = &whole->geometry.usage[usage];
     const struct nib_usage_memory memory = nib_tensor_memory(whole, usage);
     const bool rowwise = usage == NIB_ROWWISE;
     if (g->by_element) {
-        if (piece->data_bytes)
+        if (shard->data_bytes)
             memcpy(memory.codes + first * (rowwise ? g->line_stride : g->element_stride), from,
-                   (size_t)piece->data_bytes);
+                   (size_t)shard->data_bytes);
     } else {
-        for (int64_t line = 0; line < g->lines && piece->line_stride; line++)
+        for (int64_t line = 0; line < g->lines && shard->line_stride; line++)
             memcpy(memory.codes + line * g->line_stride + (g->element_stride ? first : first / 2),
-                   from + line * piece->line_stride, (size_t)piece->line_stride);
+                   from + line * shard->line_stride, (size_t)shard->line_stride);
     }
-    from += piece->data_bytes;
+    from += shard->data_bytes;
     const int64_t block = nib_max(nib_format_of(&whole->q)->block, 1);
-    for (int64_t line = 0; line < scale_lines(piece); line++)
-        for (int64_t b = 0; b < piece->blocks; b++, from += piece->scale_bytes) {
+    for (int64_t line = 0; line < scale_lines(shard); line++)
+        for (int64_t b = 0; b < shard->blocks; b++, from += shard->scale_bytes) {
             nib_scale_bits bits = 0;
-            memcpy(&bits, from, (size_t)piece->scale_bytes);
-            nib_scale_store(g, memory.scales, (rowwise ? first : 0) + line * piece->lines_per_scale,
+            memcpy(&bits, from, (size_t)shard->scale_bytes);
+            nib_scale_store(g, memory.scales, (rowwise ? first : 0) + line * shard->lines_per_scale,
                             b + (rowwise ? 0 : first / block), bits);
         }
-    const int64_t tensor_scales = packed_tensor_scales(&whole->q, usage, piece);
+    const int64_t tensor_scales = packed_tensor_scales(&whole->q, usage, shard);
     if (tensor_scales)
         memcpy(memory.tensor_scales + first, from, (size_t)tensor_scales);
     return from + tensor_scales;
@@ -270,7 +270,7 @@ static nib_status check_own_rows(const nib_tensor *t, const nib_comm *comm, stru
     return gather->dims && gather->counts ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory for %d sizes", comm->size);
 }
 
-static nib_status piece_geometry(const nib_tensor *t, int64_t dim, struct nib_geometry *out)
+static nib_status shard_geometry(const nib_tensor *t, int64_t dim, struct nib_geometry *out)
 {
     int64_t shape[NIB_MAX_RANK];
     memcpy(shape, t->shape, sizeof shape);
@@ -286,17 +286,17 @@ static nib_status plan_rows(const nib_tensor *t, const nib_comm *comm, struct ro
     int64_t rows = 0, total = 0;
     *sum = 0;
     for (int r = 0; r < comm->size; r++) {
-        struct nib_geometry piece;
-        TRY(piece_geometry(t, gather->dims[r], &piece));
-        if (bordered && rows % block && piece.rows)
+        struct nib_geometry shard;
+        TRY(shard_geometry(t, gather->dims[r], &shard));
+        if (bordered && rows % block && shard.rows)
             return nib_fail(NIB_ERR_SHAPE, "the rows of rank %d would begin at row %lld, within a block of %lld", r,
                             (long long)rows, (long long)block);
         int64_t bytes = 0;
         for (int usage = 0; usage < 2; usage++)
             if (nib_tensor_has(t, (nib_usage)usage))
-                bytes += packed_bytes(&t->q, (nib_usage)usage, &piece.usage[usage]);
+                bytes += packed_bytes(&t->q, (nib_usage)usage, &shard.usage[usage]);
         gather->counts[r] = (size_t)bytes;
-        if (!nib_add(rows, piece.rows, &rows) || !nib_add(*sum, gather->dims[r], sum) || !nib_add(total, bytes, &total))
+        if (!nib_add(rows, shard.rows, &rows) || !nib_add(*sum, gather->dims[r], sum) || !nib_add(total, bytes, &total))
             return nib_fail(NIB_ERR_SHAPE, "the ranks have too many rows");
     }
     gather->mine = nib_alloc(gather->counts[comm->rank]);
@@ -328,14 +328,14 @@ static nib_status exchange_rows(const nib_tensor *t, const nib_comm *comm, struc
     const uint8_t *from = gather->all;
     int64_t first = 0;
     for (int r = 0; r < comm->size; r++) {
-        struct nib_geometry piece;
-        TRY(piece_geometry(t, gather->dims[r], &piece)); /* it went well in plan_rows */
+        struct nib_geometry shard;
+        TRY(shard_geometry(t, gather->dims[r], &shard)); /* it went well in plan_rows */
         for (int usage = 0; usage < 2; usage++)
             if (nib_tensor_has(t, (nib_usage)usage))
-                from = unpack_usage(gather->whole, (nib_usage)usage, &piece.usage[usage], first, from);
-        first += piece.rows;
+                from = unpack_usage(gather->whole, (nib_usage)usage, &shard.usage[usage], first, from);
+        first += shard.rows;
     }
-    /* Levels that were not sent are the same everywhere. */
+    /* Tensor scales that were not sent are the same on all ranks. */
     for (int usage = 0; usage < 2; usage++) {
         const struct nib_usage_memory memory = nib_tensor_memory(gather->whole, (nib_usage)usage);
         const struct nib_usage_geometry *g = &gather->whole->geometry.usage[usage];
@@ -357,7 +357,7 @@ nib_status nib_all_gather_tensor(const nib_tensor *t, const nib_comm *comm, nib_
     status = nib_agree(comm, status, status ? 0 : row_key(t));
     if (status == NIB_ERR_MISMATCH)
         (void)nib_fail(status,
-                       "the ranks' tensors differ in shape, options, copies or tensor scales: was the amax reduced?");
+                       "the ranks' tensors differ in shape, options, usages or tensor scales: was the amax reduced?");
     if (!status)
         status = exchange(comm, &t->shape[0], sizeof *gather.dims, gather.dims, gather.counts);
     if (!status) {

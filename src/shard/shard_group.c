@@ -38,7 +38,7 @@ static nib_array rows_of(const nib_array *x, int64_t first, int64_t count)
 
 /* ---- Amaxes ---- */
 
-/* Numbers of one member: where each usage's begin, and how many there are. */
+/* The amaxes of one member: where each usage's begin, and how many there are. */
 struct amax_layout {
     int64_t at[2], count;
 };
@@ -68,7 +68,7 @@ nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int6
     struct nib_geometry geometry;
     TRY(check_group(q, x, counts, n, &loaded));
     if (!nib_format_of(&loaded)->tensor_scales || loaded.row_scaled)
-        return nib_fail(NIB_ERR_MODE, "there is not one amax per tensor and copy");
+        return nib_fail(NIB_ERR_MODE, "there is not one amax per tensor and usage");
     for (size_t i = 0; i < n; i++) /* whatever can fail does so here, before anything is written */
         TRY(member_geometry(&loaded, x, counts[i], &geometry));
     loaded.amax_comm = NULL;
@@ -112,8 +112,8 @@ static nib_status find_all(const nib_quantizer *q, const nib_array *x, const int
     return NIB_OK;
 }
 
-/* Amaxes of all members and copies, with a communicator reduced at once. *out stays NULL where each member's may be
- * found when its turn comes: there is nothing to reduce, and they take no memory. Ranks come here together. */
+/* Amaxes of all members and usages, reduced at once where there is a communicator. *out stays NULL where each member's
+ * amaxes may be found when the member is quantized: there is nothing to reduce, and they take no memory. Collective. */
 static nib_status group_amaxes(const nib_quantizer *q, const nib_comm *comm, const nib_array *x, const int64_t *counts,
                                size_t n, nib_status status, float **out)
 {
@@ -138,7 +138,7 @@ static nib_status group_amaxes(const nib_quantizer *q, const nib_comm *comm, con
     return status;
 }
 
-/* What a member brings to its quantization; *amaxes moves on to the next. */
+/* The overrides of a member's quantization; *amaxes moves on to the next member. */
 static nib_overrides overrides_of(const nib_quantizer *q, const struct nib_geometry *geometry, const float **amaxes)
 {
     nib_overrides overrides = { .bytes = sizeof overrides };
@@ -226,8 +226,8 @@ static nib_status geometry_of_rows(const nib_group *group, int64_t rows, struct 
     return nib_check_input(&group->q, group->dtype, 2, (const int64_t[2]){ rows, group->cols }, out);
 }
 
-/* Where the members lie, and how large the buffers are. Each has the room that a whole number of 128 rows takes;
- * tensor scales, which have no padding, lie side by side. */
+/* Where the members lie, and how large the buffers are. Each has the space of its rows rounded up to 128; tensor scales,
+ * which have no padding, lie side by side. */
 static nib_status lay_out(nib_group *group, int64_t total[NIB_PART_COUNT])
 {
     for (size_t i = 0; i < group->n; i++) {
@@ -237,9 +237,9 @@ static nib_status lay_out(nib_group *group, int64_t total[NIB_PART_COUNT])
         TRY(geometry_of_rows(group, group->rows[i], &own));
         TRY(geometry_of_rows(group, nib_round_up(group->rows[i], NIB_FP4_ALIGN_GRAPH), &padded));
         for (int part = 0; part < NIB_PART_COUNT; part++) {
-            const struct nib_geometry *room = part >= NIB_ROW_TENSOR_SCALE ? &own : &padded;
+            const struct nib_geometry *space = part >= NIB_ROW_TENSOR_SCALE ? &own : &padded;
             group->offsets[i][part] = total[part];
-            if (!nib_add(total[part], (int64_t)nib_part_bytes(room, (nib_part)part), &total[part]))
+            if (!nib_add(total[part], (int64_t)nib_part_bytes(space, (nib_part)part), &total[part]))
                 return nib_fail(NIB_ERR_SHAPE, "the group takes too many bytes");
         }
     }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * shard_steps.c - the steps of a sharded cast: amaxes of a piece, scales from the amaxes of all, codes of a piece.
+ * shard_steps.c - the steps of a sharded cast: amaxes of a shard, scales from the amaxes of all, codes of a shard.
  *
  * Work goes by bands of rows as high as a block, so that no two threads touch the same amax; and rows share no byte of
- * codes. Bands of NVFP4 that a piece has whole go through the kernels of whole matrices, the others block by block.
+ * codes. Bands of NVFP4 that a shard has whole go through the kernels of whole matrices, the others block by block.
  */
 #include "shard/shard.h"
 
@@ -36,7 +36,8 @@ int64_t nib_grid_cell(const nib_tensor *t, const struct nib_grid *grid, int64_t 
     return cell_of(grid, element / t->geometry.cols, element % t->geometry.cols);
 }
 
-/* What n amaxes, or a scale instead, come to: those of a whole usage, or of a row that has a tensor scale of its own. */
+/* The scaler that follows from n amaxes, or from a scale instead: of a whole usage, or of a row that has a tensor scale
+ * of its own. */
 static struct nib_scaler scaler_of(const nib_tensor *t, const struct nib_grid *grid, const float *amaxes, int64_t n,
                                    const float *scale)
 {
@@ -75,7 +76,7 @@ void nib_grid_tensor_scales(const nib_tensor *t, const struct nib_grid *grid, co
 
 bool nib_scales_are_chosen(const nib_tensor *t) { return t->q.scale_rule != NIB_SCALE_RTN; }
 
-struct nib_range nib_stretch_of(const nib_tensor *t, const struct nib_grid *grid, int64_t element)
+struct nib_range nib_block_range(const nib_tensor *t, const struct nib_grid *grid, int64_t element)
 {
     const int64_t rows = t->geometry.rows, cols = t->geometry.cols, row = element / cols, block = grid->coding.block;
     const bool rowwise = grid->coding.usage == NIB_ROWWISE;
@@ -95,7 +96,7 @@ struct nib_cut nib_cut_of(const nib_tensor *t, const struct nib_grid *grid, stru
     struct nib_cut cut = { range.start, range.start };
     if (range.length == 0)
         return cut;
-    const struct nib_range first = nib_stretch_of(t, grid, range.start), last = nib_stretch_of(t, grid, end - 1);
+    const struct nib_range first = nib_block_range(t, grid, range.start), last = nib_block_range(t, grid, end - 1);
     if (first.start < range.start || first.start + first.length > end)
         cut.whole = nib_min(end, first.start + first.length);
     cut.whole_end = last.start + last.length == end ? end : nib_max(cut.whole, last.start);
@@ -136,11 +137,11 @@ nib_status nib_check_castable(const nib_tensor *t)
     return NIB_OK;
 }
 
-nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array *master, int64_t start,
-                          struct nib_piece *out)
+nib_status nib_shard_init(const char *what, const nib_tensor *t, const nib_array *master, int64_t start,
+                          struct nib_shard *out)
 {
     const int64_t elements = t->geometry.rows * t->geometry.cols;
-    *out = (struct nib_piece){ .t = t };
+    *out = (struct nib_shard){ .t = t };
     if (!master) {
         if (start != -1)
             return nib_fail(NIB_ERR_ARG, "%s begins at element %lld but is NULL", what, (long long)start);
@@ -161,7 +162,7 @@ nib_status nib_piece_init(const char *what, const nib_tensor *t, const nib_array
     if (start > elements || length > elements - start)
         return nib_fail(NIB_ERR_SHAPE, "%s has %lld elements from %lld on, of a parameter of %lld", what,
                         (long long)length, (long long)start, (long long)elements);
-    *out = (struct nib_piece){ t, master, start, length };
+    *out = (struct nib_shard){ t, master, start, length };
     return NIB_OK;
 }
 
@@ -187,7 +188,7 @@ nib_status nib_check_code_place(const char *what, const nib_tensor *t, nib_usage
 
 /* ---- Elements and bytes ---- */
 
-/* The byte of a code, from the first of the copy. */
+/* The byte of a code, from the first of the usage. */
 static int64_t byte_of(const struct nib_usage_geometry *g, int64_t line, int64_t i)
 {
     return line * g->line_stride + (g->element_stride ? i * g->element_stride : i / 2);
@@ -209,7 +210,7 @@ nib_byte_range nib_bytes_of(const struct nib_geometry *geometry, nib_usage usage
                              .last_shared = packed && end_col % 2 == 0 && end_col != cols - 1 };
 }
 
-/* A packed code beside another's; behind the last of a row comes nobody's nibble, which is 0. */
+/* A packed code beside another's; a nibble behind the last code of a row stands for nothing and is 0. */
 static void put_code(const struct nib_usage_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
                      uint8_t code)
 {
@@ -220,7 +221,7 @@ static void put_code(const struct nib_usage_geometry *g, struct nib_code_place p
         *byte = (uint8_t)(i % 2 ? (*byte & 0x0F) | code << 4 : (*byte & 0xF0) | code);
 }
 
-/* n codes side by side: whole bytes at once, the ones at the ends beside others'. */
+/* n codes side by side: whole bytes at once, nibbles at the ends beside those of others. */
 static void put_codes(const struct nib_usage_geometry *g, struct nib_code_place place, int64_t line, int64_t i,
                       int64_t n, const uint8_t *codes)
 {
@@ -236,11 +237,11 @@ static void put_codes(const struct nib_usage_geometry *g, struct nib_code_place 
         put_code(g, place, line, i + k, codes[k]);
 }
 
-/* n numbers of a piece from element `first` of the parameter on, as the master has them. */
-static void load_values(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
+/* n values of a shard from element `first` of the parameter on, as the master has them. */
+static void load_values(const struct nib_shard *shard, int64_t first, int64_t n, float *x)
 {
-    const nib_array *master = piece->master;
-    const int64_t step = master->strides[0], at = (first - piece->start) * step;
+    const nib_array *master = shard->master;
+    const int64_t step = master->strides[0], at = (first - shard->start) * step;
     const void *from = (const char *)master->data + master->offset; /* aligned, as nib_check_array saw */
     if (master->dtype == NIB_F32 && step == 1)
         memcpy(x, (const float *)from + at, (size_t)n * sizeof *x);
@@ -253,30 +254,30 @@ static void load_values(const struct nib_piece *piece, int64_t first, int64_t n,
 }
 
 /* To the parameter's nominal dtype. */
-static void round_values(const struct nib_piece *piece, int64_t n, float *x)
+static void round_values(const struct nib_shard *shard, int64_t n, float *x)
 {
-    for (int64_t i = 0; piece->t->dtype == NIB_BF16 && piece->master->dtype != NIB_BF16 && i < n; i++)
+    for (int64_t i = 0; shard->t->dtype == NIB_BF16 && shard->master->dtype != NIB_BF16 && i < n; i++)
         x[i] = nib_f32_from_bf16(nib_bf16_from_f32(x[i]));
-    for (int64_t i = 0; piece->t->dtype == NIB_F16 && i < n; i++)
+    for (int64_t i = 0; shard->t->dtype == NIB_F16 && i < n; i++)
         x[i] = nib_f32_from_f16(nib_f16_from_f32(x[i]));
 }
 
-void nib_piece_load(const struct nib_piece *piece, int64_t first, int64_t n, float *x)
+void nib_shard_load(const struct nib_shard *shard, int64_t first, int64_t n, float *x)
 {
-    load_values(piece, first, n, x);
-    round_values(piece, n, x);
+    load_values(shard, first, n, x);
+    round_values(shard, n, x);
 }
 
-/* ---- Walking over a piece ---- */
+/* ---- Walking over a shard ---- */
 
 /* Up to a block of elements side by side in a row: what the steps work on. */
-struct span {
+struct run {
     int64_t row, col, n;
     float x[NIB_MAX_BLOCK];
 };
 
 struct walk {
-    const struct nib_piece *piece;
+    const struct nib_shard *shard;
     const struct nib_grid *grid;
     int64_t band; /* rows of one */
     float *amaxes;
@@ -289,72 +290,72 @@ struct walk {
     nib_quantize_fn *quantize; /* of whole panels; NULL where they are not NVFP4's */
 };
 
-/* Calls body for the spans of the i-th band that has elements of the piece. */
-static void walk_band(struct walk *walk, int64_t i, void (*body)(struct walk *walk, struct span *span))
+/* Calls body for the runs of the i-th band that has elements of the shard. */
+static void walk_band(struct walk *walk, int64_t i, void (*body)(struct walk *walk, struct run *run))
 {
-    const struct nib_piece *piece = walk->piece;
-    const int64_t cols = piece->t->geometry.cols, end = piece->start + piece->length;
+    const struct nib_shard *shard = walk->shard;
+    const int64_t cols = shard->t->geometry.cols, end = shard->start + shard->length;
     const int64_t block = walk->grid->coding.block ? walk->grid->coding.block : NIB_MAX_BLOCK;
-    const int64_t first = (piece->start / cols / walk->band + i) * walk->band;
+    const int64_t first = (shard->start / cols / walk->band + i) * walk->band;
     for (int64_t row = first; row < first + walk->band; row++) {
-        const int64_t from = nib_max(piece->start, row * cols), to = nib_min(end, (row + 1) * cols);
-        struct span span = { .row = row };
-        for (int64_t at = from; at < to; at += span.n) {
-            span.col = at - row * cols;
-            span.n = nib_min(to - at, block - span.col % block);
-            load_values(piece, at, span.n, span.x);
-            body(walk, &span);
+        const int64_t from = nib_max(shard->start, row * cols), to = nib_min(end, (row + 1) * cols);
+        struct run run = { .row = row };
+        for (int64_t at = from; at < to; at += run.n) {
+            run.col = at - row * cols;
+            run.n = nib_min(to - at, block - run.col % block);
+            load_values(shard, at, run.n, run.x);
+            body(walk, &run);
         }
     }
 }
 
 static void run_walk(struct walk *walk, void (*body)(void *context, int64_t i))
 {
-    const struct nib_piece *piece = walk->piece;
-    if (piece->length == 0)
+    const struct nib_shard *shard = walk->shard;
+    if (shard->length == 0)
         return;
-    const int64_t cols = piece->t->geometry.cols;
+    const int64_t cols = shard->t->geometry.cols;
     walk->band = nib_max(walk->grid->coding.block, 16);
-    const int64_t first = piece->start / cols / walk->band,
-                  last = (piece->start + piece->length - 1) / cols / walk->band;
-    nib_parallel(last - first + 1, nib_thread_count(piece->t->device, piece->length), body, walk);
+    const int64_t first = shard->start / cols / walk->band,
+                  last = (shard->start + shard->length - 1) / cols / walk->band;
+    nib_parallel(last - first + 1, nib_thread_count(shard->t->device, shard->length), body, walk);
 }
 
 /* ---- Amaxes ---- */
 
-/* Rounding keeps the order, so that the largest rounded number is the largest number rounded. */
-static float span_absmax(const struct walk *walk, const float *x, int64_t n)
+/* Rounding keeps the order, so that the largest rounded value is the largest value rounded. */
+static float run_absmax(const struct walk *walk, const float *x, int64_t n)
 {
     float m = nib_kernels_best()->absmax[NIB_F32](x, n);
-    round_values(walk->piece, 1, &m);
+    round_values(walk->shard, 1, &m);
     return m;
 }
 
-static void amax_of_span(struct walk *walk, struct span *span)
+static void amax_of_run(struct walk *walk, struct run *run)
 {
     const struct nib_grid *grid = walk->grid;
     if (!grid->coding.block) {
-        nib_raise_to(&walk->whole, span_absmax(walk, span->x, span->n));
+        nib_raise_to(&walk->whole, run_absmax(walk, run->x, run->n));
     } else if (grid->coding.usage == NIB_ROWWISE) {
-        float *amax = &walk->amaxes[cell_of(grid, span->row, span->col)];
-        *amax = nib_fmax(*amax, span_absmax(walk, span->x, span->n));
+        float *amax = &walk->amaxes[cell_of(grid, run->row, run->col)];
+        *amax = nib_fmax(*amax, run_absmax(walk, run->x, run->n));
     } else { /* every element is in a line of its own */
-        for (int64_t i = 0; i < span->n; i++) {
-            float *amax = &walk->amaxes[cell_of(grid, span->col + i, span->row)];
-            *amax = nib_fmax(*amax, span_absmax(walk, &span->x[i], 1));
+        for (int64_t i = 0; i < run->n; i++) {
+            float *amax = &walk->amaxes[cell_of(grid, run->col + i, run->row)];
+            *amax = nib_fmax(*amax, run_absmax(walk, &run->x[i], 1));
         }
     }
 }
 
-static void amax_of_band(void *context, int64_t i) { walk_band(context, i, amax_of_span); }
+static void amax_of_band(void *context, int64_t i) { walk_band(context, i, amax_of_run); }
 
-void nib_piece_amax(const struct nib_piece *piece, const struct nib_grid *grid, float none, float *amaxes)
+void nib_shard_amax(const struct nib_shard *shard, const struct nib_grid *grid, float none, float *amaxes)
 {
-    struct walk walk = { .piece = piece, .grid = grid, .amaxes = amaxes };
+    struct walk walk = { .shard = shard, .grid = grid, .amaxes = amaxes };
     for (int64_t i = 0; i < grid->rows * grid->cols; i++)
         amaxes[i] = none;
     run_walk(&walk, amax_of_band);
-    if (!grid->coding.block && piece->length)
+    if (!grid->coding.block && shard->length)
         *amaxes = nib_float(walk.whole);
 }
 
@@ -413,21 +414,21 @@ void nib_write_scales(nib_tensor *t, const struct nib_grid *grid, const float *a
 /* A panel of its own, whose codes and scales lie beside each other here. */
 enum { PANEL_ROWS = 16, PANEL_COLS = 256 };
 
-struct panel_stage {
+struct panel_scratch {
     _Alignas(64) float x[PANEL_ROWS * PANEL_COLS];
     _Alignas(64) uint8_t codes[PANEL_ROWS * PANEL_COLS / 2];
     _Alignas(64) uint8_t scales[PANEL_ROWS * PANEL_COLS / 16];
 };
 
-/* By the kernel that quantizes whole matrices, which is the fastest there is and knows every rule. */
+/* By the kernel that quantizes whole matrices, which is the fastest and knows every rule. */
 static void quantize_panel(const struct walk *walk, int64_t row, int64_t rows, int64_t col, int64_t cols,
-                           struct panel_stage *stage)
+                           struct panel_scratch *scratch)
 {
-    const struct nib_piece *piece = walk->piece;
+    const struct nib_shard *shard = walk->shard;
     for (int64_t r = 0; r < rows; r++)
-        load_values(piece, (row + r) * piece->t->geometry.cols + col, cols, stage->x + r * PANEL_COLS);
+        load_values(shard, (row + r) * shard->t->geometry.cols + col, cols, scratch->x + r * PANEL_COLS);
     for (int64_t r = 0; r < rows; r++)
-        round_values(piece, cols, stage->x + r * PANEL_COLS);
+        round_values(shard, cols, scratch->x + r * PANEL_COLS);
     const struct nib_usage_geometry local = { .lines = rows,
                                               .length = cols,
                                               .line_stride = PANEL_COLS / 2,
@@ -441,10 +442,10 @@ static void quantize_panel(const struct walk *walk, int64_t row, int64_t rows, i
     coding.origin_line += row;
     coding.origin_block += col / 16;
     const struct nib_panel panel = {
-        .x = stage->x, .dtype = NIB_F32, .stride = PANEL_COLS, .rows = rows, .cols = cols
+        .x = scratch->x, .dtype = NIB_F32, .stride = PANEL_COLS, .rows = rows, .cols = cols
     };
-    const struct nib_target target = { .codes = stage->codes,
-                                       .scales = stage->scales,
+    const struct nib_target target = { .codes = scratch->codes,
+                                       .scales = scratch->scales,
                                        .geometry = &local,
                                        .tensor_scales = walk->tensor_scales ? walk->tensor_scales + row
                                                                             : &walk->scaler->tensor_scale,
@@ -458,34 +459,34 @@ struct choice_job {
     struct walk walk;
     uint8_t *scales;
     int64_t band, first_band, panels; /* rows of a band; the first one; panels in each */
-    int64_t start, end;               /* of the elements in whole stretches */
+    int64_t start, end;               /* of the elements in whole block ranges */
 };
 
 static void choose_in_panel(void *context, int64_t i)
 {
     const struct choice_job *job = context;
-    const struct nib_geometry *geometry = &job->walk.piece->t->geometry;
+    const struct nib_geometry *geometry = &job->walk.shard->t->geometry;
     const int64_t cols = geometry->cols, row = (job->first_band + i / job->panels) * job->band;
     /* With 1x16 blocks the first row and the last may not be whole; with square ones bands are. */
     const int64_t from = nib_max(job->start - row * cols, i % job->panels * PANEL_COLS);
     const int64_t to = nib_min(nib_min(job->end - row * cols, cols), (i % job->panels + 1) * PANEL_COLS);
     if (from >= to)
         return;
-    struct panel_stage stage;
-    quantize_panel(&job->walk, row, nib_min(job->band, geometry->rows - row), from, to - from, &stage);
-    memcpy(job->scales + cell_of(job->walk.grid, row, from), stage.scales, (size_t)nib_ceil_div(to - from, 16));
+    struct panel_scratch scratch;
+    quantize_panel(&job->walk, row, nib_min(job->band, geometry->rows - row), from, to - from, &scratch);
+    memcpy(job->scales + cell_of(job->walk.grid, row, from), scratch.scales, (size_t)nib_ceil_div(to - from, 16));
 }
 
-void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid, const float *tensor_scales,
+void nib_shard_choose(const struct nib_shard *shard, const struct nib_grid *grid, const float *tensor_scales,
                       uint8_t *scales)
 {
-    const nib_tensor *t = piece->t;
-    const struct nib_cut cut = nib_cut_of(t, grid, (struct nib_range){ piece->start, piece->length });
+    const nib_tensor *t = shard->t;
+    const struct nib_cut cut = nib_cut_of(t, grid, (struct nib_range){ shard->start, shard->length });
     if (cut.whole_end == cut.whole)
         return;
     const struct nib_scaler scaler = { .tensor_scale = *tensor_scales }; /* kernels prepare their own */
     const int64_t cols = t->geometry.cols, band = grid->coding.tile_lines;
-    struct choice_job job = { .walk = { .piece = piece,
+    struct choice_job job = { .walk = { .shard = shard,
                                         .grid = grid,
                                         .scaler = &scaler,
                                         .tensor_scales = t->q.row_scaled ? tensor_scales : NULL,
@@ -502,7 +503,7 @@ void nib_piece_choose(const struct nib_piece *piece, const struct nib_grid *grid
 
 /* ---- Codes ---- */
 
-static void cast_run(const struct walk *walk, int64_t line, int64_t i, const float *x, int64_t n)
+static void cast_values(const struct walk *walk, int64_t line, int64_t i, const float *x, int64_t n)
 {
     const struct nib_grid *grid = walk->grid;
     const int64_t block = grid->coding.block, b = block ? i / block : 0;
@@ -519,30 +520,30 @@ static void cast_run(const struct walk *walk, int64_t line, int64_t i, const flo
     put_codes(grid->geometry, walk->place, line, i, n, codes);
 }
 
-static void cast_span(struct walk *walk, struct span *span)
+static void cast_run(struct walk *walk, struct run *run)
 {
-    round_values(walk->piece, span->n, span->x);
+    round_values(walk->shard, run->n, run->x);
     if (walk->grid->coding.usage == NIB_ROWWISE) {
-        cast_run(walk, span->row, span->col, span->x, span->n);
+        cast_values(walk, run->row, run->col, run->x, run->n);
         return;
     }
-    for (int64_t i = 0; i < span->n; i++)
-        cast_run(walk, span->col + i, span->row, &span->x[i], 1);
+    for (int64_t i = 0; i < run->n; i++)
+        cast_values(walk, run->col + i, run->row, &run->x[i], 1);
 }
 
-/* The kernel finds scales by itself: they must be those of the tensor, or else somebody else had other numbers for these
- * elements. False then. */
+/* The kernel computes scales by itself. Where they are not those of the tensor, another rank had other values for these
+ * elements: then this returns false and writes nothing. */
 static bool cast_panel(const struct walk *walk, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
-    struct panel_stage stage;
-    quantize_panel(walk, row, rows, col, cols, &stage);
+    struct panel_scratch scratch;
+    quantize_panel(walk, row, rows, col, cols, &scratch);
     const struct nib_usage_geometry *g = walk->grid->geometry;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t b = 0; b < nib_ceil_div(cols, 16); b++)
-            if (stage.scales[r * (PANEL_COLS / 16) + b] != nib_scale_load(g, walk->scales, row + r, col / 16 + b))
+            if (scratch.scales[r * (PANEL_COLS / 16) + b] != nib_scale_load(g, walk->scales, row + r, col / 16 + b))
                 return false;
     for (int64_t r = 0; r < rows; r++)
-        memcpy(walk->place.codes + (byte_of(g, row + r, col) - walk->place.first), stage.codes + r * PANEL_COLS / 2,
+        memcpy(walk->place.codes + (byte_of(g, row + r, col) - walk->place.first), scratch.codes + r * PANEL_COLS / 2,
                (size_t)nib_ceil_div(cols, 2));
     return true;
 }
@@ -550,23 +551,23 @@ static bool cast_panel(const struct walk *walk, int64_t row, int64_t rows, int64
 static void cast_band(void *context, int64_t i)
 {
     struct walk *walk = context;
-    const struct nib_piece *piece = walk->piece;
-    const int64_t cols = piece->t->geometry.cols, row = (piece->start / cols / walk->band + i) * walk->band;
-    const int64_t rows = nib_min(walk->band, piece->t->geometry.rows - row);
-    bool done = walk->quantize && row * cols >= piece->start && (row + rows) * cols <= piece->start + piece->length;
+    const struct nib_shard *shard = walk->shard;
+    const int64_t cols = shard->t->geometry.cols, row = (shard->start / cols / walk->band + i) * walk->band;
+    const int64_t rows = nib_min(walk->band, shard->t->geometry.rows - row);
+    bool done = walk->quantize && row * cols >= shard->start && (row + rows) * cols <= shard->start + shard->length;
     for (int64_t col = 0; col < cols && done; col += PANEL_COLS)
         done = cast_panel(walk, row, rows, col, nib_min(PANEL_COLS, cols - col));
     if (!done)
-        walk_band(walk, i, cast_span);
+        walk_band(walk, i, cast_run);
 }
 
-void nib_piece_cast(const struct nib_piece *piece, const struct nib_grid *grid, const float *amaxes, const float *scale,
+void nib_shard_cast(const struct nib_shard *shard, const struct nib_grid *grid, const float *amaxes, const float *scale,
                     struct nib_code_place place)
 {
-    const nib_tensor *t = piece->t;
+    const nib_tensor *t = shard->t;
     const struct nib_usage_memory memory = nib_tensor_memory(t, grid->coding.usage);
     const struct nib_scaler scaler = scaler_of_all(t, grid, amaxes, scale);
-    struct walk walk = { .piece = piece,
+    struct walk walk = { .shard = shard,
                          .grid = grid,
                          .amaxes = (float *)(uintptr_t)amaxes, /* read only here */
                          .scaler = &scaler,
@@ -589,11 +590,11 @@ static nib_status check_range(const nib_tensor *t, int64_t start, int64_t length
     return NIB_OK;
 }
 
-/* Whether a copy of t can be cast, by itself. */
+/* Whether a usage of t can be cast by itself. */
 static nib_status check_step(const nib_tensor *t, nib_usage usage)
 {
     if (usage != NIB_ROWWISE && usage != NIB_COLUMNWISE)
-        return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)usage);
+        return nib_fail(NIB_ERR_ARG, "%d is not a usage of a tensor", (int)usage);
     TRY(nib_check_castable(t));
     if (!nib_usage_is_cast(t, usage))
         return nib_fail(NIB_ERR_USAGE, "a %s parameter is cast rowwise, and its columnwise usage built from that",
@@ -617,11 +618,11 @@ nib_status nib_partial_amax(const nib_tensor *t, nib_usage usage, const nib_arra
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(amaxes);
-    struct nib_piece piece;
+    struct nib_shard shard;
     TRY(check_step(t, usage));
-    TRY(nib_piece_init("the master", t, master, start, &piece));
+    TRY(nib_shard_init("the master", t, master, start, &shard));
     const struct nib_grid grid = nib_grid_of(t, usage);
-    nib_piece_amax(&piece, &grid, 0, amaxes);
+    nib_shard_amax(&shard, &grid, 0, amaxes);
     return NIB_OK;
 }
 
@@ -667,8 +668,8 @@ nib_status nib_whole_blocks(const nib_tensor *t, nib_usage usage, int64_t start,
     const struct nib_grid grid = nib_grid_of(t, usage);
     struct nib_range around = { start, 0 };
     if (length) {
-        const struct nib_range last = nib_stretch_of(t, &grid, start + length - 1);
-        around.start = nib_stretch_of(t, &grid, start).start;
+        const struct nib_range last = nib_block_range(t, &grid, start + length - 1);
+        around.start = nib_block_range(t, &grid, start).start;
         around.length = last.start + last.length - around.start;
     }
     *first = around.start;
@@ -682,9 +683,9 @@ nib_status nib_partial_scales(const nib_tensor *t, nib_usage usage, const nib_ar
     NIB_REQUIRE(t);
     NIB_REQUIRE(amaxes);
     NIB_REQUIRE(scales);
-    struct nib_piece piece;
+    struct nib_shard shard;
     TRY(check_chosen(t, usage));
-    TRY(nib_piece_init("the master", t, master, start, &piece));
+    TRY(nib_shard_init("the master", t, master, start, &shard));
     const struct nib_grid grid = nib_grid_of(t, usage);
     TRY(check_amaxes(&grid, amaxes));
     float *tensor_scales = nib_alloc((size_t)grid.geometry->tensor_scales_bytes);
@@ -692,7 +693,7 @@ nib_status nib_partial_scales(const nib_tensor *t, nib_usage usage, const nib_ar
         return nib_fail(NIB_ERR_MEMORY, "no memory for %lld tensor scales", (long long)grid.geometry->tensor_scales);
     nib_grid_tensor_scales(t, &grid, amaxes, tensor_scales);
     memset(scales, 0, (size_t)(grid.rows * grid.cols));
-    nib_piece_choose(&piece, &grid, tensor_scales, scales);
+    nib_shard_choose(&shard, &grid, tensor_scales, scales);
     nib_free(tensor_scales);
     return NIB_OK;
 }
@@ -717,14 +718,14 @@ nib_status nib_partial_cast(nib_tensor *t, nib_usage usage, const nib_array *mas
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(amaxes);
-    struct nib_piece piece;
+    struct nib_shard own;
     struct nib_code_place place;
     TRY(check_step(t, usage));
-    TRY(nib_piece_init("the master", t, master, start, &piece));
-    TRY(nib_check_code_place("the shard", t, usage, piece.start, piece.length, shard, &place));
+    TRY(nib_shard_init("the master", t, master, start, &own));
+    TRY(nib_check_code_place("the shard", t, usage, own.start, own.length, shard, &place));
     const struct nib_grid grid = nib_grid_of(t, usage);
     TRY(check_amaxes(&grid, amaxes));
-    nib_piece_cast(&piece, &grid, amaxes, NULL, place);
+    nib_shard_cast(&own, &grid, amaxes, NULL, place);
     return NIB_OK;
 }
 
