@@ -62,7 +62,7 @@ const char *nib_version(void) { return NIB_VERSION; }
 
 /* ---- Structs that grow ---- */
 
-enum { MOST_STRUCT_BYTES = 4096 }; /* above it `bytes` was never set: nothing behind it is looked at */
+enum { MOST_STRUCT_BYTES = 4096 }; /* above it `bytes` was never set: nothing behind it is read */
 
 static size_t bytes_of(const void *structure)
 {

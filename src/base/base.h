@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * base.h - what every layer stands on: the message of an error, checked arithmetic, memory, buffers.
+ * base.h - what every directory builds on: error messages, checked arithmetic, memory, structs that grow, communicators.
  */
 #ifndef NIB_BASE_H
 #define NIB_BASE_H
@@ -20,7 +20,7 @@
 #error "nib needs a 64-bit machine: tensors of more than 2^31 elements are indexed with ptrdiff_t"
 #endif
 
-/* Exported for libnib_checkpoint of the same version, and for nobody else: the build lists what is marked so. */
+/* Exported for libnib_checkpoint of the same version only: the build lists what is marked so. */
 #define NIB_PRIVATE NIB_API
 
 /* Set this thread's message and return the status: `return nib_fail(NIB_ERR_SHAPE, "...", ...)`. */
@@ -50,15 +50,15 @@ NIB_PRIVATE void *nib_alloc_zeroed(size_t bytes);          /* large ones come un
 NIB_PRIVATE void *nib_realloc(void *memory, size_t bytes); /* memory from nib_realloc or NULL, and freed by nib_free */
 NIB_PRIVATE void nib_free(void *memory);
 
-/* `memory` (from here, or NULL) with room for `needed` items of `size` bytes; NULL without memory, and then the old
+/* `memory` (from nib_grow, or NULL) with space for `needed` items of `size` bytes; NULL without memory, and then the old
  * one is still there. Grows by half, so that n appends cost O(n). */
 NIB_PRIVATE void *nib_grow(void *memory, size_t *capacity, size_t needed, size_t size);
 
-/* The facts of a dtype that need no call into another layer. */
+/* The facts of a dtype that need nothing of another directory. */
 struct nib_dtype_facts {
     const char *name;
     int bits;
-    bool computes; /* nib_encode and nib_decode take it */
+    bool computes; /* nib_encode and nib_decode support it */
 };
 NIB_PRIVATE extern const struct nib_dtype_facts nib_dtypes[NIB_DTYPE_COUNT];
 NIB_PRIVATE bool nib_dtype_valid(nib_dtype dtype);
@@ -67,8 +67,8 @@ NIB_PRIVATE bool nib_dtype_valid(nib_dtype dtype);
 NIB_PRIVATE nib_status nib_check_shape(const char *what, int rank, const int64_t *shape, int64_t *elements);
 
 /* Structs that begin with `bytes` grow. `known` is this version's size; `oldest` that of the first version that is still
- * served (NIB_UP_TO). Below it, or above 4096 bytes, a struct is ARG and nothing of it is looked at; what a later version
- * has besides must be 0 (UNSUPPORTED).
+ * supported (NIB_UP_TO). Below it, or above 4096 bytes, a struct is ARG and nothing of it is read; fields of a later
+ * version must be 0 (UNSUPPORTED).
  *
  * read: `out` has this version's defaults, and gets what the caller's struct has. check: the same without a copy, for a
  * struct whose fields are all of the oldest version. write: into a struct of the caller's that check_output has seen,
@@ -88,20 +88,20 @@ static inline nib_status nib_check_struct(const char *what, const void *in, size
 #define NIB_UP_TO(type, field) \
     ((offsetof(type, field) + sizeof(((type *)0)->field) + sizeof(size_t) - 1) / sizeof(size_t) * sizeof(size_t))
 
-/* Whether somebody else holds a reference too. */
+/* Whether there is another reference. */
 bool nib_buffer_is_shared(const nib_buffer *buffer);
 
 /* Whether a communicator can be used at all; `whole`: not only to reduce amaxes. */
 NIB_PRIVATE nib_status nib_check_comm(const char *what, const nib_comm *comm, bool whole);
 
-/* What a step came to on this rank, made the same on all: the largest status, or MISMATCH where all went well but
- * keys differ. A status that is another rank's gets a message; one that the communicator sets on this rank stays, behind
- * this rank's own where it had failed. Every rank must come here, whatever happened to it.
+/* The outcome of a step on this rank, made the same on all: the largest status, or MISMATCH where all succeeded but keys
+ * differ. A status that is another rank's gets a message; a message that the communicator sets on this rank stays, behind
+ * this rank's own where it had failed. Every rank must call this, whatever happened to it.
  * Without a communicator, or with one that cannot agree, the status is this rank's own. */
 NIB_PRIVATE nib_status nib_agree(const nib_comm *comm, nib_status status, uint64_t key);
 
-/* The two collectives that move numbers. `what` names them in the message of a failure, which is NIB_ERR_COMM and says
- * what the communicator says. Nothing to reduce is no call. */
+/* The two collectives that move data. `what` names them in the message of a failure, which is NIB_ERR_COMM and quotes the
+ * communicator's own message. Where there is nothing to reduce, the communicator is not called. */
 nib_status nib_reduce(const nib_comm *comm, const char *what, float *values, size_t n);
 nib_status nib_gather(const nib_comm *comm, const char *what, const void *mine, void *all, const size_t *counts);
 
@@ -123,7 +123,7 @@ static inline uint64_t nib_mix(uint64_t key, uint64_t word)
  * An array without elements may have a NULL pointer. */
 NIB_PRIVATE nib_status nib_check_array(const char *what, const nib_array *array);
 
-/* The same for an array that is written: no two elements may share a place, or the result would depend on the order of
+/* The same for an array that is written: no two elements may share memory, or the result would depend on the order of
  * work. */
 NIB_PRIVATE nib_status nib_check_output(const char *what, const nib_array *array);
 

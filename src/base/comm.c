@@ -133,7 +133,7 @@ enum call { CALL_ALLREDUCE, CALL_AGREE, CALL_ALLGATHER, CALL_BARRIER };
 /* What a rank brings to a call, for all others to read between the two meetings that enclose it. */
 struct slot {
     enum call call;
-    size_t n; /* what must be equal everywhere: numbers to reduce, or bytes in all */
+    size_t n; /* what must be equal on all ranks: values to reduce, or bytes in all */
     float *values;
     const void *mine;
     nib_status status;
@@ -154,7 +154,7 @@ struct member {
     int rank;
 };
 
-/* Everybody waits for the last; what was written before is seen by all after. */
+/* All ranks wait for the last; what was written before is seen by all after. */
 static void meet(struct team *team)
 {
     pthread_mutex_lock(&team->mutex);
@@ -169,12 +169,12 @@ static void meet(struct team *team)
     pthread_mutex_unlock(&team->mutex);
 }
 
-/* Whether all came for the same; every rank finds the same answer. */
+/* Whether all ranks made the same call; every rank finds the same answer. */
 static nib_status check_calls(const struct team *team)
 {
     for (int r = 1; r < team->size; r++)
         if (team->slots[r].call != team->slots[0].call || team->slots[r].n != team->slots[0].n)
-            return nib_fail(NIB_ERR_COMM, "ranks 0 and %d called different functions, or with %zu and %zu of things", r,
+            return nib_fail(NIB_ERR_COMM, "ranks 0 and %d called different functions, or with sizes %zu and %zu", r,
                             team->slots[0].n, team->slots[r].n);
     return NIB_OK;
 }
@@ -186,7 +186,7 @@ static nib_status enter(const struct member *member, const struct slot *slot)
     return check_calls(member->team);
 }
 
-/* Each rank takes a share of the numbers, and gives what it finds to all. */
+/* Each rank reduces a share of the values, and writes the results to all. */
 static nib_status threads_allreduce_max_f32(void *context, float *values, size_t n)
 {
     const struct member *member = context;
@@ -247,7 +247,7 @@ static nib_status threads_barrier(void *context)
     return status;
 }
 
-/* All that a team needs, in one piece of memory. */
+/* All that a team needs, in one allocation. */
 struct threads {
     struct team team;
     nib_comm *comms;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * device.c - what all devices have in common: names, references, who is who, and copies between two of them.
+ * device.c - what all devices have in common: names, references, which are the same, and copies between two of them.
  */
 #include "base/device.h"
 #include "base/threads.h"
@@ -17,7 +17,7 @@ void nib_device_init(nib_device *device, const struct nib_device_ops *ops, int o
         snprintf(device->name, sizeof device->name, "%s:%d", ops->kind, ordinal);
 }
 
-/* Never counted: whoever means the default means it for good. */
+/* Never counted: the default is always there. */
 static nib_device default_host = { .ops = &nib_host_ops, .ordinal = -1, .name = "host" };
 
 static nib_device serial_host = { .ops = &nib_host_ops, .ordinal = -1, .threads = 1, .name = "host" };

@@ -22,7 +22,7 @@ struct nib_usage_geometry; /* those of one usage */
 struct nib_usage_memory;   /* format/format.h: where the parts of one usage lie */
 
 struct nib_device_ops {
-    const char *kind; /* "host", "cuda": what a name begins with, and what makes two devices one where ordinals agree */
+    const char *kind;                    /* "host", "cuda": what the names of its devices begin with */
     int32_t dlpack_type;                 /* DLPack's number for such memory */
     void (*destroy)(nib_device *device); /* of the last reference */
 
@@ -74,18 +74,18 @@ extern const struct nib_device_ops nib_host_ops;
 /* Fill in a device with one reference; name is "KIND", or "KIND:ORDINAL" where ordinal is not negative. */
 void nib_device_init(nib_device *device, const struct nib_device_ops *ops, int ordinal);
 
-/* The device that NULL stands for where it does: the host with OpenMP's default of threads. */
+/* The device itself or, for NULL, the host with OpenMP's default of threads. */
 nib_device *nib_device_of(nib_device *device);
 
 bool nib_device_is_host(const nib_device *device);
 
-/* Whether memory of one is memory of the other: the same kind and ordinal, whatever stream or threads. */
+/* Whether memory of one is memory of the other: the same operations and ordinal, whatever the stream or the threads. */
 bool nib_device_same(const nib_device *a, const nib_device *b);
 
 /* DEVICE unless both are the same; `what` and `other` name the two in the message. */
 nib_status nib_check_same_device(const char *what, const nib_device *a, const char *other, const nib_device *b);
 
-/* UNSUPPORTED where a call that works on host memory alone was given something of another device. */
+/* UNSUPPORTED where a call that works on host memory alone is passed something of another device. */
 nib_status nib_check_host(const char *call, const nib_device *device);
 
 /* UNSUPPORTED where the device does not have an operation: TRY(NIB_DEVICE_HAS(device, swizzle)). */

@@ -118,16 +118,16 @@ nib_status nib_os_read_at(int fd, const char *path, uint64_t offset, void *out, 
 nib_status nib_os_create_temporary(const char *path, int *fd, char **temporary)
 {
     static atomic_uint counter;
-    const size_t room = strlen(path) + 48;
-    char *name = nib_alloc(room);
+    const size_t bytes = strlen(path) + 48;
+    char *name = nib_alloc(bytes);
     if (!name)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory for a temporary name", path);
     for (;;) {
-        snprintf(name, room, "%s.tmp-%ld-%u", path, (long)getpid(), atomic_fetch_add(&counter, 1));
+        snprintf(name, bytes, "%s.tmp-%ld-%u", path, (long)getpid(), atomic_fetch_add(&counter, 1));
         *fd = open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         if (*fd >= 0)
             break;
-        if (errno != EEXIST) { /* left over by a killed process of the same number: take the next name */
+        if (errno != EEXIST) { /* left over by a killed process of the same id: take the next name */
             nib_status status = io_error(path, "cannot create a temporary file beside it");
             nib_free(name);
             return status;
@@ -148,7 +148,7 @@ nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void
         if (put < 0)
             return io_error(path, "cannot write");
         if (put == 0)
-            return nib_fail(NIB_ERR_IO, "%s: the system takes no more bytes", path);
+            return nib_fail(NIB_ERR_IO, "%s: the system writes no more bytes", path);
         done += (size_t)put;
     }
     return NIB_OK;
@@ -170,9 +170,9 @@ static nib_status open_directory(const char *path, int *fd)
     return status;
 }
 
-/* Closes it, whatever comes of it. Some file systems cannot sync a directory and say EINVAL: their renames are as safe
- * as they get. */
-static nib_status sync_folder(int fd, const char *path, const char *what)
+/* Closes it, synced or not. Some file systems cannot sync a directory and report EINVAL: no more can be done for their
+ * renames. */
+static nib_status sync_directory(int fd, const char *path, const char *what)
 {
     const nib_status status = fsync(fd) < 0 && errno != EINVAL ? io_error(path, what) : NIB_OK;
     close(fd);
@@ -192,7 +192,7 @@ nib_status nib_os_publish(int fd, const char *temporary, const char *path)
     if (!status && rename(temporary, path) < 0)
         status = io_error(path, "cannot rename the finished file to this name");
     if (!status)
-        return sync_folder(directory, path, "is complete, but its directory cannot be synced");
+        return sync_directory(directory, path, "is complete, but its directory cannot be synced");
     nib_os_close(directory);
     return status;
 }
@@ -218,7 +218,7 @@ nib_status nib_os_identity(const char *path, struct nib_os_identity *out)
 }
 
 /* A record lock would go when any descriptor of the file is closed; flock's goes with this one. Whoever had the lock
- * may have removed the file meanwhile: a lock on a file without a name keeps nobody out. */
+ * may have removed the file meanwhile: a lock on a file without a name excludes no other process. */
 nib_status nib_os_lock(const char *path, int *fd, bool *busy)
 {
     *busy = false;
@@ -227,7 +227,7 @@ nib_status nib_os_lock(const char *path, int *fd, bool *busy)
         if (opened < 0)
             return io_error(path, "cannot create");
         struct stat mine, named;
-        /* File systems that know no locks must do without. */
+        /* File systems without locks must do without. */
         if (flock(opened, LOCK_EX | LOCK_NB) < 0 && errno != ENOLCK && errno != ENOSYS && errno != EOPNOTSUPP) {
             *busy = errno == EWOULDBLOCK;
             const nib_status status = *busy ? NIB_OK : io_error(path, "cannot lock");
@@ -280,7 +280,7 @@ nib_status nib_os_make_directory(const char *path)
     const nib_status status = open_directory(path, &parent);
     if (status)
         return made ? status : NIB_OK;
-    return sync_folder(parent, path, "cannot sync its directory");
+    return sync_directory(parent, path, "cannot sync its directory");
 }
 
 nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name), void *context)
@@ -303,8 +303,8 @@ nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const
     return status;
 }
 
-/* What is in a directory goes by its descriptor, so that removing needs no memory for names: it must not fail halfway. One
- * tensor scale of recursion per directory in a directory, which only this process has made. */
+/* What is in a directory is removed by its descriptor, so that no memory for names is needed: this must not fail halfway.
+ * It recurses once per level of directories, which only this process has made. */
 static nib_status remove_entries(int fd, const char *path)
 {
     DIR *directory = fdopendir(fd);
@@ -349,14 +349,14 @@ nib_status nib_os_rename(const char *from, const char *to)
 nib_status nib_os_sync_directory(const char *path)
 {
     const int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    return fd < 0 ? io_error(path, "cannot open the directory") : sync_folder(fd, path, "cannot sync the directory");
+    return fd < 0 ? io_error(path, "cannot open the directory") : sync_directory(fd, path, "cannot sync the directory");
 }
 
 nib_status nib_os_sync_parent(const char *path)
 {
     int fd;
     TRY(open_directory(path, &fd));
-    return sync_folder(fd, path, "cannot sync its directory");
+    return sync_directory(fd, path, "cannot sync its directory");
 }
 
 nib_status nib_os_real_path(const char *path, char **out)
@@ -384,10 +384,10 @@ nib_status nib_os_real_path(const char *path, char **out)
         nib_free(parent);
         return status;
     }
-    const size_t room = strlen(real) + length + 2;
-    char *copy = nib_alloc(room);
+    const size_t bytes = strlen(real) + length + 2;
+    char *copy = nib_alloc(bytes);
     if (copy)
-        snprintf(copy, room, "%s%s%.*s", real, *rest && strcmp(real, "/") != 0 ? "/" : "", (int)(*rest ? length : 0),
+        snprintf(copy, bytes, "%s%s%.*s", real, *rest && strcmp(real, "/") != 0 ? "/" : "", (int)(*rest ? length : 0),
                  rest);
     nib_free(parent);
     free(real);

@@ -49,7 +49,7 @@ NIB_PRIVATE bool nib_os_is_directory(const char *path);
 NIB_PRIVATE bool nib_os_exists(const char *path); /* anything, a dangling link too */
 /* Its parent must be there, and is synced; no error if it is there already. */
 NIB_PRIVATE nib_status nib_os_make_directory(const char *path);
-/* With all in it; links are not followed; fine if absent. */
+/* With everything in it; links are not followed; fine if absent. */
 NIB_PRIVATE nib_status nib_os_remove_directory(const char *path);
 NIB_PRIVATE void nib_os_remove_empty_directory(const char *path);
 /* Names in a directory, each to `each` until that fails, in no order, without "." and "..". */

@@ -441,7 +441,7 @@ static nib_status wide_character(struct nib_json *json, struct nib_text *text)
     return put(json, text, bytes, count);
 }
 
-/* The stretch of the chunk that needs no thought. */
+/* How many of the next bytes are ASCII that stands for itself. */
 static size_t plain_bytes(const struct nib_json *json)
 {
     size_t end = json->at;

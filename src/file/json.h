@@ -34,7 +34,7 @@ NIB_PRIVATE struct nib_quoted nib_quote(const char *name);
 
 /* ---- Orders and names ---- */
 
-/* The numbers 0..n-1, sorted by a comparison that may look anything up by number. Sorted runs whose lengths are the
+/* The ids 0..n-1, sorted by a comparison that may look anything up by id. They are sorted runs whose lengths are the
  * binary digits of n: an append merges runs of equal length, as a counter carries, so that no input is quadratic. */
 struct nib_order {
     uint32_t *ids, *spare;
@@ -43,24 +43,24 @@ struct nib_order {
 };
 /* Whether `a` must come after `b`. */
 typedef bool nib_order_after(const void *context, uint32_t a, uint32_t b);
-NIB_PRIVATE bool nib_order_reserve(struct nib_order *order); /* room for one more; false without memory */
+NIB_PRIVATE bool nib_order_reserve(struct nib_order *order); /* space for one more; false without memory */
 NIB_PRIVATE void nib_order_append(struct nib_order *order, nib_order_after *after,
-                                  const void *context); /* needs that room */
+                                  const void *context); /* after reserve */
 NIB_PRIVATE void nib_order_finish(struct nib_order *order, nib_order_after *after, const void *context);
 NIB_PRIVATE void nib_order_free(struct nib_order *order);
 
-/* Strings in the order of their bytes, each known by its number. */
+/* Strings in the order of their bytes, each known by its id. */
 struct nib_names {
     struct nib_text text;
     uint32_t *starts; /* of each string in text */
     size_t starts_capacity;
     struct nib_order order;
 };
-/* The string that begins at `start` of the text, which a caller has just put there, becomes the next number. */
+/* The string that begins at `start` of the text, which a caller has just put there, gets the next id. */
 NIB_PRIVATE bool nib_names_add(struct nib_names *names, size_t start);
 NIB_PRIVATE void nib_names_finish(struct nib_names *names);
 NIB_PRIVATE const char *nib_names_get(const struct nib_names *names, uint32_t id);
-/* The number of a name. After finish also its place in the order. */
+/* The id of a name. After finish also its place in the order. */
 NIB_PRIVATE bool nib_names_find(const struct nib_names *names, const char *name, uint32_t *id, size_t *place);
 /* After finish: a string that is there twice, or NULL. */
 NIB_PRIVATE const char *nib_names_repeated(const struct nib_names *names);
@@ -90,7 +90,7 @@ nib_status nib_json_more(struct nib_json *json, char close, bool first, bool *mo
 nib_status nib_json_string(struct nib_json *json, struct nib_text *text);
 nib_status nib_json_unsigned(struct nib_json *json, uint64_t *out);
 nib_status nib_json_null(struct nib_json *json);
-/* Pass any value. How deep it may be nested is the reference's rule: with the two tensor scales around it, 127. */
+/* Pass any value. How deep it may be nested is the reference's rule: 127, with the two objects around it. */
 #define NIB_JSON_MAX_DEPTH 125
 nib_status nib_json_skip(struct nib_json *json);
 /* Nothing but whitespace may be left. */

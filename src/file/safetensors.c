@@ -2,8 +2,8 @@
 /*
  * safetensors.c - the strict reader of the safetensors container.
  *
- * It takes what the reference reader takes, less what the format forbids without its noticing (repeated names, entries
- * in array form) and what a C string cannot hold (NUL). The tensors must cover the data exactly.
+ * It accepts what the reference reader accepts, except for what the format forbids and the reference does not notice
+ * (repeated names, entries in array form) and what a C string cannot hold (NUL). The tensors must cover the data exactly.
  */
 #include "file/safetensors.h"
 

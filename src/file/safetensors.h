@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * safetensors.h - what the reader and the writer of the container share, and what other files may ask of them beyond
- * nib.h.
+ * nib_file.h.
  *
  *     bytes 0..7      n, little-endian
  *     bytes 8..8+n    JSON: { "__metadata__": { key: value, ... },
@@ -25,10 +25,10 @@ const char *nib_writer_path(const nib_writer *writer);
 /* Where its data begins in the file. */
 NIB_PRIVATE uint64_t nib_file_data_begin(const nib_file *file);
 
-/* A value that was given to the writer, or NULL. */
+/* A value that the writer's metadata has, or NULL. */
 const char *nib_writer_metadata_value(const nib_writer *writer, const char *key);
 
-/* Bytes of a tensor, or the reason why there is no such number. Dims are multiplied from the left and may not overflow
+/* Bytes of a tensor, or the reason why it cannot have a size. Dims are multiplied from the left and may not overflow
  * on the way to a later 0, as in the reference. */
 const char *nib_safetensors_bytes(nib_dtype dtype, const int64_t *shape, size_t rank, uint64_t *bytes);
 

@@ -66,7 +66,7 @@ static nib_status check_declaring(const nib_writer *writer)
     return NIB_OK;
 }
 
-/* Declarations check a lower bound, which keeps 32-bit positions safe; the exact number comes with the header. */
+/* Declarations check a lower bound, which keeps 32-bit positions safe; the exact size comes with the header. */
 static nib_status check_header(const char *path, uint64_t bytes)
 {
     if (bytes > NIB_SAFETENSORS_MAX_HEADER)
@@ -299,7 +299,7 @@ nib_status nib_writer_write(nib_writer *writer, const char *name, uint64_t offse
     TRY(begin_writing(writer));
     if (bytes == 0)
         return NIB_OK;
-    /* Room first: what is on disk must not fail to be noted. */
+    /* Memory first: what is on disk must not fail to be noted. */
     if (!nib_interval_set_reserve(&tensor->written))
         return nib_safetensors_no_memory(writer->path);
     TRY(write_bytes(writer, writer->data_begin + tensor->begin + offset, data, bytes));

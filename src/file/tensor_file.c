@@ -2,9 +2,9 @@
 /*
  * tensor_file.c - a tensor in a safetensors file.
  *
- * Its parts are entries of their own, NAME.row_data and so on. All else is one string of words `key=value` in the
- * file's metadata, under "nib:NAME". Every value is a decimal integer, or a name that nib.h knows; keys come in a fixed
- * order and all are there.
+ * Its parts are entries of their own, NAME.row_data and so on. Everything else is one string of words `key=value` in the
+ * file's metadata, under "nib:NAME". Every value is a decimal integer, or a name that nib.h knows; all keys are there, in
+ * a fixed order. docs/format.md lists them.
  */
 #include "tensor/tensor.h"
 
@@ -23,7 +23,7 @@ static const char *const part_suffixes[NIB_PART_COUNT] = {
     [NIB_COL_TENSOR_SCALE] = "col_tensor_scale",
 };
 
-/* What version 1 called a part. */
+/* The name of a part in a file of that version. */
 static const char *part_suffix(int part, int64_t version)
 {
     if (version == 1 && part / 2 == 2)
@@ -31,7 +31,7 @@ static const char *part_suffix(int part, int64_t version)
     return part_suffixes[part];
 }
 
-enum { NEWEST = 2 }; /* version of what is written; older ones are read */
+enum { NEWEST = 2 }; /* the version that is written; version 1 is read */
 
 /* ---- Metadata as words ---- */
 
@@ -101,7 +101,7 @@ static const char *const word_names[WORD_COUNT] = {
     [WANTS_COLUMNWISE] = "wants_columnwise",
 };
 
-/* What version 1 called a word, where that was something else. It had a word more, behind the origin. */
+/* The name of a word in a file of that version. Version 1 had one word more, `threads`, behind the origin. */
 static const char *word_name(int word, int64_t version)
 {
     if (version == 1 && word == NO_TENSOR_SCALE)
@@ -193,7 +193,7 @@ static void quantizer_from_words(const int64_t words[WORD_COUNT], nib_quantizer 
 
 /* ---- Write ---- */
 
-enum { TEXT_BYTES = 1536 }; /* eight dims and 30 numbers of at most 20 digits, with their keys, take less than 1100 */
+enum { TEXT_BYTES = 1536 }; /* eight dims and 30 integers of at most 20 digits, with their keys, take less than 1100 */
 
 static void describe(const nib_tensor *t, char text[TEXT_BYTES])
 {
@@ -253,7 +253,7 @@ nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const
     return status;
 }
 
-enum { CHUNK = 1 << 20 }; /* bytes between a file and a device that is not the host, at a time */
+enum { CHUNK = 1 << 20 }; /* bytes at a time between a file and a device that is not the host */
 
 static nib_status write_buffer(nib_writer *writer, const char *entry, const nib_buffer *buffer)
 {
@@ -303,14 +303,14 @@ nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const n
 /* ---- Read ---- */
 
 /* The value of `key=` at *cursor, up to the next space or the end; *cursor moves past it. */
-static bool take_word(const char **cursor, const char *key, char *value, size_t room)
+static bool take_word(const char **cursor, const char *key, char *value, size_t capacity)
 {
     const size_t key_bytes = strlen(key);
     if (strncmp(*cursor, key, key_bytes) || (*cursor)[key_bytes] != '=')
         return false;
     const char *start = *cursor + key_bytes + 1;
     const size_t bytes = strcspn(start, " ");
-    if (bytes == 0 || bytes >= room)
+    if (bytes == 0 || bytes >= capacity)
         return false;
     memcpy(value, start, bytes);
     value[bytes] = '\0';
@@ -412,7 +412,7 @@ static nib_status read_part(const nib_file *file, const char *entry_name, nib_dt
     if (nib_file_find(file, entry_name, &index) || nib_file_entry(file, index, &entry))
         return nib_fail(NIB_ERR_DATA, "%s: there is no tensor \"%s\"", nib_file_path(file), entry_name);
     if (entry.dtype != dtype || entry.rank != rank || memcmp(entry.shape, shape, (size_t)rank * sizeof *shape))
-        return nib_fail(NIB_ERR_DATA, "%s: tensor \"%s\" has not the dtype and shape that its metadata asks for",
+        return nib_fail(NIB_ERR_DATA, "%s: tensor \"%s\" does not have the dtype and shape that its metadata asks for",
                         nib_file_path(file), entry_name);
     nib_buffer *buffer = NULL;
     TRY(nib_buffer_create((size_t)(entry.end - entry.begin), device, &buffer));

@@ -152,7 +152,7 @@ nib_part nib_part_of(const struct nib_format_facts *facts, nib_usage usage, int 
 
 /* ---- Sizes ---- */
 
-/* The scale matrix of a copy whose lines and blocks are set. */
+/* The scale matrix of a usage whose lines and blocks are set. */
 static void scale_geometry(const nib_quantizer *q, nib_usage usage, struct nib_usage_geometry *g)
 {
     const struct nib_format_facts *facts = nib_format_of(q);

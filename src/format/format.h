@@ -7,7 +7,7 @@
 
 #include "format/dialect.h"
 
-/* How the scales of a copy with so many lines, of so many blocks each, lie in memory. */
+/* How the scales of a usage lie in memory, by its lines and the blocks in each. */
 enum nib_scale_layout {
     NIB_SCALES_BY_LINE,  /* [lines, blocks] */
     NIB_SCALES_BY_BLOCK, /* [blocks, lines] */
@@ -16,20 +16,20 @@ enum nib_scale_layout {
 
 struct nib_format_facts {
     const char *name;
-    nib_dtype elements[2]; /* what a code may be: the default first, the other the same where there is no choice */
-    float
-        scale_max; /* the largest value of a scale as the tensor scale sees it; 1 where there is no tensor scale above scales */
+    nib_dtype elements[2];    /* what a code may be: the default first, the other the same where there is no choice */
+    float scale_max;          /* what the tensor scale brings the largest block scale to; 1 where there are not both */
     nib_dtype scale;          /* what a block's scale is */
     int block;                /* elements that share a scale, along the quantized axis; 0: there are no block scales */
-    bool lines, square;       /* whether 1 x block and block x block may share one */
+    bool lines, square;       /* whether blocks may be 1 x block, and block x block */
     int default_rows;         /* which of them is the default: 1, or block */
-    bool tensor_scales;       /* there are numbers per tensor (or per line) */
+    bool tensor_scales;       /* there is a scale per tensor (or per line) */
     bool shared_tensor_scale; /* one for both usages, in NIB_ROW_TENSOR_SCALE */
-    bool nvfp4_options;       /* RHT, stochastic rounding, scale rules, floors, tensor scales per line, tensor scales */
-    bool float_scales;        /* pow2_scales and amax_epsilon mean something */
-    bool swizzles;            /* scales may be swizzled */
-    bool transposed;          /* the columnwise codes are [K, M]; otherwise [M, K] like the rowwise ones */
-    enum nib_scale_layout layout[2], square_layout; /* by copy; and that of square blocks, where by line is not meant */
+    bool nvfp4_options; /* RHT, stochastic rounding, scale rules, floors, tensor scales per line and their rules */
+    bool float_scales;  /* pow2_scales and amax_epsilon mean something */
+    bool swizzles;      /* scales may be swizzled */
+    bool transposed;    /* the columnwise codes are [K, M]; otherwise [M, K] like the rowwise ones */
+    enum nib_scale_layout layout[2];     /* by usage */
+    enum nib_scale_layout square_layout; /* BY_TILE where square blocks have one of their own */
     int align[2]; /* the two dims of a scale matrix by line are padded to multiples of these (by block: exchanged) */
     int min_rank;
     bool exact_dot;                 /* blocks multiply exactly: there is a reference GEMM */
@@ -57,26 +57,26 @@ static inline nib_dtype nib_element_of(const nib_quantizer *q)
     return q->element ? q->element : nib_format_of(q)->elements[0];
 }
 
-/* The rules that a quantizer's options come to, for data of a dtype. */
+/* The rules that follow from a quantizer's options, for data of a dtype. */
 struct nib_rules nib_rules_of(const nib_quantizer *q, nib_dtype input);
 
 /* The largest block of any format, for scratch memory. */
 enum { NIB_MAX_BLOCK = 128 };
 
-/* One copy of a tensor seen as lines of codes: rowwise, line r is row r; columnwise, line c is column c. */
+/* One usage of a tensor seen as lines of codes: rowwise, line r is row r; columnwise, line c is column c. */
 struct nib_usage_geometry {
     int64_t lines, length;           /* lines, and elements in each */
     int64_t line_stride;             /* bytes from line to line of codes */
     int64_t element_stride;          /* bytes from code to code within a line; 0: codes are packed side by side */
-    bool by_element;                 /* codes lie as the elements do, [M, K]: no stride tells, where a dim is 1 */
+    bool by_element;                 /* codes lie as the elements do, [M, K]: where a dim is 1, no stride tells */
     int64_t blocks;                  /* scales per line */
     int64_t scale_shape[2];          /* padded */
-    int64_t valid_shape[2];          /* of which so much means something */
+    int64_t valid_shape[2];          /* the corner of it that holds scales of blocks */
     int64_t scale_line, scale_block; /* scales from line to line, and from block to block */
     int64_t lines_per_scale;         /* lines that a scale in memory stands for */
     int scale_bytes;                 /* of one scale */
     bool swizzled;
-    int64_t tensor_scales;                                 /* per-tensor numbers: 0, 1, or one per line */
+    int64_t tensor_scales;                                 /* how many: 0, 1, or one per line */
     int64_t data_bytes, scales_bytes, tensor_scales_bytes; /* of the three parts */
 };
 
@@ -95,7 +95,7 @@ struct nib_usage_memory {
 /* Checks rank, dims and every product. q is loaded. */
 nib_status nib_geometry_of(const nib_quantizer *q, int rank, const int64_t *shape, struct nib_geometry *out);
 
-/* The part that holds a copy's data (kind 0), scales (1) or tensor scales (2); NIB_PART_COUNT where there is none. */
+/* The part that holds a usage's data (kind 0), scales (1) or tensor scales (2); NIB_PART_COUNT where there is none. */
 nib_part nib_part_of(const struct nib_format_facts *facts, nib_usage usage, int kind);
 
 /* Where the scale of (line, block) is, counted in scales. Swizzled: 128 x 4 tiles of 512, in which 32 rows

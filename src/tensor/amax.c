@@ -19,7 +19,7 @@ struct amax_job {
     nib_absmax_fn *absmax;
     nib_absmax_lines_fn *absmax_lines;
     float *per_line;        /* one per line, or NULL */
-    _Atomic uint32_t whole; /* of all, in nib_raise_to's way */
+    _Atomic uint32_t whole; /* of all, as nib_raise_to keeps it */
 };
 
 void nib_raise_to(_Atomic uint32_t *whole, float value)
@@ -72,7 +72,7 @@ static void amax_of_lines(void *context, int64_t i)
     }
 }
 
-/* The amax of a copy, or one per line of it, into out. */
+/* The amax of a usage, or one per line of it, into out. */
 static void find_amax(const nib_device *host, const nib_quantizer *q, const struct matrix *m,
                       const struct nib_coding *coding, float *out)
 {
@@ -96,33 +96,33 @@ static void find_amax(const nib_device *host, const nib_quantizer *q, const stru
         *out = nib_float(job.whole);
 }
 
-/* ---- Levels ---- */
+/* ---- Tensor scales ---- */
 
-/* Where both usages hold the same data under one number. */
+/* Whether both usages hold the same data under one tensor scale. */
 static bool usages_share(const nib_quantizer *q) { return !q->row_scaled && !q->rht && !q->rht_rowwise; }
 
-/* The number of `copy` that the caller brought; one serves both usages where they share it. */
+/* The caller's values for a usage, or NULL; where usages share a tensor scale, those of the other one serve too. */
 static const float *override_for(const float *const overrides[2], const nib_quantizer *q, int usage)
 {
     return overrides[usage] ? overrides[usage] : usages_share(q) ? overrides[1 - usage] : NULL;
 }
 
-/* Whether the tensor scale of a copy comes from the data, so that its amax must be known. */
+/* Whether the tensor scale of a usage comes from the data, so that its amax must be known. */
 static bool needs_amax(const nib_quantizer *q, const nib_overrides *overrides, int usage)
 {
     const bool finished = override_for(overrides->tensor_scale, q, usage) || overrides->scale;
     return nib_wants(q, usage) && nib_format_of(q)->tensor_scales && (!finished || overrides->amax_seen);
 }
 
-/* Whether the amaxes of a copy take memory: those that the caller brought are used where they are, unless they are still
- * to be reduced. */
+/* Whether the amaxes of a usage need memory: the caller's are used where they are, unless they are still to be
+ * reduced. */
 static bool keeps_amax(const nib_quantizer *q, const nib_overrides *overrides, int usage)
 {
     return needs_amax(q, overrides, usage) && (q->amax_comm || !override_for(overrides->amax, q, usage));
 }
 
-/* The amaxes that are needed, side by side from `amax` on, which is what a reduction is made of; or, where in_place is
- * not NULL, those of each usage there. */
+/* The amaxes that are needed, side by side from `amax` on, so that one reduction does for all; or, where in_place is not
+ * NULL, those of each usage there. */
 static size_t collect_amaxes(const nib_device *host, const nib_quantizer *q, const struct matrix *m,
                              const nib_overrides *overrides, const struct nib_geometry *geometry,
                              const struct nib_coding coding[2], float *amax, float *const *in_place,
@@ -162,7 +162,7 @@ float nib_tensor_scale_from_amax(const nib_quantizer *q, const struct nib_coding
     return 1.0f / *scale;
 }
 
-/* The tensor scale of one line of a copy: the caller's, or one that follows from the amax. */
+/* The tensor scale of one line of a usage: the caller's, or the one that follows from the amax. */
 static float tensor_scale_of(const nib_quantizer *q, const nib_overrides *overrides, const struct nib_coding *coding,
                              const float *found, int64_t i, float *scale)
 {
@@ -175,7 +175,7 @@ static float tensor_scale_of(const nib_quantizer *q, const nib_overrides *overri
     return overrides->scale ? 1.0f / *scale : tensor_scale[i];
 }
 
-/* The maximum over the ranks, once all of them have come so far. */
+/* The maximum over the ranks, once all of them have succeeded so far. */
 static nib_status reduce_amaxes(const nib_comm *comm, float *amax, size_t n)
 {
     if (!comm)
@@ -202,9 +202,9 @@ nib_status nib_compute_tensor_scales(const nib_device *host, const nib_quantizer
 {
     if (!nib_format_of(q)->tensor_scales)
         return NIB_OK;
-    /* One tensor scale per copy needs no memory to speak of. Vectors of amaxes are found where the tensor scales will be; but if they
-     * are reduced they need a place of their own, so that the tensor is untouched if that fails, and so that both can
-     * be reduced in one call. */
+    /* One tensor scale per usage needs hardly any memory. Vectors of amaxes are found where the tensor scales will be;
+     * but if they are reduced they need memory of their own, so that the tensor is untouched if that fails, and so that
+     * both can be reduced in one call. */
     enum { FEW = 2048 };
     float few[FEW], *amax = few;
     float *const in_place[2] = { memory[0].tensor_scales, memory[1].tensor_scales };
@@ -221,7 +221,7 @@ nib_status nib_compute_tensor_scales(const nib_device *host, const nib_quantizer
     const nib_status status = reduce_amaxes(q->amax_comm, amax, n);
     for (int usage = 0; usage < 2 && !status; usage++)
         for (int64_t i = 0; nib_wants(q, usage) && i < geometry->usage[usage].tensor_scales; i++) {
-            if (overrides->amax_seen && found[usage]) /* before the tensor scale takes its place */
+            if (overrides->amax_seen && found[usage]) /* before the tensor scale overwrites it */
                 *overrides->amax_seen = nib_fmax(*overrides->amax_seen, found[usage][i]);
             memory[usage].tensor_scales[i] = tensor_scale_of(q, overrides, &coding[usage], found[usage], i, scale);
         }

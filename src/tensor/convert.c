@@ -48,7 +48,7 @@ nib_status nib_delayed_scaling_update(nib_dtype element, nib_amax_choice choice,
 
 enum { MX_BLOCK = 32, NV_BLOCK = 16 };
 
-/* One NVFP4 block: 16 codes whose values are those of MXFP4 codes times `ratio`, the MXFP4 scale over the new decode
+/* One NVFP4 block: 16 codes whose values are those of MXFP4 codes times `ratio`, the MXFP4 scale over the new tensor
  * scale. True if nothing is rounded. */
 static bool recode(const uint8_t in[NV_BLOCK], float ratio, uint8_t scale, uint8_t out[NV_BLOCK])
 {
@@ -79,8 +79,8 @@ static bool convert_block(const uint8_t in[NV_BLOCK], float ratio, uint8_t *scal
     return false;
 }
 
-/* The decode scale: a power of two that puts the largest block scale with a value in it at 2^8. At least 2^-126, so that
- * it is normal. */
+/* The tensor scale, a multiplier: a power of two that puts the largest scale of a block with a value in it at 2^8. At
+ * least 2^-126, so that it is normal. */
 static float decode_scale(int largest_e8m0) { return nib_float((uint32_t)nib_max(largest_e8m0 - 8, 1) << 23); }
 
 float nib_mxfp4_decode_scale(float largest) { return largest > 0 ? decode_scale((int)(nib_bits(largest) >> 23)) : 1; }
@@ -111,7 +111,7 @@ static float decode_scale_for(const struct nib_usage_geometry *g, const struct n
             if (!empty && e8m0 < 255 && e8m0 > largest)
                 largest = e8m0;
         }
-    return largest < 0 ? 1 : decode_scale(largest); /* 1: nothing but zeros */
+    return largest < 0 ? 1 : decode_scale(largest); /* 1: there are only zeros */
 }
 
 static bool convert_line(const struct nib_usage_geometry *from, const struct nib_usage_memory *in, nib_tensor *t,

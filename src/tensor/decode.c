@@ -7,8 +7,8 @@
 #include "tensor/matrix.h"
 #include "tensor/quantize.h"
 
-/* Most elements of a line that are decoded at a time where that needs memory: a panel's, and a block that begins before
- * it. */
+/* The most elements of a line that are decoded at a time where that needs memory: those of a panel, and of a block that
+ * begins before it. */
 enum { DECODE_LINES = 256, DECODE_LENGTH = DECODE_LINES + NIB_MAX_BLOCK };
 
 struct decode_job {
@@ -23,8 +23,8 @@ struct decode_job {
 };
 
 /* Elements first..first+n-1 of a line, where `first` begins a block; n is at most DECODE_LENGTH where scales do not lie
- * side by side and are gathered for the kernel. `codes` are those of a line that does not lie side by side, otherwise
- * NULL. */
+ * side by side and are gathered for the kernel. `codes` are the gathered codes of a line whose codes do not lie side by
+ * side, otherwise NULL. */
 static void decode_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, const uint8_t *codes,
                         void *y, nib_dtype dtype)
 {
@@ -46,7 +46,7 @@ static void decode_line(const struct decode_job *job, int64_t line, int64_t firs
     job->decode(y, dtype, codes, scales, n, tensor_scale, &job->coding, job->stream);
 }
 
-/* The same, through the transform back where there is one: then n is at most DECODE_LENGTH. */
+/* The same, transformed back where there is an RHT: then n is at most DECODE_LENGTH. */
 static void restore_line(const struct decode_job *job, int64_t line, int64_t first, int64_t n, const uint8_t *codes,
                          void *y)
 {
@@ -59,7 +59,7 @@ static void restore_line(const struct decode_job *job, int64_t line, int64_t fir
     nib_kernels_best()->inverse_rht[job->out.dtype](y, transformed, n, job->coding.sign_mask);
 }
 
-/* Numbers of the output's dtype to their places, along a row or down a column. */
+/* Values of the output's dtype to their places, along a row or down a column. */
 static void scatter_line(const struct matrix *out, int64_t row, int64_t col, int64_t n, bool down, const char *y)
 {
     for (int64_t i = 0; i < n; i++)
@@ -79,8 +79,8 @@ static void decode_rows(const struct decode_job *job, int64_t row, int64_t rows,
         }
 }
 
-/* Lines of numbers, `stride` bytes apart, as columns of the output. Its rows may be so far apart that they share their
- * places in the cache: what goes to them passes through memory of its own and is written once. */
+/* Lines of values, `stride` bytes apart, as columns of the output. Its rows may be so far apart that they share their
+ * places in the cache: what goes to them passes through a buffer and is written once. */
 enum { COLUMNS_BYTES = 256 };
 
 static void store_columns(const struct matrix *out, int64_t row, int64_t rows, int64_t col, int64_t lines,
@@ -101,8 +101,8 @@ static void store_columns(const struct matrix *out, int64_t row, int64_t rows, i
 }
 
 /* Lines of the columnwise usage run down the output. As many as make a few cache lines of it are decoded side by side and
- * transposed. They are decoded in whole blocks, so that a panel that does not begin at a border takes a few elements
- * more than it needs. */
+ * transposed. They are decoded in whole blocks, so that for a panel that does not begin at a border a few elements more
+ * are decoded than it needs. */
 static void decode_columns(const struct decode_job *job, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
     const struct matrix *out = &job->out;
@@ -122,7 +122,7 @@ static void decode_columns(const struct decode_job *job, int64_t row, int64_t ro
             kernels->transpose[NIB_U8](job->memory->codes + start * g->element_stride + c, g->element_stride, n, lines,
                                        codes, DECODE_LENGTH);
         for (int64_t l = 0; l < lines; l++) {
-            /* Those of a few lines ahead, which are far apart. (In a function of its own, gcc takes this for nothing.) */
+            /* Those of a few lines ahead, which are far apart. (In a function of its own, gcc removes this as dead.) */
             const int64_t next = nib_min(c + l + AHEAD, g->lines - 1);
             for (int64_t i = 0; i < n / per_byte && !scattered; i += 64)
                 __builtin_prefetch(job->memory->codes + next * g->line_stride + start / per_byte + i);
@@ -150,8 +150,8 @@ static void decode_panel(void *context, int64_t i)
         decode_columns(job, row, rows, col, cols);
 }
 
-/* Whether nothing lies between a row's end and the next one's beginning, here or there: what is decoded in long runs is
- * decoded faster. */
+/* Whether nothing lies between the end of a row and the beginning of the next, in the tensor and in the output: long runs
+ * are decoded faster. */
 static bool rows_are_one_line(const struct decode_job *job)
 {
     const struct nib_usage_geometry *g = job->geometry;

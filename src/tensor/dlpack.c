@@ -2,7 +2,7 @@
 /*
  * dlpack.c - plain arrays and parts of tensors to and from DLPack, without a copy.
  *
- * The structs below are DLPack's binary interface, of both generations, under names of our own: nib.h only
+ * The structs below are DLPack's binary interface, of both generations, under names of our own: nib_dlpack.h only
  * forward-declares the two that have a tag, so that it goes together with whatever dlpack.h a program includes.
  */
 #include "nib_dlpack.h"
@@ -81,7 +81,7 @@ static nib_status check_place(const struct dl_tensor *in, const nib_device *devi
     if (nib_device_is_host(device) ? of_host
                                    : in->device_type == device->ops->dlpack_type && in->device_id == device->ordinal)
         return NIB_OK;
-    return nib_fail(NIB_ERR_DEVICE, "a DLPack tensor on device type %d, number %d, is not on %s", (int)in->device_type,
+    return nib_fail(NIB_ERR_DEVICE, "a DLPack tensor on device type %d, id %d, is not on %s", (int)in->device_type,
                     (int)in->device_id, nib_device_name(device));
 }
 
@@ -268,7 +268,7 @@ nib_status nib_array_to_dlpack_versioned(const nib_array *array, nib_buffer *own
     return NIB_OK;
 }
 
-/* A part as it is exchanged: few readers know E4M3, so that scales go as bytes. */
+/* A part as it is exchanged: few readers know E4M3, so that scales leave as bytes. */
 static nib_status exchanged_part(const nib_tensor *t, nib_part part, nib_array *out)
 {
     TRY(nib_tensor_part(t, part, out));

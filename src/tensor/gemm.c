@@ -3,8 +3,8 @@
  * gemm.c - the product of two quantized tensors, in an order that is fixed.
  *
  * Twice an E2M1 value is an integer of at most 12, so that the dot product of a block is exact, and so are the product
- * of two E4M3 scales and their product with the dot. Only the additions across blocks round, and the factor that comes
- * last.
+ * of two E4M3 scales and its product with the dot product. Only the additions across blocks round, and the factor that
+ * comes last.
  */
 #include "nib_reference.h"
 #include "tensor/tensor.h"
@@ -42,7 +42,7 @@ static float operand_tensor_scale(const struct operand *o, int64_t line)
     return o->memory.tensor_scales[o->q->row_scaled ? line : 0];
 }
 
-/* Two amaxes: their product by one division. Otherwise the product of two decode scales. */
+/* Two amaxes: their product, and one division. Otherwise the product of two multipliers. */
 static float combined_scale(const struct operand *a, int64_t i, const struct operand *b, int64_t j)
 {
     const float la = operand_tensor_scale(a, i), lb = operand_tensor_scale(b, j);

@@ -61,23 +61,22 @@ static nib_status zero(nib_device *device, void *memory, size_t bytes)
 
 /* ---- Values to codes and back ---- */
 
-/* By the bits, so that it does not matter what the caller's arithmetic makes of subnormals. A NaN is neither. */
+/* By the bits, so that a caller's flush-to-zero does not matter. A NaN is neither. */
 static bool is_negative(float x) { return nib_bits(x) > 0x80000000u && !nib_is_nan(x); }
 static bool is_positive(float x) { return nib_bits(x) - 1 < 0x7F800000u; }
 
-/* Values that a caller brings are magnitudes and multipliers: a negative one is a mistake. (A NaN is treated as the
- * kernels treat it.) */
+/* Overrides are magnitudes and multipliers: a negative one is a mistake. (A NaN is left to the kernels.) */
 static nib_status check_overrides(nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
                                   const struct nib_geometry *geometry)
 {
     (void)device, (void)q;
     if (overrides->scale && !is_positive(*overrides->scale))
-        return nib_fail(NIB_ERR_ARG, "the given scale is not positive");
+        return nib_fail(NIB_ERR_ARG, "the overriding scale is not positive");
     for (int usage = 0; usage < 2; usage++)
         for (int64_t i = 0; i < geometry->usage[usage].tensor_scales; i++) {
             const bool amax = overrides->amax[usage] && is_negative(overrides->amax[usage][i]);
             if (amax || (overrides->tensor_scale[usage] && is_negative(overrides->tensor_scale[usage][i])))
-                return nib_fail(NIB_ERR_ARG, "the given %s %s %lld is negative", usage ? "columnwise" : "rowwise",
+                return nib_fail(NIB_ERR_ARG, "the overriding %s %s %lld is negative", usage ? "columnwise" : "rowwise",
                                 amax ? "amax" : "tensor scale", (long long)i);
         }
     return NIB_OK;

@@ -17,7 +17,7 @@ void nib_transpose_codes(const nib_device *host, bool packed, const uint8_t *in,
 void nib_swizzle(const nib_device *host, const struct nib_usage_geometry *plain, const uint8_t *from, uint8_t *tiles);
 void nib_unswizzle(const nib_device *host, const struct nib_usage_geometry *plain, const uint8_t *tiles, uint8_t *to);
 
-/* Scales that stand for no block are 0, whatever the buffer held. Swizzled: all of them. */
+/* Scales that stand for no block become 0, whatever the buffer held. Swizzled: all scales become 0. */
 void nib_zero_scale_padding(const struct nib_usage_geometry *g, void *scales);
 
 /* The columnwise usage of square blocks, or of none, from the rowwise one. */
@@ -33,7 +33,7 @@ void nib_copy_rectangle(const nib_quantizer *q, const struct nib_usage_geometry 
 void nib_repack_scales(const struct nib_usage_geometry *from, const void *source, const struct nib_usage_geometry *to,
                        void *target);
 
-/* Same codes, scales and tensor scales; padding of scales is not looked at. */
+/* Same codes, scales and tensor scales; padding of scales is ignored. */
 bool nib_usages_equal(const struct nib_usage_geometry *g, const struct nib_usage_memory *a,
                       const struct nib_usage_memory *b);
 

@@ -4,15 +4,15 @@
  *
  * The size of a panel depends on the matrix and on what is wanted of it, never on the threads that share the work. Where
  * rows are contiguous a panel points into the array; elsewhere it is copied to the worker's stack first. Panels are
- * whole blocks on both axes, so no two write the same byte, and neither how a matrix is cut nor which thread takes which
- * panel shows in the result.
+ * whole blocks on both axes, so no two write the same byte, and the result depends neither on how a matrix is cut nor on
+ * which thread takes which panel.
  */
 #ifndef NIB_MATRIX_H
 #define NIB_MATRIX_H
 
 #include "kernels/kernels.h"
 
-/* Most lines of a panel in either direction while amaxes are found, and most elements of one that is copied. */
+/* The most lines of a panel in either direction while amaxes are found, and the most elements of one that is copied. */
 enum { PANEL_LINES = 256, PANEL_ELEMENTS = 128 * 128 };
 
 /* A panel of which columns are wanted: it stays in the second-level cache and gives each a run of 16 blocks. */
@@ -89,8 +89,8 @@ static inline void cut_for_coding(struct matrix *m, const struct nib_coding *cod
         set_cut(m, nib_min(rows, PANEL_LINES), most_cols);
 }
 
-/* For codes, wider panels where columns of FP32 are wanted, since longer pieces of rows come faster from memory; BF16 and
- * FP16 gain nothing. Many threads should still have several each. */
+/* For codes, wider panels where columns of FP32 are wanted, since longer runs of rows come faster from memory; BF16 and
+ * F16 gain nothing. Many threads should still have several each. */
 static inline void widen_cut(struct matrix *m)
 {
     enum { WIDE = 512, PANELS = 64 };

@@ -19,7 +19,7 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out);
 nib_status nib_check_input(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
                            struct nib_geometry *out);
 
-/* The communicator of options that may be anything; NULL where it cannot be used. */
+/* The communicator of options that were not checked; NULL where it cannot be used. */
 const nib_comm *nib_amax_comm_of(const nib_quantizer *q);
 
 static inline bool nib_wants(const nib_quantizer *q, int usage)
@@ -35,8 +35,7 @@ static inline bool nib_usage_has_rht(const nib_quantizer *q, nib_usage usage)
 /* ---- On the host ---- */
 
 /* Amaxes, tensor scales, then codes and scales of the usages that q wants. x, q and overrides (or NULL) are checked,
- * memory[] is in place. When this fails (a communicator, or memory for vectors of amaxes that the caller did not bring)
- * nothing was written. */
+ * memory[] is allocated. When this fails (a communicator, or memory for vectors of amaxes) nothing was written. */
 nib_status nib_quantize_usages(const nib_device *host, const nib_quantizer *q, const nib_array *x,
                                const nib_overrides *overrides, const struct nib_geometry *geometry,
                                const struct nib_usage_memory memory[2]);
@@ -49,7 +48,7 @@ void nib_dequantize_usage(const nib_device *host, const nib_quantizer *q, const 
 /* How a usage is coded, for an input of this dtype. */
 struct nib_coding nib_coding_of(const nib_quantizer *q, nib_usage usage, nib_dtype input);
 
-/* The tensor scale that an amax comes to; *scale is the multiplier whose inverse it is, where the dialect has one. */
+/* The tensor scale that follows from an amax; *scale is the multiplier whose inverse it is, where the dialect has one. */
 float nib_tensor_scale_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *scale);
 
 /* The first pass of nib_quantize_usages: the tensor scales, and the multiplier for the whole where there is one. */
@@ -64,7 +63,7 @@ nib_status nib_compute_tensor_scales(const nib_device *host, const nib_quantizer
 void nib_find_amaxes(const nib_device *host, const nib_quantizer *q, const nib_array *x,
                      const struct nib_geometry *geometry, float *amax);
 
-/* Raise a maximum that several threads share: the bits of a float that is not negative order as the floats do. */
+/* Raise a maximum that several threads share: the bits of floats that are not negative are in the order of the floats. */
 void nib_raise_to(_Atomic uint32_t *whole, float value);
 
 #endif

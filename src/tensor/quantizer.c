@@ -122,7 +122,7 @@ static nib_status check_combination(const nib_quantizer *q)
         { q->no_tensor_scale && !may_lack_tensor_scale, "only the dialect torchao has a form without a tensor scale" },
         { q->swizzled && !format->swizzles, "no GEMM takes the scales of this format swizzled" },
         { (q->pow2_scales || q->amax_epsilon != 0) && !format->float_scales,
-          "pow2_scales and amax_epsilon are for formats whose scales are computed as FP32 numbers" },
+          "pow2_scales and amax_epsilon are for formats whose scales are computed in FP32" },
         { q->mx_rule != NIB_MX_CEIL && format->scale != NIB_E8M0, "mx_rule is for formats with E8M0 scales" },
         { q->amax_comm && !format->tensor_scales, "there is no amax per tensor to reduce: every block has its own" },
     };
@@ -180,7 +180,7 @@ nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
 }
 
 /* The random stream has 32 bits for lines and 31 for blocks, and blocks of the part must be blocks of the whole. With
- * square blocks both usages take the rowwise numbers. */
+ * square blocks both usages take the rowwise random numbers. */
 static nib_status check_random_range(const nib_quantizer *q, const struct nib_geometry *geometry)
 {
     const int64_t block = nib_format_of(q)->block;

@@ -189,16 +189,15 @@ nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, 
     return status;
 }
 
-/* Whether buffers make up whole copies of the sizes that the geometry wants. */
+/* Whether buffers make up whole usages of the sizes that the geometry wants. */
 static nib_status check_parts(const struct nib_format_facts *facts, const struct nib_geometry *geometry,
                               nib_buffer *const *parts)
 {
-    static const char *const names[3] = { "data", "scale", "level" };
+    static const char *const names[3] = { "data", "scale", "tensor scale" };
     for (int usage = 0; usage < 2; usage++)
         for (int i = 0; i < NIB_PART_KINDS; i++) {
             const nib_part part = nib_part_of(facts, (nib_usage)usage, i);
-            if (part ==
-                NIB_PART_COUNT) /* not one of this format's; what the caller may have put there is not looked at */
+            if (part == NIB_PART_COUNT) /* the format has no such part: whatever the caller put there is ignored */
                 continue;
             const bool shared = nib_part_of(facts, NIB_ROWWISE, i) == nib_part_of(facts, NIB_COLUMNWISE, i);
             const bool data = parts[NIB_ROW_DATA + usage] || (shared && parts[NIB_COL_DATA - usage]);
@@ -212,7 +211,7 @@ static nib_status check_parts(const struct nib_format_facts *facts, const struct
             if (parts[part] && i > 0 &&
                 (uintptr_t)nib_buffer_data(parts[part]) %
                     (i == 1 ? (uintptr_t)geometry->usage[usage].scale_bytes : sizeof(float)))
-                return nib_fail(NIB_ERR_ARG, "the %s %s buffer is not aligned to its numbers",
+                return nib_fail(NIB_ERR_ARG, "the %s %s buffer is not aligned to its values",
                                 nib_usage_name((nib_usage)usage), names[i]);
         }
     return NIB_OK;
@@ -272,7 +271,7 @@ static nib_status load_overrides(nib_device *device, const nib_quantizer *q, con
         return NIB_OK;
     TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, amax_seen)));
     if (out->scale && !nib_dialect_of(q)->scale_of)
-        return nib_fail(NIB_ERR_MODE, "%s does not take a given scale", nib_format_of(q)->name);
+        return nib_fail(NIB_ERR_MODE, "%s has no scale to override", nib_format_of(q)->name);
     return device->ops->check_overrides ? device->ops->check_overrides(device, q, out, geometry) : NIB_OK;
 }
 
@@ -407,7 +406,7 @@ static nib_status dequantize_rows(const nib_tensor *t, nib_usage from, int64_t f
     if (from != NIB_ROWWISE && from != NIB_COLUMNWISE && from != NIB_EITHER)
         return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)from);
     if (count == 0 || t->geometry.cols == 0)
-        return NIB_OK; /* whichever copy, there is nothing in it */
+        return NIB_OK; /* whichever usage, there is nothing in it */
     TRY(nib_tensor_pick(t, from, &usage));
     TRY(nib_check_same_device("out", out->device, "the tensor", t->device));
     nib_device *const device = nib_device_of(out->device);

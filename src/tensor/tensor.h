@@ -26,13 +26,13 @@ nib_buffer *nib_tensor_kind(const nib_tensor *t, nib_usage usage, int kind);
 /* "rowwise" and "columnwise", for messages. */
 const char *nib_usage_name(nib_usage usage);
 
-/* Resolves NIB_EITHER; USAGE when the copy is not there. */
+/* Resolves NIB_EITHER; USAGE when the usage is not there. */
 nib_status nib_tensor_pick(const nib_tensor *t, nib_usage wanted, nib_usage *out);
 
 struct nib_usage_memory nib_tensor_memory(const nib_tensor *t, nib_usage usage);
 size_t nib_part_bytes(const struct nib_geometry *geometry, nib_part part);
 
-/* What a per-tensor number of this tensor means, and the other constants of decoding. */
+/* What a tensor scale of this tensor means, and the other constants of decoding. */
 struct nib_rules nib_tensor_rules(const nib_tensor *t);
 
 /* Whether bytes written under one quantizer decode the same under the other. */
@@ -42,16 +42,16 @@ bool nib_same_meaning(const nib_quantizer *a, const nib_quantizer *b);
 nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape, nib_device *device,
                           nib_tensor **out);
 
-/* Fresh zeroed buffers for the copies that are wanted and not there. On failure those it made are released again. */
+/* New zeroed buffers for the usages that are wanted and not there. On failure those it made are released again. */
 nib_status nib_tensor_allocate(nib_tensor *t, bool rowwise, bool columnwise);
 void nib_tensor_drop(nib_tensor *t, nib_usage usage);
 
-/* Parts of a usage that a view shares while other parts are about to be replaced: an update in place would leave the
- * view with half of it. They become the tensor's own. */
+/* Gives the tensor its own parts of a usage where a view shares them. Called before some parts are replaced: a later
+ * update in place would otherwise leave the view with half of it. */
 nib_status nib_tensor_unshare(nib_tensor *t, nib_usage usage);
 
-/* The rule of nib_mxfp4_to_nvfp4 for blocks of 32 of a weight that is converted piece by piece (convert.c): the decode
- * scale for the largest block scale that has something in it (0: none has), and the blocks under it. No NaNs. */
+/* The rule of nib_mxfp4_to_nvfp4 for a weight that is converted in parts (convert.c): the tensor scale, a multiplier,
+ * for the largest scale of a block that is not all zeros (0: there is none), and blocks of 32 under it. No NaNs. */
 NIB_PRIVATE float nib_mxfp4_decode_scale(float largest);
 NIB_PRIVATE void nib_mxfp4_to_nvfp4_blocks(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float g,
                                            uint8_t *out_codes, uint8_t *out_scales);

@@ -224,7 +224,7 @@ nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, n
     TRY(NIB_DEVICE_HAS(nib_device_of(t->device), copy_rectangle));
     nib_tensor *slice;
     TRY(like(t, 2, (const int64_t[2]){ count, t->geometry.cols }, false, &slice));
-    /* Stochastic rounding goes on with the numbers of its place in the whole. */
+    /* Stochastic rounding goes on with the random numbers of its place in the whole. */
     nib_status status = nib_add(slice->q.origin[0], first, &slice->q.origin[0])
                             ? NIB_OK
                             : nib_fail(NIB_ERR_SHAPE, "the slice's origin is beyond any matrix");
@@ -248,24 +248,24 @@ nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, size_t n
     int64_t sum = 0;
     for (size_t i = 0; i < n; i++)
         if (counts[i] < 0 || !nib_add(sum, counts[i], &sum))
-            return nib_fail(NIB_ERR_SHAPE, "the row count of piece %zu is %lld", i, (long long)counts[i]);
+            return nib_fail(NIB_ERR_SHAPE, "the row count of slice %zu is %lld", i, (long long)counts[i]);
     if (sum != t->geometry.rows)
-        return nib_fail(NIB_ERR_SHAPE, "the pieces have %lld rows and the tensor %lld", (long long)sum,
+        return nib_fail(NIB_ERR_SHAPE, "the slices have %lld rows and the tensor %lld", (long long)sum,
                         (long long)t->geometry.rows);
-    nib_tensor **pieces = nib_alloc_zeroed(n * sizeof *pieces);
-    if (!pieces)
-        return nib_fail(NIB_ERR_MEMORY, "no memory for %zu pieces", n);
+    nib_tensor **slices = nib_alloc_zeroed(n * sizeof *slices);
+    if (!slices)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for %zu slices", n);
     nib_status status = NIB_OK;
     int64_t first = 0;
     for (size_t i = 0; i < n && !status; first += counts[i++])
-        status = nib_tensor_slice(t, first, counts[i], &pieces[i]);
+        status = nib_tensor_slice(t, first, counts[i], &slices[i]);
     for (size_t i = 0; i < n; i++) {
         if (status)
-            nib_tensor_destroy(pieces[i]);
+            nib_tensor_destroy(slices[i]);
         else
-            out[i] = pieces[i];
+            out[i] = slices[i];
     }
-    nib_free(pieces);
+    nib_free(slices);
     return status;
 }
 

@@ -11,7 +11,7 @@ nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t
     NIB_REQUIRE(n);
     const struct nib_format_facts *facts = nib_format_of(&t->q);
     if (capacity < (size_t)facts->saved_count)
-        return nib_fail(NIB_ERR_ARG, "a %s tensor gives %d buffers, and the list has room for %zu", facts->name,
+        return nib_fail(NIB_ERR_ARG, "a %s tensor gives %d buffers, and the list has space for %zu", facts->name,
                         facts->saved_count, capacity);
     for (int i = 0; i < facts->saved_count; i++) {
         out[i] = t->parts[facts->saved[i]];
@@ -95,7 +95,7 @@ nib_status nib_prepare_for_saving(nib_item *items, size_t n, nib_saved *saved, s
     size_t needed = 0;
     TRY(nib_saved_count(items, n, &needed));
     if (needed > capacity)
-        return nib_fail(NIB_ERR_ARG, "the items take %zu entries and there is room for %zu", needed, capacity);
+        return nib_fail(NIB_ERR_ARG, "the items take %zu entries and there is space for %zu", needed, capacity);
     TRY(check_distinct(items, n));
     size_t at = 0;
     for (size_t i = 0; i < n; i++) {
