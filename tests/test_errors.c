@@ -33,7 +33,7 @@ TEST(status_names)
                                                          "NIB_ERR_DTYPE",    "NIB_ERR_MODE",   "NIB_ERR_USAGE",
                                                          "NIB_ERR_MISMATCH", "NIB_ERR_MEMORY", "NIB_ERR_COMM",
                                                          "NIB_ERR_IO",       "NIB_ERR_DATA",   "NIB_ERR_UNSUPPORTED",
-                                                         "NIB_ERR_CANCELLED" };
+                                                         "NIB_ERR_CANCELLED", "NIB_ERR_DEVICE" };
     for (int i = 0; i < NIB_STATUS_COUNT; i++)
         CHECK(strcmp(nib_status_name((nib_status)i), names[i]) == 0);
     CHECK(nib_status_name(NIB_STATUS_COUNT) && nib_status_name((nib_status)-1)); /* never NULL */

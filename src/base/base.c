@@ -54,6 +54,7 @@ const char *nib_status_name(nib_status status)
         [NIB_ERR_DATA] = "NIB_ERR_DATA",
         [NIB_ERR_UNSUPPORTED] = "NIB_ERR_UNSUPPORTED",
         [NIB_ERR_CANCELLED] = "NIB_ERR_CANCELLED",
+        [NIB_ERR_DEVICE] = "NIB_ERR_DEVICE",
     };
     return (unsigned)status < NIB_STATUS_COUNT ? names[status] : "unknown status";
 }
