@@ -448,7 +448,7 @@ TEST(wrong_shapes)
     out.strides[0] = 0;
     CHECK_OK(nib_dequantize_rows(t, NIB_ROWWISE, 3, 1, &out));
     for (int usage = -1; usage < 4; usage += usage < 0 ? 4 : 1)
-        CHECK_FAILS(nib_dequantize_rows(t, (nib_usage)usage, 3, 1, &out), NIB_ERR_ARG, "is not a copy");
+        CHECK_FAILS(nib_dequantize_rows(t, (nib_usage)usage, 3, 1, &out), NIB_ERR_ARG, "is not a usage");
     nib_array scalar = array_of(memory, NIB_F32, 0, NULL);
     nib_tensor *none = UNTOUCHED;
     CHECK_FAILS(nib_quantize(&q, &scalar, NULL, &none), NIB_ERR_SHAPE, "at least rank 1");
@@ -575,7 +575,7 @@ TEST(quantizers)
     BAD(scale_rule, NIB_SCALE_RULE_COUNT, NIB_ERR_ARG, "scale_rule 3");
     BAD(scale_rule, (nib_scale_rule)-1, NIB_ERR_ARG, "scale_rule -1");
     BAD(error_mode, NIB_ERROR_MODE_COUNT, NIB_ERR_ARG, "error_mode 2");
-    BAD(tensor_scale_rule, NIB_TENSOR_SCALE_RULE_COUNT, NIB_ERR_ARG, "tensor_scale 3");
+    BAD(tensor_scale_rule, NIB_TENSOR_SCALE_RULE_COUNT, NIB_ERR_ARG, "tensor_scale_rule 3");
     BAD(rounding, NIB_ROUNDING_COUNT, NIB_ERR_ARG, "rounding 4");
     BAD(rounding, (nib_rounding)INT32_MIN, NIB_ERR_ARG, "rounding -2147483648");
     BAD(block_dims[0], 0, NIB_ERR_ARG, "0x16");
@@ -835,7 +835,7 @@ TEST(null_tensors)
         CHECK_FAILS(nib_part_shape(&q, (nib_part)part, DIMS(4, 4), &rank, shape), NIB_ERR_ARG, "is not a part");
     }
     for (int usage = -1; usage <= 3; usage += 4)
-        CHECK_FAILS(nib_dequantize(t, (nib_usage)usage, &array), NIB_ERR_ARG, "is not a copy");
+        CHECK_FAILS(nib_dequantize(t, (nib_usage)usage, &array), NIB_ERR_ARG, "is not a usage");
     static const int usages[][2] = { { 2, 1 }, { 1, 2 }, { -2, 1 }, { 0, -2 }, { INT32_MAX, INT32_MIN } };
     for (size_t i = 0; i < sizeof usages / sizeof *usages; i++)
         CHECK_FAILS(nib_tensor_update_usage(t, usages[i][0], usages[i][1]), NIB_ERR_ARG, "a usage is 1, 0, or -1");

@@ -451,8 +451,8 @@ TEST(rejections)
     CHECK_FAILS(GEMM(NULL, NIB_ROWWISE, b, NIB_ROWWISE, &out), NIB_ERR_ARG, "a is NULL");
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, NULL, NIB_ROWWISE, &out), NIB_ERR_ARG, "b is NULL");
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, NIB_ROWWISE, NULL), NIB_ERR_ARG, "y is NULL");
-    CHECK_FAILS(GEMM(a, (nib_usage)3, b, NIB_ROWWISE, &out), NIB_ERR_ARG, "3 is not a copy");
-    CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, (nib_usage)-1, &out), NIB_ERR_ARG, "-1 is not a copy");
+    CHECK_FAILS(GEMM(a, (nib_usage)3, b, NIB_ROWWISE, &out), NIB_ERR_ARG, "3 is not a usage");
+    CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, (nib_usage)-1, &out), NIB_ERR_ARG, "-1 is not a usage");
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, b, NIB_COLUMNWISE, &out), NIB_ERR_USAGE, "no columnwise usage");
     CHECK_FAILS(GEMM(empty, NIB_EITHER, b, NIB_ROWWISE, &out), NIB_ERR_USAGE, "no data");
     CHECK_FAILS(GEMM(a, NIB_ROWWISE, c, NIB_ROWWISE, &out), NIB_ERR_MISMATCH, "32 and 48");

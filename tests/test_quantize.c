@@ -1432,7 +1432,7 @@ TEST(values_outside_their_range)
     REJECTED(q.dialect = (nib_dialect)-1, ARG, "dialect -1");
     REJECTED(q.scale_rule = NIB_SCALE_RULE_COUNT, ARG, "scale_rule 3");
     REJECTED(q.error_mode = NIB_ERROR_MODE_COUNT, ARG, "error_mode 2");
-    REJECTED(q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_COUNT, ARG, "tensor_scale 3");
+    REJECTED(q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_COUNT, ARG, "tensor_scale_rule 3");
     REJECTED(q.rounding = NIB_ROUNDING_COUNT, ARG, "rounding 4");
     REJECTED(q.e4m3_max = 0, ARG, "e4m3_max is 448 or 256, not 0");
     REJECTED(q.origin[0] = -1, ARG, "origin (-1, 0)");

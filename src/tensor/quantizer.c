@@ -57,7 +57,7 @@ static nib_status check_ranges(const nib_quantizer *q)
         { "dialect", (int)q->dialect, NIB_DIALECT_COUNT },
         { "scale_rule", (int)q->scale_rule, NIB_SCALE_RULE_COUNT },
         { "error_mode", (int)q->error_mode, NIB_ERROR_MODE_COUNT },
-        { "tensor_scale", (int)q->tensor_scale_rule, NIB_TENSOR_SCALE_RULE_COUNT },
+        { "tensor_scale_rule", (int)q->tensor_scale_rule, NIB_TENSOR_SCALE_RULE_COUNT },
         { "rounding", (int)q->rounding, NIB_ROUNDING_COUNT },
         { "mx_rule", (int)q->mx_rule, NIB_MX_RULE_COUNT },
     };

@@ -23,7 +23,7 @@ bool nib_tensor_has(const nib_tensor *t, nib_usage usage) { return nib_tensor_ki
 nib_status nib_tensor_pick(const nib_tensor *t, nib_usage wanted, nib_usage *out)
 {
     if (wanted != NIB_ROWWISE && wanted != NIB_COLUMNWISE && wanted != NIB_EITHER)
-        return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)wanted);
+        return nib_fail(NIB_ERR_ARG, "%d is not a usage of a tensor", (int)wanted);
     const nib_usage usage = wanted != NIB_EITHER             ? wanted
                             : nib_tensor_has(t, NIB_ROWWISE) ? NIB_ROWWISE
                                                              : NIB_COLUMNWISE;
@@ -404,7 +404,7 @@ static nib_status dequantize_rows(const nib_tensor *t, nib_usage from, int64_t f
 {
     nib_usage usage;
     if (from != NIB_ROWWISE && from != NIB_COLUMNWISE && from != NIB_EITHER)
-        return nib_fail(NIB_ERR_ARG, "%d is not a copy of a tensor", (int)from);
+        return nib_fail(NIB_ERR_ARG, "%d is not a usage of a tensor", (int)from);
     if (count == 0 || t->geometry.cols == 0)
         return NIB_OK; /* whichever usage, there is nothing in it */
     TRY(nib_tensor_pick(t, from, &usage));
