@@ -29,7 +29,7 @@ struct nib_device_ops {
     /* ---- Memory ---- */
     nib_status (*allocate)(nib_device *device, size_t bytes, void **out); /* zeroed, aligned to 64; never NULL for 0 */
     void (*free)(nib_device *device, void *memory);
-    nib_status (*write)(nib_device *device, void *to, const void *host, size_t bytes);
+    nib_status (*write)(nib_device *device, void *to, const void *host, size_t bytes);  /* has read `host` on return */
     nib_status (*read)(nib_device *device, void *host, const void *from, size_t bytes); /* waits */
     nib_status (*copy)(nib_device *device, void *to, const void *from, size_t bytes);   /* may overlap */
     nib_status (*zero)(nib_device *device, void *memory, size_t bytes);
@@ -92,7 +92,7 @@ nib_status nib_check_host(const char *call, const nib_device *device);
 #define NIB_DEVICE_HAS(device, operation) nib_device_supports(device, (device)->ops->operation != NULL, #operation)
 nib_status nib_device_supports(const nib_device *device, bool has, const char *operation);
 
-/* Bytes between any two devices; waits where one of them is not the host. */
+/* Bytes between any two devices, or within one; waits for the one that is read where they differ. */
 nib_status nib_device_move(nib_device *to_device, void *to, nib_device *from_device, const void *from, size_t bytes);
 
 #endif
