@@ -15,7 +15,7 @@ cat >"$work/formats.md" <<'END'
 # Formats
 
 NVFP4 has relatives that share its idea, small floats under shared scales, and go through the same calls of `nib.h`.
-This page says what each is for, what it costs, and how its bytes come about.
+This page says what each is for, what it costs, and how its bytes are computed.
 
 | format | `nib_format` | what it is for |
 |---|---|---|
@@ -27,15 +27,15 @@ This page says what each is for, what it costs, and how its bytes come about.
 
 ## Bits and accuracy
 
-Signal over quantization noise in dB (more is better; 6.02 dB is one bit) of a 1024 x 1024 matrix of FP32 numbers, the
-rowwise copy. `sh bench/formats.sh` makes this page; seed and generator are in bench/formats.c.
+Signal over quantization noise in dB (more is better; 6.02 dB is one bit) of a 1024 x 1024 matrix of FP32 values, the
+rowwise usage. `sh bench/formats.sh` makes this page; seed and generator are in bench/formats.c.
 
 END
 cat "$work/table" >>"$work/formats.md"
 cat >>"$work/formats.md" <<'END'
 
 How to read it:
-- A power of two as scale moves numbers without rounding them, so that 8-bit rows with such scales agree however large
+- A scale that is a power of two moves values without rounding them, so that 8-bit rows with such scales agree however large
   their blocks are, as long as nothing falls below the smallest code. Block size matters once data spans more binades
   than the element has, and in 4 bits it matters always.
 - An FP32 scale puts the largest element of a block on the largest code, where it is not rounded at all. With heavy
@@ -52,20 +52,20 @@ How to read it:
 M is the product of all dims but the last, K the last; up(n, m) rounds n up to a multiple of m. Padding of scales is
 zero. `nib_part_shape` gives these shapes, `nib_part_valid_shape` gives them without the padding.
 
-| format | ROW_DATA | COL_DATA | ROW_SCALE | COL_SCALE | levels |
+| format | ROW_DATA | COL_DATA | ROW_SCALE | COL_SCALE | tensor scales |
 |---|---|---|---|---|---|
 | NVFP4 | [..., ceil(K/2)] | [K, ceil(M/2)] | E4M3 [up(M, 128), up(ceil(K/16), 4)] | E4M3 [up(K, 128), up(ceil(M/16), 4)] | FP32 [1] each, or [M] and [K] |
-| Float8 | [..., K] | [K, M] | | | FP32 [1], for both copies |
+| Float8 | [..., K] | [K, M] | | | FP32 [1], for both usages |
 | MXFP8 | [..., K] | [..., K], not transposed | E8M0 [up(M, 128), up(ceil(K/32), 4)] | E8M0 [up(ceil(M/32), 4), up(K, 128)] | |
 | blockwise, 1x128 | [..., K] | [K, M] | FP32 [ceil(K/128), up(M, 4)] | FP32 [ceil(M/128), up(K, 4)] | |
 | blockwise, 128x128 | [..., K] | [K, M] | FP32 [ceil(M/128), up(ceil(K/128), 4)] | FP32 [ceil(K/128), up(ceil(M/128), 4)] | |
 | MXFP4 | [..., ceil(K/2)] | [K, ceil(M/2)] | E8M0 [up(M, 128), up(ceil(K/32), 4)] | E8M0 [up(K, 128), up(ceil(M/32), 4)] | |
 
-All blocks run along the line of the copy: along K rowwise, along M columnwise. Blockwise scales of 1x128 blocks lie
-block by block, which is to say transposed; those of the columnwise MXFP8 copy do too. The last block of a line may be
-short.
+All blocks run along the lines of the usage: along K rowwise, along M columnwise. Scales of blockwise Float8 with 1x128
+blocks lie block by block, that is, transposed, and so do those of the columnwise usage of MXFP8. The last block of a
+line may be short.
 
-| | elements | columnwise copy built from the rowwise one | swizzled scales | a view may change K | least rank | buffers saved |
+| | elements | columnwise usage built from the rowwise one | swizzled scales | a view may change K | least rank | buffers saved |
 |---|---|---|---|---|---|---|
 | NVFP4 | E2M1 | 16x16 | yes | 1x16, multiples of 16 | 1 | 6 |
 | Float8 | E4M3, E5M2 | yes | no | yes | 0 | 3 |
@@ -76,7 +76,7 @@ short.
 ## Scales
 
 Every operation is FP32 and rounds once. rn is the rounding of a float to the nearest code, ties to even, magnitudes
-beyond the largest code q (E4M3 448, E5M2 57344, E2M1 6) becoming q. NaNs do not count in an amax; a NaN is the code
+beyond the largest value q (E4M3 448, E5M2 57344, E2M1 6) becoming q. NaNs do not count in an amax; a NaN is the code
 0x7F, and in E2M1, which has none, 6.
 
 **Float8 and blockwise Float8.** For the tensor, or for each block:
@@ -86,17 +86,17 @@ beyond the largest code q (E4M3 448, E5M2 57344, E2M1 6) becoming q. NaNs do not
         limit                if q / a overflows
         q / a                otherwise
     s = 2^floor(log2 s)      with pow2_scales (the default of blockwise Float8, not of Float8)
-    code = rn(x * s),  stored scale = 1 / s,  value = code * stored scale
+    code = rn(x * s),  scale_inv = 1 / s,  value = code * scale_inv
 
-The limit is FLT_MAX for Float8 and the largest finite number of the input's dtype for blockwise Float8.
+The limit is FLT_MAX for Float8 and the largest finite value of the input's dtype for blockwise Float8.
 
-*Delayed scaling* (Float8) takes s from the caller (`nib_overrides.scale`) and tells the amax that it saw
-(`nib_overrides.amax_seen`). After the step `nib_delayed_scaling_update` makes the next scale of the window of amaxes:
+*Delayed scaling* (Float8) takes s from the caller (`nib_overrides.scale`) and raises `nib_overrides.amax_seen` to the
+amax of the data. After the step `nib_delayed_scaling_update` computes the next scale from the window of amaxes:
 
     amax = the largest of the window, or the most recent
     s    = q * 2^-margin / amax    if amax is positive and finite (FLT_MAX where that overflows), otherwise as before
 
-and moves the window on by one. Data beyond an old scale is clipped.
+and rolls the window. Data that is too large for an old scale is clipped.
 
 **MXFP8 and MXFP4.** The scale is a power of two 2^e, stored as the byte e + 127:
 
@@ -114,7 +114,7 @@ ceil nothing finite is clipped. The byte 255 is a NaN; quantizing never writes i
 `nib_mxfp4_to_nvfp4` keeps every value: E8M0 scales become E4M3 scales under a power-of-two tensor scale 2^(k - 8), at
 least 2^-126, where 2^k is the largest scale of a block that is not all zeros. E4M3 has the powers from 2^-9 to 2^8, so
 that blocks down to 2^(k - 17) are exact; farther down, those whose codes can be halved often enough. All others are
-counted and named in a report, and refused where none is asked for.
+counted and named in a report, and rejected where no report is asked for.
 END
 mkdir -p docs
 mv "$work/formats.md" docs/formats.md
