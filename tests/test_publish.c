@@ -16,21 +16,6 @@
 
 #define INDEX "model.safetensors.index.json"
 
-static void remove_all(void) { (void)nib_os_remove_directory(directory); }
-
-static const char *at(const char *name)
-{
-    static char paths[16][200];
-    static int next;
-    if (!directory[0]) {
-        make_directory();
-        atexit(remove_all);
-    }
-    char *path = paths[next++ % 16];
-    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
-    return path;
-}
-
 static bool ends_with(const char *text, const char *end)
 {
     const size_t n = strlen(text), m = strlen(end);
@@ -186,14 +171,6 @@ static int check_trace(const char *what, const char *name, int kill, int first)
 /* ---- Outputs ---- */
 
 enum { ROWS = 32, COLS = 64 };
-
-static void put_text(const char *path, const char *text)
-{
-    FILE *file = fopen(path, "wb");
-    CHECK(file && fwrite(text, 1, strlen(text), file) == strlen(text));
-    if (file)
-        fclose(file);
-}
 
 static nib_status write_plain(const char *path, const char *const *names, int n)
 {

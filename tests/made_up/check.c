@@ -65,7 +65,7 @@ TEST(quantize_and_dequantize)
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
         nib_quantizer q = quantizer();
         const int64_t M = shapes[s][0], K = shapes[s][1];
-        const nib_array x = matrix(M, K);
+        nib_array x = matrix(M, K);
         nib_tensor *t = quantize(&q, &x, NULL);
         for (int usage = 0; usage < 2; usage++) {
             nib_array codes, scales;
