@@ -63,6 +63,18 @@ NIB_API const char *
 nib_checkpoint_format_name(nib_checkpoint_format format); /* "compressed-tensors"; NULL outside the enum */
 NIB_API nib_status nib_checkpoint_format_from_name(const char *name, nib_checkpoint_format *out);
 
+/* What a plan does with a weight. */
+typedef enum nib_action {
+    NIB_ACTION_QUANTIZE = 0,
+    NIB_ACTION_CONVERT, /* other names, same codes */
+    NIB_ACTION_DEQUANTIZE,
+    NIB_ACTION_REPAIR,
+    NIB_ACTION_KEEP, /* a weight that stays as it is; the reason says why */
+    NIB_ACTION_COUNT
+} nib_action;
+/* Whether nib_plan_quantize, _convert, _dequantize or _repair writes this format. */
+NIB_API int nib_checkpoint_format_written_by(nib_checkpoint_format format, nib_action action);
+
 /* Open a directory (with or without an index), a safetensors file or a GGUF file. Headers, index and configuration are
  * read and checked whole; data is read on demand, so that a file that changes meanwhile is an error of the call that
  * notices. IO, DATA (the message has the file, the tensor and the fact), UNSUPPORTED (pickled weights, swizzled
@@ -245,15 +257,6 @@ NIB_API nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype
  * compressed-tensors and ModelOpt. */
 NIB_API nib_status nib_plan_repair(const nib_checkpoint *in, nib_plan **out);
 NIB_API void nib_plan_destroy(nib_plan *plan);
-
-typedef enum nib_action {
-    NIB_ACTION_QUANTIZE = 0,
-    NIB_ACTION_CONVERT, /* other names, same codes */
-    NIB_ACTION_DEQUANTIZE,
-    NIB_ACTION_REPAIR,
-    NIB_ACTION_KEEP, /* a weight that stays as it is; the reason says why */
-    NIB_ACTION_COUNT
-} nib_action;
 
 /* What becomes of one weight. */
 typedef struct nib_plan_row {

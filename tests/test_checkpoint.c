@@ -6,7 +6,8 @@
 #define _GNU_SOURCE
 #include "test_weights.h"
 
-#include "io/checkpoint.h"
+#include "io/names.h"
+#include "model/weights.h"
 #include "io/gguf.h"
 
 #include <math.h>
@@ -294,7 +295,7 @@ TEST(damaged_nvfp4)
           { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
         { "not F32, BF16 or F16", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
           { "a.weight_scale_2", NIB_F64, 0, { 0 }, &wrong } },
-        { "it has 2 numbers", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
+        { "it has 2 values", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
           { "a.weight_scale_2", NIB_F32, 1, { 2 }, p.values } },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -368,7 +369,7 @@ TEST(saved_data_of_other_ranks)
 {
     static const uint8_t zeros[24 * 24];
     static const char words[] = "format=nvfp4 dialect=te dtype=F32 rank=2 dim=4 dim=16 swizzled=0 row_scaled=0 "
-                                "rht_rowwise=0 no_tensor_scale=0 e4m3_max=448 tensor_scale=0";
+                                "rht_rowwise=0 single_level=0 e4m3_max=448 tensor_scale=0";
     for (int rank = 0; rank < 4; rank++) {
         const int64_t shape[3] = { 4, 24, 1 };
         const size_t bytes = rank == 0 ? 1 : rank == 1 ? 4 : 4 * 24;
@@ -711,11 +712,8 @@ TEST(fused_and_kept)
         { "mtp.fc", true },
         { "model.layers.3.input_layernorm", true },
     };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        struct nib_ck_weight w = c->weights[0];
-        w.name = names[i].name;
-        CHECK_THAT((nib_ck_default_keep(c, &w) != NULL) == names[i].kept, "%s", names[i].name);
-    }
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        CHECK_THAT((nib_ck_default_keep(c, names[i].name) != NULL) == names[i].kept, "%s", names[i].name);
     CHECK(nib_ck_preset_keep(NIB_PRESET_MLP_ONLY, "m.self_attn.q_proj") && !nib_ck_preset_keep(NIB_PRESET_MLP_ONLY, "m.mlp.up_proj"));
     CHECK(nib_ck_preset_keep(NIB_PRESET_EXPERTS_ONLY, "m.mlp.up_proj") &&
           !nib_ck_preset_keep(NIB_PRESET_EXPERTS_ONLY, "m.mlp.experts.0.up_proj"));

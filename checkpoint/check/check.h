@@ -4,14 +4,18 @@
  * about each weight.
  *
  *     check_table.c     the table of findings
- *     check.c           tensors, numbers, fused groups, files
+ *     check.c           one check after the other; files
+ *     check_tensors.c   names, shapes and dtypes of modules' tensors
+ *     check_values.c    block scales, tensor scales, scales of activations
+ *     check_groups.c    weights that servers fuse
  *     check_config.c    configuration against tensors
  *     check_original.c  codes and scales against the original, and what can be guessed without it
  */
 #ifndef NIB_CHECK_H
 #define NIB_CHECK_H
 
-#include "io/checkpoint.h"
+#include "io/names.h"
+#include "model/read.h"
 
 /* Every finding: its name here and its row of the table. */
 enum nib_fault {
@@ -33,7 +37,7 @@ enum nib_fault {
     NIB_FAULT_STRAY,
     NIB_FAULT_PRE_QUANT_SCALE,
     NIB_FAULT_WRAPPED_NAME,
-    /* numbers */
+    /* values */
     NIB_FAULT_TENSOR_SCALE_NOT_FINITE,
     NIB_FAULT_TENSOR_SCALE_NOT_POSITIVE,
     NIB_FAULT_INPUT_NOT_FINITE,
@@ -94,18 +98,11 @@ enum nib_fault {
     NIB_FAULTS
 };
 
-/* What tensors of a module are called, by the checkpoint format; roles that a checkpoint format lacks are NULL. */
-struct nib_check_layout {
-    nib_checkpoint_format format;
-    nib_tensor_scale tensor_scale; /* what the number per tensor means */
-    bool stack;                    /* three dims, packed along the second; names go on without a dot */
-    const char *roles[NIB_ROLE_COUNT];
-};
-
 /* A module that has NVFP4 tensors, or some of them. */
 struct nib_check_module {
     const char *name;
-    const struct nib_check_layout *layout;
+    nib_checkpoint_format format;
+    const struct nib_ck_layout *layout; /* of the format */
     uint32_t tensor[NIB_ROLE_COUNT];
     int64_t rows, cols;
 };
@@ -129,7 +126,7 @@ struct nib_checking {
     void *context;
     struct nib_check_module *modules; /* in the order of names */
     size_t n_modules;
-    bool has_inputs;                  /* some module has a number of activations */
+    bool has_inputs;                  /* some module has a scale of activations */
     struct nib_check_weight *weights; /* as the checkpoint's */
     bool *broken;                     /* tensors that cannot be read as what they are, and that was said */
     size_t found;                     /* findings so far */
@@ -161,13 +158,27 @@ nib_status nib_check_members(const nib_checkpoint *c, struct nib_check_groups *o
 void nib_check_free_members(struct nib_check_groups *groups);
 /* The end of the group that begins at `first`. */
 size_t nib_check_group_end(const struct nib_check_groups *groups, size_t first);
-/* Whether members of a group must share their numbers: in formats that servers fuse without looking. */
-bool nib_check_is_fused(nib_checkpoint_format format);
 
 /* All checks, with k->c, original, each and context set, and what they found out, for a repair. */
 nib_status nib_check_run(struct nib_checking *k, const char *what, const nib_job *job);
 void nib_check_end(struct nib_checking *k);
 
+/* Three dims, packed along the second; suffixes go on without a dot. */
+static inline bool nib_check_is_stack(const struct nib_check_module *m)
+{
+    return m->layout->stacking == NIB_STACK_EXPERTS;
+}
+
+/* Bytes of codes and scales that a check reads of a weight. */
+uint64_t nib_check_scanned_bytes(const struct nib_ck_weight *w);
+
+/* The checks, each of which says what it finds. Those behind use what those before found out. */
+nib_status nib_check_modules(struct nib_checking *k);
+nib_status nib_check_wrapped_names(struct nib_checking *k);
+nib_status nib_check_weights(struct nib_checking *k);
+/* Scales of activations can only be missed once it is known whether there should be any. */
+nib_status nib_check_inputs(struct nib_checking *k);
+nib_status nib_check_shared(struct nib_checking *k);
 nib_status nib_check_config(struct nib_checking *k);
 nib_status nib_check_original(struct nib_checking *k);
 nib_status nib_check_guess(struct nib_checking *k);

@@ -57,17 +57,12 @@ static const json_t *listed(const json_t *layers, const char *module)
     return entry;
 }
 
-static const char *method_of(nib_checkpoint_format format)
-{
-    return format == NIB_CHECKPOINT_FORMAT_MODELOPT ? "modelopt" : nib_checkpoint_format_name(format);
-}
-
 /* Whether the configuration speaks of tensors of this checkpoint format: "modelopt_fp4" does too. */
 static bool is_method(const nib_checkpoint *c, nib_checkpoint_format format)
 {
     if (!c->quantization)
         return format == NIB_CHECKPOINT_FORMAT_MODELOPT && c->hf_quant_config;
-    const char *wanted = method_of(format);
+    const char *wanted = nib_ck_formats[format].method;
     return strncmp(get_text(c->quantization, "quant_method"), wanted, strlen(wanted)) == 0;
 }
 
@@ -76,8 +71,8 @@ bool nib_check_wants_input(const struct nib_checking *k, const char *module)
     const nib_checkpoint *c = k->c;
     const char *key;
     json_t *group;
-    const bool known = k->n_modules && is_method(c, k->modules[0].layout->format);
-    if (known && k->modules[0].layout->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS) {
+    const bool known = k->n_modules && is_method(c, k->modules[0].format);
+    if (known && k->modules[0].format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS) {
         json_object_foreach(json_object_get(c->quantization, "config_groups"), key, group)
         {
             if (json_is_object(get(group, "input_activations")))
@@ -479,7 +474,7 @@ static bool is_listed(const json_t *layers, const struct nib_check_module *m)
     char room[1024];
     if (is_nvfp4_algo(get_text(listed(layers, m->name), "quant_algo")))
         return true;
-    if (!m->layout->stack)
+    if (!nib_check_is_stack(m))
         return false;
     without_parts(m->name, 1, room, sizeof room);
     json_object_foreach((json_t *)(uintptr_t)layers, key, layer)
@@ -496,7 +491,7 @@ static bool is_quantized(const struct nib_checking *k, const char *name)
     if (find_module(k, name))
         return true;
     const struct nib_check_module *m = find_module(k, without_parts(name, 2, room, sizeof room));
-    return m && m->layout->stack;
+    return m && nib_check_is_stack(m);
 }
 
 static nib_status check_layers(struct nib_checking *k, const json_t *layers)
@@ -594,11 +589,11 @@ nib_status nib_check_config(struct nib_checking *k)
         return nib_check_found(k, NIB_FAULT_CONFIG_ABSENT, "config.json", "it is not there");
     if (!c->quantization && !c->hf_quant_config)
         return nib_check_found(k, NIB_FAULT_CONFIG_MISSING, "config.json", "it has no quantization_config");
-    const nib_checkpoint_format format = k->modules[0].layout->format;
+    const nib_checkpoint_format format = k->modules[0].format;
     if (!is_method(c, format))
         return nib_check_found(k, NIB_FAULT_CONFIG_METHOD, "config.json",
                                "quant_method is \"%s\", and the tensors are those of %s",
-                               get_text(c->quantization, "quant_method"), method_of(format));
+                               get_text(c->quantization, "quant_method"), nib_ck_formats[format].method);
     if (format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS) {
         TRY(check_compressed_tensors(k));
         return check_lists(k, false, c->quantization);

@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "format/codec.h"
+#include "model/measure.h"
 #include "nib_reference.h"
 
 /* Rows that are looked at: a band of scale tiles. */

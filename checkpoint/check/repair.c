@@ -140,7 +140,7 @@ static nib_status choose_values(struct repair *r)
             TRY(own_values(r, i));
     TRY(nib_check_members(c, &groups));
     nib_status status = NIB_OK;
-    for (size_t i = 0, end; !status && i < groups.n && nib_check_is_fused(r->plan->format); i = end) {
+    for (size_t i = 0, end; !status && i < groups.n && nib_ck_formats[r->plan->format].fused; i = end) {
         end = nib_check_group_end(&groups, i);
         status = share_tensor_scale(r, &groups.members[i], end - i);
         share_input(r, &groups.members[i], end - i);
@@ -246,7 +246,8 @@ static nib_status add_other(struct repair *r, uint32_t tensor)
     TRY(nib_plan_add_copy(r->plan, tensor));
     if (t->weight == NIB_NONE || c->weights[t->weight].tensor[NIB_ROLE_DATA] != tensor || !misses_input(r, t->weight))
         return NIB_OK;
-    const char *name = nib_plan_string(r->plan, "%s_input_scale", t->name);
+    const char *suffix = nib_ck_stack_layout(r->plan->format)->suffixes[NIB_ROLE_INPUT];
+    const char *name = nib_plan_string(r->plan, "%s%s", t->name, suffix);
     return name ? add_number(r, name, 0, NULL, 1) : no_memory(r);
 }
 
@@ -339,10 +340,11 @@ static nib_status make_plan(struct repair *r)
     TRY(nib_check_run(&r->k, "nib_plan_repair", NULL));
     if (!r->repairable)
         return nib_fail(NIB_ERR_MODE, "%s: a check finds nothing that can be repaired", in->path);
-    if (in->format != NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && in->format != NIB_CHECKPOINT_FORMAT_MODELOPT)
-        return nib_fail(NIB_ERR_UNSUPPORTED,
-                        "%s: it is %s; repairs are for compressed-tensors and modelopt: convert it first", in->path,
-                        nib_checkpoint_format_name(in->format));
+    char names[128];
+    if (!nib_checkpoint_format_written_by(in->format, NIB_ACTION_REPAIR))
+        return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it is %s, and repairs are for %s: convert it first", in->path,
+                        nib_checkpoint_format_name(in->format),
+                        nib_ck_written_names(NIB_ACTION_REPAIR, names, sizeof names));
     TRY(nib_plan_start(in, "repair", in->format, &r->plan));
     r->plan->keep_split = true;
     r->plan->quantized = true;

@@ -4,7 +4,7 @@
  * stacks of experts. All of it is convention; the tables say whose.
  */
 #define PCRE2_CODE_UNIT_WIDTH 8
-#include "io/checkpoint.h"
+#include "io/names.h"
 
 #include <pcre2.h>
 #include <stdio.h>
@@ -198,14 +198,14 @@ const char *const nib_ck_fused_sets[][5] = {
     { NULL },
 };
 
-bool nib_ck_fused_key(const char *weight, char *room, size_t bytes)
+bool nib_ck_fused_key(const char *weight, char *buffer, size_t bytes)
 {
     const char *last = last_part(weight);
     for (size_t set = 0; nib_ck_fused_sets[set][0]; set++)
         for (size_t i = 0; nib_ck_fused_sets[set][i]; i++)
             if (strcmp(last, nib_ck_fused_sets[set][i]) == 0) {
                 const int n =
-                    snprintf(room, bytes, "%.*s{%s}", (int)(last - weight), weight, nib_ck_fused_sets[set][0]);
+                    snprintf(buffer, bytes, "%.*s{%s}", (int)(last - weight), weight, nib_ck_fused_sets[set][0]);
                 return n > 0 && (size_t)n < bytes;
             }
     return false;
@@ -266,13 +266,13 @@ static bool is_layer_beyond(const nib_checkpoint *c, const char *name)
     return number >= layers;
 }
 
-const char *nib_ck_default_keep(const nib_checkpoint *c, const struct nib_ck_weight *w)
+const char *nib_ck_default_keep(const nib_checkpoint *c, const char *weight)
 {
     /* Cut once: there are many rules, and many names. Nobody's has more parts than this. */
     enum { PARTS = 32 };
     const char *parts[PARTS];
     size_t lengths[PARTS], n = 0;
-    for (const char *part = w->name; part && n < PARTS; part = strchr(part, '.'), n++) {
+    for (const char *part = weight; part && n < PARTS; part = strchr(part, '.'), n++) {
         parts[n] = part += *part == '.';
         lengths[n] = strcspn(part, ".");
     }
@@ -282,7 +282,7 @@ const char *nib_ck_default_keep(const nib_checkpoint *c, const struct nib_ck_wei
             if (rule->test(parts[part], lengths[part], rule->word))
                 return rule->reason;
     }
-    return is_layer_beyond(c, w->name) ? "part of multi-token prediction" : NULL;
+    return is_layer_beyond(c, weight) ? "part of multi-token prediction" : NULL;
 }
 
 bool nib_ck_is_expert(const char *weight) { return any_part(weight, part_is, "experts"); }

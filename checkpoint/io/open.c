@@ -5,7 +5,7 @@
  * Everything that names another file is untrusted: the index may say anything. What would be read from a wrong place is
  * rejected; what is merely left over becomes a diagnostic.
  */
-#include "io/checkpoint.h"
+#include "io/names.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -525,11 +525,11 @@ nib_status nib_ck_read(const nib_checkpoint *c, uint32_t tensor, uint64_t offset
                       : nib_file_read(file->safetensors, t->entry, offset, out, bytes);
 }
 
-const char *nib_ck_place(const nib_checkpoint *c, uint32_t tensor, char *room, size_t bytes)
+const char *nib_ck_place(const nib_checkpoint *c, uint32_t tensor, char *buffer, size_t bytes)
 {
     const struct nib_ck_tensor *t = &c->tensors[tensor];
-    snprintf(room, bytes, "%s: tensor %s", c->files[t->file].path, nib_quote(t->name).text);
-    return room;
+    snprintf(buffer, bytes, "%s: tensor %s", c->files[t->file].path, nib_quote(t->name).text);
+    return buffer;
 }
 
 /* ---- Opening ---- */
@@ -648,25 +648,21 @@ static void find_provenance(nib_checkpoint *c)
             c->provenance = nib_file_metadata(c->files[f].safetensors, "nib");
 }
 
-nib_status nib_checkpoint_open(const char *path, nib_checkpoint **out)
+nib_status nib_ck_open(const char *path, nib_checkpoint **out)
 {
-    NIB_REQUIRE(path);
-    NIB_REQUIRE(out);
     nib_checkpoint *c = nib_alloc_zeroed(sizeof *c);
     if (!c)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory to open it", path);
     nib_status status = set_paths(c, path);
     if (!status)
         status = c->is_directory ? open_directory(c) : open_file(c);
-    if (!status) {
-        find_provenance(c);
-        status = nib_ck_find_weights(c);
-    }
-    if (status)
+    if (status) {
         nib_checkpoint_close(c);
-    else
-        *out = c;
-    return status;
+        return status;
+    }
+    find_provenance(c);
+    *out = c;
+    return NIB_OK;
 }
 
 void nib_checkpoint_close(nib_checkpoint *c)
@@ -693,27 +689,6 @@ void nib_checkpoint_close(nib_checkpoint *c)
 }
 
 /* ---- What callers may ask ---- */
-
-nib_status nib_checkpoint_get_facts(const nib_checkpoint *c, nib_checkpoint_facts *out)
-{
-    NIB_REQUIRE(c);
-    NIB_REQUIRE(out);
-    TRY(nib_check_struct("nib_checkpoint_facts", out, sizeof *out));
-    *out = (nib_checkpoint_facts){ .bytes = out->bytes,
-                                   .path = c->path,
-                                   .format = c->format,
-                                   .model_type = c->model_type,
-                                   .config = c->config_text,
-                                   .files = c->n_files,
-                                   .tensors = c->n_tensors,
-                                   .weights = c->n_weights,
-                                   .provenance = c->provenance };
-    for (size_t i = 0; i < c->n_tensors; i++)
-        out->tensor_bytes += c->tensors[i].bytes;
-    for (size_t i = 0; i < c->n_weights; i++)
-        out->weight_elements += (uint64_t)(c->weights[i].rows * c->weights[i].cols);
-    return NIB_OK;
-}
 
 nib_status nib_checkpoint_get_tensor(const nib_checkpoint *c, size_t index, nib_checkpoint_tensor *out)
 {

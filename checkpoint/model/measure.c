@@ -5,13 +5,14 @@
  * Sums are kept for each row, in double, and added in the order of rows, so that neither threads nor memory decide the
  * last digit. Within a row they are sums of blocks of 16, in float.
  */
-#include "io/checkpoint.h"
+#include "model/measure.h"
 
 #include <math.h>
 #include <stdatomic.h>
 
 #include "format/codec.h"
 #include "base/os.h"
+#include "model/read.h"
 #include "tensor/quantize.h"
 
 /* Elements of a panel that is read row by row. Rows of a transposed tensor lie apart: many are read at once. */

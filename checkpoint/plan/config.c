@@ -185,10 +185,10 @@ static json_t *compressed_tensors_config(const nib_plan *plan, json_t *ignore)
 {
     const bool activations = plan->scheme == NIB_SCHEME_NVFP4;
     return json_pack("{s:s, s:s, s:s, s:n, s:o, s:o, s:{s:{s:[s], s:o, s:o, s:n}}}", "quant_method",
-                     "compressed-tensors", "format", "nvfp4-pack-quantized", "quantization_status", "compressed",
-                     "global_compression_ratio", "kv_cache_scheme", ct_cache(plan), "ignore", ignore, "config_groups",
-                     "group_0", "targets", "Linear", "weights", ct_arguments(false), "input_activations",
-                     activations ? ct_arguments(true) : json_null(), "output_activations");
+                     nib_ck_formats[plan->format].method, "format", "nvfp4-pack-quantized", "quantization_status",
+                     "compressed", "global_compression_ratio", "kv_cache_scheme", ct_cache(plan), "ignore", ignore,
+                     "config_groups", "group_0", "targets", "Linear", "weights", ct_arguments(false),
+                     "input_activations", activations ? ct_arguments(true) : json_null(), "output_activations");
 }
 
 static json_t *producer(void) { return json_pack("{s:s, s:s}", "name", "modelopt", "version", "0.46.0"); }
@@ -220,13 +220,14 @@ static json_t *modelopt_arguments(void)
 static json_t *modelopt_config(const nib_plan *plan, json_t *ignore)
 {
     if (plan->scheme == NIB_SCHEME_NVFP4)
-        return json_pack("{s:s, s:s, s:o, s:{s:{s:[s], s:o, s:o}}, s:o, s:o}", "quant_method", "modelopt", "quant_algo",
-                         "NVFP4", "kv_cache_quant_algo", modelopt_cache(plan), "config_groups", "group_0", "targets",
-                         "Linear", "weights", modelopt_arguments(), "input_activations", modelopt_arguments(), "ignore",
-                         ignore, "producer", producer());
-    return json_pack("{s:s, s:s, s:o, s:o, s:o, s:o}", "quant_method", "modelopt", "quant_algo", "MIXED_PRECISION",
-                     "kv_cache_quant_algo", modelopt_cache(plan), "ignore", ignore, "producer", producer(),
-                     "quantized_layers", quantized_layers(plan));
+        return json_pack("{s:s, s:s, s:o, s:{s:{s:[s], s:o, s:o}}, s:o, s:o}", "quant_method",
+                         nib_ck_formats[plan->format].method, "quant_algo", "NVFP4", "kv_cache_quant_algo",
+                         modelopt_cache(plan), "config_groups", "group_0", "targets", "Linear", "weights",
+                         modelopt_arguments(), "input_activations", modelopt_arguments(), "ignore", ignore, "producer",
+                         producer());
+    return json_pack("{s:s, s:s, s:o, s:o, s:o, s:o}", "quant_method", nib_ck_formats[plan->format].method,
+                     "quant_algo", "MIXED_PRECISION", "kv_cache_quant_algo", modelopt_cache(plan), "ignore", ignore,
+                     "producer", producer(), "quantized_layers", quantized_layers(plan));
 }
 
 static json_t *modelopt_hf_quant(const nib_plan *plan, json_t *exclude)
@@ -250,6 +251,15 @@ static void drop_stale(json_t *config)
     json_object_del(config, "nib");
 }
 
+/* Torchao says it in the files, GGUF too, and plain values need nothing. */
+static const struct {
+    json_t *(*config)(const nib_plan *plan, json_t *ignore);   /* quantization_config of config.json */
+    json_t *(*hf_quant)(const nib_plan *plan, json_t *ignore); /* hf_quant_config.json; NULL: none */
+} configurations[NIB_CHECKPOINT_FORMAT_COUNT] = {
+    [NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS] = { compressed_tensors_config, NULL },
+    [NIB_CHECKPOINT_FORMAT_MODELOPT] = { modelopt_config, modelopt_hf_quant },
+};
+
 nib_status nib_plan_configure(nib_plan *plan)
 {
     if (plan->config || plan->format == NIB_CHECKPOINT_FORMAT_GGUF)
@@ -258,18 +268,16 @@ nib_status nib_plan_configure(nib_plan *plan)
     if (!plan->config)
         return no_memory();
     drop_stale(plan->config);
-    json_t *quantization = NULL;
-    if (plan->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS)
-        quantization = compressed_tensors_config(plan, kept_modules(plan));
-    else if (plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT) {
-        quantization = modelopt_config(plan, kept_modules(plan));
-        plan->hf_quant = modelopt_hf_quant(plan, kept_modules(plan));
-        if (!plan->hf_quant)
-            quantization = (json_decref(quantization), NULL);
-    } else
-        return NIB_OK; /* torchao says it in the files, and plain numbers need nothing */
-    return quantization && !json_object_set_new(plan->config, "quantization_config", quantization) ? NIB_OK
-                                                                                                   : no_memory();
+    if (!configurations[plan->format].config)
+        return NIB_OK;
+    json_t *quantization = configurations[plan->format].config(plan, kept_modules(plan));
+    if (!quantization || json_object_set_new(plan->config, "quantization_config", quantization))
+        return no_memory();
+    if (configurations[plan->format].hf_quant) {
+        plan->hf_quant = configurations[plan->format].hf_quant(plan, kept_modules(plan));
+        return plan->hf_quant ? NIB_OK : no_memory();
+    }
+    return NIB_OK;
 }
 
 /* ---- Index ---- */

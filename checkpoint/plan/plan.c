@@ -95,14 +95,6 @@ static uint64_t stored_bytes(const nib_checkpoint *c, const struct nib_ck_weight
     return bytes;
 }
 
-int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w)
-{
-    const struct nib_ck_tensor *t = &c->tensors[w->tensor[NIB_ROLE_DATA]];
-    if (w->index < 0)
-        return w->rows;
-    return t->shape[w->transposed ? 2 : 1];
-}
-
 nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_checkpoint_format format, nib_plan **out)
 {
     nib_plan *plan = nib_alloc_zeroed(sizeof *plan);
@@ -206,23 +198,6 @@ nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor)
 
 /* ---- Tensors of a weight ---- */
 
-/* How a checkpoint format names and shapes what it keeps of a weight. */
-static const struct names {
-    const char *data, *scale, *tensor_scale, *input;
-    int tensor_scale_rank; /* 0 or 1 */
-} format_names[NIB_CHECKPOINT_FORMAT_COUNT] = {
-    [NIB_CHECKPOINT_FORMAT_PLAIN] = { ".weight", NULL, NULL, NULL, 0 },
-    [NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS] = { ".weight_packed", ".weight_scale", ".weight_global_scale",
-                                                   ".input_global_scale", 1 },
-    [NIB_CHECKPOINT_FORMAT_MODELOPT] = { ".weight", ".weight_scale", ".weight_scale_2", ".input_scale", 0 },
-    [NIB_CHECKPOINT_FORMAT_TORCHAO] = { "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale",
-                                        "._weight_act_per_tensor_scale", 0 },
-    [NIB_CHECKPOINT_FORMAT_GGUF] = { ".weight", NULL, ".scale", ".input_scale", 1 },
-};
-
-/* Stacks that stay whole have underscores: "experts.gate_up_proj_weight_scale". */
-static const struct names stack_names = { "", "_weight_scale", "_weight_scale_2", "_input_scale", 0 };
-
 static nib_status add_part(nib_plan *plan, const char *name, const char *suffix, nib_dtype dtype, int64_t rank,
                            const int64_t *shape, uint32_t *index)
 {
@@ -231,44 +206,44 @@ static nib_status add_part(nib_plan *plan, const char *name, const char *suffix,
                 : no_memory();
 }
 
-static bool writes_numbers(const struct nib_out_weight *w)
+static bool writes_values(const struct nib_out_weight *w)
 {
     return w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP;
 }
 
 /* Data and scales; the matrices of a stack that is written whole share them, and the first brings them. */
-static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char *name, const struct names *names)
+static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char *name,
+                           const struct nib_ck_layout *layout)
 {
     const int64_t rows = w->source.rows, cols = w->source.cols;
     const bool stack = w->laying == NIB_LAY_STACK;
-    if (writes_numbers(w)) {
+    const char *data = layout->suffixes[NIB_ROLE_DATA];
+    if (writes_values(w)) {
         const int64_t shape[] = { w->experts, stack ? cols : rows, stack ? rows : cols };
-        return add_part(plan, name, stack ? "" : ".weight", w->dtype, stack ? 3 : 2, shape + !stack,
-                        &w->out[NIB_ROLE_DATA]);
+        return add_part(plan, name, data, w->dtype, stack ? 3 : 2, shape + !stack, &w->out[NIB_ROLE_DATA]);
     }
     if (w->laying == NIB_LAY_GGUF) {
-        TRY(add_part(plan, name, names->data, NIB_DTYPE_COUNT, 2, (int64_t[]){ rows, cols }, &w->out[NIB_ROLE_DATA]));
+        TRY(add_part(plan, name, data, NIB_DTYPE_COUNT, 2, (int64_t[]){ rows, cols }, &w->out[NIB_ROLE_DATA]));
         struct nib_out_tensor *t = &plan->tensors[w->out[NIB_ROLE_DATA]];
-        t->ggml_type = NIB_GGUF_NVFP4;
-        t->bytes = (uint64_t)rows * (uint64_t)(cols / 64) * 36;
+        t->ggml_type = layout->ggml_type;
+        t->bytes = (uint64_t)rows * (uint64_t)(cols / NIB_GGUF_NVFP4_ELEMENTS) * NIB_GGUF_NVFP4_BYTES;
         return NIB_OK;
     }
     const int64_t codes[] = { w->experts, stack ? cols / 2 : rows, stack ? rows : cols / 2 };
     const int64_t scales[] = { w->experts, stack ? cols / 16 : rows, stack ? rows : cols / 16 };
-    TRY(add_part(plan, name, names->data, NIB_U8, stack ? 3 : 2, codes + !stack, &w->out[NIB_ROLE_DATA]));
-    return add_part(plan, name, names->scale, NIB_E4M3, stack ? 3 : 2, scales + !stack, &w->out[NIB_ROLE_SCALE]);
+    TRY(add_part(plan, name, data, NIB_U8, stack ? 3 : 2, codes + !stack, &w->out[NIB_ROLE_DATA]));
+    return add_part(plan, name, layout->suffixes[NIB_ROLE_SCALE], NIB_E4M3, stack ? 3 : 2, scales + !stack,
+                    &w->out[NIB_ROLE_SCALE]);
 }
 
-static nib_status add_numbers(nib_plan *plan, struct nib_out_weight *w, const char *name, const struct names *names,
-                              bool with_input)
+static nib_status add_tensor_scales(nib_plan *plan, struct nib_out_weight *w, const char *name,
+                                    const struct nib_ck_layout *layout, bool with_input)
 {
-    if (writes_numbers(w))
-        return NIB_OK;
-    TRY(add_part(plan, name, names->tensor_scale, NIB_F32, names->tensor_scale_rank, (int64_t[]){ 1 },
-                 &w->out[NIB_ROLE_TENSOR_SCALE]));
-    return with_input ? add_part(plan, name, names->input, NIB_F32, names->tensor_scale_rank, (int64_t[]){ 1 },
-                                 &w->out[NIB_ROLE_INPUT])
-                      : NIB_OK;
+    const int64_t one = 1, rank = w->laying == NIB_LAY_STACK ? 0 : nib_ck_formats[plan->format].tensor_scale_rank;
+    for (int role = NIB_ROLE_TENSOR_SCALE; !writes_values(w) && role <= NIB_ROLE_INPUT; role++)
+        if (role != NIB_ROLE_INPUT || with_input)
+            TRY(add_part(plan, name, layout->suffixes[role], NIB_F32, rank, &one, &w->out[role]));
+    return NIB_OK;
 }
 
 nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool with_input)
@@ -279,7 +254,8 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
         return no_memory();
     plan->weights = weights;
     const bool stack = w->laying == NIB_LAY_STACK;
-    const struct names *names = stack ? &stack_names : &format_names[plan->format];
+    const nib_checkpoint_format format = writes_values(w) ? NIB_CHECKPOINT_FORMAT_PLAIN : plan->format;
+    const struct nib_ck_layout *layout = stack ? nib_ck_stack_layout(format) : &nib_ck_formats[format].layouts[0];
     /* A whole stack bears the name of the tensor that it comes from. */
     const char *name = stack ? nib_ck_stack_name(plan, w) : w->source.name;
     if (!name)
@@ -287,9 +263,9 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
     if (!stack || w->index == 0) {
         for (int role = 0; role < NIB_ROLE_COUNT; role++)
             w->out[role] = NIB_NONE;
-        TRY(add_data(plan, w, name, names));
-        TRY(add_numbers(plan, w, name, names, with_input));
-    } else { /* numbers are written once, by the first */
+        TRY(add_data(plan, w, name, layout));
+        TRY(add_tensor_scales(plan, w, name, layout, with_input));
+    } else { /* the first writes the tensor scales */
         memcpy(w->out, plan->weights[plan->n_weights - 1].out, sizeof w->out);
         w->out[NIB_ROLE_TENSOR_SCALE] = w->out[NIB_ROLE_INPUT] = NIB_NONE;
     }
@@ -299,11 +275,9 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
 
 const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w)
 {
-    static const char blocks[] = "_blocks"; /* how gpt-oss calls the codes of a stack in MXFP4 */
     const char *name = plan->in->tensors[w->source.tensor[NIB_ROLE_DATA]].name;
-    const size_t length = strlen(name), suffix = sizeof blocks - 1;
-    const bool has = length > suffix && !strcmp(name + length - suffix, blocks);
-    return has ? nib_plan_string(plan, "%.*s", (int)(length - suffix), name) : name;
+    const size_t suffix = strlen(w->source.layout->suffixes[NIB_ROLE_DATA]); /* "_blocks", for one */
+    return suffix ? nib_plan_string(plan, "%.*s", (int)(strlen(name) - suffix), name) : name;
 }
 
 /* ---- The end of a plan ---- */

@@ -3,17 +3,18 @@
  * plan.h - what a plan is: output files, the tensors of each in the order of their bytes, and where every byte of them
  * comes from. A plan is made from headers and configuration; run.c carries it out without knowing what it is for.
  *
- *     plan.c        plans put together by steps           plan_build.c   from actions of weights to tensors
- *     plan_ops.c  quantize, convert, dequantize         repair.c      a repair
- *     plan_layout.c headers of output files               config.c      configuration, index, provenance
- *     run.c         the order of all steps, threads       stage.c       the directory of a run, final names
- *     survey.c      the first pass: hashes, amaxes        write.c       the second
+ *     plan_ops.c     quantize, convert, dequantize: what becomes of each weight
+ *     plan_build.c   from there to tensors
+ *     plan.c         plans put together by steps
+ *     plan_layout.c  headers of output files
+ *     config.c       configuration, index, provenance
  */
 #ifndef NIB_PLAN_H
 #define NIB_PLAN_H
 
-#include "io/checkpoint.h"
 #include "file/safetensors.h"
+#include "io/names.h"
+#include "model/read.h"
 
 #define NIB_SHARD_BYTES UINT64_C(5000000000)
 
@@ -148,8 +149,6 @@ nib_action nib_plan_keep_action(const struct nib_ck_weight *w);
 /* What the checkpoint format stores for activations of this amax. */
 float nib_plan_input_scale(const nib_plan *plan, float amax);
 
-/* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */
-int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w);
 /* The name of the stack that a weight comes from, as a stack that is written whole bears it; NULL without memory. */
 const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w);
 /* Source tensors in the order in which they lie in their files: `order` has room for n_tensors. */

@@ -42,8 +42,7 @@ static bool stays_whole(const struct maker *m, uint32_t tensor)
     for (uint32_t i = begin; i < end; i++)
         if (plan->rows[m->by_data[i]].action != action)
             return false;
-    return action == NIB_ACTION_DEQUANTIZE ||
-           (action != NIB_ACTION_KEEP && plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT);
+    return action == NIB_ACTION_DEQUANTIZE || (action != NIB_ACTION_KEEP && nib_ck_stack_layout(plan->format));
 }
 
 /* ---- Sets ---- */
@@ -66,7 +65,7 @@ static nib_status find_keys(struct maker *m)
 {
     nib_plan *plan = m->plan;
     const nib_checkpoint *in = plan->in;
-    const bool stacks = plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT && nib_ck_keeps_stacks(in);
+    const bool stacks = nib_ck_stack_layout(plan->format) && nib_ck_keeps_stacks(in);
     m->keyed = nib_alloc((in->n_weights + 1) * sizeof *m->keyed);
     if (!m->keyed)
         return no_memory();
@@ -106,7 +105,7 @@ static nib_status keep_whole_sets(struct maker *m)
         for (size_t i = begin; i < end; i++)
             if (plan->rows[m->keyed[i].weight].action != NIB_ACTION_QUANTIZE)
                 kept = m->keyed[i].weight;
-        for (size_t i = begin; i < end && kept != NIB_NONE && plan->format != NIB_CHECKPOINT_FORMAT_GGUF; i++) {
+        for (size_t i = begin; i < end && kept != NIB_NONE && nib_ck_formats[plan->format].fused; i++) {
             struct nib_out_row *row = &plan->rows[m->keyed[i].weight];
             if (row->action != NIB_ACTION_QUANTIZE)
                 continue;
@@ -319,7 +318,8 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
 
 float nib_plan_input_scale(const nib_plan *plan, float amax)
 {
-    return plan->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS ? 2688.0f / amax : amax / 2688.0f;
+    const bool divisor = nib_ck_formats[plan->format].tensor_scale == NIB_TENSOR_SCALE_DIVISOR;
+    return divisor ? 2688.0f / amax : amax / 2688.0f;
 }
 
 static void count_member(struct maker *m, const struct nib_out_weight *w)
@@ -390,13 +390,16 @@ static bool any_changes(const struct maker *m, uint32_t tensor)
 /* The stack whose biases these are, if it is cut: "experts.gate_up_proj_bias" [E, N]. */
 static uint32_t cut_stack_of_bias(const struct maker *m, const struct nib_ck_tensor *t)
 {
-    static const char *const ends[] = { "", "_blocks" };
     const size_t length = strlen(t->name), suffix = strlen("_bias");
     if (t->rank != 2 || length <= suffix || strcmp(t->name + length - suffix, "_bias") != 0)
         return NIB_NONE;
-    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+    for (int i = 0; i < NIB_CHECKPOINT_FORMAT_COUNT * NIB_CK_LAYOUTS; i++) {
+        const struct nib_ck_layout *layout = &nib_ck_formats[i / NIB_CK_LAYOUTS].layouts[i % NIB_CK_LAYOUTS];
         char name[1024];
-        const int n = snprintf(name, sizeof name, "%.*s%s", (int)(length - suffix), t->name, ends[i]);
+        if (layout->stacking != NIB_STACK_EXPERTS && layout->stacking != NIB_STACK_BLOCKS)
+            continue;
+        const int n =
+            snprintf(name, sizeof name, "%.*s%s", (int)(length - suffix), t->name, layout->suffixes[NIB_ROLE_DATA]);
         const uint32_t tensor = n > 0 && (size_t)n < sizeof name ? nib_ck_find_tensor(m->plan->in, name) : NIB_NONE;
         if (tensor != NIB_NONE && any_changes(m, tensor) && !stays_whole(m, tensor) &&
             m->plan->in->weights[m->by_data[m->first[tensor]]].index >= 0)

@@ -23,20 +23,20 @@ static nib_status finish(nib_plan *plan, nib_status status, nib_plan **out)
  * not understand. */
 static nib_status check_source(const nib_checkpoint *in)
 {
-    static const char *const methods[] = { "compressed-tensors", "modelopt", "fp8", "mxfp4", "torchao" };
     const char *method = json_string_value(json_object_get(in->quantization, "quant_method"));
     bool known = !method;
-    for (size_t i = 0; i < sizeof methods / sizeof *methods && !known; i++)
-        known = !strcmp(method, methods[i]);
+    for (int i = 0; i < NIB_CHECKPOINT_FORMAT_COUNT && !known; i++)
+        known = nib_ck_formats[i].method && !strcmp(method, nib_ck_formats[i].method);
     if (!known)
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it is quantized by the method %s, which nib does not read", in->path,
                         nib_quote(method).text);
+    const struct nib_ck_layout *saved = &nib_ck_formats[NIB_CHECKPOINT_FORMAT_NIB].layouts[0];
     for (uint32_t i = 0; i < in->n_tensors; i++) {
         const struct nib_ck_tensor *t = &in->tensors[i];
         const bool float8 = t->dtype == NIB_E4M3 || t->dtype == NIB_E5M2 || t->dtype == NIB_E4M3FNUZ ||
                             t->dtype == NIB_E5M2FNUZ || t->dtype == NIB_E2M1;
         char room[512];
-        if (nib_ck_ends_with(t->name, ".row_data") && t->weight == NIB_NONE)
+        if (nib_ck_ends_with(t->name, saved->suffixes[NIB_ROLE_DATA]) && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s was saved by the library, but is no matrix of rowwise NVFP4 with one "
                             "tensor scale and plain scales",
@@ -46,7 +46,7 @@ static nib_status check_source(const nib_checkpoint *in)
                             "%s is %s, and how it is scaled nib does not know: only NVFP4, MXFP4 and FP8 blocks with "
                             "weight_scale_inv are read",
                             nib_ck_place(in, i, room, sizeof room), nib_dtype_name(t->dtype));
-        if (nib_ck_ends_with(t->name, ".pre_quant_scale"))
+        if (nib_ck_ends_with(t->name, NIB_PRE_QUANT_SCALE))
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s: its activations are to be multiplied with it (AWQ), which other formats cannot say",
                             nib_ck_place(in, i, room, sizeof room));
@@ -76,9 +76,10 @@ static const char *const activation_names[NIB_ACTIVATION_COUNT] = { "one", "norm
 static nib_status check_options(const nib_quantize_options *o)
 {
     TRY(nib_check_struct("nib_quantize_options", o, sizeof *o));
-    if (o->format != NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && o->format != NIB_CHECKPOINT_FORMAT_MODELOPT &&
-        o->format != NIB_CHECKPOINT_FORMAT_GGUF)
-        return nib_fail(NIB_ERR_ARG, "quantized checkpoints are written as compressed-tensors, modelopt or gguf");
+    char names[128];
+    if (!nib_checkpoint_format_written_by(o->format, NIB_ACTION_QUANTIZE))
+        return nib_fail(NIB_ERR_ARG, "quantized checkpoints are written as %s",
+                        nib_ck_written_names(NIB_ACTION_QUANTIZE, names, sizeof names));
     if ((unsigned)o->scheme >= NIB_SCHEME_COUNT || (unsigned)o->preset >= NIB_PRESET_COUNT ||
         (unsigned)o->activation >= NIB_ACTIVATION_COUNT)
         return nib_fail(NIB_ERR_ARG, "scheme %d, preset %d or activation %d is not one that there is", (int)o->scheme,
@@ -205,7 +206,7 @@ struct chooser {
 static nib_status reason_to_keep(const struct chooser *chooser, const struct nib_ck_weight *w, const char **reason)
 {
     const nib_quantize_options *o = chooser->options;
-    const int64_t multiple = chooser->plan->format == NIB_CHECKPOINT_FORMAT_GGUF ? 64 : 16;
+    const int64_t multiple = nib_ck_formats[chooser->plan->format].columns;
     uint32_t which;
     bool named = false; /* by its full name: whoever does that means it */
     *reason = NULL;
@@ -224,7 +225,7 @@ static nib_status reason_to_keep(const struct chooser *chooser, const struct nib
     }
     *reason = nib_ck_preset_keep(o->preset, w->name);
     if (!*reason && !named)
-        *reason = nib_ck_default_keep(chooser->plan->in, w);
+        *reason = nib_ck_default_keep(chooser->plan->in, w->name);
     if (!*reason && (w->rows == 0 || w->cols == 0))
         *reason = "it has no elements";
     if (!*reason && w->cols % multiple) {
@@ -291,7 +292,7 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
 
 static nib_status check_conversion(const nib_plan *plan, const struct nib_ck_weight *w)
 {
-    const int64_t multiple = plan->format == NIB_CHECKPOINT_FORMAT_GGUF ? 64 : 16;
+    const int64_t multiple = nib_ck_formats[plan->format].columns;
     if (w->cols % multiple)
         return nib_fail(NIB_ERR_UNSUPPORTED,
                         "%s: weight %s has %lld columns, and %s takes multiples of %d: dequantize the checkpoint and "
@@ -329,9 +330,10 @@ nib_status nib_plan_convert(const nib_checkpoint *in, nib_checkpoint_format form
 {
     NIB_REQUIRE(in);
     NIB_REQUIRE(out);
-    if (format != NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && format != NIB_CHECKPOINT_FORMAT_MODELOPT &&
-        format != NIB_CHECKPOINT_FORMAT_TORCHAO && format != NIB_CHECKPOINT_FORMAT_GGUF)
-        return nib_fail(NIB_ERR_ARG, "conversions are to compressed-tensors, modelopt, torchao or gguf");
+    char names[128];
+    if (!nib_checkpoint_format_written_by(format, NIB_ACTION_CONVERT))
+        return nib_fail(NIB_ERR_ARG, "conversions are to %s",
+                        nib_ck_written_names(NIB_ACTION_CONVERT, names, sizeof names));
     if (in->format == format)
         return nib_fail(NIB_ERR_MODE, "%s: it is %s already", in->path, nib_checkpoint_format_name(format));
     TRY(check_source(in));

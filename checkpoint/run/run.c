@@ -88,10 +88,7 @@ nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t by
 
 /* ---- Tensor scales ---- */
 
-nib_tensor_scale nib_run_tensor_scale_kind(nib_checkpoint_format format)
-{
-    return format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS ? NIB_TENSOR_SCALE_DIVISOR : NIB_TENSOR_SCALE_MULTIPLIER;
-}
+nib_tensor_scale nib_run_tensor_scale_kind(nib_checkpoint_format format) { return nib_ck_formats[format].tensor_scale; }
 
 float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_scale to, int32_t e4m3_max)
 {

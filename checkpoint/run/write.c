@@ -432,15 +432,9 @@ static uint64_t input_bytes(const nib_plan *plan, const struct piece *piece)
     if (piece->tensor != NIB_NONE)
         return (uint64_t)piece->count;
     const struct nib_out_weight *w = &plan->weights[piece->weight];
-    const uint64_t elements = (uint64_t)piece->count * (uint64_t)w->source.cols;
-    switch (w->source.format) {
-    case NIB_CHECKPOINT_FORMAT_PLAIN:
-        return elements * size_of(w->source.dtype);
-    case NIB_CHECKPOINT_FORMAT_FP8_BLOCK:
-        return elements;
-    default:
-        return elements / 2;
-    }
+    const int bits = nib_ck_formats[w->source.format].bits;
+    return (uint64_t)piece->count * (uint64_t)w->source.cols *
+           (uint64_t)(bits ? bits : nib_dtypes[w->source.dtype].bits) / 8;
 }
 
 static nib_status write_piece(struct writer *writer, struct scratch *scratch, const struct piece *piece)

@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * weights.h - the weights of an opened checkpoint: which tensors hold each, and where in them (find.c).
+ */
+#ifndef NIB_WEIGHTS_H
+#define NIB_WEIGHTS_H
+
+#include "io/checkpoint.h"
+#include "model/formats.h"
+
+struct nib_ck_weight {
+    const char *name;
+    nib_checkpoint_format format;
+    const struct nib_ck_layout *layout; /* of the format: how its tensors are laid out */
+    nib_dtype dtype;                    /* as nib_weight.dtype */
+    int64_t rows, cols;
+    uint32_t tensor[NIB_ROLE_COUNT]; /* NIB_NONE for absent ones */
+    /* Where the matrix lies in its tensors. Row r is row (row_first + r * row_step) of matrix `index`; in a transposed
+     * tensor rows run down the columns: [E, K, N] instead of [E, N, K], and codes are then packed along K too. */
+    int64_t index; /* in a stack of experts; -1: the tensor is the matrix */
+    int64_t row_first, row_step;
+    bool transposed;
+    nib_tensor_scale tensor_scale; /* NVFP4: what the value per tensor means */
+    int32_t e4m3_max;              /* NIB_TENSOR_SCALE_AMAX: what belongs to it; 0 for 448 */
+};
+
+/* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */
+int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w);
+
+#endif
