@@ -9,96 +9,104 @@
 
 #include "io/gguf.h"
 
+/* ---- safetensors ---- */
+
+/* A header as it is written, one item after the other. */
+struct header {
+    const nib_plan *plan;
+    const struct nib_out_file *file;
+    const char *provenance;
+    size_t pair, weight;
+    uint32_t other, tensor;
+    char facts[512];
+    struct nib_text key, names; /* what the pair before held, and torchao's list of all tensors so far */
+};
+
 static bool put_string(struct nib_text *text, const char *string) { return nib_text_put(text, string, strlen(string)); }
 
-/* Hundreds of thousands of them make up a header: without the locale's detours. */
-static bool put_number(struct nib_text *text, uint64_t number)
+/* The name of a tensor as torchao's loader sees it, as a key and in the list. */
+static bool put_name(struct header *h, const char *name, const char *suffix)
 {
-    char digits[20];
-    size_t at = sizeof digits;
-    do
-        digits[--at] = (char)('0' + number % 10);
-    while (number /= 10);
-    return nib_text_put(text, digits + at, sizeof digits - at);
+    h->key.used = 0;
+    return put_string(&h->key, name) && nib_text_put(&h->key, suffix, strlen(suffix) + 1) &&
+           put_string(&h->names, h->names.used ? ", " : "[") && nib_text_put_json(&h->names, h->key.bytes);
 }
 
-static bool put_tensor(struct nib_text *text, const struct nib_out_tensor *t)
-{
-    bool fits = nib_text_put_json(text, t->name) && put_string(text, ":{\"dtype\":\"") &&
-                put_string(text, nib_dtypes[t->dtype].name) && put_string(text, "\",\"shape\":[");
-    for (int64_t i = 0; i < t->rank && fits; i++)
-        fits = (i == 0 || put_string(text, ",")) && put_number(text, (uint64_t)t->shape[i]);
-    return fits && put_string(text, "],\"data_offsets\":[") && put_number(text, t->offset) && put_string(text, ",") &&
-           put_number(text, t->offset + t->bytes) && put_string(text, "]}");
-}
-
-/* What torchao's loader wants to know: how a tensor that is spread over several is put together, and the names of all. */
-static bool put_torchao_weight(const struct nib_out_weight *w, struct nib_text *text)
+/* What torchao's loader wants to know: how a tensor that is spread over several is put together. */
+static void describe_weight(struct header *h, const struct nib_out_weight *w)
 {
     static const char *const dtypes[NIB_DTYPE_COUNT] = {
         [NIB_F32] = "float32", [NIB_F16] = "float16", [NIB_BF16] = "bfloat16"
     };
-    char facts[512];
-    struct nib_text name = { 0 };
-    snprintf(facts, sizeof facts,
+    snprintf(h->facts, sizeof h->facts,
              "{\"_type\": \"NVFP4Tensor\", \"_data\": {\"is_swizzled_scales\": false, \"use_triton_kernel\": false, "
              "\"act_quant_kwargs\": null, \"block_size\": 16, \"orig_dtype\": {\"_type\": \"torch.dtype\", "
              "\"_data\": \"%s\"}}, \"_tensor_data_names\": [\"per_tensor_scale\", %s\"qdata\", \"scale\"]}",
              dtypes[w->source.dtype], w->out[NIB_ROLE_INPUT] == NIB_NONE ? "" : "\"act_per_tensor_scale\", ");
-    const bool fits = put_string(&name, w->source.name) && nib_text_put(&name, ".weight", sizeof ".weight") &&
-                      put_string(text, ",") && nib_text_put_json(text, name.bytes) && put_string(text, ":") &&
-                      nib_text_put_json(text, facts);
-    nib_free(name.bytes);
-    return fits;
 }
 
-static bool put_name(struct nib_text *names, const char *name, const char *end)
+/* Weights, then the tensors that are none, then the names of all. */
+static int next_of_torchao(struct header *h, const char **key, const char **value)
 {
-    struct nib_text whole = { 0 };
-    const bool fits = put_string(&whole, name) && nib_text_put(&whole, end, strlen(end) + 1) &&
-                      put_string(names, names->used ? ", " : "[") && nib_text_put_json(names, whole.bytes);
-    nib_free(whole.bytes);
-    return fits;
+    const nib_plan *plan = h->plan;
+    const uint32_t first = h->file->first, end = first + h->file->tensors;
+    while (h->weight < plan->n_weights) {
+        const struct nib_out_weight *w = &plan->weights[h->weight++];
+        if (w->action != NIB_ACTION_CONVERT || w->out[NIB_ROLE_DATA] < first || w->out[NIB_ROLE_DATA] >= end)
+            continue;
+        describe_weight(h, w);
+        *value = h->facts;
+        const bool fits = put_name(h, w->source.name, ".weight");
+        *key = h->key.bytes;
+        return fits ? 1 : -1;
+    }
+    while (h->other < h->file->tensors) {
+        const struct nib_out_tensor *t = &plan->tensors[first + h->other++];
+        if (t->producer == NIB_PRODUCE_WEIGHT)
+            continue;
+        *value = "{\"_type\": \"Tensor\"}";
+        const bool fits = put_name(h, t->name, "");
+        *key = h->key.bytes;
+        return fits ? 1 : -1;
+    }
+    if (h->pair++ > 2)
+        return 0;
+    const bool fits = put_string(&h->names, h->names.used ? "]" : "[]") && nib_text_put(&h->names, "", 1);
+    *key = "tensor_names";
+    *value = h->names.bytes;
+    return fits ? 1 : -1;
 }
 
-static bool put_torchao(const nib_plan *plan, const struct nib_out_file *file, struct nib_text *text)
+static int next_metadata(void *context, const char **key, const char **value)
 {
-    struct nib_text names = { 0 };
-    bool fits = true;
-    if (plan->format != NIB_CHECKPOINT_FORMAT_TORCHAO)
-        return true;
-    for (size_t i = 0; i < plan->n_weights && fits; i++) {
-        const struct nib_out_weight *w = &plan->weights[i];
-        if (w->action == NIB_ACTION_CONVERT && w->out[NIB_ROLE_DATA] >= file->first &&
-            w->out[NIB_ROLE_DATA] < file->first + file->tensors)
-            fits = put_torchao_weight(w, text) && put_name(&names, w->source.name, ".weight");
+    struct header *h = context;
+    if (h->pair < 2) {
+        *key = h->pair == 0 ? "format" : "nib";
+        *value = h->pair == 0 ? "pt" : h->provenance;
+        h->pair++;
+        return 1;
     }
-    for (uint32_t i = 0; i < file->tensors && fits; i++) {
-        const struct nib_out_tensor *t = &plan->tensors[file->first + i];
-        if (t->producer != NIB_PRODUCE_WEIGHT)
-            fits = put_string(text, ",") && nib_text_put_json(text, t->name) && put_string(text, ":") &&
-                   nib_text_put_json(text, "{\"_type\": \"Tensor\"}") && put_name(&names, t->name, "");
-    }
-    fits = fits && put_string(&names, names.used ? "]" : "[]") && nib_text_put(&names, "", 1) &&
-           put_string(text, ",\"tensor_names\":") && nib_text_put_json(text, names.bytes);
-    nib_free(names.bytes);
-    return fits;
+    return h->plan->format == NIB_CHECKPOINT_FORMAT_TORCHAO ? next_of_torchao(h, key, value) : 0;
+}
+
+static bool next_tensor(void *context, struct nib_safetensors_entry *out)
+{
+    struct header *h = context;
+    if (h->tensor == h->file->tensors)
+        return false;
+    const struct nib_out_tensor *t = &h->plan->tensors[h->file->first + h->tensor++];
+    *out = (struct nib_safetensors_entry){ t->name, t->dtype, t->rank, t->shape, t->offset, t->bytes };
+    return true;
 }
 
 static bool put_safetensors(const nib_plan *plan, const struct nib_out_file *file, const char *provenance,
                             struct nib_text *text)
 {
-    bool fits = nib_text_put(text, &(uint64_t){ 0 }, NIB_SAFETENSORS_LENGTH_BYTES) &&
-                put_string(text, "{\"__metadata__\":{\"format\":\"pt\",\"nib\":") &&
-                nib_text_put_json(text, provenance) && put_torchao(plan, file, text) && put_string(text, "}");
-    for (uint32_t i = 0; i < file->tensors && fits; i++)
-        fits = put_string(text, ",") && put_tensor(text, &plan->tensors[file->first + i]);
-    fits = fits && put_string(text, "}");
-    while (fits && text->used % 8)
-        fits = put_string(text, " ");
-    const uint64_t bytes = text->used - NIB_SAFETENSORS_LENGTH_BYTES;
-    if (fits)
-        memcpy(text->bytes, &bytes, sizeof bytes);
+    struct header h = { .plan = plan, .file = file, .provenance = provenance };
+    const struct nib_safetensors_source source = { next_metadata, next_tensor, &h };
+    const bool fits = nib_safetensors_put_header(&source, text);
+    nib_free(h.key.bytes);
+    nib_free(h.names.bytes);
     return fits;
 }
 
@@ -136,10 +144,10 @@ static nib_status put_keys(const nib_plan *plan, const char *provenance, nib_ggu
 static nib_status declare(const nib_plan *plan, const struct nib_out_tensor *t, nib_gguf_plan *out)
 {
     uint32_t type = (uint32_t)t->ggml_type;
-    char room[512];
+    char buffer[512];
     if (t->ggml_type < 0 && !nib_gguf_type_of_dtype(t->dtype, &type))
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s is %s, which GGUF cannot hold",
-                        t->producer == NIB_PRODUCE_COPY ? nib_ck_place(plan->in, t->source, room, sizeof room)
+                        t->producer == NIB_PRODUCE_COPY ? nib_ck_place(plan->in, t->source, buffer, sizeof buffer)
                                                         : t->name,
                         nib_dtypes[t->dtype].name);
     if (t->rank > NIB_GGUF_MAX_RANK)

@@ -35,6 +35,22 @@ const char *nib_safetensors_bytes(nib_dtype dtype, const int64_t *shape, size_t 
 /* The reference puts wide dtypes first, so that every tensor is aligned: descending ranks, then names. */
 NIB_PRIVATE int nib_safetensors_rank(nib_dtype dtype);
 
+/* What a header is made of, one after the other. */
+struct nib_safetensors_entry {
+    const char *name;
+    nib_dtype dtype;
+    int64_t rank;
+    const int64_t *shape;
+    uint64_t begin, bytes;
+};
+struct nib_safetensors_source {
+    int (*metadata)(void *context, const char **key, const char **value); /* 1: a pair; 0: no more; -1: no memory */
+    bool (*tensor)(void *context, struct nib_safetensors_entry *out);     /* false: no more */
+    void *context;
+};
+/* The whole header, its length first, into an empty text. False without memory. */
+NIB_PRIVATE bool nib_safetensors_put_header(const struct nib_safetensors_source *source, struct nib_text *text);
+
 /* A path in memory of its own; NULL without memory. */
 char *nib_safetensors_copy_path(const char *path);
 nib_status nib_safetensors_no_memory(const char *path);

@@ -191,58 +191,93 @@ int nib_safetensors_rank(nib_dtype dtype)
 
 static bool put_string(struct nib_text *text, const char *string) { return nib_text_put(text, string, strlen(string)); }
 
+/* Hundreds of thousands of them make up a header: without the locale's detours. */
 static bool put_number(struct nib_text *text, uint64_t number)
 {
-    char digits[24];
-    return nib_text_put(text, digits, (size_t)snprintf(digits, sizeof digits, "%llu", (unsigned long long)number));
+    char digits[20];
+    size_t at = sizeof digits;
+    do
+        digits[--at] = (char)('0' + number % 10);
+    while (number /= 10);
+    return nib_text_put(text, digits + at, sizeof digits - at);
 }
 
-static bool put_metadata(const nib_writer *writer, struct nib_text *text)
+static bool put_tensor(struct nib_text *text, const struct nib_safetensors_entry *tensor)
 {
-    const struct nib_order *order = &writer->keys.order;
-    if (order->n == 0)
-        return true;
-    bool fits = put_string(text, "\"__metadata__\":{");
-    for (size_t i = 0; fits && i < order->n; i++)
-        fits = (i == 0 || put_string(text, ",")) &&
-               nib_text_put_json(text, nib_names_get(&writer->keys, order->ids[i])) && put_string(text, ":") &&
-               nib_text_put_json(text, nib_safetensors_value(&writer->keys, order->ids[i]));
-    return fits && put_string(text, writer->names.order.n ? "}," : "}");
-}
-
-static bool put_tensor(const nib_writer *writer, uint32_t id, struct nib_text *text)
-{
-    const struct declared *tensor = &writer->tensors[id];
-    bool fits = nib_text_put_json(text, nib_names_get(&writer->names, id)) && put_string(text, ":{\"dtype\":\"") &&
+    bool fits = nib_text_put_json(text, tensor->name) && put_string(text, ":{\"dtype\":\"") &&
                 put_string(text, nib_dtypes[tensor->dtype].name) && put_string(text, "\",\"shape\":[");
-    for (uint32_t i = 0; fits && i < tensor->rank; i++)
-        fits = (i == 0 || put_string(text, ",")) && put_number(text, (uint64_t)writer->dims[tensor->dims + i]);
+    for (int64_t i = 0; fits && i < tensor->rank; i++)
+        fits = (i == 0 || put_string(text, ",")) && put_number(text, (uint64_t)tensor->shape[i]);
     return fits && put_string(text, "],\"data_offsets\":[") && put_number(text, tensor->begin) &&
            put_string(text, ",") && put_number(text, tensor->begin + tensor->bytes) && put_string(text, "]}");
 }
 
-/* Give every tensor its place and put the whole header, its length first, into `text`. Names are in order already, so
- * that one pass per dtype gives the reference's order. */
-static bool lay_out(nib_writer *writer, struct nib_text *text)
+bool nib_safetensors_put_header(const struct nib_safetensors_source *source, struct nib_text *text)
 {
-    const struct nib_order *order = &writer->names.order;
-    bool fits = nib_text_put(text, &(uint64_t){ 0 }, NIB_SAFETENSORS_LENGTH_BYTES) && put_string(text, "{") &&
-                put_metadata(writer, text);
-    uint64_t begin = 0;
-    size_t placed = 0;
-    for (int rank = NIB_DTYPE_COUNT - 1; rank >= 0; rank--)
-        for (size_t i = 0; fits && i < order->n; i++) {
-            struct declared *tensor = &writer->tensors[order->ids[i]];
-            if (nib_safetensors_rank(tensor->dtype) != rank)
-                continue;
-            tensor->begin = begin;
-            begin += tensor->bytes;
-            fits = (placed++ == 0 || put_string(text, ",")) && put_tensor(writer, order->ids[i], text);
-        }
+    bool fits = nib_text_put(text, &(uint64_t){ 0 }, NIB_SAFETENSORS_LENGTH_BYTES) && put_string(text, "{");
+    const char *key, *value;
+    struct nib_safetensors_entry tensor;
+    int pair = 0;
+    size_t pairs = 0, entries = 0;
+    while (fits && (pair = source->metadata(source->context, &key, &value)) > 0)
+        fits = put_string(text, pairs++ ? "," : "\"" NIB_SAFETENSORS_METADATA "\":{") && nib_text_put_json(text, key) &&
+               put_string(text, ":") && nib_text_put_json(text, value);
+    fits = fits && pair == 0 && (pairs == 0 || put_string(text, "}"));
+    while (fits && source->tensor(source->context, &tensor))
+        fits = (pairs + entries++ == 0 || put_string(text, ",")) && put_tensor(text, &tensor);
     fits = fits && put_string(text, "}");
     while (fits && text->used % 8)
         fits = put_string(text, " ");
+    const uint64_t bytes = text->used - NIB_SAFETENSORS_LENGTH_BYTES;
+    if (fits)
+        memcpy(text->bytes, &bytes, sizeof bytes);
     return fits;
+}
+
+/* A writer's declarations in the order of their bytes. Names are in order already, so that one pass per dtype gives the
+ * reference's order. */
+struct layout {
+    nib_writer *writer;
+    size_t pair, at;
+    int rank;
+    uint64_t end;
+};
+
+static int next_metadata(void *context, const char **key, const char **value)
+{
+    struct layout *layout = context;
+    const struct nib_names *keys = &layout->writer->keys;
+    if (layout->pair == keys->order.n)
+        return 0;
+    const uint32_t id = keys->order.ids[layout->pair++];
+    *key = nib_names_get(keys, id);
+    *value = nib_safetensors_value(keys, id);
+    return 1;
+}
+
+/* Gives the tensor its place, too. */
+static bool next_tensor(void *context, struct nib_safetensors_entry *out)
+{
+    struct layout *layout = context;
+    nib_writer *writer = layout->writer;
+    const struct nib_order *order = &writer->names.order;
+    for (; layout->rank >= 0; layout->rank--, layout->at = 0)
+        while (layout->at < order->n) {
+            const uint32_t id = order->ids[layout->at++];
+            struct declared *tensor = &writer->tensors[id];
+            if (nib_safetensors_rank(tensor->dtype) != layout->rank)
+                continue;
+            tensor->begin = layout->end;
+            layout->end += tensor->bytes;
+            *out = (struct nib_safetensors_entry){ .name = nib_names_get(&writer->names, id),
+                                                   .dtype = tensor->dtype,
+                                                   .rank = tensor->rank,
+                                                   .shape = tensor->rank ? writer->dims + tensor->dims : NULL,
+                                                   .begin = tensor->begin,
+                                                   .bytes = tensor->bytes };
+            return true;
+        }
+    return false;
 }
 
 static nib_status write_bytes(nib_writer *writer, uint64_t offset, const void *data, size_t bytes)
@@ -259,16 +294,13 @@ static nib_status begin_writing(nib_writer *writer)
     if (writer->writing)
         return NIB_OK;
     struct nib_text text = { 0 };
-    nib_status status = NIB_OK;
     nib_names_finish(&writer->names);
     nib_names_finish(&writer->keys);
-    if (!lay_out(writer, &text)) {
-        status = nib_safetensors_no_memory(writer->path);
-    } else {
-        const uint64_t header_bytes = text.used - NIB_SAFETENSORS_LENGTH_BYTES;
-        memcpy(text.bytes, &header_bytes, NIB_SAFETENSORS_LENGTH_BYTES);
-        status = check_header(writer->path, header_bytes);
-    }
+    struct layout layout = { .writer = writer, .rank = NIB_DTYPE_COUNT - 1 };
+    const struct nib_safetensors_source source = { next_metadata, next_tensor, &layout };
+    nib_status status = nib_safetensors_put_header(&source, &text)
+                            ? check_header(writer->path, text.used - NIB_SAFETENSORS_LENGTH_BYTES)
+                            : nib_safetensors_no_memory(writer->path);
     if (!status)
         status = write_bytes(writer, 0, text.bytes, text.used);
     if (!status) {
