@@ -117,17 +117,17 @@ typedef struct nib_weight {
     const char *tensor;                 /* the tensor that holds its data; experts of a stack share one */
     const char *file;                   /* where that is */
     uint64_t stored_bytes;              /* of all of its tensors */
-    nib_tensor_scale tensor_scale_kind; /* NVFP4 checkpoint formats: what the number per tensor means */
+    nib_tensor_scale tensor_scale_kind; /* NVFP4 checkpoint formats: what the value per tensor means */
     float tensor_scale;
     int has_input_scale; /* NVFP4 checkpoint formats: that of activations, in the same sense as the tensor scale */
     float input_scale;
 } nib_weight;
-/* Weights in the order of their names, numbers within names by value, 0..weights-1. tensor scale and input_scale are read
- * from the file. */
+/* Weights in the order of their names, numbers within names by value, 0..weights-1. tensor_scale and input_scale are
+ * read from the file. */
 NIB_API nib_status nib_checkpoint_get_weight(const nib_checkpoint *checkpoint, size_t index, nib_weight *out);
 NIB_API nib_status nib_checkpoint_find_weight(const nib_checkpoint *checkpoint, const char *name, size_t *index);
 
-/* Rows first..first+count-1 of a weight as numbers: `out` is [count, K], contiguous, F32, BF16 or F16. */
+/* Rows first..first+count-1 of a weight as values: `out` is [count, K], contiguous, F32, BF16 or F16. */
 NIB_API nib_status nib_checkpoint_read_rows(const nib_checkpoint *checkpoint, size_t weight, int64_t first,
                                             int64_t count, const nib_array *out);
 /* The same as stored, of NVFP4 checkpoint formats only (MODE): codes [count, ceil(K/2)], the even element low, and E4M3 scales
@@ -135,7 +135,7 @@ NIB_API nib_status nib_checkpoint_read_rows(const nib_checkpoint *checkpoint, si
 NIB_API nib_status nib_checkpoint_read_codes(const nib_checkpoint *checkpoint, size_t weight, int64_t first,
                                              int64_t count, uint8_t *codes, uint8_t *scales);
 
-/* ---- Numbers about a weight -------------------------------------------------------------------------------- */
+/* ---- Measures of a weight ----------------------------------------------------------------------------------- */
 
 typedef struct nib_weight_stats {
     size_t bytes;
@@ -147,7 +147,7 @@ typedef struct nib_weight_stats {
     int64_t clipped;     /* |a| above what b's block can hold: 6 times its factor */
     int64_t underflowed; /* blocks of b with scale 0 or code 1..7 (below 2^-6), and something in a */
     int64_t nonfinite;   /* of a */
-    int64_t codes[16];   /* how often each code is in b; NVFP4 checkpoint formats only */
+    int64_t codes[16];   /* how often each 4-bit code is in b; NVFP4 checkpoint formats only */
     int64_t scales[256]; /* how often each scale byte */
 } nib_weight_stats;
 /* 10 log10(sum_squares / error_squares); infinity without an error. */
@@ -163,7 +163,7 @@ typedef struct nib_compared {
     const char *name;
     int64_t rows, cols;
     nib_checkpoint_format format_a, format_b;
-    nib_weight_stats stats;
+    const nib_weight_stats *stats; /* valid during the call that it is given to */
 } nib_compared;
 /* Every weight that both have with the same shape, in the order of names, given to `each` (not 0 stops: CANCELLED);
  * *only_a and *only_b (may be NULL) count those that one alone has. */
@@ -217,7 +217,7 @@ typedef enum nib_preset {
     NIB_PRESET_COUNT
 } nib_preset;
 
-#define NIB_UNSET (-1) /* for an enum or number below: what the dialect fixes, or the default */
+#define NIB_UNSET (-1) /* for an enum or value below: what the dialect fixes, or the default */
 
 typedef struct nib_quantize_options {
     size_t bytes;
@@ -263,7 +263,7 @@ typedef struct nib_plan_row {
     size_t bytes;
     const char *name;
     nib_action action;
-    const char *reason; /* why it is kept (or dequantized, where only plain numbers can be kept); "" otherwise */
+    const char *reason; /* why it is kept (or dequantized, where only plain values can be kept); "" otherwise */
     int64_t rows, cols;
     uint64_t bytes_in, bytes_out;
     const char *group; /* name of the first weight that shares its tensor scale; "" where it is alone */

@@ -236,7 +236,7 @@ TEST(refuses_wrong_measurements)
 
 static int count_compared(void *context, const nib_compared *compared)
 {
-    CHECK(compared->bytes >= sizeof *compared && compared->stats.elements == compared->rows * compared->cols);
+    CHECK(compared->bytes >= sizeof *compared && compared->stats->elements == compared->rows * compared->cols);
     return --*(int *)context == 0;
 }
 
@@ -389,7 +389,7 @@ TEST(checks_stacks_of_no_rank)
                                   { "b", NIB_U8, 1, { 1000 }, codes } };
     put_tensors(at("r.safetensors"), items, 4);
     const struct found found = check_file(at("r.safetensors"));
-    CHECK_THAT(strcmp(found.ids, "codes-shape level-shape ") == 0, "found %s", found.ids);
+    CHECK_THAT(strcmp(found.ids, "codes-shape tensor-scale-shape ") == 0, "found %s", found.ids);
 }
 
 /* Weights whose numbers say nothing: no elements, and dims that no file can fill. */
@@ -403,7 +403,7 @@ TEST(checks_empty_tensors)
                                   { "b.weight_global_scale", NIB_F32, 1, { 0 }, (float[]){ 1 } } };
     put_tensors(at("e.safetensors"), items, 6);
     const struct found found = check_file(at("e.safetensors"));
-    CHECK_THAT(strcmp(found.ids, "codes-shape level-shape ") == 0, "found %s", found.ids);
+    CHECK_THAT(strcmp(found.ids, "codes-shape tensor-scale-shape ") == 0, "found %s", found.ids);
 }
 
 /* No file bounds the other dims of a tensor without elements: memory, time and products must not follow them. */
@@ -418,7 +418,7 @@ TEST(checks_dims_that_nothing_fills)
         { { 0, large }, { 0, large / 8 }, NIB_E4M3, "" },              /* no row, however long */
         { { large, 0 }, { large, 0 }, NIB_E4M3, "" },                  /* rows of nothing */
         { { large - 1, 0 }, { large, 0 }, NIB_E4M3, "scale-padded " }, /* padding of nothing */
-        { { 0, 0 }, { 0, (int64_t)1 << 60 }, NIB_U8, "scale-dtype level-missing " }, /* 16 times as many are 0 in 64 bits */
+        { { 0, 0 }, { 0, (int64_t)1 << 60 }, NIB_U8, "scale-dtype tensor-scale-missing " }, /* 16 times as many are 0 in 64 bits */
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct item items[] = { { "a.weight_packed", NIB_U8, 2, { cases[i].codes[0], cases[i].codes[1] }, codes },
@@ -535,7 +535,7 @@ TEST(repairs_stacks)
     fclose(config);
     put_tensors(at("s.safetensors"), items, 7);
     struct found found = check_file(at("s.safetensors"));
-    CHECK_THAT(strstr(found.ids, "level-inverted") && strstr(found.ids, "input-scale-missing") &&
+    CHECK_THAT(strstr(found.ids, "tensor-scale-inverted") && strstr(found.ids, "input-scale-missing") &&
                    strstr(found.ids, "input-scale-not-positive"),
                "found %s", found.ids);
     nib_checkpoint *in = open_good(at("s.safetensors"));

@@ -5,6 +5,7 @@
  */
 #define _GNU_SOURCE
 /* NIB_TEST_WRAP_ALLOC */
+#include "io/checkpoint.h"
 #include "model/read.h"
 #include "base/os.h"
 #include "team.h"

@@ -99,7 +99,7 @@ struct report {
     const struct options *options;
     double streams[BENCH_STREAMS]; /* bytes per second */
     struct bench_result *results;
-    size_t n, room;
+    size_t n, capacity;
     struct verdict verdicts[RULES + WIDER];
     int verdict_count;
 };
@@ -319,13 +319,13 @@ static void print_result(const struct bench_result *r)
 
 static bool keep_result(struct report *report, const struct bench_result *result)
 {
-    if (report->n == report->room) {
-        const size_t room = report->room ? 2 * report->room : 64;
-        struct bench_result *more = realloc(report->results, room * sizeof *more);
+    if (report->n == report->capacity) {
+        const size_t capacity = report->capacity ? 2 * report->capacity : 64;
+        struct bench_result *more = realloc(report->results, capacity * sizeof *more);
         if (!more)
             return false;
         report->results = more;
-        report->room = room;
+        report->capacity = capacity;
     }
     report->results[report->n++] = *result;
     return true;

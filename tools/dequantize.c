@@ -49,7 +49,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         return CLI_FAILED;
     const enum cli_exit result = nib_plan_dequantize(in, dtype, &plan)
                                      ? run_failed(self)
-                                     : run_plan(self, plan, argv[first + 1], &flags, "dequantised");
+                                     : run_plan(self, plan, argv[first + 1], &flags, "dequantized");
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
     return result;

@@ -45,7 +45,7 @@ static float scale_value(int code)
     return value;
 }
 
-static struct summary summarise(const nib_weight_stats *stats)
+static struct summary summarize(const nib_weight_stats *stats)
 {
     struct summary s = { .known = stats->blocks > 0 && stats->elements > 0 };
     if (!s.known)
@@ -100,14 +100,14 @@ static void add_weight(struct inspection *in, const nib_weight *w, const struct 
                        const nib_weight_stats *stats)
 {
     static const char *const kinds[NIB_TENSOR_SCALE_COUNT] = { "amax", "multiplier", "divisor", "none" };
-    json_t *object = json_pack("{s:o, s:s, s:[II], s:I, s:f, s:o, s:o}", "name", text_json(w->name), "packing",
+    json_t *object = json_pack("{s:o, s:s, s:[II], s:I, s:f, s:o, s:o}", "name", text_json(w->name), "format",
                                nib_checkpoint_format_name(w->format), "shape", (json_int_t)w->rows, (json_int_t)w->cols,
                                "bytes", (json_int_t)w->stored_bytes, "bits_per_weight",
                                bits_of(w->stored_bytes, (uint64_t)(w->rows * w->cols)), "tensor", text_json(w->tensor),
                                "file", text_json(w->file));
     if (object && is_coded(w)) {
-        json_object_set_new(object, "level_kind", json_string(kinds[w->tensor_scale_kind]));
-        json_object_set_new(object, "level", text_number((double)w->tensor_scale));
+        json_object_set_new(object, "tensor_scale_kind", json_string(kinds[w->tensor_scale_kind]));
+        json_object_set_new(object, "tensor_scale", text_number((double)w->tensor_scale));
         if (w->has_input_scale)
             json_object_set_new(object, "input_scale", text_number((double)w->input_scale));
     }
@@ -143,7 +143,7 @@ static nib_status inspect_weight(struct inspection *in, size_t i)
     }
     if (status)
         return status;
-    const struct summary s = summarise(&stats);
+    const struct summary s = summarize(&stats);
     in->counts[w.format]++;
     in->bytes[w.format] += w.stored_bytes;
     in->elements[w.format] += (uint64_t)(w.rows * w.cols);
@@ -183,8 +183,8 @@ static nib_status inspect_all(struct inspection *in)
     if (!in->json && !in->quiet && in->tensors)
         cli_print("%-18s %9s %-9s %-34s %s", "shape", "size", "dtype", "file", "tensor");
     else if (!in->json && !in->quiet)
-        cli_print("%-18s %9s %6s %-18s %12s %-14s %14s  %s", "shape", "size", "bits", "packing", "level", "scales",
-                  "zeros   small", "weight");
+        cli_print("%-18s %9s %6s %-18s %12s %-14s %14s  %s", "shape", "size", "bits", "format", "tensor scale",
+                  "scales", "zeros   small", "weight");
     nib_status status = NIB_OK;
     for (size_t i = 0; !status && i < in->facts.weights; i++)
         status = inspect_weight(in, i);
@@ -217,7 +217,7 @@ static void print_totals(const struct inspection *in)
 static bool print_json(const struct inspection *in)
 {
     json_t *report =
-        json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:O, s:O}", "path", text_json(in->facts.path), "packing",
+        json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:O, s:O}", "path", text_json(in->facts.path), "format",
                   nib_checkpoint_format_name(in->facts.format), "model_type", text_json(in->facts.model_type), "files",
                   (json_int_t)in->facts.files, "tensor_bytes", (json_int_t)in->facts.tensor_bytes, "weight_elements",
                   (json_int_t)in->facts.weight_elements, "weights", in->weights, "tensors", in->list);

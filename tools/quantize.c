@@ -255,7 +255,7 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
         options.only = a->only.items;
         options.n_only = a->only.n;
         result =
-            nib_plan_quantize(in, &options, &plan) ? run_failed(self) : run_plan(self, plan, out, &a->run, "quantised");
+            nib_plan_quantize(in, &options, &plan) ? run_failed(self) : run_plan(self, plan, out, &a->run, "quantized");
         if (result == CLI_FINE && a->run.report && !a->run.dry_run)
             result = write_report(self, a, in, plan, out);
     }

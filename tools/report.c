@@ -21,7 +21,7 @@
 static int collect(void *context, const nib_compared *compared)
 {
     struct report *r = context;
-    const nib_weight_stats *s = &compared->stats;
+    const nib_weight_stats *s = compared->stats;
     if (r->n == r->capacity) {
         const size_t capacity = r->capacity ? 2 * r->capacity : 256;
         struct report_row *rows = realloc(r->rows, capacity * sizeof *rows);
@@ -165,7 +165,7 @@ json_t *report_differences(const char *a, const char *b)
 
 static json_t *side_of(const nib_checkpoint_facts *facts)
 {
-    json_t *side = json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I}", "path", text_json(facts->path), "packing",
+    json_t *side = json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I}", "path", text_json(facts->path), "format",
                              nib_checkpoint_format_name(facts->format), "model_type", text_json(facts->model_type),
                              "files", (json_int_t)facts->files, "weights", (json_int_t)facts->weights, "tensor_bytes",
                              (json_int_t)facts->tensor_bytes, "weight_elements", (json_int_t)facts->weight_elements);
@@ -186,8 +186,8 @@ static json_t *counts_of(const int64_t *counts, int n)
 json_t *report_row_json(const struct report_row *row)
 {
     return json_pack("{s:o, s:[II], s:s, s:s, s:o, s:o, s:o, s:o, s:I, s:I, s:I, s:I, s:I}", "name",
-                     text_json(row->name), "shape", (json_int_t)row->rows, (json_int_t)row->cols, "packing_a",
-                     nib_checkpoint_format_name(row->format_a), "packing_b", nib_checkpoint_format_name(row->format_b),
+                     text_json(row->name), "shape", (json_int_t)row->rows, (json_int_t)row->cols, "format_a",
+                     nib_checkpoint_format_name(row->format_a), "format_b", nib_checkpoint_format_name(row->format_b),
                      "sqnr_db", text_number(row->sqnr), "relative_l2", text_number(row->relative), "max_error",
                      text_number(row->max_error), "amax", text_number(row->amax), "zeroed", (json_int_t)row->zeroed,
                      "clipped", (json_int_t)row->clipped, "underflowed_blocks", (json_int_t)row->underflowed,

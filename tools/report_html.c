@@ -277,8 +277,8 @@ static void draw_cell(const struct chart *c, const struct point *first, size_t n
     if (n > 1)
         fprintf(c->f, "<path d=\"M%.1f %.1f V%.1f\" stroke=\"%s\" stroke-width=\"1.5\"/>", x, at_y(c, first[0].db),
                 at_y(c, first[n - 1].db), colours[first->series % COLOURS]);
-    const double room = at_x(c, 1) - at_x(c, 0); /* of a layer */
-    draw_shape(c->f, "mark", first->series, x, at_y(c, middle->db), fmax(1.8, fmin(3.4, room / 7)));
+    const double width = at_x(c, 1) - at_x(c, 0); /* of a layer */
+    draw_shape(c->f, "mark", first->series, x, at_y(c, middle->db), fmax(1.8, fmin(3.4, width / 7)));
     fputs("<title>", c->f);
     put(c->f, first[0].row->name);
     if (n > 1)
@@ -521,7 +521,7 @@ static void put_fates(FILE *f, const struct fate *fates, size_t n)
 static bool put_plan(FILE *f, const nib_plan *plan)
 {
     enum { MOST = 64 };
-    static const char *const actions[NIB_ACTION_COUNT] = { "quantised", "converted", "dequantised", "repaired",
+    static const char *const actions[NIB_ACTION_COUNT] = { "quantized", "converted", "dequantized", "repaired",
                                                            "kept" };
     nib_plan_facts facts = { .bytes = sizeof facts };
     if (!plan || nib_plan_get_facts(plan, &facts))

@@ -36,7 +36,7 @@ nib_checkpoint *run_open(const struct cli_command *self, const char *path)
     return checkpoint;
 }
 
-static const char *const actions[NIB_ACTION_COUNT] = { "quantise", "convert", "dequantise", "repair", "keep" };
+static const char *const actions[NIB_ACTION_COUNT] = { "quantize", "convert", "dequantize", "repair", "keep" };
 
 /* ---- Words ---- */
 

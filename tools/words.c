@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const char *text_bytes(uint64_t bytes, char *room, size_t size)
+const char *text_bytes(uint64_t bytes, char *buffer, size_t size)
 {
     static const char *const units[] = { "B", "KB", "MB", "GB", "TB" };
     double value = (double)bytes;
@@ -15,17 +15,17 @@ const char *text_bytes(uint64_t bytes, char *room, size_t size)
         value /= 1000;
         unit++;
     }
-    snprintf(room, size, unit && value < 99.95 ? "%.1f %s" : "%.0f %s", value, units[unit]);
-    return room;
+    snprintf(buffer, size, unit && value < 99.95 ? "%.1f %s" : "%.0f %s", value, units[unit]);
+    return buffer;
 }
 
-const char *text_db(double db, char *room, size_t size)
+const char *text_db(double db, char *buffer, size_t size)
 {
     if (isinf(db) && db > 0)
-        snprintf(room, size, "same");
+        snprintf(buffer, size, "same");
     else
-        snprintf(room, size, "%.2f", db);
-    return room;
+        snprintf(buffer, size, "%.2f", db);
+    return buffer;
 }
 
 json_t *text_json(const char *text)

@@ -192,7 +192,7 @@ static bool is_part_of_any(const struct exclusions *e, const char *name)
 }
 
 /* The name that vLLM gives to the layer that a module becomes part of. */
-static void fused_name(const char *module, char *room, size_t bytes)
+static void fused_name(const char *module, char *buffer, size_t bytes)
 {
     static const char *const parts[][2] = { { "q_proj", "qkv_proj" },
                                             { "k_proj", "qkv_proj" },
@@ -203,10 +203,10 @@ static void fused_name(const char *module, char *room, size_t bytes)
     last = last ? last + 1 : module;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (is(last, parts[i][0])) {
-            snprintf(room, bytes, "%.*s%s", (int)(last - module), module, parts[i][1]);
+            snprintf(buffer, bytes, "%.*s%s", (int)(last - module), module, parts[i][1]);
             return;
         }
-    snprintf(room, bytes, "%s", module);
+    snprintf(buffer, bytes, "%s", module);
 }
 
 /* vLLM leaves these alone, whatever ModelOpt's configuration says. */
@@ -283,7 +283,7 @@ static nib_status check_widths(struct nib_checking *k, const struct exclusions *
 /* ---- compressed-tensors ---- */
 
 /* The first thing about a group's weights that is not NVFP4; NULL where there is none. */
-static const char *group_fault(const json_t *group, char *room, size_t bytes)
+static const char *group_fault(const json_t *group, char *buffer, size_t bytes)
 {
     const json_t *weights = get(group, "weights");
     static const struct {
@@ -297,15 +297,15 @@ static const char *group_fault(const json_t *group, char *room, size_t bytes)
         return "it has no weights";
     for (size_t i = 0; i < 2; i++)
         if (json_integer_value(get(weights, values[i].key)) != values[i].wanted) {
-            snprintf(room, bytes, "weights.%s is %lld instead of %d", values[i].key,
+            snprintf(buffer, bytes, "weights.%s is %lld instead of %d", values[i].key,
                      (long long)json_integer_value(get(weights, values[i].key)), values[i].wanted);
-            return room;
+            return buffer;
         }
     for (size_t i = 0; i < 2; i++)
         if (!is(get_text(weights, texts[i].key), texts[i].wanted)) {
-            snprintf(room, bytes, "weights.%s is \"%s\" instead of \"%s\"", texts[i].key,
+            snprintf(buffer, bytes, "weights.%s is \"%s\" instead of \"%s\"", texts[i].key,
                      get_text(weights, texts[i].key), texts[i].wanted);
-            return room;
+            return buffer;
         }
     if (json_is_false(get(weights, "symmetric")))
         return "weights.symmetric is false";
@@ -322,11 +322,11 @@ static nib_status check_groups_of_config(struct nib_checking *k, const json_t *c
                                                                                              "zp_dtype" };
     const char *name, *fault = "it has no config_groups";
     json_t *group, *groups = json_object_get(config, "config_groups");
-    char room[256], where[128] = "";
+    char buffer[256], where[128] = "";
     bool good = false, told = false;
     json_object_foreach(groups, name, group)
     {
-        const char *this_fault = group_fault(group, room, sizeof room);
+        const char *this_fault = group_fault(group, buffer, sizeof buffer);
         good |= !this_fault;
         if (this_fault && !*where) {
             fault = this_fault;
@@ -458,12 +458,12 @@ static const struct nib_check_module *find_module(const struct nib_checking *k, 
 }
 
 /* "experts" of "experts.gate_up_proj" (one part) or of "experts.3.up_proj" (two). */
-static const char *without_parts(const char *name, int parts, char *room, size_t bytes)
+static const char *without_parts(const char *name, int parts, char *buffer, size_t bytes)
 {
-    snprintf(room, bytes, "%s", name);
-    for (char *dot; parts > 0 && (dot = strrchr(room, '.')); parts--)
+    snprintf(buffer, bytes, "%s", name);
+    for (char *dot; parts > 0 && (dot = strrchr(buffer, '.')); parts--)
         *dot = 0;
-    return room;
+    return buffer;
 }
 
 /* Experts of a stack may be listed one by one: loaders look for anything below their module. */
@@ -471,15 +471,15 @@ static bool is_listed(const json_t *layers, const struct nib_check_module *m)
 {
     const char *key;
     json_t *layer;
-    char room[1024];
+    char buffer[1024];
     if (is_nvfp4_algo(get_text(listed(layers, m->name), "quant_algo")))
         return true;
     if (!nib_check_is_stack(m))
         return false;
-    without_parts(m->name, 1, room, sizeof room);
+    without_parts(m->name, 1, buffer, sizeof buffer);
     json_object_foreach((json_t *)(uintptr_t)layers, key, layer)
     {
-        if (is_parent(room, key) && is_nvfp4_algo(get_text(layer, "quant_algo")))
+        if (is_parent(buffer, key) && is_nvfp4_algo(get_text(layer, "quant_algo")))
             return true;
     }
     return false;
@@ -487,10 +487,10 @@ static bool is_listed(const json_t *layers, const struct nib_check_module *m)
 
 static bool is_quantized(const struct nib_checking *k, const char *name)
 {
-    char room[1024];
+    char buffer[1024];
     if (find_module(k, name))
         return true;
-    const struct nib_check_module *m = find_module(k, without_parts(name, 2, room, sizeof room));
+    const struct nib_check_module *m = find_module(k, without_parts(name, 2, buffer, sizeof buffer));
     return m && nib_check_is_stack(m);
 }
 

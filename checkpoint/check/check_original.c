@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * check_original.c - faults that leave no certain trace in a file: nibbles in the other order, scales in tiles, a wrong
- * number per tensor. With the original they are certain: of several readings of the same bytes one fits it. Without,
+ * tensor scale. With the original they are certain: of several readings of the same bytes one fits it. Without,
  * some can be guessed.
  */
 #include "check/check.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * check_table.c - every finding of a check: its name, how bad it is, whether a repair takes care of it, what comes of it
+ * check_table.c - every finding of a check: its id, how bad it is, whether a repair takes care of it, what comes of it
  * and what to do. docs/check.md says when each is found.
  */
 #include <stdarg.h>
@@ -31,7 +31,7 @@ struct fault_facts {
 static const struct fault_facts faults[NIB_FAULTS] = {
     [NIB_FAULT_SCALE_MISSING] = { "scale-missing", ERROR, 0,
                                   "loaders reject the module or leave its scales uninitialized", AGAIN },
-    [NIB_FAULT_TENSOR_SCALE_MISSING] = { "level-missing", ERROR, 0,
+    [NIB_FAULT_TENSOR_SCALE_MISSING] = { "tensor-scale-missing", ERROR, 0,
                                          "loaders compute with uninitialized memory or with 1", AGAIN },
     [NIB_FAULT_INPUT_MISSING] = { "input-scale-missing", ERROR, 1,
                                   "vLLM computes with uninitialized memory or 1/0, and gives NaN for some prompts",
@@ -58,7 +58,8 @@ static const struct fault_facts faults[NIB_FAULTS] = {
                                "NVFP4 has blocks of 16: loaders reject the module or scale it wrongly", AGAIN },
     [NIB_FAULT_SCALE_SHAPE] = { "scale-shape", ERROR, 0, "loaders reject the module or read another block's scale",
                                 AGAIN },
-    [NIB_FAULT_TENSOR_SCALE_SHAPE] = { "level-shape", ERROR, 0, "loaders want one F32 and reject the module", AGAIN },
+    [NIB_FAULT_TENSOR_SCALE_SHAPE] = { "tensor-scale-shape", ERROR, 0, "loaders want one F32 and reject the module",
+                                       AGAIN },
     [NIB_FAULT_MISNAMED] = { "companion-misnamed", ERROR, 0,
                              "loaders of this format drop it without a word and compute garbage",
                              "convert the checkpoint with nib convert, or rename the tensor" },
@@ -71,8 +72,9 @@ static const struct fault_facts faults[NIB_FAULTS] = {
     [NIB_FAULT_WRAPPED_NAME] = { "name-wrapped", ERROR, 0,
                                  "no loader knows the module by this name: it is dropped or rejected",
                                  "save the model without its wrapper" },
-    [NIB_FAULT_TENSOR_SCALE_NOT_FINITE] = { "level-not-finite", ERROR, 0, "the layer gives NaN or zeros", AGAIN },
-    [NIB_FAULT_TENSOR_SCALE_NOT_POSITIVE] = { "level-not-positive", ERROR, 0,
+    [NIB_FAULT_TENSOR_SCALE_NOT_FINITE] = { "tensor-scale-not-finite", ERROR, 0, "the layer gives NaN or zeros",
+                                            AGAIN },
+    [NIB_FAULT_TENSOR_SCALE_NOT_POSITIVE] = { "tensor-scale-not-positive", ERROR, 0,
                                               "the layer gives zeros, infinities or the wrong sign", AGAIN },
     [NIB_FAULT_INPUT_NOT_FINITE] = { "input-scale-not-finite", ERROR, 1,
                                      "the layer gives NaN for every prompt that reaches it", REPAIR },
@@ -93,11 +95,11 @@ static const struct fault_facts faults[NIB_FAULTS] = {
                                         "may not matter",
                                         "quantize the original again with scales of at least 2^-6" },
     [NIB_FAULT_SCALE_RANGE] = { "scale-range", WARNING, 0,
-                                "the number per tensor is larger than it need be, and small blocks lose precision or "
+                                "the tensor scale is larger than it need be, and small blocks lose precision or "
                                 "vanish",
                                 AGAIN },
-    [NIB_FAULT_TENSOR_SCALE_INVERTED] = { "level-inverted", ERROR, 1, "weights come out wrong by the square of it",
-                                          REPAIR },
+    [NIB_FAULT_TENSOR_SCALE_INVERTED] = { "tensor-scale-inverted", ERROR, 1,
+                                          "weights come out wrong by the square of it", REPAIR },
     [NIB_FAULT_INPUT_INVERTED] = { "input-scale-inverted", ERROR, 1, "activations underflow to zero or are clipped",
                                    REPAIR },
     [NIB_FAULT_FUSED_TENSOR_SCALES] = { "fused-scales-differ", ERROR, 1,
@@ -143,17 +145,17 @@ static const struct fault_facts faults[NIB_FAULTS] = {
     [NIB_FAULT_HF_KEYS] = { "hf-config-keys", ERROR, 1, "vLLM rejects the file", REPAIR },
     [NIB_FAULT_HF_DIFFERS] = { "hf-config-differs", WARNING, 1,
                                "vLLM and SGLang believe config.json, TensorRT-LLM the other", REPAIR },
-    [NIB_FAULT_HEAD_QUANTIZED] = { "head-quantised", WARNING, 0,
+    [NIB_FAULT_HEAD_QUANTIZED] = { "head-quantized", WARNING, 0,
                                    "older loaders reject a quantized head, and it costs accuracy",
                                    "keep it in high precision" },
     [NIB_FAULT_HEAD_TIED] = { "head-tied", ERROR, 0, "config.json ties it to the embedding: loaders drop it or reject",
                               "keep the head out, or set tie_word_embeddings to false" },
     [NIB_FAULT_HEAD_NOT_IGNORED] = { "head-not-ignored", WARNING, 1,
                                      "transformers builds a packed head that no tensor fills", REPAIR },
-    [NIB_FAULT_ROUTER_QUANTIZED] = { "router-quantised", ERROR, 0,
+    [NIB_FAULT_ROUTER_QUANTIZED] = { "router-quantized", ERROR, 0,
                                      "loaders build routers unquantized and reject their tensors",
                                      "keep it in high precision" },
-    [NIB_FAULT_EMBEDDING_QUANTIZED] = { "embedding-quantised", ERROR, 0,
+    [NIB_FAULT_EMBEDDING_QUANTIZED] = { "embedding-quantized", ERROR, 0,
                                         "loaders look rows of it up and cannot unpack them",
                                         "keep it in high precision" },
     [NIB_FAULT_METADATA] = { "metadata-format", WARNING, 1,
@@ -171,7 +173,7 @@ static const struct fault_facts faults[NIB_FAULTS] = {
                                     "every two values change places: the layer computes garbage", AGAIN },
     [NIB_FAULT_SCALES_SWIZZLED] = { "scales-swizzled", ERROR, 0, "loaders want rows of scales and use another block's",
                                     AGAIN },
-    [NIB_FAULT_TENSOR_SCALE_WRONG] = { "level-wrong", ERROR, 0, "the layer is off by that factor", AGAIN },
+    [NIB_FAULT_TENSOR_SCALE_WRONG] = { "tensor-scale-wrong", ERROR, 0, "the layer is off by that factor", AGAIN },
     [NIB_FAULT_DIFFERS] = { "differs-from-original", ERROR, 0, "it is no quantization of that weight", AGAIN },
     [NIB_FAULT_KEPT_DIFFERS] = { "kept-differs", WARNING, 0, "a weight that was kept is not the original's",
                                  "see whether the two belong together" },

@@ -2,9 +2,9 @@
 /*
  * repair.c - the plan of a repair: what a check found and what can be put right without the original.
  *
- * Codes are never touched. Weights that servers fuse get the number per tensor of the one that has the largest
- * multiplier, and each block scale takes over what is missing, rounded to E4M3; numbers that were stored as their
- * inverse are inverted; activations get the number of their group, or 1. The configuration is made anew from the tensors
+ * Codes are never touched. Weights that servers fuse get the tensor scale of the one that has the largest
+ * multiplier, and each block scale makes up for the difference, rounded to E4M3; scales that were stored as their
+ * inverse are inverted; activations get the scale of their group, or 1. The configuration is made anew from the tensors
  * where something was wrong with it, and kept as it is otherwise.
  */
 #include "check/check.h"
@@ -56,7 +56,7 @@ static bool has_tensor_scale(const struct repair *r, size_t i)
     return can_write(r, i) && (x->tensor_scale_good || x->tensor_scale_inverted);
 }
 
-/* ---- Numbers ---- */
+/* ---- Tensor scales ---- */
 
 /* Scale bytes times a factor, to nearest. What was not zero does not become zero. */
 static const uint8_t *scale_map(struct repair *r, float factor)
@@ -117,7 +117,7 @@ static nib_status share_tensor_scale(struct repair *r, const struct nib_check_me
     return NIB_OK;
 }
 
-/* The largest of the group: too large a number costs small activations, too small a one clips. */
+/* The largest of the group: too large a scale costs small activations, too small a one clips. */
 static void share_input(struct repair *r, const struct nib_check_member *first, size_t n)
 {
     float shared = 0;
@@ -190,8 +190,8 @@ static nib_status add_repaired(struct repair *r, uint32_t weight)
 
 /* ---- Stacks ---- */
 
-/* A stack of experts is one tensor with one number per tensor: its codes and scales are copied, and a number of its own
- * takes the place of one that is wrong or missing. */
+/* A stack of experts is one tensor with one tensor scale: its codes and block scales are copied, and a tensor of its own
+ * takes the place of a tensor scale that is wrong or missing. */
 static bool is_stack(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
@@ -206,8 +206,8 @@ static bool misses_input(const struct repair *r, size_t i)
            nib_check_wants_input(&r->k, r->k.c->tensors[w->tensor[NIB_ROLE_DATA]].name);
 }
 
-/* What a number of a stack becomes; false: it is copied. One for each expert is not touched. */
-static bool new_number(const struct repair *r, uint32_t tensor, float *number)
+/* What a tensor scale of a stack becomes; false: it is copied. One for each expert is not touched. */
+static bool new_value(const struct repair *r, uint32_t tensor, float *value)
 {
     const struct nib_ck_tensor *t = &r->k.c->tensors[tensor];
     if (t->weight == NIB_NONE || !is_stack(r, t->weight) || r->k.broken[tensor] || t->bytes > sizeof(float) ||
@@ -216,21 +216,21 @@ static bool new_number(const struct repair *r, uint32_t tensor, float *number)
     const struct nib_ck_weight *w = &r->k.c->weights[t->weight];
     const struct nib_check_weight *x = &r->k.weights[t->weight];
     if (tensor == w->tensor[NIB_ROLE_TENSOR_SCALE] && x->tensor_scale_inverted) {
-        *number = 1 / x->tensor_scale;
+        *value = 1 / x->tensor_scale;
         return true;
     }
     if (tensor == w->tensor[NIB_ROLE_INPUT] && !x->input_good) {
-        *number = x->input_inverted ? 1 / x->input : 1;
+        *value = x->input_inverted ? 1 / x->input : 1;
         return true;
     }
     return false;
 }
 
-static nib_status add_number(struct repair *r, const char *name, int64_t rank, const int64_t *shape, float number)
+static nib_status add_value(struct repair *r, const char *name, int64_t rank, const int64_t *shape, float value)
 {
     uint32_t index;
-    TRY(nib_plan_add_tensor(r->plan, name, NIB_F32, rank, shape, NIB_PRODUCE_NUMBER, NIB_NONE, &index));
-    r->plan->tensors[index].number = number;
+    TRY(nib_plan_add_tensor(r->plan, name, NIB_F32, rank, shape, NIB_PRODUCE_VALUE, NIB_NONE, &index));
+    r->plan->tensors[index].value = value;
     return NIB_OK;
 }
 
@@ -239,24 +239,24 @@ static nib_status add_other(struct repair *r, uint32_t tensor)
 {
     const nib_checkpoint *c = r->k.c;
     const struct nib_ck_tensor *t = &c->tensors[tensor];
-    float number;
+    float value;
     TRY(nib_plan_next(r->plan, t->file, 0));
-    if (new_number(r, tensor, &number))
-        return add_number(r, t->name, t->rank, t->shape, number);
+    if (new_value(r, tensor, &value))
+        return add_value(r, t->name, t->rank, t->shape, value);
     TRY(nib_plan_add_copy(r->plan, tensor));
     if (t->weight == NIB_NONE || c->weights[t->weight].tensor[NIB_ROLE_DATA] != tensor || !misses_input(r, t->weight))
         return NIB_OK;
     const char *suffix = nib_ck_stack_layout(r->plan->format)->suffixes[NIB_ROLE_INPUT];
     const char *name = nib_plan_string(r->plan, "%s%s", t->name, suffix);
-    return name ? add_number(r, name, 0, NULL, 1) : no_memory(r);
+    return name ? add_value(r, name, 0, NULL, 1) : no_memory(r);
 }
 
 static bool stack_changes(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
-    float number;
+    float value;
     for (int role = NIB_ROLE_TENSOR_SCALE; role <= NIB_ROLE_INPUT; role++)
-        if (w->index >= 0 && w->tensor[role] != NIB_NONE && new_number(r, w->tensor[role], &number))
+        if (w->index >= 0 && w->tensor[role] != NIB_NONE && new_value(r, w->tensor[role], &value))
             return true;
     return misses_input(r, i);
 }

@@ -751,7 +751,7 @@ nib_status nib_gguf_get_string(const nib_gguf *file, const char *key, char **out
     return status;
 }
 
-/* Items as they lie in the file, a length before each string, become strings with a NUL behind: there is room where the
+/* Items as they lie in the file, a length before each string, become strings with a NUL behind: there is space where the
  * length was. False if a length leads beyond the end, which the file cannot do unless it has been changed since. */
 static bool unpack(struct nib_gguf_strings *strings, uint64_t bytes, bool *has_nul)
 {

@@ -130,7 +130,7 @@ struct tally {
     int64_t pairs[4][256]; /* bytes of two codes; several, or equal bytes would wait for one another */
 };
 
-/* The slow way, for ends of rows and for what is infinite or overflows: an element of a that is no number is only
+/* The slow way, for ends of rows and for what is infinite or overflows: an element of a that is not finite is only
  * counted, one of b is an infinite error. */
 static void measure_elements(const float *a, const float *b, int64_t n, float limit, int64_t row, int64_t col,
                              struct row_sums *sums, nib_weight_stats *stats)
@@ -274,7 +274,7 @@ static nib_status measure_panel(struct measuring *m, int64_t first, int64_t coun
     return NIB_OK;
 }
 
-/* What a weight takes as plain numbers. */
+/* What a weight takes as plain values. */
 static uint64_t nominal_bytes(const struct nib_ck_weight *w)
 {
     return (uint64_t)(w->rows * w->cols) * (uint64_t)nib_dtypes[w->dtype].bits / 8;
@@ -356,7 +356,7 @@ static void merge(nib_weight_stats *out, const struct tally *tally)
     }
 }
 
-/* Rows of a panel, and how many workers have room for one. */
+/* Rows of a panel, and how many workers have memory for one. */
 static int plan_panels(struct measuring *m)
 {
     const int64_t rows = m->weight_a->rows, cols = m->weight_a->cols;
@@ -409,7 +409,7 @@ static nib_status run_workers(struct measuring *m, nib_weight_stats *out)
     return status;
 }
 
-/* Of weights by number; `done` of `total` bytes are behind us. */
+/* Of weights by index; `done` of `total` bytes are behind us. */
 static nib_status measure(const nib_checkpoint *a, size_t a_index, const nib_checkpoint *b, size_t b_index,
                           const nib_job *job, uint64_t done, uint64_t total, nib_weight_stats *out)
 {
@@ -463,13 +463,15 @@ nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint 
         const struct nib_ck_weight *w = &a->weights[i];
         if (nib_checkpoint_find_weight(b, w->name, &index) == NIB_OK && w->rows == b->weights[index].rows &&
             w->cols == b->weights[index].cols) {
+            nib_weight_stats stats = { .bytes = sizeof stats };
             nib_compared compared = { .bytes = sizeof compared,
                                       .name = w->name,
                                       .rows = w->rows,
                                       .cols = w->cols,
                                       .format_a = w->format,
-                                      .format_b = b->weights[index].format };
-            TRY(measure(a, i, b, index, &own, done, total, &compared.stats));
+                                      .format_b = b->weights[index].format,
+                                      .stats = &stats };
+            TRY(measure(a, i, b, index, &own, done, total, &stats));
             if (each(context, &compared))
                 return nib_fail(NIB_ERR_CANCELLED, "comparing: stopped by the caller");
             common++;

@@ -184,9 +184,9 @@ nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor)
 {
     const struct nib_ck_tensor *t = &plan->in->tensors[tensor];
     if (t->ggml_type >= 0 && t->dtype == NIB_DTYPE_COUNT && plan->format != NIB_CHECKPOINT_FORMAT_GGUF) {
-        char room[512];
+        char buffer[512];
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s has GGML type %d, which safetensors files cannot hold",
-                        nib_ck_place(plan->in, tensor, room, sizeof room), t->ggml_type);
+                        nib_ck_place(plan->in, tensor, buffer, sizeof buffer), t->ggml_type);
     }
     uint32_t index;
     TRY(nib_plan_add_tensor(plan, t->name, t->dtype, t->rank, t->shape, NIB_PRODUCE_COPY, tensor, &index));
@@ -421,7 +421,7 @@ nib_status nib_plan_finish(nib_plan *plan, nib_plan **out)
 
 /* ---- A plan as the caller sees it ---- */
 
-/* A weight with a reason to stay is kept, though its checkpoint format may not be: what was FP8 blocks or MXFP4 stays in the numbers
+/* A weight with a reason to stay is kept, though its checkpoint format may not be: what was FP8 blocks or MXFP4 stays in the values
  * that it stands for. */
 static bool changes(const struct nib_out_row *row) { return row->action != NIB_ACTION_KEEP && !*row->reason; }
 

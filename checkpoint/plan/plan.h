@@ -21,8 +21,8 @@
 /* Where the bytes of an output tensor come from. */
 enum nib_producer {
     NIB_PRODUCE_COPY = 0, /* a source tensor, byte for byte */
-    NIB_PRODUCE_PIECE,    /* `count` elements of one, from element `first` on, `step` apart (small ones only) */
-    NIB_PRODUCE_NUMBER,   /* one F32 that is known when the plan is made */
+    NIB_PRODUCE_STRIDED,  /* `count` elements of one, from element `first` on, `step` apart (small ones only) */
+    NIB_PRODUCE_VALUE,    /* one F32 that is known when the plan is made */
     NIB_PRODUCE_WEIGHT,   /* weights write it: see nib_out_weight.out */
 };
 
@@ -35,9 +35,9 @@ struct nib_out_tensor {
     uint64_t bytes;
     uint64_t offset; /* in its file; set when the file is laid out */
     enum nib_producer producer;
-    uint32_t source; /* COPY, PIECE: a tensor of the input */
+    uint32_t source; /* COPY, STRIDED: a tensor of the input */
     int64_t first, step, count;
-    float number;
+    float value; /* VALUE */
 };
 
 /* Weights that share a tensor scale, one of them at least. Every weight that is quantized is in one. */
@@ -59,18 +59,18 @@ enum nib_laying {
 /* One weight that is worked on. Weights that stay as they are need none: their tensors are copied. */
 struct nib_out_weight {
     struct nib_ck_weight source; /* a copy: experts of a stack that stays whole are joined to one matrix per expert */
-    nib_action action;           /* QUANTIZE, CONVERT and REPAIR (codes stay), DEQUANTIZE and KEEP (numbers) */
-    enum nib_laying laying;      /* of numbers: ROWS, or STACK for [E, K, rows] */
+    nib_action action;           /* QUANTIZE, CONVERT and REPAIR (codes stay), DEQUANTIZE and KEEP (values) */
+    enum nib_laying laying;      /* of values: ROWS, or STACK for [E, K, rows] */
     int64_t index;               /* in a stack that is written; 0 otherwise */
     int64_t experts;             /* matrices of that stack; 1 otherwise */
-    nib_dtype dtype;             /* of numbers that are written */
+    nib_dtype dtype;             /* of values that are written */
     uint32_t group;              /* QUANTIZE: index in groups */
-    /* Codes that stay: what the written number per tensor is, in the sense of the plan's checkpoint format (CT: the divisor), and
+    /* Codes that stay: what tensor scale is written, in the sense of the plan's checkpoint format (CT: the divisor), and
      * what every scale byte becomes (256 bytes in the plan's memory; NULL: itself). */
     float tensor_scale;
     bool as_in_source; /* instead: the source's own, and that of activations too, where it has one */
     const uint8_t *scale_map;
-    /* The number of activations, in the sense of the checkpoint format. Of `norm` it is found in the run: sqrt(K) * max |gamma|
+    /* The tensor scale of activations, in the same sense. Of `norm` it is found in the run: sqrt(K) * max |gamma|
      * of that tensor (or of gamma + 1). */
     float input;
     uint32_t norm; /* tensor of the input; NIB_NONE: `input` it is */
@@ -133,8 +133,8 @@ nib_status nib_plan_add_tensor(nib_plan *plan, const char *name, nib_dtype dtype
                                enum nib_producer producer, uint32_t source, uint32_t *index);
 /* A source tensor as it is. */
 nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor);
-/* One more weight with its tensors, by plan->checkpoint format and the weight's laying: NAME.weight_packed and so on, the number
- * per tensor among them, and that of activations where `with_input`. `*w` is copied; its out[] is filled. */
+/* One more weight with its tensors, by plan->format and the weight's laying: NAME.weight_packed and so on, the tensor scale
+ * among them, and that of activations where `with_input`. `*w` is copied; its out[] is filled. */
 nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool with_input);
 /* Tensors that are added from here on belong to the output file that stands for this input file (by keep_split, or
  * by size: a new one is begun where the current one is full). Call it before each input tensor's outputs. */
@@ -151,7 +151,7 @@ float nib_plan_input_scale(const nib_plan *plan, float amax);
 
 /* The name of the stack that a weight comes from, as a stack that is written whole bears it; NULL without memory. */
 const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w);
-/* Source tensors in the order in which they lie in their files: `order` has room for n_tensors. */
+/* Source tensors in the order in which they lie in their files: `order` holds n_tensors. */
 nib_status nib_ck_order_by_place(const nib_checkpoint *c, uint32_t *order);
 
 /* ---- Layout (plan_layout.c) ---- */

@@ -70,13 +70,13 @@ static nib_status find_keys(struct maker *m)
     if (!m->keyed)
         return no_memory();
     for (uint32_t i = 0; i < in->n_weights; i++) {
-        char room[1024];
+        char buffer[1024];
         const struct nib_ck_weight *w = &in->weights[i];
         const char *key = NULL;
         if (stacks && w->index >= 0)
             key = nib_plan_string(plan, "[%s", in->tensors[w->tensor[NIB_ROLE_DATA]].name);
-        else if (nib_ck_fused_key(w->name, room, sizeof room))
-            key = nib_plan_string(plan, "%s", room);
+        else if (nib_ck_fused_key(w->name, buffer, sizeof buffer))
+            key = nib_plan_string(plan, "%s", buffer);
         else
             continue;
         if (!key)
@@ -118,7 +118,7 @@ static nib_status keep_whole_sets(struct maker *m)
     return NIB_OK;
 }
 
-/* Formats other than NVFP4 go with the configuration that described them: what stays becomes plain numbers. */
+/* Formats other than NVFP4 go with the configuration that described them: what stays becomes plain values. */
 nib_action nib_plan_keep_action(const struct nib_ck_weight *w)
 {
     const bool plain = w->format == NIB_CHECKPOINT_FORMAT_PLAIN || nib_ck_is_nvfp4(w->format);
@@ -140,7 +140,7 @@ static nib_status add_group(struct maker *m, uint32_t weight, uint32_t *group)
     return NIB_OK;
 }
 
-/* Activations of a set are the same numbers: the largest amax that any of its members has in the file counts. */
+/* Weights of a set have the same activations: the largest amax that any of its members has in the file counts. */
 static nib_status raise_input(const struct maker *m, uint32_t weight, struct nib_out_group *group)
 {
     const char *name = m->plan->in->weights[weight].name;
@@ -418,12 +418,12 @@ static nib_status add_cut_biases(struct maker *m, uint32_t bias, uint32_t stack)
         const char *name = nib_plan_string(plan, "%s.bias", w->name);
         uint32_t index;
         if (w->index >= t->shape[0] || w->row_first + (w->rows - 1) * w->row_step >= t->shape[1]) {
-            char room[512];
+            char buffer[512];
             return nib_fail(NIB_ERR_DATA, "%s is [%lld, %lld], which does not fit its experts",
-                            nib_ck_place(plan->in, bias, room, sizeof room), (long long)t->shape[0],
+                            nib_ck_place(plan->in, bias, buffer, sizeof buffer), (long long)t->shape[0],
                             (long long)t->shape[1]);
         }
-        TRY(nib_plan_add_tensor(plan, name, t->dtype, 1, &w->rows, NIB_PRODUCE_PIECE, bias, &index));
+        TRY(nib_plan_add_tensor(plan, name, t->dtype, 1, &w->rows, NIB_PRODUCE_STRIDED, bias, &index));
         struct nib_out_tensor *out = &plan->tensors[index];
         out->first = w->index * t->shape[1] + w->row_first;
         out->step = w->row_step;

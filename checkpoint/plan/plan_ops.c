@@ -35,21 +35,21 @@ static nib_status check_source(const nib_checkpoint *in)
         const struct nib_ck_tensor *t = &in->tensors[i];
         const bool float8 = t->dtype == NIB_E4M3 || t->dtype == NIB_E5M2 || t->dtype == NIB_E4M3FNUZ ||
                             t->dtype == NIB_E5M2FNUZ || t->dtype == NIB_E2M1;
-        char room[512];
+        char buffer[512];
         if (nib_ck_ends_with(t->name, saved->suffixes[NIB_ROLE_DATA]) && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s was saved by the library, but is no matrix of rowwise NVFP4 with one "
                             "tensor scale and plain scales",
-                            nib_ck_place(in, i, room, sizeof room));
+                            nib_ck_place(in, i, buffer, sizeof buffer));
         if (float8 && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s is %s, and how it is scaled nib does not know: only NVFP4, MXFP4 and FP8 blocks with "
                             "weight_scale_inv are read",
-                            nib_ck_place(in, i, room, sizeof room), nib_dtype_name(t->dtype));
+                            nib_ck_place(in, i, buffer, sizeof buffer), nib_dtype_name(t->dtype));
         if (nib_ck_ends_with(t->name, NIB_PRE_QUANT_SCALE))
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s: its activations are to be multiplied with it (AWQ), which other formats cannot say",
-                            nib_ck_place(in, i, room, sizeof room));
+                            nib_ck_place(in, i, buffer, sizeof buffer));
     }
     return NIB_OK;
 }
@@ -246,7 +246,7 @@ static nib_status choose(const struct chooser *chooser)
         if (nib_ck_is_nvfp4(w->format))
             return nib_fail(NIB_ERR_UNSUPPORTED,
                             "%s: weight %s is NVFP4 already: nib convert writes it in another format, nib dequantize "
-                            "gives plain numbers",
+                            "gives plain values",
                             plan->in->path, nib_quote(w->name).text);
         TRY(reason_to_keep(chooser, w, &reason));
         row->action = reason ? nib_plan_keep_action(w) : NIB_ACTION_QUANTIZE;

@@ -6,6 +6,7 @@
 
 #include <stdio.h>
 
+#include "tensor/quantize.h"
 #include "tensor/tensor.h"
 #include "nib_shard.h"
 
@@ -88,8 +89,6 @@ nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t by
 
 /* ---- Tensor scales ---- */
 
-nib_tensor_scale nib_run_tensor_scale_kind(nib_checkpoint_format format) { return nib_ck_formats[format].tensor_scale; }
-
 float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_scale to, int32_t e4m3_max)
 {
     if (from == NIB_TENSOR_SCALE_AMAX)
@@ -100,27 +99,6 @@ float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_sc
     return divisor == (to == NIB_TENSOR_SCALE_DIVISOR) ? tensor_scale : 1.0f / tensor_scale;
 }
 
-/* What the dialect makes of an amax: by quantizing a block of nothing with it. */
-static nib_status tensor_scale_of_amax(const nib_quantizer *q, nib_dtype dtype, float amax, nib_tensor_scale *kind,
-                                       float *tensor_scale)
-{
-    float zeros[16] = { 0 };
-    nib_array x, part;
-    nib_tensor *t = NULL;
-    nib_metadata metadata = { .bytes = sizeof metadata };
-    TRY(nib_array_init(&x, zeros, dtype, 2, (int64_t[]){ 1, 16 }));
-    TRY(nib_quantize(q, &x, &(nib_overrides){ .bytes = sizeof(nib_overrides), .amax = { &amax, NULL } }, &t));
-    nib_status status = nib_tensor_part(t, NIB_ROW_TENSOR_SCALE, &part);
-    if (!status)
-        status = nib_tensor_get_metadata(t, &metadata);
-    if (!status) {
-        memcpy(tensor_scale, part.data, sizeof *tensor_scale);
-        *kind = metadata.tensor_scale;
-    }
-    nib_tensor_destroy(t);
-    return status;
-}
-
 /* Of nothing but zeros some dialects would make infinities. Only who asks for ModelOpt's bytes in ModelOpt's form gets
  * what ModelOpt writes: a tensor scale of 0 and scales that are NaN. */
 bool nib_run_is_nothing(const nib_plan *plan, float amax)
@@ -128,22 +106,24 @@ bool nib_run_is_nothing(const nib_plan *plan, float amax)
     return amax == 0 && !(plan->q.dialect == NIB_DIALECT_MODELOPT && plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT);
 }
 
-static nib_status find_tensor_scales(struct nib_run *run)
+static void find_tensor_scales(struct nib_run *run)
 {
     const nib_plan *plan = run->plan;
     for (size_t i = 0; i < plan->n_groups; i++) {
         const struct nib_out_group *group = &plan->groups[i];
         nib_tensor_scale kind = NIB_TENSOR_SCALE_MULTIPLIER;
-        float tensor_scale;
+        float tensor_scale, encode;
         if (!group->mxfp4 && nib_run_is_nothing(plan, run->amaxes[i]))
             tensor_scale = 1;
         else if (group->mxfp4)
             tensor_scale = run->amaxes[i] = nib_mxfp4_decode_scale(run->amaxes[i]);
-        else
-            TRY(tensor_scale_of_amax(&plan->q, group->dtype, run->amaxes[i], &kind, &tensor_scale));
-        run->tensor_scales[i] = nib_run_translate(tensor_scale, kind, nib_run_tensor_scale_kind(plan->format), 0);
+        else {
+            const struct nib_coding coding = nib_coding_of(&plan->q, NIB_ROWWISE, group->dtype);
+            kind = coding.rules.tensor_scale;
+            tensor_scale = nib_tensor_scale_from_amax(&plan->q, &coding, run->amaxes[i], &encode);
+        }
+        run->tensor_scales[i] = nib_run_translate(tensor_scale, kind, nib_ck_formats[plan->format].tensor_scale, 0);
     }
-    return NIB_OK;
 }
 
 /* ---- Files beside the tensors ---- */
@@ -238,9 +218,8 @@ static nib_status write_all(struct nib_run *run)
     struct nib_text provenance = { 0 };
     TRY(nib_agree(run->job.comm, first ? check_room(run) : NIB_OK, 3));
     TRY(nib_run_scan(run));
-    nib_status status = find_tensor_scales(run);
-    if (!status)
-        status = nib_plan_provenance(run->plan, run->hashes, &provenance);
+    find_tensor_scales(run);
+    nib_status status = nib_plan_provenance(run->plan, run->hashes, &provenance);
     status = nib_agree(run->job.comm, status, 0);
     if (!status)
         status = nib_run_write(run, provenance.bytes);

@@ -18,7 +18,7 @@ struct nib_run {
     int threads;
     uint64_t memory; /* of each thread, for data */
 
-    /* The directory of the run (stage.c). */
+    /* The directory of the run (staging.c). */
     char *out;      /* as given, without a slash at the end */
     bool as_file;   /* the output is one file */
     char *partial;  /* everything is in it until the end */
@@ -28,7 +28,7 @@ struct nib_run {
     bool made_out; /* the output directory is this run's */
     char fingerprint[33];
 
-    /* What the survey finds (survey.c). */
+    /* What the scan finds (scan.c). */
     struct nib_os_identity *identities; /* of input files, when the run began */
     struct nib_hash *hashes;
     float *amaxes;        /* of groups; MXFP4: 2^k of the largest block scale that has something in it */
@@ -52,8 +52,6 @@ void nib_run_begin_phase(struct nib_run *run, const char *phase, uint64_t total)
 /* So many bytes of the phase are done. CANCELLED where the caller wants that. */
 nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t bytes);
 
-/* What a checkpoint format keeps per tensor: a divisor or a multiplier. */
-nib_tensor_scale nib_run_tensor_scale_kind(nib_checkpoint_format format);
 /* A tensor scale in another sense. Powers of two, which is what quantizing here gives by default, lose nothing. */
 float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_scale to, int32_t e4m3_max);
 
@@ -64,13 +62,13 @@ bool nib_run_writes(const nib_plan *plan, const char *name);
 
 nib_status nib_run_write(struct nib_run *run, const char *provenance);
 
-/* ---- The first pass (survey.c) ---- */
+/* ---- The first pass (scan.c) ---- */
 
 nib_status nib_run_scan(struct nib_run *run);
 /* That no input file has changed since the run began. */
 nib_status nib_run_check_sources(const struct nib_run *run);
 
-/* ---- The directory (stage.c) ---- */
+/* ---- The directory (staging.c) ---- */
 
 enum nib_staging_left {
     NIB_STAGING_OPEN = 0, /* nothing, or some of it: go on */
@@ -89,7 +87,7 @@ char *nib_staging_path(const char *directory, const char *name); /* NULL without
 /* Files of the input directory that go along: tokenizer, license ... */
 nib_status nib_staging_copy_others(struct nib_run *run);
 
-/* Whether a group is nothing but zeros and gets the level 1 instead of what the dialect makes of it. */
+/* Whether a group is nothing but zeros and gets the tensor scale 1 instead of what the dialect makes of it. */
 bool nib_run_is_nothing(const nib_plan *plan, float amax);
 
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * survey.c - the first pass over the data: a hash of every input file, and what each tensor scale depends on.
+ * scan.c - the first pass over the data: a hash of every input file, and what each tensor scale depends on.
  *
- * A file is read once from start to end. Plain weights that lie in one piece are looked at as they pass; others are read
+ * A file is read once from start to end. Plain weights that are contiguous are looked at as they pass; others are read
  * as weights as soon as their tensor has passed, while the system still holds it. What a file gave is noted in the
  * run's directory, so that a resumed run need not look again.
  */
@@ -17,13 +17,13 @@
 #include "nib_file.h"
 #include "nib_shard.h"
 
-/* A stretch of a file whose numbers count for one group; or, where they do not lie in one piece, a weight. */
+/* A range of a file whose values count for one group; or, where they are not contiguous, a weight. */
 struct region {
     uint32_t file, group, weight; /* weight: the first that it holds, in plan->weights */
     uint64_t begin, end;          /* in the file; of what is read as a weight, its tensor */
     bool as_weight;
     nib_dtype dtype;
-    uint32_t largest; /* magnitude, as bits of the dtype: they order as the numbers do */
+    uint32_t largest; /* magnitude, as bits of the dtype: they order as the values do */
 };
 
 struct scan {
@@ -33,7 +33,7 @@ struct scan {
     size_t *first; /* of each file */
 };
 
-static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the survey of the weights"); }
+static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory to scan the weights"); }
 
 /* ---- Magnitudes ---- */
 
@@ -129,7 +129,7 @@ static nib_status tensor_begin(const nib_checkpoint *in, uint32_t tensor, uint64
     return NIB_OK;
 }
 
-/* One region for the weights i..*end-1: all that a matrix of plain numbers is, if they are of one group; else a single
+/* One region for the weights i..*end-1: all that a matrix of plain values is, if they are of one group; else a single
  * weight. */
 static nib_status add_region(struct scan *s, size_t i, size_t *end)
 {
@@ -258,7 +258,7 @@ struct reader {
 
 enum { CHUNK = 4 << 20, CARRY = 64 };
 
-/* Numbers of a region whose last byte is in the chunk that holds bytes at..at+count-1. */
+/* Values of a region whose last byte is in the chunk that holds bytes at..at+count-1. */
 static void look_at_chunk(struct region *region, const struct reader *r, uint64_t at, size_t count)
 {
     const uint64_t size = size_of(region->dtype), end = at + count;
@@ -328,7 +328,7 @@ static nib_status scan_file(struct scan *s, size_t f)
 static char *note_path(const struct nib_run *run, size_t f)
 {
     char name[48];
-    snprintf(name, sizeof name, "survey-%05zu.json", f);
+    snprintf(name, sizeof name, "scan-%05zu.json", f);
     return nib_staging_path(run->partial, name);
 }
 
@@ -362,8 +362,8 @@ static nib_status write_note(const struct scan *s, size_t f)
 
 static bool same_integer(const json_t *note, const char *key, int64_t value)
 {
-    const json_t *number = json_object_get(note, key);
-    return json_is_integer(number) && json_integer_value(number) == value;
+    const json_t *noted = json_object_get(note, key);
+    return json_is_integer(noted) && json_integer_value(noted) == value;
 }
 
 /* Take over what an earlier run found, if the file is the same. A note of a file that has changed counts all the same,
@@ -427,7 +427,7 @@ static nib_status scan_or_recall(void *context, size_t item)
 
 /* ---- What it comes to ---- */
 
-/* The place of the first number of a weight that is none, for the message. */
+/* The place of the first value of a weight that is not finite, for the message. */
 static nib_status report_nonfinite(const struct scan *s, const struct region *region, size_t others)
 {
     const struct nib_run *run = s->run;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * stage.c - the directory of a run, from its lock to the final names.
+ * staging.c - the directory of a run, from its lock to the final names.
  *
  *     OUT/.nib-partial/lock          held while a process works here
  *                      state.json    which plan this is
- *                      survey-*.json what each input file gave
+ *                      scan-*.json   what each input file gave
  *                      new/          finished files, each synced before it has its name
  *                      complete      all are there: from now on they get their final names
  *
@@ -28,10 +28,10 @@ static nib_status no_memory(const char *path)
 
 char *nib_staging_path(const char *directory, const char *name)
 {
-    const size_t room = strlen(directory) + strlen(name) + 2;
-    char *path = nib_alloc(room);
+    const size_t bytes = strlen(directory) + strlen(name) + 2;
+    char *path = nib_alloc(bytes);
     if (path)
-        snprintf(path, room, "%s/%s", directory, name);
+        snprintf(path, bytes, "%s/%s", directory, name);
     return path;
 }
 
@@ -253,14 +253,14 @@ static nib_status set_paths(struct nib_run *run, const char *out)
                    (run->plan->one_file && nib_ck_ends_with(run->out, ".safetensors"));
     if (run->plan->format == NIB_CHECKPOINT_FORMAT_GGUF && !nib_ck_ends_with(run->out, ".gguf"))
         return nib_fail(NIB_ERR_ARG, "%s: the output is one GGUF file: give it a name that ends in .gguf", run->out);
-    const size_t room = length + sizeof "/" FINISHED;
-    run->partial = nib_alloc(room);
-    run->finished = nib_alloc(room);
+    const size_t bytes = length + sizeof "/" FINISHED;
+    run->partial = nib_alloc(bytes);
+    run->finished = nib_alloc(bytes);
     if (!run->partial || !run->finished)
         return no_memory(out);
     const char *slash = run->as_file ? "" : "/";
-    snprintf(run->partial, room, "%s%s" PARTIAL, run->out, slash);
-    snprintf(run->finished, room, "%s%s" FINISHED, run->out, slash);
+    snprintf(run->partial, bytes, "%s%s" PARTIAL, run->out, slash);
+    snprintf(run->finished, bytes, "%s%s" FINISHED, run->out, slash);
     run->fresh = nib_staging_path(run->partial, "new");
     return run->fresh ? NIB_OK : no_memory(out);
 }

@@ -32,12 +32,12 @@ struct writing {
     char *path, *temporary;
     int fd;
     size_t first_weight, weights; /* of plan->weights */
-    size_t left;                  /* pieces of work that are not done */
+    size_t left;                  /* panels of work that are not done */
     bool finished;                /* an earlier run has written it */
 };
 
-/* A piece of work: rows of a weight, or bytes of a tensor. */
-struct piece {
+/* A panel of work: rows of a weight, or bytes of a tensor. */
+struct panel {
     uint32_t file;
     uint32_t weight, tensor; /* one of them is NIB_NONE */
     int64_t first, count;    /* rows, or bytes */
@@ -46,8 +46,8 @@ struct piece {
 struct writer {
     struct nib_run *run;
     struct writing *files;
-    struct piece *pieces;
-    size_t n_pieces, pieces_capacity;
+    struct panel *panels;
+    size_t n_panels, panels_capacity;
     const char *provenance;
 };
 
@@ -56,15 +56,15 @@ struct scratch {
     struct nib_run *run;
     void *values;
     size_t values_bytes;
-    uint8_t *codes, *scales, *turned;
-    size_t codes_bytes, scales_bytes, turned_bytes;
+    uint8_t *codes, *scales, *transposed;
+    size_t codes_bytes, scales_bytes, transposed_bytes;
     nib_tensor *tensor;
     int64_t rows, cols;
     nib_dtype dtype;
 };
 
 /* `memory` is the address of a pointer of any type. */
-static bool room_for(void *memory, size_t *bytes, size_t wanted)
+static bool reserve(void *memory, size_t *bytes, size_t wanted)
 {
     void *block;
     if (*bytes >= wanted)
@@ -82,7 +82,7 @@ static void clear_scratch(struct scratch *scratch)
     nib_free(scratch->values);
     nib_free(scratch->codes);
     nib_free(scratch->scales);
-    nib_free(scratch->turned);
+    nib_free(scratch->transposed);
     nib_tensor_destroy(scratch->tensor);
 }
 
@@ -99,8 +99,8 @@ static nib_status put(const struct writer *writer, uint32_t file, uint32_t tenso
 }
 
 /* Units k..k+n-1 of `count` lines, unit by unit. With a constant size each is one load and one store. */
-static inline void turn_units(const char *lines, int64_t count, int64_t length, int64_t k, int64_t n, size_t size,
-                              uint8_t *out)
+static inline void transpose_units(const char *lines, int64_t count, int64_t length, int64_t k, int64_t n, size_t size,
+                                   uint8_t *out)
 {
     enum { TILE = 32 };
     for (int64_t r0 = 0; r0 < count; r0 += TILE)
@@ -109,66 +109,66 @@ static inline void turn_units(const char *lines, int64_t count, int64_t length, 
                 memcpy(out + (size_t)(i * count + r) * size, lines + (size_t)(r * length + k + i) * size, size);
 }
 
-static void turn(const char *lines, int64_t count, int64_t length, int64_t k, int64_t n, size_t size, uint8_t *out)
+static void transpose(const char *lines, int64_t count, int64_t length, int64_t k, int64_t n, size_t size, uint8_t *out)
 {
     if (size == 1)
-        turn_units(lines, count, length, k, n, 1, out);
+        transpose_units(lines, count, length, k, n, 1, out);
     else if (size == 2)
-        turn_units(lines, count, length, k, n, 2, out);
+        transpose_units(lines, count, length, k, n, 2, out);
     else
-        turn_units(lines, count, length, k, n, 4, out);
+        transpose_units(lines, count, length, k, n, 4, out);
 }
 
 /* Lines [count, length] of units become part of columns: unit k of line r goes to [index, k, first + r] of a tensor
  * [experts, length, rows]. */
-static nib_status put_turned(const struct writer *writer, struct scratch *scratch, const struct piece *piece,
-                             uint32_t tensor, const void *lines, int64_t length, size_t size)
+static nib_status put_transposed(const struct writer *writer, struct scratch *scratch, const struct panel *panel,
+                                 uint32_t tensor, const void *lines, int64_t length, size_t size)
 {
     enum { BAND = 64 };
-    const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
-    const int64_t rows = w->source.rows, count = piece->count;
-    if (!room_for(&scratch->turned, &scratch->turned_bytes, (size_t)(BAND * count) * size))
+    const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
+    const int64_t rows = w->source.rows, count = panel->count;
+    if (!reserve(&scratch->transposed, &scratch->transposed_bytes, (size_t)(BAND * count) * size))
         return no_memory();
     for (int64_t k = 0; k < length; k += BAND) {
         const int64_t n = nib_min(BAND, length - k);
-        turn(lines, count, length, k, n, size, scratch->turned);
+        transpose(lines, count, length, k, n, size, scratch->transposed);
         const uint64_t line = (uint64_t)(w->index * length + k) * (uint64_t)rows;
         if (count == rows) { /* whole lines lie side by side */
-            TRY(put(writer, piece->file, tensor, line * size, scratch->turned, (size_t)(n * count) * size));
+            TRY(put(writer, panel->file, tensor, line * size, scratch->transposed, (size_t)(n * count) * size));
             continue;
         }
         for (int64_t i = 0; i < n; i++)
-            TRY(put(writer, piece->file, tensor, (line + (uint64_t)(i * rows + piece->first)) * size,
-                    scratch->turned + (size_t)(i * count) * size, (size_t)count * size));
+            TRY(put(writer, panel->file, tensor, (line + (uint64_t)(i * rows + panel->first)) * size,
+                    scratch->transposed + (size_t)(i * count) * size, (size_t)count * size));
     }
     return NIB_OK;
 }
 
-static nib_status put_lines(const struct writer *writer, struct scratch *scratch, const struct piece *piece,
+static nib_status put_lines(const struct writer *writer, struct scratch *scratch, const struct panel *panel,
                             uint32_t tensor, const void *lines, int64_t length, size_t size)
 {
-    const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
+    const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
     if (w->laying == NIB_LAY_STACK)
-        return put_turned(writer, scratch, piece, tensor, lines, length, size);
-    return put(writer, piece->file, tensor, (uint64_t)(piece->first * length) * size, lines,
-               (size_t)(piece->count * length) * size);
+        return put_transposed(writer, scratch, panel, tensor, lines, length, size);
+    return put(writer, panel->file, tensor, (uint64_t)(panel->first * length) * size, lines,
+               (size_t)(panel->count * length) * size);
 }
 
-static nib_status put_codes(const struct writer *writer, struct scratch *scratch, const struct piece *piece,
+static nib_status put_codes(const struct writer *writer, struct scratch *scratch, const struct panel *panel,
                             const uint8_t *codes, const uint8_t *scales)
 {
-    const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
+    const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
     const int64_t cols = w->source.cols;
     if (w->laying == NIB_LAY_GGUF) {
-        const size_t blocks = (size_t)(piece->count * (cols / NIB_GGUF_NVFP4_ELEMENTS));
-        if (!room_for(&scratch->turned, &scratch->turned_bytes, blocks * NIB_GGUF_NVFP4_BYTES))
+        const size_t blocks = (size_t)(panel->count * (cols / NIB_GGUF_NVFP4_ELEMENTS));
+        if (!reserve(&scratch->transposed, &scratch->transposed_bytes, blocks * NIB_GGUF_NVFP4_BYTES))
             return no_memory();
-        (void)nib_gguf_nvfp4_join(codes, scales, blocks, scratch->turned);
-        return put_lines(writer, scratch, piece, w->out[NIB_ROLE_DATA], scratch->turned,
+        (void)nib_gguf_nvfp4_join(codes, scales, blocks, scratch->transposed);
+        return put_lines(writer, scratch, panel, w->out[NIB_ROLE_DATA], scratch->transposed,
                          cols / NIB_GGUF_NVFP4_ELEMENTS * NIB_GGUF_NVFP4_BYTES, 1);
     }
-    TRY(put_lines(writer, scratch, piece, w->out[NIB_ROLE_DATA], codes, cols / 2, 1));
-    return put_lines(writer, scratch, piece, w->out[NIB_ROLE_SCALE], scales, cols / 16, 1);
+    TRY(put_lines(writer, scratch, panel, w->out[NIB_ROLE_DATA], codes, cols / 2, 1));
+    return put_lines(writer, scratch, panel, w->out[NIB_ROLE_SCALE], scales, cols / 16, 1);
 }
 
 /* ---- What becomes of rows ---- */
@@ -187,86 +187,86 @@ static nib_status prepare_tensor(struct scratch *scratch, const nib_quantizer *q
     return NIB_OK;
 }
 
-static nib_status quantize_rows(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
+static nib_status quantize_rows(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
-    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
     const nib_dtype dtype = plan->groups[w->group].dtype;
-    const int64_t cols = w->source.cols, blocks = cols / 16, shape[2] = { piece->count, cols };
-    const size_t bytes = (size_t)(piece->count * cols) * size_of(dtype);
+    const int64_t cols = w->source.cols, blocks = cols / 16, shape[2] = { panel->count, cols };
+    const size_t bytes = (size_t)(panel->count * cols) * size_of(dtype);
     const float *amax = &writer->run->amaxes[w->group], one = 1;
     const bool nothing = nib_run_is_nothing(plan, *amax);
     const nib_overrides overrides = { .bytes = sizeof overrides,
                                       .amax = { nothing ? NULL : amax, NULL },
                                       .tensor_scale = { nothing ? &one : NULL, NULL } };
     nib_array x, codes, scales;
-    if (!room_for(&scratch->values, &scratch->values_bytes, bytes))
+    if (!reserve(&scratch->values, &scratch->values_bytes, bytes))
         return no_memory();
-    TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, dtype, scratch->values));
+    TRY(nib_ck_read_rows(plan->in, &w->source, panel->first, panel->count, dtype, scratch->values));
     TRY(nib_array_init(&x, scratch->values, dtype, 2, shape));
     x.device = nib_serial_host();
-    TRY(prepare_tensor(scratch, &plan->q, dtype, piece->count, cols));
+    TRY(prepare_tensor(scratch, &plan->q, dtype, panel->count, cols));
     TRY(nib_quantize_into(&plan->q, &x, &overrides, NULL, scratch->tensor));
     TRY(nib_tensor_part(scratch->tensor, NIB_ROW_DATA, &codes));
     TRY(nib_tensor_part(scratch->tensor, NIB_ROW_SCALE, &scales));
     const uint8_t *lines = scales.data;
     if (scales.shape[1] != blocks) { /* lines are padded to multiples of 4 */
-        if (!room_for(&scratch->scales, &scratch->scales_bytes, (size_t)(piece->count * blocks)))
+        if (!reserve(&scratch->scales, &scratch->scales_bytes, (size_t)(panel->count * blocks)))
             return no_memory();
-        for (int64_t r = 0; r < piece->count; r++)
+        for (int64_t r = 0; r < panel->count; r++)
             memcpy(scratch->scales + r * blocks, lines + r * scales.shape[1], (size_t)blocks);
         lines = scratch->scales;
     }
-    return put_codes(writer, scratch, piece, codes.data, lines);
+    return put_codes(writer, scratch, panel, codes.data, lines);
 }
 
-static bool room_for_codes(struct scratch *scratch, int64_t rows, int64_t cols)
+static bool reserve_codes(struct scratch *scratch, int64_t rows, int64_t cols)
 {
-    return room_for(&scratch->codes, &scratch->codes_bytes, (size_t)(rows * nib_ceil_div(cols, 2))) &&
-           room_for(&scratch->scales, &scratch->scales_bytes, (size_t)(rows * nib_ceil_div(cols, 16)));
+    return reserve(&scratch->codes, &scratch->codes_bytes, (size_t)(rows * nib_ceil_div(cols, 2))) &&
+           reserve(&scratch->scales, &scratch->scales_bytes, (size_t)(rows * nib_ceil_div(cols, 16)));
 }
 
-static nib_status convert_mxfp4(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
+static nib_status convert_mxfp4(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
-    const struct nib_out_weight *w = &plan->weights[piece->weight];
-    const int64_t cols = w->source.cols, count = piece->count;
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
+    const int64_t cols = w->source.cols, count = panel->count;
     const size_t code_bytes = (size_t)(count * (cols / 2)), scale_bytes = (size_t)(count * (cols / 32));
-    if (!room_for_codes(scratch, count, cols) ||
-        !room_for(&scratch->values, &scratch->values_bytes, code_bytes + scale_bytes))
+    if (!reserve_codes(scratch, count, cols) ||
+        !reserve(&scratch->values, &scratch->values_bytes, code_bytes + scale_bytes))
         return no_memory();
     uint8_t *codes = scratch->values, *scales = codes + code_bytes;
-    TRY(nib_ck_read_mxfp4(plan->in, &w->source, piece->first, count, codes, scales));
+    TRY(nib_ck_read_mxfp4(plan->in, &w->source, panel->first, count, codes, scales));
     nib_mxfp4_to_nvfp4_blocks(codes, scales, count * (cols / 32), writer->run->amaxes[w->group], scratch->codes,
                               scratch->scales);
-    return put_codes(writer, scratch, piece, scratch->codes, scratch->scales);
+    return put_codes(writer, scratch, panel, scratch->codes, scratch->scales);
 }
 
-static nib_status keep_codes(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
+static nib_status keep_codes(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
-    const struct nib_out_weight *w = &plan->weights[piece->weight];
-    if (!room_for_codes(scratch, piece->count, w->source.cols))
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
+    if (!reserve_codes(scratch, panel->count, w->source.cols))
         return no_memory();
-    TRY(nib_ck_read_codes(plan->in, &w->source, piece->first, piece->count, scratch->codes, scratch->scales));
-    const size_t scales = (size_t)(piece->count * (w->source.cols / 16));
+    TRY(nib_ck_read_codes(plan->in, &w->source, panel->first, panel->count, scratch->codes, scratch->scales));
+    const size_t scales = (size_t)(panel->count * (w->source.cols / 16));
     for (size_t i = 0; w->scale_map && i < scales; i++)
         scratch->scales[i] = w->scale_map[scratch->scales[i]];
-    return put_codes(writer, scratch, piece, scratch->codes, scratch->scales);
+    return put_codes(writer, scratch, panel, scratch->codes, scratch->scales);
 }
 
-static nib_status write_values(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
+static nib_status write_values(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
-    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
     const size_t size = size_of(w->dtype);
-    if (!room_for(&scratch->values, &scratch->values_bytes, (size_t)(piece->count * w->source.cols) * size))
+    if (!reserve(&scratch->values, &scratch->values_bytes, (size_t)(panel->count * w->source.cols) * size))
         return no_memory();
-    TRY(nib_ck_read_rows(plan->in, &w->source, piece->first, piece->count, w->dtype, scratch->values));
-    return put_lines(writer, scratch, piece, w->out[NIB_ROLE_DATA], scratch->values, w->source.cols, size);
+    TRY(nib_ck_read_rows(plan->in, &w->source, panel->first, panel->count, w->dtype, scratch->values));
+    return put_lines(writer, scratch, panel, w->out[NIB_ROLE_DATA], scratch->values, w->source.cols, size);
 }
 
-/* ---- Numbers per tensor ---- */
+/* ---- Tensor scales ---- */
 
 /* sqrt(K) * max |gamma|: no output of an RMSNorm is larger. */
 static nib_status norm_bound(const struct nib_run *run, const struct nib_out_weight *w, float *amax)
@@ -291,7 +291,7 @@ static nib_status find_values(const struct nib_run *run, const struct nib_out_we
                               float *input)
 {
     const nib_plan *plan = run->plan;
-    const nib_tensor_scale sense = nib_run_tensor_scale_kind(plan->format);
+    const nib_tensor_scale sense = nib_ck_formats[plan->format].tensor_scale;
     *tensor_scale = w->action == NIB_ACTION_QUANTIZE ? run->tensor_scales[w->group] : w->tensor_scale;
     *input = w->input;
     if (w->as_in_source) {
@@ -306,50 +306,50 @@ static nib_status find_values(const struct nib_run *run, const struct nib_out_we
     if (w->norm != NIB_NONE && w->out[NIB_ROLE_INPUT] != NIB_NONE) {
         float amax;
         TRY(norm_bound(run, w, &amax));
-        if (amax > 0 && amax <= 0x1p100f) /* a norm of nothing, or of no numbers, says nothing */
+        if (amax > 0 && amax <= 0x1p100f) /* a norm of zeros, or of what is not finite, says nothing */
             *input = nib_plan_input_scale(plan, amax);
     }
     return NIB_OK;
 }
 
-static nib_status write_numbers_per_tensor(const struct writer *writer, const struct piece *piece)
+static nib_status write_tensor_scales(const struct writer *writer, const struct panel *panel)
 {
-    const struct nib_out_weight *w = &writer->run->plan->weights[piece->weight];
+    const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
     float tensor_scale, input;
     if (w->out[NIB_ROLE_TENSOR_SCALE] == NIB_NONE && w->out[NIB_ROLE_INPUT] == NIB_NONE)
         return NIB_OK;
     TRY(find_values(writer->run, w, &tensor_scale, &input));
     if (w->out[NIB_ROLE_TENSOR_SCALE] != NIB_NONE)
-        TRY(put(writer, piece->file, w->out[NIB_ROLE_TENSOR_SCALE], 0, &tensor_scale, sizeof tensor_scale));
+        TRY(put(writer, panel->file, w->out[NIB_ROLE_TENSOR_SCALE], 0, &tensor_scale, sizeof tensor_scale));
     if (w->out[NIB_ROLE_INPUT] != NIB_NONE)
-        TRY(put(writer, piece->file, w->out[NIB_ROLE_INPUT], 0, &input, sizeof input));
+        TRY(put(writer, panel->file, w->out[NIB_ROLE_INPUT], 0, &input, sizeof input));
     return NIB_OK;
 }
 
 /* ---- Tensors that are copied ---- */
 
-static nib_status copy_piece(const struct writer *writer, struct scratch *scratch, const struct piece *piece)
+static nib_status copy_panel(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
-    const struct nib_out_tensor *t = &plan->tensors[piece->tensor];
-    if (t->producer == NIB_PRODUCE_NUMBER)
-        return put(writer, piece->file, piece->tensor, 0, &t->number, sizeof t->number);
-    if (!room_for(&scratch->values, &scratch->values_bytes, (size_t)piece->count))
+    const struct nib_out_tensor *t = &plan->tensors[panel->tensor];
+    if (t->producer == NIB_PRODUCE_VALUE)
+        return put(writer, panel->file, panel->tensor, 0, &t->value, sizeof t->value);
+    if (!reserve(&scratch->values, &scratch->values_bytes, (size_t)panel->count))
         return no_memory();
     if (t->producer == NIB_PRODUCE_COPY) {
-        TRY(nib_ck_read(plan->in, t->source, (uint64_t)piece->first, scratch->values, (size_t)piece->count));
-        return put(writer, piece->file, piece->tensor, (uint64_t)piece->first, scratch->values, (size_t)piece->count);
+        TRY(nib_ck_read(plan->in, t->source, (uint64_t)panel->first, scratch->values, (size_t)panel->count));
+        return put(writer, panel->file, panel->tensor, (uint64_t)panel->first, scratch->values, (size_t)panel->count);
     }
     /* Every step-th element of a small tensor: read what they span, move them together. */
     const size_t size = size_of(t->dtype), span = (size_t)((t->count - 1) * t->step + 1) * size;
     if (t->count == 0)
         return NIB_OK;
-    if (!room_for(&scratch->codes, &scratch->codes_bytes, span))
+    if (!reserve(&scratch->codes, &scratch->codes_bytes, span))
         return no_memory();
     TRY(nib_ck_read(plan->in, t->source, (uint64_t)t->first * size, scratch->codes, span));
     for (int64_t i = 0; i < t->count; i++)
         memcpy((char *)scratch->values + (size_t)i * size, scratch->codes + (size_t)(i * t->step) * size, size);
-    return put(writer, piece->file, piece->tensor, 0, scratch->values, (size_t)t->count * size);
+    return put(writer, panel->file, panel->tensor, 0, scratch->values, (size_t)t->count * size);
 }
 
 /* ---- Files ---- */
@@ -381,16 +381,16 @@ static nib_status close_file(struct writing *f)
     return status;
 }
 
-/* ---- Pieces ---- */
+/* ---- Panels ---- */
 
-static nib_status add_piece(struct writer *writer, struct piece piece)
+static nib_status add_panel(struct writer *writer, struct panel panel)
 {
-    struct piece *pieces = nib_grow(writer->pieces, &writer->pieces_capacity, writer->n_pieces + 1, sizeof *pieces);
-    if (!pieces)
+    struct panel *panels = nib_grow(writer->panels, &writer->panels_capacity, writer->n_panels + 1, sizeof *panels);
+    if (!panels)
         return no_memory();
-    writer->pieces = pieces;
-    pieces[writer->n_pieces++] = piece;
-    writer->files[piece.file].left++;
+    writer->panels = panels;
+    panels[writer->n_panels++] = panel;
+    writer->files[panel.file].left++;
     return NIB_OK;
 }
 
@@ -415,55 +415,55 @@ static nib_status cut_file(struct writer *writer, uint32_t file)
             continue;
         const int64_t bytes = (int64_t)t->bytes, at_once = t->producer == NIB_PRODUCE_COPY ? chunk : bytes;
         for (int64_t at = 0; at < bytes; at += at_once)
-            TRY(add_piece(writer, (struct piece){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at) }));
+            TRY(add_panel(writer, (struct panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at) }));
     }
     for (size_t i = 0; i < f->weights; i++) {
         const uint32_t weight = (uint32_t)(f->first_weight + i);
         const struct nib_out_weight *w = &plan->weights[weight];
         const int64_t rows = nib_ck_rows_for(plan->in, &w->source, reading_dtype(plan, w), panel);
         for (int64_t row = 0; row < w->source.rows; row += rows)
-            TRY(add_piece(writer, (struct piece){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row) }));
+            TRY(add_panel(writer, (struct panel){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row) }));
     }
     return NIB_OK;
 }
 
-static uint64_t input_bytes(const nib_plan *plan, const struct piece *piece)
+static uint64_t input_bytes(const nib_plan *plan, const struct panel *panel)
 {
-    if (piece->tensor != NIB_NONE)
-        return (uint64_t)piece->count;
-    const struct nib_out_weight *w = &plan->weights[piece->weight];
+    if (panel->tensor != NIB_NONE)
+        return (uint64_t)panel->count;
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
     const int bits = nib_ck_formats[w->source.format].bits;
-    return (uint64_t)piece->count * (uint64_t)w->source.cols *
+    return (uint64_t)panel->count * (uint64_t)w->source.cols *
            (uint64_t)(bits ? bits : nib_dtypes[w->source.dtype].bits) / 8;
 }
 
-static nib_status write_piece(struct writer *writer, struct scratch *scratch, const struct piece *piece)
+static nib_status write_panel(struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
-    if (piece->weight == NIB_NONE)
-        return copy_piece(writer, scratch, piece);
+    if (panel->weight == NIB_NONE)
+        return copy_panel(writer, scratch, panel);
     const nib_plan *plan = writer->run->plan;
-    const struct nib_out_weight *w = &plan->weights[piece->weight];
-    if (piece->first == 0)
-        TRY(write_numbers_per_tensor(writer, piece));
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
+    if (panel->first == 0)
+        TRY(write_tensor_scales(writer, panel));
     switch (w->action) {
     case NIB_ACTION_QUANTIZE:
-        return plan->groups[w->group].mxfp4 ? convert_mxfp4(writer, scratch, piece)
-                                            : quantize_rows(writer, scratch, piece);
+        return plan->groups[w->group].mxfp4 ? convert_mxfp4(writer, scratch, panel)
+                                            : quantize_rows(writer, scratch, panel);
     case NIB_ACTION_CONVERT:
     case NIB_ACTION_REPAIR:
-        return keep_codes(writer, scratch, piece);
+        return keep_codes(writer, scratch, panel);
     default:
-        return write_values(writer, scratch, piece);
+        return write_values(writer, scratch, panel);
     }
 }
 
-/* Take one file after the other through; a thread that finds the current one's pieces taken goes on with the next. */
+/* Take one file after the other through; a thread that finds the current one's panels taken goes on with the next. */
 struct shift {
     struct writer *writer;
     atomic_size_t next;
 };
 
-static nib_status write_pieces(void *context, size_t item)
+static nib_status write_panels(void *context, size_t item)
 {
     struct shift *shift = context;
     struct writer *writer = shift->writer;
@@ -474,14 +474,14 @@ static nib_status write_pieces(void *context, size_t item)
     while (!status && !atomic_load(&run->stop)) {
         pthread_mutex_lock(&run->mutex);
         const size_t taken = atomic_fetch_add(&shift->next, 1);
-        const struct piece *piece = taken < writer->n_pieces ? &writer->pieces[taken] : NULL;
-        struct writing *f = piece ? &writer->files[piece->file] : NULL;
-        if (f && f->fd < 0) /* its first piece */
+        const struct panel *panel = taken < writer->n_panels ? &writer->panels[taken] : NULL;
+        struct writing *f = panel ? &writer->files[panel->file] : NULL;
+        if (f && f->fd < 0) /* its first panel */
             status = open_file(writer, f);
         pthread_mutex_unlock(&run->mutex);
-        if (!piece || status)
+        if (!panel || status)
             break;
-        status = write_piece(writer, &scratch, piece);
+        status = write_panel(writer, &scratch, panel);
         if (status)
             break;
         pthread_mutex_lock(&run->mutex);
@@ -489,10 +489,10 @@ static nib_status write_pieces(void *context, size_t item)
         pthread_mutex_unlock(&run->mutex);
         if (last)
             status = close_file(f);
-        const char *name = piece->weight == NIB_NONE ? run->plan->tensors[piece->tensor].name
-                                                     : run->plan->weights[piece->weight].source.name;
+        const char *name = panel->weight == NIB_NONE ? run->plan->tensors[panel->tensor].name
+                                                     : run->plan->weights[panel->weight].source.name;
         if (!status)
-            status = nib_run_progress(run, name, input_bytes(run->plan, piece));
+            status = nib_run_progress(run, name, input_bytes(run->plan, panel));
     }
     clear_scratch(&scratch);
     return status;
@@ -544,16 +544,16 @@ static void end_writer(struct writer *writer)
         nib_free(f->path);
     }
     nib_free(writer->files);
-    nib_free(writer->pieces);
+    nib_free(writer->panels);
 }
 
 static const char *phase_of(const nib_plan *plan)
 {
     static const struct {
         const char *command, *phase;
-    } phases[] = { { "quantize", "quantising" },
+    } phases[] = { { "quantize", "quantizing" },
                    { "convert", "converting" },
-                   { "dequantize", "dequantising" },
+                   { "dequantize", "dequantizing" },
                    { "repair", "repairing" } };
     for (size_t i = 0; i < sizeof phases / sizeof *phases; i++)
         if (!strcmp(plan->command, phases[i].command))
@@ -567,11 +567,11 @@ nib_status nib_run_write(struct nib_run *run, const char *provenance)
     struct shift shift = { .writer = &writer };
     nib_status status = start_writer(&writer);
     uint64_t total = 0;
-    for (size_t i = 0; i < writer.n_pieces; i++)
-        total += input_bytes(run->plan, &writer.pieces[i]);
+    for (size_t i = 0; i < writer.n_panels; i++)
+        total += input_bytes(run->plan, &writer.panels[i]);
     nib_run_begin_phase(run, phase_of(run->plan), total);
     if (!status)
-        status = nib_run_parallel(run, (size_t)run->threads, write_pieces, &shift);
+        status = nib_run_parallel(run, (size_t)run->threads, write_panels, &shift);
     end_writer(&writer);
     return nib_agree(run->job.comm, status, run->plan->n_files);
 }

@@ -46,10 +46,11 @@ void nib_dequantize_usage(const nib_device *host, const nib_quantizer *q, const 
                           const nib_array *out);
 
 /* How a usage is coded, for an input of this dtype. */
-struct nib_coding nib_coding_of(const nib_quantizer *q, nib_usage usage, nib_dtype input);
+NIB_PRIVATE struct nib_coding nib_coding_of(const nib_quantizer *q, nib_usage usage, nib_dtype input);
 
 /* The tensor scale that follows from an amax; *scale is the multiplier whose inverse it is, where the dialect has one. */
-float nib_tensor_scale_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax, float *scale);
+NIB_PRIVATE float nib_tensor_scale_from_amax(const nib_quantizer *q, const struct nib_coding *coding, float amax,
+                                             float *scale);
 
 /* The first pass of nib_quantize_usages: the tensor scales, and the multiplier for the whole where there is one. */
 struct matrix;

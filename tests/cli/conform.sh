@@ -157,7 +157,7 @@ differs "$rht: row_amax[0]: expected 0x" te_rht only $rht flip $rht/row_amax 0 1
 key() { # the sentence, then KEY JSON: te_1d's first case with that key
     bad "case '$one': $1" te_1d only $one set $one "$2" "$3"
 }
-key 'its "op" is "quantize", not "quantize" or "gemm" or "casts"' op '"quantize"'
+key 'its "op" is "quantized", not "quantize" or "gemm" or "casts"' op '"quantized"'
 key 'its "op" is null, not' op null
 key 'its "format" is "nvfp5", not a format of this version' format '"nvfp5"'
 key 'its "dialect" is "xyz", not a dialect of this version' dialect '"xyz"'

@@ -299,11 +299,11 @@ def reshape(model, name, shape, data=None, dtype=None):
 def _(m): del m.tensors[O + ".weight_scale"]
 
 
-@damage("level-missing", "ct")
+@damage("tensor-scale-missing", "ct")
 def _(m): del m.tensors[O + ".weight_global_scale"]
 
 
-@damage("level-missing", "mo")
+@damage("tensor-scale-missing", "mo")
 def _(m): del m.tensors[O + ".weight_scale_2"]
 
 
@@ -371,7 +371,7 @@ def _(m): reshape(m, O + ".weight_scale", [HIDDEN, HIDDEN // 32], m.tensors[O + 
 def _(m): reshape(m, O + ".weight_scale", [HIDDEN // 2, HIDDEN // 16], m.tensors[O + ".weight_scale"][2][::2])
 
 
-@damage("level-shape", "ct")
+@damage("tensor-scale-shape", "ct")
 def _(m): reshape(m, O + ".weight_global_scale", [2], m.tensors[O + ".weight_global_scale"][2] * 2)
 
 
@@ -398,14 +398,14 @@ def _(m): m.tensors["_orig_mod.model.norm.weight"] = m.tensors.pop("model.norm.w
 
 
 for value in (math.inf, math.nan):
-    @damage("level-not-finite", "ct")
+    @damage("tensor-scale-not-finite", "ct")
     def _(m, value=value): number(m, Q + ".weight_global_scale", value)
 
     @damage("input-scale-not-finite", "ct4", repaired=True)
     def _(m, value=value): number(m, Q + ".input_global_scale", value)
 
 for value in (0.0, -1.0):
-    @damage("level-not-positive", "mo")
+    @damage("tensor-scale-not-positive", "mo")
     def _(m, value=value): number(m, Q + ".weight_scale_2", value)
 
     @damage("input-scale-not-positive", "mo", repaired=True)
@@ -446,11 +446,11 @@ def _(m):
     number(m, O + ".weight_global_scale", get_number(m, O + ".weight_global_scale") / 64)
 
 
-@damage("level-inverted", "ct", repaired=True)
+@damage("tensor-scale-inverted", "ct", repaired=True)
 def _(m): number(m, O + ".weight_global_scale", 1 / get_number(m, O + ".weight_global_scale"))
 
 
-@damage("level-inverted", "mo", repaired=True)
+@damage("tensor-scale-inverted", "mo", repaired=True)
 def _(m):
     for name in (Q, K, V):
         number(m, name + ".weight_scale_2", 1 / get_number(m, name + ".weight_scale_2"))
@@ -473,7 +473,7 @@ def _(m):
     number(m, UP + ".weight_scale_2", 1.25 * get_number(m, UP + ".weight_scale_2"))
 
 
-@damage("level-wrong", "mo", against=True)
+@damage("tensor-scale-wrong", "mo", against=True)
 def _(m):
     for name in (UP, UP.replace("up", "gate")):
         number(m, name + ".weight_scale_2", 1.25 * get_number(m, name + ".weight_scale_2"))
@@ -667,7 +667,7 @@ def _(m): edit(m, O + ".weight_scale", lambda b: swizzle(b, HIDDEN, HIDDEN // 16
 def _(m): edit(m, O + ".weight_scale", lambda b: swizzle(b, HIDDEN, HIDDEN // 16))
 
 
-@damage("level-wrong", "ct", against=True)
+@damage("tensor-scale-wrong", "ct", against=True)
 def _(m): number(m, O + ".weight_global_scale", 3 * get_number(m, O + ".weight_global_scale"))
 
 

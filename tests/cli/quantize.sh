@@ -163,7 +163,7 @@ if mount -t tmpfs -o size=8M tmpfs "$work/disk" 2>/dev/null; then
     NIB_MAX_ISA=scalar "$NIB" quantize -q -t 1 --force "$work/large" "$work/disk/out" >"$work/out" 2>"$work/err" </dev/null &
     process=$!
     for _ in $(seq 200); do
-        if [ -e "$work/disk/out/.nib-partial/survey-00000.json" ]; then break; fi
+        if [ -e "$work/disk/out/.nib-partial/scan-00000.json" ]; then break; fi
         sleep 0.005
     done
     head -c 60M /dev/zero >"$work/disk/filler" 2>/dev/null

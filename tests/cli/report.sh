@@ -33,7 +33,7 @@ run 2 "$NIB" quantize -q --report "$work/q.txt" "$original" "$work/s"
 has err 'a report is FILE.html or FILE.json'
 [ ! -e "$work/s" ] || fail "an output in spite of a bad report"
 
-# inspect: every packing, a file, a GGUF file, and what is not there.
+# inspect: every checkpoint format, a file, a GGUF file, and what is not there.
 for form in original ct ct4 mo mixed ao q; do
     run 0 "$NIB" inspect "$work/$form"
     lines 27 'proj$|lm_head$|embed_tokens$|mlp.gate$'
@@ -47,7 +47,7 @@ run 0 "$NIB" inspect --quick "$work/q/model.safetensors"
 run 0 "$NIB" inspect --json "$work/q"
 json "$work/out" 'len(r["weights"]) == 27 and len(r["tensors"]) == 82 and r["provenance"]["command"] == "quantize"'
 json "$work/out" 'all(sum(w["code_counts"]) == math.prod(w["shape"]) == 16 * sum(w["scale_counts"])
-     for w in r["weights"] if w["packing"] == "compressed-tensors")'
+     for w in r["weights"] if w["format"] == "compressed-tensors")'
 run 2 "$NIB" inspect "$work/nothing"
 run 2 "$NIB" inspect
 cp -r "$work/ct" "$work/broken"
