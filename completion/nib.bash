@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# Completion of nib for bash. Commands and options are asked of the tool itself, so that they are always its own; only
-# what may stand behind an option is listed here.
+# Completion of nib for bash. Commands, options and their words are asked of the tool itself, so that they are always its
+# own.
 
 # The words of a column: commands of `nib help`, options of `nib COMMAND --help`.
 _nib_commands() { "$1" help 2>/dev/null | sed -n 's/^  \([a-z]\{1,\}\) .*/\1/p'; }
 _nib_options() { "$1" "$2" --help 2>/dev/null | sed -n 's/^ \{1,\}\(-[a-zA-Z], \)\{0,1\}\(--[a-z0-9-]\{1,\}\).*/\2/p'; }
+# The words that may stand behind an option.
+_nib_words() { "$1" help --words 2>/dev/null | sed -n "s/^$2 $3 //p"; }
 # Whether an option of a command takes an argument: its line names one in capitals.
 _nib_takes() { "$1" "$2" --help 2>/dev/null | grep -qE -- "^ +(-[a-zA-Z], )?$3 [A-Z]|^ +$3, --[a-z0-9-]+ [A-Z]"; }
 
@@ -33,20 +35,11 @@ _nib() {
 
     local values=
     case $command:$prev in
-    quantize:--format) values="compressed-tensors modelopt gguf" ;;
-    convert:--format) values="compressed-tensors modelopt torchao gguf" ;;
-    quantize:--scheme) values="nvfp4a16 nvfp4" ;;
-    quantize:--for) values="vllm sglang trtllm transformers llama.cpp" ;;
-    quantize:--scale) values="rtn 4over6 sweep" ;;
-    quantize:--tensor-scale) values="exact pow2" ;;
-    quantize:--dialect) values="te gist torchao modelopt compressed-tensors" ;;
-    quantize:--preset) values="mlp-only experts-only" ;;
     quantize:--min-block-scale) values="0 2^-9 2^-6" ;;
-    dequantize:--dtype) values="bf16 f16 f32" ;;
     bench:--shape) values="4096x4096 14336x4096 4096x14336" ;;
     quantize:--activations)
         mapfile -t COMPREPLY < <(
-            compgen -W "one norm" -- "$cur"
+            compgen -W "$(_nib_words "$tool" "$command" "$prev")" -- "$cur"
             compgen -f -X '!*.json' -- "$cur"
             compgen -d -- "$cur"
         )
@@ -65,6 +58,7 @@ _nib() {
         return
         ;;
     help:*) [[ $cur == -* ]] || values=$(_nib_commands "$tool") ;;
+    *:--*) values=$(_nib_words "$tool" "$command" "$prev") ;;
     esac
     if [ -n "$values" ]; then
         mapfile -t COMPREPLY < <(compgen -W "$values" -- "$cur")

@@ -217,6 +217,13 @@ typedef enum nib_preset {
     NIB_PRESET_COUNT
 } nib_preset;
 
+/* The words for these and for rules of nib.h, as options and provenance have them; NULL outside the enum. */
+NIB_API const char *nib_scheme_name(nib_scheme scheme);                     /* "nvfp4a16" */
+NIB_API const char *nib_activation_name(nib_activation activation);         /* "norm" */
+NIB_API const char *nib_preset_name(nib_preset preset);                     /* "mlp-only" */
+NIB_API const char *nib_scale_rule_name(nib_scale_rule rule);               /* "4over6" */
+NIB_API const char *nib_tensor_scale_rule_name(nib_tensor_scale_rule rule); /* "pow2" */
+
 #define NIB_UNSET (-1) /* for an enum or value below: what the dialect fixes, or the default */
 
 typedef struct nib_quantize_options {

@@ -12,7 +12,7 @@
 #include "commands.h"
 #include "nib_checkpoint.h"
 #include "progress.h"
-#include "words.h"
+#include "text.h"
 
 enum { SHOWN_OF_EACH = 3, MOST_KINDS = 128 };
 

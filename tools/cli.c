@@ -17,6 +17,7 @@ enum {
 };
 
 bool cli_silent;
+bool cli_list_words;
 
 static const struct cli_option help_option = { 'h', "help", CLI_FLAG, NULL, NULL, "show this text", 0, 0 };
 
@@ -59,7 +60,27 @@ static void show_option(const struct cli_option *option)
     const char letter[] = { '-', option->letter, ',', ' ', 0 };
     snprintf(left, sizeof left, "  %s--%s%s%s", option->letter ? letter : "    ", option->name,
              option->argument ? " " : "", option->argument ? option->argument : "");
-    printf("%-*s%s\n", HELP_COLUMN, left, option->help);
+    const char *const place = option->kind == CLI_WORD ? strstr(option->help, "{}") : NULL;
+    char list[256] = "";
+    const int before = place ? (int)(place - option->help) : (int)strlen(option->help);
+    if (place) {
+        const struct cli_word *word = option->value;
+        words_list(&word->words, word->value, list, sizeof list);
+    }
+    printf("%-*s%.*s%s%s\n", HELP_COLUMN, left, before, option->help, list, place ? place + 2 : "");
+}
+
+static void show_words(const struct cli_command *self, const struct cli_option *options)
+{
+    for (const struct cli_option *option = options; option->name; option++) {
+        const struct cli_word *const word = option->kind == CLI_WORD ? option->value : NULL;
+        if (!word)
+            continue;
+        printf("%s --%s", self->name, option->name);
+        for (int i = 0; i < word->words.n; i++)
+            printf(" %s", word->words.names[i]);
+        putchar('\n');
+    }
 }
 
 static void show_help(const struct cli_command *self, const struct cli_option *options)
@@ -79,6 +100,23 @@ static bool take_number(const struct cli_option *option, const char *text)
         return false;
     *(int32_t *)option->value = (int32_t)value;
     return true;
+}
+
+static bool take_word(const struct cli_command *self, const struct cli_option *option, const char *text)
+{
+    struct cli_word *word = option->value;
+    char list[256];
+    word->text = text;
+    for (int i = 0; i < word->words.n; i++)
+        if (strcmp(text, word->words.names[i]) == 0) {
+            word->value = word->words.values[i];
+            return true;
+        }
+    word->value = word->other;
+    if (!word->open)
+        cli_error("%s: --%s takes %s, not '%s'", self->name, option->name,
+                  words_list(&word->words, INT32_MIN, list, sizeof list), text);
+    return word->open;
 }
 
 static bool take_item(const struct cli_command *self, const struct cli_option *option, const char *text)
@@ -132,6 +170,8 @@ static bool take(const struct cli_command *self, const struct cli_option *option
         return true;
     case CLI_LIST:
         return take_item(self, option, text);
+    case CLI_WORD:
+        return take_word(self, option, text);
     case CLI_BYTES:
         if (take_bytes(text, option->value))
             return true;
@@ -181,6 +221,10 @@ enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_optio
     char letters[2 * MAX_OPTIONS + 2];
     struct option names[MAX_OPTIONS + 1];
     const int count = translate(options, letters, names);
+    if (cli_list_words) {
+        show_words(self, options);
+        return CLI_HELPED;
+    }
     opterr = 0;
     for (int got; (got = getopt_long(argc, argv, letters, names, NULL)) != -1;) {
         if (got == ':' || got == '?') {

@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#include "words.h"
+
 #if defined(__GNUC__)
 #define CLI_FORMAT(at, first) __attribute__((format(printf, at, first)))
 #else
@@ -37,7 +39,17 @@ enum cli_kind {
     CLI_TEXT,  /* *(const char **)value */
     CLI_LIST,  /* *(struct cli_list *)value: may be given again and again */
     CLI_BYTES, /* *(uint64_t *)value: a size such as 512M or 5G */
+    CLI_WORD,  /* *(struct cli_word *)value; {} in the help stands for its words */
     CLI_NUMBER /* *(int32_t *)value, from low to high */
+};
+
+/* One of some words. */
+struct cli_word {
+    struct words words;
+    int32_t value;    /* what the word stands for; before that, the default, which the help marks */
+    const char *text; /* as it was given; NULL where it was not */
+    bool open;        /* anything else is taken too, as text, and its value is `other` */
+    int32_t other;
 };
 
 /* What an option was given, in order. */
@@ -71,6 +83,9 @@ int cli_main(int argc, char **argv);
 
 /* Of several processes that do the same together, one speaks. */
 extern bool cli_silent;
+
+/* Instead of running, commands list the words of their options: COMMAND --OPTION WORD... */
+extern bool cli_list_words;
 
 /* A line `nib: ...` on stderr. Names in it may come from hostile files: control characters are replaced. */
 void cli_error(const char *format, ...) CLI_FORMAT(1, 2);

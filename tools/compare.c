@@ -10,7 +10,7 @@
 #include "commands.h"
 #include "progress.h"
 #include "report.h"
-#include "words.h"
+#include "text.h"
 
 struct options {
     bool json, quiet;

@@ -15,8 +15,8 @@
 
 #include "commands.h"
 #include "conform.h"
-#include "words.h"
 #include "nib_file.h"
+#include "text.h"
 
 struct options {
     bool verbose, quiet, json;

@@ -5,24 +5,21 @@
 #include "commands.h"
 #include "run_plan.h"
 
-static enum cli_exit convert(const struct cli_command *self, const char *format, const char *in_path, const char *out,
-                             const struct run_flags *flags)
+static enum cli_exit convert(const struct cli_command *self, const struct cli_word *format, const char *in_path,
+                             const char *out, const struct run_flags *flags)
 {
-    nib_checkpoint_format wanted;
     nib_plan *plan = NULL;
-    if (!format) {
-        cli_error("convert: --format says what to write: compressed-tensors, modelopt, torchao or gguf");
-        return CLI_FAILED;
-    }
-    if (nib_checkpoint_format_from_name(format, &wanted)) {
-        cli_error("convert: --format takes compressed-tensors, modelopt, torchao or gguf, not '%s'", format);
+    char list[256];
+    if (!format->text) {
+        cli_error("convert: --format says what to write: %s", words_list(&format->words, NIB_UNSET, list, sizeof list));
         return CLI_FAILED;
     }
     nib_checkpoint *in = run_open(self, in_path);
     if (!in)
         return CLI_FAILED;
-    const enum cli_exit result =
-        nib_plan_convert(in, wanted, &plan) ? run_failed(self) : run_plan(self, plan, out, flags, "converted");
+    const enum cli_exit result = nib_plan_convert(in, (nib_checkpoint_format)format->value, &plan)
+                                     ? run_failed(self)
+                                     : run_plan(self, plan, out, flags, "converted");
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
     return result;
@@ -30,10 +27,10 @@ static enum cli_exit convert(const struct cli_command *self, const char *format,
 
 static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 {
-    const char *format = NULL;
+    struct cli_word format = { .words = words_formats(NIB_ACTION_CONVERT), .value = NIB_UNSET };
     struct run_flags flags = { .threads = 0 };
     const struct cli_option options[] = {
-        { 0, "format", CLI_TEXT, &format, "F", "compressed-tensors, modelopt, torchao or gguf", 0, 0 },
+        { 0, "format", CLI_WORD, &format, "F", "{}", 0, 0 },
         RUN_OPTIONS(flags),
         { 0 },
     };
@@ -45,7 +42,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         cli_error("convert: takes an input and an output, not %d operands; see nib convert --help", argc - first);
         return CLI_FAILED;
     }
-    return convert(self, format, argv[first], argv[first + 1], &flags);
+    return convert(self, &format, argv[first], argv[first + 1], &flags);
 }
 
 const struct cli_command cli_convert = {

@@ -13,8 +13,8 @@
 #include "commands.h"
 #include "nib_checkpoint.h"
 #include "progress.h"
-#include "words.h"
 #include "nib_reference.h"
+#include "text.h"
 
 struct inspection {
     bool json, tensors, quick, quiet;

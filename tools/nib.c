@@ -61,13 +61,29 @@ static enum cli_exit unknown_command(const char *name)
     return CLI_FAILED;
 }
 
+static enum cli_exit list_words(void)
+{
+    cli_list_words = true;
+    for (int i = 0; i < COMMANDS; i++) {
+        char name[32], *alone[] = { name, NULL };
+        snprintf(name, sizeof name, "%s", commands[i]->name);
+        (void)commands[i]->run(commands[i], 1, alone);
+    }
+    return CLI_FINE;
+}
+
 static enum cli_exit run_help(const struct cli_command *self, int argc, char **argv)
 {
-    const struct cli_option none = { 0 };
+    bool words = false;
+    const struct cli_option options[] = {
+        { 0, "words", CLI_FLAG, &words, NULL, "the words that options take, a line for each option", 0, 0 }, { 0 }
+    };
     int first;
-    const enum cli_parsed parsed = cli_parse(self, &none, argc, argv, &first);
+    const enum cli_parsed parsed = cli_parse(self, options, argc, argv, &first);
     if (parsed != CLI_GO)
         return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
+    if (words && first == argc)
+        return list_words();
     if (argc - first > 1) {
         cli_error("help: takes one command, not %d", argc - first);
         return CLI_FAILED;

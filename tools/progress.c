@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "words.h"
+#include "text.h"
 
 static volatile sig_atomic_t interrupted;
 

@@ -50,10 +50,17 @@ static const struct pair {
 };
 enum { PAIRS = sizeof pairs / sizeof *pairs };
 
-static const char *const schemes[NIB_SCHEME_COUNT] = { "nvfp4a16", "nvfp4" };
+static struct words servers(void)
+{
+    struct words words = { .n = 0 };
+    for (int i = 0; i < PAIRS; i++)
+        words_add(&words, pairs[i].server, i);
+    return words;
+}
 
 struct arguments {
-    const char *format, *scheme, *server, *dialect, *scale, *tensor_scale_rule, *min_block_scale, *activations, *preset;
+    struct cli_word format, scheme, server, dialect, scale_rule, tensor_scale_rule, activations, preset;
+    const char *min_block_scale;
     struct cli_list ignore, only;
     uint64_t shard_bytes;
     bool keep_split;
@@ -62,21 +69,17 @@ struct arguments {
 
 static bool fits(const struct pair *pair, const struct arguments *a, const nib_quantize_options *o)
 {
-    return (!a->format || pair->format == o->format) && (!a->scheme || pair->scheme == o->scheme);
+    return (!a->format.text || pair->format == o->format) && (!a->scheme.text || pair->scheme == o->scheme);
 }
 
 static bool choose_pair(const struct cli_command *self, const struct arguments *a, nib_quantize_options *o)
 {
-    bool known = false;
     const char *rejection = NULL;
-    if (!a->server)
+    if (!a->server.text)
         return true;
     for (int i = 0; i < PAIRS; i++) {
         const struct pair *pair = &pairs[i];
-        if (strcmp(pair->server, a->server) != 0)
-            continue;
-        known = true;
-        if (!fits(pair, a, o))
+        if (strcmp(pair->server, a->server.text) != 0 || !fits(pair, a, o))
             continue;
         if (!pair->rejection) {
             o->format = pair->format;
@@ -85,13 +88,11 @@ static bool choose_pair(const struct cli_command *self, const struct arguments *
         }
         rejection = pair->rejection;
     }
-    if (!known)
-        cli_error("%s: --for takes vllm, sglang, trtllm, transformers or llama.cpp, not '%s'", self->name, a->server);
-    else if (rejection)
-        cli_error("%s: %s cannot load that: %s", self->name, a->server, rejection);
+    if (rejection)
+        cli_error("%s: %s cannot load that: %s", self->name, a->server.text, rejection);
     else
-        cli_error("%s: %s does not load %s %s", self->name, a->server, nib_checkpoint_format_name(o->format),
-                  schemes[o->scheme]);
+        cli_error("%s: %s does not load %s %s", self->name, a->server.text, nib_checkpoint_format_name(o->format),
+                  nib_scheme_name(o->scheme));
     return false;
 }
 
@@ -107,8 +108,8 @@ static bool names_experts(const struct cli_list *patterns)
 static bool fit_server(const struct cli_command *self, const struct arguments *a, const nib_checkpoint *in,
                        struct cli_list *ignore)
 {
-    const bool transformers = a->server && !strcmp(a->server, "transformers");
-    const bool llama = a->server && !strcmp(a->server, "llama.cpp");
+    const bool transformers = a->server.text && !strcmp(a->server.text, "transformers");
+    const bool llama = a->server.text && !strcmp(a->server.text, "llama.cpp");
     nib_weight w = { .bytes = sizeof w };
     if (!transformers && !llama)
         return true;
@@ -139,24 +140,6 @@ static bool fit_server(const struct cli_command *self, const struct arguments *a
 
 /* ---- Options ---- */
 
-static bool find_word(const struct cli_command *self, const char *option, const char *word, const char *const *words,
-                      int n, int *out)
-{
-    char list[256] = "";
-    size_t used = 0;
-    if (!word)
-        return true;
-    for (int i = 0; i < n; i++) {
-        if (strcmp(word, words[i]) == 0) {
-            *out = i;
-            return true;
-        }
-        used += (size_t)snprintf(list + used, sizeof list - used, "%s%s", i ? ", " : "", words[i]);
-    }
-    cli_error("%s: --%s takes %s, not '%s'", self->name, option, list, word);
-    return false;
-}
-
 /* "2^-6" or a number. */
 static bool read_scale(const char *text, float *out)
 {
@@ -176,46 +159,24 @@ static bool read_scale(const char *text, float *out)
 
 static bool set_options(const struct cli_command *self, const struct arguments *a, nib_quantize_options *o)
 {
-    static const char *const rules[] = { "rtn", "4over6", "sweep" }, *const tensor_scales[] = { "exact", "pow2" };
-    static const char *const presets[] = { "default", "mlp-only", "experts-only" };
-    nib_dialect dialect;
-    int rule = NIB_UNSET, scale = NIB_UNSET, scheme = (int)o->scheme, preset = 0;
-    if (a->format && nib_checkpoint_format_from_name(a->format, &o->format)) {
-        cli_error("%s: --format takes compressed-tensors, modelopt or gguf, not '%s'", self->name, a->format);
-        return false;
-    }
-    if (a->dialect) {
-        if (nib_dialect_from_name(a->dialect, &dialect)) {
-            cli_error("%s: --dialect: %s", self->name, nib_last_error());
-            return false;
-        }
-        o->dialect = (int32_t)dialect;
-    }
-    if (!find_word(self, "scheme", a->scheme, schemes, 2, &scheme) ||
-        !find_word(self, "scale", a->scale, rules, 3, &rule) ||
-        !find_word(self, "tensor-scale", a->tensor_scale_rule, tensor_scales, 2, &scale) ||
-        !find_word(self, "preset", a->preset, presets, 3, &preset))
-        return false;
     if (a->min_block_scale && !read_scale(a->min_block_scale, &o->min_block_scale)) {
         cli_error("%s: --min-block-scale takes a number from 0 to 448, such as 2^-6, not '%s'", self->name,
                   a->min_block_scale);
         return false;
     }
-    o->scheme = (nib_scheme)scheme;
-    o->scale_rule = rule;
-    o->tensor_scale_rule = scale == NIB_UNSET ? NIB_UNSET
-                           : scale            ? NIB_TENSOR_SCALE_RULE_POW2
-                                              : NIB_TENSOR_SCALE_RULE_EXACT;
-    o->preset = (nib_preset)preset;
+    o->format = (nib_checkpoint_format)a->format.value;
+    o->scheme = (nib_scheme)a->scheme.value;
+    o->preset = (nib_preset)a->preset.value;
+    o->dialect = a->dialect.text ? a->dialect.value : NIB_UNSET;
+    o->scale_rule = a->scale_rule.text ? a->scale_rule.value : NIB_UNSET;
+    o->tensor_scale_rule = a->tensor_scale_rule.text ? a->tensor_scale_rule.value : NIB_UNSET;
     o->shard_bytes = a->shard_bytes;
     o->keep_split = a->keep_split;
     if (!choose_pair(self, a, o))
         return false;
-    if (a->activations && strcmp(a->activations, "one") != 0) {
-        const bool norm = strcmp(a->activations, "norm") == 0;
-        o->activation = norm ? NIB_ACTIVATION_NORM : NIB_ACTIVATION_FILE;
-        o->activation_file = norm ? NULL : a->activations;
-    }
+    o->activation = (nib_activation)a->activations.value;
+    if (o->activation == NIB_ACTIVATION_FILE)
+        o->activation_file = a->activations.text;
     return true;
 }
 
@@ -264,25 +225,38 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
     return result;
 }
 
+static void set_defaults(struct arguments *a)
+{
+    *a = (struct arguments){
+        .format = { .words = words_formats(NIB_ACTION_QUANTIZE), .value = NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS },
+        .scheme = { .words = words_schemes(), .value = NIB_SCHEME_NVFP4A16 },
+        .server = { .words = servers(), .value = NIB_UNSET },
+        .dialect = { .words = words_dialects(), .value = NIB_UNSET },
+        .scale_rule = { .words = words_scale_rules(), .value = NIB_SCALE_SWEEP },
+        .tensor_scale_rule = { .words = words_tensor_scale_rules(), .value = NIB_TENSOR_SCALE_RULE_POW2 },
+        .activations = { .value = NIB_ACTIVATION_ONE, .open = true, .other = NIB_ACTIVATION_FILE },
+        .preset = { .words = words_presets(), .value = NIB_PRESET_DEFAULT },
+    };
+    for (int i = 0; i < NIB_ACTIVATION_FILE; i++)
+        words_add(&a->activations.words, nib_activation_name((nib_activation)i), i);
+}
+
 static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 {
     static struct arguments a; /* its lists are large */
-    a = (struct arguments){ .format = NULL };
+    set_defaults(&a);
     const struct cli_option options[] = {
-        { 0, "format", CLI_TEXT, &a.format, "F", "compressed-tensors (default), modelopt or gguf", 0, 0 },
-        { 0, "scheme", CLI_TEXT, &a.scheme, "S", "nvfp4a16 (weights only, default) or nvfp4", 0, 0 },
-        { 0, "for", CLI_TEXT, &a.server, "SERVER", "choose both for vllm, sglang, trtllm, transformers or llama.cpp", 0,
-          0 },
-        { 0, "scale", CLI_TEXT, &a.scale, "RULE", "block scales: rtn, 4over6 or sweep (default)", 0, 0 },
-        { 0, "tensor-scale", CLI_TEXT, &a.tensor_scale_rule, "RULE", "exact or pow2 (default)", 0, 0 },
+        { 0, "format", CLI_WORD, &a.format, "F", "{}", 0, 0 },
+        { 0, "scheme", CLI_WORD, &a.scheme, "S", "weights only, or activations too: {}", 0, 0 },
+        { 0, "for", CLI_WORD, &a.server, "SERVER", "choose both for {}", 0, 0 },
+        { 0, "scale", CLI_WORD, &a.scale_rule, "RULE", "block scales: {}", 0, 0 },
+        { 0, "tensor-scale", CLI_WORD, &a.tensor_scale_rule, "RULE", "{}", 0, 0 },
         { 0, "min-block-scale", CLI_TEXT, &a.min_block_scale, "X", "smallest block scale (default 2^-6)", 0, 0 },
-        { 0, "dialect", CLI_TEXT, &a.dialect, "D", "the bytes of modelopt, compressed-tensors, torchao, gist or te", 0,
-          0 },
-        { 0, "activations", CLI_TEXT, &a.activations, "A",
-          "nvfp4: scales one (default), norm, or a JSON file {module: amax}", 0, 0 },
+        { 0, "dialect", CLI_WORD, &a.dialect, "D", "the bytes of {}", 0, 0 },
+        { 0, "activations", CLI_WORD, &a.activations, "A", "nvfp4: scales {}, or of a JSON file {module: amax}", 0, 0 },
         { 0, "ignore", CLI_LIST, &a.ignore, "PATTERN", "leave modules as they are: name, glob or re:...", 0, 0 },
         { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantize no others", 0, 0 },
-        { 0, "preset", CLI_TEXT, &a.preset, "P", "mlp-only or experts-only", 0, 0 },
+        { 0, "preset", CLI_WORD, &a.preset, "P", "what to quantize: {}", 0, 0 },
         { 0, "shard-size", CLI_BYTES, &a.shard_bytes, "SIZE", "of an output file (default 5G)", 0, 0 },
         { 0, "keep-split", CLI_FLAG, &a.keep_split, NULL, "one output file per input file, under its name", 0, 0 },
         { 0, "report", CLI_TEXT, &a.run.report, "FILE", "also write FILE.html, a page with charts, or FILE.json", 0,

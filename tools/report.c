@@ -14,7 +14,7 @@
 
 #include "cli.h"
 #include "report_html.h"
-#include "words.h"
+#include "text.h"
 
 /* ---- Numbers ---- */
 

@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "words.h"
 #include "nib_reference.h"
+#include "text.h"
 
 enum { WIDTH = 860, HEIGHT = 340, LEFT = 56, RIGHT = 16, TOP = 14, BOTTOM = 46, WORST = 20, MOST_SERIES = 24 };
 

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "progress.h"
-#include "words.h"
+#include "text.h"
 
 const nib_comm *run_comm;
 bool run_entered;

@@ -1,48 +1,84 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "words.h"
 
-#include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-const char *text_bytes(uint64_t bytes, char *buffer, size_t size)
+void words_add(struct words *words, const char *name, int32_t value)
 {
-    static const char *const units[] = { "B", "KB", "MB", "GB", "TB" };
-    double value = (double)bytes;
-    int unit = 0;
-    while (value >= 999.5 && unit < 4) {
-        value /= 1000;
-        unit++;
-    }
-    snprintf(buffer, size, unit && value < 99.95 ? "%.1f %s" : "%.0f %s", value, units[unit]);
+    for (int i = 0; i < words->n; i++)
+        if (strcmp(words->names[i], name) == 0)
+            return;
+    if (words->n == WORDS_MOST)
+        return;
+    words->names[words->n] = name;
+    words->values[words->n++] = value;
+}
+
+struct words words_formats(nib_action writes)
+{
+    struct words words = { .n = 0 };
+    for (int i = 0; i < NIB_CHECKPOINT_FORMAT_COUNT; i++)
+        if (nib_checkpoint_format_written_by((nib_checkpoint_format)i, writes))
+            words_add(&words, nib_checkpoint_format_name((nib_checkpoint_format)i), i);
+    return words;
+}
+
+struct words words_dialects(void)
+{
+    struct words words = { .n = 0 };
+    for (int i = 0; i < NIB_DIALECT_COUNT; i++)
+        words_add(&words, nib_dialect_name((nib_dialect)i), i);
+    return words;
+}
+
+struct words words_schemes(void)
+{
+    struct words words = { .n = 0 };
+    for (int i = 0; i < NIB_SCHEME_COUNT; i++)
+        words_add(&words, nib_scheme_name((nib_scheme)i), i);
+    return words;
+}
+
+struct words words_presets(void)
+{
+    struct words words = { .n = 0 };
+    for (int i = 0; i < NIB_PRESET_COUNT; i++)
+        words_add(&words, nib_preset_name((nib_preset)i), i);
+    return words;
+}
+
+struct words words_scale_rules(void)
+{
+    struct words words = { .n = 0 };
+    for (int i = 0; i < NIB_SCALE_RULE_COUNT; i++)
+        words_add(&words, nib_scale_rule_name((nib_scale_rule)i), i);
+    return words;
+}
+
+struct words words_tensor_scale_rules(void)
+{
+    struct words words = { .n = 0 };
+    for (int i = NIB_TENSOR_SCALE_RULE_EXACT; i < NIB_TENSOR_SCALE_RULE_COUNT; i++)
+        words_add(&words, nib_tensor_scale_rule_name((nib_tensor_scale_rule)i), i);
+    return words;
+}
+
+struct words words_dtypes(void)
+{
+    return (struct words){ { "bf16", "f16", "f32" }, { NIB_BF16, NIB_F16, NIB_F32 }, 3 };
+}
+
+const char *words_list(const struct words *words, int32_t fallback, char *buffer, size_t size)
+{
+    size_t used = 0;
+    *buffer = 0;
+    for (int i = 0; i < words->n && used < size; i++)
+        used += (size_t)snprintf(
+            buffer + used, size - used, "%s%s%s",
+            i == 0              ? ""
+            : i == words->n - 1 ? " or "
+                                : ", ",
+            words->names[i], words->values[i] == fallback && strcmp(words->names[i], "default") ? " (default)" : "");
     return buffer;
 }
-
-const char *text_db(double db, char *buffer, size_t size)
-{
-    if (isinf(db) && db > 0)
-        snprintf(buffer, size, "same");
-    else
-        snprintf(buffer, size, "%.2f", db);
-    return buffer;
-}
-
-json_t *text_json(const char *text)
-{
-    json_t *json = json_string(text);
-    if (json)
-        return json;
-    char *const copy = malloc(strlen(text) + 1);
-    if (!copy)
-        return NULL;
-    strcpy(copy, text);
-    for (char *p = copy; *p; p++)
-        if ((unsigned char)*p > 0x7E)
-            *p = '?';
-    json = json_string(copy);
-    free(copy);
-    return json;
-}
-
-json_t *text_number(double number) { return isfinite(number) ? json_real(number) : json_null(); }

@@ -1,21 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * words.h - how the tool puts sizes and decibels, and names that may be any bytes.
+ * words.h - the words that an option takes, from the library's own lists wherever it has them. Parsing, --help, messages,
+ * `nib help --words` and, by that, the completion all go by them; tests compare the manual page and Python's enums.
  */
 #ifndef NIB_WORDS_H
 #define NIB_WORDS_H
 
-#include <jansson.h>
-#include <stddef.h>
-#include <stdint.h>
+#include "nib_checkpoint.h"
 
-/* "4.2 GB" and the like; the text is in buffer, which is returned. */
-const char *text_bytes(uint64_t bytes, char *buffer, size_t size);
-/* A number of decibels: "21.60", "same" where nothing differs. */
-const char *text_db(double db, char *buffer, size_t size);
-/* JSON holds UTF-8 only, but a path may be any bytes: what is not ASCII is then replaced. NULL without memory. */
-json_t *text_json(const char *text);
-/* A number as JSON, which knows no infinities and no NaN: null for these. */
-json_t *text_number(double number);
+enum { WORDS_MOST = 16 };
+
+struct words {
+    const char *names[WORDS_MOST];
+    int32_t values[WORDS_MOST];
+    int n;
+};
+
+/* One more word, unless it is there. */
+void words_add(struct words *words, const char *name, int32_t value);
+
+struct words words_formats(nib_action writes); /* checkpoint formats that a plan writes */
+struct words words_dialects(void);
+struct words words_schemes(void);
+struct words words_presets(void);
+struct words words_scale_rules(void);
+struct words words_tensor_scale_rules(void); /* of checkpoints */
+struct words words_dtypes(void);             /* of plain weights */
+
+/* "rtn, 4over6 or sweep", in `buffer`, which is returned; the word of this value is marked as the default. */
+const char *words_list(const struct words *words, int32_t fallback, char *buffer, size_t size);
 
 #endif

@@ -68,10 +68,35 @@ void nib_quantize_options_init(nib_quantize_options *options)
                                            .min_block_scale = NIB_UNSET };
 }
 
-static const char *const scale_rule_names[NIB_SCALE_RULE_COUNT] = { "rtn", "4over6", "sweep" };
-static const char *const scheme_names[NIB_SCHEME_COUNT] = { "nvfp4a16", "nvfp4" };
-static const char *const preset_names[NIB_PRESET_COUNT] = { "default", "mlp-only", "experts-only" };
-static const char *const activation_names[NIB_ACTIVATION_COUNT] = { "one", "norm", "file" };
+const char *nib_scheme_name(nib_scheme scheme)
+{
+    static const char *const names[NIB_SCHEME_COUNT] = { "nvfp4a16", "nvfp4" };
+    return (unsigned)scheme < NIB_SCHEME_COUNT ? names[scheme] : NULL;
+}
+
+const char *nib_activation_name(nib_activation activation)
+{
+    static const char *const names[NIB_ACTIVATION_COUNT] = { "one", "norm", "file" };
+    return (unsigned)activation < NIB_ACTIVATION_COUNT ? names[activation] : NULL;
+}
+
+const char *nib_preset_name(nib_preset preset)
+{
+    static const char *const names[NIB_PRESET_COUNT] = { "default", "mlp-only", "experts-only" };
+    return (unsigned)preset < NIB_PRESET_COUNT ? names[preset] : NULL;
+}
+
+const char *nib_scale_rule_name(nib_scale_rule rule)
+{
+    static const char *const names[NIB_SCALE_RULE_COUNT] = { "rtn", "4over6", "sweep" };
+    return (unsigned)rule < NIB_SCALE_RULE_COUNT ? names[rule] : NULL;
+}
+
+const char *nib_tensor_scale_rule_name(nib_tensor_scale_rule rule)
+{
+    static const char *const names[NIB_TENSOR_SCALE_RULE_COUNT] = { "dialect", "exact", "pow2" };
+    return (unsigned)rule < NIB_TENSOR_SCALE_RULE_COUNT ? names[rule] : NULL;
+}
 
 static nib_status check_options(const nib_quantize_options *o)
 {
@@ -156,16 +181,17 @@ static json_t *pattern_list(const char *const *patterns, size_t n)
 static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
 {
     char floor[32];
+    /* A dialect other than te has a tensor scale of its own. */
+    const nib_tensor_scale_rule rule = o->dialect == NIB_UNSET || o->dialect == NIB_DIALECT_TE
+                                           ? plan->q.tensor_scale_rule
+                                           : NIB_TENSOR_SCALE_RULE_DIALECT;
     snprintf(floor, sizeof floor, "%a", (double)plan->q.min_block_scale);
-    json_t *noted = json_pack(
-        "{s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:o, s:o}", "format", nib_checkpoint_format_name(o->format), "scheme",
-        scheme_names[o->scheme], "dialect", nib_dialect_name(plan->q.dialect), "scale",
-        scale_rule_names[plan->q.scale_rule], "tensor_scale",
-        o->dialect != NIB_UNSET && o->dialect != NIB_DIALECT_TE   ? "dialect"
-        : plan->q.tensor_scale_rule == NIB_TENSOR_SCALE_RULE_POW2 ? "pow2"
-                                                                  : "exact",
-        "min_block_scale", floor, "activation", activation_names[o->activation], "preset", preset_names[o->preset],
-        "ignore", pattern_list(o->ignore, o->n_ignore), "only", pattern_list(o->only, o->n_only));
+    json_t *noted = json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:o, s:o}", "format",
+                              nib_checkpoint_format_name(o->format), "scheme", nib_scheme_name(o->scheme), "dialect",
+                              nib_dialect_name(plan->q.dialect), "scale", nib_scale_rule_name(plan->q.scale_rule),
+                              "tensor_scale", nib_tensor_scale_rule_name(rule), "min_block_scale", floor, "activation",
+                              nib_activation_name(o->activation), "preset", nib_preset_name(o->preset), "ignore",
+                              pattern_list(o->ignore, o->n_ignore), "only", pattern_list(o->only, o->n_only));
     if (!noted)
         return nib_fail(NIB_ERR_ARG, "a pattern is not UTF-8, or there is no memory for what provenance says");
     json_decref(plan->options);

@@ -61,6 +61,13 @@ expect 'nib inspect --json m' model.safetensors
 expect 'nib dequantize --dtype b' bf16
 expect 'nib bench qua' "$("$NIB" bench --list | grep '^qua')"
 
+# The words of every option, as the tool lists them; files may come besides.
+while read -r command option words; do
+    [ "$option" = --activations ] && words="$words amax.json folder"
+    # shellcheck disable=SC2086
+    expect "nib $command $option " $words
+done < <("$NIB" help --words)
+
 # Every command's options are offered, all of them.
 for command in $commands; do
     # shellcheck disable=SC2046

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "text.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const char *text_bytes(uint64_t bytes, char *buffer, size_t size)
+{
+    static const char *const units[] = { "B", "KB", "MB", "GB", "TB" };
+    double value = (double)bytes;
+    int unit = 0;
+    while (value >= 999.5 && unit < 4) {
+        value /= 1000;
+        unit++;
+    }
+    snprintf(buffer, size, unit && value < 99.95 ? "%.1f %s" : "%.0f %s", value, units[unit]);
+    return buffer;
+}
+
+const char *text_db(double db, char *buffer, size_t size)
+{
+    if (isinf(db) && db > 0)
+        snprintf(buffer, size, "same");
+    else
+        snprintf(buffer, size, "%.2f", db);
+    return buffer;
+}
+
+json_t *text_json(const char *text)
+{
+    json_t *json = json_string(text);
+    if (json)
+        return json;
+    char *const copy = malloc(strlen(text) + 1);
+    if (!copy)
+        return NULL;
+    strcpy(copy, text);
+    for (char *p = copy; *p; p++)
+        if ((unsigned char)*p > 0x7E)
+            *p = '?';
+    json = json_string(copy);
+    free(copy);
+    return json;
+}
+
+json_t *text_number(double number) { return isfinite(number) ? json_real(number) : json_null(); }

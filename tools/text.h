@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * text.h - how the tool puts sizes and decibels, and names that may be any bytes.
+ */
+#ifndef NIB_TEXT_H
+#define NIB_TEXT_H
+
+#include <jansson.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* "4.2 GB" and the like; the text is in buffer, which is returned. */
+const char *text_bytes(uint64_t bytes, char *buffer, size_t size);
+/* A number of decibels: "21.60", "same" where nothing differs. */
+const char *text_db(double db, char *buffer, size_t size);
+/* JSON holds UTF-8 only, but a path may be any bytes: what is not ASCII is then replaced. NULL without memory. */
+json_t *text_json(const char *text);
+/* A number as JSON, which knows no infinities and no NaN: null for these. */
+json_t *text_number(double number);
+
+#endif
