@@ -19,7 +19,7 @@ struct nib_dialect_facts {
      * no tensor scale. */
     float (*tensor_scale_of)(float amax, const struct nib_rules *rules);
     float (*scale_of)(float amax, const struct nib_rules *rules);
-    /* Before the blocks of a tensor scale; scaler->tensor_scale, and scaler->scale where there is a scale_of, are set. */
+    /* Before the blocks of a tensor scale; scaler->tensor_scale (and scale, where there is a scale_of) is set. */
     void (*prepare)(struct nib_scaler *scaler, const struct nib_rules *rules);
     /* A block's scale; NULL where there are none. */
     nib_scale_bits (*block_scale)(float block_amax, const struct nib_scaler *scaler, const struct nib_rules *rules);

@@ -218,7 +218,7 @@ nib_status nib_geometry_of(const nib_quantizer *q, int rank, const int64_t *shap
         geometry.rows *= shape[i]; /* nib_check_shape has seen the product */
     if (!usage_geometry(q, NIB_ROWWISE, geometry.rows, geometry.cols, &geometry.usage[NIB_ROWWISE]) ||
         !usage_geometry(q, NIB_COLUMNWISE, geometry.cols, geometry.rows, &geometry.usage[NIB_COLUMNWISE]))
-        return nib_fail(NIB_ERR_SHAPE, "a tensor of %lld x %lld takes too many bytes", (long long)geometry.rows,
+        return nib_fail(NIB_ERR_SHAPE, "a tensor of %lld x %lld needs too many bytes", (long long)geometry.rows,
                         (long long)geometry.cols);
     *out = geometry;
     return NIB_OK;

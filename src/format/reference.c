@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * reference.c - the numbers behind the format, for people who check their own implementation: matrices, values, codecs.
+ * reference.c - what is behind the format, for people who check their own implementation: matrices, values, codecs.
  */
 #include "nib_reference.h"
 #include "base/base.h"
@@ -100,7 +100,7 @@ static nib_status check_codec(nib_dtype dtype, const void *in, const void *out, 
         return nib_fail(NIB_ERR_DTYPE, "%s is not a dtype that is computed with",
                         nib_dtype_valid(dtype) ? nib_dtypes[dtype].name : "this");
     if (n && (!in || !out))
-        return nib_fail(NIB_ERR_ARG, "a pointer to %zu numbers is NULL", n);
+        return nib_fail(NIB_ERR_ARG, "a pointer to %zu values is NULL", n);
     return NIB_OK;
 }
 

@@ -6,13 +6,13 @@
  * reference kernels and the table of dialects (dialect.c) are made of these functions; the vector kernels compute the
  * same in their own way and are compared with the reference. docs/numerics.md has the formulas in words.
  *
- * All values are FP32 and every operation rounds once, in the order written: which byte comes out depends on it. Compile
- * without contraction (-ffp-contract=off, nvcc -fmad=false) and with subnormals and IEEE division (never -ffast-math).
+ * All values are FP32 and every operation rounds once, in the order written: which byte comes out depends on it.
+ * Compile without contraction (-ffp-contract=off, nvcc -fmad=false), with subnormals and IEEE division (no fast math).
  * Nothing here calls through a pointer or needs a library, so that a kernel on a device calls the functions of its
  * dialect by their names.
  *
- * Words: `scale` multiplies the data on the way in and `scale_inv`, its inverse, on the way out, as in TransformerEngine.
- * A tensor keeps its tensor scale as an amax, as a multiplier (scale_inv) or as a divisor (scale).
+ * Words: `scale` multiplies the data on the way in and `scale_inv`, its inverse, on the way out, as in
+ * TransformerEngine. A tensor keeps its tensor scale as an amax, as a multiplier (scale_inv) or as a divisor (scale).
  */
 #ifndef NIB_RULES_H
 #define NIB_RULES_H
@@ -118,8 +118,8 @@ NIB_INLINE float nib_nvfp4_decode_factor(nib_scale_bits scale, float tensor_scal
 
 /* ---- te: TransformerEngine ---- */
 
-/* The amax itself; or a checkpoint's multiplier, which must be normal, since loaders divide by it. For a tensor of zeros
- * that is 1, what an amax of 0 stands for below. */
+/* The amax itself; or a checkpoint's multiplier, which must be normal, since loaders divide by it. For a tensor of
+ * zeros that is 1, what an amax of 0 stands for below. */
 NIB_INLINE float nib_te_tensor_scale(float amax, const struct nib_rules *rules)
 {
     if (rules->tensor_scale == NIB_TENSOR_SCALE_AMAX)
@@ -130,7 +130,7 @@ NIB_INLINE float nib_te_tensor_scale(float amax, const struct nib_rules *rules)
     return rules->pow2 ? nib_round_up_to_pow2(g) : g;
 }
 
-/* scale = min(full_scale / amax, FLT_MAX), 1 where there is nothing to scale; a kept multiplier is made an amax first. */
+/* scale = min(full_scale / amax, FLT_MAX), 1 where there is nothing to scale; a multiplier is made an amax first. */
 NIB_INLINE void nib_te_prepare(struct nib_scaler *scaler, const struct nib_rules *rules)
 {
     const bool multiplier = rules->tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER, pow2 = multiplier && rules->pow2;
@@ -495,8 +495,8 @@ NIB_INLINE void nib_rht_signs(float x[NIB_BLOCK], uint16_t sign_mask)
 }
 
 /* One block, in place: signs, butterflies, a quarter. A quarter of a BF16 or F16 value is exact in FP32, so it comes
- * first and keeps the sums small; a quarter of an FP32 value may be subnormal, so it comes last. BF16 results are rounded
- * to BF16, because the amax and the codes of a BF16 tensor are those of the BF16 tensor that RHT would have written. */
+ * first and keeps the sums small; a quarter of an FP32 value may be subnormal, so it comes last. BF16 results are
+ * rounded to BF16: amax and codes are those of the BF16 tensor that RHT would have written. */
 NIB_INLINE void nib_rht_forward(float x[NIB_BLOCK], uint16_t sign_mask, nib_dtype input)
 {
     nib_rht_signs(x, sign_mask);
@@ -561,7 +561,7 @@ enum { NIB_SWEEP_CANDIDATES = 11 };
  * first, the smaller of two first. */
 NIB_INLINE int nib_sweep_offset(int i)
 {
-    const int offsets[NIB_SWEEP_CANDIDATES] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
+    static const int offsets[NIB_SWEEP_CANDIDATES] = { 0, -1, 1, -2, 2, -3, 3, 4, 5, 6, 7 };
     return offsets[i];
 }
 

@@ -21,21 +21,21 @@ static float line_element(const struct nib_panel *panel, nib_usage usage, int64_
 }
 
 /* The elements that share a scale: lines and elements of a panel. */
-struct span {
+struct tile {
     int64_t line, lines, first, length;
 };
 
-static float span_absmax(const struct nib_panel *panel, nib_usage usage, const struct span *span)
+static float tile_absmax(const struct nib_panel *panel, nib_usage usage, const struct tile *tile)
 {
     float m = 0;
-    for (int64_t line = span->line; line < span->line + span->lines; line++)
-        for (int64_t i = span->first; i < span->first + span->length; i++)
+    for (int64_t line = tile->line; line < tile->line + tile->lines; line++)
+        for (int64_t i = tile->first; i < tile->first + tile->length; i++)
             m = nib_fmax(m, nib_abs(line_element(panel, usage, line, i))); /* NaNs do not count */
     return m;
 }
 
-static void quantize_span(const struct nib_panel *panel, const struct nib_coding *coding,
-                          const struct nib_target *target, const struct nib_scaler *scaler, const struct span *span)
+static void quantize_tile(const struct nib_panel *panel, const struct nib_coding *coding,
+                          const struct nib_target *target, const struct nib_scaler *scaler, const struct tile *tile)
 {
     const bool rowwise = coding->usage == NIB_ROWWISE;
     const int64_t line0 = rowwise ? panel->row : panel->col, first0 = rowwise ? panel->col : panel->row;
@@ -43,15 +43,15 @@ static void quantize_span(const struct nib_panel *panel, const struct nib_coding
     float absmax = 0;
     nib_scale_bits scale = 0;
     if (dialect->block_scale) {
-        absmax = span_absmax(panel, coding->usage, span);
+        absmax = tile_absmax(panel, coding->usage, tile);
         scale = dialect->block_scale(absmax, scaler, &coding->rules);
     }
     const float factor = dialect->factor(scale, absmax, scaler, &coding->rules);
-    for (int64_t line = span->line; line < span->line + span->lines; line++) {
+    for (int64_t line = tile->line; line < tile->line + tile->lines; line++) {
         if (dialect->block_scale)
-            nib_scale_store(target->geometry, target->scales, line0 + line, (first0 + span->first) / coding->block,
+            nib_scale_store(target->geometry, target->scales, line0 + line, (first0 + tile->first) / coding->block,
                             scale);
-        for (int64_t i = span->first; i < span->first + span->length; i++) {
+        for (int64_t i = tile->first; i < tile->first + tile->length; i++) {
             const float y = nib_scaled(line_element(panel, coding->usage, line, i), factor, dialect->elements.divides);
             nib_code_store(target->geometry, target->codes, line0 + line, first0 + i,
                            codecs[coding->rules.element].encode(y));
@@ -69,8 +69,8 @@ void nib_quantize_generic(const struct nib_panel *panel, const struct nib_coding
     coding->dialect->prepare(&scaler, &coding->rules);
     for (int64_t line = 0; line < lines; line += coding->tile_lines)
         for (int64_t first = 0; first < length; first += step)
-            quantize_span(panel, coding, target, &scaler,
-                          &(struct span){ line, nib_min(coding->tile_lines, lines - line), first,
+            quantize_tile(panel, coding, target, &scaler,
+                          &(struct tile){ line, nib_min(coding->tile_lines, lines - line), first,
                                           nib_min(step, length - first) });
 }
 

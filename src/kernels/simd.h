@@ -4,7 +4,7 @@
  *
  * Lanes are blocks: vector i of a group holds element i of VL blocks, one block per lane. Everything that a block needs
  * - its amax, its scale, its codes, the errors of candidates - is then the same arithmetic in every lane, in the order
- * of the reference, and nothing is summed across lanes. Columns of the matrix already lie so; pieces of rows are
+ * of the reference, and nothing is summed across lanes. Columns of the matrix already lie so; parts of rows are
  * transposed on the way in.
  *
  * The including file defines
@@ -15,7 +15,7 @@
  *                           that stay
  *     vf_*, vi_*            operations; vf_min and vf_max give their second operand when the first is a NaN
  *     e2m1_bits(a)          for 0 <= a <= 6: the code of a rounded to nearest even, in the low three bits
- *     absmax_row(x, n, t)   largest magnitude of n numbers of dtype t
+ *     absmax_row(x, n, t)   largest magnitude of n values of dtype t
  * and then includes simd_panels.h, which gives it quantize_lanes and absmax_lines_lanes, the bodies of two slots.
  */
 #include "format/codec.h"
@@ -67,7 +67,7 @@ SIMD void own_lanes(struct lanes *lanes, const VF x[BLOCK])
     lanes->stride = VL;
 }
 
-/* VL blocks that each lie side by side: transpose VL x VL pieces of them. */
+/* VL blocks that each lie side by side: transpose squares of VL x VL. */
 SIMD void load_blocks(const void *const block[VL], nib_dtype dtype, VF x[BLOCK])
 {
     UNROLL
@@ -102,7 +102,7 @@ SIMD void load_partial(const struct nib_panel *panel, nib_usage usage, int64_t l
         x[i] = vf_load(values[i]);
 }
 
-/* ---- The transform: the reference's butterflies, a lane each ---- */
+/* ---- RHT: the reference's butterflies, a lane each ---- */
 
 SIMD VF round_to_bf16(VF x)
 {
@@ -141,7 +141,7 @@ SIMD void rht(VF x[BLOCK], uint16_t sign_mask, nib_dtype dtype)
     }
 }
 
-/* Up to VL columns, transformed where that is wanted. */
+/* Up to VL columns, after RHT where that is wanted. */
 SIMD void columns_to_lanes(const struct nib_panel *panel, const struct nib_coding *coding, int64_t row, int64_t col,
                            int n, int length, nib_dtype dtype, struct lanes *lanes)
 {
@@ -169,7 +169,7 @@ SIMD void blocks_to_lanes(const struct nib_panel *panel, const struct nib_coding
     if (length == BLOCK) {
         const int64_t last = panel->cols / BLOCK - 1;
         const void *pointers[VL];
-        for (int lane = 0; lane < VL; lane++) /* lanes that have no block take the last one again */
+        for (int lane = 0; lane < VL; lane++) /* lanes that have no block repeat the last one */
             pointers[lane] = element_address(panel, row, nib_min(first + lane, last) * BLOCK);
         load_blocks(pointers, dtype, x);
     } else {
@@ -214,11 +214,11 @@ SIMD VF f32_of_e4m3(VI code)
     return vf_of(vi_select_less(vf_from(code), vf_set1(8.0f), vi_of(subnormal), vi_of(normal)));
 }
 
-/* What a tensor scale comes to (struct nib_scaler), in every lane: the same in all, or, where columns have tensor scales of their
- * own, each lane's. */
+/* What a tensor scale comes to (struct nib_scaler), in every lane: the same in all, or, where columns have tensor scales
+ * of their own, each lane's. */
 struct lane_scaler {
     VF amax, scale, scale_inv, block;
-    VF g;                  /* the tensor scale as a plain multiplier */
+    VF g;                  /* the tensor scale as a multiplier */
     bool ordinary;         /* quotients with amaxes come out of products (quotient) */
     struct nib_scaler one; /* of the first lane, for dialects that have one tensor scale per tensor */
 };
@@ -277,7 +277,7 @@ SIMD struct scales te_scales_near(VF wanted, uint8_t floor_code, const struct la
     return floor_code ? te_scales_of(at_least_code(code, floor_code), scaler) : te_scales_from(code, value, scaler);
 }
 
-/* Rounded up below the smallest normal, so that nothing is clipped (kernels_scalar.c). */
+/* Rounded up below the smallest normal, so that nothing is clipped (nib_te_unbiased_block_scale). */
 SIMD VI unclipped_code(VF absmax, const struct lane_scaler *scaler)
 {
     const VF limited = vf_min(vf_mul(absmax, scaler->block), vf_set1(FLT_MAX));
@@ -288,7 +288,7 @@ SIMD VI unclipped_code(VF absmax, const struct lane_scaler *scaler)
     return vi_select_less(wanted, vf_set1(0x1p-6f), vi_add(below, up), e4m3_of(wanted, &ignored));
 }
 
-/* The plain rule, for every dialect: te's in vectors, the others' a lane at a time through their functions. */
+/* The rtn rule, for every dialect: te's in vectors, the others' a lane at a time through their functions. */
 SIMD struct scales rtn_scales(VF absmax, const struct nib_coding *coding, const struct lane_scaler *scaler)
 {
     if (!coding->dialect->fixed && coding->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
@@ -369,7 +369,7 @@ SIMD void philox(uint64_t offset, VI line, VI block, uint64_t seed, VI out[4])
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* The random number of each element, for the blocks of lanes (line, block): a byte, or the upper 24 bits of a word. */
+/* The random bits of each element, for the blocks of lanes (line, block): a byte, or the upper 24 bits of a word. */
 SIMD void random_bytes(const struct nib_coding *coding, VI line, VI block, VI random[BLOCK])
 {
     VI words[4];
@@ -428,7 +428,7 @@ SIMD struct codes encode_random(const struct lanes *x, VF factor, const VI rando
     return out;
 }
 
-/* The random numbers of lanes (line, block), and the codes that they make. */
+/* The random bits of lanes (line, block), and the codes that they make. */
 SIMD struct codes encode_stochastic(const struct lanes *x, VF factor, const struct nib_coding *coding, VI line,
                                     VI block)
 {
@@ -567,7 +567,7 @@ __attribute__((noinline)) SLOT VF squared_error_clamped(float (*magnitudes)[VL],
     return squared_error_lanes(magnitudes, factor, f, true);
 }
 
-/* A candidate beyond the ends of the range is taken for the end, which came before it: it cannot be better. */
+/* A candidate beyond the ends of the range counts as the end, which came before it: it cannot be better. */
 SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct nib_coding *coding,
                                 const struct lane_scaler *scaler)
 {

@@ -3,8 +3,8 @@
  * simd_generic.h - the formats of kernels_generic.c for any vector width: E2M1, E4M3 and E5M2 under a scale per block, or under
  * one per tensor. Included once by the file of each instruction set, after simd.h.
  *
- * Numbers go through in steps of 32, of which blocks are multiples. A row's amaxes are found first and its scales made
- * of them, since those of several blocks are one vector's work; then its numbers are coded. Columns have a lane each.
+ * Values go through in steps of 32, of which blocks are multiples. A row's amaxes are found first and its scales made
+ * of them, since those of several blocks are one vector's work; then its values are coded. Columns have a lane each.
  *
  * The including file has, besides what simd.h wants,
  *     VB, vb_*                          bytes in pieces of 16, for simd_transpose.h, which is included before
@@ -14,9 +14,9 @@
  *     store_step_nibbles(p, code)       32 codes in 16 bytes
  *     load_step_e2m1(p, v)              and back, as floats
  *     load_step_halves(p, v, e5m2)      32 bytes that are the upper half of an F16 (E5M2) or, shifted, F16s of 2^-8
- *     step_has_nan(v)                   whether one of 32 numbers may be a NaN
+ *     step_has_nan(v)                   whether one of 32 values may be a NaN
  *     step_has_byte(p, least)           whether one of 32 bytes without their first bits is at least so much
- *     store_step(p, dtype, v, exact, stream)   32 numbers in an output's dtype, around the caches where `stream`;
+ *     store_step(p, dtype, v, exact, stream)   32 values in an output's dtype, around the caches where `stream`;
  *                                       `exact`: they need no rounding
  *     stores_are_seen()                 after such stores
  */
@@ -27,7 +27,7 @@ enum { STEP = 32, STEP_VECTORS = STEP / VL };
 
 /* The sum of a magnitude and a power of two that is `digits` binades above its own is rounded to the code's digits, and
  * has the digits in its last bits and the exponent in its first: one shift away from each other. Magnitudes below the
- * smallest normal number are treated as if they had its exponent. A NaN is 0x7F, whatever its sign; `clean`: there is
+ * smallest normal value are treated as if they had its exponent. A NaN is 0x7F, whatever its sign; `clean`: there is
  * none. */
 #define DEFINE_MINIFLOAT(name, smallest, digits, offset, largest)                                         \
     SIMD VI name(VF y, bool clean)                                                                        \
@@ -51,7 +51,7 @@ SIMD VI signed_e2m1(VF y)
     return with_sign(e2m1_bits(absolute(t)), t);
 }
 
-/* Codes of 32 scaled numbers. */
+/* Codes of 32 scaled values. */
 SIMD void codes_of_step(const VF y[STEP_VECTORS], nib_dtype element, VI code[STEP_VECTORS])
 {
     const bool clean = element == NIB_E2M1 || !step_has_nan(y); /* E2M1 has no NaN to make of one */
@@ -65,9 +65,9 @@ SIMD void codes_of_step(const VF y[STEP_VECTORS], nib_dtype element, VI code[STE
             code[i] = element == NIB_E4M3 ? signed_e4m3(y[i], false) : signed_e5m2(y[i], false);
 }
 
-/* ---- Numbers in steps ---- */
+/* ---- Values in steps ---- */
 
-/* n numbers side by side; those behind the last are 0. */
+/* n values side by side; those behind the last are 0. */
 SIMD void load_step(const void *x, int64_t n, nib_dtype dtype, VF v[STEP_VECTORS])
 {
     char padded[STEP * 4];
@@ -81,7 +81,7 @@ SIMD void load_step(const void *x, int64_t n, nib_dtype dtype, VF v[STEP_VECTORS
         v[i] = load_values(x, i * VL, dtype);
 }
 
-/* The largest magnitude of n numbers side by side. */
+/* The largest magnitude of n values side by side. */
 SIMD float span_absmax(const char *x, int64_t n, nib_dtype dtype)
 {
     const int size = dtype == NIB_F32 ? 4 : 2;
@@ -101,7 +101,7 @@ SIMD float span_absmax(const char *x, int64_t n, nib_dtype dtype)
     return vf_largest(m[0]);
 }
 
-/* Codes of n numbers side by side under one factor, to bytes side by side. */
+/* Codes of n values side by side under one factor, to bytes side by side. */
 SIMD void encode_span(const char *x, int64_t n, nib_dtype dtype, float factor, nib_dtype element, uint8_t *out)
 {
     const int size = dtype == NIB_F32 ? 4 : 2, packed = element == NIB_E2M1;
@@ -358,18 +358,18 @@ SIMD void encode_columns(const struct nib_panel *panel, int64_t row, int64_t end
 
 /* Rows row..end-1, whole blocks, of n columns from `col` on, at most ANY_COLUMNS. Rows of the matrix, and lines of the
  * result, may be so far apart that they share their places in the cache: both pass through memory that lies side by
- * side, are read or written once, and long pieces at a time. */
+ * side, are read or written once, and many bytes at a time. */
 SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_coding *coding,
                                 const struct nib_target *target, const struct nib_scaler *scaler, int64_t row,
                                 int64_t end, int64_t col, int n, nib_dtype dtype, nib_dtype element, bool mx)
 {
     const struct nib_usage_geometry *g = target->geometry;
-    const bool packed = element == NIB_E2M1, straight = g->by_element; /* not by columns */
+    const bool packed = element == NIB_E2M1, straight = g->by_element; /* codes lie as the values do */
     const int64_t height = coding->block ? coding->block : nib_min(end - row, ANY_BYTE_ROWS);
     uint8_t stage[ANY_BYTE_ROWS][ANY_COLUMNS] __attribute__((aligned(64)));
     const int64_t first = (panel->row + row) / (packed ? 2 : 1), bytes = nib_ceil_div(end - row, packed ? 2 : 1);
     uint8_t *const codes = target->codes + (panel->col + col) * g->line_stride + first;
-    uint8_t turned[ANY_COLUMNS][ANY_BYTE_ROWS] __attribute__((aligned(64)));
+    uint8_t transposed[ANY_COLUMNS][ANY_BYTE_ROWS] __attribute__((aligned(64)));
     char values[ANY_COLUMNS * ANY_BYTE_ROWS * 4] __attribute__((aligned(64)));
     const struct nib_panel near = { .x = values, .dtype = panel->dtype, .stride = ANY_COLUMNS };
     const int size = dtype == NIB_F32 ? 4 : 2;
@@ -397,9 +397,9 @@ SIMD void quantize_column_block(const struct nib_panel *panel, const struct nib_
     for (int64_t l = 0; l < n; l++) /* far apart, they arrive in time only if they are asked for */
         for (int64_t i = 0; i < bytes; i += 64)
             __builtin_prefetch(codes + l * g->line_stride + i, 1);
-    transpose_8(stage[0], ANY_COLUMNS, bytes, n, turned[0], ANY_BYTE_ROWS);
+    transpose_8(stage[0], ANY_COLUMNS, bytes, n, transposed[0], ANY_BYTE_ROWS);
     for (int64_t l = 0; l < n; l++)
-        memcpy(codes + l * g->line_stride, turned[l], (size_t)bytes);
+        memcpy(codes + l * g->line_stride, transposed[l], (size_t)bytes);
 }
 
 SIMD void quantize_columns_generic(const struct nib_panel *panel, const struct nib_coding *coding,
@@ -415,7 +415,7 @@ SIMD void quantize_columns_generic(const struct nib_panel *panel, const struct n
 
 /* ---- The slots ---- */
 
-/* Copies of the code for each dtype and element, so that nothing is decided in the loops. */
+/* Compiled once per dtype and element, so that nothing is decided in the loops. */
 SIMD void quantize_generic_as(const struct nib_panel *panel, const struct nib_coding *coding,
                               const struct nib_target *target, const struct nib_scaler *scaler, nib_dtype dtype,
                               nib_dtype element, bool mx)
@@ -475,7 +475,7 @@ SLOT void quantize_mxfp4(const struct nib_panel *panel, const struct nib_coding 
 
 /* ---- Back ---- */
 
-/* `clean`: no code is special and the factor is finite, so that no number is a NaN; `exact`: and each is a BF16. */
+/* `clean`: no code is special and the factor is finite, so that no value is a NaN; `exact`: and each is a BF16. */
 SIMD void decode_step(char *out, nib_dtype dtype, const uint8_t *codes, VF factor, nib_dtype element, bool clean,
                       bool exact, bool stream)
 {
@@ -497,7 +497,7 @@ SIMD void decode_step(char *out, nib_dtype dtype, const uint8_t *codes, VF facto
     store_step(out, dtype, v, exact, stream);
 }
 
-/* A power of two keeps the few digits of a code, as long as the result is no subnormal number. */
+/* A power of two keeps the few digits of a code, as long as the result is not subnormal. */
 enum { EXACT_SCALE = 32 };
 
 SIMD void decode_generic_as(char *y, nib_dtype dtype, const uint8_t *codes, const char *scales, int64_t n,
@@ -578,7 +578,7 @@ SLOT void decode_mxfp4(void *y, nib_dtype dtype, const uint8_t *codes, const voi
     decode_generic_dtype(y, dtype, codes, scales, n, tensor_scale, coding, NIB_E2M1, true, stream);
 }
 
-/* ---- The transform, back ---- */
+/* ---- RHT, back ---- */
 
 SIMD void butterflies_lanes(VF v[BLOCK])
 {

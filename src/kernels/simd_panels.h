@@ -17,15 +17,14 @@ SIMD struct codes encode_at(const struct lanes *x, VF factor, const struct nib_c
 {
     if (coding->rounding == NIB_ROUND_NEAREST)
         return encode_nearest(x, factor, coding->dialect);
-    const VI lane = vi_lane_numbers();
+    const VI lane = vi_lane_indices();
     const VI line = vi_set1((int)(uint32_t)(coding->origin_line + at->line));
-    const VI block = vi_set1(
-        (int)((uint32_t)(coding->origin_block + at->block) | (coding->usage == NIB_COLUMNWISE ? 0x80000000u : 0)));
+    const VI block = vi_set1((int)nib_random_column(coding->origin_block + at->block, coding->usage == NIB_COLUMNWISE));
     return encode_stochastic(x, factor, coding, at->lanes_are_lines ? vi_add(line, lane) : line,
                              at->lanes_are_lines ? block : vi_add(block, lane));
 }
 
-/* 1x16 blocks from their numbers to scales and codes. */
+/* 1x16 blocks from their values to scales and codes. */
 SIMD struct codes quantize_group(const struct lanes *x, const struct nib_coding *coding,
                                  const struct lane_scaler *scaler, const struct place *at, VI *scale)
 {
@@ -286,8 +285,8 @@ SIMD void quantize_column_tiles(const struct nib_panel *panel, const struct nib_
             quantize_tile_columns(panel, coding, target, row, col, &scaler, dtype);
 }
 
-/* What is done here; the rest is the reference's. The columnwise usage of square tiles takes random numbers across its
- * lanes, and a last block of another dialect may have a factor that makes something of nothing. */
+/* What is done here; the rest is the reference's. The columnwise usage of square tiles needs random bits
+ * across its lanes, and a last block of another dialect may have a factor that makes something of nothing. */
 static bool supports(const struct nib_panel *panel, const struct nib_coding *coding)
 {
     const bool tail = (coding->usage == NIB_ROWWISE ? panel->cols : panel->rows) % BLOCK;
@@ -307,7 +306,7 @@ SIMD void quantize_generic_shape(const struct nib_panel *panel, const struct nib
         quantize_as(panel, coding, target, dtype);
 }
 
-/* A copy of the code for each dtype, so that loads are decided once. */
+/* Compiled once per dtype, so that loads are decided once. */
 SIMD void quantize_lanes(const struct nib_panel *panel, const struct nib_coding *coding,
                          const struct nib_target *target)
 {
@@ -337,9 +336,8 @@ SIMD void absmax_columns(const struct nib_panel *panel, const struct nib_coding 
         }
 }
 
-/* Rows that are transformed, which are whole blocks. */
-SIMD void absmax_transformed_rows(const struct nib_panel *panel, const struct nib_coding *coding, float *out,
-                                  nib_dtype dtype)
+/* Rows after RHT, which are whole blocks. */
+SIMD void absmax_rht_rows(const struct nib_panel *panel, const struct nib_coding *coding, float *out, nib_dtype dtype)
 {
     for (int64_t row = 0; row < panel->rows; row++) {
         VF absmax = vf_set1(0);
@@ -366,11 +364,11 @@ SIMD void absmax_lines_lanes(const struct nib_panel *panel, const struct nib_cod
     else if (coding->rht && panel->cols % BLOCK)
         nib_kernels_scalar.absmax_lines[NIB_GENERIC_FORMAT](panel, coding, out);
     else if (coding->rht && panel->dtype == NIB_F32)
-        absmax_transformed_rows(panel, coding, out, NIB_F32);
+        absmax_rht_rows(panel, coding, out, NIB_F32);
     else if (coding->rht && panel->dtype == NIB_BF16)
-        absmax_transformed_rows(panel, coding, out, NIB_BF16);
+        absmax_rht_rows(panel, coding, out, NIB_BF16);
     else if (coding->rht)
-        absmax_transformed_rows(panel, coding, out, NIB_F16);
+        absmax_rht_rows(panel, coding, out, NIB_F16);
     else
         for (int64_t row = 0; row < panel->rows; row++)
             out[row] = nib_fmax(out[row], absmax_row(element_address(panel, row, 0), panel->cols, panel->dtype));

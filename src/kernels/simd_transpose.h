@@ -4,7 +4,7 @@
  * file of each instruction set, after simd.h.
  *
  * Sixteen bytes of each of 16 / width rows are a square. Interleaving the first half of its rows with the second, as
- * often as the number of rows has bits, transposes it; a wide vector does several squares side by side.
+ * often as the count of rows has bits, transposes it; a wide vector does several squares side by side.
  *
  * The including file defines
  *     VB, VB_PIECES              a vector of so many pieces of 16 bytes

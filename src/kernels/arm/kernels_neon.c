@@ -53,7 +53,7 @@ SIMD VI vi_equal(VI a, VI b) { return vreinterpretq_s32_u32(vceqq_s32(a, b)); }
 #define vi_sll(v, n) vshlq_n_s32(v, n)
 #define vi_srl(v, n) vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), n))
 
-SIMD VI vi_lane_numbers(void)
+SIMD VI vi_lane_indices(void)
 {
     static const int32_t values[VL] = { 0, 1, 2, 3 };
     return vi_load(values);
@@ -64,7 +64,7 @@ SIMD VI vi_select_less(VF a, VF b, VI x, VI y) { return vbslq_s32(vcltq_f32(a, b
 
 SIMD bool vf_all_less(VF a, VF b) { return vminvq_u32(vcltq_f32(a, b)) != 0; }
 
-/* The 64-bit products of all lanes with one number, in two halves. */
+/* The 64-bit products of all lanes with one factor, in two halves. */
 SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
 {
     const uint32x4_t u = vreinterpretq_u32_s32(a);
@@ -97,7 +97,7 @@ SIMD void vi_store_low_bytes(uint8_t *p, VI v)
     memcpy(p, &bytes, sizeof bytes);
 }
 
-/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits. It is p * 2^22, where p is
+/* Adding a large enough value rounds a to its grid, and leaves the code in the low bits. It is p * 2^22, where p is
  * the power of two at or below max(a, 1), and as many units more as the code of p exceeds p / (p / 2): 2 log2 p. */
 SIMD VI e2m1_bits(VF a)
 {
@@ -162,7 +162,7 @@ static void absmax_lines(const struct nib_panel *panel, const struct nib_coding 
 
 enum { DECODE_STEP = VL }; /* blocks */
 
-/* What the codes of four blocks are multiplied with. False where one is not an ordinary number: the reference then
+/* What the codes of four blocks are multiplied with. False where one is not finite: the reference then
  * knows best. */
 SIMD bool decode_factors(const uint8_t *scales, float tensor_scale, const struct nib_rules *rules,
                          float out[DECODE_STEP])
@@ -212,7 +212,7 @@ SIMD void decode_block(char *out, nib_dtype dtype, const uint8_t *codes, float f
     }
 }
 
-/* Groups of DECODE_STEP blocks; what is left, and factors that are no ordinary numbers, by the reference. */
+/* Groups of DECODE_STEP blocks; what is left, and factors that are not finite, by the reference. */
 SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_t *scales, int64_t n,
                     float tensor_scale, const struct nib_coding *coding)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rows.h - NVFP4 rows to nearest, the way most data takes, for NEON; after simd_panels.h and simd_generic.h.
+ * rows.h - NVFP4 rows to nearest, which most data is, for NEON; after simd_panels.h and simd_generic.h.
  *
  * Blocks lie side by side, so that no transposition is needed if a block's elements share vectors and only amaxes,
  * scales and factors have a lane per block. A strip of 64 blocks goes through in two phases, so that the divisions of
@@ -39,7 +39,7 @@ SIMD void quantize_strip(const char *x, nib_dtype dtype, int n, const struct nib
     }
 }
 
-/* One copy of all that code. */
+/* A function, so that its code is there once. */
 static void quantize_other(const struct nib_panel *panel, const struct nib_coding *coding,
                            const struct nib_target *target)
 {
@@ -73,10 +73,10 @@ SIMD void quantize_rows_to_nearest(const struct nib_panel *panel, const struct n
 static void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                            const struct nib_target *target)
 {
-    const bool plain = coding->usage == NIB_ROWWISE && coding->tile_lines == 1 && !coding->rht &&
-                       !coding->dialect->fixed && coding->scale_rule == NIB_SCALE_RTN &&
-                       coding->rounding == NIB_ROUND_NEAREST && !target->geometry->swizzled;
-    if (!plain)
+    const bool supported = coding->usage == NIB_ROWWISE && coding->tile_lines == 1 && !coding->rht &&
+                           !coding->dialect->fixed && coding->scale_rule == NIB_SCALE_RTN &&
+                           coding->rounding == NIB_ROUND_NEAREST && !target->geometry->swizzled;
+    if (!supported)
         quantize_other(panel, coding, target);
     else if (panel->dtype == NIB_F32)
         quantize_rows_to_nearest(panel, coding, target, NIB_F32);

@@ -39,7 +39,7 @@ SIMD void vb_store_pieces(uint8_t *p, int64_t apart, VB v)
     vst1q_u8(p, v);
 }
 
-/* ---- Steps of 32 numbers ---- */
+/* ---- Steps of 32 values ---- */
 
 SIMD float vf_largest(VF v) { return vmaxvq_f32(v); }
 

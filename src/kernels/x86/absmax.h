@@ -3,13 +3,13 @@
  * absmax.h - the largest magnitude of 16-bit floats. Included once by the file of each x86 instruction set.
  *
  * Magnitudes order as integers, and NaNs come above infinity. They are looked for only where something is too large, so
- * that most arrays cost no more than a load and a maximum. (Callers come with stretches that the cache holds.)
+ * that most arrays cost no more than a load and a maximum. (Callers come with ranges that the cache holds.)
  *
  * The including file defines WORDS, the words of a vector; vw_load, vw_set1, vw_max and vw_any_above; and vw_up_to, which
  * gives 0 for words above a limit.
  */
 
-/* n numbers, a multiple of 4 * WORDS. */
+/* n values, a multiple of 4 * WORDS. */
 SIMD VI largest_words(const uint16_t *values, int64_t n, VI infinity, bool nans)
 {
     const VI mask = vw_set1(0x7FFF);

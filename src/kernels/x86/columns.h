@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * columns.h - the columnwise usage by te's rule to nearest, transformed or not. Included once by the file of each x86
+ * columns.h - the columnwise usage by te's rule to nearest, with RHT or without. Included once by the file of each x86
  * instruction set, after rows.h.
  *
  * Lanes are columns. Sixteen rows of some columns, a band, go through in three phases, so that what one column waits for
- * (its numbers, the chain of its amax, a division) overlaps with the work on others: numbers are copied on the way to the
+ * (its values, the chain of its amax, a division) overlaps with the work on others: values are copied on the way to the
  * amaxes, amaxes become scales and factors, and the copies become codes. They are copied since sixteen rows of a wide
  * matrix may share few places of the first-level cache. A run of bands is gathered before it is written, block by block,
- * and turned then. What is less than sixteen rows or a tile of columns is padded with zeros. Where the rowwise usage is
+ * and transposed then. What is less than sixteen rows or a tile of columns is padded with zeros. Where the rowwise usage is
  * wanted too, the rows of a band are coded before its columns, which then find them in the cache.
  *
- * As in rows.h columns that hold a NaN, or numbers that need a clamp, are left to the lanes of simd.h.
+ * As in rows.h columns that hold a NaN, or values that need a clamp, are left to the lanes of simd.h.
  *
  * The including file defines column_amax_of and column_amax_bits, which show a NaN as one, column_bf16, column_larger_words,
- * largest_of_squares, column_codes, which gives eight bytes for each lane, turn_codes and store_whole.
+ * largest_of_squares, column_codes, which gives eight bytes for each lane, transpose_codes and store_whole.
  */
 
 enum { MOST_COLUMNS = VL < 16 ? 16 : 2 * VL };
@@ -26,7 +26,7 @@ SIMD int column_groups(nib_dtype dtype) { return columns_of(dtype) / VL; }
 /* The column of a lane, from the first of its group's tile on. */
 SIMD int column_of_lane(int g, int lane, nib_dtype dtype) { return dtype == NIB_BF16 ? 2 * lane + g : g * VL + lane; }
 
-/* The signs of the transform; a quarter, too, where it comes first. */
+/* The signs of RHT; a quarter, too, where it comes first. */
 struct column_signs {
     float x[BLOCK][VL] __attribute__((aligned(64)));
 };
@@ -44,10 +44,10 @@ struct column_blocks {
     uint8_t scales[COLUMN_RUN][COLUMN_LINES] __attribute__((aligned(64)));
 };
 
-/* So many of them side by side: bands that are wide are read from memory in longer pieces. */
+/* So many of them side by side: bands that are wide are read from memory more bytes at a time. */
 enum { COLUMN_PARTS = 4, WIDE_COLUMNS = COLUMN_PARTS * COLUMN_LINES };
 
-/* Where numbers that are a band, or the columns from some on, lie: in the matrix, or padded with zeros. */
+/* Where values that are a band, or the columns from some on, lie: in the matrix, or padded with zeros. */
 struct column_source {
     const char *x;
     int64_t row_bytes, ahead;
@@ -93,7 +93,7 @@ SIMD int64_t place_of_column(int64_t column, nib_dtype dtype)
     return lane / VL * VL + lane % 4 / 2 * (VL / 2) + lane % VL / 4 * 2 + lane % 2;
 }
 
-/* ---- Numbers and their amaxes ---- */
+/* ---- Values and their amaxes ---- */
 
 /* What is sixteen rows below arrives meanwhile: in the second level, since sixteen rows may share few places of the
  * first. */
@@ -148,8 +148,8 @@ SIMD void copy_words(const struct column_source *from, float (*out)[VL], VI amax
     amax[1] = odd_columns(both);
 }
 
-/* The butterflies of transform() at strides 1, 2 and 4 on eight rows. The signs are factors: products with them are
- * exact, so that a fused sum rounds as a plain one does. */
+/* The butterflies of rht() at strides 1, 2 and 4 on eight rows. The signs are factors: products with them are
+ * exact, so that a fused sum rounds as a sum alone does. */
 SIMD void rht_eight(const struct column_source *from, int first, int g, nib_dtype dtype,
                     const struct column_signs *signs, VF v[8])
 {
@@ -176,7 +176,7 @@ SIMD void rht_eight(const struct column_source *from, int first, int g, nib_dtyp
         }
 }
 
-/* The whole transform, but for the quarter that FP32 takes last. */
+/* The whole RHT, but for the quarter, which comes last for FP32. */
 SIMD VI rht_columns(const struct column_source *from, int g, nib_dtype dtype, const struct column_signs *signs,
                     float (*out)[VL])
 {
@@ -218,7 +218,7 @@ SIMD struct lane_scaler column_scaler(const struct column_job *job, int64_t col,
     return lane_scaler_for(job->coding, &local, 0, VL);
 }
 
-/* The numbers of as many columns as go at once, and their amaxes where the factors will be, into the stage. */
+/* The values of as many columns as go at once, and their amaxes where the factors will be, into the stage. */
 SIMD void stage_values(const struct column_job *job, const struct column_source *from, nib_dtype dtype, bool rht,
                        bool square, int64_t line, struct column_stage *stage)
 {
@@ -283,7 +283,7 @@ SLOT void stage_other(const struct column_job *job, int64_t row, int64_t col, in
     }
 }
 
-/* The numbers of up to sixteen rows and of columns with zeros beside and below. */
+/* The values of up to sixteen rows and of columns with zeros beside and below. */
 SIMD struct column_source pad_columns(const struct nib_panel *panel, int64_t row, int64_t col, int64_t lines,
                                       nib_dtype dtype, struct column_padding *padding)
 {
@@ -363,7 +363,7 @@ SIMD void transpose_scales(const uint8_t *in, uint8_t *out, int64_t stride, nib_
         _mm_storeu_si128((void *)(out + column_at(i, order) * stride), a[i]);
 }
 
-/* Blocks first..n-1 of whole tiles, a copy each. */
+/* Blocks first..n-1 of whole tiles, copied one by one. */
 SIMD void copy_codes(const struct column_blocks *blocks, int64_t lines, int64_t first, int64_t n, nib_dtype dtype,
                      uint8_t *out, int64_t stride)
 {
@@ -380,20 +380,20 @@ SIMD void copy_codes(const struct column_blocks *blocks, int64_t lines, int64_t 
 SIMD void store_codes_of(const struct column_blocks *blocks, int64_t lines, int64_t n, int64_t last_bytes,
                          nib_dtype dtype, uint8_t *out, int64_t stride)
 {
-    enum { TURNED = VL / 2 };
-    const int64_t whole = last_bytes == 8 ? n : n - 1, turned = whole / TURNED * TURNED;
+    enum { SQUARE = VL / 2 };
+    const int64_t whole = last_bytes == 8 ? n : n - 1, in_squares = whole / SQUARE * SQUARE;
     const int64_t full = lines / columns_of(dtype) * columns_of(dtype);
-    for (int64_t place = 0; place < (turned ? full : 0); place += TURNED) {
+    for (int64_t place = 0; place < (in_squares ? full : 0); place += SQUARE) {
         uint8_t *const to = out + column_at(place / VL * VL + lane_at((int)(place % VL)), dtype) * stride;
-        for (int64_t b = 0; b < turned; b += TURNED) {
-            VI v[TURNED];
-            turn_codes(blocks->codes[b][place], sizeof blocks->codes[0], v);
+        for (int64_t b = 0; b < in_squares; b += SQUARE) {
+            VI v[SQUARE];
+            transpose_codes(blocks->codes[b][place], sizeof blocks->codes[0], v);
             UNROLL
-            for (int i = 0; i < TURNED; i++)
+            for (int i = 0; i < SQUARE; i++)
                 store_whole(to + column_of_lane(0, lane_at(i), dtype) * stride + b * 8, v[i]);
         }
     }
-    copy_codes(blocks, full, turned, whole, dtype, out, stride);
+    copy_codes(blocks, full, in_squares, whole, dtype, out, stride);
     for (int64_t l = whole < n ? 0 : full; l < lines; l++)
         for (int64_t b = l < full ? whole : 0; b < n; b++)
             memcpy(out + l * stride + b * 8, blocks->codes[b][place_of_column(l, dtype)],
@@ -503,7 +503,7 @@ SIMD void quantize_columns_as(const struct nib_panel *panel, const struct nib_co
     }
 #define DEFINE_COLUMNS_OF(name, dtype)                     \
     DEFINE_COLUMNS(columns_##name, dtype, false, false)    \
-    DEFINE_COLUMNS(transformed_##name, dtype, true, false) \
+    DEFINE_COLUMNS(rht_columns_##name, dtype, true, false) \
     DEFINE_COLUMNS(tiles_##name, dtype, false, true)
 DEFINE_COLUMNS_OF(f32, NIB_F32)
 DEFINE_COLUMNS_OF(bf16, NIB_BF16)
@@ -516,8 +516,8 @@ typedef void columns_fn(const struct nib_panel *panel, const struct nib_coding *
 
 static columns_fn *columns_kernel(const struct nib_coding *coding, nib_dtype dtype)
 {
-    static columns_fn *const kernels[3][3] = { { columns_f32, transformed_f32, tiles_f32 },
-                                               { columns_bf16, transformed_bf16, tiles_bf16 },
-                                               { columns_f16, transformed_f16, tiles_f16 } };
+    static columns_fn *const kernels[3][3] = { { columns_f32, rht_columns_f32, tiles_f32 },
+                                               { columns_bf16, rht_columns_bf16, tiles_bf16 },
+                                               { columns_f16, rht_columns_f16, tiles_f16 } };
     return kernels[dtype == NIB_F32 ? 0 : dtype == NIB_BF16 ? 1 : 2][coding->tile_lines > 1 ? 2 : coding->rht];
 }

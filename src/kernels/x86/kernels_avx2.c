@@ -55,7 +55,7 @@ SIMD VI vi_xor(VI a, VI b) { return _mm256_xor_si256(a, b); }
 SIMD VI vi_min(VI a, VI b) { return _mm256_min_epi32(a, b); }
 SIMD VI vi_max(VI a, VI b) { return _mm256_max_epi32(a, b); }
 SIMD VI vi_equal(VI a, VI b) { return _mm256_cmpeq_epi32(a, b); }
-SIMD VI vi_lane_numbers(void) { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+SIMD VI vi_lane_indices(void) { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
 #define vi_sll(v, n) _mm256_slli_epi32(v, n)
 #define vi_srl(v, n) _mm256_srli_epi32(v, n)
 
@@ -65,7 +65,7 @@ SIMD VI vi_select_less(VF a, VF b, VI x, VI y)
     return vi_of(_mm256_blendv_ps(vf_of(y), vf_of(x), _mm256_cmp_ps(a, b, _CMP_LT_OQ)));
 }
 
-/* The 64-bit products of all lanes with one number, in two halves. */
+/* The 64-bit products of all lanes with one factor, in two halves. */
 SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
 {
     const VI factor = vi_set1((int)b), even = _mm256_mul_epu32(a, factor);
@@ -131,9 +131,9 @@ SIMD void vi_store_low_bytes(uint8_t *p, VI v)
     _mm_storel_epi64((void *)p, both);
 }
 
-/* Adding a large enough number rounds a to its grid, and leaves the code in the low bits: below 2 the grid is halves
+/* Adding a large enough value rounds a to its grid, and leaves the code in the low bits: below 2 the grid is halves
  * (2^22), from 2 it is ones (2^23, plus 2 since code 4 is 2), from 4 twos (2^24, plus 8). The low bits of the exponent
- * pick the number. */
+ * pick the value. */
 SIMD VI e2m1_bits(VF a)
 {
     const VF grids = _mm256_setr_ps(0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f, 0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f);
@@ -199,7 +199,7 @@ SIMD VI largest_of_each(const VI m[8])
                   _mm256_permute2x128_si256(quarters[0], quarters[1], 0x31));
 }
 
-/* The amaxes of eight blocks of 16-bit numbers, as FP32: a vector is a block, and magnitudes order as integers, NaNs
+/* The amaxes of eight blocks of 16-bit values, as FP32: a vector is a block, and magnitudes order as integers, NaNs
  * above infinity. */
 SIMD VF amax_16_of_eight(const char *x, nib_dtype dtype)
 {
@@ -235,7 +235,7 @@ SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
     return largest_of_each(m);
 }
 
-/* Each vector has a code in the lower word of a lane and a number's upper half, for its sign, in the upper one. Two of
+/* Each vector has a code in the lower word of a lane and a value's upper half, for its sign, in the upper one. Two of
  * them are a block. Packing to bytes saturates, so that a sign is 0x80; with it, 16 times a code of four bits is a sum of
  * products, and so is a pair of codes. Packing works within 128-bit halves, which are woven together in the end. */
 SIMD void store_signed_codes(uint8_t *out, const VI v[8])
@@ -285,7 +285,7 @@ SIMD void code_four_blocks_bf16(uint8_t *out, const char *x, const float *factor
     _mm256_storeu_si256((void *)out, _mm256_permutevar8x32_epi32(packed, order));
 }
 
-/* Four blocks of 16 numbers to 32 bytes; `factors` has one for each scale. */
+/* Four blocks of 16 values to 32 bytes; `factors` has one for each scale. */
 SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
                            bool clamp)
 {
@@ -296,9 +296,9 @@ SIMD void code_four_blocks(uint8_t *out, const char *x, nib_dtype dtype, const f
     VI v[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const VF number = load_values(x, 8 * k, dtype);
+        const VF value = load_values(x, 8 * k, dtype);
         const VF factor = _mm256_broadcast_ss(factors + scales[k / 2]);
-        v[k] = with_upper_half(code_bits(absolute(number), factor, clamp), number);
+        v[k] = with_upper_half(code_bits(absolute(value), factor, clamp), value);
     }
     store_signed_codes(out, v);
 }
@@ -315,9 +315,9 @@ SIMD void code_four_randomly(uint8_t *out, const char *x, nib_dtype dtype, const
     VI v[8];
     _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
     {
-        const VF number = load_values(x, 8 * k, dtype);
+        const VF value = load_values(x, 8 * k, dtype);
         const VI r = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(random + 8 * k)));
-        v[k] = with_upper_half(stochastic_code(absolute(number), _mm256_broadcast_ss(factor + k / 2), r), number);
+        v[k] = with_upper_half(stochastic_code(absolute(value), _mm256_broadcast_ss(factor + k / 2), r), value);
     }
     store_signed_codes(out, v);
 }
@@ -388,7 +388,7 @@ SIMD void column_codes(uint8_t *out, float (*x)[VL], bool words, int odd, VF fac
 }
 
 /* Four vectors of four times eight bytes, transposed. */
-SIMD void turn_codes(const uint8_t *in, size_t stride, VI out[4])
+SIMD void transpose_codes(const uint8_t *in, size_t stride, VI out[4])
 {
     VI a[4];
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
@@ -442,7 +442,7 @@ SIMD void spread_codes(const uint8_t *codes, VI out[2])
     out[1] = _mm256_unpackhi_epi8(low, high);
 }
 
-/* A block from the upper halves of its numbers: elements 0 to 3 and 8 to 11 in the lower half, the others in the
+/* A block from the upper halves of its values: elements 0 to 3 and 8 to 11 in the lower half, the others in the
  * upper. */
 SIMD void store_wide(char *out, nib_dtype dtype, VI upper, VF factor, bool stream)
 {

@@ -55,7 +55,7 @@ SIMD VI vi_xor(VI a, VI b) { return _mm512_xor_si512(a, b); }
 SIMD VI vi_min(VI a, VI b) { return _mm512_min_epi32(a, b); }
 SIMD VI vi_max(VI a, VI b) { return _mm512_max_epi32(a, b); }
 SIMD VI vi_equal(VI a, VI b) { return _mm512_movm_epi32(_mm512_cmpeq_epi32_mask(a, b)); }
-SIMD VI vi_lane_numbers(void) { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+SIMD VI vi_lane_indices(void) { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 #define vi_sll(v, n) _mm512_slli_epi32(v, n)
 #define vi_srl(v, n) _mm512_srli_epi32(v, n)
 
@@ -65,7 +65,7 @@ SIMD VI vi_select_less(VF a, VF b, VI x, VI y)
     return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
 
-/* The 64-bit products of all lanes with one number, in two halves. */
+/* The 64-bit products of all lanes with one factor, in two halves. */
 SIMD void vi_multiply_wide(VI a, uint32_t b, VI *high, VI *low)
 {
     const VI factor = vi_set1((int)b), even = _mm512_mul_epu32(a, factor);
@@ -130,7 +130,7 @@ SIMD void vi_store_pairs(uint8_t *p, VI a, VI b)
 
 SIMD void vi_store_low_bytes(uint8_t *p, VI v) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(v)); }
 
-/* As in kernels_avx2.c: a number that rounds to the grid of a's range. */
+/* As in kernels_avx2.c: a value that rounds to the grid of a's range. */
 SIMD VI e2m1_bits(VF a)
 {
     const VF grids = _mm512_broadcast_f32x4(_mm_setr_ps(0x1p23f + 2, 0x1p24f + 8, 0, 0x1p22f));
@@ -211,7 +211,7 @@ SIMD VI amax_bits_f32(const char *x, const char *next)
     return _mm512_mask_mov_epi32(vi_set1(0x7FFFFFFF), values, vi_of(blocks));
 }
 
-/* Blocks of 16-bit numbers, two to a vector: magnitudes order as integers, NaNs above infinity. */
+/* Blocks of 16-bit values, two to a vector: magnitudes order as integers, NaNs above infinity. */
 SIMD VI amax_bits_16(const char *x, const char *next, nib_dtype dtype)
 {
     const VI mask = _mm512_set1_epi16(0x7FFF);
@@ -240,8 +240,8 @@ SIMD VI amax_bits(const char *x, const char *next, nib_dtype dtype)
 }
 
 /* 64 times the code of y, less 2^15 if y is negative: the code is in bits 6 to 8 of a lane and the sign in bit 15 and all
- * above. As in e2m1_bits a sum rounds y, but the power of two that it takes is made from y's own; 32619 is there so that
- * 64 times the sum's lower half, as a signed number, and its upper half once come to the code. It counts twice, which is
+ * above. As in e2m1_bits a sum rounds y, but the power of two in it is made from y's own; 32619 is there so that
+ * 64 times the sum's lower half, as a signed integer, and its upper half once come to the code. It counts twice, which is
  * even, as ties want it. */
 SIMD VI code_of(VF y)
 {
@@ -313,7 +313,7 @@ SIMD void code_group_bf16(uint8_t *out, const char *x, const float *factors, con
     _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
 }
 
-/* Eight blocks of 16 numbers to 64 bytes; `factors` has one for each scale. */
+/* Eight blocks of 16 values to 64 bytes; `factors` has one for each scale. */
 SIMD void code_group(uint8_t *out, const char *x, nib_dtype dtype, const float *factors, const uint8_t *scales,
                      bool clamp)
 {
@@ -340,10 +340,10 @@ SIMD void code_group_randomly(uint8_t *out, const char *x, nib_dtype dtype, cons
         _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
         {
             const int b = 2 * p + i;
-            const VF number = load_values(x, BLOCK * b, dtype);
+            const VF value = load_values(x, BLOCK * b, dtype);
             const VI r = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(random + BLOCK * b)));
-            const VI code = stochastic_code(absolute(number), vf_set1(factor[b]), r);
-            codes[i] = vi_merge(code, _mm512_rol_epi32(vi_of(number), 4), vi_set1(8)); /* the sign */
+            const VI code = stochastic_code(absolute(value), vf_set1(factor[b]), r);
+            codes[i] = vi_merge(code, _mm512_rol_epi32(vi_of(value), 4), vi_set1(8)); /* the sign */
         }
         words[p] = _mm512_packs_epi32(codes[0], codes[1]);
     }
@@ -443,7 +443,7 @@ SIMD void column_codes(uint8_t *out, float (*x)[VL], bool words, int odd, VF fac
 }
 
 /* Eight vectors of eight times eight bytes, transposed. */
-SIMD void turn_codes(const uint8_t *in, size_t stride, VI out[8])
+SIMD void transpose_codes(const uint8_t *in, size_t stride, VI out[8])
 {
     VI a[8], b[8];
     _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++)

@@ -1,15 +1,42 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rows.h - rows by te's rule, to nearest or with random bytes: the way most data takes. Included once by the file of
- * each x86 instruction set, after simd.h.
+ * rows.h - rows by te's rule, to nearest or with random bytes: most data. Included once by the file of each x86
+ * instruction set, after simd.h.
  *
  * Blocks lie side by side, so that no transposition is needed if a block's elements share a vector and only amaxes,
- * scales and factors have a lane per block. They go through in strips of up to 64 groups of eight blocks, which may come
- * from different rows; while the codes of some groups are made, the next ones get their scales.
+ * scales and factors have a lane per block. They go through in strips of up to 64 groups of eight blocks, which may
+ * come from different rows; while the codes of some groups are made, the next ones get their scales.
  *
- * Amaxes are taken over the bits of magnitudes, in whose order NaNs come above infinity and so stay visible. A strip
- * that has one is left to the lanes of simd.h, and what follows need not think of NaNs: a number's sign is then the
- * sign of its code.
+ * Amaxes are maxima of the bits of magnitudes, in whose order NaNs come above infinity and so stay visible. A strip
+ * that has one is left to the lanes of simd.h, and what follows need not think of NaNs: a value's sign is then the sign
+ * of its code.
+ *
+ * One group of BF16 through AVX2, to nearest (kernels_avx2.c). A vector is a block; a bar parts its 128-bit halves, and
+ * 0..7 are the blocks of the group.
+ *
+ *   amax_16_of_eight   eight loads, signs cleared; words of block 0:
+ *                         e0  e1  e2  e3  e4  e5  e6  e7 | e8  e9  e10 e11 e12 e13 e14 e15
+ *   unpack 16 + max    of 0 and 1: word 0 is the larger of e0 and e4 of block 0, word 1 the same of block 1
+ *                         0 1 0 1 0 1 0 1 | 0 1 0 1 0 1 0 1        and for 2 3, 4 5, 6 7: four vectors
+ *   unpack 32 + max       0 1 2 3 0 1 2 3 | 0 1 2 3 0 1 2 3        and for 4 5 6 7: two vectors
+ *   unpack 64 + max       0 1 2 3 4 5 6 7 | 0 1 2 3 4 5 6 7        one vector
+ *   max of the halves     0 1 2 3 4 5 6 7                          eight words, the amaxes
+ *   widen, shift by 16    0 1 2 3 | 4 5 6 7                        in eight lanes of FP32: BF16 is FP32's upper half
+ *   scales_of          times scaler.block, to E4M3: eight bytes, the scales of the group; a table has their factors
+ *
+ *   code_four_blocks_bf16, a block (that of tests/test_known_answers.c: tensor amax 3, scale 0x79, factor 3.111):
+ *   load               lane i has e2i below and e2i+1 above
+ *                         0 -0, .1 -.2, .3 -.4, .5 -.6 | .7 -.8, .9 -1, 1.25 -1.5, 1.75 -2
+ *   shift for even ones, mask for odd ones; both times the factor; e2m1_bits adds the value that rounds to E2M1's grid
+ *                      and leaves the code in the lower word of the lane:
+ *                         even  0   .31  .93  1.6  2.2  2.8  3.9  5.4    codes  0  1  2  3  4  5  6  7
+ *                         odd   0   .62  1.2  1.9  2.49 3.1  4.7  6.2    codes  0  1  2  4  4  5  6  7
+ *   blend, or signs    words: 0 8, 1 9, 2 A, 3 C | 4 C, 5 D, 6 E, 7 F
+ *   madd by 1, 16      lanes: 80 91 A2 C3 | C4 D5 E6 F7, a byte each
+ *   pack 32, pack 16   of blocks 0..3: each half has four bytes of every block, 0 1 2 3 | 0 1 2 3
+ *   permute 32            0 0 1 1 | 2 2 3 3, which is 32 bytes as they are stored
+ *
+ * FP32 has two vectors to a block, F16 is widened as it is loaded, and AVX-512 has two blocks to a vector of words.
  *
  * The including file defines amax_bits, code_group and code_group_randomly, and what random_bytes_of works with.
  */
@@ -23,7 +50,7 @@ struct strip {
     const char *x;
     uint8_t *codes;
     int64_t x_step, codes_step;                 /* bytes from group to group */
-    int64_t line, block, line_step, block_step; /* of the first block of a group in the copy */
+    int64_t line, block, line_step, block_step; /* of the first block of a group in the usage */
 };
 
 /* What the strips of a panel have in common. */
@@ -65,8 +92,8 @@ SIMD void random_bytes_of(const struct strip_job *job, int64_t line, int64_t blo
     const VI f0 = vi_set1((int)m0), f1 = vi_set1((int)m1);
     UNROLL
     for (int half = 0; half < 2; half++) {
-        const VI number = vi_add(random_order(half), vi_set1((int)(uint32_t)(coding->origin_block + block)));
-        VI c2 = vi_xor(number, vi_set1((int)((uint32_t)(p0 >> 32) ^ k[1][0])));
+        const VI column = vi_add(random_order(half), vi_set1((int)(uint32_t)(coding->origin_block + block)));
+        VI c2 = vi_xor(column, vi_set1((int)((uint32_t)(p0 >> 32) ^ k[1][0])));
         const VI second = vi_multiply_even(c2, f1);
         VI c0 = vi_xor(vi_upper_halves(second), vi_set1((int)((uint32_t)p1 ^ k[0][1])));
         VI c3 = vi_multiply_even(c0, f0);
@@ -89,29 +116,29 @@ SIMD void random_bytes_of(const struct strip_job *job, int64_t line, int64_t blo
 
 /* Groups whose amaxes fill a vector, and groups that go through together: so many that the constants of each step are
  * loaded once for all of them, and so few that the steps of different ones overlap. */
-enum { AT_ONCE = VL / GROUP, TURN = VL < 16 ? 4 : 8 };
+enum { AT_ONCE = VL / GROUP, BATCH = VL < 16 ? 4 : 8 };
 
-/* Blocks from one that is coded to what is prefetched: beyond those whose amaxes are made, two turns on. */
+/* Blocks from one that is coded to what is prefetched: beyond those whose amaxes are made, two batches on. */
 enum { AHEAD = VL < 16 ? 128 : 176 };
 
 /* What is known of a strip while it goes through. */
 struct strip_state {
     uint8_t scales[STRIP + VL];
-    float amaxes[TURN * GROUP] __attribute__((aligned(64)));  /* of the turn after the next */
-    float factors[TURN * GROUP] __attribute__((aligned(64))); /* of random rounding: 2^23 times what they are */
-    uint8_t random[(TURN * GROUP + VL) * BLOCK] __attribute__((aligned(64)));
-    bool fits; /* what the scales of the turn make of its numbers is less than 7 */
+    float amaxes[BATCH * GROUP] __attribute__((aligned(64)));  /* of the batch after the next */
+    float factors[BATCH * GROUP] __attribute__((aligned(64))); /* of random rounding: 2^23 times what they are */
+    uint8_t random[(BATCH * GROUP + VL) * BLOCK] __attribute__((aligned(64)));
+    bool fits; /* what the scales of the batch make of its values is less than 7 */
     bool good; /* there is no NaN, and no factor is too large */
 };
 
-SIMD int groups_of_turn(const struct strip *strip, int g) { return (int)nib_min(TURN, strip->groups - g); }
+SIMD int groups_of_batch(const struct strip *strip, int g) { return (int)nib_min(BATCH, strip->groups - g); }
 
 /* The amaxes of the blocks of groups g.. over `lines` rows. */
 SIMD void strip_amaxes(const struct strip *strip, const struct strip_job *job, int g, int lines, nib_dtype dtype,
                        struct strip_state *state)
 {
     const char *x = strip->x + g * strip->x_step;
-    const int n = groups_of_turn(strip, g);
+    const int n = groups_of_batch(strip, g);
     VI largest = vi_set1(0);
     for (int k = 0; k < n; k += AT_ONCE, x += AT_ONCE * strip->x_step) {
         const char *const next = k + AT_ONCE <= n ? x + (AT_ONCE - 1) * strip->x_step : x;
@@ -124,8 +151,8 @@ SIMD void strip_amaxes(const struct strip *strip, const struct strip_job *job, i
     state->good &= !vi_any_greater(largest, vi_set1(0x7F800000));
 }
 
-/* The scales of n blocks. True if no number that they scale comes to 7 or more: a scale is not limited, and so large
- * that rounding it down has not changed it by a seventh. (Blocks of zeros are taken for too small: it is no matter.) */
+/* The scales of n blocks. True if no value that they scale comes to 7 or more: a scale is not limited, and so large
+ * that rounding it down has not changed it by a seventh. (Blocks of zeros count as too small, which does no harm.) */
 SIMD bool scales_of(const float *amaxes, int n, const struct strip_job *job, uint8_t *scales)
 {
     const VF block = job->scaler.block;
@@ -141,7 +168,7 @@ SIMD bool scales_of(const float *amaxes, int n, const struct strip_job *job, uin
     return vf_all_less(most, vf_set1(480.0f)) && vf_all_less(vf_set1(4 * 0x1p-9f), least);
 }
 
-/* Scales and factors for random rounding, which takes its factors 2^23 times; a block of zeros has none. False where
+/* Scales and factors for random rounding, whose factors are 2^23 times as large; a block of zeros has none. False where
  * one is too large for that. */
 SIMD bool scales_and_factors_of(const float *amaxes, int n, const struct strip_job *job, uint8_t *scales,
                                 float *factors)
@@ -172,7 +199,7 @@ SIMD void store_group_scales(const struct nib_target *target, int64_t line, int6
             out[nib_scale_index(g, line, block + b)] = scales[b];
 }
 
-/* To the second level: the amaxes, which come next, fetch it from there well enough, and the first has no room for what
+/* To the second level: the amaxes, which come next, fetch it from there well enough, and the first should not hold what
  * is not wanted yet. */
 SIMD void prefetch_group(const char *x, nib_dtype dtype)
 {
@@ -181,7 +208,7 @@ SIMD void prefetch_group(const char *x, nib_dtype dtype)
         _mm_prefetch(x + line * 64, _MM_HINT_T1);
 }
 
-/* The codes of n groups in a row. Numbers further on arrive meanwhile. */
+/* The codes of n groups in a row. Values further on arrive meanwhile. */
 SIMD void row_codes(const char *x, uint8_t *codes, const struct strip *strip, const struct strip_job *job, int n,
                     nib_dtype dtype, bool clamp, const uint8_t *scales)
 {
@@ -199,13 +226,13 @@ SIMD void strip_codes(const struct strip *strip, const struct strip_job *job, in
 {
     const char *x = strip->x + g * strip->x_step;
     uint8_t *codes = strip->codes + g * strip->codes_step;
-    for (int k = 0; strip->line_step && k < TURN; k++) /* places in rows that may be far apart */
+    for (int k = 0; strip->line_step && k < BATCH; k++) /* places in rows that may be far apart */
         _mm_prefetch((const char *)codes + (BLOCK + k) * strip->codes_step, _MM_HINT_T1);
     for (int l = 0; l < lines; l++, x += job->row_bytes, codes += job->target->geometry->line_stride)
         if (state->fits) /* what lies between 6 and 7 rounds to 6 */
-            row_codes(x, codes, strip, job, groups_of_turn(strip, g), dtype, false, state->scales + g * GROUP);
+            row_codes(x, codes, strip, job, groups_of_batch(strip, g), dtype, false, state->scales + g * GROUP);
         else
-            row_codes(x, codes, strip, job, groups_of_turn(strip, g), dtype, true, state->scales + g * GROUP);
+            row_codes(x, codes, strip, job, groups_of_batch(strip, g), dtype, true, state->scales + g * GROUP);
 }
 
 /* The same with random bytes. Magnitudes are counted in units of 2^-23 (stochastic_code), which the factors bring. */
@@ -214,7 +241,7 @@ SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job
 {
     const char *x = strip->x + g * strip->x_step;
     uint8_t *codes = strip->codes + g * strip->codes_step;
-    for (int k = 0; k < groups_of_turn(strip, g); k++, x += strip->x_step, codes += strip->codes_step) {
+    for (int k = 0; k < groups_of_batch(strip, g); k++, x += strip->x_step, codes += strip->codes_step) {
         prefetch_group(x + job->ahead, dtype);
         code_group_randomly(codes, x, dtype, state->factors + k * GROUP, state->random + k * GROUP * BLOCK);
     }
@@ -223,8 +250,8 @@ SIMD void strip_codes_randomly(const struct strip *strip, const struct strip_job
 /* Random bytes for the blocks of groups g.. */
 SIMD void strip_random(const struct strip *strip, const struct strip_job *job, int g, uint8_t *random)
 {
-    const int together = strip->line_step ? 1 : AT_ONCE; /* groups whose numbers are made at once */
-    for (int k = g; k < g + groups_of_turn(strip, g); k += together, random += together * GROUP * BLOCK)
+    const int together = strip->line_step ? 1 : AT_ONCE; /* groups whose bytes are made at once */
+    for (int k = g; k < g + groups_of_batch(strip, g); k += together, random += together * GROUP * BLOCK)
         random_bytes_of(job, strip->line + k * strip->line_step, strip->block + k * strip->block_step, random);
 }
 
@@ -233,7 +260,7 @@ SIMD void strip_scales(const struct strip *strip, const struct strip_job *job, i
                        struct strip_state *state)
 {
     uint8_t *const scales = state->scales + g * GROUP;
-    const int n = groups_of_turn(strip, g) * GROUP;
+    const int n = groups_of_batch(strip, g) * GROUP;
     if (!random) {
         state->fits = scales_of(state->amaxes, n, job, scales);
         return;
@@ -249,8 +276,8 @@ SIMD bool quantize_strip(const struct strip *strip, const struct strip_job *job,
                          bool random, struct strip_state *state)
 {
     state->good = true;
-    for (int g = -2 * TURN; g < strip->groups; g += TURN) {
-        const int second = g + TURN, third = g + 2 * TURN;
+    for (int g = -2 * BATCH; g < strip->groups; g += BATCH) {
+        const int second = g + BATCH, third = g + 2 * BATCH;
         if (g >= 0 && random)
             strip_codes_randomly(strip, job, g, dtype, state);
         else if (g >= 0)
@@ -357,7 +384,7 @@ SIMD void set_row_scaler(struct strip_job *job, int64_t row)
 {
     job->scaler = lane_scaler_for(job->coding, job->target, job->panel->row + row, 1);
     for (int code = 0; code < 128; code += VL)
-        vf_store(job->factors + code, te_scales_of(vi_add(vi_lane_numbers(), vi_set1(code)), &job->scaler).factor);
+        vf_store(job->factors + code, te_scales_of(vi_add(vi_lane_indices(), vi_set1(code)), &job->scaler).factor);
 }
 
 SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool random)
@@ -402,7 +429,7 @@ SIMD void quantize_row_tiles(struct strip_job *job, nib_dtype dtype)
     quantize_part(job, 0, length, panel->rows, panel->cols - length);
 }
 
-/* Whether each row begins where the one above ends: numbers, codes and scales. They are then one long row. */
+/* Whether each row begins where the one above ends: values, codes and scales. They are then one long row. */
 SIMD bool rows_follow(const struct nib_panel *panel, const struct nib_target *target)
 {
     const struct nib_usage_geometry *const g = target->geometry;
@@ -485,8 +512,8 @@ SIMD void code_rows(struct strip_job *job, nib_dtype dtype)
         code_rows_f16(job);
 }
 
-/* te's plain rule, with or without random bytes; those of square tiles are left to the other way. */
-static bool is_plain(const struct nib_coding *coding)
+/* te's rtn rule, with or without random bytes; those of square tiles are left to the other way. */
+static bool is_te_rtn(const struct nib_coding *coding)
 {
     const bool nearest = coding->rounding == NIB_ROUND_NEAREST;
     return !coding->dialect->fixed && coding->scale_rule == NIB_SCALE_RTN &&

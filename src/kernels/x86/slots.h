@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * slots.h - the slots of an x86 instruction set: who takes what. Included last by the file of each.
+ * slots.h - the slots of an x86 instruction set: which kernel supports what. Included last by the file of each.
  *
  * The including file defines decode_four_wide, decode_four_bf16, decode_four_known, make_bf16_values and scales_within.
  */
@@ -9,12 +9,12 @@
 
 static bool supports_rows(const struct nib_coding *coding)
 {
-    return is_plain(coding) && coding->usage == NIB_ROWWISE && !coding->rht;
+    return is_te_rtn(coding) && coding->usage == NIB_ROWWISE && !coding->rht;
 }
 
 static bool supports_columns(const struct nib_coding *coding)
 {
-    return is_plain(coding) && coding->usage == NIB_COLUMNWISE && coding->rounding == NIB_ROUND_NEAREST;
+    return is_te_rtn(coding) && coding->usage == NIB_COLUMNWISE && coding->rounding == NIB_ROUND_NEAREST;
 }
 
 SLOT void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
@@ -50,7 +50,10 @@ SLOT void absmax_lines(const struct nib_panel *panel, const struct nib_coding *c
 
 /* ---- Back ---- */
 
-enum { CHUNK = 64, CODES = 128 }; /* blocks that are decoded one after the other, and scales that are numbers, nearly */
+enum {
+    CHUNK = 64,
+    CODES = 128
+}; /* blocks that are decoded one after the other, and scales that are no NaN, and one that is */
 
 /* What a call knows. */
 struct decode_job {
@@ -71,7 +74,7 @@ SIMD VF factors_of(VF scales, const struct decode_job *job)
     return job->divides ? vf_div(scales, job->multiplier) : vf_mul(vf_mul(scales, job->multiplier), job->last);
 }
 
-/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two numbers need rounding to BF16,
+/* The eight magnitudes of a block are 2^k or 1.5 * 2^k times its factor, so that only two values need rounding to BF16,
  * and the others follow by counting in the exponent - as long as that stays clear of its ends. The first is in the lower
  * half of what this gives, the second in the upper. */
 static const float least_counted = 0x1p-110f, most_counted = 0x1p112f;
@@ -85,8 +88,8 @@ SIMD VI bf16_roundings(VF factor)
 /* How a chunk of blocks can be decoded. */
 enum decode_way { BY_REFERENCE, BY_VALUES, BY_TABLES };
 
-/* The factors of n blocks, a multiple of VL, or their roundings. Those that are no ordinary numbers are left to the
- * reference; a tensor scale that is none has gone there before. */
+/* The factors of n blocks, a multiple of VL, or their roundings. Those that are not finite are left to the
+ * reference; a tensor scale that is not finite has gone there before. */
 SIMD enum decode_way decode_factors(const uint8_t *scales, int n, const struct decode_job *job, float *factors)
 {
     VI largest_scale = vi_set1(0); /* over bits, where a NaN shows */
@@ -134,7 +137,7 @@ struct decode_tables {
     float factors[CODES] __attribute__((aligned(64)));
     uint16_t values[CODES][BLOCK] __attribute__((aligned(64))); /* in BF16, of every code of an element */
     uint8_t least;                                              /* scale that they are good for */
-    bool are_numbers;                                           /* all of the factors */
+    bool are_finite;                                            /* all of the factors */
     bool has_values;
 };
 
@@ -142,14 +145,14 @@ SIMD void make_tables(const struct decode_job *job, struct decode_tables *tables
 {
     float roundings[CODES] __attribute__((aligned(64)));
     for (int code = 0; code < CODES; code += VL) {
-        const VF f = factors_of(f32_of_e4m3(vi_add(vi_lane_numbers(), vi_set1(code))), job);
+        const VF f = factors_of(f32_of_e4m3(vi_add(vi_lane_indices(), vi_set1(code))), job);
         vf_store(tables->factors + code, f);
         vf_store(roundings + code, vf_of(bf16_roundings(f)));
     }
     const float smallest = tables->factors[1], largest = tables->factors[126];
     tables->has_values = job->dtype == NIB_BF16 && smallest > least_counted && largest < most_counted;
     tables->least = tables->has_values;
-    tables->are_numbers = nib_abs(largest) <= FLT_MAX;
+    tables->are_finite = nib_abs(largest) <= FLT_MAX;
     if (tables->has_values)
         make_bf16_values(tables->values[0], roundings, CODES);
 }
@@ -193,7 +196,7 @@ SIMD void decode_as(char *y, nib_dtype dtype, const uint8_t *codes, const uint8_
     int64_t b = 0;
     if (whole >= MANY) {
         make_tables(&job, &tables);
-        for (; tables.are_numbers && b + CHUNK <= whole; b += CHUNK)
+        for (; tables.are_finite && b + CHUNK <= whole; b += CHUNK)
             if (scales_within(scales + b, tables.least))
                 decode_many(y + b * block_bytes, codes + b * 8, scales + b, &tables, &job);
             else

@@ -27,7 +27,7 @@ SIMD void vb_store_pieces(uint8_t *p, int64_t apart, VB v)
     _mm_storeu_si128((void *)(p + apart), _mm256_extracti128_si256(v, 1));
 }
 
-/* ---- Steps of 32 numbers ---- */
+/* ---- Steps of 32 values ---- */
 
 SIMD float vf_largest(VF v) { return largest_lane(v); }
 

@@ -29,7 +29,7 @@ SIMD void vb_store_pieces(uint8_t *p, int64_t apart, VB v)
     _mm_storeu_si128((void *)(p + 3 * apart), _mm512_extracti32x4_epi32(v, 3));
 }
 
-/* ---- Steps of 32 numbers ---- */
+/* ---- Steps of 32 values ---- */
 
 SIMD float vf_largest(VF v) { return _mm512_reduce_max_ps(v); }
 
