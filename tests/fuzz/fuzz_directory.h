@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "nib_checkpoint.h"
+#include "nib_file.h"
 
 static void require(int condition, const char *what)
 {

@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "nib.h"
+#include "nib_file.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
 
