@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A user of the installed library: exit 0 when it is the version of the header, encodes and quantizes. */
 #include <nib.h>
+#include <nib_reference.h>
 #include <stdio.h>
 #include <string.h>
 
