@@ -16,7 +16,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "nib.h"
+#include "nib_reference.h"
+#include "nib_shard.h"
 
 #define SHAPE(...) \
     (const int64_t[]) { __VA_ARGS__ }
