@@ -8,7 +8,7 @@
 
 The model is a transformer of 4 blocks and 3.2 million parameters. Its linear layers are nib.torch.Linear: in NVFP4
 they multiply 4-bit operands in the forward and in the backward pass, here with the values that the codes stand for.
-The last tenth of the text is held out. Results go to the folder --out: one file per run, results.json, losses.svg.
+The last tenth of the text is held out. Results go to the directory --out: one file per run, results.json, losses.svg.
 """
 import argparse
 import json
@@ -93,8 +93,8 @@ def read_text():
     symbols = sorted(set(text))
     counts = [text.count(symbol) for symbol in symbols]
     entropy = -sum(n / len(text) * math.log(n / len(text)) for n in counts)
-    number = {symbol: i for i, symbol in enumerate(symbols)}
-    data = torch.tensor([number[symbol] for symbol in text])
+    index = {symbol: i for i, symbol in enumerate(symbols)}
+    data = torch.tensor([index[symbol] for symbol in text])
     cut = len(data) * 9 // 10
     return data[:cut], data[cut:], symbols, entropy
 
@@ -184,12 +184,12 @@ def run_all(options, work):
     return failed
 
 
-def collect(folder):
-    """The runs in a folder: {variant: {seed: result}}."""
+def collect(directory):
+    """The runs in a directory: {variant: {seed: result}}."""
     runs = {}
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(os.listdir(directory)):
         if name.startswith("run-") and name.endswith(".json"):
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
+            with open(os.path.join(directory, name), encoding="utf-8") as file:
                 result = json.load(file)
             runs.setdefault(result["variant"], {})[result["seed"]] = result
     return runs
@@ -212,12 +212,12 @@ def table(runs):
 
 # ---- Plot ------------------------------------------------------------------------------------------------
 
-COLOURS = {"bf16": "#222222", "nvfp4": "#c23b22", "whole": "#2266aa"}
+COLORS = {"bf16": "#222222", "nvfp4": "#c23b22", "whole": "#2266aa"}
 
 
 def plot(runs, path):
-    """Training losses (means of neighbouring steps, first seed) and held-out losses (dots) as SVG."""
-    chosen = {variant: next(iter(runs[variant].values())) for variant in COLOURS if variant in runs}
+    """Training losses (means of neighboring steps, first seed) and held-out losses (dots) as SVG."""
+    chosen = {variant: next(iter(runs[variant].values())) for variant in COLORS if variant in runs}
     wide, high, left, top, right, bottom = 820, 480, 60, 30, 20, 50
     steps = max(run["steps"] for run in chosen.values())
     entropy = next(iter(chosen.values()))["entropy"]
@@ -247,15 +247,15 @@ def plot(runs, path):
     out.append(f'<text x="{(left + wide - right) / 2}" y="{high - 10}" text-anchor="middle">'
                'step (lines: training loss, dots: held-out loss, in nats per character)</text>')
     for i, (variant, run) in enumerate(chosen.items()):
-        colour, span = COLOURS[variant], max(1, steps // 100)
+        color, span = COLORS[variant], max(1, steps // 100)
         means = [(at + span / 2, statistics.fmean(run["training"][at:at + span]))
                  for at in range(0, run["steps"] - span + 1, span)]
-        out.append(f'<path d="M{" L".join(place(*mean) for mean in means)}" fill="none" stroke="{colour}"/>')
+        out.append(f'<path d="M{" L".join(place(*mean) for mean in means)}" fill="none" stroke="{color}"/>')
         for point in run["held_out"]:
             x, y = place(*point).split(",")
-            out.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>')
+            out.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>')
         y = top + 16 + 18 * i
-        out.append(f'<path d="M{wide - 330},{y - 4} h30" stroke="{colour}" stroke-width="2"/>'
+        out.append(f'<path d="M{wide - 330},{y - 4} h30" stroke="{color}" stroke-width="2"/>'
                    f'<text x="{wide - 290}" y="{y}">{VARIANTS[variant][2]}: {run["loss"]:.3f}</text>')
     out.append("</svg>")
     with open(path, "w", encoding="utf-8") as file:
@@ -263,7 +263,7 @@ def plot(runs, path):
 
 
 def report(options):
-    """Table, results.json and plot of what the folder holds."""
+    """Table, results.json and plot of what the directory holds."""
     runs = collect(options.out)
     first = next(iter(next(iter(runs.values())).values()))
     print(f"{first['parameters']} parameters, {first['steps']} steps of {first['batch']} x {first['context']} "
@@ -289,7 +289,7 @@ def main():
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of each run")
     parser.add_argument("--out", default="train_tiny.out")
     parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--report", action="store_true", help="only table and plot of what the folder holds")
+    parser.add_argument("--report", action="store_true", help="only table and plot of what the directory holds")
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     os.makedirs(options.out, exist_ok=True)

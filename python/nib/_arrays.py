@@ -9,6 +9,7 @@ import ctypes
 import numpy as np
 
 from . import _library
+from ._device import entered
 from ._library import Array, DType, DtypeError, ShapeError, lib, raw
 
 try:
@@ -51,7 +52,7 @@ def numpy_dtype(code):
 
 
 def fill(array, pointer, code, shape, strides, itemsize):
-    """A nib_array over memory, strides in bytes. Its extent is that of its elements."""
+    """A nib_array over host memory, strides in bytes. Its extent is that of its elements."""
     if len(shape) > _library.MAX_RANK:
         raise ShapeError(f"an array of rank {len(shape)}: at most {_library.MAX_RANK} is possible")
     low = high = 0
@@ -68,6 +69,7 @@ def fill(array, pointer, code, shape, strides, itemsize):
     array.rank = len(shape)
     array.shape[:len(shape)] = shape
     array.strides[:len(shape)] = [stride // itemsize for stride in strides]
+    array.device = entered.handle
     return array
 
 
@@ -103,11 +105,11 @@ def _borrow_dlpack(x, writable):
     array = Array()
     if _Capsule._is(capsule, b"dltensor_versioned"):
         managed = _Capsule._get(capsule, b"dltensor_versioned")
-        lib.nib_array_from_dlpack_versioned(managed, array)
+        lib.nib_array_from_dlpack_versioned(managed, entered.handle, array)
         if writable and ctypes.c_uint64.from_address(managed + _FLAGS_OFFSET).value & _READ_ONLY:
             raise _library.ArgumentError("the array is read-only")
     else:
-        lib.nib_array_from_dlpack(_Capsule._get(capsule, b"dltensor"), array)
+        lib.nib_array_from_dlpack(_Capsule._get(capsule, b"dltensor"), entered.handle, array)
     return array, capsule
 
 
@@ -182,8 +184,8 @@ def dlpack_capsule(handle, part, versioned=False):
 
 
 def _destroy_capsule(capsule):
-    """Runs when a capsule goes: one that nobody took over still owns its tensor. The numbers are where DLPack's structs
-    have their deleters."""
+    """Runs when a capsule goes: one that nobody took over still owns its tensor. The offsets are those of the
+    deleters in DLPack's structs."""
     for name, offset in ((b"dltensor", 56), (b"dltensor_versioned", 16)):
         if _IS_RAW(capsule, name):
             managed = _GET_RAW(capsule, name)

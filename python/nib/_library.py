@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C library as ctypes sees it: include/nib.h, and nothing else.
+"""The C library as ctypes sees it: the headers of libnib, and nothing else.
 
 Enums are IntEnums, structs are ctypes.Structures with the names of the header's fields, functions are attributes of
-`lib` by their own names. A function that returns nib_status raises an Error with the library's sentence instead
+`lib` by their own names. A function that returns nib_status raises an Error with the library's message instead
 (`lib.nib_quantize(...)`); `raw` has the same functions without that, for calls that must be quick and look at the
-status themselves. Both release the GIL. tests/python/test_header.py compares all of this with the header.
+status themselves. Both release the GIL. tests/python/test_header.py compares all of this with the headers.
 """
 import ctypes
 import enum
@@ -16,7 +16,7 @@ from ctypes import (CFUNCTYPE, POINTER as P, Structure, c_char, c_char_p, c_floa
 
 
 class Error(Exception):
-    """What the library refuses, in its own sentence. `status` is its nib_status, None where Python found the fault.
+    """What the library rejects, in its own message. `status` is its nib_status, None where Python found the fault.
 
     Every subclass is also the builtin exception that TransformerEngine raises in such a place.
     """
@@ -40,7 +40,7 @@ class ModeError(Error, ValueError, RuntimeError):
 
 
 class UsageError(Error, RuntimeError):
-    """The copy (rowwise, columnwise) that is needed is not there."""
+    """The usage (rowwise, columnwise) that is needed is not there."""
 
 
 class NoDataError(UsageError, ValueError):
@@ -60,7 +60,7 @@ class CommError(Error, RuntimeError):
 
 
 class FileError(Error, OSError):
-    """The operating system refused to read or write."""
+    """The operating system did not read or write."""
 
 
 class DataError(Error, ValueError, RuntimeError):
@@ -75,9 +75,13 @@ class CancelledError(Error, RuntimeError):
     """The caller's own function asked to stop."""
 
 
+class DeviceError(Error, RuntimeError):
+    """Things of two devices in one call, or a device that failed."""
+
+
 # In the order of nib_status.
 _ERRORS = [None, ArgumentError, ShapeError, DtypeError, ModeError, UsageError, MismatchError, OutOfMemoryError,
-           CommError, FileError, DataError, UnsupportedError, CancelledError]
+           CommError, FileError, DataError, UnsupportedError, CancelledError, DeviceError]
 for _status, _class in enumerate(_ERRORS):
     if _class:
         _class.status = _status
@@ -87,7 +91,7 @@ OK = 0
 
 
 class DType(enum.IntEnum):
-    """nib_dtype; the first eleven numbers are TransformerEngine's. Those that Python code computes with or stores."""
+    """nib_dtype; the first eleven have TransformerEngine's codes."""
     U8 = 0
     I16 = 1
     I32 = 2
@@ -146,14 +150,15 @@ class Rounding(enum.IntEnum):
     STOCHASTIC_UNBIASED = 3
 
 
-class Level(enum.IntEnum):
+class TensorScale(enum.IntEnum):
+    """What the tensor scale of a tensor is kept as."""
     AMAX = 0
-    DECODE = 1
-    ENCODE = 2
+    MULTIPLIER = 1
+    DIVISOR = 2
     NONE = 3
 
 
-class TensorScale(enum.IntEnum):
+class TensorScaleRule(enum.IntEnum):
     DIALECT = 0
     EXACT = 1
     POW2 = 2
@@ -169,7 +174,7 @@ class AmaxChoice(enum.IntEnum):
     MOST_RECENT = 1
 
 
-class Copy(enum.IntEnum):
+class Usage(enum.IntEnum):
     ROWWISE = 0
     COLUMNWISE = 1
     EITHER = 2
@@ -188,18 +193,18 @@ MAX_RANK = 8
 PART_COUNT = len(Part)
 RHT_SIGN_MASK = 0xD7E8
 
-# The header's enums by name: its constants are these with the prefix (and NIB_SCALE_4OVER6 for FOUR_OVER_SIX).
+# The headers' enums by name: their constants are these with the prefix (and NIB_SCALE_4OVER6 for FOUR_OVER_SIX).
 ENUMS = {"nib_dtype": (DType, "NIB_"), "nib_format": (Format, "NIB_"), "nib_dialect": (Dialect, "NIB_DIALECT_"),
          "nib_scale_rule": (ScaleRule, "NIB_SCALE_"), "nib_error_mode": (ErrorMode, "NIB_ERROR_"),
-         "nib_rounding": (Rounding, "NIB_ROUND_"), "nib_tensor_scale": (Level, "NIB_LEVEL_"),
-         "nib_tensor_scale_rule": (TensorScale, "NIB_TENSOR_SCALE_"), "nib_mx_rule": (MxRule, "NIB_MX_"),
-         "nib_amax_choice": (AmaxChoice, "NIB_AMAX_"), "nib_usage": (Copy, "NIB_"), "nib_part": (Part, "NIB_")}
+         "nib_rounding": (Rounding, "NIB_ROUND_"), "nib_tensor_scale": (TensorScale, "NIB_TENSOR_SCALE_"),
+         "nib_tensor_scale_rule": (TensorScaleRule, "NIB_TENSOR_SCALE_RULE_"), "nib_mx_rule": (MxRule, "NIB_MX_"),
+         "nib_amax_choice": (AmaxChoice, "NIB_AMAX_"), "nib_usage": (Usage, "NIB_"), "nib_part": (Part, "NIB_")}
 
 # ---- Structs ---------------------------------------------------------------------------------------------
 
 
 class Sized(Structure):
-    """A struct of the header that begins with its own size."""
+    """A struct of the headers that begins with its own size."""
 
     def __init__(self, **fields):
         super().__init__(ctypes.sizeof(self), **fields)
@@ -211,7 +216,7 @@ class ErrorText(Structure):
 
 class Array(Structure):
     _fields_ = [("data", c_void_p), ("bytes", c_size_t), ("offset", c_size_t), ("dtype", c_int), ("rank", c_int32),
-                ("shape", c_int64 * MAX_RANK), ("strides", c_int64 * MAX_RANK)]
+                ("shape", c_int64 * MAX_RANK), ("strides", c_int64 * MAX_RANK), ("device", c_void_p)]
 
 
 ALLREDUCE_MAX = CFUNCTYPE(c_int, c_void_p, P(c_float), c_size_t)
@@ -230,20 +235,21 @@ class Quantizer(Structure):  # nib_quantizer_init sets its size
                 ("columnwise", c_uint8), ("swizzled", c_uint8), ("row_scaled", c_uint8), ("rht", c_uint8),
                 ("rht_rowwise", c_uint8), ("rht_sign_mask", c_uint16), ("block_dims", c_int32 * 2),
                 ("scale_rule", c_int), ("error_mode", c_int), ("fast_error", c_uint8), ("no_tensor_scale", c_uint8),
-                ("e4m3_max", c_int32), ("tensor_scale", c_int), ("min_block_scale", c_float), ("rounding", c_int),
+                ("e4m3_max", c_int32), ("tensor_scale_rule", c_int), ("min_block_scale", c_float), ("rounding", c_int),
                 ("seed", c_uint64), ("offset", c_uint64), ("origin", c_int64 * 2), ("amax_comm", P(Comm)),
-                ("threads", c_int32), ("pow2_scales", c_uint8), ("mx_rule", c_int), ("amax_epsilon", c_float)]
+                ("pow2_scales", c_uint8), ("mx_rule", c_int), ("amax_epsilon", c_float)]
 
 
-class Given(Sized):
-    _fields_ = [("bytes", c_size_t), ("amax", c_void_p * 2), ("level", c_void_p * 2), ("scale", c_void_p),
+class Overrides(Sized):
+    _fields_ = [("bytes", c_size_t), ("amax", c_void_p * 2), ("tensor_scale", c_void_p * 2), ("scale", c_void_p),
                 ("amax_seen", c_void_p)]
 
 
 class Metadata(Sized):
     _fields_ = [("bytes", c_size_t), ("format", c_int), ("dtype", c_int), ("element", c_int), ("rank", c_int32),
-                ("shape", c_int64 * MAX_RANK), ("rows", c_int64), ("cols", c_int64), ("level", c_int),
-                ("rowwise", c_uint8), ("columnwise", c_uint8), ("columnwise_valid", c_uint8), ("quantizer", Quantizer)]
+                ("shape", c_int64 * MAX_RANK), ("rows", c_int64), ("cols", c_int64), ("tensor_scale", c_int),
+                ("rowwise", c_uint8), ("columnwise", c_uint8), ("columnwise_valid", c_uint8),
+                ("quantizer", P(Quantizer))]
 
 
 class Item(Structure):
@@ -264,7 +270,7 @@ class ByteRange(Structure):
 
 
 class FsdpParts(Sized):
-    _fields_ = [("bytes", c_size_t), ("data", Array), ("scales", Array), ("level", c_float), ("metadata", Metadata)]
+    _fields_ = [("bytes", c_size_t), ("data", Array), ("scales", Array), ("tensor_scale", c_float)]
 
 
 class InexactBlock(Structure):
@@ -280,9 +286,9 @@ class Entry(Structure):
                 ("end", c_uint64)]
 
 
-# The header's structs by name.
+# The headers' structs by name.
 STRUCTS = {"nib_error": ErrorText, "nib_array": Array, "nib_comm": Comm, "nib_quantizer": Quantizer,
-           "nib_overrides": Given, "nib_metadata": Metadata, "nib_item": Item, "nib_saved": Saved,
+           "nib_overrides": Overrides, "nib_metadata": Metadata, "nib_item": Item, "nib_saved": Saved,
            "nib_master_options": MasterOptions, "nib_byte_range": ByteRange, "nib_fsdp_parts": FsdpParts,
            "nib_conversion_report": ConversionReport, "nib_entry": Entry}
 
@@ -290,7 +296,15 @@ STRUCTS = {"nib_error": ErrorText, "nib_array": Array, "nib_comm": Comm, "nib_qu
 
 STATUS = object()  # the result of a call that can fail
 
-# name: (result, arguments). Opaque objects (tensors, buffers, groups, files, writers) are c_void_p.
+
+def fit(value, bits=64):
+    """A value, if it fits into a signed integer of so many bits: ctypes would take its lower bits."""
+    if not -1 << bits - 1 <= value < 1 << bits - 1:
+        raise ArgumentError(f"{value} does not fit into a signed integer of {bits} bits")
+    return value
+
+
+# name: (result, arguments). Opaque objects (devices, tensors, buffers, groups, files, writers) are c_void_p.
 FUNCTIONS = {
     "nib_version": (c_char_p, []),
     "nib_isa": (c_char_p, []),
@@ -298,21 +312,27 @@ FUNCTIONS = {
     "nib_last_error": (c_char_p, []),
     "nib_get_error": (None, [P(ErrorText)]),
     "nib_set_error": (STATUS, [c_int, c_char_p]),
+    "nib_host_create": (STATUS, [c_int, P(c_void_p)]),
+    "nib_device_name": (c_char_p, [c_void_p]),
+    "nib_device_retain": (c_void_p, [c_void_p]),
+    "nib_device_release": (None, [c_void_p]),
     "nib_dtype_name": (c_char_p, [c_int]),
     "nib_dtype_bits": (c_int, [c_int]),
     "nib_array_init": (STATUS, [P(Array), c_void_p, c_int, c_int, P(c_int64)]),
+    "nib_array_copy": (STATUS, [P(Array), P(Array)]),
     "nib_encode": (STATUS, [c_int, P(c_float), c_size_t, c_void_p]),
     "nib_decode": (STATUS, [c_int, c_void_p, c_size_t, P(c_float)]),
-    "nib_buffer_create": (STATUS, [c_size_t, P(c_void_p)]),
-    "nib_buffer_borrow": (STATUS, [c_void_p, c_size_t, c_void_p, c_void_p, P(c_void_p)]),
+    "nib_buffer_create": (STATUS, [c_size_t, c_void_p, P(c_void_p)]),
+    "nib_buffer_borrow": (STATUS, [c_void_p, c_size_t, c_void_p, c_void_p, c_void_p, P(c_void_p)]),
     "nib_buffer_retain": (c_void_p, [c_void_p]),
     "nib_buffer_release": (None, [c_void_p]),
     "nib_buffer_data": (c_void_p, [c_void_p]),
     "nib_buffer_bytes": (c_size_t, [c_void_p]),
-    "nib_array_from_dlpack": (STATUS, [c_void_p, P(Array)]),
-    "nib_array_from_dlpack_versioned": (STATUS, [c_void_p, P(Array)]),
-    "nib_buffer_from_dlpack": (STATUS, [c_void_p, P(c_void_p)]),
-    "nib_buffer_from_dlpack_versioned": (STATUS, [c_void_p, P(c_void_p)]),
+    "nib_buffer_device": (c_void_p, [c_void_p]),
+    "nib_array_from_dlpack": (STATUS, [c_void_p, c_void_p, P(Array)]),
+    "nib_array_from_dlpack_versioned": (STATUS, [c_void_p, c_void_p, P(Array)]),
+    "nib_buffer_from_dlpack": (STATUS, [c_void_p, c_void_p, P(c_void_p)]),
+    "nib_buffer_from_dlpack_versioned": (STATUS, [c_void_p, c_void_p, P(c_void_p)]),
     "nib_array_to_dlpack": (STATUS, [P(Array), c_void_p, P(c_void_p)]),
     "nib_array_to_dlpack_versioned": (STATUS, [P(Array), c_void_p, P(c_void_p)]),
     "nib_comm_serial": (P(Comm), []),
@@ -331,13 +351,15 @@ FUNCTIONS = {
     "nib_dialect_name": (c_char_p, [c_int]),
     "nib_format_from_name": (STATUS, [c_char_p, P(c_int)]),
     "nib_dialect_from_name": (STATUS, [c_char_p, P(c_int)]),
-    "nib_quantize": (STATUS, [P(Quantizer), P(Array), P(Given), P(c_void_p)]),
-    "nib_quantize_into": (STATUS, [P(Quantizer), P(Array), P(Given), P(c_float), c_void_p]),
+    "nib_quantize": (STATUS, [P(Quantizer), P(Array), P(Overrides), P(c_void_p)]),
+    "nib_quantize_into": (STATUS, [P(Quantizer), P(Array), P(Overrides), P(c_float), c_void_p]),
     "nib_dequantize": (STATUS, [c_void_p, c_int, P(Array)]),
     "nib_dequantize_rows": (STATUS, [c_void_p, c_int, c_int64, c_int64, P(Array)]),
-    "nib_tensor_create": (STATUS, [P(Quantizer), c_int, c_int, P(c_int64), P(c_void_p)]),
-    "nib_tensor_from_buffers": (STATUS, [P(Quantizer), c_int, c_int, P(c_int64), P(c_void_p), P(c_void_p)]),
+    "nib_tensor_create": (STATUS, [P(Quantizer), c_int, c_int, P(c_int64), c_void_p, P(c_void_p)]),
+    "nib_tensor_from_buffers": (STATUS, [P(Quantizer), c_int, c_int, P(c_int64), P(c_void_p), c_size_t, P(c_void_p)]),
     "nib_tensor_destroy": (None, [c_void_p]),
+    "nib_tensor_device": (c_void_p, [c_void_p]),
+    "nib_tensor_to": (STATUS, [c_void_p, c_void_p, P(c_void_p)]),
     "nib_tensor_get_metadata": (STATUS, [c_void_p, P(Metadata)]),
     "nib_tensor_buffer": (c_void_p, [c_void_p, c_int]),
     "nib_tensor_part": (STATUS, [c_void_p, c_int, P(Array)]),
@@ -347,7 +369,7 @@ FUNCTIONS = {
     "nib_tensor_update_usage": (STATUS, [c_void_p, c_int, c_int]),
     "nib_tensor_invalidate_columnwise": (STATUS, [c_void_p]),
     "nib_tensor_set_quantizer": (STATUS, [c_void_p, P(Quantizer)]),
-    "nib_tensor_prepare_for_saving": (STATUS, [c_void_p, P(c_void_p), P(c_size_t)]),
+    "nib_tensor_prepare_for_saving": (STATUS, [c_void_p, P(c_void_p), c_size_t, P(c_size_t)]),
     "nib_tensor_restore_from_saved": (STATUS, [c_void_p, P(c_void_p), c_size_t, P(c_size_t)]),
     "nib_saved_count": (STATUS, [P(Item), c_size_t, P(c_size_t)]),
     "nib_prepare_for_saving": (STATUS, [P(Item), c_size_t, P(Saved), c_size_t, P(c_size_t)]),
@@ -387,7 +409,7 @@ FUNCTIONS = {
     "nib_all_gather_param_bytes": (STATUS, [c_void_p, c_int, c_int64, c_int64, P(Array), P(Comm)]),
     "nib_all_gather_tensor": (STATUS, [c_void_p, P(Comm), P(c_void_p)]),
     "nib_fsdp_extract": (STATUS, [c_void_p, P(FsdpParts)]),
-    "nib_fsdp_assign": (STATUS, [P(FsdpParts), c_int64, P(c_void_p)]),
+    "nib_fsdp_assign": (STATUS, [c_void_p, P(FsdpParts), c_int64, P(c_void_p)]),
     "nib_split_quantize": (STATUS, [P(Quantizer), P(Array), P(c_int64), c_size_t, P(c_void_p)]),
     "nib_group_amax": (STATUS, [P(Quantizer), P(Array), P(c_int64), c_size_t, P(P(c_float))]),
     "nib_group_create": (STATUS, [P(Quantizer), c_int, P(c_int64), c_size_t, c_int64, P(c_void_p)]),
@@ -428,7 +450,7 @@ FUNCTIONS = {
     "nib_writer_destroy": (None, [c_void_p]),
     "nib_writer_declare_tensor": (STATUS, [c_void_p, c_char_p, c_void_p]),
     "nib_writer_write_tensor": (STATUS, [c_void_p, c_char_p, c_void_p]),
-    "nib_file_read_tensor": (STATUS, [c_void_p, c_char_p, P(c_void_p)]),
+    "nib_file_read_tensor": (STATUS, [c_void_p, c_char_p, c_void_p, P(c_void_p)]),
 }
 
 
@@ -460,7 +482,7 @@ class _Functions:
 
 
 def fail(status, text=None):
-    """Raise the exception of a status, with the sentence of this thread's last error."""
+    """Raise the exception of a status, with the message of this thread's last error."""
     error = _ERRORS[status] if 0 < status < len(_ERRORS) else Error
     raise error(text if text is not None else raw.nib_last_error().decode(errors="replace"))
 
@@ -477,8 +499,12 @@ lib = _Functions(path, check=True)
 
 
 def shape_array(shape):
-    """A shape as the library takes it."""
-    return (c_int64 * len(shape))(*shape)
+    """A shape, or offsets, as the library takes them."""
+    array = (c_int64 * len(shape))(*shape)
+    if array[:] != list(shape):
+        for value in shape:
+            fit(value)
+    return array
 
 
 def new_quantizer(format=Format.NVFP4):

@@ -10,20 +10,21 @@ import weakref
 import numpy as np
 
 from . import _arrays, _library
-from ._library import (Array, Copy, Dialect, DType, ErrorMode, Format, Level, Metadata, MxRule, Part, Rounding,
-                       ScaleRule, TensorScale, lib, raw, shape_array)
+from ._device import entered
+from ._library import (Array, Dialect, DType, ErrorMode, Format, Metadata, MxRule, Part, Rounding, ScaleRule,
+                       TensorScale, TensorScaleRule, Usage, lib, raw, shape_array)
 
 _ENUM_FIELDS = {"format": Format, "dialect": Dialect, "element": DType, "scale_rule": ScaleRule,
-                "error_mode": ErrorMode, "tensor_scale": TensorScale, "rounding": Rounding, "mx_rule": MxRule}
+                "error_mode": ErrorMode, "tensor_scale_rule": TensorScaleRule, "rounding": Rounding, "mx_rule": MxRule}
 _FLAGS = {"rowwise", "columnwise", "swizzled", "row_scaled", "rht", "rht_rowwise", "fast_error", "no_tensor_scale",
           "pow2_scales"}
-_NUMBERS = {"rht_sign_mask", "e4m3_max", "min_block_scale", "seed", "offset", "threads", "amax_epsilon"}
+_VALUES = {"rht_sign_mask", "e4m3_max", "min_block_scale", "seed", "offset", "amax_epsilon"}
 _PAIRS = {"block_dims", "origin"}
 _WORDS = {"4over6": "FOUR_OVER_SIX"}
 
 
 def _member(kind, value):
-    """A member of an enum from itself, its number, or its name in any case with - for _."""
+    """A member of an enum from itself, its value, or its name in any case with - for _."""
     if isinstance(value, str):
         word = _WORDS.get(value.lower(), value.upper().replace("-", "_"))
         if word not in kind.__members__:
@@ -41,8 +42,8 @@ class Quantizer:
 
     Names and meanings are those of the header: format, dialect, element, rowwise, columnwise, swizzled, row_scaled,
     rht, rht_rowwise, rht_sign_mask, block_dims, scale_rule, error_mode, fast_error, no_tensor_scale, e4m3_max,
-    tensor_scale, min_block_scale, rounding, seed, offset, origin, threads, pow2_scales, mx_rule, amax_epsilon. Enums
-    are given by name ("nvfp4", "4over6", "stochastic-8") or as members of nib's enums.
+    tensor_scale_rule, min_block_scale, rounding, seed, offset, origin, pow2_scales, mx_rule, amax_epsilon. Enums go by
+    name ("nvfp4", "4over6", "stochastic-8") or are members of nib's enums.
     """
 
     def __init__(self, format="nvfp4", **options):
@@ -56,12 +57,16 @@ class Quantizer:
             setattr(self.struct, name, _member(_ENUM_FIELDS[name], value))
         elif name in _FLAGS:
             setattr(self.struct, name, 1 if value else 0)
-        elif name in _NUMBERS:
+        elif name in _VALUES:
+            before = getattr(self.struct, name)
             setattr(self.struct, name, value)
+            if isinstance(before, int) and getattr(self.struct, name) != value:  # ctypes drops upper bits
+                setattr(self.struct, name, before)
+                raise _library.ArgumentError(f"{name}={value} does not fit")
         elif name in _PAIRS:
             if isinstance(value, str):  # "16x16"
                 value = value.lower().split("x")
-            first, second = (int(v) for v in value)
+            first, second = (_library.fit(int(v), 32 if name == "block_dims" else 64) for v in value)
             getattr(self.struct, name)[:] = (first, second)
         else:
             raise TypeError(f"a quantizer has no option {name!r}")
@@ -71,7 +76,7 @@ class Quantizer:
             return _ENUM_FIELDS[name](getattr(self.struct, name))
         if name in _FLAGS:
             return bool(getattr(self.struct, name))
-        if name in _NUMBERS:
+        if name in _VALUES:
             return getattr(self.struct, name)
         if name in _PAIRS:
             return tuple(getattr(self.struct, name))
@@ -93,19 +98,19 @@ class Quantizer:
         return f"nib.Quantizer({', '.join([repr(self.format.name.lower())] + changed)})"
 
     def _fields(self):
-        names = (*_ENUM_FIELDS, *sorted(_FLAGS), *sorted(_NUMBERS), *sorted(_PAIRS))
+        names = (*_ENUM_FIELDS, *sorted(_FLAGS), *sorted(_VALUES), *sorted(_PAIRS))
         return {name: getattr(self, name) for name in names}
 
     def copy(self, **changes):
-        return _quantizer_from_fields({**self._fields(), **changes})
+        return Quantizer(**{**self._fields(), **changes})
 
     def check(self, x=None):
         """Raise what a quantization (of x) would raise for its options."""
         array = None if x is None else _arrays.borrow(x)[0]
         lib.nib_quantizer_check(self.ref, array)
 
-    def quantize(self, x, **given):
-        return quantize(x, self, **given)
+    def quantize(self, x, *, dtype=None, overrides=None):
+        return quantize(x, self, dtype=dtype, overrides=overrides)
 
     def part_shape(self, part, shape, padded=True):
         """The shape of a part of a tensor of this shape; padded=False: without the padding of scales."""
@@ -115,14 +120,19 @@ class Quantizer:
         return tuple(out[:rank.value])
 
 
+# What fields were called in pickles of nib 0.1; None: it is gone.
+_FORMER = {"threads": None, "single_level": "no_tensor_scale", "tensor_scale": "tensor_scale_rule"}
+
+
 def _quantizer_from_fields(fields):
-    fields = dict(fields)
-    return Quantizer(fields.pop("format"), **fields)
+    fields = {_FORMER.get(name, name): value for name, value in fields.items()}
+    fields.pop(None, None)
+    return Quantizer(**fields)
 
 
 _PART_NAMES = {"row_data": Part.ROW_DATA, "col_data": Part.COL_DATA, "row_scale": Part.ROW_SCALE,
-               "col_scale": Part.COL_SCALE, "row_level": Part.ROW_TENSOR_SCALE, "col_level": Part.COL_TENSOR_SCALE}
-_COPIES = {"rowwise": Copy.ROWWISE, "columnwise": Copy.COLUMNWISE, "either": Copy.EITHER}
+               "col_scale": Part.COL_SCALE, "row_tensor_scale": Part.ROW_TENSOR_SCALE,
+               "col_tensor_scale": Part.COL_TENSOR_SCALE}
 
 
 class _Held:
@@ -136,8 +146,8 @@ class _Held:
 class Tensor:
     """A quantized tensor. quantize() makes one; so do from_parts() and the methods below.
 
-    row_data, row_scale, row_level and their col_ twins are NumPy arrays over its memory (None where absent): codes and
-    scales as bytes, levels in FP32. Writing to them changes the tensor.
+    row_data, row_scale, row_tensor_scale and their col_ twins are NumPy arrays over its memory (None where absent):
+    codes and scales as bytes, tensor scales in FP32. Writing to them changes the tensor.
     """
     __slots__ = ("_handle", "__weakref__")
 
@@ -170,15 +180,20 @@ class Tensor:
         return Format(self.metadata().format)
 
     @property
-    def level(self):
-        """What row_level and col_level mean."""
-        return Level(self.metadata().level)
+    def tensor_scale(self):
+        """What row_tensor_scale and col_tensor_scale are: amaxes, multipliers, divisors."""
+        return TensorScale(self.metadata().tensor_scale)
+
+    @property
+    def device(self):
+        """The name of the device: "host"."""
+        return raw.nib_device_name(raw.nib_tensor_device(self._handle)).decode()
 
     @property
     def quantizer(self):
         """A copy of the tensor's quantizer."""
-        q = Quantizer()
-        ctypes.memmove(ctypes.byref(q.struct), ctypes.byref(self.metadata().quantizer), ctypes.sizeof(q.struct))
+        q, own = Quantizer(), self.metadata().quantizer.contents
+        ctypes.memmove(q.ref, ctypes.byref(own), ctypes.sizeof(q.struct))
         return q
 
     def part(self, part):
@@ -211,19 +226,20 @@ class Tensor:
 
     def __repr__(self):
         m = self.metadata()
-        copies = " and ".join(name for name, there in self.get_usages().items() if there) or "without data"
-        return f"<nib.Tensor {list(m.shape[:m.rank])} {Format(m.format).name} of {DType(m.dtype).name}, {copies}>"
+        usages = " and ".join(name for name, there in self.get_usages().items() if there) or "without data"
+        return f"<nib.Tensor {list(m.shape[:m.rank])} {Format(m.format).name} of {DType(m.dtype).name}, {usages}>"
 
     def equals(self, other):
-        """Same shape, dtype, meaning, copies and bytes."""
+        """Same shape, dtype, meaning, usages and bytes."""
         out = ctypes.c_int()
         lib.nib_tensor_equal(self._handle, other._handle, out)
         return bool(out.value)
 
     # -- values --
 
-    def dequantize(self, dtype=None, *, out=None, copy="either"):
-        """The values: in the nominal dtype, in `dtype` (float32, bfloat16, float16), or written to `out`."""
+    def dequantize(self, dtype=None, *, out=None, usage="either"):
+        """The values: in the nominal dtype, in `dtype` (float32, bfloat16, float16), or written to `out`. usage: from
+        which one, "rowwise" or "columnwise"."""
         if out is None:
             m = self.metadata()
             code = DType(m.dtype) if dtype is None else _arrays.dtype_code(dtype)
@@ -231,7 +247,7 @@ class Tensor:
             array, keeper = _arrays.borrow(out, code)
         else:
             array, keeper = _arrays.borrow(out, dtype, writable=True)
-        lib.nib_dequantize(self._handle, _COPIES[copy], array)
+        lib.nib_dequantize(self._handle, _member(Usage, usage), array)
         del keeper
         return out
 
@@ -242,7 +258,7 @@ class Tensor:
         return values if dtype is None else values.astype(dtype)
 
     def quantize_(self, x, quantizer=None, *, noop=None, dtype=None):
-        """Quantize x into this tensor, in place; by its own quantizer where none is given. noop: a number; 1.0 exactly
+        """Quantize x into this tensor, in place; by its own quantizer where none is given. noop: a float; 1.0 exactly
         leaves everything as it is."""
         array, keeper = _arrays.borrow(x, dtype)
         flag = None if noop is None else ctypes.c_float(noop)
@@ -258,10 +274,10 @@ class Tensor:
         lib.nib_tensor_copy(self._handle, source._handle)
         return self
 
-    # -- copies and forms --
+    # -- usages and forms --
 
     def update_usage(self, rowwise=None, columnwise=None):
-        """True keeps or builds a copy, False drops it, None leaves it."""
+        """True keeps or builds a usage, False drops it, None leaves it."""
         lib.nib_tensor_update_usage(self._handle, *(-1 if u is None else int(bool(u)) for u in (rowwise, columnwise)))
         return self
 
@@ -294,7 +310,7 @@ class Tensor:
 
     def slice(self, first, count):
         """Rows of the [M, K] matrix as a tensor of its own."""
-        return self._new(lib.nib_tensor_slice, first, count)
+        return self._new(lib.nib_tensor_slice, _library.fit(first), _library.fit(count))
 
     def split(self, counts):
         out = (ctypes.c_void_p * max(1, len(counts)))()
@@ -329,7 +345,7 @@ _quantize = _fast.nib_quantize
 _quantize.argtypes = None  # references and None pass as they are
 
 _described = {}  # (dtype, shape): what _describe gives, taken out while in use
-_quantizers = {}  # options as given: a quantizer
+_quantizers = {}  # options: their quantizer
 _from_buffer = ctypes.c_char.from_buffer
 _addressof = ctypes.addressof
 _byref = ctypes.byref
@@ -360,22 +376,22 @@ def _quantizer_of(options):
     return known
 
 
-def quantize(x, quantizer=None, *, dtype=None, given=None, **options):
+def quantize(x, quantizer=None, *, dtype=None, overrides=None, **options):
     """Quantize an array (FP32, BF16 or FP16; NumPy, DLPack or buffer protocol; any strides) into a new Tensor.
 
         t = nib.quantize(x)                                            NVFP4, TransformerEngine's defaults
         t = nib.quantize(x, block_dims=(16, 16), columnwise=False)     options of nib.Quantizer
         t = nib.quantize(x, q)                                         a nib.Quantizer
 
-    dtype: what the elements are where the array has no word for it (uint16 as "bf16"). given: amaxes, levels or a scale
-    instead of computed ones, a dict: {"amax": number or array, "level": ..., "scale": ...}; amax and level may be
-    pairs (rowwise, columnwise).
+    dtype: what the elements are where the array has no word for it (uint16 as "bf16"). overrides: amaxes, tensor scales
+    or a scale instead of computed ones, a dict: {"amax": value or array, "tensor_scale": ..., "scale": ...}; amax and
+    tensor_scale may be pairs (rowwise, columnwise). nib.Host sets the number of threads.
     """
     if quantizer is None:
         quantizer = _quantizer_of(options) if options else _default
     elif options:
         raise TypeError("either a quantizer or options, not both")
-    if type(x) is _ndarray and dtype is None and given is None:
+    if type(x) is _ndarray and dtype is None and overrides is None:
         try:
             address = _addressof(_from_buffer(x))
         except (TypeError, ValueError, BufferError):  # read-only, empty, not contiguous, or a dtype without a letter
@@ -385,6 +401,7 @@ def quantize(x, quantizer=None, *, dtype=None, given=None, **options):
             described = _described.pop(key, None) or _describe(x)
             array, array_ref, out, out_ref = described
             array.data = address
+            array.device = entered.handle
             status = _quantize(quantizer.ref, array_ref, None, out_ref)
             handle = out.value
             _described[key] = described
@@ -392,18 +409,18 @@ def quantize(x, quantizer=None, *, dtype=None, given=None, **options):
                 _library.fail(status)
             return Tensor(handle)
     array, keeper = _arrays.borrow(x, dtype)
-    numbers, kept = _given(given)
+    struct, kept = _overrides(overrides)
     out = ctypes.c_void_p()
-    lib.nib_quantize(quantizer.struct, array, numbers, out)
+    lib.nib_quantize(quantizer.struct, array, struct, out)
     del keeper, kept
     return Tensor(out)
 
 
-def _given(given):
+def _overrides(overrides):
     """nib_overrides of a dict, and what must live as long."""
-    if not given:
+    if not overrides:
         return None, None
-    struct, kept = _library.Given(), []
+    struct, kept = _library.Overrides(), []
 
     def floats(value):
         if value is None:
@@ -411,20 +428,20 @@ def _given(given):
         kept.append(np.ascontiguousarray(value, np.float32).reshape(-1))
         return kept[-1].ctypes.data
 
-    for name, value in given.items():
-        if name in ("amax", "level"):
+    for name, value in overrides.items():
+        if name in ("amax", "tensor_scale"):
             pair = value if isinstance(value, tuple) else (value, value)
             getattr(struct, name)[:] = [floats(v) for v in pair]
         elif name == "scale":
             struct.scale = floats(value)
         else:
-            raise TypeError(f"{name!r} is nothing that can be given: amax, level and scale are")
+            raise TypeError(f"{name!r} cannot be overridden: amax, tensor_scale and scale can")
     return struct, kept
 
 
 def from_parts(quantizer, shape, dtype="float32", **parts):
-    """A Tensor over arrays that the caller has, without a copy: row_data=, row_scale=, row_level= and their col_ twins,
-    of the shapes that quantizer.part_shape gives."""
+    """A Tensor over arrays that the caller has, without a copy: row_data=, row_scale=, row_tensor_scale= and their
+    col_ twins, of the shapes that quantizer.part_shape gives."""
     buffers = (ctypes.c_void_p * _library.PART_COUNT)()
     out = ctypes.c_void_p()
     try:
@@ -434,18 +451,18 @@ def from_parts(quantizer, shape, dtype="float32", **parts):
             if value is not None:
                 buffers[_PART_NAMES[name]] = _borrowed_buffer(value)
         lib.nib_tensor_from_buffers(quantizer.struct, _arrays.dtype_code(dtype), len(shape), shape_array(shape),
-                                    buffers, out)
+                                    buffers, len(buffers), out)
     finally:
         for buffer in buffers:
             raw.nib_buffer_release(buffer)
     return Tensor(out)
 
 
-# ---- Numbers ---------------------------------------------------------------------------------------------
+# ---- Values ----------------------------------------------------------------------------------------------
 
 
 def encode(x, dtype):
-    """FP32 numbers as codes of a dtype (e2m1, e4m3, e5m2, e8m0, bf16, f16): a flat array. E2M1 codes are packed."""
+    """FP32 values as codes of a dtype (e2m1, e4m3, e5m2, e8m0, bf16, f16): a flat array. E2M1 codes are packed."""
     code = _arrays.dtype_code(dtype)
     x = np.ascontiguousarray(x, np.float32).reshape(-1)
     out = np.empty((x.size + 1) // 2, np.uint8) if code == DType.E2M1 else np.empty(x.size, _arrays.numpy_dtype(code))
@@ -454,7 +471,7 @@ def encode(x, dtype):
 
 
 def decode(codes, dtype, n=None):
-    """The FP32 numbers of codes: bytes, an array of them in any dtype, or a list of codes of 8 bits or fewer. n: how
+    """The FP32 values of codes: bytes, an array of them in any dtype, or a list of codes of 8 bits or fewer. n: how
     many, where the last byte of packed codes has only one."""
     code = _arrays.dtype_code(dtype)
     if isinstance(codes, (bytes, bytearray, memoryview)):
@@ -465,31 +482,30 @@ def decode(codes, dtype, n=None):
     most = codes.nbytes * 8 // raw.nib_dtype_bits(code)
     n = most if n is None else n
     if not 0 <= n <= most:
-        raise _library.ArgumentError(f"{codes.nbytes} bytes hold at most {most} numbers, not {n}")
+        raise _library.ArgumentError(f"{codes.nbytes} bytes hold at most {most} values, not {n}")
     out = np.empty(n, np.float32)
     lib.nib_decode(code, codes.ctypes.data, n, out.ctypes.data_as(_library.P(ctypes.c_float)))
     return out
 
 
-def gemm(a, b, *, a_copy="rowwise", b_copy="rowwise", alpha=1.0, out=None):
-    """alpha A B^T in FP32 by the reference, or added to `out`. A rowwise copy is [M, K], a columnwise one [K, M]."""
-    def lines(tensor, copy):
-        m = tensor.metadata()
-        return m.cols if _COPIES[copy] == Copy.COLUMNWISE else m.rows
-
+def gemm(a, b, *, a_usage="rowwise", b_usage="rowwise", alpha=1.0, out=None):
+    """alpha A B^T in FP32 by the reference, or added to `out`. A rowwise usage is [M, K], a columnwise one [K, M]."""
+    usages = [_member(Usage, usage) for usage in (a_usage, b_usage)]
     accumulate = out is not None
     if out is None:
-        out = np.empty((lines(a, a_copy), lines(b, b_copy)), np.float32)
+        lines = [t.metadata().cols if usage == Usage.COLUMNWISE else t.metadata().rows
+                 for t, usage in zip((a, b), usages)]
+        out = np.empty(lines, np.float32)
     array, keeper = _arrays.borrow(out, writable=True)
-    lib.nib_gemm_reference(a._handle, _COPIES[a_copy], b._handle, _COPIES[b_copy], alpha, accumulate, array)
+    lib.nib_gemm_reference(a._handle, usages[0], b._handle, usages[1], alpha, accumulate, array)
     del keeper
     return out
 
 
-_kept = {}  # arrays behind borrowed buffers, by a number that the release function gets
+_kept = {}  # arrays behind borrowed buffers, by a key that the release function gets
 _RELEASE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_kept.__delitem__)
 _release = ctypes.cast(_RELEASE, ctypes.c_void_p)
-_numbers = iter(range(1, 1 << 62))
+_keys = iter(range(1, 1 << 62))
 
 
 def _borrowed_buffer(x):
@@ -499,11 +515,11 @@ def _borrowed_buffer(x):
         if size > 1 and stride != expected and array.bytes:
             raise _library.ShapeError("a part must be C-contiguous")
         expected *= size
-    key = next(_numbers)
+    key = next(_keys)
     _kept[key] = keeper
     buffer = ctypes.c_void_p()
     try:
-        lib.nib_buffer_borrow(array.data, array.bytes, _release, key, buffer)
+        lib.nib_buffer_borrow(array.data, array.bytes, array.device, _release, key, buffer)
     except _library.Error:
         del _kept[key]
         raise

@@ -17,8 +17,9 @@ def options_of(case):
     return options
 
 
-def level_name(tensors):
-    return {"global_scale": "row_level", "tensor_scale": "row_level", "row_amax": "row_level", "col_amax": "col_level"}
+def tensor_scale_names():
+    return {"global_scale": "row_tensor_scale", "tensor_scale": "row_tensor_scale", "row_amax": "row_tensor_scale",
+            "col_amax": "col_tensor_scale"}
 
 
 def ulps(a, b):
@@ -28,7 +29,7 @@ def ulps(a, b):
 def compare(case, tensors, part):
     """part(name): an array of ours, without padding."""
     names = {"row_data": "row_data", "row_scale": "row_scale", "col_data": "col_data", "col_scale": "col_scale",
-             **level_name(tensors)}
+             **tensor_scale_names()}
     seen = 0
     for name, (expected, _code) in tensors.items():
         if name in ("x", "y"):
@@ -43,10 +44,10 @@ def compare(case, tensors, part):
     assert seen >= 2
 
 
-def given_of(case, tensors):
+def overrides_of(case, tensors):
     for name in ("global_scale", "tensor_scale"):
         if case.get(f"given_{name}"):
-            return {"level": tensors[name][0]}
+            return {"tensor_scale": tensors[name][0]}
     return None
 
 
@@ -56,7 +57,7 @@ def test_quantize(stem):
     for name, case in cases.items():
         tensors = vectors.of_case(arrays, name)
         x, code = tensors["x"]
-        t = nib.quantize(x, nib.Quantizer(**options_of(case)), dtype=code, given=given_of(case, tensors))
+        t = nib.quantize(x, nib.Quantizer(**options_of(case)), dtype=code, overrides=overrides_of(case, tensors))
         compare(case, tensors, t.valid_part)
         if "y" in tensors:
             assert np.array_equal(t.dequantize("float32"), tensors["y"][0], equal_nan=True), name

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nib._library against include/nib.h: every function, enum and struct, as a C compiler sees them."""
+"""nib._library against the headers of libnib: every function, enum and struct, as a C compiler sees them; and Python's
+enums against the names that the library itself has for their members."""
 import ctypes
 import os
 import re
@@ -9,10 +10,19 @@ import subprocess
 import pytest
 
 from conftest import ROOT
+import nib
 from nib import _library
 
-with open(os.path.join(ROOT, "include/nib.h"), encoding="utf-8") as _file:
-    HEADER = re.sub(r"/\*.*?\*/", "", _file.read(), flags=re.S)
+OTHER_LIBRARIES = {"nib_checkpoint.h", "nib_cuda.h", "nib_mpi.h"}
+HEADERS = sorted(set(os.listdir(os.path.join(ROOT, "include"))) - OTHER_LIBRARIES)
+
+
+def read(name):
+    with open(os.path.join(ROOT, "include", name), encoding="utf-8") as file:
+        return re.sub(r"/\*.*?\*/", "", file.read(), flags=re.S)
+
+
+HEADER = "".join(read(name) for name in HEADERS)
 PLAIN = re.sub(r"^ *#.*?$", "", HEADER, flags=re.M)
 
 
@@ -55,7 +65,7 @@ def kind_of_ctypes(t):
 
 def test_every_function_is_declared():
     declared = functions()
-    assert len(declared) > 100
+    assert len(HEADERS) >= 5 and len(declared) > 100
     assert set(declared) == set(_library.FUNCTIONS)
 
 
@@ -79,7 +89,8 @@ def run_c(tmp_path, body):
     if not compiler:
         pytest.skip("there is no C compiler to ask")
     source, program = tmp_path / "ask.c", tmp_path / "ask"
-    source.write_text('#include <stddef.h>\n#include <stdio.h>\n#include "nib.h"\nint main(void)\n{\n' + body + "}\n")
+    includes = "".join(f"#include {name}\n" for name in ("<stddef.h>", "<stdio.h>", *(f'"{h}"' for h in HEADERS)))
+    source.write_text(f"{includes}int main(void)\n{{\n{body}}}\n")
     subprocess.run([compiler, "-I", os.path.join(ROOT, "include"), str(source), "-o", str(program)], check=True)
     return dict(line.rsplit(" ", 1) for line in subprocess.run([str(program)], check=True, capture_output=True,
                                                                 text=True).stdout.splitlines())
@@ -100,8 +111,47 @@ def test_enums(tmp_path):
     assert _library.RHT_SIGN_MASK == int(re.search(r"#define NIB_RHT_SIGN_MASK (0x\w+)u", HEADER)[1], 16)
 
 
+def names_of(function, count=None):
+    """What the library calls the values 0, 1, ... of an enum, up to `count` or to the first that has no name."""
+    names = []
+    while count is None or len(names) < count:
+        name = function(len(names))
+        if name is None:
+            break
+        names.append(name.decode())
+    return names
+
+
+def test_names_of_formats_and_dialects():
+    raw = _library.raw
+    for kind, names in ((nib.Format, names_of(raw.nib_format_name)), (nib.Dialect, names_of(raw.nib_dialect_name))):
+        assert {m.name: m.value for m in kind} == {n.upper().replace("-", "_"): i for i, n in enumerate(names)}
+        assert all(nib._tensor._member(kind, name) == i for i, name in enumerate(names))
+    assert len(nib.Format) == raw.nib_format_count()
+
+
+def test_names_of_dtypes():
+    """Those of safetensors, which have a kind before the bits of small floats."""
+    names = names_of(_library.raw.nib_dtype_name)
+    assert {m.name: m.value for m in nib.DType} == {n.removeprefix("F8_").removeprefix("F6_").replace("F4", "E2M1"): i
+                                                    for i, n in enumerate(names)}
+
+
+def test_names_of_statuses():
+    classes = {"NIB_ERR_ARG": nib.ArgumentError, "NIB_ERR_MEMORY": nib.OutOfMemoryError, "NIB_ERR_IO": nib.FileError}
+    count = int(re.search(r"typedef enum nib_status \{(.*?)\}", PLAIN, re.S)[1].count("NIB_")) - 1
+    names = names_of(_library.raw.nib_status_name, count)
+    assert names[0] == "NIB_OK" and len(names) == len(_library._ERRORS)
+    for name, kind in zip(names[1:], _library._ERRORS[1:]):
+        assert kind is classes.get(name, getattr(nib, name.removeprefix("NIB_ERR_").capitalize() + "Error", None)), name
+
+
+def test_version():
+    assert nib.__version__ == re.search(r'#define NIB_VERSION "(.*)"', HEADER)[1]
+
+
 def test_structs(tmp_path):
-    declared = set(re.findall(r"typedef struct (\w+) \{", PLAIN))
+    declared = set(re.findall(r"struct (\w+) \{", PLAIN))
     assert declared == set(_library.STRUCTS)
     body = ""
     for name, kind in _library.STRUCTS.items():
@@ -117,7 +167,7 @@ def test_structs(tmp_path):
             assert (member.offset, member.size) == (int(answers[what]), int(answers[what + "!"])), what
 
 
-def test_a_library_of_another_version_is_refused(tmp_path, monkeypatch):
+def test_a_library_of_another_version_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setitem(_library.FUNCTIONS, "nib_no_such_function", (None, []))
     with pytest.raises(ImportError, match="nib_no_such_function"):
         _library._Functions(_library.path, check=False)

@@ -40,7 +40,7 @@ def test_version():
 def test_quantize_and_back(x):
     t = nib.quantize(x)
     assert t.shape == (48, 64) and t.dtype == nib.DType.F32 and t.format == nib.Format.NVFP4
-    assert t.level == nib.Level.AMAX and t.row_level[0] == np.abs(x).max()
+    assert t.tensor_scale == nib.TensorScale.AMAX and t.row_tensor_scale[0] == np.abs(x).max()
     assert t.row_data.shape == (48, 32) and t.col_data.shape == (64, 24)
     assert t.row_scale.shape == (128, 4) and t.col_scale.shape == (128, 4)
     y = t.dequantize()
@@ -69,7 +69,7 @@ def test_descriptions_are_not_mixed_up(x):
     def work():
         for _ in range(300):
             for a, amax in zip(arrays, expected):
-                if nib.quantize(a).row_level[0] != amax:
+                if nib.quantize(a).row_tensor_scale[0] != amax:
                     failures.append(amax)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -107,8 +107,8 @@ def test_bfloat16_of_ml_dtypes(x):
 
 def test_buffer_protocol(x):
     assert same(nib.quantize(memoryview(x)), nib.quantize(x))
-    numbers = array.array("f", range(32))
-    t = nib.quantize(numbers)
+    floats = array.array("f", range(32))
+    t = nib.quantize(floats)
     assert t.shape == (32,)
     out = array.array("f", [0.0] * 32)
     t.dequantize(out=memoryview(out))
@@ -186,18 +186,19 @@ def test_parts_share_memory(x):
 
 def test_from_parts_without_a_copy(x):
     t = nib.quantize(x, columnwise=False)
-    parts = {n: getattr(t, n).copy() for n in ("row_data", "row_scale", "row_level")}
+    parts = {n: getattr(t, n).copy() for n in ("row_data", "row_scale", "row_tensor_scale")}
     u = nib.from_parts(t.quantizer, t.shape, **parts)
     assert same(t, u) and u.row_data.ctypes.data == parts["row_data"].ctypes.data
     del parts
     gc.collect()
     assert same(t, u)
+    parts = {n: getattr(t, n) for n in ("row_data", "row_scale", "row_tensor_scale")}
     with pytest.raises(nib.UsageError):
         nib.from_parts(t.quantizer, t.shape, row_data=t.row_data)
     with pytest.raises(nib.ShapeError):
-        nib.from_parts(t.quantizer, (48, 80), row_data=t.row_data, row_scale=t.row_scale, row_level=t.row_level)
+        nib.from_parts(t.quantizer, (48, 80), **parts)
     with pytest.raises(nib.ShapeError, match="contiguous"):
-        nib.from_parts(t.quantizer, t.shape, row_data=t.row_data.T, row_scale=t.row_scale, row_level=t.row_level)
+        nib.from_parts(t.quantizer, t.shape, **{**parts, "row_data": t.row_data.T})
     with pytest.raises(TypeError, match="no part"):
         nib.from_parts(t.quantizer, t.shape, data=t.row_data)
     u = None
@@ -259,18 +260,18 @@ def test_formats(x, format):
     t = nib.quantize(x, format=format)
     assert t.format.name.lower().replace("_", "-") == format
     assert np.abs(t.dequantize() - x).max() < 0.6
-    assert np.array_equal(t.dequantize(copy="rowwise").shape, t.dequantize(copy="columnwise").shape)
+    assert np.array_equal(t.dequantize(usage="rowwise").shape, t.dequantize(usage="columnwise").shape)
 
 
-def test_given(x):
-    t = nib.quantize(x, given={"amax": 10.0}, columnwise=False)
-    assert t.row_level[0] == 10
-    u = nib.quantize(x, given={"amax": (10.0, 20.0)}, rht=True)
-    assert (u.row_level[0], u.col_level[0]) == (10, 20)
-    with pytest.raises(TypeError, match="amax, level and scale"):
-        nib.quantize(x, given={"amx": 1})
-    f = nib.quantize(x, format="float8", given={"scale": 2.0})
-    assert f.row_level[0] == 0.5
+def test_overrides(x):
+    t = nib.quantize(x, overrides={"amax": 10.0}, columnwise=False)
+    assert t.row_tensor_scale[0] == 10
+    u = nib.quantize(x, overrides={"amax": (10.0, 20.0)}, rht=True)
+    assert (u.row_tensor_scale[0], u.col_tensor_scale[0]) == (10, 20)
+    with pytest.raises(TypeError, match="amax, tensor_scale and scale"):
+        nib.quantize(x, overrides={"amx": 1})
+    f = nib.quantize(x, format="float8", overrides={"scale": 2.0})
+    assert f.row_tensor_scale[0] == 0.5
 
 
 def test_gemm_and_codes(x):
@@ -281,7 +282,7 @@ def test_gemm_and_codes(x):
     assert np.abs(y - exact).max() < 1e-4
     z = nib.gemm(a, b, out=y.copy())
     assert np.allclose(z, 2 * y)
-    assert nib.gemm(a, a, a_copy="columnwise", b_copy="columnwise").shape == (64, 64)
+    assert nib.gemm(a, a, a_usage="columnwise", b_usage="columnwise").shape == (64, 64)
     assert nib.encode([1.0, -6.0, 0.5], "e2m1").tolist() == [0xF2, 0x01]
     assert nib.decode(np.array([0xF2, 0x01], np.uint8), "e2m1", 3).tolist() == [1.0, -6.0, 0.5]
     with pytest.raises(nib.ArgumentError):
@@ -302,12 +303,12 @@ def test_torch_is_asked_for():
 
 
 def test_quantizer_options():
-    q = nib.Quantizer("nvfp4", block_dims="16x16", rounding="stochastic-24", scale_rule="rtn", threads=2,
-                      rht_sign_mask=0)
-    assert q.block_dims == (16, 16) and q.rounding == nib.Rounding.STOCHASTIC_24 and q.threads == 2
+    q = nib.Quantizer("nvfp4", block_dims="16x16", rounding="stochastic-24", scale_rule="rtn", rht_sign_mask=0,
+                      tensor_scale_rule="pow2")
+    assert q.block_dims == (16, 16) and q.rounding == nib.Rounding.STOCHASTIC_24
+    assert q.tensor_scale_rule == nib.TensorScaleRule.POW2
     assert q == q.copy() and hash(q) == hash(q.copy()) and q != q.copy(rowwise=False)
     assert pickle.loads(pickle.dumps(q)) == q and "16, 16" in repr(q)
-    assert q == q.copy(threads=1), "threads decide no bytes"
     assert q.part_shape("row_scale", (48, 80)) == (128, 8)
     assert q.part_shape("row_scale", (48, 80), padded=False) == (48, 5)
     q.check(np.zeros((16, 16), np.float32))
@@ -315,6 +316,8 @@ def test_quantizer_options():
         q.check(np.zeros((16, 16), np.int32))
     with pytest.raises(TypeError, match="no option"):
         nib.Quantizer(bloc_dims=(1, 16))
+    with pytest.raises(TypeError, match="no option"):
+        q.copy(threads=1)
     with pytest.raises(AttributeError):
         q.bloc_dims
     with pytest.raises(nib.ArgumentError, match="none of"):
@@ -323,8 +326,76 @@ def test_quantizer_options():
         nib.quantize(np.zeros((16, 16), np.float32), q, rht=True)
 
 
+@pytest.mark.parametrize("name, value", [("seed", 1 << 64), ("seed", -1), ("offset", 1 << 65), ("e4m3_max", 1 << 32),
+                                         ("rht_sign_mask", 1 << 16), ("block_dims", (1, 16 + (1 << 32))),
+                                         ("origin", (1 << 64, 0))])
+def test_a_value_that_does_not_fit_is_rejected(name, value):
+    """ctypes keeps the lower bits of whatever it gets."""
+    q = nib.Quantizer()
+    before = getattr(q, name)
+    with pytest.raises(nib.ArgumentError, match="does not fit"):
+        setattr(q, name, value)
+    assert getattr(q, name) == before
+    q.seed = (1 << 64) - 1
+    assert q.seed == (1 << 64) - 1
+
+
+def test_pickles_of_before():
+    """What nib 0.1 wrote: other names, and threads among the options."""
+    fields = {**nib.Quantizer(dialect="torchao")._fields(), "threads": 3, "single_level": True, "tensor_scale": 0}
+    del fields["no_tensor_scale"], fields["tensor_scale_rule"]
+    assert nib._tensor._quantizer_from_fields(fields) == nib.Quantizer(dialect="torchao", no_tensor_scale=True)
+
+
+def test_host(x):
+    """The number of threads is that of the innermost Host, in this thread; a tensor remembers it; no byte does."""
+    def of_new_tensors():
+        return [nib._library.raw.nib_tensor_device(t._handle) for t in
+                (nib.quantize(x), nib.quantize(x[::2]), nib.quantize(Producer(x, False)), nib.quantize(memoryview(x)))]
+
+    expected = nib.quantize(x)
+    one, two = nib.Host(threads=1), nib.Host(2)
+    assert (one.name, one.threads, nib.Host().threads, expected.device) == ("host", 1, 0, "host")
+    assert of_new_tensors() == [None] * 4
+    elsewhere = []
+    with one:
+        assert of_new_tensors() == [one._handle] * 4
+        with two, two:
+            assert of_new_tensors() == [two._handle] * 4
+            t = nib.quantize(x)
+            thread = threading.Thread(target=lambda: elsewhere.append(of_new_tensors()))
+            thread.start()
+            thread.join()
+        assert of_new_tensors() == [one._handle] * 4
+        assert same(t, expected) and np.array_equal(t.dequantize(), expected.dequantize())
+        assert same(nib.from_parts(t.quantizer, t.shape, **{n: t.part(n) for n in nib._tensor._PART_NAMES}), expected)
+    assert of_new_tensors() == [None] * 4 and elsewhere == [[None] * 4]
+    with pytest.raises(ZeroDivisionError), one:
+        1 / 0
+    assert of_new_tensors() == [None] * 4, "an exception leaves the Host too"
+    del one, two
+    gc.collect()
+    assert t.device == "host" and same(t.quantize_(x), expected), "the tensor keeps its device"
+    assert pickle.loads(pickle.dumps(nib.Host(3))).threads == 3
+
+
+class OnAnotherDevice(Producer):
+    """Its capsule says that the memory is that of CUDA device 0."""
+
+    def __dlpack__(self):
+        capsule = self.x.__dlpack__()
+        nib._library.c_int32.from_address(nib._arrays._Capsule._get(capsule, b"dltensor") + 8).value = 2
+        return capsule
+
+
 ERRORS = [
-    (nib.ArgumentError, ValueError, lambda x: nib.quantize(x, threads=-1)),
+    (nib.ArgumentError, ValueError, lambda x: nib.Host(-1)),
+    (nib.ArgumentError, ValueError, lambda x: nib.Host(1 << 32)),
+    (nib.ArgumentError, ValueError, lambda x: nib.quantize(x).slice((1 << 64) + 16, 16)),
+    (nib.ArgumentError, ValueError, lambda x: nib.quantize(x).view((1 << 64) + 48, 64)),
+    (nib.ArgumentError, ValueError, lambda x: nib.quantize(x).split([1 << 63, 48])),
+    (nib.ArgumentError, ValueError, lambda x: nib.quantize(x).dequantize(usage="both")),
+    (nib.DeviceError, RuntimeError, lambda x: nib.quantize(OnAnotherDevice(x, False))),
     (nib.ShapeError, ValueError, lambda x: nib.quantize(x).view(7, 7)),
     (nib.DtypeError, TypeError, lambda x: nib.quantize(x.astype(np.float64))),
     (nib.DtypeError, TypeError, lambda x: nib.quantize(["no array"])),
@@ -333,7 +404,7 @@ ERRORS = [
     (nib.DtypeError, TypeError, lambda x: nib.quantize(x).dequantize("no dtype")),
     (nib.ModeError, ValueError, lambda x: nib.quantize(x, rht=True, block_dims=(16, 16))),
     (nib.ModeError, RuntimeError, lambda x: nib.quantize(x, rht=True, block_dims=(16, 16))),
-    (nib.UsageError, RuntimeError, lambda x: nib.quantize(x, columnwise=False).dequantize(copy="columnwise")),
+    (nib.UsageError, RuntimeError, lambda x: nib.quantize(x, columnwise=False).dequantize(usage="columnwise")),
     (nib.MismatchError, RuntimeError, lambda x: nib.quantize(x).copy_(nib.quantize(x[:16]))),
     (nib.FileError, OSError, lambda x: nib._library.lib.nib_file_open(b"/no/such/file", nib._library.c_void_p())),
     (nib.ShapeError, ValueError, lambda x: nib.quantize(x.reshape((1,) * 9 + x.shape))),
@@ -362,7 +433,7 @@ def test_every_status_has_its_exception():
     assert issubclass(nib.OutOfMemoryError, MemoryError) and issubclass(nib.DataError, ValueError)
 
 
-def test_read_only_output_is_refused(x):
+def test_read_only_output_is_rejected(x):
     out = np.empty_like(x)
     out.flags.writeable = False
     outputs = [out, memoryview(out)]
@@ -388,7 +459,6 @@ def test_readme(capsys):
 def test_the_gil_is_released():
     """Python runs on while the library computes: a thread counts in the meantime."""
     x = np.random.default_rng(3).standard_normal((4096, 4096), np.float32)
-    q = nib.Quantizer(threads=1)
     counted, done = [0], threading.Event()
 
     def count():
@@ -400,7 +470,8 @@ def test_the_gil_is_released():
     thread.start()
     before = counted[0]
     start = time.perf_counter()
-    nib.quantize(x, q)
+    with nib.Host(threads=1):
+        nib.quantize(x)
     took, during = time.perf_counter() - start, counted[0] - before
     done.set()
     thread.join()

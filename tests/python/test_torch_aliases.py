@@ -360,7 +360,7 @@ def test_generic_gemm():
 @pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16), (40, 72)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_of_a_sharded_cast(shape, dtype):
-    """The steps one by one, over pieces cut anywhere, give the bytes of a quantization of the whole."""
+    """The steps one by one, over shards cut anywhere, give the bytes of a quantization of the whole."""
     import transformer_engine.pytorch as te
     import transformer_engine_torch as tex
     h, w = shape
@@ -369,11 +369,11 @@ def test_steps_of_a_sharded_cast(shape, dtype):
     whole = te.NVFP4Quantizer(with_2d_quantization=True)(master.float().view(h, w))
     cuts = [0, 1, 2, 77, h * w // 2 - 1, h * w]
     cuts = sorted(cut for cut in cuts if cut <= h * w)
-    pieces = [(a, master[a:b]) for a, b in zip(cuts, cuts[1:])]
+    shards = [(a, master[a:b]) for a, b in zip(cuts, cuts[1:])]
     blocks, amax = torch.zeros(th, tw), torch.zeros(1)
-    for start, piece in pieces:
+    for start, shard in shards:
         mine, top = torch.full((th, tw), -1.0), torch.zeros(1)
-        tex.nvfp4_multi_tensor_compute_partial_amax([piece, None], [mine, None], [top, None], [h, h], [w, w],
+        tex.nvfp4_multi_tensor_compute_partial_amax([shard, None], [mine, None], [top, None], [h, h], [w, w],
                                                     [start, None], 16)
         blocks, amax = torch.maximum(blocks, mine), torch.maximum(amax, top)
     assert amax.item() == whole._amax_rowwise.item()
@@ -386,9 +386,9 @@ def test_steps_of_a_sharded_cast(shape, dtype):
         assert torch.equal(target, whole._rowwise_scale_inv)
     assert torch.equal(target[:h], whole._rowwise_scale_inv[:h]) and target_amax.item() == amax.item()
     data = torch.full((h * w // 2,), 0xFF, dtype=torch.uint8)
-    for start, piece in reversed(pieces):
-        end = start + piece.numel()
-        tex.nvfp4_multi_tensor_2d_partial_cast([piece], [data[start // 2:(end + 1) // 2]], [scale], [global_scale], [h],
+    for start, shard in reversed(shards):
+        end = start + shard.numel()
+        tex.nvfp4_multi_tensor_2d_partial_cast([shard], [data[start // 2:(end + 1) // 2]], [scale], [global_scale], [h],
                                                [w], [start], 16)
     assert torch.equal(data.view(h, w // 2), whole._rowwise_data)
     if h % 16 == 0 and w % 16 == 0:
@@ -403,7 +403,7 @@ def test_step_errors():
     with pytest.raises(ValueError, match="16x16"):
         tex.nvfp4_2d_compute_partial_amax(torch.zeros(4), torch.zeros(1, 1), 16, 16, 0, 32)
     scales, one, room = torch.ones(1, 1), torch.ones(1), torch.zeros(2, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="not a piece"):
+    with pytest.raises(ValueError, match="not a shard"):
         tex.nvfp4_2d_partial_cast(torch.zeros(4), room, scales, one, 16, 16, 254, 16)
     with pytest.raises(ValueError, match="room"):
         tex.nvfp4_2d_partial_cast(torch.zeros(4), room[:1], scales, one, 16, 16, 0, 16)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What operations do to quantized tensors: one test per row of TransformerEngine's table, for the base class and for
-NVFP4, with the right behaviour where TransformerEngine's is a defect (docs/differences.md)."""
+NVFP4, with the right behavior where TransformerEngine's is a defect (docs/differences.md)."""
 import warnings
 
 import pytest
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class KeptQuantizer(Quantizer):
-    """A format of this test's own: 'quantized' numbers are whole ones."""
+    """A format of this test's own: 'quantized' values are whole ones."""
 
     def quantize_impl(self, tensor):
         return Kept(tensor.shape, tensor.dtype, kept=tensor.detach().round(), quantizer=self)
@@ -144,7 +144,7 @@ def test_copy_nvfp4(nvfp4, x):
 
 
 def test_copy_nvfp4_leaves_no_direction_stale(nvfp4, x):
-    """TransformerEngine copies what both have; a direction that only the target has would stay as it was."""
+    """TransformerEngine copies what both have; a usage that only the target has would stay as it was."""
     source = NVFP4Quantizer(columnwise=False)(x * 2)
     nvfp4.copy_(source)
     expected = NVFP4Quantizer()(source.dequantize())
@@ -285,9 +285,9 @@ def test_select(base, nvfp4):
 
 def test_split(base, nvfp4):
     for t in (base, nvfp4):
-        for pieces in (t.chunk(3), t.split(16), torch.split(t, 16)):
-            assert len(pieces) == 3 and all(is_plain(p) for p in pieces)
-            assert torch.equal(torch.cat(list(pieces)), t.dequantize())
+        for chunks in (t.chunk(3), t.split(16), torch.split(t, 16)):
+            assert len(chunks) == 3 and all(is_plain(p) for p in chunks)
+            assert torch.equal(torch.cat(list(chunks)), t.dequantize())
 
 
 def test_as_strided(base, nvfp4, x):

@@ -116,9 +116,9 @@ def test_float8_operations(x):
 def test_mxfp8_operations(x):
     t = MXFP8Quantizer()(x).detach()
     values = t.dequantize()
-    pieces = t.chunk(2)
-    assert all(type(p) is MXFP8Tensor for p in pieces)
-    assert all(same(p, MXFP8Quantizer()(part)) for p, part in zip(pieces, x.chunk(2)))
+    chunks = t.chunk(2)
+    assert all(type(p) is MXFP8Tensor for p in chunks)
+    assert all(same(p, MXFP8Quantizer()(part)) for p, part in zip(chunks, x.chunk(2)))
     assert is_plain(t.chunk(2, dim=1)[0]) and is_plain(t.split(5)[0])
     assert type(t[:]) is type(t[0:64]) is MXFP8Tensor and is_plain(t[0:32])
     assert type(t.as_strided((64, 128), (128, 1))) is MXFP8Tensor and is_plain(t.as_strided((2, 2), (128, 1)))

@@ -9,10 +9,11 @@ import nib  # noqa: E402
 import vectors  # noqa: E402
 from nib.torch import NVFP4Quantizer, NVFP4Tensor, gist  # noqa: E402
 from nib.torch.utils import gemm_reference  # noqa: E402
-from test_golden import compare, given_of, options_of  # noqa: E402
+from test_golden import compare, overrides_of, options_of  # noqa: E402
 
 ATTRIBUTES = {"row_data": "_rowwise_data", "col_data": "_columnwise_data", "row_scale": "_rowwise_scale_inv",
-              "col_scale": "_columnwise_scale_inv", "row_level": "_amax_rowwise", "col_level": "_amax_columnwise"}
+              "col_scale": "_columnwise_scale_inv", "row_tensor_scale": "_amax_rowwise",
+              "col_tensor_scale": "_amax_columnwise"}
 
 
 def to_torch(x, code):
@@ -29,7 +30,7 @@ def quantizer_of(case):
 
 def valid(t, tensors):
     """A part of a torch tensor, cut to the shape of the golden one."""
-    names = {"row_level": "row_amax", "col_level": "col_amax"}
+    names = {"row_tensor_scale": "row_amax", "col_tensor_scale": "col_amax"}
 
     def part(name):
         whole = getattr(t, ATTRIBUTES[name])
@@ -64,7 +65,8 @@ def test_gist():
         tensors = vectors.of_case(arrays, name)
         given = torch.from_numpy(tensors["global_scale"][0].copy()) if case.get("given_global_scale") else None
         xq, xs, scale = gist.quant_nvfp4_torch(to_torch(*tensors["x"]), given)
-        got = {"row_data": xq.view(torch.uint8), "row_scale": xs.view(torch.uint8), "row_level": scale.reshape(1)}
+        got = {"row_data": xq.view(torch.uint8), "row_scale": xs.view(torch.uint8),
+               "row_tensor_scale": scale.reshape(1)}
         compare(case, tensors, lambda part: got[part].numpy())
 
 
@@ -73,7 +75,8 @@ def test_torch_tensors_by_dlpack(stem):
     cases, arrays = vectors.load(stem)
     for name, case in cases.items():
         tensors = vectors.of_case(arrays, name)
-        t = nib.quantize(to_torch(*tensors["x"]), nib.Quantizer(**options_of(case)), given=given_of(case, tensors))
+        t = nib.quantize(to_torch(*tensors["x"]), nib.Quantizer(**options_of(case)),
+                         overrides=overrides_of(case, tensors))
         compare(case, tensors, t.valid_part)
         out = torch.empty(t.shape, dtype=torch.float32)
         t.dequantize(out=out)

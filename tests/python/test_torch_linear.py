@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes, autocast and Linear: which tensor is quantized how, which copy meets which, and what that does to
+"""Recipes, autocast and Linear: which tensor is quantized how, which usage meets which, and what that does to
 gradients."""
 import math
 import os
@@ -21,7 +21,7 @@ def relative(a, b):
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
-def numbers(*shape, seed=0, dtype=torch.float32):
+def noise(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -126,12 +126,12 @@ def test_arguments_of_transformer_engine():
                              ub_name="qkv", name="first", save_original_input=True)
     assert layer.bias is None and layer.weight.eq(1).all() and layer.weight.dtype == torch.bfloat16
     with nib.torch.autocast():
-        assert layer(numbers(16, 32), is_first_microbatch=True, fp8_output=False).shape == (16, 16)
+        assert layer(noise(16, 32), is_first_microbatch=True, fp8_output=False).shape == (16, 16)
     for wrong in (dict(tp_size=2), dict(parallel_mode="column"), dict(fuse_wgrad_accumulation=True)):
         with pytest.raises(NotImplementedError, match=next(iter(wrong))):
             nib.torch.Linear(32, 16, **wrong)
     with pytest.raises(NotImplementedError, match="fp8_output"):
-        layer(numbers(16, 32), fp8_output=True)
+        layer(noise(16, 32), fp8_output=True)
     with pytest.raises(TypeError, match="biased"):
         nib.torch.Linear(32, 16, biased=True)
 
@@ -141,7 +141,7 @@ def test_without_autocast():
     layer = nib.torch.Linear(32, 48)
     same = torch.nn.Linear(32, 48)
     same.load_state_dict(layer.state_dict())
-    x = numbers(5, 7, 32)
+    x = noise(5, 7, 32)
     assert torch.equal(layer(x), same(x)) and "in_features=32" in repr(layer)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(layer(x), same(x)) and layer(x).dtype == torch.bfloat16
@@ -154,20 +154,20 @@ def test_without_autocast():
 @pytest.mark.parametrize("changes", [{}, {"disable_rht": True}, {"disable_2d_quantization": True},
                                      {"row_scaled_activation": True, "disable_rht": True}, {"nvfp4_4over6": "weights"}])
 def test_products(dtype, changes):
-    """Each product is that of the copies that the recipe names. Without stochastic rounding they can be made again."""
+    """Each product is that of the usages that the recipe names. Without stochastic rounding they can be made again."""
     recipe = NVFP4BlockScaling(disable_stochastic_rounding=True, **changes)
     torch.manual_seed(1)
     layer = nib.torch.Linear(64, 96, params_dtype=dtype)
-    x, g = numbers(2, 32, 64, seed=1, dtype=dtype).requires_grad_(), numbers(2, 32, 96, seed=2, dtype=dtype)
+    x, g = noise(2, 32, 64, seed=1, dtype=dtype).requires_grad_(), noise(2, 32, 96, seed=2, dtype=dtype)
     with nib.torch.autocast(recipe=recipe):
         y = layer(x)
     y.backward(g)
     assert y.dtype == dtype and x.grad.dtype == dtype and layer.weight.grad.dtype == dtype
 
-    def copies(role, tensor):
+    def usages(role, tensor):
         return recipe.make_quantizer(role)(tensor.detach().view(-1, tensor.shape[-1]))
 
-    qx, qw, qg = copies("input", x), copies("weight", layer.weight), copies("grad_output", g)
+    qx, qw, qg = usages("input", x), usages("weight", layer.weight), usages("grad_output", g)
     products = {
         "y": (y - layer.bias, module.values_of(qx, False) @ module.values_of(qw, False).t(),
               lambda: gemm_reference(qx, qw)),
@@ -197,7 +197,7 @@ def test_gradients_are_unbiased():
     error of the mean of n draws falls with sqrt(n), down to what the 8-bit rule leaves: half of 1/256 of a step, and
     the maximum of a block whose E4M3 scale was rounded down, at most 1/16 too small in one element of 16."""
     torch.manual_seed(2)
-    layer, x, g = nib.torch.Linear(64, 64, bias=False), numbers(64, 64, seed=3), 1e-4 * numbers(64, 64, seed=4)
+    layer, x, g = nib.torch.Linear(64, 64, bias=False), noise(64, 64, seed=3), 1e-4 * noise(64, 64, seed=4)
     x.requires_grad_()
     recipe = NVFP4BlockScaling()
     qx = module.values_of(recipe.make_quantizer("input")(x.detach()), True)
@@ -230,7 +230,7 @@ def test_gradients_against_bf16():
     plain = torch.nn.Linear(256, 128, dtype=torch.bfloat16)
     plain.load_state_dict(layer.state_dict())
     for size in (1.0, 1e-6):
-        x, g = numbers(512, 256, seed=5, dtype=torch.bfloat16), (size * numbers(512, 128, seed=6)).bfloat16()
+        x, g = noise(512, 256, seed=5, dtype=torch.bfloat16), (size * noise(512, 128, seed=6)).bfloat16()
         results = []
         for this in (layer, plain):
             this.zero_grad()
@@ -248,7 +248,7 @@ def test_gradients_against_bf16():
 
 def test_transform_spreads_outliers():
     """Why wgrad's operands are transformed: a few large gradients in a block no longer hide the small ones."""
-    x, g = numbers(256, 64, seed=7), numbers(256, 64, seed=8)
+    x, g = noise(256, 64, seed=7), noise(256, 64, seed=8)
     g[::16] *= 30  # one token in 16
     errors = {}
     for rht in (True, False):
@@ -266,7 +266,7 @@ def test_transform_spreads_outliers():
 
 
 def test_stochastic_rounding_follows_the_seed():
-    layer, x, g = nib.torch.Linear(32, 32), numbers(32, 32, seed=9), numbers(32, 32, seed=10)
+    layer, x, g = nib.torch.Linear(32, 32), noise(32, 32, seed=9), noise(32, 32, seed=10)
 
     def gradient(seed=None):
         if seed is not None:
@@ -283,7 +283,7 @@ def test_stochastic_rounding_follows_the_seed():
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_backward_override(override):
-    layer, x, g = nib.torch.Linear(32, 48), numbers(32, 32, seed=11).requires_grad_(), numbers(32, 48, seed=12)
+    layer, x, g = nib.torch.Linear(32, 48), noise(32, 32, seed=11).requires_grad_(), noise(32, 48, seed=12)
     recipe = NVFP4BlockScaling(backward_override=override)
     with nib.torch.autocast(recipe=recipe):
         y = layer(x)
@@ -296,10 +296,10 @@ def test_backward_override(override):
 
 
 def test_who_needs_no_gradient():
-    layer, x = nib.torch.Linear(32, 32), numbers(32, 32)
+    layer, x = nib.torch.Linear(32, 32), noise(32, 32)
     with nib.torch.autocast(), torch.no_grad():
         assert layer(x).grad_fn is None
-        assert layer(x[:5]).shape == (5, 32)  # no columnwise copy is wanted, so no whole blocks of rows are needed
+        assert layer(x[:5]).shape == (5, 32)  # no columnwise usage is wanted, so no whole blocks of rows are needed
     layer.weight.requires_grad_(False)
     x.requires_grad_()
     with nib.torch.autocast():
@@ -319,7 +319,7 @@ def test_quantized_weights():
         with nib.torch.quantized_model_init(enabled=False):
             assert not isinstance(nib.torch.Linear(16, 16).weight, nib.torch.QuantizedTensor)
     assert isinstance(layer.weight, nib.torch.NVFP4Tensor) and isinstance(layer.weight, torch.nn.Parameter)
-    x = numbers(16, 32).requires_grad_()
+    x = noise(16, 32).requires_grad_()
     with nib.torch.autocast():
         y = layer(x)
     y.sum().backward()
@@ -332,7 +332,7 @@ def test_quantized_weights():
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), Float8CurrentScaling(), Float8BlockScaling(),
                                     MXFP8BlockScaling(fp8_format=Format.HYBRID)])
 def test_other_recipes(recipe):
-    layer, x, g = nib.torch.Linear(128, 128), numbers(128, 128, seed=13), numbers(128, 128, seed=14)
+    layer, x, g = nib.torch.Linear(128, 128), noise(128, 128, seed=13), noise(128, 128, seed=14)
     x.requires_grad_()
     with nib.torch.autocast(recipe=recipe):
         y = layer(x)
@@ -349,7 +349,7 @@ def test_custom_and_delayed():
         made.append(role)
         return nib.torch.NVFP4Quantizer()
 
-    layer, x = nib.torch.Linear(32, 32), numbers(32, 32).requires_grad_()
+    layer, x = nib.torch.Linear(32, 32), noise(32, 32).requires_grad_()
     with nib.torch.autocast(recipe=CustomRecipe(qfactory=factory)):
         layer(x).sum().backward()
     assert made == ["linear_input", "linear_weight", "linear_grad_output"]
@@ -360,8 +360,8 @@ def test_custom_and_delayed():
 
 
 def test_saved_memory():
-    """What waits for the backward pass is the columnwise copies, 4.5 bits an element, and nothing else."""
-    layer, x = nib.torch.Linear(256, 256), numbers(256, 256).requires_grad_()
+    """What waits for the backward pass is the columnwise usages, 4.5 bits an element, and nothing else."""
+    layer, x = nib.torch.Linear(256, 256), noise(256, 256).requires_grad_()
     with nib.torch.autocast():
         y = layer(x)
     saved = [t for t in y.grad_fn.saved_tensors if t is not None]

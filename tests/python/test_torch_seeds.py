@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The usage examples of the documents that name this API, as they stand there: only imports and the making of inputs
-are ours. Then every name of theirs, with its documented behaviour and errors."""
+are ours. Then every name of theirs, with its documented behavior and errors."""
 import contextlib
 import inspect
 import io

@@ -27,7 +27,7 @@ SIZES = [2, 3]
 DEADLINE = 300  # seconds; whoever waits for a rank that never comes is killed
 
 
-def entry(rank, function, size, port, folder):
+def entry(rank, function, size, port, directory):
     signal.alarm(DEADLINE)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -35,7 +35,7 @@ def entry(rank, function, size, port, folder):
     try:
         function(rank, size)
     except BaseException:
-        with open(os.path.join(folder, f"rank{rank}"), "w", encoding="utf-8") as file:
+        with open(os.path.join(directory, f"rank{rank}"), "w", encoding="utf-8") as file:
             file.write(traceback.format_exc())
         raise
     dist.barrier()
@@ -63,7 +63,7 @@ def same(a, b):
 
 
 def cuts(total, size, odd):
-    """Borders of the ranks' pieces; odd ones fall into the middle of bytes."""
+    """Borders of the ranks' shards; odd ones fall into the middle of bytes."""
     borders = [total * r // size for r in range(size + 1)]
     if odd:
         borders = [b if b in (0, total) else b | 1 for b in borders]
@@ -71,7 +71,7 @@ def cuts(total, size, odd):
 
 
 def weights_and_whole():
-    """(quantizer, shape): what can be cast in pieces."""
+    """(quantizer, shape): what can be cast in shards."""
     e4m3 = DType.kFloat8E4M3
     return [
         (NVFP4Quantizer(block_dims=(16, 16)), (48, 80)), (NVFP4Quantizer(block_dims=(16, 16)), (33, 17)),
@@ -83,7 +83,7 @@ def weights_and_whole():
 
 
 def cast(rank, size, odd, manual, fsdp):
-    weights, wholes, masters, starts, shards, pieces = [], [], [], [], [], []
+    weights, wholes, masters, starts, shards, ranges = [], [], [], [], [], []
     for i, (q, shape) in enumerate(weights_and_whole()):
         master = data(*shape, seed=10 + i)
         whole = q(master.bfloat16()).detach()
@@ -97,7 +97,7 @@ def cast(rank, size, odd, manual, fsdp):
         starts.append(None if empty else first)
         weights.append(weight)
         wholes.append(whole)
-        pieces.append((first, last - first))
+        ranges.append((first, last - first))
         packed = isinstance(q, NVFP4Quantizer) and shape[1] % 2 == 0
         byte_range = (first // 2, (last + 1) // 2) if packed else (first, last)
         row = torch.zeros(byte_range[1] - byte_range[0], dtype=torch.uint8)
@@ -113,8 +113,8 @@ def cast(rank, size, odd, manual, fsdp):
                             if fsdp else None, manual_post_all_gather_processing=manual)
     for i in usable:
         weight, whole = weights[i], wholes[i]
-        if isinstance(weight._quantizer, MXFP8Quantizer):  # both copies are cast, and both are gathered
-            first, length = pieces[i]
+        if isinstance(weight._quantizer, MXFP8Quantizer):  # both usages are cast, and both are gathered
+            first, length = ranges[i]
             assert torch.equal(weight._rowwise_scale_inv, whole._rowwise_scale_inv)
             assert torch.equal(weight._columnwise_scale_inv, whole._columnwise_scale_inv)
             for n, name in enumerate(("_rowwise_data", "_columnwise_data")):
@@ -123,7 +123,7 @@ def cast(rank, size, odd, manual, fsdp):
             continue
         if not manual and not isinstance(weight._quantizer, Float8Quantizer):
             assert weight.get_usages()["columnwise"] is False
-        first, length = pieces[i]
+        first, length = ranges[i]
         shard = shards[i] if fsdp and length else None
         all_gather_param(weight, first, length, shard=shard)
         post_all_gather_processing([weight])
@@ -138,7 +138,7 @@ def cast_even(rank, size):
 
 
 def cast_odd(rank, size):
-    """Pieces that begin in the middle of a byte, where TransformerEngine misplaces all but the first element."""
+    """Shards that begin in the middle of a byte, where TransformerEngine misplaces all but the first element."""
     cast(rank, size, odd=True, manual=False, fsdp=False)
     cast(rank, size, odd=True, manual=True, fsdp=False)
 
@@ -154,17 +154,17 @@ def cast_by_megatron(rank, size):
     weights = [q(torch.zeros(64, 96, dtype=torch.bfloat16)).detach() for _ in range(2)]
     old = weights[0]._columnwise_data
     borders = cuts(master.numel(), size, False)
-    piece = master.view(-1)[borders[rank]:borders[rank + 1]]
+    shard = master.view(-1)[borders[rank]:borders[rank + 1]]
     quantize_nvfp4_param_shard([], [], [], None)  # no collective
     # The second weight belongs to the last rank alone.
     last = rank == size - 1
-    quantize_nvfp4_param_shard(weights, [piece, master.view(-1) if last else None],
+    quantize_nvfp4_param_shard(weights, [shard, master.view(-1) if last else None],
                                [borders[rank], 0 if last else None], None)
     whole = q(master.bfloat16())
     assert weights[0]._columnwise_data is old, "manual: buffers stay where they are"
     assert torch.equal(weights[1]._rowwise_scale_inv, whole._rowwise_scale_inv)
     assert torch.equal(weights[1]._amax_rowwise, whole._amax_rowwise)
-    all_gather_param(weights[0], borders[rank], len(piece))
+    all_gather_param(weights[0], borders[rank], len(shard))
     all_gather_param(weights[1], 0, master.numel() if last else 0)
     post_all_gather_processing(weights)
     assert all(same(w, whole) for w in weights) and weights[0]._columnwise_data is old
@@ -173,7 +173,7 @@ def cast_by_megatron(rank, size):
         quantize_nvfp4_param_shard([mx], [None], [None], None)
 
 
-def refused(rank, size):
+def rejected(rank, size):
     """A fault on one rank is an error on all, and none has changed."""
     q = NVFP4Quantizer(block_dims=(16, 16))
     weight = q(data(32, 32)).detach()
@@ -193,6 +193,23 @@ def refused(rank, size):
             quantize_master_weights([bad(data(32, 32)).detach()], [None], [None], None)
     with pytest.raises(ValueError):
         quantize_master_weights([torch.zeros(3)], [None], [None], None)
+    assert torch.equal(weight.dequantize(), before)
+
+
+def too_far(rank, size):
+    """Offsets of 2^64 and more, which ctypes would wrap around to elements of the weight."""
+    q = NVFP4Quantizer(block_dims=(16, 16))
+    weight = q(data(32, 32)).detach()
+    before = weight.dequantize()
+    for far in (1 << 64, (1 << 64) + 16, 1 << 63):
+        for culprit in {0, size - 1}:
+            start = far if rank == culprit else 0
+            for call in (lambda: quantize_master_weights([weight], [torch.ones(16)], [start], None),
+                         lambda: all_gather_param(weight, start, 16), lambda: all_gather_param(weight, 0, start)):
+                with pytest.raises(nib.Error) as caught:
+                    call()
+                if rank == culprit:
+                    assert isinstance(caught.value, nib.ArgumentError) and str(far) in str(caught.value), caught.value
     assert torch.equal(weight.dequantize(), before)
 
 
@@ -234,21 +251,21 @@ def rejected_in_python(rank, size):
 
 
 def amax_reduction(rank, size):
-    """Quantizing pieces with a reduced amax, then gathering, is quantizing the whole."""
+    """Quantizing shards with a reduced amax, then gathering, is quantizing the whole."""
     for q in (NVFP4Quantizer(), NVFP4Quantizer(block_dims=(16, 16)), NVFP4Quantizer(with_rht=True),
               Float8CurrentScalingQuantizer(DType.kFloat8E4M3), MXFP8Quantizer()):
         x = data(32 * size, 64).bfloat16()
         mine = x[32 * rank:32 * (rank + 1)]
         if hasattr(q, "with_amax_reduction"):
             set_quantizer_amax_reduction_group(q, dist.group.WORLD)
-        piece = q(mine)
-        assert not getattr(piece._quantizer, "with_amax_reduction", False), "a group never stays with a tensor"
+        shard = q(mine)
+        assert not getattr(shard._quantizer, "with_amax_reduction", False), "a group never stays with a tensor"
         whole_quantizer = q.copy()
         if hasattr(q, "with_amax_reduction"):
             set_quantizer_amax_reduction_group(whole_quantizer, None)
-            level = "_scale_inv" if isinstance(q, Float8CurrentScalingQuantizer) else "_amax_rowwise"
-            assert torch.equal(getattr(piece, level), getattr(whole_quantizer(x), level))
-        for inp in (mine, piece):
+            name = "_scale_inv" if isinstance(q, Float8CurrentScalingQuantizer) else "_amax_rowwise"
+            assert torch.equal(getattr(shard, name), getattr(whole_quantizer(x), name))
+        for inp in (mine, shard):
             gathered, handle = gather_along_first_dim(inp, dist.group.WORLD, quantizer=q)
             assert handle is None and same(gathered, whole_quantizer(x))
     plain, _ = gather_along_first_dim(mine, dist.group.WORLD)
@@ -265,10 +282,10 @@ def groups_and_subgroups(rank, size):
     """Members of a group share one reduction; a subgroup reduces among its own."""
     q = NVFP4Quantizer(with_amax_reduction=True)
     x = data(64, 32).bfloat16() * (rank + 1)
-    pieces = split_quantize(x, [16, 48], [q, q])
+    members = split_quantize(x, [16, 48], [q, q])
     largest = data(64, 32).bfloat16() * size
-    assert [p._amax_rowwise.item() for p in pieces] == [p.abs().max().item() for p in largest.split([16, 48])]
-    assert not pieces[0]._quantizer.with_amax_reduction
+    assert [p._amax_rowwise.item() for p in members] == [p.abs().max().item() for p in largest.split([16, 48])]
+    assert not members[0]._quantizer.with_amax_reduction
     pair = dist.new_group([0, 1])
     if rank < 2:
         t = NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=pair)(x)
@@ -285,9 +302,9 @@ def groups_and_subgroups(rank, size):
 def fsdp_hooks(rank, size):
     q = NVFP4Quantizer(block_dims=(16, 16), with_amax_reduction=True)
     x = data(48 * size, 80).bfloat16()
-    piece = q(x[48 * rank:48 * (rank + 1)]).detach()
+    shard = q(x[48 * rank:48 * (rank + 1)]).detach()
     whole = NVFP4Quantizer(block_dims=(16, 16))(x)
-    (codes, scales), metadata = piece.fsdp_pre_all_gather(None, x.shape, (80, 1), None, None)
+    (codes, scales), metadata = shard.fsdp_pre_all_gather(None, x.shape, (80, 1), None, None)
     assert scales.shape == (48, 8) and len(metadata) == 8
 
     def gather(t):
@@ -296,14 +313,14 @@ def fsdp_hooks(rank, size):
         return out
 
     outputs = (gather(codes), gather(scales))
-    out, kept = piece.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+    out, kept = shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
     assert kept is outputs and out.shape == x.shape and same(out, whole)
-    again, _ = piece.fsdp_post_all_gather(outputs, metadata, torch.bfloat16, out=out)
+    again, _ = shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16, out=out)
     assert again is out and same(out, whole)
 
 
-CASES = [cast_even, cast_odd, cast_fsdp, cast_by_megatron, refused, rejected_in_python, amax_reduction,
-         groups_and_subgroups, fsdp_hooks]
+CASES = [cast_even, cast_odd, cast_fsdp, cast_by_megatron, rejected, too_far, rejected_in_python,
+         amax_reduction, groups_and_subgroups, fsdp_hooks]
 
 
 def everything(rank, size):

@@ -74,13 +74,13 @@ def test_all_four_ways_to_quantize(make, x):
 
 
 def test_bytes_are_those_of_the_library(make, x):
-    """The struct that a quantizer fills in, given to the NumPy side of the package."""
+    """The struct that a quantizer fills in, handed to the NumPy side of the package."""
     t = make()(x)
     q = nib.Quantizer()
     import ctypes
     ctypes.memmove(ctypes.byref(q.struct), ctypes.byref(make()._struct()), ctypes.sizeof(q.struct))
-    given = {"scale": 8.0} if make.name == "float8_delayed" else None
-    u = nib.quantize(x, q, given=given)
+    overrides = {"scale": 8.0} if make.name == "float8_delayed" else None
+    u = nib.quantize(x, q, overrides=overrides)
     for field in t.FIELDS:
         mine, theirs = getattr(t, field.name), u.part(field.part)
         assert (mine is None) == (theirs is None)
@@ -328,7 +328,7 @@ def test_update_usage(make, x):
     if make.name != "nvfp4_rowwise":
         t.update_usage(rowwise_usage=False)
         assert t.get_usages() == {"rowwise": False, "columnwise": True} and t.shape == x.shape
-        assert t.dequantize().shape == x.shape  # from the columnwise copy
+        assert t.dequantize().shape == x.shape  # from the columnwise usage
         with pytest.raises(RuntimeError):
             t.update_usage(rowwise_usage=True)
     if make.name.startswith("block"):
@@ -576,6 +576,19 @@ def test_other_threads(make, x):
     expected = make()(x)
     with ThreadPoolExecutor(4) as pool:
         assert all(same(t, expected) for t in pool.map(lambda _: make()(x), range(32)))
+
+
+def test_host(make, x):
+    """Arrays and buffers that go to the library are those of the Host around the call; bytes are the same."""
+    from nib.torch import _bridge
+    expected = make()(x)
+    with nib.Host(threads=1) as host:
+        t = make()(x).detach()
+        assert same(t, expected) and torch.equal(t.dequantize(), expected.dequantize())
+        assert _bridge.array(x).device == host._handle
+        with t._native() as native:
+            assert nib._library.raw.nib_tensor_device(native.handle) == host._handle
+    assert _bridge.array(x).device is None
 
 
 def test_grad_mode_and_internal(x):

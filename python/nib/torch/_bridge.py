@@ -14,6 +14,7 @@ import threading
 import torch
 
 from .. import _arrays, _library
+from .._device import entered
 from .._library import Array, Part, lib, raw, shape_array
 from .constants import DType, TE_DType
 
@@ -90,22 +91,27 @@ def take(handle, sources=()):
         raw.nib_tensor_destroy(handle)
 
 
+def borrowed_buffer(t):
+    """A nib_buffer over a contiguous tensor, whose lifetime is the caller's business."""
+    buffer = ctypes.c_void_p()
+    lib.nib_buffer_borrow(t.data_ptr() or None, t.numel() * t.element_size(), entered.handle, None, None, buffer)
+    return buffer
+
+
 class Native:
     """A nib_tensor over torch buffers. `parts`: six tensors or None, in the order of nib_part."""
 
     def __init__(self, struct, dtype, shape, parts, columnwise_valid=True):
         self.handle = ctypes.c_void_p()
-        self._given = list(parts)
+        self._own = list(parts)
         self._used = [None if p is None else host(p).contiguous() for p in parts]
         buffers = (ctypes.c_void_p * _library.PART_COUNT)()
         try:
             for i, part in enumerate(self._used):
                 if part is not None:
-                    buffer = ctypes.c_void_p()
-                    size = part.numel() * part.element_size()
-                    lib.nib_buffer_borrow(part.data_ptr() or None, size, None, None, buffer)
-                    buffers[i] = buffer
-            lib.nib_tensor_from_buffers(struct, code_of(dtype), len(shape), shape_array(shape), buffers, self.handle)
+                    buffers[i] = borrowed_buffer(part)
+            lib.nib_tensor_from_buffers(struct, code_of(dtype), len(shape), shape_array(shape), buffers, len(buffers),
+                                        self.handle)
         finally:
             for buffer in buffers:
                 raw.nib_buffer_release(buffer)
@@ -121,11 +127,11 @@ class Native:
     def parts(self):
         """What the buffers are now: the caller's own tensors where the library kept them."""
         now = parts_of(self.handle, self._used)
-        for i, (given, used) in enumerate(zip(self._given, self._used)):
-            if now[i] is used and given is not used:
-                if given is not None:
-                    given.copy_(used)
-                now[i] = given
+        for i, (own, used) in enumerate(zip(self._own, self._used)):
+            if now[i] is used and own is not used:
+                if own is not None:
+                    own.copy_(used)
+                now[i] = own
         return now
 
     def shared(self, handle):
@@ -139,7 +145,7 @@ def part_specs(struct, shape):
     for part in Part:
         wanted = struct.columnwise if part % 2 else struct.rowwise
         if struct.format == _library.Format.FLOAT8 and part == Part.ROW_TENSOR_SCALE:
-            wanted = True  # one for both copies
+            wanted = True  # one for both usages
         rank, out = ctypes.c_int(), (ctypes.c_int64 * _library.MAX_RANK)()
         status = raw.nib_part_shape(struct, part, len(shape), shape_array(shape), rank, out) if wanted else None
         if not wanted or status == _library.UsageError.status:  # the format has no such part
@@ -159,11 +165,11 @@ def draw(struct):
     struct.offset = offset & ~3  # callers advance by whole blocks of random numbers
 
 
-def quantize(struct, x, given=None):
+def quantize(struct, x, overrides=None):
     """Six parts of a new tensor."""
     out = ctypes.c_void_p()
     x = host(x)
-    lib.nib_quantize(struct, array(x), given, out)
+    lib.nib_quantize(struct, array(x), overrides, out)
     return take(out)
 
 
@@ -237,9 +243,9 @@ class Communicator:
         everybody = [torch.empty_like(own) for _ in counts]
         self._dist.all_gather(everybody, own, group=self._group)
         at = everything
-        for piece, count in zip(everybody, counts):
+        for theirs, count in zip(everybody, counts):
             if count:
-                ctypes.memmove(at, piece.data_ptr(), count)
+                ctypes.memmove(at, theirs.data_ptr(), count)
                 at += count
         return _library.OK
 
@@ -263,6 +269,6 @@ def communicator(group=None):
     import torch.distributed as dist
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
-            raise _library.CommError("torch.distributed is not initialised")
+            raise _library.CommError("torch.distributed is not initialized")
         return _Serial()
     return Communicator(group)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._library import Copy, lib
+from .._library import Usage, lib
 from . import _bridge
 from .constants import DType, TE_DType_To_Torch
 
@@ -28,7 +28,7 @@ def dequantize(parts: List[Optional[Tensor]], struct: str, nominal: int, shape: 
     out = torch.empty(shape, dtype=TE_DType_To_Torch[DType(dtype)])
     if out.numel():
         with _bridge.Native(_decode(struct), TE_DType_To_Torch[DType(nominal)], shape, parts) as native:
-            lib.nib_dequantize(native.handle, Copy.EITHER, _bridge.array(out))
+            lib.nib_dequantize(native.handle, Usage.EITHER, _bridge.array(out))
     return out
 
 

@@ -120,8 +120,8 @@ _finder = _Finder()
 
 def install_aliases():
     """Make the modules of TransformerEngine and Megatron importable, each only where the real one is absent. Returns
-    the names of the packages that nib gives. A folder that is appended to the `__path__` of one is searched for modules
-    that nib does not have."""
+    the names of the packages that nib gives. A directory that is appended to the `__path__` of one is searched for
+    modules that nib does not have."""
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
         importlib.invalidate_caches()

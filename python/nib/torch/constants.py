@@ -6,7 +6,7 @@ import torch
 
 
 class DType(enum.IntEnum):
-    """TransformerEngine's dtypes; the numbers are nib_dtype's too."""
+    """TransformerEngine's dtypes; the values are nib_dtype's too."""
     kByte = 0
     kInt16 = 1
     kInt32 = 2
@@ -21,7 +21,7 @@ class DType(enum.IntEnum):
 
     @classmethod
     def cast(cls, value):
-        """A DType from itself, its number, or a torch.dtype."""
+        """A DType from itself, its value, or a torch.dtype."""
         if isinstance(value, torch.dtype):
             if value not in TE_DType:
                 raise TypeError(f"{value} has no DType")

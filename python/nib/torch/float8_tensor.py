@@ -56,16 +56,15 @@ class Float8Quantizer(_Float8Quantizer):
     def _values(self):
         return (*super()._values(), id(self.scale), id(self.amax))
 
-    def _numbers(self, tensor):
+    def _overrides(self):
         for name, value in (("scale", self.scale), ("amax", self.amax)):
             if value.dtype != torch.float32 or value.numel() != 1 or value.device.type != "cpu":
                 raise ValueError(f"{name} of a Float8Quantizer is one float32 in host memory")
-        return _library.Given(scale=self.scale.data_ptr(), amax_seen=self.amax.data_ptr())
+        return _library.Overrides(scale=self.scale.data_ptr(), amax_seen=self.amax.data_ptr())
 
     def calibrate(self, tensor):
         seen = torch.zeros(1)
-        given = _library.Given(amax_seen=seen.data_ptr())
-        _bridge.quantize(self._struct(), tensor.detach(), given)
+        _bridge.quantize(self._struct(), tensor.detach(), _library.Overrides(amax_seen=seen.data_ptr()))
         self.amax.copy_(seen.view_as(self.amax))
 
     def create_tensor_from_data(self, data, fake_dtype=torch.float32, requires_grad=False, internal=False):
@@ -123,7 +122,7 @@ class Float8TensorStorage(FormatStorage):
               Field("_scale_inv", "fp8_scale_inv", Part.ROW_TENSOR_SCALE))
     SAVED = ("_data", "_transpose", "_scale_inv")
     STATE = (("_fp8_dtype", "fp8_dtype"),)
-    COLUMN_KEEPS_RANK = SHARED_LEVEL = True
+    COLUMN_KEEPS_RANK = SHARED_TENSOR_SCALE = True
 
     def __new__(cls, *args, data=None, fp8_scale_inv, fp8_dtype, fake_dtype=None, data_transpose=None, quantizer=None,
                 **kwargs):
@@ -213,7 +212,7 @@ def _on_data(tensor, func, args, kwargs):
         return NotImplemented
     result = func(tensor._data, *args[1:], **kwargs)
     if isinstance(result, (list, tuple)):
-        return [_with_data(tensor, piece) for piece in result]
+        return [_with_data(tensor, data) for data in result]
     return _with_data(tensor, result)
 
 

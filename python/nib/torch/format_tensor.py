@@ -15,14 +15,13 @@ from collections import namedtuple
 import torch
 
 from .. import _library
-from .._library import Copy, lib, raw, shape_array
+from .._library import Usage, lib, raw, shape_array
 from . import _bridge, _ops
 from .quantized_tensor import (QuantizedTensor, QuantizedTensorStorage, Quantizer, _CallFunc, _DequantizeFunc,
                                _resolve_shape, _stride_from_shape, aten, eager)
 
-# attribute, keyword of the constructor, number in nib_part
+# attribute, keyword of the constructor, member of nib_part
 Field = namedtuple("Field", "name keyword part")
-
 
 
 class FormatQuantizer(Quantizer):
@@ -42,7 +41,7 @@ class FormatQuantizer(Quantizer):
         struct.swizzled = bool(self.optimize_for_gemm)
         return struct
 
-    def _numbers(self, tensor):
+    def _overrides(self):
         """nib_overrides for a quantization, or None."""
         return None
 
@@ -53,17 +52,17 @@ class FormatQuantizer(Quantizer):
         return None
 
     def _call(self, tensor, dst, call):
-        """call(struct, given) with everything set that belongs to one quantization."""
+        """call(struct, overrides) with everything set that belongs to one quantization."""
         struct = self._struct()
         if struct.rounding:
             _bridge.draw(struct)
-        given = self._numbers(tensor)
+        overrides = self._overrides()
         communicator = self._reduction(dst)
         if communicator is None:
-            return call(struct, given)
+            return call(struct, overrides)
         with communicator as comm:
             struct.amax_comm = ctypes.pointer(comm)
-            return call(struct, given)
+            return call(struct, overrides)
 
     def quantize_impl(self, tensor):
         if isinstance(tensor, QuantizedTensor):
@@ -72,7 +71,7 @@ class FormatQuantizer(Quantizer):
         if _bridge.is_fake(tensor):
             return self._wrap(tensor.shape, tensor.dtype, self._traced(tensor))
         source = tensor.detach()
-        parts = self._call(source, None, lambda struct, given: _bridge.quantize(struct, source, given))
+        parts = self._call(source, None, lambda struct, overrides: _bridge.quantize(struct, source, overrides))
         return self._wrap(tensor.shape, tensor.dtype, parts)
 
     @eager
@@ -95,7 +94,8 @@ class FormatQuantizer(Quantizer):
             raise ValueError(f"a tensor of shape {tuple(src.shape)} does not fit into one of {tuple(dst.shape)}")
         array = _bridge.array(src)
         with dst._native() as native:
-            self._call(src, dst, lambda struct, given: lib.nib_quantize_into(struct, array, given, noop, native.handle))
+            self._call(src, dst, lambda struct, overrides: lib.nib_quantize_into(struct, array, overrides, noop,
+                                                                                 native.handle))
             if noop is None or noop.value != 1.0:
                 dst._assign(native.parts())
                 dst._follow(self)
@@ -105,7 +105,7 @@ class FormatQuantizer(Quantizer):
         if self._reduction() is not None:
             raise _library.UnsupportedError("a reduction of amaxes cannot be part of a compiled graph")
         if hasattr(self, "scale"):
-            raise _library.UnsupportedError("delayed scaling, which keeps numbers outside, cannot be part of a graph")
+            raise _library.UnsupportedError("delayed scaling, which keeps values outside, cannot be part of a graph")
         return _ops.traced_parts(tensor, self._struct())
 
     def _update_traced(self, src, dst, noop_flag):
@@ -228,7 +228,7 @@ class FormatStorage(QuantizedTensorStorage):
     SAVED = ()  # their names in the order in which they are saved
     STATE = ()  # (attribute, keyword) of everything else that the constructor takes, but for quantizer and fake_dtype
     COLUMN_KEEPS_RANK = False  # columnwise data is [K, d0, d1, ...] instead of [K, M]
-    SHARED_LEVEL = False  # one level serves both copies
+    SHARED_TENSOR_SCALE = False  # one tensor scale serves both usages
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -272,11 +272,11 @@ class FormatStorage(QuantizedTensorStorage):
         raise NotImplementedError
 
     def _parts(self):
-        """The buffers in the order of nib_part. What is left of a copy without data does not count."""
+        """The buffers in the order of nib_part. What is left of a usage without data does not count."""
         parts = [None] * _library.PART_COUNT
         for field in self.FIELDS:
             parts[field.part] = getattr(self, field.name)
-        if not self.SHARED_LEVEL:
+        if not self.SHARED_TENSOR_SCALE:
             for part in range(2, _library.PART_COUNT):
                 if parts[part % 2] is None:
                     parts[part] = None
@@ -427,7 +427,7 @@ class FormatStorage(QuantizedTensorStorage):
         if not out.numel():
             return out
         with self._native() as native:
-            lib.nib_dequantize(native.handle, Copy.EITHER, _bridge.array(out))
+            lib.nib_dequantize(native.handle, Usage.EITHER, _bridge.array(out))
         return out if data[0].device.type == "cpu" else out.to(data[0].device)
 
     def dequantize(self, dtype=None):
@@ -442,7 +442,7 @@ class FormatStorage(QuantizedTensorStorage):
         self._change(lib.nib_tensor_update_usage, *wanted)
 
     def _create_columnwise(self):
-        """Build the columnwise copy from the rowwise one."""
+        """Build the columnwise usage from the rowwise one."""
         self._change(lib.nib_tensor_update_usage, 1, 1)
 
     def view(self, *shape):
@@ -518,7 +518,7 @@ class FormatTensor:
         return QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
 
     def _copy_bytes(self, src):
-        """Copy the bytes of a tensor that means the same and has every copy that this one has; otherwise False."""
+        """Copy the bytes of a tensor that means the same and has every usage that this one has; otherwise False."""
         if not isinstance(src, self.storage_class) or tuple(src.shape) != tuple(self.shape):
             return False
         theirs = src.get_usages()

@@ -78,8 +78,8 @@ def modify_grouped_nvfp4_rowwise_storage(grouped_tensor, new_rowwise_data):
 
 def quantize_nvfp4_param_shard(model_params, main_params, start_offsets, data_parallel_group,
                                fsdp_shard_model_params=None):
-    """Cast this rank's pieces of FP32 master weights into NVFP4 parameters; the codes are then gathered, and
-    post_all_gather_processing builds columnwise copies."""
+    """Cast this rank's shards of FP32 master weights into NVFP4 parameters; the codes are then gathered, and
+    post_all_gather_processing builds columnwise usages."""
     utils._cast(model_params, main_params, start_offsets, data_parallel_group, fsdp_shard_model_params, manual=True,
                 nvfp4=True)
 
@@ -90,5 +90,5 @@ def get_fp4_align_size(fp4_recipe=None):
 
 
 def dequantize_fp4_tensor(fp4_tensor):
-    """The values, from either copy."""
+    """The values, from either usage."""
     return fp4_tensor.dequantize()

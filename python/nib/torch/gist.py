@@ -36,20 +36,20 @@ def cvt_1xfp32_2xfp4(x):
 
 
 def quant_nvfp4_torch(x, global_scale=None):
-    """(codes [..., N/2], scales float8_e4m3fn [..., N/16], global encode scale); computed where none is given."""
+    """(codes [..., N/2], scales float8_e4m3fn [..., N/16], global encode scale); computed where it is None."""
     assert x.shape[-1] % 16 == 0
     struct = _library.new_quantizer()
     struct.dialect = Dialect.GIST
     struct.columnwise = 0
-    given, level = None, None
+    overrides = tensor_scale = None
     if global_scale is not None:
-        level = torch.as_tensor(global_scale, dtype=torch.float32).reshape(1)
-        given = _library.Given()
-        given.level[0] = level.data_ptr()
+        tensor_scale = torch.as_tensor(global_scale, dtype=torch.float32).reshape(1)
+        overrides = _library.Overrides()
+        overrides.tensor_scale[0] = tensor_scale.data_ptr()
     source = x.detach()
     if source.dtype not in _bridge.FLOATS:
         source = source.float()
-    parts = _bridge.quantize(struct, source, given)
+    parts = _bridge.quantize(struct, source, overrides)
     rows, blocks = source.numel() // max(1, source.shape[-1]), source.shape[-1] // 16
     scales = parts[Part.ROW_SCALE][:rows, :blocks].reshape(*source.shape[:-1], blocks).view(FP8_DTYPE)
     if global_scale is None:

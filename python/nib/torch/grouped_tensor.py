@@ -16,7 +16,8 @@ from .quantized_tensor import QuantizedTensor, _stride_from_shape, aten
 
 # attribute of the group: nib_part of the members
 _BUFFERS = {"rowwise_data": Part.ROW_DATA, "columnwise_data": Part.COL_DATA, "scale_inv": Part.ROW_SCALE,
-            "columnwise_scale_inv": Part.COL_SCALE, "amax": Part.ROW_TENSOR_SCALE, "columnwise_amax": Part.COL_TENSOR_SCALE}
+            "columnwise_scale_inv": Part.COL_SCALE, "amax": Part.ROW_TENSOR_SCALE,
+            "columnwise_amax": Part.COL_TENSOR_SCALE}
 _SAVED = (*_BUFFERS, "scale", "first_dims", "last_dims", "tensor_offsets")
 
 
@@ -367,12 +368,12 @@ def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocati
         return []
     source = _bridge.host(tensor.detach())
     first = quantizer_list[0]
-    together = source.dim() == 2 and all(q == first for q in quantizer_list) and first._numbers(source) is None \
+    together = source.dim() == 2 and all(q == first for q in quantizer_list) and first._overrides() is None \
         and len({getattr(q, "amax_reduction_group", None) for q in quantizer_list}) == 1
     if not together:
         return [q(part) for q, part in zip(quantizer_list, torch.split(source, sections))]
     out = (ctypes.c_void_p * len(sections))()
-    first._call(source, None, lambda struct, given: lib.nib_split_quantize(
+    first._call(source, None, lambda struct, overrides: lib.nib_split_quantize(
         struct, _bridge.array(source), shape_array(sections), len(sections), out))
     results = []
     for quantizer, rows, handle in zip(quantizer_list, sections, list(out)):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """autocast, and a Linear that trains in the recipe of the autocast around it.
 
-Per layer and step, input X, weight W and gradient G are quantized once each. Which copy serves which product:
+Per layer and step, input X, weight W and gradient G are quantized once each. Which usage serves which product:
 
     forward          Y  = X  W^T    rowwise X,     rowwise W
     input gradient   dX = G  W      rowwise G,     columnwise W
     weight gradient  dW = G^T X     columnwise G,  columnwise X
 
-Products are those of the dequantized operands, in FP32; a transformed copy comes back untransformed, which changes
+Products are those of the dequantized operands, in FP32; a transformed usage comes back untransformed, which changes
 nothing, since both operands of dW go through the same orthogonal transform. nib.torch.utils.gemm_reference multiplies
 the codes themselves.
 """
@@ -17,7 +17,7 @@ import threading
 
 import torch
 
-from .._library import Copy, lib
+from .._library import Usage, lib
 from . import _bridge
 from .format_tensor import FormatStorage
 from .quantized_tensor import QuantizedTensor, prepare_for_saving, restore_from_func_ctx
@@ -117,20 +117,20 @@ def is_bf16_available(return_reason=False):
 
 
 def values_of(operand, columnwise, device=None):
-    """A [M, K] matrix of FP32 values: those of one copy of a quantized operand, or a plain tensor's."""
+    """A [M, K] matrix of FP32 values: those of one usage of a quantized operand, or a plain tensor's."""
     if not isinstance(operand, FormatStorage):
         return operand.detach().reshape(-1, operand.shape[-1]).float()
     shape = tuple(operand.shape)
     out = torch.empty(math.prod(shape[:-1]), shape[-1])
     if out.numel():
         with operand._native() as native:
-            lib.nib_dequantize(native.handle, Copy.COLUMNWISE if columnwise else Copy.ROWWISE,
+            lib.nib_dequantize(native.handle, Usage.COLUMNWISE if columnwise else Usage.ROWWISE,
                                _bridge.array(out.view(shape)))
     return out if device is None else out.to(device)
 
 
-def _copies(recipe, role, tensor, rowwise, columnwise):
-    """A bare storage with these copies of a matrix."""
+def _usages(recipe, role, tensor, rowwise, columnwise):
+    """A bare storage with these usages of a matrix."""
     quantizer = recipe.make_quantizer(role, rowwise=rowwise, columnwise=columnwise)
     quantizer.internal = True
     return quantizer.quantize_impl(tensor)
@@ -148,13 +148,13 @@ class _Linear(torch.autograd.Function):
         ctx.recipe, ctx.device = recipe, x.device
         matrix = x.detach().reshape(-1, x.shape[-1]).to(dtype)
         quantized = override is None
-        operand = _copies(recipe, "input", matrix, True, quantized and wants_weight)
+        operand = _usages(recipe, "input", matrix, True, quantized and wants_weight)
         if isinstance(weight, FormatStorage):
             kernel = weight
             if quantized and wants_input:
                 kernel.update_usage(rowwise_usage=True, columnwise_usage=True)
         else:
-            kernel = _copies(recipe, "weight", weight.detach(), True, quantized and wants_input)
+            kernel = _usages(recipe, "weight", weight.detach(), True, quantized and wants_input)
         y = values_of(operand, False, ctx.device) @ values_of(kernel, False, ctx.device).t()
         if bias is not None:
             y += bias.detach().float()
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
         if override == "high_precision":
             saved = (matrix if wants_weight else None, weight if wants_input else None)
         else:
-            if quantized:  # the rowwise copies have done their work
+            if quantized:  # the rowwise usages have done their work
                 operand.update_usage(rowwise_usage=False)
                 if kernel is not weight:
                     kernel.update_usage(rowwise_usage=False)
@@ -177,7 +177,7 @@ class _Linear(torch.autograd.Function):
         columnwise = ctx.recipe.backward_override is None
         matrix = grad.reshape(-1, grad.shape[-1])
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        g = _copies(ctx.recipe, "grad_output", matrix, wants_input, wants_weight) \
+        g = _usages(ctx.recipe, "grad_output", matrix, wants_input, wants_weight) \
             if columnwise and (wants_input or wants_weight) else matrix
         dx = dw = db = None
         if wants_input:

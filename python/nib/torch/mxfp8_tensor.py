@@ -99,15 +99,15 @@ def _split(tensor, func, args, kwargs):
     if dim not in (0, -tensor.dim()) or tensor.dim() < 2 or size * inner % 32 or tensor._with_gemm_swizzled_scales \
             or not size or not inner:
         return NotImplemented
-    pieces = []
+    members = []
     for first in range(0, tensor.shape[0], size):
         count = min(size, tensor.shape[0] - first)
         parts, _shape = tensor._derive(lib.nib_tensor_slice, first * inner, count * inner)
         shape = torch.Size((count, *tensor.shape[1:]))
         for part in (Part.ROW_DATA, Part.COL_DATA):
             parts[part] = None if parts[part] is None else parts[part].view(shape)
-        pieces.append(tensor._like(parts, shape))
-    return pieces
+        members.append(tensor._like(parts, shape))
+    return members
 
 
 def _new_zeros(tensor, func, args, kwargs):

@@ -185,7 +185,7 @@ class NVFP4Quantizer(FormatQuantizer):
 
 
 class NVFP4TensorStorage(FormatStorage):
-    """Codes, block scales and amaxes of both copies.
+    """Codes, block scales and amaxes of both usages.
 
     _rowwise_data uint8 [..., K/2], _rowwise_scale_inv uint8 (E4M3) [roundup(M, 128), roundup(K/16, 4)], _amax_rowwise
     float32 [1] ([M] where row-scaled); _columnwise_data [K, M/2] and so on with M and K exchanged.
@@ -244,9 +244,9 @@ class NVFP4TensorStorage(FormatStorage):
         row = there["rowwise"] if rowwise_usage is None else rowwise_usage
         col = there["columnwise"] if columnwise_usage is None else columnwise_usage
         needed = {"rowwise": row, "columnwise": col and not (row and self._rowwise_data is not None)}
-        copies = {"rowwise": (self._rowwise_data, self._rowwise_scale_inv, self._amax_rowwise),
+        usages = {"rowwise": (self._rowwise_data, self._rowwise_scale_inv, self._amax_rowwise),
                   "columnwise": (self._columnwise_data, self._columnwise_scale_inv, self._amax_columnwise)}
-        for name, fields in copies.items():
+        for name, fields in usages.items():
             if needed[name] and any(field is None for field in fields):
                 raise RuntimeError(f"Requested {name} usage, but NVFP4Tensor is missing {name} data, scales or amax")
         if row and col and self._columnwise_data is None:
@@ -260,7 +260,7 @@ class NVFP4TensorStorage(FormatStorage):
     def _create_columnwise(self):
         if self._quantizer is None or not self._quantizer.with_2d_quantization:
             raise RuntimeError("Cannot create columnwise data from rowwise data without 2D quantization: blocks of "
-                               "1x16 have other scales in each copy")
+                               "1x16 have other scales in each usage")
         super()._create_columnwise()
 
 
@@ -285,7 +285,7 @@ def _zero_(tensor, func, args, kwargs):
 
 
 class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
-    """A tensor of NVFP4 codes with the behaviour of its nominal dtype."""
+    """A tensor of NVFP4 codes with the behavior of its nominal dtype."""
 
     amax_reduction_group = None  # FSDP2 sets it on parameters
 
@@ -332,14 +332,14 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
             out = quantizer.make_empty((rows, cols), dtype=param_dtype)
         else:
             out._quantizer = quantizer
-        piece = _library.Metadata(format=struct.format, dtype=_bridge.code_of(out.dtype), rank=2, quantizer=struct)
-        piece.shape[:2] = (rows, cols)
-        parts = _library.FsdpParts(data=_bridge.array(data.view(rows, -1)), scales=_bridge.array(scales),
-                                   level=float(amax), metadata=piece)
-        parts.scales.dtype = DType.kFloat8E4M3
-        with out._native() as native:
-            handle = ctypes.c_void_p(native.handle.value)
-            lib.nib_fsdp_assign(parts, rows, handle)
+        gathered = _library.FsdpParts(data=_bridge.array(data.view(rows, -1)), scales=_bridge.array(scales),
+                                      tensor_scale=float(amax))
+        gathered.scales.dtype = DType.kFloat8E4M3
+        parts = self._parts()
+        parts[1::2] = [None] * 3  # the columnwise usage is built of what was gathered
+        with out._native() as native, _bridge.Native(struct, self._dtype, (self.numel() // cols, cols), parts) as shard:
+            lib.nib_tensor_set_quantizer(shard.handle, struct)
+            lib.nib_fsdp_assign(shard.handle, gathered, rows, ctypes.c_void_p(native.handle.value))
             out._assign(native.parts())
         for name, value in zip(("_fp4_dtype", "_row_scaled_nvfp4", "_nvfp4_use_4over6", "_nvfp4_e4m3_max"),
                                (metadata[0], *metadata[4:7])):

@@ -201,11 +201,11 @@ class QuantizedTensorStorage:
         raise self._lacks("size")
 
     def update_usage(self, rowwise_usage=None, columnwise_usage=None):
-        """Create, keep (True), drop (False) or leave (None) a copy."""
+        """Create, keep (True), drop (False) or leave (None) a usage."""
         raise self._lacks("update_usage")
 
     def get_usages(self):
-        """{"rowwise": bool, "columnwise": bool}: which copies hold data."""
+        """{"rowwise": bool, "columnwise": bool}: which usages hold data."""
         raise self._lacks("get_usages")
 
     def get_metadata(self):
@@ -266,7 +266,7 @@ class QuantizedTensorStorage:
 
 
 class Quantizer(abc.ABC):
-    """How to quantize. `rowwise_usage` and `columnwise_usage` say which copies to make, `internal` whether results are
+    """How to quantize. `rowwise_usage` and `columnwise_usage` say which usages to make, `internal` whether results are
     bare storages, `optimize_for_gemm` whether scales are in the GEMM's tiles. Plain attributes, all may be changed; a
     tensor keeps a copy."""
 
@@ -318,7 +318,7 @@ class Quantizer(abc.ABC):
         """Take note of a tensor without quantizing it; nothing to note by default."""
 
     def set_usage(self, *, rowwise=None, columnwise=None):
-        """Which copies to make; None leaves as it is."""
+        """Which usages to make; None leaves as it is."""
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
@@ -393,7 +393,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         raise self._lacks("quantize_")
 
     def _copy_bytes(self, src):
-        """Copy the buffers of a tensor of the same kind that has the same copies; False where it is of another."""
+        """Copy the buffers of a tensor of the same kind that has the same usages; False where it is of another."""
         kinds = [type(tensor._quantizer) for tensor in (self, src)]
         if None in (self._quantizer, src._quantizer) or kinds[0] is not kinds[1] or src.shape != self.shape \
                 or src.get_usages() != self.get_usages():
@@ -495,7 +495,7 @@ def _on_values(func, args, kwargs):
     if not func._schema.is_mutable:
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
-    dequantized = {}  # one for each tensor, though it be given twice
+    dequantized = {}  # one for each tensor, though it be there twice
 
     def plain_once(value):
         if not isinstance(value, QuantizedTensor):

@@ -101,7 +101,7 @@ def _check_backward(recipe):
 class NVFP4BlockScaling(Recipe):
     """Training in NVFP4.
 
-    Inputs and gradients have blocks of 1x16, weights of 16x16; the copies that meet in the gradient of the weight go
+    Inputs and gradients have blocks of 1x16, weights of 16x16; the usages that meet in the gradient of the weight go
     through the random Hadamard transform; gradients are rounded stochastically. Each can be switched off. In
     four-over-six a block chooses between two scales: for "weights", "activations" or "all"; activations only without
     the transform. backward_override: gradients are not quantized, and meet the original operands ("high_precision") or

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of transformer_engine_torch that concern quantized tensors, by their names and arguments.
 
-The steps of a sharded cast hand single numbers per block from one to the next, as they do there; codes and scales are
+The steps of a sharded cast hand single values per block from one to the next, as they do there; codes and scales are
 the library's. nib.torch.quantize_master_weights does all of them in two collectives, and gives the same bytes.
 """
 import ctypes
@@ -9,7 +9,7 @@ import ctypes
 import torch
 
 from .. import _library
-from .._library import Copy, Part, lib
+from .._library import Part, Usage, lib
 from . import _bridge
 from .constants import DType, TE_DType_To_Torch
 from .grouped_tensor import group_dequantize, group_quantize, split_quantize  # noqa: F401
@@ -49,12 +49,12 @@ def nvfp4_quantize_with_amax(tensor, quantizer, rowwise_amax=None, columnwise_am
     """Quantize with amaxes that are known, one float32 each; None: found as usual."""
     kept = [None if amax is None else amax.detach().to("cpu", torch.float32).reshape(-1).contiguous()
             for amax in (rowwise_amax, columnwise_amax)]
-    given = _library.Given()
+    overrides = _library.Overrides()
     for i, amax in enumerate(kept):
         if amax is not None:
-            given.amax[i] = amax.data_ptr()
+            overrides.amax[i] = amax.data_ptr()
     source = tensor.detach()
-    parts = quantizer._call(source, None, lambda struct, _given: _bridge.quantize(struct, source, given))
+    parts = quantizer._call(source, None, lambda struct, _own: _bridge.quantize(struct, source, overrides))
     return quantizer._wrap(tensor.shape, tensor.dtype, parts)
 
 
@@ -73,7 +73,7 @@ def generic_gemm(A, transA, B, transB, D=None, quantizer=None, output_dtype=None
                  use_split_accumulator=False, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False,
                  alpha=1.0, beta=None):
     """op(B) op(A): B A^T for (transA, transB) = (True, False), B A for (False, False), B^T A for (False, True). A
-    quantized operand gives its rowwise copy where it is multiplied along its last dim, its columnwise one otherwise.
+    quantized operand gives its rowwise usage where it is multiplied along its last dim, its columnwise one otherwise.
 
     Returns (result, gradient of the bias, input of the GELU, extra output). NVFP4 with NVFP4 has the bits of
     TransformerEngine's reference; everything else is the product of the values in FP32. Added to D where `accumulate`.
@@ -147,18 +147,19 @@ def _bytes(tensor):
 
 
 def nvfp4_2d_compute_partial_amax(tensor, amax, h, w, start_offset, block_len=16):
-    """The amax of each 16x16 tile of an h x w weight, of which `tensor` is the piece from start_offset on; 0 for tiles
+    """The amax of each 16x16 tile of an h x w weight, of which `tensor` is the shard from start_offset on; 0 for tiles
     of which it has nothing."""
     _check_block(block_len)
     quantizer = NVFP4Quantizer(columnwise=False, with_2d_quantization=True)
-    piece = _bridge.host(tensor.detach()).reshape(-1)
+    shard = _bridge.host(tensor.detach()).reshape(-1)
     with quantizer.make_empty((h, w))._native() as native:
-        lib.nib_partial_amax(native.handle, Copy.ROWWISE, _bridge.array(piece), int(start_offset), _floats(amax))
+        lib.nib_partial_amax(native.handle, Usage.ROWWISE, _bridge.array(shard), _library.fit(int(start_offset)),
+                             _floats(amax))
 
 
 def nvfp4_multi_tensor_compute_partial_amax(master_weight_list, partial_amax_list, global_amax_list, h_list, w_list,
                                             start_offset_list, block_len=16):
-    """The same for many weights, and the amax of each whole piece. A weight of which there is no piece is None."""
+    """The same for many weights, and the amax of each whole shard. A weight of which there is no shard is None."""
     for master, partial, whole, h, w, start in zip(master_weight_list, partial_amax_list, global_amax_list, h_list,
                                                    w_list, start_offset_list, strict=True):
         if master is not None and master.numel():
@@ -206,7 +207,7 @@ def nvfp4_expand_scale_to_fp8(input, output, tile_rows, tile_cols, rows_padded, 
 
 def nvfp4_fused_scale(block_amax, global_amax, per_block_scale, target_scale, target_amax, tile_rows, tile_cols,
                       rows_padded, block_len=16):
-    """From amaxes: the scales of blocks as numbers, as E4M3 in the weight, and the weight's amax."""
+    """From amaxes: the scales of blocks as values, as E4M3 in the weight, and the weight's amax."""
     nvfp4_compute_per_block_scale(block_amax, per_block_scale, global_amax)
     nvfp4_expand_scale_to_fp8(per_block_scale, target_scale, tile_rows, tile_cols, rows_padded, block_len)
     target_amax.copy_(global_amax.reshape(target_amax.shape))
@@ -220,18 +221,18 @@ def nvfp4_multi_tensor_fused_scale(block_amax_list, global_amax_list, per_block_
 
 
 def nvfp4_2d_partial_cast(inp, out, scale, global_scale, h, w, start_offset, block_len=16):
-    """The codes of a piece of an h x w weight into `out`, whose first byte holds the piece's first element. Only
-    nibbles of the piece are written; an odd start is right, too."""
+    """The codes of a shard of an h x w weight into `out`, whose first byte holds the shard's first element. Only
+    nibbles of the shard are written; an odd start is right, too."""
     _check_block(block_len)
-    piece = _bridge.host(inp.detach()).reshape(-1).float()
-    start, n = int(start_offset), piece.numel()
+    shard = _bridge.host(inp.detach()).reshape(-1).float()
+    start, n = int(start_offset), shard.numel()
     if start < 0 or start + n > h * w:
-        raise ValueError(f"{n} elements from {start} on are not a piece of {h} x {w}")
+        raise ValueError(f"{n} elements from {start} on are not a shard of {h} x {w}")
     first, last = start % 2, (start + n) % 2
     bytes_needed = (first + n + last) // 2
     target = out.view(-1)[:bytes_needed]
     if target.numel() != bytes_needed:
-        raise ValueError(f"the piece has codes in {bytes_needed} bytes, but there is room for {target.numel()}")
+        raise ValueError(f"the shard has codes in {bytes_needed} bytes, but there is room for {target.numel()}")
     if not n:
         return
     encode = float(global_scale) if float(global_scale) > 0 else 1.0
@@ -240,7 +241,7 @@ def nvfp4_2d_partial_cast(inp, out, scale, global_scale, h, w, start_offset, blo
     at = torch.arange(start, start + n)
     tile = at // w // 16 * ((w + 15) // 16) + at % w // 16
     scaled = torch.zeros(first + n + last)
-    scaled[first:first + n] = piece * factor[tile]
+    scaled[first:first + n] = shard * factor[tile]
     codes = torch.empty(bytes_needed, dtype=torch.uint8)
     lib.nib_encode(_library.DType.E2M1, _floats(scaled), scaled.numel(), codes.data_ptr())
     before = target.clone()

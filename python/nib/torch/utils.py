@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 
 from .. import _library
-from .._library import Array, Copy, P, Part, lib, raw
+from .._library import Array, P, Part, Usage, lib, raw
 from . import _bridge
 from .float8_blockwise_tensor import Float8BlockwiseQTensorStorage
 from .float8_tensor import Float8Quantizer, Float8TensorStorage
@@ -20,10 +20,10 @@ from .quantized_tensor import QuantizedTensor
 
 def quantize_master_weights(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None,
                             manual_post_all_gather_processing=False):
-    """Cast pieces of FP32 master weights into quantized model weights that all ranks of a group share.
+    """Cast shards of FP32 master weights into quantized model weights that all ranks of a group share.
 
-    model_weights: all of them, in the same order on every rank. master_weights: this rank's piece of each, or None.
-    start_offsets: the piece's first element in the flattened weight, or None. The result of all ranks together is that
+    model_weights: all of them, in the same order on every rank. master_weights: this rank's shard of each, or None.
+    start_offsets: the shard's first element in the flattened weight, or None. The result of all ranks together is that
     of quantizing the whole, whatever the cut. fsdp_shard_model_weights: where codes go instead of into the weights, one
     entry per weight: uint8, for MXFP8 a pair (rowwise, columnwise). manual_post_all_gather_processing: columnwise
     buffers stay where they are, until post_all_gather_processing; otherwise they are dropped.
@@ -116,7 +116,7 @@ def _cast_over(comm, weights, masters, starts, shards, manual, nvfp4):
 
 
 def post_all_gather_processing(model_weights):
-    """After the codes were gathered: build the columnwise copies that are wanted from the rowwise ones."""
+    """After the codes were gathered: build the columnwise usages that are wanted from the rowwise ones."""
     weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
     chosen = []
     for weight in weights:
@@ -168,8 +168,7 @@ def rebind_rowwise(tensor, field, new):
     if not new.is_contiguous():
         raise ValueError("a buffer for codes must be contiguous")
     with tensor._native() as native:
-        buffer = ctypes.c_void_p()
-        lib.nib_buffer_borrow(new.data_ptr() or None, new.numel(), None, None, buffer)
+        buffer = _bridge.borrowed_buffer(new)
         try:
             lib.nib_tensor_rebind_rowwise(native.handle, buffer)
         finally:
@@ -192,8 +191,8 @@ def clear_columnwise_cache(tensor):
 
 
 def gemm_reference(a, b, *, a_columnwise=False, b_columnwise=False, alpha=1.0, out=None):
-    """alpha A B^T in FP32, added to `out` where one is given, with the bits of TransformerEngine's reference. A rowwise
-    copy is the [M, K] matrix, a columnwise one [K, M]; inner sizes must agree, and both or none be transformed."""
+    """alpha A B^T in FP32, added to `out` where there is one, with the bits of TransformerEngine's reference. A rowwise
+    usage is the [M, K] matrix, a columnwise one [K, M]; inner sizes must agree, and both or none be transformed."""
     accumulate = out is not None
     with a._native() as left, b._native() as right:
         if out is None:
@@ -251,7 +250,7 @@ def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, o
 def all_gather_param(weight, start, length, group=None, shard=None):
     """Gather the codes of a weight whose elements start..start+length-1 are this rank's: in it, or in `shard`."""
     with _bridge.communicator(group) as comm, weight._native() as native:
-        lib.nib_all_gather_param(native.handle, Copy.ROWWISE, int(start), int(length),
+        lib.nib_all_gather_param(native.handle, Usage.ROWWISE, _library.fit(int(start)), _library.fit(int(length)),
                                  None if shard is None else _bridge.array(_bytes_of(shard)), comm)
         weight._assign(native.parts())
     return weight
