@@ -4,6 +4,7 @@
 Each test is a function of a rank that runs in processes of its own; `check` there collects failures, and a rank that
 raises ends the test.
 """
+import contextlib
 import os
 import signal
 import socket
@@ -278,6 +279,46 @@ def amax_reduction(rank, size):
         gather_along_first_dim(q(mine * (rank + 1)), dist.group.WORLD)
 
 
+def reductions_rejected_in_python(rank, size):
+    """A fault before the reduction of amaxes, or before a gather, is an error on all ranks, and nobody waits."""
+    x, q = data(32, 64), NVFP4Quantizer(with_amax_reduction=True)
+    f8 = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, with_amax_reduction=True)
+    weight, other = q(x).detach(), NVFP4Quantizer()(x).detach()
+    other.amax_reduction_group = dist.group.WORLD
+    before = weight.dequantize()
+    cleared = NVFP4Quantizer()(x).detach()
+    cleared.update_usage(rowwise_usage=False, columnwise_usage=False)
+    world, flag = dist.group.WORLD, torch.zeros(1)
+    calls = [  # (call, the right argument, wrong ones)
+        (q, x, [x.double(), x.int(), Odd(), None, cleared, x[0, 0]]),
+        (f8, x, [x.double(), Odd()]),
+        (lambda src: q.update_quantized(src, weight), x, [x.double(), x[:16], Odd(), cleared]),
+        (lambda dst: q.update_quantized(x, dst), weight, [x, None, q(data(16, 64))]),
+        (lambda noop: q.update_quantized(x, weight, noop_flag=noop), flag, [flag.double(), torch.zeros(2), Odd()]),
+        (other.quantize_, x, [x.double(), x[:16]]),
+        (lambda t: nib.torch.tex.nvfp4_quantize_with_amax(t, q, torch.ones(1)), x, [x.double(), Odd()]),
+        (lambda n: split_quantize(x, n, [q, q]), [16, 16], [[16, 15], [32], [16, "rows"]]),
+        (lambda n: nib.torch.group_quantize(x, q, 2, first_dims=n), [16, 16], [[16, 15], [16, "rows"]]),
+        (lambda t: gather_along_first_dim(t, world, quantizer=q), x, [x.double(), x[:5], Odd(), None, weight]),
+        (lambda t: gather_along_first_dim(t, world, quantizer=NVFP4Quantizer()), torch.ones(32, 64),
+         [x.double(), x[:5], Odd(), None, cleared]),
+        (lambda t: gather_along_first_dim(t, world, quantizer=NVFP4Quantizer()), x[:5], [Odd(), None, x]),
+    ]
+    for call, good, wrong in calls:
+        for bad in wrong:
+            for culprit in {0, size - 1}:
+                with pytest.raises(Exception) as caught:
+                    call(bad if rank == culprit else good)
+                assert rank == culprit or isinstance(caught.value, nib.Error), (bad, caught.value)
+        call(good)
+    q.update_quantized(x, weight)
+    assert torch.equal(weight.dequantize(), before)
+    q.update_quantized(x * 2, weight, noop_flag=torch.ones(1))  # no reduction: a fault is its own rank's
+    with pytest.raises(ValueError) if rank == 0 else contextlib.nullcontext():
+        q.update_quantized(x[:16] if rank == 0 else x, weight, noop_flag=torch.ones(1))
+    assert torch.equal(weight.dequantize(), before)
+
+
 def groups_and_subgroups(rank, size):
     """Members of a group share one reduction; a subgroup reduces among its own."""
     q = NVFP4Quantizer(with_amax_reduction=True)
@@ -320,7 +361,7 @@ def fsdp_hooks(rank, size):
 
 
 CASES = [cast_even, cast_odd, cast_fsdp, cast_by_megatron, rejected, too_far, rejected_in_python,
-         amax_reduction, groups_and_subgroups, fsdp_hooks]
+         amax_reduction, reductions_rejected_in_python, groups_and_subgroups, fsdp_hooks]
 
 
 def everything(rank, size):

@@ -254,6 +254,13 @@ class Communicator:
         return _library.OK
 
 
+def agree(comm, key):
+    """Raise on all ranks where one has failed, or has another key."""
+    status = comm.agree(None, _library.OK, key)
+    if status:
+        _library.fail(status, "another rank of the group has failed, or was called with something else")
+
+
 class _Serial:
     """One rank alone, where torch.distributed is not in use."""
 

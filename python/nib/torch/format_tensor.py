@@ -6,6 +6,7 @@ XTensorStorage, QuantizedTensor). Its storage says in FIELDS which attribute is 
 STATE what else its constructor takes; its quantizer fills in a nib_quantizer. That is all a format must bring; the rest
 of its module is what is special about it.
 """
+import contextlib
 import copy
 import ctypes
 import math
@@ -46,63 +47,61 @@ class FormatQuantizer(Quantizer):
         return None
 
     def _reduction(self, dst=None):
-        """The communicator to reduce amaxes over, or None."""
+        """A context that gives the communicator to reduce amaxes over, or None. What can fail on one rank alone belongs
+        within it, so that it fails on all."""
         if getattr(self, "with_amax_reduction", False):
             return _bridge.communicator(self.amax_reduction_group)
-        return None
+        return contextlib.nullcontext()
 
-    def _call(self, tensor, dst, call):
-        """call(struct, overrides) with everything set that belongs to one quantization."""
+    def _quantization(self, comm):
+        """(nib_quantizer, nib_overrides) with everything set that belongs to one quantization."""
         struct = self._struct()
         if struct.rounding:
             _bridge.draw(struct)
-        overrides = self._overrides()
-        communicator = self._reduction(dst)
-        if communicator is None:
-            return call(struct, overrides)
-        with communicator as comm:
+        if comm is not None:
             struct.amax_comm = ctypes.pointer(comm)
-            return call(struct, overrides)
+        return struct, self._overrides()
 
     def quantize_impl(self, tensor):
-        if isinstance(tensor, QuantizedTensor):
-            tensor = tensor.dequantize()
-        _check_float(tensor)
-        if _bridge.is_fake(tensor):
-            return self._wrap(tensor.shape, tensor.dtype, self._traced(tensor))
-        source = tensor.detach()
-        parts = self._call(source, None, lambda struct, overrides: _bridge.quantize(struct, source, overrides))
+        with self._reduction() as comm:
+            if isinstance(tensor, QuantizedTensor):
+                tensor = tensor.dequantize()
+            _check_float(tensor)
+            if _bridge.is_fake(tensor):
+                return self._wrap(tensor.shape, tensor.dtype, self._traced(tensor))
+            struct, overrides = self._quantization(comm)
+            parts = _bridge.quantize(struct, tensor.detach(), overrides)
         return self._wrap(tensor.shape, tensor.dtype, parts)
 
     @eager
     def update_quantized(self, src, dst, *, noop_flag=None):
-        if not isinstance(dst, self.tensor_class.storage_class):
-            raise ValueError(f"{type(self).__name__} can only update {self.tensor_class.storage_class.__name__}s, "
-                             f"not {type(dst).__name__}")
-        if isinstance(src, QuantizedTensor):
-            src = src.dequantize()
-        _check_float(src)
-        if _bridge.is_fake(src):
-            return self._update_traced(src, dst, noop_flag)
-        src = _bridge.host(src.detach())
-        noop = None
-        if noop_flag is not None:
-            if noop_flag.dtype != torch.float32 or noop_flag.numel() != 1:
+        skip = _is_set(noop_flag)  # on all ranks: nobody waits for a reduction
+        with contextlib.nullcontext() if skip else self._reduction(dst) as comm:
+            if not isinstance(dst, self.tensor_class.storage_class):
+                raise ValueError(f"{type(self).__name__} can only update {self.tensor_class.storage_class.__name__}s, "
+                                 f"not {type(dst).__name__}")
+            if isinstance(src, QuantizedTensor):
+                src = src.dequantize()
+            _check_float(src)
+            if _bridge.is_fake(src):
+                return self._update_traced(src, dst, noop_flag)
+            if noop_flag is not None and (noop_flag.dtype != torch.float32 or noop_flag.numel() != 1):
                 raise ValueError(f"a no-op flag is one float32, not {noop_flag.numel()} of {noop_flag.dtype}")
-            noop = ctypes.c_float(float(noop_flag))
-        if tuple(src.shape) != tuple(dst.shape):
-            raise ValueError(f"a tensor of shape {tuple(src.shape)} does not fit into one of {tuple(dst.shape)}")
-        array = _bridge.array(src)
-        with dst._native() as native:
-            self._call(src, dst, lambda struct, overrides: lib.nib_quantize_into(struct, array, overrides, noop,
-                                                                                 native.handle))
-            if noop is None or noop.value != 1.0:
-                dst._assign(native.parts())
-                dst._follow(self)
+            if tuple(src.shape) != tuple(dst.shape):
+                raise ValueError(f"a tensor of shape {tuple(src.shape)} does not fit into one of {tuple(dst.shape)}")
+            if not skip:
+                self._update(_bridge.host(src.detach()), dst, comm)
         return dst
 
+    def _update(self, src, dst, comm):
+        with dst._native() as native:
+            struct, overrides = self._quantization(comm)
+            lib.nib_quantize_into(struct, _bridge.array(src), overrides, None, native.handle)
+            dst._assign(native.parts())
+            dst._follow(self)
+
     def _traced(self, tensor):
-        if self._reduction() is not None:
+        if getattr(self, "with_amax_reduction", False):
             raise _library.UnsupportedError("a reduction of amaxes cannot be part of a compiled graph")
         if hasattr(self, "scale"):
             raise _library.UnsupportedError("delayed scaling, which keeps values outside, cannot be part of a graph")
@@ -219,6 +218,12 @@ class FormatQuantizer(Quantizer):
 def _check_float(tensor):
     if tensor.dtype not in _bridge.FLOATS:
         raise _library.DtypeError(f"{tensor.dtype} cannot be quantized: float32, float16 and bfloat16 can")
+
+
+def _is_set(noop_flag):
+    """Whether a no-op flag is set; what is no flag is not."""
+    return isinstance(noop_flag, torch.Tensor) and noop_flag.dtype == torch.float32 and noop_flag.numel() == 1 \
+        and not _bridge.is_fake(noop_flag) and float(noop_flag) == 1.0
 
 
 class FormatStorage(QuantizedTensorStorage):

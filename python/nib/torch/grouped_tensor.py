@@ -4,6 +4,7 @@
 Buffers are flat: the members' codes lie one after the other without gaps, so do their scales, each with its own
 padding, and their amaxes. A member is a tensor of its format over its place in them.
 """
+import contextlib
 import ctypes
 import math
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from .._library import Part, lib, shape_array
 from . import _bridge
+from .format_tensor import FormatQuantizer
 from .quantized_tensor import QuantizedTensor, _stride_from_shape, aten
 
 # attribute of the group: nib_part of the members
@@ -356,25 +358,33 @@ torch.serialization.add_safe_globals([_rebuild_group, GroupedTensor])
 # ---- Quantize groups -------------------------------------------------------------------------------------
 
 
+def _reduction(quantizer):
+    """FormatQuantizer._reduction of any quantizer, or of none."""
+    return quantizer._reduction() if isinstance(quantizer, FormatQuantizer) else contextlib.nullcontext()
+
+
 def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocation=False):
     """Quantize rows of a tensor as tensors of their own: section i with quantizer i. Where all quantizers say the same,
     in one call, with one reduction of amaxes."""
-    sections = [int(n) for n in split_sections]
-    if len(sections) != len(quantizer_list):
-        raise ValueError(f"{len(sections)} sections, but {len(quantizer_list)} quantizers")
-    if sum(sections) != tensor.shape[0]:
-        raise ValueError(f"the sections have {sum(sections)} rows, the tensor {tensor.shape[0]}")
-    if not sections:
-        return []
-    source = _bridge.host(tensor.detach())
-    first = quantizer_list[0]
-    together = source.dim() == 2 and all(q == first for q in quantizer_list) and first._overrides() is None \
-        and len({getattr(q, "amax_reduction_group", None) for q in quantizer_list}) == 1
+    first = quantizer_list[0] if quantizer_list else None
+    with _reduction(first) as comm:
+        sections = [int(n) for n in split_sections]
+        if len(sections) != len(quantizer_list):
+            raise ValueError(f"{len(sections)} sections, but {len(quantizer_list)} quantizers")
+        if sum(sections) != tensor.shape[0]:
+            raise ValueError(f"the sections have {sum(sections)} rows, the tensor {tensor.shape[0]}")
+        if not sections:
+            return []
+        source = _bridge.host(tensor.detach())
+        together = source.dim() == 2 and isinstance(first, FormatQuantizer) and first._overrides() is None \
+            and all(q == first for q in quantizer_list) \
+            and len({getattr(q, "amax_reduction_group", None) for q in quantizer_list}) == 1
+        if together:
+            out = (ctypes.c_void_p * len(sections))()
+            struct, _none = first._quantization(comm)
+            lib.nib_split_quantize(struct, _bridge.array(source), shape_array(sections), len(sections), out)
     if not together:
         return [q(part) for q, part in zip(quantizer_list, torch.split(source, sections))]
-    out = (ctypes.c_void_p * len(sections))()
-    first._call(source, None, lambda struct, overrides: lib.nib_split_quantize(
-        struct, _bridge.array(source), shape_array(sections), len(sections), out))
     results = []
     for quantizer, rows, handle in zip(quantizer_list, sections, list(out)):
         results.append(quantizer._wrap((rows, source.shape[1]), tensor.dtype, _bridge.take(ctypes.c_void_p(handle))))
@@ -388,20 +398,21 @@ def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocati
 def group_quantize(tensor, quantizer, num_tensors, first_dims=None, last_dims=None, tensor_offsets=None, noop_flag=None,
                    output=None):
     """Quantize a matrix as a GroupedTensor: member i has first_dims[i] of its rows, or an equal share of them."""
-    if last_dims is not None:
-        raise NotImplementedError("a matrix is split by rows: members have all of its columns")
-    rows, cols = tensor.shape
-    if first_dims is None:
-        if rows % num_tensors:
-            raise ValueError(f"{rows} rows cannot be shared by {num_tensors} members")
-        counts = [rows // num_tensors] * num_tensors
-    else:
-        counts = [int(n) for n in first_dims]
-    if sum(counts) != rows:
-        raise ValueError(f"the members have {sum(counts)} rows, the tensor {rows}")
-    if output is None:
-        output = GroupedTensor.make_grouped_tensor_with_shapes(num_tensors, [(n, cols) for n in counts], quantizer,
-                                                               dtype=tensor.dtype)
+    with _reduction(quantizer):
+        if last_dims is not None:
+            raise NotImplementedError("a matrix is split by rows: members have all of its columns")
+        rows, cols = tensor.shape
+        if first_dims is None:
+            if rows % num_tensors:
+                raise ValueError(f"{rows} rows cannot be shared by {num_tensors} members")
+            counts = [rows // num_tensors] * num_tensors
+        else:
+            counts = [int(n) for n in first_dims]
+        if sum(counts) != rows:
+            raise ValueError(f"the members have {sum(counts)} rows, the tensor {rows}")
+        if output is None:
+            output = GroupedTensor.make_grouped_tensor_with_shapes(num_tensors, [(n, cols) for n in counts], quantizer,
+                                                                   dtype=tensor.dtype)
     output.quantize(list(torch.split(tensor, counts)), noop_flag=noop_flag)
     return output
 

@@ -47,14 +47,15 @@ def create_empty_quantized_tensor(quantizer, shape, dtype=torch.float32, device=
 
 def nvfp4_quantize_with_amax(tensor, quantizer, rowwise_amax=None, columnwise_amax=None):
     """Quantize with amaxes that are known, one float32 each; None: found as usual."""
-    kept = [None if amax is None else amax.detach().to("cpu", torch.float32).reshape(-1).contiguous()
-            for amax in (rowwise_amax, columnwise_amax)]
-    overrides = _library.Overrides()
-    for i, amax in enumerate(kept):
-        if amax is not None:
-            overrides.amax[i] = amax.data_ptr()
-    source = tensor.detach()
-    parts = quantizer._call(source, None, lambda struct, _own: _bridge.quantize(struct, source, overrides))
+    with quantizer._reduction() as comm:
+        kept = [None if amax is None else amax.detach().to("cpu", torch.float32).reshape(-1).contiguous()
+                for amax in (rowwise_amax, columnwise_amax)]
+        overrides = _library.Overrides()
+        for i, amax in enumerate(kept):
+            if amax is not None:
+                overrides.amax[i] = amax.data_ptr()
+        struct, _none = quantizer._quantization(comm)
+        parts = _bridge.quantize(struct, tensor.detach(), overrides)
     return quantizer._wrap(tensor.shape, tensor.dtype, parts)
 
 

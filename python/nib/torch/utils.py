@@ -230,16 +230,21 @@ def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, o
         dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group)
         return out, None
     if not isinstance(inp, FormatStorage):
-        if not quantizer.is_quantizable(inp):
+        with _bridge.communicator(process_group) as comm:
+            quantizable = quantizer.is_quantizable(inp)
+            _bridge.agree(comm, int(quantizable))
+        if not quantizable:
             whole, _handle = gather_along_first_dim(inp, process_group)
             return quantizer(whole), None
-        inp = quantizer(inp)
-    with _bridge.communicator(process_group) as comm, inp._native() as native:
-        out = ctypes.c_void_p()
-        lib.nib_all_gather_tensor(native.handle, comm, out)
-        metadata = _library.Metadata()
-        lib.nib_tensor_get_metadata(out, metadata)
-        parts = _bridge.take(out)
+    with _bridge.communicator(process_group) as comm:  # first: what fails on one rank from here on fails on all
+        if not isinstance(inp, FormatStorage):
+            inp = quantizer(inp)
+        with inp._native() as native:
+            out = ctypes.c_void_p()
+            lib.nib_all_gather_tensor(native.handle, comm, out)
+            metadata = _library.Metadata()
+            lib.nib_tensor_get_metadata(out, metadata)
+            parts = _bridge.take(out)
     result = inp._like(parts, torch.Size(metadata.shape[:metadata.rank]))
     if output_tensor is not None:
         output_tensor._assign(inp._shaped(parts, result.shape))
