@@ -318,13 +318,13 @@ TEST(refuse_head)
     REJECTED("it has 23 bytes");
     begin(3, 0, 0);
     made[3] = 'f';
-    REJECTED("it is no GGUF file");
+    REJECTED("it is not a GGUF file");
     begin(1, 0, 0);
     UNSUPPORTED("GGUF version 1 is not supported");
     begin(0, 0, 0);
     UNSUPPORTED("GGUF version 0 is not supported");
     begin(4, 0, 0);
-    UNSUPPORTED("GGUF version 4 is not supported: 2 and 3 are");
+    UNSUPPORTED("GGUF version 4 is not supported; versions 2 and 3 are");
     begin(0x03000000, 0, 0);
     UNSUPPORTED("the file is big-endian");
     begin(3, 0, 1);
@@ -341,7 +341,7 @@ TEST(refuse_keys)
     begin(3, 0, 1), key("", 0), u8(1), u64(0);
     REJECTED("the key is empty");
     begin(3, 0, 1), u64(UINT64_MAX), u64(0);
-    REJECTED("the key has 18446744073709551615 bytes, and 65535 are the most there may be");
+    REJECTED("the key has 18446744073709551615 bytes, more than the limit of 65535");
     begin(3, 0, 1), u64(7), raw("general", 7);
     REJECTED("the file ends within its kind");
     begin(3, 0, 1), u64(9), raw("general", 7);
@@ -359,7 +359,7 @@ TEST(refuse_keys)
     begin(3, 0, 1), key("k", 8), u64(1);
     REJECTED("key \"k\": its string claims 1 bytes, but the file has only 0 more");
     begin(3, 0, 1), key("k", 8), u64((1u << 30) + 1);
-    REJECTED("key \"k\": its string has 1073741825 bytes, and 1073741824 are the most there may be");
+    REJECTED("key \"k\": its string has 1073741825 bytes, more than the limit of 1073741824");
     begin(3, 0, 1), key("k", 8), u64(1u << 30);
     REJECTED("key \"k\": its string claims 1073741824 bytes, but the file has only 0 more");
     begin(3, 0, 1), key("k", 9), u32(9), u64(0);
@@ -369,7 +369,7 @@ TEST(refuse_keys)
     begin(3, 0, 1), key("k", 9), u32(0), u32(0);
     REJECTED("key \"k\": the file ends within its count");
     begin(3, 0, 1), key("k", 9), u32(0), u64((1u << 30) + 1);
-    REJECTED("key \"k\": its array has 1073741825 items, and 1073741824 are the most there may be");
+    REJECTED("key \"k\": its array has 1073741825 items, more than the limit of 1073741824");
     begin(3, 0, 1), key("k", 9), u32(10), u64(1u << 30);
     REJECTED("key \"k\": its array claims 8589934592 bytes, but the file has only 0 more");
     begin(3, 0, 1), key("k", 9), u32(8), u64(3), str("abc"), u64(4), raw("abc", 3);
@@ -393,7 +393,7 @@ TEST(refuse_tensors)
     char name[65] = { 0 };
     memset(name, 'n', 64);
     begin(3, 1, 0), tensor(name, NE(1), 0, 0), data(32, 4);
-    REJECTED("the name of a tensor has 64 bytes, and 63 are the most there may be");
+    REJECTED("the name of a tensor has 64 bytes, more than the limit of 63");
     begin(3, 1, 0), tensor(name + 1, NE(1), 0, 0), data(32, 4);
     ACCEPTED();
     begin(3, 1, 0), tensor("\xC0\x80", NE(1), 0, 0), data(32, 4);
@@ -439,7 +439,7 @@ TEST(refuse_tensors)
     begin(3, 3, 0), tensor("t", NE(INT64_MAX), NIB_GGUF_I8, 0);
     tensor("u", NE(INT64_MAX), NIB_GGUF_I8, (uint64_t)INT64_MAX + 1);
     tensor("v", NE(INT64_MAX), NIB_GGUF_I8, 0), data(32, 64);
-    REJECTED("tensor \"u\": its data would end beyond any file");
+    REJECTED("tensor \"u\": its data would end beyond the largest possible file");
 }
 
 TEST(read_alignment)
@@ -814,14 +814,14 @@ TEST(write_refusals)
     CHECK_FAILS(nib_gguf_put_strings(plan, "k", NULL, 1), NIB_ERR_ARG, "strings is NULL");
     CHECK_FAILS(nib_gguf_put_strings(plan, "k", bad, SIZE_MAX), NIB_ERR_ARG, "are more than the 1073741824");
     CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_U8, bad, SIZE_MAX), NIB_ERR_ARG, "are more than the");
-    CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_STRING, bad, 1), NIB_ERR_ARG, "kind 8 is no number");
-    CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_COUNT, bad, 1), NIB_ERR_ARG, "kind 13 is no number");
+    CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_STRING, bad, 1), NIB_ERR_ARG, "kind 8 is not a number");
+    CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_COUNT, bad, 1), NIB_ERR_ARG, "kind 13 is not a number");
     CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_U8, bad, 100000001), NIB_ERR_ARG,
                 "its header would be longer than the 100000000 bytes that nib allows");
     CHECK_FAILS(nib_gguf_put_integer(plan, "general.alignment", NIB_GGUF_KIND_U32, 32), NIB_ERR_ARG,
                 "files are written with an alignment of 32");
-    CHECK_FAILS(nib_gguf_put_integer(plan, "k", NIB_GGUF_KIND_F32, 1), NIB_ERR_ARG, "key \"k\": kind 6 is no integer");
-    CHECK_FAILS(nib_gguf_put_integer(plan, "k", NIB_GGUF_KIND_COUNT, 1), NIB_ERR_ARG, "kind 13 is no integer");
+    CHECK_FAILS(nib_gguf_put_integer(plan, "k", NIB_GGUF_KIND_F32, 1), NIB_ERR_ARG, "key \"k\": kind 6 is not an integer");
+    CHECK_FAILS(nib_gguf_put_integer(plan, "k", NIB_GGUF_KIND_COUNT, 1), NIB_ERR_ARG, "kind 13 is not an integer");
     static const struct {
         enum nib_gguf_kind kind;
         int64_t value;
@@ -839,7 +839,7 @@ TEST(write_refusals)
 
     char name[65] = { 0 };
     memset(name, 'n', 64);
-    CHECK_FAILS(DECLARE(plan, name, NIB_GGUF_F32, 1), NIB_ERR_ARG, "the name has 64 bytes, and GGUF takes at most 63");
+    CHECK_FAILS(DECLARE(plan, name, NIB_GGUF_F32, 1), NIB_ERR_ARG, "the name has 64 bytes, and GGUF allows at most 63");
     CHECK_OK(DECLARE(plan, name + 1, NIB_GGUF_F32, 1));
     CHECK_FAILS(DECLARE(plan, name + 1, NIB_GGUF_F32, 1), NIB_ERR_ARG, "it is declared twice");
     CHECK_FAILS(DECLARE(plan, "", NIB_GGUF_F32, 1), NIB_ERR_ARG, "a tensor needs a name");

@@ -514,7 +514,7 @@ TEST(conversions_keep_codes_and_scales)
     CHECK(file_has(at("mo/config.json"), "\"quant_algo\": \"NVFP4\""));
     CHECK(file_has(at("mo/hf_quant_config.json"), "\"exclude_modules\""));
     CHECK(file_has(at("back/config.json"), "\"dynamic\": \"local\""));
-    CHECK_FAILS(convert(at("ct"), at("x.gguf"), NIB_CHECKPOINT_FORMAT_GGUF), NIB_ERR_UNSUPPORTED, "multiples of 64");
+    CHECK_FAILS(convert(at("ct"), at("x.gguf"), NIB_CHECKPOINT_FORMAT_GGUF), NIB_ERR_UNSUPPORTED, "a multiple of 64");
     options.ignore = ignore;
     options.n_ignore = 1;
     CHECK_OK(quantize(at("in"), fresh("ct"), &options, NULL, NULL));
@@ -833,7 +833,7 @@ TEST(contradicting_options_are_refused)
     REJECTED(o.scale_rule = 9, NIB_ERR_ARG, "scale rule");
     REJECTED(o.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_DIALECT, NIB_ERR_ARG, "tensor scale");
     REJECTED(o.activation = NIB_ACTIVATION_NORM, NIB_ERR_MODE, "nvfp4a16 leaves activations alone");
-    REJECTED((o.scheme = NIB_SCHEME_NVFP4, o.activation = NIB_ACTIVATION_FILE), NIB_ERR_MODE, "file of activations");
+    REJECTED((o.scheme = NIB_SCHEME_NVFP4, o.activation = NIB_ACTIVATION_FILE), NIB_ERR_MODE, "activations file");
     REJECTED((o.dialect = NIB_DIALECT_MODELOPT, o.scale_rule = NIB_SCALE_SWEEP), NIB_ERR_MODE, "--scale");
     REJECTED((o.dialect = NIB_DIALECT_TE, o.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2), NIB_ERR_MODE,
              "--tensor-scale");
@@ -996,7 +996,7 @@ TEST(resuming_is_for_the_same_plan_and_input)
 static void run_another(void)
 {
     const nib_run_options force = { .bytes = sizeof force, .force = 1 };
-    CHECK_FAILS(quantize(at("in"), at("out"), NULL, &force, NULL), NIB_ERR_MODE, "another run is at work here");
+    CHECK_FAILS(quantize(at("in"), at("out"), NULL, &force, NULL), NIB_ERR_MODE, "another run is writing here");
 }
 
 static void change_input(void) { damage(at("in/model-00001-of-00002.safetensors"), 1, "\x02", 1); }

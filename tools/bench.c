@@ -75,7 +75,7 @@ static const char *const wider_operations[] = { "quantize.f32",   "quantize.bf16
 enum { WIDER = sizeof wider_operations / sizeof *wider_operations };
 static const double wider_target = 1.5, wider_loop_target = 0.9; /* of AVX2, and of that loop */
 
-/* 512 KiB of numbers: with what is made of them they fit into a second-level cache of 1 MiB, which twice as many do not.
+/* 512 KiB of values: with what is made of them they fit into a second-level cache of 1 MiB, which twice as many do not.
  * Half of them would too, but then a call's own cost, 0.3 us for an amax and 1 us for a quantization, is up to a fifth of
  * a call and hides as much of the difference between kernels; here it is a tenth at most, 4 % for rows. Few rows make
  * columns too short: columns of 128 are written in pieces of one cache line and cost half as much again as those of
@@ -136,7 +136,7 @@ static enum cli_exit library_failed(const struct bench_operation *operation)
 struct job {
     struct bench_call call;
     struct bench_traffic traffic;
-    void *coded; /* what the plain loop has for codes and scales; its numbers are the call's */
+    void *coded; /* what the plain loop has for codes and scales; its values are the call's */
     int64_t chunks;
     int threads;
 };
@@ -169,7 +169,7 @@ static struct bench_traffic traffic_of(const struct bench_operation *operation, 
     return (struct bench_traffic){ operation->what == BENCH_WHOLE, plain, coded, false };
 }
 
-/* Beside another one (or NULL) over the same numbers. */
+/* Beside another one (or NULL) over the same values. */
 static enum cli_exit open_job(struct job *job, int64_t rows, int64_t cols, const struct job *beside)
 {
     const nib_status status = bench_call_open(&job->call, rows, cols, job->threads, beside ? &beside->call : NULL);
@@ -211,7 +211,7 @@ static double time_operation(struct job *job, int times)
     return (bench_now() - start) / times;
 }
 
-/* Over the same numbers in the same place. */
+/* Over the same values in the same place. */
 static void run_floor(const struct job *job)
 {
     const bool decodes = job->call.operation->what == BENCH_DEQUANTIZE;
@@ -407,7 +407,7 @@ static enum cli_exit bench_shapes(struct report *report, const json_t *scalar, c
     return status;
 }
 
-/* By what open_job allocates: numbers, codes, and codes again for the plain loop. */
+/* By what open_job allocates: values, codes, and codes again for the plain loop. */
 static bool has_memory(const struct bench_operation *operation, const struct shape *shape)
 {
     const int64_t needed =
@@ -602,7 +602,7 @@ static void judge_wider(struct report *report)
     for (int i = 0; i < WIDER; i++) {
         const struct bench_operation *const operation = find_operation(wider_operations[i]);
         if (is_wanted(report->options, operation) && !judge_wider_operation(report, operation))
-            cli_error("bench: %s is not compared with AVX2: another process could not be had", operation->name);
+            cli_error("bench: %s is not compared with AVX2: no second process could be started", operation->name);
     }
 }
 

@@ -40,8 +40,8 @@ struct bench_call {
     float amax[2];
 };
 
-/* Makes the memory, on numbers that are always the same, and runs it once. To be closed whatever comes of it. With `beside`,
- * a call of the same dtype and shape that stays open for longer, it takes the numbers of that one where they lie: of two
+/* Makes the memory, on values that are always the same, and runs it once. To be closed whatever comes of it. With `beside`,
+ * a call of the same dtype and shape that stays open for longer, it uses the values of that one where they lie: of two
  * blocks of memory one may be a third slower than the other, for as long as the process lives. */
 nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads,
                            const struct bench_call *beside);

@@ -46,7 +46,7 @@ const int bench_operation_count = sizeof bench_operations / sizeof *bench_operat
 
 void *bench_allocate(int64_t bytes) { return aligned_alloc(4096, (size_t)(bytes + 8191) / 4096 * 4096); }
 
-/* About normal numbers: the sum of four uniform ones. A generator of its own, so that runs see the same data. */
+/* About normally distributed values: the sum of four uniform ones. A generator of its own, so that runs see the same data. */
 static void fill_values(float *x, int64_t n)
 {
     uint64_t state = 20261115;
@@ -59,7 +59,7 @@ static void fill_values(float *x, int64_t n)
     }
 }
 
-/* n numbers of a dtype. A piece of a million is repeated: long enough that no branch predictor learns it. */
+/* n values of a dtype. A run of a million is repeated: long enough that no branch predictor learns it. */
 static bool fill(void *x, nib_dtype dtype, int64_t n)
 {
     enum { PIECE = 1 << 20 };
@@ -92,7 +92,7 @@ static nib_status quantizer_of(const struct bench_operation *operation, nib_quan
     return nib_quantizer_check(q, NULL);
 }
 
-/* The numbers that a caller knows beforehand: amaxes, or the scale of a Float8 tensor. */
+/* The values that a caller knows beforehand: amaxes, or the scale of a Float8 tensor. */
 static void give_amax(struct bench_call *call)
 {
     static const float float8_scale = 112;

@@ -210,7 +210,7 @@ enum {
     NO_TENSOR_SCALE_KEPT
 }; /* NO_TENSOR_SCALE_KEPT: a multiplier, whose inverse the tensor scale is */
 
-/* What a quantized tensor is compared by. The per-tensor number goes by a name that says what it means. */
+/* What a quantized tensor is compared by. The tensor scale goes by a name that says what it means. */
 static const struct expected_part {
     const char *tensor;
     nib_part part;
@@ -260,7 +260,7 @@ static bool is_overridden(const struct conform_case *what, const struct given_pa
     return ((const uint8_t *)what)[part->flag] && wants_usage(&what->quantizer, part->usage);
 }
 
-/* The shapes are checked before the library sees a pointer: it takes as many numbers as the quantizer implies. */
+/* The shapes are checked before the library sees a pointer: it reads as many values as the quantizer implies. */
 static bool read_overrides(struct run *run, const nib_array *x, nib_overrides *overrides)
 {
     const nib_quantizer *const q = &run->what->quantizer;
@@ -288,7 +288,7 @@ static bool read_overrides(struct run *run, const nib_array *x, nib_overrides *o
 static const char *const tensor_scale_names[NIB_TENSOR_SCALE_COUNT] = { "an amax", "a decode scale", "an encode scale",
                                                                         "no number" };
 
-/* A number given as one thing and taken as another would make the case meaningless. */
+/* A scale given as one thing and used as another would make the case meaningless. */
 static bool check_overrides(struct run *run, nib_tensor_scale tensor_scale)
 {
     for (size_t i = 0; i < sizeof given_parts / sizeof *given_parts; i++) {
@@ -337,7 +337,7 @@ static bool is_expected(struct run *run, const nib_tensor *t, const struct expec
         return false;
     if (part->tensor_scale != ANY_TENSOR_SCALE && (q->no_tensor_scale || part->tensor_scale != (int)tensor_scale))
         return false;
-    /* Unbiased rounding keeps a larger amax than it was given, so the file's number is an input only. */
+    /* Unbiased rounding keeps a larger amax than it was given, so the file's amax is an input only. */
     if (part->tensor_scale == NIB_TENSOR_SCALE_AMAX && what->given_amax && q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
         return false;
     return !part->optional || find_tensor(run, part->tensor, &index);

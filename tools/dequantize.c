@@ -35,7 +35,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 }
 
 const struct cli_command cli_dequantize = {
-    "dequantize", "IN OUT", "turn a quantized checkpoint into plain numbers",
+    "dequantize", "IN OUT", "turn a quantized checkpoint into plain values",
     "Write the checkpoint IN with every quantized weight (NVFP4 in any format, MXFP4, FP8 blocks) as plain values.\n\n"
     "Examples:\n"
     "  nib dequantize Qwen3-8B-NVFP4 Qwen3-8B-restored\n"

@@ -291,7 +291,7 @@ static enum cli_exit run_inspect(const struct cli_command *self, int argc, char 
 const struct cli_command cli_inspect = {
     "inspect", "PATH", "list what is in a checkpoint: weights, sizes, scales",
     "List the weights of a safetensors directory, a safetensors file or a GGUF file: shape,\n"
-    "size, bits a value, how it is packed; of NVFP4 weights the number per tensor, the\n"
+    "size, bits a value, checkpoint format; of NVFP4 weights the tensor scale, the\n"
     "least and the largest block scale, how many codes are zero and how many blocks have\n"
     "a scale below 2^-6. Totals come last.\n"
     "\n"

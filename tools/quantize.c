@@ -130,7 +130,7 @@ static bool fit_server(const struct cli_command *self, const struct arguments *a
         if (!llama || w.cols % 64 == 0)
             continue;
         if (ignore->n == sizeof ignore->items / sizeof *ignore->items) {
-            cli_error("%s: too many weights have a number of columns that is no multiple of 64", self->name);
+            cli_error("%s: too many weights have a number of columns that is not a multiple of 64", self->name);
             return false;
         }
         ignore->items[ignore->n++] = w.name;

@@ -81,8 +81,8 @@ static enum cli_exit run_repair(const struct cli_command *self, int argc, char *
 const struct cli_command cli_repair = {
     "repair", "IN OUT", "write a checkpoint again without the faults that can be put right",
     "Write the checkpoint IN again as OUT, without what nib check calls repairable. Weights\n"
-    "that servers fuse get one number per tensor, and their block scales make up for it;\n"
-    "numbers that were stored as their inverse are inverted; missing numbers of activations\n"
+    "that servers fuse get one tensor scale, and their block scales make up for it;\n"
+    "scales that were stored as their inverse are inverted; missing scales of activations\n"
     "become those of their group, or 1; the configuration is made from the tensors. Codes\n"
     "are never changed. Ends with what a check says of OUT.\n"
     "\n"

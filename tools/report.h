@@ -26,7 +26,7 @@ struct report {
     struct report_row *rows; /* in the order of names; borrowed names live as long as the checkpoints */
     size_t n, capacity;
     size_t only_a, only_b;
-    size_t changed;                    /* rows that are not the same numbers */
+    size_t changed;                    /* rows whose values differ */
     double sum_squares, error_squares; /* of those */
     int64_t elements, zeroed, clipped, underflowed, blocks;
     int64_t codes[16], scales[256];

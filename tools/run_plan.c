@@ -169,8 +169,7 @@ enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, con
         progress_end(&progress);
     }
     if (status == NIB_ERR_CANCELLED) {
-        cli_error("%s: stopped; %s", self->name,
-                  flags->resume ? "--resume goes on with it" : "nothing was left behind");
+        cli_error("%s: stopped; %s", self->name, flags->resume ? "--resume continues it" : "nothing was left behind");
         return CLI_FAILED;
     }
     if (status)

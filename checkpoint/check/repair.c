@@ -270,7 +270,7 @@ static void choose_rows(struct repair *r)
         if (changes(r, i) || stack_changes(r, i))
             row->action = NIB_ACTION_REPAIR;
         else
-            row->reason = "nothing of it can be repaired or needs to be";
+            row->reason = "nothing about it needs repair, or can be repaired";
     }
 }
 

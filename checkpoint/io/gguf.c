@@ -241,8 +241,8 @@ static nib_status take_name(struct source *source, const char *what, struct nib_
     if (bytes == 0)
         return nib_fail(NIB_ERR_DATA, "%s is empty", what);
     if (bytes > most)
-        return nib_fail(NIB_ERR_DATA, "%s has %llu bytes, and %llu are the most there may be", what,
-                        (unsigned long long)bytes, (unsigned long long)most);
+        return nib_fail(NIB_ERR_DATA, "%s has %llu bytes, more than the limit of %llu", what, (unsigned long long)bytes,
+                        (unsigned long long)most);
     TRY(keep(source, sizeof bytes + bytes));
     char *grown = nib_grow(text->bytes, &text->capacity, text->used + bytes + 1, 1);
     if (!grown)
@@ -296,8 +296,8 @@ static nib_status pass_string(struct source *source, const char *what, uint64_t 
 {
     TRY(take(source, what, bytes, sizeof *bytes));
     if (*bytes > NIB_GGUF_MAX_STRING)
-        return nib_fail(NIB_ERR_DATA, "%s has %llu bytes, and %d are the most there may be", what,
-                        (unsigned long long)*bytes, NIB_GGUF_MAX_STRING);
+        return nib_fail(NIB_ERR_DATA, "%s has %llu bytes, more than the limit of %d", what, (unsigned long long)*bytes,
+                        NIB_GGUF_MAX_STRING);
     *begin = position(source);
     return skip(source, what, *bytes);
 }
@@ -306,10 +306,10 @@ static nib_status take_array(struct source *source, struct pair *pair)
 {
     TRY(take_kind(source, "the kind of its items", &pair->item));
     if (pair->item == NIB_GGUF_KIND_ARRAY)
-        return nib_fail(NIB_ERR_DATA, "it is an array of arrays, which no reader takes");
+        return nib_fail(NIB_ERR_DATA, "it is an array of arrays, which no reader accepts");
     TRY(take(source, "its count", &pair->count, sizeof pair->count));
     if (pair->count > NIB_GGUF_MAX_ITEMS)
-        return nib_fail(NIB_ERR_DATA, "its array has %llu items, and %d are the most there may be",
+        return nib_fail(NIB_ERR_DATA, "its array has %llu items, more than the limit of %d",
                         (unsigned long long)pair->count, NIB_GGUF_MAX_ITEMS);
     pair->begin = position(source);
     if (pair->item != NIB_GGUF_KIND_STRING) {
@@ -419,7 +419,7 @@ static nib_status take_entry(struct nib_gguf *file, struct source *source, struc
                         (unsigned long long)entry->begin, (unsigned)file->facts.alignment, (unsigned long long)*end);
     uint64_t padded;
     if (!pad(entry->bytes, file->facts.alignment, &padded) || __builtin_add_overflow(*end, padded, end))
-        return nib_fail(NIB_ERR_DATA, "its data would end beyond any file");
+        return nib_fail(NIB_ERR_DATA, "its data would end beyond the largest possible file");
     return NIB_OK;
 }
 
@@ -443,7 +443,7 @@ static nib_status take_tensor(struct nib_gguf *file, struct source *source, uint
 static nib_status check_end(struct nib_gguf *file, uint64_t header_bytes, uint64_t padded_end)
 {
     if (!pad(header_bytes, file->facts.alignment, &file->facts.data_begin))
-        return nib_fail(NIB_ERR_DATA, "its data would begin beyond any file");
+        return nib_fail(NIB_ERR_DATA, "its data would begin beyond the largest possible file");
     const uint64_t begin = file->facts.data_begin;
     for (size_t i = 0; i < file->names.order.n; i++) {
         const struct entry *entry = &file->entries[i];
@@ -453,7 +453,7 @@ static nib_status check_end(struct nib_gguf *file, uint64_t header_bytes, uint64
             continue;
         return nib_fail(NIB_ERR_DATA,
                         "tensor %s: its %llu bytes from byte %llu of the data are not all there, as the file has only "
-                        "%llu bytes: it is cut short, get it anew",
+                        "%llu bytes: it is cut short: download it again",
                         nib_quote(nib_names_get(&file->names, (uint32_t)i)).text, (unsigned long long)entry->bytes,
                         (unsigned long long)entry->begin, (unsigned long long)file->file_bytes);
     }
@@ -483,10 +483,11 @@ static nib_status check_version(uint32_t version)
     if (version == 2 || version == 3)
         return NIB_OK;
     if (version == 1)
-        return nib_fail(NIB_ERR_UNSUPPORTED, "GGUF version 1 is not supported: convert it with a tool of its time");
+        return nib_fail(NIB_ERR_UNSUPPORTED,
+                        "GGUF version 1 is not supported: convert it with a llama.cpp of its time");
     if (turned >= 1 && turned <= 3)
         return nib_fail(NIB_ERR_UNSUPPORTED, "the file is big-endian: convert it to little-endian first");
-    return nib_fail(NIB_ERR_UNSUPPORTED, "GGUF version %u is not supported: 2 and 3 are", (unsigned)version);
+    return nib_fail(NIB_ERR_UNSUPPORTED, "GGUF version %u is not supported; versions 2 and 3 are", (unsigned)version);
 }
 
 /* Before memory is grown for them, counts must be such as the file can hold. */
@@ -511,7 +512,7 @@ static nib_status read_header(struct nib_gguf *file, struct source *source)
                         (unsigned long long)file->file_bytes, sizeof head);
     TRY(copy(source, &head, sizeof head));
     if (memcmp(head.magic, "GGUF", sizeof head.magic) != 0)
-        return nib_fail(NIB_ERR_DATA, "it is no GGUF file: it does not begin with the letters GGUF");
+        return nib_fail(NIB_ERR_DATA, "it is not a GGUF file: it does not begin with the letters GGUF");
     TRY(check_version(head.version));
     file->facts = (struct nib_gguf_facts){ .version = head.version, .alignment = NIB_GGUF_DEFAULT_ALIGNMENT };
     TRY(check_count(source, "keys", head.keys, 8 + 1 + 4 + 1));

@@ -170,7 +170,8 @@ nib_status nib_gguf_put_integer(nib_gguf_plan *plan, const char *key, enum nib_g
     NIB_REQUIRE(plan);
     NIB_REQUIRE(key);
     if ((unsigned)kind >= NIB_GGUF_KIND_COUNT || !ranges[kind].overrides)
-        return nib_fail(NIB_ERR_ARG, "%s: key %s: kind %d is no integer", plan->path, nib_quote(key).text, (int)kind);
+        return nib_fail(NIB_ERR_ARG, "%s: key %s: kind %d is not an integer", plan->path, nib_quote(key).text,
+                        (int)kind);
     if (value < ranges[kind].least || value > ranges[kind].most)
         return nib_fail(NIB_ERR_ARG, "%s: key %s: %lld is outside %s", plan->path, nib_quote(key).text,
                         (long long)value, nib_gguf_kind_name(kind));
@@ -193,7 +194,7 @@ nib_status nib_gguf_put_float(nib_gguf_plan *plan, const char *key, float value)
 static nib_status check_items(const nib_gguf_plan *plan, const char *key, size_t count)
 {
     if (count > NIB_GGUF_MAX_ITEMS)
-        return nib_fail(NIB_ERR_ARG, "%s: key %s: %zu items are more than the %d that readers take", plan->path,
+        return nib_fail(NIB_ERR_ARG, "%s: key %s: %zu items are more than the %d that readers accept", plan->path,
                         nib_quote(key).text, count, NIB_GGUF_MAX_ITEMS);
     return NIB_OK;
 }
@@ -231,7 +232,7 @@ nib_status nib_gguf_put_array(nib_gguf_plan *plan, const char *key, enum nib_ggu
     if (count)
         NIB_REQUIRE(items);
     if ((unsigned)item >= NIB_GGUF_KIND_COUNT || !nib_gguf_kind_bytes(item))
-        return nib_fail(NIB_ERR_ARG, "%s: key %s: kind %d is no number", plan->path, nib_quote(key).text, (int)item);
+        return nib_fail(NIB_ERR_ARG, "%s: key %s: kind %d is not a number", plan->path, nib_quote(key).text, (int)item);
     TRY(check_items(plan, key, count));
     const uint64_t bytes = count * nib_gguf_kind_bytes(item);
     char *at;
@@ -280,7 +281,7 @@ static nib_status check_name(const nib_gguf_plan *plan, const char *name)
         return nib_fail(NIB_ERR_ARG, "%s: tensor %s: %s", plan->path, nib_quote(name).text, fault);
     if (strlen(name) > NIB_GGUF_MAX_NAME)
         return nib_fail(NIB_ERR_ARG,
-                        "%s: tensor %s: the name has %zu bytes, and GGUF takes at most %d: rename it, or write "
+                        "%s: tensor %s: the name has %zu bytes, and GGUF allows at most %d: rename it, or write "
                         "safetensors",
                         plan->path, nib_quote(name).text, strlen(name), NIB_GGUF_MAX_NAME);
     return NIB_OK;

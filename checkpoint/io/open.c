@@ -87,7 +87,7 @@ nib_status nib_ck_read_text(const char *path, size_t limit, char **out, size_t *
     nib_status status = NIB_OK;
     char *text = NULL;
     if (size > limit)
-        status = nib_fail(NIB_ERR_DATA, "%s: it has %llu bytes, and %zu are the most that make sense", path,
+        status = nib_fail(NIB_ERR_DATA, "%s: it has %llu bytes, more than the limit of %zu", path,
                           (unsigned long long)size, limit);
     else if (!(text = nib_alloc((size_t)size + 1)))
         status = nib_fail(NIB_ERR_MEMORY, "%s: no memory for its %llu bytes", path, (unsigned long long)size);
@@ -579,7 +579,8 @@ static nib_status open_unindexed(nib_checkpoint *c, const struct listing *listin
     if (*listing->pickled)
         return nib_fail(NIB_ERR_UNSUPPORTED,
                         "%s: its weights are pickled (%s), which can run any code when loaded: convert them to "
-                        "safetensors first, for example with transformers' save_pretrained in a machine you can lose",
+                        "safetensors first, for example with transformers' save_pretrained on a machine that holds "
+                        "nothing of value",
                         c->path, nib_quote(listing->pickled).text);
     return nib_fail(NIB_ERR_DATA, "%s: there is no .safetensors and no .gguf file in this directory", c->path);
 }

@@ -364,7 +364,7 @@ static nib_status check_repeated(const nib_checkpoint *c)
 {
     for (size_t i = 1; i < c->n_weights; i++)
         if (strcmp(c->weights[i - 1].name, c->weights[i].name) == 0)
-            return nib_fail(NIB_ERR_DATA, "%s: the weight %s is there twice, in tensor %s and in tensor %s", c->path,
+            return nib_fail(NIB_ERR_DATA, "%s: weight %s appears twice, in tensor %s and in tensor %s", c->path,
                             nib_quote(c->weights[i].name).text,
                             nib_quote(c->tensors[c->weights[i - 1].tensor[NIB_ROLE_DATA]].name).text,
                             nib_quote(c->tensors[c->weights[i].tensor[NIB_ROLE_DATA]].name).text);

@@ -149,7 +149,7 @@ static nib_status raise_input(const struct maker *m, uint32_t weight, struct nib
         return NIB_OK;
     const double amax = json_is_number(value) ? json_number_value(value) : 0;
     if (!(amax >= FLT_MIN && amax <= FLT_MAX))
-        return nib_fail(NIB_ERR_ARG, "the file of activations: the amax of %s is not a positive number in FP32's range",
+        return nib_fail(NIB_ERR_ARG, "the activations file: the amax of %s is not a positive number in FP32's range",
                         nib_quote(name).text);
     group->input_amax = (float)amax > group->input_amax ? (float)amax : group->input_amax;
     return NIB_OK;
@@ -195,7 +195,7 @@ static nib_status make_groups(struct maker *m)
     for (size_t i = 0; i < n; i++) {
         const bool asked = plan->amaxes && plan->rows[i].action == NIB_ACTION_QUANTIZE;
         if (asked && !(plan->groups[m->group[i]].input_amax > 0))
-            return nib_fail(NIB_ERR_ARG, "the file of activations has no amax for %s: add it, or leave the module out",
+            return nib_fail(NIB_ERR_ARG, "the activations file has no amax for %s: add it, or leave the module out",
                             nib_quote(plan->in->weights[i].name).text);
     }
     return NIB_OK;

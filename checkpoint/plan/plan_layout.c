@@ -151,7 +151,7 @@ static nib_status declare(const nib_plan *plan, const struct nib_out_tensor *t, 
                                                         : t->name,
                         nib_dtypes[t->dtype].name);
     if (t->rank > NIB_GGUF_MAX_RANK)
-        return nib_fail(NIB_ERR_UNSUPPORTED, "tensor %s has %lld dims, and GGUF takes %d", nib_quote(t->name).text,
+        return nib_fail(NIB_ERR_UNSUPPORTED, "tensor %s has %lld dims, and GGUF allows %d", nib_quote(t->name).text,
                         (long long)t->rank, NIB_GGUF_MAX_RANK);
     return nib_gguf_declare(out, t->name, type, (int)t->rank, t->shape);
 }

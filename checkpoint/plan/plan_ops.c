@@ -38,17 +38,17 @@ static nib_status check_source(const nib_checkpoint *in)
         char buffer[512];
         if (nib_ck_ends_with(t->name, saved->suffixes[NIB_ROLE_DATA]) && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
-                            "%s was saved by the library, but is no matrix of rowwise NVFP4 with one "
-                            "tensor scale and plain scales",
+                            "%s was saved by the library, but is not a matrix of rowwise NVFP4 with one tensor scale "
+                            "and unswizzled block scales",
                             nib_ck_place(in, i, buffer, sizeof buffer));
         if (float8 && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
-                            "%s is %s, and how it is scaled nib does not know: only NVFP4, MXFP4 and FP8 blocks with "
-                            "weight_scale_inv are read",
+                            "%s is %s, and nib does not know how it is scaled: it reads NVFP4, MXFP4, and FP8 blocks "
+                            "with weight_scale_inv",
                             nib_ck_place(in, i, buffer, sizeof buffer), nib_dtype_name(t->dtype));
         if (nib_ck_ends_with(t->name, NIB_PRE_QUANT_SCALE))
             return nib_fail(NIB_ERR_UNSUPPORTED,
-                            "%s: its activations are to be multiplied with it (AWQ), which other formats cannot say",
+                            "%s: activations must be multiplied by it (AWQ), which other formats cannot express",
                             nib_ck_place(in, i, buffer, sizeof buffer));
     }
     return NIB_OK;
@@ -107,12 +107,11 @@ static nib_status check_options(const nib_quantize_options *o)
                         nib_ck_written_names(NIB_ACTION_QUANTIZE, names, sizeof names));
     if ((unsigned)o->scheme >= NIB_SCHEME_COUNT || (unsigned)o->preset >= NIB_PRESET_COUNT ||
         (unsigned)o->activation >= NIB_ACTIVATION_COUNT)
-        return nib_fail(NIB_ERR_ARG, "scheme %d, preset %d or activation %d is not one that there is", (int)o->scheme,
-                        (int)o->preset, (int)o->activation);
+        return nib_fail(NIB_ERR_ARG, "unknown scheme %d, preset %d or activation %d", (int)o->scheme, (int)o->preset,
+                        (int)o->activation);
     if (o->dialect < NIB_UNSET || o->dialect >= NIB_DIALECT_COUNT || o->scale_rule < NIB_UNSET ||
         o->scale_rule >= NIB_SCALE_RULE_COUNT)
-        return nib_fail(NIB_ERR_ARG, "dialect %d or scale rule %d is not one that there is", (int)o->dialect,
-                        (int)o->scale_rule);
+        return nib_fail(NIB_ERR_ARG, "unknown dialect %d or scale rule %d", (int)o->dialect, (int)o->scale_rule);
     if (o->tensor_scale_rule != NIB_UNSET && o->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_EXACT &&
         o->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_POW2)
         return nib_fail(NIB_ERR_ARG, "the tensor scale of a checkpoint is exact or a power of two, not rule %d",
@@ -121,7 +120,7 @@ static nib_status check_options(const nib_quantize_options *o)
         return nib_fail(NIB_ERR_MODE,
                         "scales of activations are for the scheme nvfp4: nvfp4a16 leaves activations alone");
     if ((o->activation == NIB_ACTIVATION_FILE) != (o->activation_file != NULL))
-        return nib_fail(NIB_ERR_MODE, "a file of activations goes with the choice \"file\", and only with it");
+        return nib_fail(NIB_ERR_MODE, "an activations file goes with the choice \"file\", and only with it");
     if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only))
         return nib_fail(NIB_ERR_ARG, "a list of patterns is NULL");
     return NIB_OK;
@@ -321,8 +320,8 @@ static nib_status check_conversion(const nib_plan *plan, const struct nib_ck_wei
     const int64_t multiple = nib_ck_formats[plan->format].columns;
     if (w->cols % multiple)
         return nib_fail(NIB_ERR_UNSUPPORTED,
-                        "%s: weight %s has %lld columns, and %s takes multiples of %d: dequantize the checkpoint and "
-                        "quantize it anew",
+                        "%s: weight %s has %lld columns, and %s needs a multiple of %d: dequantize the checkpoint and "
+                        "quantize it again",
                         plan->in->path, nib_quote(w->name).text, (long long)w->cols,
                         nib_checkpoint_format_name(plan->format), (int)multiple);
     return NIB_OK;
@@ -335,10 +334,10 @@ static nib_status choose_conversions(nib_plan *plan)
         const struct nib_ck_weight *w = &plan->in->weights[i];
         if (!nib_ck_is_nvfp4(w->format)) {
             if (w->format != NIB_CHECKPOINT_FORMAT_PLAIN)
-                return nib_fail(NIB_ERR_UNSUPPORTED,
-                                "%s: weight %s is %s, which a conversion of NVFP4 cannot take along: quantize the "
-                                "checkpoint instead",
-                                plan->in->path, nib_quote(w->name).text, nib_checkpoint_format_name(w->format));
+                return nib_fail(
+                    NIB_ERR_UNSUPPORTED,
+                    "%s: weight %s is %s, which nib convert cannot carry over: quantize the checkpoint instead",
+                    plan->in->path, nib_quote(w->name).text, nib_checkpoint_format_name(w->format));
             continue;
         }
         TRY(check_conversion(plan, w));

@@ -256,7 +256,7 @@ static nib_status check_run(const nib_run_options *options, const nib_job *job)
     if (job) {
         TRY(nib_check_struct("nib_job", job, sizeof *job));
         if (job->threads < 0)
-            return nib_fail(NIB_ERR_ARG, "the job has %d threads", (int)job->threads);
+            return nib_fail(NIB_ERR_ARG, "the job asks for %d threads", (int)job->threads);
         if (job->comm)
             TRY(nib_check_comm("the job's communicator", job->comm, true));
     }

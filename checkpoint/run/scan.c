@@ -420,7 +420,7 @@ static nib_status scan_or_recall(void *context, size_t item)
     TRY(scan_file(s, f));
     if (noted && memcmp(&before, &run->hashes[f], sizeof before) != 0)
         return nib_fail(NIB_ERR_MODE,
-                        "%s: it has changed since the run that was stopped: --force starts anew instead of resuming",
+                        "%s: it has changed since the run that was stopped: --force starts over instead of resuming",
                         run->plan->in->files[f].path);
     return write_note(s, f);
 }

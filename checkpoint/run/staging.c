@@ -105,17 +105,17 @@ static nib_status check_place(const struct nib_run *run)
             return nib_fail(NIB_ERR_MODE, "%s: it is a directory, and the output is one file: give it a name in there",
                             run->out);
     } else if (exists && !directory) {
-        return nib_fail(NIB_ERR_MODE, "%s: it is there and is not a directory", run->out);
+        return nib_fail(NIB_ERR_MODE, "%s: it exists and is not a directory", run->out);
     } else if (exists) {
         TRY(nib_os_list(run->out, note_entry, &e));
     }
     if (run->options.force || (run->options.resume && (e.partial || !e.others)))
         return NIB_OK;
     if (e.partial)
-        return nib_fail(NIB_ERR_MODE, "%s: a run was stopped here: --resume goes on with it, --force starts anew",
+        return nib_fail(NIB_ERR_MODE, "%s: a run was stopped here: --resume continues it, --force starts over",
                         run->out);
     if (e.others)
-        return nib_fail(NIB_ERR_MODE, "%s: it is there%s: --force replaces it", run->out,
+        return nib_fail(NIB_ERR_MODE, "%s: it exists%s: --force replaces it", run->out,
                         run->as_file ? "" : " and not empty");
     return NIB_OK;
 }
@@ -206,7 +206,7 @@ static nib_status take_lock(struct nib_run *run)
     const nib_status status = path ? nib_os_lock(path, &run->lock, &busy) : no_memory(run->partial);
     nib_free(path);
     TRY(status);
-    return busy ? nib_fail(NIB_ERR_MODE, "%s: another run is at work here: wait for it, or choose another place",
+    return busy ? nib_fail(NIB_ERR_MODE, "%s: another run is writing here: wait for it, or choose another output",
                            run->out)
                 : NIB_OK;
 }
@@ -380,7 +380,7 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
     TRY(read_state(run, &ours, &other));
     if (run->options.resume && other && !run->options.force)
         return nib_fail(NIB_ERR_MODE,
-                        "%s: the run that was stopped here had other options or another input: --force starts anew",
+                        "%s: the run that was stopped here had other options or another input: --force starts over",
                         run->out);
     if (!(run->options.resume && ours))
         return clear_partial(run);
@@ -403,7 +403,7 @@ nib_status nib_staging_open(struct nib_run *run, const char *out, enum nib_stagi
     status = nib_agree(comm, status, XXH3_64bits(run->fingerprint, sizeof run->fingerprint));
     float found = (float)*left;
     if (!status && comm && comm->allreduce_max_f32(comm->context, &found, 1))
-        status = nib_fail(NIB_ERR_COMM, "%s: telling the other ranks what is there failed", run->out);
+        status = nib_fail(NIB_ERR_COMM, "%s: the ranks could not exchange what an earlier run left", run->out);
     *left = (enum nib_staging_left)found;
     return status;
 }
