@@ -140,11 +140,11 @@ static int run(int size, const struct kind *kind, int64_t rows, const float *mas
 {
     struct rank ranks[MOST_RANKS];
     pthread_t threads[MOST_RANKS];
-    nib_comm *comms;
-    if (nib_comm_threads_create(size, &comms))
+    nib_comm *comms[MOST_RANKS];
+    if (nib_comm_threads_create(size, comms))
         return 1;
     for (int r = 0; r < size; r++) {
-        ranks[r] = (struct rank){ .comm = &comms[r], .rows = rows, .kind = kind, .master = master };
+        ranks[r] = (struct rank){ .comm = comms[r], .rows = rows, .kind = kind, .master = master };
         if (pthread_create(&threads[r], NULL, run_rank, &ranks[r]))
             return 1;
     }
@@ -159,7 +159,7 @@ static int run(int size, const struct kind *kind, int64_t rows, const float *mas
         most.gathered = ranks[r].gathered;
         most.failed |= ranks[r].failed;
     }
-    nib_comm_threads_destroy(comms);
+    nib_comm_threads_destroy(comms[0]);
     const double elements = (double)(rows * COLUMNS) * PARAMETERS;
     printf("%-10s %5d %14zu %14.4f %14zu %10.1f %12.1f %10.1f %10.1f\n", kind->name, size, most.reduced / PARAMETERS,
            (double)most.reduced * 256 / elements, most.gathered / PARAMETERS, 1e3 * most.cast,

@@ -25,10 +25,11 @@
  *            than the host a call may return before its work is done: what it reads must stay as it is until
  *            the device has passed it, and a failure on the device is the status of a later call. Calls that
  *            wait for the device say so, and so do those that run on the host only.
- *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init.
- *            A smaller one, of an older caller, works; a larger one works if the fields that this library does
- *            not know are 0. No more than `bytes` is ever written to one. Do not embed such a struct in one of
- *            yours that others compile against. All other structs are final.
+ *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init (which
+ *            is inline, so that it knows the caller's sizeof; bindings call the _init_sized behind it). A smaller
+ *            one, of an older caller, works; a larger one works if the fields that this library does not know
+ *            are 0. No more than `bytes` is ever written to one. Do not embed such a struct in one of yours that
+ *            others compile against. All other structs are final.
  */
 #ifndef NIB_H
 #define NIB_H
@@ -281,11 +282,16 @@ typedef struct nib_quantizer {
     float amax_epsilon;        /* float8 formats: smaller amaxes count as this */
 } nib_quantizer;
 
-/* TransformerEngine's defaults: both usages, 1x16, nearest, amax, the sign mask above; RHT off. */
-NIB_API void nib_quantizer_init(nib_quantizer *q);
+/* The defaults of any format: both usages; MXFP8 1x32, blockwise Float8 128x128 with power-of-two scales. `bytes` is the
+ * caller's sizeof. ARG for a format or a size that this version does not know. */
+NIB_API nib_status nib_quantizer_init_sized(nib_quantizer *q, size_t bytes, nib_format format);
+static inline nib_status nib_quantizer_init_format(nib_quantizer *q, nib_format format)
+{
+    return nib_quantizer_init_sized(q, sizeof *q, format);
+}
 
-/* The defaults of any format: both usages; MXFP8 1x32, blockwise Float8 128x128 with power-of-two scales. */
-NIB_API nib_status nib_quantizer_init_format(nib_quantizer *q, nib_format format);
+/* TransformerEngine's defaults: both usages, 1x16, nearest, amax, the sign mask above; RHT off. */
+static inline void nib_quantizer_init(nib_quantizer *q) { (void)nib_quantizer_init_sized(q, sizeof *q, NIB_NVFP4); }
 
 /* 1 on, 0 off, -1 as it is. */
 NIB_API nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int columnwise);
@@ -296,7 +302,8 @@ NIB_API nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int co
 NIB_API nib_status nib_quantizer_check(const nib_quantizer *q, const nib_array *x);
 
 /* Whether both give the same bytes for the same input: every field but amax_comm is compared. Equal quantizers have equal
- * hashes. */
+ * hashes. A struct that is rejected (by its `bytes`, or for fields that this version does not have) equals none, itself
+ * included. */
 NIB_API int nib_quantizer_equal(const nib_quantizer *a, const nib_quantizer *b);
 NIB_API uint64_t nib_quantizer_hash(const nib_quantizer *q);
 
@@ -304,7 +311,8 @@ NIB_API uint64_t nib_quantizer_hash(const nib_quantizer *q);
  * Always true of formats without blocks. */
 NIB_API int nib_is_quantizable(const nib_quantizer *q, int rank, const int64_t *shape);
 
-/* Whether a tensor may be dequantized and quantized again: not with stochastic rounding, which would round anew. */
+/* Whether a tensor may be dequantized and quantized again: not with stochastic rounding, which would round anew, nor with
+ * a quantizer that is rejected. */
 NIB_API int nib_is_requantization_safe(const nib_quantizer *q);
 
 /* Formats are numbered 0..count-1: those of nib_format, and any that the library was built with besides. */

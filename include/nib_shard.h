@@ -38,11 +38,11 @@ struct nib_comm {
 /* One rank alone. */
 NIB_API const nib_comm *nib_comm_serial(void);
 
-/* Ranks that are threads of this process: *out becomes an array of `size` communicators, and thread r uses only
- * &(*out)[r]. Calls that do not match (another function, another length) are NIB_ERR_COMM on every rank. A rank that
- * never calls is waited for for ever. Destroy the array, by its first element, when no thread is in a call. */
+/* Ranks that are threads of this process: out[0..size-1] become their communicators, and thread r uses only out[r].
+ * Calls that do not match (another function, another length) are NIB_ERR_COMM on every rank. A rank that never calls is
+ * waited for for ever. destroy, when no thread is in a call, takes any one of them, and all are gone. */
 NIB_API nib_status nib_comm_threads_create(int size, nib_comm **out);
-NIB_API void nib_comm_threads_destroy(nib_comm *comms);
+NIB_API void nib_comm_threads_destroy(nib_comm *comm);
 
 /* ---- Sharding ------------------------------------------------------------------------------------------ */
 

@@ -175,6 +175,20 @@ def check_format():
     check("clang-format (make format)", [n for n in names if not run(program, "--dry-run", "-Werror", n)[0]])
 
 
+def check_frozen():
+    """Headers that callers of a version were compiled with: until MAJOR.MINOR.0 is out they follow include/."""
+    version = re.search(rb'^#define NIB_VERSION "(\d+\.\d+)\.(\d+)"', read("include/nib.h"), re.M)
+    current = version[1].decode()
+    frozen = [n for n in FILES if re.fullmatch(rf"tests/abi/{re.escape(current)}/\w+\.h", n)]
+    faults = [] if frozen else [f"there is no tests/abi/{current}/*.h"]
+    if version[2] == b"0":
+        faults += [f"{n} is not frozen" for n in HEADERS
+                   if f"tests/abi/{current}/{os.path.basename(n)}" not in frozen]
+        faults += [f"{n} is not include/{os.path.basename(n)}" for n in frozen
+                   if f"include/{os.path.basename(n)}" not in FILES or read(n) != read(f"include/{os.path.basename(n)}")]
+    check("frozen headers (tests/abi/freeze.sh)", faults)
+
+
 # ---- The library -----------------------------------------------------------------------------------------
 
 
@@ -192,7 +206,7 @@ def check_headers():
             skip(what, f"there is no {compiler}")
             continue
         kind = "c++" if "++" in language else "c"
-        check(what, [f for n in HEADERS for f in faults_of(compiler, f"-std={language}", *strict, "-x", kind, n)])
+        check(what, [f for n in HEADERS for f in faults_of(compiler, f"-std={language}", *strict, "-include", n, "-x", kind, "/dev/null")])
     if not shutil.which("mpicc"):
         return skip(MPI_HEADER, "there is no mpicc")
     check(f"{MPI_HEADER} alone", faults_of("mpicc", "-std=c11", *strict, "-x", "c", MPI_HEADER))
@@ -306,6 +320,7 @@ def main():
     check_text()
     check_includes()
     check_format()
+    check_frozen()
     check_headers()
     check_rules()
     check_mpi()

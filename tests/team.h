@@ -30,13 +30,13 @@ static inline int team_run(int size, int (*run)(const nib_comm *comm, void *cont
     enum { MOST = 64, DEADLINE = 120 };
     struct team_member members[MOST];
     pthread_t threads[MOST];
-    nib_comm *comms = NULL;
+    nib_comm *comms[MOST];
     int faults = 0;
-    if (size > MOST || nib_comm_threads_create(size, &comms))
+    if (size > MOST || nib_comm_threads_create(size, comms))
         return 1;
     alarm(DEADLINE); /* kills the program */
     for (int r = 0; r < size; r++) {
-        members[r] = (struct team_member){ &comms[r], run, context, 0 };
+        members[r] = (struct team_member){ comms[r], run, context, 0 };
         if (pthread_create(&threads[r], NULL, team_thread, &members[r])) {
             fprintf(stderr, "no thread\n");
             exit(2);
@@ -47,7 +47,7 @@ static inline int team_run(int size, int (*run)(const nib_comm *comm, void *cont
         faults += members[r].faults;
     }
     alarm(0);
-    nib_comm_threads_destroy(comms);
+    nib_comm_threads_destroy(comms[0]);
     return faults;
 }
 

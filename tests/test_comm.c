@@ -88,13 +88,14 @@ TEST(threads_notice_crossed_calls)
 
 TEST(threads_create)
 {
-    nib_comm *comms = NULL;
-    CHECK_FAILS(nib_comm_threads_create(0, &comms), NIB_ERR_ARG, "at least one rank");
+    nib_comm *comms[3] = { NULL };
+    CHECK_FAILS(nib_comm_threads_create(0, comms), NIB_ERR_ARG, "at least one rank");
     CHECK_FAILS(nib_comm_threads_create(2, NULL), NIB_ERR_ARG, "out is NULL");
-    CHECK_OK(nib_comm_threads_create(3, &comms));
+    CHECK(!comms[0]);
+    CHECK_OK(nib_comm_threads_create(3, comms));
     for (int r = 0; r < 3; r++)
-        CHECK(comms[r].rank == r && comms[r].size == 3 && comms[r].bytes == sizeof *comms);
-    nib_comm_threads_destroy(comms);
+        CHECK(comms[r]->rank == r && comms[r]->size == 3 && comms[r]->bytes == sizeof **comms);
+    nib_comm_threads_destroy(comms[2]);
     nib_comm_threads_destroy(NULL);
 }
 

@@ -230,7 +230,7 @@ class Comm(Sized):
                 ("allreduce_max_f32", ALLREDUCE_MAX), ("agree", AGREE), ("allgather", ALLGATHER), ("barrier", BARRIER)]
 
 
-class Quantizer(Structure):  # nib_quantizer_init sets its size
+class Quantizer(Structure):  # nib_quantizer_init_sized sets its size
     _fields_ = [("bytes", c_size_t), ("format", c_int), ("dialect", c_int), ("element", c_int), ("rowwise", c_uint8),
                 ("columnwise", c_uint8), ("swizzled", c_uint8), ("row_scaled", c_uint8), ("rht", c_uint8),
                 ("rht_rowwise", c_uint8), ("rht_sign_mask", c_uint16), ("block_dims", c_int32 * 2),
@@ -338,8 +338,7 @@ FUNCTIONS = {
     "nib_comm_serial": (P(Comm), []),
     "nib_comm_threads_create": (STATUS, [c_int, P(P(Comm))]),
     "nib_comm_threads_destroy": (None, [P(Comm)]),
-    "nib_quantizer_init": (None, [P(Quantizer)]),
-    "nib_quantizer_init_format": (STATUS, [P(Quantizer), c_int]),
+    "nib_quantizer_init_sized": (STATUS, [P(Quantizer), c_size_t, c_int]),
     "nib_quantizer_set_usage": (STATUS, [P(Quantizer), c_int, c_int]),
     "nib_quantizer_check": (STATUS, [P(Quantizer), P(Array)]),
     "nib_quantizer_equal": (c_int, [P(Quantizer), P(Quantizer)]),
@@ -510,5 +509,5 @@ def shape_array(shape):
 def new_quantizer(format=Format.NVFP4):
     """A quantizer struct with the defaults of a format."""
     q = Quantizer()
-    lib.nib_quantizer_init_format(q, format)
+    lib.nib_quantizer_init_sized(q, ctypes.sizeof(q), format)
     return q

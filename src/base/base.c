@@ -113,6 +113,14 @@ void nib_struct_write(void *out, const void *value, size_t known)
     memset((char *)out + written, 0, bytes - written);
 }
 
+nib_status nib_struct_init(const char *what, void *out, size_t bytes, const void *value, size_t known, size_t oldest)
+{
+    TRY(check_bytes(what, bytes, oldest));
+    memcpy(out, &bytes, sizeof bytes);
+    nib_struct_write(out, value, known);
+    return NIB_OK;
+}
+
 /* ---- Arithmetic and memory ---- */
 
 bool nib_mul(int64_t a, int64_t b, int64_t *out)

@@ -72,11 +72,14 @@ NIB_PRIVATE nib_status nib_check_shape(const char *what, int rank, const int64_t
  *
  * read: `out` has this version's defaults, and gets what the caller's struct has. check: the same without a copy, for a
  * struct whose fields are all of the oldest version. write: into a struct of the caller's that check_output has seen,
- * never more than its bytes; what this version does not know becomes 0. */
+ * never more than its bytes; what this version does not know becomes 0. init: the same into one whose `bytes` is not
+ * set yet, for the inline _init of a header, which knows the caller's sizeof. */
 NIB_PRIVATE nib_status nib_struct_read(const char *what, const void *in, void *out, size_t known, size_t oldest);
 NIB_PRIVATE nib_status nib_struct_check(const char *what, const void *in, size_t known, size_t oldest);
 NIB_PRIVATE nib_status nib_struct_check_output(const char *what, const void *out, size_t oldest);
 NIB_PRIVATE void nib_struct_write(void *out, const void *value, size_t known);
+NIB_PRIVATE nib_status nib_struct_init(const char *what, void *out, size_t bytes, const void *value, size_t known,
+                                       size_t oldest);
 
 /* A struct that has not grown yet. */
 static inline nib_status nib_check_struct(const char *what, const void *in, size_t known)
@@ -84,7 +87,8 @@ static inline nib_status nib_check_struct(const char *what, const void *in, size
     return nib_struct_check(what, in, known, known);
 }
 
-/* The size of a struct whose last field was this one. */
+/* The size of a struct whose last field was this one. The field after it begins there and not in its padding, which
+ * nobody has set in an older caller's struct. */
 #define NIB_UP_TO(type, field) \
     ((offsetof(type, field) + sizeof(((type *)0)->field) + sizeof(size_t) - 1) / sizeof(size_t) * sizeof(size_t))
 

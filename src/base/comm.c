@@ -301,17 +301,17 @@ nib_status nib_comm_threads_create(int size, nib_comm **out)
                             : nib_fail(NIB_ERR_MEMORY, "no memory for a communicator of %d threads", size);
     if (status)
         free_threads(threads);
-    else
-        *out = threads->comms;
+    for (int r = 0; r < size && !status; r++)
+        out[r] = &threads->comms[r];
     return status;
 }
 
-void nib_comm_threads_destroy(nib_comm *comms)
+void nib_comm_threads_destroy(nib_comm *comm)
 {
-    if (!comms)
+    if (!comm)
         return;
     /* The team is the first member of the whole. */
-    struct threads *threads = (struct threads *)((struct member *)comms->context)->team;
+    struct threads *threads = (struct threads *)((struct member *)comm->context)->team;
     pthread_mutex_destroy(&threads->team.mutex);
     pthread_cond_destroy(&threads->team.all_here);
     free_threads(threads);

@@ -39,13 +39,13 @@ struct plan {
     uint64_t key; /* equal on ranks that want the same */
 };
 
-/* The lists as the caller has them. */
+/* The lists as the caller has them, and its options as this version has them. */
 struct lists {
     nib_tensor *const *params;
     const nib_array *const *masters;
     const int64_t *starts;
     size_t n_params, n_masters, n_starts;
-    const nib_master_options *options;
+    nib_master_options options;
 };
 
 static const nib_array *entry(const nib_array *const *list, size_t i) { return list ? list[i] : NULL; }
@@ -76,7 +76,7 @@ static nib_status plan_parameter(const struct lists *lists, size_t i, struct pla
     nib_tensor *t = lists->params[i];
     if (!t)
         return nib_fail(NIB_ERR_ARG, "it is NULL");
-    const nib_master_options *o = lists->options;
+    const nib_master_options *o = &lists->options;
     *p = (struct parameter){ .t = t,
                              .scale = o->scales ? o->scales[i] : NULL,
                              .amax_seen = o->amax_seen ? o->amax_seen[i] : NULL,
@@ -159,8 +159,7 @@ static nib_status check_lists(const struct lists *lists)
                         !lists->params    ? "parameters"
                         : !lists->masters ? "masters"
                                           : "starts");
-    return nib_struct_check("options", lists->options, sizeof *lists->options,
-                            NIB_UP_TO(nib_master_options, amax_seen));
+    return NIB_OK;
 }
 
 static void free_plan(struct plan *plan)
@@ -201,7 +200,7 @@ static nib_status make_plan(const struct lists *lists, int size, struct plan *pl
 {
     TRY(check_lists(lists));
     plan->n = lists->n_params;
-    plan->manual = lists->options->manual_post_all_gather;
+    plan->manual = lists->options.manual_post_all_gather;
     plan->key = nib_mix(0, plan->n);
     plan->parameters = nib_alloc(plan->n * sizeof *plan->parameters);
     if (!plan->parameters)
@@ -288,16 +287,18 @@ static nib_status run_plan(struct plan *plan, const nib_comm *comm)
     return NIB_OK;
 }
 
-static nib_status quantize_lists(const struct lists *lists, const nib_comm *comm, nib_status status)
+static nib_status quantize_lists(struct lists *lists, const nib_master_options *options, const nib_comm *comm,
+                                 nib_status status)
 {
-    static const nib_master_options none = { .bytes = sizeof none };
     TRY(nib_check_comm("comm", comm, true)); /* an unusable communicator cannot tell the others */
-    struct lists checked = *lists;
-    checked.options = lists->options ? lists->options : &none;
+    lists->options = (nib_master_options){ .bytes = sizeof lists->options };
+    if (!status && options)
+        status = nib_struct_read("options", options, &lists->options, sizeof lists->options,
+                                 NIB_UP_TO(nib_master_options, amax_seen));
     struct plan plan = { 0 };
     const nib_fpenv saved = nib_fpenv_enter();
     if (!status)
-        status = make_plan(&checked, comm->size, &plan);
+        status = make_plan(lists, comm->size, &plan);
     status = nib_agree(comm, status, plan.key);
     if (!status)
         status = run_plan(&plan, comm);
@@ -310,8 +311,8 @@ nib_status nib_quantize_master_weights(nib_tensor *const *params, size_t n_param
                                        size_t n_masters, const int64_t *starts, size_t n_starts, const nib_comm *comm,
                                        const nib_master_options *options)
 {
-    return quantize_lists(&(struct lists){ params, masters, starts, n_params, n_masters, n_starts, options }, comm,
-                          NIB_OK);
+    struct lists lists = { params, masters, starts, n_params, n_masters, n_starts, { 0 } };
+    return quantize_lists(&lists, options, comm, NIB_OK);
 }
 
 nib_status nib_quantize_nvfp4_param_shard(nib_tensor *const *params, size_t n_params, const nib_array *const *masters,
@@ -325,8 +326,8 @@ nib_status nib_quantize_nvfp4_param_shard(nib_tensor *const *params, size_t n_pa
     for (size_t i = 0; params && i < n_params && !status; i++)
         if (params[i] && !nib_is_nvfp4tensor(params[i]))
             status = nib_fail(NIB_ERR_MODE, "parameter %zu is %s, not nvfp4", i, nib_format_of(&params[i]->q)->name);
-    return quantize_lists(&(struct lists){ params, masters, starts, n_params, n_masters, n_starts, &options }, comm,
-                          status);
+    struct lists lists = { params, masters, starts, n_params, n_masters, n_starts, { 0 } };
+    return quantize_lists(&lists, &options, comm, status);
 }
 
 /* ---- After the gather ---- */

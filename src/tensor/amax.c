@@ -188,11 +188,12 @@ const nib_comm *nib_amax_comm_of(const nib_quantizer *q)
 {
     nib_error before; /* the message is about something else */
     nib_get_error(&before);
-    const nib_comm *comm = q && q->bytes >= sizeof *q ? q->amax_comm : NULL;
-    if (!comm || !nib_check_comm("amax_comm", comm, false))
-        return comm;
+    /* Of a struct that is rejected for fields of a later version this one can still be read, and the ranks told. */
+    const nib_comm *comm = q && !nib_struct_check_output("quantizer", q, NIB_QUANTIZER_OLDEST) ? q->amax_comm : NULL;
+    if (comm && nib_check_comm("amax_comm", comm, false))
+        comm = NULL;
     (void)nib_fail(before.status, "%s", before.text);
-    return NULL;
+    return comm;
 }
 
 nib_status nib_compute_tensor_scales(const nib_device *host, const nib_quantizer *q, const struct matrix *m,

@@ -12,6 +12,9 @@
 
 /* ---- The quantizer ---- */
 
+/* The first version that is still served: 0.2. */
+#define NIB_QUANTIZER_OLDEST NIB_UP_TO(nib_quantizer, amax_epsilon)
+
 /* Reads a caller's options of any version, checks them alone (nib_quantizer_check with x NULL) and normalizes flags. */
 nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out);
 

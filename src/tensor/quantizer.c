@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * options.c - nib_quantizer: defaults, and the one place that says which combination is rejected, and why.
+ * quantizer.c - nib_quantizer: defaults, and the one place that says which combination is rejected, and why.
  */
 #include "tensor/quantize.h"
 
@@ -9,32 +9,41 @@
 #include "format/codec.h"
 #include "base/os.h"
 
-nib_status nib_quantizer_init_format(nib_quantizer *q, nib_format format)
+static nib_quantizer defaults_of(const struct nib_format_facts *facts, nib_format format)
+{
+    return (nib_quantizer){ .bytes = sizeof(nib_quantizer),
+                            .format = format,
+                            .rowwise = 1,
+                            .columnwise = 1,
+                            .rht_sign_mask = NIB_RHT_SIGN_MASK,
+                            .block_dims = { facts->default_rows, facts->block },
+                            .e4m3_max = 448,
+                            .pow2_scales = facts->float_scales && facts->block };
+}
+
+nib_status nib_quantizer_init_sized(nib_quantizer *q, size_t bytes, nib_format format)
 {
     NIB_REQUIRE(q);
     const struct nib_format_facts *facts = nib_format_find(format);
     if (!facts)
         return nib_fail(NIB_ERR_ARG, "format %d is not one that this version knows", (int)format);
-    *q = (nib_quantizer){ .bytes = sizeof *q,
-                          .format = format,
-                          .rowwise = 1,
-                          .columnwise = 1,
-                          .rht_sign_mask = NIB_RHT_SIGN_MASK,
-                          .block_dims = { facts->default_rows, facts->block },
-                          .e4m3_max = 448,
-                          .pow2_scales = facts->float_scales && facts->block };
-    return NIB_OK;
+    const nib_quantizer defaults = defaults_of(facts, format);
+    return nib_struct_init("quantizer", q, bytes, &defaults, sizeof defaults, NIB_QUANTIZER_OLDEST);
 }
 
-void nib_quantizer_init(nib_quantizer *q)
+/* A quantizer of any version: what an older caller's struct does not have keeps its default. */
+static nib_status read_quantizer(const nib_quantizer *in, nib_quantizer *out)
 {
-    if (q)
-        (void)nib_quantizer_init_format(q, NIB_NVFP4);
+    if (!in)
+        return nib_fail(NIB_ERR_ARG, "the quantizer is NULL");
+    *out = defaults_of(nib_format_find(NIB_NVFP4), NIB_NVFP4);
+    return nib_struct_read("quantizer", in, out, sizeof *out, NIB_QUANTIZER_OLDEST);
 }
 
 nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int columnwise)
 {
     NIB_REQUIRE(q);
+    TRY(nib_struct_check("quantizer", q, sizeof *q, NIB_QUANTIZER_OLDEST));
     if (rowwise < -1 || rowwise > 1 || columnwise < -1 || columnwise > 1)
         return nib_fail(NIB_ERR_ARG, "a usage is 1, 0, or -1 to leave it, not %d and %d", rowwise, columnwise);
     if (rowwise >= 0)
@@ -154,11 +163,8 @@ static nib_status check_combination(const nib_quantizer *q)
 
 nib_status nib_quantizer_load(const nib_quantizer *in, nib_quantizer *out)
 {
-    if (!in)
-        return nib_fail(NIB_ERR_ARG, "the quantizer is NULL");
     nib_quantizer q;
-    nib_quantizer_init(&q); /* what an older caller's struct does not have keeps its default */
-    TRY(nib_struct_read("quantizer", in, &q, sizeof q, NIB_UP_TO(nib_quantizer, amax_epsilon)));
+    TRY(read_quantizer(in, &q));
     uint8_t *const flags[] = { &q.rowwise,     &q.columnwise, &q.swizzled,        &q.row_scaled, &q.rht,
                                &q.rht_rowwise, &q.fast_error, &q.no_tensor_scale, &q.pow2_scales };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
@@ -274,17 +280,21 @@ int nib_quantizer_equal(const nib_quantizer *a, const nib_quantizer *b)
 {
     if (!a || !b)
         return a == b;
+    nib_quantizer read_a, read_b;
+    if (read_quantizer(a, &read_a) || read_quantizer(b, &read_b))
+        return 0;
     uint64_t key_a[KEY_WORDS], key_b[KEY_WORDS];
-    quantizer_key(a, key_a);
-    quantizer_key(b, key_b);
+    quantizer_key(&read_a, key_a);
+    quantizer_key(&read_b, key_b);
     return memcmp(key_a, key_b, sizeof key_a) == 0;
 }
 
 uint64_t nib_quantizer_hash(const nib_quantizer *q)
 {
     uint64_t key[KEY_WORDS] = { 0 }, hash = 0xCBF29CE484222325u; /* FNV-1a, a word at a time */
-    if (q)
-        quantizer_key(q, key);
+    nib_quantizer read;
+    if (q && !read_quantizer(q, &read))
+        quantizer_key(&read, key);
     for (int i = 0; i < KEY_WORDS; i++) {
         hash = (hash ^ key[i]) * 0x100000001B3u;
         hash ^= hash >> 32;
@@ -304,4 +314,8 @@ int nib_is_quantizable(const nib_quantizer *q, int rank, const int64_t *shape)
     return rank >= 2 && !loaded.row_scaled && geometry.rows % block == 0 && geometry.cols % block == 0;
 }
 
-int nib_is_requantization_safe(const nib_quantizer *q) { return q && q->rounding == NIB_ROUND_NEAREST; }
+int nib_is_requantization_safe(const nib_quantizer *q)
+{
+    nib_quantizer read;
+    return q && !read_quantizer(q, &read) && read.rounding == NIB_ROUND_NEAREST;
+}
