@@ -369,7 +369,7 @@ TEST(saved_data_of_other_ranks)
 {
     static const uint8_t zeros[24 * 24];
     static const char words[] = "format=nvfp4 dialect=te dtype=F32 rank=2 dim=4 dim=16 swizzled=0 row_scaled=0 "
-                                "rht_rowwise=0 single_level=0 e4m3_max=448 tensor_scale=0";
+                                "rht_rowwise=0 no_tensor_scale=0 e4m3_max=448 tensor_scale_rule=0";
     for (int rank = 0; rank < 4; rank++) {
         const int64_t shape[3] = { 4, 24, 1 };
         const size_t bytes = rank == 0 ? 1 : rank == 1 ? 4 : 4 * 24;

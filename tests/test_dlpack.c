@@ -223,7 +223,7 @@ TEST(array_refusals)
     for (size_t i = 0; i < sizeof devices / sizeof *devices; i++) {
         DLTensor tensor = tensor_over(memory, 1, (int64_t[]){ 8 }, NULL);
         tensor.device.device_type = devices[i];
-        CHECK_FAILS(array_from(tensor, &array), NIB_ERR_UNSUPPORTED, "not in host memory");
+        CHECK_FAILS(array_from(tensor, &array), NIB_ERR_DEVICE, "is not on host");
     }
     static const int hosts[] = { CPU, CUDA_HOST, ROCM_HOST };
     for (size_t i = 0; i < sizeof hosts / sizeof *hosts; i++) {
@@ -369,8 +369,8 @@ TEST(buffer_refusals_delete_nothing)
     DLManagedTensor managed = managed_of(tensor_over(memory, 1, (int64_t[]){ 4 }, NULL));
     managed.dl_tensor.device.device_type = CUDA;
     DLManagedTensorVersioned versioned = versioned_of(managed.dl_tensor);
-    CHECK_FAILS(nib_buffer_from_dlpack(&managed, NULL, &buffer), NIB_ERR_UNSUPPORTED, "device type 2");
-    CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer), NIB_ERR_UNSUPPORTED, "device type 2");
+    CHECK_FAILS(nib_buffer_from_dlpack(&managed, NULL, &buffer), NIB_ERR_DEVICE, "device type 2");
+    CHECK_FAILS(nib_buffer_from_dlpack_versioned(&versioned, NULL, &buffer), NIB_ERR_DEVICE, "device type 2");
     managed.dl_tensor.device.device_type = CPU;
     managed.dl_tensor.dtype.bits = 7;
     CHECK_FAILS(nib_buffer_from_dlpack(&managed, NULL, &buffer), NIB_ERR_DTYPE, "7 bits");

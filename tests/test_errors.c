@@ -699,8 +699,8 @@ TEST(overrides)
     const size_t sizes[] = { 0, 1, sizeof newer.overrides - 1 };
     for (size_t i = 0; i < 3; i++) {
         newer.overrides.bytes = sizes[i];
-        CHECK_FAILS(nib_quantize(&q, &array, &newer.overrides, &out), NIB_ERR_ARG, "given->bytes");
-        CHECK_FAILS(nib_quantize_into(&q, &array, &newer.overrides, NULL, t), NIB_ERR_ARG, "given->bytes");
+        CHECK_FAILS(nib_quantize(&q, &array, &newer.overrides, &out), NIB_ERR_ARG, "overrides->bytes");
+        CHECK_FAILS(nib_quantize_into(&q, &array, &newer.overrides, NULL, t), NIB_ERR_ARG, "overrides->bytes");
     }
     CHECK(out == UNTOUCHED && equal(t, before));
     newer.overrides.bytes = sizeof newer;
@@ -840,9 +840,9 @@ TEST(null_tensors)
     for (size_t i = 0; i < sizeof usages / sizeof *usages; i++)
         CHECK_FAILS(nib_tensor_update_usage(t, usages[i][0], usages[i][1]), NIB_ERR_ARG, "a usage is 1, 0, or -1");
     metadata.bytes = 0;
-    CHECK_FAILS(nib_tensor_get_metadata(t, &metadata), NIB_ERR_ARG, "bytes are 0");
+    CHECK_FAILS(nib_tensor_get_metadata(t, &metadata), NIB_ERR_ARG, "bytes is 0");
     metadata.bytes = sizeof metadata - 1;
-    CHECK_FAILS(nib_tensor_get_metadata(t, &metadata), NIB_ERR_ARG, "metadata's bytes");
+    CHECK_FAILS(nib_tensor_get_metadata(t, &metadata), NIB_ERR_ARG, "set it to sizeof");
     CHECK(out == UNTOUCHED && view.rank == 99 && saved[0] == UNTOUCHED && metadata.rank == 99 && answer == 99);
     CHECK(rank == 99 && shape[0] == 99 && count == 99 && equal(t, before));
     for (int i = 0; i < 256; i++)

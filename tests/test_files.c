@@ -284,7 +284,7 @@ TEST(several_in_one_file)
 TEST(parts_are_entries)
 {
     static const char *const names[NIB_PART_COUNT] = { "w.row_data",  "w.col_data",  "w.row_scale",
-                                                       "w.col_scale", "w.row_level", "w.col_level" };
+                                                       "w.col_scale", "w.row_tensor_scale", "w.col_tensor_scale" };
     const nib_quantizer q = default_quantizer();
     nib_tensor *t = some_of(&q, NIB_F32, DIMS(3, 5, 33));
     const char *path = at("parts.safetensors");
@@ -330,7 +330,7 @@ TEST(nothing_appears_before_commit)
         } else if (step == 3) {                                                /* only one of its copies written */
             CHECK_FAILS(nib_writer_write_tensor(writer, "w", half), NIB_ERR_MISMATCH, "not as it was declared");
             for (int part = 0; part < NIB_PART_COUNT; part += 2) {
-                static const char *const names[] = { "w.row_data", NULL, "w.row_scale", NULL, "w.row_level" };
+                static const char *const names[] = { "w.row_data", NULL, "w.row_scale", NULL, "w.row_tensor_scale" };
                 nib_buffer *const buffer = nib_tensor_buffer(half, (nib_part)part);
                 CHECK_OK(nib_writer_write(writer, names[part], 0, nib_buffer_data(buffer), nib_buffer_bytes(buffer)));
             }
@@ -359,7 +359,7 @@ TEST(nothing_appears_before_commit)
 /* A tensor whose names collide is rejected, and what is left of it keeps the file from being committed. */
 TEST(declare_what_is_taken)
 {
-    static const char *const taken[] = { "w.row_data", "w.col_scale", "w.col_level" };
+    static const char *const taken[] = { "w.row_data", "w.col_scale", "w.col_tensor_scale" };
     const nib_quantizer q = default_quantizer();
     nib_tensor *t = some_of(&q, NIB_F32, DIMS(16, 32));
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
@@ -482,7 +482,7 @@ TEST(every_word_is_needed)
     const char *good = make_good();
     char words[40][64];
     const int n = words_of(good, words);
-    CHECK(n == 4 + 2 + 30);
+    CHECK(n == 4 + 2 + 29);
     for (int i = 0; i < n; i++) {
         char piece[80], by[200], key[64];
         const bool last = i == n - 1;
@@ -528,7 +528,7 @@ TEST(every_word_is_needed)
         }
     }
     check_rejected(__LINE__, edited(good, "format=nvfp4", ""), "start");
-    check_rejected(__LINE__, edited(good, "threads=0", "threads=0 more=1"), "end");
+    check_rejected(__LINE__, edited(good, "element=0", "element=0 more=1"), "end");
 }
 
 TEST(values_out_of_range)
@@ -557,9 +557,9 @@ TEST(values_out_of_range)
         { "dim=48", "dim=9223372036854775807" },
         { "dim=48 dim=80", "dim=4611686018427387904 dim=4611686018427387904" },
         { "dim=48 dim=80", "dim=0 dim=80" },
-        { "version=1", "version=0" },
-        { "version=1", "version=2" },
-        { "version=1", "version=4294967297" },
+        { "version=2", "version=0" },
+        { "version=2", "version=3" },
+        { "version=2", "version=4294967297" },
         { "rowwise=1", "rowwise=2" },
         { "rowwise=1", "rowwise=-1" },
         { " columnwise=1", " columnwise=256" },
@@ -587,7 +587,7 @@ TEST(values_out_of_range)
         { "e4m3_max=448", "e4m3_max=449" },
         { "e4m3_max=448", "e4m3_max=256" }, /* not without four-over-six */
         { "e4m3_max=448", "e4m3_max=0" },
-        { "tensor_scale=0", "tensor_scale=3" },
+        { "tensor_scale_rule=0", "tensor_scale_rule=3" },
         { "min_block_scale=0", "min_block_scale=4294967296" },
         { "min_block_scale=0", "min_block_scale=-1" },
         { "min_block_scale=0", "min_block_scale=1" },          /* a subnormal float */
@@ -597,9 +597,6 @@ TEST(values_out_of_range)
         { "rounding=0", "rounding=-1" },
         { "origin_row=0", "origin_row=-1" },
         { "origin_col=0", "origin_col=-1" },
-        { "threads=0", "threads=-1" },
-        { "threads=0", "threads=2147483648" },
-        { "threads=0", "threads=4294967296" },
     };
     const char *good = make_good();
     for (size_t i = 0; i < sizeof edits / sizeof *edits; i++)
@@ -627,14 +624,14 @@ TEST(parts_that_do_not_fit)
         { "\"the.name.col_data\"", "\"the.nome.col_data\"" },
         { "\"the.name.row_scale\"", "\"the.nome.row_scale\"" },
         { "\"the.name.col_scale\"", "\"the.nome.col_scale\"" },
-        { "\"the.name.row_level\"", "\"the.nome.row_level\"" },
-        { "\"the.name.col_level\"", "\"the.nome.col_level\"" },
+        { "\"the.name.row_tensor_scale\"", "\"the.nome.row_tensor_scale\"" },
+        { "\"the.name.col_tensor_scale\"", "\"the.nome.col_tensor_scale\"" },
         { "\"the.name.row_data\":{\"dtype\":\"U8\"", "\"the.name.row_data\":{\"dtype\":\"I8\"" }, /* another dtype */
         { "\"the.name.col_data\":{\"dtype\":\"U8\"", "\"the.name.col_data\":{\"dtype\":\"BOOL\"" },
         { "\"the.name.row_scale\":{\"dtype\":\"F8_E4M3\"", "\"the.name.row_scale\":{\"dtype\":\"F8_E5M2\"" },
         { "\"the.name.col_scale\":{\"dtype\":\"F8_E4M3\"", "\"the.name.col_scale\":{\"dtype\":\"U8\"" },
-        { "\"the.name.row_level\":{\"dtype\":\"F32\"", "\"the.name.row_level\":{\"dtype\":\"I32\"" },
-        { "\"the.name.col_level\":{\"dtype\":\"F32\"", "\"the.name.col_level\":{\"dtype\":\"U32\"" },
+        { "\"the.name.row_tensor_scale\":{\"dtype\":\"F32\"", "\"the.name.row_tensor_scale\":{\"dtype\":\"I32\"" },
+        { "\"the.name.col_tensor_scale\":{\"dtype\":\"F32\"", "\"the.name.col_tensor_scale\":{\"dtype\":\"U32\"" },
         { "\"shape\":[48,40]", "\"shape\":[40,48]" }, /* another shape of the same size */
         { "\"shape\":[48,40]", "\"shape\":[1920]" },
         { "\"shape\":[48,40]", "\"shape\":[1,48,40]" },

@@ -891,7 +891,7 @@ TEST(save_a_mixed_list)
     nib_saved saved[64];
     CHECK_OK(nib_saved_count(items, N + 1, &count));
     CHECK(count == expected);
-    CHECK_FAILS(nib_prepare_for_saving(items, N + 1, saved, expected - 1, &count), NIB_ERR_ARG, "room");
+    CHECK_FAILS(nib_prepare_for_saving(items, N + 1, saved, expected - 1, &count), NIB_ERR_ARG, "space for");
     CHECK_OK(nib_prepare_for_saving(items, N + 1, saved, 64, &count));
     CHECK(count == expected && items[4].array.data == NULL);
     CHECK_OK(nib_restore_from_saved(items, N + 1, saved, count, &used));

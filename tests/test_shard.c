@@ -687,7 +687,7 @@ TEST(steps_refuse)
     CHECK(first == 500 && count == 0);
     CHECK_FAILS(nib_block_scales(t, NIB_ROWWISE, amaxes), NIB_ERR_ARG, "amax 1 is negative");
     CHECK_FAILS(nib_block_scales(t, NIB_COLUMNWISE, amaxes), NIB_ERR_USAGE, "cast rowwise");
-    CHECK_FAILS(nib_block_scales(t, NIB_EITHER, amaxes), NIB_ERR_ARG, "not a copy");
+    CHECK_FAILS(nib_block_scales(t, NIB_EITHER, amaxes), NIB_ERR_ARG, "not a usage");
     CHECK_FAILS(nib_partial_cast(t, NIB_ROWWISE, NULL, -1, amaxes, NULL), NIB_ERR_ARG, "amax 1");
     CHECK_FAILS(nib_partial_amax(t, NIB_ROWWISE, NULL, 0, amaxes), NIB_ERR_ARG, "is NULL");
     CHECK_FAILS(nib_partial_amax(NULL, NIB_ROWWISE, NULL, -1, amaxes), NIB_ERR_ARG, "t is NULL");

@@ -562,7 +562,7 @@ TEST(from_buffers_checks)
 {
     const nib_quantizer q = usages(1, 1);
     nib_tensor *t = some(&q, DIMS(48, 32)), *const untouched = (nib_tensor *)&t, *out = untouched;
-    static const char *const names[] = { "data", "scale", "level" };
+    static const char *const names[] = { "data", "scale", "tensor scale" };
     for (int part = 0; part < NIB_PART_COUNT; part++) {
         nib_buffer *parts[NIB_PART_COUNT], *odd = NULL;
         char message[64];
@@ -843,7 +843,7 @@ TEST(restore_checks_buffers)
             CHECK_FAILS(nib_tensor_restore_from_saved(t, bad, NIB_PART_COUNT, &used), NIB_ERR_SHAPE,
                         "bytes instead of");
         bad[part] = NULL;
-        CHECK_FAILS(nib_tensor_restore_from_saved(t, bad, NIB_PART_COUNT, &used), NIB_ERR_USAGE, "copy has");
+        CHECK_FAILS(nib_tensor_restore_from_saved(t, bad, NIB_PART_COUNT, &used), NIB_ERR_USAGE, "usage has");
     }
     CHECK(used == 99 && !nib_tensor_buffer(t, NIB_ROW_DATA));
     /* One copy alone goes, and an absent count too. */

@@ -171,6 +171,9 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
     if (!words || strncmp(words, "format=nvfp4 ", 13) != 0 || saved_word(words, "row_scaled") != 0 ||
         saved_word(words, "swizzled") != 0 || saved_word(words, "rht_rowwise") != 0 || saved_word(words, "rank") != 2)
         return NIB_OK;
+    const bool first = saved_word(words, "version") == 1; /* nib 0.1, which had other words */
+    if (first)
+        TRY(find_companion(c, t->name, bytes, ".row_level", &w->tensor[NIB_ROLE_TENSOR_SCALE]));
     w->cols =
         saved_word(strstr(words, "dim="), "dim") < 0 ? 0 : saved_word(strstr(strstr(words, "dim=") + 4, "dim="), "dim");
     w->rows = t->shape[0];
@@ -182,12 +185,13 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
         snprintf(name, sizeof name, "%.*s", (int)strcspn(word + 8, " "), word + 8);
     if (nib_dialect_from_name(name, &dialect))
         return NIB_OK;
-    w->tensor_scale = dialect == NIB_DIALECT_TE && saved_word(words, "tensor_scale") == NIB_TENSOR_SCALE_RULE_DIALECT
+    w->tensor_scale = dialect == NIB_DIALECT_TE && saved_word(words, first ? "tensor_scale" : "tensor_scale_rule") ==
+                              NIB_TENSOR_SCALE_RULE_DIALECT
                           ? NIB_TENSOR_SCALE_AMAX
                       : dialect == NIB_DIALECT_COMPRESSED_TENSORS || dialect == NIB_DIALECT_GIST
                           ? NIB_TENSOR_SCALE_DIVISOR
                           : NIB_TENSOR_SCALE_MULTIPLIER;
-    if (w->cols < 1 || w->cols > 2 * t->shape[1] || saved_word(words, "single_level") != 0)
+    if (w->cols < 1 || w->cols > 2 * t->shape[1] || saved_word(words, first ? "single_level" : "no_tensor_scale") != 0)
         return NIB_OK;
     w->name = key + 4;
     return add_weight(finder, w);

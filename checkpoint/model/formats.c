@@ -89,9 +89,12 @@ const struct nib_ck_format nib_ck_formats[NIB_CHECKPOINT_FORMAT_COUNT] = {
     },
     [NIB_CHECKPOINT_FORMAT_NIB] = {
         .name = "nib",
-        .layouts = { { { ".row_data", ".row_scale", ".row_level", NULL },
+        .layouts = { { { ".row_data", ".row_scale", ".row_tensor_scale", NULL },
                        U8, U8 | E4M3, 0, NIB_STACK_SAVED, NIB_BY_NAME, 0 },
-                     { { ".col_data", ".col_scale", ".col_level", NULL }, 0, 0, 0, NIB_STACK_OTHER, NIB_BY_NAME, 0 } },
+                     { { ".col_data", ".col_scale", ".col_tensor_scale", NULL },
+                       0, 0, 0, NIB_STACK_OTHER, NIB_BY_NAME, 0 },
+                     { { ".col_data", ".col_scale", ".col_level", NULL }, /* nib 0.1 */
+                       0, 0, 0, NIB_STACK_OTHER, NIB_BY_NAME, 0 } },
         .tensor_scale = NIB_TENSOR_SCALE_AMAX,
         .bits = 4,
         .columns = 1,

@@ -165,7 +165,7 @@ nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *re
     NIB_REQUIRE(out);
     nib_conversion_report found = { .bytes = sizeof found };
     if (report)
-        TRY(nib_struct_check_output("the report", report, NIB_UP_TO(nib_conversion_report, first)));
+        TRY(nib_struct_check_output("report", report, NIB_UP_TO(nib_conversion_report, first)));
     TRY(nib_check_host("nib_mxfp4_to_nvfp4", mxfp4->device));
     if (mxfp4->q.format != NIB_MXFP4)
         return nib_fail(NIB_ERR_MISMATCH, "the tensor is %s, not mxfp4", nib_format_of(&mxfp4->q)->name);

@@ -441,7 +441,7 @@ nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(out);
-    TRY(nib_struct_check_output("the metadata", out, NIB_UP_TO(nib_metadata, quantizer)));
+    TRY(nib_struct_check_output("metadata", out, NIB_UP_TO(nib_metadata, quantizer)));
     nib_metadata metadata = { .format = t->q.format,
                               .dtype = t->dtype,
                               .element = nib_element_of(&t->q),
