@@ -40,7 +40,12 @@ typedef struct nib_job {
     const nib_comm *comm; /* ranks that divide the work and see the same files; NULL: this process alone */
 } nib_job;
 
-NIB_API void nib_job_init(nib_job *job);
+static inline void nib_job_init(nib_job *job)
+{
+    const nib_job defaults = { sizeof defaults, 0, 0, NULL, NULL, NULL };
+    if (job)
+        *job = defaults;
+}
 
 /* ---- Opening --------------------------------------------------------------------------------------------- */
 
@@ -150,7 +155,7 @@ typedef struct nib_weight_stats {
     int64_t codes[16];   /* how often each 4-bit code is in b; NVFP4 checkpoint formats only */
     int64_t scales[256]; /* how often each scale byte */
 } nib_weight_stats;
-/* 10 log10(sum_squares / error_squares); infinity without an error. */
+/* 10 log10(sum_squares / error_squares); infinity without an error, NaN for a struct that is rejected. */
 NIB_API double nib_stats_sqnr(const nib_weight_stats *stats);
 
 /* Weight `b_index` of b against weight `a_index` of a, which must have its shape (MISMATCH). a may be b: then errors are
@@ -247,8 +252,13 @@ typedef struct nib_quantize_options {
     uint64_t shard_bytes; /* of an output file, about; 0: 5 GB */
     uint8_t keep_split;   /* a file per input file, under its name */
 } nib_quantize_options;
-/* compressed-tensors, nvfp4a16, everything else unset. */
-NIB_API void nib_quantize_options_init(nib_quantize_options *options);
+/* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
+ * has. */
+NIB_API nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes);
+static inline void nib_quantize_options_init(nib_quantize_options *options)
+{
+    (void)nib_quantize_options_init_sized(options, sizeof *options);
+}
 
 typedef struct nib_plan nib_plan;
 

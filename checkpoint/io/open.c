@@ -695,18 +695,18 @@ nib_status nib_checkpoint_get_tensor(const nib_checkpoint *c, size_t index, nib_
 {
     NIB_REQUIRE(c);
     NIB_REQUIRE(out);
-    TRY(nib_check_struct("nib_checkpoint_tensor", out, sizeof *out));
+    TRY(nib_struct_check_output("nib_checkpoint_tensor", out, NIB_UP_TO(nib_checkpoint_tensor, stored_bytes)));
     if (index >= c->n_tensors)
         return nib_fail(NIB_ERR_ARG, "%s: there is no tensor %zu among its %zu", c->path, index, c->n_tensors);
     const struct nib_ck_tensor *t = &c->tensors[index];
     const char *dtype =
         t->ggml_type < 0 ? nib_dtypes[t->dtype].name : nib_gguf_type_facts((uint32_t)t->ggml_type)->name;
-    *out = (nib_checkpoint_tensor){ .bytes = out->bytes,
-                                    .name = t->name,
-                                    .file = c->files[t->file].name,
-                                    .dtype = dtype,
-                                    .rank = t->rank,
-                                    .shape = t->shape,
-                                    .stored_bytes = t->bytes };
+    const nib_checkpoint_tensor found = { .name = t->name,
+                                          .file = c->files[t->file].name,
+                                          .dtype = dtype,
+                                          .rank = t->rank,
+                                          .shape = t->shape,
+                                          .stored_bytes = t->bytes };
+    nib_struct_write(out, &found, sizeof found);
     return NIB_OK;
 }

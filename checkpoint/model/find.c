@@ -430,9 +430,8 @@ nib_status nib_checkpoint_get_facts(const nib_checkpoint *c, nib_checkpoint_fact
 {
     NIB_REQUIRE(c);
     NIB_REQUIRE(out);
-    TRY(nib_check_struct("nib_checkpoint_facts", out, sizeof *out));
-    *out = (nib_checkpoint_facts){ .bytes = out->bytes,
-                                   .path = c->path,
+    TRY(nib_struct_check_output("nib_checkpoint_facts", out, NIB_UP_TO(nib_checkpoint_facts, provenance)));
+    nib_checkpoint_facts facts = { .path = c->path,
                                    .format = c->format,
                                    .model_type = c->model_type,
                                    .config = c->config_text,
@@ -441,9 +440,10 @@ nib_status nib_checkpoint_get_facts(const nib_checkpoint *c, nib_checkpoint_fact
                                    .weights = c->n_weights,
                                    .provenance = c->provenance };
     for (size_t i = 0; i < c->n_tensors; i++)
-        out->tensor_bytes += c->tensors[i].bytes;
+        facts.tensor_bytes += c->tensors[i].bytes;
     for (size_t i = 0; i < c->n_weights; i++)
-        out->weight_elements += (uint64_t)(c->weights[i].rows * c->weights[i].cols);
+        facts.weight_elements += (uint64_t)(c->weights[i].rows * c->weights[i].cols);
+    nib_struct_write(out, &facts, sizeof facts);
     return NIB_OK;
 }
 

@@ -19,15 +19,15 @@
 enum { BLOCK = 16, PANEL_ELEMENTS = 1 << 18, DEFAULT_MEMORY = 512 << 20 };
 /* Rows whose sums are kept at once. */
 enum { BATCH_ROWS = 1 << 18 };
+/* Of the first version that is still served: 0.2. */
+enum { STATS_OLDEST = NIB_UP_TO(nib_weight_stats, scales) };
 
 nib_status nib_ck_job(const char *what, const nib_job *overrides, nib_job *out)
 {
-    if (overrides)
-        TRY(nib_check_struct(what, overrides, sizeof *overrides));
     nib_job job;
-    memset(&job, 0, sizeof job);
+    nib_job_init(&job);
     if (overrides)
-        job = *overrides;
+        TRY(nib_struct_read(what, overrides, &job, sizeof job, NIB_JOB_OLDEST));
     if (job.threads < 0)
         return nib_fail(NIB_ERR_ARG, "%s: %d threads; 0 takes one for each processor", what, (int)job.threads);
     if (!job.threads)
@@ -52,7 +52,7 @@ nib_status nib_ck_report(const nib_job *job, const char *phase, const char *tens
 
 double nib_stats_sqnr(const nib_weight_stats *stats)
 {
-    if (!stats)
+    if (!stats || nib_struct_check("nib_weight_stats", stats, sizeof *stats, STATS_OLDEST))
         return NAN;
     if (stats->error_squares == 0)
         return INFINITY;
@@ -437,13 +437,16 @@ nib_status nib_checkpoint_measure(const nib_checkpoint *a, size_t a_index, const
     NIB_REQUIRE(a);
     NIB_REQUIRE(b);
     NIB_REQUIRE(out);
-    TRY(nib_check_struct("nib_checkpoint_measure: out", out, sizeof *out));
+    TRY(nib_struct_check_output("nib_checkpoint_measure: out", out, STATS_OLDEST));
     if (a_index >= a->n_weights || b_index >= b->n_weights)
         return nib_fail(NIB_ERR_ARG, "nib_checkpoint_measure: weights %zu and %zu; there are %zu and %zu", a_index,
                         b_index, a->n_weights, b->n_weights);
     nib_job own;
+    nib_weight_stats stats;
     TRY(nib_ck_job("nib_checkpoint_measure: job", job, &own));
-    return measure(a, a_index, b, b_index, &own, 0, nominal_bytes(&a->weights[a_index]), out);
+    TRY(measure(a, a_index, b, b_index, &own, 0, nominal_bytes(&a->weights[a_index]), &stats));
+    nib_struct_write(out, &stats, sizeof stats);
+    return NIB_OK;
 }
 
 nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint *b, const nib_job *job,

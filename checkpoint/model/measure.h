@@ -8,6 +8,8 @@
 #include "base/base.h"
 #include "nib_checkpoint.h"
 
+#define NIB_JOB_OLDEST NIB_UP_TO(nib_job, comm) /* the first version that is still served: 0.2 */
+
 /* What a caller gave, with its defaults filled in. */
 nib_status nib_ck_job(const char *what, const nib_job *overrides, nib_job *out);
 /* Tell the caller how far it is; CANCELLED where it wants no more. */

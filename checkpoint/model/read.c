@@ -506,12 +506,11 @@ nib_status nib_checkpoint_get_weight(const nib_checkpoint *c, size_t index, nib_
 {
     NIB_REQUIRE(c);
     NIB_REQUIRE(out);
-    TRY(nib_check_struct("nib_weight", out, sizeof *out));
+    TRY(nib_struct_check_output("nib_weight", out, NIB_UP_TO(nib_weight, input_scale)));
     TRY(check_weight(c, index));
     const struct nib_ck_weight *w = &c->weights[index];
     const struct nib_ck_tensor *data = &c->tensors[w->tensor[NIB_ROLE_DATA]];
-    nib_weight found = { .bytes = out->bytes,
-                         .name = w->name,
+    nib_weight found = { .name = w->name,
                          .format = w->format,
                          .dtype = w->dtype,
                          .rows = w->rows,
@@ -527,7 +526,7 @@ nib_status nib_checkpoint_get_weight(const nib_checkpoint *c, size_t index, nib_
         TRY(nib_ck_read_tensor_scale(c, w, &found.tensor_scale_kind, &found.tensor_scale));
         TRY(nib_ck_read_input(c, w, &found.has_input_scale, &found.input_scale));
     }
-    *out = found;
+    nib_struct_write(out, &found, sizeof found);
     return NIB_OK;
 }
 

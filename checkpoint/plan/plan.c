@@ -429,10 +429,10 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    TRY(nib_check_struct("nib_plan_facts", out, sizeof *out));
-    nib_plan_facts facts = {
-        .bytes = out->bytes, .weights = plan->in->n_weights, .files_in = plan->in->n_files, .files_out = plan->n_files
-    };
+    TRY(nib_struct_check_output("nib_plan_facts", out, NIB_UP_TO(nib_plan_facts, changed_bytes_out)));
+    nib_plan_facts facts = { .weights = plan->in->n_weights,
+                             .files_in = plan->in->n_files,
+                             .files_out = plan->n_files };
     for (size_t i = 0; i < plan->in->n_weights; i++) {
         const struct nib_out_row *row = &plan->rows[i];
         const struct nib_ck_weight *w = &plan->in->weights[i];
@@ -446,7 +446,7 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
         facts.bytes_in += plan->in->files[i].bytes;
     for (size_t i = 0; i < plan->n_files; i++)
         facts.bytes_out += plan->files[i].bytes;
-    *out = facts;
+    nib_struct_write(out, &facts, sizeof facts);
     return NIB_OK;
 }
 
@@ -454,19 +454,19 @@ nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *ou
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    TRY(nib_check_struct("nib_plan_row", out, sizeof *out));
+    TRY(nib_struct_check_output("nib_plan_row", out, NIB_UP_TO(nib_plan_row, group)));
     if (index >= plan->in->n_weights)
         return nib_fail(NIB_ERR_ARG, "there is no row %zu: the plan has %zu", index, plan->in->n_weights);
     const struct nib_ck_weight *w = &plan->in->weights[index];
     const struct nib_out_row *row = &plan->rows[index];
-    *out = (nib_plan_row){ .bytes = out->bytes,
-                           .name = w->name,
-                           .action = row->action,
-                           .reason = row->reason,
-                           .rows = w->rows,
-                           .cols = w->cols,
-                           .bytes_in = row->bytes_in,
-                           .bytes_out = row->bytes_out,
-                           .group = row->group_name == NIB_NONE ? "" : plan->in->weights[row->group_name].name };
+    const nib_plan_row found = { .name = w->name,
+                                 .action = row->action,
+                                 .reason = row->reason,
+                                 .rows = w->rows,
+                                 .cols = w->cols,
+                                 .bytes_in = row->bytes_in,
+                                 .bytes_out = row->bytes_out,
+                                 .group = row->group_name == NIB_NONE ? "" : plan->in->weights[row->group_name].name };
+    nib_struct_write(out, &found, sizeof found);
     return NIB_OK;
 }

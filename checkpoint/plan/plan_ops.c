@@ -56,16 +56,19 @@ static nib_status check_source(const nib_checkpoint *in)
 
 /* ---- Options of a quantization ---- */
 
-void nib_quantize_options_init(nib_quantize_options *options)
+/* The first version that is still served: 0.2. */
+enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, keep_split) };
+
+nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes)
 {
-    if (options)
-        *options = (nib_quantize_options){ .bytes = sizeof *options,
-                                           .format = NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
-                                           .scheme = NIB_SCHEME_NVFP4A16,
-                                           .dialect = NIB_UNSET,
-                                           .scale_rule = NIB_UNSET,
-                                           .tensor_scale_rule = NIB_UNSET,
-                                           .min_block_scale = NIB_UNSET };
+    NIB_REQUIRE(options);
+    const nib_quantize_options defaults = { .format = NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
+                                            .scheme = NIB_SCHEME_NVFP4A16,
+                                            .dialect = NIB_UNSET,
+                                            .scale_rule = NIB_UNSET,
+                                            .tensor_scale_rule = NIB_UNSET,
+                                            .min_block_scale = NIB_UNSET };
+    return nib_struct_init("nib_quantize_options", options, bytes, &defaults, sizeof defaults, OPTIONS_OLDEST);
 }
 
 const char *nib_scheme_name(nib_scheme scheme)
@@ -100,7 +103,6 @@ const char *nib_tensor_scale_rule_name(nib_tensor_scale_rule rule)
 
 static nib_status check_options(const nib_quantize_options *o)
 {
-    TRY(nib_check_struct("nib_quantize_options", o, sizeof *o));
     char names[128];
     if (!nib_checkpoint_format_written_by(o->format, NIB_ACTION_QUANTIZE))
         return nib_fail(NIB_ERR_ARG, "quantized checkpoints are written as %s",
@@ -284,9 +286,11 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
 {
     NIB_REQUIRE(in);
     NIB_REQUIRE(out);
-    nib_quantize_options defaults;
-    nib_quantize_options_init(&defaults);
-    const nib_quantize_options *o = options ? options : &defaults;
+    nib_quantize_options known;
+    nib_quantize_options_init(&known);
+    if (options)
+        TRY(nib_struct_read("nib_quantize_options", options, &known, sizeof known, OPTIONS_OLDEST));
+    const nib_quantize_options *o = &known;
     TRY(check_options(o));
     TRY(check_source(in));
     nib_quantizer q;

@@ -6,6 +6,7 @@
 
 #include <stdio.h>
 
+#include "model/measure.h"
 #include "tensor/quantize.h"
 #include "tensor/tensor.h"
 #include "nib_shard.h"
@@ -186,12 +187,6 @@ static nib_status write_configuration(struct nib_run *run, const char *provenanc
 
 /* ---- The run ---- */
 
-void nib_job_init(nib_job *job)
-{
-    if (job)
-        *job = (nib_job){ .bytes = sizeof *job };
-}
-
 /* Better now than after hours. */
 static nib_status check_room(const struct nib_run *run)
 {
@@ -249,30 +244,26 @@ static nib_status start(struct nib_run *run)
     return NIB_OK;
 }
 
-static nib_status check_run(const nib_run_options *options, const nib_job *job)
+static nib_status read_choices(const nib_run_options *options, const nib_job *job, struct nib_run *run)
 {
+    run->options.bytes = sizeof run->options;
+    nib_job_init(&run->job);
     if (options)
-        TRY(nib_check_struct("nib_run_options", options, sizeof *options));
-    if (job) {
-        TRY(nib_check_struct("nib_job", job, sizeof *job));
-        if (job->threads < 0)
-            return nib_fail(NIB_ERR_ARG, "the job asks for %d threads", (int)job->threads);
-        if (job->comm)
-            TRY(nib_check_comm("the job's communicator", job->comm, true));
-    }
-    return NIB_OK;
+        TRY(nib_struct_read("nib_run_options", options, &run->options, sizeof run->options,
+                            NIB_UP_TO(nib_run_options, force)));
+    if (job)
+        TRY(nib_struct_read("nib_job", job, &run->job, sizeof run->job, NIB_JOB_OLDEST));
+    if (run->job.threads < 0)
+        return nib_fail(NIB_ERR_ARG, "the job asks for %d threads", (int)run->job.threads);
+    return run->job.comm ? nib_check_comm("the job's communicator", run->job.comm, true) : NIB_OK;
 }
 
 nib_status nib_plan_run(const nib_plan *plan, const char *out, const nib_run_options *options, const nib_job *job)
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    TRY(check_run(options, job));
-    struct nib_run run = { .plan = plan, .lock = -1, .job = { .bytes = sizeof run.job } };
-    if (options)
-        run.options = *options;
-    if (job)
-        run.job = *job;
+    struct nib_run run = { .plan = plan, .lock = -1 };
+    TRY(read_choices(options, job, &run));
     if (pthread_mutex_init(&run.mutex, NULL))
         return no_memory();
     const nib_fpenv saved = nib_fpenv_enter();

@@ -81,12 +81,6 @@ NIB_PRIVATE void nib_struct_write(void *out, const void *value, size_t known);
 NIB_PRIVATE nib_status nib_struct_init(const char *what, void *out, size_t bytes, const void *value, size_t known,
                                        size_t oldest);
 
-/* A struct that has not grown yet. */
-static inline nib_status nib_check_struct(const char *what, const void *in, size_t known)
-{
-    return nib_struct_check(what, in, known, known);
-}
-
 /* The size of a struct whose last field was this one. The field after it begins there and not in its padding, which
  * nobody has set in an older caller's struct. */
 #define NIB_UP_TO(type, field) \

@@ -2,9 +2,9 @@
 /*
  * nib.h - NVFP4 tensors: quantize, keep, exchange, dequantize.
  *
- * An NVFP4 tensor holds 4-bit E2M1 codes, one E4M3 scale per block of 16 and one FP32 number per tensor
- * (or per row). docs/format.md draws the bits, docs/numerics.md says how every byte comes about. The other formats of
- * the same family (Float8, MXFP8, blockwise Float8, MXFP4) go through the same calls; docs/formats.md compares them.
+ * An NVFP4 tensor holds 4-bit E2M1 codes, one E4M3 scale per block of 16 and one FP32 tensor scale (or one per row).
+ * docs/format.md draws the bits, docs/numerics.md says how every byte is computed. The other formats of the same family
+ * (Float8, MXFP8, blockwise Float8, MXFP4) go through the same calls; docs/formats.md compares them.
  *
  * Other headers: nib_shard.h (ranks, sharded casts, groups), nib_file.h (safetensors), nib_dlpack.h (exchange),
  * nib_reference.h (codecs, matrices, the reference GEMM), nib_checkpoint.h (whole models).
@@ -21,11 +21,15 @@
  *            the locale.
  *   Devices  A call runs where its data lives. Everything in one call lies on one device (NIB_ERR_DEVICE
  *            otherwise), and what a device cannot do is NIB_ERR_UNSUPPORTED; both touch nothing. Raw pointers
- *            to values in such a call (amaxes, a no-op flag) are pointers of that device.
+ *            to values in such a call (overrides, a no-op flag) are pointers of that device. On a device other
+ *            than the host a call may return before its work is done: what it reads must stay as it is until
+ *            the device has passed it, and a failure on the device is the status of a later call. Calls that
+ *            wait for the device say so, and so do those that run on the host only.
  *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init (which
- *            is inline, so that it knows the caller's sizeof; bindings call the _init_sized behind it).
- *            A smaller one, of an older caller, works; a larger one works if what this library does not know
- *            is 0. Of a struct that is written, never more than its `bytes` are. All others are final.
+ *            is inline, so that it knows the caller's sizeof; bindings call the _init_sized behind it). A smaller
+ *            one, of an older caller, works; a larger one works if the fields that this library does not know
+ *            are 0. No more than `bytes` is ever written to one. Do not embed such a struct in one of yours that
+ *            others compile against. All other structs are final.
  */
 #ifndef NIB_H
 #define NIB_H
@@ -62,17 +66,17 @@ typedef enum nib_status {
     NIB_OK = 0,
     NIB_ERR_ARG,         /* a null pointer, or a value outside its documented range */
     NIB_ERR_SHAPE,       /* rank, dims, strides, or a cut that is not at a block border */
-    NIB_ERR_DTYPE,       /* a dtype that the call does not take */
+    NIB_ERR_DTYPE,       /* a dtype that the call does not support */
     NIB_ERR_MODE,        /* options that do not go together */
-    NIB_ERR_USAGE,       /* the copy (rowwise, columnwise) that is needed is not there */
+    NIB_ERR_USAGE,       /* the usage (rowwise, columnwise) that is needed is not there */
     NIB_ERR_MISMATCH,    /* two objects that must agree do not */
     NIB_ERR_MEMORY,      /* out of memory */
     NIB_ERR_COMM,        /* a communicator's function failed */
-    NIB_ERR_IO,          /* the operating system rejected to read or write */
+    NIB_ERR_IO,          /* the operating system could not read or write */
     NIB_ERR_DATA,        /* a file that breaks its format */
     NIB_ERR_UNSUPPORTED, /* well formed, but not something this build does */
     NIB_ERR_CANCELLED,   /* the caller's own function asked to stop */
-    NIB_ERR_DEVICE,      /* things of two devices in one call, or a device that failed */
+    NIB_ERR_DEVICE,      /* objects of two devices in one call, or a device that failed */
     NIB_STATUS_COUNT
 } nib_status;
 
@@ -90,18 +94,19 @@ NIB_API const char *nib_last_error(void);
 /* The same with its status, copied to the caller. */
 NIB_API void nib_get_error(nib_error *out);
 
-/* For what is built around the library, communicators among it: set this thread's message, and return the status. It is
+/* For code around the library, such as a communicator: set this thread's message, and return the status. The text is
  * copied, and cut to what nib_error holds. Nothing happens for NIB_OK. */
 NIB_API nib_status nib_set_error(nib_status status, const char *text);
 
 /* ---- Devices ------------------------------------------------------------------------------------------- */
 
-/* Where memory lies and calls run. NULL, wherever a device is asked for, is the host with OpenMP's default of threads.
- * Buffers and tensors retain theirs. References are counted thread-safely. */
+/* Where memory lies and calls run. NULL, wherever a device is expected, is the host with OpenMP's default number of
+ * threads. Buffers and tensors retain theirs; arrays do not. Counting references is thread-safe. */
 typedef struct nib_device nib_device;
 
-/* The host with so many threads; 0 for OpenMP's default. All hosts are one device: arrays and tensors of different ones
- * go together, and a call takes the threads of its array argument or, without one, of the tensor that it writes. */
+/* The host with so many threads; 0 for OpenMP's default. Fewer are used where the work is small. All hosts are one
+ * device: arrays and tensors of different ones go together, and a call uses the threads of its array argument or,
+ * without one, of its tensor. ARG for a negative number. */
 NIB_API nib_status nib_host_create(int threads, nib_device **out);
 NIB_API const char *nib_device_name(const nib_device *device); /* "host", "cuda:0"; valid as long as the device */
 NIB_API nib_device *nib_device_retain(nib_device *device);     /* returns its argument */
@@ -109,7 +114,7 @@ NIB_API void nib_device_release(nib_device *device);
 
 /* ---- Plain data: dtypes and borrowed arrays ------------------------------------------------------------ */
 
-/* The first eleven have TransformerEngine's numbers. */
+/* The first eleven have the values of TransformerEngine's enum. */
 typedef enum nib_dtype {
     NIB_U8 = 0,
     NIB_I16,
@@ -144,7 +149,7 @@ NIB_API int nib_dtype_bits(nib_dtype dtype);
 
 #define NIB_MAX_RANK 8
 
-/* A view of plain data that somebody else owns. Strides may be negative or zero. This struct is final. */
+/* A view of plain data that it does not own. Strides may be negative or zero. This struct is final. */
 typedef struct nib_array {
     void *data;    /* start of the memory */
     size_t bytes;  /* its size: every element must lie within it, and calls check that */
@@ -161,8 +166,8 @@ typedef struct nib_array {
 NIB_API nib_status nib_array_init(nib_array *out, void *data, nib_dtype dtype, int rank, const int64_t *shape);
 
 /* Copy the elements of one array to another of the same dtype and shape (MISMATCH), on the same device or not. On the
- * host any strides will do; from and to another device both must be C-contiguous (UNSUPPORTED). Waits for the device
- * that is read. The two must not overlap. */
+ * host both may have any strides; where another device is involved both must be C-contiguous (UNSUPPORTED). Between two
+ * devices this waits for the one that is read. The arrays must not overlap. */
 NIB_API nib_status nib_array_copy(const nib_array *from, const nib_array *to);
 
 /* ---- Buffers ------------------------------------------------------------------------------------------ */
@@ -173,7 +178,7 @@ typedef struct nib_buffer nib_buffer;
 /* New memory of a device, zeroed, aligned to 64 bytes. */
 NIB_API nib_status nib_buffer_create(size_t bytes, nib_device *device, nib_buffer **out);
 
-/* Somebody else's memory, on that device; `release(context)` is called once when the last reference goes (it may be
+/* Memory of the caller's, on that device; `release(context)` is called once when the last reference goes (it may be
  * NULL). */
 NIB_API nib_status nib_buffer_borrow(void *data, size_t bytes, nib_device *device, void (*release)(void *context),
                                      void *context, nib_buffer **out);
@@ -197,7 +202,7 @@ typedef enum nib_format {
 /* Whose arithmetic: each fixes the tensor scale, the block scale, zero blocks and the element rule. */
 typedef enum nib_dialect {
     NIB_DIALECT_TE = 0,             /* TransformerEngine; the only one with the options below marked (te) */
-    NIB_DIALECT_GIST,               /* a global encode scale, by reciprocal and product */
+    NIB_DIALECT_GIST,               /* a divisor per tensor, applied by reciprocal and product */
     NIB_DIALECT_TORCHAO,            /* block scales from 2^-6 */
     NIB_DIALECT_MODELOPT,           /* block scales from 2^-9, 1.0 for a block of zeros */
     NIB_DIALECT_COMPRESSED_TENSORS, /* scales in the input's dtype, 0.125 for a block of zeros */
@@ -215,24 +220,24 @@ typedef enum nib_error_mode { NIB_ERROR_MAE = 0, NIB_ERROR_MSE, NIB_ERROR_MODE_C
 
 typedef enum nib_rounding {
     NIB_ROUND_NEAREST = 0,
-    NIB_ROUND_STOCHASTIC_8,        /* (te) 8 random bits per element, biased toward zero by up to 1/256 step */
+    NIB_ROUND_STOCHASTIC_8,        /* (te) 8 random bits per element, biased toward zero by up to 1/256 of a step */
     NIB_ROUND_STOCHASTIC_24,       /* (te) 24 random bits per element */
     NIB_ROUND_STOCHASTIC_UNBIASED, /* (te) 24 bits, and scales large enough that no element is clipped */
     NIB_ROUNDING_COUNT
 } nib_rounding;
 
-/* What the per-tensor number of a tensor means. f is the factor of a block with scale s. */
+/* What a tensor keeps as its tensor scale. A code stands for its value times f, the factor of a block with scale s. */
 typedef enum nib_tensor_scale {
     NIB_TENSOR_SCALE_AMAX = 0,   /* largest magnitude: f = (s * amax) * (1 / (6 * e4m3_max)) */
     NIB_TENSOR_SCALE_MULTIPLIER, /* multiplier g:      f = s * g */
-    NIB_TENSOR_SCALE_DIVISOR,    /* divisor:           f = s / encode */
+    NIB_TENSOR_SCALE_DIVISOR,    /* divisor d:         f = s / d */
     NIB_TENSOR_SCALE_NONE,       /* there is none:     f = s */
     NIB_TENSOR_SCALE_COUNT
 } nib_tensor_scale;
 
 typedef enum nib_tensor_scale_rule {
     NIB_TENSOR_SCALE_RULE_DIALECT = 0, /* what the dialect keeps; te: amax */
-    NIB_TENSOR_SCALE_RULE_EXACT,       /* (te) the decode scale g = amax / (6 * e4m3_max), as checkpoints have it */
+    NIB_TENSOR_SCALE_RULE_EXACT,       /* (te) the multiplier g = amax / (6 * e4m3_max), as checkpoints have it */
     NIB_TENSOR_SCALE_RULE_POW2,        /* (te) g rounded up to a power of two */
     NIB_TENSOR_SCALE_RULE_COUNT
 } nib_tensor_scale_rule;
@@ -240,11 +245,11 @@ typedef enum nib_tensor_scale_rule {
 /* How an E8M0 scale covers a block's amax. */
 typedef enum nib_mx_rule {
     NIB_MX_CEIL = 0, /* the power of two at or above amax / largest element: nothing is clipped */
-    NIB_MX_FLOOR,    /* the exponent of amax less that of the largest element, as OCP's paper has it */
+    NIB_MX_FLOOR,    /* the exponent of amax less that of the largest element, as in OCP's specification */
     NIB_MX_RULE_COUNT
 } nib_mx_rule;
 
-#define NIB_RHT_SIGN_MASK 0xD7E8u /* TransformerEngine's: bit i set when input i changes its sign */
+#define NIB_RHT_SIGN_MASK 0xD7E8u /* TransformerEngine's: bit i is set where input i changes its sign */
 
 typedef struct nib_comm nib_comm; /* nib_shard.h: ranks that share a tensor */
 
@@ -265,7 +270,7 @@ typedef struct nib_quantizer {
     nib_error_mode error_mode; /* four-over-six: how to measure the error */
     uint8_t fast_error;        /* four-over-six: measure it on scaled values, as TE's fast mode does */
     uint8_t no_tensor_scale;   /* dialect torchao: no tensor scale */
-    int32_t e4m3_max;          /* 448, or 256 with four-over-six: what the largest block scale becomes */
+    int32_t e4m3_max;          /* 448, or 256 with four-over-six: the scale of the block that holds the amax */
     nib_tensor_scale_rule tensor_scale_rule;
     float min_block_scale; /* (te) block scales are at least this; an E4M3 value, 0 for none */
     nib_rounding rounding;
@@ -292,20 +297,22 @@ static inline void nib_quantizer_init(nib_quantizer *q) { (void)nib_quantizer_in
 NIB_API nib_status nib_quantizer_set_usage(nib_quantizer *q, int rowwise, int columnwise);
 
 /* Says which combination is rejected, and why: ARG for a value outside its range, MODE for options that do not go
- * together, DTYPE for an element that the format does not have. With `x` (its data pointer is not looked at) also
- * whether such an input is taken. */
+ * together, DTYPE for an element that the format does not have. With `x` (its data is not read) also whether the dtype
+ * and shape of such an input are accepted. */
 NIB_API nib_status nib_quantizer_check(const nib_quantizer *q, const nib_array *x);
 
-/* Same bytes for the same input: every field but amax_comm. The hash agrees with it. A struct that is rejected (by its
- * `bytes`, or for fields that this version does not have) equals none, itself included. */
+/* Whether both give the same bytes for the same input: every field but amax_comm is compared. Equal quantizers have equal
+ * hashes. A struct that is rejected (by its `bytes`, or for fields that this version does not have) equals none, itself
+ * included. */
 NIB_API int nib_quantizer_equal(const nib_quantizer *a, const nib_quantizer *b);
 NIB_API uint64_t nib_quantizer_hash(const nib_quantizer *q);
 
-/* Whether a tensor of this shape can be gathered in quantized form: rank 2 or more, whole blocks on both axes,
- * one amax. Formats without blocks always. */
+/* Whether a tensor of this shape can be gathered in quantized form: rank 2 or more, whole blocks on both axes, one amax.
+ * Always true of formats without blocks. */
 NIB_API int nib_is_quantizable(const nib_quantizer *q, int rank, const int64_t *shape);
 
-/* Whether quantizing what was dequantized is safe to repeat: not with stochastic rounding, nor with what is rejected. */
+/* Whether a tensor may be dequantized and quantized again: not with stochastic rounding, which would round anew, nor with
+ * a quantizer that is rejected. */
 NIB_API int nib_is_requantization_safe(const nib_quantizer *q);
 
 /* Formats are numbered 0..count-1: those of nib_format, and any that the library was built with besides. */
@@ -326,9 +333,10 @@ typedef struct nib_tensor nib_tensor;
 
 typedef enum nib_usage { NIB_ROWWISE = 0, NIB_COLUMNWISE = 1, NIB_EITHER = 2 /* rowwise if it is there */ } nib_usage;
 
-/* The buffers of a tensor, in the order in which they are saved. Shapes are NVFP4's; nib_part_shape knows all. MXFP8
- * has no tensor scales, keeps COL_DATA in the logical shape and COL_SCALE as [roundup(M/32, 4), roundup(K, 128)]; blockwise
- * Float8 has no tensor scales; Float8 has no scales, and one tensor scale, ROW_TENSOR_SCALE, for both usages. */
+/* The buffers of a tensor, in the order in which they are saved. The shapes below are NVFP4's; nib_part_shape gives those
+ * of every format. MXFP8 has no tensor scales, and keeps COL_DATA in the logical shape and COL_SCALE as [roundup(M/32,
+ * 4), roundup(K, 128)]; blockwise Float8 has no tensor scales; Float8 has no block scales, and one tensor scale,
+ * ROW_TENSOR_SCALE, for both usages. */
 typedef enum nib_part {
     NIB_ROW_DATA = 0,     /* U8 [..., ceil(K/2)]: two codes per byte, even column low */
     NIB_COL_DATA,         /* U8 [K, ceil(M/2)]: transposed */
@@ -339,32 +347,33 @@ typedef enum nib_part {
     NIB_PART_COUNT
 } nib_part;
 
-/* Values that a caller brings to a quantization instead of having them computed; each may be NULL.
- * One float, or one per row (columnwise: per column) when row-scaled. Index with nib_usage.
- * Without RHT and row scaling one usage's value serves both. */
+/* Values that replace computed ones in a quantization; each may be NULL. They lie on the device of the call. One float,
+ * or one per row (columnwise: per column) when row-scaled. Index with nib_usage. Without RHT and row scaling one usage's
+ * value serves both. */
 typedef struct nib_overrides {
     size_t bytes;
     const float *amax[2];         /* still reduced over amax_comm */
-    const float *tensor_scale[2]; /* the finished per-tensor number itself, in the tensor's nib_tensor_scale */
-    const float *scale; /* Float8, delayed scaling: multiply the data with this one; the tensor scale is its inverse */
+    const float *tensor_scale[2]; /* the tensor scale itself, as the tensor keeps it (nib_tensor_scale) */
+    const float *scale;           /* Float8, delayed scaling: multiplies the data; the tensor scale is its inverse */
     /* Formats with tensor scales: raised to the data's amax, after any reduction, for nib_delayed_scaling_update. */
     float *amax_seen;
 } nib_overrides;
 
-/* Quantize `x` (F32, BF16, F16; any rank from 1, Float8 from 0; any strides) into a new tensor. given may be NULL. */
+/* Quantize `x` (F32, BF16, F16; rank 1 or more, Float8 also 0; any strides) into a new tensor on the device of `x`.
+ * overrides may be NULL. */
 NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                                 nib_tensor **out);
 
-/* Quantize into a tensor that exists. q NULL: by the tensor's own quantizer. The shape must be the tensor's. Copies
- * that q does not want are dropped, missing ones allocated, the others written in place, so that views see them -
- * unless q gives bytes another meaning than the tensor's had: then all buffers are new, and views keep the old (for
- * Float8 also where a copy is dropped, since both share a tensor scale). noop: if not NULL and *noop == 1.0f exactly,
- * nothing at all happens (ranks of amax_comm must agree). */
+/* Quantize into a tensor that exists. q NULL: by the tensor's own quantizer. The shape must be the tensor's. Usages that
+ * q does not want are dropped, missing ones allocated, and the others written in place, so that views see them, unless q
+ * gives the bytes another meaning: then all buffers are new, and views keep the old ones (for Float8 also where a usage
+ * is dropped, since both share a tensor scale). noop: if it is not NULL and *noop == 1.0f exactly, nothing at all happens
+ * (on all ranks of amax_comm or on none). With a noop, and where buffers become new, this waits for the device. */
 NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                                      const float *noop, nib_tensor *t);
 
-/* Write the tensor's values to `out` (F32, BF16, F16; any strides; the tensor's shape), from one usage.
- * A transformed usage is transformed back. */
+/* Write the tensor's values to `out` (F32, BF16, F16; any strides; the tensor's shape), from one usage. A usage with RHT
+ * is transformed back. */
 NIB_API nib_status nib_dequantize(const nib_tensor *t, nib_usage from, const nib_array *out);
 
 /* The same for rows first..first+count-1 of the [M, K] matrix; `out` is [count, K]. Any cut, at a block border or
@@ -376,9 +385,9 @@ NIB_API nib_status nib_dequantize_rows(const nib_tensor *t, nib_usage from, int6
 NIB_API nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
                                      nib_device *device, nib_tensor **out);
 
-/* A tensor over buffers the caller has; n_parts is NIB_PART_COUNT, and absent ones
- * are NULL. Each is retained, and all are on one device. A copy is
- * data, scale and tensor scale together: USAGE if one is missing, SHAPE if a size is not what nib_part says. */
+/* A tensor over buffers of the caller's: parts[NIB_PART_COUNT], absent ones NULL; n_parts is that count. Each is
+ * retained, and all are on one device. A usage is data, scale and tensor scale together: USAGE if one is missing, SHAPE
+ * if a size is not that of nib_part_shape. Parts that the format does not have are ignored. */
 NIB_API nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,
                                            nib_buffer *const *parts, size_t n_parts, nib_tensor **out);
 NIB_API void nib_tensor_destroy(nib_tensor *t);
@@ -386,10 +395,11 @@ NIB_API void nib_tensor_destroy(nib_tensor *t);
 /* Where its buffers are; not retained. */
 NIB_API nib_device *nib_tensor_device(const nib_tensor *t);
 
-/* A deep copy of every buffer on another device, or on the same. Waits for the device that is read. */
+/* The same tensor with copies of its buffers on another device, or on the same. From one device to another this waits
+ * for the one that is read. */
 NIB_API nib_status nib_tensor_to(const nib_tensor *t, nib_device *device, nib_tensor **out);
 
-/* All that is not bytes of buffers. */
+/* Everything but the bytes of the buffers. */
 typedef struct nib_metadata {
     size_t bytes;
     nib_format format;
@@ -398,10 +408,10 @@ typedef struct nib_metadata {
     int32_t rank;
     int64_t shape[NIB_MAX_RANK];
     int64_t rows, cols;             /* M, K */
-    nib_tensor_scale tensor_scale;  /* what the per-tensor numbers mean */
+    nib_tensor_scale tensor_scale;  /* what is kept as tensor scale */
     uint8_t rowwise, columnwise;    /* which usages are there */
     uint8_t columnwise_valid;       /* 0 after nib_tensor_invalidate_columnwise */
-    const nib_quantizer *quantizer; /* the tensor's own, until it changes or goes: block_dims, swizzled, RHT, ... */
+    const nib_quantizer *quantizer; /* the tensor's own, valid until it is changed or destroyed */
 } nib_metadata;
 NIB_API nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *out);
 
@@ -409,25 +419,25 @@ NIB_API nib_status nib_tensor_get_metadata(const nib_tensor *t, nib_metadata *ou
 NIB_API nib_buffer *nib_tensor_buffer(const nib_tensor *t, nib_part part);
 NIB_API nib_status nib_tensor_part(const nib_tensor *t, nib_part part, nib_array *out);
 
-/* Which copies hold data. */
+/* Which usages hold data. */
 NIB_API nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnwise);
 
-/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise usage of square blocks (or of none) can be built, or built
- * again when it is not valid, from the rowwise one, and only from compact scales: USAGE otherwise. The quantizer's
- * usages follow. Both 0 leaves a tensor without data. */
+/* 1 keep or build, 0 drop, -1 as it is. Only a columnwise usage of square blocks (or without blocks) can be built, or
+ * built again where it is not valid, from the rowwise one, and only with row-major scales: USAGE otherwise. The
+ * quantizer's usages follow. Both 0 leaves a tensor without data. */
 NIB_API nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise);
 
-/* Say that the rowwise bytes were changed from outside: the columnwise usage is rejected until update_usage or a
- * quantization has made it anew. Nothing happens where it is the only copy, or absent. */
+/* Tell the tensor that its rowwise bytes were changed from outside: the columnwise usage is rejected (USAGE) until
+ * update_usage or a quantization has made it again. Nothing happens where it is the only usage, or absent. */
 NIB_API nib_status nib_tensor_invalidate_columnwise(nib_tensor *t);
 
 /* Give the tensor another quantizer for later updates; it must not change what the bytes mean (MISMATCH). */
 NIB_API nib_status nib_tensor_set_quantizer(nib_tensor *t, const nib_quantizer *q);
 
-/* Save for later. prepare moves the buffers out, *n references (NVFP4 6, MXFP8, MXFP4 and blockwise Float8 4, Float8 3; ARG
- * where the list has no room for them) in the order of nib_part, NULL for absent ones; the tensor keeps all else. restore
- * moves them back in from the front of a list of n and says in *used how many it took; the tensor must be without data
- * (USAGE). */
+/* Save for later. prepare moves the buffers out: *n references (NVFP4 6, MXFP8, MXFP4 and blockwise Float8 4, Float8 3;
+ * ARG where the list has no space for them) in the order of nib_part, NULL for absent ones; the tensor keeps everything
+ * else. restore moves them back in from the front of a list of n, and *used becomes how many; the tensor must be without
+ * data (USAGE). */
 NIB_API nib_status nib_tensor_prepare_for_saving(nib_tensor *t, nib_buffer **out, size_t capacity, size_t *n);
 NIB_API nib_status nib_tensor_restore_from_saved(nib_tensor *t, nib_buffer *const *saved, size_t n, size_t *used);
 
@@ -453,22 +463,22 @@ NIB_API nib_status nib_restore_from_saved(nib_item *items, size_t n, const nib_s
 /* Drop all buffers; shape, dtype and quantizer stay. */
 NIB_API void nib_tensor_clear(nib_tensor *t);
 
-/* A deep copy of every buffer. */
+/* The same tensor with copies of its buffers. */
 NIB_API nib_status nib_tensor_clone(const nib_tensor *t, nib_tensor **out);
 
-/* Copy bytes between tensors of the same shape and meaning (MISMATCH otherwise). Every copy that dst has must be in
- * src (USAGE). In place, so that views of dst see it. */
+/* Copy bytes between tensors of the same shape and meaning (MISMATCH otherwise), on one device. src must have every usage
+ * that dst has (USAGE). In place, so that views of dst see it. */
 NIB_API nib_status nib_tensor_copy(nib_tensor *dst, const nib_tensor *src);
 
 /* All values 0: codes 0, scales 0, tensor scales 0 (amax) or 1. In place. */
 NIB_API nib_status nib_tensor_zero(nib_tensor *t);
 
 /* Another shape over the same buffers, which both tensors then share. One dim may be -1. A view that changes the last
- * dim needs whole blocks (K a multiple of 16 before and after), 1x16 blocks, one tensor scale, compact scales and only the
- * rowwise usage, and scale paddings that coincide; SHAPE or USAGE otherwise. */
+ * dim needs whole blocks (K a multiple of 16 before and after), 1x16 blocks, one tensor scale, row-major scales, the
+ * rowwise usage alone, and scales whose padding is the same in both shapes; SHAPE or USAGE otherwise. */
 NIB_API nib_status nib_tensor_view(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
-/* As view, but where only the scale paddings differ the result is a copy that shares nothing. */
+/* As view, but where only the padding of scales differs the result has buffers of its own. */
 NIB_API nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
 /* Rows first..first+count-1 of the [M, K] matrix as a tensor of its own, [count, K]. Bytes are copied: scale padding
@@ -479,17 +489,18 @@ NIB_API nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t 
 /* n slices of the given row counts, which must add up to M. */
 NIB_API nib_status nib_tensor_split(const nib_tensor *t, const int64_t *counts, size_t n, nib_tensor **out);
 
-/* Same shape, dtype, meaning, copies and bytes; padding of scales is not looked at. */
+/* Whether two tensors have the same shape, dtype, meaning, usages and bytes; padding of scales is ignored. Waits for the
+ * device. */
 NIB_API nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal);
 
 /* Scales to the GEMM's 128x4 tiles, or back to row-major, padding zero. Afterwards the tensor shares no buffer with
- * views of it, which stay as they were. Nothing happens where the scales are so already. UNSUPPORTED for formats that
- * no GEMM takes so. */
+ * views of it, which stay as they were. Nothing happens where the scales already lie so. UNSUPPORTED for formats whose
+ * scales no GEMM takes in tiles. */
 NIB_API nib_status nib_tensor_swizzle(nib_tensor *t);
 NIB_API nib_status nib_tensor_unswizzle(nib_tensor *t);
 
-/* Copy the rowwise codes into `buffer`, then let the tensor use that one; views of it stay as they were. SHAPE unless
- * it has exactly their size. */
+/* Copy the rowwise codes into `buffer`, which then replaces the tensor's own; views of it stay as they were. SHAPE unless
+ * the buffer has exactly their size. */
 NIB_API nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer);
 
 /* ---- Shapes ------------------------------------------------------------------------------------------- */
@@ -498,8 +509,8 @@ NIB_API nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer);
  * USAGE for a part that the format does not have. */
 NIB_API nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape, int *out_rank,
                                   int64_t *out_shape);
-/* The same without the padding: the corner of it that means something, in row-major scales. USAGE for a part that the
- * format does not have. */
+/* The same without the padding: the corner that holds scales of blocks where they are row-major. USAGE for a part that
+ * the format does not have. */
 NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape,
                                         int *out_rank, int64_t *out_shape);
 
@@ -508,9 +519,10 @@ NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, i
 typedef enum nib_amax_choice { NIB_AMAX_MAX = 0, NIB_AMAX_MOST_RECENT, NIB_AMAX_CHOICE_COUNT } nib_amax_choice;
 
 /* After a step: history[0] is the amax that the step's quantizations saw, history[1..n-1] are those before, the oldest
- * first (TransformerEngine's order). Choose the window's largest or the most recent; *scale becomes largest / 2^margin
- * / amax (FLT_MAX where that overflows) if that amax is positive and finite, and stays otherwise; then the window
- * rolls: the oldest is gone, history[0] has become the last and is 0. element: E4M3 or E5M2. */
+ * first (TransformerEngine's order). Choose the window's largest amax or the most recent; *scale becomes largest /
+ * 2^margin / amax, where largest is the element's largest value (FLT_MAX where that overflows), if that amax is positive
+ * and finite, and stays as it is otherwise. Then the window rolls: the oldest is gone, the current one becomes the last,
+ * and history[0] is 0. element: E4M3 or E5M2. On the host only: both pointers are host memory. */
 NIB_API nib_status nib_delayed_scaling_update(nib_dtype element, nib_amax_choice choice, int margin, float *history,
                                               size_t n, float *scale);
 
@@ -525,9 +537,9 @@ typedef struct nib_conversion_report {
     } first[16];
 } nib_conversion_report;
 
-/* The rowwise usage of an MXFP4 tensor as NVFP4 with a power-of-two decode scale: every value is the same where the
- * block's scale lies within 2^17 of the largest, or its codes allow another one. Elsewhere the nearest codes are taken
- * and the block reported; the report may be NULL, and inexact blocks are then NIB_ERR_MISMATCH. */
+/* The rowwise usage of an MXFP4 tensor as NVFP4 whose tensor scale is a power of two: every value is the same where the
+ * block's scale lies within 2^17 of the largest, or its codes allow another scale. Elsewhere the nearest codes are taken
+ * and the block is reported; the report may be NULL, and inexact blocks are then NIB_ERR_MISMATCH. On the host only. */
 NIB_API nib_status nib_mxfp4_to_nvfp4(const nib_tensor *mxfp4, nib_conversion_report *report, nib_tensor **out);
 
 #ifdef __cplusplus

@@ -40,7 +40,12 @@ typedef struct nib_job {
     const nib_comm *comm; /* ranks that divide the work and see the same files; NULL: this process alone */
 } nib_job;
 
-NIB_API void nib_job_init(nib_job *job);
+static inline void nib_job_init(nib_job *job)
+{
+    const nib_job defaults = { sizeof defaults, 0, 0, NULL, NULL, NULL };
+    if (job)
+        *job = defaults;
+}
 
 /* ---- Opening --------------------------------------------------------------------------------------------- */
 
@@ -62,6 +67,18 @@ typedef enum nib_checkpoint_format {
 NIB_API const char *
 nib_checkpoint_format_name(nib_checkpoint_format format); /* "compressed-tensors"; NULL outside the enum */
 NIB_API nib_status nib_checkpoint_format_from_name(const char *name, nib_checkpoint_format *out);
+
+/* What a plan does with a weight. */
+typedef enum nib_action {
+    NIB_ACTION_QUANTIZE = 0,
+    NIB_ACTION_CONVERT, /* other names, same codes */
+    NIB_ACTION_DEQUANTIZE,
+    NIB_ACTION_REPAIR,
+    NIB_ACTION_KEEP, /* a weight that stays as it is; the reason says why */
+    NIB_ACTION_COUNT
+} nib_action;
+/* Whether nib_plan_quantize, _convert, _dequantize or _repair writes this format. */
+NIB_API int nib_checkpoint_format_written_by(nib_checkpoint_format format, nib_action action);
 
 /* Open a directory (with or without an index), a safetensors file or a GGUF file. Headers, index and configuration are
  * read and checked whole; data is read on demand, so that a file that changes meanwhile is an error of the call that
@@ -105,17 +122,17 @@ typedef struct nib_weight {
     const char *tensor;                 /* the tensor that holds its data; experts of a stack share one */
     const char *file;                   /* where that is */
     uint64_t stored_bytes;              /* of all of its tensors */
-    nib_tensor_scale tensor_scale_kind; /* NVFP4 checkpoint formats: what the number per tensor means */
+    nib_tensor_scale tensor_scale_kind; /* NVFP4 checkpoint formats: what the value per tensor means */
     float tensor_scale;
     int has_input_scale; /* NVFP4 checkpoint formats: that of activations, in the same sense as the tensor scale */
     float input_scale;
 } nib_weight;
-/* Weights in the order of their names, numbers within names by value, 0..weights-1. tensor scale and input_scale are read
- * from the file. */
+/* Weights in the order of their names, numbers within names by value, 0..weights-1. tensor_scale and input_scale are
+ * read from the file. */
 NIB_API nib_status nib_checkpoint_get_weight(const nib_checkpoint *checkpoint, size_t index, nib_weight *out);
 NIB_API nib_status nib_checkpoint_find_weight(const nib_checkpoint *checkpoint, const char *name, size_t *index);
 
-/* Rows first..first+count-1 of a weight as numbers: `out` is [count, K], contiguous, F32, BF16 or F16. */
+/* Rows first..first+count-1 of a weight as values: `out` is [count, K], contiguous, F32, BF16 or F16. */
 NIB_API nib_status nib_checkpoint_read_rows(const nib_checkpoint *checkpoint, size_t weight, int64_t first,
                                             int64_t count, const nib_array *out);
 /* The same as stored, of NVFP4 checkpoint formats only (MODE): codes [count, ceil(K/2)], the even element low, and E4M3 scales
@@ -123,7 +140,7 @@ NIB_API nib_status nib_checkpoint_read_rows(const nib_checkpoint *checkpoint, si
 NIB_API nib_status nib_checkpoint_read_codes(const nib_checkpoint *checkpoint, size_t weight, int64_t first,
                                              int64_t count, uint8_t *codes, uint8_t *scales);
 
-/* ---- Numbers about a weight -------------------------------------------------------------------------------- */
+/* ---- Measures of a weight ----------------------------------------------------------------------------------- */
 
 typedef struct nib_weight_stats {
     size_t bytes;
@@ -135,10 +152,10 @@ typedef struct nib_weight_stats {
     int64_t clipped;     /* |a| above what b's block can hold: 6 times its factor */
     int64_t underflowed; /* blocks of b with scale 0 or code 1..7 (below 2^-6), and something in a */
     int64_t nonfinite;   /* of a */
-    int64_t codes[16];   /* how often each code is in b; NVFP4 checkpoint formats only */
+    int64_t codes[16];   /* how often each 4-bit code is in b; NVFP4 checkpoint formats only */
     int64_t scales[256]; /* how often each scale byte */
 } nib_weight_stats;
-/* 10 log10(sum_squares / error_squares); infinity without an error. */
+/* 10 log10(sum_squares / error_squares); infinity without an error, NaN for a struct that is rejected. */
 NIB_API double nib_stats_sqnr(const nib_weight_stats *stats);
 
 /* Weight `b_index` of b against weight `a_index` of a, which must have its shape (MISMATCH). a may be b: then errors are
@@ -151,7 +168,7 @@ typedef struct nib_compared {
     const char *name;
     int64_t rows, cols;
     nib_checkpoint_format format_a, format_b;
-    nib_weight_stats stats;
+    const nib_weight_stats *stats; /* valid during the call that it is given to */
 } nib_compared;
 /* Every weight that both have with the same shape, in the order of names, given to `each` (not 0 stops: CANCELLED);
  * *only_a and *only_b (may be NULL) count those that one alone has. */
@@ -205,7 +222,14 @@ typedef enum nib_preset {
     NIB_PRESET_COUNT
 } nib_preset;
 
-#define NIB_UNSET (-1) /* for an enum or number below: what the dialect fixes, or the default */
+/* The words for these and for rules of nib.h, as options and provenance have them; NULL outside the enum. */
+NIB_API const char *nib_scheme_name(nib_scheme scheme);                     /* "nvfp4a16" */
+NIB_API const char *nib_activation_name(nib_activation activation);         /* "norm" */
+NIB_API const char *nib_preset_name(nib_preset preset);                     /* "mlp-only" */
+NIB_API const char *nib_scale_rule_name(nib_scale_rule rule);               /* "4over6" */
+NIB_API const char *nib_tensor_scale_rule_name(nib_tensor_scale_rule rule); /* "pow2" */
+
+#define NIB_UNSET (-1) /* for an enum or value below: what the dialect fixes, or the default */
 
 typedef struct nib_quantize_options {
     size_t bytes;
@@ -228,8 +252,13 @@ typedef struct nib_quantize_options {
     uint64_t shard_bytes; /* of an output file, about; 0: 5 GB */
     uint8_t keep_split;   /* a file per input file, under its name */
 } nib_quantize_options;
-/* compressed-tensors, nvfp4a16, everything else unset. */
-NIB_API void nib_quantize_options_init(nib_quantize_options *options);
+/* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
+ * has. */
+NIB_API nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes);
+static inline void nib_quantize_options_init(nib_quantize_options *options)
+{
+    (void)nib_quantize_options_init_sized(options, sizeof *options);
+}
 
 typedef struct nib_plan nib_plan;
 
@@ -246,21 +275,12 @@ NIB_API nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype
 NIB_API nib_status nib_plan_repair(const nib_checkpoint *in, nib_plan **out);
 NIB_API void nib_plan_destroy(nib_plan *plan);
 
-typedef enum nib_action {
-    NIB_ACTION_QUANTIZE = 0,
-    NIB_ACTION_CONVERT, /* other names, same codes */
-    NIB_ACTION_DEQUANTIZE,
-    NIB_ACTION_REPAIR,
-    NIB_ACTION_KEEP, /* a weight that stays as it is; the reason says why */
-    NIB_ACTION_COUNT
-} nib_action;
-
 /* What becomes of one weight. */
 typedef struct nib_plan_row {
     size_t bytes;
     const char *name;
     nib_action action;
-    const char *reason; /* why it is kept (or dequantized, where only plain numbers can be kept); "" otherwise */
+    const char *reason; /* why it is kept (or dequantized, where only plain values can be kept); "" otherwise */
     int64_t rows, cols;
     uint64_t bytes_in, bytes_out;
     const char *group; /* name of the first weight that shares its tensor scale; "" where it is alone */

@@ -14,20 +14,21 @@ extern "C" {
 struct DLManagedTensor;          /* DLPack before 1.0 */
 struct DLManagedTensorVersioned; /* DLPack 1.x */
 
-/* View a DLPack tensor without a copy and without taking it over: it must outlive `out`. `device` says where nib is to
- * see it; DEVICE where the tensor is elsewhere. A view does not
- * remember that a tensor is read-only: such a one must not be written to. */
+/* View a DLPack tensor without a copy and without taking it over: it must outlive `out`. `device` becomes that of the
+ * array; DEVICE where the tensor does not lie there (on the host: memory of the CPU, pinned memory included). A view does
+ * not remember that a tensor is read-only: do not write to such a view. */
 NIB_API nib_status nib_array_from_dlpack(const struct DLManagedTensor *managed, nib_device *device, nib_array *out);
 NIB_API nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned *managed, nib_device *device,
                                                    nib_array *out);
 
-/* Take over a C-contiguous DLPack tensor of that device: its deleter runs when the buffer goes. */
+/* Take over a C-contiguous DLPack tensor of that device: its deleter runs when the last reference to the buffer goes. ARG
+ * for one that is read-only. */
 NIB_API nib_status nib_buffer_from_dlpack(struct DLManagedTensor *managed, nib_device *device, nib_buffer **out);
 NIB_API nib_status nib_buffer_from_dlpack_versioned(struct DLManagedTensorVersioned *managed, nib_device *device,
                                                     nib_buffer **out);
 
-/* Give a plain array away as a DLPack tensor. `owner` is retained until the deleter runs; NULL if the memory is sure to
- * outlive the tensor. */
+/* A plain array as a DLPack tensor for somebody else. `owner` is retained until its deleter runs; NULL if the memory
+ * outlives the tensor anyway. */
 NIB_API nib_status nib_array_to_dlpack(const nib_array *array, nib_buffer *owner, struct DLManagedTensor **out);
 NIB_API nib_status nib_array_to_dlpack_versioned(const nib_array *array, nib_buffer *owner,
                                                  struct DLManagedTensorVersioned **out);

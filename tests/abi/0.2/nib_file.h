@@ -27,7 +27,7 @@ NIB_API nib_status nib_file_open(const char *path, nib_file **out);
 NIB_API void nib_file_close(nib_file *file);
 NIB_API size_t nib_file_count(const nib_file *file);
 
-/* Entries are numbered in the order of their names. */
+/* Entries are in the order of their names. */
 NIB_API nib_status nib_file_entry(const nib_file *file, size_t index, nib_entry *out);
 /* ARG with the name in the message if there is none. */
 NIB_API nib_status nib_file_find(const nib_file *file, const char *name, size_t *index);
@@ -38,8 +38,8 @@ NIB_API nib_status nib_file_metadata_entry(const nib_file *file, size_t index, c
 /* Read `bytes` of an entry from `offset` within it. IO if the file has shrunk since. */
 NIB_API nib_status nib_file_read(const nib_file *file, size_t index, uint64_t offset, void *out, size_t bytes);
 
-/* A file being written. Declare everything, then write data in any order, then commit. Until then the data is under
- * a temporary name in the same directory; commit checks that every byte was written, syncs and renames. */
+/* A file that is being written. Declare everything, then write data in any order, then commit. Until then the data is
+ * under a temporary name in the same directory; commit checks that every byte was written, syncs and renames. */
 typedef struct nib_writer nib_writer;
 
 NIB_API nib_status nib_writer_create(const char *path, nib_writer **out);
@@ -54,8 +54,9 @@ NIB_API nib_status nib_writer_commit(nib_writer *writer); /* afterwards only des
 NIB_API void nib_writer_destroy(nib_writer *writer);      /* an uncommitted file is removed */
 
 /* A whole tensor under `name`: its parts as NAME.row_data, NAME.col_scale, ..., scales as they lie in memory, and all
- * of its metadata. declare before any write; after a failed declaration the writer is only fit to be destroyed. read
- * gives back a tensor equal to the one written. */
+ * of its metadata. Declare it before any write; after a failed declaration only nib_writer_destroy may follow. Reading
+ * gives a tensor equal to the one written, on the device asked for; files of version 0.1 are read too. Writing waits for
+ * the tensor's device. */
 NIB_API nib_status nib_writer_declare_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_writer_write_tensor(nib_writer *writer, const char *name, const nib_tensor *t);
 NIB_API nib_status nib_file_read_tensor(const nib_file *file, const char *name, nib_device *device, nib_tensor **out);

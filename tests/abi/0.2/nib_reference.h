@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * nib_reference.h - what others can be compared with: codecs, matrices, layouts of codes and scales, the reference GEMM.
+ * nib_reference.h - what other implementations can be compared with: codecs, matrices, layouts of codes and scales, the
+ * reference GEMM.
  *
- * Raw pointers here are host memory.
+ * All of it runs on the host only; raw pointers are host memory.
  */
 #ifndef NIB_REFERENCE_H
 #define NIB_REFERENCE_H
@@ -16,7 +17,7 @@ extern "C" {
 /* ---- Codecs ---------------------------------------------------------------------------------------------- */
 
 /* Encode n floats as dtype (E2M1, E4M3, E5M2, E8M0, BF16, F16, F32), or decode them. Rounding is to nearest even
- * and saturates to the largest finite value (BF16, F16: to infinity, as IEEE has it); E8M0 takes the power of
+ * and saturates to the largest finite value (BF16, F16: to infinity, as IEEE 754 has it); E8M0 becomes the power of
  * two at or above |x|. E2M1 is packed: (n + 1) / 2 bytes, a missing last nibble is 0. */
 NIB_API nib_status nib_encode(nib_dtype dtype, const float *x, size_t n, void *out);
 NIB_API nib_status nib_decode(nib_dtype dtype, const void *codes, size_t n, float *out);
@@ -37,9 +38,10 @@ NIB_API void nib_philox4x32(const uint32_t counter[4], const uint32_t key[2], ui
 NIB_API nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
 NIB_API nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
 
-/* y = alpha * A B^T, or y += it. An operand's rowwise usage is its [M, K] matrix; its columnwise usage is the
- * transpose [K, M]; their inner sizes must agree, and both or none must be transformed (by the same mask). y is F32
- * [rows of A, rows of B]. One FP32 accumulator per output, blocks in the order of k: the bits of TE's reference. */
+/* y = alpha * A B^T or, with accumulate, y += alpha * A B^T. An operand's rowwise usage is its [M, K] matrix; its
+ * columnwise usage is the transpose [K, M]; their inner sizes must agree, and both or neither must have the RHT (with the
+ * same mask). y is F32 [rows of A, rows of B]. One FP32 accumulator per output, blocks in the order of k: the bits of
+ * TransformerEngine's reference. */
 NIB_API nib_status nib_gemm_reference(const nib_tensor *a, nib_usage a_usage, const nib_tensor *b, nib_usage b_usage,
                                       float alpha, int accumulate, const nib_array *y);
 
