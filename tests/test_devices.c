@@ -1,0 +1,860 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_devices.c - everything that a tensor can do, on a device whose memory the host cannot touch: the results are the
+ * host's, nothing above the seam follows a pointer, and what fails leaves things as they were.
+ */
+#define _GNU_SOURCE
+#include "test_directory.h"
+
+#include <math.h>
+
+#include "base/device.h"
+#include "fake_device.h"
+#include "team.h"
+#include "tensor/tensor.h"
+
+/* ---- Kinds of tensors ---- */
+
+enum kind {
+    LINES,
+    SQUARE,
+    ROW_SCALED,
+    RHT,
+    RHT_ROWWISE,
+    STOCHASTIC_8,
+    STOCHASTIC_24,
+    UNBIASED,
+    FOUR_OVER_SIX,
+    FOUR_OVER_SIX_SQUARE,
+    SWEEP,
+    SWIZZLED,
+    EXACT,
+    GIST,
+    TORCHAO,
+    MODELOPT,
+    COMPRESSED_TENSORS,
+    FLOAT8,
+    FLOAT8_E5M2,
+    MXFP8,
+    MXFP8_SQUARE,
+    MXFP8_SWIZZLED,
+    FLOAT8_BLOCK,
+    FLOAT8_BLOCK_LINES,
+    MXFP4,
+    KINDS
+};
+
+static nib_format format_of(enum kind kind)
+{
+    return kind < FLOAT8            ? NIB_NVFP4
+           : kind <= FLOAT8_E5M2    ? NIB_FLOAT8
+           : kind <= MXFP8_SWIZZLED ? NIB_MXFP8
+           : kind < MXFP4           ? NIB_FLOAT8_BLOCK
+                                    : NIB_MXFP4;
+}
+
+static nib_quantizer quantizer_of(enum kind kind)
+{
+    nib_quantizer q;
+    CHECK_OK(nib_quantizer_init_format(&q, format_of(kind)));
+    const bool square = kind == SQUARE || kind == FOUR_OVER_SIX_SQUARE;
+    if (square || kind == MXFP8_SQUARE)
+        q.block_dims[0] = q.block_dims[1];
+    if (kind == FLOAT8_BLOCK_LINES)
+        q.block_dims[0] = 1;
+    q.row_scaled = kind == ROW_SCALED;
+    q.rht = kind == RHT || kind == RHT_ROWWISE;
+    q.rht_rowwise = kind == RHT_ROWWISE;
+    q.rounding = kind == STOCHASTIC_8    ? NIB_ROUND_STOCHASTIC_8
+                 : kind == STOCHASTIC_24 ? NIB_ROUND_STOCHASTIC_24
+                 : kind == UNBIASED      ? NIB_ROUND_STOCHASTIC_UNBIASED
+                                         : NIB_ROUND_NEAREST;
+    q.seed = 12345;
+    q.scale_rule = kind == FOUR_OVER_SIX || kind == FOUR_OVER_SIX_SQUARE ? NIB_SCALE_4OVER6
+                   : kind == SWEEP                                       ? NIB_SCALE_SWEEP
+                                                                         : NIB_SCALE_RTN;
+    q.swizzled = kind == SWIZZLED || kind == MXFP8_SWIZZLED;
+    if (kind == EXACT)
+        q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_EXACT;
+    if (kind >= GIST && kind <= COMPRESSED_TENSORS)
+        q.dialect = (nib_dialect)(NIB_DIALECT_GIST + (kind - GIST));
+    if (kind == FLOAT8_E5M2)
+        q.element = NIB_E5M2;
+    return q;
+}
+
+/* ---- The same values on the host and on the device ---- */
+
+enum layout { CONTIGUOUS, GAPS, REVERSED, TRANSPOSED, LAYOUTS };
+
+struct setting {
+    enum kind kind;
+    nib_quantizer q;
+    nib_dtype dtype;
+    enum layout layout;
+    int rank;
+    int64_t shape[NIB_MAX_RANK];
+    nib_device *device;
+    nib_array host_x, x;
+    nib_tensor *host, *t;
+};
+
+/* An array of the host, with memory of its own, of that layout; its elements are zeros. */
+static nib_array make_array(nib_dtype dtype, int rank, const int64_t *shape, enum layout layout)
+{
+    nib_array array = { .dtype = dtype, .rank = rank };
+    int64_t stride = 1;
+    const size_t size = (size_t)nib_dtype_bits(dtype) / 8;
+    for (int k = 0; k < rank; k++) {
+        const int dim = layout == TRANSPOSED ? k : rank - 1 - k;
+        array.shape[dim] = shape[dim];
+        array.strides[dim] = stride;
+        stride *= shape[dim] + (layout == GAPS && k == 0 ? 3 : 0);
+    }
+    array.bytes = (size_t)stride * size;
+    if (layout == REVERSED && rank && shape[0] > 0) {
+        array.offset = (size_t)((shape[0] - 1) * array.strides[0]) * size;
+        array.strides[0] = -array.strides[0];
+    }
+    array.data = malloc(array.bytes + 1);
+    if (!array.data)
+        exit(2);
+    memset(array.data, 0, array.bytes);
+    return array;
+}
+
+static void fill_array(nib_array *array)
+{
+    const size_t n = array->bytes / ((size_t)nib_dtype_bits(array->dtype) / 8);
+    float *values = malloc(n * sizeof *values + 1);
+    for (size_t i = 0; i < n; i++)
+        values[i] = test_normal() * (test_below(8) ? 1.0f : 40.0f);
+    CHECK_OK(nib_encode(array->dtype, values, n, array->data));
+    free(values);
+}
+
+static void open_setting(struct setting *s)
+{
+    s->device = fake_create(0);
+    s->host_x = make_array(s->dtype, s->rank, s->shape, s->layout);
+    fill_array(&s->host_x);
+    s->x = fake_array(s->device, &s->host_x);
+    s->host = s->t = NULL;
+    CHECK_OK(nib_quantize(&s->q, &s->host_x, NULL, &s->host));
+    CHECK_OK(nib_quantize(&s->q, &s->x, NULL, &s->t));
+}
+
+static void close_setting(struct setting *s)
+{
+    nib_tensor_destroy(s->host);
+    nib_tensor_destroy(s->t);
+    fake_free(s->device, s->x.data);
+    free(s->host_x.data);
+    nib_device_release(s->device);
+    CHECK_THAT(fake_live() == 0, "kind %d: %ld things of the device are left", (int)s->kind, fake_live());
+}
+
+static struct setting setting_of(enum kind kind, nib_dtype dtype, int rank, const int64_t *shape)
+{
+    struct setting s = { .kind = kind, .q = quantizer_of(kind), .dtype = dtype, .rank = rank };
+    memcpy(s.shape, shape, (size_t)rank * sizeof *shape);
+    return s;
+}
+
+/* Whole blocks, tails, a rank of 3, next to nothing, nothing. */
+static const struct {
+    int rank;
+    int64_t shape[3];
+} shapes[] = { { 2, { 48, 80 } }, { 2, { 33, 50 } }, { 3, { 2, 16, 64 } }, { 2, { 1, 3 } }, { 2, { 0, 32 } } };
+enum { SHAPES = sizeof shapes / sizeof *shapes };
+
+static void for_settings(void (*run)(struct setting *s))
+{
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    for (int kind = 0; kind < KINDS; kind++)
+        for (int shape = 0; shape < SHAPES; shape++)
+            for (int dtype = 0; dtype < 3; dtype++) {
+                struct setting s = setting_of((enum kind)kind, dtypes[dtype], shapes[shape].rank, shapes[shape].shape);
+                s.layout = (enum layout)((kind + shape + dtype) % LAYOUTS);
+                const nib_array like = { .dtype = s.dtype,
+                                         .rank = s.rank,
+                                         .shape = { s.shape[0], s.shape[1], s.shape[2] } };
+                if (nib_quantizer_check(&s.q, &like))
+                    continue; /* the RHT and rows that are no multiple of 16 */
+                open_setting(&s);
+                run(&s);
+                close_setting(&s);
+                if (test_failures)
+                    fprintf(stderr, "  in kind %d, shape %d, dtype %d, layout %d\n", kind, shape, (int)s.dtype,
+                            (int)s.layout);
+                if (test_failures)
+                    return;
+            }
+}
+
+/* ---- Comparing ---- */
+
+static void check_metadata(const nib_tensor *a, const nib_tensor *b)
+{
+    nib_metadata of_a = { .bytes = sizeof of_a }, of_b = { .bytes = sizeof of_b };
+    CHECK_OK(nib_tensor_get_metadata(a, &of_a));
+    CHECK_OK(nib_tensor_get_metadata(b, &of_b));
+    CHECK(nib_quantizer_equal(of_a.quantizer, of_b.quantizer));
+    of_a.quantizer = of_b.quantizer = NULL;
+    CHECK_BYTES(&of_a, &of_b, sizeof of_a);
+}
+
+/* One tensor on the host, and what should be the same on a device. */
+static void check_same(const nib_tensor *host, const nib_tensor *t, const nib_device *device)
+{
+    nib_tensor *back = NULL;
+    if (!host || !t) {
+        CHECK(!host && !t);
+        return;
+    }
+    CHECK(nib_device_same(nib_tensor_device(t), device));
+    CHECK_OK(nib_tensor_to(t, NULL, &back));
+    CHECK(nib_device_is_host(nib_tensor_device(back)));
+    check_metadata(host, back);
+    for (int part = 0; part < NIB_PART_COUNT; part++) {
+        nib_buffer *const of_host = nib_tensor_buffer(host, (nib_part)part),
+                          *const of_t = nib_tensor_buffer(t, (nib_part)part),
+                          *const of_back = nib_tensor_buffer(back, (nib_part)part);
+        CHECK(!of_host == !of_t && !of_host == !of_back);
+        if (!of_host || !of_t || !of_back)
+            continue;
+        CHECK(nib_device_same(nib_buffer_device(of_t), device) && nib_device_is_host(nib_buffer_device(of_back)));
+        CHECK(nib_buffer_bytes(of_host) == nib_buffer_bytes(of_back));
+        CHECK_BYTES(nib_buffer_data(of_host), nib_buffer_data(of_back), nib_buffer_bytes(of_host));
+        nib_array view = { 0 };
+        CHECK_OK(nib_tensor_part(t, (nib_part)part, &view));
+        CHECK(nib_device_same(view.device, device) && view.data == nib_buffer_data(of_t));
+    }
+    nib_tensor_destroy(back);
+}
+
+/* The same status on either; what came of it is compared. */
+#define CHECK_BOTH(on_host, on_device)                                                               \
+    do {                                                                                             \
+        const nib_status both_host = (on_host), both_device = (on_device);                           \
+        CHECK_THAT(both_host == both_device, "%s: %s on the host, %s on the device: %s", #on_device, \
+                   nib_status_name(both_host), nib_status_name(both_device), nib_last_error());      \
+    } while (0)
+
+static void check_and_destroy(nib_tensor *host, nib_tensor *t, const nib_device *device)
+{
+    check_same(host, t, device);
+    nib_tensor_destroy(host);
+    nib_tensor_destroy(t);
+}
+
+/* ---- Quantize ---- */
+
+static void run_quantize(struct setting *s)
+{
+    check_same(s->host, s->t, s->device);
+    nib_quantizer q = s->q;
+    q.amax_comm = nib_comm_serial();
+    nib_tensor *host = NULL, *t = NULL;
+    CHECK_BOTH(nib_quantize(&q, &s->host_x, NULL, &host), nib_quantize(&q, &s->x, NULL, &t));
+    check_and_destroy(host, t, s->device);
+}
+
+TEST(quantize) { for_settings(run_quantize); }
+
+/* Other values of the same shape, on both. */
+struct values {
+    nib_array host, on_device;
+};
+
+static struct values other_values(const struct setting *s, enum layout layout)
+{
+    struct values values = { .host = make_array(s->dtype, s->rank, s->shape, layout) };
+    fill_array(&values.host);
+    values.on_device = fake_array(s->device, &values.host);
+    return values;
+}
+
+static void free_values(const struct setting *s, struct values *values)
+{
+    free(values->host.data);
+    fake_free(s->device, values->on_device.data);
+}
+
+/* Quantizers that follow one another, each into what the one before left. */
+static void run_quantize_into(struct setting *s)
+{
+    nib_tensor *host_view = NULL, *view = NULL;
+    CHECK_OK(nib_tensor_view(s->host, s->rank, s->shape, &host_view));
+    CHECK_OK(nib_tensor_view(s->t, s->rank, s->shape, &view));
+    nib_quantizer chain[6];
+    for (int i = 0; i < 6; i++)
+        chain[i] = s->q;
+    chain[1].columnwise = 0;
+    chain[2].offset = 4;
+    chain[3].swizzled = !s->q.swizzled;
+    chain[4].rowwise = 0;
+    for (int i = 0; i < 6; i++) {
+        struct values x = other_values(s, (enum layout)(i % LAYOUTS));
+        const nib_quantizer *q = i ? &chain[i] : NULL;
+        CHECK_BOTH(nib_quantize_into(q, &x.host, NULL, NULL, s->host),
+                   nib_quantize_into(q, &x.on_device, NULL, NULL, s->t));
+        check_same(s->host, s->t, s->device);
+        check_same(host_view, view, s->device);
+        free_values(s, &x);
+    }
+    nib_tensor_destroy(host_view);
+    nib_tensor_destroy(view);
+}
+
+TEST(quantize_into) { for_settings(run_quantize_into); }
+
+/* ---- Overrides ---- */
+
+static float *upload_floats(const struct setting *s, const float *values, int64_t n)
+{
+    return fake_upload(s->device, values, (size_t)n * sizeof *values, sizeof *values);
+}
+
+enum { OVERRIDES = 6 };
+
+/* Which of the overrides, bit by bit, for a way to bring them. */
+static void run_overrides_in(struct setting *s, int way)
+{
+    float values[2][512];
+    const struct nib_geometry *g = &s->t->geometry;
+    nib_overrides host = { .bytes = sizeof host }, on_device = { .bytes = sizeof on_device };
+    float *memory[3] = { NULL }, seen = 0.25f, host_seen = seen, scale = 3.5f;
+    for (int usage = 0; usage < 2; usage++) {
+        const int64_t n = g->usage[usage].tensor_scales;
+        for (int64_t i = 0; i < n; i++)
+            values[usage][i] = 1.0f + (float)test_uniform();
+        memory[usage] = upload_floats(s, values[usage], n);
+        if (way == 0 || way == 3 || (way == 4 && usage == 0)) {
+            host.amax[usage] = values[usage];
+            on_device.amax[usage] = memory[usage];
+        }
+        if (way == 1) {
+            host.tensor_scale[usage] = values[usage];
+            on_device.tensor_scale[usage] = memory[usage];
+        }
+    }
+    float *const device_scale = upload_floats(s, &scale, 1);
+    if (way == 2) {
+        host.scale = &scale;
+        on_device.scale = device_scale;
+    }
+    memory[2] = upload_floats(s, &seen, 1);
+    if (way >= 2) {
+        host.amax_seen = &host_seen;
+        on_device.amax_seen = memory[2];
+    }
+    nib_tensor *a = NULL, *b = NULL;
+    CHECK_BOTH(nib_quantize(&s->q, &s->host_x, &host, &a), nib_quantize(&s->q, &s->x, &on_device, &b));
+    check_and_destroy(a, b, s->device);
+    CHECK_BOTH(nib_quantize_into(NULL, &s->host_x, &host, NULL, s->host),
+               nib_quantize_into(NULL, &s->x, &on_device, NULL, s->t));
+    check_same(s->host, s->t, s->device);
+    fake_download(s->device, &seen, memory[2], sizeof seen);
+    CHECK_BYTES(&seen, &host_seen, sizeof seen);
+    for (int i = 0; i < 3; i++)
+        fake_free(s->device, memory[i]);
+    fake_free(s->device, device_scale);
+}
+
+static void run_overrides(struct setting *s)
+{
+    for (int way = 0; way < OVERRIDES; way++)
+        run_overrides_in(s, way);
+}
+
+TEST(overrides) { for_settings(run_overrides); }
+
+TEST(overrides_that_are_rejected)
+{
+    struct setting s = setting_of(LINES, NIB_BF16, 2, shapes[0].shape);
+    open_setting(&s);
+    const float negative = -1;
+    float *const on_device = upload_floats(&s, &negative, 1);
+    const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { on_device, on_device } };
+    nib_tensor *out = NULL;
+    CHECK_FAILS(nib_quantize(&s.q, &s.x, &overrides, &out), NIB_ERR_ARG, "is negative");
+    CHECK_FAILS(nib_quantize_into(&s.q, &s.x, &overrides, NULL, s.t), NIB_ERR_ARG, "is negative");
+    fake_open();
+    *on_device = 1;
+    fake_close();
+    fake_ops(s.device)->check_overrides = NULL; /* a device need not look at them */
+    CHECK_OK(nib_quantize(&s.q, &s.x, &overrides, &out));
+    nib_tensor_destroy(out);
+    fake_free(s.device, on_device);
+    close_setting(&s);
+}
+
+/* ---- Dequantize ---- */
+
+static void dequantize_both(struct setting *s, nib_usage from, nib_dtype dtype, enum layout layout, int64_t first,
+                            int64_t count)
+{
+    const int64_t rows_shape[2] = { count, s->t->geometry.cols };
+    nib_array host =
+        count < 0 ? make_array(dtype, s->rank, s->shape, layout) : make_array(dtype, 2, rows_shape, layout);
+    memset(host.data, 0x5A, host.bytes);
+    nib_array out = fake_array(s->device, &host);
+    if (count < 0)
+        CHECK_BOTH(nib_dequantize(s->host, from, &host), nib_dequantize(s->t, from, &out));
+    else
+        CHECK_BOTH(nib_dequantize_rows(s->host, from, first, count, &host),
+                   nib_dequantize_rows(s->t, from, first, count, &out));
+    char *back = malloc(host.bytes + 1);
+    fake_download(s->device, back, out.data, host.bytes);
+    CHECK_BYTES(host.data, back, host.bytes);
+    free(back);
+    free(host.data);
+    fake_free(s->device, out.data);
+}
+
+static void run_dequantize(struct setting *s)
+{
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    const int64_t rows = s->t->geometry.rows;
+    for (int usage = 0; usage < 3; usage++) {
+        const nib_dtype dtype = dtypes[(usage + (int)s->kind) % 3];
+        const enum layout layout = (enum layout)((usage + (int)s->dtype) % LAYOUTS);
+        dequantize_both(s, (nib_usage)usage, dtype, layout, 0, -1);
+        for (int64_t first = 0; first < rows; first += 7)
+            dequantize_both(s, (nib_usage)usage, dtype, layout, first, nib_min(11, rows - first));
+    }
+}
+
+TEST(dequantize) { for_settings(run_dequantize); }
+
+/* ---- Create, zero, clone, copy, move ---- */
+
+static void run_life(struct setting *s)
+{
+    nib_tensor *host = NULL, *t = NULL, *elsewhere = NULL;
+    nib_device *const other = fake_create(1);
+    CHECK_OK(nib_tensor_create(&s->q, s->dtype, s->rank, s->shape, NULL, &host));
+    CHECK_OK(nib_tensor_create(&s->q, s->dtype, s->rank, s->shape, s->device, &t));
+    check_same(host, t, s->device);
+    CHECK_OK(nib_tensor_copy(host, s->host));
+    CHECK_OK(nib_tensor_copy(t, s->t));
+    check_same(s->host, t, s->device);
+    CHECK_OK(nib_tensor_zero(host));
+    CHECK_OK(nib_tensor_zero(t));
+    check_and_destroy(host, t, s->device);
+    CHECK_OK(nib_tensor_clone(s->t, &t));
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        CHECK(!nib_tensor_buffer(t, (nib_part)part) ||
+              nib_tensor_buffer(t, (nib_part)part) != nib_tensor_buffer(s->t, (nib_part)part));
+    check_same(s->host, t, s->device);
+    CHECK_OK(nib_tensor_to(t, other, &elsewhere));
+    check_same(s->host, elsewhere, other);
+    nib_tensor_destroy(elsewhere);
+    CHECK_OK(nib_tensor_to(s->host, other, &elsewhere));
+    check_same(s->host, elsewhere, other);
+    nib_tensor_clear(elsewhere);
+    CHECK(nib_tensor_device(elsewhere) == other);
+    nib_tensor_destroy(t);
+    CHECK_OK(nib_tensor_to(elsewhere, s->device, &t)); /* one without data */
+    CHECK(nib_tensor_device(t) == s->device);
+    nib_tensor_destroy(t);
+    nib_tensor_destroy(elsewhere);
+    nib_device_release(other);
+}
+
+TEST(life) { for_settings(run_life); }
+
+/* More bytes than are moved at a time, on the way from device to device. */
+TEST(large_moves)
+{
+    struct setting s = setting_of(FLOAT8, NIB_BF16, 2, (const int64_t[2]){ 1031, 2047 });
+    nib_device *const other = fake_create(3);
+    nib_tensor *elsewhere = NULL;
+    open_setting(&s);
+    CHECK_OK(nib_tensor_to(s.t, other, &elsewhere));
+    check_same(s.host, elsewhere, other);
+    nib_tensor_destroy(elsewhere);
+    nib_device_release(other);
+    close_setting(&s);
+}
+
+/* ---- Views, slices ---- */
+
+static void run_views(struct setting *s)
+{
+    const int64_t elements = s->t->geometry.rows * s->t->geometry.cols;
+    const struct {
+        int rank;
+        int64_t shape[4];
+    } wanted[] = { { 2, { -1, s->shape[s->rank - 1] } },
+                   { 3, { 1, -1, s->shape[s->rank - 1] } },
+                   { 2, { -1, 16 } },
+                   { 2, { -1, 64 } },
+                   { 2, { -1, 160 } },
+                   { 1, { elements } },
+                   { 2, { 7, 7 } } };
+    nib_quantizer rowwise = s->q;
+    rowwise.columnwise = 0;
+    for (int both = 0; both < 2; both++) {
+        if (both) /* without the columnwise usage more of them are possible */
+            CHECK_BOTH(nib_quantize_into(&rowwise, &s->host_x, NULL, NULL, s->host),
+                       nib_quantize_into(&rowwise, &s->x, NULL, NULL, s->t));
+        for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+            nib_tensor *host = NULL, *t = NULL;
+            CHECK_BOTH(nib_tensor_view(s->host, wanted[i].rank, wanted[i].shape, &host),
+                       nib_tensor_view(s->t, wanted[i].rank, wanted[i].shape, &t));
+            check_and_destroy(host, t, s->device);
+            host = t = NULL;
+            CHECK_BOTH(nib_tensor_reshape(s->host, wanted[i].rank, wanted[i].shape, &host),
+                       nib_tensor_reshape(s->t, wanted[i].rank, wanted[i].shape, &t));
+            check_and_destroy(host, t, s->device);
+        }
+    }
+}
+
+TEST(views) { for_settings(run_views); }
+
+static void run_slices(struct setting *s)
+{
+    const int64_t rows = s->t->geometry.rows;
+    nib_quantizer rowwise = s->q;
+    rowwise.columnwise = 0;
+    for (int both = 0; both < 2; both++) {
+        if (both)
+            CHECK_BOTH(nib_quantize_into(&rowwise, &s->host_x, NULL, NULL, s->host),
+                       nib_quantize_into(&rowwise, &s->x, NULL, NULL, s->t));
+        static const int64_t cuts[][2] = { { 0, 16 }, { 16, 16 }, { 32, 1 }, { 16, 17 }, { 5, 9 }, { 0, 0 } };
+        for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
+            nib_tensor *host = NULL, *t = NULL;
+            CHECK_BOTH(nib_tensor_slice(s->host, cuts[i][0], cuts[i][1], &host),
+                       nib_tensor_slice(s->t, cuts[i][0], cuts[i][1], &t));
+            check_and_destroy(host, t, s->device);
+        }
+        const int64_t counts[3] = { nib_min(16, rows), 0, rows - nib_min(16, rows) };
+        nib_tensor *host[3] = { NULL }, *t[3] = { NULL };
+        CHECK_BOTH(nib_tensor_split(s->host, counts, 3, host), nib_tensor_split(s->t, counts, 3, t));
+        for (int i = 0; i < 3; i++)
+            check_and_destroy(host[i], t[i], s->device);
+    }
+}
+
+TEST(slices) { for_settings(run_slices); }
+
+/* ---- Equality ---- */
+
+static void run_equal(struct setting *s)
+{
+    nib_tensor *clone = NULL;
+    int equal = -1;
+    CHECK_OK(nib_tensor_clone(s->t, &clone));
+    CHECK_OK(nib_tensor_equal(s->t, clone, &equal));
+    CHECK(equal == 1);
+    for (int part = 0; part < NIB_PART_COUNT; part++) {
+        nib_buffer *const buffer = nib_tensor_buffer(clone, (nib_part)part);
+        if (!nib_buffer_bytes(buffer) || s->t->geometry.rows * s->t->geometry.cols == 0)
+            continue;
+        fake_open();
+        ((uint8_t *)nib_buffer_data(buffer))[0] ^= 1;
+        fake_close();
+        CHECK_OK(nib_tensor_equal(s->t, clone, &equal));
+        CHECK_THAT(equal == 0, "part %d makes no difference", part);
+        fake_open();
+        ((uint8_t *)nib_buffer_data(buffer))[0] ^= 1;
+        fake_close();
+    }
+    CHECK_OK(nib_tensor_equal(s->t, clone, &equal));
+    CHECK(equal == 1);
+    nib_tensor_destroy(clone);
+}
+
+TEST(equal) { for_settings(run_equal); }
+
+/* ---- Usages, swizzle, rebind, options ---- */
+
+static void run_usages(struct setting *s)
+{
+    static const int wanted[][2] = { { -1, -1 }, { 1, 0 }, { -1, 1 }, { 0, 1 }, { 1, 1 }, { 0, 0 } };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        nib_tensor *host = NULL, *t = NULL, *view = NULL, *host_view = NULL;
+        CHECK_OK(nib_tensor_view(s->host, s->rank, s->shape, &host_view));
+        CHECK_OK(nib_tensor_view(s->t, s->rank, s->shape, &view));
+        CHECK_BOTH(nib_tensor_update_usage(s->host, wanted[i][0], wanted[i][1]),
+                   nib_tensor_update_usage(s->t, wanted[i][0], wanted[i][1]));
+        check_same(s->host, s->t, s->device);
+        check_and_destroy(host_view, view, s->device);
+        CHECK_OK(nib_tensor_clone(s->host, &host));
+        CHECK_OK(nib_tensor_clone(s->t, &t));
+        CHECK_BOTH(nib_tensor_invalidate_columnwise(host), nib_tensor_invalidate_columnwise(t));
+        check_same(host, t, s->device);
+        CHECK_BOTH(nib_tensor_update_usage(host, -1, 1), nib_tensor_update_usage(t, -1, 1));
+        check_same(host, t, s->device);
+        nib_tensor *const host_list[1] = { host }, *const list[1] = { t };
+        CHECK_BOTH(nib_post_all_gather_processing(host_list, 1), nib_post_all_gather_processing(list, 1));
+        check_and_destroy(host, t, s->device);
+    }
+}
+
+TEST(usages) { for_settings(run_usages); }
+
+static void run_swizzle(struct setting *s)
+{
+    nib_tensor *host_view = NULL, *view = NULL;
+    CHECK_OK(nib_tensor_view(s->host, s->rank, s->shape, &host_view));
+    CHECK_OK(nib_tensor_view(s->t, s->rank, s->shape, &view));
+    for (int i = 0; i < 3; i++) {
+        const bool swizzle = (i % 2 == 0) != s->q.swizzled;
+        CHECK_BOTH((swizzle ? nib_tensor_swizzle : nib_tensor_unswizzle)(s->host),
+                   (swizzle ? nib_tensor_swizzle : nib_tensor_unswizzle)(s->t));
+        check_same(s->host, s->t, s->device);
+        check_same(host_view, view, s->device);
+    }
+    nib_tensor_destroy(host_view);
+    nib_tensor_destroy(view);
+}
+
+TEST(swizzle) { for_settings(run_swizzle); }
+
+static void run_rebind(struct setting *s)
+{
+    const size_t bytes = nib_buffer_bytes(nib_tensor_buffer(s->t, NIB_ROW_DATA));
+    nib_buffer *buffer = NULL;
+    nib_tensor *view = NULL;
+    CHECK_OK(nib_buffer_create(bytes, s->device, &buffer));
+    CHECK_OK(nib_tensor_view(s->t, s->rank, s->shape, &view));
+    if (s->kind < FLOAT8)
+        CHECK_OK(nib_modify_nvfp4_rowwise_storage(s->t, buffer));
+    else
+        CHECK_OK(nib_tensor_rebind_rowwise(s->t, buffer));
+    CHECK(nib_tensor_buffer(s->t, NIB_ROW_DATA) == buffer);
+    nib_buffer_release(buffer);
+    check_same(s->host, s->t, s->device);
+    check_same(s->host, view, s->device);
+    nib_quantizer q = s->q;
+    q.offset += 8;
+    CHECK_OK(nib_tensor_set_quantizer(s->t, &q));
+    CHECK_OK(nib_tensor_set_quantizer(s->host, &q));
+    check_same(s->host, s->t, s->device);
+    nib_tensor_destroy(view);
+}
+
+TEST(rebind) { for_settings(run_rebind); }
+
+/* ---- Save and restore, buffers ---- */
+
+static void run_save(struct setting *s)
+{
+    nib_buffer *saved[NIB_PART_COUNT] = { NULL };
+    size_t n = 0, used = 0;
+    CHECK_OK(nib_tensor_prepare_for_saving(s->t, saved, NIB_PART_COUNT, &n));
+    CHECK(nib_tensor_device(s->t) == s->device);
+    CHECK_OK(nib_tensor_restore_from_saved(s->t, saved, n, &used));
+    CHECK(used == n);
+    check_same(s->host, s->t, s->device);
+    nib_item items[2] = { { .tensor = s->t }, { .array = s->x } };
+    nib_saved list[NIB_PART_COUNT + 1];
+    CHECK_OK(nib_prepare_for_saving(items, 2, list, NIB_PART_COUNT + 1, &n));
+    CHECK_OK(nib_restore_from_saved(items, 2, list, n, &used));
+    CHECK(used == n && items[1].array.device == s->device && items[1].array.data == s->x.data);
+    check_same(s->host, s->t, s->device);
+    nib_buffer *parts[NIB_PART_COUNT];
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        parts[part] = nib_tensor_buffer(s->t, (nib_part)part);
+    nib_tensor *t = NULL;
+    CHECK_OK(nib_tensor_from_buffers(&s->q, s->dtype, s->rank, s->shape, parts, NIB_PART_COUNT, &t));
+    check_same(s->host, t, s->device);
+    nib_tensor_destroy(t);
+}
+
+TEST(save) { for_settings(run_save); }
+
+/* ---- Files ---- */
+
+static const char *path_of(const char *name)
+{
+    static char path[128];
+    make_directory();
+    snprintf(path, sizeof path, "%s/%s", directory, name);
+    return path;
+}
+
+static nib_status write_file(const char *path, const nib_tensor *t)
+{
+    nib_writer *writer = NULL;
+    TRY(nib_writer_create(path, &writer));
+    nib_status status = nib_writer_declare_tensor(writer, "w", t);
+    if (!status)
+        status = nib_writer_write_tensor(writer, "w", t);
+    if (!status)
+        status = nib_writer_commit(writer);
+    nib_writer_destroy(writer);
+    return status;
+}
+
+static void run_files(struct setting *s)
+{
+    const char *path = path_of("w.safetensors");
+    nib_file *file = NULL;
+    nib_tensor *t = NULL;
+    CHECK_OK(write_file(path, s->t));
+    CHECK_OK(nib_file_open(path, &file));
+    CHECK_OK(nib_file_read_tensor(file, "w", s->device, &t));
+    check_same(s->host, t, s->device);
+    nib_tensor_destroy(t);
+    t = NULL;
+    CHECK_OK(nib_file_read_tensor(file, "w", NULL, &t));
+    check_same(s->host, t, NULL);
+    nib_tensor_destroy(t);
+    nib_file_close(file);
+}
+
+TEST(files) { for_settings(run_files); }
+
+TEST(large_files)
+{
+    struct setting s = setting_of(FLOAT8, NIB_BF16, 2, (const int64_t[2]){ 1031, 2047 });
+    open_setting(&s);
+    run_files(&s);
+    close_setting(&s);
+}
+
+/* ---- FSDP ---- */
+
+static void run_fsdp(struct setting *s)
+{
+    nib_fsdp_parts host_parts = { .bytes = sizeof host_parts }, parts = { .bytes = sizeof parts };
+    nib_tensor *host = NULL, *t = NULL;
+    const nib_status status = nib_fsdp_extract(s->host, &host_parts);
+    CHECK_BOTH(status, nib_fsdp_extract(s->t, &parts));
+    if (status) {
+        nib_quantizer rowwise = s->q;
+        rowwise.columnwise = 0;
+        CHECK_OK(nib_quantize_into(&rowwise, &s->host_x, NULL, NULL, s->host));
+        CHECK_OK(nib_quantize_into(&rowwise, &s->x, NULL, NULL, s->t));
+        CHECK_BOTH(nib_fsdp_extract(s->host, &host_parts), nib_fsdp_extract(s->t, &parts));
+    }
+    if (!host_parts.data.data)
+        return;
+    CHECK(nib_device_same(parts.data.device, s->device) && parts.tensor_scale == host_parts.tensor_scale);
+    CHECK(!parts.scales.data || nib_device_same(parts.scales.device, s->device));
+    const int64_t rows = s->t->geometry.rows;
+    for (int i = 0; i < 2; i++) { /* new, then in place */
+        CHECK_BOTH(nib_fsdp_assign(s->host, &host_parts, rows, &host), nib_fsdp_assign(s->t, &parts, rows, &t));
+        check_same(host, t, s->device);
+    }
+    nib_tensor_destroy(host);
+    nib_tensor_destroy(t);
+}
+
+TEST(fsdp) { for_settings(run_fsdp); }
+
+/* ---- Plain arrays ---- */
+
+TEST(array_copy)
+{
+    nib_device *const device = fake_create(0), *const other = fake_create(1);
+    const int64_t shape[2] = { 6, 7 };
+    nib_array host = make_array(NIB_F32, 2, shape, CONTIGUOUS), zeros = make_array(NIB_F32, 2, shape, CONTIGUOUS),
+              gaps = make_array(NIB_F32, 2, shape, GAPS);
+    fill_array(&host);
+    nib_array a = fake_array(device, &zeros), b = fake_array(device, &zeros), c = fake_array(other, &zeros),
+              strided = fake_array(device, &gaps);
+    CHECK_OK(nib_array_copy(&host, &a));
+    CHECK_OK(nib_array_copy(&a, &b));
+    CHECK_OK(nib_array_copy(&b, &c));
+    CHECK_OK(nib_array_copy(&c, &zeros));
+    CHECK_BYTES(host.data, zeros.data, host.bytes);
+    const long calls = fake_calls(device);
+    CHECK_FAILS(nib_array_copy(&strided, &a), NIB_ERR_UNSUPPORTED, "C-contiguous");
+    CHECK_FAILS(nib_array_copy(&a, &strided), NIB_ERR_UNSUPPORTED, "fake:0");
+    CHECK_FAILS(nib_array_copy(&host, &strided), NIB_ERR_UNSUPPORTED, "from host to fake:0");
+    CHECK_FAILS(nib_array_copy(&strided, &gaps), NIB_ERR_UNSUPPORTED, "from fake:0 to host");
+    CHECK(fake_calls(device) == calls);
+    fake_free(device, a.data);
+    fake_free(device, b.data);
+    fake_free(other, c.data);
+    fake_free(device, strided.data);
+    free(host.data);
+    free(zeros.data);
+    free(gaps.data);
+    nib_device_release(device);
+    nib_device_release(other);
+    CHECK(fake_live() == 0);
+}
+
+TEST(buffers)
+{
+    nib_device *device = fake_create(7);
+    nib_buffer *buffer = NULL, *borrowed = NULL;
+    CHECK_OK(nib_buffer_create(100, device, &buffer));
+    CHECK(nib_buffer_device(buffer) == device && (uintptr_t)nib_buffer_data(buffer) % 64 == 0);
+    CHECK_OK(nib_buffer_borrow(nib_buffer_data(buffer), 10, device, NULL, NULL, &borrowed));
+    nib_device_release(device); /* the buffers keep it */
+    char bytes[100], zeros[100] = { 0 };
+    fake_download(device, bytes, nib_buffer_data(buffer), sizeof bytes);
+    CHECK_BYTES(bytes, zeros, sizeof bytes);
+    nib_buffer_release(borrowed);
+    nib_buffer_release(buffer);
+    CHECK_THAT(fake_live() == 0, "%ld", fake_live());
+}
+
+/* ---- Ranks with devices of their own ---- */
+
+static int quantize_rank(const nib_comm *comm, void *context)
+{
+    const int failing = *(const int *)context;
+    struct setting s = setting_of(ROW_SCALED, NIB_BF16, 2, (const int64_t[2]){ 48, 80 });
+    s.host_x = make_array(s.dtype, s.rank, s.shape, CONTIGUOUS);
+    memset(s.host_x.data, 0x3F, s.host_x.bytes);
+    nib_device *const device = fake_create(comm->rank);
+    nib_array x = fake_array(device, &s.host_x);
+    nib_tensor *t = NULL;
+    s.q.amax_comm = comm;
+    fake_fail_at(device, comm->rank == 1 ? failing : 0);
+    const nib_status status = nib_quantize(&s.q, &x, NULL, &t);
+    const int faults = failing ? status != NIB_ERR_DEVICE || t : status || !t;
+    nib_tensor_destroy(t);
+    fake_free(device, x.data);
+    nib_device_release(device);
+    free(s.host_x.data);
+    return faults;
+}
+
+/* Whichever operation fails on one rank, all hear of it. */
+TEST(ranks)
+{
+    for (int failing = 0; failing <= 7; failing++) {
+        CHECK_THAT(team_run(2, quantize_rank, &failing) == 0, "operation %d", failing);
+        CHECK(fake_live() == 0);
+    }
+}
+
+/* Threads that use devices at the same time. */
+static int quantize_alone(const nib_comm *comm, void *context)
+{
+    (void)context;
+    int faults = 0;
+    nib_device *const device = fake_create(comm->rank % 2);
+    for (int i = 0; i < 20; i++) {
+        const int64_t shape[2] = { 32, 48 };
+        nib_quantizer q;
+        nib_array values = make_array(NIB_F32, 2, shape, CONTIGUOUS), x = fake_array(device, &values);
+        nib_tensor *t = NULL, *back = NULL;
+        nib_quantizer_init(&q);
+        faults += nib_quantize(&q, &x, NULL, &t) || nib_tensor_to(t, NULL, &back);
+        nib_tensor_destroy(t);
+        nib_tensor_destroy(back);
+        fake_free(device, x.data);
+        free(values.data);
+    }
+    nib_device_release(device);
+    return faults;
+}
+
+TEST(threads)
+{
+    CHECK(team_run(4, quantize_alone, NULL) == 0);
+    CHECK(fake_live() == 0);
+}
+
+TEST_MAIN
