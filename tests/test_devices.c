@@ -479,6 +479,27 @@ TEST(large_moves)
     close_setting(&s);
 }
 
+/* Two objects for one device are the device. */
+TEST(one_device)
+{
+    struct setting s = setting_of(SQUARE, NIB_BF16, 2, shapes[0].shape);
+    open_setting(&s);
+    nib_device *const twin = fake_create(0), *const other = fake_create(1);
+    CHECK(nib_device_same(twin, s.device) && !nib_device_same(twin, other) && !nib_device_same(twin, NULL));
+    CHECK(strcmp(nib_device_name(twin), "fake:0") == 0);
+    nib_tensor *t = NULL;
+    int equal = 0;
+    CHECK_OK(nib_tensor_to(s.t, twin, &t));
+    CHECK_OK(nib_tensor_copy(t, s.t));
+    CHECK_OK(nib_quantize_into(NULL, &s.x, NULL, NULL, t));
+    CHECK_OK(nib_tensor_equal(t, s.t, &equal));
+    CHECK(equal);
+    nib_tensor_destroy(t);
+    nib_device_release(twin);
+    nib_device_release(other);
+    close_setting(&s);
+}
+
 /* ---- Views, slices ---- */
 
 static void run_views(struct setting *s)

@@ -35,7 +35,7 @@ bool nib_device_same(const nib_device *a, const nib_device *b)
 {
     if (nib_device_is_host(a) || nib_device_is_host(b))
         return nib_device_is_host(a) && nib_device_is_host(b);
-    return a->ops == b->ops && a->ordinal == b->ordinal;
+    return a->ordinal == b->ordinal && strcmp(a->ops->kind, b->ops->kind) == 0;
 }
 
 const char *nib_device_name(const nib_device *device) { return device ? device->name : default_host.name; }

@@ -7,8 +7,9 @@
  * (libnib_cuda, the one of the tests) fills in the same table.
  *
  * Operations get arguments that were checked, all of this device, and the device object whose threads or stream they
- * run on. They may be asynchronous, unless it says "waits": then they return when the result is there. A NULL operation
- * is one that the device does not have; nib_device_supports says so to the caller before anything is touched.
+ * run on. They may be asynchronous, unless it says "waits": then they return when the result is there. Those on memory
+ * are always there; of the others a NULL one is an operation that the device does not have, and nib_device_supports
+ * says so to the caller before anything is touched.
  */
 #ifndef NIB_DEVICE_H
 #define NIB_DEVICE_H
@@ -34,9 +35,10 @@ struct nib_device_ops {
     nib_status (*copy)(nib_device *device, void *to, const void *from, size_t bytes);   /* may overlap */
     nib_status (*zero)(nib_device *device, void *memory, size_t bytes);
 
-    /* ---- Values to codes and back: quantize.h has the contracts ---- */
+    /* ---- Values to codes and back: quantize.h has the contracts. With an amax_comm, quantize comes to nib_agree
+     * whatever happens to it: the other ranks are there already. ---- */
     nib_status (*check_overrides)(nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
-                                  const struct nib_geometry *geometry); /* values that a caller brings; may be NULL */
+                                  const struct nib_geometry *geometry); /* what a caller brings; NULL if quantize takes all */
     nib_status (*quantize)(nib_device *device, const nib_quantizer *q, const nib_array *x,
                            const nib_overrides *overrides, const float *noop, const struct nib_geometry *geometry,
                            const struct nib_usage_memory *memory); /* of both usages */
