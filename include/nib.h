@@ -368,7 +368,8 @@ NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, cons
  * q does not want are dropped, missing ones allocated, and the others written in place, so that views see them, unless q
  * gives the bytes another meaning: then all buffers are new, and views keep the old ones (for Float8 also where a usage
  * is dropped, since both share a tensor scale). noop: if it is not NULL and *noop == 1.0f exactly, nothing at all happens
- * (on all ranks of amax_comm or on none). With a noop, and where buffers become new, this waits for the device. */
+ * (on all ranks of amax_comm or on none). This waits for the flag of another device where more than bytes changes: buffers,
+ * options, or that a columnwise usage is valid. */
 NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                                      const float *noop, nib_tensor *t);
 

@@ -309,6 +309,45 @@ static void run_quantize_into(struct setting *s)
 
 TEST(quantize_into) { for_settings(run_quantize_into); }
 
+/* A flag on the device, set or not, with buffers that stay, go and come, with options that change and a columnwise
+ * usage that is not valid. */
+static void run_noop(struct setting *s)
+{
+    for (int i = 0; i < 10; i++) {
+        const float flag = i % 2 ? 1.0f : 0.5f;
+        float *const on_device = fake_upload(s->device, &flag, sizeof flag, sizeof flag);
+        nib_quantizer q = s->q;
+        q.columnwise = i / 2 != 1;
+        q.swizzled ^= i / 2 == 2 && nib_format_of(&q)->swizzles;
+        q.seed += i / 2 == 3;
+        if (i / 2 == 4)
+            CHECK_BOTH(nib_tensor_invalidate_columnwise(s->host), nib_tensor_invalidate_columnwise(s->t));
+        struct values x = other_values(s, CONTIGUOUS);
+        CHECK_BOTH(nib_quantize_into(&q, &x.host, NULL, &flag, s->host),
+                   nib_quantize_into(&q, &x.on_device, NULL, on_device, s->t));
+        check_same(s->host, s->t, s->device);
+        free_values(s, &x);
+        fake_free(s->device, on_device);
+    }
+}
+
+TEST(noop) { for_settings(run_noop); }
+
+/* A flag that stops nothing is not waited for where only bytes change. */
+TEST(noop_in_place_does_not_wait)
+{
+    struct setting s = setting_of(SQUARE, NIB_BF16, 2, shapes[0].shape);
+    open_setting(&s);
+    const float flag = 0;
+    float *const on_device = fake_upload(s.device, &flag, sizeof flag, sizeof flag);
+    fake_ops(s.device)->is_set = NULL;
+    CHECK_OK(nib_quantize_into(NULL, &s.x, NULL, on_device, s.t));
+    CHECK_OK(nib_quantize_into(&s.q, &s.x, NULL, on_device, s.t));
+    check_same(s.host, s.t, s.device);
+    fake_free(s.device, on_device);
+    close_setting(&s);
+}
+
 /* ---- Overrides ---- */
 
 static float *upload_floats(const struct setting *s, const float *values, int64_t n)

@@ -327,11 +327,37 @@ static nib_status check_same_shape(const nib_tensor *t, const nib_array *x)
     return same ? NIB_OK : nib_fail(NIB_ERR_SHAPE, "the array's shape is not the tensor's");
 }
 
-/* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone. A
- * view that shares them must go on decoding them rightly: once their meaning changes they are new. `updated` is empty
- * and is to be cleared in any case. */
+/* Whether t becomes `updated` by more than the bytes of its buffers. */
+static bool changes(const nib_tensor *t, const nib_tensor *updated)
+{
+    return memcmp(t->parts, updated->parts, sizeof t->parts) != 0 || t->columnwise_stale ||
+           !nib_quantizer_equal(&t->q, &updated->q) || (updated->q.rowwise && !nib_tensor_has(t, NIB_ROWWISE)) ||
+           (updated->q.columnwise && !nib_tensor_has(t, NIB_COLUMNWISE));
+}
+
+/* The buffers that are written in place. A view that shares them must go on decoding them rightly: once their meaning
+ * changes they are new. */
+static void share_parts(const nib_tensor *t, nib_tensor *updated)
+{
+    const nib_quantizer *q = &updated->q;
+    const bool dropping =
+        (nib_tensor_has(t, NIB_ROWWISE) && !q->rowwise) || (nib_tensor_has(t, NIB_COLUMNWISE) && !q->columnwise);
+    /* A tensor scale for both usages must not change under a view that keeps the usage which is dropped here. */
+    const bool in_place = nib_same_meaning(q, &t->q) && !(nib_format_of(q)->shared_tensor_scale && dropping);
+    for (int usage = 0; usage < 2 && in_place; usage++)
+        for (int kind = 0; kind < NIB_PART_KINDS && nib_wants(q, usage); kind++) {
+            const nib_part part = nib_part_of(nib_format_of(q), (nib_usage)usage, kind);
+            if (part < NIB_PART_COUNT && !updated->parts[part])
+                updated->parts[part] = nib_buffer_retain(t->parts[part]);
+        }
+}
+
+/* Work on a second tensor that shares the buffers it may write in place, so that a failure leaves the first alone.
+ * `updated` is empty and is to be cleared in any case. A no-op that is on the device stops what runs there; it must be
+ * known here, which takes waiting, only where the two tensors differ. */
 static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
-                                 const nib_tensor *t, struct quantization *out, nib_tensor *updated)
+                                 const float *noop, const nib_tensor *t, struct quantization *out, nib_tensor *updated,
+                                 bool *stopped)
 {
     TRY(nib_quantizer_load(q ? q : &t->q, &out->q));
     TRY(nib_check_array("x", x));
@@ -339,43 +365,32 @@ static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, con
     TRY(nib_check_same_device("x", x->device, "the tensor", t->device));
     out->device = nib_device_of(x->device);
     TRY(NIB_DEVICE_HAS(out->device, quantize));
-    const nib_quantizer *loaded = &out->q;
-    TRY(init_tensor(updated, loaded, x->dtype, x->rank, x->shape, t->device));
+    TRY(init_tensor(updated, &out->q, x->dtype, x->rank, x->shape, t->device));
     updated->dtype = t->dtype;
-    const bool dropping = (nib_tensor_has(t, NIB_ROWWISE) && !loaded->rowwise) ||
-                          (nib_tensor_has(t, NIB_COLUMNWISE) && !loaded->columnwise);
-    /* A tensor scale for both usages must not change under a view that keeps the usage which is dropped here. */
-    const bool in_place = nib_same_meaning(loaded, &t->q) && !(nib_format_of(loaded)->shared_tensor_scale && dropping);
-    for (int usage = 0; usage < 2 && in_place; usage++)
-        for (int kind = 0; kind < NIB_PART_KINDS && nib_wants(loaded, usage); kind++) {
-            const nib_part part = nib_part_of(nib_format_of(loaded), (nib_usage)usage, kind);
-            if (part < NIB_PART_COUNT && !updated->parts[part])
-                updated->parts[part] = nib_buffer_retain(t->parts[part]);
-        }
-    TRY(load_overrides(out->device, loaded, overrides, &updated->geometry, &out->overrides));
-    return nib_tensor_allocate(updated, loaded->rowwise, loaded->columnwise);
-}
-
-/* Whether `updated` has buffers that t has not: then a no-op must be known before the two change places. */
-static bool has_new_parts(const nib_tensor *t, const nib_tensor *updated)
-{
-    return memcmp(t->parts, updated->parts, sizeof t->parts) != 0;
+    share_parts(t, updated);
+    if (noop && changes(t, updated)) {
+        TRY(NIB_DEVICE_HAS(out->device, is_set));
+        TRY(out->device->ops->is_set(out->device, noop, stopped));
+        if (*stopped)
+            return NIB_OK;
+    }
+    TRY(load_overrides(out->device, &out->q, overrides, &updated->geometry, &out->overrides));
+    return nib_tensor_allocate(updated, out->q.rowwise, out->q.columnwise);
 }
 
 nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                              const float *noop, nib_tensor *t)
 {
-    if (noop && t && nib_device_is_host(t->device) && *noop == 1.0f)
+    /* Before all checks, but not where the flag may be on another device, as x is. */
+    if (noop && t && nib_device_is_host(t->device) && (!x || nib_device_is_host(x->device)) && *noop == 1.0f)
         return NIB_OK;
     struct quantization with;
     nib_tensor updated = { 0 };
     bool stopped = false;
     if (t)
         updated.q = t->q;
-    nib_status status =
-        t ? prepare_update(q, x, overrides, t, &with, &updated) : nib_fail(NIB_ERR_ARG, "nib_quantize_into: t is NULL");
-    if (!status && noop && has_new_parts(t, &updated))
-        status = with.device->ops->is_set(with.device, noop, &stopped);
+    nib_status status = t ? prepare_update(q, x, overrides, noop, t, &with, &updated, &stopped)
+                          : nib_fail(NIB_ERR_ARG, "nib_quantize_into: t is NULL");
     if (status) /* the other ranks are waiting to hear of it */
         status = nib_agree(nib_amax_comm_of(q), status, 0);
     else if (!stopped)
