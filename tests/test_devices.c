@@ -858,6 +858,117 @@ TEST(buffers)
     CHECK_THAT(fake_live() == 0, "%ld", fake_live());
 }
 
+/* ---- Two devices in one call ---- */
+
+/* Where something is tried: one tensor on the host, one on fake:0, one on fake:1, and arrays of their shape. */
+struct places {
+    struct setting s;
+    nib_device *other;
+    nib_tensor *elsewhere;
+    nib_array elsewhere_x;
+    long calls;
+};
+
+static long calls_of(const struct places *p) { return fake_calls(p->s.device) + fake_calls(p->other); }
+
+static void open_places(struct places *p, enum kind kind)
+{
+    p->s = setting_of(kind, NIB_F32, 2, (const int64_t[2]){ 48, 96 });
+    open_setting(&p->s);
+    p->other = fake_create(1);
+    p->elsewhere = NULL;
+    CHECK_OK(nib_tensor_to(p->s.t, p->other, &p->elsewhere));
+    p->elsewhere_x = fake_array(p->other, &p->s.host_x);
+    p->calls = calls_of(p);
+}
+
+/* Nothing was asked of the devices, and the tensors are what they were. */
+static void close_places(struct places *p)
+{
+    CHECK(calls_of(p) == p->calls);
+    check_same(p->s.host, p->s.t, p->s.device);
+    check_same(p->s.host, p->elsewhere, p->other);
+    nib_tensor_destroy(p->elsewhere);
+    fake_free(p->other, p->elsewhere_x.data);
+    nib_device_release(p->other);
+    close_setting(&p->s);
+}
+
+#define CHECK_MIXED(call) CHECK_FAILS(call, NIB_ERR_DEVICE, "fake:")
+
+/* x and a tensor that are not in one place, by which is where. */
+static void check_mixed_pair(const nib_array *x, nib_tensor *t, const nib_tensor *u, const float *noop)
+{
+    const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { noop, noop } };
+    int equal = 5;
+    CHECK_MIXED(nib_quantize_into(NULL, x, NULL, NULL, t));
+    CHECK_MIXED(nib_quantize_into(NULL, x, &overrides, noop, t));
+    CHECK_MIXED(nib_dequantize(t, NIB_EITHER, x));
+    CHECK_MIXED(nib_dequantize_rows(t, NIB_COLUMNWISE, 0, x->shape[0], x));
+    CHECK_MIXED(nib_tensor_copy(t, u));
+    CHECK_MIXED(nib_tensor_equal(t, u, &equal));
+    CHECK(equal == 5);
+    if (nib_is_nvfp4tensor(t)) {
+        nib_array y = *x;
+        y.shape[0] = y.shape[1] = y.strides[0] = 48;
+        CHECK_MIXED(nib_dequantize_fp4_tensor(t, x));
+        CHECK_MIXED(nib_modify_nvfp4_rowwise_storage(t, nib_tensor_buffer(u, NIB_ROW_DATA)));
+        CHECK_MIXED(nib_gemm_reference(t, NIB_ROWWISE, u, NIB_ROWWISE, 1, 0, &y));
+        CHECK_MIXED(nib_gemm_reference(t, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, &y));
+    }
+    CHECK_MIXED(nib_tensor_rebind_rowwise(t, nib_tensor_buffer(u, NIB_ROW_DATA)));
+}
+
+/* Buffers of two places as one tensor, or for a tensor of another place. */
+static void check_mixed_buffers(const struct setting *s, nib_tensor *t, nib_tensor *u)
+{
+    nib_buffer *parts[NIB_PART_COUNT], *saved[NIB_PART_COUNT];
+    nib_tensor *out = NULL;
+    size_t n = 0;
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        parts[part] = nib_tensor_buffer(part == NIB_COL_DATA ? u : t, (nib_part)part);
+    CHECK_MIXED(nib_tensor_from_buffers(&s->q, s->dtype, 2, s->shape, parts, NIB_PART_COUNT, &out));
+    CHECK(!out);
+    nib_tensor *cleared = NULL;
+    CHECK_OK(nib_tensor_view(t, 2, s->shape, &cleared));
+    nib_tensor_clear(cleared);
+    CHECK_OK(nib_tensor_prepare_for_saving(u, saved, NIB_PART_COUNT, &n));
+    CHECK_MIXED(nib_tensor_restore_from_saved(cleared, saved, n, NULL));
+    nib_saved list[NIB_PART_COUNT] = { { 0 } };
+    for (size_t i = 0; i < n; i++)
+        list[i].buffer = saved[i];
+    nib_item item = { .tensor = cleared };
+    CHECK_MIXED(nib_restore_from_saved(&item, 1, list, n, NULL));
+    CHECK_OK(nib_tensor_restore_from_saved(u, saved, n, NULL));
+    nib_tensor_destroy(cleared);
+}
+
+TEST(mixed_devices)
+{
+    static const enum kind kinds[] = { LINES, SQUARE, FLOAT8, MXFP8, MXFP4 };
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        struct places p;
+        open_places(&p, kinds[i]);
+        check_mixed_pair(&p.s.x, p.s.host, p.s.t, p.s.x.data);
+        check_mixed_pair(&p.s.host_x, p.s.t, p.s.host, p.s.host_x.data);
+        check_mixed_pair(&p.elsewhere_x, p.s.t, p.elsewhere, p.elsewhere_x.data);
+        check_mixed_buffers(&p.s, p.s.t, p.s.host);
+        check_mixed_buffers(&p.s, p.s.host, p.s.t);
+        check_mixed_buffers(&p.s, p.elsewhere, p.s.t);
+        close_places(&p);
+    }
+}
+
+/* Nothing to do is no reason to take what is elsewhere. */
+TEST(mixed_devices_without_elements)
+{
+    struct setting s = setting_of(LINES, NIB_F32, 2, (const int64_t[2]){ 0, 32 });
+    open_setting(&s);
+    CHECK_MIXED(nib_dequantize(s.t, NIB_ROWWISE, &s.host_x));
+    CHECK_MIXED(nib_dequantize_rows(s.host, NIB_ROWWISE, 0, 0, &s.x));
+    close_setting(&s);
+}
+
 /* ---- Ranks with devices of their own ---- */
 
 static int quantize_rank(const nib_comm *comm, void *context)

@@ -95,7 +95,6 @@ static nib_status check_operands(const struct gemm_job *job)
         return nib_fail(NIB_ERR_MISMATCH,
                         "one operand is transformed along the inner axis and the other is not, or differently");
     TRY(nib_check_output("y", y));
-    TRY(nib_check_host("nib_gemm_reference", y->device));
     if (y->dtype != NIB_F32)
         return nib_fail(NIB_ERR_DTYPE, "y must be F32, not %s", nib_dtypes[y->dtype].name);
     if (y->rank != 2 || y->shape[0] != a->geometry->lines || y->shape[1] != b->geometry->lines)
@@ -109,8 +108,10 @@ nib_status nib_gemm_reference(const nib_tensor *a, nib_usage a_usage, const nib_
 {
     NIB_REQUIRE(a);
     NIB_REQUIRE(b);
-    TRY(nib_check_host("nib_gemm_reference", a->device));
     TRY(nib_check_same_device("b", b->device, "a", a->device));
+    if (y)
+        TRY(nib_check_same_device("y", y->device, "a", a->device));
+    TRY(nib_check_host("nib_gemm_reference", a->device));
     struct gemm_job job = { .alpha = alpha, .accumulate = accumulate != 0, .y = y };
     TRY(operand_of(a, a_usage, &job.a));
     TRY(operand_of(b, b_usage, &job.b));

@@ -423,11 +423,11 @@ static nib_status dequantize_rows(const nib_tensor *t, nib_usage from, int64_t f
     if (count == 0 || t->geometry.cols == 0)
         return NIB_OK; /* whichever usage, there is nothing in it */
     TRY(nib_tensor_pick(t, from, &usage));
-    TRY(nib_check_same_device("out", out->device, "the tensor", t->device));
     nib_device *const device = nib_device_of(out->device);
     TRY(NIB_DEVICE_HAS(device, dequantize));
     const struct nib_usage_memory memory = nib_tensor_memory(t, usage);
     return device->ops->dequantize(device, &t->q, &t->geometry, usage, &memory, first, count, out);
+    TRY(nib_check_same_device("out", out->device, "the tensor", t->device));
 }
 
 nib_status nib_dequantize(const nib_tensor *t, nib_usage from, const nib_array *out)
