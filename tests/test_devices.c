@@ -728,6 +728,24 @@ static void run_save(struct setting *s)
 
 TEST(save) { for_settings(run_save); }
 
+/* What a format does not have is not looked at, wherever it is. */
+TEST(parts_of_other_formats)
+{
+    struct setting s = setting_of(MXFP8, NIB_BF16, 2, shapes[0].shape);
+    open_setting(&s);
+    nib_buffer *parts[NIB_PART_COUNT], *stray = NULL;
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        parts[part] = nib_tensor_buffer(s.t, (nib_part)part);
+    CHECK_OK(nib_buffer_create(4, NULL, &stray));
+    parts[NIB_ROW_TENSOR_SCALE] = stray;
+    nib_tensor *t = NULL;
+    CHECK_OK(nib_tensor_from_buffers(&s.q, s.dtype, s.rank, s.shape, parts, NIB_PART_COUNT, &t));
+    check_same(s.host, t, s.device);
+    nib_tensor_destroy(t);
+    nib_buffer_release(stray);
+    close_setting(&s);
+}
+
 /* ---- Files ---- */
 
 static const char *path_of(const char *name)
@@ -777,6 +795,96 @@ TEST(large_files)
     run_files(&s);
     close_setting(&s);
 }
+
+/* ---- DLPack ---- */
+
+struct dl_tensor { /* DLPack's, by its specification */
+    void *data;
+    int32_t device_type, device_id, rank;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+
+struct DLManagedTensor {
+    struct dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct DLManagedTensor *self);
+};
+
+struct DLManagedTensorVersioned {
+    uint32_t major, minor;
+    void *context;
+    void (*deleter)(struct DLManagedTensorVersioned *self);
+    uint64_t flags;
+    struct dl_tensor tensor;
+};
+
+/* The tensor's buffers through DLPack of one generation and back, as a tensor that shares them. */
+static void exchange_parts(struct setting *s, bool versioned)
+{
+    nib_buffer *parts[NIB_PART_COUNT] = { NULL };
+    nib_device *const other = fake_create(1);
+    for (int part = 0; part < NIB_PART_COUNT; part++) {
+        nib_array array = { 0 }, seen = { 0 };
+        nib_buffer *none = NULL;
+        if (!nib_tensor_buffer(s->t, (nib_part)part))
+            continue;
+        CHECK_OK(nib_tensor_part(s->t, (nib_part)part, &array));
+        struct DLManagedTensor *plain = NULL;
+        struct DLManagedTensorVersioned *newer = NULL;
+        if (versioned)
+            CHECK_OK(nib_tensor_to_dlpack_versioned(s->t, (nib_part)part, &newer));
+        else
+            CHECK_OK(nib_tensor_to_dlpack(s->t, (nib_part)part, &plain));
+        const struct dl_tensor *const tensor = versioned ? &newer->tensor : &plain->tensor;
+        CHECK(tensor->device_type == FAKE_DLPACK_TYPE && tensor->device_id == 0 && tensor->data == array.data);
+        for (int i = 0; i < 2; i++) { /* not where it is said to be */
+            nib_device *const wrong = i ? other : NULL;
+            if (versioned) {
+                CHECK_FAILS(nib_array_from_dlpack_versioned(newer, wrong, &seen), NIB_ERR_DEVICE, "device type 12");
+                CHECK_FAILS(nib_buffer_from_dlpack_versioned(newer, wrong, &none), NIB_ERR_DEVICE, "number 0");
+            } else {
+                CHECK_FAILS(nib_array_from_dlpack(plain, wrong, &seen), NIB_ERR_DEVICE, "device type 12");
+                CHECK_FAILS(nib_buffer_from_dlpack(plain, wrong, &none), NIB_ERR_DEVICE, "number 0");
+            }
+        }
+        CHECK_OK(versioned ? nib_array_from_dlpack_versioned(newer, s->device, &seen)
+                           : nib_array_from_dlpack(plain, s->device, &seen));
+        CHECK(seen.device == s->device && (seen.data == array.data || !array.bytes) && seen.bytes == array.bytes);
+        CHECK_OK(versioned ? nib_buffer_from_dlpack_versioned(newer, s->device, &parts[part])
+                           : nib_buffer_from_dlpack(plain, s->device, &parts[part]));
+    }
+    nib_tensor *t = NULL;
+    CHECK_OK(nib_tensor_from_buffers(&s->q, s->dtype, s->rank, s->shape, parts, NIB_PART_COUNT, &t));
+    check_same(s->host, t, s->device);
+    nib_tensor_destroy(t);
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        nib_buffer_release(parts[part]);
+    nib_device_release(other);
+}
+
+static void run_dlpack(struct setting *s)
+{
+    exchange_parts(s, false);
+    exchange_parts(s, true);
+    struct DLManagedTensor *managed = NULL;
+    nib_array x = { 0 };
+    nib_tensor *t = NULL;
+    CHECK_OK(nib_array_to_dlpack(&s->x, NULL, &managed));
+    CHECK(managed->tensor.device_type == FAKE_DLPACK_TYPE);
+    CHECK_OK(nib_array_from_dlpack(managed, s->device, &x));
+    CHECK_OK(nib_quantize(&s->q, &x, NULL, &t));
+    check_same(s->host, t, s->device);
+    nib_tensor_destroy(t);
+    managed->deleter(managed);
+    CHECK_OK(nib_array_to_dlpack(&s->host_x, NULL, &managed));
+    CHECK_FAILS(nib_array_from_dlpack(managed, s->device, &x), NIB_ERR_DEVICE, "is not on fake:0");
+    managed->deleter(managed);
+}
+
+TEST(dlpack) { for_settings(run_dlpack); }
 
 /* ---- FSDP ---- */
 

@@ -150,7 +150,7 @@ static nib_status contiguous_bytes(const struct dl_tensor *in, nib_device *devic
 {
     TRY(array_of(in, device, out));
     int64_t stride = 1;
-    for (int i = out->rank - 1; i >= 0; i--) {
+    for (int i = out->rank - 1; i >= 0 && out->bytes; i--) { /* without elements there are no gaps */
         if (out->shape[i] > 1 && out->strides[i] != stride)
             return nib_fail(NIB_ERR_SHAPE, "a DLPack tensor that becomes a buffer must be C-contiguous");
         stride *= out->shape[i];

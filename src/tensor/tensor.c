@@ -217,16 +217,16 @@ static nib_status check_parts(const struct nib_format_facts *facts, const struct
     return NIB_OK;
 }
 
-/* The one device of all buffers. */
-static nib_status device_of_parts(nib_buffer *const *parts, nib_device **out)
+/* The one device of all buffers that the format has. */
+static nib_status device_of_parts(const struct nib_format_facts *facts, nib_buffer *const *parts, nib_device **out)
 {
     const nib_buffer *first = NULL;
-    for (int part = 0; part < NIB_PART_COUNT; part++) {
-        if (parts[part] && first)
-            TRY(nib_check_same_device("one buffer", nib_buffer_device(first), "another",
-                                      nib_buffer_device(parts[part])));
-        if (parts[part] && !first)
-            first = parts[part];
+    for (int i = 0; i < facts->saved_count; i++) {
+        const nib_buffer *const buffer = parts[facts->saved[i]];
+        if (buffer && first)
+            TRY(nib_check_same_device("one buffer", nib_buffer_device(first), "another", nib_buffer_device(buffer)));
+        if (buffer && !first)
+            first = buffer;
     }
     *out = nib_buffer_device(first);
     return NIB_OK;
@@ -240,7 +240,6 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
     nib_device *device = NULL;
     if (n_parts != NIB_PART_COUNT)
         return nib_fail(NIB_ERR_ARG, "a tensor has %d parts, not %zu", NIB_PART_COUNT, n_parts);
-    TRY(device_of_parts(parts, &device));
     nib_quantizer loaded;
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
@@ -252,6 +251,7 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
         nib_tensor_destroy(t);
         return status;
     }
+    TRY(device_of_parts(nib_format_of(&loaded), parts, &device));
     for (int i = 0; i < nib_format_of(&loaded)->saved_count; i++) {
         const nib_part part = nib_format_of(&loaded)->saved[i];
         t->parts[part] = nib_buffer_retain(parts[part]);
