@@ -1077,6 +1077,116 @@ TEST(mixed_devices_without_elements)
     close_setting(&s);
 }
 
+TEST(mixed_devices_of_fsdp)
+{
+    struct places p;
+    open_places(&p, SQUARE);
+    nib_fsdp_parts host = { .bytes = sizeof host }, parts = { .bytes = sizeof parts };
+    nib_tensor *out = NULL, *rowwise = NULL;
+    CHECK_OK(nib_fsdp_extract(p.s.host, &host));
+    CHECK_OK(nib_fsdp_extract(p.s.t, &parts));
+    nib_quantizer q = p.s.q;
+    q.columnwise = 0;
+    CHECK_OK(nib_tensor_create(&q, p.s.dtype, 2, p.s.shape, p.s.device, &rowwise));
+    p.calls = calls_of(&p);
+    CHECK_MIXED(nib_fsdp_assign(p.s.host, &parts, 48, &out));
+    CHECK_MIXED(nib_fsdp_assign(p.s.t, &host, 48, &out));
+    CHECK_MIXED(nib_fsdp_assign(p.elsewhere, &parts, 48, &out));
+    CHECK(!out);
+    CHECK_MIXED(nib_fsdp_assign(p.s.t, &parts, 48, &p.s.host));
+    CHECK_MIXED(nib_fsdp_assign(p.s.host, &host, 48, &p.s.t));
+    CHECK_MIXED(nib_fsdp_assign(p.s.t, &host, 48, &rowwise));
+    CHECK(!nib_tensor_has(rowwise, NIB_COLUMNWISE));
+    host.scales.device = parts.scales.device;
+    CHECK_MIXED(nib_fsdp_assign(p.s.host, &host, 48, &out));
+    CHECK(calls_of(&p) == p.calls);
+    nib_tensor_destroy(rowwise);
+    close_places(&p);
+}
+
+/* ---- What runs on the host alone ---- */
+
+/* Sharded casts and gathers with a parameter on the host and something of it on the device, or all of it. */
+TEST(sharded_calls)
+{
+    struct places p;
+    open_places(&p, SQUARE);
+    struct setting *const s = &p.s;
+    const nib_comm *const comm = nib_comm_serial();
+    const int64_t n = 48 * 96, start = 0, bytes = n / 2;
+    nib_array master = s->host_x, far = s->x, far_shard = s->x;
+    master.rank = far.rank = far_shard.rank = 1;
+    master.shape[0] = far.shape[0] = n;
+    master.strides[0] = far.strides[0] = far_shard.strides[0] = 1;
+    far_shard.dtype = NIB_U8;
+    far_shard.shape[0] = bytes;
+    float amaxes[18] = { 0 };
+    int64_t rows = -1, cols = -1, first = -1, count = -1;
+    uint8_t scales[18];
+    const nib_array *const near_list[1] = { &master }, *const far_list[1] = { &far }, *const shards[1] = { &far_shard };
+    const nib_master_options options = { .bytes = sizeof options, .row_shards = shards };
+    nib_tensor *out = NULL;
+#define CHECK_HOST_ONLY(call, name)                        \
+    do {                                                   \
+        CHECK_FAILS(call, NIB_ERR_UNSUPPORTED, name);      \
+        CHECK(strstr(nib_last_error(), "fake:0") != NULL); \
+    } while (0)
+    CHECK_HOST_ONLY(nib_quantize_master_weights(&s->t, 1, far_list, 1, &start, 1, comm, NULL), "a sharded cast");
+    CHECK_HOST_ONLY(nib_quantize_master_weights(&s->t, 1, near_list, 1, &start, 1, comm, NULL), "a sharded cast");
+    CHECK_HOST_ONLY(nib_quantize_nvfp4_param_shard(&s->t, 1, far_list, 1, &start, 1, comm, NULL), "a sharded cast");
+    CHECK_MIXED(nib_quantize_master_weights(&s->host, 1, far_list, 1, &start, 1, comm, NULL));
+    CHECK_MIXED(nib_quantize_master_weights(&s->host, 1, near_list, 1, &start, 1, comm, &options));
+    CHECK_MIXED(nib_quantize_nvfp4_param_shard(&s->host, 1, near_list, 1, &start, 1, comm, shards));
+    CHECK_HOST_ONLY(nib_amax_grid(s->t, NIB_ROWWISE, &rows, &cols), "a sharded cast");
+    CHECK_HOST_ONLY(nib_partial_amax(s->t, NIB_ROWWISE, &far, 0, amaxes), "a sharded cast");
+    CHECK_MIXED(nib_partial_amax(s->host, NIB_ROWWISE, &far, 0, amaxes));
+    CHECK_HOST_ONLY(nib_block_scales(s->t, NIB_ROWWISE, amaxes), "a sharded cast");
+    CHECK_HOST_ONLY(nib_whole_blocks(s->t, NIB_ROWWISE, 0, 16, &first, &count), "a sharded cast");
+    CHECK_HOST_ONLY(nib_partial_scales(s->t, NIB_ROWWISE, &far, 0, amaxes, scales), "a sharded cast");
+    CHECK_HOST_ONLY(nib_chosen_scales(s->t, NIB_ROWWISE, amaxes, scales), "a sharded cast");
+    CHECK_HOST_ONLY(nib_partial_cast(s->t, NIB_ROWWISE, &far, 0, amaxes, NULL), "a sharded cast");
+    CHECK_MIXED(nib_partial_cast(s->host, NIB_ROWWISE, &far, 0, amaxes, NULL));
+    CHECK_MIXED(nib_partial_cast(s->host, NIB_ROWWISE, &master, 0, amaxes, &far_shard));
+    CHECK_HOST_ONLY(nib_all_gather_param(s->t, NIB_ROWWISE, 0, n, NULL, comm), "nib_all_gather_param ");
+    CHECK_HOST_ONLY(nib_all_gather_param_bytes(s->t, NIB_ROWWISE, 0, n, NULL, comm), "nib_all_gather_param_bytes ");
+    CHECK_MIXED(nib_all_gather_param(s->host, NIB_ROWWISE, 0, n, &far_shard, comm));
+    CHECK_MIXED(nib_all_gather_param_bytes(s->host, NIB_ROWWISE, 0, n, &far_shard, comm));
+    CHECK_HOST_ONLY(nib_all_gather_tensor(s->t, comm, &out), "nib_all_gather_tensor");
+    CHECK(!out && rows == -1 && cols == -1 && first == -1 && count == -1);
+    nib_byte_range range;
+    CHECK_OK(nib_tensor_byte_range(s->t, NIB_ROWWISE, 3, 7, &range)); /* this one looks at no memory */
+    CHECK(range.first == 1 && range.count == 4 && range.first_shared && !range.last_shared);
+    close_places(&p);
+}
+
+TEST(groups_and_products)
+{
+    struct places p;
+    open_places(&p, LINES);
+    struct setting *const s = &p.s;
+    const int64_t counts[2] = { 16, 32 };
+    float amax[2] = { 5, 5 };
+    float *const amaxes[2] = { amax, amax };
+    nib_tensor *out[2] = { NULL }, *mxfp4 = NULL;
+    nib_group *group = NULL;
+    CHECK_HOST_ONLY(nib_split_quantize(&s->q, &s->x, counts, 2, out), "nib_split_quantize");
+    CHECK_HOST_ONLY(nib_group_amax(&s->q, &s->x, counts, 2, amaxes), "nib_group_amax");
+    CHECK(!out[0] && !out[1] && amax[0] == 5 && amax[1] == 5);
+    CHECK_OK(nib_group_create(&s->q, s->dtype, counts, 2, 96, &group));
+    CHECK_HOST_ONLY(nib_group_quantize(group, &s->x, NULL), "nib_group_quantize");
+    nib_group_destroy(group);
+    nib_array y = s->x;
+    y.shape[0] = y.shape[1] = y.strides[0] = 48;
+    CHECK_HOST_ONLY(nib_gemm_reference(s->t, NIB_ROWWISE, s->t, NIB_ROWWISE, 1, 0, &y), "nib_gemm_reference");
+    nib_quantizer q = quantizer_of(MXFP4);
+    CHECK_OK(nib_quantize(&q, &s->x, NULL, &mxfp4));
+    p.calls = calls_of(&p);
+    CHECK_HOST_ONLY(nib_mxfp4_to_nvfp4(mxfp4, NULL, &out[0]), "nib_mxfp4_to_nvfp4");
+    CHECK(!out[0]);
+    nib_tensor_destroy(mxfp4);
+    close_places(&p);
+}
+
 /* ---- Ranks with devices of their own ---- */
 
 static int quantize_rank(const nib_comm *comm, void *context)

@@ -352,6 +352,8 @@ nib_status nib_post_all_gather_processing(nib_tensor *const *params, size_t n)
                 "parameter %zu: a columnwise usage is built from rowwise codes of square blocks with compact "
                 "scales",
                 i);
+        if (needs_columnwise(t))
+            TRY(nib_blame(NIB_DEVICE_HAS(nib_device_of(t->device), build_columnwise), i));
     }
     for (size_t i = 0; i < n; i++)
         if (needs_columnwise(params[i]))

@@ -61,12 +61,13 @@ static nib_status check_gathered(const char *what, const nib_array *array, const
     return NIB_OK;
 }
 
-/* The tensor to write: the caller's, or a new one. Has all the memory that it will need. */
+/* The tensor to write, as yet without the memory that it lacks: the caller's, or a new one. */
 static nib_status assign_target(const nib_tensor *shard, int64_t rows, nib_tensor *existing, nib_tensor **out)
 {
     nib_quantizer q = shard->q;
     q.rowwise = 1;
-    q.columnwise = q.columnwise || nib_tensor_has(shard, NIB_COLUMNWISE);
+    q.columnwise =
+        q.columnwise || nib_tensor_has(shard, NIB_COLUMNWISE) || (existing && nib_tensor_has(existing, NIB_COLUMNWISE));
     int64_t shape[NIB_MAX_RANK], inner = 1;
     const int rank = shard->rank;
     if (rank < 2)
@@ -86,8 +87,23 @@ static nib_status assign_target(const nib_tensor *shard, int64_t rows, nib_tenso
         TRY(nib_check_same_device("the tensor to assign to", existing->device, "the shard", shard->device));
         *out = existing;
     }
-    TRY(check_fsdp(&q, &(*out)->geometry));
-    return nib_tensor_allocate(*out, true, q.columnwise);
+    return check_fsdp(&q, &(*out)->geometry);
+}
+
+/* Whether the parts are such as make up the tensor, and the device has what it takes. */
+static nib_status check_parts(const nib_fsdp_parts *parts, const nib_tensor *t, int64_t rows, bool columnwise)
+{
+    const struct nib_format_facts *facts = nib_format_of(&t->q);
+    const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
+    const nib_device *const device = nib_device_of(t->device);
+    TRY(check_gathered("data", &parts->data, t, NIB_U8, rows, g->line_stride));
+    if (facts->block) {
+        TRY(check_gathered("scales", &parts->scales, t, facts->scale, rows, g->scale_shape[1]));
+        TRY(NIB_DEVICE_HAS(device, repack_scales));
+    }
+    if (facts->tensor_scales)
+        TRY(NIB_DEVICE_HAS(device, fill));
+    return columnwise ? NIB_DEVICE_HAS(device, build_columnwise) : NIB_OK;
 }
 
 static const void *first_of(const nib_array *array) { return (const char *)array->data + array->offset; }
@@ -111,6 +127,24 @@ static nib_status write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
     return NIB_OK;
 }
 
+/* Memory for the usages, and then their bytes. What was not there before is dropped again on failure. */
+static nib_status assign(const nib_fsdp_parts *parts, bool columnwise, nib_tensor *t)
+{
+    const bool had[2] = { nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE) },
+               stale = t->columnwise_stale;
+    TRY(nib_tensor_allocate(t, true, columnwise));
+    nib_status status = write_gathered(parts, t);
+    t->columnwise_stale = columnwise;
+    if (!status)
+        status = nib_tensor_update_usage(t, 1, columnwise);
+    for (int usage = 0; usage < 2 && status; usage++)
+        if (!had[usage])
+            nib_tensor_drop(t, (nib_usage)usage);
+    if (status)
+        t->columnwise_stale = stale;
+    return status;
+}
+
 nib_status nib_fsdp_assign(const nib_tensor *shard, const nib_fsdp_parts *parts, int64_t rows, nib_tensor **out)
 {
     NIB_REQUIRE(shard);
@@ -118,22 +152,14 @@ nib_status nib_fsdp_assign(const nib_tensor *shard, const nib_fsdp_parts *parts,
     NIB_REQUIRE(out);
     nib_fsdp_parts known = { .bytes = sizeof known };
     TRY(nib_struct_read("parts", parts, &known, sizeof known, NIB_UP_TO(nib_fsdp_parts, tensor_scale)));
-    TRY(NIB_DEVICE_HAS(nib_device_of(shard->device), repack_scales));
     nib_tensor *t = NULL;
     nib_status status = assign_target(shard, rows, *out, &t);
-    if (!status) {
-        const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
-        status = check_gathered("data", &known.data, t, NIB_U8, rows, g->line_stride);
-        if (!status && nib_format_of(&t->q)->block)
-            status = check_gathered("scales", &known.scales, t, nib_format_of(&t->q)->scale, rows, g->scale_shape[1]);
-    }
+    const bool columnwise =
+        shard->q.columnwise || nib_tensor_has(shard, NIB_COLUMNWISE) || (t && nib_tensor_has(t, NIB_COLUMNWISE));
     if (!status)
-        status = write_gathered(&known, t);
-    if (!status) {
-        const int columnwise = nib_tensor_has(t, NIB_COLUMNWISE);
-        t->columnwise_stale = columnwise;
-        status = nib_tensor_update_usage(t, 1, columnwise);
-    }
+        status = check_parts(&known, t, rows, columnwise);
+    if (!status)
+        status = assign(&known, columnwise, t);
     if (status && t != *out)
         nib_tensor_destroy(t);
     if (!status)

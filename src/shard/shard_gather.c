@@ -35,12 +35,13 @@ static nib_status exchange(const nib_comm *comm, const void *mine, size_t bytes,
     return nib_gather(comm, "a gather of sizes", mine, all, counts);
 }
 
-static nib_status check_own(const nib_tensor *t, nib_usage usage, int64_t start, int64_t length, const nib_array *shard,
-                            const nib_comm *comm, struct gather *gather, struct nib_code_place *place)
+static nib_status check_own(const char *call, const nib_tensor *t, nib_usage usage, int64_t start, int64_t length,
+                            const nib_array *shard, const nib_comm *comm, struct gather *gather,
+                            struct nib_code_place *place)
 {
     if (!t)
         return nib_fail(NIB_ERR_ARG, "the tensor to gather is NULL");
-    TRY(nib_check_host("a gather", t->device));
+    TRY(nib_check_host(call, t->device));
     nib_byte_range bytes;
     TRY(nib_tensor_byte_range(t, usage, start, length, &bytes));
     if (!nib_tensor_has(t, usage))
@@ -113,7 +114,8 @@ static nib_status gather_param(nib_tensor *t, nib_usage usage, int64_t start, in
     TRY(nib_check_comm("comm", comm, true));
     struct gather gather = { 0 };
     struct nib_code_place place = { 0 };
-    nib_status status = check_own(t, usage, start, length, shard, comm, &gather, &place);
+    nib_status status = check_own(merge ? "nib_all_gather_param" : "nib_all_gather_param_bytes", t, usage, start,
+                                  length, shard, comm, &gather, &place);
     uint64_t key = nib_mix(merge, (uint64_t)usage);
     if (!status)
         key = nib_mix(nib_mix(nib_mix(key, (uint64_t)t->geometry.rows), (uint64_t)t->geometry.cols),

@@ -6,12 +6,12 @@
 
 /* ---- Rows of an array ---- */
 
-static nib_status check_group(const nib_quantizer *q, const nib_array *x, const int64_t *counts, size_t n,
-                              nib_quantizer *loaded)
+static nib_status check_group(const char *call, const nib_quantizer *q, const nib_array *x, const int64_t *counts,
+                              size_t n, nib_quantizer *loaded)
 {
     TRY(nib_quantizer_load(q, loaded));
     TRY(nib_check_array("x", x));
-    TRY(nib_check_host("a group", x->device));
+    TRY(nib_check_host(call, x->device));
     if (n && !counts)
         return nib_fail(NIB_ERR_ARG, "counts is NULL");
     if (x->rank != 2)
@@ -66,7 +66,7 @@ nib_status nib_group_amax(const nib_quantizer *q, const nib_array *x, const int6
     NIB_REQUIRE(amax);
     nib_quantizer loaded;
     struct nib_geometry geometry;
-    TRY(check_group(q, x, counts, n, &loaded));
+    TRY(check_group(__func__, q, x, counts, n, &loaded));
     if (!nib_format_of(&loaded)->tensor_scales || loaded.row_scaled)
         return nib_fail(NIB_ERR_MODE, "there is not one amax per tensor and usage");
     for (size_t i = 0; i < n; i++) /* whatever can fail does so here, before anything is written */
@@ -175,7 +175,7 @@ nib_status nib_split_quantize(const nib_quantizer *q, const nib_array *x, const 
     nib_quantizer loaded;
     float *amaxes;
     const nib_comm *comm = nib_amax_comm_of(q);
-    nib_status status = check_group(q, x, counts, n, &loaded);
+    nib_status status = check_group(__func__, q, x, counts, n, &loaded);
     if (!status && !out)
         status = nib_fail(NIB_ERR_ARG, "nib_split_quantize: out is NULL");
     loaded.amax_comm = NULL; /* amaxes are reduced here */
@@ -367,7 +367,7 @@ nib_status nib_group_quantize(nib_group *group, const nib_array *x, const nib_co
         return nib_agree(amax_comm, nib_fail(NIB_ERR_ARG, "nib_group_quantize: group is NULL"), 0);
     nib_quantizer loaded;
     float *amaxes;
-    nib_status status = check_group(&group->q, x, group->rows, group->n, &loaded);
+    nib_status status = check_group(__func__, &group->q, x, group->rows, group->n, &loaded);
     if (!status && (x->dtype != group->dtype || x->shape[1] != group->cols))
         status = nib_fail(NIB_ERR_MISMATCH, "x must be %s [..., %lld]", nib_dtypes[group->dtype].name,
                           (long long)group->cols);
