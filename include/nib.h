@@ -24,7 +24,9 @@
  *            to values in such a call (overrides, a no-op flag) are pointers of that device. On a device other
  *            than the host a call may return before its work is done: what it reads must stay as it is until
  *            the device has passed it, and a failure on the device is the status of a later call. Calls that
- *            wait for the device say so, and so do those that run on the host only.
+ *            wait for the device say so, and so do those that run on the host only. A device that fails
+ *            (NIB_ERR_DEVICE too) while a call writes in place leaves those bytes undefined, and all else as
+ *            it was.
  *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init (which
  *            is inline, so that it knows the caller's sizeof; bindings call the _init_sized behind it). A smaller
  *            one, of an older caller, works; a larger one works if the fields that this library does not know

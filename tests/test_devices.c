@@ -1187,6 +1187,386 @@ TEST(groups_and_products)
     close_places(&p);
 }
 
+/* ---- A device that fails, and one that has not everything ---- */
+
+/* What a call has to work on: all of it is there before the call, and nothing of it is made by the call but `result`. */
+struct scene {
+    struct setting s;
+    nib_device *other;
+    nib_tensor *view;     /* of s.t, whose buffers it shares */
+    nib_tensor *second;   /* like s.t, of other values */
+    nib_tensor *rowwise;  /* like s.t, without the columnwise usage */
+    nib_array out;        /* of the tensor's shape */
+    float *noop;          /* 0 */
+    nib_buffer *buffer;   /* of the rowwise codes' size */
+    nib_fsdp_parts parts; /* of s.t */
+    nib_tensor *result[2];
+};
+
+struct action {
+    const char *name;
+    nib_status (*run)(struct scene *scene);
+    bool writes; /* bytes of tensors that are there: what they are after a failure is not said */
+};
+
+static nib_status do_quantize(struct scene *c) { return nib_quantize(&c->s.q, &c->s.x, NULL, &c->result[0]); }
+static nib_status do_quantize_given(struct scene *c)
+{
+    const nib_overrides overrides = { .bytes = sizeof overrides, .amax_seen = c->noop };
+    return nib_quantize(&c->s.q, &c->s.x, &overrides, &c->result[0]);
+}
+static nib_status do_update(struct scene *c) { return nib_quantize_into(NULL, &c->s.x, NULL, c->noop, c->s.t); }
+static nib_status do_update_rowwise(struct scene *c)
+{
+    nib_quantizer q = c->s.q;
+    q.columnwise = 0;
+    return nib_quantize_into(&q, &c->s.x, NULL, c->noop, c->s.t);
+}
+static nib_status do_update_anew(struct scene *c)
+{
+    nib_quantizer q = c->s.q;
+    q.swizzled = !q.swizzled;
+    const nib_status status = nib_quantize_into(&q, &c->s.x, NULL, c->noop, c->s.t);
+    return status == NIB_ERR_MODE ? NIB_OK : status; /* a format without tiles */
+}
+static nib_status do_update_missing(struct scene *c)
+{
+    return nib_quantize_into(&c->s.q, &c->s.x, NULL, c->noop, c->rowwise);
+}
+static nib_status do_dequantize(struct scene *c) { return nib_dequantize(c->s.t, NIB_COLUMNWISE, &c->out); }
+static nib_status do_dequantize_rows(struct scene *c)
+{
+    nib_array rows = c->out;
+    rows.shape[0] = 5;
+    return nib_dequantize_rows(c->s.t, NIB_ROWWISE, 3, 5, &rows);
+}
+static nib_status do_create(struct scene *c)
+{
+    return nib_tensor_create(&c->s.q, c->s.dtype, c->s.rank, c->s.shape, c->s.device, &c->result[0]);
+}
+static nib_status do_zero(struct scene *c) { return nib_tensor_zero(c->s.t); }
+static nib_status do_clone(struct scene *c) { return nib_tensor_clone(c->s.t, &c->result[0]); }
+static nib_status do_copy(struct scene *c) { return nib_tensor_copy(c->s.t, c->second); }
+static nib_status do_to_host(struct scene *c) { return nib_tensor_to(c->s.t, NULL, &c->result[0]); }
+static nib_status do_from_host(struct scene *c) { return nib_tensor_to(c->s.host, c->s.device, &c->result[0]); }
+static nib_status do_to_other(struct scene *c) { return nib_tensor_to(c->s.t, c->other, &c->result[0]); }
+static nib_status do_reshape(struct scene *c)
+{
+    const nib_status status = nib_tensor_reshape(c->rowwise, 2, (const int64_t[2]){ -1, 128 }, &c->result[0]);
+    return status == NIB_ERR_SHAPE ? NIB_OK : status; /* of a kind whose rows cannot be cut anew */
+}
+static int64_t whole_blocks(const struct scene *c) { return c->s.kind == FLOAT8_BLOCK ? 64 : 32; }
+static nib_status do_slice(struct scene *c) { return nib_tensor_slice(c->s.t, 0, whole_blocks(c), &c->result[0]); }
+static nib_status do_split(struct scene *c)
+{
+    return nib_tensor_split(c->rowwise, (const int64_t[2]){ 64 - whole_blocks(c), whole_blocks(c) }, 2, c->result);
+}
+static nib_status do_equal(struct scene *c)
+{
+    int equal;
+    return nib_tensor_equal(c->s.t, c->second, &equal);
+}
+static nib_status do_swizzle(struct scene *c)
+{
+    const nib_status status = c->s.q.swizzled ? nib_tensor_unswizzle(c->s.t) : nib_tensor_swizzle(c->s.t);
+    return status == NIB_ERR_UNSUPPORTED && strstr(nib_last_error(), "no GEMM") ? NIB_OK : status;
+}
+static nib_status do_rebind(struct scene *c) { return nib_tensor_rebind_rowwise(c->s.t, c->buffer); }
+static nib_status if_built(nib_status status) /* a columnwise usage that cannot be built is no failure here */
+{
+    return status == NIB_ERR_USAGE ? NIB_OK : status;
+}
+static nib_status do_build(struct scene *c) { return if_built(nib_tensor_update_usage(c->rowwise, 1, 1)); }
+static nib_status do_build_alone(struct scene *c) { return if_built(nib_tensor_update_usage(c->rowwise, 0, 1)); }
+static nib_status do_build_again(struct scene *c)
+{
+    TRY(nib_tensor_invalidate_columnwise(c->second));
+    const nib_status status = if_built(nib_tensor_update_usage(c->second, 0, 1));
+    if (status)
+        c->second->columnwise_stale = false; /* as it was; that it is said to be stale is checked elsewhere */
+    return status;
+}
+static nib_status do_drop(struct scene *c) { return nib_tensor_update_usage(c->s.t, 1, 0); }
+static nib_status do_post(struct scene *c)
+{
+    nib_tensor *const list[1] = { c->rowwise };
+    return if_built(nib_post_all_gather_processing(list, 1));
+}
+static nib_status do_extract(struct scene *c)
+{
+    nib_fsdp_parts parts = { .bytes = sizeof parts };
+    return c->parts.data.data ? nib_fsdp_extract(c->rowwise, &parts) : NIB_OK;
+}
+static nib_status do_assign(struct scene *c)
+{
+    return c->parts.data.data ? nib_fsdp_assign(c->s.t, &c->parts, 64, &c->result[0]) : NIB_OK;
+}
+static nib_status do_assign_existing(struct scene *c)
+{
+    return c->parts.data.data ? nib_fsdp_assign(c->s.t, &c->parts, 64, &c->rowwise) : NIB_OK;
+}
+static nib_status do_read_file(struct scene *c)
+{
+    nib_file *file = NULL;
+    TRY(nib_file_open(path_of("scene.safetensors"), &file));
+    const nib_status status = nib_file_read_tensor(file, "w", c->s.device, &c->result[0]);
+    nib_file_close(file);
+    return status;
+}
+static nib_status do_write_file(struct scene *c) { return write_file(path_of("other.safetensors"), c->s.t); }
+static nib_status do_upload(struct scene *c) { return nib_array_copy(&c->s.host_x, &c->out); }
+static nib_status do_download(struct scene *c) { return nib_array_copy(&c->s.x, &c->s.host_x); }
+static nib_status do_array_copy(struct scene *c) { return nib_array_copy(&c->s.x, &c->out); }
+static nib_status do_buffer(struct scene *c)
+{
+    nib_buffer *buffer = NULL;
+    TRY(nib_buffer_create(77, c->s.device, &buffer));
+    nib_buffer_release(buffer);
+    return NIB_OK;
+}
+
+static const struct action actions[] = {
+    { "quantize", do_quantize, false },
+    { "quantize with overrides", do_quantize_given, false },
+    { "quantize_into", do_update, true },
+    { "quantize_into, fewer usages", do_update_rowwise, true },
+    { "quantize_into, another meaning", do_update_anew, false },
+    { "quantize_into, more usages", do_update_missing, true },
+    { "dequantize", do_dequantize, false },
+    { "dequantize_rows", do_dequantize_rows, false },
+    { "create", do_create, false },
+    { "zero", do_zero, true },
+    { "clone", do_clone, false },
+    { "copy", do_copy, true },
+    { "to the host", do_to_host, false },
+    { "from the host", do_from_host, false },
+    { "to another device", do_to_other, false },
+    { "reshape", do_reshape, false },
+    { "slice", do_slice, false },
+    { "split", do_split, false },
+    { "equal", do_equal, false },
+    { "swizzle", do_swizzle, false },
+    { "rebind_rowwise", do_rebind, false },
+    { "update_usage, build", do_build, false },
+    { "update_usage, build and drop", do_build_alone, false },
+    { "update_usage, build again", do_build_again, true },
+    { "update_usage, drop", do_drop, false },
+    { "post_all_gather_processing", do_post, false },
+    { "fsdp_extract", do_extract, false },
+    { "fsdp_assign", do_assign, false },
+    { "fsdp_assign in place", do_assign_existing, true },
+    { "file_read_tensor", do_read_file, false },
+    { "writer_write_tensor", do_write_file, false },
+    { "array_copy from the host", do_upload, false },
+    { "array_copy to the host", do_download, false },
+    { "array_copy", do_array_copy, false },
+    { "buffer_create", do_buffer, false },
+};
+
+static void open_scene(struct scene *c, enum kind kind)
+{
+    *c = (struct scene){ .s = setting_of(kind, NIB_BF16, 2, (const int64_t[2]){ 64, 64 }) };
+    struct setting *const s = &c->s;
+    open_setting(s);
+    c->other = fake_create(1);
+    const float zero = 0;
+    c->noop = upload_floats(s, &zero, 1);
+    c->out = fake_array(s->device, &s->host_x);
+    nib_array x = fake_array(s->device, &s->host_x);
+    nib_quantizer rowwise = s->q;
+    rowwise.columnwise = 0;
+    CHECK_OK(nib_quantize(&s->q, &x, NULL, &c->second));
+    CHECK_OK(nib_quantize(&rowwise, &x, NULL, &c->rowwise));
+    c->rowwise->q.columnwise = 1; /* wanted, for nib_post_all_gather_processing */
+    fake_free(s->device, x.data);
+    CHECK_OK(nib_tensor_view(s->t, s->rank, s->shape, &c->view));
+    CHECK_OK(nib_buffer_create(nib_buffer_bytes(nib_tensor_buffer(s->t, NIB_ROW_DATA)), s->device, &c->buffer));
+    CHECK_OK(write_file(path_of("scene.safetensors"), s->t));
+    c->parts = (nib_fsdp_parts){ .bytes = sizeof c->parts };
+    if (nib_fsdp_extract(s->t, &c->parts))
+        c->parts.data.data = NULL; /* of a kind that cannot be gathered so */
+}
+
+static void close_scene(struct scene *c)
+{
+    nib_tensor_destroy(c->view);
+    nib_tensor_destroy(c->second);
+    nib_tensor_destroy(c->rowwise);
+    nib_tensor_destroy(c->result[0]);
+    nib_tensor_destroy(c->result[1]);
+    nib_buffer_release(c->buffer);
+    fake_free(c->s.device, c->out.data);
+    fake_free(c->s.device, c->noop);
+    nib_device_release(c->other);
+    close_setting(&c->s);
+}
+
+/* What a tensor was: its options, its very buffers, and the bytes in them. */
+struct snapshot {
+    nib_tensor tensor;
+    uint8_t *bytes[NIB_PART_COUNT];
+};
+
+static void take_snapshot(const nib_tensor *t, struct snapshot *out)
+{
+    memset(out, 0, sizeof *out);
+    out->tensor = *t;
+    for (int part = 0; part < NIB_PART_COUNT; part++) {
+        const size_t bytes = nib_buffer_bytes(t->parts[part]);
+        out->bytes[part] = malloc(bytes + 1);
+        if (t->parts[part])
+            fake_download(t->device, out->bytes[part], nib_buffer_data(t->parts[part]), bytes);
+    }
+}
+
+static void check_snapshot(const nib_tensor *t, struct snapshot *was, bool bytes_too, const char *name, long n)
+{
+    CHECK_THAT(nib_quantizer_equal(&t->q, &was->tensor.q) && t->device == was->tensor.device &&
+                   t->columnwise_stale == was->tensor.columnwise_stale && t->dtype == was->tensor.dtype,
+               "%s, operation %ld: the tensor is another", name, n);
+    for (int part = 0; part < NIB_PART_COUNT; part++) {
+        CHECK_THAT(t->parts[part] == was->tensor.parts[part], "%s, operation %ld: buffer %d is another", name, n, part);
+        const size_t bytes = nib_buffer_bytes(was->tensor.parts[part]);
+        if (t->parts[part] && t->parts[part] == was->tensor.parts[part] && bytes_too) {
+            uint8_t *now = malloc(bytes + 1);
+            fake_download(t->device, now, nib_buffer_data(t->parts[part]), bytes);
+            CHECK_THAT(memcmp(now, was->bytes[part], bytes) == 0, "%s, operation %ld: part %d has other bytes", name, n,
+                       part);
+            free(now);
+        }
+        free(was->bytes[part]);
+    }
+}
+
+/* Runs an action with its n-th operation failing; false once there is no such operation. */
+static bool fails_at(const struct action *action, enum kind kind, long n)
+{
+    struct scene c;
+    struct snapshot before[3];
+    open_scene(&c, kind);
+    const nib_tensor *const tensors[3] = { c.s.t, c.second, c.rowwise };
+    for (int i = 0; i < 3; i++)
+        take_snapshot(tensors[i], &before[i]);
+    const long live = fake_live();
+    fake_fail_at(c.s.device, n);
+    const nib_status status = action->run(&c);
+    fake_fail_at(c.s.device, 0);
+    CHECK_THAT(!status || (status == NIB_ERR_DEVICE && strstr(nib_last_error(), "as it was told to")),
+               "%s, operation %ld: %s: %s", action->name, n, nib_status_name(status), nib_last_error());
+    if (status) {
+        CHECK_THAT(!c.result[0] && !c.result[1], "%s, operation %ld: there is a result", action->name, n);
+        CHECK_THAT(fake_live() == live, "%s, operation %ld: %ld things more", action->name, n, fake_live() - live);
+    }
+    for (int i = 0; i < 3; i++)
+        if (status)
+            check_snapshot(tensors[i], &before[i], !action->writes, action->name, n);
+        else
+            for (int part = 0; part < NIB_PART_COUNT; part++)
+                free(before[i].bytes[part]);
+    close_scene(&c);
+    return status != NIB_OK;
+}
+
+static const enum kind failing_kinds[] = { LINES, SQUARE, SWIZZLED, FLOAT8, MXFP8, FLOAT8_BLOCK, MXFP4 };
+enum { FAILING_KINDS = sizeof failing_kinds / sizeof *failing_kinds };
+
+TEST(failing_operations)
+{
+    for (size_t a = 0; a < sizeof actions / sizeof *actions; a++)
+        for (int k = 0; k < FAILING_KINDS; k++) {
+            long n = 1;
+            while (n < 100 && fails_at(&actions[a], failing_kinds[k], n))
+                n++;
+            CHECK(n < 100);
+            if (test_failures)
+                fprintf(stderr, "  in kind %d\n", (int)failing_kinds[k]);
+        }
+}
+
+/* The operations that a device may lack. */
+static const struct {
+    const char *name;
+    size_t offset;
+} optional[] = {
+#define OPTIONAL(name)                               \
+    {                                                \
+#name, offsetof(struct nib_device_ops, name) \
+    }
+    OPTIONAL(quantize),         OPTIONAL(dequantize),     OPTIONAL(is_set),        OPTIONAL(fill),
+    OPTIONAL(build_columnwise), OPTIONAL(copy_rectangle), OPTIONAL(repack_scales), OPTIONAL(swizzle),
+    OPTIONAL(unswizzle),        OPTIONAL(equal),
+#undef OPTIONAL
+};
+
+enum { OPTIONALS = sizeof optional / sizeof *optional };
+
+static void lose(nib_device *device, int op)
+{
+    memset((char *)fake_ops(device) + optional[op].offset, 0, sizeof(void *));
+}
+
+/* Which of them an action needs shows when it runs. */
+static void find_needed(const struct action *action, enum kind kind, bool needed[OPTIONALS])
+{
+    struct scene c;
+    long before[OPTIONALS];
+    open_scene(&c, kind);
+    const atomic_long *const counts = fake_of(c.s.device)->by_operation;
+    for (int op = 0; op < OPTIONALS; op++)
+        before[op] = counts[optional[op].offset / sizeof(void *)];
+    CHECK_OK(action->run(&c));
+    for (int op = 0; op < OPTIONALS; op++)
+        needed[op] = counts[optional[op].offset / sizeof(void *)] > before[op];
+    close_scene(&c);
+}
+
+/* Without one that it needs it says so and does nothing. */
+static void check_without(const struct action *action, enum kind kind, int op)
+{
+    struct scene c;
+    char words[64];
+    open_scene(&c, kind);
+    lose(c.s.device, op);
+    const long calls = fake_calls(c.s.device), live = fake_live();
+    const nib_status status = action->run(&c);
+    snprintf(words, sizeof words, "fake:0 has no %s", optional[op].name);
+    CHECK_THAT(status == NIB_ERR_UNSUPPORTED && strstr(nib_last_error(), words), "%s without %s: %s: %s", action->name,
+               optional[op].name, nib_status_name(status), nib_last_error());
+    CHECK_THAT(fake_calls(c.s.device) == calls && fake_live() == live, "%s without %s: something was done",
+               action->name, optional[op].name);
+    close_scene(&c);
+}
+
+/* It does without all that it does not need. */
+static void check_with(const struct action *action, enum kind kind, const bool needed[OPTIONALS])
+{
+    struct scene c;
+    open_scene(&c, kind);
+    for (int op = 0; op < OPTIONALS; op++)
+        if (!needed[op])
+            lose(c.s.device, op);
+    CHECK_OK(action->run(&c));
+    close_scene(&c);
+}
+
+TEST(missing_operations)
+{
+    int seen[OPTIONALS] = { 0 };
+    for (size_t a = 0; a < sizeof actions / sizeof *actions; a++)
+        for (int k = 0; k < FAILING_KINDS; k++) {
+            bool needed[OPTIONALS];
+            find_needed(&actions[a], failing_kinds[k], needed);
+            check_with(&actions[a], failing_kinds[k], needed);
+            for (int op = 0; op < OPTIONALS; op++)
+                if (needed[op]) {
+                    seen[op]++;
+                    check_without(&actions[a], failing_kinds[k], op);
+                }
+        }
+    for (int op = 0; op < OPTIONALS; op++)
+        CHECK_THAT(seen[op] > 0, "no action needs %s", optional[op].name);
+}
+
 /* ---- Ranks with devices of their own ---- */
 
 static int quantize_rank(const nib_comm *comm, void *context)

@@ -154,11 +154,17 @@ void nib_tensor_destroy(nib_tensor *t)
     nib_free(t);
 }
 
+static nib_status check_zeroable(const nib_device *device, const nib_quantizer *q)
+{
+    return nib_format_of(q)->tensor_scales ? NIB_DEVICE_HAS(device, fill) : NIB_OK;
+}
+
 nib_status nib_tensor_zero(nib_tensor *t)
 {
     NIB_REQUIRE(t);
     nib_device *const device = nib_device_of(t->device);
     const float tensor_scale = nib_tensor_rules(t).tensor_scale == NIB_TENSOR_SCALE_AMAX ? 0.0f : 1.0f;
+    TRY(check_zeroable(device, &t->q));
     for (int usage = 0; usage < 2; usage++) {
         if (!nib_tensor_has(t, (nib_usage)usage))
             continue;
@@ -166,7 +172,8 @@ nib_status nib_tensor_zero(nib_tensor *t)
         const struct nib_usage_memory memory = nib_tensor_memory(t, (nib_usage)usage);
         TRY(device->ops->zero(device, memory.codes, (size_t)g->data_bytes));
         TRY(device->ops->zero(device, memory.scales, (size_t)g->scales_bytes));
-        TRY(device->ops->fill(device, memory.tensor_scales, g->tensor_scales, tensor_scale));
+        if (g->tensor_scales)
+            TRY(device->ops->fill(device, memory.tensor_scales, g->tensor_scales, tensor_scale));
     }
     return NIB_OK;
 }
@@ -178,6 +185,7 @@ nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, 
     nib_quantizer loaded;
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
+    TRY(check_zeroable(nib_device_of(device), &loaded));
     TRY(nib_tensor_new(&loaded, dtype, rank, shape, device, &t));
     nib_status status = nib_tensor_allocate(t, loaded.rowwise, loaded.columnwise);
     if (!status)
@@ -243,6 +251,7 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
     nib_quantizer loaded;
     nib_tensor *t;
     TRY(nib_quantizer_load(q, &loaded));
+    TRY(device_of_parts(nib_format_of(&loaded), parts, &device));
     loaded.rowwise = parts[NIB_ROW_DATA] != NULL;
     loaded.columnwise = parts[NIB_COL_DATA] != NULL;
     TRY(nib_tensor_new(&loaded, dtype, rank, shape, device, &t));
@@ -251,7 +260,6 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
         nib_tensor_destroy(t);
         return status;
     }
-    TRY(device_of_parts(nib_format_of(&loaded), parts, &device));
     for (int i = 0; i < nib_format_of(&loaded)->saved_count; i++) {
         const nib_part part = nib_format_of(&loaded)->saved[i];
         t->parts[part] = nib_buffer_retain(parts[part]);
@@ -420,6 +428,7 @@ static nib_status dequantize_rows(const nib_tensor *t, nib_usage from, int64_t f
     nib_usage usage;
     if (from != NIB_ROWWISE && from != NIB_COLUMNWISE && from != NIB_EITHER)
         return nib_fail(NIB_ERR_ARG, "%d is not a usage of a tensor", (int)from);
+    TRY(nib_check_same_device("out", out->device, "the tensor", t->device));
     if (count == 0 || t->geometry.cols == 0)
         return NIB_OK; /* whichever usage, there is nothing in it */
     TRY(nib_tensor_pick(t, from, &usage));
@@ -427,7 +436,6 @@ static nib_status dequantize_rows(const nib_tensor *t, nib_usage from, int64_t f
     TRY(NIB_DEVICE_HAS(device, dequantize));
     const struct nib_usage_memory memory = nib_tensor_memory(t, usage);
     return device->ops->dequantize(device, &t->q, &t->geometry, usage, &memory, first, count, out);
-    TRY(nib_check_same_device("out", out->device, "the tensor", t->device));
 }
 
 nib_status nib_dequantize(const nib_tensor *t, nib_usage from, const nib_array *out)
@@ -568,7 +576,8 @@ nib_status nib_tensor_get_usages(const nib_tensor *t, int *rowwise, int *columnw
     return NIB_OK;
 }
 
-static nib_status build_columnwise(nib_tensor *t)
+/* Whether a columnwise usage can be built, from the rowwise one. */
+static nib_status check_buildable(const nib_tensor *t)
 {
     if (!nib_tensor_has(t, NIB_ROWWISE))
         return nib_fail(NIB_ERR_USAGE,
@@ -580,39 +589,84 @@ static nib_status build_columnwise(nib_tensor *t)
                         nib_format_of(&t->q)->block);
     if (t->q.swizzled)
         return nib_fail(NIB_ERR_USAGE, "the columnwise usage is built from compact scales: unswizzle the tensor first");
-    nib_device *const device = nib_device_of(t->device);
-    TRY(NIB_DEVICE_HAS(device, build_columnwise));
-    TRY(nib_tensor_allocate(t, false, true));
-    const struct nib_usage_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
-    TRY(device->ops->build_columnwise(device, &t->q, &t->geometry, &row, &col));
-    t->columnwise_stale = false;
-    return NIB_OK;
+    return NIB_DEVICE_HAS(nib_device_of(t->device), build_columnwise);
 }
 
-nib_status nib_tensor_unshare(nib_tensor *t, nib_usage usage)
+/* On failure a usage that was not there is not there, and one that was not valid is not. */
+static nib_status build_columnwise(nib_tensor *t)
 {
-    nib_buffer *own[NIB_PART_KINDS] = { NULL };
-    for (int kind = 0; kind < NIB_PART_KINDS; kind++) {
-        const nib_buffer *old = nib_tensor_kind(t, usage, kind);
-        if (!old || !nib_buffer_is_shared(old))
-            continue;
-        nib_status status = nib_buffer_create(nib_buffer_bytes(old), t->device, &own[kind]);
-        if (!status)
-            status = nib_device_move(t->device, nib_buffer_data(own[kind]), t->device, nib_buffer_data(old),
-                                     nib_buffer_bytes(old));
-        if (status) {
-            for (int i = 0; i <= kind; i++)
-                nib_buffer_release(own[i]);
-            return status;
+    const bool there = nib_tensor_has(t, NIB_COLUMNWISE);
+    nib_device *const device = nib_device_of(t->device);
+    TRY(check_buildable(t));
+    TRY(nib_tensor_allocate(t, false, true));
+    const struct nib_usage_memory row = nib_tensor_memory(t, NIB_ROWWISE), col = nib_tensor_memory(t, NIB_COLUMNWISE);
+    const nib_status status = device->ops->build_columnwise(device, &t->q, &t->geometry, &row, &col);
+    if (!status)
+        t->columnwise_stale = false;
+    else if (!there)
+        nib_tensor_drop(t, NIB_COLUMNWISE);
+    return status;
+}
+
+static nib_status copy_buffer(const nib_buffer *from, nib_device *device, nib_buffer **out)
+{
+    nib_buffer *copy = NULL;
+    TRY(nib_buffer_create(nib_buffer_bytes(from), device, &copy));
+    const nib_status status =
+        nib_device_move(device, nib_buffer_data(copy), device, nib_buffer_data(from), nib_buffer_bytes(from));
+    if (status)
+        nib_buffer_release(copy);
+    else
+        *out = copy;
+    return status;
+}
+
+nib_status nib_tensor_unshare(const nib_tensor *t, bool rowwise, bool columnwise, nib_buffer *own[NIB_PART_COUNT])
+{
+    const bool wanted[2] = { rowwise, columnwise };
+    nib_status status = NIB_OK;
+    for (int usage = 0; usage < 2; usage++)
+        for (int kind = 0; kind < NIB_PART_KINDS && wanted[usage] && !status; kind++) {
+            const nib_part part = nib_part_of(nib_format_of(&t->q), (nib_usage)usage, kind);
+            if (part < NIB_PART_COUNT && t->parts[part] && !own[part] && nib_buffer_is_shared(t->parts[part]))
+                status = copy_buffer(t->parts[part], t->device, &own[part]);
         }
+    for (int part = 0; part < NIB_PART_COUNT && status; part++) {
+        nib_buffer_release(own[part]);
+        own[part] = NULL;
     }
-    for (int kind = 0; kind < NIB_PART_KINDS; kind++)
-        if (own[kind]) {
-            const nib_part part = nib_part_of(nib_format_of(&t->q), usage, kind);
+    return status;
+}
+
+void nib_tensor_place(nib_tensor *t, nib_buffer *const own[NIB_PART_COUNT])
+{
+    for (int part = 0; part < NIB_PART_COUNT; part++)
+        if (own[part]) {
             nib_buffer_release(t->parts[part]);
-            t->parts[part] = own[kind];
+            t->parts[part] = own[part];
         }
-    return NIB_OK;
+}
+
+/* The usages that are wanted, where the others are still there. */
+static nib_status make_usages(nib_tensor *t, const nib_quantizer *wanted)
+{
+    const bool had[2] = { nib_tensor_has(t, NIB_ROWWISE), nib_tensor_has(t, NIB_COLUMNWISE) };
+    const bool stale = t->columnwise_stale, drops = (had[0] && !wanted->rowwise) || (had[1] && !wanted->columnwise);
+    nib_buffer *own[NIB_PART_COUNT] = { NULL };
+    if (wanted->columnwise && (!had[NIB_COLUMNWISE] || stale))
+        TRY(build_columnwise(t));
+    if (!drops || !nib_format_of(&t->q)->shared_tensor_scale)
+        return NIB_OK;
+    /* A view may keep what is dropped, and with it the tensor scale. */
+    const nib_status status = nib_tensor_unshare(t, true, true, own);
+    if (!status) {
+        nib_tensor_place(t, own);
+        return NIB_OK;
+    }
+    if (!had[NIB_COLUMNWISE])
+        nib_tensor_drop(t, NIB_COLUMNWISE);
+    t->columnwise_stale = stale;
+    return status;
 }
 
 nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise)
@@ -624,13 +678,7 @@ nib_status nib_tensor_update_usage(nib_tensor *t, int rowwise, int columnwise)
     TRY(nib_quantizer_set_usage(&wanted, rowwise, columnwise));
     if (wanted.rowwise && !nib_tensor_has(t, NIB_ROWWISE))
         return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise usage, and one cannot be built");
-    const bool drops = (nib_tensor_has(t, NIB_ROWWISE) && !wanted.rowwise) ||
-                       (nib_tensor_has(t, NIB_COLUMNWISE) && !wanted.columnwise);
-    for (int usage = 0; usage < 2 && drops && nib_format_of(&t->q)->shared_tensor_scale; usage++)
-        TRY(nib_tensor_unshare(t,
-                               (nib_usage)usage)); /* a view may keep what is dropped, and with it the tensor scale */
-    if (wanted.columnwise && (!nib_tensor_has(t, NIB_COLUMNWISE) || t->columnwise_stale))
-        TRY(build_columnwise(t));
+    TRY(make_usages(t, &wanted));
     if (!wanted.rowwise)
         nib_tensor_drop(t, NIB_ROWWISE);
     if (!wanted.columnwise)

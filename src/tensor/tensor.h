@@ -46,9 +46,11 @@ nib_status nib_tensor_new(const nib_quantizer *q, nib_dtype dtype, int rank, con
 nib_status nib_tensor_allocate(nib_tensor *t, bool rowwise, bool columnwise);
 void nib_tensor_drop(nib_tensor *t, nib_usage usage);
 
-/* Gives the tensor its own parts of a usage where a view shares them. Called before some parts are replaced: a later
- * update in place would otherwise leave the view with half of it. */
-nib_status nib_tensor_unshare(nib_tensor *t, nib_usage usage);
+/* Parts of usages that a view shares while other parts are about to be replaced: an update in place would leave the view
+ * with half of it. unshare copies them into `own`, but for those that have something there already; on failure it
+ * releases all of `own`, and the tensor is as before. place puts `own` into the tensor, which cannot fail. */
+nib_status nib_tensor_unshare(const nib_tensor *t, bool rowwise, bool columnwise, nib_buffer *own[NIB_PART_COUNT]);
+void nib_tensor_place(nib_tensor *t, nib_buffer *const own[NIB_PART_COUNT]);
 
 /* The rule of nib_mxfp4_to_nvfp4 for a weight that is converted in parts (convert.c): the tensor scale, a multiplier,
  * for the largest scale of a block that is not all zeros (0: there is none), and blocks of 32 under it. No NaNs. */

@@ -136,15 +136,14 @@ static nib_status check_new_length(const nib_tensor *t, int64_t cols)
  * spoiled by an update of either. */
 static nib_status repack_into(const nib_tensor *t, nib_tensor *view)
 {
-    nib_buffer *fresh = NULL;
-    TRY(nib_tensor_unshare(view, NIB_ROWWISE));
+    nib_buffer *own[NIB_PART_COUNT] = { NULL };
     nib_device *const device = nib_device_of(t->device);
     TRY(NIB_DEVICE_HAS(device, repack_scales));
-    TRY(nib_buffer_create((size_t)view->geometry.usage[NIB_ROWWISE].scales_bytes, t->device, &fresh));
-    nib_buffer_release(view->parts[NIB_ROW_SCALE]);
-    view->parts[NIB_ROW_SCALE] = fresh;
+    TRY(nib_buffer_create((size_t)view->geometry.usage[NIB_ROWWISE].scales_bytes, t->device, &own[NIB_ROW_SCALE]));
+    TRY(nib_tensor_unshare(view, true, false, own));
+    nib_tensor_place(view, own);
     return device->ops->repack_scales(device, &t->geometry.usage[NIB_ROWWISE], nib_buffer_data(t->parts[NIB_ROW_SCALE]),
-                                      &view->geometry.usage[NIB_ROWWISE], nib_buffer_data(fresh));
+                                      &view->geometry.usage[NIB_ROWWISE], nib_buffer_data(own[NIB_ROW_SCALE]));
 }
 
 /* Whether the buffers that a view shares are what its shape asks for; an empty tensor may otherwise change its rows at
@@ -295,6 +294,25 @@ nib_status nib_tensor_equal(const nib_tensor *a, const nib_tensor *b, int *equal
 
 /* ---- Swizzle ---- */
 
+/* The scales of both usages in the other layout, in buffers of their own; NULL for those that are not there. */
+static nib_status swizzle_scales(const nib_tensor *t, const struct nib_geometry *after, nib_buffer *own[NIB_PART_COUNT])
+{
+    nib_device *const device = nib_device_of(t->device);
+    for (int usage = 0; usage < 2; usage++) {
+        const nib_buffer *old = nib_tensor_kind(t, (nib_usage)usage, 1);
+        const struct nib_usage_geometry *to = &after->usage[usage];
+        nib_buffer **const fresh = &own[nib_part_of(nib_format_of(&t->q), (nib_usage)usage, 1)];
+        if (!old)
+            continue;
+        TRY(nib_buffer_create((size_t)to->scales_bytes, t->device, fresh));
+        if (to->swizzled)
+            TRY(device->ops->swizzle(device, &t->geometry.usage[usage], nib_buffer_data(old), nib_buffer_data(*fresh)));
+        else
+            TRY(device->ops->unswizzle(device, to, nib_buffer_data(old), nib_buffer_data(*fresh)));
+    }
+    return NIB_OK;
+}
+
 static nib_status set_swizzled(nib_tensor *t, bool swizzled)
 {
     if (t->q.swizzled == swizzled)
@@ -302,34 +320,16 @@ static nib_status set_swizzled(nib_tensor *t, bool swizzled)
     if (!nib_format_of(&t->q)->swizzles)
         return nib_fail(NIB_ERR_UNSUPPORTED, "no GEMM takes the scales of %s swizzled", nib_format_of(&t->q)->name);
     nib_device *const device = nib_device_of(t->device);
-    TRY(NIB_DEVICE_HAS(device, swizzle));
-    TRY(NIB_DEVICE_HAS(device, unswizzle));
-    for (int usage = 0; usage < 2; usage++)
-        TRY(nib_tensor_unshare(t, (nib_usage)usage));
-    nib_buffer *fresh[2] = { NULL, NULL };
+    TRY(swizzled ? NIB_DEVICE_HAS(device, swizzle) : NIB_DEVICE_HAS(device, unswizzle));
+    nib_buffer *own[NIB_PART_COUNT] = { NULL };
     struct nib_geometry after = t->geometry;
-    for (int usage = 0; usage < 2; usage++) {
-        after.usage[usage].swizzled = swizzled;
-        const nib_buffer *old = nib_tensor_kind(t, (nib_usage)usage, 1);
-        if (!old)
-            continue;
-        nib_status status = nib_buffer_create((size_t)after.usage[usage].scales_bytes, t->device, &fresh[usage]);
-        if (!status)
-            status = (swizzled ? device->ops->swizzle : device->ops->unswizzle)(
-                device, swizzled ? &t->geometry.usage[usage] : &after.usage[usage], nib_buffer_data(old),
-                nib_buffer_data(fresh[usage]));
-        if (status) {
-            nib_buffer_release(fresh[0]);
-            nib_buffer_release(fresh[1]);
-            return status;
-        }
-    }
-    for (int usage = 0; usage < 2; usage++)
-        if (fresh[usage]) {
-            const nib_part part = nib_part_of(nib_format_of(&t->q), (nib_usage)usage, 1);
-            nib_buffer_release(t->parts[part]);
-            t->parts[part] = fresh[usage];
-        }
+    after.usage[NIB_ROWWISE].swizzled = after.usage[NIB_COLUMNWISE].swizzled = swizzled;
+    const nib_status status = swizzle_scales(t, &after, own);
+    for (int part = 0; part < NIB_PART_COUNT && status; part++)
+        nib_buffer_release(own[part]);
+    TRY(status);
+    TRY(nib_tensor_unshare(t, true, true, own));
+    nib_tensor_place(t, own);
     t->geometry = after;
     t->q.swizzled = swizzled;
     return NIB_OK;
@@ -353,7 +353,7 @@ nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer)
 {
     NIB_REQUIRE(t);
     NIB_REQUIRE(buffer);
-    nib_buffer *old = t->parts[NIB_ROW_DATA];
+    const nib_buffer *old = t->parts[NIB_ROW_DATA];
     if (!old)
         return nib_fail(NIB_ERR_USAGE, "the tensor has no rowwise usage");
     if (nib_buffer_bytes(buffer) != nib_buffer_bytes(old))
@@ -362,12 +362,13 @@ nib_status nib_tensor_rebind_rowwise(nib_tensor *t, nib_buffer *buffer)
     TRY(nib_check_same_device("the buffer", nib_buffer_device(buffer), "the tensor", t->device));
     if (buffer == old)
         return NIB_OK;
-    TRY(nib_tensor_unshare(t, NIB_ROWWISE));
-    if (nib_format_of(&t->q)->shared_tensor_scale)
-        TRY(nib_tensor_unshare(t, NIB_COLUMNWISE));
-    old = t->parts[NIB_ROW_DATA];
-    TRY(nib_device_move(t->device, nib_buffer_data(buffer), t->device, nib_buffer_data(old), nib_buffer_bytes(old)));
-    t->parts[NIB_ROW_DATA] = nib_buffer_retain(buffer);
-    nib_buffer_release(old);
+    nib_buffer *own[NIB_PART_COUNT] = { [NIB_ROW_DATA] = nib_buffer_retain(buffer) };
+    TRY(nib_tensor_unshare(t, true, nib_format_of(&t->q)->shared_tensor_scale, own));
+    const nib_status status =
+        nib_device_move(t->device, nib_buffer_data(buffer), t->device, nib_buffer_data(old), nib_buffer_bytes(old));
+    for (int part = 0; part < NIB_PART_COUNT && status; part++)
+        nib_buffer_release(own[part]);
+    TRY(status);
+    nib_tensor_place(t, own);
     return NIB_OK;
 }
