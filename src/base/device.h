@@ -74,7 +74,7 @@ struct nib_device {
 extern const struct nib_device_ops nib_host_ops;
 
 /* Fill in a device with one reference; name is "KIND", or "KIND:ORDINAL" where ordinal is not negative. */
-void nib_device_init(nib_device *device, const struct nib_device_ops *ops, int ordinal);
+NIB_PRIVATE void nib_device_init(nib_device *device, const struct nib_device_ops *ops, int ordinal);
 
 /* The device itself or, for NULL, the host with OpenMP's default of threads. */
 nib_device *nib_device_of(nib_device *device);
