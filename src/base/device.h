@@ -37,8 +37,9 @@ struct nib_device_ops {
 
     /* ---- Values to codes and back: quantize.h has the contracts. With an amax_comm, quantize comes to nib_agree
      * whatever happens to it: the other ranks are there already. ---- */
-    nib_status (*check_overrides)(nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
-                                  const struct nib_geometry *geometry); /* what a caller brings; NULL if quantize takes all */
+    nib_status (*check_overrides)(
+        nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
+        const struct nib_geometry *geometry); /* what a caller brings; NULL if quantize takes all */
     nib_status (*quantize)(nib_device *device, const nib_quantizer *q, const nib_array *x,
                            const nib_overrides *overrides, const float *noop, const struct nib_geometry *geometry,
                            const struct nib_usage_memory *memory); /* of both usages */

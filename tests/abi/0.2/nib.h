@@ -24,7 +24,9 @@
  *            to values in such a call (overrides, a no-op flag) are pointers of that device. On a device other
  *            than the host a call may return before its work is done: what it reads must stay as it is until
  *            the device has passed it, and a failure on the device is the status of a later call. Calls that
- *            wait for the device say so, and so do those that run on the host only.
+ *            wait for the device say so, and so do those that run on the host only. A device that fails
+ *            (NIB_ERR_DEVICE too) while a call writes in place leaves those bytes undefined, and all else as
+ *            it was.
  *   Structs  A struct that begins with `bytes` grows in later versions: set it to sizeof, or use its _init (which
  *            is inline, so that it knows the caller's sizeof; bindings call the _init_sized behind it). A smaller
  *            one, of an older caller, works; a larger one works if the fields that this library does not know
@@ -368,7 +370,8 @@ NIB_API nib_status nib_quantize(const nib_quantizer *q, const nib_array *x, cons
  * q does not want are dropped, missing ones allocated, and the others written in place, so that views see them, unless q
  * gives the bytes another meaning: then all buffers are new, and views keep the old ones (for Float8 also where a usage
  * is dropped, since both share a tensor scale). noop: if it is not NULL and *noop == 1.0f exactly, nothing at all happens
- * (on all ranks of amax_comm or on none). With a noop, and where buffers become new, this waits for the device. */
+ * (on all ranks of amax_comm or on none). This waits for the flag of another device where more than bytes changes: buffers,
+ * options, or that a columnwise usage is valid. */
 NIB_API nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                                      const float *noop, nib_tensor *t);
 
