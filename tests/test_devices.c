@@ -844,10 +844,10 @@ static void exchange_parts(struct setting *s, bool versioned)
             nib_device *const wrong = i ? other : NULL;
             if (versioned) {
                 CHECK_FAILS(nib_array_from_dlpack_versioned(newer, wrong, &seen), NIB_ERR_DEVICE, "device type 12");
-                CHECK_FAILS(nib_buffer_from_dlpack_versioned(newer, wrong, &none), NIB_ERR_DEVICE, "number 0");
+                CHECK_FAILS(nib_buffer_from_dlpack_versioned(newer, wrong, &none), NIB_ERR_DEVICE, "id 0");
             } else {
                 CHECK_FAILS(nib_array_from_dlpack(plain, wrong, &seen), NIB_ERR_DEVICE, "device type 12");
-                CHECK_FAILS(nib_buffer_from_dlpack(plain, wrong, &none), NIB_ERR_DEVICE, "number 0");
+                CHECK_FAILS(nib_buffer_from_dlpack(plain, wrong, &none), NIB_ERR_DEVICE, "id 0");
             }
         }
         CHECK_OK(versioned ? nib_array_from_dlpack_versioned(newer, s->device, &seen)
