@@ -48,28 +48,32 @@ ACCEPTED = os.path.join(ROOT, "tests/mutants_accepted.txt")
 # The first pattern that a file matches gives its tests, the likeliest to notice first: programs of tests/ and tests/fuzz/
 # (on their corpus), `conform` (nib conform on the golden files) and scripts of tests/cli/. "conform NIB_MAX_ISA=avx2" sets
 # that variable. Sanitizers: the programs only.
-KERNELS = ["test_known_answers", "conform", "test_kernels", "test_stochastic", "test_gemm", "test_formats", "test_quantize",
+TENSOR = ["test_tensor", "test_tensor_usages", "test_tensor_copies", "test_tensor_views", "test_quantizer"]
+ERRORS = ["test_errors", "test_errors_quantizer", "test_errors_memory"]
+FORMATS = ["test_formats", "test_format_tensors", "test_float8_scaling", "test_mxfp4"]
+QUANTIZE = ["test_quantize", "test_quantize_layouts", "test_quantize_overrides", "test_quantize_options"]
+KERNELS = ["test_known_answers", "conform", "test_kernels", "test_stochastic", "test_gemm", *FORMATS, *QUANTIZE,
            "test_environment"]
 TESTS = [
-    ("src/base/comm*", ["test_comm", "test_gather", "test_groups", "test_shard", "test_errors"]),
+    ("src/base/comm*", ["test_comm", "test_gather", "test_groups", "test_shard", *ERRORS]),
     ("src/base/os*", ["test_run", "test_files", "test_safetensors", "test_checkpoint", "test_gguf", "cli/quantize", "cli/kill",
                       "cli/check"]),
-    ("src/base/*", ["test_errors", "test_dlpack", "test_tensor", "test_comm", "test_files", "test_safetensors", "test_gguf",
-                    "test_quantize", "test_environment"]),
-    ("src/format/*", ["test_codec", "test_known_answers", "conform", "test_errors", "test_tensor", "test_formats",
-                      "test_stochastic", "test_files", "test_kernels", "test_gemm", "test_quantize", "cli/conform"]),
+    ("src/base/*", [*ERRORS, "test_dlpack", *TENSOR, "test_comm", "test_files", "test_safetensors", "test_gguf",
+                    *QUANTIZE, "test_environment"]),
+    ("src/format/*", ["test_codec", "test_known_answers", "conform", *ERRORS, *TENSOR, *FORMATS,
+                      "test_stochastic", "test_files", "test_kernels", "test_gemm", *QUANTIZE, "cli/conform"]),
     ("src/kernels/x86/*avx2*", ["test_known_answers NIB_MAX_ISA=avx2", "conform NIB_MAX_ISA=avx2", *KERNELS[2:]]),
     ("src/kernels/scalar/*", ["test_known_answers NIB_MAX_ISA=scalar", "conform NIB_MAX_ISA=scalar", *KERNELS[2:]]),
     ("src/kernels/*", KERNELS),
-    ("src/tensor/dlpack*", ["test_dlpack", "test_errors", "test_tensor"]),
-    ("src/tensor/gemm*", ["test_gemm", "conform", "test_errors", "test_formats", "test_environment"]),
-    ("src/tensor/*", ["test_tensor", "test_errors", "conform", "test_known_answers", "test_stochastic", "test_formats",
-                      "test_gemm", "test_files", "test_shard", "test_groups", "test_quantize", "test_environment",
+    ("src/tensor/dlpack*", ["test_dlpack", *ERRORS, *TENSOR]),
+    ("src/tensor/gemm*", ["test_gemm", "conform", *ERRORS, *FORMATS, "test_environment"]),
+    ("src/tensor/*", [*TENSOR, *ERRORS, "conform", "test_known_answers", "test_stochastic", *FORMATS,
+                      "test_gemm", "test_files", "test_shard", "test_groups", *QUANTIZE, "test_environment",
                       "cli/conform"]),
-    ("src/file/*", ["test_safetensors", "test_files", "fuzz_safetensors", "test_errors", "test_checkpoint", "fuzz_index",
+    ("src/file/*", ["test_safetensors", "test_files", "fuzz_safetensors", *ERRORS, "test_checkpoint", "fuzz_index",
                     "fuzz_config", "test_run", "cli/conform"]),
-    ("src/shard/*", ["test_shard", "test_gather", "test_groups", "test_comm", "test_errors"]),
-    ("src/*", ["test_errors", "test_tensor", "conform", "test_formats", "test_files", "test_shard", "test_quantize"]),
+    ("src/shard/*", ["test_shard", "test_gather", "test_groups", "test_comm", *ERRORS]),
+    ("src/*", [*ERRORS, *TENSOR, "conform", *FORMATS, "test_files", "test_shard", *QUANTIZE]),
     ("checkpoint/io/gguf*", ["test_gguf", "fuzz_gguf", "test_checkpoint", "test_run", "cli/quantize"]),
     ("checkpoint/check/*", ["test_check", "cli/check", "test_run", "cli/quantize"]),
     ("checkpoint/model/*", ["test_checkpoint", "test_check", "test_run", "fuzz_config", "cli/check", "cli/quantize"]),

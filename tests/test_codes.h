@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_codes.h - a usage of an NVFP4 tensor by line and element, as the layout has it: codes, scales, tensor scales, and
- * what they are worth.
+ * test_codes.h - a usage of an NVFP4 tensor by line and element, as the layout has it: codes, scales, tensor scales,
+ * and what they are worth.
  */
 #ifndef NIB_TEST_CODES_H
 #define NIB_TEST_CODES_H
+
+#include <math.h>
 
 #include "test_tensors.h"
 
@@ -68,6 +70,22 @@ static inline uint8_t scale_at(const struct usage *c, int64_t line, int64_t bloc
 static inline float tensor_scale_at(const struct usage *c, int64_t line)
 {
     return c->tensor_scales[c->per_line ? line : 0];
+}
+
+/* Half the distance between the E2M1 values on both sides of y. Past 6 there is one side only; y stays below 7 because
+ * a scale is at most 1/17 too small. */
+static inline double half_step(double y) { return fabs(y) < 2 ? 0.25 : fabs(y) < 4 ? 0.5 : 1; }
+
+/* By search, not by the library: the nearest magnitude, of two equally near ones the even code. Past 6 it is 6. */
+static inline int nearest_code(double y)
+{
+    int best = 0;
+    for (int code = 1; code < 8; code++) {
+        const double d = fabs(e2m1[code] - fabs(y)), least = fabs(e2m1[best] - fabs(y));
+        if (d < least || (d == least && code % 2 == 0))
+            best = code;
+    }
+    return best | (signbit(y) ? 8 : 0);
 }
 
 #endif
