@@ -22,6 +22,7 @@ The last line is `N passed, M failed, K skipped`: killed or accepted, survived, 
 import argparse
 import concurrent.futures
 import ctypes
+import filecmp
 import fnmatch
 import glob
 import json
@@ -52,13 +53,13 @@ TENSOR = ["test_tensor", "test_tensor_usages", "test_tensor_copies", "test_tenso
 ERRORS = ["test_errors", "test_errors_quantizer", "test_errors_memory"]
 FORMATS = ["test_formats", "test_format_tensors", "test_float8_scaling", "test_mxfp4"]
 QUANTIZE = ["test_quantize", "test_quantize_layouts", "test_quantize_overrides", "test_quantize_options"]
-KERNELS = ["test_known_answers", "conform", "test_kernels", "test_stochastic", "test_gemm", *FORMATS, *QUANTIZE,
-           "test_environment"]
+KERNELS = ["test_known_answers", "conform", "test_kernels NIB_ROUNDS=1", "test_stochastic", "test_gemm", *FORMATS, *QUANTIZE,
+           "test_environment", "test_kernels"]
 TESTS = [
     ("src/base/comm*", ["test_comm", "test_gather", "test_groups", "test_shard", *ERRORS]),
     ("src/base/os*", ["test_run", "test_files", "test_safetensors", "test_checkpoint", "test_gguf", "cli/quantize", "cli/kill",
                       "cli/check"]),
-    ("src/base/*", [*ERRORS, "test_dlpack", *TENSOR, "test_comm", "test_files", "test_safetensors", "test_gguf",
+    ("src/base/*", [*ERRORS, "test_dlpack", "test_structs", "test_devices", *TENSOR, "test_comm", "test_files", "test_safetensors", "test_gguf",
                     *QUANTIZE, "test_environment"]),
     ("src/format/*", ["test_codec", "test_known_answers", "conform", *ERRORS, *TENSOR, *FORMATS,
                       "test_stochastic", "test_files", "test_kernels", "test_gemm", *QUANTIZE, "cli/conform"]),
@@ -67,7 +68,7 @@ TESTS = [
     ("src/kernels/*", KERNELS),
     ("src/tensor/dlpack*", ["test_dlpack", *ERRORS, *TENSOR]),
     ("src/tensor/gemm*", ["test_gemm", "conform", *ERRORS, *FORMATS, "test_environment"]),
-    ("src/tensor/*", [*TENSOR, *ERRORS, "conform", "test_known_answers", "test_stochastic", *FORMATS,
+    ("src/tensor/*", [*TENSOR, *ERRORS, "test_devices", "conform", "test_known_answers", "test_stochastic", *FORMATS,
                       "test_gemm", "test_files", "test_shard", "test_groups", *QUANTIZE, "test_environment",
                       "cli/conform"]),
     ("src/file/*", ["test_safetensors", "test_files", "fuzz_safetensors", *ERRORS, "test_checkpoint", "fuzz_index",
@@ -312,7 +313,8 @@ def flags_of(source, kind):
     """As CMakeLists.txt has it."""
     top = source.split("/")[0]
     flags = ["-std=c11" if source in LIBRARY else "-std=gnu11", "-Iinclude"]
-    flags += {"src": ["-Isrc"], "checkpoint": ["-Isrc", "-Icheckpoint"], "tests": ["-Isrc", "-Icheckpoint", "-Itests"]}.get(top, [])
+    flags += {"src": ["-Isrc"], "checkpoint": ["-Isrc", "-Icheckpoint"],
+              "tests": ["-Isrc", "-Icheckpoint", "-Itests"]}.get(top, [])
     if source.startswith("tests/fuzz/"):
         flags.append("-DNIB_FUZZ_MAIN")
     elif wraps_allocator(source):
@@ -328,16 +330,10 @@ def wraps_allocator(source):
         return "NIB_TEST_WRAP_ALLOC" in file.read()
 
 
-def finish(command, directory, timeout, environment=None, limit=None):
-    """(exit status, or None after the timeout; output) of a command and of all that it starts."""
-    if limit:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    try:
-        process = subprocess.Popen(command, cwd=directory, env=environment, start_new_session=True, stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    finally:
-        if limit:
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+def finish(command, directory, timeout, environment=None, prepare=None):
+    """(exit status, or None after the timeout; output) of a command and of all that it starts; `prepare` is called in it."""
+    process = subprocess.Popen(command, cwd=directory, env=environment, start_new_session=True, preexec_fn=prepare,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         output, status = process.communicate(timeout=timeout)[0], process.returncode
     except subprocess.TimeoutExpired:
@@ -410,13 +406,18 @@ def fence(*directories):
     handled = ctypes.c_uint64(changes)
     rules = libc.syscall(444, ctypes.byref(handled), ctypes.c_size_t(8), 0)
     done = rules >= 0
-    for directory, access in [*((d, changes) for d in directories), ("/dev", write_file | truncate)]:
-        rule = Beneath(access, os.open(directory, os.O_PATH | os.O_CLOEXEC))
+    sinks = [(sink, write_file | truncate) for sink in ("/dev/null", "/dev/full", "/dev/zero")]
+    for path, access in [*((directory, changes) for directory in directories), *sinks]:
+        rule = Beneath(access, os.open(path, os.O_PATH | os.O_CLOEXEC))
         done = done and libc.syscall(445, rules, 1, ctypes.byref(rule), 0) == 0
         os.close(rule.directory)
     if not done or libc.prctl(38, 1, 0, 0, 0) != 0 or libc.syscall(446, rules, 0) != 0:
         raise OSError(ctypes.get_errno(), "Landlock")
     os.close(rules)
+
+
+class CannotBuild(Exception):
+    """What the compiler said."""
 
 
 class Worker:
@@ -435,9 +436,6 @@ class Worker:
         shutil.copytree(ROOT, self.tree, ignore=ignored, symlinks=True)
         fence(self.directory, self.scratch)
         os.environ.update(TMPDIR=self.scratch, HOME=self.scratch)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * GIB, 4 * GIB))
-        resource.setrlimit(resource.RLIMIT_CPU, (3600, 3600))
 
     def empty(self):
         for directory in (self.out, self.scratch):
@@ -446,22 +444,23 @@ class Worker:
         self.changed, self.users = {kind: [] for kind in KINDS}, []
 
     def compile_library(self, kind):
-        """Whether what the library's sources have become compiles; those whose object code differs are in `changed`."""
-        objects = os.path.join(self.out, kind)
-        for source in self.users:
-            if source in LIBRARY:
-                if compile_source(source, kind, objects, self.tree)[0] != 0:
-                    return False
-                ours, theirs = (os.path.join(o, source + ".o") for o in (objects, self.base.objects(kind)))
-                if subprocess.run(["cmp", "-s", ours, theirs], check=False).returncode != 0:
-                    self.changed[kind].append(source)
-        return True
+        """The library's sources that have the change; those whose object code differs are in `changed`."""
+        objects, library = os.path.join(self.out, kind), [source for source in self.users if source in LIBRARY]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:  # a header of kernels has two sources, which take long
+            for status, output in pool.map(lambda source: compile_source(source, kind, objects, self.tree), library):
+                if status != 0:
+                    pool.shutdown(cancel_futures=True)
+                    raise CannotBuild(output)
+        for source in library:
+            ours, theirs = (os.path.join(o, source + ".o") for o in (objects, self.base.objects(kind)))
+            if not filecmp.cmp(ours, theirs, shallow=False):
+                self.changed[kind].append(source)
 
     def link(self, program, kind):
-        """(the program or None, why not): of changed objects before the archive, whose members they stand for."""
+        """The path of a program, of changed objects before the archive, whose members they stand for."""
         target = os.path.join(self.out, kind + "-programs", program)
         if os.path.exists(target):
-            return target, ""
+            return target
         objects = [os.path.join(self.out, kind, source + ".o") for source in self.changed[kind]]
         for source in program_sources(program):
             where = self.base.objects(kind)
@@ -469,22 +468,28 @@ class Worker:
                 where = os.path.join(self.out, kind)
                 status, output = compile_source(source, kind, where, self.tree)
                 if status != 0:
-                    return None, output
+                    raise CannotBuild(output)
             objects.append(os.path.join(where, source + ".o"))
         wraps = ["-Wl,--wrap=aligned_alloc", "-Wl,--wrap=realloc"] if wraps_allocator(program_sources(program)[0]) else []
         os.makedirs(os.path.dirname(target), exist_ok=True)
         status, output = finish(["gcc", *KINDS[kind], "-fopenmp", "-pthread", *wraps, *objects, self.base.archive(kind),
                                  *self.base.libraries, "-lm", "-o", target], self.tree, 600)
-        return (target, "") if status == 0 else (None, output)
+        if status != 0:
+            raise CannotBuild(output)
+        return target
+
+    def confine(self, kind):
+        """What a test may: change its scratch, in bounds. Sanitizers have bounds of their own."""
+        fence(self.scratch)
+        for limit, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, 3600)):
+            resource.setrlimit(limit, (most, most))
+        if kind == "plain":
+            resource.setrlimit(resource.RLIMIT_AS, (8 * GIB, 8 * GIB))
 
     def run_test(self, test, kind, timeout):
         """(whether it passed, what it did instead, seconds)."""
-        programs = [self.link(program, kind) for program in programs_of(test)]
-        for program, output in programs:
-            if not program:
-                return False, "does not link: " + output[-2000:], 0
         name, *settings = test.split()
-        program, directory = programs[0][0], os.path.join(self.out, kind + "-programs")
+        program, directory = [self.link(program, kind) for program in programs_of(test)][0], os.path.join(self.out, kind + "-programs")
         if name.startswith("cli/"):
             command = ["bash", f"tests/{name}.sh"]
         elif name == "conform":
@@ -497,17 +502,17 @@ class Worker:
         environment.update(ENVIRONMENT, NIB=program, BUILD=directory,
                            **dict(setting.split("=") for setting in settings))
         start = time.time()
-        status, output = finish(command, self.tree, timeout, environment, 8 * GIB if kind == "plain" else None)
+        status, output = finish(command, self.tree, timeout, environment, lambda: self.confine(kind))
         how = f"no end after {timeout:.0f} s" if status is None else f"exit {status}: {output[-2000:]}"
         return status == 0, how, time.time() - start
 
     def run_tests(self, tests, timeouts):
         """The first test that fails, and how; (None, ""): none does."""
         for kind in KINDS:
-            if kind != "plain" and not self.compile_library(kind):
-                return f"the compiler ({kind})", ""
-            if kind != "plain" and not self.changed[kind]:
+            if all(flags_of(source, kind) == flags_of(source, "plain") for source in self.changed["plain"]) and kind != "plain":
                 continue
+            if kind != "plain":
+                self.compile_library(kind)
             for test in tests:
                 if (test, kind) in timeouts:
                     passed, how, _ = self.run_test(test, kind, timeouts[test, kind])
@@ -526,13 +531,14 @@ class Worker:
                 file.write(text[:mutant["start"]] + mutant["new"] + text[mutant["end"]:])
             self.users = self.base.users.get(mutant["file"], [])
             by, how = None, ""
-            if not self.compile_library("plain"):
-                result = "no compile"
-            elif not self.changed["plain"]:
+            self.compile_library("plain")
+            if not self.changed["plain"]:
                 result = "same code"
             else:
                 by, how = self.run_tests(tests_of(mutant["file"]), timeouts)
                 result = "killed" if by else "survived"
+        except CannotBuild as error:
+            result, how = "no compile", str(error)
         finally:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -541,12 +547,14 @@ class Worker:
     def try_original(self, test, kind):
         """(test, kind, whether the unchanged tree passes, how it does not, seconds)."""
         self.empty()
-        return (test, kind, *self.run_test(test, kind, 1800))
+        try:
+            return (test, kind, *self.run_test(test, kind, 1800))
+        except CannotBuild as error:
+            return test, kind, False, str(error), 0
 
 
 def work(base, number, scratch, tasks, results):
     """The life of a worker process: a task is the name of a method and its arguments."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and so the end of what it has started
     worker = Worker(base, number, scratch)
     while True:
         method, arguments = tasks.get()
@@ -592,10 +600,9 @@ class Workers:
 
 def scratch_directory(jobs):
     """Memory, where there is enough of it: a disk that syncs takes longer than all else."""
-    where = "/dev/shm"
-    if not os.access(where, os.W_OK) or shutil.disk_usage(where).free < jobs * GIB // 2:
-        where = WORK
-    return tempfile.mkdtemp(prefix="nib-mutate-", dir=where)
+    memory = "/dev/shm"
+    enough = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > jobs * GIB // 2
+    return tempfile.mkdtemp(prefix="nib-mutate-", dir=memory if enough else "/tmp")  # tests want a short name
 
 
 def measure_original(workers, tests):
@@ -609,7 +616,7 @@ def measure_original(workers, tests):
         if passed:
             timeouts[test, kind] = 20 + 5 * seconds
         else:
-            faults.append(f"{test} ({kind}) fails without a mutant: {how}")
+            faults.append(f"{test} ({kind}) fails without a mutant: {how[-1000:]}")
     return timeouts, faults
 
 
@@ -653,11 +660,11 @@ def report(done, accepted, faults, skipped):
     print(f"{total['killed']} killed, {total['accepted']} accepted, {total['survived']} survived; redrawn: " +
           ", ".join(f"{sum(of_file.get(result, 0) for of_file in counts.values())} {result}"
                     for result in ("no compile", "same code")))
+    for fault in faults:
+        print(f"FAILED {fault}")
     for mutant in done:
         if mutant["result"] == "survived":
             print(f"survived {told(mutant)}")
-    for fault in faults:
-        print(f"FAILED {fault}")
     failed = total["survived"] + len(faults)
     print(f"{total['killed'] + total['accepted']} passed, {failed} failed, {skipped} skipped")
     return failed
@@ -695,6 +702,7 @@ def main():
         print("0 passed, 0 failed, 1 skipped")
         return 0
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # here and in workers: whatever runs is ended, and scratch removed
     start, tests = time.time(), sorted({test for path in drawn for test in tests_of(path)})
     shutil.rmtree(WORK, ignore_errors=True)
     base = Base(os.path.join(WORK, "base"))

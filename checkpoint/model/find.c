@@ -186,7 +186,7 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
     if (nib_dialect_from_name(name, &dialect))
         return NIB_OK;
     w->tensor_scale = dialect == NIB_DIALECT_TE && saved_word(words, first ? "tensor_scale" : "tensor_scale_rule") ==
-                              NIB_TENSOR_SCALE_RULE_DIALECT
+                                                       NIB_TENSOR_SCALE_RULE_DIALECT
                           ? NIB_TENSOR_SCALE_AMAX
                       : dialect == NIB_DIALECT_COMPRESSED_TENSORS || dialect == NIB_DIALECT_GIST
                           ? NIB_TENSOR_SCALE_DIVISOR

@@ -19,7 +19,10 @@ SHIM = """
 
 nib_device *shim_create(int ordinal) { return fake_create(ordinal); }
 void *shim_upload(nib_device *device, const void *host, size_t bytes) { return fake_upload(device, host, bytes, 4); }
-void shim_download(nib_device *device, void *host, void *data, size_t bytes) { fake_download(device, host, data, bytes); }
+void shim_download(nib_device *device, void *host, void *data, size_t bytes)
+{
+    fake_download(device, host, data, bytes);
+}
 void shim_free(nib_device *device, void *data) { fake_free(device, data); }
 long shim_live(void) { return fake_live(); }
 """
@@ -88,7 +91,8 @@ def quantize(array):
 def parts(tensor):
     """The bytes of a host tensor."""
     buffers = [lib.nib_tensor_buffer(tensor, part) for part in Part]
-    return [buffer and ctypes.string_at(lib.nib_buffer_data(buffer), lib.nib_buffer_bytes(buffer)) for buffer in buffers]
+    return [buffer and ctypes.string_at(lib.nib_buffer_data(buffer), lib.nib_buffer_bytes(buffer))
+            for buffer in buffers]
 
 
 def test_quantize_there_and_back(shim, device):
