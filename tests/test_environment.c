@@ -513,7 +513,9 @@ static void remove_directory(const char *directory)
 TEST(decimal_commas)
 {
     const struct outcome plain = plain_outcome();
-    char directory[] = "/tmp/nib-locale-XXXXXX", path[64], before[1024], after[1024];
+    char directory[64], path[96], before[1024], after[1024];
+    const char *tmp = getenv("TMPDIR");
+    snprintf(directory, sizeof directory, "%.40s/nib-locale-XXXXXX", tmp && *tmp ? tmp : "/tmp");
     CHECK(mkdtemp(directory));
     const char *found = comma_locale(directory);
     if (!found) {

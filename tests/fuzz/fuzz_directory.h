@@ -44,11 +44,12 @@ static void remove_directories(void)
     }
 }
 
-/* One more directory, in memory where there is such a place; it goes with the process. */
+/* One more directory: where TMPDIR says, or else in memory where there is such a place. It goes with the process. */
 static const char *make_directory(void)
 {
     char *path = directories[n_directories++];
-    snprintf(path, sizeof directories[0], "%s/nib-fuzz-XXXXXX", access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
+    const char *tmp = getenv("TMPDIR"), *memory = access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm";
+    snprintf(path, sizeof directories[0], "%.40s/nib-fuzz-XXXXXX", tmp && *tmp ? tmp : memory);
     require(mkdtemp(path) != NULL, "a directory");
     owner = getpid();
     if (n_directories == 1)
