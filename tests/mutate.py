@@ -68,6 +68,7 @@ TESTS = [
     ("src/kernels/*", KERNELS),
     ("src/tensor/dlpack*", ["test_dlpack", *ERRORS, *TENSOR]),
     ("src/tensor/gemm*", ["test_gemm", "conform", *ERRORS, *FORMATS, "test_environment"]),
+    ("src/tensor/convert*", ["test_mxfp4", "test_float8_scaling", *ERRORS, "test_run"]),
     ("src/tensor/*", [*TENSOR, *ERRORS, "test_devices", "conform", "test_known_answers", "test_stochastic", *FORMATS,
                       "test_gemm", "test_files", "test_shard", "test_groups", *QUANTIZE, "test_environment",
                       "cli/conform"]),

@@ -526,6 +526,7 @@ TEST(one_device)
     nib_device *const twin = fake_create(0), *const other = fake_create(1);
     CHECK(nib_device_same(twin, s.device) && !nib_device_same(twin, other) && !nib_device_same(twin, NULL));
     CHECK(strcmp(nib_device_name(twin), "fake:0") == 0);
+    CHECK(strcmp(nib_device_name(host_of(2)), "host") == 0 && strcmp(nib_device_name(NULL), "host") == 0);
     nib_tensor *t = NULL;
     int equal = 0;
     CHECK_OK(nib_tensor_to(s.t, twin, &t));

@@ -537,6 +537,17 @@ TEST(decimal_commas)
 
 /* ---- Small things ---- */
 
+extern int omp_get_max_threads(void) __attribute__((weak)); /* there where the library has OpenMP */
+
+TEST(threads_that_pay)
+{
+    const int64_t each = NIB_ELEMENTS_PER_THREAD;
+    const int four = omp_get_max_threads ? 4 : 1, three = omp_get_max_threads ? 3 : 1;
+    CHECK(nib_thread_count(host_of(4), 100 * each) == four);
+    CHECK(nib_thread_count(host_of(4), 3 * each) == three);
+    CHECK(nib_thread_count(host_of(4), 0) == 1 && nib_thread_count(host_of(1), 100 * each) == 1);
+}
+
 TEST(the_instruction_set_has_a_name)
 {
     CHECK(nib_isa() && nib_isa()[0] && nib_isa() == nib_isa());

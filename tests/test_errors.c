@@ -376,6 +376,38 @@ TEST(arrays)
     }
 }
 
+/* Dims that do not meet two by two, but all together. */
+TEST(outputs_that_overlap)
+{
+    const nib_quantizer q = default_quantizer();
+    float memory[64];
+    nib_tensor *t = some(&q, DIMS(2, 2, 2));
+    nib_array array = array_of(memory, NIB_F32, DIMS(2, 2, 2));
+    array.bytes = sizeof memory;
+    array.strides[0] = 3, array.strides[1] = 2, array.strides[2] = 1;
+    CHECK_FAILS(nib_dequantize(t, NIB_EITHER, &array), NIB_ERR_SHAPE, "stride 3 of dim 0");
+    array.strides[0] = 4;
+    CHECK_OK(nib_dequantize(t, NIB_EITHER, &array));
+    nib_tensor_destroy(t);
+}
+
+TEST(array_copies)
+{
+    float from[6] = { 1, 2, 3, 4, 5, 6 }, to[6] = { 0 }, before[6] = { 0 };
+    const nib_array x = array_of(from, NIB_F32, DIMS(2, 3));
+    nib_array y = array_of(to, NIB_F32, DIMS(3, 2));
+    CHECK_FAILS(nib_array_copy(&x, &y), NIB_ERR_MISMATCH, "dtype or shape");
+    y = array_of(to, NIB_F32, DIMS(6));
+    CHECK_FAILS(nib_array_copy(&x, &y), NIB_ERR_MISMATCH, "dtype or shape");
+    y = array_of(to, NIB_I32, DIMS(2, 3));
+    CHECK_FAILS(nib_array_copy(&x, &y), NIB_ERR_MISMATCH, "dtype or shape");
+    CHECK_BYTES(to, before, sizeof to);
+    y = array_of(to, NIB_F32, DIMS(2, 3));
+    y.strides[0] = 1, y.strides[1] = 2; /* by columns */
+    CHECK_OK(nib_array_copy(&x, &y));
+    CHECK(to[0] == 1 && to[1] == 4 && to[2] == 2 && to[3] == 5 && to[4] == 3 && to[5] == 6);
+}
+
 /* Nothing steps by the stride of a dim of 1, nor by those of an array without elements: they can be anything. */
 TEST(strides_that_are_not_stepped)
 {

@@ -542,6 +542,7 @@ TEST(values_out_of_range)
         { "dtype=F32", "dtype=U8" }, /* a dtype, but none that is quantized */
         { "dtype=F32", "dtype=F4" },
         { "rank=2", "rank=0" },
+        { "dtype=F32", "dtype=F31" },
         { "rank=2", "rank=1" },
         { "rank=2", "rank=3" },
         { "rank=2", "rank=9" },

@@ -83,6 +83,9 @@ static int gather_badly(const nib_comm *comm, void *context)
     CASE_CHECK(nib_all_gather_param(t, NIB_COLUMNWISE, 0, 0, NULL, comm) == NIB_ERR_USAGE, "transposed");
     CASE_CHECK(nib_all_gather_param(comm->rank ? t : NULL, NIB_ROWWISE, 0, 0, NULL, comm) >= NIB_ERR_ARG, "NULL");
     CASE_CHECK(nib_all_gather_param(t, NIB_ROWWISE, 0, 0, NULL, NULL) == NIB_ERR_ARG, "no communicator");
+    nib_comm amaxes_only = *comm; /* enough for a reduction */
+    amaxes_only.allgather = NULL;
+    CASE_CHECK(nib_all_gather_param(t, NIB_ROWWISE, 0, 0, NULL, &amaxes_only) == NIB_ERR_ARG, "no allgather");
     nib_tensor_destroy(t);
     return faults;
 }
@@ -289,7 +292,7 @@ static void fsdp_round(nib_quantizer q, int64_t rows, int64_t cols, int pieces)
         CHECK_OK(nib_fsdp_extract(t, &parts));
         CHECK(parts.data.shape[0] == rows && (!parts.scales.data || parts.scales.shape[0] == rows));
         if (!data)
-            data = malloc(parts.data.bytes * (size_t)pieces + 1),
+            data = malloc(parts.data.bytes * (size_t)pieces + 2),
             scales = malloc(parts.scales.bytes * (size_t)pieces + 1);
         memcpy(data + parts.data.bytes * (size_t)i, parts.data.data, parts.data.bytes);
         if (parts.scales.data)
@@ -298,6 +301,11 @@ static void fsdp_round(nib_quantizer q, int64_t rows, int64_t cols, int pieces)
         shard = t; /* the last one says what they mean */
     }
     CHECK_OK(nib_array_init(&parts.data, data, NIB_U8, 2, SHAPE(rows * pieces, parts.data.shape[1])));
+    if (pieces % 2) { /* the first element need not be where the memory begins */
+        memmove(data + 1, data, parts.data.bytes);
+        parts.data.offset = 1;
+        parts.data.bytes++;
+    }
     if (parts.scales.data)
         CHECK_OK(
             nib_array_init(&parts.scales, scales, parts.scales.dtype, 2, SHAPE(rows * pieces, parts.scales.shape[1])));

@@ -288,6 +288,20 @@ TEST(no_elements)
 
 /* ---- Outputs and threads ---- */
 
+/* A line ends with its last block: what lies behind its scales is not looked at. */
+TEST(scales_of_the_next_line)
+{
+    enum { K = 64 }; /* four blocks: no padding between lines of scales */
+    const nib_quantizer q = usages(1, 0);
+    float y[4] = { 0 };
+    nib_tensor *a = some(&q, DIMS(2, K));
+    const nib_array out = array_of(y, NIB_F32, DIMS(2, 2));
+    bytes_of(a, NIB_ROW_SCALE)[4] = 0x7F; /* the first of the second line: a NaN */
+    CHECK_OK(nib_gemm_reference(a, NIB_ROWWISE, a, NIB_ROWWISE, 1, 0, &out));
+    CHECK(isfinite(y[0]) && isnan(y[1]) && isnan(y[2]) && isnan(y[3]));
+    nib_tensor_destroy(a);
+}
+
 TEST(strided_outputs)
 {
     const nib_quantizer q = default_quantizer();
