@@ -73,7 +73,7 @@ class Nib:
         path = os.path.join(folder, "libgguf.so")
         sources = [os.path.join(ROOT, name + ".c") for name in SOURCES]
         subprocess.run([os.environ.get("CC", "cc"), "-std=c11", "-O1", "-fPIC", "-shared", "-Wl,-z,defs",
-                        *["-I" + os.path.join(ROOT, name) for name in ("include", "src")], *sources, "-o", path],
+                        *["-I" + os.path.join(ROOT, name) for name in ("include", "src", "checkpoint")], *sources, "-o", path],
                        check=True)
         self.lib = lib = ctypes.CDLL(path)
         lib.nib_last_error.restype = ctypes.c_char_p

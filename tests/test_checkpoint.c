@@ -721,6 +721,7 @@ TEST(fused_and_kept)
     nib_checkpoint_format format;
     CHECK_OK(nib_checkpoint_format_from_name("modelopt", &format));
     CHECK(format == NIB_CHECKPOINT_FORMAT_MODELOPT && !nib_checkpoint_format_name(NIB_CHECKPOINT_FORMAT_COUNT));
+    CHECK_FAILS(nib_checkpoint_format_from_name("modelopt", NULL), NIB_ERR_ARG, "out is NULL");
     CHECK_FAILS(nib_checkpoint_format_from_name("x", &format), NIB_ERR_ARG, "no checkpoint format \"x\"");
     nib_checkpoint_close(c);
 }

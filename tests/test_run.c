@@ -431,6 +431,38 @@ TEST(files_are_cut_behind_empty_tensors)
     nib_plan *plan = plan_quantize(in, &options);
     CHECK_OK(nib_plan_get_facts(plan, &facts));
     CHECK_THAT(facts.files_out == 3, "%zu files", facts.files_out);
+    /* Two weights that fill a shard to the last byte, each counted with both of its scales, share it. */
+    options.shard_bytes = 2 * (H * H / 16 * 9 + 8);
+    nib_plan_destroy(plan);
+    plan = plan_quantize(in, &options);
+    CHECK_OK(nib_plan_get_facts(plan, &facts));
+    CHECK_THAT(facts.files_out == 2, "%zu files", facts.files_out);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+/* More names than a plan's first block of memory holds. */
+TEST(plans_of_many_weights)
+{
+    enum { MANY = 3000 };
+    static char names[MANY][96];
+    static struct item items[MANY];
+    static const uint16_t zeros[16 * 16];
+    CHECK_OK(nib_os_remove_directory(at("many")));
+    CHECK(mkdir(at("many"), 0777) == 0);
+    for (int i = 0; i < MANY; i++) {
+        snprintf(names[i], sizeof names[i], "model.layers.%04d.self_attention_of_a_long_name.q_proj.weight", i);
+        items[i] = (struct item){ names[i], NIB_BF16, 2, { 16, 16 }, zeros };
+    }
+    put_tensors("many/model.safetensors", items, MANY);
+    nib_checkpoint *in = open_good(at("many"));
+    nib_plan *plan = plan_quantize(in, NULL);
+    for (int i = 0; i < MANY; i++) {
+        nib_plan_row row = { .bytes = sizeof row };
+        CHECK_OK(nib_plan_get_row(plan, (size_t)i, &row));
+        CHECK_THAT(strlen(row.name) + 7 == strlen(names[i]) && strncmp(row.name, names[i], strlen(row.name)) == 0,
+                   "row %d is %s", i, row.name);
+    }
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
 }
@@ -569,6 +601,10 @@ TEST(dequantized_numbers_are_those_of_the_codes)
         nib_checkpoint_close(ct);
         nib_checkpoint_close(plain);
     }
+    /* Without a configuration there is none to write. */
+    CHECK(remove(at("ct/config.json")) == 0);
+    CHECK_OK(dequantize(at("ct"), fresh("plain"), NIB_BF16));
+    CHECK(exists(at("plain/model.safetensors")) && !exists(at("plain/config.json")));
     nib_checkpoint *in = open_good(at("in"));
     nib_plan *plan = NULL;
     CHECK_FAILS(nib_plan_dequantize(in, NIB_U8, &plan), NIB_ERR_DTYPE, "F32, BF16 or F16");
