@@ -13,6 +13,7 @@
 #include "file/json.h"
 #include "io/names.h"
 #include "model/formats.h"
+#include "format/dialect.h"
 #include "nib_file.h"
 
 /* ---- Finding weights ---- */
@@ -185,12 +186,9 @@ static nib_status add_saved(struct finder *finder, struct nib_ck_weight *w, uint
         snprintf(name, sizeof name, "%.*s", (int)strcspn(word + 8, " "), word + 8);
     if (nib_dialect_from_name(name, &dialect))
         return NIB_OK;
-    w->tensor_scale = dialect == NIB_DIALECT_TE && saved_word(words, first ? "tensor_scale" : "tensor_scale_rule") ==
-                                                       NIB_TENSOR_SCALE_RULE_DIALECT
-                          ? NIB_TENSOR_SCALE_AMAX
-                      : dialect == NIB_DIALECT_COMPRESSED_TENSORS || dialect == NIB_DIALECT_GIST
-                          ? NIB_TENSOR_SCALE_DIVISOR
-                          : NIB_TENSOR_SCALE_MULTIPLIER;
+    const int64_t rule = saved_word(words, first ? "tensor_scale" : "tensor_scale_rule");
+    w->tensor_scale =
+        rule == NIB_TENSOR_SCALE_RULE_DIALECT ? nib_nvfp4_dialects[dialect].tensor_scale : NIB_TENSOR_SCALE_MULTIPLIER;
     if (w->cols < 1 || w->cols > 2 * t->shape[1] || saved_word(words, first ? "single_level" : "no_tensor_scale") != 0)
         return NIB_OK;
     w->name = key + 4;

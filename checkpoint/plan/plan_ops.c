@@ -4,6 +4,8 @@
  */
 #include "plan/plan.h"
 
+#include "format/dialect.h"
+
 #include <stdio.h>
 #include <xxhash.h>
 
@@ -131,18 +133,16 @@ static nib_status check_options(const nib_quantize_options *o)
 /* What a dialect fixes may be said again, but not otherwise. */
 static nib_status check_fixed(const nib_quantize_options *o)
 {
-    static const float floors[NIB_DIALECT_COUNT] = {
-        [NIB_DIALECT_TORCHAO] = 0x1p-6f, [NIB_DIALECT_MODELOPT] = 0x1p-9f
-    };
-    const char *name = nib_dialect_name((nib_dialect)o->dialect), *option = NULL, *fixed = NULL;
+    const struct nib_dialect_facts *dialect = &nib_nvfp4_dialects[o->dialect];
+    const char *option = NULL, *fixed = NULL;
     if (o->scale_rule != NIB_UNSET && o->scale_rule != NIB_SCALE_RTN)
         option = "the scale rule (--scale)", fixed = "rtn";
     else if (o->tensor_scale_rule == NIB_TENSOR_SCALE_RULE_POW2)
         option = "the tensor scale (--tensor-scale)", fixed = "an exact one";
-    else if (o->min_block_scale >= 0 && o->min_block_scale != floors[o->dialect])
+    else if (o->min_block_scale >= 0 && o->min_block_scale != dialect->min_block_scale)
         option = "the smallest block scale (--min-block-scale)", fixed = "another one";
     return option ? nib_fail(NIB_ERR_MODE, "%s contradicts the dialect %s, which fixes %s: leave one of the two out",
-                             option, name, fixed)
+                             option, dialect->name, fixed)
                   : NIB_OK;
 }
 

@@ -13,7 +13,8 @@
 struct nib_dialect_facts {
     const char *name;
     nib_tensor_scale tensor_scale;
-    bool fixed; /* 1xB blocks, rtn, nearest, one tensor scale per tensor: the peer defines nothing else */
+    bool fixed;            /* 1xB blocks, rtn, nearest, one tensor scale per tensor: the peer defines nothing else */
+    float min_block_scale; /* NVFP4, where it is fixed: what block_scale raises smaller scales to; 0: nothing */
     struct nib_element_rule elements;
     /* From the amax to the tensor scale; or, where what is kept is the inverse of the scale, to that scale. Both NULL:
      * no tensor scale. */
@@ -31,7 +32,7 @@ struct nib_dialect_facts {
 };
 
 /* The dialects of each format; a row without functions is one that the format does not have. */
-extern const struct nib_dialect_facts nib_nvfp4_dialects[NIB_DIALECT_COUNT];
+NIB_PRIVATE extern const struct nib_dialect_facts nib_nvfp4_dialects[NIB_DIALECT_COUNT];
 extern const struct nib_dialect_facts nib_float8_dialects[NIB_DIALECT_COUNT];
 extern const struct nib_dialect_facts nib_float8_block_dialects[NIB_DIALECT_COUNT];
 extern const struct nib_dialect_facts nib_mx_dialects[NIB_DIALECT_COUNT];
