@@ -3,7 +3,7 @@
 # nib-mpi on one to three ranks writes what nib alone writes, and fails as one.
 set -u
 NIB=${NIB:?the path of the tool}
-BUILD=${BUILD:?the build folder}
+BUILD=${BUILD:?the build directory}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failures=0
