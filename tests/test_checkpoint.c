@@ -389,6 +389,66 @@ TEST(saved_data_of_other_ranks)
     }
 }
 
+/* A word that is missing is not 0: nobody knows what such a tensor is. */
+TEST(saved_data_without_a_word)
+{
+    static const uint8_t zeros[4 * 8];
+    static const char words[] = "format=nvfp4 dialect=te dtype=F32 rank=2 dim=4 dim=16 row_scaled=0 rht_rowwise=0 "
+                                "no_tensor_scale=0 e4m3_max=448 tensor_scale_rule=0";
+    nib_writer *writer = NULL;
+    empty_directory();
+    CHECK_OK(nib_writer_create(at("model.safetensors"), &writer));
+    CHECK_OK(nib_writer_metadata(writer, "nib:a", words));
+    CHECK_OK(nib_writer_declare(writer, "a.row_data", NIB_U8, 2, (int64_t[]){ 4, 8 }));
+    CHECK_OK(nib_writer_write(writer, "a.row_data", 0, zeros, sizeof zeros));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+    nib_checkpoint *c = open_good(directory);
+    CHECK_THAT(c->n_tensors == 1 && c->n_weights == 0, "%zu weights", c->n_weights);
+    nib_checkpoint_close(c);
+}
+
+/* Every code is counted, the last of an odd row too. */
+TEST(histograms_of_odd_rows)
+{
+    enum { ROWS = 4, COLS = 33 };
+    float x[ROWS * COLS];
+    nib_quantizer q;
+    nib_array view;
+    nib_tensor *tensor = NULL;
+    nib_writer *writer = NULL;
+    random_floats(x, ROWS * COLS, 1);
+    nib_quantizer_init(&q);
+    q.columnwise = 0;
+    empty_directory();
+    CHECK_OK(nib_array_init(&view, x, NIB_F32, 2, (int64_t[]){ ROWS, COLS }));
+    CHECK_OK(nib_quantize(&q, &view, NULL, &tensor));
+    CHECK_OK(nib_writer_create(at("model.safetensors"), &writer));
+    CHECK_OK(nib_writer_declare_tensor(writer, "a", tensor));
+    CHECK_OK(nib_writer_write_tensor(writer, "a", tensor));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+    nib_tensor_destroy(tensor);
+    nib_checkpoint *c = open_good(directory);
+    nib_weight_stats stats = { .bytes = sizeof stats };
+    CHECK_OK(nib_checkpoint_measure(c, 0, c, 0, NULL, &stats));
+    int64_t codes = 0;
+    for (int i = 0; i < 16; i++)
+        codes += stats.codes[i];
+    CHECK_THAT(codes == ROWS * COLS, "%lld codes", (long long)codes);
+    nib_checkpoint_close(c);
+}
+
+TEST(several_gguf_files)
+{
+    nib_checkpoint *c = NULL;
+    empty_directory();
+    put_text("a.gguf", "GGUF");
+    put_text("b.gguf", "GGUF");
+    CHECK_FAILS(nib_checkpoint_open(directory, &c), NIB_ERR_UNSUPPORTED, "2 GGUF files");
+    CHECK(c == NULL);
+}
+
 TEST(gguf_files)
 {
     empty_directory();
