@@ -12,6 +12,7 @@
 #include <stdlib.h>
 
 #include "io/gguf.h"
+#include "io/hub.h"
 #include "file/json.h"
 #include "base/os.h"
 #include "nib_file.h"
@@ -250,12 +251,16 @@ static nib_status add_file(nib_checkpoint *c, const char *path, const char *name
         return nib_ck_no_memory(c);
     /* What a file begins with says more than its name: a safetensors header of that length is rejected anyway. */
     int fd;
-    char magic[4] = { 0 };
+    char magic[64] = { 0 };
     TRY(nib_os_open_read(path, &fd, &file->bytes));
-    const nib_status status = file->bytes < sizeof magic ? NIB_OK : nib_os_read_at(fd, path, 0, magic, sizeof magic);
+    const size_t bytes = file->bytes < sizeof magic ? (size_t)file->bytes : sizeof magic;
+    const nib_status status = nib_os_read_at(fd, path, 0, magic, bytes);
     nib_os_close(fd);
     TRY(status);
-    if (memcmp(magic, "GGUF", sizeof magic) == 0)
+    if (nib_ck_is_lfs_pointer(magic, bytes))
+        return nib_fail(NIB_ERR_DATA, "%s: it is a pointer of Git LFS, not the file itself: git lfs pull fetches it",
+                        path);
+    if (memcmp(magic, "GGUF", 4) == 0)
         TRY(nib_gguf_open(path, &file->gguf));
     else
         TRY(nib_file_open(path, &file->safetensors));
@@ -658,6 +663,7 @@ nib_status nib_ck_open(const char *path, nib_checkpoint **out)
     if (!status)
         status = c->is_directory ? open_directory(c) : open_file(c);
     if (status) {
+        status = nib_ck_explain(c->path ? c->path : path, status);
         nib_checkpoint_close(c);
         return status;
     }
