@@ -97,6 +97,7 @@ typedef struct nib_checkpoint_facts {
     uint64_t tensor_bytes;    /* of all tensors */
     uint64_t weight_elements; /* of all weights */
     const char *provenance;   /* JSON that a run of nib left in it; NULL without */
+    uint64_t elements;        /* of the whole model: of all weights, and of tensors that are no part of one */
 } nib_checkpoint_facts;
 NIB_API nib_status nib_checkpoint_get_facts(const nib_checkpoint *checkpoint, nib_checkpoint_facts *out);
 
@@ -244,7 +245,8 @@ typedef struct nib_quantize_options {
     const char *activation_file;
     nib_preset preset;
     /* Modules that stay as they are, and the only ones that do not: exact names, globs (with * or ?), or re:PATTERN as
-     * Python's re.match takes it. `ignore` adds to the defaults; `only` is looked at before both. */
+     * Python's re.match takes it. `ignore` adds to the defaults; `only` is looked at before both. One that matches no
+     * module (`only`: no weight) is ARG, and the message has names that are near. */
     const char *const *ignore;
     size_t n_ignore;
     const char *const *only;
@@ -295,6 +297,8 @@ typedef struct nib_plan_facts {
     uint64_t bytes_in, bytes_out; /* sizes of these files, headers included */
     uint64_t changed_elements;    /* of weights that change */
     uint64_t changed_bytes_out;   /* what they take afterwards */
+    uint64_t elements;            /* of the whole model, as in nib_checkpoint_facts */
+    uint64_t tensor_bytes_out;    /* of all tensors that are written, headers not included */
 } nib_plan_facts;
 NIB_API nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out);
 NIB_API nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *out);

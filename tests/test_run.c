@@ -333,8 +333,17 @@ TEST(a_plan_says_beforehand_what_comes_of_it)
     CHECK(facts.weights == 9 && facts.changed == 6 && facts.kept == 3 && facts.groups == 2);
     CHECK(facts.files_in == 2 && facts.files_out == 1);
     CHECK(facts.changed_elements == H * H + 2 * 48 * H + 3 * H * I);
+    nib_checkpoint_facts source = { .bytes = sizeof source };
+    CHECK_OK(nib_checkpoint_get_facts(in, &source));
+    CHECK(facts.elements == source.elements);
+    CHECK(source.elements == 2 * V * H + facts.changed_elements + 8 * 24 + H + 48 + 8); /* norm, bias, counter too */
     CHECK_OK(nib_plan_run(plan, fresh("out"), NULL, NULL));
     CHECK(stat(at("out/model.safetensors"), &made) == 0 && (uint64_t)made.st_size == facts.bytes_out);
+    nib_checkpoint *out = open_good(at("out"));
+    nib_checkpoint_facts result = { .bytes = sizeof result };
+    CHECK_OK(nib_checkpoint_get_facts(out, &result));
+    CHECK(result.tensor_bytes == facts.tensor_bytes_out && result.elements == facts.elements);
+    nib_checkpoint_close(out);
     size_t index;
     CHECK_OK(nib_checkpoint_find_weight(in, LAYER "mlp.odd", &index));
     CHECK_OK(nib_plan_get_row(plan, index, &row));
@@ -797,12 +806,59 @@ TEST(patterns_choose_and_sets_stay_together)
     options.only = nobody;
     options.n_only = 1;
     plan = NULL;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "only (--only): \"nobody\" matches no weight");
+    static const char *const head[] = { "lm_head", "re:lm_" };
+    options.only = options.ignore = head;
+    options.n_ignore = 1;
     CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "none of its 9 weights is left");
     options.n_only = 0;
+    options.n_ignore = 2; /* the second matches too, although the first has taken all of its modules */
+    plan = plan_quantize(in, &options);
+    nib_plan_destroy(plan);
+    options.n_ignore = 0;
     options.preset = NIB_PRESET_MLP_ONLY;
     plan = plan_quantize(in, &options);
     CHECK(strstr(reason_of(in, plan, LAYER "self_attn.q_proj"), "mlp-only"));
     nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+/* A name with a slip in it would be quantized, or left out, without a word. */
+TEST(patterns_that_match_nothing)
+{
+    static const struct {
+        const char *pattern, *said;
+    } cases[] = {
+        { LAYER "self_attn.q_porj", "near it are \"" LAYER "self_attn.q_proj\", \"" },
+        { "q_proj", "near it are \"" LAYER "self_attn.q_proj\"" },
+        { "*.up_porj*", "near it are \"" LAYER "mlp.up_proj\"" },
+        { "re:.*mlp\\.dwn_proj$", "near it are \"" LAYER "mlp.down_proj\"" },
+        { LAYER "mlp.up_proj.weight", "near it are \"" LAYER "mlp.up_proj\"" },
+        { "model.layers.0", "a name is matched whole, and " },
+        { "zzzz", "there are, for example, \"" },
+    };
+    make_model(at("in"));
+    nib_checkpoint *in = open_good(at("in"));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        for (int list = 0; list < 2; list++) {
+            nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+            const char *const patterns[] = { "*", cases[i].pattern };
+            nib_plan *plan = NULL;
+            *(list ? &options.ignore : &options.only) = patterns;
+            *(list ? &options.n_ignore : &options.n_only) = 2;
+            CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, list ? "(--ignore)" : "(--only)");
+            CHECK_THAT(strstr(nib_last_error(), cases[i].said), "%s: %s", cases[i].pattern, nib_last_error());
+        }
+    /* Norms are no weights: to ignore them is to say what happens anyway, to ask for them alone is a mistake. */
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    static const char *const norms[] = { "*norm*" };
+    nib_plan *plan = NULL;
+    options.ignore = options.only = norms;
+    options.n_ignore = 1;
+    plan = plan_quantize(in, &options);
+    nib_plan_destroy(plan);
+    options.n_only = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "matches no weight");
     nib_checkpoint_close(in);
 }
 

@@ -424,6 +424,21 @@ nib_status nib_checkpoint_open(const char *path, nib_checkpoint **out)
     return status;
 }
 
+uint64_t nib_ck_elements(const nib_checkpoint *c)
+{
+    uint64_t elements = 0;
+    for (size_t i = 0; i < c->n_weights; i++)
+        elements += (uint64_t)(c->weights[i].rows * c->weights[i].cols);
+    for (size_t i = 0; i < c->n_tensors; i++) {
+        const struct nib_ck_tensor *t = &c->tensors[i];
+        uint64_t own = t->weight == NIB_NONE; /* shapes were checked when the file was opened: no product overflows */
+        for (int64_t d = 0; d < t->rank; d++)
+            own *= (uint64_t)t->shape[d];
+        elements += own;
+    }
+    return elements;
+}
+
 nib_status nib_checkpoint_get_facts(const nib_checkpoint *c, nib_checkpoint_facts *out)
 {
     NIB_REQUIRE(c);
@@ -441,6 +456,7 @@ nib_status nib_checkpoint_get_facts(const nib_checkpoint *c, nib_checkpoint_fact
         facts.tensor_bytes += c->tensors[i].bytes;
     for (size_t i = 0; i < c->n_weights; i++)
         facts.weight_elements += (uint64_t)(c->weights[i].rows * c->weights[i].cols);
+    facts.elements = nib_ck_elements(c);
     nib_struct_write(out, &facts, sizeof facts);
     return NIB_OK;
 }

@@ -24,6 +24,8 @@ struct nib_ck_weight {
     int32_t e4m3_max;              /* NIB_TENSOR_SCALE_AMAX: what belongs to it; 0 for 448 */
 };
 
+/* Values of the whole model, as nib_checkpoint_facts has them. */
+uint64_t nib_ck_elements(const nib_checkpoint *c);
 /* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */
 int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w);
 

@@ -431,6 +431,7 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
     NIB_REQUIRE(out);
     TRY(nib_struct_check_output("nib_plan_facts", out, NIB_UP_TO(nib_plan_facts, changed_bytes_out)));
     nib_plan_facts facts = { .weights = plan->in->n_weights,
+                             .elements = nib_ck_elements(plan->in),
                              .files_in = plan->in->n_files,
                              .files_out = plan->n_files };
     for (size_t i = 0; i < plan->in->n_weights; i++) {
@@ -446,6 +447,8 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
         facts.bytes_in += plan->in->files[i].bytes;
     for (size_t i = 0; i < plan->n_files; i++)
         facts.bytes_out += plan->files[i].bytes;
+    for (size_t i = 0; i < plan->n_tensors; i++)
+        facts.tensor_bytes_out += plan->tensors[i].bytes;
     nib_struct_write(out, &facts, sizeof facts);
     return NIB_OK;
 }

@@ -4,6 +4,7 @@
  * comes from. A plan is made from headers and configuration; run.c carries it out without knowing what it is for.
  *
  *     plan_ops.c     quantize, convert, dequantize: what becomes of each weight
+ *     plan_patterns.c  patterns of a user that match nothing
  *     plan_build.c   from there to tensors
  *     plan.c         plans put together by steps
  *     plan_layout.c  headers of output files
@@ -141,6 +142,11 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
 nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_bytes);
 /* The end: names are checked, files named and laid out, configuration made. `plan` is destroyed on failure. */
 nib_status nib_plan_finish(nib_plan *plan, nib_plan **out);
+
+/* Every pattern of a list (its name is for the message) must match a weight's name or, with `tensors`, the module of any
+ * tensor; ARG names what is near (plan_patterns.c). */
+nib_status nib_plan_check_patterns(const nib_checkpoint *c, const char *list, const char *const *patterns, size_t n,
+                                   bool tensors);
 
 /* All of these in one, from the actions of the rows on: groups, tensors, files. `plan` is destroyed on failure. */
 nib_status nib_plan_build(nib_plan *plan, nib_plan **out);

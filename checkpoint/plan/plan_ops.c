@@ -311,6 +311,10 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     if (!status)
         status = nib_patterns_create(o->only, o->n_only, &chooser.only);
     if (!status)
+        status = nib_plan_check_patterns(in, "only", o->only, o->n_only, false);
+    if (!status)
+        status = nib_plan_check_patterns(in, "ignore", o->ignore, o->n_ignore, true);
+    if (!status)
         status = choose(&chooser);
     nib_patterns_destroy(chooser.ignore);
     nib_patterns_destroy(chooser.only);
