@@ -3,12 +3,18 @@
  * cli.c - options, help and messages of the tool. The help is made from the table of options, so that it cannot say
  * anything else than what is parsed.
  */
+#define _POSIX_C_SOURCE 200809L
+
 #include "cli.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <getopt.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 enum {
     MAX_OPTIONS = 32,
@@ -52,6 +58,22 @@ void cli_print(const char *format, ...)
     va_start(arguments, format);
     put_line(stdout, "", format, arguments);
     va_end(arguments);
+}
+
+int cli_try_file(const char *path)
+{
+    char name[4096];
+    struct stat there;
+    if (stat(path, &there) == 0 && S_ISDIR(there.st_mode))
+        return EISDIR;
+    if ((size_t)snprintf(name, sizeof name, "%s.tmp-%ld", path, (long)getpid()) >= sizeof name)
+        return ENAMETOOLONG;
+    const int fd = open(name, O_WRONLY | O_CREAT | O_EXCL, 0666);
+    if (fd < 0)
+        return errno;
+    close(fd);
+    unlink(name);
+    return 0;
 }
 
 static void show_option(const struct cli_option *option)
@@ -106,13 +128,11 @@ static bool take_word(const struct cli_command *self, const struct cli_option *o
 {
     struct cli_word *word = option->value;
     char list[256];
-    word->text = text;
-    for (int i = 0; i < word->words.n; i++)
-        if (strcmp(text, word->words.names[i]) == 0) {
-            word->value = word->words.values[i];
-            return true;
-        }
-    word->value = word->other;
+    const int found = word->open && strpbrk(text, "/.") ? -1 : words_find(&word->words, text); /* a path is no word */
+    word->text = found < 0 ? text : word->words.names[found];
+    word->value = found < 0 ? word->other : word->words.values[found];
+    if (found >= 0)
+        return true;
     if (!word->open)
         cli_error("%s: --%s takes %s, not '%s'", self->name, option->name,
                   words_list(&word->words, INT32_MIN, list, sizeof list), text);

@@ -47,7 +47,7 @@ enum cli_kind {
 struct cli_word {
     struct words words;
     int32_t value;    /* what the word stands for; before that, the default, which the help marks */
-    const char *text; /* as it was given; NULL where it was not */
+    const char *text; /* the word itself, however it was spelled; NULL where none was given */
     bool open;        /* anything else is taken too, as text, and its value is `other` */
     int32_t other;
 };
@@ -89,6 +89,11 @@ extern bool cli_list_words;
 
 /* A line `nib: ...` on stderr. Names in it may come from hostile files: control characters are replaced. */
 void cli_error(const char *format, ...) CLI_FORMAT(1, 2);
+
+/* Whether a file can be made under this name. It is tried, beside a file that may be there already, and taken away
+ * again: who may write where cannot be asked otherwise. Long work is not begun for a file that cannot be written in the
+ * end. 0, or the errno. */
+int cli_try_file(const char *path);
 
 /* A line on stdout, made harmless in the same way. */
 void cli_print(const char *format, ...) CLI_FORMAT(1, 2);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "words.h"
 
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -67,6 +68,99 @@ struct words words_tensor_scale_rules(void)
 struct words words_dtypes(void)
 {
     return (struct words){ { "bf16", "f16", "f32" }, { NIB_BF16, NIB_F16, NIB_F32 }, 3 };
+}
+
+/* ---- Spellings ---- */
+
+/* What others call these things, as `plain_letters` leaves it. A row counts where an option has its word. */
+static const struct spelling {
+    const char *text, *word;
+} spellings[] = {
+    { "w4a16", "nvfp4a16" },
+    { "nvfp4w4a16", "nvfp4a16" },
+    { "weightonly", "nvfp4a16" },
+    { "w4a4", "nvfp4" },
+    { "nvfp4a4", "nvfp4" },
+    { "nvfp4w4a4", "nvfp4" },
+    { "fp4", "nvfp4" },
+    { "ct", "compressed-tensors" },
+    { "llmcompressor", "compressed-tensors" },
+    { "nvfp4packquantized", "compressed-tensors" },
+    { "modeloptimizer", "modelopt" },
+    { "nvidiamodelopt", "modelopt" },
+    { "tensorrtmodeloptimizer", "modelopt" },
+    { "ao", "torchao" },
+    { "ggml", "gguf" },
+    { "tensorrtllm", "trtllm" },
+    { "tensorrt", "trtllm" },
+    { "trt", "trtllm" },
+    { "hf", "transformers" },
+    { "huggingface", "transformers" },
+    { "hftransformers", "transformers" },
+    { "llama", "llama.cpp" },
+    { "ggml", "llama.cpp" },
+    { "gguf", "llama.cpp" },
+    { "ollama", "llama.cpp" },
+    { "transformerengine", "te" },
+    { "46", "4over6" },
+    { "fouroversix", "4over6" },
+    { "4o6", "4over6" },
+    { "nearest", "rtn" },
+    { "rne", "rtn" },
+    { "mse", "sweep" },
+    { "poweroftwo", "pow2" },
+    { "powerof2", "pow2" },
+    { "mlp", "mlp-only" },
+    { "experts", "experts-only" },
+    { "moe", "experts-only" },
+    { "bfloat16", "bf16" },
+    { "float16", "f16" },
+    { "fp16", "f16" },
+    { "half", "f16" },
+    { "float32", "f32" },
+    { "fp32", "f32" },
+    { "float", "f32" },
+    { "1", "one" },
+};
+
+/* Small letters and digits alone; false where there is anything else than what is used to join words. */
+static bool plain_letters(const char *text, char *out, size_t bytes)
+{
+    size_t n = 0;
+    for (; *text; text++) {
+        const char c = *text >= 'A' && *text <= 'Z' ? (char)(*text - 'A' + 'a') : *text;
+        if (strchr("-_. /", c))
+            continue;
+        if (n + 1 == bytes || !((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9')))
+            return false;
+        out[n++] = c;
+    }
+    out[n] = 0;
+    return n > 0;
+}
+
+static int find_plain(const struct words *words, const char *plain)
+{
+    char each[64];
+    for (int i = 0; i < words->n; i++)
+        if (plain_letters(words->names[i], each, sizeof each) && strcmp(each, plain) == 0)
+            return i;
+    return -1;
+}
+
+int words_find(const struct words *words, const char *text)
+{
+    char plain[64], meant[64];
+    for (int i = 0; i < words->n; i++)
+        if (strcmp(words->names[i], text) == 0)
+            return i;
+    if (!plain_letters(text, plain, sizeof plain))
+        return -1;
+    int found = find_plain(words, plain);
+    for (size_t i = 0; found < 0 && i < sizeof spellings / sizeof *spellings; i++)
+        if (strcmp(spellings[i].text, plain) == 0 && plain_letters(spellings[i].word, meant, sizeof meant))
+            found = find_plain(words, meant);
+    return found;
 }
 
 const char *words_list(const struct words *words, int32_t fallback, char *buffer, size_t size)

@@ -27,6 +27,10 @@ struct words words_scale_rules(void);
 struct words words_tensor_scale_rules(void); /* of checkpoints */
 struct words words_dtypes(void);             /* of plain weights */
 
+/* Which of the words somebody means, or -1: capitals, dashes, underscores and dots do not matter, and what others call the
+ * same thing is understood (w4a16, tensorrt-llm, bfloat16). */
+int words_find(const struct words *words, const char *text);
+
 /* "rtn, 4over6 or sweep", in `buffer`, which is returned; the word of this value is marked as the default. */
 const char *words_list(const struct words *words, int32_t fallback, char *buffer, size_t size);
 
