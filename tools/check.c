@@ -51,10 +51,10 @@ static int take(void *context, const nib_finding *finding)
     f->repairable += finding->repairable != 0;
     ++*count;
     if (f->json) {
-        json_t *object = json_pack("{s:s, s:s, s:o, s:o, s:s, s:s, s:b}", "severity",
-                                   nib_severity_name(finding->severity), "id", finding->id, "tensor",
-                                   text_json(finding->tensor), "fact", text_json(finding->fact), "consequence",
-                                   finding->consequence, "remedy", finding->remedy, "repairable", finding->repairable);
+        json_t *object = json_pack(
+            "{s:s, s:s, s:o, s:o, s:o, s:o, s:b}", "severity", nib_severity_name(finding->severity), "id", finding->id,
+            "tensor", text_json(finding->tensor), "fact", text_json(finding->fact), "consequence",
+            text_json(finding->consequence), "remedy", text_json(finding->remedy), "repairable", finding->repairable);
         if (!object || json_array_append_new(f->list, object) != 0)
             f->incomplete = true;
     } else if (!f->quiet && (f->all || *count <= SHOWN_OF_EACH)) {
@@ -85,20 +85,22 @@ static void print_summary(const struct findings *f, const char *path)
                   plural(warnings), hints, plural(hints));
 }
 
-static bool print_json(const struct findings *f, const char *path)
+static bool print_json(const struct findings *f, const char *path, const char *against)
 {
-    json_t *report =
-        json_pack("{s:o, s:O, s:I, s:I, s:I, s:I}", "path", text_json(path), "findings", f->list, "errors",
+    json_t *fields =
+        json_pack("{s:o, s:o, s:O, s:I, s:I, s:I, s:I}", "path", text_json(path), "against",
+                  against ? text_json(against) : json_null(), "findings", f->list, "errors",
                   (json_int_t)f->counts[NIB_SEVERITY_ERROR], "warnings", (json_int_t)f->counts[NIB_SEVERITY_WARNING],
                   "hints", (json_int_t)f->counts[NIB_SEVERITY_HINT], "repairable", (json_int_t)f->repairable);
-    char *text = report && !f->incomplete ? json_dumps(report, JSON_INDENT(2)) : NULL;
-    if (text)
-        puts(text);
-    else
+    json_t *report = text_report("check", fields);
+    if (f->incomplete) {
+        json_decref(report);
+        report = NULL;
+    }
+    const bool good = text_print(report);
+    if (!good)
         cli_error("check: no memory for the report");
-    free(text);
-    json_decref(report);
-    return text != NULL;
+    return good;
 }
 
 /* A checkpoint that breaks its format is a finding; one that cannot be read is not an answer. */
@@ -167,7 +169,7 @@ static enum cli_exit run_check(const struct cli_command *self, int argc, char **
         result = f.counts[NIB_SEVERITY_ERROR] + f.counts[NIB_SEVERITY_WARNING] ? CLI_NO : CLI_FINE;
         if (!f.json)
             print_summary(&f, argv[first]);
-        else if (!print_json(&f, argv[first]))
+        else if (!print_json(&f, argv[first], original))
             result = CLI_FAILED;
     }
     json_decref(f.list);

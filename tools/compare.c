@@ -110,17 +110,12 @@ static bool print_json(const struct report *r, const struct report_row **worst, 
     for (size_t i = 0; rows && worst[i] && (!top || i < (size_t)top); i++)
         json_array_append_new(rows, report_row_json(worst[i]));
     const double sqnr = r->changed ? 10 * log10(r->sum_squares / r->error_squares) : INFINITY;
-    json_t *report =
+    return text_print(text_report(
+        "compare",
         json_pack("{s:o, s:o, s:I, s:I, s:I, s:I, s:o, s:o, s:o}", "a", text_json(r->facts_a.path), "b",
                   text_json(r->facts_b.path), "compared", (json_int_t)r->n, "changed", (json_int_t)r->changed, "only_a",
                   (json_int_t)r->only_a, "only_b", (json_int_t)r->only_b, "sqnr_db", text_number(sqnr), "differences",
-                  report_differences(r->facts_a.provenance, r->facts_b.provenance), "worst", rows);
-    char *text = report ? json_dumps(report, JSON_INDENT(1)) : NULL;
-    if (text)
-        puts(text);
-    free(text);
-    json_decref(report);
-    return text != NULL;
+                  report_differences(r->facts_a.provenance, r->facts_b.provenance), "worst", rows)));
 }
 
 static enum cli_exit show(const struct report *r, const struct options *options)
@@ -187,7 +182,7 @@ static enum cli_exit run_compare(const struct cli_command *self, int argc, char 
         cli_error("compare: takes two directories or files, not %d", argc - first);
         return CLI_FAILED;
     }
-    if (o.report && !report_can_write(o.report))
+    if (o.report && !report_can_write(o.report, argv[first], argv[first + 1], false))
         return CLI_FAILED;
     return compare(argv[first], argv[first + 1], &o);
 }

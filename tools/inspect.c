@@ -72,8 +72,6 @@ static bool is_coded(const nib_weight *w)
            w->format != NIB_CHECKPOINT_FORMAT_FP8_BLOCK;
 }
 
-static double bits_of(uint64_t bytes, uint64_t elements) { return elements ? 8 * (double)bytes / (double)elements : 0; }
-
 static void print_weight(struct inspection *in, const nib_weight *w, const struct summary *s)
 {
     char size[16], shape[48], tensor_scale[24] = "", scales[48] = "", shares[48] = "";
@@ -86,7 +84,7 @@ static void print_weight(struct inspection *in, const nib_weight *w, const struc
     }
     progress_end(&in->progress);
     cli_print("%-18s %9s %6.2f %-18s %12s %-14s %14s  %s", shape, text_bytes(w->stored_bytes, size, sizeof size),
-              bits_of(w->stored_bytes, (uint64_t)(w->rows * w->cols)), nib_checkpoint_format_name(w->format),
+              text_bits(w->stored_bytes, (uint64_t)(w->rows * w->cols)), nib_checkpoint_format_name(w->format),
               tensor_scale, scales, shares, w->name);
 }
 
@@ -100,11 +98,11 @@ static void add_weight(struct inspection *in, const nib_weight *w, const struct 
                        const nib_weight_stats *stats)
 {
     static const char *const kinds[NIB_TENSOR_SCALE_COUNT] = { "amax", "multiplier", "divisor", "none" };
-    json_t *object = json_pack("{s:o, s:s, s:[II], s:I, s:f, s:o, s:o}", "name", text_json(w->name), "format",
+    json_t *object = json_pack("{s:o, s:s, s:[II], s:I, s:o, s:o, s:o}", "name", text_json(w->name), "format",
                                nib_checkpoint_format_name(w->format), "shape", (json_int_t)w->rows, (json_int_t)w->cols,
                                "bytes", (json_int_t)w->stored_bytes, "bits_per_weight",
-                               bits_of(w->stored_bytes, (uint64_t)(w->rows * w->cols)), "tensor", text_json(w->tensor),
-                               "file", text_json(w->file));
+                               text_number(text_bits(w->stored_bytes, (uint64_t)(w->rows * w->cols))), "tensor",
+                               text_json(w->tensor), "file", text_json(w->file));
     if (object && is_coded(w)) {
         json_object_set_new(object, "tensor_scale_kind", json_string(kinds[w->tensor_scale_kind]));
         json_object_set_new(object, "tensor_scale", text_number((double)w->tensor_scale));
@@ -207,32 +205,35 @@ static void print_totals(const struct inspection *in)
             cli_print("  %-18s %zu weights of %.4g million values, %s, %.2f bits a value",
                       nib_checkpoint_format_name((nib_checkpoint_format)p), in->counts[p],
                       (double)in->elements[p] * 1e-6, text_bytes(in->bytes[p], size, sizeof size),
-                      bits_of(in->bytes[p], in->elements[p]));
+                      text_bits(in->bytes[p], in->elements[p]));
         }
     cli_print("  %-18s %s", "everything else", text_bytes(in->facts.tensor_bytes - stored, size, sizeof size));
+    cli_print("  %-18s %.4g million values, %.2f bits a value", "the whole model", (double)in->facts.elements * 1e-6,
+              text_bits(in->facts.tensor_bytes, in->facts.elements));
     if (in->facts.provenance)
         cli_print("  made by            %.2000s", in->facts.provenance);
 }
 
 static bool print_json(const struct inspection *in)
 {
-    json_t *report =
-        json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:O, s:O}", "path", text_json(in->facts.path), "format",
-                  nib_checkpoint_format_name(in->facts.format), "model_type", text_json(in->facts.model_type), "files",
-                  (json_int_t)in->facts.files, "tensor_bytes", (json_int_t)in->facts.tensor_bytes, "weight_elements",
-                  (json_int_t)in->facts.weight_elements, "weights", in->weights, "tensors", in->list);
-    if (report && in->facts.provenance) {
-        json_t *provenance = json_loads(in->facts.provenance, 0, NULL);
-        json_object_set_new(report, "provenance", provenance ? provenance : text_json(in->facts.provenance));
+    json_t *provenance = in->facts.provenance ? json_loads(in->facts.provenance, 0, NULL) : json_null();
+    json_t *fields =
+        json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I, s:o, s:I, s:o, s:O, s:O}", "path", text_json(in->facts.path),
+                  "format", nib_checkpoint_format_name(in->facts.format), "model_type", text_json(in->facts.model_type),
+                  "files", (json_int_t)in->facts.files, "tensor_bytes", (json_int_t)in->facts.tensor_bytes,
+                  "weight_elements", (json_int_t)in->facts.weight_elements, "elements", (json_int_t)in->facts.elements,
+                  "bits_per_weight", text_number(text_bits(in->facts.tensor_bytes, in->facts.elements)), "unreadable",
+                  (json_int_t)in->unreadable, "provenance", provenance ? provenance : text_json(in->facts.provenance),
+                  "weights", in->weights, "tensors", in->list);
+    json_t *report = text_report("inspect", fields);
+    if (in->incomplete) {
+        json_decref(report);
+        report = NULL;
     }
-    char *text = report && !in->incomplete ? json_dumps(report, JSON_INDENT(1)) : NULL;
-    if (text)
-        puts(text);
-    else
+    const bool good = text_print(report);
+    if (!good)
         cli_error("inspect: no memory for the report");
-    free(text);
-    json_decref(report);
-    return text != NULL;
+    return good;
 }
 
 static enum cli_exit inspect(struct inspection *in, const char *path)

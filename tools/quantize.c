@@ -272,7 +272,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         cli_error("quantize: takes an input and an output, not %d operands; see nib quantize --help", argc - first);
         return CLI_FAILED;
     }
-    if (a.run.report && !report_can_write(a.run.report))
+    const bool name_only = a.run.dry_run || (run_comm && run_comm->rank != 0); /* who will not write it need not try */
+    if (a.run.report && !report_can_write(a.run.report, argv[first], argv[first + 1], name_only))
         return CLI_FAILED;
     return quantize(self, &a, argv[first], argv[first + 1]);
 }

@@ -10,6 +10,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "cli.h"
@@ -241,18 +242,75 @@ static bool ends_with(const char *text, const char *end)
     return a > b && strcmp(text + a - b, end) == 0;
 }
 
-bool report_can_write(const char *path)
+/* A path without what changes nothing: "./", "//", and slashes at the end. Returns its length. */
+static size_t tidy_path(const char *path, char *out, size_t bytes)
 {
-    if (ends_with(path, ".html") || ends_with(path, ".json"))
+    size_t n = 0;
+    while (*path && n + 1 < bytes) {
+        const bool start = n == 0 || out[n - 1] == '/';
+        if (start && path[0] == '.' && (path[1] == '/' || !path[1]))
+            path += 1 + (path[1] == '/');
+        else if (n && start && *path == '/')
+            path++;
+        else
+            out[n++] = *path++;
+    }
+    while (n > 1 && out[n - 1] == '/')
+        n--;
+    out[n] = 0;
+    return n;
+}
+
+static bool same_directory(const char *a, const char *b)
+{
+    struct stat first, second;
+    char left[4096], right[4096];
+    if (stat(*a ? a : ".", &first) == 0 && stat(*b ? b : ".", &second) == 0)
+        return first.st_dev == second.st_dev && first.st_ino == second.st_ino;
+    tidy_path(a, left, sizeof left);
+    tidy_path(b, right, sizeof right);
+    return strcmp(left, right) == 0;
+}
+
+/* Whether a report of this name in the directory of a checkpoint would take the place of one of its files. */
+static bool replaces(const char *name, const char *directory, const char *a, const char *b)
+{
+    static const char *const own[] = { "config.json", "hf_quant_config.json", "model.safetensors.index.json" };
+    const char *const checkpoints[] = { a, b };
+    char path[4096];
+    if (!same_directory(directory, a) && !same_directory(directory, b))
+        return false;
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        if (strcmp(name, own[i]) == 0)
+            return true;
+    for (int i = 0; i < 2 && ends_with(name, ".json"); i++)
+        if ((size_t)snprintf(path, sizeof path, "%s/%s", checkpoints[i], name) < sizeof path && access(path, F_OK) == 0)
+            return true;
+    return false;
+}
+
+bool report_can_write(const char *path, const char *a, const char *b, bool name_only)
+{
+    char directory[4096];
+    const char *const slash = strrchr(path, '/');
+    if (!ends_with(path, ".html") && !ends_with(path, ".json")) {
+        cli_error("a report is FILE.html or FILE.json, not '%s'", path);
+        return false;
+    }
+    snprintf(directory, sizeof directory, "%.*s", slash ? (int)(slash - path) + 1 : 0, path);
+    if (replaces(slash ? slash + 1 : path, directory, a, b)) {
+        cli_error("the report %s would replace a file of the checkpoint: give it another name", path);
+        return false;
+    }
+    const int code = name_only ? 0 : cli_try_file(path);
+    if (!code || (code == ENOENT && same_directory(directory, b))) /* the run will make it */
         return true;
-    cli_error("a report is FILE.html or FILE.json, not '%s'", path);
+    cli_error("cannot write the report %s: %s", path, strerror(code));
     return false;
 }
 
 bool report_write(const struct report *report, const nib_plan *plan, const char *path)
 {
-    if (!report_can_write(path))
-        return false;
     char *temporary = malloc(strlen(path) + 32);
     if (!temporary) {
         cli_error("%s: no memory for the report", path);

@@ -49,8 +49,10 @@ bool report_write(const struct report *report, const nib_plan *plan, const char 
 /* Both at once, for a command that has just written `quantized`. */
 bool report_make(const char *path, const nib_checkpoint *original, const nib_checkpoint *quantized,
                  const nib_plan *plan, const nib_job *job);
-/* Whether a path is one that report_write takes; if not, a message is on standard error. */
-bool report_can_write(const char *path);
+/* Before a run: whether a report can be written there, which is tried unless `name_only`. `a` and `b` are the checkpoints
+ * of which nothing may be replaced; b may be a directory that the run will make. If not, a message is on standard
+ * error. */
+bool report_can_write(const char *path, const char *a, const char *b, bool name_only);
 
 /* What two provenances say differently: [{"option": "options.scale_rule", "a": "rtn", "b": "sweep"}, ...]; a value that
  * one lacks is null. Either may be NULL. NULL without memory. */

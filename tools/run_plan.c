@@ -93,7 +93,7 @@ static void show_rows(const nib_plan *plan, size_t weights)
 static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, const struct run_flags *flags,
                          const char *done, double seconds)
 {
-    char in[32], out[32], rate[64] = "", bits[48] = "";
+    char in[32], out[32], rate[64] = "", bits[80] = "";
     if (flags->verbose)
         show_rows(plan, facts->weights);
     if (!flags->dry_run && seconds > 0.05) {
@@ -102,8 +102,9 @@ static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, cons
                  text_bytes((uint64_t)((double)facts->bytes_in / seconds), speed, sizeof speed));
     }
     if (facts->changed_elements)
-        snprintf(bits, sizeof bits, ", %.2f bits per weight",
-                 8 * (double)facts->changed_bytes_out / (double)facts->changed_elements);
+        snprintf(bits, sizeof bits, ", %.2f bits per weight (%.2f over the whole model)",
+                 text_bits(facts->changed_bytes_out, facts->changed_elements),
+                 text_bits(facts->tensor_bytes_out, facts->elements));
     cli_print("%s%s %zu of %zu weights%s: %s in %zu file%s -> %s in %zu file%s%s", flags->dry_run ? "would be " : "",
               done, facts->changed, facts->weights, bits, text_bytes(facts->bytes_in, in, sizeof in), facts->files_in,
               facts->files_in == 1 ? "" : "s", text_bytes(facts->bytes_out, out, sizeof out), facts->files_out,
@@ -119,9 +120,9 @@ static json_t *rows_as_json(const nib_plan *plan, size_t weights)
     nib_plan_row row = { .bytes = sizeof row };
     for (size_t i = 0; i < weights && list && !nib_plan_get_row(plan, i, &row); i++)
         if (json_array_append_new(
-                list, json_pack("{s:o, s:s, s:s, s:I, s:I, s:I, s:I, s:o}", "name", text_json(row.name), "action",
-                                actions[row.action], "reason", row.reason, "rows", (json_int_t)row.rows, "cols",
-                                (json_int_t)row.cols, "bytes_in", (json_int_t)row.bytes_in, "bytes_out",
+                list, json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I, s:o}", "name", text_json(row.name), "action",
+                                actions[row.action], "reason", text_json(row.reason), "rows", (json_int_t)row.rows,
+                                "cols", (json_int_t)row.cols, "bytes_in", (json_int_t)row.bytes_in, "bytes_out",
                                 (json_int_t)row.bytes_out, "group", text_json(row.group)))) {
             json_decref(list);
             return NULL;
@@ -132,20 +133,19 @@ static json_t *rows_as_json(const nib_plan *plan, size_t weights)
 static bool print_json(const struct cli_command *self, const nib_plan *plan, const nib_plan_facts *facts,
                        const struct run_flags *flags, const char *out, double seconds)
 {
-    json_t *object = json_pack("{s:s, s:o, s:b, s:f, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o}", "command",
-                               self->name, "out", text_json(out), "dry_run", (int)flags->dry_run, "seconds", seconds,
-                               "weights", (json_int_t)facts->weights, "changed", (json_int_t)facts->changed, "kept",
-                               (json_int_t)facts->kept, "groups", (json_int_t)facts->groups, "files_in",
-                               (json_int_t)facts->files_in, "files_out", (json_int_t)facts->files_out, "bytes_in",
-                               (json_int_t)facts->bytes_in, "bytes_out", (json_int_t)facts->bytes_out,
-                               "changed_elements", (json_int_t)facts->changed_elements, "changed_bytes_out",
-                               (json_int_t)facts->changed_bytes_out, "rows", rows_as_json(plan, facts->weights));
-    char *text = object ? json_dumps(object, JSON_INDENT(2)) : NULL;
-    if (text)
-        puts(text);
-    free(text);
-    json_decref(object);
-    return text != NULL;
+    return text_print(text_report(
+        self->name,
+        json_pack("{s:o, s:b, s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:o, s:o}", "out",
+                  text_json(out), "dry_run", (int)flags->dry_run, "seconds", text_number(seconds), "weights",
+                  (json_int_t)facts->weights, "changed", (json_int_t)facts->changed, "kept", (json_int_t)facts->kept,
+                  "groups", (json_int_t)facts->groups, "files_in", (json_int_t)facts->files_in, "files_out",
+                  (json_int_t)facts->files_out, "bytes_in", (json_int_t)facts->bytes_in, "bytes_out",
+                  (json_int_t)facts->bytes_out, "tensor_bytes_out", (json_int_t)facts->tensor_bytes_out, "elements",
+                  (json_int_t)facts->elements, "changed_elements", (json_int_t)facts->changed_elements,
+                  "changed_bytes_out", (json_int_t)facts->changed_bytes_out, "bits_per_weight",
+                  text_number(text_bits(facts->tensor_bytes_out, facts->elements)), "changed_bits_per_weight",
+                  text_number(text_bits(facts->changed_bytes_out, facts->changed_elements)), "rows",
+                  rows_as_json(plan, facts->weights))));
 }
 
 /* ---- The run ---- */

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "nib.h"
+
 const char *text_bytes(uint64_t bytes, char *buffer, size_t size)
 {
     static const char *const units[] = { "B", "KB", "MB", "GB", "TB" };
@@ -26,6 +28,30 @@ const char *text_db(double db, char *buffer, size_t size)
     else
         snprintf(buffer, size, "%.2f", db);
     return buffer;
+}
+
+double text_bits(uint64_t bytes, uint64_t values) { return values ? 8 * (double)bytes / (double)values : 0; }
+
+json_t *text_report(const char *command, json_t *fields)
+{
+    enum { SCHEMA = 1 }; /* docs/json.md says when it changes */
+    json_t *report = json_pack("{s:s, s:i, s:s}", "nib", nib_version(), "schema", (int)SCHEMA, "command", command);
+    if (!fields || !report || json_object_update(report, fields)) {
+        json_decref(report);
+        report = NULL;
+    }
+    json_decref(fields);
+    return report;
+}
+
+bool text_print(json_t *report)
+{
+    char *text = report ? json_dumps(report, JSON_INDENT(2)) : NULL;
+    if (text)
+        puts(text);
+    free(text);
+    json_decref(report);
+    return text != NULL;
 }
 
 json_t *text_json(const char *text)

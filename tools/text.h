@@ -6,6 +6,7 @@
 #define NIB_TEXT_H
 
 #include <jansson.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -13,6 +14,13 @@
 const char *text_bytes(uint64_t bytes, char *buffer, size_t size);
 /* A number of decibels: "21.60", "same" where nothing differs. */
 const char *text_db(double db, char *buffer, size_t size);
+/* Bits that each of so many values takes; 0 where there is none. */
+double text_bits(uint64_t bytes, uint64_t values);
+/* A report in JSON: the version of nib, that of the schema (docs/json.md) and the command, then `fields`, an object that
+ * is gone afterwards. NULL for NULL, and without memory. */
+json_t *text_report(const char *command, json_t *fields);
+/* An object on standard output, which is then gone; false for NULL, and without memory. */
+bool text_print(json_t *report);
 /* JSON holds UTF-8 only, but a path may be any bytes: what is not ASCII is then replaced. NULL without memory. */
 json_t *text_json(const char *text);
 /* A number as JSON, which knows no infinities and no NaN: null for these. */

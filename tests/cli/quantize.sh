@@ -35,14 +35,25 @@ json() { python3 -c "import json, sys; d = json.load(open('$work/out')); sys.exi
 # ---- What is printed
 run 0 "$NIB" quantize "$work/in" "$work/ct"
 has out "quantized"
-has out "bits per weight"
+whole=$(python3 - "$work/ct" "$work/in" <<'PYTHON'
+import glob, json, math, struct, sys
+def tensors(path):
+    for name in glob.glob(path + "/*.safetensors"):
+        with open(name, "rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        yield from (entry for key, entry in header.items() if key != "__metadata__")
+written = sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors(sys.argv[1]))
+print("%.2f" % (8 * written / sum(math.prod(t["shape"]) for t in tensors(sys.argv[2]))))
+PYTHON
+)
+has out ", 4.50 bits per weight ($whole over the whole model): "
 has out "kept: an embedding"
 empty err
 
 # Weights of FP8 blocks that stay are written as the numbers they stand for, and counted as kept.
 "$BUILD/examples/make_checkpoint" --family deepseek-fp8 --layers 3 "$work/fp8" >/dev/null || exit 1
 run 0 "$NIB" quantize --dry-run "$work/fp8" "$work/none"
-has out "quantized 48 of 74 weights, 4.50 bits per weight"
+has out "quantized 48 of 74 weights, 4.50 bits per weight ("
 has out "21 kept: part of multi-token prediction"
 run 0 "$NIB" quantize -q "$work/in" "$work/again"
 empty out
@@ -76,6 +87,93 @@ run 2 "$NIB" quantize --for transformers "$work/in" "$work/x"
 has err "experts"
 run 2 "$NIB" quantize --for nobody "$work/in" "$work/x"
 has err "--for takes vllm"
+
+# ---- Words in any case, and as others spell them
+while read -r option word spelling; do
+    run 0 "$NIB" quantize -q "$option" "$word" "$work/in" "$work/word"
+    run 0 "$NIB" quantize -q "$option" "$spelling" "$work/in" "$work/spelling"
+    same "$work/word" "$work/spelling"
+    rm -r "$work/word" "$work/spelling"
+done <<'LIST'
+--scheme nvfp4a16 NVFP4A16
+--scheme nvfp4a16 W4A16
+--scheme nvfp4 w4a4
+--format compressed-tensors Compressed_Tensors
+--format modelopt ModelOpt
+--for vllm vLLM
+--for sglang SGLang
+--for trtllm TensorRT-LLM
+--for llama.cpp llamacpp
+--scale 4over6 four-over-six
+--tensor-scale pow2 Power-of-Two
+--dialect torchao TorchAO
+--preset mlp-only MLP_only
+LIST
+run 2 "$NIB" quantize --for tensorfoo "$work/in" "$work/x"
+has err "--for takes vllm, sglang, trtllm, transformers or llama.cpp, not 'tensorfoo'"
+run 2 "$NIB" quantize --scheme nvfp4 --activations NORM.json --dry-run "$work/in" "$work/x"
+has err "NORM.json" # a file, not a word
+
+# ---- Patterns that match nothing
+run 2 "$NIB" quantize --ignore 'model.layers.0.self_attn.q_porj' "$work/in" "$work/x"
+has err 'ignore (--ignore): "model.layers.0.self_attn.q_porj" matches no module of'
+has err 'near it are "model.layers.0.self_attn.q_proj"'
+run 2 "$NIB" quantize --only 'model.layers.0' "$work/in" "$work/x"
+has err 'add .* to it'
+run 0 "$NIB" quantize --dry-run --ignore lm_head --ignore '*norm*' "$work/in" "$work/x" # stays anyway, tied or not
+absent "$work/x"
+
+# ---- Names of the hub, its cache, and what Git LFS has not fetched
+hub=$work/hub
+mkdir -p "$hub/models--org--two/snapshots/aaa" "$hub/models--org--two/snapshots/bbb" "$hub/models--org--none" \
+    "$hub/models--org--one/snapshots"
+ln -s "$work/in" "$hub/models--org--one/snapshots/0123abc"
+for command in "quantize" "inspect" "check" "compare" "dequantize"; do
+    second=$work/x
+    [ $command != inspect ] && [ $command != check ] || second=
+    # shellcheck disable=SC2086
+    run 2 env HF_HUB_CACHE="$work/empty" "$NIB" $command Qwen/Qwen3-8B $second
+    has err "Qwen/Qwen3-8B: there is no such directory; a model of this name on the Hugging Face hub is fetched by: hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"
+done
+run 2 env HF_HUB_CACHE="$hub" "$NIB" inspect org/one
+has err "in $hub/models--org--one/snapshots/0123abc"
+run 2 "$NIB" inspect https://huggingface.co/org/model
+has err "hf download org/model"
+run 2 "$NIB" inspect "$hub/models--org--one/"
+has err "the model is in $hub/models--org--one/snapshots/0123abc"
+run 0 "$NIB" inspect -q "$hub/models--org--one/snapshots/0123abc"
+run 2 "$NIB" inspect "$hub/models--org--one/snapshots"
+has err "the model is in $hub/models--org--one/snapshots/0123abc"
+run 2 "$NIB" inspect "$hub/models--org--two"
+has err "one of the 2 directories in $hub/models--org--two/snapshots"
+mkdir "$hub/models--org--two/refs"
+echo -n bbb >"$hub/models--org--two/refs/main"
+run 2 "$NIB" inspect "$hub/models--org--two"
+has err "the model is in $hub/models--org--two/snapshots/bbb"
+run 2 "$NIB" inspect "$hub/models--org--none"
+has err "hf download org/none"
+run 2 "$NIB" inspect "$hub"
+has err "with 3 models: name the snapshot of one of them, such as $hub/models--org--none/"
+run 2 "$NIB" inspect "$work/nothing"
+has err "nothing: cannot open: No such file or directory"
+printf 'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n' >"$work/lfs.safetensors"
+run 2 "$NIB" inspect "$work/lfs.safetensors"
+has err "git lfs pull"
+
+# ---- A report that cannot be written ends the run before it begins
+for report in "$work/no/q.html" "$work/in/config.json/q.html" "$work/x/config.json" "$work/in/config.json" "$work/in/generation_config.json"; do
+    run 2 "$NIB" quantize --report "$report" "$work/in" "$work/x"
+    has err "the report $report"
+    absent "$work/x"
+done
+mkdir "$work/q.html"
+run 2 "$NIB" quantize --report "$work/q.html" "$work/in" "$work/x"
+has err "Is a directory"
+absent "$work/x"
+run 0 "$NIB" quantize -q --report "$work/x//./q.html" "$work/in" "$work/x/" # in an output that is not there yet
+[ -s "$work/x/q.html" ] || fail "no report in the output"
+[ "$(find "$work" -name '*.tmp-*')" = "" ] || fail "something was left of a trial"
+rm -r "$work/x"
 
 # ---- Refusals; nothing is left
 run 2 "$NIB" quantize "$work/in"
