@@ -3,13 +3,15 @@
 """Mutation testing of src/ and checkpoint/: small faults, drawn by seed, that some test must notice.
 
     tests/mutate.py                          3 mutants of every file with code
-    tests/mutate.py --only 'src/shard/*'     of these files
+    tests/mutate.py --only src/shard         of this directory; a file or a pattern such as 'src/*.h' does as well
+    tests/mutate.py --part 2/4               of the second of four portions of the files
     tests/mutate.py --list                   what would be drawn; those that do not compile are redrawn
 
 A mutant is made in a copy of the tree below build/mutate, compiled and given to the tests that TESTS names for its file,
 in that order and up to the first that fails: then it is killed. One that survives them meets the programs among them
-again under sanitizers, which see what it leaks and what it reads beyond an end. A mutant whose object code is that of
-the original is none, and redrawn. tests/mutants_accepted.txt has those that no test could notice, each with the reason:
+again under sanitizers, which see what it leaks and what it reads beyond an end (--plain: not). A mutant whose object code
+is that of the original is none, and redrawn. Results are printed as they come; after --seconds nothing new is begun, and
+what was not counts as skipped. tests/mutants_accepted.txt has those that no test could notice, each with the reason:
 
     file: src/base/base.c
     - the line as it is
@@ -20,6 +22,7 @@ A fault may remove files that are not its own, so workers are fenced in by Landl
 The last line is `N passed, M failed, K skipped`: killed or accepted, survived, not for this machine.
 """
 import argparse
+import collections
 import concurrent.futures
 import ctypes
 import filecmp
@@ -90,7 +93,7 @@ MACHINES = [("*/arm/*", "aarch64"), ("*/x86/*avx512*", "avx512bw"), ("*/x86/*", 
 COMPILE = ["gcc", "-O1", "-ffp-contract=off", "-fopenmp", "-pthread", "-MMD", "-Werror=int-conversion",
            "-Werror=incompatible-pointer-types"]  # such mutants would be too easy
 SANITIZERS = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-KINDS = {"plain": [], "sanitized": SANITIZERS}
+KINDS = {"plain": [], "sanitized": SANITIZERS}  # main leaves "plain" alone for --plain
 LIBRARIES = ["jansson", "libpcre2-8", "libxxhash"]
 ENVIRONMENT = {"LC_ALL": "C", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
                "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1:hard_rss_limit_mb=8192",
@@ -621,35 +624,36 @@ def measure_original(workers, tests):
     return timeouts, faults
 
 
-def run_mutants(workers, drawn, count, timeouts):
-    """[mutant with its result]: of each file the first `count` that compile to something else."""
-    done, waiting = [], {path: iter(mutants) for path, mutants in drawn.items()}
+def run_mutants(workers, drawn, arguments, timeouts, accepted, end):
+    """[mutant with its result], and how many were not begun: of each file the first few that compile to something else."""
+    done, left = [], {path: iter(mutants) for path, mutants in drawn.items()}
+    waiting = collections.deque(path for path, mutants in drawn.items() for _ in mutants[:arguments.per_file])
 
-    def next_of(path):
-        mutant = next(waiting[path], None)
-        if mutant:
-            workers.put("try_mutant", mutant, timeouts)
+    def begin():
+        while waiting and time.time() < end and workers.open < arguments.jobs:
+            mutant = next(left[waiting.popleft()], None)
+            if mutant:
+                workers.put("try_mutant", mutant, timeouts)
 
-    for path in drawn:
-        for _ in range(count):
-            next_of(path)
+    begin()
     for mutant in workers.get():
         if mutant["result"] in ("no compile", "same code"):
-            next_of(mutant["file"])
+            waiting.appendleft(mutant["file"])
+        elif mutant["result"] == "survived" and (why := accepted.get((mutant["file"], mutant["before"], mutant["after"]))):
+            mutant["result"], mutant["how"] = "accepted", why
+        by = f", by {mutant['by']}" if mutant["by"] else ""
+        print(f"{mutant['result']} {told(mutant)} ({mutant['seconds']:.0f} s{by})", flush=True)
         done.append(mutant)
-    return sorted(done, key=lambda mutant: (mutant["file"], mutant["line"], mutant["operator"]))
+        begin()
+    return sorted(done, key=lambda mutant: (mutant["file"], mutant["line"], mutant["operator"])), len(waiting)
 
 
 def told(mutant):
     return f"{mutant['file']}:{mutant['line']}: {mutant['operator']}: {mutant['before']} -> {mutant['after']}"
 
 
-def report(done, accepted, faults, skipped):
+def report(done, faults, skipped):
     """Prints it; the number of failures, with what else is at fault."""
-    for mutant in done:
-        key = mutant["file"], mutant["before"], mutant["after"]
-        if mutant["result"] == "survived" and key in accepted:
-            mutant["result"], mutant["how"] = "accepted", accepted[key]
     counts = {}
     for mutant in done:
         of_file = counts.setdefault(mutant["file"], {})
@@ -671,22 +675,42 @@ def report(done, accepted, faults, skipped):
     return failed
 
 
+def part_of(text):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError("K/N with 1 <= K <= N")
+    return int(match[1]), int(match[2])
+
+
+def chosen_files(only, part):
+    """The files of a run that have a place for a fault."""
+    found = sources(*(f"{top}/{below}/*.[ch]" for top in ("src", "checkpoint") for below in ("*", "*/*")))
+    found = [path for path in found if mutants_of(path) and
+             any(fnmatch.fnmatch(path, pattern) or path.startswith(pattern.rstrip("/") + "/") for pattern in only or ["*"])]
+    return found[part[0] - 1::part[1]]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", default="20261115", help="another draw (%(default)s)")
     parser.add_argument("--per-file", type=int, default=3, metavar="N", help="mutants of each file (%(default)s)")
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="only files such as src/shard/*; may be repeated")
+    parser.add_argument("--only", action="append", metavar="PATTERN",
+                        help="only this directory, this file or files such as src/*.h; may be repeated")
+    parser.add_argument("--part", type=part_of, default=(1, 1), metavar="K/N", help="only every N-th file, from the K-th on")
+    parser.add_argument("--plain", action="store_true", help="no tests under sanitizers")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no mutant after this time")
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (%(default)s)")
     parser.add_argument("--list", action="store_true", help="print mutants, run nothing")
     parser.add_argument("--json", metavar="OUT", help="write all mutants with their results")
     arguments = parser.parse_args()
+    start = time.time()
+    if arguments.plain:
+        KINDS.pop("sanitized")
 
     accepted, stale = accepted_mutants()
     drawn, skipped = {}, 0
-    for path in sources(*(f"{top}/{below}/*.[ch]" for top in ("src", "checkpoint") for below in ("*", "*/*"))):
-        chosen = any(fnmatch.fnmatch(path, pattern) for pattern in arguments.only or ["*"])
-        mutants = drawn_mutants(path, arguments.seed) if chosen else []
-        why = not_for_this_machine(path)
+    for path in chosen_files(arguments.only, arguments.part):
+        mutants, why = drawn_mutants(path, arguments.seed), not_for_this_machine(path)
         if not mutants:
             continue
         if why:
@@ -704,7 +728,7 @@ def main():
         return 0
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # here and in workers: whatever runs is ended, and scratch removed
-    start, tests = time.time(), sorted({test for path in drawn for test in tests_of(path)})
+    tests = sorted({test for path in drawn for test in tests_of(path)})
     shutil.rmtree(WORK, ignore_errors=True)
     base = Base(os.path.join(WORK, "base"))
     base.build({program for test in tests for program in programs_of(test)}, arguments.jobs)
@@ -713,12 +737,12 @@ def main():
     try:
         timeouts, faults = measure_original(workers, tests)
         print(f"{len(timeouts)} tests pass without a mutant, {time.time() - start:.0f} s", flush=True)
-        done = run_mutants(workers, drawn, arguments.per_file, timeouts)
+        done, unbegun = run_mutants(workers, drawn, arguments, timeouts, accepted, start + arguments.seconds)
     finally:
         workers.end()
         shutil.rmtree(scratch, ignore_errors=True)
     print(f"{len(done)} mutants, {time.time() - start:.0f} s with {arguments.jobs} workers")
-    failed = report(done, accepted, faults + stale, skipped)
+    failed = report(done, faults + stale, skipped + unbegun)
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump({"seed": arguments.seed, "mutants": done}, file, indent=1)
