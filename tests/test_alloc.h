@@ -16,26 +16,30 @@
 __attribute__((unused)) static _Thread_local long allocations_left = -1;
 /* Of all threads, so far. */
 __attribute__((unused)) static atomic_long allocations;
+__attribute__((unused)) static atomic_size_t largest_allocation; /* in bytes; a test sets it back */
 
 void *__real_aligned_alloc(size_t alignment, size_t bytes);
 void *__real_realloc(void *memory, size_t bytes);
 void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
 void *__wrap_realloc(void *memory, size_t bytes);
 
-static int test_allocation_fails(void)
+static int test_allocation_fails(size_t bytes)
 {
+    size_t largest = largest_allocation;
+    while (bytes > largest && !atomic_compare_exchange_weak(&largest_allocation, &largest, bytes))
+        continue;
     allocations++;
     return allocations_left >= 0 && allocations_left-- == 0;
 }
 
 void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
 {
-    return test_allocation_fails() ? NULL : __real_aligned_alloc(alignment, bytes);
+    return test_allocation_fails(bytes) ? NULL : __real_aligned_alloc(alignment, bytes);
 }
 
 void *__wrap_realloc(void *memory, size_t bytes)
 {
-    return test_allocation_fails() ? NULL : __real_realloc(memory, bytes);
+    return test_allocation_fails(bytes) ? NULL : __real_realloc(memory, bytes);
 }
 
 #endif

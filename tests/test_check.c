@@ -12,6 +12,7 @@
 #include "test_weights.h"
 
 #include <math.h>
+#include <sys/stat.h>
 
 /* ---- Pairs of a plain weight and a packed one ---- */
 
@@ -34,8 +35,12 @@ static float e4m3(uint8_t code)
 /* Numbers to nearest with scales that are about right: some blocks clip, some underflow. */
 static struct pair make_pair(int64_t rows, int64_t cols)
 {
-    struct pair p = { rows, cols, malloc((size_t)(rows * cols) * sizeof(float)), malloc((size_t)(rows * cols / 2)),
-                      malloc((size_t)(rows * cols / 16)), 4096 };
+    struct pair p = { rows,
+                      cols,
+                      malloc((size_t)(rows * cols) * sizeof(float)),
+                      malloc((size_t)(rows * cols / 2)),
+                      malloc((size_t)(rows * cols / 16)),
+                      4096 };
     for (int64_t b = 0; b < rows * cols / 16; b++) {
         const float size = 0.02f * expf(2 * test_normal());
         float amax = 0, scaled[16];
@@ -120,7 +125,8 @@ static void check_stats(const nib_weight_stats *got, const nib_weight_stats *wan
                "the worst is at [%lld, %lld], not [%lld, %lld]", (long long)got->max_error_row,
                (long long)got->max_error_col, (long long)want->max_error_row, (long long)want->max_error_col);
     CHECK_THAT(got->zeroed == want->zeroed, "%lld zeroed, not %lld", (long long)got->zeroed, (long long)want->zeroed);
-    CHECK_THAT(got->clipped == want->clipped, "%lld clipped, not %lld", (long long)got->clipped, (long long)want->clipped);
+    CHECK_THAT(got->clipped == want->clipped, "%lld clipped, not %lld", (long long)got->clipped,
+               (long long)want->clipped);
     CHECK_THAT(got->underflowed == want->underflowed, "%lld underflowed, not %lld", (long long)got->underflowed,
                (long long)want->underflowed);
     CHECK(memcmp(got->codes, want->codes, sizeof got->codes) == 0);
@@ -206,9 +212,11 @@ TEST(refuses_wrong_measurements)
 {
     struct pair p = make_pair(4, 32);
     put_pair(&p);
-    const struct item other[] = { { "m.weight", NIB_F32, 2, { 2, 64 }, p.a }, { "n.weight", NIB_F32, 2, { 1, 16 }, p.a } };
+    const struct item other[] = { { "m.weight", NIB_F32, 2, { 2, 64 }, p.a },
+                                  { "n.weight", NIB_F32, 2, { 1, 16 }, p.a } };
     put_tensors(at("c.safetensors"), other, 2);
-    nib_checkpoint *a = open_good(at("a.safetensors")), *b = open_good(at("b.safetensors")), *c = open_good(at("c.safetensors"));
+    nib_checkpoint *a = open_good(at("a.safetensors")), *b = open_good(at("b.safetensors")),
+                   *c = open_good(at("c.safetensors"));
     nib_weight_stats stats = { .bytes = sizeof stats };
     nib_job job;
     int calls = 0;
@@ -260,7 +268,8 @@ TEST(compares_what_both_have)
     CHECK(left_to_see == 98 && only_a == 2 && only_b == 2);
     CHECK_OK(nib_checkpoint_compare(a, b, NULL, count_compared, &left_to_see, NULL, NULL));
     left_to_see = 1;
-    CHECK_FAILS(nib_checkpoint_compare(a, b, NULL, count_compared, &left_to_see, &only_a, &only_b), NIB_ERR_CANCELLED, "stopped");
+    CHECK_FAILS(nib_checkpoint_compare(a, b, NULL, count_compared, &left_to_see, &only_a, &only_b), NIB_ERR_CANCELLED,
+                "stopped");
     CHECK_FAILS(nib_checkpoint_compare(NULL, b, NULL, count_compared, NULL, NULL, NULL), NIB_ERR_ARG, "a is NULL");
     CHECK_FAILS(nib_checkpoint_compare(a, NULL, NULL, count_compared, NULL, NULL, NULL), NIB_ERR_ARG, "b is NULL");
     CHECK_FAILS(nib_checkpoint_compare(a, b, NULL, NULL, NULL, NULL, NULL), NIB_ERR_ARG, "each is NULL");
@@ -272,17 +281,19 @@ TEST(compares_what_both_have)
 
 struct found {
     int n;
-    char ids[512];
+    char ids[512], fact[256]; /* the last one's */
     int stop_at;
 };
 
 static int note(void *context, const nib_finding *finding)
 {
     struct found *found = context;
-    CHECK(finding->bytes >= sizeof *finding && *finding->tensor && *finding->fact && *finding->consequence && *finding->remedy);
+    CHECK(finding->bytes >= sizeof *finding && *finding->tensor && *finding->fact && *finding->consequence &&
+          *finding->remedy);
     CHECK(nib_severity_name(finding->severity) != NULL);
     const size_t used = strlen(found->ids);
     snprintf(found->ids + used, sizeof found->ids - used, "%s ", finding->id);
+    snprintf(found->fact, sizeof found->fact, "%s", finding->fact);
     return ++found->n == found->stop_at;
 }
 
@@ -324,6 +335,7 @@ TEST(refuses_wrong_checks)
     CHECK_FAILS(nib_checkpoint_check(c, NULL, NULL, NULL, NULL), NIB_ERR_ARG, "each is NULL");
     CHECK_FAILS(nib_checkpoint_check(c, NULL, NULL, note, &found), NIB_ERR_CANCELLED, "stopped");
     CHECK(strcmp(found.ids, "scale-missing ") == 0);
+    CHECK_THAT(strstr(found.fact, " in weight_scale, and"), "%s", found.fact); /* a suffix without its dot */
     nib_job_init(&job);
     job.threads = -3;
     CHECK_FAILS(nib_checkpoint_check(c, NULL, &job, note, &found), NIB_ERR_ARG, "-3 threads");
@@ -339,6 +351,66 @@ TEST(refuses_wrong_checks)
     job.context = &calls;
     CHECK_FAILS(nib_checkpoint_check(c, NULL, &job, note, &found), NIB_ERR_CANCELLED, "stopped");
     nib_checkpoint_close(c);
+}
+
+/* Whatever the finding, and whoever has it: after the call that stops there is no other. */
+TEST(stops_at_any_finding)
+{
+    fill(0x70);
+    CHECK(mkdir(at("d"), 0777) == 0);
+    put_text(
+        at("d/config.json"),
+        "{\"quantization_config\": {\"quant_method\": \"modelopt\", \"quant_algo\": \"NVFP4\", \"ignore\": [\"x\"]}}");
+    const float multiplier = 0x1p-12f, zero = 0;
+    const struct item items[] = {
+        { "lm_head.weight", NIB_U8, 2, { 4, 32 }, codes },
+        { "lm_head.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+        { "lm_head.weight_scale_2", NIB_F32, 0, { 0 }, &multiplier },
+        { "lm_head.input_global_scale", NIB_F32, 0, { 0 }, &multiplier }, /* another format's name */
+        { "m.gate.weight", NIB_U8, 2, { 4, 32 }, codes },
+        { "m.gate.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+        { "m.gate.weight_scale_2", NIB_F32, 0, { 0 }, &zero },
+        { "m.gate.pre_quant_scale", NIB_F32, 0, { 0 }, &multiplier },
+        { "m.up.weight", NIB_F32, 2, { 4, 16 }, codes },
+        { ".weight", NIB_F32, 2, { 4, 16 }, codes }, /* of no module */
+        { "n.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+    };
+    put_tensors(at("d/model.safetensors"), items, sizeof items / sizeof *items);
+    struct found all = check_file(at("d"));
+    CHECK_THAT(strcmp(all.ids,
+                      "companion-misnamed pre-quant-scale codes-missing tensor-scale-not-positive input-scale-missing "
+                      "head-quantized router-quantized hf-config-missing config-not-ignored ") == 0,
+               "found %s", all.ids);
+    nib_checkpoint *c = open_good(at("d"));
+    for (int i = 1; i <= all.n; i++) {
+        struct found found = { .stop_at = i };
+        CHECK_FAILS(nib_checkpoint_check(c, NULL, NULL, note, &found), NIB_ERR_CANCELLED, "stopped");
+        CHECK_THAT(found.n == i, "%d findings behind the one that stops", found.n - i);
+    }
+    nib_checkpoint_close(c);
+}
+
+/* Codes that are all zero fit an original of zeros, and none that has a value, however small. */
+TEST(compares_weights_of_zeros)
+{
+    static float plain[4 * 64];
+    static const uint8_t none[4 * 32];
+    fill(0x70);
+    const struct item packed[] = { { "m.weight_packed", NIB_U8, 2, { 4, 32 }, none },
+                                   { "m.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                   { "m.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 4096 } } };
+    const struct item original[] = { { "m.weight", NIB_F32, 2, { 4, 64 }, plain } };
+    put_tensors(at("b.safetensors"), packed, 3);
+    for (int i = 0; i < 2; i++) {
+        plain[5] = i ? 1e-3f : 0;
+        put_tensors(at("a.safetensors"), original, 1);
+        nib_checkpoint *a = open_good(at("a.safetensors")), *b = open_good(at("b.safetensors"));
+        struct found found = { 0 };
+        CHECK_OK(nib_checkpoint_check(b, a, NULL, note, &found));
+        CHECK_THAT(strcmp(found.ids, i ? "differs-from-original " : "") == 0, "found %s", found.ids);
+        nib_checkpoint_close(a);
+        nib_checkpoint_close(b);
+    }
 }
 
 /* A stack of experts as ModelOpt writes it for some families. */
@@ -418,12 +490,17 @@ TEST(checks_dims_that_nothing_fills)
         { { 0, large }, { 0, large / 8 }, NIB_E4M3, "" },              /* no row, however long */
         { { large, 0 }, { large, 0 }, NIB_E4M3, "" },                  /* rows of nothing */
         { { large - 1, 0 }, { large, 0 }, NIB_E4M3, "scale-padded " }, /* padding of nothing */
-        { { 0, 0 }, { 0, (int64_t)1 << 60 }, NIB_U8, "scale-dtype tensor-scale-missing " }, /* 16 times as many are 0 in 64 bits */
+        { { 0, 0 },
+          { 0, (int64_t)1 << 60 },
+          NIB_U8,
+          "scale-dtype tensor-scale-missing " }, /* 16 times as many are 0 in 64 bits */
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct item items[] = { { "a.weight_packed", NIB_U8, 2, { cases[i].codes[0], cases[i].codes[1] }, codes },
-                                { "a.weight_scale", cases[i].dtype, 2, { cases[i].scales[0], cases[i].scales[1] }, scales },
-                                { "a.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 1 } } };
+        struct item items[] = {
+            { "a.weight_packed", NIB_U8, 2, { cases[i].codes[0], cases[i].codes[1] }, codes },
+            { "a.weight_scale", cases[i].dtype, 2, { cases[i].scales[0], cases[i].scales[1] }, scales },
+            { "a.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 1 } }
+        };
         /* Without a global scale U8 scales may be MXFP4's. */
         put_tensors(at("d.safetensors"), items, cases[i].dtype == NIB_U8 ? 2 : 3);
         const struct found found = check_file(at("d.safetensors"));
@@ -483,7 +560,8 @@ static void check_repair(bool divisors, const float *tensor_scales, float shared
         CHECK_OK(nib_checkpoint_read_codes(in, i, 0, 4, was[0], was[1]));
         CHECK_OK(nib_checkpoint_read_codes(out, i, 0, 4, is[0], is[1]));
         CHECK_BYTES(was[0], is[0], 4 * 32);
-        CHECK_THAT(b.tensor_scale == shared, "%s has tensor scale %g, not %g", b.name, (double)b.tensor_scale, (double)shared);
+        CHECK_THAT(b.tensor_scale == shared, "%s has tensor scale %g, not %g", b.name, (double)b.tensor_scale,
+                   (double)shared);
         const float ratio = divisors ? shared / a.tensor_scale : a.tensor_scale / shared;
         for (int s = 0; s < 16; s++) {
             const float wanted = e4m3(was[1][s]) * ratio;
@@ -541,7 +619,10 @@ TEST(repairs_stacks)
     nib_checkpoint *in = open_good(at("s.safetensors"));
     nib_plan *plan = NULL;
     const nib_run_options run = { .bytes = sizeof run, .force = 1 };
+    nib_plan_facts facts = { .bytes = sizeof facts };
     CHECK_OK(nib_plan_repair(in, &plan));
+    CHECK_OK(nib_plan_get_facts(plan, &facts));
+    CHECK_THAT(facts.changed == 6 && facts.kept == 0, "%zu of %zu change", facts.changed, facts.weights);
     CHECK_OK(nib_plan_run(plan, at("h.safetensors"), &run, NULL));
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
@@ -551,7 +632,8 @@ TEST(repairs_stacks)
     for (size_t i = 0; i < 6; i++) {
         nib_weight w = { .bytes = sizeof w };
         CHECK_OK(nib_checkpoint_get_weight(out, i, &w));
-        CHECK(w.tensor_scale == (strstr(w.name, "down") ? 0x1p-13f : 0x1p-12f) && w.has_input_scale && w.input_scale == 1);
+        CHECK(w.tensor_scale == (strstr(w.name, "down") ? 0x1p-13f : 0x1p-12f) && w.has_input_scale &&
+              w.input_scale == 1);
     }
     nib_checkpoint_close(out);
     remove(at("h.safetensors"));
@@ -601,7 +683,8 @@ TEST(lives_without_memory)
         const nib_status status = check_once(c, &job);
         const bool failed = allocations_left < 0;
         allocations_left = -1;
-        CHECK_THAT(!failed || status == NIB_ERR_MEMORY || status == NIB_OK, "allocation %ld: %s", i, nib_status_name(status));
+        CHECK_THAT(!failed || status == NIB_ERR_MEMORY || status == NIB_OK, "allocation %ld: %s", i,
+                   nib_status_name(status));
         if (!failed)
             break;
     }
@@ -625,7 +708,8 @@ TEST(lives_without_memory)
         const nib_status status = nib_checkpoint_measure(c, 0, c, 1, &job, &stats);
         const bool failed = allocations_left < 0;
         allocations_left = -1;
-        CHECK_THAT(failed ? status == NIB_ERR_MEMORY : status == NIB_OK, "allocation %ld: %s", i, nib_status_name(status));
+        CHECK_THAT(failed ? status == NIB_ERR_MEMORY : status == NIB_OK, "allocation %ld: %s", i,
+                   nib_status_name(status));
         if (!failed)
             break;
     }

@@ -42,8 +42,7 @@ static void check_same(const char *what, const nib_tensor *a, const nib_tensor *
     CHECK_OK(nib_tensor_equal(a, b, &equal));
     CHECK_THAT(equal, "%s: not equal", what);
     const nib_metadata ma = metadata_of(a), mb = metadata_of(b);
-    CHECK_THAT(nib_quantizer_equal(ma.quantizer, mb.quantizer),
-               "%s: another quantizer", what);
+    CHECK_THAT(nib_quantizer_equal(ma.quantizer, mb.quantizer), "%s: another quantizer", what);
     CHECK(ma.tensor_scale == mb.tensor_scale && ma.format == mb.format && ma.rowwise == mb.rowwise &&
           ma.columnwise == mb.columnwise);
     for (int part = 0; part < NIB_PART_COUNT; part++) {
@@ -283,7 +282,7 @@ TEST(several_in_one_file)
 /* The parts are entries that any reader can take: the names, dtypes, shapes and bytes that nib.h says. */
 TEST(parts_are_entries)
 {
-    static const char *const names[NIB_PART_COUNT] = { "w.row_data",  "w.col_data",  "w.row_scale",
+    static const char *const names[NIB_PART_COUNT] = { "w.row_data",  "w.col_data",         "w.row_scale",
                                                        "w.col_scale", "w.row_tensor_scale", "w.col_tensor_scale" };
     const nib_quantizer q = default_quantizer();
     nib_tensor *t = some_of(&q, NIB_F32, DIMS(3, 5, 33));
@@ -529,6 +528,11 @@ TEST(every_word_is_needed)
     }
     check_rejected(__LINE__, edited(good, "format=nvfp4", ""), "start");
     check_rejected(__LINE__, edited(good, "element=0", "element=0 more=1"), "end");
+    CHECK(strstr(nib_last_error(), "is not what this version writes"));
+    check_rejected(__LINE__, edited(good, "format=nvfp4", "format=nvfp5"), "format");
+    CHECK(strstr(nib_last_error(), "is not what this version writes"));
+    check_rejected(__LINE__, edited(good, "dim=48", "din=48"), "dim");
+    CHECK(strstr(nib_last_error(), "is not what this version writes"));
 }
 
 TEST(values_out_of_range)

@@ -98,7 +98,7 @@ static void put_random(const char *path, const struct random_item *items, size_t
     put_random(path, (struct random_item[]){ __VA_ARGS__ }, \
                sizeof((struct random_item[]){ __VA_ARGS__ }) / sizeof(struct random_item))
 
-enum { H = 64, I = 144, V = 40 };
+enum { H = 64, I = 144, V = 40, E = 3, INNER = 32 };
 #define LAYER "model.layers.0."
 
 /* q and k in different files, and a weight that is much larger than its sisters. */
@@ -669,9 +669,143 @@ TEST(saved_tensors_convert_without_their_other_copy)
     unlink(at("converted.safetensors"));
 }
 
-/* ---- Stacks of experts ---- */
+/* ---- Sources that are quantized already ---- */
 
-enum { E = 3, INNER = 32 };
+/* The largest part of a weight that is written at once, in bytes of the source. */
+struct steps {
+    uint64_t done, largest;
+};
+
+static int note_step(void *context, const nib_progress *progress)
+{
+    struct steps *steps = context;
+    if (strcmp(progress->phase, "dequantizing") == 0 && progress->tensor) {
+        const uint64_t step = progress->done - steps->done;
+        steps->largest = step > steps->largest ? step : steps->largest;
+        steps->done = progress->done;
+    }
+    return 0;
+}
+
+/* Rows that need several panels, the last a short one. */
+TEST(fp8_sources_are_read_in_panels)
+{
+    enum { ROWS = 150, COLS = 128 };
+    static uint8_t codes[ROWS][COLS];
+    const float factors[2] = { 0.5f, 7 };
+    nib_quantizer q;
+    default_quantizer(&q);
+    for (int i = 0; i < ROWS * COLS; i++)
+        codes[i / COLS][i % COLS] = (uint8_t)(test_below(0x7F) | (test_random() & 0x80));
+    const struct item items[] = { { "a.weight", NIB_E4M3, 2, { ROWS, COLS }, codes },
+                                  { "a.weight_scale_inv", NIB_F32, 2, { 2, 1 }, factors } };
+    put_tensors(at("fp8.safetensors"), items, 2);
+    /* Half of the memory is for a panel, of which reading FP8 takes 4 MiB. */
+    static const uint64_t values[] = { 0, 20000, 1 << 16, 1 << 20 };
+    for (int i = 0; i < 4; i++) {
+        nib_job job;
+        nib_job_init(&job);
+        job.threads = 1;
+        job.max_memory = 2 * ((4 << 20) + values[i]);
+        CHECK_OK(quantize(at("fp8.safetensors"), fresh("out"), NULL, NULL, &job));
+        nib_checkpoint *in = open_good(at("fp8.safetensors")), *out = open_good(at("out"));
+        check_quantized(in, out, "a", &q, amax_of(in, "a"));
+        nib_checkpoint_close(in);
+        nib_checkpoint_close(out);
+    }
+    /* Plain again: values of four bytes. */
+    nib_checkpoint *in = open_good(at("fp8.safetensors"));
+    nib_plan *plan = NULL;
+    nib_job job;
+    struct steps steps = { 0 };
+    nib_job_init(&job);
+    job.threads = 1;
+    job.max_memory = 2 * ((4 << 20) + values[2]);
+    job.progress = note_step;
+    job.context = &steps;
+    CHECK_OK(nib_plan_dequantize(in, NIB_F32, &plan));
+    CHECK_OK(nib_plan_run(plan, fresh("out"), NULL, &job));
+    CHECK_THAT(steps.largest > COLS && 4 * steps.largest <= values[2], "%zu values at once", (size_t)steps.largest);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+    unlink(at("fp8.safetensors"));
+}
+
+/* Values that are in the range of one tensor scale are the same in NVFP4. */
+TEST(mxfp4_sources_keep_their_values)
+{
+    enum { ROWS = 40, K = 64 };
+    static uint8_t blocks[E][ROWS][K / 32][16], scales[E][ROWS][K / 32];
+    for (size_t i = 0; i < sizeof blocks; i++)
+        (&blocks[0][0][0][0])[i] = (uint8_t)test_random();
+    for (size_t i = 0; i < sizeof scales; i++)
+        (&scales[0][0][0])[i] = (uint8_t)(120 + test_below(12));
+    const struct item items[] = {
+        { "m.experts.gate_up_proj_blocks", NIB_U8, 4, { E, ROWS, K / 32, 16 }, blocks },
+        { "m.experts.gate_up_proj_scales", NIB_U8, 3, { E, ROWS, K / 32 }, scales },
+    };
+    CHECK_OK(nib_os_remove_directory(at("mx")));
+    CHECK(mkdir(at("mx"), 0777) == 0);
+    put_tensors("mx/model.safetensors", items, 2);
+    put_text(at("mx/config.json"), "{\"model_type\": \"gpt_oss\", \"hidden_size\": 64, \"intermediate_size\": 20}");
+    for (uint64_t memory = 1; memory < 100000; memory = 5 * memory + 1000) {
+        nib_job job;
+        nib_job_init(&job);
+        job.threads = 1;
+        job.max_memory = memory;
+        CHECK_OK(quantize(at("mx"), fresh("out"), NULL, NULL, &job));
+        nib_checkpoint *in = open_good(at("mx")), *out = open_good(at("out"));
+        CHECK(in->n_weights == 2 * E && out->n_weights == 2 * E);
+        for (size_t i = 0; i < in->n_weights; i++) {
+            float want[ROWS / 2 * K], got[ROWS / 2 * K];
+            size_t j;
+            CHECK_OK(nib_checkpoint_find_weight(out, in->weights[i].name, &j));
+            CHECK(nib_ck_is_nvfp4(out->weights[j].format));
+            CHECK_OK(nib_ck_read_rows(in, &in->weights[i], 0, ROWS / 2, NIB_F32, want));
+            CHECK_OK(nib_ck_read_rows(out, &out->weights[j], 0, ROWS / 2, NIB_F32, got));
+            CHECK_BYTES(got, want, sizeof want);
+        }
+        nib_checkpoint_close(in);
+        nib_checkpoint_close(out);
+    }
+}
+
+/* A cache of keys and values in FP8 is told by three configurations, and kept in what is written. */
+TEST(a_cache_in_fp8_stays)
+{
+    static const struct {
+        const char *config, *hf;
+        bool fp8;
+    } cases[] = {
+        { "{\"quantization_config\": {\"quant_method\": \"modelopt\", \"kv_cache_quant_algo\": \"FP8\"}}", "{}", true },
+        { "{\"quantization_config\": {\"quant_method\": \"modelopt\", \"kv_cache_quant_algo\": \"NVFP4\"}}", "{}",
+          false },
+        { "{}", "{\"quantization\": {\"kv_cache_quant_algo\": \"FP8\"}}", true },
+        { "{}", "{\"quantization\": {\"kv_cache_quant_algo\": null}}", false },
+        { "{\"quantization_config\": {\"quant_method\": \"compressed-tensors\", \"kv_cache_scheme\": {\"num_bits\": "
+          "8}}}",
+          "{}", true },
+        { "{\"quantization_config\": {\"quant_method\": \"compressed-tensors\", \"kv_cache_scheme\": {\"num_bits\": "
+          "4}}}",
+          "{}", false },
+    };
+    CHECK_OK(nib_os_remove_directory(at("kv")));
+    CHECK(mkdir(at("kv"), 0777) == 0);
+    PUT(at("kv/model.safetensors"), { "a.weight", NIB_BF16, 2, { 16, 32 }, 1 });
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        put_text(at("kv/config.json"), cases[i].config);
+        put_text(at("kv/hf_quant_config.json"), cases[i].hf);
+        nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+        CHECK_OK(quantize(at("kv"), fresh("out"), &options, NULL, NULL));
+        CHECK_THAT(file_has(at("out/hf_quant_config.json"), "\"kv_cache_quant_algo\": \"FP8\"") == cases[i].fp8,
+                   "case %zu", i);
+        options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+        CHECK_OK(quantize(at("kv"), fresh("out"), &options, NULL, NULL));
+        CHECK_THAT(!file_has(at("out/config.json"), "\"kv_cache_scheme\": null") == cases[i].fp8, "case %zu", i);
+    }
+}
+
+/* ---- Stacks of experts ---- */
 
 static void make_stacks(const char *path, const char *model_type)
 {
@@ -1112,6 +1246,7 @@ TEST(others_at_work_are_noticed)
 
 TEST(a_folder_that_cannot_be_written_is_an_error)
 {
+    CHECK_FAILS(nib_os_sync_parent(at("nothing/here")), NIB_ERR_IO, "cannot open");
     make_model(at("in"));
     const char *out = fresh("locked");
     CHECK(mkdir(out, 0555) == 0);

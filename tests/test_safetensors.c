@@ -194,6 +194,8 @@ TEST(read_names)
         snprintf(header, sizeof header, "{\"%s\":{" U8_1 "}}", invalid[i]);
         REJECTED(header, 1, "the string is not UTF-8");
     }
+    static const char nul[] = "{\"\xC3\0\":{" U8_1 "}}"; /* a NUL ends no header, and is no rest of a character */
+    check_rejected(__LINE__, make_sized(nul, sizeof nul - 1, 1), "the string is not UTF-8");
     REJECTED("{\"\":{" U8_1 "}}", 1, "a tensor has an empty name");
     REJECTED("{\"a\\u0000\":{" U8_1 "}}", 1, "the string holds a NUL");
     REJECTED("{\"a\nb\":{" U8_1 "}}", 1, "at byte 11: a control character in a string is not escaped");
@@ -996,6 +998,29 @@ static nib_status write_some(const char *path, int tensors)
         status = nib_writer_commit(writer);
     nib_writer_destroy(writer);
     return status;
+}
+
+/* What is passed over in a header is not kept: a megabyte of keys that nobody knows costs no memory. */
+TEST(unknown_keys_take_no_memory)
+{
+#ifdef NIB_TEST_WRAP_ALLOC
+    enum { KEYS = 1000, LENGTH = 1000 };
+    const size_t most = KEYS * (LENGTH + 8) + 200;
+    char *header = malloc(most);
+    size_t used = (size_t)snprintf(header, most, "{\"a\":{" U8_1);
+    for (int i = 0; i < KEYS; i++)
+        used += (size_t)snprintf(header + used, most - used, ",\"%0*d\":0", LENGTH, i);
+    used += (size_t)snprintf(header + used, most - used, "}}");
+    const char *path = make_sized(header, used, 1);
+    largest_allocation = 0;
+    nib_file *file = OPEN(path);
+    CHECK_THAT(nib_file_count(file) == 1 && largest_allocation < used / 2, "%zu bytes of memory",
+               (size_t)largest_allocation);
+    nib_file_close(file);
+    free(header);
+#else
+    SKIP("built without the failing allocator");
+#endif
 }
 
 TEST(allocations_fail)

@@ -215,16 +215,13 @@ static bool is_tower(const char *name)
     return strstr(name, "vision_tower") || strstr(name, "vision_model") || strstr(name, "vit_large_projector");
 }
 
-static bool is_linear(const nib_checkpoint *c, const struct nib_ck_weight *w)
+static bool is_linear(const struct nib_ck_weight *w)
 {
     static const char *const others[] = { "embed", "norm", "conv", "wte", "wpe", "rotary", "patch", "position" };
-    const char *tensor = c->tensors[w->tensor[NIB_ROLE_DATA]].name;
-    const size_t length = strlen(tensor);
-    const bool named = w->index >= 0 || (length > 7 && is(tensor + length - 7, ".weight"));
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         if (strstr(w->name, others[i]))
             return false;
-    return named && w->format == NIB_CHECKPOINT_FORMAT_PLAIN;
+    return w->format == NIB_CHECKPOINT_FORMAT_PLAIN;
 }
 
 /* Modules that are quantized and excluded, or neither. */
@@ -244,7 +241,7 @@ static nib_status check_exclusions(struct nib_checking *k, const struct exclusio
     for (size_t i = 0; i < c->n_weights; i++) {
         const struct nib_ck_weight *w = &c->weights[i];
         uint32_t target = 0;
-        if (!is_linear(c, w) || (e->substrings && is_tower(w->name)))
+        if (!is_linear(w) || (e->substrings && is_tower(w->name)))
             continue;
         if (e->targets)
             TRY(nib_patterns_match(e->targets, w->name, &target));

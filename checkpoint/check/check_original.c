@@ -105,7 +105,8 @@ static nib_status try_reading(const struct sample *s, const uint8_t *codes, cons
         bb += b * b;
     }
     if (!isfinite(ab) || !isfinite(bb) || bb == 0) {
-        *out = (struct fit){ aa > 0 ? -INFINITY : INFINITY, aa > 0 ? -INFINITY : INFINITY, 1 };
+        const double db = aa > 0 ? -INFINITY : INFINITY;
+        *out = (struct fit){ db, db, 1 };
         return NIB_OK;
     }
     /* |a - b|^2 and, for the factor f = ab / bb, |a - f b|^2. */

@@ -282,22 +282,27 @@ static bool is_complete(const struct nib_run *run)
     return complete;
 }
 
-/* Hashes of the input differ from those that a header is laid out with, and nothing else may. GGUF has them in a string of
- * its own, safetensors in one of JSON. */
-static bool same_header(const char *expected, const char *found, size_t bytes)
+/* Whether a hash of the input follows. GGUF has them in a string of its own, safetensors in one of JSON. */
+static bool ends_with_key(const char *text, size_t bytes)
 {
     static const char *const keys[] = { "xxh3\":\"", "xxh3\\\":\\\"" };
+    for (int k = 0; k < 2; k++) {
+        const size_t n = strlen(keys[k]);
+        if (bytes >= n && !memcmp(text + bytes - n, keys[k], n))
+            return true;
+    }
+    return false;
+}
+
+/* Hashes of the input differ from those that a header is laid out with, and nothing else may. */
+static bool same_header(const char *expected, const char *found, size_t bytes)
+{
     enum { DIGITS = 32 };
     for (size_t i = 0; i < bytes; i++) {
         if (expected[i] != found[i])
             return false;
-        for (int k = 0; k < 2; k++) {
-            const size_t n = strlen(keys[k]);
-            if (i + 1 >= n && !memcmp(expected + i + 1 - n, keys[k], n)) {
-                i += DIGITS;
-                break;
-            }
-        }
+        if (ends_with_key(expected, i + 1))
+            i += DIGITS;
     }
     return true;
 }
