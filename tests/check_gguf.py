@@ -2,7 +2,7 @@
 # needs: gguf numpy
 """The GGUF container against the gguf package, an independent reader and writer, and against its dequantization.
 
-    check_gguf.py      (NIB_SEED=n for other files; arguments are ignored, CC is the compiler)
+    check_gguf.py LIBNIB NIB      (NIB_SEED=n for other files; CC is the compiler)
 
 Files that nib writes must have the bytes that gguf writes, and gguf must read them. nib must read in gguf's files what
 gguf reads there, and a damaged file that nib accepts must be one in which gguf sees the same. The container is no part of
@@ -28,12 +28,13 @@ except ImportError:
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCES = """src/base/base src/base/os src/file/json src/file/interval_set
-             checkpoint/io/gguf checkpoint/io/gguf_write checkpoint/io/gguf_blocks""".split()
+             checkpoint/io/gguf checkpoint/io/gguf_write checkpoint/io/gguf_blocks checkpoint/io/gguf_decode""".split()
 KINDS = list(gguf.GGUFValueType)
 STRING, ARRAY, BOOL = (gguf.GGUFValueType[name] for name in ("STRING", "ARRAY", "BOOL"))
 PACK = {"UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "UINT32": "I", "INT32": "i", "FLOAT32": "f",
         "BOOL": "?", "UINT64": "Q", "INT64": "q", "FLOAT64": "d"}
 TYPES = {int(t): sizes for t, sizes in gguf.constants.GGML_QUANT_SIZES.items()}
+TOOL = sys.argv[2] if len(sys.argv) > 2 else os.path.join(ROOT, "build", "nib")
 NVFP4, MXFP4 = gguf.GGMLQuantizationType.NVFP4, gguf.GGMLQuantizationType.MXFP4
 
 
@@ -413,6 +414,161 @@ def values_mxfp4(nib, folder, rng):
     return None if np.array_equal(again, theirs) else "other bytes"
 
 
+DECODED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()
+
+
+def random_blocks(rng, name, blocks):
+    """Blocks of any bytes, but for F16 scales, which are finite and of the size that weights have."""
+    kind = gguf.GGMLQuantizationType[name]
+    size = TYPES[int(kind)][1]
+    raw = np.frombuffer(rng.randbytes(blocks * size), np.uint8).reshape(blocks, size).copy()
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2),
+              "Q5_K": (0, 2)}.get(name, (0,))
+    for at in halves:
+        scales = np.array([rng.uniform(-1, 1) * 2.0 ** rng.randint(-14, -4) for _ in range(blocks)], np.float16)
+        raw[:, at:at + 2] = scales.view(np.uint8).reshape(blocks, 2)
+    return kind, raw
+
+
+def values_ggml(nib, _folder, rng):
+    """Every type that nib decodes, to the bit as gguf does."""
+    for name in DECODED:
+        kind, raw = random_blocks(rng, name, 24)
+        ours = np.zeros(24 * TYPES[int(kind)][0], np.float32)
+        nib.lib.nib_gguf_decode(ctypes.c_uint32(kind), pointer(raw), ctypes.c_size_t(24), pointer(ours))
+        theirs = gguf.quants.dequantize(raw, kind).reshape(-1)
+        if not np.array_equal(ours.view(np.uint32), theirs.view(np.uint32)):
+            return "%s: %r, %r" % (name, ours[:8], theirs[:8])
+    return None
+
+
+# ---- The tool ------------------------------------------------------------------------------------------------
+
+
+def tool(*arguments):
+    done = subprocess.run([TOOL, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise Refused(done.stderr)
+    return done.stdout
+
+
+def made_model(rng):
+    """Tensors of every type that is read: matrices, a stack of experts, and a head and an embedding that stay."""
+    tensors = {}
+
+    def put(name, kind, *shape):
+        if kind in ("F32", "F16", "BF16"):
+            values = np.random.default_rng(rng.randrange(2**32)).standard_normal(shape).astype(np.float32)
+            tensors[name] = (gguf.GGMLQuantizationType[kind], list(shape),
+                             gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).tobytes())
+            return
+        elements = TYPES[int(gguf.GGMLQuantizationType[kind])][0]
+        kind, raw = random_blocks(rng, kind, math.prod(shape) // elements)
+        tensors[name] = (kind, list(shape), raw.tobytes())
+
+    put("token_embd.weight", "Q6_K", 8, 256)
+    put("output_norm.weight", "F32", 256)
+    for i, kind in enumerate(DECODED + ["BF16", "F16"]):
+        put("blk.%d.attn_q.weight" % i, kind, 6, 256)
+    put("blk.0.ffn_up_exps.weight", "BF16", 3, 4, 256)
+    put("blk.0.ffn_down_exps.weight", "Q8_0", 3, 5, 64)
+    put("blk.0.ffn_gate_inp.weight", "F32", 3, 256)
+    return {name: tensors[name] for name in sorted(tensors)}
+
+
+def decoded(path):
+    """{name: values}, and gguf's own view of the file."""
+    reader = gguf.GGUFReader(path)
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}, reader
+
+
+def write_model(path, tensors, keys=None):
+    reference_write(path, {"general.architecture": (STRING, None, "made-up"), "some.key": (STRING, None, "kept"),
+                           **(keys or {})}, {name: (int(k), shape, data) for name, (k, shape, data) in tensors.items()})
+
+
+def tool_dequantizes(nib, folder, rng):
+    """x.gguf to y.gguf as values: gguf's own, to the bit; keys are kept."""
+    source, out = os.path.join(folder, "in.gguf"), os.path.join(folder, "plain.gguf")
+    write_model(source, made_model(rng))
+    tool("dequantize", "-q", "-f", "--dtype", "f32", source, out)
+    (theirs, _), (ours, reader) = decoded(source), decoded(out)
+    for name in theirs:
+        if theirs[name].shape != ours[name].shape or not np.array_equal(theirs[name], ours[name]):
+            return "%s has other values" % name
+    if list(ours) != list(theirs):
+        return "other names"
+    if {t.tensor_type.name for t in reader.tensors} - {"F32", "F16", "BF16"}:
+        return "types %r" % {t.tensor_type.name for t in reader.tensors}
+    return None if reader.fields["some.key"].contents() == "kept" else "a key was lost"
+
+
+def tool_quantizes(nib, folder, rng):
+    """x.gguf to y.gguf as NVFP4: the same bytes as from its values; what stays keeps its type and its bytes."""
+    source, plain = os.path.join(folder, "in.gguf"), os.path.join(folder, "plain.gguf")
+    out, other = os.path.join(folder, "out.gguf"), os.path.join(folder, "other.gguf")
+    tensors = made_model(rng)
+    write_model(source, tensors)
+    said = tool("quantize", "-f", source, out)
+    if "already quantized (" not in said or "1 Q4_K" not in said:
+        return "it does not say that the source was quantized: %s" % said
+    tool("dequantize", "-q", "-f", "--dtype", "f32", source, plain)
+    if "already quantized" in tool("quantize", "-f", plain, other):
+        return "a plain source was called quantized"
+    (ours, reader), (theirs, _) = reference_read(out)[::2], reference_read(other)[::2]
+    kept = ("token_embd.weight", "blk.0.ffn_gate_inp.weight", "output_norm.weight")
+    for name in tensors:
+        if name in kept and (ours[name][0], ours[name][2]) != (int(tensors[name][0]), tensors[name][2]):
+            return "%s did not stay" % name
+        if name not in kept and (ours[name] != theirs[name] or ours[name][0] != NVFP4):
+            return "%s: other bytes" % name
+    if ours["blk.0.ffn_up_exps.scale"][1] != [3] or ours["blk.0.attn_q.scale"][1] != [1]:
+        return "scales of shape %r" % ours["blk.0.ffn_up_exps.scale"][1]
+    again, compared = os.path.join(folder, "again.gguf"), decoded(plain)[0]
+    tool("dequantize", "-q", "-f", "--dtype", "f32", out, again)
+    for name, values in decoded(again)[0].items():
+        error = np.abs(values - compared[name]).max() / np.abs(compared[name]).max()
+        if values.shape != compared[name].shape or error > 0.2:
+            return "%s decodes with an error of %g" % (name, error)
+    return None if reader.fields["general.file_type"].contents() == 39 else "another file type"
+
+
+def tool_joins(nib, folder, rng):
+    """A model in three files, by any of them or by their directory, is the model in one; a set that lacks one is not."""
+    tensors = made_model(rng)
+    directory = os.path.join(folder, "split")
+    os.makedirs(directory, exist_ok=True)
+    paths = [os.path.join(directory, "m-%05d-of-00003.gguf" % (i + 1)) for i in range(3)]
+    number = lambda kind, value: (gguf.GGUFValueType[kind], None, value)
+    for i, path in enumerate(paths):
+        part = {name: tensors[name] for j, name in enumerate(tensors) if j * 3 // len(tensors) == i}
+        write_model(path, part, {"split.no": number("UINT16", i), "split.count": number("UINT16", 3),
+                                 "split.tensors.count": number("INT32", len(tensors))})
+    whole, out = os.path.join(folder, "whole.gguf"), os.path.join(folder, "joined.gguf")
+    write_model(whole, tensors)
+    tool("quantize", "-q", "-f", whole, os.path.join(folder, "one.gguf"))
+    wanted = reference_read(os.path.join(folder, "one.gguf"))
+    for source in (paths[0], paths[2], directory):
+        tool("quantize", "-q", "-f", source, out)
+        found = reference_read(out)
+        if found[0] != wanted[0] or set(found[1]) != set(wanted[1]):
+            return "%s: another model" % source
+    for damage, words in ((lambda: os.rename(paths[1], paths[1] + ".x"), "m-00002-of-00003.gguf"),
+                          (lambda: os.link(paths[0], paths[1]), "split.no is 0"),
+                          (lambda: os.rename(paths[0], os.path.join(folder, "alone.gguf")), "one of 3 files")):
+        damage()
+        try:
+            tool("inspect", "-q", paths[0] if os.path.exists(paths[0]) else os.path.join(folder, "alone.gguf"))
+            return "accepted without %s" % words
+        except Refused as error:
+            if words not in str(error):
+                return "%s: %s" % (words, error)
+    for name in os.listdir(directory):
+        os.remove(os.path.join(directory, name))
+    os.remove(os.path.join(folder, "alone.gguf"))
+    return None
+
+
 def compare_types(nib, _folder, _rng):
     """The table of types. One that a later gguf has added is a note, as nib refuses it with a sentence."""
     ours = {}
@@ -440,7 +596,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         nib = Nib(folder)
         for check, rounds in ((compare_types, 1), (compare_writing, 200), (read_theirs, 200), (values_nvfp4, 20),
-                              (values_mxfp4, 20)):
+                              (values_mxfp4, 20), (values_ggml, 10), (tool_dequantizes, 2), (tool_quantizes, 2),
+                              (tool_joins, 1)):
             for i in range(rounds):
                 rng = random.Random("%d %s %d" % (seed, check.__name__, i))
                 fault = attempt(check, nib, folder, rng)

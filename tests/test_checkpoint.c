@@ -695,6 +695,56 @@ TEST(fp8_blocks)
     nib_checkpoint_close(c);
 }
 
+/* One factor per tensor, per row, and per block under compressed-tensors' name; and those that are none of these. */
+TEST(fp8_of_other_shapes)
+{
+    enum { ROWS = 150, COLS = 40 };
+    static const struct {
+        const char *scale, *input;
+        nib_dtype dtype;
+        int rank;
+        int64_t shape[2];
+        int rows; /* that share a factor; 0: rejected */
+        nib_checkpoint_format format;
+    } cases[] = {
+        { "a.weight_scale", "a.input_scale", NIB_F32, 0, { 0 }, ROWS, NIB_CHECKPOINT_FORMAT_FP8 },
+        { "a.weight_scale", "b", NIB_BF16, 1, { 1 }, ROWS, NIB_CHECKPOINT_FORMAT_FP8 },
+        { "a.weight_scale", "b", NIB_BF16, 2, { ROWS, 1 }, 1, NIB_CHECKPOINT_FORMAT_FP8 },
+        { "a.weight_scale", "b", NIB_F32, 1, { ROWS }, 1, NIB_CHECKPOINT_FORMAT_FP8 },
+        { "a.weight_scale", "b", NIB_F32, 2, { 2, 1 }, 128, NIB_CHECKPOINT_FORMAT_FP8 },
+        { "a.weight_scale_inv", "a.activation_scale", NIB_F32, 0, { 0 }, ROWS, NIB_CHECKPOINT_FORMAT_FP8_BLOCK },
+        { "a.weight_scale", "b", NIB_F32, 2, { 1, ROWS }, 0, NIB_CHECKPOINT_FORMAT_FP8 },
+    };
+    static uint8_t codes[ROWS][COLS];
+    static float want[ROWS][COLS], factors[ROWS];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        uint8_t raw[4 * ROWS];
+        empty_directory();
+        for (int n = 0; n < ROWS; n++)
+            factors[n] = (float)(1 + test_below(64)) / 4096; /* exact in BF16 */
+        CHECK_OK(nib_encode(cases[i].dtype, factors, ROWS, raw));
+        for (int n = 0; n < ROWS; n++)
+            for (int k = 0; k < COLS; k++) {
+                codes[n][k] = (uint8_t)test_below(0x7F);
+                CHECK_OK(nib_decode(NIB_E4M3, &codes[n][k], 1, &want[n][k]));
+                want[n][k] *= cases[i].rows ? factors[n / cases[i].rows] : 1;
+            }
+        PUT("model.safetensors", { "a.weight", NIB_E4M3, 2, { ROWS, COLS }, codes },
+            { cases[i].scale, cases[i].dtype, cases[i].rank, { cases[i].shape[0], cases[i].shape[1] }, raw },
+            { cases[i].input, NIB_F32, 0, { 0 }, factors });
+        nib_checkpoint *c = open_good(directory);
+        CHECK(c->format == cases[i].format && c->n_weights == 1);
+        CHECK(c->tensors[nib_ck_find_tensor(c, cases[i].input)].weight == (cases[i].input[1] ? 0 : NIB_NONE));
+        nib_array out;
+        CHECK_OK(nib_array_init(&out, codes, NIB_F32, 2, (int64_t[]){ 1, COLS }));
+        if (cases[i].rows)
+            check_rows(c, "a", &want[0][0], ROWS, COLS);
+        else
+            CHECK_FAILS(nib_checkpoint_read_rows(c, 0, 0, 1, &out), NIB_ERR_DATA, "neither one per tensor");
+        nib_checkpoint_close(c);
+    }
+}
+
 /* ---- Names ---- */
 
 TEST(patterns)

@@ -273,7 +273,7 @@ static nib_status make_plan(enum kind kind, bool other, const nib_checkpoint *in
     case REPAIR:
         return nib_plan_repair(in, plan);
     case DEQUANTIZE:
-        return nib_plan_dequantize(in, NIB_F32, plan);
+        return nib_plan_dequantize(in, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_F32, plan);
     default:
         return nib_plan_quantize(in, &options, plan);
     }

@@ -498,7 +498,7 @@ static nib_status dequantize(const char *in, const char *out, nib_dtype dtype)
     nib_plan *plan = NULL;
     nib_status status = nib_checkpoint_open(in, &c);
     if (!status)
-        status = nib_plan_dequantize(c, dtype, &plan);
+        status = nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, dtype, &plan);
     if (!status)
         status = nib_plan_run(plan, out, NULL, NULL);
     nib_plan_destroy(plan);
@@ -616,7 +616,7 @@ TEST(dequantized_numbers_are_those_of_the_codes)
     CHECK(exists(at("plain/model.safetensors")) && !exists(at("plain/config.json")));
     nib_checkpoint *in = open_good(at("in"));
     nib_plan *plan = NULL;
-    CHECK_FAILS(nib_plan_dequantize(in, NIB_U8, &plan), NIB_ERR_DTYPE, "F32, BF16 or F16");
+    CHECK_FAILS(nib_plan_dequantize(in, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_U8, &plan), NIB_ERR_DTYPE, "F32, BF16 or F16");
     CHECK_FAILS(nib_plan_convert(in, NIB_CHECKPOINT_FORMAT_MODELOPT, &plan), NIB_ERR_UNSUPPORTED, "no NVFP4 weight");
     CHECK_FAILS(nib_plan_convert(in, NIB_CHECKPOINT_FORMAT_MXFP4, &plan), NIB_ERR_ARG, "conversions are to");
     nib_checkpoint_close(in);
@@ -723,7 +723,7 @@ TEST(fp8_sources_are_read_in_panels)
     job.max_memory = 2 * ((4 << 20) + values[2]);
     job.progress = note_step;
     job.context = &steps;
-    CHECK_OK(nib_plan_dequantize(in, NIB_F32, &plan));
+    CHECK_OK(nib_plan_dequantize(in, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_F32, &plan));
     CHECK_OK(nib_plan_run(plan, fresh("out"), NULL, &job));
     CHECK_THAT(steps.largest > COLS && 4 * steps.largest <= values[2], "%zu values at once", (size_t)steps.largest);
     nib_plan_destroy(plan);

@@ -42,6 +42,10 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         cli_error("convert: takes an input and an output, not %d operands; see nib convert --help", argc - first);
         return CLI_FAILED;
     }
+    if (!format.text && run_is_gguf(argv[first + 1])) {
+        format.text = nib_checkpoint_format_name(NIB_CHECKPOINT_FORMAT_GGUF);
+        format.value = NIB_CHECKPOINT_FORMAT_GGUF;
+    }
     return convert(self, &format, argv[first], argv[first + 1], &flags);
 }
 

@@ -26,7 +26,9 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
     nib_checkpoint *in = run_open(self, argv[first]);
     if (!in)
         return CLI_FAILED;
-    const enum cli_exit result = nib_plan_dequantize(in, (nib_dtype)dtype.value, &plan)
+    const nib_checkpoint_format format =
+        run_is_gguf(argv[first + 1]) ? NIB_CHECKPOINT_FORMAT_GGUF : NIB_CHECKPOINT_FORMAT_PLAIN;
+    const enum cli_exit result = nib_plan_dequantize(in, format, (nib_dtype)dtype.value, &plan)
                                      ? run_failed(self)
                                      : run_plan(self, plan, argv[first + 1], &flags, "dequantized");
     nib_plan_destroy(plan);
@@ -36,9 +38,12 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 
 const struct cli_command cli_dequantize = {
     "dequantize", "IN OUT", "turn a quantized checkpoint into plain values",
-    "Write the checkpoint IN with every quantized weight (NVFP4 in any format, MXFP4, FP8 blocks) as plain values.\n\n"
+    "Write the checkpoint IN with every quantized weight (NVFP4 in any format, MXFP4, FP8, GGML's blocks) as plain "
+    "values.\n"
+    "OUT is a directory, or a GGUF file where its name ends in .gguf.\n\n"
     "Examples:\n"
     "  nib dequantize Qwen3-8B-NVFP4 Qwen3-8B-restored\n"
-    "  nib dequantize --dtype f32 model-NVFP4.safetensors restored.safetensors\n",
+    "  nib dequantize --dtype f32 model-NVFP4.safetensors restored.safetensors\n"
+    "  nib dequantize model-Q4_K_M.gguf model-BF16.gguf\n",
     run
 };

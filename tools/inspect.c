@@ -66,11 +66,7 @@ static struct summary summarize(const nib_weight_stats *stats)
     return s;
 }
 
-static bool is_coded(const nib_weight *w)
-{
-    return w->format != NIB_CHECKPOINT_FORMAT_PLAIN && w->format != NIB_CHECKPOINT_FORMAT_MXFP4 &&
-           w->format != NIB_CHECKPOINT_FORMAT_FP8_BLOCK;
-}
+static bool is_coded(const nib_weight *w) { return w->tensor_scale_kind != NIB_TENSOR_SCALE_NONE; }
 
 static void print_weight(struct inspection *in, const nib_weight *w, const struct summary *s)
 {

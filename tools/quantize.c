@@ -199,11 +199,48 @@ static enum cli_exit write_report(const struct cli_command *self, const struct a
     return good ? CLI_FINE : CLI_FAILED;
 }
 
+/* Errors add up, which only the one who has the original can avoid. */
+static void note_source(const nib_checkpoint *in)
+{
+    struct {
+        const char *type;
+        size_t weights;
+    } types[16];
+    size_t n = 0, used = 0;
+    char list[512] = "";
+    nib_weight w = { .bytes = sizeof w };
+    for (size_t i = 0; !nib_checkpoint_get_weight(in, i, &w); i++) {
+        size_t t = 0;
+        if (w.format == NIB_CHECKPOINT_FORMAT_PLAIN)
+            continue;
+        const char *type =
+            w.format == NIB_CHECKPOINT_FORMAT_GGML ? w.stored_dtype : nib_checkpoint_format_name(w.format);
+        while (t < n && strcmp(types[t].type, type) != 0)
+            t++;
+        if (t == sizeof types / sizeof *types)
+            continue;
+        if (t == n) {
+            types[n].type = type;
+            types[n++].weights = 0;
+        }
+        types[t].weights++;
+    }
+    for (size_t t = 0; t < n && used < sizeof list; t++)
+        used += (size_t)snprintf(list + used, sizeof list - used, "%s%zu %s", t ? ", " : "", types[t].weights,
+                                 types[t].type);
+    if (n)
+        cli_print("  the source was already quantized (%s): the original would give a better result", list);
+}
+
 static enum cli_exit quantize(const struct cli_command *self, struct arguments *a, const char *in_path, const char *out)
 {
     nib_quantize_options options;
     nib_plan *plan = NULL;
     nib_quantize_options_init(&options);
+    if (!a->format.text && run_is_gguf(out)) {
+        a->format.text = nib_checkpoint_format_name(NIB_CHECKPOINT_FORMAT_GGUF);
+        a->format.value = NIB_CHECKPOINT_FORMAT_GGUF;
+    }
     if (!set_options(self, a, &options))
         return CLI_FAILED;
     nib_checkpoint *in = run_open(self, in_path);
@@ -217,6 +254,8 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
         options.n_only = a->only.n;
         result =
             nib_plan_quantize(in, &options, &plan) ? run_failed(self) : run_plan(self, plan, out, &a->run, "quantized");
+        if (result == CLI_FINE && !a->run.quiet && !a->run.json && !cli_silent)
+            note_source(in);
         if (result == CLI_FINE && a->run.report && !a->run.dry_run)
             result = write_report(self, a, in, plan, out);
     }
@@ -280,17 +319,19 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 
 const struct cli_command cli_quantize = {
     "quantize", "IN OUT", "turn a checkpoint into NVFP4",
-    "Quantize the checkpoint IN (a directory, a safetensors or a GGUF file; BF16, F16, F32, FP8 blocks or MXFP4) to "
-    "NVFP4\n"
-    "and write OUT: a directory that servers load, or a GGUF file. Embeddings, norms, routers, the output head and "
-    "what\n"
-    "--ignore names stay as they are. Nothing appears in OUT before all of it is complete.\n\n"
+    "Quantize the checkpoint IN (a directory, a safetensors or a GGUF file; BF16, F16, F32, FP8, MXFP4 or GGML's "
+    "blocks)\n"
+    "to NVFP4 and write OUT: a directory that servers load, or a GGUF file where its name ends in .gguf. Embeddings,\n"
+    "norms, routers, the output head and what --ignore names stay as they are. Nothing appears in OUT before all of "
+    "it\n"
+    "is complete.\n\n"
     "Examples:\n"
     "  nib quantize Qwen3-8B Qwen3-8B-NVFP4\n"
     "  nib quantize --for sglang --dry-run Qwen3-8B out\n"
     "  nib quantize --format modelopt --scheme nvfp4 --activations norm Llama-3.1-8B out\n"
     "  nib quantize --preset experts-only --ignore 're:.*layers\\.(0|1)\\..*' Mixtral-8x7B out\n"
     "  nib quantize --report q.html Qwen3-8B out\n"
+    "  nib quantize Qwen3-8B-BF16.gguf Qwen3-8B-NVFP4.gguf\n"
     "  nib quantize --resume -t 8 --max-memory 4G DeepSeek-V3 out\n",
     run
 };

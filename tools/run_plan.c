@@ -36,6 +36,12 @@ nib_checkpoint *run_open(const struct cli_command *self, const char *path)
     return checkpoint;
 }
 
+bool run_is_gguf(const char *path)
+{
+    const size_t n = strlen(path), m = strlen(".gguf");
+    return n > m && !strcmp(path + n - m, ".gguf");
+}
+
 static const char *const actions[NIB_ACTION_COUNT] = { "quantize", "convert", "dequantize", "repair", "keep" };
 
 /* ---- Words ---- */

@@ -37,6 +37,8 @@ extern bool run_entered; /* the ranks have met: a rank that fails before that mu
 /* Carry a plan out, or show it; `done` is the verb of the summary ("quantized"). The plan stays the caller's. */
 enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, const char *out,
                        const struct run_flags *flags, const char *done);
+/* Whether an output of this name is a GGUF file. */
+bool run_is_gguf(const char *path);
 /* A message of the library as an error of the tool. */
 enum cli_exit run_failed(const struct cli_command *self);
 /* Open the input; a message is on stderr where that fails. */

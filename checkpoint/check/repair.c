@@ -345,7 +345,7 @@ static nib_status make_plan(struct repair *r)
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it is %s, and repairs are for %s: convert it first", in->path,
                         nib_checkpoint_format_name(in->format),
                         nib_ck_written_names(NIB_ACTION_REPAIR, names, sizeof names));
-    TRY(nib_plan_start(in, "repair", in->format, &r->plan));
+    TRY(nib_plan_start(in, "repair", in->format, false, &r->plan));
     r->plan->keep_split = true;
     r->plan->quantized = true;
     return fill_plan(r);

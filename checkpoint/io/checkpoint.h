@@ -77,6 +77,8 @@ char *nib_ck_string(nib_checkpoint *c, const char *format, ...) __attribute__((f
 nib_status nib_ck_diagnostic(nib_checkpoint *c, const char *id, const char *subject, const char *fact, bool blocks);
 nib_status nib_ck_no_memory(const nib_checkpoint *c);
 
+/* What a file calls a tensor's type: "BF16", "Q4_K". */
+const char *nib_ck_dtype_name(const struct nib_ck_tensor *t);
 /* The tensor of a name, or NIB_NONE. */
 uint32_t nib_ck_find_tensor(const nib_checkpoint *c, const char *name);
 /* Bytes of a tensor. */

@@ -33,6 +33,18 @@ enum {
 enum nib_gguf_type {
     NIB_GGUF_F32 = 0,
     NIB_GGUF_F16 = 1,
+    NIB_GGUF_Q4_0 = 2,
+    NIB_GGUF_Q4_1 = 3,
+    NIB_GGUF_Q5_0 = 6,
+    NIB_GGUF_Q5_1 = 7,
+    NIB_GGUF_Q8_0 = 8,
+    NIB_GGUF_Q2_K = 10,
+    NIB_GGUF_Q3_K = 11,
+    NIB_GGUF_Q4_K = 12,
+    NIB_GGUF_Q5_K = 13,
+    NIB_GGUF_Q6_K = 14,
+    NIB_GGUF_IQ4_NL = 20,
+    NIB_GGUF_IQ4_XS = 23,
     NIB_GGUF_I8 = 24,
     NIB_GGUF_I16 = 25,
     NIB_GGUF_I32 = 26,
@@ -232,6 +244,17 @@ size_t nib_gguf_nvfp4_split(const void *in, size_t blocks, void *codes, void *sc
 /* `blocks` of 16 bytes of codes and one E8M0 scale. All bytes of the scales are kept. */
 void nib_gguf_mxfp4_join(const void *codes, const void *scales, size_t blocks, void *out);
 void nib_gguf_mxfp4_split(const void *in, size_t blocks, void *codes, void *scales);
+
+/* GGML's own block types, those that nib_gguf_decode knows. */
+#define NIB_GGUF_BIT(type) (UINT64_C(1) << (type))
+#define NIB_GGUF_DECODED                                                                       \
+    (NIB_GGUF_BIT(NIB_GGUF_Q4_0) | NIB_GGUF_BIT(NIB_GGUF_Q4_1) | NIB_GGUF_BIT(NIB_GGUF_Q5_0) | \
+     NIB_GGUF_BIT(NIB_GGUF_Q5_1) | NIB_GGUF_BIT(NIB_GGUF_Q8_0) | NIB_GGUF_BIT(NIB_GGUF_Q2_K) | \
+     NIB_GGUF_BIT(NIB_GGUF_Q3_K) | NIB_GGUF_BIT(NIB_GGUF_Q4_K) | NIB_GGUF_BIT(NIB_GGUF_Q5_K) | \
+     NIB_GGUF_BIT(NIB_GGUF_Q6_K) | NIB_GGUF_BIT(NIB_GGUF_IQ4_NL) | NIB_GGUF_BIT(NIB_GGUF_IQ4_XS))
+
+/* `blocks` of one of these types as values. (gguf_decode.c) */
+void nib_gguf_decode(uint32_t type, const void *in, size_t blocks, float *out);
 
 /* ---- Shared by the reader and the writer ---- */
 

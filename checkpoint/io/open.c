@@ -268,12 +268,115 @@ static nib_status add_file(nib_checkpoint *c, const char *path, const char *name
     return NIB_OK;
 }
 
+/* ---- GGUF in several files ---- */
+
+/* "model-00002-of-00005.gguf": what stands before the numbers, and the numbers. */
+struct split_name {
+    size_t prefix;
+    long number, count;
+};
+
+static bool read_split_name(const char *name, struct split_name *out)
+{
+    static const char shape[] = "-#####-of-#####.gguf";
+    const size_t length = strlen(name), n = sizeof shape - 1;
+    if (length <= n)
+        return false;
+    const char *end = name + length - n;
+    for (size_t i = 0; i < n; i++)
+        if (shape[i] == '#' ? end[i] < '0' || end[i] > '9' : end[i] != shape[i])
+            return false;
+    *out = (struct split_name){ length - n, strtol(end + 1, NULL, 10), strtol(end + 10, NULL, 10) };
+    return out->number >= 1 && out->number <= out->count;
+}
+
+static nib_status bad_split(const struct nib_ck_file *file, const char *key, int64_t found, int64_t wanted)
+{
+    return nib_fail(NIB_ERR_DATA, "%s: %s is %lld, and by its name it should be %lld: the files do not belong together",
+                    file->path, key, (long long)found, (long long)wanted);
+}
+
+/* That file i of the set says what its name says. */
+static nib_status check_split(const nib_checkpoint *c, size_t i, long count)
+{
+    const struct nib_ck_file *file = &c->files[i];
+    int64_t number = 0, of = 1;
+    bool found;
+    if (!file->gguf)
+        return nib_fail(NIB_ERR_DATA, "%s: it is not a GGUF file", file->path);
+    TRY(nib_gguf_get_integer(file->gguf, "split.count", &of, &found));
+    TRY(nib_gguf_get_integer(file->gguf, "split.no", &number, &found));
+    if (of != count)
+        return bad_split(file, "split.count", of, count);
+    return number == (int64_t)i ? NIB_OK : bad_split(file, "split.no", number, (int64_t)i);
+}
+
+static nib_status check_split_tensors(const nib_checkpoint *c)
+{
+    int64_t wanted = 0, there = 0;
+    bool found;
+    for (size_t i = 0; i < c->n_files; i++)
+        there += (int64_t)nib_gguf_count(c->files[i].gguf);
+    TRY(nib_gguf_get_integer(c->files[0].gguf, "split.tensors.count", &wanted, &found));
+    if (found && wanted != there)
+        return nib_fail(NIB_ERR_DATA, "%s: split.tensors.count is %lld, and its %zu files have %lld tensors",
+                        c->files[0].path, (long long)wanted, c->n_files, (long long)there);
+    return NIB_OK;
+}
+
+/* All files of the set that `path` is one of, in their order. */
+static nib_status add_split(nib_checkpoint *c, const char *path, const struct split_name *split)
+{
+    const size_t bytes = strlen(path) + 1;
+    char *each = nib_alloc(bytes);
+    nib_status status = each ? NIB_OK : nib_ck_no_memory(c);
+    for (long i = 0; i < split->count && !status; i++) {
+        snprintf(each, bytes, "%.*s-%05ld-of-%05ld.gguf", (int)split->prefix, path, i + 1, split->count);
+        const char *slash = strrchr(each, '/');
+        if (!nib_os_exists(each))
+            status = nib_fail(NIB_ERR_DATA, "%s: it is one of %ld files, and %s is not there: download it", path,
+                              split->count, nib_quote(slash ? slash + 1 : each).text);
+        if (!status)
+            status = add_file(c, each, slash ? slash + 1 : each);
+        if (!status)
+            status = check_split(c, (size_t)i, split->count);
+    }
+    nib_free(each);
+    return status ? status : check_split_tensors(c);
+}
+
+/* A file that says to be one of several, under a name that does not say which, cannot be completed. */
+static nib_status add_alone(nib_checkpoint *c, const char *path, const char *name)
+{
+    TRY(add_file(c, path, name));
+    int64_t count = 1;
+    bool found;
+    const nib_gguf *file = c->files[c->n_files - 1].gguf;
+    if (file)
+        TRY(nib_gguf_get_integer(file, "split.count", &count, &found));
+    if (count > 1)
+        return nib_fail(NIB_ERR_DATA,
+                        "%s: it is one of %lld files of a model: give them their names back, NAME-00001-of-%05lld.gguf "
+                        "and so on",
+                        path, (long long)count, (long long)count);
+    return NIB_OK;
+}
+
+/* A file by itself, or all of the set that its name says it is one of. */
+static nib_status add_file_or_split(nib_checkpoint *c, const char *path, const char *name)
+{
+    struct split_name split;
+    if (read_split_name(path, &split) && split.count > 1)
+        return add_split(c, path, &split);
+    return add_alone(c, path, name);
+}
+
 static nib_status add_from_directory(nib_checkpoint *c, const char *name)
 {
     char *path = join_path(c->directory, name);
     if (!path)
         return nib_ck_no_memory(c);
-    const nib_status status = add_file(c, path, name);
+    const nib_status status = add_file_or_split(c, path, name);
     nib_free(path);
     return status;
 }
@@ -558,6 +661,22 @@ static nib_status choose_index(nib_checkpoint *c, const struct listing *listing)
     return c->index_name ? NIB_OK : nib_ck_no_memory(c);
 }
 
+/* Whether names are those of one GGUF in several files, and no other's. */
+static bool is_one_set(const struct nib_names *names)
+{
+    struct split_name first, split;
+    for (size_t i = 0; i < names->order.n; i++) {
+        if (!read_split_name(name_at(names, i), &split))
+            return false;
+        if (i == 0)
+            first = split;
+        else if (split.count != first.count || split.prefix != first.prefix ||
+                 strncmp(name_at(names, i), name_at(names, 0), first.prefix) != 0)
+            return false;
+    }
+    return names->order.n > 0;
+}
+
 static nib_status open_unindexed(nib_checkpoint *c, const struct listing *listing)
 {
     const struct nib_names *files = &listing->safetensors;
@@ -576,7 +695,7 @@ static nib_status open_unindexed(nib_checkpoint *c, const struct listing *listin
         }
         return NIB_OK;
     }
-    if (listing->gguf.order.n == 1)
+    if (listing->gguf.order.n == 1 || is_one_set(&listing->gguf))
         return add_from_directory(c, name_at(&listing->gguf, 0));
     if (listing->gguf.order.n > 1)
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s: it has %zu GGUF files: name one of them", c->path,
@@ -625,7 +744,7 @@ static nib_status open_directory(nib_checkpoint *c)
 static nib_status open_file(nib_checkpoint *c)
 {
     const char *slash = strrchr(c->path, '/');
-    TRY(add_file(c, c->path, slash ? slash + 1 : c->path));
+    TRY(add_file_or_split(c, c->path, slash ? slash + 1 : c->path));
     TRY(read_configuration(c)); /* of its directory: experts cannot be told apart without */
     return list_tensors(c, NULL);
 }
@@ -697,6 +816,11 @@ void nib_checkpoint_close(nib_checkpoint *c)
 
 /* ---- What callers may ask ---- */
 
+const char *nib_ck_dtype_name(const struct nib_ck_tensor *t)
+{
+    return t->ggml_type < 0 ? nib_dtypes[t->dtype].name : nib_gguf_type_facts((uint32_t)t->ggml_type)->name;
+}
+
 nib_status nib_checkpoint_get_tensor(const nib_checkpoint *c, size_t index, nib_checkpoint_tensor *out)
 {
     NIB_REQUIRE(c);
@@ -705,11 +829,9 @@ nib_status nib_checkpoint_get_tensor(const nib_checkpoint *c, size_t index, nib_
     if (index >= c->n_tensors)
         return nib_fail(NIB_ERR_ARG, "%s: there is no tensor %zu among its %zu", c->path, index, c->n_tensors);
     const struct nib_ck_tensor *t = &c->tensors[index];
-    const char *dtype =
-        t->ggml_type < 0 ? nib_dtypes[t->dtype].name : nib_gguf_type_facts((uint32_t)t->ggml_type)->name;
     const nib_checkpoint_tensor found = { .name = t->name,
                                           .file = c->files[t->file].name,
-                                          .dtype = dtype,
+                                          .dtype = nib_ck_dtype_name(t),
                                           .rank = t->rank,
                                           .shape = t->shape,
                                           .stored_bytes = t->bytes };

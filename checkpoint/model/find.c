@@ -202,6 +202,8 @@ static nib_status add_gguf(struct finder *finder, struct nib_ck_weight *w, uint3
     const struct nib_ck_tensor *t = &c->tensors[id];
     if (t->rank != 2 && t->rank != 3)
         return NIB_OK;
+    if (t->rank == 3 && w->format == NIB_CHECKPOINT_FORMAT_PLAIN && !nib_ck_ends_with(t->name, "_exps.weight"))
+        return NIB_OK; /* a convolution, for one */
     w->rows = t->shape[t->rank - 2];
     w->cols = t->shape[t->rank - 1];
     if (t->rank == 2) {
@@ -284,7 +286,7 @@ static bool fits(const struct nib_ck_layout *layout, const struct nib_ck_tensor 
     const int64_t rank = ranks[layout->stacking];
     const char *suffix = layout->suffixes[NIB_ROLE_DATA];
     return suffix && (layout->data & NIB_DTYPE_BIT(t->dtype)) && (rank < 0 || rank == t->rank) &&
-           (!layout->ggml_type || layout->ggml_type == t->ggml_type) &&
+           (!layout->ggml_types || (t->ggml_type >= 0 && layout->ggml_types >> t->ggml_type & 1)) &&
            !(layout->stacking == NIB_STACK_EXPERTS && t->ggml_type >= 0) && nib_ck_ends_with(t->name, suffix) &&
            strlen(t->name) > strlen(suffix);
 }
@@ -443,7 +445,7 @@ nib_status nib_checkpoint_get_facts(const nib_checkpoint *c, nib_checkpoint_fact
 {
     NIB_REQUIRE(c);
     NIB_REQUIRE(out);
-    TRY(nib_struct_check_output("nib_checkpoint_facts", out, NIB_UP_TO(nib_checkpoint_facts, provenance)));
+    TRY(nib_struct_check_output("nib_checkpoint_facts", out, NIB_UP_TO(nib_checkpoint_facts, elements)));
     nib_checkpoint_facts facts = { .path = c->path,
                                    .format = c->format,
                                    .model_type = c->model_type,

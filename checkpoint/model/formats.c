@@ -19,13 +19,15 @@
 #define SCALE NIB_ROLE_BIT(NIB_ROLE_SCALE)
 #define TENSOR_SCALE NIB_ROLE_BIT(NIB_ROLE_TENSOR_SCALE)
 #define INPUT NIB_ROLE_BIT(NIB_ROLE_INPUT)
+#define PLAIN_TYPES (NIB_GGUF_BIT(NIB_GGUF_F32) | NIB_GGUF_BIT(NIB_GGUF_F16) | NIB_GGUF_BIT(NIB_GGUF_BF16))
 #define WRITTEN(action) (1u << NIB_ACTION_##action)
 
 const struct nib_ck_format nib_ck_formats[NIB_CHECKPOINT_FORMAT_COUNT] = {
     [NIB_CHECKPOINT_FORMAT_PLAIN] = {
         .name = "plain",
         .layouts = { { { ".weight", NULL, NULL, NULL }, NIB_FLOAT_BITS, 0, 0, NIB_STACK_NONE, NIB_BY_NAME, 0 },
-                     { { "", NULL, NULL, NULL }, NIB_FLOAT_BITS, 0, 0, NIB_STACK_EXPERTS, NIB_BY_NAME, 0 } },
+                     { { "", NULL, NULL, NULL }, NIB_FLOAT_BITS, 0, 0, NIB_STACK_EXPERTS, NIB_BY_NAME, 0 },
+                     { { ".weight", NULL, NULL, NULL }, NIB_FLOAT_BITS, 0, PLAIN_TYPES, NIB_STACK_GGUF, NIB_BY_NAME, 0 } },
         .tensor_scale = NIB_TENSOR_SCALE_NONE,
         .columns = 1,
         .written_by = WRITTEN(DEQUANTIZE),
@@ -77,13 +79,13 @@ const struct nib_ck_format nib_ck_formats[NIB_CHECKPOINT_FORMAT_COUNT] = {
     [NIB_CHECKPOINT_FORMAT_GGUF] = {
         .name = "gguf",
         .layouts = { { { ".weight", NULL, ".scale", ".input_scale" },
-                       GGUF, 0, NIB_GGUF_NVFP4, NIB_STACK_GGUF, NIB_BY_NAME, 0 } },
+                       GGUF, 0, NIB_GGUF_BIT(NIB_GGUF_NVFP4), NIB_STACK_GGUF, NIB_BY_NAME, 0 } },
         .tensor_scale = NIB_TENSOR_SCALE_MULTIPLIER,
         .tensor_scale_rank = 1,
         .tensor_scale_optional = true,
         .bits = 4,
         .columns = NIB_GGUF_NVFP4_ELEMENTS,
-        .written_by = WRITTEN(QUANTIZE) | WRITTEN(CONVERT),
+        .written_by = WRITTEN(QUANTIZE) | WRITTEN(CONVERT) | WRITTEN(DEQUANTIZE), /* the last as plain values */
         .read_codes = nib_ck_gguf_codes,
         .read_rows = nib_ck_nvfp4_rows,
     },
@@ -107,7 +109,7 @@ const struct nib_ck_format nib_ck_formats[NIB_CHECKPOINT_FORMAT_COUNT] = {
         .layouts = { { { "_blocks", "_scales", NULL, NULL }, U8, U8, 0, NIB_STACK_BLOCKS, NIB_BY_NAME, 0 },
                      /* compressed-tensors' mxfp4-pack-quantized differs from its NVFP4 by the scales alone */
                      { { ".weight_packed", ".weight_scale", NULL, NULL }, U8, U8, 0, NIB_STACK_NONE, NIB_BY_SCALE_DTYPE, 0 },
-                     { { ".weight", NULL, NULL, NULL }, GGUF, 0, NIB_GGUF_MXFP4, NIB_STACK_GGUF, NIB_BY_NAME, 0 } },
+                     { { ".weight", NULL, NULL, NULL }, GGUF, 0, NIB_GGUF_BIT(NIB_GGUF_MXFP4), NIB_STACK_GGUF, NIB_BY_NAME, 0 } },
         .bits = 4,
         .tensor_scale = NIB_TENSOR_SCALE_NONE,
         .columns = 32,
@@ -116,11 +118,31 @@ const struct nib_ck_format nib_ck_formats[NIB_CHECKPOINT_FORMAT_COUNT] = {
     [NIB_CHECKPOINT_FORMAT_FP8_BLOCK] = {
         .name = "fp8-block",
         .method = "fp8",
-        .layouts = { { { ".weight", ".weight_scale_inv", NULL, NULL }, E4M3, NIB_FLOAT_BITS, 0, NIB_STACK_NONE, NIB_BY_SCALE, 0 } },
+        .layouts = { { { ".weight", ".weight_scale_inv", NULL, ".activation_scale" },
+                       E4M3, NIB_FLOAT_BITS, 0, NIB_STACK_NONE, NIB_BY_SCALE, 0 } },
         .bits = 8,
         .tensor_scale = NIB_TENSOR_SCALE_NONE,
         .columns = 1,
         .read_rows = nib_ck_fp8_rows,
+    },
+    [NIB_CHECKPOINT_FORMAT_FP8] = {
+        .name = "fp8",
+        .method = "fbgemm_fp8", /* compressed-tensors and ModelOpt write it under their own */
+        .layouts = { { { ".weight", ".weight_scale", NULL, ".input_scale" },
+                       E4M3, NIB_FLOAT_BITS, 0, NIB_STACK_NONE, NIB_BY_SCALE_DTYPE, 0 } },
+        .bits = 8,
+        .tensor_scale = NIB_TENSOR_SCALE_NONE,
+        .columns = 1,
+        .read_rows = nib_ck_fp8_rows,
+    },
+    [NIB_CHECKPOINT_FORMAT_GGML] = {
+        .name = "ggml",
+        .layouts = { { { ".weight", NULL, NULL, NULL },
+                       GGUF, 0, NIB_GGUF_DECODED, NIB_STACK_GGUF, NIB_BY_NAME, 0 } },
+        .bits = 8, /* at most, and about */
+        .tensor_scale = NIB_TENSOR_SCALE_NONE,
+        .columns = 1,
+        .read_rows = nib_ck_ggml_rows,
     },
 };
 

@@ -49,7 +49,7 @@ enum nib_ck_evidence {
 struct nib_ck_layout {
     const char *suffixes[NIB_ROLE_COUNT]; /* of tensors' names, behind the module's; NULL: it has no such tensor */
     uint32_t data, scale;                 /* dtypes that these may have, as NIB_DTYPE_BIT */
-    int ggml_type;                        /* of data; 0: not a GGML type */
+    uint64_t ggml_types;                  /* of data, as NIB_GGUF_BIT; 0: any dtype that is not GGML's alone */
     enum nib_ck_stacking stacking;
     enum nib_ck_evidence evidence;
     uint32_t own; /* NVFP4: roles whose suffix no other format uses, so that a check can tell the format by them */

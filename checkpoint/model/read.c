@@ -404,42 +404,100 @@ nib_status nib_ck_mxfp4_rows(const nib_checkpoint *c, const struct nib_ck_weight
     return status;
 }
 
+/* Blocks that hold their scales, a panel of rows at a time. */
+nib_status nib_ck_ggml_rows(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
+                            nib_dtype dtype, void *out)
+{
+    const struct nib_ck_tensor *t = &c->tensors[w->tensor[NIB_ROLE_DATA]];
+    const struct nib_gguf_type_facts *facts = nib_gguf_type_facts((uint32_t)t->ggml_type);
+    const int64_t blocks = w->cols / facts->elements, line = blocks * facts->bytes;
+    const int64_t at_once = nib_min(panel_rows(w->cols * 5), count);
+    const size_t out_line = (size_t)w->cols * (size_t)nib_dtypes[dtype].bits / 8;
+    const struct place place = { w->tensor[NIB_ROLE_DATA], 1, w->rows, line, w->index };
+    float *values = nib_alloc((size_t)w->cols * sizeof *values);
+    uint8_t *raw = nib_alloc((size_t)(at_once * line));
+    nib_status status = values && raw ? NIB_OK : nib_ck_no_memory(c);
+    for (int64_t done = 0; done < count && !status; done += at_once) {
+        const int64_t rows = nib_min(at_once, count - done);
+        status = read_lines(c, w, &place, first + done, rows, raw);
+        for (int64_t r = 0; r < rows && !status; r++) {
+            nib_gguf_decode((uint32_t)t->ggml_type, raw + r * line, (size_t)blocks, values);
+            status = nib_encode(dtype, values, (size_t)w->cols, (char *)out + (size_t)(done + r) * out_line);
+        }
+    }
+    nib_free(values);
+    nib_free(raw);
+    return status;
+}
+
+/* FP8 values have a factor per tensor, per row or per 128x128 block: the shape of their scales tells. */
+struct factors {
+    uint32_t tensor;
+    nib_dtype dtype;
+    int64_t rows, across; /* of the weight that share one; values in a line of the tensor */
+    int64_t line;         /* that `values` holds */
+    char *raw;
+    float *values;
+};
+
 enum { FP8_BLOCK = 128 };
+
+static nib_status open_factors(const nib_checkpoint *c, const struct nib_ck_weight *w, struct factors *f)
+{
+    const struct nib_ck_tensor *s = &c->tensors[w->tensor[NIB_ROLE_SCALE]];
+    const int64_t down = nib_ceil_div(w->rows, FP8_BLOCK), across = nib_ceil_div(w->cols, FP8_BLOCK);
+    if (!has_float_dtype(s))
+        return bad_scales(c, w, "its scales are not F32, BF16 or F16");
+    *f = (struct factors){ .tensor = w->tensor[NIB_ROLE_SCALE], .dtype = s->dtype, .across = 1, .line = -1 };
+    if (s->bytes == (uint64_t)nib_dtypes[s->dtype].bits / 8)
+        f->rows = w->rows;
+    else if ((s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)) && s->shape[0] == w->rows)
+        f->rows = 1;
+    else if (s->rank == 2 && s->shape[0] == down && s->shape[1] == across)
+        f->rows = FP8_BLOCK, f->across = across;
+    else
+        return bad_scales(c, w, "its scales are neither one per tensor, nor one per row, nor one per 128x128 block");
+    f->raw = nib_alloc((size_t)f->across * (sizeof(float) + (size_t)nib_dtypes[s->dtype].bits / 8));
+    f->values = (float *)(void *)f->raw; /* raw values stand behind them */
+    return f->raw ? NIB_OK : nib_ck_no_memory(c);
+}
+
+static nib_status scale_row(const nib_checkpoint *c, struct factors *f, int64_t row, float *values, int64_t cols)
+{
+    const size_t bytes = (size_t)f->across * (size_t)nib_dtypes[f->dtype].bits / 8;
+    if (row / f->rows != f->line) {
+        char *raw = f->raw + (size_t)f->across * sizeof(float);
+        f->line = row / f->rows;
+        TRY(nib_ck_read(c, f->tensor, (uint64_t)f->line * bytes, raw, bytes));
+        TRY(nib_decode(f->dtype, raw, (size_t)f->across, f->values));
+    }
+    for (int64_t k = 0; k < cols; k++)
+        values[k] *= f->values[f->across > 1 ? k / FP8_BLOCK : 0];
+    return NIB_OK;
+}
 
 nib_status nib_ck_fp8_rows(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
                            nib_dtype dtype, void *out)
 {
-    const uint32_t id = w->tensor[NIB_ROLE_SCALE];
-    const struct nib_ck_tensor *s = &c->tensors[id];
-    const int64_t across = nib_ceil_div(w->cols, FP8_BLOCK);
-    if (!has_float_dtype(s) || s->rank != 2 || s->shape[0] != nib_ceil_div(w->rows, FP8_BLOCK) || s->shape[1] != across)
-        return bad_scales(c, w, "its weight_scale_inv is not one float per 128x128 block");
-    const size_t out_line = (size_t)w->cols * (size_t)nib_dtypes[dtype].bits / 8;
-    const size_t scale_size = (size_t)nib_dtypes[s->dtype].bits / 8;
+    struct factors factors = { .rows = 1 };
+    TRY(open_factors(c, w, &factors));
+    const size_t cols = (size_t)w->cols, out_line = cols * (size_t)nib_dtypes[dtype].bits / 8;
     const struct place place = { w->tensor[NIB_ROLE_DATA], 1, w->rows, w->cols, -1 };
-    float *values = nib_alloc((size_t)w->cols * sizeof *values), *factors = nib_alloc((size_t)across * sizeof *factors);
-    char *raw = nib_alloc((size_t)across * scale_size + (size_t)w->cols);
-    nib_status status = values && factors && raw ? NIB_OK : nib_ck_no_memory(c);
-    int64_t band = -1;
+    float *values = nib_alloc(cols * sizeof *values);
+    uint8_t *codes = nib_alloc(cols);
+    nib_status status = values && codes ? NIB_OK : nib_ck_no_memory(c);
     for (int64_t r = 0; r < count && !status; r++) {
-        if ((first + r) / FP8_BLOCK != band) {
-            band = (first + r) / FP8_BLOCK;
-            status = nib_ck_read(c, id, (uint64_t)(band * across) * scale_size, raw, (size_t)across * scale_size);
-            if (!status)
-                status = nib_decode(s->dtype, raw, (size_t)across, factors);
-        }
+        status = read_lines(c, w, &place, first + r, 1, codes);
         if (!status)
-            status = read_lines(c, w, &place, first + r, 1, raw + (size_t)across * scale_size);
+            status = nib_decode(NIB_E4M3, codes, cols, values);
         if (!status)
-            status = nib_decode(NIB_E4M3, raw + (size_t)across * scale_size, (size_t)w->cols, values);
-        for (int64_t k = 0; k < w->cols && !status; k++)
-            values[k] *= factors[k / FP8_BLOCK];
+            status = scale_row(c, &factors, first + r, values, w->cols);
         if (!status)
-            status = nib_encode(dtype, values, (size_t)w->cols, (char *)out + (size_t)r * out_line);
+            status = nib_encode(dtype, values, cols, (char *)out + (size_t)r * out_line);
     }
     nib_free(values);
-    nib_free(factors);
-    nib_free(raw);
+    nib_free(codes);
+    nib_free(factors.raw);
     return status;
 }
 
@@ -506,7 +564,7 @@ nib_status nib_checkpoint_get_weight(const nib_checkpoint *c, size_t index, nib_
 {
     NIB_REQUIRE(c);
     NIB_REQUIRE(out);
-    TRY(nib_struct_check_output("nib_weight", out, NIB_UP_TO(nib_weight, input_scale)));
+    TRY(nib_struct_check_output("nib_weight", out, NIB_UP_TO(nib_weight, stored_dtype)));
     TRY(check_weight(c, index));
     const struct nib_ck_weight *w = &c->weights[index];
     const struct nib_ck_tensor *data = &c->tensors[w->tensor[NIB_ROLE_DATA]];
@@ -519,7 +577,8 @@ nib_status nib_checkpoint_get_weight(const nib_checkpoint *c, size_t index, nib_
                          .file = c->files[data->file].name,
                          .tensor_scale_kind = w->tensor_scale,
                          .tensor_scale = 1,
-                         .input_scale = 1 };
+                         .input_scale = 1,
+                         .stored_dtype = nib_ck_dtype_name(data) };
     for (int role = 0; role < NIB_ROLE_COUNT; role++)
         found.stored_bytes += w->tensor[role] == NIB_NONE ? 0 : share_of(c, w, role);
     if (nib_ck_is_nvfp4(w->format)) {

@@ -31,6 +31,6 @@ int64_t nib_ck_rows_for(const nib_checkpoint *c, const struct nib_ck_weight *w, 
 
 /* For the table of formats: codes [N, K/2] beside their scales, GGUF blocks; values of each kind. */
 nib_ck_codes_fn nib_ck_linear_codes, nib_ck_gguf_codes;
-nib_ck_rows_fn nib_ck_plain_rows, nib_ck_nvfp4_rows, nib_ck_mxfp4_rows, nib_ck_fp8_rows;
+nib_ck_rows_fn nib_ck_plain_rows, nib_ck_nvfp4_rows, nib_ck_mxfp4_rows, nib_ck_fp8_rows, nib_ck_ggml_rows;
 
 #endif

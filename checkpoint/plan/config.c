@@ -262,7 +262,7 @@ static const struct {
 
 nib_status nib_plan_configure(nib_plan *plan)
 {
-    if (plan->config || plan->format == NIB_CHECKPOINT_FORMAT_GGUF)
+    if (plan->config || plan->gguf)
         return NIB_OK;
     plan->config = plan->in->config ? json_deep_copy(plan->in->config) : json_object();
     if (!plan->config)

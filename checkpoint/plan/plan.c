@@ -95,7 +95,8 @@ static uint64_t stored_bytes(const nib_checkpoint *c, const struct nib_ck_weight
     return bytes;
 }
 
-nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_checkpoint_format format, nib_plan **out)
+nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_checkpoint_format format, bool gguf,
+                          nib_plan **out)
 {
     nib_plan *plan = nib_alloc_zeroed(sizeof *plan);
     if (!plan)
@@ -103,7 +104,8 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_che
     plan->in = in;
     plan->command = command;
     plan->format = format;
-    plan->one_file = format == NIB_CHECKPOINT_FORMAT_GGUF || !in->is_directory;
+    plan->gguf = gguf;
+    plan->one_file = gguf || !in->is_directory;
     plan->shard_bytes = NIB_SHARD_BYTES;
     plan->dequantized_dtype = NIB_DTYPE_COUNT;
     plan->options = json_object();
@@ -183,7 +185,7 @@ nib_status nib_plan_add_tensor(nib_plan *plan, const char *name, nib_dtype dtype
 nib_status nib_plan_add_copy(nib_plan *plan, uint32_t tensor)
 {
     const struct nib_ck_tensor *t = &plan->in->tensors[tensor];
-    if (t->ggml_type >= 0 && t->dtype == NIB_DTYPE_COUNT && plan->format != NIB_CHECKPOINT_FORMAT_GGUF) {
+    if (t->ggml_type >= 0 && t->dtype == NIB_DTYPE_COUNT && !plan->gguf) {
         char buffer[512];
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s has GGML type %d, which safetensors files cannot hold",
                         nib_ck_place(plan->in, tensor, buffer, sizeof buffer), t->ggml_type);
@@ -216,18 +218,18 @@ static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char 
                            const struct nib_ck_layout *layout)
 {
     const int64_t rows = w->source.rows, cols = w->source.cols;
-    const bool stack = w->laying == NIB_LAY_STACK;
+    const bool columns = w->laying == NIB_LAY_STACK, stack = columns || w->stacked;
     const char *data = layout->suffixes[NIB_ROLE_DATA];
     if (writes_values(w)) {
-        const int64_t shape[] = { w->experts, stack ? cols : rows, stack ? rows : cols };
+        const int64_t shape[] = { w->experts, columns ? cols : rows, columns ? rows : cols };
         return add_part(plan, name, data, w->dtype, stack ? 3 : 2, shape + !stack, &w->out[NIB_ROLE_DATA]);
     }
     if (w->laying == NIB_LAY_GGUF) {
-        TRY(add_part(plan, name, data, NIB_DTYPE_COUNT, 2, (int64_t[]){ rows, cols }, &w->out[NIB_ROLE_DATA]));
+        const int64_t shape[] = { w->experts, rows, cols };
+        TRY(add_part(plan, name, data, NIB_DTYPE_COUNT, stack ? 3 : 2, shape + !stack, &w->out[NIB_ROLE_DATA]));
         struct nib_out_tensor *t = &plan->tensors[w->out[NIB_ROLE_DATA]];
-        t->ggml_type = layout->ggml_type;
-        t->bytes = (uint64_t)rows * (uint64_t)(cols / NIB_GGUF_NVFP4_ELEMENTS) * NIB_GGUF_NVFP4_BYTES;
-        return NIB_OK;
+        t->ggml_type = NIB_GGUF_NVFP4;
+        return nib_gguf_bytes(NIB_ERR_SHAPE, NIB_GGUF_NVFP4, (int)t->rank, t->shape, &t->bytes);
     }
     const int64_t codes[] = { w->experts, stack ? cols / 2 : rows, stack ? rows : cols / 2 };
     const int64_t scales[] = { w->experts, stack ? cols / 16 : rows, stack ? rows : cols / 16 };
@@ -239,10 +241,11 @@ static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char 
 static nib_status add_tensor_scales(nib_plan *plan, struct nib_out_weight *w, const char *name,
                                     const struct nib_ck_layout *layout, bool with_input)
 {
-    const int64_t one = 1, rank = w->laying == NIB_LAY_STACK ? 0 : nib_ck_formats[plan->format].tensor_scale_rank;
+    const int64_t rank = w->laying == NIB_LAY_STACK ? 0 : nib_ck_formats[plan->format].tensor_scale_rank;
+    const int64_t values = w->stacked ? w->experts : 1;
     for (int role = NIB_ROLE_TENSOR_SCALE; !writes_values(w) && role <= NIB_ROLE_INPUT; role++)
         if (role != NIB_ROLE_INPUT || with_input)
-            TRY(add_part(plan, name, layout->suffixes[role], NIB_F32, rank, &one, &w->out[role]));
+            TRY(add_part(plan, name, layout->suffixes[role], NIB_F32, rank, &values, &w->out[role]));
     return NIB_OK;
 }
 
@@ -257,17 +260,18 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
     const nib_checkpoint_format format = writes_values(w) ? NIB_CHECKPOINT_FORMAT_PLAIN : plan->format;
     const struct nib_ck_layout *layout = stack ? nib_ck_stack_layout(format) : &nib_ck_formats[format].layouts[0];
     /* A whole stack bears the name of the tensor that it comes from. */
-    const char *name = stack ? nib_ck_stack_name(plan, w) : w->source.name;
+    const char *name = w->name ? w->name : stack ? nib_ck_stack_name(plan, w) : w->source.name;
     if (!name)
         return no_memory();
-    if (!stack || w->index == 0) {
+    if (w->index == 0) {
         for (int role = 0; role < NIB_ROLE_COUNT; role++)
             w->out[role] = NIB_NONE;
         TRY(add_data(plan, w, name, layout));
         TRY(add_tensor_scales(plan, w, name, layout, with_input));
-    } else { /* the first writes the tensor scales */
+    } else {
         memcpy(w->out, plan->weights[plan->n_weights - 1].out, sizeof w->out);
-        w->out[NIB_ROLE_TENSOR_SCALE] = w->out[NIB_ROLE_INPUT] = NIB_NONE;
+        if (stack) /* which has one tensor scale: the first writes it */
+            w->out[NIB_ROLE_TENSOR_SCALE] = w->out[NIB_ROLE_INPUT] = NIB_NONE;
     }
     plan->weights[plan->n_weights++] = *w;
     return NIB_OK;
@@ -359,7 +363,7 @@ static nib_status sort_tensors(nib_plan *plan, const struct nib_out_tensor **scr
     }
     for (size_t i = 0; i < plan->n_tensors; i++)
         scratch[i] = &plan->tensors[i];
-    for (size_t f = 0; f < plan->n_files && plan->format != NIB_CHECKPOINT_FORMAT_GGUF; f++)
+    for (size_t f = 0; f < plan->n_files && !plan->gguf; f++)
         qsort(scratch + plan->files[f].first, plan->files[f].tensors, sizeof *scratch, by_layout);
     for (size_t i = 0; i < plan->n_tensors; i++) {
         sorted[i] = *scratch[i];
@@ -380,7 +384,7 @@ static nib_status name_files(nib_plan *plan)
 {
     for (size_t i = 0; i < plan->n_files; i++) {
         struct nib_out_file *file = &plan->files[i];
-        if (plan->format == NIB_CHECKPOINT_FORMAT_GGUF)
+        if (plan->gguf)
             file->name = "model.gguf";
         else if (plan->keep_split && plan->in->is_directory && plan->in->files[file->input_file].safetensors)
             file->name = plan->in->files[file->input_file].name;
@@ -429,7 +433,7 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    TRY(nib_struct_check_output("nib_plan_facts", out, NIB_UP_TO(nib_plan_facts, changed_bytes_out)));
+    TRY(nib_struct_check_output("nib_plan_facts", out, NIB_UP_TO(nib_plan_facts, tensor_bytes_out)));
     nib_plan_facts facts = { .weights = plan->in->n_weights,
                              .elements = nib_ck_elements(plan->in),
                              .files_in = plan->in->n_files,

@@ -52,16 +52,18 @@ struct nib_out_group {
 
 /* How the codes of a weight are laid down. */
 enum nib_laying {
-    NIB_LAY_ROWS = 0, /* codes [rows, K/2] and scales [rows, K/16], row by row */
+    NIB_LAY_ROWS = 0, /* codes [rows, K/2] and scales [rows, K/16], row by row; matrix `index` of [E, rows, K] */
     NIB_LAY_STACK,    /* matrix `index` of [E, K/2, rows] and [E, K/16, rows]: packed along dim 1 */
-    NIB_LAY_GGUF,     /* blocks of 64: four scales, then codes j and j+8 of each sixteen in a byte */
+    NIB_LAY_GGUF,     /* blocks of 64: four scales, then codes j and j+8 of each sixteen in a byte; stacks as ROWS */
 };
 
 /* One weight that is worked on. Weights that stay as they are need none: their tensors are copied. */
 struct nib_out_weight {
     struct nib_ck_weight source; /* a copy: experts of a stack that stays whole are joined to one matrix per expert */
+    const char *name;            /* of the module that is written; NULL: that of the source */
     nib_action action;           /* QUANTIZE, CONVERT and REPAIR (codes stay), DEQUANTIZE and KEEP (values) */
     enum nib_laying laying;      /* of values: ROWS, or STACK for [E, K, rows] */
+    bool stacked;                /* ROWS and GGUF: it is one matrix of a tensor of three dims */
     int64_t index;               /* in a stack that is written; 0 otherwise */
     int64_t experts;             /* matrices of that stack; 1 otherwise */
     nib_dtype dtype;             /* of values that are written */
@@ -97,7 +99,8 @@ struct nib_out_row {
 struct nib_plan {
     const nib_checkpoint *in;
     const char *command;          /* "quantize" ...: provenance and messages */
-    nib_checkpoint_format format; /* of the output */
+    nib_checkpoint_format format; /* of the weights that are written */
+    bool gguf;                    /* into one GGUF file, instead of safetensors */
     nib_scheme scheme;            /* of the output, where it is NVFP4 */
     nib_quantizer q;              /* QUANTIZE */
     nib_activation activation;    /* QUANTIZE with NIB_SCHEME_NVFP4 */
@@ -124,8 +127,9 @@ struct nib_plan {
 
 /* ---- Steps that plans are put together by (plan.c) ---- */
 
-/* An empty plan for a checkpoint format: every row KEEP with reason "". */
-nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_checkpoint_format format, nib_plan **out);
+/* An empty plan for a checkpoint format, as a GGUF file or not: every row KEEP with reason "". */
+nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_checkpoint_format format, bool gguf,
+                          nib_plan **out);
 /* Memory that lives as long as the plan; NULL without. */
 void *nib_plan_memory(nib_plan *plan, size_t bytes);
 const char *nib_plan_string(nib_plan *plan, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -151,7 +155,7 @@ nib_status nib_plan_check_patterns(const nib_checkpoint *c, const char *list, co
 /* All of these in one, from the actions of the rows on: groups, tensors, files. `plan` is destroyed on failure. */
 nib_status nib_plan_build(nib_plan *plan, nib_plan **out);
 /* What keeping a weight means: KEEP, or DEQUANTIZE where its format goes. */
-nib_action nib_plan_keep_action(const struct nib_ck_weight *w);
+nib_action nib_plan_keep_action(const nib_plan *plan, const struct nib_ck_weight *w);
 /* What the checkpoint format stores for activations of this amax. */
 float nib_plan_input_scale(const nib_plan *plan, float amax);
 

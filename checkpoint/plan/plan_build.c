@@ -60,7 +60,7 @@ static int by_key(const void *left, const void *right)
     return order ? order : a->weight < b->weight ? -1 : a->weight > b->weight;
 }
 
-/* One of ModelOpt's stacks has one tensor scale; elsewhere it is what servers fuse. */
+/* One of ModelOpt's stacks has one tensor scale; elsewhere it is what servers fuse. llama.cpp fuses nothing. */
 static nib_status find_keys(struct maker *m)
 {
     nib_plan *plan = m->plan;
@@ -75,7 +75,7 @@ static nib_status find_keys(struct maker *m)
         const char *key = NULL;
         if (stacks && w->index >= 0)
             key = nib_plan_string(plan, "[%s", in->tensors[w->tensor[NIB_ROLE_DATA]].name);
-        else if (nib_ck_fused_key(w->name, buffer, sizeof buffer))
+        else if (!plan->gguf && nib_ck_fused_key(w->name, buffer, sizeof buffer))
             key = nib_plan_string(plan, "%s", buffer);
         else
             continue;
@@ -109,7 +109,7 @@ static nib_status keep_whole_sets(struct maker *m)
             struct nib_out_row *row = &plan->rows[m->keyed[i].weight];
             if (row->action != NIB_ACTION_QUANTIZE)
                 continue;
-            row->action = nib_plan_keep_action(&plan->in->weights[m->keyed[i].weight]);
+            row->action = nib_plan_keep_action(plan, &plan->in->weights[m->keyed[i].weight]);
             row->reason = nib_plan_string(plan, "servers fuse it with %s, which stays", plan->in->weights[kept].name);
             if (!row->reason)
                 return no_memory();
@@ -118,9 +118,35 @@ static nib_status keep_whole_sets(struct maker *m)
     return NIB_OK;
 }
 
-/* Formats other than NVFP4 go with the configuration that described them: what stays becomes plain values. */
-nib_action nib_plan_keep_action(const struct nib_ck_weight *w)
+/* The matrices of a tensor of GGUF have one type: they change together or not at all. */
+static nib_status keep_whole_stacks(struct maker *m)
 {
+    nib_plan *plan = m->plan;
+    for (size_t t = 0; t < plan->in->n_tensors && plan->gguf; t++) {
+        uint32_t kept = NIB_NONE;
+        for (uint32_t i = m->first[t]; i < m->first[t + 1]; i++)
+            if (plan->rows[m->by_data[i]].action != NIB_ACTION_QUANTIZE)
+                kept = m->by_data[i];
+        for (uint32_t i = m->first[t]; i < m->first[t + 1] && kept != NIB_NONE; i++) {
+            struct nib_out_row *row = &plan->rows[m->by_data[i]];
+            if (row->action != NIB_ACTION_QUANTIZE)
+                continue;
+            row->action = nib_plan_keep_action(plan, &plan->in->weights[m->by_data[i]]);
+            row->reason =
+                nib_plan_string(plan, "it is in one tensor with %s, which stays", plan->in->weights[kept].name);
+            if (!row->reason)
+                return no_memory();
+        }
+    }
+    return NIB_OK;
+}
+
+/* Formats other than NVFP4 go with the configuration that described them: what stays becomes plain values. In a GGUF
+ * file every tensor says itself what it is. */
+nib_action nib_plan_keep_action(const nib_plan *plan, const struct nib_ck_weight *w)
+{
+    if (plan->gguf && plan->in->tensors[w->tensor[NIB_ROLE_DATA]].ggml_type >= 0)
+        return NIB_ACTION_KEEP;
     const bool plain = w->format == NIB_CHECKPOINT_FORMAT_PLAIN || nib_ck_is_nvfp4(w->format);
     return plain ? NIB_ACTION_KEEP : NIB_ACTION_DEQUANTIZE;
 }
@@ -301,8 +327,7 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
                                   .group = m->group ? m->group[weight] : NIB_NONE,
                                   .norm = NIB_NONE,
                                   .input = 1 };
-    if (plan->format == NIB_CHECKPOINT_FORMAT_GGUF && w->action != NIB_ACTION_KEEP &&
-        w->action != NIB_ACTION_DEQUANTIZE)
+    if (plan->gguf && w->action != NIB_ACTION_KEEP && w->action != NIB_ACTION_DEQUANTIZE)
         w->laying = NIB_LAY_GGUF;
     if (plan->dequantized_dtype != NIB_DTYPE_COUNT && w->action == NIB_ACTION_DEQUANTIZE)
         w->dtype = plan->dequantized_dtype;
@@ -363,10 +388,35 @@ static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
     return NIB_OK;
 }
 
+/* A stack of GGUF, whose matrices stay in one tensor. */
+static nib_status add_gguf_stack(struct maker *m, uint32_t tensor)
+{
+    nib_plan *plan = m->plan;
+    const uint32_t begin = m->first[tensor], end = m->first[tensor + 1];
+    const size_t before = plan->n_tensors;
+    for (uint32_t i = begin; i < end; i++) {
+        struct nib_out_weight w;
+        prepare_weight(m, m->by_data[i], &w);
+        w.name = nib_ck_stack_name(plan, &w);
+        if (!w.name)
+            return no_memory();
+        w.stacked = true;
+        w.experts = end - begin;
+        w.index = w.source.index;
+        TRY(nib_plan_add_weight(plan, &w, wants_input(plan, &w)));
+        count_member(m, &w);
+    }
+    for (uint32_t i = begin; i < end; i++)
+        note_bytes_out(m, before, m->by_data[i], end - begin);
+    return NIB_OK;
+}
+
 /* A stack cut into its matrices, or the one matrix that a tensor is. */
 static nib_status add_matrices(struct maker *m, uint32_t tensor)
 {
     nib_plan *plan = m->plan;
+    if (plan->gguf && plan->in->tensors[tensor].ggml_type >= 0 && plan->in->tensors[tensor].rank == 3)
+        return add_gguf_stack(m, tensor);
     for (uint32_t i = m->first[tensor]; i < m->first[tensor + 1]; i++) {
         struct nib_out_weight w;
         const size_t before = plan->n_tensors;
@@ -492,6 +542,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
     nib_status status = check_diagnostics(plan->in);
     if (!status)
         status = sort_weights(&m);
+    if (!status)
+        status = keep_whole_stacks(&m);
     if (!status)
         status = find_keys(&m);
     if (!status)

@@ -112,33 +112,49 @@ static bool put_safetensors(const nib_plan *plan, const struct nib_out_file *fil
 
 /* ---- GGUF ---- */
 
-/* What the input says, but for what is no longer so; or, of safetensors, the little that makes a container. */
-static nib_status put_keys(const nib_plan *plan, const char *provenance, nib_gguf_plan *out)
+/* general.file_type: what most of the weights are, by llama.cpp's list. */
+static int64_t file_type(const nib_plan *plan)
+{
+    enum { ALL_F32 = 0, MOSTLY_F16 = 1, MOSTLY_BF16 = 32, MOSTLY_NVFP4 = 39 };
+    if (nib_ck_is_nvfp4(plan->format))
+        return MOSTLY_NVFP4;
+    return plan->dequantized_dtype == NIB_F32 ? ALL_F32 : plan->dequantized_dtype == NIB_F16 ? MOSTLY_F16 : MOSTLY_BF16;
+}
+
+/* Keys that the output has anew, or no longer. */
+static bool is_ours(const char *key)
 {
     static const char *const ours[] = { "general.architecture",         "general.name",      "general.file_type",
                                         "general.quantization_version", "general.alignment", "nib.provenance" };
-    enum { MOSTLY_NVFP4 = 39, QUANTIZATION_VERSION = 2, OURS = sizeof ours / sizeof *ours };
+    for (size_t i = 0; i < sizeof ours / sizeof *ours; i++)
+        if (!strcmp(key, ours[i]))
+            return true;
+    return !strncmp(key, "split.", 6);
+}
+
+/* What the input says, but for what is no longer so; or, of safetensors, the little that makes a container. */
+static nib_status put_keys(const nib_plan *plan, const char *provenance, nib_gguf_plan *out)
+{
+    static const char *const names[] = { "general.architecture", "general.name" };
+    enum { QUANTIZATION_VERSION = 2 };
     const nib_checkpoint *in = plan->in;
-    const nib_gguf *source = in->n_files == 1 ? in->files[0].gguf : NULL;
+    const nib_gguf *source = in->n_files ? in->files[0].gguf : NULL;
     size_t index;
     for (int i = 0; i < 2; i++) {
-        if (source && nib_gguf_find_key(source, ours[i], &index))
+        if (source && nib_gguf_find_key(source, names[i], &index))
             TRY(nib_gguf_put_copy(out, source, index));
         else
-            TRY(nib_gguf_put_string(out, ours[i], *in->model_type ? in->model_type : "unknown"));
+            TRY(nib_gguf_put_string(out, names[i], *in->model_type ? in->model_type : "unknown"));
     }
-    TRY(nib_gguf_put_integer(out, ours[2], NIB_GGUF_KIND_U32, MOSTLY_NVFP4));
-    TRY(nib_gguf_put_integer(out, ours[3], NIB_GGUF_KIND_U32, QUANTIZATION_VERSION));
+    TRY(nib_gguf_put_integer(out, "general.file_type", NIB_GGUF_KIND_U32, file_type(plan)));
+    TRY(nib_gguf_put_integer(out, "general.quantization_version", NIB_GGUF_KIND_U32, QUANTIZATION_VERSION));
     for (size_t i = 0; source && i < nib_gguf_key_count(source); i++) {
         struct nib_gguf_value value;
         TRY(nib_gguf_value(source, i, &value));
-        bool known = false;
-        for (int j = 0; j < OURS; j++)
-            known |= !strcmp(value.key, ours[j]);
-        if (!known)
+        if (!is_ours(value.key))
             TRY(nib_gguf_put_copy(out, source, i));
     }
-    return nib_gguf_put_string(out, ours[5], provenance);
+    return nib_gguf_put_string(out, "nib.provenance", provenance);
 }
 
 static nib_status declare(const nib_plan *plan, const struct nib_out_tensor *t, nib_gguf_plan *out)
@@ -179,7 +195,7 @@ nib_status nib_plan_header(const nib_plan *plan, const struct nib_out_file *file
                            struct nib_text *text)
 {
     *text = (struct nib_text){ 0 };
-    if (plan->format == NIB_CHECKPOINT_FORMAT_GGUF)
+    if (plan->gguf)
         return put_gguf(plan, file, provenance, text);
     if (put_safetensors(plan, file, provenance, text))
         return NIB_OK;
@@ -192,7 +208,7 @@ nib_status nib_plan_lay_out(nib_plan *plan, struct nib_out_file *file)
 {
     struct nib_text provenance, header;
     uint64_t end = 0;
-    const uint64_t align = plan->format == NIB_CHECKPOINT_FORMAT_GGUF ? NIB_GGUF_DEFAULT_ALIGNMENT : 1;
+    const uint64_t align = plan->gguf ? NIB_GGUF_DEFAULT_ALIGNMENT : 1;
     for (uint32_t i = 0; i < file->tensors; i++) {
         struct nib_out_tensor *t = &plan->tensors[file->first + i];
         t->offset = end;

@@ -45,8 +45,8 @@ static nib_status check_source(const nib_checkpoint *in)
                             nib_ck_place(in, i, buffer, sizeof buffer));
         if (float8 && t->weight == NIB_NONE)
             return nib_fail(NIB_ERR_UNSUPPORTED,
-                            "%s is %s, and nib does not know how it is scaled: it reads NVFP4, MXFP4, and FP8 blocks "
-                            "with weight_scale_inv",
+                            "%s is %s, and nib does not know how it is scaled: it reads NVFP4, MXFP4, and FP8 with "
+                            "weight_scale_inv or weight_scale",
                             nib_ck_place(in, i, buffer, sizeof buffer), nib_dtype_name(t->dtype));
         if (nib_ck_ends_with(t->name, NIB_PRE_QUANT_SCALE))
             return nib_fail(NIB_ERR_UNSUPPORTED,
@@ -276,7 +276,7 @@ static nib_status choose(const struct chooser *chooser)
                             "gives plain values",
                             plan->in->path, nib_quote(w->name).text);
         TRY(reason_to_keep(chooser, w, &reason));
-        row->action = reason ? nib_plan_keep_action(w) : NIB_ACTION_QUANTIZE;
+        row->action = reason ? nib_plan_keep_action(plan, w) : NIB_ACTION_QUANTIZE;
         row->reason = reason ? reason : "";
     }
     return NIB_OK;
@@ -296,7 +296,7 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     nib_quantizer q;
     TRY(make_quantizer(o, &q));
     nib_plan *plan;
-    TRY(nib_plan_start(in, "quantize", o->format, &plan));
+    TRY(nib_plan_start(in, "quantize", o->format, o->format == NIB_CHECKPOINT_FORMAT_GGUF, &plan));
     plan->q = q;
     plan->scheme = o->scheme;
     plan->activation = o->activation;
@@ -371,7 +371,7 @@ nib_status nib_plan_convert(const nib_checkpoint *in, nib_checkpoint_format form
         return nib_fail(NIB_ERR_MODE, "%s: it is %s already", in->path, nib_checkpoint_format_name(format));
     TRY(check_source(in));
     nib_plan *plan;
-    TRY(nib_plan_start(in, "convert", format, &plan));
+    TRY(nib_plan_start(in, "convert", format, format == NIB_CHECKPOINT_FORMAT_GGUF, &plan));
     nib_status status = choose_conversions(plan);
     if (!status && json_object_set_new(plan->options, "format", json_string(nib_checkpoint_format_name(format))))
         status = no_memory();
@@ -380,15 +380,19 @@ nib_status nib_plan_convert(const nib_checkpoint *in, nib_checkpoint_format form
 
 /* ---- Dequantizing ---- */
 
-nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype, nib_plan **out)
+nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_checkpoint_format format, nib_dtype dtype, nib_plan **out)
 {
     NIB_REQUIRE(in);
     NIB_REQUIRE(out);
+    char names[128];
+    if (!nib_checkpoint_format_written_by(format, NIB_ACTION_DEQUANTIZE))
+        return nib_fail(NIB_ERR_ARG, "dequantized checkpoints are written as %s",
+                        nib_ck_written_names(NIB_ACTION_DEQUANTIZE, names, sizeof names));
     if (dtype != NIB_F32 && dtype != NIB_BF16 && dtype != NIB_F16)
         return nib_fail(NIB_ERR_DTYPE, "plain weights are F32, BF16 or F16");
     TRY(check_source(in));
     nib_plan *plan;
-    TRY(nib_plan_start(in, "dequantize", NIB_CHECKPOINT_FORMAT_PLAIN, &plan));
+    TRY(nib_plan_start(in, "dequantize", NIB_CHECKPOINT_FORMAT_PLAIN, format == NIB_CHECKPOINT_FORMAT_GGUF, &plan));
     plan->dequantized_dtype = dtype;
     for (size_t i = 0; i < in->n_weights; i++) {
         if (in->weights[i].format == NIB_CHECKPOINT_FORMAT_PLAIN)

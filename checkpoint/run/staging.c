@@ -249,10 +249,15 @@ static nib_status set_paths(struct nib_run *run, const char *out)
         return no_memory(out);
     memcpy(run->out, out, length);
     run->out[length] = '\0';
-    run->as_file = run->plan->format == NIB_CHECKPOINT_FORMAT_GGUF ||
-                   (run->plan->one_file && nib_ck_ends_with(run->out, ".safetensors"));
-    if (run->plan->format == NIB_CHECKPOINT_FORMAT_GGUF && !nib_ck_ends_with(run->out, ".gguf"))
+    const bool named = nib_ck_ends_with(run->out, ".gguf");
+    run->as_file = run->plan->gguf || (run->plan->one_file && nib_ck_ends_with(run->out, ".safetensors"));
+    if (run->plan->gguf && !named)
         return nib_fail(NIB_ERR_ARG, "%s: the output is one GGUF file: give it a name that ends in .gguf", run->out);
+    if (named && !run->plan->gguf)
+        return nib_fail(NIB_ERR_ARG,
+                        "%s: the output has safetensors files, not a GGUF file: choose the format gguf, or "
+                        "a name that does not end in .gguf",
+                        run->out);
     const size_t bytes = length + sizeof "/" FINISHED;
     run->partial = nib_alloc(bytes);
     run->finished = nib_alloc(bytes);

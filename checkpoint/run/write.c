@@ -150,8 +150,8 @@ static nib_status put_lines(const struct writer *writer, struct scratch *scratch
     const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
     if (w->laying == NIB_LAY_STACK)
         return put_transposed(writer, scratch, panel, tensor, lines, length, size);
-    return put(writer, panel->file, tensor, (uint64_t)(panel->first * length) * size, lines,
-               (size_t)(panel->count * length) * size);
+    return put(writer, panel->file, tensor, (uint64_t)((w->index * w->source.rows + panel->first) * length) * size,
+               lines, (size_t)(panel->count * length) * size);
 }
 
 static nib_status put_codes(const struct writer *writer, struct scratch *scratch, const struct panel *panel,
@@ -315,14 +315,15 @@ static nib_status find_values(const struct nib_run *run, const struct nib_out_we
 static nib_status write_tensor_scales(const struct writer *writer, const struct panel *panel)
 {
     const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
+    const uint64_t place = (uint64_t)w->index * sizeof(float);
     float tensor_scale, input;
     if (w->out[NIB_ROLE_TENSOR_SCALE] == NIB_NONE && w->out[NIB_ROLE_INPUT] == NIB_NONE)
         return NIB_OK;
     TRY(find_values(writer->run, w, &tensor_scale, &input));
     if (w->out[NIB_ROLE_TENSOR_SCALE] != NIB_NONE)
-        TRY(put(writer, panel->file, w->out[NIB_ROLE_TENSOR_SCALE], 0, &tensor_scale, sizeof tensor_scale));
+        TRY(put(writer, panel->file, w->out[NIB_ROLE_TENSOR_SCALE], place, &tensor_scale, sizeof tensor_scale));
     if (w->out[NIB_ROLE_INPUT] != NIB_NONE)
-        TRY(put(writer, panel->file, w->out[NIB_ROLE_INPUT], 0, &input, sizeof input));
+        TRY(put(writer, panel->file, w->out[NIB_ROLE_INPUT], place, &input, sizeof input));
     return NIB_OK;
 }
 

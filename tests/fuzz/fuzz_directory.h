@@ -169,7 +169,7 @@ static void walk_plans(const nib_checkpoint *c)
         walk_plan(status, plan);
     }
     nib_plan *plan = NULL;
-    nib_status status = nib_plan_dequantize(c, NIB_BF16, &plan);
+    nib_status status = nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_BF16, &plan);
     walk_plan(status, plan);
     plan = NULL;
     status = nib_plan_repair(c, &plan);

@@ -44,6 +44,11 @@ static void walk_tensors(const nib_gguf *file)
         require(data != NULL, "memory");
         require(!nib_gguf_read(file, i, 0, data, (size_t)entry.bytes), "reading");
         require(nib_gguf_read(file, i, 0, data, (size_t)entry.bytes + 1) == NIB_ERR_ARG, "reading too much");
+        float *values = malloc(facts->elements * sizeof *values);
+        require(values != NULL, "memory");
+        for (uint64_t at = 0; NIB_GGUF_DECODED >> entry.type & 1 && at < entry.bytes; at += facts->bytes)
+            nib_gguf_decode(entry.type, data + at, 1, values);
+        free(values);
         free(data);
     }
 }

@@ -60,7 +60,9 @@ typedef enum nib_checkpoint_format {
     NIB_CHECKPOINT_FORMAT_GGUF,      /* blocks of 64 in a GGUF file, and .scale (a multiplier) */
     NIB_CHECKPOINT_FORMAT_NIB,       /* as nib_writer_write_tensor saves a tensor */
     NIB_CHECKPOINT_FORMAT_MXFP4,     /* _blocks and _scales (U8, E8M0); or weight_packed with U8 scales per 32 */
-    NIB_CHECKPOINT_FORMAT_FP8_BLOCK, /* weight (E4M3) and weight_scale_inv per 128x128 */
+    NIB_CHECKPOINT_FORMAT_FP8_BLOCK, /* weight (E4M3) and weight_scale_inv per 128x128, or one of them */
+    NIB_CHECKPOINT_FORMAT_FP8,       /* weight (E4M3) and weight_scale per tensor, per row or per 128x128 */
+    NIB_CHECKPOINT_FORMAT_GGML,      /* GGML's own blocks in a GGUF file: Q8_0, Q4_K ... */
     NIB_CHECKPOINT_FORMAT_COUNT
 } nib_checkpoint_format;
 
@@ -127,6 +129,7 @@ typedef struct nib_weight {
     float tensor_scale;
     int has_input_scale; /* NVFP4 checkpoint formats: that of activations, in the same sense as the tensor scale */
     float input_scale;
+    const char *stored_dtype; /* of that tensor, as the file has it: "BF16", "U8", "Q4_K" */
 } nib_weight;
 /* Weights in the order of their names, numbers within names by value, 0..weights-1. tensor_scale and input_scale are
  * read from the file. */
@@ -269,8 +272,9 @@ typedef struct nib_plan nib_plan;
 NIB_API nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_options *options, nib_plan **out);
 /* NVFP4 weights to another checkpoint format: codes and scale bytes stay. Everything else is copied. */
 NIB_API nib_status nib_plan_convert(const nib_checkpoint *in, nib_checkpoint_format format, nib_plan **out);
-/* Every weight that is not plain to F32, BF16 or F16. */
-NIB_API nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_dtype dtype, nib_plan **out);
+/* Every weight that is not plain to F32, BF16 or F16, in safetensors files (PLAIN) or in a GGUF file (GGUF). */
+NIB_API nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_checkpoint_format format, nib_dtype dtype,
+                                       nib_plan **out);
 /* What nib_checkpoint_check calls repairable, repaired: same checkpoint format, same files, same codes. Unlike the others it reads
  * data, since it makes such a check. MODE where there is nothing to repair, UNSUPPORTED for checkpoint formats other than
  * compressed-tensors and ModelOpt. */
