@@ -10,8 +10,12 @@
     grouped_tensor.py            groups of matrices in shared buffers
     utils.py                     sharded master weights, gathers, raw buffers
     fp4_utils.py                 Megatron's helpers for FP4 parameters
-    module.py                    autocast, and a Linear that trains in a recipe
+    identity_tensor.py           a quantizer that leaves values as they are
+    hybrid_tensor.py             two quantizers in one, one for each usage
     recipe.py                    recipes: which tensor of a layer is quantized how
+    quantization.py              autocast, and what turns a recipe into the quantizers of a layer
+    products.py                  products of quantized and plain matrices
+    module/                      layers
     tex.py                       functions of transformer_engine_torch
     megatron.py                  Megatron's configuration as recipes
     aliases.py                   all of this under the names of those packages
@@ -34,11 +38,15 @@ from .fp4_utils import (HAVE_TE, HAVE_TE_FP4_TENSOR_CLASS, dequantize_fp4_tensor
                         modify_grouped_nvfp4_rowwise_storage, modify_nvfp4_rowwise_storage, quantize_nvfp4_param_shard)
 from .grouped_tensor import (GroupedTensor, GroupedTensorStorage, group_dequantize, group_quantize, split_quantize)
 from .mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from .module import (Linear, autocast, fp8_autocast, fp8_model_init, is_bf16_available, is_fp8_available,
-                     is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available, quantized_model_init)
+from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from .identity_tensor import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from .module import Linear
 from .nvfp4_tensor import (NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, _fp4_e2m1_vals, _FromNVFP4Func,
                            get_hadamard_matrix, get_no_random_sign_vector, get_random_sign_mask_for_rht, get_rht_matrix,
                            get_sign_from_vector, get_wgrad_sign_vector)
+from .quantization import (DelayedScalingRequest, QuantizerRequest, QuantizerRole, autocast, fp8_autocast,
+                           fp8_model_init, get_default_recipe, is_bf16_available, is_fp8_available,
+                           is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available, quantized_model_init)
 from .quantized_tensor import (QuantizedTensor, QuantizedTensorStorage, Quantizer, prepare_for_saving,
                                restore_from_func_ctx, restore_from_saved)
 from .utils import (cast_master_weights_to_fp8, clear_columnwise_cache, gather_along_first_dim,

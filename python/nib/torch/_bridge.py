@@ -37,6 +37,16 @@ def is_fake(t):
         or isinstance(t, torch._subclasses.functional_tensor.FunctionalTensor)
 
 
+def is_meta(t):
+    """Whether a tensor is one of the meta device: a shape, for good."""
+    return t.device.type == "meta" and not isinstance(t, torch._subclasses.fake_tensor.FakeTensor)
+
+
+def changed(parts):
+    """The library has written into these tensors: autograd is to notice, where it has saved one."""
+    torch.autograd.graph.increment_version([t for t in parts if t is not None and not t.is_inference()])
+
+
 def host(t):
     """The tensor in host memory."""
     return t if t.device.type == "cpu" else t.cpu()

@@ -34,7 +34,8 @@ def dequantize(parts: List[Optional[Tensor]], struct: str, nominal: int, shape: 
 
 @dequantize.register_fake
 def _(parts, struct, nominal, shape, dtype):
-    return torch.empty(shape, dtype=TE_DType_To_Torch[DType(dtype)])
+    device = next(part.device for part in parts if part is not None)
+    return torch.empty(shape, dtype=TE_DType_To_Torch[DType(dtype)], device=device)
 
 
 @torch.library.custom_op("nib::quantize", mutates_args=())
@@ -48,7 +49,7 @@ def quantize(x: Tensor, struct: str) -> List[Tensor]:
 
 @quantize.register_fake
 def _(x, struct):
-    return [torch.empty(shape, dtype=dtype) for shape, dtype in
+    return [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in
             filter(None, _bridge.part_specs(_decode(struct), tuple(int(n) for n in x.shape)))]
 
 

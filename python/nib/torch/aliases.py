@@ -23,6 +23,8 @@ _TENSORS = {
     "mxfp8_tensor": ("MXFP8Quantizer", "MXFP8Tensor"),
     "float8_blockwise_tensor": ("Float8BlockQuantizer", "Float8BlockwiseQTensor"),
     "grouped_tensor": ("GroupedTensor",),
+    "identity_tensor": ("IdentityQuantizer", "IdentityTensor", "_make_identity_tensor_in_reduce_ex"),
+    "hybrid_tensor": ("HybridQuantizer", "HybridQuantizedTensor", "_make_hybrid_quantized_tensor_in_reduce_ex"),
 }
 _STORAGES = {
     "nvfp4_tensor": ("NVFP4TensorStorage", "_FromNVFP4Func", "_fp4_e2m1_vals"),
@@ -30,6 +32,8 @@ _STORAGES = {
     "mxfp8_tensor": ("MXFP8TensorStorage",),
     "float8_blockwise_tensor": ("Float8BlockwiseQTensorStorage",),
     "grouped_tensor": ("GroupedTensorStorage",),
+    "identity_tensor": ("IdentityTensorStorage",),
+    "hybrid_tensor": ("HybridQuantizedTensorStorage",),
 }
 _BASES = {"quantized_tensor": ("QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "prepare_for_saving",
                                "restore_from_saved", "restore_from_func_ctx")}
@@ -37,6 +41,7 @@ _AVAILABLE = ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_av
               "is_bf16_available")
 _AUTOCAST = ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "get_default_recipe",
              "is_fp8_enabled")
+_ROLES = ("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest")
 _MASTER = ("quantize_master_weights", "cast_master_weights_to_fp8", "post_all_gather_processing", "replace_raw_data",
            "clear_columnwise_cache")
 _EVERYTHING = object()  # all public names of the module
@@ -53,14 +58,14 @@ MODULES = {
     "transformer_engine": {},
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": {"recipe": _EVERYTHING},
-    _TE: {**_BASES, "constants": ("DType",), "module": ("Linear", *_AUTOCAST, *_AVAILABLE),
+    _TE: {**_BASES, "constants": ("DType",), "module": ("Linear",), "quantization": (*_AUTOCAST, *_AVAILABLE, *_ROLES),
           **{name: _TENSORS[name] + _STORAGES[name] for name in _TENSORS}},
     f"{_TE}.quantized_tensor": _BASES,
     f"{_TE}.constants": {"constants": _EVERYTHING},
     f"{_TE}.utils": {"utils": ("round_up_to_nearest_multiple", "is_non_tn_fp8_gemm_supported")},
     f"{_TE}.distributed": {"utils": ("gather_along_first_dim",)},
-    f"{_TE}.quantization": {"module": (*_AUTOCAST, *_AVAILABLE)},
-    f"{_TE}.fp8": {"module": (*_AUTOCAST, *_AVAILABLE)},
+    f"{_TE}.quantization": {"quantization": _EVERYTHING},
+    f"{_TE}.fp8": {"quantization": _EVERYTHING},
     f"{_TE}.module": {"module": ("Linear",)},
     f"{_TE}.module.linear": {"module": ("Linear",)},
     f"{_TE}.module._common": {"utils": ("set_quantizer_amax_reduction_group",)},

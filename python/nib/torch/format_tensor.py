@@ -67,6 +67,8 @@ class FormatQuantizer(Quantizer):
             if isinstance(tensor, QuantizedTensor):
                 tensor = tensor.dequantize()
             _check_float(tensor)
+            if _bridge.is_meta(tensor):
+                return self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             if _bridge.is_fake(tensor):
                 return self._wrap(tensor.shape, tensor.dtype, self._traced(tensor))
             struct, overrides = self._quantization(comm)
@@ -83,6 +85,8 @@ class FormatQuantizer(Quantizer):
             if isinstance(src, QuantizedTensor):
                 src = src.dequantize()
             _check_float(src)
+            if _bridge.is_meta(src) or any(part is not None and _bridge.is_meta(part) for part in dst._parts()):
+                return _update_meta(src, dst)
             if _bridge.is_fake(src):
                 return self._update_traced(src, dst, noop_flag)
             if noop_flag is not None and (noop_flag.dtype != torch.float32 or noop_flag.numel() != 1):
@@ -99,6 +103,7 @@ class FormatQuantizer(Quantizer):
             lib.nib_quantize_into(struct, _bridge.array(src), overrides, None, native.handle)
             dst._assign(native.parts())
             dst._follow(self)
+        _bridge.changed(dst._parts())
 
     def _traced(self, tensor):
         if getattr(self, "with_amax_reduction", False):
@@ -220,6 +225,16 @@ def _check_float(tensor):
         raise _library.DtypeError(f"{tensor.dtype} cannot be quantized: float32, float16 and bfloat16 can")
 
 
+def _update_meta(src, dst):
+    """Nothing is written where there is no memory; values do not come from, nor go to, where there is none."""
+    if src.device != dst.device:
+        raise _library.DeviceError(f"a tensor on {src.device} cannot update one on {dst.device}: on the meta device "
+                                   "there are no values")
+    if tuple(src.shape) != tuple(dst.shape):
+        raise ValueError(f"a tensor of shape {tuple(src.shape)} does not fit into one of {tuple(dst.shape)}")
+    return dst
+
+
 def _is_set(noop_flag):
     """Whether a no-op flag is set; what is no flag is not."""
     return isinstance(noop_flag, torch.Tensor) and noop_flag.dtype == torch.float32 and noop_flag.numel() == 1 \
@@ -244,6 +259,8 @@ class FormatStorage(QuantizedTensorStorage):
         """A new object: buffers and state by keyword, the rest of the arguments as constructors got them. Those of a
         bare storage may have a shape among them; the others mean nothing to it."""
         if issubclass(cls, torch.Tensor):
+            if kwargs.get("device") is None:
+                kwargs["device"] = next((b.device for b in buffers.values() if b is not None), None)
             self = QuantizedTensor.__new__(cls, *args, fake_dtype=fake_dtype, **kwargs)
         else:
             self = object.__new__(cls)
@@ -539,6 +556,7 @@ class FormatTensor:
             if status:
                 _library.fail(status)
             self._assign(native.parts())
+        _bridge.changed(self._parts())
         return True
 
     def _copy_traced(self, src):
@@ -607,8 +625,14 @@ class FormatTensor:
         if self._quantizer is None:
             raise AssertionError("Can't quantize without a quantizer")
         self._quantizer.internal = False
-        self._quantizer.update_quantized(tensor, self)
-        self._look_like(tensor)
+        if tensor.shape != self.shape:  # new buffers: a transpose that was there is gone with the old ones
+            fresh = self._quantizer.quantize_impl(tensor.detach())
+            self._look_like(tensor)
+            self._assign(fresh._parts())
+            self._follow(self._quantizer)
+        else:
+            self._quantizer.update_quantized(tensor, self)
+            self._look_like(tensor)
         if self.requires_grad != tensor.requires_grad:
             self.requires_grad_(requires_grad=tensor.requires_grad)
 

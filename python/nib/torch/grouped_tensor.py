@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from .._library import Part, lib, shape_array
 from . import _bridge
 from .format_tensor import FormatQuantizer
+from .nvfp4_tensor import NVFP4Quantizer
 from .quantized_tensor import QuantizedTensor, _stride_from_shape, aten
 
 # attribute of the group: nib_part of the members
@@ -382,6 +383,9 @@ def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocati
         if together:
             out = (ctypes.c_void_p * len(sections))()
             struct, _none = first._quantization(comm)
+            if isinstance(first, NVFP4Quantizer) and struct.swizzled:  # all or none, as the bulk kernel has it
+                struct.swizzled = first.with_rht and all(first._swizzles_itself((n, source.shape[1]), 128)
+                                                         for n in sections)
             lib.nib_split_quantize(struct, _bridge.array(source), shape_array(sections), len(sections), out)
     if not together:
         return [q(part) for q, part in zip(quantizer_list, torch.split(source, sections))]
@@ -389,6 +393,8 @@ def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocati
     for quantizer, rows, handle in zip(quantizer_list, sections, list(out)):
         results.append(quantizer._wrap((rows, source.shape[1]), tensor.dtype, _bridge.take(ctypes.c_void_p(handle))))
     for result in results:
+        if hasattr(result, "_with_gemm_swizzled_scales"):
+            result._with_gemm_swizzled_scales = bool(struct.swizzled)
         if getattr(result._quantizer, "with_amax_reduction", False):
             result._quantizer.with_amax_reduction = False
             result._quantizer.amax_reduction_group = None

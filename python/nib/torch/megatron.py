@@ -3,7 +3,7 @@
 import contextlib
 import enum
 
-from .module import autocast, quantized_model_init
+from .quantization import autocast, quantized_model_init
 from .recipe import CustomRecipe, NVFP4BlockScaling
 
 

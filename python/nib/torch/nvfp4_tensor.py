@@ -2,6 +2,7 @@
 """NVFP4: NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, and the matrices of its random Hadamard transform."""
 import ctypes
 import functools
+import math
 import os
 
 import torch
@@ -91,20 +92,28 @@ class NVFP4Quantizer(FormatQuantizer):
     """Options of NVFP4, by TransformerEngine's names.
 
     Besides those: fp8_dtype, the dtype of block scales (E4M3 is the only one), and block_dims, (1, 16) or (16, 16),
-    which is with_2d_quantization by another name. with_rht alone means with_post_rht_amax too.
+    which is with_2d_quantization by another name. with_rht alone means with_post_rht_amax too. By position both orders
+    work: (fp4_dtype, rowwise, columnwise, ...) and (fp8_dtype, block_dims, with_rht). Types tell them apart: block_dims
+    is a pair or None, rowwise a bool.
     """
 
     value_fields = ("dtype", "with_amax_reduction", "with_rht", "with_post_rht_amax", "with_2d_quantization",
                     "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max",
                     "nvfp4_4over6_err_mode", "with_random_sign_mask")
 
-    def __init__(self, fp4_dtype=DType.kFloat4E2M1, rowwise=True, columnwise=True, with_amax_reduction=False,
+    def __init__(self, fp4_dtype=DType.kFloat4E2M1, rowwise=True, columnwise=None, with_amax_reduction=False,
                  amax_reduction_group=None, with_rht=False, with_post_rht_amax=None, with_2d_quantization=None,
                  stochastic_rounding=False, row_scaled_nvfp4=False, nvfp4_use_4over6=False, nvfp4_e4m3_max=448,
                  nvfp4_4over6_err_mode="MAE", with_random_sign_mask=True, *, fp8_dtype=None, block_dims=None):
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if rowwise is None or isinstance(rowwise, (tuple, list)):  # (fp8_dtype, block_dims, with_rht)
+            if block_dims is not None:
+                raise TypeError("block_dims is there twice: by position and by name")
+            block_dims, with_rht, rowwise, columnwise = rowwise, bool(columnwise) or with_rht, True, True
+            if fp8_dtype is None and fp4_dtype in _SCALE_DTYPES:
+                fp4_dtype, fp8_dtype = DType.kFloat4E2M1, fp4_dtype
         if fp4_dtype in _SCALE_DTYPES[:2] and fp8_dtype is None:  # fp8_dtype is the first argument there
             fp4_dtype, fp8_dtype = DType.kFloat4E2M1, fp4_dtype
+        super().__init__(rowwise=rowwise, columnwise=True if columnwise is None else columnwise)
         self.dtype = DType.cast(fp4_dtype)
         if self.dtype != DType.kFloat4E2M1:
             raise ValueError(f"NVFP4 codes are E2M1, not {self.dtype.name}")
@@ -163,6 +172,24 @@ class NVFP4Quantizer(FormatQuantizer):
         if group is not None:
             return _bridge.communicator(group)
         return super()._reduction(dst)
+
+    def _swizzles_itself(self, shape, rows_of=64):
+        """Whether TransformerEngine's quantize kernel writes scales of such a matrix in the GEMM's tiles; where it does
+        not, quantize rearranges them afterwards, so that only a tensor without values and a bulk split show it."""
+        rows, cols = math.prod(shape[:-1]), shape[-1] if len(shape) else 1
+        if self.with_rht:
+            return rows % rows_of == 0 and cols % 128 == 0
+        return self.with_2d_quantization and not self.row_scaled_nvfp4 and not self.nvfp4_use_4over6 \
+            and rows % 128 == 0 and cols % 128 == 0
+
+    def make_empty(self, shape, **keywords):
+        if not self.optimize_for_gemm or self._swizzles_itself(tuple(shape)):
+            return super().make_empty(shape, **keywords)
+        plain = self.copy()
+        plain.optimize_for_gemm = False
+        out = plain.make_empty(shape, **keywords)
+        out._quantizer.optimize_for_gemm = True
+        return out
 
     def _state(self):
         return {"fp4_dtype": self.dtype, "with_gemm_swizzled_scales": bool(self.optimize_for_gemm),
@@ -281,6 +308,7 @@ def _as_strided(tensor, func, args, kwargs):
 
 def _zero_(tensor, func, args, kwargs):
     tensor._change(lib.nib_tensor_zero)
+    _bridge.changed(tensor._parts())
     return tensor
 
 

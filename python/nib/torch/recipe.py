@@ -88,9 +88,13 @@ _SCOPES = ("none", "weights", "activations", "all")
 _BACKWARDS = (None, "high_precision", "dequantized")
 
 
+class RecipeError(ValueError, AssertionError):
+    """Fields that no recipe has, or that do not go together. TransformerEngine asserts, where nib said ValueError."""
+
+
 def _one_of(name, value, allowed):
     if value not in allowed:
-        raise ValueError(f"{name} is one of {', '.join(map(repr, allowed))}, not {value!r}")
+        raise RecipeError(f"{name} is one of {', '.join(map(repr, allowed))}, not {value!r}")
 
 
 def _check_backward(recipe):
@@ -130,8 +134,8 @@ class NVFP4BlockScaling(Recipe):
         _one_of("nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode, ("MAE", "MSE"))
         _check_backward(self)
         if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
-            raise ValueError(f"nvfp4_4over6={self.nvfp4_4over6!r} needs disable_rht=True: four-over-six does not go "
-                             "with the random Hadamard transform of activations")
+            raise RecipeError(f"nvfp4_4over6={self.nvfp4_4over6!r} needs disable_rht=True: four-over-six does not go "
+                              "with the random Hadamard transform of activations")
         rht, rounding = not self.disable_rht, not self.disable_stochastic_rounding
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=rht)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
@@ -161,14 +165,17 @@ class MXFP8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: Optional[str] = _BACKWARD_OVERRIDE
+    enable_2d_quantization: bool = False  # blocks of 32x32 for weights of linear layers
 
     def __post_init__(self):
         _one_of("fp8_format", self.fp8_format, (Format.E4M3, Format.HYBRID))
         _check_backward(self)
 
-    def make_quantizer(self, role, **usage):
+    def make_quantizer(self, role, with_2d_quantization=None, **usage):
         from .mxfp8_tensor import MXFP8Quantizer
-        return MXFP8Quantizer(_fp8_dtype(self.fp8_format, role), **usage)
+        if with_2d_quantization is None:
+            with_2d_quantization = self.enable_2d_quantization and role == "weight"
+        return MXFP8Quantizer(_fp8_dtype(self.fp8_format, role), with_2d_quantization=with_2d_quantization, **usage)
 
 
 @dataclass
@@ -176,6 +183,9 @@ class Float8CurrentScaling(Recipe):
     """Float8 with the scale of the tensor at hand."""
     use_power_2_scales: bool = _switched_on("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
     fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: Optional[str] = _BACKWARD_OVERRIDE
@@ -188,8 +198,9 @@ class Float8CurrentScaling(Recipe):
 
     def make_quantizer(self, role, **usage):
         from .float8_tensor import Float8CurrentScalingQuantizer
-        return Float8CurrentScalingQuantizer(_fp8_dtype(self.fp8_format, role),
-                                             force_pow_2_scales=self.use_power_2_scales, **usage)
+        params = _params(self, role)
+        return Float8CurrentScalingQuantizer(_fp8_dtype(self.fp8_format, role), amax_epsilon=params.amax_epsilon,
+                                             force_pow_2_scales=params.power_2_scale, **usage)
 
 
 @dataclass
@@ -200,6 +211,9 @@ class Float8BlockScaling(Recipe):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: Optional[str] = _BACKWARD_OVERRIDE
@@ -208,6 +222,15 @@ class Float8BlockScaling(Recipe):
         _one_of("fp8_format", self.fp8_format, (Format.E4M3, Format.HYBRID))
         for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
             _one_of(name, getattr(self, name), (1, 2))
+        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        if dims.count(2) > 1:
+            raise RecipeError("2D by 2D block gemm not supported: of input, weight and gradient one at most has blocks "
+                              "of 128x128")
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not getattr(self, name).use_split_accumulator:
+                raise RecipeError(f"{name}: products of blockwise Float8 need the split accumulator")
+        if self.fp8_dpa or self.fp8_mha:
+            raise RecipeError("FP8 attention is not supported for Float8BlockScaling")
         _check_backward(self)
         params = QParams(power_2_scale=not self.use_f32_scales)
         self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = params
@@ -216,14 +239,15 @@ class Float8BlockScaling(Recipe):
         from .float8_blockwise_tensor import Float8BlockQuantizer
         dim = self.grad_block_scaling_dim if role.startswith("grad") else \
             self.w_block_scaling_dim if role == "weight" else self.x_block_scaling_dim
+        params = _params(self, role)
         return Float8BlockQuantizer(_fp8_dtype(self.fp8_format, role), rowwise=rowwise, columnwise=columnwise,
-                                    force_pow_2_scales=not self.use_f32_scales, block_scaling_dim=dim)
+                                    amax_epsilon=params.amax_epsilon, force_pow_2_scales=params.power_2_scale,
+                                    block_scaling_dim=dim)
 
 
 @dataclass
 class DelayedScaling(Recipe):
-    """Float8 with the scale of earlier tensors. Layers of nib.torch do not keep the history that it needs; quantizers
-    can be made by hand (Float8Quantizer)."""
+    """Float8 with the scale of earlier tensors: layers keep a history of amaxes for each (nib.torch.quantization)."""
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -236,29 +260,51 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self):
         _one_of("fp8_format", self.fp8_format, (Format.E4M3, Format.HYBRID))
-        _check_backward(self)
+        if not callable(self.amax_compute_algo):
+            _one_of("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        if self.backward_override is not None:
+            raise RecipeError("Delayed scaling only supports backward_override=None")
 
     def make_quantizer(self, role, **usage):
-        raise NotImplementedError("layers of nib.torch keep no history of amaxes: take another recipe")
+        """A quantizer with a scale of 1 and an amax of its own; those of layers share the layer's state."""
+        import torch
+        from .float8_tensor import Float8Quantizer
+        return Float8Quantizer(torch.ones(1), torch.zeros(1), _fp8_dtype(self.fp8_format, role), **usage)
 
 
 @dataclass
 class CustomRecipe(Recipe):
-    """A recipe that asks a function for quantizers: qfactory("linear_input"), "linear_weight", "linear_grad_output"."""
+    """A recipe that asks a function for quantizers, once per tensor of a layer and pass: qfactory(role) with a
+    QuantizerRole, or None for an output or input gradient whose consumer is not known. It returns a quantizer or a
+    QuantizerRequest. quantization_alignment: of what the rows of a group's members are a multiple."""
     qfactory: Callable[..., Any] = field(default=None)
+    fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: Optional[str] = _BACKWARD_OVERRIDE
+    quantization_alignment: int = 128
 
     def __post_init__(self):
         if not callable(self.qfactory):
             raise ValueError("a CustomRecipe needs a function that makes quantizers: qfactory")
         _check_backward(self)
+        if self.quantization_alignment <= 0:
+            raise ValueError("CustomRecipe quantization_alignment must be positive")
 
     def make_quantizer(self, role, **usage):
-        quantizer = self.qfactory(f"linear_{role}")
+        """The quantizer of a tensor of a linear layer, or of any QuantizerRole."""
+        if isinstance(role, str):
+            from .quantization import QuantizerRole
+            role = QuantizerRole(module_type="linear", tensor_type=role)
+        quantizer = self.qfactory(role)
         quantizer.set_usage(**usage)
         return quantizer
+
+
+def _params(recipe, role):
+    """The QParams of a tensor of a layer."""
+    return recipe.fp8_quant_bwd_grad if role.startswith("grad") else \
+        recipe.fp8_quant_fwd_weight if role == "weight" else recipe.fp8_quant_fwd_inp
 
 
 def _fp8_dtype(fp8_format, role):

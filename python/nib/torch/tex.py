@@ -13,7 +13,7 @@ from .._library import Part, Usage, lib
 from . import _bridge
 from .constants import DType, TE_DType_To_Torch
 from .grouped_tensor import group_dequantize, group_quantize, split_quantize  # noqa: F401
-from .module import values_of
+from .products import values_of
 from .nvfp4_tensor import NVFP4Quantizer, NVFP4TensorStorage
 from .quantized_tensor import QuantizedTensorStorage
 from .utils import gemm_reference

@@ -111,6 +111,7 @@ def _cast_over(comm, weights, masters, starts, shards, manual, nvfp4):
             lib.nib_quantize_master_weights(*arguments, comm, options)
         for weight, native in zip(weights, natives):
             weight._assign(native.parts())
+            _bridge.changed(weight._parts())
             if manual and isinstance(weight, Float8TensorStorage):
                 weight._reset_caches()
 
