@@ -115,6 +115,51 @@ static nib_weight_stats by_definition(const struct pair *p)
 
 static bool about(double a, double b) { return a == b || fabs(a - b) <= 2e-6 * fabs(b); }
 
+/* Whether a list has the largest of these errors. Sums of a block are in float: of two that are all but equal either may
+ * come first. */
+static void check_worst(const nib_worst *list, const double *squares, const double *errors, int64_t rows, int64_t cols)
+{
+    for (int k = 0; k < NIB_WORST; k++) {
+        const int64_t at = list[k].row * cols + list[k].col / 16;
+        int64_t larger = 0, at_least = 0;
+        CHECK(list[k].row >= 0 && list[k].row < rows && list[k].col >= 0 && list[k].col < 16 * cols);
+        if (list[k].error_squares == 0) {
+            for (int64_t i = 0; i < rows * cols; i++)
+                at_least += errors[i] > 0;
+            CHECK(at_least <= k && list[k].row == 0 && list[k].col == 0 && list[k].sum_squares == 0);
+            continue;
+        }
+        CHECK(about(list[k].error_squares, errors[at]) && about(list[k].sum_squares, squares[at]));
+        for (int64_t i = 0; i < rows * cols; i++) {
+            larger += errors[i] > errors[at] * (1 + 1e-5);
+            at_least += errors[i] >= errors[at] * (1 - 1e-5);
+        }
+        CHECK_THAT(larger <= k && k < at_least, "place %d is number %lld", k, (long long)larger);
+        for (int other = 0; other < k; other++)
+            CHECK(list[other].row != list[k].row || list[other].col != list[k].col);
+    }
+}
+
+static void check_places(const nib_weight_stats *got, const struct pair *p)
+{
+    const int64_t blocks = p->cols / 16;
+    double *sums = calloc((size_t)(2 * p->rows * (blocks + 1)), sizeof *sums), *errors = sums + p->rows * blocks;
+    double *row_sums = errors + p->rows * blocks, *row_errors = row_sums + p->rows;
+    float values[16];
+    nib_e2m1_values(values);
+    for (int64_t i = 0; i < p->rows * p->cols; i++) {
+        const float y = values[p->codes[i / 2] >> 4 * (i % 2) & 15] * (e4m3(p->scales[i / 16]) / p->tensor_scale);
+        const double x = p->a[i], error = (double)y - x;
+        sums[i / 16] += x * x;
+        errors[i / 16] += error * error;
+        row_sums[i / p->cols] += x * x;
+        row_errors[i / p->cols] += error * error;
+    }
+    check_worst(got->worst_blocks, sums, errors, p->rows, blocks);
+    check_worst(got->worst_rows, row_sums, row_errors, p->rows, 1);
+    free(sums);
+}
+
 static void check_stats(const nib_weight_stats *got, const nib_weight_stats *want)
 {
     CHECK(got->elements == want->elements && got->blocks == want->blocks && got->nonfinite == want->nonfinite);
@@ -155,6 +200,7 @@ TEST(measures_by_definition)
         put_pair(&p);
         const nib_weight_stats want = by_definition(&p), got = measured(1, 0);
         check_stats(&got, &want);
+        check_places(&got, &p);
         CHECK(about(nib_stats_sqnr(&got), 10 * log10(want.sum_squares / want.error_squares)));
         /* Neither threads nor memory change a bit. */
         for (int threads = 2; threads <= 5; threads += 3)
@@ -182,6 +228,9 @@ TEST(measures_what_is_not_finite)
     put_pair(&p);
     got = measured(1, 0);
     CHECK(isinf(got.error_squares) && isinf(got.max_error) && got.scales[0x7F] == 1);
+    CHECK(isinf(got.worst_blocks[0].error_squares) && got.worst_blocks[0].row == 7 / 4 &&
+          got.worst_blocks[0].col == 48);
+    CHECK(isinf(got.worst_rows[0].error_squares) && got.worst_rows[0].row == 7 / 4 && got.worst_rows[1].row != 7 / 4);
     CHECK(nib_stats_sqnr(&got) == -INFINITY);
     free_pair(&p);
 }
@@ -194,6 +243,7 @@ TEST(measures_a_weight_with_itself)
     nib_weight_stats stats = { .bytes = sizeof stats };
     const nib_weight_stats want = by_definition(&p);
     CHECK_OK(nib_checkpoint_measure(b, 0, b, 0, NULL, &stats));
+    CHECK(stats.worst_rows[0].error_squares == 0 && stats.worst_blocks[0].error_squares == 0);
     CHECK(stats.error_squares == 0 && stats.max_error == 0 && stats.zeroed == 0 && stats.clipped == 0);
     CHECK(isinf(nib_stats_sqnr(&stats)) && isnan(nib_stats_sqnr(NULL)));
     CHECK(memcmp(stats.codes, want.codes, sizeof want.codes) == 0);

@@ -169,6 +169,27 @@ static void add_block(const struct block_sums *sums, const float *a, const float
             stats->max_error_col = col + i;
 }
 
+/* Whether one place is worse than another: a total order, so that lists do not depend on who found what first. */
+static bool is_worse(const nib_worst *a, const nib_worst *b)
+{
+    if (a->error_squares != b->error_squares)
+        return a->error_squares > b->error_squares;
+    return a->row != b->row ? a->row < b->row : a->col < b->col;
+}
+
+static void note_worst(nib_worst *list, const nib_worst *place)
+{
+    int i = NIB_WORST;
+    if (place->error_squares == 0)
+        return;
+    while (i > 0 && is_worse(place, &list[i - 1]))
+        i--;
+    if (i == NIB_WORST)
+        return;
+    memmove(&list[i + 1], &list[i], (size_t)(NIB_WORST - 1 - i) * sizeof *list);
+    list[i] = *place;
+}
+
 /* One row; scales is NULL where b has none of these blocks. limits[s]: the most that a block of scale byte s holds. */
 static struct row_sums measure_row(const float *a, const float *b, int64_t cols, int64_t row, const uint8_t *scales,
                                    const float *limits, nib_weight_stats *stats)
@@ -177,12 +198,15 @@ static struct row_sums measure_row(const float *a, const float *b, int64_t cols,
     for (int64_t col = 0; col < cols; col += BLOCK) {
         const int64_t n = nib_min(BLOCK, cols - col);
         const float limit = scales ? limits[scales[col / BLOCK]] : INFINITY;
-        const double before = sums.squares;
+        const struct row_sums before = sums;
+        nib_worst place = { .row = row, .col = col };
         if (n == BLOCK) {
             const struct block_sums block = measure_block(a + col, b + col, limit);
             if (isfinite(block.squares) && isfinite(block.errors)) {
                 sums.squares += block.squares;
                 sums.errors += block.errors;
+                place.sum_squares = block.squares;
+                place.error_squares = block.errors;
                 add_block(&block, a + col, b + col, row, col, stats);
             } else {
                 measure_elements(a + col, b + col, n, limit, row, col, &sums, stats);
@@ -191,8 +215,16 @@ static struct row_sums measure_row(const float *a, const float *b, int64_t cols,
             measure_elements(a + col, b + col, n, limit, row, col, &sums, stats);
         }
         if (scales && (scales[col / BLOCK] & 0x7F) < 8)
-            stats->underflowed += sums.squares > before;
+            stats->underflowed += sums.squares > before.squares;
+        if (place.error_squares == 0 && sums.errors > before.errors) { /* the slow way */
+            place.sum_squares = sums.squares - before.squares;
+            place.error_squares = isinf(sums.errors) ? INFINITY : sums.errors - before.errors;
+        }
+        if (place.error_squares >= stats->worst_blocks[NIB_WORST - 1].error_squares)
+            note_worst(stats->worst_blocks, &place);
     }
+    const nib_worst whole = { .row = row, .sum_squares = sums.squares, .error_squares = sums.errors };
+    note_worst(stats->worst_rows, &whole);
     return sums;
 }
 
@@ -347,6 +379,10 @@ static void merge(nib_weight_stats *out, const struct tally *tally)
     out->nonfinite += in->nonfinite;
     for (int i = 0; i < 16; i++)
         out->codes[i] += in->codes[i];
+    for (int i = 0; i < NIB_WORST; i++) {
+        note_worst(out->worst_rows, &in->worst_rows[i]);
+        note_worst(out->worst_blocks, &in->worst_blocks[i]);
+    }
     for (int i = 0; i < 256; i++) {
         out->scales[i] += in->scales[i];
         for (int k = 0; k < 4; k++) {

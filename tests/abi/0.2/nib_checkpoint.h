@@ -146,6 +146,13 @@ NIB_API nib_status nib_checkpoint_read_codes(const nib_checkpoint *checkpoint, s
 
 /* ---- Measures of a weight ----------------------------------------------------------------------------------- */
 
+/* Where a weight errs most: a row, or the 16 values of a row that begin at a column. */
+enum { NIB_WORST = 8 };
+typedef struct nib_worst {
+    int64_t row, col; /* col is 0 for a row */
+    double sum_squares, error_squares;
+} nib_worst;
+
 typedef struct nib_weight_stats {
     size_t bytes;
     int64_t elements, blocks;
@@ -158,6 +165,9 @@ typedef struct nib_weight_stats {
     int64_t nonfinite;   /* of a */
     int64_t codes[16];   /* how often each 4-bit code is in b; NVFP4 checkpoint formats only */
     int64_t scales[256]; /* how often each scale byte */
+    /* Those with the largest error_squares, the largest first, of equal ones the first; where there are fewer with an
+     * error, the others are 0. */
+    nib_worst worst_rows[NIB_WORST], worst_blocks[NIB_WORST];
 } nib_weight_stats;
 /* 10 log10(sum_squares / error_squares); infinity without an error, NaN for a struct that is rejected. */
 NIB_API double nib_stats_sqnr(const nib_weight_stats *stats);
