@@ -42,7 +42,7 @@ clang_version() { clang -dumpversion 2>/dev/null | sed 's/\..*//'; }
 # A cross compiler without the headers of its C library is of no use.
 cross_compiles() { echo '#include <stdio.h>' | aarch64-linux-gnu-gcc -E -; }
 
-has_browser() { command -v chromium || command -v chromium-browser || command -v google-chrome || command -v firefox; }
+has_browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; }
 
 look()
 {

@@ -168,7 +168,7 @@ static enum cli_exit run_compare(const struct cli_command *self, int argc, char 
     struct options o = { .top = 20 };
     const struct cli_option options[] = {
         { 0, "top", CLI_NUMBER, &o.top, "N", "list the N worst weights, by default 20; 0: all", 0, INT32_MAX },
-        { 0, "report", CLI_TEXT, &o.report, "FILE", "also write FILE.html, a page with charts, or FILE.json", 0, 0 },
+        { 0, "report", CLI_TEXT, &o.report, "FILE", "also write FILE.html, a page to look at, or FILE.json", 0, 0 },
         { 0, "json", CLI_FLAG, &o.json, NULL, "print a report in JSON", 0, 0 },
         { 'q', "quiet", CLI_FLAG, &o.quiet, NULL, "print the totals only", 0, 0 },
         { 't', "threads", CLI_NUMBER, &o.threads, "N", "use N threads; 0: one for each processor", 0, 4096 },

@@ -298,8 +298,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "preset", CLI_WORD, &a.preset, "P", "what to quantize: {}", 0, 0 },
         { 0, "shard-size", CLI_BYTES, &a.shard_bytes, "SIZE", "of an output file (default 5G)", 0, 0 },
         { 0, "keep-split", CLI_FLAG, &a.keep_split, NULL, "one output file per input file, under its name", 0, 0 },
-        { 0, "report", CLI_TEXT, &a.run.report, "FILE", "also write FILE.html, a page with charts, or FILE.json", 0,
-          0 },
+        { 0, "report", CLI_TEXT, &a.run.report, "FILE", "also write FILE.html, a page to look at, or FILE.json", 0, 0 },
         RUN_OPTIONS(a.run),
         { 0 },
     };

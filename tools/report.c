@@ -19,6 +19,43 @@
 
 /* ---- Numbers ---- */
 
+/* Details are large: only the worst keep theirs. Returns a place for them, or REPORT_NONE. */
+static size_t place_for_details(struct report *r, double sqnr)
+{
+    if (!r->details && !(r->details = malloc(REPORT_DETAILS * sizeof *r->details))) {
+        r->no_memory = true;
+        return REPORT_NONE;
+    }
+    if (r->n_details < REPORT_DETAILS)
+        return r->n_details++;
+    size_t best = 0;
+    for (size_t i = 1; i < REPORT_DETAILS; i++)
+        if (r->rows[r->detailed[i]].sqnr >= r->rows[r->detailed[best]].sqnr)
+            best = i;
+    if (r->rows[r->detailed[best]].sqnr <= sqnr)
+        return REPORT_NONE;
+    r->rows[r->detailed[best]].detail = REPORT_NONE;
+    return best;
+}
+
+static void add_sums(struct report *r, const nib_weight_stats *s)
+{
+    for (int i = 0; i < 16; i++)
+        r->codes[i] += s->codes[i];
+    for (int i = 0; i < 256; i++)
+        r->scales[i] += s->scales[i];
+    if (s->error_squares == 0)
+        return;
+    r->changed++;
+    r->sum_squares += s->sum_squares;
+    r->error_squares += s->error_squares;
+    r->elements += s->elements;
+    r->zeroed += s->zeroed;
+    r->clipped += s->clipped;
+    r->underflowed += s->underflowed;
+    r->blocks += s->blocks;
+}
+
 static int collect(void *context, const nib_compared *compared)
 {
     struct report *r = context;
@@ -33,7 +70,8 @@ static int collect(void *context, const nib_compared *compared)
         r->rows = rows;
         r->capacity = capacity;
     }
-    r->rows[r->n++] = (struct report_row){
+    struct report_row *row = &r->rows[r->n];
+    *row = (struct report_row){
         .name = compared->name,
         .rows = compared->rows,
         .cols = compared->cols,
@@ -48,22 +86,15 @@ static int collect(void *context, const nib_compared *compared)
         .underflowed = s->underflowed,
         .elements = s->elements,
         .blocks = s->blocks,
+        .detail = s->error_squares > 0 ? place_for_details(r, nib_stats_sqnr(s)) : REPORT_NONE,
     };
-    for (int i = 0; i < 16; i++)
-        r->codes[i] += s->codes[i];
-    for (int i = 0; i < 256; i++)
-        r->scales[i] += s->scales[i];
-    if (s->error_squares == 0)
-        return 0;
-    r->changed++;
-    r->sum_squares += s->sum_squares;
-    r->error_squares += s->error_squares;
-    r->elements += s->elements;
-    r->zeroed += s->zeroed;
-    r->clipped += s->clipped;
-    r->underflowed += s->underflowed;
-    r->blocks += s->blocks;
-    return 0;
+    if (row->detail != REPORT_NONE) {
+        r->details[row->detail] = *s;
+        r->detailed[row->detail] = r->n;
+    }
+    r->n++;
+    add_sums(r, s);
+    return r->no_memory;
 }
 
 nib_status report_collect(struct report *report, const nib_checkpoint *original, const nib_checkpoint *quantized,
@@ -82,7 +113,9 @@ nib_status report_collect(struct report *report, const nib_checkpoint *original,
 void report_free(struct report *report)
 {
     free(report->rows);
+    free(report->details);
     report->rows = NULL;
+    report->details = NULL;
     report->n = report->capacity = 0;
 }
 
@@ -105,6 +138,188 @@ const struct report_row **report_worst(const struct report *report)
     qsort(worst, n, sizeof *worst, compare_rows);
     worst[n] = NULL;
     return worst;
+}
+
+/* ---- Weights one by one ---- */
+
+int report_split_name(const char *name, char *kind, size_t bytes)
+{
+    int layer = -1;
+    const char *part = name, *last = name;
+    for (; part; part = strchr(part, '.') ? strchr(part, '.') + 1 : NULL) {
+        char *end;
+        const long number = strtol(part, &end, 10);
+        if (end != part && (*end == '.' || !*end) && layer < 0 && number >= 0 && number < 100000)
+            layer = (int)number;
+        if (end == part)
+            last = part;
+    }
+    snprintf(kind, bytes, "%s%.*s", strstr(name, "experts.") ? "experts " : "", (int)strcspn(last, "."), last);
+    return layer;
+}
+
+/* What can be seen of a weight that both have, where no plan says it. */
+static void look_at(struct report_item *item)
+{
+    const struct report_row *row = item->row;
+    item->reason = "";
+    item->kept = row->sqnr == INFINITY;
+    item->fate = item->kept                       ? row->format_a == row->format_b ? "unchanged" : "converted"
+                 : row->format_a == row->format_b ? "changed"
+                                                  : nib_checkpoint_format_name(row->format_b);
+}
+
+static uint64_t stored_bytes(const nib_checkpoint *checkpoint, const char *name)
+{
+    nib_weight w = { .bytes = sizeof w };
+    size_t index;
+    return nib_checkpoint_find_weight(checkpoint, name, &index) || nib_checkpoint_get_weight(checkpoint, index, &w)
+               ? 0
+               : w.stored_bytes;
+}
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(((const struct report_item *)a)->name, ((const struct report_item *)b)->name);
+}
+
+/* What changed, the worst first; then what did not, by name. */
+static int compare_items(const void *a, const void *b)
+{
+    const struct report_item *x = a, *y = b;
+    const double left = x->row ? x->row->sqnr : INFINITY, right = y->row ? y->row->sqnr : INFINITY;
+    if (left != right && !isnan(left) && !isnan(right))
+        return left < right ? -1 : 1;
+    return strcmp(x->name, y->name);
+}
+
+static void take_plan(struct report_item *item, const nib_plan_row *row)
+{
+    static const char *const fates[NIB_ACTION_COUNT] = { "quantized", "converted", "dequantized", "repaired", "kept" };
+    item->fate = *row->reason ? fates[NIB_ACTION_KEEP] : fates[row->action];
+    item->reason = row->reason;
+    item->kept = *row->reason || row->action == NIB_ACTION_KEEP;
+    item->rows = row->rows;
+    item->cols = row->cols;
+    item->before = row->bytes_in;
+    item->after = row->bytes_out;
+}
+
+/* Weights that one alone has in this shape, where they are as many as the comparison counted: it may know a weight by
+ * two names. */
+static void add_alone(struct report_items *out, const struct report *r, bool first)
+{
+    const nib_checkpoint *const one = first ? r->a : r->b, *const other = first ? r->b : r->a;
+    const size_t weights = first ? r->facts_a.weights : r->facts_b.weights, before = out->n;
+    nib_weight w = { .bytes = sizeof w }, like = { .bytes = sizeof like };
+    size_t index;
+    for (size_t i = 0; i < weights && !nib_checkpoint_get_weight(one, i, &w); i++)
+        if (nib_checkpoint_find_weight(other, w.name, &index) || nib_checkpoint_get_weight(other, index, &like) ||
+            like.rows != w.rows || like.cols != w.cols)
+            out->items[out->n++] = (struct report_item){ .name = w.name,
+                                                         .fate = first ? "only in the first" : "only in the second",
+                                                         .reason = "",
+                                                         .kept = true,
+                                                         .rows = w.rows,
+                                                         .cols = w.cols,
+                                                         .before = first ? w.stored_bytes : 0,
+                                                         .after = first ? 0 : w.stored_bytes };
+    if (out->n - before != (first ? r->only_a : r->only_b))
+        out->n = before;
+}
+
+static void add_plan(struct report_items *out, const nib_plan *plan, size_t rows)
+{
+    const size_t compared = out->n;
+    nib_plan_row row = { .bytes = sizeof row };
+    qsort(out->items, compared, sizeof *out->items, compare_names);
+    for (size_t i = 0; i < rows && !nib_plan_get_row(plan, i, &row); i++) {
+        const struct report_item key = { .name = row.name };
+        struct report_item *item = bsearch(&key, out->items, compared, sizeof key, compare_names);
+        if (!item) {
+            item = &out->items[out->n++];
+            *item = key;
+        }
+        take_plan(item, &row);
+    }
+}
+
+static int compare_kinds(const void *a, const void *b)
+{
+    const struct report_kind *x = a, *y = b;
+    if (x->before != y->before)
+        return x->before > y->before ? -1 : 1;
+    return strcmp(x->name, y->name);
+}
+
+/* Kinds are few; of a model that has more, the last stands for the rest. */
+static bool sort_kinds(struct report_items *out, const struct report *r)
+{
+    enum { MOST = 64 };
+    out->kinds = calloc(MOST, sizeof *out->kinds);
+    if (!out->kinds)
+        return false;
+    out->others = (struct report_kind){ .name = "everything else",
+                                        .elements = r->facts_a.elements,
+                                        .before = r->facts_a.tensor_bytes,
+                                        .after = r->facts_b.tensor_bytes };
+    for (size_t i = 0; i < out->n; i++) {
+        const struct report_item *item = &out->items[i];
+        const uint64_t elements = item->before ? (uint64_t)(item->rows * item->cols) : 0;
+        char name[sizeof out->kinds->name];
+        size_t k = 0;
+        (void)report_split_name(item->name, name, sizeof name);
+        while (k < out->n_kinds && strcmp(out->kinds[k].name, name) != 0)
+            k++;
+        if (k == MOST)
+            k--;
+        if (k == out->n_kinds)
+            strcpy(out->kinds[out->n_kinds++].name, k == MOST - 1 ? "others" : name);
+        struct report_kind *kind = &out->kinds[k], *rest = &out->others;
+        kind->weights++;
+        kind->elements += elements;
+        kind->before += item->before;
+        kind->after += item->after;
+        rest->elements -= elements < rest->elements ? elements : rest->elements;
+        rest->before -= item->before < rest->before ? item->before : rest->before;
+        rest->after -= item->after < rest->after ? item->after : rest->after;
+    }
+    qsort(out->kinds, out->n_kinds, sizeof *out->kinds, compare_kinds);
+    return true;
+}
+
+bool report_list(const struct report *r, const nib_plan *plan, struct report_items *out)
+{
+    *out = (struct report_items){ .planned = plan != NULL, .plan.bytes = sizeof out->plan };
+    if (plan && nib_plan_get_facts(plan, &out->plan))
+        return false;
+    out->items = calloc(r->n + out->plan.weights + r->facts_a.weights + r->facts_b.weights + 1, sizeof *out->items);
+    if (!out->items)
+        return false;
+    for (size_t i = 0; i < r->n; i++) {
+        const struct report_row *row = &r->rows[i];
+        struct report_item *item = &out->items[out->n++];
+        *item = (struct report_item){ .name = row->name, .rows = row->rows, .cols = row->cols, .row = row };
+        look_at(item);
+        if (!plan) {
+            item->before = stored_bytes(r->a, row->name);
+            item->after = stored_bytes(r->b, row->name);
+        }
+    }
+    if (plan) {
+        add_plan(out, plan, out->plan.weights);
+    } else {
+        add_alone(out, r, true);
+        add_alone(out, r, false);
+    }
+    qsort(out->items, out->n, sizeof *out->items, compare_items);
+    return sort_kinds(out, r);
+}
+
+void report_items_free(struct report_items *items)
+{
+    free(items->items);
+    free(items->kinds);
 }
 
 /* ---- Why two differ ---- */
@@ -166,13 +381,15 @@ json_t *report_differences(const char *a, const char *b)
 
 static json_t *side_of(const nib_checkpoint_facts *facts)
 {
-    json_t *side = json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I}", "path", text_json(facts->path), "format",
+    json_t *side = json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I, s:I, s:o}", "path", text_json(facts->path), "format",
                              nib_checkpoint_format_name(facts->format), "model_type", text_json(facts->model_type),
                              "files", (json_int_t)facts->files, "weights", (json_int_t)facts->weights, "tensor_bytes",
-                             (json_int_t)facts->tensor_bytes, "weight_elements", (json_int_t)facts->weight_elements);
+                             (json_int_t)facts->tensor_bytes, "weight_elements", (json_int_t)facts->weight_elements,
+                             "elements", (json_int_t)facts->elements, "bits_per_weight",
+                             text_number(text_bits(facts->tensor_bytes, facts->elements)));
     json_t *provenance = facts->provenance ? json_loads(facts->provenance, 0, NULL) : NULL;
-    if (side && provenance)
-        json_object_set_new(side, "provenance", provenance);
+    if (side)
+        json_object_set_new(side, "provenance", provenance ? provenance : json_null());
     return side;
 }
 
@@ -195,40 +412,76 @@ json_t *report_row_json(const struct report_row *row)
                      "elements", (json_int_t)row->elements, "blocks", (json_int_t)row->blocks);
 }
 
-static json_t *plan_of(const nib_plan *plan)
+static json_t *places_of(const nib_worst *list, double total)
 {
-    static const char *const actions[NIB_ACTION_COUNT] = { "quantize", "convert", "dequantize", "repair", "keep" };
-    nib_plan_facts facts = { .bytes = sizeof facts };
-    if (!plan || nib_plan_get_facts(plan, &facts))
-        return json_null();
-    json_t *rows = json_array();
-    for (size_t i = 0; rows && i < facts.weights; i++) {
-        nib_plan_row row = { .bytes = sizeof row };
-        if (nib_plan_get_row(plan, i, &row) == NIB_OK)
-            json_array_append_new(rows, json_pack("{s:o, s:s, s:o, s:o, s:I, s:I}", "name", text_json(row.name),
-                                                  "action", actions[row.action], "reason", text_json(row.reason),
-                                                  "group", text_json(row.group), "bytes_in", (json_int_t)row.bytes_in,
-                                                  "bytes_out", (json_int_t)row.bytes_out));
-    }
-    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:o}", "changed", (json_int_t)facts.changed, "kept",
-                     (json_int_t)facts.kept, "groups", (json_int_t)facts.groups, "bytes_in", (json_int_t)facts.bytes_in,
-                     "bytes_out", (json_int_t)facts.bytes_out, "rows", rows);
+    json_t *places = json_array();
+    for (int i = 0; places && i < NIB_WORST && list[i].error_squares > 0; i++)
+        json_array_append_new(places, json_pack("{s:I, s:I, s:o, s:o}", "row", (json_int_t)list[i].row, "col",
+                                                (json_int_t)list[i].col, "sqnr_db",
+                                                text_number(10 * log10(list[i].sum_squares / list[i].error_squares)),
+                                                "error_share", text_number(list[i].error_squares / total)));
+    return places;
 }
 
-static bool write_json(FILE *file, const struct report *r, const nib_plan *plan)
+static json_t *item_of(const struct report *r, const struct report_item *item)
 {
-    json_t *rows = json_array();
-    for (size_t i = 0; rows && i < r->n; i++)
-        json_array_append_new(rows, report_row_json(&r->rows[i]));
+    char kind[64];
+    const int layer = report_split_name(item->name, kind, sizeof kind);
+    json_t *object = item->row ? report_row_json(item->row)
+                               : json_pack("{s:o, s:[II]}", "name", text_json(item->name), "shape",
+                                           (json_int_t)item->rows, (json_int_t)item->cols);
+    json_t *more = json_pack("{s:s, s:o, s:o, s:o, s:I, s:I}", "fate", item->fate, "reason", text_json(item->reason),
+                             "kind", text_json(kind), "layer", layer < 0 ? json_null() : json_integer(layer), "bytes_a",
+                             (json_int_t)item->before, "bytes_b", (json_int_t)item->after);
+    if (object && more)
+        json_object_update(object, more);
+    json_decref(more);
+    const nib_weight_stats *s = item->row && item->row->detail != REPORT_NONE ? &r->details[item->row->detail] : NULL;
+    if (object && s) {
+        json_object_set_new(object, "code_counts", counts_of(s->codes, 16));
+        json_object_set_new(object, "scale_counts", counts_of(s->scales, 256));
+        json_object_set_new(object, "worst_rows", places_of(s->worst_rows, s->error_squares));
+        json_object_set_new(object, "worst_blocks", places_of(s->worst_blocks, s->error_squares));
+    }
+    return object;
+}
+
+static json_t *kind_of(const struct report_kind *kind)
+{
+    return json_pack("{s:o, s:I, s:I, s:I, s:I}", "kind", text_json(kind->name), "weights", (json_int_t)kind->weights,
+                     "elements", (json_int_t)kind->elements, "bytes_a", (json_int_t)kind->before, "bytes_b",
+                     (json_int_t)kind->after);
+}
+
+static json_t *plan_of(const struct report_items *items)
+{
+    const nib_plan_facts *p = &items->plan;
+    if (!items->planned)
+        return json_null();
+    return json_pack("{s:I, s:I, s:I, s:I, s:I}", "changed", (json_int_t)p->changed, "kept", (json_int_t)p->kept,
+                     "groups", (json_int_t)p->groups, "bytes_in", (json_int_t)p->bytes_in, "bytes_out",
+                     (json_int_t)p->bytes_out);
+}
+
+static bool write_json(FILE *file, const struct report *r, const struct report_items *items)
+{
+    json_t *rows = json_array(), *kinds = json_array();
+    for (size_t i = 0; rows && i < items->n; i++)
+        json_array_append_new(rows, item_of(r, &items->items[i]));
+    for (size_t i = 0; kinds && i < items->n_kinds; i++)
+        json_array_append_new(kinds, kind_of(&items->kinds[i]));
+    if (kinds)
+        json_array_append_new(kinds, kind_of(&items->others));
     const double sqnr = r->error_squares > 0 ? 10 * log10(r->sum_squares / r->error_squares) : INFINITY;
-    json_t *report = json_pack(
-        "{s:s, s:o, s:o, s:I, s:I, s:I, s:I, s:o, s:I, s:I, s:I, s:o, s:o, s:o, s:o, s:o}", "nib", nib_version(), "a",
-        side_of(&r->facts_a), "b", side_of(&r->facts_b), "compared", (json_int_t)r->n, "changed",
-        (json_int_t)r->changed, "only_a", (json_int_t)r->only_a, "only_b", (json_int_t)r->only_b, "sqnr_db",
-        text_number(sqnr), "zeroed", (json_int_t)r->zeroed, "clipped", (json_int_t)r->clipped, "underflowed_blocks",
-        (json_int_t)r->underflowed, "differences", report_differences(r->facts_a.provenance, r->facts_b.provenance),
-        "code_counts", counts_of(r->codes, 16), "scale_counts", counts_of(r->scales, 256), "plan", plan_of(plan),
-        "weights", rows);
+    json_t *report = text_report(
+        "report", json_pack("{s:o, s:o, s:I, s:I, s:I, s:I, s:o, s:I, s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o}", "a",
+                            side_of(&r->facts_a), "b", side_of(&r->facts_b), "compared", (json_int_t)r->n, "changed",
+                            (json_int_t)r->changed, "only_a", (json_int_t)r->only_a, "only_b", (json_int_t)r->only_b,
+                            "sqnr_db", text_number(sqnr), "zeroed", (json_int_t)r->zeroed, "clipped",
+                            (json_int_t)r->clipped, "underflowed_blocks", (json_int_t)r->underflowed, "differences",
+                            report_differences(r->facts_a.provenance, r->facts_b.provenance), "code_counts",
+                            counts_of(r->codes, 16), "scale_counts", counts_of(r->scales, 256), "plan", plan_of(items),
+                            "kinds", kinds, "weights", rows));
     const bool good = report && json_dumpf(report, file, JSON_INDENT(1)) == 0 && fputc('\n', file) != EOF;
     json_decref(report);
     return good;
@@ -321,7 +574,10 @@ bool report_write(const struct report *report, const nib_plan *plan, const char 
     bool good = file != NULL;
     errno = good ? 0 : errno;
     if (good) {
-        good = ends_with(path, ".json") ? write_json(file, report, plan) : report_write_html(file, report, plan);
+        struct report_items items;
+        good = report_list(report, plan, &items) &&
+               (ends_with(path, ".json") ? write_json(file, report, &items) : report_write_html(file, report, &items));
+        report_items_free(&items);
         good &= !ferror(file) && fflush(file) == 0;
         good &= fclose(file) == 0;
         good = good && rename(temporary, path) == 0;

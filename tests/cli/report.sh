@@ -27,6 +27,7 @@ python3 tests/cli/damaged.py --make "$work" || exit 1
 original=$work/original
 
 run 0 "$NIB" quantize -q --report "$work/q.html" "$original" "$work/q"
+run 0 "$NIB" quantize -q -f --report "$work/q.json" "$original" "$work/q"
 run 0 "$NIB" quantize -q --scale rtn --report "$work/r.json" "$original" "$work/r"
 run 0 "$NIB" quantize -q --format gguf "$original" "$work/q.gguf"
 run 2 "$NIB" quantize -q --report "$work/q.txt" "$original" "$work/s"
@@ -107,18 +108,56 @@ for threads in 1 2 3; do
     cmp -s "$work/ct.json" "$work/t$threads.json" || fail "the report depends on the number of threads"
 done
 
+# What the report says of every weight: what became of it and why, its size, where it errs most.
+json "$work/q.json" 'sorted(set(w["fate"] for w in r["weights"])) == ["kept", "quantized"]'
+json "$work/q.json" '{w["name"]: w["reason"] for w in r["weights"] if w["fate"] == "kept"} == {
+    "lm_head": "the output head", "model.embed_tokens": "an embedding", "model.layers.2.mlp.gate": "a router"}'
+json "$work/q.json" 'sum(k["bytes_a"] for k in r["kinds"]) == r["a"]["tensor_bytes"] and sum(k["bytes_b"] for k in r["kinds"]) == r["b"]["tensor_bytes"]'
+json "$work/q.json" 'sum(k["weights"] for k in r["kinds"]) == len(r["weights"]) == 27 and sum(k["elements"] for k in r["kinds"]) == r["a"]["elements"]'
+json "$work/q.json" 'all(len(w["worst_rows"]) == len(w["worst_blocks"]) == 8 and sum(w["code_counts"]) == w["elements"]
+    and 0 < w["worst_blocks"][0]["error_share"] < w["worst_rows"][0]["error_share"] < 1
+    and w["worst_rows"][0]["sqnr_db"] < w["sqnr_db"] + 3 for w in r["weights"] if w["fate"] == "quantized")'
+json "$work/q.json" '[w["sqnr_db"] for w in r["weights"]][:24] == sorted(w["sqnr_db"] for w in r["weights"] if w["sqnr_db"])'
+# Weights that one alone has are in the report too.
+python3 - "$work/original" "$work/less" <<'EOP'
+import json, os, shutil, struct, sys
+shutil.copytree(*sys.argv[1:])
+os.chdir(sys.argv[2])
+for name in [n for n in os.listdir() if n.endswith(".safetensors")]:
+    data = open(name, "rb").read()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:8 + size])
+    for key in [k for k in header if "layers.0.mlp.up_proj" in k]:
+        header[key.replace("up_proj", "other_proj")] = header.pop(key)
+    text = json.dumps(header).encode()
+    open(name, "wb").write(struct.pack("<Q", len(text)) + text + data[8 + size:])
+for name in [n for n in os.listdir() if n.endswith(".index.json")]:
+    text = open(name).read().replace("layers.0.mlp.up_proj", "layers.0.mlp.other_proj")
+    open(name, "w").write(text)
+EOP
+run 0 "$NIB" compare -q "$original" "$work/less" --report "$work/less.json"
+json "$work/less.json" 'r["only_a"] == r["only_b"] == 1 and len(r["weights"]) == 28'
+json "$work/less.json" '{w["name"][15:]: (w["fate"], w["bytes_a"] > 0, w["bytes_b"] > 0) for w in r["weights"] if "only" in w["fate"]} == {
+    "mlp.up_proj": ("only in the first", True, False), "mlp.other_proj": ("only in the second", False, True)}'
+run 0 "$NIB" compare -q "$original" "$work/less" --report "$work/less.html"
+
 # Names that a page must not obey.
 mkdir "$work/<b>&\"x"
 cp -r "$work/q/." "$work/<b>&\"x"
 run 0 "$NIB" compare "$original" "$work/<b>&\"x" --report "$work/names.html"
 grep -q '<h1>&lt;b&gt;&amp;&quot;x</h1>' "$work/names.html" || fail "names are not escaped"
+python3 tests/cli/hostile.py "$work/hostile" >"$work/names" || fail "no hostile names"
+for end in html json; do
+    run 0 "$NIB" quantize -q -f --ignore '*%n*' --report "$work/hostile.$end" "$work/hostile" "$work/hostile-q"
+done
+python3 -c 'import json, sys; a, b = (json.load(open(p)) for p in sys.argv[1:]); assert sorted(a) == sorted(w["name"] for w in b["weights"])' \
+    "$work/names" "$work/hostile.json" || fail "names are not what they were"
 
 [ $failures = 0 ] || exit 1
-for browser in chromium chromium-browser google-chrome firefox; do
-    command -v $browser >/dev/null || continue
-    python3 tests/cli/look.py "$work/q.html" $browser
+if python3 -c 'import sys; sys.path.insert(0, "tests/cli"); import browser; sys.exit(browser.find() is None)'; then
+    python3 tests/cli/look.py "$work/q.html" "$work/q.json" "$work/hostile.html" "$work/hostile.json"
     exit
-done
-echo "there is no chromium, chrome or firefox to look at the report with"
+fi
+echo "there is no chromium or chrome to look at the report with"
 [ "${CI:-}" = true ] && exit 1
 exit 77

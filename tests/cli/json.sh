@@ -1,0 +1,82 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Reports in JSON are what docs/json.md says: field by field, with hostile names, and where values are not finite.
+set -u
+NIB=${NIB:?the path of the tool}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+reports=()
+
+fail() {
+    echo "FAILED: $1" | cat -v
+    failures=$((failures + 1))
+}
+# report STATUS NAME COMMAND...: what a command prints, a report by the table NAME.
+report() {
+    local expected=$1 name=$2 status=0 file=$work/report${#reports[@]}
+    shift 2
+    "$@" >"$file" 2>"$work/err" </dev/null || status=$?
+    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected: $(head -3 "$work/err")"
+    [ "$expected" = 2 ] || reports+=("$name=$file")
+    [ "$expected" != 2 ] || [ ! -s "$file" ] || fail "$*: it failed and printed something"
+}
+
+python3 tests/cli/hostile.py "$work/in" >/dev/null || exit 1
+report 0 plan "$NIB" quantize --json --dry-run "$work/in" "$work/none"
+report 0 plan "$NIB" quantize --json --report "$work/q.json" "$work/in" "$work/q"
+report 0 plan "$NIB" quantize --json --scheme nvfp4 --ignore 're:.*\.0' --report "$work/k.json" "$work/in" "$work/k"
+report 0 plan "$NIB" convert --json --format modelopt "$work/q" "$work/mo"
+report 0 plan "$NIB" dequantize --json "$work/q" "$work/plain"
+report 0 check "$NIB" check --json "$work/q"
+report 0 check "$NIB" check --json --against "$work/in" "$work/q"
+report 0 compare "$NIB" compare --json "$work/in" "$work/q" --report "$work/c.json"
+report 0 compare "$NIB" compare --json --top 0 "$work/q" "$work/q"
+report 0 compare "$NIB" compare --json "$work/k" "$work/q"
+report 0 inspect "$NIB" inspect --json "$work/in"
+report 0 inspect "$NIB" inspect --json "$work/k"
+report 0 inspect "$NIB" inspect --json --quick "$work/q"
+reports+=("report=$work/q.json" "report=$work/k.json" "report=$work/c.json")
+
+# A path that is not UTF-8, scales that are not finite, a finding, a weight that cannot be read.
+cp -r "$work/k" "$work/b"$'\xff\x01'"d"
+report 0 inspect "$NIB" inspect --json "$work/b"$'\xff\x01'"d"
+report 0 check "$NIB" check --json "$work/b"$'\xff\x01'"d"
+report 0 plan "$NIB" dequantize --json --dry-run "$work/in" "$work/o"$'\xfe'
+cp -r "$work/k" "$work/bad"
+python3 - "$work/bad/model.safetensors" <<'EOP'
+import json, struct, sys
+data = bytearray(open(sys.argv[1], "rb").read())
+size = struct.unpack("<Q", data[:8])[0]
+header = json.loads(data[8:8 + size])
+for suffix, value in ((".weight_global_scale", float("nan")), (".input_global_scale", float("inf"))):
+    for name in header:
+        if name.endswith(suffix):
+            struct.pack_into("<f", data, 8 + size + header[name]["data_offsets"][0], value)
+for name in list(header)[:40]:
+    if name.endswith(".weight_scale"):
+        data[8 + size + header[name]["data_offsets"][0]] = 0x7F
+open(sys.argv[1], "wb").write(data)
+EOP
+report 1 check "$NIB" check --json "$work/bad"
+report 0 inspect "$NIB" inspect --json "$work/bad"
+report 0 compare "$NIB" compare --json "$work/in" "$work/bad" --report "$work/bad.json"
+report 0 compare "$NIB" compare --json "$work/bad" "$work/q"
+reports+=("report=$work/bad.json")
+report 2 plan "$NIB" quantize --json "$work/none" "$work/x"
+report 2 inspect "$NIB" inspect --json "$work/none"
+report 2 check "$NIB" check --json "$work/none"
+report 2 compare "$NIB" compare --json "$work/none" "$work/q"
+
+python3 tests/cli/schema.py "${reports[@]}" || fail "reports are not what docs/json.md says"
+# The same of a page with values that are not finite: no number in it may be inf or nan.
+"$NIB" compare -q "$work/in" "$work/bad" --report "$work/bad.html" >/dev/null || fail "no page"
+! grep -qiE '="[^"]*(inf|nan)[^"a-z]*"' "$work/bad.html" || fail "a value that is not finite is in an attribute of the page"
+# And that a report which is not so is noticed.
+sed 's/"schema": 1/"schema": "1"/; s/"kept"/"held"/' "$work/report0" >"$work/wrong"
+python3 tests/cli/schema.py "plan=$work/wrong" >"$work/out" && fail "a wrong report passes"
+for text in 'plan.schema is not integer' 'plan.held is not in docs/json.md' 'plan.kept is missing'; do
+    grep -qF "$text" "$work/out" || fail "it is not noticed that $text"
+done
+
+[ $failures = 0 ]
