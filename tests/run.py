@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -27,6 +28,7 @@ CLOSING = re.compile(r"^(\d+) passed, (\d+) failed(?:, (\d+) skipped)?$")
 TORCH = "torch==2.13.0"
 ORACLES = ["compressed-tensors", "nvidia-modelopt", "torchao", "safetensors", "numpy", "ml_dtypes", "transformers>=5",
            "gguf>=0.19", "requests"]  # modelopt imports requests without asking for it
+WORKERS = os.cpu_count() or 1
 campaign = False
 
 
@@ -60,8 +62,34 @@ class Tally:
         else:
             self.skip(what, why)
 
+    def add(self, other):
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+
     def line(self):
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+
+def slowness():
+    """How much longer things take now than on the quiet machine for which the limits were set; at least 1."""
+    start = time.time()
+    for _ in range(3_000_000):
+        pass
+    return max(1.0, (time.time() - start) / 0.15)
+
+
+def stop(process):
+    """End a program and its children; they get a moment to remove what is half-written, as make does."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            return process.communicate(timeout=10)[0]
+        except subprocess.TimeoutExpired:
+            continue
+        except ProcessLookupError:
+            break
+    return process.communicate()[0]
 
 
 def run(command, env=None, timeout=600):
@@ -73,16 +101,31 @@ def run(command, env=None, timeout=600):
                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         return "not run", str(error)
-    try:
-        output = process.communicate(timeout=timeout)[0]
-        status = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the children of a script too
-        status, output = f"no end after {timeout} s", process.communicate()[0]
-    except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return status, output.decode(errors="replace")
+    start, limit = time.time(), timeout
+    while True:
+        try:
+            output = process.communicate(timeout=max(1, limit - (time.time() - start)))[0]
+            return process.returncode, output.decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            if timeout * slowness() > limit:  # a slow or busy machine is no fault
+                limit = timeout * slowness() + 1
+                continue
+            return f"no end after {limit:.0f} s", stop(process).decode(errors="replace")
+        except KeyboardInterrupt:
+            stop(process)
+            raise
+
+
+def run_together(tally, jobs):
+    """Call jobs, each with a tally of its own, on all processors; begin with what takes longest."""
+    def one(job):
+        own = Tally()
+        job(own)
+        return own
+
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        for own in pool.map(one, jobs):
+            tally.add(own)
 
 
 def run_counted(tally, what, command, env=None, timeout=900):
@@ -108,12 +151,20 @@ def build(tally, folder, flags=(), compiler="gcc"):
         return path
     if not shutil.which(compiler):
         return tally.missing(f"build {folder}", f"there is no {compiler}")
+    # A build that was killed may leave half an object file that looks finished: begin again.
+    under_way = os.path.join(path, "under_way")
+    fresh = ["--clean-first"] if os.path.exists(under_way) else []
+    os.makedirs(path, exist_ok=True)
+    open(under_way, "w", encoding="utf-8").close()
     steps = [["cmake", "-S", ROOT, "-B", path, "-DNIB_WERROR=ON", *flags],
-             ["cmake", "--build", path, "--parallel", str(os.cpu_count() or 1)]]
+             ["cmake", "--build", path, *fresh, "--parallel", str(WORKERS)]]
     for step in steps:
         status, output = run(step, {"CC": compiler}, timeout=1200)
         if status != 0:
+            if isinstance(status, int) and status > 0:
+                os.unlink(under_way)
             return tally.fail(f"build {folder}", output)
+    os.unlink(under_way)
     tally.ok()
     build.done.add(path)
     return path
@@ -122,43 +173,72 @@ def build(tally, folder, flags=(), compiler="gcc"):
 build.done = set()
 
 
-def run_programs(tally, path, env=None):
+# Test programs share the processors: a team of threads that waits must not burn one.
+SHARED = {"OMP_WAIT_POLICY": "passive"}
+LONGEST = ("test_quantize_layouts", "test_environment", "test_devices", "test_kernels", "test_publish")
+
+
+def program_jobs(path, env=None):
     """Every test program, the corpora of the fuzz targets and the golden files."""
-    for source in files("tests/test_*.c"):
-        run_counted(tally, stem(source), [os.path.join(path, "tests", stem(source))], env)
+    env = {**SHARED, **(env or {})}
 
-    for source in files("tests/fuzz/fuzz_*.c"):
-        name = stem(source)
-        corpus = [f for f in files(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*") if os.path.isfile(f)]
-        if not corpus:
-            tally.fail(f"{name}: no corpus")
-            continue
-        status, output = run([os.path.join(path, "tests/fuzz", name), *corpus], env)
-        if status == 0:
-            tally.ok()
-        else:
-            tally.fail(f"{name} on its corpus: exit {status}", output)
+    def program(source):
+        return lambda tally: run_counted(tally, stem(source), [os.path.join(path, "tests", stem(source))], env)
 
-    if os.path.exists(os.path.join(path, "nib")):
-        run_counted(tally, "nib conform", [os.path.join(path, "nib"), "conform", *files("tests/golden/*.safetensors")], env)
+    def target(source):
+        def job(tally):
+            name = stem(source)
+            corpus = [f for f in files(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*") if os.path.isfile(f)]
+            if not corpus:
+                return tally.fail(f"{name}: no corpus")
+            status, output = run([os.path.join(path, "tests/fuzz", name), *corpus], env)
+            return tally.ok() if status == 0 else tally.fail(f"{name} on its corpus: exit {status}", output)
+        return job
+
+    sources = sorted(files("tests/test_*.c"), key=lambda source: stem(source) not in LONGEST)
+    jobs = [program(source) for source in sources] + [target(source) for source in files("tests/fuzz/fuzz_*.c")]
+    tool = os.path.join(path, "nib")
+    if os.path.exists(tool):
+        jobs.append(lambda tally: run_counted(tally, "nib conform", [tool, "conform", *files("tests/golden/*.safetensors")], env))
+    return jobs
+
+
+def script_jobs(path, pattern, more=None, logs=None):
+    """Shell scripts: exit 0 is a pass, 77 a skip with the last line as its reason. A folder `logs` keeps what they print."""
+    env = {"NIB": os.path.join(path, "nib"), "BUILD": path, "LC_ALL": "C", **(more or {})}
+
+    def script_job(script):
+        def job(tally):
+            what = os.path.relpath(script, ROOT)
+            status, output = run(["bash", script], env)
+            if logs:
+                os.makedirs(logs, exist_ok=True)
+                with open(os.path.join(logs, stem(script) + ".log"), "w", encoding="utf-8") as log:
+                    log.write(output)
+            if status == 0:
+                tally.ok()
+            elif status == 77:
+                tally.skip(what, (output.strip().splitlines() or ["no reason"])[-1])
+            else:
+                tally.fail(f"{what}: exit {status}", output)
+        return job
+
+    return [script_job(script) for script in files(pattern)]
 
 
 def run_scripts(tally, path, pattern, more=None, logs=None):
-    """Shell scripts: exit 0 is a pass, 77 a skip with the last line as its reason. A folder `logs` keeps what they print."""
-    env = {"NIB": os.path.join(path, "nib"), "BUILD": path, "LC_ALL": "C", **(more or {})}
-    for script in files(pattern):
-        what = os.path.relpath(script, ROOT)
-        status, output = run(["bash", script], env)
-        if logs:
-            os.makedirs(logs, exist_ok=True)
-            with open(os.path.join(logs, stem(script) + ".log"), "w", encoding="utf-8") as log:
-                log.write(output)
+    for job in script_jobs(path, pattern, more, logs):
+        job(tally)
+
+
+def example_job(path, source):
+    def job(tally):
+        status, output = run([os.path.join(path, "examples", stem(source))])
         if status == 0:
             tally.ok()
-        elif status == 77:
-            tally.skip(what, (output.strip().splitlines() or ["no reason"])[-1])
         else:
-            tally.fail(f"{what}: exit {status}", output)
+            tally.fail(f"examples/{stem(source)}: exit {status}", output)
+    return job
 
 
 # ---- Stages ----------------------------------------------------------------------------------------------
@@ -166,22 +246,15 @@ def run_scripts(tally, path, pattern, more=None, logs=None):
 
 def stage_gcc(tally):
     path = build(tally, "build")
-    if not path:
-        return
-    run_programs(tally, path)
-    run_scripts(tally, path, "tests/cli/*.sh")
-    for source in files("examples/*.c"):
-        status, output = run([os.path.join(path, "examples", stem(source))])
-        if status == 0:
-            tally.ok()
-        else:
-            tally.fail(f"examples/{stem(source)}: exit {status}", output)
+    if path:
+        run_together(tally, [*script_jobs(path, "tests/cli/*.sh", SHARED), *program_jobs(path),
+                             *(example_job(path, source) for source in files("examples/*.c"))])
 
 
 def stage_clang(tally):
     path = build(tally, "build/clang", compiler="clang")
     if path:
-        run_programs(tally, path)
+        run_together(tally, program_jobs(path))
 
 
 def stage_asan(tally):
@@ -189,14 +262,14 @@ def stage_asan(tally):
     flags = ["-DNIB_SANITIZE=ON", "-DNIB_WERROR=OFF", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_C_FLAGS_DEBUG=-O1 -g"]
     path = build(tally, "build/asan", flags)
     if path:
-        run_programs(tally, path, {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1",
-                                   "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"})
+        run_together(tally, program_jobs(path, {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1",
+                                                "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}))
 
 
 def stage_serial(tally):
     path = build(tally, "build/serial", ["-DNIB_OPENMP=OFF"])
     if path:
-        run_programs(tally, path)
+        run_together(tally, program_jobs(path))
 
 
 def stage_mpi(tally):
@@ -231,23 +304,36 @@ def stage_neon(tally):
     os.makedirs(folder)
     compile_one = [CROSS, "-std=gnu11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Iinclude", "-Isrc",
                    "-Itests"]
-    objects = []
-    for source in [*files("src/*/*.c"), *files("src/*/*/*.c")]:
-        objects.append(os.path.join(folder, stem(source) + ".o"))
-        status, output = run([*compile_one, "-c", source, "-o", objects[-1]])
-        if status != 0:
-            return tally.fail(f"{CROSS} {os.path.relpath(source, ROOT)}", output)
+    sources = [*files("src/*/*.c"), *files("src/*/*/*.c")]
+    objects = [os.path.join(folder, stem(source) + ".o") for source in sources]
+    compiled = Tally()
+
+    def compile_job(source, target):
+        def job(own):
+            status, output = run([*compile_one, "-c", source, "-o", target])
+            if status != 0:
+                own.fail(f"{CROSS} {os.path.relpath(source, ROOT)}", output)
+        return job
+
+    run_together(compiled, [compile_job(*pair) for pair in zip(sources, objects)])
+    tally.add(compiled)
+    if compiled.failed:
+        return
     tally.ok()
-    for name in NEON_TESTS + (NEON_LONG_TESTS if campaign else []):
-        program = os.path.join(folder, name)
-        status, output = run([*compile_one, "-static", f"tests/{name}.c", *objects, "-lm", "-pthread", "-o", program])
-        if status == 0:
+
+    def test_job(name):
+        def job(own):
+            program = os.path.join(folder, name)
+            status, output = run([*compile_one, "-static", f"tests/{name}.c", *objects, "-lm", "-pthread", "-o", program])
+            if status != 0:
+                return own.fail(f"{CROSS} tests/{name}.c", output)
             # A campaign in an emulator would take days: only more rounds of the kernels.
-            run_counted(tally, f"{name} on AArch64", ["env", "-u", "NIB_CAMPAIGN", EMULATOR, program],
-                        {"NIB_ROUNDS": "20" if campaign else "1"}, 1800)
-        else:
-            tally.fail(f"{CROSS} tests/{name}.c", output)
-    golden_on_neon(tally, folder, compile_one, objects)
+            return run_counted(own, f"{name} on AArch64", ["env", "-u", "NIB_CAMPAIGN", EMULATOR, program],
+                               {"NIB_ROUNDS": "20" if campaign else "1"}, 1800)
+        return job
+
+    run_together(tally, [*(test_job(name) for name in NEON_TESTS + (NEON_LONG_TESTS if campaign else [])),
+                         lambda own: golden_on_neon(own, folder, compile_one, objects)])
 
 
 def golden_on_neon(tally, folder, compile_one, objects):
@@ -306,8 +392,16 @@ def needs_of(script):
     return None
 
 
+environment_lock = threading.Lock()
+
+
 def virtual_environment(folder, packages, own=False):
     """A Python with these packages (in this order), or (None, why). own: without what the system has."""
+    with environment_lock:
+        return make_environment(folder, packages, own)
+
+
+def make_environment(folder, packages, own):
     path = os.path.join(ROOT, folder)
     python = os.path.join(path, "bin/python")
     if not os.path.exists(python):
@@ -359,8 +453,12 @@ def stage_rules(tally):
     rules_by_nvcc(tally, common, os.path.join(folder, "nvcc"), wanted)
 
 
+def cuda_environment():
+    return virtual_environment("build/venv-cuda", [CUDA_PACKAGES], own=True)
+
+
 def rules_by_nvcc(tally, common, program, wanted):
-    python, why = virtual_environment("build/venv-cuda", [CUDA_PACKAGES], own=True)
+    python, why = cuda_environment()
     if not python:
         return tally.missing("rules with nvcc", why)
     toolkit = glob.glob(os.path.join(os.path.dirname(python), "../lib/python*/site-packages/nvidia/cu13"))[0]
@@ -389,51 +487,80 @@ def torch_environment(packages):
     return None, "needs PyTorch; TORCH=1 installs it"
 
 
+def light_environment():
+    """What the scripts need that do without PyTorch."""
+    needs = [needs_of(script) for script in files("tests/check_*.py")]
+    light = sorted({need for need in needs if need is not None for need in need})
+    return virtual_environment("build/venv-light", [light] if light else [])
+
+
+def python_environments():
+    """Where the package is tried: in an environment of its own without PyTorch, and in one with it."""
+    return {"python": virtual_environment("build/venv-python", [["numpy", "pytest"]], own=True),
+            "python with PyTorch": torch_environment(["numpy", "pytest", "ml_dtypes"])}
+
+
+def prepare_environments():
+    """Downloads wait for the network, not for a processor: make them while the first stages compile."""
+    cuda_environment()
+    torch_environment(ORACLES)
+    light_environment()
+    python_environments()
+
+
 def stage_oracles(tally):
     """tests/check_*.py compare with other people's packages: argv is libnib.so and the tool."""
     path = build(tally, "build")
     if not path:
         return
-    scripts = {script: needs_of(script) for script in files("tests/check_*.py")}
-    light = sorted({need for needs in scripts.values() if needs is not None for need in needs})
-    light_python = torch_python = None
-    if None in scripts.values():
-        torch_python, why_torch = torch_environment(ORACLES)
-    if len(scripts) > list(scripts.values()).count(None):
-        light_python, why_light = virtual_environment("build/venv-light", [light] if light else [])
+    with_torch, light = torch_environment(ORACLES), light_environment()
 
-    for script, needs in scripts.items():
-        python, why = (torch_python, why_torch if not torch_python else "") if needs is None else \
-                      (light_python, why_light if not light_python else "")
-        if python:
-            run_counted(tally, stem(script), [python, script, os.path.join(path, "libnib.so"), os.path.join(path, "nib")],
-                        timeout=1200)
-        else:
-            tally.missing(stem(script), why)
+    def oracle_job(script):
+        def job(own):
+            python, why = with_torch if needs_of(script) is None else light
+            if not python:
+                return own.missing(stem(script), why)
+            return run_counted(own, stem(script), [python, script, os.path.join(path, "libnib.so"), os.path.join(path, "nib")],
+                               SHARED, timeout=1200)
+        return job
+
+    run_together(tally, [oracle_job(script) for script in files("tests/check_*.py")])
 
 
 def stage_python(tally):
-    """The package as a user installs it: in an environment of its own without PyTorch, then in one with it."""
-    environments = {"python": virtual_environment("build/venv-python", [["numpy", "pytest"]], own=True),
-                    "python with PyTorch": torch_environment(["numpy", "pytest", "ml_dtypes"])}
-    for what, (python, why) in environments.items():
-        if not python:
-            tally.missing(what, why)
-            continue
-        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--force-reinstall", "--no-deps", "."]
-        status, output = run(install, timeout=900)
+    """The package as a user installs it."""
+    wheels = os.path.join(ROOT, "build/wheels")
+    shutil.rmtree(wheels, ignore_errors=True)
+    environments = python_environments()
+    python = next((python for python, _ in environments.values() if python), None)
+    if python:
+        status, output = run([python, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "-w", wheels, "."],
+                             timeout=900)
         if status != 0:
-            tally.fail(f"{what}: pip install .", output)
-            continue
-        tally.ok()
-        run_counted(tally, what, [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/python"],
-                    {"PYTHONPATH": "", "NIB_LIBRARY": ""}, timeout=1500)
-        status, output = run([python, "bench/python_overhead.py"], {"PYTHONPATH": "", "NIB_LIBRARY": ""})
-        if status != 0:
-            tally.fail(f"{what}: bench/python_overhead.py", output)
-        else:
-            tally.ok()
-            print("  " + output.strip().splitlines()[-1], flush=True)
+            return tally.fail("pip wheel .", output)
+
+    def pytest_job(what, python, why):
+        def job(own):
+            if not python:
+                return own.missing(what, why)
+            status, output = run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--force-reinstall",
+                                  "--no-deps", *files("build/wheels/*.whl")])
+            if status != 0:
+                return own.fail(f"{what}: pip install", output)
+            own.ok()
+            return run_counted(own, what, [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/python"],
+                               {**SHARED, "PYTHONPATH": "", "NIB_LIBRARY": ""}, timeout=1500)
+        return job
+
+    run_together(tally, [pytest_job(what, *environment) for what, environment in reversed(environments.items())])
+    for what, (python, _) in environments.items():
+        if python:
+            status, output = run([python, "bench/python_overhead.py"], {"PYTHONPATH": "", "NIB_LIBRARY": ""})
+            if status != 0:
+                tally.fail(f"{what}: bench/python_overhead.py", output)
+            else:
+                tally.ok()
+                print("  " + output.strip().splitlines()[-1], flush=True)
 
 
 def stage_scripts(tally):
@@ -529,16 +656,16 @@ def main():
         os.environ["NIB_CAMPAIGN"] = "1"
 
     stages = {**STAGES, **LONG_STAGES} if campaign or arguments.stage in LONG_STAGES else STAGES
-    total = Tally()
-    for name, stage in stages.items():
-        if arguments.stage not in (None, name):
-            continue
-        tally, start = Tally(), time.time()
-        stage(tally)
-        print(f"{name:12} {tally.line()}, {time.time() - start:.0f} s", flush=True)
-        total.passed += tally.passed
-        total.failed += tally.failed
-        total.skipped += tally.skipped
+    chosen = [name for name in stages if arguments.stage in (None, name)]
+    if len(chosen) > 1:
+        threading.Thread(target=prepare_environments, daemon=True).start()
+    total, start = Tally(), time.time()
+    for number, name in enumerate(chosen, 1):
+        tally, stage_start = Tally(), time.time()
+        stages[name](tally)
+        now = time.time()
+        print(f"{name:12} {tally.line()}, {now - stage_start:.0f} s ({number} of {len(chosen)} stages, {now - start:.0f} s)", flush=True)
+        total.add(tally)
     print(total.line())
     return 1 if total.failed or not total.passed else 0
 
