@@ -3,6 +3,7 @@
  * test_quantize_layouts.c - strides, ranks, tails and guarded memory change no byte, and every layout comes back.
  */
 #define _GNU_SOURCE
+#include "tensor/quantize.h"
 #include "test_modes.h"
 
 /* ---- Layouts ---- */
@@ -162,6 +163,40 @@ TEST(nothing_beside_the_input_is_read_and_nothing_in_it_written)
                 const nib_array view = transposed_view(&guarded);
                 check_layout("guarded, transposed", &view);
             }
+            free(x.data);
+        }
+}
+
+/* Lines as files keep them: the same bytes, no scale between two lines and none behind the last, which a guard ends. */
+TEST(lines_without_padding)
+{
+    static const int64_t sizes[][2] = { { 1, 16 }, { 5, 48 },    { 17, 80 }, { 130, 144 },
+                                        { 3, 33 }, { 16, 1040 }, { 7, 4112 } };
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
+        for (int mode = 0; mode < MODES; mode++) {
+            const int64_t rows = sizes[s][0], cols = sizes[s][1], blocks = (cols + 15) / 16, line = (cols + 1) / 2;
+            const nib_quantizer q = mode_of(mode);
+            if (!supports(&q, rows, cols) || !q.rowwise)
+                continue;
+            snprintf(where, sizeof where, "%s, %lld rows of %lld", mode_names[mode], (long long)rows, (long long)cols);
+            const nib_array x = random_matrix(HEAVY, dtypes[(mode + s) % 3], rows, cols);
+            nib_quantizer plain = q;
+            plain.swizzled = 0;
+            nib_tensor *t = quantize(&plain, &x, NULL);
+            struct nib_usage_memory memory = { test_guarded((size_t)(rows * line), true),
+                                               test_guarded((size_t)(rows * blocks), true),
+                                               calloc((size_t)rows, sizeof(float)) };
+            CHECK_OK(nib_quantize_lines(&q, &x, NULL, &memory));
+            const uint8_t *scales = bytes_of(t, NIB_ROW_SCALE);
+            const int64_t stride = round_up(blocks, 4);
+            bool same =
+                memcmp(memory.codes, bytes_of(t, NIB_ROW_DATA), (size_t)(rows * line)) == 0 &&
+                memcmp(memory.tensor_scales, bytes_of(t, NIB_ROW_TENSOR_SCALE), size_of(t, NIB_ROW_TENSOR_SCALE)) == 0;
+            for (int64_t r = 0; r < rows; r++)
+                same = same && memcmp((uint8_t *)memory.scales + r * blocks, scales + r * stride, (size_t)blocks) == 0;
+            CHECK_THAT(same, "%s: other bytes", where);
+            free(memory.tensor_scales);
+            nib_tensor_destroy(t);
             free(x.data);
         }
 }

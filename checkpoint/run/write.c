@@ -58,9 +58,6 @@ struct scratch {
     size_t values_bytes;
     uint8_t *codes, *scales, *transposed;
     size_t codes_bytes, scales_bytes, transposed_bytes;
-    nib_tensor *tensor;
-    int64_t rows, cols;
-    nib_dtype dtype;
 };
 
 /* `memory` is the address of a pointer of any type. */
@@ -83,7 +80,6 @@ static void clear_scratch(struct scratch *scratch)
     nib_free(scratch->codes);
     nib_free(scratch->scales);
     nib_free(scratch->transposed);
-    nib_tensor_destroy(scratch->tensor);
 }
 
 static size_t size_of(nib_dtype dtype) { return (size_t)nib_dtypes[dtype].bits / 8; }
@@ -173,18 +169,10 @@ static nib_status put_codes(const struct writer *writer, struct scratch *scratch
 
 /* ---- What becomes of rows ---- */
 
-static nib_status prepare_tensor(struct scratch *scratch, const nib_quantizer *q, nib_dtype dtype, int64_t rows,
-                                 int64_t cols)
+static bool reserve_codes(struct scratch *scratch, int64_t rows, int64_t cols)
 {
-    if (scratch->tensor && scratch->rows == rows && scratch->cols == cols && scratch->dtype == dtype)
-        return NIB_OK;
-    nib_tensor_destroy(scratch->tensor);
-    scratch->tensor = NULL;
-    TRY(nib_tensor_create(q, dtype, 2, (int64_t[]){ rows, cols }, NULL, &scratch->tensor));
-    scratch->rows = rows;
-    scratch->cols = cols;
-    scratch->dtype = dtype;
-    return NIB_OK;
+    return reserve(&scratch->codes, &scratch->codes_bytes, (size_t)(rows * nib_ceil_div(cols, 2))) &&
+           reserve(&scratch->scales, &scratch->scales_bytes, (size_t)(rows * nib_ceil_div(cols, 16)));
 }
 
 static nib_status quantize_rows(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
@@ -192,38 +180,23 @@ static nib_status quantize_rows(const struct writer *writer, struct scratch *scr
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
     const nib_dtype dtype = plan->groups[w->group].dtype;
-    const int64_t cols = w->source.cols, blocks = cols / 16, shape[2] = { panel->count, cols };
+    const int64_t cols = w->source.cols, shape[2] = { panel->count, cols };
     const size_t bytes = (size_t)(panel->count * cols) * size_of(dtype);
     const float *amax = &writer->run->amaxes[w->group], one = 1;
     const bool nothing = nib_run_is_nothing(plan, *amax);
     const nib_overrides overrides = { .bytes = sizeof overrides,
                                       .amax = { nothing ? NULL : amax, NULL },
                                       .tensor_scale = { nothing ? &one : NULL, NULL } };
-    nib_array x, codes, scales;
-    if (!reserve(&scratch->values, &scratch->values_bytes, bytes))
+    nib_array x;
+    float tensor_scale; /* the group's: write_tensor_scales has it */
+    if (!reserve(&scratch->values, &scratch->values_bytes, bytes) || !reserve_codes(scratch, panel->count, cols))
         return no_memory();
     TRY(nib_ck_read_rows(plan->in, &w->source, panel->first, panel->count, dtype, scratch->values));
     TRY(nib_array_init(&x, scratch->values, dtype, 2, shape));
     x.device = nib_serial_host();
-    TRY(prepare_tensor(scratch, &plan->q, dtype, panel->count, cols));
-    TRY(nib_quantize_into(&plan->q, &x, &overrides, NULL, scratch->tensor));
-    TRY(nib_tensor_part(scratch->tensor, NIB_ROW_DATA, &codes));
-    TRY(nib_tensor_part(scratch->tensor, NIB_ROW_SCALE, &scales));
-    const uint8_t *lines = scales.data;
-    if (scales.shape[1] != blocks) { /* lines are padded to multiples of 4 */
-        if (!reserve(&scratch->scales, &scratch->scales_bytes, (size_t)(panel->count * blocks)))
-            return no_memory();
-        for (int64_t r = 0; r < panel->count; r++)
-            memcpy(scratch->scales + r * blocks, lines + r * scales.shape[1], (size_t)blocks);
-        lines = scratch->scales;
-    }
-    return put_codes(writer, scratch, panel, codes.data, lines);
-}
-
-static bool reserve_codes(struct scratch *scratch, int64_t rows, int64_t cols)
-{
-    return reserve(&scratch->codes, &scratch->codes_bytes, (size_t)(rows * nib_ceil_div(cols, 2))) &&
-           reserve(&scratch->scales, &scratch->scales_bytes, (size_t)(rows * nib_ceil_div(cols, 16)));
+    TRY(nib_quantize_lines(&plan->q, &x, &overrides,
+                           &(struct nib_usage_memory){ scratch->codes, scratch->scales, &tensor_scale }));
+    return put_codes(writer, scratch, panel, scratch->codes, scratch->scales);
 }
 
 static nib_status convert_mxfp4(const struct writer *writer, struct scratch *scratch, const struct panel *panel)

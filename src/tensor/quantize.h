@@ -43,6 +43,11 @@ nib_status nib_quantize_usages(const nib_device *host, const nib_quantizer *q, c
                                const nib_overrides *overrides, const struct nib_geometry *geometry,
                                const struct nib_usage_memory memory[2]);
 
+/* The rowwise usage alone, as files keep it: lines of scales without padding. x is an array of the host, overrides are
+ * checked, and the tensor scale, or those of the rows, come with codes and scales. */
+NIB_PRIVATE nib_status nib_quantize_lines(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
+                                          const struct nib_usage_memory *memory);
+
 /* Rows first..first+count-1 of the matrix from one usage to `out`, whose leading dims have `count` rows in all. */
 void nib_dequantize_usage(const nib_device *host, const nib_quantizer *q, const struct nib_geometry *geometry,
                           nib_usage from, const struct nib_usage_memory *memory, int64_t first, int64_t count,
