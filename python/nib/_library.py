@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C library as ctypes sees it: the headers of libnib, and nothing else.
 
-Enums are IntEnums, structs are ctypes.Structures with the names of the header's fields, functions are attributes of
-`lib` by their own names. A function that returns nib_status raises an Error with the library's message instead
-(`lib.nib_quantize(...)`); `raw` has the same functions without that, for calls that must be quick and look at the
-status themselves. Both release the GIL. tests/python/test_header.py compares all of this with the headers.
+Enums are IntEnums (formats and dialects by the library's own names), structs are ctypes.Structures with the names of
+the header's fields, functions are attributes of `lib` by their own names. A function that returns nib_status raises
+an Error with the library's message instead (`lib.nib_quantize(...)`); `raw` has the same functions without that, for
+calls that must be quick and look at the status themselves. Both release the GIL. tests/python/test_header.py compares
+all of this with the headers.
 """
 import ctypes
 import enum
+import itertools
 import os
 from ctypes import (CFUNCTYPE, POINTER as P, Structure, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t,
                     c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
@@ -116,22 +118,6 @@ class DType(enum.IntEnum):
     E5M2FNUZ = 21
 
 
-class Format(enum.IntEnum):
-    NVFP4 = 0
-    FLOAT8 = 1
-    MXFP8 = 2
-    FLOAT8_BLOCK = 3
-    MXFP4 = 4
-
-
-class Dialect(enum.IntEnum):
-    TE = 0
-    GIST = 1
-    TORCHAO = 2
-    MODELOPT = 3
-    COMPRESSED_TENSORS = 4
-
-
 class ScaleRule(enum.IntEnum):
     RTN = 0
     FOUR_OVER_SIX = 1
@@ -192,13 +178,6 @@ class Part(enum.IntEnum):
 MAX_RANK = 8
 PART_COUNT = len(Part)
 RHT_SIGN_MASK = 0xD7E8
-
-# The headers' enums by name: their constants are these with the prefix (and NIB_SCALE_4OVER6 for FOUR_OVER_SIX).
-ENUMS = {"nib_dtype": (DType, "NIB_"), "nib_format": (Format, "NIB_"), "nib_dialect": (Dialect, "NIB_DIALECT_"),
-         "nib_scale_rule": (ScaleRule, "NIB_SCALE_"), "nib_error_mode": (ErrorMode, "NIB_ERROR_"),
-         "nib_rounding": (Rounding, "NIB_ROUND_"), "nib_tensor_scale": (TensorScale, "NIB_TENSOR_SCALE_"),
-         "nib_tensor_scale_rule": (TensorScaleRule, "NIB_TENSOR_SCALE_RULE_"), "nib_mx_rule": (MxRule, "NIB_MX_"),
-         "nib_amax_choice": (AmaxChoice, "NIB_AMAX_"), "nib_usage": (Usage, "NIB_"), "nib_part": (Part, "NIB_")}
 
 # ---- Structs ---------------------------------------------------------------------------------------------
 
@@ -495,6 +474,26 @@ def _check(status, _function, _arguments):
 path = _find()
 raw = _Functions(path, check=False)
 lib = _Functions(path, check=True)
+
+# ---- Enums that the library itself has names for ---------------------------------------------------------
+
+
+def _enum_of(kind, name_of):
+    """An IntEnum of the names of the values 0, 1, ...: "compressed-tensors" is COMPRESSED_TENSORS."""
+    names = itertools.takewhile(lambda name: name is not None, map(name_of, itertools.count()))
+    return enum.IntEnum(kind, {name.decode().upper().replace("-", "_"): value for value, name in enumerate(names)},
+                        module=__name__)
+
+
+Format = _enum_of("Format", raw.nib_format_name)
+Dialect = _enum_of("Dialect", raw.nib_dialect_name)
+
+# The headers' enums by name: their constants are these with the prefix (and NIB_SCALE_4OVER6 for FOUR_OVER_SIX).
+ENUMS = {"nib_dtype": (DType, "NIB_"), "nib_format": (Format, "NIB_"), "nib_dialect": (Dialect, "NIB_DIALECT_"),
+         "nib_scale_rule": (ScaleRule, "NIB_SCALE_"), "nib_error_mode": (ErrorMode, "NIB_ERROR_"),
+         "nib_rounding": (Rounding, "NIB_ROUND_"), "nib_tensor_scale": (TensorScale, "NIB_TENSOR_SCALE_"),
+         "nib_tensor_scale_rule": (TensorScaleRule, "NIB_TENSOR_SCALE_RULE_"), "nib_mx_rule": (MxRule, "NIB_MX_"),
+         "nib_amax_choice": (AmaxChoice, "NIB_AMAX_"), "nib_usage": (Usage, "NIB_"), "nib_part": (Part, "NIB_")}
 
 
 def shape_array(shape):

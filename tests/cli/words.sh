@@ -41,14 +41,14 @@ while read -r command option words; do
     done
 done <<<"$listed"
 
-# Python's enums, by the names that the header gives them.
+# Python's enums, by the names that the header gives them; its formats and dialects are the library's own.
 python3 - "$listed" <<'END' || fail "Python's enums have other words"
 import ast, re, sys
 listed = {tuple(line.split()[:2]): line.split()[2:] for line in sys.argv[1].splitlines()}
 text = open("python/nib/_library.py").read()
 classes = {n.name: [t.targets[0].id for t in n.body if isinstance(t, ast.Assign)] for n in ast.parse(text).body if isinstance(n, ast.ClassDef)}
 good = True
-for enum, option, extra in (("nib_dialect", "--dialect", []), ("nib_scale_rule", "--scale", []),
+for enum, option, extra in (("nib_scale_rule", "--scale", []),
                             ("nib_tensor_scale_rule", "--tensor-scale", ["dialect"])):
     found = re.search(rf'"{enum}": \((\w+),', text)
     have = [name.lower().replace("_", "-").replace("four-over-six", "4over6") for name in classes[found[1]]] if found else []

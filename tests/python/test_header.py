@@ -3,6 +3,7 @@
 enums against the names that the library itself has for their members."""
 import ctypes
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -127,6 +128,7 @@ def test_names_of_formats_and_dialects():
     for kind, names in ((nib.Format, names_of(raw.nib_format_name)), (nib.Dialect, names_of(raw.nib_dialect_name))):
         assert {m.name: m.value for m in kind} == {n.upper().replace("-", "_"): i for i, n in enumerate(names)}
         assert all(nib._tensor._member(kind, name) == i for i, name in enumerate(names))
+        assert all(pickle.loads(pickle.dumps(m)) is m for m in kind)
     assert len(nib.Format) == raw.nib_format_count()
 
 
