@@ -9,7 +9,8 @@
 
 A mutant is made in a copy of the tree below build/mutate, compiled and given to the tests that TESTS names for its file,
 in that order and up to the first that fails: then it is killed. One that survives them meets the programs among them
-again under sanitizers, which see what it leaks and what it reads beyond an end (--plain: not). A mutant whose object code
+again under sanitizers, which see what it leaks and what it reads beyond an end (--plain: not). For kernels of instruction
+sets the compiler's warnings take their place. A mutant whose object code
 is that of the original is none, and redrawn. Results are printed as they come; after --seconds nothing new is begun, and
 what was not counts as skipped. tests/mutants_accepted.txt has those that no test could notice, each with the reason:
 
@@ -93,6 +94,7 @@ MACHINES = [("*/arm/*", "aarch64"), ("*/x86/*avx512*", "avx512bw"), ("*/x86/*", 
 COMPILE = ["gcc", "-O1", "-ffp-contract=off", "-fopenmp", "-pthread", "-MMD", "-Werror=int-conversion",
            "-Werror=incompatible-pointer-types"]  # such mutants would be too easy
 SANITIZERS = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+WARNINGS = ["-O2", "-Wall", "-Werror=array-bounds", "-Werror=aggressive-loop-optimizations"]
 KINDS = {"plain": [], "sanitized": SANITIZERS}  # main leaves "plain" alone for --plain
 LIBRARIES = ["jansson", "libpcre2-8", "libxxhash"]
 ENVIRONMENT = {"LC_ALL": "C", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
@@ -324,7 +326,11 @@ def flags_of(source, kind):
     elif wraps_allocator(source):
         flags.append("-DNIB_TEST_WRAP_ALLOC")
     # The kernels of instruction sets take minutes under sanitizers; their tests have memory with guards.
-    return flags + ([] if re.match(r"src/\w+/(x86|arm)/", source) else KINDS[kind])
+    return flags + ([] if is_of_instructions(source) else KINDS[kind])
+
+
+def is_of_instructions(source):
+    return re.match(r"src/\w+/(x86|arm)/", source)
 
 
 def wraps_allocator(source):
@@ -352,11 +358,11 @@ def finish(command, directory, timeout, environment=None, prepare=None):
     return status, output.decode(errors="replace")
 
 
-def compile_source(source, kind, objects, directory):
+def compile_source(source, kind, objects, directory, more=()):
     """(status, output) of compiling a source of the tree in `directory`, into objects/SOURCE.o."""
     target = os.path.join(objects, source + ".o")
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    return finish([*COMPILE, *flags_of(source, kind), "-c", source, "-o", target], directory, 600)
+    return finish([*COMPILE, *flags_of(source, kind), *more, "-c", source, "-o", target], directory, 600)
 
 
 class Base:
@@ -522,6 +528,11 @@ class Worker:
                     passed, how, _ = self.run_test(test, kind, timeouts[test, kind])
                     if not passed:
                         return test + ("" if kind == "plain" else f" ({kind})"), how
+        for source in self.changed["plain"]:
+            if is_of_instructions(source):
+                status, output = compile_source(source, "plain", os.path.join(self.out, "warned"), self.tree, WARNINGS)
+                if status != 0:
+                    return "the compiler", output
         return None, ""
 
     def try_mutant(self, mutant, timeouts):

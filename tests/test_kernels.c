@@ -644,16 +644,20 @@ static void check_quantize_both(const struct check *check, struct verdict *v)
 
 /* ---- decode ---- */
 
-/* All of the scales' bits, scales of most tensors, all numbers, and those of a tensor of zeros. */
-enum { SCALE_KINDS = 4 };
+/* All of the scales' bits, scales of most tensors, all numbers, all but zero with few that are none, and those of a
+ * tensor of zeros. */
+enum { SCALE_KINDS = 5 };
 
 static void fill_scales(uint8_t *scales, int64_t bytes, int kind)
 {
+    static const uint8_t others[] = { 0, 0x7F, 0x80, 0xFF };
     for (int64_t i = 0; i < bytes; i++)
         scales[i] = kind == 0   ? (uint8_t)test_random()
                     : kind == 1 ? (uint8_t)(0x30 + test_below(0x20))
                     : kind == 2 ? (uint8_t)test_below(0x7F)
-                                : 0;
+                    : kind == 4 ? 0
+                    : test_below(64) ? (uint8_t)(1 + test_below(0x7E))
+                                     : others[test_below(4)];
 }
 
 static void check_decode(const struct check *check, struct verdict *v)

@@ -4,6 +4,7 @@
  */
 #include "test_variants.h"
 
+#include "tensor/matrix.h"
 #include "tensor/tensor.h"
 
 /* ---- View and reshape ---- */
@@ -498,6 +499,42 @@ TEST(dequantize_outputs)
     }
     free(y);
     nib_tensor_destroy(t);
+}
+
+/* ---- Arrays ---- */
+
+/* What lies in rows at equal distances is read where it is, whatever its rank and whatever stands behind its dims. */
+TEST(even_rows_are_read_in_place)
+{
+    static const struct {
+        int rank;
+        int64_t shape[4], strides[4];
+        bool direct;
+        int64_t step; /* from row to row */
+    } cases[] = {
+        { 1, { 64 }, { 1 }, true, 0 },
+        { 2, { 3, 64 }, { 64, 1 }, true, 64 },
+        { 2, { 3, 64 }, { 100, 1 }, true, 100 },
+        { 2, { 3, 64 }, { 1, 3 }, false, 0 },
+        { 3, { 2, 3, 64 }, { 192, 64, 1 }, true, 64 },
+        { 3, { 1, 3, 64 }, { 7, 64, 1 }, true, 64 },
+        { 3, { 2, 1, 64 }, { 80, 7, 1 }, true, 80 },
+        { 3, { 2, 3, 64 }, { 200, 64, 1 }, false, 0 },
+        { 4, { 2, 2, 2, 32 }, { 128, 64, 32, 1 }, true, 32 },
+        { 4, { 2, 2, 2, 32 }, { 64, 128, 32, 1 }, false, 0 },
+    };
+    static float data[1024];
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
+        nib_array x = array_of(data, NIB_F32, cases[i].rank, cases[i].shape);
+        memcpy(x.strides, cases[i].strides, sizeof cases[i].strides);
+        for (int d = x.rank; d < NIB_MAX_RANK; d++)
+            x.shape[d] = x.strides[d] = 3;
+        const int64_t cols = x.shape[x.rank - 1];
+        const struct matrix m = matrix_of(&x, elements_in(x.rank, x.shape) / cols, cols);
+        CHECK_THAT(is_direct(&m) == cases[i].direct, "case %d", i);
+        CHECK_THAT(!cases[i].step || m.row_stride == cases[i].step, "case %d: rows are %lld apart", i,
+                   (long long)m.row_stride);
+    }
 }
 
 TEST_MAIN

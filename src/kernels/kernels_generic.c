@@ -63,7 +63,7 @@ void nib_quantize_generic(const struct nib_panel *panel, const struct nib_coding
                           const struct nib_target *target)
 {
     const int64_t lines = nib_panel_lines(panel, coding->usage), length = nib_panel_length(panel, coding->usage);
-    const int64_t step = coding->block ? coding->block : nib_max(length, 1);
+    const int64_t step = coding->block ? coding->block : length;
     struct nib_scaler scaler = { .tensor_scale = target->tensor_scales ? target->tensor_scales[0] : 1,
                                  .scale = target->scale };
     coding->dialect->prepare(&scaler, &coding->rules);
