@@ -130,7 +130,8 @@ static void put_kinds(FILE *f, const struct report_items *items)
     }
     fputs("<h2 id=\"by-kind\">Size by kind</h2>\n<table id=\"sizes\" class=\"cards\">\n<thead><tr><th "
           "class=\"l\">Kind</th>"
-          "<th>Weights</th><th>Before</th><th>After</th><th>Bits per weight</th><th class=\"l\"></th></tr></thead>\n"
+          "<th>Weights</th><th>Before</th><th>After</th><th>Bits per weight</th><th class=\"l\">Before and "
+          "after</th></tr></thead>\n"
           "<tbody>\n",
           f);
     for (size_t i = 0; i < items->n_kinds; i++)
@@ -464,7 +465,9 @@ static void put_head(FILE *f, const struct report *r)
     report_put(f, last_part(r->facts_b.path));
     fputs(": quantization report</title>\n<style>\n", f);
     put_lines(f, report_style);
-    fputs("</style>\n</head>\n<body>\n<header>\n", f);
+    fputs("</style>\n<script>\n", f);
+    put_lines(f, report_script);
+    fputs("</script>\n</head>\n<body>\n<header>\n", f);
     put_title(f, r);
 }
 
@@ -504,11 +507,8 @@ bool report_write_html(FILE *f, const struct report *r, const struct report_item
     good &= put_provenance(f, r);
     fprintf(f,
             "</main>\n<footer>Made by nib %s. Signal to noise is 10 log<sub>10</sub> of the sum of squares of the "
-            "weights over that of their errors.</footer>\n<script>",
+            "weights over that of their errors.</footer>\n</body>\n</html>\n",
             nib_version());
-    for (const char *const *line = report_script; *line; line++)
-        fprintf(f, "%s\n", *line);
-    fputs("</script>\n</body>\n</html>\n", f);
     free(worst);
     return good;
 }

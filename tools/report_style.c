@@ -70,9 +70,11 @@ const char *const report_style[] = {
     "th button::after{content:'\\2195';margin-left:.25em;font-weight:400}",
     "th[aria-sort=ascending] button::after{content:'\\2191'}",
     "th[aria-sort=descending] button::after{content:'\\2193'}", "th[aria-sort] button{color:var(--ink)}",
-    "[hidden]{display:none!important}", "details{border-bottom:1px solid var(--line)}",
-    "summary{cursor:pointer;padding:.45rem 0;overflow-wrap:anywhere}", "summary:hover{background:var(--panel)}",
-    "summary b{float:right;font-weight:600;margin-left:1rem}",
+    "[hidden]{display:none!important}.js #all tbody{display:none}",
+    ".tools button{background:var(--panel);border:1px solid var(--strong);border-radius:6px;padding:.35rem .8rem;"
+    "cursor:pointer}",
+    "details{border-bottom:1px solid var(--line)}", "summary{cursor:pointer;padding:.45rem 0;overflow-wrap:anywhere}",
+    "summary:hover{background:var(--panel)}", "summary b{float:right;font-weight:600;margin-left:1rem}",
     "details.in{border:0}details.in summary{padding:.1rem 0;color:var(--link)}",
     ".names{columns:20rem;font-size:.85rem;padding:.2rem 0 .6rem}", ".weight{padding:.2rem 0 1.6rem}",
     ".facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(11rem,1fr));gap:.6rem 1.4rem;margin:.6rem 0 "
@@ -109,27 +111,44 @@ const char *const report_style[] = {
 };
 
 /* SHA-256 of the script, as the page's policy has it. */
-const char report_script_hash[] = "sha256-OhCRDy66vHMuDDhrPhPyWFRglZjxtXeMokzGWfzxKUM=";
+const char report_script_hash[] = "sha256-xVZpN5+9DCj+MQdH4ZNq6C6w5MCfzVC3kMVqf1zpFEY=";
 
 const char *const report_script[] = {
+    /* Tens of thousands of rows take long to lay out: they are not shown before it is known which. */
     "(function(){'use strict';",
-    "var table=document.getElementById('all');if(!table)return;",
-    "var body=table.tBodies[0],rows=[].slice.call(body.rows),heads=[].slice.call(table.tHead.rows[0].cells);",
+    "var "
+    "root=document.documentElement,STEP=500,table,body,rows,heads,names,text,fate,order,count,more,all,limit,fates={};",
+    "root.className='js';",
     "function add(parent,tag,text){var e=document.createElement(tag);if(text)e.textContent=text;",
     "parent.appendChild(e);return e}",
-    "function field(tools,text,tag){var l=add(tools,'label',text);return add(l,tag)}",
+    "function field(tools,text,tag){return add(add(tools,'label',text),tag)}",
     "function value(row,i){var c=row.cells[i],v=c.getAttribute('data-v');return v===null?c.textContent:Number(v)}",
-    "function sort(i,down){var sign=down?-1:1;rows.sort(function(a,b){var x=value(a,i),y=value(b,i);",
+    "function show(){var words=text.value.toLowerCase().split(/\\s+/),found=0,list=document.createDocumentFragment();",
+    "rows.forEach(function(r){if(fate.value&&r.getAttribute('data-f')!==fate.value)return;",
+    "var name=names.get(r);if(!words.every(function(w){return name.indexOf(w)>=0}))return;",
+    "if(found++<limit)list.appendChild(r)});",
+    "body.textContent='';body.appendChild(list);more.hidden=all.hidden=found<=limit;",
+    "count.textContent=found+' of '+rows.length+(found>limit?', '+limit+' shown':'')}",
+    "function sort(i,down){var sign=down?-1:1,keys=new Map();rows.forEach(function(r){keys.set(r,value(r,i))});",
+    "rows.sort(function(a,b){var x=keys.get(a),y=keys.get(b);",
     "if(x!==x||y!==y)return(x!==x)-(y!==y);return x<y?-sign:x>y?sign:0});",
     "heads.forEach(function(h,k){if(k===i)h.setAttribute('aria-sort',down?'descending':'ascending');",
-    "else h.removeAttribute('aria-sort')});var all=document.createDocumentFragment();",
-    "rows.forEach(function(r){all.appendChild(r)});body.appendChild(all);order.value=i+(down?'d':'a')}",
-    "var tools=document.createElement('div');tools.className='tools';table.parentNode.insertBefore(tools,table);",
-    "var text=field(tools,'Name or reason','input');text.type='search';text.parentNode.className='wide';",
+    "else h.removeAttribute('aria-sort')});order.value=i+(down?'d':'a');first()}",
+    "function first(){limit=rows.length>2*STEP?STEP:Infinity;show()}",
+    "function button(tools,text,grow){var b=add(tools,'button',text);b.type='button';",
+    "b.addEventListener('click',function(){limit=grow();show()});return b}",
+    "function begin(){table=document.getElementById('all');if(!table)return;body=table.tBodies[0];",
+    "rows=[].slice.call(body.rows);heads=[].slice.call(table.tHead.rows[0].cells);names=new Map();",
+    "rows.forEach(function(r){names.set(r,(r.cells[0].textContent+' '+r.cells[1].textContent).toLowerCase())});",
+    "var "
+    "tools=document.createElement('div'),below=document.createElement('div');tools.className=below.className='tools';",
+    "table.parentNode.insertBefore(tools,table);table.parentNode.insertBefore(below,table.nextSibling);",
+    "text=field(tools,'Name or reason','input');text.type='search';text.parentNode.className='wide';",
     "text.placeholder='up_proj, layers.3, embedding';",
-    "var fate=field(tools,'Show','select'),order=field(tools,'Order','select'),fates={};",
-    "add(fate,'option','all weights').value='';",
-    "rows.forEach(function(r){var f=r.getAttribute('data-f');",
+    "fate=field(tools,'Show','select');order=field(tools,'Order','select');count=add(tools,'output');",
+    "more=button(below,STEP+' more',function(){return limit+STEP});all=button(below,'All',function(){return "
+    "Infinity});",
+    "add(fate,'option','all weights').value='';rows.forEach(function(r){var f=r.getAttribute('data-f');",
     "if(!fates[f]){fates[f]=1;add(fate,'option',f).value=f}});",
     "heads.forEach(function(h,i){var name=h.textContent;",
     "add(order,'option',name+', up').value=i+'a';add(order,'option',name+', down').value=i+'d';",
@@ -137,15 +156,10 @@ const char *const report_script[] = {
     "sort(i,h.getAttribute('aria-sort')==='ascending')})});",
     "order.value='5a';heads[5].setAttribute('aria-sort','ascending');",
     "order.addEventListener('change',function(){sort(parseInt(order.value,10),order.value.slice(-1)==='d')});",
-    "var count=add(tools,'output');",
-    "function filter(){var words=text.value.toLowerCase().split(/\\s+/),shown=0;rows.forEach(function(r){",
-    "var name=(r.cells[0].textContent+' '+r.cells[1].textContent).toLowerCase();",
-    "var good=words.every(function(w){return name.indexOf(w)>=0})&&",
-    "(!fate.value||r.getAttribute('data-f')===fate.value);r.hidden=!good;shown+=good});",
-    "count.textContent=shown+' of '+rows.length}",
-    "text.addEventListener('input',filter);fate.addEventListener('change',filter);filter();",
+    "text.addEventListener('input',first);fate.addEventListener('change',first);first()}",
     "function open(){var id=location.hash.slice(1),e=id&&document.getElementById(id);",
     "if(e&&e.tagName==='DETAILS'){e.open=true;e.scrollIntoView()}}",
-    "window.addEventListener('hashchange',open);open()})();",
+    "document.addEventListener('DOMContentLoaded',function(){try{begin()}finally{root.className=''}",
+    "window.addEventListener('hashchange',open);open()})})();",
     NULL
 };

@@ -7,7 +7,7 @@
 
 #include <stdio.h>
 
-enum { NEAR = 3, MOST_LITERAL = 256 };
+enum { NEAR = 3, MOST_LITERAL = 256, MOST_NAME = 1024 }; /* longer names are no slip of anybody */
 
 /* A head that is tied to the embedding has no tensor, and to leave it alone is what happens: it may be ignored. */
 static const char tied_head[] = "lm_head";
@@ -19,7 +19,7 @@ struct modules {
     const nib_checkpoint *c;
     bool tensors;
     size_t weight, tensor;
-    char name[1024];
+    char name[MOST_NAME];
 };
 
 static const char *next_module(struct modules *m)
@@ -80,7 +80,7 @@ static int distance(const char *text, size_t n, const char *name)
     for (size_t i = 0; i <= n; i++)
         row[i] = (int)i;
     best = row[n];
-    for (const char *p = name; *p; p++) {
+    for (const char *p = name; *p && p - name < MOST_NAME; p++) {
         int diagonal = row[0]; /* stays 0: it may begin anywhere */
         for (size_t i = 1; i <= n; i++) {
             const int changed = diagonal + (text[i - 1] != *p);

@@ -23,10 +23,7 @@ class Browser:
         self.profile = tempfile.mkdtemp(prefix="nib-browser-")
         command, self.write = os.pipe()
         self.read, answer = os.pipe()
-        here = os.open(os.devnull, os.O_RDONLY)
-        # Descriptors that are not in the way of 3 and 4.
-        ends = [os.dup2(fd, 200 + i) for i, fd in enumerate((command, answer))]
-        os.close(here)
+        ends = [os.dup2(fd, 200 + i) for i, fd in enumerate((command, answer))]  # not in the way of 3 and 4
 
         def arrange():
             os.dup2(200, 3)
@@ -35,7 +32,7 @@ class Browser:
         self.log = open(os.path.join(self.profile, "log"), "w+", encoding="utf-8")
         self.process = subprocess.Popen(
             [program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
-             "--hide-scrollbars", "--disable-extensions", f"--user-data-dir={self.profile}", "about:blank"],
+             "--hide-scrollbars", "--disable-extensions", "--disable-dev-shm-usage", f"--user-data-dir={self.profile}", "about:blank"],
             preexec_fn=arrange, close_fds=False, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
             env={**os.environ, "HOME": self.profile})
         for fd in (command, answer, *ends):

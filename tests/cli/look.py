@@ -208,12 +208,41 @@ def look_at_table(b, path, names):
         fault(f"filtered: {shown}, {count}")
     if filter_by("no such name", "") != ([], f"0 of {len(names)}"):
         fault("a name that nothing has is found")
+    filter_by("", "")
     link = page.run("document.querySelector('#all a').getAttribute('href')")
     page.run(f"location.hash = {json.dumps(link)}; new Promise(done => setTimeout(done, 100))")
     if not page.run(f"document.querySelector('{link}').open"):
         fault("a link does not open the weight")
     if page.said():
         fault(f"the table says {page.said()}")
+    page.close()
+
+
+def look_at_many(b, path, folder):
+    """A table of more rows than can be laid out at once: a part is shown, all are found, and without scripts all are there."""
+    copy = os.path.join(folder, "many.html")
+    with open(path, encoding="utf-8") as file:
+        before, rows, after = re.fullmatch(r"(.*<table id=\"all\".*?<tbody>)(.*?)(</tbody>.*)", file.read(), re.S).groups()
+    times = 1600 // rows.count("<tr") + 1
+    n = times * rows.count("<tr")
+    with open(copy, "w", encoding="utf-8") as file:
+        file.write(before + rows * times + after)
+    page = browser.Page(b, copy)
+    pressed = []
+    for button in (None, 0, 1):
+        if button is not None:
+            page.run(f"document.querySelectorAll('#all + .tools button')[{button}].click()")
+        pressed.append((len(order_of(page)), page.run("document.querySelector('.tools output').textContent")))
+    if pressed != [(500, f"{n} of {n}, 500 shown"), (1000, f"{n} of {n}, 1000 shown"), (n, f"{n} of {n}")]:
+        fault(f"many rows: {pressed}")
+    page.run("document.querySelectorAll('#all th button')[0].click()")
+    page.run("(() => { const t = document.querySelector('.tools input'); t.value = 'embed_tokens'; t.dispatchEvent(new Event('input')) })()")
+    if len(order_of(page)) != times or page.said():
+        fault(f"many rows: {len(order_of(page))} have a name that {times} have; {page.said()}")
+    page.close()
+    page = browser.Page(b, copy, scripts=False)
+    if page.run("[...document.querySelectorAll('#all tbody tr')].filter(r => r.getClientRects().length).length") != n:
+        fault("many rows: not all of them are there without scripts")
     page.close()
 
 
@@ -244,7 +273,7 @@ def look_at_hostile(b, path, names):
 def check_policy(path):
     with open(path, encoding="utf-8") as file:
         html = file.read()
-    script = re.search(r"<script>(.*?)</script>\n</body>", html, re.S)[1]
+    script = re.search(r"<script>(.*?)</script>\n</head>", html, re.S)[1]
     needed = "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     if f"script-src '{needed}'" not in html:
         fault(f"report_script_hash of tools/report_style.c must be {needed}")
@@ -263,6 +292,7 @@ def main():
         look_at_charts(b, pages[0][0], folder)
         look_at_faults(b, pages[0][0])
         look_at_table(b, pages[0][0], names[pages[0][0]])
+        look_at_many(b, pages[0][0], folder)
         for html, _ in pages:
             for dark in (False, True):
                 for width in (420, 700, 990, 1200) if html == pages[0][0] else (420, 990):
