@@ -22,6 +22,7 @@
 #include "base/device.h"
 #include "base/threads.h"
 #include "format/format.h"
+#include "kernels/product.h"
 
 enum { FAKE_DLPACK_TYPE = 12 }; /* kDLExtDev */
 enum { FAKE_OPERATIONS = sizeof(struct nib_device_ops) / sizeof(void *), FAKE_FILLER = 0xA5 };
@@ -311,6 +312,26 @@ static inline nib_status fake_op_is_set(nib_device *device, const float *flag, b
     FAKE_HOST(device, is_set, flag, set);
 }
 
+/* Plain values and outputs are seen to be the device's at their first element: the whole array is not handed down. */
+static inline void fake_want_side(const nib_device *device, const struct nib_side *side)
+{
+    if (side->q)
+        fake_want_usage(device, side->geometry, &side->memory);
+    else
+        fake_want(device, side->values, 2);
+}
+
+static inline nib_status fake_op_product(nib_device *device, const struct nib_product *products, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        fake_want_side(device, &products[i].a);
+        fake_want_side(device, &products[i].b);
+        fake_want(device, products[i].out.y, 2);
+        fake_want(device, products[i].out.bias, 2);
+    }
+    FAKE_HOST(device, product, products, n);
+}
+
 static inline nib_status fake_op_fill(nib_device *device, float *values, int64_t n, float value)
 {
     fake_want(device, values, (size_t)n * sizeof *values);
@@ -389,6 +410,7 @@ static const struct nib_device_ops fake_device_ops = {
     .quantize = fake_op_quantize,
     .dequantize = fake_op_dequantize,
     .is_set = fake_op_is_set,
+    .product = fake_op_product,
     .fill = fake_op_fill,
     .build_columnwise = fake_op_build_columnwise,
     .copy_rectangle = fake_op_copy_rectangle,

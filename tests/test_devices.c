@@ -1022,8 +1022,12 @@ static void check_mixed_pair(const nib_array *x, nib_tensor *t, const nib_tensor
         y.shape[0] = y.shape[1] = y.strides[0] = 48;
         CHECK_MIXED(nib_dequantize_fp4_tensor(t, x));
         CHECK_MIXED(nib_modify_nvfp4_rowwise_storage(t, nib_tensor_buffer(u, NIB_ROW_DATA)));
-        CHECK_MIXED(nib_gemm_reference(t, NIB_ROWWISE, u, NIB_ROWWISE, 1, 0, &y));
-        CHECK_MIXED(nib_gemm_reference(t, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, &y));
+        const nib_operand first = { t, NULL, NIB_ROWWISE }, second = { u, NULL, NIB_ROWWISE };
+        CHECK_MIXED(nib_gemm_reference(&first, &second, NULL, &y));
+        CHECK_MIXED(nib_gemm_reference(&first, &first, NULL, &y));
+        CHECK_MIXED(nib_gemm(&first, &second, NULL, &y));
+        CHECK_MIXED(nib_gemm(&first, &first, NULL, &y));
+        CHECK_MIXED(nib_gemm_grouped(&first, &first, NULL, &y, 1));
     }
     CHECK_MIXED(nib_tensor_rebind_rowwise(t, nib_tensor_buffer(u, NIB_ROW_DATA)));
 }
@@ -1178,7 +1182,8 @@ TEST(groups_and_products)
     nib_group_destroy(group);
     nib_array y = s->x;
     y.shape[0] = y.shape[1] = y.strides[0] = 48;
-    CHECK_HOST_ONLY(nib_gemm_reference(s->t, NIB_ROWWISE, s->t, NIB_ROWWISE, 1, 0, &y), "nib_gemm_reference");
+    const nib_operand operand = { s->t, NULL, NIB_ROWWISE };
+    CHECK_HOST_ONLY(nib_gemm_reference(&operand, &operand, NULL, &y), "nib_gemm_reference");
     nib_quantizer q = quantizer_of(MXFP4);
     CHECK_OK(nib_quantize(&q, &s->x, NULL, &mxfp4));
     p.calls = calls_of(&p);
@@ -1240,6 +1245,13 @@ static nib_status do_dequantize_rows(struct scene *c)
     nib_array rows = c->out;
     rows.shape[0] = 5;
     return nib_dequantize_rows(c->s.t, NIB_ROWWISE, 3, 5, &rows);
+}
+static nib_status do_product(struct scene *c)
+{
+    const nib_operand operand = { c->s.t, NULL, NIB_ROWWISE };
+    nib_array y = c->out;
+    y.shape[1] = y.strides[0] = y.shape[0]; /* less than it has space for */
+    return nib_gemm(&operand, &operand, NULL, &y);
 }
 static nib_status do_create(struct scene *c)
 {
@@ -1335,6 +1347,7 @@ static const struct action actions[] = {
     { "quantize_into, more usages", do_update_missing, true },
     { "dequantize", do_dequantize, false },
     { "dequantize_rows", do_dequantize_rows, false },
+    { "product", do_product, false },
     { "create", do_create, false },
     { "zero", do_zero, true },
     { "clone", do_clone, false },
@@ -1493,9 +1506,9 @@ static const struct {
     {                                                \
 #name, offsetof(struct nib_device_ops, name) \
     }
-    OPTIONAL(quantize),         OPTIONAL(dequantize),     OPTIONAL(is_set),        OPTIONAL(fill),
-    OPTIONAL(build_columnwise), OPTIONAL(copy_rectangle), OPTIONAL(repack_scales), OPTIONAL(swizzle),
-    OPTIONAL(unswizzle),        OPTIONAL(equal),
+    OPTIONAL(quantize), OPTIONAL(product),          OPTIONAL(dequantize),     OPTIONAL(is_set),
+    OPTIONAL(fill),     OPTIONAL(build_columnwise), OPTIONAL(copy_rectangle), OPTIONAL(repack_scales),
+    OPTIONAL(swizzle),  OPTIONAL(unswizzle),        OPTIONAL(equal),
 #undef OPTIONAL
 };
 

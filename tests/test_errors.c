@@ -320,7 +320,7 @@ static nib_status into_dequantize_rows(const nib_array *array)
 
 static nib_status into_gemm(const nib_array *array)
 {
-    return nib_gemm_reference(fault_tensor, NIB_ROWWISE, fault_tensor, NIB_ROWWISE, 1, 0, array);
+    return reference_product(fault_tensor, NIB_ROWWISE, fault_tensor, NIB_ROWWISE, 1, 0, array);
 }
 
 static nib_status into_dlpack(const nib_array *array)
@@ -564,9 +564,17 @@ TEST(null_tensors)
     NULLS(nib_part_shape(&q, NIB_ROW_DATA, 2, NULL, &rank, shape), "shape");
     NULLS(nib_part_shape(&q, NIB_ROW_DATA, DIMS(4, 4), NULL, shape), "out_rank");
     NULLS(nib_part_shape(&q, NIB_ROW_DATA, DIMS(4, 4), &rank, NULL), "out_shape");
-    NULLS(nib_gemm_reference(NULL, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, &array), "a");
-    NULLS(nib_gemm_reference(t, NIB_ROWWISE, NULL, NIB_ROWWISE, 1, 0, &array), "b");
-    NULLS(nib_gemm_reference(t, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, NULL), "y");
+    NULLS(reference_product(NULL, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, &array), "a");
+    NULLS(reference_product(t, NIB_ROWWISE, NULL, NIB_ROWWISE, 1, 0, &array), "b");
+    NULLS(reference_product(t, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, NULL), "y");
+    const nib_operand operand = { t, NULL, NIB_ROWWISE };
+    NULLS(nib_gemm(NULL, &operand, NULL, &array), "a");
+    NULLS(nib_gemm(&operand, NULL, NULL, &array), "b");
+    NULLS(nib_gemm(&operand, &operand, NULL, NULL), "y");
+    NULLS(nib_gemm_grouped(NULL, &operand, NULL, &array, 1), "a");
+    NULLS(nib_gemm_grouped(&operand, NULL, NULL, &array, 1), "b");
+    NULLS(nib_gemm_grouped(&operand, &operand, NULL, NULL, 1), "y");
+    NULLS(nib_gemm_options_init_sized(NULL, sizeof(nib_gemm_options)), "options");
     CHECK_FAILS(nib_swizzle_scales(NULL, 1, 1, 1, (uint8_t *)memory), NIB_ERR_ARG, "is NULL");
     CHECK_FAILS(nib_swizzle_scales((uint8_t *)memory, 1, 1, 1, NULL), NIB_ERR_ARG, "is NULL");
     CHECK_FAILS(nib_unswizzle_scales(NULL, 1, 1, 1, (uint8_t *)memory), NIB_ERR_ARG, "is NULL");

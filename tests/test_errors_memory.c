@@ -217,7 +217,7 @@ TEST(calls_that_need_no_memory)
     NO_ALLOCATION(nib_dequantize(t, NIB_ROWWISE, &array));
     NO_ALLOCATION(nib_dequantize(t, NIB_COLUMNWISE, &array));
     NO_ALLOCATION(nib_dequantize_rows(t, NIB_COLUMNWISE, 0, 16, &array));
-    NO_ALLOCATION(nib_gemm_reference(t, NIB_ROWWISE, other, NIB_ROWWISE, 1, 0, &array));
+    NO_ALLOCATION(reference_product(t, NIB_ROWWISE, other, NIB_ROWWISE, 1, 0, &array));
     NO_ALLOCATION(nib_tensor_copy(t, other));
     NO_ALLOCATION(nib_tensor_equal(t, other, &same));
     NO_ALLOCATION(nib_tensor_zero(other));

@@ -635,16 +635,4 @@ TEST(options_of_other_formats_are_refused)
 #undef REJECTED
 }
 
-TEST(there_is_no_reference_gemm)
-{
-    FOR_KINDS(k)
-    {
-        const nib_quantizer q = quantizer(k);
-        const nib_array x = matrix(32, 32), y = array_of(decoded, NIB_F32, 2, x.shape);
-        nib_tensor *t = quantize(&q, &x, NULL);
-        CHECK_FAILS(nib_gemm_reference(t, NIB_ROWWISE, t, NIB_ROWWISE, 1, 0, &y), NIB_ERR_UNSUPPORTED, "GEMM");
-        nib_tensor_destroy(t);
-    }
-}
-
 TEST_MAIN

@@ -116,6 +116,17 @@ static inline void dequantize(const nib_tensor *t, nib_usage from, nib_dtype dty
     CHECK_OK(nib_dequantize(t, from, &array));
 }
 
+/* alpha * A B^T, or that on top of y. */
+static inline nib_status reference_product(const nib_tensor *a, nib_usage a_usage, const nib_tensor *b,
+                                           nib_usage b_usage, float alpha, int accumulate, const nib_array *y)
+{
+    nib_gemm_options options;
+    nib_gemm_options_init(&options);
+    options.alpha = alpha;
+    options.beta = accumulate ? 1 : 0;
+    return nib_gemm_reference(&(nib_operand){ a, NULL, a_usage }, &(nib_operand){ b, NULL, b_usage }, &options, y);
+}
+
 /* ---- Parts ---- */
 
 static inline uint8_t *bytes_of(const nib_tensor *t, nib_part part)

@@ -416,10 +416,14 @@ static void run_gemm(struct run *run)
     if (quantize_operand(run, "a", &a, &shape[0]) && quantize_operand(run, "b", &b, &shape[1]) &&
         read_tensor(run, "y", &expected) && check_type(run, "y", &expected, NIB_F32, 2, shape) &&
         allocate_array(run, NIB_F32, 2, shape, &y)) {
-        if (nib_gemm_reference(a, NIB_ROWWISE, b, NIB_ROWWISE, 1.0f, 0, &y) != NIB_OK)
-            library_failed(run);
-        else
-            compare(run, "y", &expected, &y, 1, same_bits);
+        const nib_operand left = { a, NULL, NIB_ROWWISE }, right = { b, NULL, NIB_ROWWISE };
+        nib_status (*const calls[])(const nib_operand *, const nib_operand *, const nib_gemm_options *,
+                                    const nib_array *) = { nib_gemm_reference, nib_gemm };
+        for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
+            if (calls[i](&left, &right, NULL, &y) != NIB_OK)
+                library_failed(run);
+            else
+                compare(run, "y", &expected, &y, 1, same_bits);
     }
     nib_tensor_destroy(a);
     nib_tensor_destroy(b);

@@ -224,6 +224,14 @@ class Overrides(Sized):
                 ("amax_seen", c_void_p)]
 
 
+class Operand(Structure):
+    _fields_ = [("tensor", c_void_p), ("array", P(Array)), ("usage", c_int)]
+
+
+class GemmOptions(Sized):
+    _fields_ = [("bytes", c_size_t), ("alpha", c_float), ("beta", c_float), ("bias", P(Array))]
+
+
 class Metadata(Sized):
     _fields_ = [("bytes", c_size_t), ("format", c_int), ("dtype", c_int), ("element", c_int), ("rank", c_int32),
                 ("shape", c_int64 * MAX_RANK), ("rows", c_int64), ("cols", c_int64), ("tensor_scale", c_int),
@@ -269,7 +277,8 @@ class Entry(Structure):
 STRUCTS = {"nib_error": ErrorText, "nib_array": Array, "nib_comm": Comm, "nib_quantizer": Quantizer,
            "nib_overrides": Overrides, "nib_metadata": Metadata, "nib_item": Item, "nib_saved": Saved,
            "nib_master_options": MasterOptions, "nib_byte_range": ByteRange, "nib_fsdp_parts": FsdpParts,
-           "nib_conversion_report": ConversionReport, "nib_entry": Entry}
+           "nib_conversion_report": ConversionReport, "nib_entry": Entry, "nib_operand": Operand,
+           "nib_gemm_options": GemmOptions}
 
 # ---- Functions -------------------------------------------------------------------------------------------
 
@@ -410,7 +419,10 @@ FUNCTIONS = {
     "nib_philox4x32": (None, [P(c_uint32), P(c_uint32), P(c_uint32)]),
     "nib_swizzle_scales": (STATUS, [P(c_uint8), c_int64, c_int64, c_int64, P(c_uint8)]),
     "nib_unswizzle_scales": (STATUS, [P(c_uint8), c_int64, c_int64, c_int64, P(c_uint8)]),
-    "nib_gemm_reference": (STATUS, [c_void_p, c_int, c_void_p, c_int, c_float, c_int, P(Array)]),
+    "nib_gemm_options_init_sized": (STATUS, [P(GemmOptions), c_size_t]),
+    "nib_gemm": (STATUS, [P(Operand), P(Operand), P(GemmOptions), P(Array)]),
+    "nib_gemm_grouped": (STATUS, [P(Operand), P(Operand), P(P(GemmOptions)), P(Array), c_size_t]),
+    "nib_gemm_reference": (STATUS, [P(Operand), P(Operand), P(GemmOptions), P(Array)]),
     "nib_file_open": (STATUS, [c_char_p, P(c_void_p)]),
     "nib_file_close": (None, [c_void_p]),
     "nib_file_count": (c_size_t, [c_void_p]),

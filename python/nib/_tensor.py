@@ -488,17 +488,34 @@ def decode(codes, dtype, n=None):
     return out
 
 
-def gemm(a, b, *, a_usage="rowwise", b_usage="rowwise", alpha=1.0, out=None):
-    """alpha A B^T in FP32 by the reference, or added to `out`. A rowwise usage is [M, K], a columnwise one [K, M]."""
-    usages = [_member(Usage, usage) for usage in (a_usage, b_usage)]
-    accumulate = out is not None
+def gemm(a, b, *, a_usage="rowwise", b_usage="rowwise", alpha=1.0, beta=None, bias=None, dtype=np.float32, out=None,
+         reference=False):
+    """alpha A B^T + bias + beta * out, of two tensors, or of a tensor and an array [lines, K]. Rowwise is [M, K],
+    columnwise [K, M]. Without `out` the result is new and of `dtype`; with it beta is 1 unless it is given.
+    `reference` computes the same bits as they are defined, slowly."""
+    kept, operands, lines = [], [], []
+
+    def array_of(x, writable=False):
+        array, keeper = _arrays.borrow(x, writable=writable)
+        kept.append((array, keeper))
+        return ctypes.pointer(array)
+
+    for x, name in ((a, a_usage), (b, b_usage)):
+        if isinstance(x, Tensor):
+            usage, metadata = _member(Usage, name), x.metadata()
+            operands.append(_library.Operand(x._handle, None, usage))
+            lines.append(metadata.cols if usage == Usage.COLUMNWISE else metadata.rows)
+        else:
+            x = np.asarray(x)
+            operands.append(_library.Operand(None, array_of(x), 0))
+            lines.append(x.shape[0] if x.ndim else 0)
+    if beta is None:
+        beta = 0.0 if out is None else 1.0
     if out is None:
-        lines = [t.metadata().cols if usage == Usage.COLUMNWISE else t.metadata().rows
-                 for t, usage in zip((a, b), usages)]
-        out = np.empty(lines, np.float32)
-    array, keeper = _arrays.borrow(out, writable=True)
-    lib.nib_gemm_reference(a._handle, usages[0], b._handle, usages[1], alpha, accumulate, array)
-    del keeper
+        out = np.zeros(lines, dtype)
+    options = _library.GemmOptions(alpha=alpha, beta=beta, bias=None if bias is None else array_of(np.asarray(bias)))
+    call = lib.nib_gemm_reference if reference else lib.nib_gemm
+    call(operands[0], operands[1], options, array_of(out, writable=True))
     return out
 
 

@@ -21,6 +21,7 @@
 struct nib_geometry;       /* format/format.h: the sizes of a tensor */
 struct nib_usage_geometry; /* those of one usage */
 struct nib_usage_memory;   /* format/format.h: where the parts of one usage lie */
+struct nib_product;        /* kernels/product.h: two operands, and what becomes of their product */
 
 struct nib_device_ops {
     const char *kind;                    /* "host", "cuda": what the names of its devices begin with */
@@ -48,6 +49,9 @@ struct nib_device_ops {
                              const nib_array *out);
     nib_status (*is_set)(nib_device *device, const float *flag, bool *set); /* *flag == 1.0f; waits */
 
+    /* ---- Products, one after the other; none is touched where there is no memory for one ---- */
+    nib_status (*product)(nib_device *device, const struct nib_product *products, size_t n);
+
     /* ---- Codes and scales from place to place: layout.h has the contracts ---- */
     nib_status (*fill)(nib_device *device, float *values, int64_t n, float value);
     nib_status (*build_columnwise)(nib_device *device, const nib_quantizer *q, const struct nib_geometry *geometry,
@@ -69,6 +73,9 @@ struct nib_device {
     int ordinal;
     int threads;   /* the host: how many, 0 for OpenMP's default */
     char name[32]; /* "host", "cuda:0" */
+    void *scratch; /* the host: memory of products, kept from one to the next; whoever sets the flag has it */
+    size_t scratch_bytes;
+    atomic_flag scratch_taken;
 };
 
 /* The host, in src/tensor/host.c: nothing in base/ knows what its operations do. */

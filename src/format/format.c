@@ -90,6 +90,7 @@ static const struct nib_format_facts formats[] = {
                     .transposed = true,
                     .align = { 128, 4 },
                     .min_rank = 1,
+                    .exact_dot = true,
                     .saved = SAVED_FOUR,
                     .dialects = nib_mx_dialects },
     NIB_EXTRA_ROWS

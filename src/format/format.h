@@ -32,7 +32,7 @@ struct nib_format_facts {
     enum nib_scale_layout square_layout; /* BY_TILE where square blocks have one of their own */
     int align[2]; /* the two dims of a scale matrix by line are padded to multiples of these (by block: exchanged) */
     int min_rank;
-    bool exact_dot;                 /* blocks multiply exactly: there is a reference GEMM */
+    bool exact_dot;                 /* blocks of codes multiply exactly, and products are made of them */
     nib_part saved[NIB_PART_COUNT]; /* what prepare_for_saving gives, in its order */
     int saved_count;
     const struct nib_dialect_facts *dialects; /* NIB_DIALECT_COUNT rows */

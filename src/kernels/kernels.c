@@ -40,26 +40,31 @@ const struct nib_isa nib_isas[] = {
     { NULL, NULL, NULL },
 };
 
-static struct nib_kernels best;
-static const char *best_name;
-
-static void merge(void)
+const char *nib_kernels_up_to(const char *cap, struct nib_kernels *out)
 {
-    const char *cap = getenv("NIB_MAX_ISA");
+    const char *name = NULL;
+    *out = (struct nib_kernels){ .absmax = { NULL } };
     for (const struct nib_isa *isa = nib_isas; isa->name; isa++) {
+        if (cap && name && strcmp(cap, name) == 0 && strcmp(cap, isa->name) != 0)
+            break;
         if (!isa->present())
             continue;
 #define X(operation, count)             \
     for (int i = 0; i < (count); i++)   \
         if (isa->kernels->operation[i]) \
-            best.operation[i] = isa->kernels->operation[i];
+            out->operation[i] = isa->kernels->operation[i];
         NIB_KERNELS(X)
+        NIB_PRODUCT_KERNELS(X)
 #undef X
-        best_name = isa->name;
-        if (cap && strcmp(cap, isa->name) == 0)
-            break;
+        name = isa->name;
     }
+    return name;
 }
+
+static struct nib_kernels best;
+static const char *best_name;
+
+static void merge(void) { best_name = nib_kernels_up_to(getenv("NIB_MAX_ISA"), &best); }
 
 static pthread_once_t merged = PTHREAD_ONCE_INIT;
 

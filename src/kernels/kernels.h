@@ -9,6 +9,7 @@
 #define NIB_KERNELS_H
 
 #include "format/format.h"
+#include "kernels/product.h"
 
 /* A rectangle of input whose rows are contiguous. */
 struct nib_panel {
@@ -90,13 +91,20 @@ enum { NIB_GENERIC_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
     X(inverse_rht, NIB_DTYPE_COUNT)    \
     X(transpose, NIB_DTYPE_COUNT)
 
+/* Those of products, which go together (product.h). */
+#define NIB_PRODUCT_KERNELS(X)      \
+    X(pack_rows, NIB_PRODUCT_SLOTS) \
+    X(multiply, NIB_PRODUCT_SLOTS)
+
 struct nib_kernels {
 #define X(operation, count) nib_##operation##_fn *operation[count];
     NIB_KERNELS(X)
+    NIB_PRODUCT_KERNELS(X)
 #undef X
 };
 
-/* An instruction set. The list goes from weakest to strongest; an empty slot keeps the kernel of the line above. */
+/* An instruction set, or what some processors that have it can do besides, in a line of the same name. The list goes from
+ * weakest to strongest; an empty slot keeps the kernel of the line above. */
 struct nib_isa {
     const char *name;
     bool (*present)(void);
@@ -105,6 +113,11 @@ struct nib_isa {
 extern const struct nib_isa nib_isas[]; /* ends with a NULL name */
 
 extern const struct nib_kernels nib_kernels_scalar, nib_kernels_avx2, nib_kernels_avx512, nib_kernels_neon;
+
+nib_multiply_fn nib_multiply_scalar; /* of every kind: the reference */
+
+/* The kernels of the strongest set that this machine has, up to the one named (NULL: of all), whose name it returns. */
+const char *nib_kernels_up_to(const char *cap, struct nib_kernels *out);
 
 /* The merged table: chosen once, at the first call. NIB_MAX_ISA in the environment names the strongest set to use. */
 const struct nib_kernels *nib_kernels_best(void);

@@ -5,6 +5,7 @@
 #include "base/threads.h"
 #include "kernels/kernels_generic.h"
 #include "tensor/matrix.h"
+#include "tensor/product.h"
 #include "tensor/quantize.h"
 
 /* The most elements of a line that are decoded at a time where that needs memory: those of a panel, and of a block that
@@ -192,4 +193,25 @@ void nib_dequantize_usage(const nib_device *host, const nib_quantizer *q, const 
         set_cut(&job.out, DECODE_LINES, 128);
     nib_parallel(job.out.row_panels * job.out.column_panels, nib_thread_count(host, count * geometry->cols),
                  decode_panel, &job);
+}
+
+void nib_decode_lines(const struct nib_side *side, int64_t first, int64_t count, float *out, int64_t stride)
+{
+    const struct nib_usage_geometry *g = side->geometry;
+    const int64_t step = DECODE_LENGTH / NIB_MAX_BLOCK * NIB_MAX_BLOCK;
+    const bool scattered = g->element_stride > 1;
+    struct decode_job job = { .q = side->q,
+                              .decode = NIB_KERNEL(decode, side->q->format),
+                              .coding = nib_coding_of(side->q, side->usage, NIB_F32),
+                              .geometry = g,
+                              .memory = &side->memory,
+                              .out = { .dtype = NIB_F32 } };
+    uint8_t codes[DECODE_LENGTH];
+    for (int64_t line = first; line < first + count; line++)
+        for (int64_t at = 0; at < g->length; at += step) {
+            const int64_t n = nib_min(step, g->length - at);
+            for (int64_t i = 0; i < n && scattered; i++)
+                codes[i] = nib_code_load(g, side->memory.codes, line, at + i);
+            restore_line(&job, line, at, n, scattered ? codes : NULL, out + (line - first) * stride + at);
+        }
 }

@@ -5,11 +5,16 @@
 #include "base/device.h"
 #include "format/codec.h"
 #include "tensor/layout.h"
+#include "tensor/product.h"
 #include "tensor/quantize.h"
 
 /* ---- Life ---- */
 
-static void destroy(nib_device *device) { nib_free(device); }
+static void destroy(nib_device *device)
+{
+    nib_free(device->scratch);
+    nib_free(device);
+}
 
 nib_status nib_host_create(int threads, nib_device **out)
 {
@@ -106,6 +111,11 @@ static nib_status dequantize(nib_device *device, const nib_quantizer *q, const s
     return NIB_OK;
 }
 
+static nib_status product(nib_device *device, const struct nib_product *products, size_t n)
+{
+    return nib_products(device, nib_kernels_best(), products, n);
+}
+
 /* ---- Codes and scales from place to place ---- */
 
 static nib_status fill(nib_device *device, float *values, int64_t n, float value)
@@ -174,6 +184,7 @@ const struct nib_device_ops nib_host_ops = {
     .quantize = quantize,
     .dequantize = dequantize,
     .is_set = is_set,
+    .product = product,
     .fill = fill,
     .build_columnwise = build_columnwise,
     .copy_rectangle = copy_rectangle,

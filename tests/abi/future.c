@@ -143,6 +143,17 @@ static nib_status assign(void *parts)
     return status;
 }
 
+static void fill_gemm_options(void *options) { nib_gemm_options_init(options); }
+
+static nib_status multiply_by(void *options)
+{
+    static float product[ROWS * ROWS];
+    nib_array y;
+    const nib_operand operand = { tensor, NULL, NIB_ROWWISE };
+    const nib_status status = nib_array_init(&y, product, NIB_F32, 2, (const int64_t[]){ ROWS, ROWS });
+    return status ? status : nib_gemm(&operand, &operand, options, &y);
+}
+
 TEST(structs_that_are_read)
 {
     static const struct subject subjects[] = {
@@ -160,6 +171,7 @@ TEST(structs_that_are_read)
         { "nib_comm, cast", sizeof(nib_comm), fill_comm, cast_with, NULL },
         { "nib_master_options", sizeof(nib_master_options), NULL, cast_by, NULL },
         { "nib_fsdp_parts", sizeof(nib_fsdp_parts), fill_parts, assign, NULL },
+        { "nib_gemm_options", sizeof(nib_gemm_options), fill_gemm_options, multiply_by, NULL },
     };
     make_tensors();
     for (size_t i = 0; i < sizeof subjects / sizeof *subjects; i++)

@@ -482,3 +482,24 @@ def test_codes_to_decode_may_be_a_list_bytes_or_an_array():
     want = [1.0, 448.0]
     for codes in ([0x38, 0x7E], bytes([0x38, 0x7E]), bytearray([0x38, 0x7E]), np.array([0x38, 0x7E], np.uint8)):
         assert nib.decode(codes, "e4m3").tolist() == want
+
+
+@pytest.mark.parametrize("lines", [1, 3, 40])
+def test_gemm_takes_plain_values_and_options(lines):
+    rng = np.random.default_rng(lines)
+    x = rng.standard_normal((lines, 70)).astype(np.float32)
+    w = nib.quantize(rng.standard_normal((33, 70)).astype(np.float32))
+    bias = rng.standard_normal(33).astype(np.float16)
+    y = nib.gemm(x, w, bias=bias, alpha=0.5)
+    assert y.dtype == np.float32
+    assert np.array_equal(y, nib.gemm(x, w, bias=bias, alpha=0.5, reference=True))
+    assert np.allclose(y, 0.5 * x @ w.dequantize().T + bias, atol=2e-2)
+    for operands in ((x, w), (w, x), (nib.quantize(x), w), (x[:, ::-1], w)):
+        half = nib.gemm(*operands, dtype=np.float16)
+        assert half.dtype == np.float16
+        assert np.array_equal(half, nib.gemm(*operands).astype(np.float16))
+    out = y.copy()
+    assert nib.gemm(x, w, beta=0.25, out=out) is out
+    assert np.array_equal(out, nib.gemm(x, w) + np.float32(0.25) * y)
+    with pytest.raises(nib.UnsupportedError, match="both operands are plain"):
+        nib.gemm(x, x)

@@ -201,8 +201,9 @@ def gemm_reference(a, b, *, a_columnwise=False, b_columnwise=False, alpha=1.0, o
                 cols = tensor.shape[-1]
                 return cols if columnwise else tensor.shape.numel() // cols if cols else 0
             out = torch.empty(lines(a, a_columnwise), lines(b, b_columnwise))
-        lib.nib_gemm_reference(left.handle, int(a_columnwise), right.handle, int(b_columnwise), alpha, accumulate,
-                               _bridge.array(out))
+        lib.nib_gemm_reference(_library.Operand(left.handle, None, int(a_columnwise)),
+                               _library.Operand(right.handle, None, int(b_columnwise)),
+                               _library.GemmOptions(alpha=alpha, beta=1.0 if accumulate else 0.0), _bridge.array(out))
     return out
 
 

@@ -301,4 +301,8 @@ const struct nib_kernels nib_kernels_scalar = {
                    [NIB_U8] = nib_transpose_bytes,
                    [NIB_BF16] = nib_transpose_halves,
                    [NIB_F32] = nib_transpose_words },
+    .multiply = { [NIB_PRODUCT_NVFP4] = nib_multiply_scalar,
+                  [NIB_PRODUCT_MXFP4] = nib_multiply_scalar,
+                  [NIB_PRODUCT_FIXED] = nib_multiply_scalar,
+                  [NIB_PRODUCT_VALUES] = nib_multiply_scalar },
 };

@@ -517,6 +517,52 @@ NIB_API nib_status nib_part_shape(const nib_quantizer *q, nib_part part, int ran
 NIB_API nib_status nib_part_valid_shape(const nib_quantizer *q, nib_part part, int rank, const int64_t *shape,
                                         int *out_rank, int64_t *out_shape);
 
+/* ---- Products ------------------------------------------------------------------------------------------ */
+
+/* One side of a product: the lines of a tensor's usage (rowwise: its [M, K] matrix; columnwise: the transpose [K, M]), or
+ * the rows of a plain array, [lines, K] of F32, BF16 or F16, any strides. One of the two pointers is NULL. This struct is
+ * final. */
+typedef struct nib_operand {
+    const nib_tensor *tensor;
+    const nib_array *array;
+    nib_usage usage; /* of the tensor */
+} nib_operand;
+
+typedef struct nib_gemm_options {
+    size_t bytes;
+    float alpha, beta;
+    const nib_array *bias; /* [lines of B]; F32, BF16 or F16; NULL for none */
+} nib_gemm_options;
+
+/* alpha 1, beta 0, no bias. ARG for a size that this version does not know. */
+NIB_API nib_status nib_gemm_options_init_sized(nib_gemm_options *options, size_t bytes);
+static inline void nib_gemm_options_init(nib_gemm_options *options)
+{
+    (void)nib_gemm_options_init_sized(options, sizeof *options);
+}
+
+/* y = alpha * A B^T + bias + beta * y, for lines of A by lines of B. options NULL: the defaults. y is F32, BF16 or F16,
+ * [lines of A, lines of B], any strides, rounded once at the end; it is not read where beta is 0, and must not overlap
+ * what is read. Forward is X rowwise by W rowwise; the gradient of X is dY rowwise by W columnwise; that of W is dY
+ * columnwise by X columnwise.
+ *
+ * Two NVFP4 or two MXFP4 operands: blocks are multiplied exactly and added in the order of k. Both are transformed (RHT)
+ * with the same mask, or neither is. An NVFP4 operand, not transformed, and a plain one, on either side: the plain values
+ * are rounded to block fixed point, 15 bits per value and one exponent per 16, and then likewise. Any other pair with a
+ * tensor in it: the decoded values (as nib_dequantize gives them in F32) by FMAs in the order of k. On the host all of it
+ * has the bits of nib_gemm_reference (docs/numerics.md 14 has the formulas and the bounds), whatever the instruction set,
+ * the threads and the sizes. On another device the same bounds hold, and its header says what its bits depend on.
+ *
+ * MISMATCH: inner sizes, or transforms. UNSUPPORTED: two plain operands, or a plain one with a transformed tensor. The
+ * scratch memory belongs to the host device and grows to what its largest product needs. */
+NIB_API nib_status nib_gemm(const nib_operand *a, const nib_operand *b, const nib_gemm_options *options,
+                            const nib_array *y);
+
+/* n products: the i-th is nib_gemm of a[i], b[i], options[i] and y[i]. options may be NULL, and so may any of them. All
+ * are on one device and are checked before the first begins; outputs must not overlap. */
+NIB_API nib_status nib_gemm_grouped(const nib_operand *a, const nib_operand *b, const nib_gemm_options *const *options,
+                                    const nib_array *y, size_t n);
+
 /* ---- Delayed scaling (Float8) -------------------------------------------------------------------------- */
 
 typedef enum nib_amax_choice { NIB_AMAX_MAX = 0, NIB_AMAX_MOST_RECENT, NIB_AMAX_CHOICE_COUNT } nib_amax_choice;

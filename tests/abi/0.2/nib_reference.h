@@ -38,12 +38,10 @@ NIB_API void nib_philox4x32(const uint32_t counter[4], const uint32_t key[2], ui
 NIB_API nib_status nib_swizzle_scales(const uint8_t *scales, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
 NIB_API nib_status nib_unswizzle_scales(const uint8_t *tiles, int64_t rows, int64_t cols, int64_t stride, uint8_t *out);
 
-/* y = alpha * A B^T or, with accumulate, y += alpha * A B^T. An operand's rowwise usage is its [M, K] matrix; its
- * columnwise usage is the transpose [K, M]; their inner sizes must agree, and both or neither must have the RHT (with the
- * same mask). y is F32 [rows of A, rows of B]. One FP32 accumulator per output, blocks in the order of k: the bits of
- * TransformerEngine's reference. */
-NIB_API nib_status nib_gemm_reference(const nib_tensor *a, nib_usage a_usage, const nib_tensor *b, nib_usage b_usage,
-                                      float alpha, int accumulate, const nib_array *y);
+/* nib_gemm as it is defined, one output at a time and written to be read. For operands of which both are NVFP4 these are
+ * the bits of TransformerEngine's reference. */
+NIB_API nib_status nib_gemm_reference(const nib_operand *a, const nib_operand *b, const nib_gemm_options *options,
+                                      const nib_array *y);
 
 /* Packed codes of a [rows, cols] matrix, [rows, ceil(cols/2)] bytes, to [cols, ceil(rows/2)]; missing nibbles are 0. */
 NIB_API nib_status nib_transpose_packed(const uint8_t *codes, int64_t rows, int64_t cols, uint8_t *out);
