@@ -3,6 +3,7 @@
 and name, buffers as theirs, and what happens where the real packages are."""
 import importlib
 import os
+import re
 import subprocess
 import sys
 import types
@@ -426,3 +427,64 @@ def test_expanded_scales_keep_their_stride():
     values = out.view(torch.float8_e4m3fn).float()
     assert torch.equal(values[:48, :2], scale.clamp(max=448).repeat_interleave(16, 0))
     assert not out[48:].any() and not out[:, 2:].any()
+
+
+# ---- Names that are not served ---------------------------------------------------------------------------
+
+
+def test_unsupported_names():
+    """Each imports under its module, and raises one message when it is made."""
+    from conftest import ROOT
+    from nib.torch import unsupported
+    nib.torch.install_aliases()
+    table = open(os.path.join(ROOT, "docs/python.md")).read()
+    table = table[table.index("## Names of TransformerEngine"):table.index("## tex")]
+    for module, names in unsupported.NAMES.items():
+        where = importlib.import_module("transformer_engine.pytorch" + (f".{module}" if module else ""))
+        for name in names:
+            with pytest.raises(NotImplementedError, match=f"TransformerEngine's {name}:"):
+                getattr(where, name)(1, two=2)
+            assert re.search(rf"\b{name}\b", table), name
+    with pytest.raises(AttributeError):
+        unsupported.never_heard_of
+
+
+def test_names_of_layers():
+    """Served names of TransformerEngine's package are nib's own objects, wherever they are imported from."""
+    nib.torch.install_aliases()
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb  # noqa: F401
+    from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+    from transformer_engine.pytorch.optimizers import FusedAdam
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState  # noqa: F401
+    from transformer_engine.pytorch.tensor.utils import is_custom
+    from transformer_engine.pytorch.custom_recipes.quantizer_factories import nvfp4_factory
+    assert te.LayerNormMLP is LayerNormMLP is nib.torch.LayerNormMLP and FusedAdam is nib.torch.FusedAdam
+    assert te.TransformerLayer is nib.torch.TransformerLayer and te.checkpoint is nib.torch.checkpoint
+    assert not is_custom(None) and not is_custom(te.NVFP4Quantizer())
+    assert nvfp4_factory(te.QuantizerRole("linear", "weight")).with_2d_quantization
+
+
+def test_glu_layout():
+    from nib.torch.utils import deinterleave_glu_tensor, interleave_glu_tensor
+    x = torch.arange(16)
+    assert interleave_glu_tensor(x, 2).tolist() == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    w = torch.randn(16, 3)
+    assert torch.equal(deinterleave_glu_tensor(interleave_glu_tensor(w, 4), 4), w)
+    with pytest.raises(ValueError):
+        interleave_glu_tensor(w, 3)
+
+
+def test_extra_state_policy(monkeypatch):
+    import pickle
+    from nib.torch import extra_state, recipe
+    for kind in (recipe.MXFP8BlockScaling, recipe.NVFP4BlockScaling):
+        payload = pickle.dumps({"recipe": kind(), "extra_fp8_variables": {}})
+        assert not extra_state.should_load_extra_state_pickle(payload, "test")
+        assert extra_state.is_stateless_recipe(kind())
+    assert not extra_state.should_load_extra_state_pickle(pickle.dumps({}), "test")
+    for payload in (pickle.dumps({"recipe": recipe.DelayedScaling()}), b"not a pickle", pickle.dumps(print)):
+        with pytest.raises(RuntimeError, match=extra_state.UNSAFE_PICKLE_EXTRA_STATE_ENV):
+            extra_state.should_load_extra_state_pickle(payload, "test")
+    monkeypatch.setenv(extra_state.UNSAFE_PICKLE_EXTRA_STATE_ENV, "1")
+    assert extra_state.should_load_extra_state_pickle(b"not a pickle", "test")

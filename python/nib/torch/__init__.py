@@ -16,6 +16,13 @@
     quantization.py              autocast, and what turns a recipe into the quantizers of a layer
     products.py                  products of quantized and plain matrices
     module/                      layers
+    attention.py, transformer.py attention and whole layers of a transformer
+    recompute.py                 checkpoint
+    optimizers.py                FusedAdam
+    custom_recipes.py            functions for CustomRecipe
+    cpp_extensions.py            products by TransformerEngine's names
+    extra_state.py               what a pickled extra state may be
+    unsupported.py               names that raise
     tex.py                       functions of transformer_engine_torch
     megatron.py                  Megatron's configuration as recipes
     aliases.py                   all of this under the names of those packages
@@ -30,6 +37,7 @@ except ImportError as _error:
 
 from . import fp4_utils, gist, tex
 from .aliases import install_aliases
+from .attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding
 from .constants import (DType, MXFP8_BLOCK_SCALING_SIZE, NVFP4_BLOCK_SCALING_SIZE, TE_DType)
 from .float8_blockwise_tensor import Float8BlockQuantizer, Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
@@ -40,15 +48,19 @@ from .grouped_tensor import (GroupedTensor, GroupedTensorStorage, group_dequanti
 from .mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
 from .identity_tensor import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
-from .module import Linear
+from .module import (Fp8Padding, Fp8Unpadding, GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear,
+                     RMSNorm)
 from .nvfp4_tensor import (NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, _fp4_e2m1_vals, _FromNVFP4Func,
                            get_hadamard_matrix, get_no_random_sign_vector, get_random_sign_mask_for_rht, get_rht_matrix,
                            get_sign_from_vector, get_wgrad_sign_vector)
+from .optimizers import FusedAdam
 from .quantization import (DelayedScalingRequest, QuantizerRequest, QuantizerRole, autocast, fp8_autocast,
                            fp8_model_init, get_default_recipe, is_bf16_available, is_fp8_available,
                            is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available, quantized_model_init)
 from .quantized_tensor import (QuantizedTensor, QuantizedTensorStorage, Quantizer, prepare_for_saving,
                                restore_from_func_ctx, restore_from_saved)
+from .recompute import CudaRNGStatesTracker, checkpoint
+from .transformer import TransformerLayer
 from .utils import (cast_master_weights_to_fp8, clear_columnwise_cache, gather_along_first_dim,
                     post_all_gather_processing, quantize_master_weights, replace_raw_data,
                     set_quantizer_amax_reduction_group)

@@ -15,6 +15,8 @@ import importlib.util
 import sys
 import types
 
+from . import unsupported
+
 _TENSORS = {
     "nvfp4_tensor": ("NVFP4Quantizer", "NVFP4Tensor", "get_hadamard_matrix", "get_rht_matrix", "get_wgrad_sign_vector",
                      "get_no_random_sign_vector", "get_sign_from_vector", "get_random_sign_mask_for_rht",
@@ -42,8 +44,21 @@ _AVAILABLE = ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_av
 _AUTOCAST = ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "get_default_recipe",
              "is_fp8_enabled")
 _ROLES = ("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest")
+_LAYERS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "LayerNorm", "RMSNorm", "Fp8Padding",
+           "Fp8Unpadding")
 _MASTER = ("quantize_master_weights", "cast_master_weights_to_fp8", "post_all_gather_processing", "replace_raw_data",
            "clear_columnwise_cache")
+_GLU = ("interleave_glu_tensor", "deinterleave_glu_tensor")
+_DEVICE = ("get_device_compute_capability", "get_cudnn_version")
+_FACTORIES = ("high_precision_factory", "delayed_scaling_factory", "current_scaling_factory",
+              "float8_block_scaling_factory", "mxfp8_factory", "nvfp4_factory")
+_ZOO = ("high_precision_fwd_mxfp8_bwd_factory", "mxfp8_fwd_nvfp4_bwd_factory", "nvfp4_1d_weight_factory",
+        "mxfp8_fwd_high_precision_bwd_factory", "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
+        "nvfp4_row_scaled_fwd_high_precision_bwd_factory", "nvfp4_linear_fp8_dpa_factory")
+_EXTRA_STATE = ("CheckpointExtraStatePolicy", "UNSAFE_PICKLE_EXTRA_STATE_ENV", "_RECIPE_POLICIES",
+                "extra_state_pickle_advisory", "is_stateless_recipe", "recipe_extra_state_policy",
+                "should_load_extra_state_pickle", "unsafe_pickle_extra_state_enabled")
+_GEMM = ("general_gemm", "general_grouped_gemm")
 _EVERYTHING = object()  # all public names of the module
 
 _MEGATRON = {"fp4_utils": ("HAVE_TE", "HAVE_TE_FP4_TENSOR_CLASS", "FP4_TENSOR_CLASS", "is_nvfp4tensor",
@@ -58,19 +73,55 @@ MODULES = {
     "transformer_engine": {},
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": {"recipe": _EVERYTHING},
-    _TE: {**_BASES, "constants": ("DType",), "module": ("Linear",), "quantization": (*_AUTOCAST, *_AVAILABLE, *_ROLES),
+    _TE: {**_BASES, "constants": ("DType",), "module": _LAYERS, "quantization": (*_AUTOCAST, *_AVAILABLE, *_ROLES),
+          "attention": ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding"),
+          "transformer": ("TransformerLayer",), "recompute": ("checkpoint", "CudaRNGStatesTracker"),
+          "utils": (*_GLU, *_DEVICE), "unsupported": unsupported.NAMES[""],
           **{name: _TENSORS[name] + _STORAGES[name] for name in _TENSORS}},
     f"{_TE}.quantized_tensor": _BASES,
     f"{_TE}.constants": {"constants": _EVERYTHING},
-    f"{_TE}.utils": {"utils": ("round_up_to_nearest_multiple", "is_non_tn_fp8_gemm_supported")},
-    f"{_TE}.distributed": {"utils": ("gather_along_first_dim",)},
-    f"{_TE}.quantization": {"quantization": _EVERYTHING},
+    f"{_TE}.utils": {"utils": ("round_up_to_nearest_multiple", "is_non_tn_fp8_gemm_supported", *_GLU, *_DEVICE),
+                     "module.base": ("init_method_normal", "init_method_constant", "get_default_init_method"),
+                     "quantization": ("is_bf16_available",)},
+    f"{_TE}.distributed": {"utils": ("gather_along_first_dim",), "recompute": ("checkpoint", "CudaRNGStatesTracker"),
+                           "quantization": ("is_fp8_activation_recompute_enabled",
+                                            "in_fp8_activation_recompute_phase")},
+    f"{_TE}.quantization": {"quantization": (_EVERYTHING, "_amax_and_scale_update", "_default_sf_compute",
+                                             "_has_delayed_scaling_state")},
     f"{_TE}.fp8": {"quantization": _EVERYTHING},
-    f"{_TE}.module": {"module": ("Linear",)},
+    f"{_TE}.float8_tensor": {"float8_tensor": ("Float8Tensor",)},
+    f"{_TE}._extra_state": {"extra_state": (*_EXTRA_STATE,)},
+    f"{_TE}.module": {"module": _LAYERS},
+    f"{_TE}.module.base": {"module.base": ("TransformerEngineBaseModule", "get_dummy_wgrad"),
+                           "unsupported": ("initialize_ub", "destroy_ub", "UserBufferQuantizationMode")},
     f"{_TE}.module.linear": {"module": ("Linear",)},
+    f"{_TE}.module.layernorm_linear": {"module": ("LayerNormLinear",)},
+    f"{_TE}.module.layernorm_mlp": {"module": ("LayerNormMLP",)},
+    f"{_TE}.module.grouped_linear": {"module": ("GroupedLinear",)},
+    f"{_TE}.module.layernorm": {"module": ("LayerNorm",)},
+    f"{_TE}.module.rmsnorm": {"module": ("RMSNorm",)},
+    f"{_TE}.module.fp8_padding": {"module": ("Fp8Padding",)},
+    f"{_TE}.module.fp8_unpadding": {"module": ("Fp8Unpadding",)},
     f"{_TE}.module._common": {"utils": ("set_quantizer_amax_reduction_group",)},
-    f"{_TE}.tensor": {**_BASES, **_TENSORS, "utils": _MASTER},
-    f"{_TE}.tensor.utils": {"utils": _MASTER},
+    f"{_TE}.attention": {"attention": ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding"),
+                         "unsupported": ("InferenceParams", "FusedMLAQUpProjRopeQuant")},
+    f"{_TE}.attention.dot_product_attention": {"attention": ("DotProductAttention",)},
+    f"{_TE}.attention.dot_product_attention.utils": {"attention": ("check_set_window_size", "get_alibi")},
+    f"{_TE}.attention.multi_head_attention": {"attention": ("MultiheadAttention",)},
+    f"{_TE}.attention.rope": {"attention": ("RotaryPositionEmbedding", "apply_rotary_pos_emb")},
+    f"{_TE}.transformer": {"transformer": ("TransformerLayer", "DropPath")},
+    f"{_TE}.ops": {"unsupported": unsupported.NAMES["ops"]},
+    f"{_TE}.optimizers": {"optimizers": ("FusedAdam",), "unsupported": unsupported.NAMES["optimizers"]},
+    f"{_TE}.optimizers.fused_adam": {"optimizers": ("FusedAdam",)},
+    f"{_TE}.cpp_extensions": {"cpp_extensions": _GEMM},
+    f"{_TE}.cpp_extensions.gemm": {"cpp_extensions": _GEMM},
+    f"{_TE}.custom_recipes": {},
+    f"{_TE}.custom_recipes.gemm": {"cpp_extensions": ("custom_gemm", "GEMMType", "MMParams")},
+    f"{_TE}.custom_recipes.quantizer_factories": {"custom_recipes": _FACTORIES},
+    f"{_TE}.custom_recipes.quantizer_factory_zoo": {"custom_recipes": _ZOO},
+    f"{_TE}.tensor": {**_BASES, **_TENSORS, **{name: _TENSORS[name] + _STORAGES[name] for name in _TENSORS},
+                      "utils": _MASTER},
+    f"{_TE}.tensor.utils": {"utils": _MASTER, "products": ("is_custom",)},
     f"{_TE}.tensor._quantization_helpers": {"quantized_tensor": ("_QuantizeFunc", "_IdentityFunc",
                                                                  "_stride_from_shape")},
     **{f"{_TE}.tensor.{name}": {name: _TENSORS[name] + _STORAGES[name]} for name in _TENSORS},
@@ -87,10 +138,11 @@ MODULES = {
 
 
 def _names(module, names):
-    if names is not _EVERYTHING:
-        return names
-    return [name for name, value in vars(module).items()
-            if not name.startswith("_") and not isinstance(value, types.ModuleType)]
+    found = [] if names is _EVERYTHING else [name for name in names if name is not _EVERYTHING]
+    if names is _EVERYTHING or _EVERYTHING in names:
+        found += [name for name, value in vars(module).items()
+                  if not name.startswith("_") and not isinstance(value, types.ModuleType)]
+    return found
 
 
 class _Loader(importlib.abc.Loader):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerEngine's names for dtypes and block sizes."""
 import enum
+from types import SimpleNamespace
 
 import torch
 
@@ -45,3 +46,15 @@ TE_DType_To_Torch = {code: dtype for dtype, code in TE_DType.items()}
 NVFP4_BLOCK_SCALING_SIZE = 16
 MXFP8_BLOCK_SCALING_SIZE = 32
 FLOAT8_BLOCK_SCALING_SIZE = 128
+
+# Slots of quantizers: three per product forward, two backward.
+FP8FwdTensorIdx = SimpleNamespace(GEMM1_INPUT=0, GEMM1_WEIGHT=1, GEMM1_OUTPUT=2, GEMM2_INPUT=3, GEMM2_WEIGHT=4,
+                                  GEMM2_OUTPUT=5, GEMM3_INPUT=6, GEMM3_WEIGHT=7, GEMM3_OUTPUT=8)
+FP8BwdTensorIdx = SimpleNamespace(GRAD_OUTPUT1=0, GRAD_INPUT1=1, GRAD_OUTPUT2=2, GRAD_INPUT2=3, GRAD_OUTPUT3=4,
+                                  GRAD_INPUT3=5)
+AttnMaskTypes = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+                 "padding_causal_bottom_right", "arbitrary")
+AttnBiasTypes = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
+AttnTypes = ("self", "cross")
+LayerTypes = ("encoder", "decoder")
+GemmParallelModes = ("row", "column", None)

@@ -59,12 +59,12 @@ def is_plain(operand):
     return isinstance(operand, torch.Tensor) and not isinstance(operand, QuantizedTensorStorage)
 
 
-def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=None, wide=False):
-    """A B^T, and a bias to each row: in their own dtype for plain operands (but FP32 where `wide`), in FP32 for others,
-    in the dtype that it chooses for a custom quantizer."""
+def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=None, wide=False, dtype=None):
+    """A B^T, and a bias to each row: in their own dtype for plain operands (but FP32 where `wide`), in FP32 for
+    others. A custom quantizer is asked for `dtype`, or that of its operand."""
     a, b = unwrap(a, a_columnwise), unwrap(b, b_columnwise)
     if is_custom(a) and is_custom(b):
-        return _custom(a, b, a_columnwise, b_columnwise, bias, torch.float32 if wide else a._dtype)
+        return _custom(a, b, a_columnwise, b_columnwise, bias, torch.float32 if wide else dtype or a.dtype)
     if is_plain(a) and is_plain(b) and a.dtype == b.dtype and not wide:
         a, b = (m.reshape(-1, m.shape[-1]) for m in (a, b))
         a, b = a.t() if a_columnwise else a, b.t() if b_columnwise else b

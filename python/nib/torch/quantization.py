@@ -13,7 +13,6 @@ the group, the scales follow from them, and the history moves on by a row.
 import abc
 import contextlib
 import dataclasses
-import os
 import threading
 import warnings
 from collections import deque
@@ -259,12 +258,17 @@ class FP8GlobalStateManager:
                 continue
             recipe, group = cls.autocast_arguments[autocast_key]
             with torch.no_grad():
+                together = torch.cat(amaxes)
                 if recipe.reduce_amax and dist.is_available() and dist.is_initialized() \
                         and dist.get_world_size(group=group) > 1:
-                    together = torch.cat(amaxes)
                     dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
-                    torch._foreach_copy_(amaxes, list(together.split([amax.numel() for amax in amaxes])))
-                for history, scale in zip(cls.global_amax_history_buffer[key], cls.global_scale_buffer[key]):
+                histories, scales = cls.global_amax_history_buffer[key], cls.global_scale_buffer[key]
+                if not callable(recipe.amax_compute_algo) and recipe.scaling_factor_compute_algo is None:
+                    fused_amax_and_scale_update_after_reduction(together, histories, scales, recipe.amax_compute_algo,
+                                                                get_fp8_te_dtype(recipe, forward), recipe.margin)
+                    continue
+                torch._foreach_copy_(amaxes, list(together.split([amax.numel() for amax in amaxes])))
+                for history, scale in zip(histories, scales):
                     _amax_and_scale_update(history, scale, get_fp8_max(recipe, forward), recipe)
 
     @classmethod
@@ -374,6 +378,14 @@ fp8_model_init = quantized_model_init
 # ---- Scales from histories -------------------------------------------------------------------------------
 
 
+def _default_sf_compute(amax, scale, fp8_max, margin):
+    """The scale that brings an amax to the largest value of a format, less a margin of powers of two; as it was where
+    there is nothing to go by. Written to `scale`, which is returned."""
+    new = (fp8_max / amax) / (2 ** margin)
+    new = torch.where((amax > 0.0) & torch.isfinite(amax), new, scale)
+    return scale.copy_(torch.where(torch.isinf(new), torch.full_like(new, torch.finfo(torch.float32).max), new))
+
+
 def _amax_and_scale_update(amax_history, scale, fp8_max, recipe):
     """The scale that follows from a history [rows, tensors], which moves on by a row."""
     if callable(recipe.amax_compute_algo):
@@ -387,10 +399,27 @@ def _amax_and_scale_update(amax_history, scale, fp8_max, recipe):
     amax_history[0].fill_(0.0)
     if recipe.scaling_factor_compute_algo is not None:
         scale.copy_(recipe.scaling_factor_compute_algo(amax, scale, fp8_max, recipe))
-        return
-    new = (fp8_max / amax) / (2 ** recipe.margin)
-    new = torch.where((amax > 0.0) & torch.isfinite(amax), new, scale)  # nothing to go by: as before
-    scale.copy_(torch.where(torch.isinf(new), torch.full_like(new, torch.finfo(torch.float32).max), new))
+    else:
+        _default_sf_compute(amax, scale, fp8_max, recipe.margin)
+
+
+def fused_amax_and_scale_update_after_reduction(amax_reduction_buffer, amax_histories, scales, amax_compute_algo,
+                                                fp8_dtype, margin):
+    """The same for all layers, from amaxes that were reduced (0: the history's own). A tensor that had no amax keeps
+    its history and its scale; NaN counts as none among others."""
+    largest = (57344.0 if DType.cast(fp8_dtype) == DType.kFloat8E5M2 else 448.0) * 2.0 ** -margin
+    newest = amax_reduction_buffer.split([scale.numel() for scale in scales])
+    for history, scale, reduced in zip(amax_histories, scales, newest):
+        last = torch.where(reduced != 0, reduced, history[0])
+        moved = torch.roll(history, -1, 0)
+        moved[-1] = last
+        amax = last if amax_compute_algo == "most_recent" else moved.nan_to_num(nan=0.0, posinf=torch.inf).amax(0)
+        moved[0] = 0.0
+        seen = last != 0
+        history.copy_(torch.where(seen, moved, history))
+        usable = seen & torch.isfinite(amax) & (amax > 0)
+        new = (torch.full_like(amax, largest) / amax).clamp(max=torch.finfo(torch.float32).max)  # one rounding
+        scale.copy_(torch.where(usable, new, scale))
 
 
 # ---- States ----------------------------------------------------------------------------------------------
@@ -613,9 +642,3 @@ def is_fp8_activation_recompute_enabled():
 def in_fp8_activation_recompute_phase():
     return recompute.phase
 
-
-UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-
-
-def unsafe_pickle_extra_state_enabled():
-    return os.environ.get(UNSAFE_PICKLE_EXTRA_STATE_ENV, "0") == "1"

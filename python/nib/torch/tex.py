@@ -5,6 +5,7 @@ The steps of a sharded cast hand single values per block from one to the next, a
 the library's. nib.torch.quantize_master_weights does all of them in two collectives, and gives the same bytes.
 """
 import ctypes
+import enum
 
 import torch
 
@@ -15,6 +16,7 @@ from .constants import DType, TE_DType_To_Torch
 from .grouped_tensor import group_dequantize, group_quantize, split_quantize  # noqa: F401
 from .products import values_of
 from .nvfp4_tensor import NVFP4Quantizer, NVFP4TensorStorage
+from .quantization import fused_amax_and_scale_update_after_reduction  # noqa: F401
 from .quantized_tensor import QuantizedTensorStorage
 from .utils import gemm_reference
 
@@ -64,6 +66,22 @@ def compute_amax(tensor, amax):
     struct = _library.new_quantizer()
     struct.columnwise = 0
     amax.copy_(_bridge.quantize(struct, tensor.detach().reshape(1, -1))[Part.ROW_TENSOR_SCALE].reshape(amax.shape))
+
+
+# ---- Delayed scaling -------------------------------------------------------------------------------------
+
+
+class FP8TensorMeta:
+    """scale, scale_inv and amax_history of tensors, for whoever keeps them in one object."""
+
+    def __init__(self):
+        self.scale = self.scale_inv = self.amax_history = None
+
+
+FP8FwdTensors = enum.IntEnum("FP8FwdTensors", [f"GEMM{i}_{what}" for i in (1, 2, 3)
+                                               for what in ("INPUT", "WEIGHT", "OUTPUT")], start=0)
+FP8BwdTensors = enum.IntEnum("FP8BwdTensors", [f"GRAD_{what}{i}" for i in (1, 2, 3) for what in ("OUTPUT", "INPUT")],
+                             start=0)
 
 
 # ---- Products --------------------------------------------------------------------------------------------

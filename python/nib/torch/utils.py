@@ -273,6 +273,35 @@ def round_up_to_nearest_multiple(value, multiple):
     return -(-value // multiple) * multiple
 
 
+def interleave_glu_tensor(tensor, interleave_size):
+    """[gate, linear] along dim 0 as blocks of interleave_size rows of each in turn."""
+    _check_glu(tensor, interleave_size)
+    halves = tensor.view(2, -1, interleave_size, *tensor.shape[1:])
+    return halves.transpose(0, 1).reshape(tensor.shape)
+
+
+def deinterleave_glu_tensor(tensor, interleave_size):
+    """Blocks of interleave_size rows of gate and linear in turn as [gate, linear]."""
+    _check_glu(tensor, interleave_size)
+    blocks = tensor.view(-1, 2, interleave_size, *tensor.shape[1:])
+    return blocks.transpose(0, 1).reshape(tensor.shape)
+
+
+def _check_glu(tensor, interleave_size):
+    if interleave_size <= 0 or not tensor.dim() or tensor.shape[0] % (2 * interleave_size):
+        raise ValueError(f"{tuple(tensor.shape)} has no pairs of blocks of {interleave_size} rows")
+
+
+def get_device_compute_capability():
+    """That of the CUDA device; (0, 0) without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def get_cudnn_version():
+    """(0, 0, 0): nothing here asks cuDNN."""
+    return 0, 0, 0
+
+
 def is_non_tn_fp8_gemm_supported():
     """Whether products of Float8 take operands in any layout, so that no transposes are kept: not here."""
     return False

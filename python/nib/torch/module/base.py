@@ -374,16 +374,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
     @contextmanager
     def prepare_forward(self, inp, num_gemms=1):
         """Around the forward pass of a layer."""
-        repeated = self.fp8 and recompute.phase
+        self.init_fp8_metadata(num_gemms)
+        self._check_weight_tensor_recipe_correspondence()
+        delayed = self.fp8 and has_delayed_scaling_state(self.fp8_meta)
+        repeated = delayed and recompute.phase
         if repeated:
             FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.fp8_meta)
-        else:
-            self.init_fp8_metadata(num_gemms)
-            self._check_weight_tensor_recipe_correspondence()
-            if self.fp8 and has_delayed_scaling_state(self.fp8_meta):
-                FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
-                if recompute.enabled:
-                    FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
+        elif delayed:
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
+            if recompute.enabled:
+                FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
         try:
             yield inp
         finally:

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products by TransformerEngine's names: general_gemm and its grouped form, over nib.torch.tex."""
+import torch
+
+from . import tex
+from .constants import TE_DType
+from .products import GEMMType, MMParams, is_custom, multiply, unwrap
+
+_LAYOUTS = ("TN", "NN", "NT")
+
+
+def general_gemm(A, B, out_dtype=None, quantization_params=None, gelu=False, gelu_in=None, alpha=1.0, beta=None,
+                 accumulate=False, layout="TN", out=None, bias=None, use_split_accumulator=False, grad=False, ub=None,
+                 ub_type=None, extra_output=None, bulk_overlap=False):
+    """(op(B) op(A), gradient of the bias, input of the GELU, extra output), as tex.generic_gemm; layout says which are
+    transposed, A first. Operands of custom quantizers go to these."""
+    if layout not in _LAYOUTS:
+        raise AssertionError(f"GEMM layout {layout} not supported.")
+    transa, transb = layout[0] == "T", layout[1] == "T"
+    A, B = unwrap(A, not transa), unwrap(B, transb)
+    if out is not None and isinstance(out, torch.Tensor) and not out.is_contiguous():
+        raise ValueError("Output tensor is not contiguous.")
+    if is_custom(A) or is_custom(B):
+        return custom_gemm(A, B, None, out_dtype, quantization_params, gelu, gelu_in, accumulate, layout, out, bias,
+                           use_split_accumulator, grad)
+    if not accumulate and beta not in (None, 0.0):
+        raise ValueError("scale must be zero")
+    dtype = TE_DType[out_dtype] if out_dtype is not None else None
+    return tex.generic_gemm(A, transa, B, transb, out, quantization_params, dtype, bias, None, gelu, gelu_in, grad,
+                            accumulate=accumulate, use_split_accumulator=use_split_accumulator, comm_overlap=ub,
+                            comm_type=ub_type, extra_output=extra_output, bulk_overlap=bulk_overlap, alpha=alpha,
+                            beta=beta if accumulate else None)
+
+
+def custom_gemm(A, B, workspace=None, out_dtype=None, quantization_params=None, gelu=False, gelu_in=None,
+                accumulate=False, layout="TN", out=None, bias=None, use_split_accumulator=False, grad=False):
+    """The product of two operands of custom quantizers, by the qgemm of B's."""
+    if not (is_custom(A) and is_custom(B)):
+        raise TypeError("A and B must be custom tensors")
+    y = multiply(B, A, a_columnwise=layout[1] == "T", b_columnwise=layout[0] == "N", bias=None if grad else bias,
+                 dtype=out_dtype)
+    shape = getattr(B, "original_shape", None)
+    if shape is not None and len(shape) > 2 and not grad:
+        y = y.view(*shape[:-1], y.shape[-1])
+    return y, None, None, None
+
+
+def general_grouped_gemm(A, B, out, quantization_params, out_dtype, layout="TN", m_splits=None, gelu=False, grad=False,
+                         accumulate=False, bias=None, use_bias=False, use_split_accumulator=False, D_dtype=None,
+                         single_output=False):
+    """general_gemm of pairs of operands: (results, gradients of biases, inputs of GELUs). single_output: all go one
+    below the other into out[0], m_splits rows each."""
+    results, bias_grads, gelu_inputs = [], [], []
+    targets = list(torch.split(out[0], [int(n) for n in m_splits])) if single_output else list(out)
+    for i, (a, b) in enumerate(zip(A, B)):
+        one_bias = bias[i] if bias is not None and use_bias else None
+        if grad and use_bias and one_bias is None:
+            one_bias = torch.empty(b.shape[-1], dtype=targets[i].dtype)
+        y, bias_grad, gelu_in, _extra = general_gemm(
+            a, b, out_dtype, quantization_params[i] if quantization_params else None, gelu, layout=layout,
+            out=targets[i] if targets[i].numel() else None, bias=one_bias, grad=grad, accumulate=accumulate,
+            use_split_accumulator=use_split_accumulator)
+        results.append(y)
+        bias_grads.append(bias_grad)
+        gelu_inputs.append(gelu_in)
+    return out, bias_grads if grad else bias, gelu_inputs
+
+
+__all__ = ["GEMMType", "MMParams", "custom_gemm", "general_gemm", "general_grouped_gemm"]
