@@ -7,6 +7,7 @@
 #include "report.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -562,6 +563,20 @@ bool report_can_write(const char *path, const char *a, const char *b, bool name_
     return false;
 }
 
+/* A rename lasts when its directory is on the disk. File systems that cannot sync one keep it otherwise. */
+static bool sync_parent(const char *path)
+{
+    char directory[4096] = ".";
+    const char *const slash = strrchr(path, '/');
+    if (slash)
+        snprintf(directory, sizeof directory, "%.*s", (int)(slash - path) + 1, path);
+    const int fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const bool good = fd >= 0 && (fsync(fd) == 0 || errno == EINVAL);
+    if (fd >= 0)
+        close(fd);
+    return good;
+}
+
 bool report_write(const struct report *report, const nib_plan *plan, const char *path)
 {
     char *temporary = malloc(strlen(path) + 32);
@@ -578,9 +593,9 @@ bool report_write(const struct report *report, const nib_plan *plan, const char 
         good = report_list(report, plan, &items) &&
                (ends_with(path, ".json") ? write_json(file, report, &items) : report_write_html(file, report, &items));
         report_items_free(&items);
-        good &= !ferror(file) && fflush(file) == 0;
+        good &= !ferror(file) && fflush(file) == 0 && fsync(fileno(file)) == 0;
         good &= fclose(file) == 0;
-        good = good && rename(temporary, path) == 0;
+        good = good && rename(temporary, path) == 0 && sync_parent(path);
         if (!good)
             remove(temporary);
     }

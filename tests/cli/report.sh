@@ -76,6 +76,12 @@ run 0 "$NIB" compare --json --top 3 "$original" "$work/q"
 json "$work/out" 'r["changed"] == 24 and len(r["worst"]) == 3 and 20 < r["worst"][0]["sqnr_db"] < r["sqnr_db"] < 25'
 run 2 "$NIB" compare "$original"
 run 2 "$NIB" compare "$original" "$work/nothing"
+# Its bytes are on the disk before it has its name, and then the name is.
+if strace -o "$work/trace" true 2>/dev/null; then
+    run 0 env ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0" strace -f -o "$work/trace" -e trace=fsync,rename "$NIB" compare -q "$original" "$work/q" --report "$work/t.json"
+    calls=$(sed -E 's/^[0-9]+ +//; s/\(.*= 0$//' "$work/trace" | grep -E '^(fsync|rename)' | tr '\n' ' ')
+    [ "$calls" = "fsync rename fsync " ] || fail "a report is published by: $calls"
+fi
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/x.pdf"
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/no/x.html"
 has err 'cannot write the report .*: No such file or directory'
