@@ -241,7 +241,7 @@ TEST(slices)
                 for (int64_t last = first; last <= rows; last += last + 8 <= rows ? 8 : 1) {
                     nib_tensor *slice = NULL;
                     const bool bordered = q.columnwise || q.block_dims[0] == 16;
-                    if (bordered && (first % 16 || (last % 16 && last != rows))) {
+                    if (bordered && first < last && (first % 16 || (last % 16 && last != rows))) {
                         CHECK_FAILS(nib_tensor_slice(t, first, last - first, &slice), NIB_ERR_SHAPE, "block borders");
                         CHECK(!slice);
                         continue;
@@ -249,7 +249,7 @@ TEST(slices)
                     CHECK_OK(nib_tensor_slice(t, first, last - first, &slice));
                     const nib_metadata m = metadata_of(slice);
                     CHECK(m.rank == 2 && m.rows == last - first && m.cols == cols && m.dtype == NIB_F32);
-                    CHECK(m.rowwise == q.rowwise && m.columnwise == q.columnwise && m.quantizer->origin[0] == first);
+                    CHECK(m.rowwise == q.rowwise && m.columnwise == q.columnwise && m.quantizer->origin[0] == (bordered ? first / 16 * 16 : first));
                     nib_tensor *wanted = slice_by_hand(t, m.quantizer, x, first, last - first);
                     CHECK_THAT(equal(slice, wanted), "%s %d x %d: rows %d to %d", name, (int)rows, (int)cols,
                                (int)first, (int)last);
@@ -336,14 +336,9 @@ TEST(splits)
     for (int i = 0; i < 2; i++) {
         nib_tensor *t = quantize_f32(i ? &row : &both, x, DIMS(37, 20)), *pieces[5];
         static const int64_t cuts[2][5] = { { 16, 0, 16, 5, 0 }, { 1, 7, 0, 28, 1 } };
-        if (i == 0) { /* the last, empty piece would begin at row 37 */
-            CHECK_FAILS(nib_tensor_split(t, cuts[0], 5, pieces), NIB_ERR_SHAPE, "block borders");
-            CHECK_OK(nib_tensor_split(t, cuts[0], 4, pieces));
-        } else {
-            CHECK_OK(nib_tensor_split(t, cuts[1], 5, pieces));
-        }
+        CHECK_OK(nib_tensor_split(t, cuts[i], 5, pieces)); /* the last of the first is empty, behind row 37 */
         float *y = values_of(t, NIB_EITHER), *at = y;
-        for (int p = 0; p < 4 + i; p++) {
+        for (int p = 0; p < 5; p++) {
             float *z = values_of(pieces[p], NIB_EITHER);
             CHECK(metadata_of(pieces[p]).rows == cuts[i][p]);
             CHECK_BYTES(z, at, (size_t)cuts[i][p] * 20 * sizeof *z);

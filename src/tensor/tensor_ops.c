@@ -217,14 +217,15 @@ nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, n
         return nib_fail(NIB_ERR_SHAPE, "%lld rows from row %lld on, of %lld", (long long)count, (long long)first,
                         (long long)rows);
     const bool bordered = t->q.block_dims[0] > 1 || nib_tensor_has(t, NIB_COLUMNWISE);
-    if (bordered && (first % block || ((first + count) % block && first + count != rows)))
+    if (bordered && count && (first % block || ((first + count) % block && first + count != rows)))
         return nib_fail(NIB_ERR_SHAPE, "rows %lld to %lld are not at block borders, which are multiples of %lld",
                         (long long)first, (long long)(first + count), (long long)block);
     TRY(NIB_DEVICE_HAS(nib_device_of(t->device), copy_rectangle));
     nib_tensor *slice;
     TRY(like(t, 2, (const int64_t[2]){ count, t->geometry.cols }, false, &slice));
-    /* Stochastic rounding goes on with the random numbers of its place in the whole. */
-    nib_status status = nib_add(slice->q.origin[0], first, &slice->q.origin[0])
+    /* Stochastic rounding goes on with the random numbers of its place in the whole: a border, also where an empty slice
+     * is at none. */
+    nib_status status = nib_add(slice->q.origin[0], bordered ? first / block * block : first, &slice->q.origin[0])
                             ? NIB_OK
                             : nib_fail(NIB_ERR_SHAPE, "the slice's origin is beyond any matrix");
     if (!status)

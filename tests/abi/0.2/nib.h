@@ -485,8 +485,8 @@ NIB_API nib_status nib_tensor_view(const nib_tensor *t, int rank, const int64_t 
 NIB_API nib_status nib_tensor_reshape(const nib_tensor *t, int rank, const int64_t *shape, nib_tensor **out);
 
 /* Rows first..first+count-1 of the [M, K] matrix as a tensor of its own, [count, K]. Bytes are copied: scale padding
- * and the columnwise usage cannot be shared. Rows must be cut at block borders: multiples of 16 (or the end) where there
- * is a columnwise usage or 16x16 blocks, anywhere otherwise. SHAPE elsewhere: nib_dequantize_rows takes any cut. */
+ * and the columnwise usage cannot be shared. Rows, if any, must be cut at block borders: multiples of 16 (or the end) if
+ * there is a columnwise usage or 16x16 blocks, else anywhere. SHAPE elsewhere: nib_dequantize_rows takes any cut. */
 NIB_API nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, nib_tensor **out);
 
 /* n slices of the given row counts, which must add up to M. */
