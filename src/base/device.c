@@ -111,18 +111,16 @@ nib_status nib_device_move(nib_device *to_device, void *to, nib_device *from_dev
 
 /* ---- Arrays ---- */
 
-static bool is_contiguous(const nib_array *array)
+bool nib_array_is_contiguous(const nib_array *array)
 {
     int64_t stride = 1;
-    for (int i = array->rank - 1; i >= 0; i--) {
+    for (int i = array->rank - 1; i >= 0 && array->bytes; i--) {
         if (array->shape[i] > 1 && array->strides[i] != stride)
             return false;
         stride *= array->shape[i];
     }
     return true;
 }
-
-static char *first_of(const nib_array *array) { return (char *)array->data + array->offset; }
 
 /* The elements below dim `dim`, one by one. */
 static void copy_elements(const nib_array *from, const char *source, const nib_array *to, char *target, int dim)
@@ -149,13 +147,12 @@ nib_status nib_array_copy(const nib_array *from, const nib_array *to)
         return nib_fail(NIB_ERR_MISMATCH, "nib_array_copy: the arrays differ in dtype or shape");
     if (!elements)
         return NIB_OK;
-    const bool contiguous = is_contiguous(from) && is_contiguous(to);
-    if (contiguous)
-        return nib_device_move(to->device, first_of(to), from->device, first_of(from),
+    if (nib_array_is_contiguous(from) && nib_array_is_contiguous(to))
+        return nib_device_move(to->device, nib_array_first(to), from->device, nib_array_first(from),
                                (size_t)(elements * (nib_dtypes[from->dtype].bits / 8)));
     if (!nib_device_is_host(from->device) || !nib_device_is_host(to->device))
         return nib_fail(NIB_ERR_UNSUPPORTED, "nib_array_copy from %s to %s takes C-contiguous arrays",
                         nib_device_name(from->device), nib_device_name(to->device));
-    copy_elements(from, first_of(from), to, first_of(to), 0);
+    copy_elements(from, nib_array_first(from), to, nib_array_first(to), 0);
     return NIB_OK;
 }

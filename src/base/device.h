@@ -47,12 +47,15 @@ struct nib_device_ops {
     nib_status (*dequantize)(nib_device *device, const nib_quantizer *q, const struct nib_geometry *geometry,
                              nib_usage from, const struct nib_usage_memory *memory, int64_t first, int64_t count,
                              const nib_array *out);
-    nib_status (*is_set)(nib_device *device, const float *flag, bool *set); /* *flag == 1.0f; waits */
+    /* Whether a no-op flag, a value on the device, is 1.0f; asked where it decides what a call does before it launches
+     * anything. Waits. *set is written on success alone. */
+    nib_status (*is_set)(nib_device *device, const float *flag, bool *set);
 
     /* ---- Products, one after the other; none is touched where there is no memory for one ---- */
     nib_status (*product)(nib_device *device, const struct nib_product *products, size_t n);
 
     /* ---- Codes and scales from place to place: layout.h has the contracts ---- */
+    /* n floats on the device become `value`, bit for bit; n may be 0. What was enqueued before still sees the old ones. */
     nib_status (*fill)(nib_device *device, float *values, int64_t n, float value);
     nib_status (*build_columnwise)(nib_device *device, const nib_quantizer *q, const struct nib_geometry *geometry,
                                    const struct nib_usage_memory *rowwise, const struct nib_usage_memory *columnwise);
@@ -104,5 +107,12 @@ nib_status nib_device_supports(const nib_device *device, bool has, const char *o
 
 /* Bytes between any two devices, or within one; waits for the one that is read where they differ. */
 nib_status nib_device_move(nib_device *to_device, void *to, nib_device *from_device, const void *from, size_t bytes);
+
+/* ---- Arrays, of which only the device knows what is in them ---- */
+
+/* Whether elements follow one another in C's order; an array without any has no gaps. */
+bool nib_array_is_contiguous(const nib_array *array);
+
+static inline char *nib_array_first(const nib_array *array) { return (char *)array->data + array->offset; }
 
 #endif

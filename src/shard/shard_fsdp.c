@@ -106,21 +106,19 @@ static nib_status check_parts(const nib_fsdp_parts *parts, const nib_tensor *t, 
     return columnwise ? NIB_DEVICE_HAS(device, build_columnwise) : NIB_OK;
 }
 
-static const void *first_of(const nib_array *array) { return (const char *)array->data + array->offset; }
-
 static nib_status write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
 {
     nib_device *const device = nib_device_of(t->device);
     const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
     const struct nib_usage_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
     if (g->data_bytes)
-        TRY(device->ops->copy(device, memory.codes, first_of(&parts->data), (size_t)g->data_bytes));
+        TRY(device->ops->copy(device, memory.codes, nib_array_first(&parts->data), (size_t)g->data_bytes));
     if (memory.scales) { /* the padding of shards may hold anything */
         struct nib_usage_geometry gathered = *g;
         gathered.scale_shape[0] = g->lines;
         TRY(device->ops->zero(device, memory.scales, (size_t)g->scales_bytes));
         if (g->lines && g->blocks)
-            TRY(device->ops->repack_scales(device, &gathered, first_of(&parts->scales), g, memory.scales));
+            TRY(device->ops->repack_scales(device, &gathered, nib_array_first(&parts->scales), g, memory.scales));
     }
     if (memory.tensor_scales)
         TRY(device->ops->fill(device, memory.tensor_scales, 1, parts->tensor_scale));

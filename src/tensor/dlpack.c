@@ -149,13 +149,9 @@ nib_status nib_array_from_dlpack_versioned(const struct DLManagedTensorVersioned
 static nib_status contiguous_bytes(const struct dl_tensor *in, nib_device *device, nib_array *out)
 {
     TRY(array_of(in, device, out));
-    int64_t stride = 1;
-    for (int i = out->rank - 1; i >= 0 && out->bytes; i--) { /* without elements there are no gaps */
-        if (out->shape[i] > 1 && out->strides[i] != stride)
-            return nib_fail(NIB_ERR_SHAPE, "a DLPack tensor that becomes a buffer must be C-contiguous");
-        stride *= out->shape[i];
-    }
-    return NIB_OK;
+    return nib_array_is_contiguous(out)
+               ? NIB_OK
+               : nib_fail(NIB_ERR_SHAPE, "a DLPack tensor that becomes a buffer must be C-contiguous");
 }
 
 static void release_managed(void *context)
