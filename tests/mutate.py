@@ -54,6 +54,7 @@ ACCEPTED = os.path.join(ROOT, "tests/mutants_accepted.txt")
 # (on their corpus), `conform` (nib conform on the golden files) and scripts of tests/cli/. "conform NIB_MAX_ISA=avx2" sets
 # that variable. Sanitizers: the programs only.
 TENSOR = ["test_tensor", "test_tensor_usages", "test_tensor_copies", "test_tensor_views", "test_quantizer"]
+DEVICES = ["test_devices", "test_devices_storage", "test_devices_failures"]
 ERRORS = ["test_errors", "test_errors_quantizer", "test_errors_memory"]
 FORMATS = ["test_formats", "test_format_tensors", "test_float8_scaling", "test_mxfp4"]
 QUANTIZE = ["test_quantize", "test_quantize_layouts", "test_quantize_overrides", "test_quantize_options"]
@@ -63,8 +64,8 @@ TESTS = [
     ("src/base/comm*", ["test_comm", "test_gather", "test_groups", "test_shard", *ERRORS]),
     ("src/base/os*", ["test_run", "test_files", "test_safetensors", "test_checkpoint", "test_gguf", "cli/quantize", "cli/kill",
                       "cli/check"]),
-    ("src/base/*", [*ERRORS, "test_dlpack", "test_structs", "test_devices", *TENSOR, "test_comm", "test_files", "test_safetensors", "test_gguf",
-                    *QUANTIZE, "test_environment"]),
+    ("src/base/*", [*ERRORS, "test_dlpack", "test_structs", *DEVICES, *TENSOR, "test_comm", "test_files", "test_safetensors",
+                    "test_gguf", *QUANTIZE, "test_environment"]),
     ("src/format/*", ["test_codec", "test_known_answers", "conform", *ERRORS, *TENSOR, *FORMATS,
                       "test_stochastic", "test_files", "test_kernels", "test_gemm", *QUANTIZE, "cli/conform"]),
     ("src/kernels/x86/*avx2*", ["test_known_answers NIB_MAX_ISA=avx2", "conform NIB_MAX_ISA=avx2", *KERNELS[2:]]),
@@ -73,7 +74,7 @@ TESTS = [
     ("src/tensor/dlpack*", ["test_dlpack", *ERRORS, *TENSOR]),
     ("src/tensor/gemm*", ["test_gemm", "conform", *ERRORS, *FORMATS, "test_environment"]),
     ("src/tensor/convert*", ["test_mxfp4", "test_float8_scaling", *ERRORS, "test_run"]),
-    ("src/tensor/*", [*TENSOR, *ERRORS, "test_devices", "conform", "test_known_answers", "test_stochastic", *FORMATS,
+    ("src/tensor/*", [*TENSOR, *ERRORS, *DEVICES, "conform", "test_known_answers", "test_stochastic", *FORMATS,
                       "test_gemm", "test_files", "test_shard", "test_groups", *QUANTIZE, "test_environment",
                       "cli/conform"]),
     ("src/file/*", ["test_safetensors", "test_files", "fuzz_safetensors", *ERRORS, "test_checkpoint", "fuzz_index",
