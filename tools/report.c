@@ -143,19 +143,44 @@ const struct report_row **report_worst(const struct report *report)
 
 /* ---- Weights one by one ---- */
 
+/* Parts of a model whose layers have names of their own, or the same names again. */
+static const struct part {
+    const char *in_name, *word;
+} parts[] = {
+    { "shared_expert", "shared " }, { "experts.", "experts " }, { "visual.", "vision " },
+    { "vision_", "vision " },       { "audio_", "audio " },     { "mtp.", "mtp " },
+};
+
+/* Last words of a name that say nothing alone. */
+static bool is_vague(const char *word, size_t length)
+{
+    static const char *const vague[] = { "dense", "linear", "proj", "projection", "fc", "out", "output", "conv" };
+    for (size_t i = 0; i < sizeof vague / sizeof *vague; i++)
+        if (strlen(vague[i]) == length && strncmp(word, vague[i], length) == 0)
+            return true;
+    return false;
+}
+
 int report_split_name(const char *name, char *kind, size_t bytes)
 {
     int layer = -1;
-    const char *part = name, *last = name;
-    for (; part; part = strchr(part, '.') ? strchr(part, '.') + 1 : NULL) {
+    const char *last = name, *within = name, *prefix = "";
+    for (const char *part = name; part; part = strchr(part, '.') ? strchr(part, '.') + 1 : NULL) {
         char *end;
         const long number = strtol(part, &end, 10);
-        if (end != part && (*end == '.' || !*end) && layer < 0 && number >= 0 && number < 100000)
+        const bool is_number = end != part && (*end == '.' || !*end);
+        if (is_number && layer < 0 && number >= 0 && number < 100000)
             layer = (int)number;
-        if (end == part)
+        if (is_number && *end)
+            within = end + 1;
+        if (!is_number)
             last = part;
     }
-    snprintf(kind, bytes, "%s%.*s", strstr(name, "experts.") ? "experts " : "", (int)strcspn(last, "."), last);
+    for (size_t i = 0; !*prefix && i < sizeof parts / sizeof *parts; i++)
+        prefix = strstr(name, parts[i].in_name) ? parts[i].word : "";
+    const size_t length = strcspn(last, ".");
+    const char *const start = is_vague(last, length) && within < last ? within : last;
+    snprintf(kind, bytes, "%s%.*s", prefix, (int)(last + length - start), start);
     return layer;
 }
 

@@ -4,6 +4,8 @@
  * its script, on paper, narrow and in the dark, and no name in it can be anything but text: report_put writes them all,
  * and the page's policy allows one script and no more.
  */
+#define _XOPEN_SOURCE 700 /* realpath */
+
 #include "report_html.h"
 
 #include <inttypes.h>
@@ -55,10 +57,15 @@ static void put_name(FILE *f, const char *name)
     fputs("</code>", f);
 }
 
-static const char *last_part(const char *path)
+/* What a checkpoint is called: the last part of its path, that of "." too. */
+static void put_called(FILE *f, const char *path)
 {
-    const char *slash = strrchr(path, '/');
-    return slash && slash[1] ? slash + 1 : path;
+    const char *slash = strrchr(path, '/'), *last = slash && slash[1] ? slash + 1 : path;
+    char *const real = strcmp(last, ".") == 0 || strcmp(last, "..") == 0 ? realpath(path, NULL) : NULL;
+    if (real)
+        last = strrchr(real, '/') + 1;
+    report_put(f, last);
+    free(real);
 }
 
 void report_put_share(FILE *f, int64_t part, int64_t whole)
@@ -402,11 +409,11 @@ static bool put_provenance(FILE *f, const struct report *r)
 static void put_title(FILE *f, const struct report *r)
 {
     fputs("<h1>", f);
-    report_put(f, last_part(r->facts_b.path));
+    put_called(f, r->facts_b.path);
     fputs("</h1>\n<p class=\"sub\">", f);
     report_put(f, nib_checkpoint_format_name(r->facts_b.format));
     fputs(", compared with <code>", f);
-    report_put(f, last_part(r->facts_a.path));
+    put_called(f, r->facts_a.path);
     fputs("</code>", f);
     if (*r->facts_b.model_type) {
         fputs(", model type ", f);
@@ -462,7 +469,7 @@ static void put_head(FILE *f, const struct report *r)
             "script-src '%s'; img-src data:; base-uri 'none'; form-action 'none'\">\n<link rel=\"icon\" "
             "href=\"data:,\">\n<title>",
             report_script_hash);
-    report_put(f, last_part(r->facts_b.path));
+    put_called(f, r->facts_b.path);
     fputs(": quantization report</title>\n<style>\n", f);
     put_lines(f, report_style);
     fputs("</style>\n<script>\n", f);

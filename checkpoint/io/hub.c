@@ -77,20 +77,22 @@ static nib_status note_model(void *context, const char *name)
     return NIB_OK;
 }
 
-static nib_status reject_cache(const char *path, const char *root, nib_status status)
+/* The path is a wrong one, and what it names need not be broken: IO, whatever was said before. */
+static nib_status reject_cache(const char *path, const char *root)
 {
     char snapshot[PATH_BYTES], name[PATH_BYTES];
     const size_t n = find_snapshot(root, snapshot, sizeof snapshot);
     const bool named = name_of_cache(root, name, sizeof name);
     if (*snapshot)
-        return nib_fail(status, "%s: it is a cache of the Hugging Face hub; the model is in %s", path, snapshot);
+        return nib_fail(NIB_ERR_IO, "%s: it is a cache of the Hugging Face hub; the model is in %s", path, snapshot);
     if (n)
-        return nib_fail(status,
+        return nib_fail(NIB_ERR_IO,
                         "%s: it is a cache of the Hugging Face hub, and the model is in one of the %zu directories "
                         "in %s/snapshots",
                         path, n, root);
-    return nib_fail(status, "%s: it is a cache of the Hugging Face hub without a snapshot: hf download %s fetches it",
-                    path, named ? name : "ORG/MODEL");
+    return nib_fail(NIB_ERR_IO,
+                    "%s: it is a cache of the Hugging Face hub without a snapshot: hf download %s fetches it", path,
+                    named ? name : "ORG/MODEL");
 }
 
 /* A directory that holds no checkpoint. */
@@ -98,16 +100,16 @@ static nib_status explain_directory(const char *path, nib_status status, const n
 {
     char inner[PATH_BYTES], name[PATH_BYTES];
     const char *slash = strrchr(path, '/');
+    struct snapshots models = { .n = 0 };
     if (name_of_cache(path, name, sizeof name))
-        return reject_cache(path, path, status);
+        return reject_cache(path, path);
     if (slash && strcmp(slash, "/snapshots") == 0) {
         snprintf(inner, sizeof inner, "%.*s", (int)(slash - path), path);
-        return reject_cache(path, inner, status);
+        return reject_cache(path, inner);
     }
-    struct snapshots models = { .n = 0 };
     if (nib_os_list(path, note_model, &models) || models.n == 0)
         return nib_set_error(status, before->text);
-    return nib_fail(status,
+    return nib_fail(NIB_ERR_IO,
                     "%s: it is the cache of the Hugging Face hub, with %zu model%s: name the snapshot of one of "
                     "them, such as %s/%s/snapshots/...",
                     path, models.n, models.n == 1 ? "" : "s", path, models.first);

@@ -142,6 +142,7 @@ has err "hf download org/model"
 run 2 "$NIB" inspect "$hub/models--org--one/"
 has err "the model is in $hub/models--org--one/snapshots/0123abc"
 run 0 "$NIB" inspect -q "$hub/models--org--one/snapshots/0123abc"
+run 2 "$NIB" check "$hub/models--org--one" # nothing is wrong with the model
 run 2 "$NIB" inspect "$hub/models--org--one/snapshots"
 has err "the model is in $hub/models--org--one/snapshots/0123abc"
 run 2 "$NIB" inspect "$hub/models--org--two"

@@ -124,6 +124,20 @@ json "$work/q.json" 'all(len(w["worst_rows"]) == len(w["worst_blocks"]) == 8 and
     and 0 < w["worst_blocks"][0]["error_share"] < w["worst_rows"][0]["error_share"] < 1
     and w["worst_rows"][0]["sqnr_db"] < w["sqnr_db"] + 3 for w in r["weights"] if w["fate"] == "quantized")'
 json "$work/q.json" '[w["sqnr_db"] for w in r["weights"]][:24] == sorted(w["sqnr_db"] for w in r["weights"] if w["sqnr_db"])'
+# Kinds: the last word of a name, unless it says nothing or another part of the model has it too.
+python3 - "$work/kinds.safetensors" <<'EOP'
+import json, struct, sys
+names = ["encoder.layer.0.attention.output.dense", "encoder.layer.1.output.dense", "encoder.layer.1.attention.self.query",
+         "model.layers.0.mlp.shared_experts.up_proj", "model.layers.0.mlp.experts.3.up_proj", "model.layers.2.mlp.up_proj",
+         "visual.blocks.1.attn.proj", "lm_head"]
+h = json.dumps({n + ".weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [4 * i, 4 * i + 4]} for i, n in enumerate(names)}).encode()
+open(sys.argv[1], "wb").write(struct.pack("<Q", len(h)) + h + bytes(4 * len(names)))
+EOP
+run 0 "$NIB" compare -q "$work/kinds.safetensors" "$work/kinds.safetensors" --report "$work/kinds.json"
+json "$work/kinds.json" '[k["kind"] for k in r["kinds"]] == ["attention.output.dense", "experts up_proj", "lm_head", "output.dense", "query",
+    "shared up_proj", "up_proj", "vision attn.proj", "everything else"]'
+json "$work/kinds.json" 'sorted(str(w["layer"]) for w in r["weights"]) == ["0", "0", "0", "1", "1", "1", "2", "None"]'
+
 # Weights that one alone has are in the report too.
 python3 - "$work/original" "$work/less" <<'EOP'
 import json, os, shutil, struct, sys
