@@ -180,7 +180,12 @@ int report_split_name(const char *name, char *kind, size_t bytes)
         prefix = strstr(name, parts[i].in_name) ? parts[i].word : "";
     const size_t length = strcspn(last, ".");
     const char *const start = is_vague(last, length) && within < last ? within : last;
-    snprintf(kind, bytes, "%s%.*s", prefix, (int)(last + length - start), start);
+    size_t n = (size_t)snprintf(kind, bytes, "%s%.*s", prefix, (int)(last + length - start), start);
+    if (n >= bytes) { /* cut, but not within a character */
+        for (n = bytes - 1; n > 0 && ((unsigned char)kind[n - 1] & 0xC0) == 0x80;)
+            n--;
+        kind[n && (unsigned char)kind[n - 1] >= 0xC0 ? n - 1 : n] = 0;
+    }
     return layer;
 }
 

@@ -48,6 +48,8 @@ static void put_name(FILE *f, const char *name)
         size_t length = strcspn(name, ".") + 1;
         length = length <= strlen(name) ? length : strlen(name);
         length = length < sizeof part ? length : sizeof part - 1;
+        while (length > 1 && ((unsigned char)name[length] & 0xC0) == 0x80) /* not within a character */
+            length--;
         memcpy(part, name, length);
         part[length] = 0;
         report_put(f, part);
@@ -198,6 +200,8 @@ static void put_group(FILE *f, const struct report_items *items, const struct gr
     fputs("</td><td class=\"l whole\">", f);
     if (!group->first->kept || group->n == 1) {
         put_name(f, group->first->name);
+        if (group->n > 1)
+            fprintf(f, " and %zu more", group->n - 1);
     } else {
         fputs("<details class=\"in\"><summary>", f);
         put_name(f, group->first->name);

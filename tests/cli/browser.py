@@ -18,7 +18,7 @@ def find():
 
 
 class Browser:
-    def __init__(self, program, seconds=90):
+    def __init__(self, program, seconds=300):
         self.end = time.monotonic() + seconds
         self.profile = tempfile.mkdtemp(prefix="nib-browser-")
         command, self.write = os.pipe()

@@ -22,6 +22,7 @@ NAMES = [
     "__proto__",
     "constructor",
     "model.layers.10." + "unbroken" * 25,
+    "model.layers.11.x" + "\u6a21" * 120,
     "re:.*",
     "%s%n%d",
 ]

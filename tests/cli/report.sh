@@ -170,6 +170,7 @@ python3 tests/cli/hostile.py "$work/hostile" >"$work/names" || fail "no hostile 
 for end in html json; do
     run 0 "$NIB" quantize -q -f --ignore '*%n*' --report "$work/hostile.$end" "$work/hostile" "$work/hostile-q"
 done
+json "$work/hostile.json" 'all(w["kind"].replace("experts ", "") in w["name"] for w in r["weights"])'
 python3 -c 'import json, sys; a, b = (json.load(open(p)) for p in sys.argv[1:]); assert sorted(a) == sorted(w["name"] for w in b["weights"])' \
     "$work/names" "$work/hostile.json" || fail "names are not what they were"
 
