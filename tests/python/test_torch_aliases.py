@@ -354,8 +354,11 @@ def test_generic_gemm():
                          (dict(beta=0.5), NotImplementedError), (dict(accumulate=True), ValueError)):
         with pytest.raises(error):
             tex.generic_gemm(q(w), True, q(x), False, **wrong)
-    with pytest.raises(NotImplementedError):
-        tex.generic_gemm(q(w), True, q(x), True)
+    turned = tex.generic_gemm(q(w.t().contiguous()), False, q(x), False)[0]
+    both = tex.generic_gemm(q(w), True, q(x.t().contiguous()), True)[0]  # TT: the codes of other blocks
+    assert both.shape == turned.shape == (48, 32) and torch.allclose(both, turned, atol=8.0)
+    plain = tex.generic_gemm(w, True, x.t().contiguous(), True)[0]
+    assert torch.allclose(plain, x.float() @ w.float().t(), atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16), (40, 72)])

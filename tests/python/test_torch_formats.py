@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch; TORCH=1 installs it"
 from nib.torch import (DType, Float8BlockQuantizer, Float8BlockwiseQTensor, Float8CurrentScalingQuantizer,  # noqa: E402
                        Float8Quantizer, Float8Tensor, GroupedTensor, GroupedTensorStorage, MXFP8Quantizer, MXFP8Tensor,
                        NVFP4Quantizer, NVFP4Tensor, clear_columnwise_cache, group_dequantize, group_quantize,
-                       is_grouped_nvfp4tensor, modify_grouped_nvfp4_rowwise_storage, replace_raw_data, split_quantize)
+                       is_grouped_nvfp4tensor, modify_grouped_nvfp4_rowwise_storage, replace_raw_data, split_quantize,
+                       tex)
 
 aten = torch.ops.aten
 
@@ -232,14 +233,85 @@ def test_group_facts(x):
     with pytest.raises(ValueError):
         GroupedTensor.make_grouped_tensor_from_rowwise_data(3, (16, 128), x)
     for wrong in (lambda: group_quantize(x, NVFP4Quantizer(), 3), lambda: even.quantize([x]),
-                  lambda: group_quantize(x, NVFP4Quantizer(), 2, torch.tensor([16, 16])),
+                  lambda: group_quantize(x, NVFP4Quantizer(), 2, torch.tensor([16, 64])),
+                  lambda: group_quantize(x, NVFP4Quantizer(), 3, torch.tensor([16, 16])),
                   lambda: split_quantize(x, [16], [NVFP4Quantizer()]), lambda: split_quantize(x, [64], [])):
         with pytest.raises(ValueError):
             wrong()
-    with pytest.raises(NotImplementedError):
-        group_quantize(x, NVFP4Quantizer(), 2, last_dims=torch.tensor([64, 64]))
     assert split_quantize(x[:0], [], []) == [] and "NVFP4Quantizer" in repr(even)
     assert isinstance(even, GroupedTensorStorage) and type(even.copy()) is GroupedTensor
+
+
+
+def test_groups_in_memory(x):
+    """Members lie one after the other: by rows, by columns, by both; what is behind them is not looked at."""
+    q = MXFP8Quantizer()
+    part = group_quantize(x, q, 2, torch.tensor([16, 16]))
+    assert part.logical_shape == (64, 128) and part.first_dims.tolist() == [16, 16] and part.offsets[-1] == 4096
+    assert torch.equal(part.split_into_quantized_tensors()[1].dequantize(), q(x[16:32]).dequantize())
+    flat = x.reshape(-1)
+    wide = group_quantize(x, q, 2, last_dims=torch.tensor([32, 96]))
+    assert wide.tensor_shapes == [(64, 32), (64, 96)] and wide.last_dims.tolist() == [32, 96]
+    assert wide.first_dims is None
+    for member, begin, shape in zip(wide.split_into_quantized_tensors(), (0, 2048), wide.tensor_shapes):
+        want = q(flat[begin:begin + shape[0] * shape[1]].view(shape))
+        assert torch.equal(member._rowwise_data, want._rowwise_data)
+    both = group_quantize(flat.view(1, -1), q, 2, torch.tensor([32, 32]), torch.tensor([64, 96]))
+    assert both.tensor_shapes == [(32, 64), (32, 96)] and both.tensor_offsets.tolist() == [0, 2048, 5120]
+    offsets = torch.tensor([0, 2048, 4096])
+    assert group_quantize(x, q, 2, torch.tensor([16, 16]), tensor_offsets=offsets).tensor_offsets is offsets
+    group, sums = tex.bgrad_group_quantize(x, q, 2, torch.tensor([16, 48]))
+    assert torch.allclose(sums, torch.stack([x[:16].float().sum(0), x[16:].float().sum(0)]).to(x.dtype))
+    values = group_dequantize(group, DType.kBFloat16)
+    assert values.fake_dtype == torch.bfloat16 and values.first_dims is group.first_dims
+    sizes, (ends, starts) = tex.splits_to_offsets_multi(
+        torch.tensor([3, 0, 5], dtype=torch.int32), strides=[1, 7], include_leading_zero=[False, True],
+        dtypes=[torch.int32, torch.int64])
+    assert sizes.dtype == torch.int64 and ends.tolist() == [3, 3, 8] and starts.tolist() == [0, 21, 21, 56]
+    assert ends.dtype == torch.int32
+
+
+@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)])
+def test_float8_groups(x, usages):
+    """amax, scale and scale_inv of each member; one scale_inv for both usages."""
+    q = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=usages[0], columnwise=usages[1])
+    counts = [16, 0, 48]
+    group = group_quantize(x, q, 3, torch.tensor(counts))
+    members = x.split(counts)
+    assert group.amax.tolist() == [0.0 if not m.numel() else m.abs().max().item() for m in members]
+    scale_inv = group.scale_inv if usages[0] else group.columnwise_scale_inv
+    assert scale_inv.shape == (3,) and torch.allclose(scale_inv, 1 / group.scale) and scale_inv[1] == 1
+    assert (group.scale_inv is None) is not usages[0]
+    if all(usages):
+        assert group.columnwise_scale_inv is group.scale_inv
+    for member, plain in zip(group.split_into_quantized_tensors(), members):
+        if plain.numel():
+            assert torch.equal(member.dequantize(), q(plain).dequantize())
+    before = group.amax.clone()
+    group_quantize(2 * x, q, 3, torch.tensor(counts), noop_flag=torch.ones(1), output=group)
+    assert torch.equal(group.amax, before)
+    group_quantize(2 * x, q, 3, torch.tensor(counts), output=group)
+    assert torch.equal(group.amax, 2 * before)
+
+
+@pytest.mark.parametrize("quantizer", [
+    MXFP8Quantizer(), MXFP8Quantizer(rowwise=False), Float8CurrentScalingQuantizer(DType.kFloat8E4M3),
+    Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=False)])
+def test_what_fsdp_gathers(quantizer):
+    """Buffers of shards, put together along the first dim, are those of the whole."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    x[0, 0] = x[32, 0] = 5.0  # shards of one amax
+    whole, shards = quantizer(x), [quantizer(half) for half in x.split(32)]
+    buffers, metas = zip(*(shard.fsdp_extract_buffers() for shard in shards))
+    out = shards[0]._quantizer.make_empty((64, 64))
+    if hasattr(out, "_scale_inv"):
+        out._scale_inv = shards[0]._scale_inv
+    out.fsdp_assign_gathered([torch.cat(parts) for parts in zip(*buffers)], metas[0])
+    for name in metas[0]["field_names"]:
+        assert torch.equal(getattr(out, name), getattr(whole, name)), name
+    assert torch.equal(out.dequantize(), whole.dequantize())
+    with pytest.raises(RuntimeError):
+        out.fsdp_assign_gathered([], metas[0])
 
 
 def test_group_in_place_and_saving(x):

@@ -207,6 +207,28 @@ def test_padding():
     assert nt.Fp8Padding(2, 16)(x[:48], [16, 32])[1] == [16, 32]
 
 
+def test_products_of_codes(monkeypatch):
+    """Where products are of the codes, layers have the bits of the reference: of the same blocks in the same order."""
+    from nib.torch import products
+    from nib.torch.utils import gemm_reference
+    monkeypatch.setattr(products, "by_codes", True)
+    for rht in (True, False):
+        recipe = NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=not rht)
+        layer, x, g = nt.Linear(48, 32, bias=False), noise(32, 48).requires_grad_(), noise(32, 32, seed=1)
+        with nt.autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(g)
+        qx, qw, qg = (recipe.make_quantizer(role)(t.detach()) for role, t in
+                      (("input", x), ("weight", layer.weight), ("grad_output", g)))
+        assert torch.equal(y, gemm_reference(qx, qw))
+        assert torch.equal(x.grad, gemm_reference(qg, qw, b_columnwise=True))
+        assert torch.equal(layer.weight.grad, gemm_reference(qg, qx, a_columnwise=True, b_columnwise=True))
+    layer = perturbed(nt.Linear(48, 32))
+    with nt.autocast(recipe=recipe), torch.no_grad():
+        assert torch.allclose(layer(x), values_of(qx, False) @ values_of(
+            recipe.make_quantizer("weight")(layer.weight), False).t() + layer.bias, atol=1e-5)
+
+
 # ---- Attention and TransformerLayer ----------------------------------------------------------------------
 
 

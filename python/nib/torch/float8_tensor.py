@@ -185,6 +185,27 @@ class Float8TensorStorage(FormatStorage):
         if not col:
             self._transpose, self._transpose_invalid = None, True
 
+    # -- FSDP2: one scale, which does not travel; a transpose goes as what it is the transpose of --
+
+    def fsdp_buffer_fields(self):
+        return ("_data",) if self._data is not None else ("_transpose",)
+
+    def fsdp_extract_buffers(self):
+        buffers, meta = super().fsdp_extract_buffers()
+        if meta["field_names"] == ("_transpose",):
+            if self._transpose is None or self._transpose_invalid:
+                raise RuntimeError("FSDP2 gathers codes, and there are none that are valid")
+            buffers = (self._transpose.movedim(0, -1).contiguous(),)
+        return buffers, meta
+
+    def fsdp_assign_gathered(self, gathered, meta):
+        if meta["field_names"] == ("_transpose",) and len(gathered) == 1:
+            self._data, self._transpose_invalid = None, False
+            gathered = (gathered[0].movedim(-1, 0).contiguous(),)
+        super().fsdp_assign_gathered(gathered, meta)
+        if self._data is not None:
+            self._transpose_invalid = True
+
     def _create_transpose(self):
         self._create_columnwise()
 

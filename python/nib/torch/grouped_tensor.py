@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 
 from .._library import Part, lib, shape_array
 from . import _bridge
-from .format_tensor import FormatQuantizer
+from .constants import DType, TE_DType_To_Torch
+from .format_tensor import FormatQuantizer, _is_set
 from .nvfp4_tensor import NVFP4Quantizer
 from .quantized_tensor import QuantizedTensor, _stride_from_shape, aten
 
@@ -21,6 +22,9 @@ from .quantized_tensor import QuantizedTensor, _stride_from_shape, aten
 _BUFFERS = {"rowwise_data": Part.ROW_DATA, "columnwise_data": Part.COL_DATA, "scale_inv": Part.ROW_SCALE,
             "columnwise_scale_inv": Part.COL_SCALE, "amax": Part.ROW_TENSOR_SCALE,
             "columnwise_amax": Part.COL_TENSOR_SCALE}
+# the same where one scale serves both usages of a member (Float8): it is in both places
+_SHARED = {"rowwise_data": Part.ROW_DATA, "columnwise_data": Part.COL_DATA, "scale_inv": Part.ROW_TENSOR_SCALE,
+           "columnwise_scale_inv": Part.ROW_TENSOR_SCALE}
 _SAVED = (*_BUFFERS, "scale", "first_dims", "last_dims", "tensor_offsets")
 
 
@@ -83,10 +87,12 @@ class GroupedTensorStorage:
         if quantizer is None:
             buffers["rowwise_data"] = torch.zeros(sum(math.prod(s) for s in shapes), dtype=dtype)
         else:
-            for name, part in _BUFFERS.items():
+            for name, part in _places(quantizer).items():
                 specs = [_spec(quantizer, part, s) for s in shapes]
                 if specs and specs[0] is not None:
                     buffers[name] = torch.zeros(sum(math.prod(size) for size, _ in specs), dtype=specs[0][1])
+            if _is_shared(quantizer):
+                _share(buffers, quantizer, num_tensors)
         return cls(logical, dtype, num_tensors=num_tensors, shapes=shapes, quantizer=quantizer, **buffers)
 
     @classmethod
@@ -189,7 +195,7 @@ class GroupedTensorStorage:
         members, at = [], dict.fromkeys(_BUFFERS, 0)
         for shape in self.tensor_shapes:
             parts = [None] * len(Part)
-            for name, part in _BUFFERS.items():
+            for name, part in _places(quantizer).items():
                 buffer, spec = getattr(self, name), _spec(quantizer, part, shape)
                 if buffer is not None and spec is not None:
                     n = math.prod(spec[0])
@@ -211,10 +217,23 @@ class GroupedTensorStorage:
         for tensor, member in zip(tensors, members):
             if self.quantizer is None:
                 member.copy_(tensor)
-            else:
+            elif math.prod(tensor.shape):
                 self.quantizer.update_quantized(tensor, member, noop_flag=noop_flag)
+        if _is_shared(self.quantizer) and not _is_set(noop_flag):
+            self._note_amaxes(tensors, members)
         self.quantized_tensors = members
         return members
+
+    def _note_amaxes(self, tensors, members):
+        """amax and scale of each member of Float8. The scale of none is 1."""
+        for i, (tensor, member) in enumerate(zip(tensors, members)):
+            if not math.prod(tensor.shape):
+                self.amax[i], self.scale[i] = 0.0, 1.0
+                member._scale_inv.fill_(1.0)
+                continue
+            self.amax[i] = tensor.detach().abs().max().float()
+            self.scale[i] = self.quantizer.scale.item() if hasattr(self.quantizer, "scale") else \
+                torch.reciprocal(member._scale_inv)[0]
 
     def dequantize(self, dtype=None):
         """The members' values, one below the other in dim 0 of a new one where shapes agree; a list otherwise."""
@@ -253,6 +272,25 @@ class GroupedTensorStorage:
 
 def _rebuild_group(cls, logical_shape, dtype, num_tensors, shapes, quantizer, buffers):
     return cls(logical_shape, dtype, num_tensors=num_tensors, shapes=shapes, quantizer=quantizer, **buffers)
+
+
+def _is_shared(quantizer):
+    return isinstance(quantizer, FormatQuantizer) and quantizer.tensor_class.storage_class.SHARED_TENSOR_SCALE
+
+
+def _places(quantizer):
+    """{attribute of the group: nib_part} for members of a quantizer."""
+    if not _is_shared(quantizer):
+        return _BUFFERS
+    return {name: part for name, part in _SHARED.items()
+            if name != ("scale_inv" if not quantizer.rowwise_usage else "columnwise_scale_inv")}
+
+
+def _share(buffers, quantizer, num_tensors):
+    """What a group of Float8 has besides: one scale_inv under both names, amaxes and scales."""
+    if quantizer.rowwise_usage and quantizer.columnwise_usage:
+        buffers["columnwise_scale_inv"] = buffers["scale_inv"]
+    buffers["amax"], buffers["scale"] = torch.zeros(num_tensors), torch.ones(num_tensors)
 
 
 def _spec(quantizer, part, shape):
@@ -401,32 +439,91 @@ def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocati
     return results
 
 
+def _member_shapes(tensor, num_tensors, first_dims, last_dims):
+    """Shapes of a group's members, which lie one after the other in a tensor's memory."""
+    rows, cols = tensor.shape[0], tensor.shape[-1]
+    if first_dims is None and last_dims is None:
+        if rows % num_tensors:
+            raise ValueError(f"{rows} rows cannot be shared by {num_tensors} members")
+        return [(rows // num_tensors, cols)] * num_tensors
+    counts = [[fixed] * num_tensors if dims is None else [int(n) for n in dims]
+              for dims, fixed in ((first_dims, rows), (last_dims, cols))]
+    if any(len(count) != num_tensors for count in counts):
+        raise ValueError(f"first_dims and last_dims have one entry for each of {num_tensors} members")
+    return list(zip(*counts))
+
+
+def _members_of(tensor, shapes):
+    """The members of a plain tensor; it may be longer than they are."""
+    sizes = [math.prod(shape) for shape in shapes]
+    if sum(sizes) > tensor.numel():
+        raise ValueError(f"the members have {sum(sizes)} elements, the tensor {tensor.numel()}")
+    flat, at, members = tensor.reshape(-1), 0, []
+    for shape, size in zip(shapes, sizes):
+        members.append(flat[at:at + size].view(shape))
+        at += size
+    return members
+
+
 def group_quantize(tensor, quantizer, num_tensors, first_dims=None, last_dims=None, tensor_offsets=None, noop_flag=None,
                    output=None):
-    """Quantize a matrix as a GroupedTensor: member i has first_dims[i] of its rows, or an equal share of them."""
+    """Quantize a tensor as a GroupedTensor. Its members lie one after the other in memory: first_dims[i] by
+    last_dims[i] elements each, all of the tensor's rows or columns where one of them is absent, equal shares of the
+    rows where both are. What is behind the last is not looked at."""
     with _reduction(quantizer):
-        if last_dims is not None:
-            raise NotImplementedError("a matrix is split by rows: members have all of its columns")
-        rows, cols = tensor.shape
-        if first_dims is None:
-            if rows % num_tensors:
-                raise ValueError(f"{rows} rows cannot be shared by {num_tensors} members")
-            counts = [rows // num_tensors] * num_tensors
-        else:
-            counts = [int(n) for n in first_dims]
-        if sum(counts) != rows:
-            raise ValueError(f"the members have {sum(counts)} rows, the tensor {rows}")
+        shapes = _member_shapes(tensor, num_tensors, first_dims, last_dims)
+        members = _members_of(tensor, shapes)
         if output is None:
-            output = GroupedTensor.make_grouped_tensor_with_shapes(num_tensors, [(n, cols) for n in counts], quantizer,
-                                                                   dtype=tensor.dtype)
-    output.quantize(list(torch.split(tensor, counts)), noop_flag=noop_flag)
+            output = GroupedTensor.make_grouped_tensor_with_shapes(num_tensors, shapes, quantizer, dtype=tensor.dtype)
+            output.logical_shape = tuple(tensor.shape)
+            _keep_dims(output, first_dims, last_dims, tensor_offsets)
+    output.quantize(members, noop_flag=noop_flag)
     return output
 
 
+def _keep_dims(group, first_dims, last_dims, tensor_offsets):
+    """The caller's own vectors, also where all members are alike."""
+    def vector(dims):
+        return dims.to(torch.int64) if isinstance(dims, torch.Tensor) else torch.tensor(list(dims), dtype=torch.int64)
+
+    if first_dims is not None:
+        group.first_dims = vector(first_dims)
+    if last_dims is not None:
+        group.last_dims = vector(last_dims)
+    if tensor_offsets is not None:
+        group.tensor_offsets = tensor_offsets
+    elif first_dims is not None or last_dims is not None:
+        group.tensor_offsets = torch.tensor(group.offsets, dtype=torch.int64)
+
+
+def bgrad_group_quantize(tensor, quantizer, num_tensors, first_dims=None, last_dims=None, tensor_offsets=None):
+    """(group_quantize, the sums of each member's rows [num_tensors, columns])."""
+    if last_dims is not None:
+        raise ValueError("gradients of biases need members of equal last dims")
+    shapes = _member_shapes(tensor, num_tensors, first_dims, None)
+    sums = torch.stack([member.sum(0, dtype=torch.float32) for member in _members_of(tensor, shapes)])
+    group = group_quantize(tensor, quantizer, num_tensors, first_dims, tensor_offsets=tensor_offsets)
+    return group, sums.to(tensor.dtype)
+
+
+def splits_to_offsets_multi(split_sizes, device=None, *, strides, include_leading_zero, dtypes, bulk_allocate=False):
+    """(split sizes as int64, for each stride the running sums of the sizes times it, with or without a 0 first)."""
+    sizes = split_sizes.to(device=device, dtype=torch.int64)
+    ends = torch.cumsum(sizes, 0)
+    offsets = torch.cat((ends.new_zeros(1), ends))
+    return sizes, [(offsets if zero else ends).mul(stride).to(dtype)
+                   for stride, zero, dtype in zip(strides, include_leading_zero, dtypes, strict=True)]
+
+
 def group_dequantize(grouped, dtype=None):
-    """A GroupedTensor of the members' values."""
-    values = [member.dequantize(dtype=dtype or grouped.fake_dtype) for member in grouped._members()]
-    out = GroupedTensor.make_grouped_tensor_with_shapes(grouped.num_tensors, grouped.tensor_shapes,
-                                                        dtype=dtype or grouped.fake_dtype)
+    """A GroupedTensor of the members' values, in a torch.dtype or a DType."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        dtype = TE_DType_To_Torch[DType.cast(dtype)]
+    dtype = dtype or grouped.fake_dtype
+    values = [member.dequantize(dtype=dtype) if math.prod(member.shape) else torch.empty(member.shape, dtype=dtype)
+              for member in grouped._members()]
+    out = GroupedTensor.make_grouped_tensor_with_shapes(grouped.num_tensors, grouped.tensor_shapes, dtype=dtype)
+    out.logical_shape = grouped.logical_shape
+    out.first_dims, out.last_dims, out.tensor_offsets = grouped.first_dims, grouped.last_dims, grouped.tensor_offsets
     out.quantize(values)
     return out

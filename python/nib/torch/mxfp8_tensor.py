@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP8: E4M3 or E5M2 codes, one power-of-two scale per 32."""
+import math
+
 import torch
 
 from .._library import Format, Part, lib
@@ -68,6 +70,32 @@ class MXFP8TensorStorage(FormatStorage):
 
     def _build_default_quantizer(self):
         return MXFP8Quantizer(self._fp8_dtype, **self.get_usages())
+
+    # -- FSDP2: scales go without the padding of their rows --
+
+    def fsdp_buffer_fields(self):
+        fields = []
+        if self._rowwise_data is not None:
+            fields += ["_rowwise_data", "_rowwise_scale_inv"]
+        if self._columnwise_data is not None:
+            fields += ["_columnwise_data", "_columnwise_scale_inv"]
+        return tuple(fields)
+
+    def fsdp_extract_buffers(self):
+        if self._with_gemm_swizzled_scales:
+            raise NotImplementedError("FSDP2 is only supported for MXFP8Tensors whose scales lie row by row")
+        buffers, meta = super().fsdp_extract_buffers()
+        rows = math.prod(self.size()[:-1])
+        lines = {"_rowwise_scale_inv": rows, "_columnwise_scale_inv": -(-rows // 32)}
+        return tuple(buffer[:lines[name]] if name in lines else buffer
+                     for name, buffer in zip(meta["field_names"], buffers)), meta
+
+    def fsdp_assign_gathered(self, gathered, meta):
+        padded = {"_rowwise_scale_inv": 128, "_columnwise_scale_inv": 4}
+        super().fsdp_assign_gathered([
+            torch.nn.functional.pad(buffer, (0, 0, 0, -buffer.shape[0] % padded[name])) if name in padded else buffer
+            for name, buffer in zip(meta["field_names"], gathered)] if len(gathered) == len(meta["field_names"])
+            else gathered, meta)
 
     def _shape_of_bytes(self):
         data = self._rowwise_data if self._rowwise_data is not None else self._columnwise_data

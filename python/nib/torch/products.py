@@ -5,19 +5,25 @@ multiply(a, b) is A B^T over the usages that it is told: a rowwise usage is the 
 transpose, [K, M]. Two plain matrices are multiplied by PyTorch in their own dtype. Two operands of a custom quantizer
 go to its qgemm. All else is the product of the dequantized values in FP32; a transformed usage comes back
 untransformed, which changes nothing, since both operands of a weight gradient go through the same orthogonal transform.
-nib.torch.utils.gemm_reference multiplies the codes themselves.
+Where NIB_TORCH_GEMM=codes is in the environment when this is imported, two NVFP4 operands are multiplied by their codes
+instead: nib_gemm, with the bits of TransformerEngine's reference.
 """
+import ctypes
 import dataclasses
 import enum
 import math
+import os
 
 import torch
 
-from .._library import Usage, lib
+from .._library import GemmOptions, Operand, Usage, lib
 from . import _bridge
 from .format_tensor import FormatStorage
 from .hybrid_tensor import HybridQuantizedTensorStorage
+from .nvfp4_tensor import NVFP4TensorStorage
 from .quantized_tensor import QuantizedTensorStorage
+
+by_codes = os.environ.get("NIB_TORCH_GEMM") == "codes"
 
 
 def values_of(operand, columnwise, device=None):
@@ -69,10 +75,37 @@ def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=
         a, b = (m.reshape(-1, m.shape[-1]) for m in (a, b))
         a, b = a.t() if a_columnwise else a, b.t() if b_columnwise else b
         return torch.nn.functional.linear(a, b, None if bias is None else bias.to(a.dtype))
+    if by_codes and _have_codes(a, b, a_columnwise, b_columnwise):
+        return _of_codes(a, b, a_columnwise, b_columnwise, bias)
     a, b = values_of(a, a_columnwise, device), values_of(b, b_columnwise, device)
     y = (a.t() if a_columnwise else a) @ (b if b_columnwise else b.t())
     if bias is not None:
         y += bias.detach().float()
+    return y
+
+
+def _have_codes(a, b, a_columnwise, b_columnwise):
+    """Whether nib_gemm multiplies two operands by their codes: NVFP4, and both transformed or neither."""
+    if not (isinstance(a, NVFP4TensorStorage) and isinstance(b, NVFP4TensorStorage)):
+        return False
+    turned = [bool(columnwise and operand._get_quantizer().with_rht)
+              for operand, columnwise in ((a, a_columnwise), (b, b_columnwise))]
+    return turned[0] == turned[1] and all(math.prod(operand.shape) for operand in (a, b))
+
+
+def _of_codes(a, b, a_columnwise, b_columnwise, bias):
+    def lines(operand, columnwise):
+        return operand.shape[-1] if columnwise else math.prod(operand.shape[:-1])
+
+    y = torch.empty(lines(a, a_columnwise), lines(b, b_columnwise))
+    options = GemmOptions(alpha=1.0)
+    if bias is not None:
+        bias = _bridge.host(bias.detach()).contiguous()
+        kept = _bridge.array(bias)
+        options.bias = ctypes.pointer(kept)
+    with a._native() as left, b._native() as right:
+        lib.nib_gemm(Operand(left.handle, None, int(a_columnwise)), Operand(right.handle, None, int(b_columnwise)),
+                     options, _bridge.array(y))
     return y
 
 

@@ -13,7 +13,8 @@ from .. import _library
 from .._library import Part, Usage, lib
 from . import _bridge
 from .constants import DType, TE_DType_To_Torch
-from .grouped_tensor import group_dequantize, group_quantize, split_quantize  # noqa: F401
+from .grouped_tensor import (bgrad_group_quantize, group_dequantize, group_quantize,  # noqa: F401
+                             split_quantize, splits_to_offsets_multi)
 from .products import values_of
 from .nvfp4_tensor import NVFP4Quantizer, NVFP4TensorStorage
 from .quantization import fused_amax_and_scale_update_after_reduction  # noqa: F401
@@ -91,8 +92,9 @@ def generic_gemm(A, transA, B, transB, D=None, quantizer=None, output_dtype=None
                  gelu_in=None, grad=False, workspace=None, workspace_size=0, accumulate=False,
                  use_split_accumulator=False, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False,
                  alpha=1.0, beta=None):
-    """op(B) op(A): B A^T for (transA, transB) = (True, False), B A for (False, False), B^T A for (False, True). A
-    quantized operand gives its rowwise usage where it is multiplied along its last dim, its columnwise one otherwise.
+    """op(B) op(A): B A^T for (transA, transB) = (True, False), B A for (False, False), B^T A for (False, True), B^T A^T
+    for both. A quantized operand gives its rowwise usage where it is multiplied along its last dim, its columnwise one
+    otherwise.
 
     Returns (result, gradient of the bias, input of the GELU, extra output). NVFP4 with NVFP4 has the bits of
     TransformerEngine's reference; everything else is the product of the values in FP32. Added to D where `accumulate`.
@@ -102,8 +104,6 @@ def generic_gemm(A, transA, B, transB, D=None, quantizer=None, output_dtype=None
         raise NotImplementedError("nib has no overlap of products with communication")
     if gelu and grad:
         raise NotImplementedError("nib does not fuse the gradient of the GELU: multiply by it afterwards")
-    if transA and transB:
-        raise NotImplementedError("the layout TT is none of a linear layer's: transpose one operand")
     if beta not in (None, 0.0, 1.0):
         raise NotImplementedError(f"beta is 0 or 1, not {beta}")
     accumulate = accumulate or beta == 1.0
