@@ -236,10 +236,22 @@ typedef enum nib_preset {
     NIB_PRESET_COUNT
 } nib_preset;
 
+/* Who is to load the result. What a reader cannot take although the format has it stays as it is, and says why. */
+typedef enum nib_reader {
+    NIB_READER_ANY = 0,
+    NIB_READER_VLLM,
+    NIB_READER_SGLANG,
+    NIB_READER_TRTLLM,
+    NIB_READER_TRANSFORMERS,
+    NIB_READER_LLAMA_CPP,
+    NIB_READER_COUNT
+} nib_reader;
+
 /* The words for these and for rules of nib.h, as options and provenance have them; NULL outside the enum. */
 NIB_API const char *nib_scheme_name(nib_scheme scheme);                     /* "nvfp4a16" */
 NIB_API const char *nib_activation_name(nib_activation activation);         /* "norm" */
 NIB_API const char *nib_preset_name(nib_preset preset);                     /* "mlp-only" */
+NIB_API const char *nib_reader_name(nib_reader reader);                     /* "transformers"; "any" */
 NIB_API const char *nib_scale_rule_name(nib_scale_rule rule);               /* "4over6" */
 NIB_API const char *nib_tensor_scale_rule_name(nib_tensor_scale_rule rule); /* "pow2" */
 
@@ -266,6 +278,7 @@ typedef struct nib_quantize_options {
     size_t n_only;
     uint64_t shard_bytes; /* of an output file, about; 0: 5 GB */
     uint8_t keep_split;   /* a file per input file, under its name */
+    nib_reader reader;
 } nib_quantize_options;
 /* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
  * has. */
@@ -282,7 +295,9 @@ typedef struct nib_plan nib_plan;
 NIB_API nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_options *options, nib_plan **out);
 /* NVFP4 weights to another checkpoint format: codes and scale bytes stay. Everything else is copied. */
 NIB_API nib_status nib_plan_convert(const nib_checkpoint *in, nib_checkpoint_format format, nib_plan **out);
-/* Every weight that is not plain to F32, BF16 or F16, in safetensors files (PLAIN) or in a GGUF file (GGUF). */
+/* Every weight that is not plain to F32, BF16 or F16, in safetensors files (PLAIN) or in a GGUF file (GGUF).
+ * NIB_DTYPE_COUNT: to what config.json says of the model (BF16 where it says nothing). What nib_plan_quantize cut or
+ * transposed comes back as it was: every tensor has the name and the shape that it had. */
 NIB_API nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_checkpoint_format format, nib_dtype dtype,
                                        nib_plan **out);
 /* What nib_checkpoint_check calls repairable, repaired: same checkpoint format, same files, same codes. Unlike the others it reads
@@ -304,7 +319,7 @@ typedef struct nib_plan_row {
 
 typedef struct nib_plan_facts {
     size_t bytes;
-    size_t weights;               /* rows */
+    size_t weights;               /* the first rows */
     size_t changed, kept;         /* of them */
     size_t groups;                /* that share a tensor scale, of two or more */
     size_t files_in, files_out;   /* of tensors */
@@ -313,6 +328,8 @@ typedef struct nib_plan_facts {
     uint64_t changed_bytes_out;   /* what they take afterwards */
     uint64_t elements;            /* of the whole model, as in nib_checkpoint_facts */
     uint64_t tensor_bytes_out;    /* of all tensors that are written, headers not included */
+    size_t rows;      /* weights, and behind them, of a quantization, every other tensor of two dims or more */
+    const char *note; /* what whoever uses the result must know, with the remedy; "" otherwise */
 } nib_plan_facts;
 NIB_API nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out);
 NIB_API nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *out);

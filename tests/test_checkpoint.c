@@ -7,6 +7,7 @@
 #include "test_weights.h"
 
 #include "io/names.h"
+#include "model/roles.h"
 #include "model/weights.h"
 #include "io/gguf.h"
 

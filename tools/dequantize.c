@@ -7,10 +7,10 @@
 
 static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 {
-    struct cli_word dtype = { .words = words_dtypes(), .value = NIB_BF16 };
+    struct cli_word dtype = { .words = words_dtypes(), .value = NIB_DTYPE_COUNT };
     struct run_flags flags = { .threads = 0 };
     const struct cli_option options[] = {
-        { 0, "dtype", CLI_WORD, &dtype, "D", "{}", 0, 0 },
+        { 0, "dtype", CLI_WORD, &dtype, "D", "{}; default: as config.json has it, or bf16", 0, 0 },
         RUN_OPTIONS(flags),
         { 0 },
     };
@@ -40,7 +40,9 @@ const struct cli_command cli_dequantize = {
     "dequantize", "IN OUT", "turn a quantized checkpoint into plain values",
     "Write the checkpoint IN with every quantized weight (NVFP4 in any format, MXFP4, FP8, GGML's blocks) as plain "
     "values.\n"
-    "OUT is a directory, or a GGUF file where its name ends in .gguf.\n\n"
+    "OUT is a directory, or a GGUF file where its name ends in .gguf. What nib quantize cut or transposed comes back "
+    "as it was:\n"
+    "names, shapes and dtypes are those of its input.\n\n"
     "Examples:\n"
     "  nib dequantize Qwen3-8B-NVFP4 Qwen3-8B-restored\n"
     "  nib dequantize --dtype f32 model-NVFP4.safetensors restored.safetensors\n"

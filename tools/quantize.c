@@ -72,6 +72,14 @@ static bool fits(const struct pair *pair, const struct arguments *a, const nib_q
     return (!a->format.text || pair->format == o->format) && (!a->scheme.text || pair->scheme == o->scheme);
 }
 
+static nib_reader reader_of(const char *server)
+{
+    for (int i = 0; i < NIB_READER_COUNT; i++)
+        if (!strcmp(nib_reader_name((nib_reader)i), server))
+            return (nib_reader)i;
+    return NIB_READER_ANY;
+}
+
 static bool choose_pair(const struct cli_command *self, const struct arguments *a, nib_quantize_options *o)
 {
     const char *rejection = NULL;
@@ -84,6 +92,7 @@ static bool choose_pair(const struct cli_command *self, const struct arguments *
         if (!pair->rejection) {
             o->format = pair->format;
             o->scheme = pair->scheme;
+            o->reader = reader_of(pair->server);
             return true;
         }
         rejection = pair->rejection;
@@ -96,38 +105,23 @@ static bool choose_pair(const struct cli_command *self, const struct arguments *
     return false;
 }
 
-static bool names_experts(const struct cli_list *patterns)
-{
-    for (size_t i = 0; i < patterns->n; i++)
-        if (strstr(patterns->items[i], "experts"))
-            return true;
-    return false;
-}
-
 /* What a server cannot do with a weight although the format has it: such weights stay, or the whole is rejected. */
 static bool fit_server(const struct cli_command *self, const struct arguments *a, const nib_checkpoint *in,
                        struct cli_list *ignore)
 {
-    const bool transformers = a->server.text && !strcmp(a->server.text, "transformers");
     const bool llama = a->server.text && !strcmp(a->server.text, "llama.cpp");
     nib_weight w = { .bytes = sizeof w };
-    if (!transformers && !llama)
+    if (!llama)
         return true;
     for (size_t i = 0; !nib_checkpoint_get_weight(in, i, &w); i++) {
         const char *const expert = strstr(w.name, ".experts."), *const last = strrchr(w.name, '.');
-        if (expert && transformers && !names_experts(&a->ignore)) {
-            cli_error("%s: transformers drops the tensor scale of NVFP4 experts such as %s and computes garbage: "
-                      "use another server, or keep them with --ignore 're:.*\\.experts\\..*'",
-                      self->name, w.name);
-            return false;
-        }
-        if (expert && llama && last && last[1] == 'w' && last[2] >= '1' && last[2] <= '3' && !last[3]) {
+        if (expert && last && last[1] == 'w' && last[2] >= '1' && last[2] <= '3' && !last[3]) {
             cli_error("%s: llama.cpp's converter does not know NVFP4 experts called %s: only gate_proj, up_proj and "
                       "down_proj",
                       self->name, last + 1);
             return false;
         }
-        if (!llama || w.cols % 64 == 0)
+        if (w.cols % 64 == 0)
             continue;
         if (ignore->n == sizeof ignore->items / sizeof *ignore->items) {
             cli_error("%s: too many weights have a number of columns that is not a multiple of 64", self->name);

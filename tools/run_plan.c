@@ -101,7 +101,7 @@ static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, cons
 {
     char in[32], out[32], rate[64] = "", bits[80] = "";
     if (flags->verbose)
-        show_rows(plan, facts->weights);
+        show_rows(plan, facts->rows);
     if (!flags->dry_run && seconds > 0.05) {
         char speed[32];
         snprintf(rate, sizeof rate, " in %.1f s, %s/s", seconds,
@@ -115,7 +115,9 @@ static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, cons
               done, facts->changed, facts->weights, bits, text_bytes(facts->bytes_in, in, sizeof in), facts->files_in,
               facts->files_in == 1 ? "" : "s", text_bytes(facts->bytes_out, out, sizeof out), facts->files_out,
               facts->files_out == 1 ? "" : "s", rate);
-    show_reasons(plan, facts->weights);
+    show_reasons(plan, facts->rows);
+    if (*facts->note)
+        cli_print("note: %s", facts->note);
 }
 
 /* ---- JSON ---- */
@@ -141,8 +143,8 @@ static bool print_json(const struct cli_command *self, const nib_plan *plan, con
 {
     return text_print(text_report(
         self->name,
-        json_pack("{s:o, s:b, s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:o, s:o}", "out",
-                  text_json(out), "dry_run", (int)flags->dry_run, "seconds", text_number(seconds), "weights",
+        json_pack("{s:o, s:b, s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:o, s:s, s:o}",
+                  "out", text_json(out), "dry_run", (int)flags->dry_run, "seconds", text_number(seconds), "weights",
                   (json_int_t)facts->weights, "changed", (json_int_t)facts->changed, "kept", (json_int_t)facts->kept,
                   "groups", (json_int_t)facts->groups, "files_in", (json_int_t)facts->files_in, "files_out",
                   (json_int_t)facts->files_out, "bytes_in", (json_int_t)facts->bytes_in, "bytes_out",
@@ -150,8 +152,8 @@ static bool print_json(const struct cli_command *self, const nib_plan *plan, con
                   (json_int_t)facts->elements, "changed_elements", (json_int_t)facts->changed_elements,
                   "changed_bytes_out", (json_int_t)facts->changed_bytes_out, "bits_per_weight",
                   text_number(text_bits(facts->tensor_bytes_out, facts->elements)), "changed_bits_per_weight",
-                  text_number(text_bits(facts->changed_bytes_out, facts->changed_elements)), "rows",
-                  rows_as_json(plan, facts->weights))));
+                  text_number(text_bits(facts->changed_bytes_out, facts->changed_elements)), "note", facts->note,
+                  "rows", rows_as_json(plan, facts->rows))));
 }
 
 /* ---- The run ---- */

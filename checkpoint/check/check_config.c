@@ -6,6 +6,7 @@
  * name. Both are looked up as their loaders do it.
  */
 #include "check/check.h"
+#include "model/roles.h"
 
 #include <stdio.h>
 
@@ -215,13 +216,11 @@ static bool is_tower(const char *name)
     return strstr(name, "vision_tower") || strstr(name, "vision_model") || strstr(name, "vit_large_projector");
 }
 
-static bool is_linear(const struct nib_ck_weight *w)
+static bool is_linear(const nib_checkpoint *c, const struct nib_ck_weight *w)
 {
-    static const char *const others[] = { "embed", "norm", "conv", "wte", "wpe", "rotary", "patch", "position" };
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-        if (strstr(w->name, others[i]))
-            return false;
-    return w->format == NIB_CHECKPOINT_FORMAT_PLAIN;
+    if (w->index < 0 && w->transposed)
+        return false; /* a Conv1D */
+    return w->format == NIB_CHECKPOINT_FORMAT_PLAIN && nib_ck_is_linear_role(nib_ck_module_role(c, w->name));
 }
 
 /* Modules that are quantized and excluded, or neither. */
@@ -241,7 +240,7 @@ static nib_status check_exclusions(struct nib_checking *k, const struct exclusio
     for (size_t i = 0; i < c->n_weights; i++) {
         const struct nib_ck_weight *w = &c->weights[i];
         uint32_t target = 0;
-        if (!is_linear(w) || (e->substrings && is_tower(w->name)))
+        if (!is_linear(c, w) || (e->substrings && is_tower(w->name)))
             continue;
         if (e->targets)
             TRY(nib_patterns_match(e->targets, w->name, &target));
@@ -518,38 +517,36 @@ static bool is_tied(const nib_checkpoint *c)
 
 static nib_status check_special_modules(struct nib_checking *k)
 {
-    static const struct {
-        const char *end;
-        enum nib_fault fault;
-        const char *fact;
-    } special[] = {
-        { "gate", NIB_FAULT_ROUTER_QUANTIZED, "a router is quantized" },
-        { "router", NIB_FAULT_ROUTER_QUANTIZED, "a router is quantized" },
-        { "router.layer", NIB_FAULT_ROUTER_QUANTIZED, "a router is quantized" },
-        { "shared_expert_gate", NIB_FAULT_ROUTER_QUANTIZED, "a router is quantized" },
-        { "embed_tokens", NIB_FAULT_EMBEDDING_QUANTIZED, "an embedding is quantized" },
-        { "tok_embeddings", NIB_FAULT_EMBEDDING_QUANTIZED, "an embedding is quantized" },
-        { "wte", NIB_FAULT_EMBEDDING_QUANTIZED, "an embedding is quantized" },
-    };
     for (size_t i = 0; i < k->n_modules; i++) {
         const char *name = k->modules[i].name;
-        if (nib_ck_ends_with(name, "lm_head"))
+        switch (nib_ck_module_role(k->c, name)) {
+        case NIB_MODULE_HEAD:
             TRY(nib_check_found(k, is_tied(k->c) ? NIB_FAULT_HEAD_TIED : NIB_FAULT_HEAD_QUANTIZED, name,
                                 "the head is quantized"));
-        for (size_t j = 0; j < sizeof special / sizeof *special; j++)
-            if (nib_ck_ends_with(name, special[j].end))
-                TRY(nib_check_found(k, special[j].fault, name, "%s", special[j].fact));
+            break;
+        case NIB_MODULE_ROUTER:
+            TRY(nib_check_found(k, NIB_FAULT_ROUTER_QUANTIZED, name, "a router is quantized"));
+            break;
+        case NIB_MODULE_EMBEDDING:
+            TRY(nib_check_found(k, NIB_FAULT_EMBEDDING_QUANTIZED, name, "an embedding is quantized"));
+            break;
+        default:
+            break;
+        }
     }
     return NIB_OK;
 }
 
+/* A head that is tied has no tensor, but loaders build it. */
 static nib_status check_tied_head(struct nib_checking *k, const struct exclusions *e)
 {
+    const char *const head = nib_ck_head_name(k->c);
     bool excluded;
-    if (!is_tied(k->c) || nib_ck_find_tensor(k->c, "lm_head.weight") != NIB_NONE ||
-        nib_ck_find_tensor(k->c, "lm_head.weight_packed") != NIB_NONE)
+    size_t weight;
+    if (!is_tied(k->c) || nib_checkpoint_find_weight(k->c, head, &weight) == NIB_OK ||
+        nib_checkpoint_find_weight(k->c, "lm_head", &weight) == NIB_OK)
         return NIB_OK;
-    TRY(is_excluded(e, "lm_head", false, &excluded));
+    TRY(is_excluded(e, head, false, &excluded));
     if (excluded)
         return NIB_OK;
     return nib_check_found(k, NIB_FAULT_HEAD_NOT_IGNORED, "config.json", "ignore lacks the head, which is tied");

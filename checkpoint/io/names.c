@@ -171,15 +171,6 @@ static bool part_begins(const char *part, size_t length, const char *word)
     return strlen(word) <= length && memcmp(part, word, strlen(word)) == 0;
 }
 
-static bool part_has(const char *part, size_t length, const char *word)
-{
-    const size_t n = strlen(word);
-    for (size_t i = 0; i + n <= length; i++)
-        if (memcmp(part + i, word, n) == 0)
-            return true;
-    return false;
-}
-
 /* ---- Fused matrices ---- */
 
 /* What servers join into one matrix with one tensor scale, beside each other in the same module. */
@@ -211,79 +202,7 @@ bool nib_ck_fused_key(const char *weight, char *buffer, size_t bytes)
     return false;
 }
 
-/* ---- What stays in high precision ---- */
-
-/* Sources: what ModelOpt's and llm-compressor's recipes leave out, and what servers build as something else than a
- * packed layer. */
-static const struct keep_rule {
-    bool (*test)(const char *part, size_t length, const char *word);
-    const char *word;
-    bool last_only; /* the module's own name, not that of a parent */
-    const char *reason;
-} keep_rules[] = {
-    { part_is, "lm_head", false, "the output head" },
-    { part_is, "embed_out", true, "the output head" },
-    { part_is, "output", true, "the output head" }, /* GGUF, consolidated files */
-    { part_is, "score", true, "a classification head" },
-    { part_is, "classifier", true, "a classification head" },
-    { part_has, "embed", false, "an embedding" },
-    { part_is, "wte", true, "an embedding" },
-    { part_is, "wpe", true, "an embedding" },
-    { part_is, "token_embd", true, "an embedding" },
-    { part_is, "gate", true, "a router" },
-    { part_is, "router", false, "a router" },
-    { part_is, "ffn_gate_inp", true, "a router" },
-    { part_is, "shared_expert_gate", true, "a router" },
-    { part_has, "norm", true, "a norm" },
-    { part_is, "conv1d", true, "a convolution" },
-    { part_is, "in_proj_a", true, "a gate of a linear attention" },
-    { part_is, "in_proj_b", true, "a gate of a linear attention" },
-    { part_is, "in_proj_ba", true, "a gate of a linear attention" },
-    { part_is, "indexer", false, "a sparse attention's indexer" },
-    { part_begins, "visual", false, "part of a vision tower" },
-    { part_begins, "vision", false, "part of a vision tower" },
-    { part_begins, "vit_", false, "part of a vision tower" },
-    { part_begins, "multi_modal_projector", false, "a projector of another modality" },
-    { part_begins, "mm_projector", false, "a projector of another modality" },
-    { part_begins, "audio", false, "part of an audio tower" },
-    { part_is, "mtp", false, "part of multi-token prediction" },
-    { part_begins, "mtp_", false, "part of multi-token prediction" },
-    { part_begins, "nextn", false, "part of multi-token prediction" },
-    { part_is, "eh_proj", true, "part of multi-token prediction" },
-};
-
-/* DeepSeek and GLM number the layers of multi-token prediction behind the model's own. */
-static bool is_layer_beyond(const nib_checkpoint *c, const char *name)
-{
-    const int64_t layers = nib_ck_config_int(c, "num_hidden_layers", -1);
-    const char *place = strstr(name, "layers.");
-    if (layers < 0 || !place || (place != name && place[-1] != '.') || strchr("0123456789", place[7]) == NULL ||
-        !place[7])
-        return false;
-    int64_t number = 0;
-    for (const char *digit = place + 7; *digit >= '0' && *digit <= '9' && number < 1000000; digit++)
-        number = number * 10 + (*digit - '0');
-    return number >= layers;
-}
-
-const char *nib_ck_default_keep(const nib_checkpoint *c, const char *weight)
-{
-    /* Cut once: there are many rules, and many names. Nobody's has more parts than this. */
-    enum { PARTS = 32 };
-    const char *parts[PARTS];
-    size_t lengths[PARTS], n = 0;
-    for (const char *part = weight; part && n < PARTS; part = strchr(part, '.'), n++) {
-        parts[n] = part += *part == '.';
-        lengths[n] = strcspn(part, ".");
-    }
-    for (size_t i = 0; i < sizeof keep_rules / sizeof *keep_rules; i++) {
-        const struct keep_rule *rule = &keep_rules[i];
-        for (size_t part = rule->last_only ? n - 1 : 0; part < n; part++)
-            if (rule->test(parts[part], lengths[part], rule->word))
-                return rule->reason;
-    }
-    return is_layer_beyond(c, weight) ? "part of multi-token prediction" : NULL;
-}
+/* ---- What presets leave out ---- */
 
 bool nib_ck_is_expert(const char *weight) { return any_part(weight, part_is, "experts"); }
 
@@ -329,7 +248,7 @@ static const struct family {
 } families[] = {
     { "qwen3_vl_moe", true, false, false }, { "llama4", true, false, true },       { "gpt_oss", true, true, true },
     { "qwen3_5_moe", false, false, false }, { "qwen3_next", false, false, false }, { "gemma4", false, false, false },
-    { "granitemoe", false, false, false },
+    { "granitemoe", false, false, false },  { "mistral4", false, false, false },
 };
 
 static const struct family *family_of(const nib_checkpoint *c)
@@ -344,6 +263,18 @@ bool nib_ck_keeps_stacks(const nib_checkpoint *c)
 {
     const struct family *family = family_of(c);
     return family && family->whole_in_modelopt;
+}
+
+bool nib_ck_is_conv1d(const nib_checkpoint *c, const char *module)
+{
+    static const char *const types[] = { "gpt2", "openai-gpt", "imagegpt", "decision_transformer" };
+    static const char *const modules[] = { "c_attn", "q_attn", "c_proj", "c_fc" };
+    bool family = false, named = false;
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        family |= !strcmp(c->model_type, types[i]);
+    for (size_t i = 0; i < sizeof modules / sizeof *modules; i++)
+        named |= !strcmp(last_part(module), modules[i]);
+    return family && named;
 }
 
 /* Inputs of gate_up and outputs of down are the model's hidden size; the other axis is the experts' own size, once or

@@ -25,8 +25,6 @@ void nib_patterns_destroy(struct nib_patterns *patterns);
 bool nib_ck_fused_key(const char *weight, char *buffer, size_t bytes);
 /* The sets' member names, for messages; row i ends with NULL. */
 extern const char *const nib_ck_fused_sets[][5];
-/* Why a weight stays in high precision by default ("an embedding"), or NULL. */
-const char *nib_ck_default_keep(const nib_checkpoint *c, const char *weight);
 /* Whether a preset leaves a weight as it is, and why; NULL: it does not. */
 const char *nib_ck_preset_keep(nib_preset preset, const char *weight);
 /* Whether a weight is one of an expert. */
@@ -44,6 +42,8 @@ struct nib_ck_stack {
 /* *is false where the name is no stack of experts. DATA where config.json leaves the orientation open. */
 nib_status nib_ck_stack_of(const nib_checkpoint *c, const char *tensor, int64_t rank, const int64_t *shape, bool *is,
                            struct nib_ck_stack *out);
+/* Whether a family stores this module's matrix as [inputs, outputs] (the Conv1D of GPT-2). */
+bool nib_ck_is_conv1d(const nib_checkpoint *c, const char *module);
 /* Families whose ModelOpt readers want the stack whole, packed along dim 1 (Llama-4, gpt-oss). */
 bool nib_ck_keeps_stacks(const nib_checkpoint *c);
 

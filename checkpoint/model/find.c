@@ -242,6 +242,12 @@ static nib_status add_matrix(struct finder *finder, struct nib_ck_weight *w, uin
     w->rows = t->shape[0];
     w->cols = t->dtype == NIB_U8 ? 2 * t->shape[1] : t->shape[1];
     w->name = nib_ck_string(finder->c, "%.*s", (int)bytes, t->name);
+    if (w->name && w->format == NIB_CHECKPOINT_FORMAT_PLAIN && t->ggml_type < 0 &&
+        nib_ck_is_conv1d(finder->c, w->name)) {
+        w->transposed = true;
+        w->rows = t->shape[1];
+        w->cols = t->shape[0];
+    }
     return add_weight(finder, w);
 }
 

@@ -109,7 +109,11 @@ nib_status nib_plan_provenance(const nib_plan *plan, const struct nib_hash *hash
         fits = put_string(text, i ? ",{\"file\":" : "{\"file\":") &&
                nib_text_put_json(text, name ? name + 1 : plan->in->files[i].name) && put_string(text, hash);
     }
-    fits = fits && put_string(text, "]}") && nib_text_put(text, "", 1);
+    char *restore = plan->restore ? json_dumps(plan->restore, JSON_COMPACT) : NULL;
+    fits = fits && (restore || !plan->restore) && put_string(text, "]") &&
+           (!restore || (put_string(text, ",\"restore\":") && put_string(text, restore))) && put_string(text, "}") &&
+           nib_text_put(text, "", 1);
+    free(restore);
     if (fits) {
         text->used--; /* the NUL behind it is not part of it */
         return NIB_OK;
@@ -121,27 +125,91 @@ nib_status nib_plan_provenance(const nib_plan *plan, const struct nib_hash *hash
 
 /* ---- quantization_config ---- */
 
-/* Modules that stay in high precision, by their full names: a loader would make packed ones of them otherwise. lm_head
- * is named even where the file has none, since a tied one is a module too. */
+static bool is_kept(const nib_plan *plan, size_t weight)
+{
+    const nib_action action = plan->rows[weight].action;
+    return action == NIB_ACTION_DEQUANTIZE ||
+           (action == NIB_ACTION_KEEP && !nib_ck_is_nvfp4(plan->in->weights[weight].format));
+}
+
+static bool add_name(json_t *list, size_t place, const char *name)
+{
+    return json_array_insert_new(list, place, json_string(name)) == 0;
+}
+
+/* A head that is tied has no tensor, but is a module: whatever its class calls it, and lm_head, which servers do. */
+static bool add_heads(const nib_plan *plan, json_t *list)
+{
+    const char *const heads[] = { "lm_head", nib_ck_head_name(plan->in) };
+    for (int i = 0; i < 2; i++) {
+        size_t weight;
+        if ((i == 0 || strcmp(heads[0], heads[1]) != 0) && nib_checkpoint_find_weight(plan->in, heads[i], &weight) &&
+            !add_name(list, 0, heads[i]))
+            return false;
+    }
+    return true;
+}
+
+/* Whether a pattern means a module that is quantized. */
+static bool is_too_wide(const nib_plan *plan, const char *pattern)
+{
+    struct nib_patterns *one;
+    uint32_t which = NIB_NONE;
+    if (nib_patterns_create(&pattern, 1, &one))
+        return true;
+    for (size_t i = 0; i < plan->in->n_weights && which == NIB_NONE; i++)
+        if (!is_kept(plan, i) && nib_patterns_match(one, plan->in->weights[i].name, &which))
+            which = 0;
+    nib_patterns_destroy(one);
+    return which != NIB_NONE;
+}
+
+static bool is_listed(const json_t *list, size_t first, const char *name)
+{
+    for (size_t i = first; i < json_array_size(list); i++)
+        if (!strcmp(json_string_value(json_array_get(list, i)), name))
+            return true;
+    return false;
+}
+
+/* transformers looks modules up by its own names, which checkpoints need not have: those that differ are listed too, and
+ * towers by patterns, since much is renamed within some. */
+static bool add_readers_names(const nib_plan *plan, json_t *list)
+{
+    const size_t first = json_array_size(list);
+    char name[1024];
+    for (size_t i = 0; i < plan->in->n_weights; i++) {
+        const char *weight = plan->in->weights[i].name;
+        if (!is_kept(plan, i))
+            continue;
+        if (nib_ck_tower_pattern(plan->in, weight, name, sizeof name)) {
+            if (is_listed(list, first, name))
+                continue;
+            if (!is_too_wide(plan, name)) {
+                if (!add_name(list, json_array_size(list), name))
+                    return false;
+                continue;
+            }
+        }
+        if (nib_ck_reader_name(plan->in, weight, name, sizeof name) && strcmp(name, "lm_head") != 0 &&
+            !add_name(list, json_array_size(list), name))
+            return false;
+    }
+    return true;
+}
+
+/* Modules that stay in high precision, by their full names: a loader would make packed ones of them otherwise. */
 static json_t *kept_modules(const nib_plan *plan)
 {
     json_t *list = json_array();
-    bool has_head = false;
-    for (size_t i = 0; i < plan->in->n_weights && list; i++) {
-        const nib_action action = plan->rows[i].action;
-        if (action != NIB_ACTION_KEEP && action != NIB_ACTION_DEQUANTIZE)
-            continue;
-        if (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].format))
-            continue;
-        has_head |= !strcmp(plan->in->weights[i].name, "lm_head");
-        if (json_array_append_new(list, json_string(plan->in->weights[i].name))) {
-            json_decref(list);
-            return NULL;
-        }
-    }
-    size_t head;
-    if (list && !has_head && nib_checkpoint_find_weight(plan->in, "lm_head", &head) &&
-        json_array_insert_new(list, 0, json_string("lm_head"))) {
+    bool fits = list != NULL;
+    for (size_t i = 0; i < plan->in->n_weights && fits; i++)
+        if (is_kept(plan, i))
+            fits = add_name(list, json_array_size(list), plan->in->weights[i].name);
+    fits = fits && add_heads(plan, list);
+    if (plan->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS)
+        fits = fits && add_readers_names(plan, list);
+    if (!fits) {
         json_decref(list);
         return NULL;
     }

@@ -67,6 +67,9 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->config);
     json_decref(plan->hf_quant);
     json_decref(plan->amaxes);
+    json_decref(plan->restore);
+    nib_free(plan->others);
+    nib_free(plan->restored);
     nib_free(plan->rows);
     nib_free(plan->tensors);
     nib_free(plan->weights);
@@ -108,6 +111,7 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_che
     plan->one_file = gguf || !in->is_directory;
     plan->shard_bytes = NIB_SHARD_BYTES;
     plan->dequantized_dtype = NIB_DTYPE_COUNT;
+    plan->note = "";
     plan->options = json_object();
     plan->rows = nib_alloc_zeroed((in->n_weights + 1) * sizeof *plan->rows);
     if (!plan->options || !plan->rows) {
@@ -218,7 +222,7 @@ static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char 
                            const struct nib_ck_layout *layout)
 {
     const int64_t rows = w->source.rows, cols = w->source.cols;
-    const bool columns = w->laying == NIB_LAY_STACK, stack = columns || w->stacked;
+    const bool columns = w->laying == NIB_LAY_STACK, stack = w->stacked;
     const char *data = layout->suffixes[NIB_ROLE_DATA];
     if (writes_values(w)) {
         const int64_t shape[] = { w->experts, columns ? cols : rows, columns ? rows : cols };
@@ -231,8 +235,8 @@ static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char 
         t->ggml_type = NIB_GGUF_NVFP4;
         return nib_gguf_bytes(NIB_ERR_SHAPE, NIB_GGUF_NVFP4, (int)t->rank, t->shape, &t->bytes);
     }
-    const int64_t codes[] = { w->experts, stack ? cols / 2 : rows, stack ? rows : cols / 2 };
-    const int64_t scales[] = { w->experts, stack ? cols / 16 : rows, stack ? rows : cols / 16 };
+    const int64_t codes[] = { w->experts, columns ? cols / 2 : rows, columns ? rows : cols / 2 };
+    const int64_t scales[] = { w->experts, columns ? cols / 16 : rows, columns ? rows : cols / 16 };
     TRY(add_part(plan, name, data, NIB_U8, stack ? 3 : 2, codes + !stack, &w->out[NIB_ROLE_DATA]));
     return add_part(plan, name, layout->suffixes[NIB_ROLE_SCALE], NIB_E4M3, stack ? 3 : 2, scales + !stack,
                     &w->out[NIB_ROLE_SCALE]);
@@ -256,7 +260,7 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
     if (!weights)
         return no_memory();
     plan->weights = weights;
-    const bool stack = w->laying == NIB_LAY_STACK;
+    const bool stack = w->stacked && !plan->gguf; /* whose stacks are called as matrices are */
     const nib_checkpoint_format format = writes_values(w) ? NIB_CHECKPOINT_FORMAT_PLAIN : plan->format;
     const struct nib_ck_layout *layout = stack ? nib_ck_stack_layout(format) : &nib_ck_formats[format].layouts[0];
     /* A whole stack bears the name of the tensor that it comes from. */
@@ -435,6 +439,8 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
     NIB_REQUIRE(out);
     TRY(nib_struct_check_output("nib_plan_facts", out, NIB_UP_TO(nib_plan_facts, tensor_bytes_out)));
     nib_plan_facts facts = { .weights = plan->in->n_weights,
+                             .rows = plan->in->n_weights + plan->n_others,
+                             .note = plan->note,
                              .elements = nib_ck_elements(plan->in),
                              .files_in = plan->in->n_files,
                              .files_out = plan->n_files };
@@ -457,13 +463,36 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
     return NIB_OK;
 }
 
+/* Of more than two dims all but the last are its rows. */
+static nib_plan_row other_row(const nib_plan *plan, const struct nib_out_other *other)
+{
+    const struct nib_ck_tensor *t = &plan->in->tensors[other->tensor];
+    nib_plan_row row = { .name = t->name,
+                         .action = NIB_ACTION_KEEP,
+                         .reason = other->reason,
+                         .rows = 1,
+                         .cols = t->shape[t->rank - 1],
+                         .bytes_in = t->bytes,
+                         .bytes_out = t->bytes,
+                         .group = "" };
+    for (int64_t i = 0; i + 1 < t->rank; i++)
+        row.rows = t->bytes ? row.rows * t->shape[i] : 0; /* with data the file bounds the product */
+    return row;
+}
+
 nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *out)
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
     TRY(nib_struct_check_output("nib_plan_row", out, NIB_UP_TO(nib_plan_row, group)));
-    if (index >= plan->in->n_weights)
-        return nib_fail(NIB_ERR_ARG, "there is no row %zu: the plan has %zu", index, plan->in->n_weights);
+    const size_t weights = plan->in->n_weights;
+    if (index >= weights + plan->n_others)
+        return nib_fail(NIB_ERR_ARG, "there is no row %zu: the plan has %zu", index, weights + plan->n_others);
+    if (index >= weights) {
+        const nib_plan_row row = other_row(plan, &plan->others[index - weights]);
+        nib_struct_write(out, &row, sizeof row);
+        return NIB_OK;
+    }
     const struct nib_ck_weight *w = &plan->in->weights[index];
     const struct nib_out_row *row = &plan->rows[index];
     const nib_plan_row found = { .name = w->name,

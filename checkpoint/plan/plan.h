@@ -6,6 +6,7 @@
  *     plan_ops.c     quantize, convert, dequantize: what becomes of each weight
  *     plan_patterns.c  patterns of a user that match nothing
  *     plan_build.c   from there to tensors
+ *     plan_restore.c stacks and transposed matrices that a plan takes apart, and another puts together again
  *     plan.c         plans put together by steps
  *     plan_layout.c  headers of output files
  *     config.c       configuration, index, provenance
@@ -16,6 +17,7 @@
 #include "file/safetensors.h"
 #include "io/names.h"
 #include "model/read.h"
+#include "model/roles.h"
 
 #define NIB_SHARD_BYTES UINT64_C(5000000000)
 
@@ -24,6 +26,7 @@ enum nib_producer {
     NIB_PRODUCE_COPY = 0, /* a source tensor, byte for byte */
     NIB_PRODUCE_STRIDED,  /* `count` elements of one, from element `first` on, `step` apart (small ones only) */
     NIB_PRODUCE_VALUE,    /* one F32 that is known when the plan is made */
+    NIB_PRODUCE_JOINED,   /* a restored stack's biases, of one source tensor each (small ones only) */
     NIB_PRODUCE_WEIGHT,   /* weights write it: see nib_out_weight.out */
 };
 
@@ -38,7 +41,19 @@ struct nib_out_tensor {
     enum nib_producer producer;
     uint32_t source; /* COPY, STRIDED: a tensor of the input */
     int64_t first, step, count;
-    float value; /* VALUE */
+    float value;                         /* VALUE */
+    const struct nib_restored *restored; /* JOINED */
+};
+
+/* A stack of matrices that was cut when it was quantized, put together again: matrix e is the rows of its one or two
+ * parts, one behind the other or in turns. */
+struct nib_restored {
+    const char *name; /* of the tensor */
+    int64_t experts, parts;
+    bool transposed, interleaved;
+    const uint32_t *weights; /* [experts][parts] of the input */
+    const uint32_t *biases;  /* tensors likewise; NULL: there are none */
+    bool added;              /* its tensors are in the plan */
 };
 
 /* Weights that share a tensor scale, one of them at least. Every weight that is quantized is in one. */
@@ -62,12 +77,14 @@ struct nib_out_weight {
     struct nib_ck_weight source; /* a copy: experts of a stack that stays whole are joined to one matrix per expert */
     const char *name;            /* of the module that is written; NULL: that of the source */
     nib_action action;           /* QUANTIZE, CONVERT and REPAIR (codes stay), DEQUANTIZE and KEEP (values) */
-    enum nib_laying laying;      /* of values: ROWS, or STACK for [E, K, rows] */
-    bool stacked;                /* ROWS and GGUF: it is one matrix of a tensor of three dims */
+    enum nib_laying laying;      /* of values: ROWS for [rows, K], STACK for [K, rows], alone or in a stack */
+    bool stacked;                /* it is one matrix of a tensor of three dims */
     int64_t index;               /* in a stack that is written; 0 otherwise */
     int64_t experts;             /* matrices of that stack; 1 otherwise */
     nib_dtype dtype;             /* of values that are written */
-    uint32_t group;              /* QUANTIZE: index in groups */
+    const struct nib_ck_weight *second; /* of the input, whose rows belong to it too; NULL: none */
+    bool interleaved;                   /* they take turns */
+    uint32_t group;                     /* QUANTIZE: index in groups */
     /* Codes that stay: what tensor scale is written, in the sense of the plan's checkpoint format (CT: the divisor), and
      * what every scale byte becomes (256 bytes in the plan's memory; NULL: itself). */
     float tensor_scale;
@@ -96,6 +113,12 @@ struct nib_out_row {
     uint64_t bytes_in, bytes_out; /* of all of its tensors */
 };
 
+/* A tensor of two dims or more that is no weight, and why it is not. */
+struct nib_out_other {
+    uint32_t tensor;
+    const char *reason;
+};
+
 struct nib_plan {
     const nib_checkpoint *in;
     const char *command;          /* "quantize" ...: provenance and messages */
@@ -111,6 +134,12 @@ struct nib_plan {
     json_t *hf_quant;             /* hf_quant_config.json; NULL: none */
     bool quantized;           /* the output has quantized weights: the copied config.json needs a quantization_config */
     struct nib_out_row *rows; /* one per weight of the input */
+    struct nib_out_other *others;
+    size_t n_others;
+    const char *note; /* what a user of the result must know; "" otherwise */
+    json_t *restore;  /* what of the input was taken apart, for provenance: see plan_restore.c; NULL: nothing */
+    struct nib_restored *restored; /* DEQUANTIZE */
+    size_t n_restored;
     struct nib_out_tensor *tensors;
     size_t n_tensors, tensors_capacity;
     struct nib_out_weight *weights;
@@ -158,6 +187,17 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out);
 nib_action nib_plan_keep_action(const nib_plan *plan, const struct nib_ck_weight *w);
 /* What the checkpoint format stores for activations of this amax. */
 float nib_plan_input_scale(const nib_plan *plan, float amax);
+
+/* ---- What was taken apart (plan_restore.c) ---- */
+
+/* A weight of the input is written otherwise than it lies there: noted for provenance. */
+nib_status nib_plan_note_cut(nib_plan *plan, const struct nib_ck_weight *w);
+/* What the input's own provenance says of that goes on to an output that keeps its codes. */
+nib_status nib_plan_carry_notes(nib_plan *plan);
+/* Stacks that the input's provenance tells of, and that are complete. */
+nib_status nib_plan_find_restored(nib_plan *plan);
+/* Whether the input's provenance says that this weight was stored as [inputs, outputs]. */
+bool nib_plan_was_transposed(const nib_plan *plan, const struct nib_ck_weight *w);
 
 /* The name of the stack that a weight comes from, as a stack that is written whole bears it; NULL without memory. */
 const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w);

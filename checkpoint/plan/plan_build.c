@@ -18,6 +18,7 @@ struct maker {
     struct keyed *keyed;       /* weights in sets */
     size_t n_keyed;
     uint32_t *group; /* of each source weight that is quantized */
+    uint32_t *stack; /* of plan->restored, by source tensor: data of its members, and their biases */
 };
 
 static void destroy_maker(struct maker *m)
@@ -27,6 +28,7 @@ static void destroy_maker(struct maker *m)
     nib_free(m->first);
     nib_free(m->keyed);
     nib_free(m->group);
+    nib_free(m->stack);
 }
 
 /* ---- Stacks of experts ---- */
@@ -338,6 +340,8 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
         if (plan->activation == NIB_ACTIVATION_FILE)
             w->input = nib_plan_input_scale(plan, amax);
     }
+    if (w->action == NIB_ACTION_DEQUANTIZE && !plan->gguf && nib_plan_was_transposed(plan, source))
+        w->laying = NIB_LAY_STACK;
     w->as_in_source = w->action == NIB_ACTION_CONVERT;
 }
 
@@ -376,6 +380,7 @@ static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
     w.source.row_first = 0;
     w.source.row_step = 1;
     w.laying = NIB_LAY_STACK;
+    w.stacked = true;
     w.experts = experts;
     TRY(nib_plan_next(plan, plan->in->tensors[tensor].file, (uint64_t)experts * coming_bytes(&w)));
     for (int64_t e = 0; e < experts; e++) {
@@ -421,6 +426,8 @@ static nib_status add_matrices(struct maker *m, uint32_t tensor)
         struct nib_out_weight w;
         const size_t before = plan->n_tensors;
         prepare_weight(m, m->by_data[i], &w);
+        if (plan->format != NIB_CHECKPOINT_FORMAT_PLAIN && !plan->gguf)
+            TRY(nib_plan_note_cut(plan, &w.source));
         TRY(nib_plan_next(plan, plan->in->tensors[tensor].file, coming_bytes(&w)));
         TRY(nib_plan_add_weight(plan, &w, wants_input(plan, &w)));
         count_member(m, &w);
@@ -482,10 +489,87 @@ static nib_status add_cut_biases(struct maker *m, uint32_t bias, uint32_t stack)
     return NIB_OK;
 }
 
+/* ---- Stacks that come back ---- */
+
+static nib_status find_restored(struct maker *m)
+{
+    nib_plan *plan = m->plan;
+    m->stack = nib_alloc((plan->in->n_tensors + 1) * sizeof *m->stack);
+    if (!m->stack)
+        return no_memory();
+    for (size_t i = 0; i < plan->in->n_tensors; i++)
+        m->stack[i] = NIB_NONE;
+    if (plan->gguf)
+        return NIB_OK; /* which has stacks of its own */
+    if (plan->format != NIB_CHECKPOINT_FORMAT_PLAIN)
+        return strcmp(plan->command, "quantize") ? nib_plan_carry_notes(plan) : NIB_OK;
+    TRY(nib_plan_find_restored(plan));
+    for (uint32_t s = 0; s < plan->n_restored; s++) {
+        const struct nib_restored *stack = &plan->restored[s];
+        for (int64_t i = 0; i < stack->experts * stack->parts; i++) {
+            m->stack[plan->in->weights[stack->weights[i]].tensor[NIB_ROLE_DATA]] = s;
+            if (stack->biases)
+                m->stack[stack->biases[i]] = s;
+        }
+    }
+    return NIB_OK;
+}
+
+static nib_status add_restored_biases(nib_plan *plan, const struct nib_restored *stack)
+{
+    const struct nib_ck_tensor *first = &plan->in->tensors[stack->biases[0]];
+    const int64_t shape[2] = { stack->experts, stack->parts * first->shape[0] };
+    const char *name = nib_plan_string(plan, "%s_bias", stack->name);
+    uint32_t index;
+    if (!name)
+        return no_memory();
+    TRY(nib_plan_next(plan, first->file,
+                      (uint64_t)(shape[0] * shape[1]) * (uint64_t)nib_dtypes[first->dtype].bits / 8));
+    TRY(nib_plan_add_tensor(plan, name, first->dtype, 2, shape, NIB_PRODUCE_JOINED, NIB_NONE, &index));
+    plan->tensors[index].restored = stack;
+    return NIB_OK;
+}
+
+/* All matrices of a stack, when the first tensor that belongs to it is met. */
+static nib_status add_restored(struct maker *m, struct nib_restored *stack)
+{
+    nib_plan *plan = m->plan;
+    const size_t before = plan->n_tensors;
+    const int64_t n = stack->experts * stack->parts;
+    if (stack->added)
+        return NIB_OK;
+    stack->added = true;
+    for (int64_t e = 0; e < stack->experts; e++) {
+        const uint32_t first = stack->weights[e * stack->parts];
+        struct nib_out_weight w;
+        prepare_weight(m, first, &w);
+        w.action = NIB_ACTION_DEQUANTIZE;
+        if (plan->dequantized_dtype != NIB_DTYPE_COUNT)
+            w.dtype = plan->dequantized_dtype;
+        w.name = stack->name;
+        w.stacked = true;
+        w.laying = stack->transposed ? NIB_LAY_STACK : NIB_LAY_ROWS;
+        w.experts = stack->experts;
+        w.index = e;
+        w.interleaved = stack->interleaved;
+        w.second = stack->parts == 2 ? &plan->in->weights[stack->weights[e * stack->parts + 1]] : NULL;
+        w.source.rows *= stack->parts;
+        if (e == 0)
+            TRY(nib_plan_next(plan, plan->in->tensors[w.source.tensor[NIB_ROLE_DATA]].file,
+                              (uint64_t)stack->experts * coming_bytes(&w)));
+        TRY(nib_plan_add_weight(plan, &w, false));
+    }
+    for (int64_t i = 0; i < n; i++)
+        note_bytes_out(m, before, stack->weights[i], (uint32_t)n);
+    return stack->biases ? add_restored_biases(plan, stack) : NIB_OK;
+}
+
 static nib_status add_outputs(struct maker *m, uint32_t tensor)
 {
     nib_plan *plan = m->plan;
     const struct nib_ck_tensor *t = &plan->in->tensors[tensor];
+    if (m->stack[tensor] != NIB_NONE)
+        return add_restored(m, &plan->restored[m->stack[tensor]]);
     if (any_changes(m, tensor))
         return stays_whole(m, tensor) ? add_whole_stack(m, tensor) : add_matrices(m, tensor);
     /* Scales and the like of a weight that changes are made anew, or no longer needed. */
@@ -552,6 +636,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
         status = make_groups(&m);
     if (!status && !strcmp(plan->command, "quantize") && plan->n_groups == 0)
         status = nothing_left(plan);
+    if (!status)
+        status = find_restored(&m);
     for (size_t i = 0; i < plan->in->n_tensors && !status; i++)
         status = add_outputs(&m, m.order[i]);
     destroy_maker(&m);

@@ -91,6 +91,14 @@ const char *nib_preset_name(nib_preset preset)
     return (unsigned)preset < NIB_PRESET_COUNT ? names[preset] : NULL;
 }
 
+const char *nib_reader_name(nib_reader reader)
+{
+    static const char *const names[NIB_READER_COUNT] = {
+        "any", "vllm", "sglang", "trtllm", "transformers", "llama.cpp"
+    };
+    return (unsigned)reader < NIB_READER_COUNT ? names[reader] : NULL;
+}
+
 const char *nib_scale_rule_name(nib_scale_rule rule)
 {
     static const char *const names[NIB_SCALE_RULE_COUNT] = { "rtn", "4over6", "sweep" };
@@ -110,9 +118,9 @@ static nib_status check_options(const nib_quantize_options *o)
         return nib_fail(NIB_ERR_ARG, "quantized checkpoints are written as %s",
                         nib_ck_written_names(NIB_ACTION_QUANTIZE, names, sizeof names));
     if ((unsigned)o->scheme >= NIB_SCHEME_COUNT || (unsigned)o->preset >= NIB_PRESET_COUNT ||
-        (unsigned)o->activation >= NIB_ACTIVATION_COUNT)
-        return nib_fail(NIB_ERR_ARG, "unknown scheme %d, preset %d or activation %d", (int)o->scheme, (int)o->preset,
-                        (int)o->activation);
+        (unsigned)o->activation >= NIB_ACTIVATION_COUNT || (unsigned)o->reader >= NIB_READER_COUNT)
+        return nib_fail(NIB_ERR_ARG, "unknown scheme %d, preset %d, activation %d or reader %d", (int)o->scheme,
+                        (int)o->preset, (int)o->activation, (int)o->reader);
     if (o->dialect < NIB_UNSET || o->dialect >= NIB_DIALECT_COUNT || o->scale_rule < NIB_UNSET ||
         o->scale_rule >= NIB_SCALE_RULE_COUNT)
         return nib_fail(NIB_ERR_ARG, "unknown dialect %d or scale rule %d", (int)o->dialect, (int)o->scale_rule);
@@ -253,6 +261,8 @@ static nib_status reason_to_keep(const struct chooser *chooser, const struct nib
     *reason = nib_ck_preset_keep(o->preset, w->name);
     if (!*reason && !named)
         *reason = nib_ck_default_keep(chooser->plan->in, w->name);
+    if (!*reason)
+        *reason = nib_ck_reader_keep(chooser->plan->in, o->reader, o->format, w);
     if (!*reason && (w->rows == 0 || w->cols == 0))
         *reason = "it has no elements";
     if (!*reason && w->cols % multiple) {
@@ -282,6 +292,72 @@ static nib_status choose(const struct chooser *chooser)
     return NIB_OK;
 }
 
+/* ---- What is no weight ---- */
+
+static const char *other_reason(const nib_checkpoint *in, const struct nib_ck_tensor *t)
+{
+    char module[1024];
+    snprintf(module, sizeof module, "%s", t->name);
+    if (nib_ck_ends_with(module, ".weight"))
+        module[strlen(module) - strlen(".weight")] = 0;
+    const char *reason = nib_ck_default_keep(in, module);
+    if (reason)
+        return reason;
+    if (!(NIB_FLOAT_BITS & NIB_DTYPE_BIT(t->dtype)))
+        return "it has no values of BF16, F16 or F32";
+    if (t->bytes == 0)
+        return "it has no elements";
+    if (nib_ck_ends_with(t->name, "bias"))
+        return "a bias";
+    return t->rank == 2 ? "it is not called a module's weight"
+                        : "it has more than two dims and is no stack of experts that nib knows";
+}
+
+/* Whatever has two dims or more could have been a weight: it is told of. */
+static nib_status list_others(nib_plan *plan)
+{
+    const nib_checkpoint *in = plan->in;
+    plan->others = nib_alloc((in->n_tensors + 1) * sizeof *plan->others);
+    if (!plan->others)
+        return no_memory();
+    for (uint32_t i = 0; i < in->n_tensors; i++)
+        if (in->tensors[i].rank >= 2 && in->tensors[i].weight == NIB_NONE)
+            plan->others[plan->n_others++] = (struct nib_out_other){ i, other_reason(in, &in->tensors[i]) };
+    return NIB_OK;
+}
+
+static nib_status check_reader(const nib_checkpoint *in, nib_reader reader)
+{
+    const char *what = nib_ck_reader_rejects(in, reader);
+    return what ? nib_fail(
+                      NIB_ERR_UNSUPPORTED,
+                      "%s: %s cannot load it with NVFP4 weights, and would compute garbage without an error: it has "
+                      "%s; leave --for out for vLLM",
+                      in->path, nib_reader_name(reader), what)
+                : NIB_OK;
+}
+
+/* README names transformers among the readers of compressed-tensors: what it cannot do is said. */
+static void note_readers(nib_plan *plan, const nib_quantize_options *o)
+{
+    if (o->format != NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS || o->reader != NIB_READER_ANY)
+        return;
+    if (nib_ck_reader_rejects(plan->in, NIB_READER_TRANSFORMERS)) {
+        plan->note =
+            "vLLM loads this; transformers would load it without an error and compute garbage: it has no way to "
+            "load this model with NVFP4 weights";
+        return;
+    }
+    for (size_t i = 0; i < plan->in->n_weights; i++)
+        if (plan->rows[i].action == NIB_ACTION_QUANTIZE &&
+            nib_ck_reader_keep(plan->in, NIB_READER_TRANSFORMERS, o->format, &plan->in->weights[i])) {
+            plan->note = "vLLM loads this; transformers would load it without an error and compute garbage, since it "
+                         "drops the tensor scales of packed experts: for transformers use --for transformers, which "
+                         "keeps experts as they are";
+            return;
+        }
+}
+
 nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_options *options, nib_plan **out)
 {
     NIB_REQUIRE(in);
@@ -293,6 +369,7 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     const nib_quantize_options *o = &known;
     TRY(check_options(o));
     TRY(check_source(in));
+    TRY(check_reader(in, o->reader));
     nib_quantizer q;
     TRY(make_quantizer(o, &q));
     nib_plan *plan;
@@ -316,6 +393,10 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
         status = nib_plan_check_patterns(in, "ignore", o->ignore, o->n_ignore, true);
     if (!status)
         status = choose(&chooser);
+    if (!status)
+        status = list_others(plan);
+    if (!status)
+        note_readers(plan, o);
     nib_patterns_destroy(chooser.ignore);
     nib_patterns_destroy(chooser.only);
     return finish(plan, status, out);
@@ -388,7 +469,7 @@ nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_checkpoint_format f
     if (!nib_checkpoint_format_written_by(format, NIB_ACTION_DEQUANTIZE))
         return nib_fail(NIB_ERR_ARG, "dequantized checkpoints are written as %s",
                         nib_ck_written_names(NIB_ACTION_DEQUANTIZE, names, sizeof names));
-    if (dtype != NIB_F32 && dtype != NIB_BF16 && dtype != NIB_F16)
+    if (dtype != NIB_F32 && dtype != NIB_BF16 && dtype != NIB_F16 && dtype != NIB_DTYPE_COUNT)
         return nib_fail(NIB_ERR_DTYPE, "plain weights are F32, BF16 or F16");
     TRY(check_source(in));
     nib_plan *plan;
@@ -400,7 +481,9 @@ nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_checkpoint_format f
         else
             plan->rows[i].action = NIB_ACTION_DEQUANTIZE;
     }
-    const nib_status status =
-        json_object_set_new(plan->options, "dtype", json_string(nib_dtype_name(dtype))) ? no_memory() : NIB_OK;
+    const nib_status status = json_object_set_new(plan->options, "dtype",
+                                                  json_string(dtype == NIB_DTYPE_COUNT ? "own" : nib_dtype_name(dtype)))
+                                  ? no_memory()
+                                  : NIB_OK;
     return finish(plan, status, out);
 }

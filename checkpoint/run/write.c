@@ -228,6 +228,31 @@ static nib_status keep_codes(const struct writer *writer, struct scratch *scratc
     return put_codes(writer, scratch, panel, scratch->codes, scratch->scales);
 }
 
+/* Rows of a matrix that is put together of two weights, one behind the other or in turns. */
+static nib_status read_both(const nib_plan *plan, const struct nib_out_weight *w, int64_t first, int64_t count,
+                            struct scratch *scratch, char *out)
+{
+    const int64_t cols = w->source.cols, half = w->source.rows / 2;
+    const size_t line = (size_t)cols * size_of(w->dtype);
+    struct nib_ck_weight parts[2] = { w->source, *w->second };
+    parts[0].rows = half;
+    if (!w->interleaved) {
+        const int64_t before = nib_max(0, nib_min(count, half - first));
+        TRY(nib_ck_read_rows(plan->in, &parts[0], first, before, w->dtype, out));
+        return nib_ck_read_rows(plan->in, &parts[1], first + before - half, count - before, w->dtype,
+                                out + (size_t)before * line);
+    }
+    if (!reserve(&scratch->transposed, &scratch->transposed_bytes, (size_t)(count / 2 + 1) * line))
+        return no_memory();
+    for (int64_t part = 0; part < 2; part++) {
+        const int64_t from = (first + 1 - part) / 2, n = (first + count + 1 - part) / 2 - from;
+        TRY(nib_ck_read_rows(plan->in, &parts[part], from, n, w->dtype, scratch->transposed));
+        for (int64_t i = 0; i < n; i++)
+            memcpy(out + (size_t)(2 * (from + i) + part - first) * line, scratch->transposed + (size_t)i * line, line);
+    }
+    return NIB_OK;
+}
+
 static nib_status write_values(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
@@ -235,7 +260,10 @@ static nib_status write_values(const struct writer *writer, struct scratch *scra
     const size_t size = size_of(w->dtype);
     if (!reserve(&scratch->values, &scratch->values_bytes, (size_t)(panel->count * w->source.cols) * size))
         return no_memory();
-    TRY(nib_ck_read_rows(plan->in, &w->source, panel->first, panel->count, w->dtype, scratch->values));
+    if (w->second)
+        TRY(read_both(plan, w, panel->first, panel->count, scratch, scratch->values));
+    else
+        TRY(nib_ck_read_rows(plan->in, &w->source, panel->first, panel->count, w->dtype, scratch->values));
     return put_lines(writer, scratch, panel, w->out[NIB_ROLE_DATA], scratch->values, w->source.cols, size);
 }
 
@@ -302,12 +330,36 @@ static nib_status write_tensor_scales(const struct writer *writer, const struct 
 
 /* ---- Tensors that are copied ---- */
 
+/* The biases of a stack that is put together again: [experts, parts * rows]. */
+static nib_status join_biases(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_tensor *t = &plan->tensors[panel->tensor];
+    const struct nib_restored *stack = t->restored;
+    const size_t size = size_of(t->dtype);
+    const int64_t rows = t->shape[1] / stack->parts;
+    if (!reserve(&scratch->values, &scratch->values_bytes, (size_t)t->bytes) ||
+        !reserve(&scratch->codes, &scratch->codes_bytes, (size_t)rows * size))
+        return no_memory();
+    for (int64_t i = 0; i < stack->experts * stack->parts; i++) {
+        const int64_t part = i % stack->parts, step = stack->interleaved ? 2 : 1;
+        char *out =
+            (char *)scratch->values + (size_t)((i - part) * rows + (stack->interleaved ? part : part * rows)) * size;
+        TRY(nib_ck_read(plan->in, stack->biases[i], 0, scratch->codes, (size_t)rows * size));
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(out + (size_t)(r * step) * size, scratch->codes + (size_t)r * size, size);
+    }
+    return put(writer, panel->file, panel->tensor, 0, scratch->values, (size_t)t->bytes);
+}
+
 static nib_status copy_panel(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_tensor *t = &plan->tensors[panel->tensor];
     if (t->producer == NIB_PRODUCE_VALUE)
         return put(writer, panel->file, panel->tensor, 0, &t->value, sizeof t->value);
+    if (t->producer == NIB_PRODUCE_JOINED)
+        return join_biases(writer, scratch, panel);
     if (!reserve(&scratch->values, &scratch->values_bytes, (size_t)panel->count))
         return no_memory();
     if (t->producer == NIB_PRODUCE_COPY) {
