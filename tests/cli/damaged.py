@@ -656,7 +656,7 @@ def _(m): edit(m, O + ".weight_packed", swap)
 
 
 @damage("maybe-swapped", "ct")
-def _(m): edit(m, K + ".weight_packed", swap)
+def _(m): edit(m, UP + ".weight_packed", swap)
 
 
 @damage("scales-swizzled", "mo", against=True)
