@@ -524,7 +524,19 @@ def stage_oracles(tally):
                                SHARED, timeout=1200)
         return job
 
-    run_together(tally, [oracle_job(script) for script in files("tests/check_*.py")])
+    run_together(tally, [oracle_job(script) for script in files("tests/check_*.py") if stem(script) != "check_families"])
+
+
+def stage_families(tally):
+    """Tiny models of many families through the tool and transformers, in one process: 25 of them, in a campaign all."""
+    path = build(tally, "build")
+    python, why = torch_environment(ORACLES)
+    if not path:
+        return
+    if not python:
+        return tally.missing("families", why)
+    command = [python, "tests/check_families.py", os.path.join(path, "libnib.so"), os.path.join(path, "nib")]
+    run_counted(tally, "families", command, timeout=3600 if campaign else 900)
 
 
 def stage_python(tally):
@@ -641,7 +653,7 @@ def stage_mutate(tally):
 
 STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial, "mpi": stage_mpi,
           "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "rules": stage_rules, "oracles": stage_oracles,
-          "python": stage_python}
+          "families": stage_families, "python": stage_python}
 LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz, "mutate": stage_mutate}
 
 
