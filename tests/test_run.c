@@ -993,6 +993,9 @@ TEST(patterns_that_match_nothing)
     nib_plan_destroy(plan);
     options.n_only = 1;
     CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "matches no weight");
+    static const char *const endless[] = { "re:(.+)+[!?]" }; /* not the same as no match */
+    options.only = endless;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "limit");
     nib_checkpoint_close(in);
 }
 
