@@ -13,6 +13,7 @@
 
 /* ---- Every instruction set ---- */
 
+/* One for each line of the list that has kernels of products: those of the lines above where it has none of its own. */
 enum { MOST_ISAS = 8 };
 static struct isa {
     const char *name;
@@ -22,12 +23,17 @@ static int isa_count;
 
 static void find_isas(void)
 {
-    for (const struct nib_isa *isa = nib_isas; isa->name && !isas[isa_count].name; isa++) {
-        if (!isa->present() || (isa_count && strcmp(isas[isa_count - 1].name, isa->name) == 0))
-            continue;
-        isas[isa_count].name = nib_kernels_up_to(isa->name, &isas[isa_count].kernels);
-        CHECK(strcmp(isas[isa_count].name, isa->name) == 0);
-        isa_count++;
+    struct nib_kernels merged = { .absmax = { NULL } };
+    for (const struct nib_isa *isa = nib_isas; isa->name && isa_count < MOST_ISAS; isa++) {
+        bool found = false;
+        for (int i = 0; i < NIB_PRODUCT_SLOTS && isa->present(); i++)
+            if (isa->kernels->multiply[i]) {
+                merged.multiply[i] = isa->kernels->multiply[i];
+                merged.pack_rows[i] = isa->kernels->pack_rows[i];
+                found = true;
+            }
+        if (found)
+            isas[isa_count++] = (struct isa){ isa->name, merged };
     }
 }
 

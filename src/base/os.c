@@ -19,7 +19,10 @@
 #include <unistd.h>
 
 #if defined(__x86_64__)
+#include <sys/syscall.h>
 #include <xmmintrin.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 /* ---- Floating-point environment ---- */
@@ -53,6 +56,35 @@ void nib_fpenv_leave(nib_fpenv saved) { __asm__ volatile("msr fpcr, %0" : : "r"(
 
 #else
 #error "nib knows the floating-point control of x86-64 and aarch64 only"
+#endif
+
+/* ---- What the system lets a processor do ---- */
+
+#if defined(__x86_64__)
+
+static bool amx_allowed;
+
+static void ask_for_amx(void)
+{
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM, of asm/prctl.h since Linux 5.16 */
+    amx_allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+bool nib_os_allow_amx(void)
+{
+    static pthread_once_t asked = PTHREAD_ONCE_INIT;
+    (void)pthread_once(&asked, ask_for_amx);
+    return amx_allowed;
+}
+
+#elif defined(__aarch64__)
+
+bool nib_os_has_sdot(void)
+{
+    enum { DOT_PRODUCTS = 1 << 20 }; /* HWCAP_ASIMDDP */
+    return getauxval(AT_HWCAP) & DOT_PRODUCTS;
+}
+
 #endif
 
 /* ---- Threads and fork ---- */

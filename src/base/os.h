@@ -20,6 +20,11 @@ NIB_PRIVATE void nib_fpenv_leave(nib_fpenv saved);
 /* False in a child after fork: the pool of worker threads did not survive it. */
 NIB_PRIVATE bool nib_threads_usable(void);
 
+/* Whether this process may use the processor's tiles: asks for them, once. x86-64 only. */
+bool nib_os_allow_amx(void);
+/* Whether the processor multiplies vectors of bytes. AArch64 only. */
+bool nib_os_has_sdot(void);
+
 /* Files. `path` is for the message. A descriptor is >= 0. */
 NIB_PRIVATE nib_status nib_os_open_read(const char *path, int *fd, uint64_t *bytes);
 NIB_PRIVATE nib_status nib_os_read_at(int fd, const char *path, uint64_t offset, void *out,

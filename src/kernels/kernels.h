@@ -113,11 +113,10 @@ struct nib_isa {
 extern const struct nib_isa nib_isas[]; /* ends with a NULL name */
 
 extern const struct nib_kernels nib_kernels_scalar, nib_kernels_avx2, nib_kernels_avx512, nib_kernels_neon;
+extern const struct nib_kernels nib_products_avx2, nib_products_avx512, nib_products_amx, nib_products_neon,
+    nib_products_sdot;
 
 nib_multiply_fn nib_multiply_scalar; /* of every kind: the reference */
-
-/* The kernels of the strongest set that this machine has, up to the one named (NULL: of all), whose name it returns. */
-const char *nib_kernels_up_to(const char *cap, struct nib_kernels *out);
 
 /* The merged table: chosen once, at the first call. NIB_MAX_ISA in the environment names the strongest set to use. */
 const struct nib_kernels *nib_kernels_best(void);
