@@ -30,5 +30,12 @@ fi
 
 # With AVX-512 the kernels of AVX2 are shown whole and the others beside them.
 python3 bench/performance.py "$work/instructions.json" "$work/report.json" $more >"$work/performance.md"
+products=
+for isa in avx2 avx512 amx; do
+    NIB_MAX_ISA=$isa "$nib" bench --gemm --json --threads "$(nproc)" >"$work/gemm.$isa.json"
+    grep -q "\"isa\": \"$isa\"" "$work/gemm.$isa.json" && products="$products $work/gemm.$isa.json"
+done
+# shellcheck disable=SC2086
+[ -z "$products" ] || python3 bench/products.py "$work/performance.md" $products
 mv "$work/performance.md" "$work/performance.svg" docs/
 echo "wrote docs/performance.md and docs/performance.svg"

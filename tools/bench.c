@@ -89,7 +89,7 @@ struct verdict {
 };
 
 struct options {
-    bool json, quick, no_scalar, list, only_floors;
+    bool json, quick, no_scalar, list, only_floors, gemm;
     int32_t threads, size_limit;
     const char *svg, *shape;
     char **filters; /* NULL at the end; none: everything */
@@ -596,7 +596,7 @@ static bool judge_wider_operation(struct report *report, const struct bench_oper
 
 static void judge_wider(struct report *report)
 {
-    if (strcmp(nib_isa(), "avx512") != 0)
+    if (strcmp(nib_isa(), "avx512") != 0 && strcmp(nib_isa(), "amx") != 0)
         return;
     bench_bind(1);
     for (int i = 0; i < WIDER; i++) {
@@ -648,6 +648,69 @@ static enum cli_exit print_json(const struct report *report)
     const bool written = json_dumpf(all, stdout, JSON_INDENT(1) | JSON_REAL_PRECISION(6)) == 0 && putchar('\n') != EOF;
     json_decref(all);
     return written || ferror(stdout) ? CLI_FINE : out_of_memory(); /* main sees what could not be written */
+}
+
+/* ---- Products ---- */
+
+static json_t *json_of_gemm(const struct bench_gemm_report *report, const struct bench_gemm_bar *bars, int n)
+{
+    char machine[256];
+    bench_machine_name(machine, sizeof machine);
+    json_t *const results = json_array(), *const floors = json_array();
+    for (int i = 0; results && i < report->n; i++) {
+        const struct bench_gemm_result *r = &report->results[i];
+        json_array_append_new(results,
+                              json_pack("{s:s, s:I, s:i, s:f, s:f, s:f}", "product", r->plain ? "W4A16" : "W4A4", "m",
+                                        (json_int_t)r->rows, "threads", r->threads, "seconds", r->seconds, "gflop_s",
+                                        r->flops / r->seconds * 1e-9, "weights_gb_s", r->bytes / r->seconds * 1e-9));
+    }
+    for (int i = 0; floors && i < n; i++)
+        json_array_append_new(floors, json_pack("{s:s, s:f, s:f, s:f, s:b}", "what", bars[i].what, "value",
+                                                bars[i].value, "target", bars[i].floor, "goal", bars[i].goal, "holds",
+                                                bars[i].value >= bars[i].floor));
+    return json_pack("{s:s, s:s, s:s, s:s, s:i, s:f, s:f, s:f, s:o, s:o}", "version", nib_version(), "machine", machine,
+                     "compiler", compiler_name(), "isa", nib_isa(), "cpus", bench_processors(), "fma_gflop_s",
+                     report->fma * 1e-9, "read_gb_s", report->read[0] * 1e-9, "read_all_gb_s", report->read[1] * 1e-9,
+                     "floors", floors, "gemm", results);
+}
+
+static void print_gemm(const struct bench_gemm_report *report, const struct bench_gemm_bar *bars, int n)
+{
+    cli_print("FP32 FMA of one thread %8.1f GFLOP/s", report->fma * 1e-9);
+    cli_print("memory read            %8.2f GB/s, all threads %.2f", report->read[0] * 1e-9, report->read[1] * 1e-9);
+    cli_print("%-8s %5s %3s %10s %9s %16s", "product", "M", "th", "ms", "GFLOP/s", "GB/s of weights");
+    for (int i = 0; i < report->n; i++) {
+        const struct bench_gemm_result *r = &report->results[i];
+        cli_print("%-8s %5" PRId64 " %3d %10.4f %9.1f %16.2f", r->plain ? "W4A16" : "W4A4", r->rows, r->threads,
+                  r->seconds * 1e3, r->flops / r->seconds * 1e-9, r->bytes / r->seconds * 1e-9);
+    }
+    for (int i = 0; i < n; i++)
+        cli_print("%-48s %5.2f, at least %.2f (goal %.2f) %s", bars[i].what, bars[i].value, bars[i].floor, bars[i].goal,
+                  bars[i].value >= bars[i].floor ? "holds" : "DOES NOT HOLD");
+}
+
+static enum cli_exit run_gemm(const struct options *options, const struct shape *shape)
+{
+    const struct bench_gemm_options o = { shape->rows, shape->cols, options->threads, options->quick };
+    struct bench_gemm_report report;
+    struct bench_gemm_bar bars[BENCH_GEMM_BARS];
+    char machine[256];
+    if (bench_gemm(&o, &report) != NIB_OK) {
+        cli_error("bench: %s", nib_last_error());
+        return CLI_FAILED;
+    }
+    bench_machine_name(machine, sizeof machine);
+    const int n = bench_gemm_bars(&report, strstr(machine, "Intel") != NULL, bars);
+    if (!options->json) {
+        print_gemm(&report, bars, n);
+        return CLI_FINE;
+    }
+    json_t *const all = json_of_gemm(&report, bars, n);
+    if (!all)
+        return out_of_memory();
+    const bool written = json_dumpf(all, stdout, JSON_INDENT(1) | JSON_REAL_PRECISION(6)) == 0 && putchar('\n') != EOF;
+    json_decref(all);
+    return written || ferror(stdout) ? CLI_FINE : out_of_memory();
 }
 
 /* ---- The command ---- */
@@ -707,6 +770,8 @@ static enum cli_exit bench(const struct options *options)
         cli_error("bench: a shape of %s is beyond --size-limit %d", options->shape, (int)options->size_limit);
         return CLI_FAILED;
     }
+    if (options->gemm)
+        return run_gemm(options, options->shape ? &overrides : options->quick ? &quick_shape : &shapes[0]);
     enum cli_exit status = bench_all(&report, options->shape ? &overrides : NULL);
     if (status == CLI_FINE && options->json)
         status = print_json(&report);
@@ -725,6 +790,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "json", CLI_FLAG, &options.json, NULL, "report in JSON", 0, 0 },
         { 0, "quick", CLI_FLAG, &options.quick, NULL, "small sizes and few repetitions, to see that it works", 0, 0 },
         { 0, "floors", CLI_FLAG, &options.only_floors, NULL, "only what must hold", 0, 0 },
+        { 0, "gemm", CLI_FLAG, &options.gemm, NULL, "products instead, beside FMA peak and read bandwidth", 0, 0 },
         { 0, "list", CLI_FLAG, &options.list, NULL, "only print the names of the operations", 0, 0 },
         { 't', "threads", CLI_NUMBER, &options.threads, "N", "use N threads; by default one", 1, 256 },
         { 0, "size-limit", CLI_NUMBER, &options.size_limit, "BYTES", "largest FP32 input; by default 1 GiB", 1 << 16,
@@ -763,6 +829,9 @@ const struct cli_command cli_bench = {
     "all that the process was given.\n\n"
     "Columns: threads, 10^9 elements per second, 10^9 bytes read and written per second, the share of that loop's\n"
     "speed, how often faster than the scalar kernels, and the distance between the quartiles of the repetitions.\n\n"
+    "With --gemm: NVFP4 weights by NVFP4 (W4A4) and by plain activations (W4A16), 1 to 512 rows of them, beside what "
+    "one\n"
+    "thread multiplies and reads; then what must hold, and the goal. One thread is timed by its processor time.\n\n"
     "Exit status: 0 measured, 2 it could not be done.\n",
     run
 };

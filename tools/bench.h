@@ -86,6 +86,39 @@ void bench_bind(int threads);
 /* Bytes that could be had without swapping, within the limit of a container too; INT64_MAX: nobody knows. */
 int64_t bench_free_memory(void);
 
+/* ---- Products (bench_gemm.c) ---- */
+
+enum { BENCH_GEMM_MOST_ROWS = 512, BENCH_GEMM_RESULTS = 20, BENCH_GEMM_BARS = 5 };
+
+struct bench_gemm_options {
+    int64_t rows, cols; /* of the weight */
+    int threads;        /* more than one: measured besides one */
+    bool quick;
+};
+
+/* Activations in NVFP4 (W4A4), or plain (W4A16), by an NVFP4 weight. */
+struct bench_gemm_result {
+    bool plain;
+    int64_t rows; /* M */
+    int threads;
+    double seconds, bytes, flops; /* of a call; bytes are the weight's */
+};
+
+struct bench_gemm_report {
+    double fma;     /* FP32 operations per second of one thread; 0: not known */
+    double read[2]; /* bytes per second, of one thread and of all */
+    struct bench_gemm_result results[BENCH_GEMM_RESULTS];
+    int n;
+};
+
+struct bench_gemm_bar {
+    const char *what;
+    double value, floor, goal;
+};
+
+nib_status bench_gemm(const struct bench_gemm_options *options, struct bench_gemm_report *report);
+int bench_gemm_bars(const struct bench_gemm_report *report, bool intel, struct bench_gemm_bar bars[BENCH_GEMM_BARS]);
+
 /* ---- Results ---- */
 
 struct bench_result {

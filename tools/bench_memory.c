@@ -97,7 +97,7 @@ DEFINE_LOOPS(avx512, WITH_AVX512, wide_vector) /* wider stores would be no faste
 static void pass(const struct bench_traffic *t, const char *in, char *out, int64_t n)
 {
 #if defined(__x86_64__)
-    if (strcmp(nib_isa(), "avx512") == 0) {
+    if (strcmp(nib_isa(), "avx512") == 0 || strcmp(nib_isa(), "amx") == 0) {
         pass_avx512(t, in, out, n);
         return;
     }

@@ -43,7 +43,7 @@ for key in ("version", "machine", "compiler", "isa", "cpus", "threads", "memory_
 assert set(report["memory_gb_s"]) == {"read", "write", "non-temporal write", "copy"}
 assert all(rate > 0 for rate in report["memory_gb_s"].values())
 wider = [f for f in report["floors"] if "of AVX2" in f["what"]]
-assert len(wider) == (13 if report["isa"] == "avx512" else 0) and all(f["target"] <= 1.5 for f in wider), wider
+assert len(wider) == (13 if report["isa"] in ("avx512", "amx") else 0) and all(f["target"] <= 1.5 for f in wider), wider
 assert len(report["floors"]) >= 11 and all(f["value"] > 0 and f["target"] > 0 for f in report["floors"])
 by_shape = [r for r in report["results"] if r["part"] == "shape"]
 assert [r["operation"] for r in by_shape] == names, "every operation, in order"
@@ -61,6 +61,21 @@ empty err
 has out "memory non-temporal write"
 [ "$(grep -c '^quantize.bf16  *64x256 ' "$work/out")" = 1 ] || fail "one line for one operation"
 [ "$(wc -l <"$work/out")" = 6 ] || fail "four streams, a heading and a line"
+
+run 0 "$NIB" bench --gemm --quick --json --threads 2
+empty err
+python3 - "$work/out" <<'END' || fail "the report of products is not as it should be"
+import json, sys
+report = json.load(open(sys.argv[1]))
+assert report["read_gb_s"] > 0 and report["read_all_gb_s"] > 0 and report["fma_gflop_s"] > 0
+found = [(r["product"], r["m"], r["threads"]) for r in report["gemm"]]
+assert found == [(p, m, t) for t in (1, 2) for p in ("W4A4", "W4A16") for m in (1, 4, 16, 64, 512)], found
+assert all(r["gflop_s"] > 0 and r["weights_gb_s"] > 0 for r in report["gemm"])
+assert len(report["floors"]) == 5 and all(0 < f["target"] < f["goal"] and f["value"] > 0 for f in report["floors"])
+END
+run 0 "$NIB" bench --gemm --quick --shape 64x256
+has out "FP32 FMA of one thread"
+has out "W4A4, M = 16: of M = 512"
 
 # The processors are those that it was given, before it binds itself to one of them.
 if command -v taskset >/dev/null; then
