@@ -68,8 +68,12 @@ def is_fp8_available(return_reason=False):
 is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf16_available = is_fp8_available
 
 
+_default = recipes.NVFP4BlockScaling()
+
+
 def get_default_recipe():
-    return recipes.NVFP4BlockScaling()
+    """NVFP4BlockScaling(): a new one, but that a graph cannot make."""
+    return _default if torch.compiler.is_compiling() else recipes.NVFP4BlockScaling()
 
 
 get_default_fp8_recipe = get_default_recipe
@@ -335,6 +339,8 @@ class autocast:
     def __enter__(self):
         if self._before is not None:
             raise RuntimeError("this autocast is entered already: make another one to nest it")
+        if self._arguments[0] and self._arguments[2].delayed() and torch.compiler.is_compiling():
+            raise RuntimeError("DelayedScaling keeps histories outside: it cannot be part of a compiled graph")
         state = current()
         self._before = FP8GlobalStateManager.get_autocast_state()
         state.fp8_enabled, state.fp8_calibration, state.fp8_recipe, state.fp8_distributed_group = self._arguments
@@ -349,7 +355,8 @@ class autocast:
         FP8GlobalStateManager.set_autocast_state(self._before)
         self._before = None
         state.autocast_depth -= 1
-        if self._arguments[0] and state.autocast_depth == 0 and not self._graph and torch.is_grad_enabled():
+        if self._arguments[0] and state.autocast_depth == 0 and not self._graph and torch.is_grad_enabled() \
+                and FP8GlobalStateManager.global_amax_buffer:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
 

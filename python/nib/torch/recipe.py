@@ -42,6 +42,25 @@ class QParams:
 class Recipe:
     """The base of all recipes; what kind one is, it says by a method of that name."""
 
+    def in_graph(self):
+        """Whether a graph of torch.compile can carry this recipe: nothing is kept, nobody asked, and gradients are
+        quantized as all else is."""
+        return not self.delayed() and not self.custom() and self.backward_override is None
+
+    def said(self):
+        """All that a recipe says about quantizers. A graph is good as long as it says the same."""
+        return tuple(getattr(self, name) for name in self.__dataclass_fields__ if not name.startswith("fp8_gemm"))
+
+    def frozen(self, said=None):
+        """The quantizers of a layer as text, for such a graph. It is made while the graph is; to pass what the recipe
+        says makes that a condition of the graph."""
+        if not vars(self):  # an object of the graph, which does not exist yet
+            raise RuntimeError("make recipes outside of what is compiled, and pass them to autocast there")
+        from .module.compiled import freeze
+        return freeze(self)
+
+    frozen._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result does, without importing torch
+
     @classmethod
     def nvfp4(cls):
         return issubclass(cls, NVFP4BlockScaling)

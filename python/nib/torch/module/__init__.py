@@ -3,6 +3,7 @@
 
     base.py              parameters and how they come to be, quantizers and what these remember
     linear.py            Linear, and the function behind all layers that multiply by a weight
+    compiled.py          their products within torch.compile
     norms.py             LayerNorm, RMSNorm, activations
     layernorm_linear.py  LayerNormLinear
     layernorm_mlp.py     LayerNormMLP

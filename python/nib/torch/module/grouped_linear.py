@@ -2,7 +2,9 @@
 """GroupedLinear, a Linear for each range of an input's rows, and what pads such ranges."""
 import torch
 
+from .. import quantization
 from ..quantization import FP8GlobalStateManager, get_align_size_for_quantization
+from ..quantized_tensor import eager
 from .base import WeightGradStore, activation_dtype, check_alone, init_method_constant
 from .linear import LinearLayer, linear
 
@@ -51,19 +53,31 @@ class GroupedLinear(LinearLayer):
         rows = inp.reshape(-1, inp.shape[-1])
         if sum(counts) != rows.shape[0]:
             raise ValueError(f"m_splits has {sum(counts)} rows, the input {rows.shape[0]}")
-        dtype = activation_dtype(inp, self.weight0)
-        with self.prepare_forward(inp, self.num_gemms):
-            weights = self._get_weight_tensors()
-            needs = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *weights))
-            first, results = self.is_first(needs), []
-            for i, (x, weight) in enumerate(zip(rows.split(counts), weights)):
-                self.calibrate(i, x)
-                product = self.product(i, f"weight{i}", weight, dtype, is_first_microbatch, first=first and i == 0)
-                results.append(linear(x, weight, getattr(self, f"bias{i}") if self.apply_bias else None, product))
+        dtype, weights = activation_dtype(inp, self.weight0), self._get_weight_tensors()
+        results = None
+        if torch.compiler.is_compiling():
+            recipe = quantization.get_recipe()
+            if self.in_graph(recipe, weights, is_first_microbatch):
+                results = [self.multiply_in_graph(x, weight, getattr(self, f"bias{i}") if self.apply_bias else None,
+                                                  recipe, dtype)
+                           for i, (x, weight) in enumerate(zip(rows.split(counts), weights))]
+        if results is None:
+            results = self._forward(inp, rows.split(counts), weights, dtype, is_first_microbatch)
         y = torch.cat(results).view(*inp.shape[:-1], self.out_features)
         if not self.return_bias:
             return y
         return y, [getattr(self, f"bias{i}").to(dtype) for i in range(self.num_gemms)] if self.use_bias else None
+
+    @eager
+    def _forward(self, inp, parts, weights, dtype, is_first_microbatch):
+        with self.prepare_forward(inp, self.num_gemms):
+            needs = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *weights))
+            first, results = self.is_first(needs), []
+            for i, (x, weight) in enumerate(zip(parts, weights)):
+                self.calibrate(i, x)
+                product = self.product(i, f"weight{i}", weight, dtype, is_first_microbatch, first=first and i == 0)
+                results.append(linear(x, weight, getattr(self, f"bias{i}") if self.apply_bias else None, product))
+        return results
 
     def backward_dw(self):
         if self.need_backward_dw():

@@ -2,6 +2,8 @@
 """LayerNormLinear: a normalization, then Linear."""
 import torch
 
+from .. import quantization
+from ..quantized_tensor import eager
 from .base import WeightGradStore, activation_dtype, check_alone, init_method_constant
 from .linear import Linear, linear
 from .norms import normalize
@@ -51,16 +53,25 @@ class LayerNormLinear(Linear):
         """y; with it its bias (return_bias) and the normalization's output (return_layernorm_output)."""
         weight, bias = self._whole(self.weight_names), self._whole(self.bias_names) if self.use_bias else None
         dtype = activation_dtype(inp, weight)
-        with self.prepare_forward(inp):
-            x = normalize(inp.to(dtype), self.layer_norm_weight, self.layer_norm_bias, self.eps,
-                          self.zero_centered_gamma, self.normalization, dtype)
+        x = normalize(inp.to(dtype), self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma,
+                      self.normalization, dtype)
+        y = None
+        if torch.compiler.is_compiling():
+            recipe = quantization.get_recipe()
+            if self.in_graph(recipe, [weight], is_first_microbatch) and not (fp8_output or fp8_grad):
+                y = self.multiply_in_graph(x, weight, bias if self.apply_bias else None, recipe, dtype)
+        if y is None:
+            y = self._forward(x, weight, bias, dtype, is_first_microbatch, fp8_output, fp8_grad)
+        results = (y, *([None if bias is None else bias.to(dtype)] if self.return_bias else []),
+                   *([x] if self.return_layernorm_output else []))
+        return results if len(results) > 1 else y
+
+    @eager
+    def _forward(self, x, weight, bias, dtype, is_first_microbatch, fp8_output, fp8_grad):
+        with self.prepare_forward(x):
             self.calibrate(0, x)
             needs = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             product = self.product(0, "weight", weight, dtype, is_first_microbatch, first=self.is_first(needs),
                                    fp8_grad=fp8_grad)
             y = linear(x, weight, bias if self.apply_bias else None, product)
-            if fp8_output:
-                y = self.quantize_output(0, y)
-        results = (y, *([None if bias is None else bias.to(dtype)] if self.return_bias else []),
-                   *([x] if self.return_layernorm_output else []))
-        return results if len(results) > 1 else y
+            return self.quantize_output(0, y) if fp8_output else y

@@ -2,6 +2,8 @@
 """LayerNormMLP: a normalization, a Linear, an activation, a Linear."""
 import torch
 
+from .. import quantization
+from ..quantized_tensor import eager
 from ..recompute import checkpoint as recomputed
 from .base import WeightGradStore, activation_dtype, check_alone, init_method_constant
 from .layernorm_linear import make_norm
@@ -49,15 +51,34 @@ class LayerNormMLP(LinearLayer):
 
     def forward(self, inp, is_first_microbatch=None):
         """y; with it its bias (return_bias) and the normalization's output (return_layernorm_output)."""
+        if torch.compiler.is_compiling():
+            recipe = quantization.get_recipe()
+            if self.in_graph(recipe, (self.fc1_weight, self.fc2_weight), is_first_microbatch):
+                return self._in_graph(inp, recipe)
+        return self._outside(inp, is_first_microbatch)
+
+    @eager
+    def _outside(self, inp, is_first_microbatch):
         if self.checkpoint and torch.is_grad_enabled():
             return recomputed(self._forward, inp, is_first_microbatch, use_reentrant=False)
         return self._forward(inp, is_first_microbatch)
 
-    def _forward(self, inp, is_first_microbatch):
+    def _normalized(self, inp):
         dtype = activation_dtype(inp, self.fc1_weight)
+        return normalize(inp.to(dtype), self.layer_norm_weight, self.layer_norm_bias, self.eps,
+                         self.zero_centered_gamma, self.normalization, dtype)
+
+    def _in_graph(self, inp, recipe):
+        x = self._normalized(inp)
+        y = self.multiply_in_graph(x, self.fc1_weight, self.fc1_bias, recipe, x.dtype)
+        y = activate(self.activation, y, **self.activation_params)
+        y = self.multiply_in_graph(y, self.fc2_weight, self.fc2_bias if self.apply_bias else None, recipe, x.dtype)
+        return self._results(y, x)
+
+    def _forward(self, inp, is_first_microbatch):
+        x = self._normalized(inp)
         with self.prepare_forward(inp, 2):
-            x = normalize(inp.to(dtype), self.layer_norm_weight, self.layer_norm_bias, self.eps,
-                          self.zero_centered_gamma, self.normalization, dtype)
+            dtype = x.dtype
             needs = torch.is_grad_enabled() and any(t.requires_grad for t in (x, self.fc1_weight, self.fc2_weight))
             first, y = self.is_first(needs), x
             for i, (name, bias) in enumerate(zip(self.weight_names, self.bias_names)):
@@ -67,6 +88,9 @@ class LayerNormMLP(LinearLayer):
                 y = linear(y, weight, bias if i == 0 or self.apply_bias else None, product)
                 if i == 0:
                     y = activate(self.activation, y, **self.activation_params)
-        results = (y, *([None if self.fc2_bias is None else self.fc2_bias.to(dtype)] if self.return_bias else []),
+        return self._results(y, x)
+
+    def _results(self, y, x):
+        results = (y, *([None if self.fc2_bias is None else self.fc2_bias.to(x.dtype)] if self.return_bias else []),
                    *([x] if self.return_layernorm_output else []))
         return results if len(results) > 1 else y

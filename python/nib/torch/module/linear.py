@@ -18,9 +18,11 @@ from ..hybrid_tensor import HybridQuantizedTensorStorage
 from ..identity_tensor import IdentityTensorStorage
 from ..products import multiply
 from ..quantization import FP8GlobalStateManager
-from ..quantized_tensor import QuantizedTensor, QuantizedTensorStorage, prepare_for_saving, restore_from_saved
+from ..quantized_tensor import (QuantizedTensor, QuantizedTensorStorage, eager, prepare_for_saving,
+                                restore_from_saved)
 from .base import (TransformerEngineBaseModule, WeightGradStore, activation_dtype, check_alone, get_dummy_wgrad,
                    init_method_constant, without_autocast)
+from .compiled import TracedLinear
 
 
 def bare(storage):
@@ -205,8 +207,31 @@ def linear(x, weight, bias, product):
         return _Linear.apply(x, weight, bias, product)
 
 
+def traced_linear(x, weight, bias, recipe, dtype):
+    """The same within a graph of torch.compile."""
+    gradients = torch.is_grad_enabled()
+    matrix = x.reshape(-1, x.shape[-1]).to(dtype)
+    y = TracedLinear.apply(matrix, weight, bias, recipe.frozen(recipe.said()), gradients and weight.requires_grad,
+                           gradients and x.requires_grad)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
 class LinearLayer(TransformerEngineBaseModule):
     """A layer that multiplies by weights: how a Product of it comes to be."""
+
+    def in_graph(self, recipe, weights, is_first_microbatch):
+        """Whether torch.compile is tracing, and a graph can carry what this layer computes; without a recipe it can."""
+        if not torch.compiler.is_compiling():
+            return False
+        if self.fuse_wgrad_accumulation or self.wgrad_store.delay_wgrad_compute() \
+                or any(isinstance(weight, QuantizedTensorStorage) for weight in weights):
+            return False
+        return recipe is None or (recipe.in_graph() and is_first_microbatch is None)
+
+    def multiply_in_graph(self, x, weight, bias, recipe, dtype):
+        if recipe is None:
+            return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return traced_linear(x, weight, bias, recipe, dtype)
 
     def is_first(self, needs_gradient):
         """Whether this is the first layer of an autocast in which a gradient is wanted."""
@@ -354,6 +379,15 @@ class Linear(LinearLayer):
         check_alone("Linear.forward", alone)
         weight, bias = self._whole(self.weight_names), self._whole(self.bias_names) if self.use_bias else None
         dtype = activation_dtype(inp, weight)
+        if torch.compiler.is_compiling():
+            recipe = quantization.get_recipe()
+            if self.in_graph(recipe, [weight], is_first_microbatch) and not (fp8_output or fp8_grad):
+                y = self.multiply_in_graph(inp, weight, bias if self.apply_bias else None, recipe, dtype)
+                return (y, None if bias is None else bias.to(dtype)) if self.return_bias else y
+        return self._forward(inp, weight, bias, dtype, is_first_microbatch, fp8_output, fp8_grad)
+
+    @eager
+    def _forward(self, inp, weight, bias, dtype, is_first_microbatch, fp8_output, fp8_grad):
         with self.prepare_forward(inp):
             self.calibrate(0, inp)
             needs = torch.is_grad_enabled() and (inp.requires_grad or weight.requires_grad)
