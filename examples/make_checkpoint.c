@@ -778,9 +778,19 @@ static void write_config(const struct model *m)
 }
 
 static const char *const tokenizer =
-    "{\"version\": \"1.0\", \"truncation\": null, \"padding\": null, \"added_tokens\": [], \"normalizer\": null, "
-    "\"pre_tokenizer\": null, \"post_processor\": null, \"decoder\": null, \"model\": {\"type\": \"WordLevel\", "
-    "\"vocab\": {\"<unk>\": 0, \"<s>\": 1, \"</s>\": 2}, \"unk_token\": \"<unk>\"}}\n";
+    "{\"version\": \"1.0\", \"truncation\": null, \"padding\": null, \"added_tokens\": [{\"id\": 0, \"content\": "
+    "\"<unk>\", "
+    "\"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false, \"special\": true}, {\"id\": "
+    "1, "
+    "\"content\": \"<s>\", \"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false, "
+    "\"special\": "
+    "true}, {\"id\": 2, \"content\": \"</s>\", \"single_word\": false, \"lstrip\": false, \"rstrip\": false, "
+    "\"normalized\": false, \"special\": true}], \"normalizer\": null, \"pre_tokenizer\": {\"type\": \"ByteLevel\", "
+    "\"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": true}, \"post_processor\": null, \"decoder\": "
+    "{\"type\": \"ByteLevel\", \"add_prefix_space\": true, \"trim_offsets\": true, \"use_regex\": true}, \"model\": "
+    "{\"type\": \"BPE\", \"dropout\": null, \"unk_token\": \"<unk>\", \"continuing_subword_prefix\": null, "
+    "\"end_of_word_suffix\": null, \"fuse_unk\": false, \"vocab\": {\"<unk>\": 0, \"<s>\": 1, \"</s>\": 2, \"a\": 3, "
+    "\"b\": 4, \"ab\": 5}, \"merges\": [\"a b\"]}}\n";
 
 static void write_directory(struct model *m)
 {

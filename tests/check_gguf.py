@@ -483,7 +483,7 @@ def decoded(path):
 
 
 def write_model(path, tensors, keys=None):
-    reference_write(path, {"general.architecture": (STRING, None, "made-up"), "some.key": (STRING, None, "kept"),
+    reference_write(path, {"general.architecture": (STRING, None, "llama"), "some.key": (STRING, None, "kept"),
                            **(keys or {})}, {name: (int(k), shape, data) for name, (k, shape, data) in tensors.items()})
 
 

@@ -7,7 +7,7 @@
  * NIB_TEST_WRAP_FILES
  */
 #define _GNU_SOURCE
-#include "test_directory.h"
+#include "test_weights.h"
 #include "test_trace.h"
 
 #include "io/checkpoint.h"
@@ -234,13 +234,14 @@ static nib_status write_gguf(const char *path)
 static void make_inputs(void)
 {
     static const char *const names[] = { "model.layers.0.self_attn.q_proj.weight",
-                                         "model.layers.0.self_attn.k_proj.weight", "lm_head.weight" };
+                                         "model.layers.0.self_attn.k_proj.weight", "model.embed_tokens.weight" };
     if (directory[0])
         return;
     CHECK(mkdir(at("in"), 0777) == 0);
     CHECK_OK(write_plain(at("in/model.safetensors"), names, 3));
-    put_text(at("in/config.json"), "{\"model_type\": \"llama\"}");
-    put_text(at("in/tokenizer.json"), "{}");
+    put_text(at("in/config.json"), "{\"model_type\": \"llama\", \"hidden_size\": 64, \"num_hidden_layers\": 1, "
+                                   "\"num_attention_heads\": 2, \"vocab_size\": 32, \"intermediate_size\": 64}");
+    put_text(at("in/tokenizer.json"), TINY_TOKENIZER);
 }
 
 enum kind { WRITER, TENSOR, GGUF_WRITER, FILE_TO_FILE, ONE_FILE, SHARDS, GGUF, CONVERT, REPAIR, DEQUANTIZE, KINDS };

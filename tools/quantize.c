@@ -41,12 +41,8 @@ static const struct pair {
     { "llama.cpp", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
     { "llama.cpp", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
     { "llama.cpp", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "llama.cpp", NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4A16,
-      "a GGUF file from here has neither its names nor a tokenizer: write compressed-tensors and let "
-      "convert_hf_to_gguf.py make the GGUF" },
-    { "llama.cpp", NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4,
-      "a GGUF file from here has neither its names nor a tokenizer: write compressed-tensors and let "
-      "convert_hf_to_gguf.py make the GGUF" },
+    { "llama.cpp", NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4A16, NULL },
+    { "llama.cpp", NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4, NULL },
 };
 enum { PAIRS = sizeof pairs / sizeof *pairs };
 
@@ -109,7 +105,8 @@ static bool choose_pair(const struct cli_command *self, const struct arguments *
 static bool fit_server(const struct cli_command *self, const struct arguments *a, const nib_checkpoint *in,
                        struct cli_list *ignore)
 {
-    const bool llama = a->server.text && !strcmp(a->server.text, "llama.cpp");
+    const bool llama = a->server.text && !strcmp(a->server.text, "llama.cpp") &&
+                       !(a->format.text && a->format.value == NIB_CHECKPOINT_FORMAT_GGUF);
     nib_weight w = { .bytes = sizeof w };
     if (!llama)
         return true;
@@ -194,7 +191,7 @@ static enum cli_exit write_report(const struct cli_command *self, const struct a
 }
 
 /* Errors add up, which only the one who has the original can avoid. */
-static void note_source(const nib_checkpoint *in)
+static void note_source(const nib_checkpoint *in, const nib_plan *plan)
 {
     struct {
         const char *type;
@@ -203,9 +200,11 @@ static void note_source(const nib_checkpoint *in)
     size_t n = 0, used = 0;
     char list[512] = "";
     nib_weight w = { .bytes = sizeof w };
+    nib_plan_row row = { .bytes = sizeof row };
     for (size_t i = 0; !nib_checkpoint_get_weight(in, i, &w); i++) {
         size_t t = 0;
-        if (w.format == NIB_CHECKPOINT_FORMAT_PLAIN)
+        if (w.format == NIB_CHECKPOINT_FORMAT_PLAIN || nib_plan_get_row(plan, i, &row) ||
+            row.action != NIB_ACTION_QUANTIZE)
             continue;
         const char *type =
             w.format == NIB_CHECKPOINT_FORMAT_GGML ? w.stored_dtype : nib_checkpoint_format_name(w.format);
@@ -249,7 +248,7 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
         result =
             nib_plan_quantize(in, &options, &plan) ? run_failed(self) : run_plan(self, plan, out, &a->run, "quantized");
         if (result == CLI_FINE && !a->run.quiet && !a->run.json && !cli_silent)
-            note_source(in);
+            note_source(in, plan);
         if (result == CLI_FINE && a->run.report && !a->run.dry_run)
             result = write_report(self, a, in, plan, out);
     }

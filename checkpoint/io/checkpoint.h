@@ -56,6 +56,7 @@ struct nib_checkpoint {
     json_t *quantization;    /* borrowed from config: quantization_config, wherever it was; NULL without */
     json_t *hf_quant_config; /* hf_quant_config.json; NULL without */
     const char *model_type;
+    char *architecture;     /* general.architecture of a GGUF file; NULL without */
     const char *provenance; /* of the first file that has one */
     nib_checkpoint_format format;
     struct nib_ck_file *files;
@@ -71,6 +72,10 @@ struct nib_checkpoint {
 
 /* Files, index, configuration and the table of tensors of nib_checkpoint_open; weights are still to be found. */
 nib_status nib_ck_open(const char *path, nib_checkpoint **out);
+
+/* The JSON object of a file in the directory, with Python's numbers as in c->config; *out stays NULL where there is no
+ * such file. */
+nib_status nib_ck_read_object(const nib_checkpoint *c, const char *name, json_t **out);
 
 /* A formatted string that lives as long as the checkpoint; NULL without memory. */
 char *nib_ck_string(nib_checkpoint *c, const char *format, ...) __attribute__((format(printf, 2, 3)));

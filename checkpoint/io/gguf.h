@@ -184,6 +184,10 @@ nib_status nib_gguf_put_array(nib_gguf_plan *plan, const char *key, enum nib_ggu
 /* A key of a file with its value, unchanged. */
 nib_status nib_gguf_put_copy(nib_gguf_plan *plan, const nib_gguf *file, size_t index);
 
+/* All keys of another plan. */
+nib_status nib_gguf_put_keys(nib_gguf_plan *plan, const nib_gguf_plan *from);
+bool nib_gguf_plan_has_key(const nib_gguf_plan *plan, const char *key);
+
 /* A tensor, its shape with the slowest dim first. ARG for a name that is empty, given twice, not UTF-8 or longer than
  * NIB_GGUF_MAX_NAME; DTYPE for an unknown type; SHAPE for a rank over 4 or rows that are not whole blocks. */
 nib_status nib_gguf_declare(nib_gguf_plan *plan, const char *name, uint32_t type, int rank, const int64_t *shape);

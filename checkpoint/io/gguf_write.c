@@ -264,6 +264,30 @@ nib_status nib_gguf_put_copy(nib_gguf_plan *plan, const nib_gguf *file, size_t i
     return status;
 }
 
+bool nib_gguf_plan_has_key(const nib_gguf_plan *plan, const char *key)
+{
+    uint32_t id;
+    size_t place;
+    return nib_names_find(&plan->keys, key, &id, &place);
+}
+
+nib_status nib_gguf_put_keys(nib_gguf_plan *plan, const nib_gguf_plan *from)
+{
+    NIB_REQUIRE(plan);
+    NIB_REQUIRE(from);
+    TRY(check_room(plan, from->pairs.used));
+    for (uint32_t i = 0; i < from->keys.order.n; i++) {
+        const char *key = nib_names_get(&from->keys, i);
+        const size_t start = plan->keys.text.used;
+        TRY(check_key(plan, key));
+        if (!nib_text_put(&plan->keys.text, key, strlen(key) + 1) || !nib_names_add(&plan->keys, start)) {
+            plan->keys.text.used = start;
+            return nib_gguf_no_memory(plan->path);
+        }
+    }
+    return nib_text_put(&plan->pairs, from->pairs.bytes, from->pairs.used) ? NIB_OK : nib_gguf_no_memory(plan->path);
+}
+
 /* ---- Tensors ---- */
 
 static nib_status check_name(const nib_gguf_plan *plan, const char *name)

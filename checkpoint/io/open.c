@@ -19,7 +19,8 @@
 
 enum {
     CONFIG_LIMIT = 64 << 20, /* bytes of config.json: vocabularies have been seen in them */
-    INDEX_LIMIT = 512 << 20  /* bytes of an index */
+    INDEX_LIMIT = 512 << 20, /* bytes of an index */
+    OBJECT_LIMIT = 256 << 20 /* bytes of a tokenizer, and of what describes one */
 };
 
 /* ---- Strings and diagnostics ---- */
@@ -197,6 +198,14 @@ static nib_status read_object(const nib_checkpoint *c, const char *name, size_t 
     else
         nib_free(text);
     nib_free(path);
+    return status;
+}
+
+nib_status nib_ck_read_object(const nib_checkpoint *c, const char *name, json_t **out)
+{
+    char *text = NULL;
+    const nib_status status = read_object(c, name, OBJECT_LIMIT, out, &text);
+    nib_free(text);
     return status;
 }
 
@@ -787,6 +796,9 @@ nib_status nib_ck_open(const char *path, nib_checkpoint **out)
         return status;
     }
     find_provenance(c);
+    bool found;
+    if (c->n_files && c->files[0].gguf) /* one of another kind is the check's affair */
+        (void)nib_gguf_get_string(c->files[0].gguf, "general.architecture", &c->architecture, &found);
     *out = c;
     return NIB_OK;
 }
@@ -803,6 +815,7 @@ void nib_checkpoint_close(nib_checkpoint *c)
     json_decref(c->config);
     json_decref(c->hf_quant_config);
     nib_free(c->config_text);
+    nib_free(c->architecture);
     nib_free(c->files);
     nib_free(c->tensors);
     nib_free(c->weights);

@@ -12,6 +12,7 @@
 
 #include "format/codec.h"
 #include "base/os.h"
+#include "model/architectures.h"
 #include "model/read.h"
 #include "tensor/quantize.h"
 
@@ -449,12 +450,20 @@ static nib_status run_workers(struct measuring *m, nib_weight_stats *out)
 static nib_status measure(const nib_checkpoint *a, size_t a_index, const nib_checkpoint *b, size_t b_index,
                           const nib_job *job, uint64_t done, uint64_t total, nib_weight_stats *out)
 {
-    const struct nib_ck_weight *wa = &a->weights[a_index], *wb = &b->weights[b_index];
+    struct nib_ck_weight own_a, own_b;
+    size_t found;
+    if (!nib_ck_counterpart(a, a_index, b, &found, &own_a, &own_b) || found != b_index) {
+        own_a = a->weights[a_index];
+        own_b = b->weights[b_index];
+    }
+    const struct nib_ck_weight *wa = &own_a, *wb = &own_b;
     if (wa->rows != wb->rows || wa->cols != wb->cols)
         return nib_fail(NIB_ERR_MISMATCH, "%s is [%lld, %lld] in %s and [%lld, %lld] in %s", wa->name,
                         (long long)wa->rows, (long long)wa->cols, a->path, (long long)wb->rows, (long long)wb->cols,
                         b->path);
-    struct measuring m = { .a = a, .b = b, .weight_a = wa, .weight_b = wb, .job = job, .same = a == b && wa == wb };
+    struct measuring m = {
+        .a = a, .b = b, .weight_a = wa, .weight_b = wb, .job = job, .same = a == b && a_index == b_index
+    };
     m.done_before = done;
     m.total = total;
     m.coded = nib_ck_is_nvfp4(wb->format);
@@ -500,7 +509,8 @@ nib_status nib_checkpoint_compare(const nib_checkpoint *a, const nib_checkpoint 
         total += nominal_bytes(&a->weights[i]);
     for (size_t i = 0; i < a->n_weights; i++) {
         const struct nib_ck_weight *w = &a->weights[i];
-        if (nib_checkpoint_find_weight(b, w->name, &index) == NIB_OK && w->rows == b->weights[index].rows &&
+        struct nib_ck_weight own_a, own_b;
+        if (nib_ck_counterpart(a, i, b, &index, &own_a, &own_b) && w->rows == b->weights[index].rows &&
             w->cols == b->weights[index].cols) {
             nib_weight_stats stats = { .bytes = sizeof stats };
             nib_compared compared = { .bytes = sizeof compared,

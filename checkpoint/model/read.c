@@ -108,10 +108,40 @@ static nib_status read_transposed(const nib_checkpoint *c, const struct nib_ck_w
     return status;
 }
 
+static nib_status read_as_they_lie(const nib_checkpoint *c, const struct nib_ck_weight *w, const struct place *p,
+                                   int64_t first, int64_t count, void *out)
+{
+    return w->transposed ? read_transposed(c, w, p, first, count, out) : read_straight(c, w, p, first, count, out);
+}
+
+/* Rows of heads whose halves alternate: those of each half lie side by side. */
+static nib_status read_heads(const nib_checkpoint *c, const struct nib_ck_weight *w, const struct place *p,
+                             int64_t first, int64_t count, void *out)
+{
+    enum { SPAN = 1 << 20 };
+    const size_t line = (size_t)p->length * p->size;
+    const int64_t most = nib_max(1, (int64_t)(SPAN / (line + 1)));
+    char *buffer = nib_alloc((size_t)nib_min(most, count) * line);
+    if (!buffer)
+        return nib_ck_no_memory(c);
+    nib_status status = NIB_OK;
+    for (int64_t parity = 0; parity < 2; parity++)
+        for (int64_t r = first + (first + parity) % 2, n; r < first + count && !status; r += 2 * n) {
+            const int64_t head_end = nib_min(r - r % w->head_rows + w->head_rows, first + count);
+            n = nib_min(most, (head_end - r + 1) / 2);
+            status = read_as_they_lie(c, w, p, nib_ck_source_row(w, r), n, buffer);
+            for (int64_t i = 0; i < n && !status; i++)
+                memcpy((char *)out + (size_t)(r + 2 * i - first) * line, buffer + (size_t)i * line, line);
+        }
+    nib_free(buffer);
+    return status;
+}
+
 static nib_status read_lines(const nib_checkpoint *c, const struct nib_ck_weight *w, const struct place *p,
                              int64_t first, int64_t count, void *out)
 {
-    return w->transposed ? read_transposed(c, w, p, first, count, out) : read_straight(c, w, p, first, count, out);
+    return w->head_rows && count > 0 ? read_heads(c, w, p, first, count, out)
+                                     : read_as_they_lie(c, w, p, first, count, out);
 }
 
 /* ---- Tensor scales ---- */
@@ -491,7 +521,7 @@ nib_status nib_ck_fp8_rows(const nib_checkpoint *c, const struct nib_ck_weight *
         if (!status)
             status = nib_decode(NIB_E4M3, codes, cols, values);
         if (!status)
-            status = scale_row(c, &factors, first + r, values, w->cols);
+            status = scale_row(c, &factors, nib_ck_source_row(w, first + r), values, w->cols);
         if (!status)
             status = nib_encode(dtype, values, cols, (char *)out + (size_t)r * out_line);
     }

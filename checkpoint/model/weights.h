@@ -20,12 +20,22 @@ struct nib_ck_weight {
     int64_t index; /* in a stack of experts; -1: the tensor is the matrix */
     int64_t row_first, row_step;
     bool transposed;
+    /* Where not 0, rows are asked for in another order than they lie: of so many the first half and the second alternate,
+     * which is how llama.cpp wants the heads of some families. */
+    int64_t head_rows;
     nib_tensor_scale tensor_scale; /* NVFP4: what the value per tensor means */
     int32_t e4m3_max;              /* NIB_TENSOR_SCALE_AMAX: what belongs to it; 0 for 448 */
 };
 
 /* Values of the whole model, as nib_checkpoint_facts has them. */
 uint64_t nib_ck_elements(const nib_checkpoint *c);
+/* The row that lies where row r of a weight is read from, if its heads are taken as they lie. */
+static inline int64_t nib_ck_source_row(const struct nib_ck_weight *w, int64_t r)
+{
+    const int64_t in_head = w->head_rows ? r % w->head_rows : 0;
+    return w->head_rows ? r - in_head + in_head % 2 * (w->head_rows / 2) + in_head / 2 : r;
+}
+
 /* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */
 int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w);
 

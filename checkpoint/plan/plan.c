@@ -70,6 +70,8 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->restore);
     nib_free(plan->others);
     nib_free(plan->restored);
+    nib_gguf_plan_destroy(plan->keys);
+    nib_free(plan->places);
     nib_free(plan->rows);
     nib_free(plan->tensors);
     nib_free(plan->weights);
@@ -112,6 +114,7 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_che
     plan->shard_bytes = NIB_SHARD_BYTES;
     plan->dequantized_dtype = NIB_DTYPE_COUNT;
     plan->note = "";
+    plan->plain_dtype = NIB_DTYPE_COUNT;
     plan->options = json_object();
     plan->rows = nib_alloc_zeroed((in->n_weights + 1) * sizeof *plan->rows);
     if (!plan->options || !plan->rows) {
@@ -214,8 +217,10 @@ static nib_status add_part(nib_plan *plan, const char *name, const char *suffix,
 
 static bool writes_values(const struct nib_out_weight *w)
 {
-    return w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP;
+    return w->laying != NIB_LAY_MXFP4 && (w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP);
 }
+
+static bool has_tensor_scale(const struct nib_out_weight *w) { return !writes_values(w) && w->laying != NIB_LAY_MXFP4; }
 
 /* Data and scales; the matrices of a stack that is written whole share them, and the first brings them. */
 static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char *name,
@@ -228,12 +233,12 @@ static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char 
         const int64_t shape[] = { w->experts, columns ? cols : rows, columns ? rows : cols };
         return add_part(plan, name, data, w->dtype, stack ? 3 : 2, shape + !stack, &w->out[NIB_ROLE_DATA]);
     }
-    if (w->laying == NIB_LAY_GGUF) {
+    if (w->laying == NIB_LAY_GGUF || w->laying == NIB_LAY_MXFP4) {
         const int64_t shape[] = { w->experts, rows, cols };
         TRY(add_part(plan, name, data, NIB_DTYPE_COUNT, stack ? 3 : 2, shape + !stack, &w->out[NIB_ROLE_DATA]));
         struct nib_out_tensor *t = &plan->tensors[w->out[NIB_ROLE_DATA]];
-        t->ggml_type = NIB_GGUF_NVFP4;
-        return nib_gguf_bytes(NIB_ERR_SHAPE, NIB_GGUF_NVFP4, (int)t->rank, t->shape, &t->bytes);
+        t->ggml_type = w->laying == NIB_LAY_GGUF ? NIB_GGUF_NVFP4 : NIB_GGUF_MXFP4;
+        return nib_gguf_bytes(NIB_ERR_SHAPE, (uint32_t)t->ggml_type, (int)t->rank, t->shape, &t->bytes);
     }
     const int64_t codes[] = { w->experts, columns ? cols / 2 : rows, columns ? rows : cols / 2 };
     const int64_t scales[] = { w->experts, columns ? cols / 16 : rows, columns ? rows : cols / 16 };
@@ -247,7 +252,7 @@ static nib_status add_tensor_scales(nib_plan *plan, struct nib_out_weight *w, co
 {
     const int64_t rank = w->laying == NIB_LAY_STACK ? 0 : nib_ck_formats[plan->format].tensor_scale_rank;
     const int64_t values = w->stacked ? w->experts : 1;
-    for (int role = NIB_ROLE_TENSOR_SCALE; !writes_values(w) && role <= NIB_ROLE_INPUT; role++)
+    for (int role = NIB_ROLE_TENSOR_SCALE; has_tensor_scale(w) && role <= NIB_ROLE_INPUT; role++)
         if (role != NIB_ROLE_INPUT || with_input)
             TRY(add_part(plan, name, layout->suffixes[role], NIB_F32, rank, &values, &w->out[role]));
     return NIB_OK;
@@ -417,6 +422,8 @@ nib_status nib_plan_finish(nib_plan *plan, nib_plan **out)
         status = name_files(plan);
     if (!status)
         status = nib_plan_configure(plan);
+    if (!status && plan->architecture)
+        status = nib_plan_make_keys(plan);
     for (size_t i = 0; i < plan->n_files && !status; i++)
         status = nib_plan_lay_out(plan, &plan->files[i]);
     if (status) {

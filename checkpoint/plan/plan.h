@@ -16,6 +16,7 @@
 
 #include "file/safetensors.h"
 #include "io/names.h"
+#include "model/architectures.h"
 #include "model/read.h"
 #include "model/roles.h"
 
@@ -27,6 +28,8 @@ enum nib_producer {
     NIB_PRODUCE_STRIDED,  /* `count` elements of one, from element `first` on, `step` apart (small ones only) */
     NIB_PRODUCE_VALUE,    /* one F32 that is known when the plan is made */
     NIB_PRODUCE_JOINED,   /* a restored stack's biases, of one source tensor each (small ones only) */
+    NIB_PRODUCE_CAST,     /* as STRIDED, but as F32, with `value` added, and of `head_rows` the halves alternating */
+    NIB_PRODUCE_BYTES,    /* `data`, which is known when the plan is made */
     NIB_PRODUCE_WEIGHT,   /* weights write it: see nib_out_weight.out */
 };
 
@@ -41,7 +44,9 @@ struct nib_out_tensor {
     enum nib_producer producer;
     uint32_t source; /* COPY, STRIDED: a tensor of the input */
     int64_t first, step, count;
-    float value;                         /* VALUE */
+    float value;                         /* VALUE, CAST */
+    int64_t head_rows;                   /* CAST */
+    const void *data;                    /* BYTES */
     const struct nib_restored *restored; /* JOINED */
 };
 
@@ -70,6 +75,7 @@ enum nib_laying {
     NIB_LAY_ROWS = 0, /* codes [rows, K/2] and scales [rows, K/16], row by row; matrix `index` of [E, rows, K] */
     NIB_LAY_STACK,    /* matrix `index` of [E, K/2, rows] and [E, K/16, rows]: packed along dim 1 */
     NIB_LAY_GGUF,     /* blocks of 64: four scales, then codes j and j+8 of each sixteen in a byte; stacks as ROWS */
+    NIB_LAY_MXFP4,    /* MXFP4 that stays in GGUF: blocks of 32, a scale and then codes j and j+16 in a byte */
 };
 
 /* One weight that is worked on. Weights that stay as they are need none: their tensors are copied. */
@@ -151,6 +157,11 @@ struct nib_plan {
     uint64_t shard_bytes;
     bool keep_split;
     bool one_file; /* GGUF, or one file in: there is one file out, and no configuration where it is written as a file */
+    /* GGUF from other files: the family, where weights and their rows go, and all keys but what nib says of itself. */
+    const struct nib_architecture *architecture; /* NULL: tensors keep their names */
+    struct nib_gguf_place *places;               /* of weights of the input */
+    nib_dtype plain_dtype;                       /* of matrices that stay: BF16 or F16, or what dequantize is told */
+    struct nib_gguf_plan *keys;
     struct nib_arena *strings; /* names, shapes, scale maps: all that plan pointers above point to */
 };
 
@@ -203,6 +214,23 @@ bool nib_plan_was_transposed(const nib_plan *plan, const struct nib_ck_weight *w
 const char *nib_ck_stack_name(nib_plan *plan, const struct nib_out_weight *w);
 /* Source tensors in the order in which they lie in their files: `order` holds n_tensors. */
 nib_status nib_ck_order_by_place(const nib_checkpoint *c, uint32_t *order);
+
+/* ---- GGUF from other files (plan_gguf.c, gguf_keys.c, gguf_names.c, gguf_tokenizer.c) ---- */
+
+/* Which family it is, and where every weight goes. UNSUPPORTED, with what to do instead, for others. Does nothing where
+ * the output is not GGUF, or the input is. */
+nib_status nib_plan_place(nib_plan *plan);
+/* Why llama.cpp needs a weight as it is; NULL: it does not. */
+const char *nib_plan_gguf_keep(const nib_plan *plan, const struct nib_ck_weight *w);
+/* A tensor that is part of no weight: all that becomes of it. */
+nib_status nib_plan_add_placed(nib_plan *plan, uint32_t tensor);
+/* What the output has and no tensor of the input: factors of long contexts. */
+nib_status nib_plan_add_extra(nib_plan *plan);
+/* All keys, once the tensors are known. */
+nib_status nib_plan_make_keys(nib_plan *plan);
+struct nib_gguf_plan;
+nib_status nib_plan_put_names(const nib_plan *plan, struct nib_gguf_plan *out);
+nib_status nib_plan_put_tokenizer(nib_plan *plan, struct nib_gguf_plan *out);
 
 /* ---- Layout (plan_layout.c) ---- */
 

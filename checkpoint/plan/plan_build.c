@@ -17,8 +17,10 @@ struct maker {
     uint32_t *by_data, *first; /* weights by their data tensor: by_data[first[t]..first[t + 1] - 1] */
     struct keyed *keyed;       /* weights in sets */
     size_t n_keyed;
-    uint32_t *group; /* of each source weight that is quantized */
-    uint32_t *stack; /* of plan->restored, by source tensor: data of its members, and their biases */
+    uint32_t *group;  /* of each source weight that is quantized */
+    uint32_t *stack;  /* of plan->restored, by source tensor: data of its members, and their biases */
+    uint32_t *placed; /* GGUF from other files: experts by the tensor they go to, and by their numbers in it */
+    size_t n_placed;
 };
 
 static void destroy_maker(struct maker *m)
@@ -29,6 +31,7 @@ static void destroy_maker(struct maker *m)
     nib_free(m->keyed);
     nib_free(m->group);
     nib_free(m->stack);
+    nib_free(m->placed);
 }
 
 /* ---- Stacks of experts ---- */
@@ -121,24 +124,86 @@ static nib_status keep_whole_sets(struct maker *m)
 }
 
 /* The matrices of a tensor of GGUF have one type: they change together or not at all. */
-static nib_status keep_whole_stacks(struct maker *m)
+static nib_status keep_whole(struct maker *m, const uint32_t *weights, size_t n)
 {
     nib_plan *plan = m->plan;
-    for (size_t t = 0; t < plan->in->n_tensors && plan->gguf; t++) {
-        uint32_t kept = NIB_NONE;
-        for (uint32_t i = m->first[t]; i < m->first[t + 1]; i++)
-            if (plan->rows[m->by_data[i]].action != NIB_ACTION_QUANTIZE)
-                kept = m->by_data[i];
-        for (uint32_t i = m->first[t]; i < m->first[t + 1] && kept != NIB_NONE; i++) {
-            struct nib_out_row *row = &plan->rows[m->by_data[i]];
-            if (row->action != NIB_ACTION_QUANTIZE)
-                continue;
-            row->action = nib_plan_keep_action(plan, &plan->in->weights[m->by_data[i]]);
-            row->reason =
-                nib_plan_string(plan, "it is in one tensor with %s, which stays", plan->in->weights[kept].name);
-            if (!row->reason)
-                return no_memory();
-        }
+    uint32_t kept = NIB_NONE;
+    for (size_t i = 0; i < n; i++)
+        if (plan->rows[weights[i]].action != NIB_ACTION_QUANTIZE)
+            kept = weights[i];
+    for (size_t i = 0; i < n && kept != NIB_NONE; i++) {
+        struct nib_out_row *row = &plan->rows[weights[i]];
+        if (row->action != NIB_ACTION_QUANTIZE)
+            continue;
+        row->action = nib_plan_keep_action(plan, &plan->in->weights[weights[i]]);
+        row->reason = nib_plan_string(plan, "it is in one tensor with %s, which stays", plan->in->weights[kept].name);
+        if (!row->reason)
+            return no_memory();
+    }
+    return NIB_OK;
+}
+
+/* How many of m->placed, from `first` on, go to one tensor. */
+static size_t placed_experts(const struct maker *m, size_t first)
+{
+    const struct nib_gguf_place *places = m->plan->places;
+    size_t n = 1;
+    while (first + n < m->n_placed && !strcmp(places[m->placed[first]].name, places[m->placed[first + n]].name))
+        n++;
+    return n;
+}
+
+/* All experts of a tensor must be there, alike. */
+static nib_status check_placed(const struct maker *m, size_t first, size_t n)
+{
+    const nib_checkpoint *in = m->plan->in;
+    const struct nib_ck_weight *model = &in->weights[m->placed[first]];
+    for (size_t i = 0; i < n; i++) {
+        const struct nib_ck_weight *w = &in->weights[m->placed[first + i]];
+        const int64_t expert = m->plan->places[m->placed[first + i]].expert;
+        if (expert != (int64_t)i)
+            return nib_fail(NIB_ERR_DATA, "%s: expert %zu is missing beside %s", in->path, i, nib_quote(w->name).text);
+        if (w->rows != model->rows || w->cols != model->cols || w->format != model->format)
+            return nib_fail(NIB_ERR_DATA, "%s: weight %s has another shape or format than its first expert", in->path,
+                            nib_quote(w->name).text);
+    }
+    return NIB_OK;
+}
+
+/* Experts in the order of the tensors that they go to. Weights are in the order of their numbers already. */
+static nib_status sort_placed(struct maker *m)
+{
+    const nib_plan *plan = m->plan;
+    if (!plan->places)
+        return NIB_OK;
+    struct keyed *keyed = nib_alloc((plan->in->n_weights + 1) * sizeof *keyed);
+    m->placed = nib_alloc((plan->in->n_weights + 1) * sizeof *m->placed);
+    if (!keyed || !m->placed) {
+        nib_free(keyed);
+        return no_memory();
+    }
+    for (uint32_t i = 0; i < plan->in->n_weights; i++)
+        if (plan->places[i].expert >= 0)
+            keyed[m->n_placed++] = (struct keyed){ plan->places[i].name, i };
+    qsort(keyed, m->n_placed, sizeof *keyed, by_key);
+    for (size_t i = 0; i < m->n_placed; i++)
+        m->placed[i] = keyed[i].weight;
+    nib_free(keyed);
+    for (size_t i = 0, n; i < m->n_placed; i += n) {
+        n = placed_experts(m, i);
+        TRY(check_placed(m, i, n));
+    }
+    return NIB_OK;
+}
+
+static nib_status keep_whole_stacks(struct maker *m)
+{
+    const nib_plan *plan = m->plan;
+    for (size_t t = 0; t < plan->in->n_tensors && plan->gguf && !plan->places; t++)
+        TRY(keep_whole(m, m->by_data + m->first[t], m->first[t + 1] - m->first[t]));
+    for (size_t i = 0, n; i < m->n_placed; i += n) {
+        n = placed_experts(m, i);
+        TRY(keep_whole(m, m->placed + i, n));
     }
     return NIB_OK;
 }
@@ -147,7 +212,8 @@ static nib_status keep_whole_stacks(struct maker *m)
  * file every tensor says itself what it is. */
 nib_action nib_plan_keep_action(const nib_plan *plan, const struct nib_ck_weight *w)
 {
-    if (plan->gguf && plan->in->tensors[w->tensor[NIB_ROLE_DATA]].ggml_type >= 0)
+    if (plan->gguf &&
+        (plan->in->tensors[w->tensor[NIB_ROLE_DATA]].ggml_type >= 0 || w->format == NIB_CHECKPOINT_FORMAT_MXFP4))
         return NIB_ACTION_KEEP;
     const bool plain = w->format == NIB_CHECKPOINT_FORMAT_PLAIN || nib_ck_is_nvfp4(w->format);
     return plain ? NIB_ACTION_KEEP : NIB_ACTION_DEQUANTIZE;
@@ -343,6 +409,14 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
     if (w->action == NIB_ACTION_DEQUANTIZE && !plan->gguf && nib_plan_was_transposed(plan, source))
         w->laying = NIB_LAY_STACK;
     w->as_in_source = w->action == NIB_ACTION_CONVERT;
+    if (plan->places) {
+        const struct nib_gguf_place *place = &plan->places[weight];
+        w->name = place->name;
+        w->source.head_rows = place->head_rows;
+        w->dtype = place->plain ? NIB_F32 : plan->plain_dtype;
+        if (w->action == NIB_ACTION_KEEP && source->format == NIB_CHECKPOINT_FORMAT_MXFP4)
+            w->laying = NIB_LAY_MXFP4;
+    }
 }
 
 float nib_plan_input_scale(const nib_plan *plan, float amax)
@@ -393,26 +467,26 @@ static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
     return NIB_OK;
 }
 
-/* A stack of GGUF, whose matrices stay in one tensor. */
-static nib_status add_gguf_stack(struct maker *m, uint32_t tensor)
+/* A stack of GGUF, whose matrices are in one tensor. */
+static nib_status add_gguf_stack(struct maker *m, const uint32_t *weights, size_t n)
 {
     nib_plan *plan = m->plan;
-    const uint32_t begin = m->first[tensor], end = m->first[tensor + 1];
     const size_t before = plan->n_tensors;
-    for (uint32_t i = begin; i < end; i++) {
+    for (size_t i = 0; i < n; i++) {
         struct nib_out_weight w;
-        prepare_weight(m, m->by_data[i], &w);
-        w.name = nib_ck_stack_name(plan, &w);
+        prepare_weight(m, weights[i], &w);
+        w.name = w.name ? w.name : nib_ck_stack_name(plan, &w);
         if (!w.name)
             return no_memory();
         w.stacked = true;
-        w.experts = end - begin;
-        w.index = w.source.index;
+        w.experts = (int64_t)n;
+        w.index = (int64_t)i;
+        TRY(nib_plan_next(plan, 0, coming_bytes(&w)));
         TRY(nib_plan_add_weight(plan, &w, wants_input(plan, &w)));
         count_member(m, &w);
     }
-    for (uint32_t i = begin; i < end; i++)
-        note_bytes_out(m, before, m->by_data[i], end - begin);
+    for (size_t i = 0; i < n; i++)
+        note_bytes_out(m, before, weights[i], (uint32_t)n);
     return NIB_OK;
 }
 
@@ -421,10 +495,12 @@ static nib_status add_matrices(struct maker *m, uint32_t tensor)
 {
     nib_plan *plan = m->plan;
     if (plan->gguf && plan->in->tensors[tensor].ggml_type >= 0 && plan->in->tensors[tensor].rank == 3)
-        return add_gguf_stack(m, tensor);
+        return add_gguf_stack(m, m->by_data + m->first[tensor], m->first[tensor + 1] - m->first[tensor]);
     for (uint32_t i = m->first[tensor]; i < m->first[tensor + 1]; i++) {
         struct nib_out_weight w;
         const size_t before = plan->n_tensors;
+        if (plan->places && (!*plan->places[m->by_data[i]].name || plan->places[m->by_data[i]].expert >= 0))
+            continue; /* not written, or with the other experts */
         prepare_weight(m, m->by_data[i], &w);
         if (plan->format != NIB_CHECKPOINT_FORMAT_PLAIN && !plan->gguf)
             TRY(nib_plan_note_cut(plan, &w.source));
@@ -564,12 +640,32 @@ static nib_status add_restored(struct maker *m, struct nib_restored *stack)
     return stack->biases ? add_restored_biases(plan, stack) : NIB_OK;
 }
 
+/* The same where a GGUF file is made from other files: everything has another name, if not another form. */
+static nib_status add_placed_outputs(struct maker *m, uint32_t tensor)
+{
+    nib_plan *plan = m->plan;
+    if (m->first[tensor] < m->first[tensor + 1])
+        return add_matrices(m, tensor);
+    return plan->in->tensors[tensor].weight == NIB_NONE ? nib_plan_add_placed(plan, tensor) : NIB_OK;
+}
+
+static nib_status add_placed_stacks(struct maker *m)
+{
+    for (size_t i = 0, n; i < m->n_placed; i += n) {
+        n = placed_experts(m, i);
+        TRY(add_gguf_stack(m, m->placed + i, n));
+    }
+    return m->plan->places ? nib_plan_add_extra(m->plan) : NIB_OK;
+}
+
 static nib_status add_outputs(struct maker *m, uint32_t tensor)
 {
     nib_plan *plan = m->plan;
     const struct nib_ck_tensor *t = &plan->in->tensors[tensor];
     if (m->stack[tensor] != NIB_NONE)
         return add_restored(m, &plan->restored[m->stack[tensor]]);
+    if (plan->places)
+        return add_placed_outputs(m, tensor);
     if (any_changes(m, tensor))
         return stays_whole(m, tensor) ? add_whole_stack(m, tensor) : add_matrices(m, tensor);
     /* Scales and the like of a weight that changes are made anew, or no longer needed. */
@@ -627,6 +723,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
     if (!status)
         status = sort_weights(&m);
     if (!status)
+        status = sort_placed(&m);
+    if (!status)
         status = keep_whole_stacks(&m);
     if (!status)
         status = find_keys(&m);
@@ -640,6 +738,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
         status = find_restored(&m);
     for (size_t i = 0; i < plan->in->n_tensors && !status; i++)
         status = add_outputs(&m, m.order[i]);
+    if (!status)
+        status = add_placed_stacks(&m);
     destroy_maker(&m);
     if (status) {
         nib_plan_destroy(plan);

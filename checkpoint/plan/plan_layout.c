@@ -118,7 +118,8 @@ static int64_t file_type(const nib_plan *plan)
     enum { ALL_F32 = 0, MOSTLY_F16 = 1, MOSTLY_BF16 = 32, MOSTLY_NVFP4 = 39 };
     if (nib_ck_is_nvfp4(plan->format))
         return MOSTLY_NVFP4;
-    return plan->dequantized_dtype == NIB_F32 ? ALL_F32 : plan->dequantized_dtype == NIB_F16 ? MOSTLY_F16 : MOSTLY_BF16;
+    const nib_dtype dtype = plan->dequantized_dtype != NIB_DTYPE_COUNT ? plan->dequantized_dtype : plan->plain_dtype;
+    return dtype == NIB_F32 ? ALL_F32 : dtype == NIB_F16 ? MOSTLY_F16 : MOSTLY_BF16;
 }
 
 /* Keys that the output has anew, or no longer. */
@@ -132,7 +133,7 @@ static bool is_ours(const char *key)
     return !strncmp(key, "split.", 6);
 }
 
-/* What the input says, but for what is no longer so; or, of safetensors, the little that makes a container. */
+/* What the input says, but for what is no longer so; or what was made of the configuration and the tokenizer. */
 static nib_status put_keys(const nib_plan *plan, const char *provenance, nib_gguf_plan *out)
 {
     static const char *const names[] = { "general.architecture", "general.name" };
@@ -140,7 +141,9 @@ static nib_status put_keys(const nib_plan *plan, const char *provenance, nib_ggu
     const nib_checkpoint *in = plan->in;
     const nib_gguf *source = in->n_files ? in->files[0].gguf : NULL;
     size_t index;
-    for (int i = 0; i < 2; i++) {
+    if (plan->keys)
+        TRY(nib_gguf_put_keys(out, plan->keys));
+    for (int i = 0; i < 2 && !plan->keys; i++) {
         if (source && nib_gguf_find_key(source, names[i], &index))
             TRY(nib_gguf_put_copy(out, source, index));
         else

@@ -258,6 +258,9 @@ static nib_status reason_to_keep(const struct chooser *chooser, const struct nib
         *reason = nib_plan_string(chooser->plan, "ignored by %s", o->ignore[which]);
         return *reason ? NIB_OK : no_memory();
     }
+    *reason = nib_plan_gguf_keep(chooser->plan, w);
+    if (*reason)
+        return NIB_OK;
     *reason = nib_ck_preset_keep(o->preset, w->name);
     if (!*reason && !named)
         *reason = nib_ck_default_keep(chooser->plan->in, w->name);
@@ -380,7 +383,9 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     plan->shard_bytes = o->shard_bytes ? o->shard_bytes : NIB_SHARD_BYTES;
     plan->keep_split = o->keep_split;
     struct chooser chooser = { .plan = plan, .options = o };
-    nib_status status = note_options(plan, o);
+    nib_status status = nib_plan_place(plan);
+    if (!status)
+        status = note_options(plan, o);
     if (!status)
         status = read_activations(plan, o);
     if (!status)
@@ -429,6 +434,12 @@ static nib_status choose_conversions(nib_plan *plan)
                     plan->in->path, nib_quote(w->name).text, nib_checkpoint_format_name(w->format));
             continue;
         }
+        const char *reason = nib_plan_gguf_keep(plan, w);
+        if (reason) {
+            plan->rows[i].action = NIB_ACTION_DEQUANTIZE;
+            plan->rows[i].reason = reason;
+            continue;
+        }
         TRY(check_conversion(plan, w));
         plan->rows[i].action = NIB_ACTION_CONVERT;
         if (w->tensor[NIB_ROLE_INPUT] != NIB_NONE)
@@ -453,7 +464,9 @@ nib_status nib_plan_convert(const nib_checkpoint *in, nib_checkpoint_format form
     TRY(check_source(in));
     nib_plan *plan;
     TRY(nib_plan_start(in, "convert", format, format == NIB_CHECKPOINT_FORMAT_GGUF, &plan));
-    nib_status status = choose_conversions(plan);
+    nib_status status = nib_plan_place(plan);
+    if (!status)
+        status = choose_conversions(plan);
     if (!status && json_object_set_new(plan->options, "format", json_string(nib_checkpoint_format_name(format))))
         status = no_memory();
     return finish(plan, status, out);
@@ -475,15 +488,15 @@ nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_checkpoint_format f
     nib_plan *plan;
     TRY(nib_plan_start(in, "dequantize", NIB_CHECKPOINT_FORMAT_PLAIN, format == NIB_CHECKPOINT_FORMAT_GGUF, &plan));
     plan->dequantized_dtype = dtype;
+    nib_status status = nib_plan_place(plan);
     for (size_t i = 0; i < in->n_weights; i++) {
         if (in->weights[i].format == NIB_CHECKPOINT_FORMAT_PLAIN)
             plan->rows[i].reason = "it is plain already";
         else
             plan->rows[i].action = NIB_ACTION_DEQUANTIZE;
     }
-    const nib_status status = json_object_set_new(plan->options, "dtype",
-                                                  json_string(dtype == NIB_DTYPE_COUNT ? "own" : nib_dtype_name(dtype)))
-                                  ? no_memory()
-                                  : NIB_OK;
+    const char *name = dtype == NIB_DTYPE_COUNT ? "own" : nib_dtype_name(dtype);
+    if (!status && json_object_set_new(plan->options, "dtype", json_string(name)))
+        status = no_memory();
     return finish(plan, status, out);
 }

@@ -328,6 +328,23 @@ static nib_status write_tensor_scales(const struct writer *writer, const struct 
     return NIB_OK;
 }
 
+/* MXFP4 that goes from safetensors to GGUF: the same codes and scales, regrouped. */
+static nib_status keep_mxfp4(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
+    const int64_t blocks = w->source.cols / NIB_GGUF_MXFP4_ELEMENTS;
+    const size_t n = (size_t)(panel->count * blocks);
+    if (!reserve(&scratch->codes, &scratch->codes_bytes, n * NIB_GGUF_MXFP4_CODES) ||
+        !reserve(&scratch->scales, &scratch->scales_bytes, n) ||
+        !reserve(&scratch->transposed, &scratch->transposed_bytes, n * NIB_GGUF_MXFP4_BYTES))
+        return no_memory();
+    TRY(nib_ck_read_mxfp4(plan->in, &w->source, panel->first, panel->count, scratch->codes, scratch->scales));
+    nib_gguf_mxfp4_join(scratch->codes, scratch->scales, n, scratch->transposed);
+    return put_lines(writer, scratch, panel, w->out[NIB_ROLE_DATA], scratch->transposed, blocks * NIB_GGUF_MXFP4_BYTES,
+                     1);
+}
+
 /* ---- Tensors that are copied ---- */
 
 /* The biases of a stack that is put together again: [experts, parts * rows]. */
@@ -352,6 +369,35 @@ static nib_status join_biases(const struct writer *writer, struct scratch *scrat
     return put(writer, panel->file, panel->tensor, 0, scratch->values, (size_t)t->bytes);
 }
 
+/* Values first..first+count-1 of a tensor that becomes F32; a panel is some of them. */
+static nib_status cast_panel(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_tensor *t = &plan->tensors[panel->tensor];
+    const struct nib_ck_tensor *source = &plan->in->tensors[t->source];
+    const int64_t begin = panel->first / (int64_t)sizeof(float), count = panel->count / (int64_t)sizeof(float);
+    const int64_t head = nib_max(t->head_rows, 1);
+    const int64_t low = begin / head * head, high = nib_min(nib_ceil_div(begin + count, head) * head, t->count);
+    const size_t size = size_of(source->dtype), span = (size_t)((high - low - 1) * t->step + 1);
+    const struct nib_ck_weight order = { .head_rows = t->head_rows };
+    if (!reserve(&scratch->codes, &scratch->codes_bytes, span * (size + sizeof(float))) ||
+        !reserve(&scratch->values, &scratch->values_bytes, (size_t)panel->count))
+        return no_memory();
+    float *out = scratch->values, *wide = (float *)(void *)scratch->codes;
+    uint8_t *raw = scratch->codes + span * sizeof(float);
+    TRY(nib_ck_read(plan->in, t->source, (uint64_t)(t->first + low * t->step) * size, raw, span * size));
+    TRY(nib_decode(source->dtype, raw, span, wide));
+    for (int64_t i = 0; i < count; i++)
+        out[i] = wide[(nib_ck_source_row(&order, begin + i) - low) * t->step];
+    for (int64_t i = 0; i < count && t->value != 0; i++)
+        out[i] += t->value;
+    if (t->value != 0 && source->dtype == NIB_F16) { /* who computes in F16 rounds the sum to it */
+        TRY(nib_encode(NIB_F16, out, (size_t)count, raw));
+        TRY(nib_decode(NIB_F16, raw, (size_t)count, out));
+    }
+    return put(writer, panel->file, panel->tensor, (uint64_t)panel->first, out, (size_t)panel->count);
+}
+
 static nib_status copy_panel(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
@@ -360,6 +406,10 @@ static nib_status copy_panel(const struct writer *writer, struct scratch *scratc
         return put(writer, panel->file, panel->tensor, 0, &t->value, sizeof t->value);
     if (t->producer == NIB_PRODUCE_JOINED)
         return join_biases(writer, scratch, panel);
+    if (t->producer == NIB_PRODUCE_BYTES)
+        return put(writer, panel->file, panel->tensor, 0, t->data, (size_t)t->bytes);
+    if (t->producer == NIB_PRODUCE_CAST)
+        return cast_panel(writer, scratch, panel);
     if (!reserve(&scratch->values, &scratch->values_bytes, (size_t)panel->count))
         return no_memory();
     if (t->producer == NIB_PRODUCE_COPY) {
@@ -439,7 +489,8 @@ static nib_status cut_file(struct writer *writer, uint32_t file)
         const struct nib_out_tensor *t = &plan->tensors[tensor];
         if (t->producer == NIB_PRODUCE_WEIGHT)
             continue;
-        const int64_t bytes = (int64_t)t->bytes, at_once = t->producer == NIB_PRODUCE_COPY ? chunk : bytes;
+        const bool in_parts = t->producer == NIB_PRODUCE_COPY || t->producer == NIB_PRODUCE_CAST;
+        const int64_t bytes = (int64_t)t->bytes, at_once = in_parts ? nib_max(4, chunk / 4 * 4) : bytes;
         for (int64_t at = 0; at < bytes; at += at_once)
             TRY(add_panel(writer, (struct panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at) }));
     }
@@ -479,6 +530,8 @@ static nib_status write_panel(struct writer *writer, struct scratch *scratch, co
     case NIB_ACTION_REPAIR:
         return keep_codes(writer, scratch, panel);
     default:
+        if (w->laying == NIB_LAY_MXFP4)
+            return keep_mxfp4(writer, scratch, panel);
         return write_values(writer, scratch, panel);
     }
 }

@@ -128,8 +128,10 @@ class Model:
             write_safetensors(os.path.join(folder, file), tensors, {"format": "pt"})
         index = {"metadata": {"total_size": sum(len(t[2]) for t in self.tensors.values())},
                  "weight_map": {n: self.home(n) for n in sorted(self.tensors) if n not in self.unindexed}}
+        tokenizer = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+                     "pre_tokenizer": {"type": "ByteLevel"}}
         for name, value in (("model.safetensors.index.json", index), ("config.json", self.config),
-                            ("hf_quant_config.json", self.hf)):
+                            ("hf_quant_config.json", self.hf), ("tokenizer.json", tokenizer)):
             if value is not None:
                 with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
                     json.dump(value, file, indent=2)
@@ -193,6 +195,7 @@ def plain_tensors():
 
 CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN,
           "moe_intermediate_size": INNER, "intermediate_size": INNER, "num_experts": EXPERTS, "num_hidden_layers": 3,
+          "num_attention_heads": HIDDEN // 32, "num_key_value_heads": KV // 32, "head_dim": 32,
           "vocab_size": VOCAB, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
 KEPT = ["lm_head", "model.embed_tokens", "model.layers.2.mlp.gate"]
 

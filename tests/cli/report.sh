@@ -70,8 +70,13 @@ run 0 "$NIB" compare "$work/r" "$work/q"
 has out 'options.scale: "rtn" in the first, "sweep" in the second'
 run 0 "$NIB" compare "$work/ct" "$work/mo"
 has out ' 0 of them differ'
-run 0 "$NIB" compare "$work/q" "$work/q.gguf" -q
-has out ' 0 of them differ'
+run 0 "$NIB" convert -q "$work/q" "$work/converted.gguf"
+run 0 "$NIB" compare "$work/q" "$work/converted.gguf" -q
+has out '^27 weights compared, 0 of them differ'
+run 0 "$NIB" compare "$work/converted.gguf" "$work/q" -q
+has out '^27 weights compared, 0 of them differ'
+run 0 "$NIB" compare "$original" "$work/q.gguf" -q
+has out '^27 weights compared, 24 of them differ'
 run 0 "$NIB" compare --json --top 3 "$original" "$work/q"
 json "$work/out" 'r["changed"] == 24 and len(r["worst"]) == 3 and 20 < r["worst"][0]["sqnr_db"] < r["sqnr_db"] < 25'
 run 2 "$NIB" compare "$original"

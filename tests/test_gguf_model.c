@@ -1,0 +1,503 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_gguf_model.c - GGUF files made from directories: names, shapes, order of rows, keys and tokenizers of every family,
+ * each value by hand; and what has no place in such a file. tests/campaign/gguf_models.py compares with llama.cpp.
+ */
+#define _GNU_SOURCE
+#include "test_weights.h"
+
+#include <sys/stat.h>
+
+#include "base/os.h"
+#include "io/gguf.h"
+#include "model/weights.h"
+
+/* ---- Making ---- */
+
+enum { H = 64, V = 12, HEADS = 4, KV = 2 };
+#define LAYER "model.layers.0."
+#define SIZES                                                                                                 \
+    "\"hidden_size\": 64, \"intermediate_size\": 128, \"num_hidden_layers\": 1, \"num_attention_heads\": 4, " \
+    "\"num_key_value_heads\": 2, \"vocab_size\": 12, \"max_position_embeddings\": 512"
+
+static float numbers[1 << 16];
+
+static void fill_numbers(void)
+{
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        numbers[i] = (float)(i % 4093) / 64 - 32; /* exact in F32, not in BF16 */
+}
+
+static void start(const char *name, const char *config, const char *tokenizer)
+{
+    char path[128];
+    empty_directory();
+    fill_numbers();
+    CHECK(mkdir(at(name), 0777) == 0);
+    snprintf(path, sizeof path, "%s/config.json", name);
+    put_text(path, config);
+    snprintf(path, sizeof path, "%s/tokenizer.json", name);
+    if (tokenizer)
+        put_text(path, tokenizer);
+}
+
+#define F32(name, ...)                                                                  \
+    {                                                                                   \
+        name, NIB_F32, sizeof((int64_t[]){ __VA_ARGS__ }) / 8, { __VA_ARGS__ }, numbers \
+    }
+#define ATTENTION                                                                                       \
+    F32("model.embed_tokens.weight", V, H), F32(LAYER "self_attn.q_proj.weight", H, H),                 \
+        F32(LAYER "self_attn.k_proj.weight", H / 2, H), F32(LAYER "self_attn.v_proj.weight", H / 2, H), \
+        F32(LAYER "self_attn.o_proj.weight", H, H), F32(LAYER "input_layernorm.weight", H)
+
+static void put(const char *name, const struct item *items, size_t n)
+{
+    char path[128];
+    snprintf(path, sizeof path, "%s/model.safetensors", name);
+    put_tensors(path, items, n);
+}
+#define PUT(name, ...) \
+    put(name, (struct item[]){ __VA_ARGS__ }, sizeof((struct item[]){ __VA_ARGS__ }) / sizeof(struct item))
+
+/* As plain values, so that every one can be looked at. */
+static nib_status make(const char *name, nib_dtype dtype)
+{
+    nib_checkpoint *c = open_good(at(name));
+    nib_plan *plan = NULL;
+    const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+    nib_status status = c ? nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_GGUF, dtype, &plan) : NIB_ERR_IO;
+    if (!status)
+        status = nib_plan_run(plan, at("out.gguf"), &force, NULL);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+    return status;
+}
+
+static nib_gguf *made(const char *name)
+{
+    nib_gguf *file = NULL;
+    CHECK_OK(make(name, NIB_F32));
+    CHECK_OK(nib_gguf_open(at("out.gguf"), &file));
+    return file;
+}
+
+/* ---- Looking ---- */
+
+static float *values_of(int line, const nib_gguf *file, const char *name, int rank, const int64_t *shape)
+{
+    struct nib_gguf_entry entry;
+    size_t index;
+    if (!nib_gguf_find(file, name, &index)) {
+        test_fail(__FILE__, line, "there is no %s", name);
+        return calloc(1 << 16, sizeof(float));
+    }
+    CHECK_OK(nib_gguf_entry(file, index, &entry));
+    bool same = entry.rank == rank && entry.type == NIB_GGUF_F32;
+    for (int i = 0; i < rank; i++)
+        same &= entry.shape[i] == shape[i];
+    if (!same)
+        test_fail(__FILE__, line, "%s has another shape or type", name);
+    float *values = calloc(1 << 16, sizeof *values);
+    CHECK_OK(nib_gguf_read(file, index, 0, values, (size_t)entry.bytes));
+    return values;
+}
+#define VALUES(file, name, ...) \
+    values_of(__LINE__, file, name, sizeof((int64_t[]){ __VA_ARGS__ }) / 8, (int64_t[]){ __VA_ARGS__ })
+
+static void check_integer(int line, const nib_gguf *file, const char *key, int64_t wanted)
+{
+    int64_t value = -1;
+    bool found = false, truth = false;
+    if (nib_gguf_get_integer(file, key, &value, &found) && !nib_gguf_get_bool(file, key, &truth, &found))
+        value = truth;
+    if (!found || value != wanted)
+        test_fail(__FILE__, line, "%s is %lld, not %lld", key, (long long)value, (long long)wanted);
+}
+#define INTEGER(key, wanted) check_integer(__LINE__, file, key, wanted)
+
+static void check_text(int line, const nib_gguf *file, const char *key, const char *wanted)
+{
+    char *value = NULL;
+    bool found = false;
+    CHECK_OK(nib_gguf_get_string(file, key, &value, &found));
+    if (found != (wanted != NULL) || (wanted && strcmp(value, wanted) != 0))
+        test_fail(__FILE__, line, "%s is %s, not %s", key, value ? value : "not there", wanted ? wanted : "absent");
+    nib_free(value);
+}
+#define STRING(key, wanted) check_text(__LINE__, file, key, wanted)
+
+/* Row r of heads of n rows, as llama.cpp wants them: the first half and the second alternate. */
+static int64_t source_row(int64_t r, int64_t n) { return r / n * n + r % 2 * (n / 2) + r % n / 2; }
+
+/* ---- Families ---- */
+
+TEST(llama_has_heads_in_another_order)
+{
+    start("Tiny-Llama-2-7B-chat",
+          "{\"model_type\": \"llama\", " SIZES ", \"rope_theta\": 5000.0, \"rms_norm_eps\": 1e-5}", TINY_TOKENIZER);
+    PUT("Tiny-Llama-2-7B-chat", ATTENTION, F32(LAYER "self_attn.q_proj.bias", H),
+        F32(LAYER "mlp.up_proj.weight", 128, H), F32("model.norm.weight", H), F32("lm_head.weight", V, H),
+        F32(LAYER "self_attn.rotary_emb.inv_freq", 8));
+    nib_gguf *file = made("Tiny-Llama-2-7B-chat");
+    float *q = VALUES(file, "blk.0.attn_q.weight", H, H), *k = VALUES(file, "blk.0.attn_k.weight", H / 2, H);
+    float *bias = VALUES(file, "blk.0.attn_q.bias", H), *v = VALUES(file, "blk.0.attn_v.weight", H / 2, H);
+    for (int64_t r = 0; r < H; r++) {
+        CHECK(bias[r] == numbers[source_row(r, H / HEADS)]);
+        CHECK_BYTES(q + r * H, numbers + source_row(r, H / HEADS) * H, H * sizeof(float));
+    }
+    for (int64_t r = 0; r < H / 2; r++)
+        CHECK_BYTES(k + r * H, numbers + source_row(r, H / 2 / KV) * H, H * sizeof(float));
+    CHECK_BYTES(v, numbers, H / 2 * H * sizeof(float));
+    free(q), free(k), free(bias), free(v);
+    free(VALUES(file, "token_embd.weight", V, H));
+    free(VALUES(file, "output.weight", V, H));
+    free(VALUES(file, "output_norm.weight", H));
+    free(VALUES(file, "blk.0.attn_norm.weight", H));
+    CHECK_THAT(nib_gguf_count(file) == 10, "%zu tensors", nib_gguf_count(file));
+    STRING("general.architecture", "llama");
+    STRING("general.type", "model");
+    STRING("general.name", "Tiny Llama 2 7B Chat");
+    STRING("general.basename", "Tiny-Llama-2");
+    STRING("general.finetune", "7b-chat"); /* no size that such a model can have */
+    STRING("general.size_label", "22K");
+    INTEGER("llama.block_count", 1);
+    INTEGER("llama.context_length", 512);
+    INTEGER("llama.attention.head_count", HEADS);
+    INTEGER("llama.attention.head_count_kv", KV);
+    INTEGER("llama.attention.key_length", H / HEADS);
+    INTEGER("llama.rope.dimension_count", H / HEADS);
+    INTEGER("llama.vocab_size", V);
+    double theta = 0;
+    bool found;
+    CHECK_OK(nib_gguf_get_number(file, "llama.rope.freq_base", &theta, &found));
+    CHECK(theta == 5000);
+    nib_gguf_close(file);
+}
+
+TEST(gemma_adds_one_to_norms_and_leaves_out_its_eyes)
+{
+    static const uint8_t model[] = { 10, 9,  10, 5, '<', 'u', 'n', 'k', '>', 24,  2,       /* unknown */
+                                     10, 8,  10, 1, 'a', 21,  0,   0,   128, 191,          /* score -1 */
+                                     10, 10, 10, 6, '<', '0', 'x', '4', '1', '>', 24, 6 }; /* a byte */
+    start("gemma",
+          "{\"model_type\": \"gemma3\", \"text_config\": {" SIZES ", \"head_dim\": 16, \"sliding_window\": 32}}", NULL);
+    put_file("gemma/tokenizer.model", model, sizeof model);
+    put_text("gemma/tokenizer_config.json",
+             "{\"added_tokens_decoder\": {\"5\": {\"content\": \"x\xE2\x96\x81y\"}, \"6\": "
+             "{\"content\": \"<|z|>\"}}, \"model_max_length\": 1000000000000000019884624838656}");
+    PUT("gemma", F32("language_model.model.embed_tokens.weight", V, H), F32("vision_tower.encoder.fc.weight", H, H),
+        F32("language_model." LAYER "self_attn.q_norm.weight", 16), F32("multi_modal_projector.norm.weight", H),
+        F32("language_model." LAYER "post_attention_layernorm.weight", H),
+        F32("language_model." LAYER "pre_feedforward_layernorm.weight", H),
+        F32("language_model." LAYER "self_attn.q_proj.weight", H, H));
+    nib_gguf *file = made("gemma");
+    float *norm = VALUES(file, "blk.0.post_attention_norm.weight", H), *q = VALUES(file, "blk.0.attn_q.weight", H, H);
+    for (int i = 0; i < H; i++)
+        CHECK(norm[i] == numbers[i] + 1);
+    CHECK_BYTES(q, numbers, H * H * sizeof(float));
+    free(norm), free(q);
+    free(VALUES(file, "blk.0.ffn_norm.weight", H));
+    free(VALUES(file, "blk.0.attn_q_norm.weight", 16));
+    CHECK_THAT(nib_gguf_count(file) == 5, "%zu tensors", nib_gguf_count(file));
+    INTEGER("gemma3.attention.sliding_window", 32);
+    INTEGER("tokenizer.ggml.add_space_prefix", 0);
+    STRING("tokenizer.ggml.model", "llama");
+    struct nib_gguf_strings tokens;
+    bool found;
+    int32_t types[V];
+    float scores[V];
+    size_t index;
+    CHECK_OK(nib_gguf_get_strings(file, "tokenizer.ggml.tokens", &tokens, &found));
+    CHECK(tokens.count == V && !strcmp(tokens.text + tokens.starts[1], "a"));
+    CHECK(!strcmp(tokens.text + tokens.starts[5], "x y") && !strcmp(tokens.text + tokens.starts[11], "[PAD11]"));
+    CHECK(nib_gguf_find_key(file, "tokenizer.ggml.token_type", &index));
+    CHECK_OK(nib_gguf_read_value(file, index, 0, types, sizeof types));
+    CHECK(types[0] == 2 && types[1] == 1 && types[2] == 6 && types[5] == 4 && types[6] == 3 && types[11] == 5);
+    CHECK(nib_gguf_find_key(file, "tokenizer.ggml.scores", &index));
+    CHECK_OK(nib_gguf_read_value(file, index, 0, scores, sizeof scores));
+    CHECK(scores[1] == -1 && scores[5] == -1000 && scores[11] == -10000);
+    nib_gguf_strings_free(&tokens);
+    nib_gguf_close(file);
+    /* Every cut of the model is an error, or a model with fewer tokens. */
+    for (size_t n = 0; n < sizeof model; n++) {
+        put_file("gemma/tokenizer.model", model, n);
+        const nib_status status = make("gemma", NIB_BF16);
+        CHECK_THAT(n == 11 || n == 21 ? !status : status == NIB_ERR_DATA, "%zu bytes: %s", n, nib_status_name(status));
+    }
+    unlink(at("gemma/tokenizer.model"));
+    CHECK_FAILS(make("gemma", NIB_F32), NIB_ERR_UNSUPPORTED, "no tokenizer.model");
+}
+
+#define EXPERT(e)                                                                                                   \
+    F32(LAYER "mlp.experts." e ".gate_proj.weight", 128, H), F32(LAYER "mlp.experts." e ".up_proj.weight", 128, H), \
+        F32(LAYER "mlp.experts." e ".down_proj.weight", H, 128)
+
+TEST(experts_are_stacked_in_the_order_of_their_numbers)
+{
+    start("moe", "{\"model_type\": \"qwen3_moe\", " SIZES ", \"num_experts\": 3, \"moe_intermediate_size\": 128}",
+          TINY_TOKENIZER);
+    struct item items[] = { ATTENTION, F32(LAYER "mlp.gate.weight", 3, H), EXPERT("1"), EXPERT("0"), EXPERT("2") };
+    const size_t n = sizeof items / sizeof *items;
+    items[7].data = numbers + 100; /* gate of expert 1 */
+    put("moe", items, n);
+    nib_gguf *file = made("moe");
+    float *gate = VALUES(file, "blk.0.ffn_gate_exps.weight", 3, 128, H);
+    CHECK_BYTES(gate, numbers, 128 * H * sizeof(float));
+    CHECK_BYTES(gate + 128 * H, numbers + 100, 128 * H * sizeof(float));
+    free(gate);
+    free(VALUES(file, "blk.0.ffn_down_exps.weight", 3, H, 128));
+    free(VALUES(file, "blk.0.ffn_gate_inp.weight", 3, H));
+    INTEGER("qwen3moe.expert_count", 3);
+    INTEGER("qwen3moe.expert_used_count", 8);
+    INTEGER("qwen3moe.expert_feed_forward_length", 128);
+    STRING("general.size_label", "3x38K");
+    nib_gguf_close(file);
+    items[n - 1].name = LAYER "mlp.experts.4.down_proj.weight";
+    put("moe", items, n);
+    CHECK_FAILS(make("moe", NIB_F32), NIB_ERR_DATA, "expert 2 is missing");
+    items[n - 1].name = LAYER "mlp.experts.2.down_proj.weight";
+    items[n - 1].shape[1] = 64;
+    put("moe", items, n);
+    CHECK_FAILS(make("moe", NIB_F32), NIB_ERR_DATA, "another shape");
+}
+
+/* Codes 0..31 of a block and its scale must be found again, in ggml's order. */
+TEST(gpt_oss_keeps_mxfp4)
+{
+    enum { E = 2, N = 64, B = H / 32 };
+    static uint8_t blocks[E][2 * N][B][16], scales[E][2 * N][B];
+    static float biases[E][2 * N];
+    start("oss",
+          "{\"model_type\": \"gpt_oss\", " SIZES
+          ", \"num_local_experts\": 2, \"quantization_config\": {\"quant_method\": "
+          "\"mxfp4\"}}",
+          TINY_TOKENIZER);
+    for (size_t i = 0; i < sizeof blocks; i++)
+        (&blocks[0][0][0][0])[i] = (uint8_t)test_random();
+    for (size_t i = 0; i < sizeof scales; i++)
+        (&scales[0][0][0])[i] = (uint8_t)(100 + test_below(30));
+    for (size_t i = 0; i < E * 2 * N; i++)
+        (&biases[0][0])[i] = (float)i;
+    PUT("oss", ATTENTION, F32(LAYER "mlp.router.bias", E), F32(LAYER "self_attn.sinks", HEADS),
+        { LAYER "mlp.experts.gate_up_proj_blocks", NIB_U8, 4, { E, 2 * N, B, 16 }, blocks },
+        { LAYER "mlp.experts.gate_up_proj_scales", NIB_U8, 3, { E, 2 * N, B }, scales },
+        { LAYER "mlp.experts.gate_up_proj_bias", NIB_F32, 2, { E, 2 * N }, biases });
+    nib_checkpoint *c = open_good(at("oss"));
+    nib_plan *plan = NULL;
+    nib_quantize_options options;
+    nib_quantize_options_init(&options);
+    options.format = NIB_CHECKPOINT_FORMAT_GGUF;
+    CHECK_OK(nib_plan_quantize(c, &options, &plan));
+    CHECK_OK(nib_plan_run(plan, at("out.gguf"), NULL, NULL));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+    nib_gguf *file = NULL;
+    struct nib_gguf_entry entry;
+    size_t index = 0;
+    CHECK_OK(nib_gguf_open(at("out.gguf"), &file));
+    CHECK(nib_gguf_find(file, "blk.0.ffn_up_exps.weight", &index));
+    CHECK_OK(nib_gguf_entry(file, index, &entry));
+    CHECK(entry.type == NIB_GGUF_MXFP4 && entry.rank == 3 && entry.shape[0] == E && entry.shape[1] == N);
+    static uint8_t found[E][N][B][17];
+    CHECK(entry.bytes == sizeof found);
+    CHECK_OK(nib_gguf_read(file, index, 0, found, sizeof found));
+    for (int e = 0; e < E; e++)
+        for (int r = 0; r < N; r++)
+            for (int b = 0; b < B; b++) {
+                const uint8_t *from = blocks[e][2 * r + 1][b], *to = found[e][r][b];
+                CHECK(to[0] == scales[e][2 * r + 1][b]);
+                for (int j = 0; j < 32; j++)
+                    CHECK((to[1 + j % 16] >> (j / 16 * 4) & 15) == (from[j / 2] >> (j % 2 * 4) & 15));
+            }
+    float *bias = VALUES(file, "blk.0.ffn_up_exps.bias", E, N);
+    for (int i = 0; i < E * N; i++)
+        CHECK(bias[i] == (float)(2 * i + 1));
+    free(bias);
+    free(VALUES(file, "blk.0.attn_sinks.weight", HEADS));
+    CHECK(nib_gguf_find(file, "blk.0.attn_q.weight", &index));
+    CHECK_OK(nib_gguf_entry(file, index, &entry));
+    CHECK(entry.type == NIB_GGUF_NVFP4);
+    STRING("general.architecture", "gpt-oss");
+    nib_gguf_close(file);
+}
+
+/* ---- Tokenizers ---- */
+
+static const char *tokenizer_with(const char *pre, const char *rest)
+{
+    static char text[4096];
+    snprintf(text, sizeof text,
+             "{\"model\": {\"type\": \"BPE\", \"vocab\": {\"a\": 0, \"b\": 1, \"ab\": 2}, \"merges\": [[\"a\", \"b\"], "
+             "[\"a \", "
+             "\"b\"]]}, \"pre_tokenizer\": %s%s}",
+             pre, rest);
+    return text;
+}
+
+TEST(tokenizers_are_named_by_how_they_cut)
+{
+#define SPLIT(regex)                                                                                       \
+    "{\"type\": \"Sequence\", \"pretokenizers\": [{\"type\": \"Split\", \"pattern\": {\"Regex\": \"" regex \
+    "\"}}, {\"type\": "                                                                                    \
+    "\"ByteLevel\", \"use_regex\": false}]}"
+#define QWEN(digits)                                                               \
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\\\r\\\\n\\\\p{L}\\\\p{N}]?\\\\p{L}+|" digits \
+    "| ?[^\\\\s\\\\p{L}\\\\p{N}]+[\\\\r\\\\n]*|"                                   \
+    "\\\\s*[\\\\r\\\\n]+|\\\\s+(?!\\\\S)|\\\\s+"
+    static const struct {
+        const char *pre, *name;
+    } cases[] = {
+        { SPLIT(QWEN("\\\\p{N}")), "qwen2" },
+        { SPLIT(QWEN("\\\\p{N}{1,3}")), "llama-bpe" },
+        { "{\"type\": \"ByteLevel\"}", "gpt-2" },
+        { "{\"type\": \"Sequence\", \"pretokenizers\": [{\"type\": \"Digits\", \"individual_digits\": true}, "
+          "{\"type\": "
+          "\"ByteLevel\", \"use_regex\": true}]}",
+          "smollm" },
+        { SPLIT("x+"), NULL },
+        { "{\"type\": \"Whitespace\"}", NULL },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        start("q", "{\"model_type\": \"qwen2\", " SIZES "}", tokenizer_with(cases[i].pre, ""));
+        PUT("q", ATTENTION);
+        if (!cases[i].name) {
+            CHECK_FAILS(make("q", NIB_F32), NIB_ERR_UNSUPPORTED, "pre-tokenizer");
+            continue;
+        }
+        nib_gguf *file = made("q");
+        STRING("tokenizer.ggml.pre", cases[i].name);
+        struct nib_gguf_strings merges;
+        bool found;
+        CHECK_OK(nib_gguf_get_strings(file, "tokenizer.ggml.merges", &merges, &found));
+        CHECK(merges.count == 2 && !strcmp(merges.text + merges.starts[1], "a\xC4\xA0 b"));
+        nib_gguf_strings_free(&merges);
+        nib_gguf_close(file);
+    }
+}
+
+TEST(special_tokens_and_templates)
+{
+    start("q", "{\"model_type\": \"qwen2\", " SIZES ", \"pad_token_id\": 9, \"eos_token_id\": [1, 2]}",
+          tokenizer_with(
+              "{\"type\": \"ByteLevel\"}",
+              ", \"added_tokens\": [{\"id\": 4, \"content\": \"<s>\", \"special\": true}, {\"id\": 5, \"content\": "
+              "\"</s>\", \"special\": true}, {\"id\": 6, \"content\": \"word\"}], \"post_processor\": {\"type\": "
+              "\"TemplateProcessing\", \"single\": [{\"SpecialToken\": {\"id\": \"<s>\"}}, {\"Sequence\": {\"id\": "
+              "\"A\"}}], \"pair\": [{\"SpecialToken\": {\"id\": \"<s>\"}}, {\"Sequence\": {\"id\": \"A\"}}, "
+              "{\"SpecialToken\": {\"id\": \"</s>\"}}, {\"Sequence\": {\"id\": \"B\"}}]}"));
+    put_text("q/tokenizer_config.json",
+             "{\"bos_token\": \"<s>\", \"eos_token\": {\"content\": \"</s>\"}, \"add_eos_token\": false}");
+    put_text("q/chat_template.jinja", "{{ messages }}");
+    put_text("q/generation_config.json", "{\"top_k\": 20, \"temperature\": 0.5, \"top_p\": null}");
+    PUT("q", ATTENTION);
+    nib_gguf *file = made("q");
+    INTEGER("tokenizer.ggml.bos_token_id", 4);
+    INTEGER("tokenizer.ggml.eos_token_id", 5);
+    INTEGER("tokenizer.ggml.padding_token_id", 9);
+    INTEGER("tokenizer.ggml.add_bos_token", 1);
+    INTEGER("tokenizer.ggml.add_eos_token", 0);
+    INTEGER("tokenizer.ggml.add_sep_token", 1);
+    INTEGER("general.sampling.top_k", 20);
+    STRING("tokenizer.chat_template", "{{ messages }}");
+    size_t index;
+    int32_t types[V];
+    CHECK(nib_gguf_find_key(file, "tokenizer.ggml.token_type", &index));
+    CHECK_OK(nib_gguf_read_value(file, index, 0, types, sizeof types));
+    CHECK(types[0] == 1 && types[3] == 5 && types[4] == 3 && types[6] == 4);
+    CHECK(!nib_gguf_find_key(file, "general.sampling.top_p", &index));
+    nib_gguf_close(file);
+}
+
+TEST(bad_tokenizers_and_configurations_are_rejected)
+{
+    static const struct {
+        const char *config, *tokenizer, *words;
+    } cases[] = {
+        { SIZES, NULL, "neither tokenizer.json nor" },
+        { SIZES, "{\"model\": {\"type\": \"WordLevel\"}}", "no BPE" },
+        { SIZES, "{\"model\": {\"type\": \"BPE\", \"vocab\": {\"a\": 12}}}", "beyond" },
+        { SIZES, "{\"model\": {\"type\": \"BPE\", \"vocab\": {\"a\": -1}}}", "beyond" },
+        { SIZES, "{\"model\": {\"type\": \"BPE\"}, \"added_tokens\": [{\"id\": 12, \"content\": \"x\"}]}", "beyond" },
+        { SIZES, "{\"model\": {\"type\": \"BPE\"}, \"added_tokens\": [{\"id\": 1, \"content\": \"\\u0000\"}]}",
+          "a NUL" },
+        { SIZES, "{\"model\": {\"type\": \"BPE\", \"merges\": [1]}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
+          "a merge" },
+        { SIZES, "{\"model\": {\"type\": \"BPE\"}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}", "no merges" },
+        { "\"vocab_size\": 13, \"num_attention_heads\": 4, \"num_hidden_layers\": 1, \"hidden_size\": 64, "
+          "\"intermediate_size\": 1",
+          TINY_TOKENIZER, "vocab_size is not" },
+        { "\"vocab_size\": 12, \"hidden_size\": 64", TINY_TOKENIZER, "num_hidden_layers" },
+        { "\"vocab_size\": 12, \"num_attention_heads\": -4, \"num_hidden_layers\": 1, \"hidden_size\": 64, "
+          "\"intermediate_size\": 1",
+          TINY_TOKENIZER, "is no count" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char config[1024];
+        snprintf(config, sizeof config, "{\"model_type\": \"qwen2\", %s}", cases[i].config);
+        start("q", config, cases[i].tokenizer);
+        PUT("q", ATTENTION);
+        const nib_status status = make("q", NIB_BF16);
+        CHECK_THAT((status == NIB_ERR_DATA || status == NIB_ERR_UNSUPPORTED) &&
+                       strstr(nib_last_error(), cases[i].words),
+                   "%zu: %s: %s", i, nib_status_name(status), nib_last_error());
+    }
+}
+
+TEST(what_has_no_place_is_rejected_with_the_remedy)
+{
+    static const struct {
+        const char *model_type, *tensor;
+        int64_t rows;
+        const char *words;
+    } cases[] = {
+        { "mixtral", LAYER "mlp.up_proj.weight", 128, "nib writes GGUF files of llama, mistral, qwen2" },
+        { "llama", LAYER "mlp.wide.weight", 128, "has no place" },
+        { "llama", LAYER "self_attn.k_norm.weight", 128, "has no place" },
+        { "llama", "model.layers.x.mlp.up_proj.weight", 128, "has no place" },
+        { "llama", "score.weight", 2, "has no place" },
+        { "qwen3_moe", LAYER "mlp.shared_expert.up_proj.weight", 128, "has no place" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char config[512];
+        snprintf(config, sizeof config, "{\"model_type\": \"%s\", " SIZES "}", cases[i].model_type);
+        start("m", config, TINY_TOKENIZER);
+        PUT("m", F32("model.embed_tokens.weight", V, H), F32(cases[i].tensor, cases[i].rows, H));
+        CHECK_FAILS(make("m", NIB_F32), NIB_ERR_UNSUPPORTED, cases[i].words);
+        CHECK(strstr(nib_last_error(), "convert_hf_to_gguf.py"));
+    }
+    start("m", "{\"model_type\": \"llama\", " SIZES "}", TINY_TOKENIZER);
+    PUT("m", F32("model.embed_tokens.weight", V, H), F32(LAYER "self_attn.q_proj.weight", 30, H));
+    CHECK_FAILS(make("m", NIB_F32), NIB_ERR_UNSUPPORTED, "with its 30 rows"); /* no four heads */
+}
+
+/* llama.cpp has no place for the tensor scale of these: they stay, also from GGUF to GGUF. */
+TEST(feed_forward_weights_stay_where_their_scale_is_ignored)
+{
+    static const struct {
+        const char *model_type;
+        size_t changed;
+    } cases[] = { { "qwen2", 4 }, { "qwen3", 5 }, { "llama", 5 } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        for (int again = 0; again < 2; again++) {
+            char config[512];
+            snprintf(config, sizeof config, "{\"model_type\": \"%s\", " SIZES "}", cases[i].model_type);
+            if (!again) {
+                start("m", config, TINY_TOKENIZER);
+                PUT("m", ATTENTION, F32(LAYER "mlp.up_proj.weight", 128, H));
+                CHECK_OK(make("m", NIB_BF16));
+            }
+            nib_checkpoint *c = open_good(at(again ? "out.gguf" : "m"));
+            nib_plan *plan = NULL;
+            nib_plan_facts facts = { .bytes = sizeof facts };
+            nib_quantize_options options;
+            nib_quantize_options_init(&options);
+            options.format = NIB_CHECKPOINT_FORMAT_GGUF;
+            CHECK_OK(nib_plan_quantize(c, &options, &plan));
+            CHECK_OK(nib_plan_get_facts(plan, &facts));
+            CHECK_THAT(facts.changed == cases[i].changed, "%s: %zu change", cases[i].model_type, facts.changed);
+            nib_plan_destroy(plan);
+            nib_checkpoint_close(c);
+        }
+}
+
+TEST_MAIN
