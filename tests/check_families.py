@@ -441,6 +441,8 @@ def check_family(row, place):
         if status or "no findings" not in output:
             problems.append(f"check --for transformers: {' / '.join((output + errors).strip().splitlines()[:6])}")
         must("dequantize", "-q", fit, fit_back)
+        if headers(fit_back) != before:
+            problems.append("round trip --for transformers: other tensors")
         verdict, detail = load_and_compare(type(model), fit, fit_back)
         if verdict == "computes something else":
             problems.append(f"transformers {verdict}: {detail}")

@@ -5,10 +5,12 @@
  * tests/check_families.py has the real ones.
  */
 #define _GNU_SOURCE
+/* NIB_TEST_WRAP_ALLOC */
 #include "model/roles.h"
 #include "base/os.h"
 #include "io/checkpoint.h"
 #include "nib_file.h"
+#include "test_alloc.h"
 #include "test_weights.h"
 
 #include <sys/stat.h>
@@ -77,20 +79,27 @@ static nib_status quantize(const char *in, const char *out, nib_reader reader, c
     return status;
 }
 
-static nib_status dequantize(const char *in, const char *out, uint64_t memory)
+static nib_status dequantize_on(int threads, const char *in, const char *out, uint64_t memory)
 {
-    nib_checkpoint *c = open_good(in);
+    nib_checkpoint *c = NULL;
     nib_plan *plan = NULL;
     nib_job job;
     nib_job_init(&job);
     job.max_memory = memory;
-    job.threads = 3;
-    nib_status status = nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_DTYPE_COUNT, &plan);
+    job.threads = threads;
+    nib_status status = nib_checkpoint_open(in, &c);
+    if (!status)
+        status = nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_DTYPE_COUNT, &plan);
     if (!status)
         status = nib_plan_run(plan, out, NULL, &job);
     nib_plan_destroy(plan);
     nib_checkpoint_close(c);
     return status;
+}
+
+static nib_status dequantize(const char *in, const char *out, uint64_t memory)
+{
+    return dequantize_on(3, in, out, memory);
 }
 
 /* Every tensor with its name, dtype, shape and bytes, and no other. */
@@ -242,6 +251,30 @@ TEST(what_provenance_says_is_believed_only_where_it_fits)
         CHECK(unlink(at("plain.safetensors")) == 0);
     }
     CHECK(unlink(at("told.safetensors")) == 0);
+}
+
+TEST(no_allocation_that_fails_while_stacks_come_back_does_harm)
+{
+    make_gpt_oss(at("in"), "bfloat16", NIB_BF16);
+    CHECK_OK(quantize(at("in"), fresh("out"), NIB_READER_ANY, NULL));
+    long tried = 0;
+    for (long left = 0;; left += 1 + left / 30) {
+        fresh("back");
+        allocations_left = left;
+        const nib_status status =
+            dequantize_on(1, at("out"), at("back"), 0); /* the failing allocator is of this thread */
+        const bool failed = allocations_left < 0;
+        allocations_left = -1;
+        if (!failed) {
+            CHECK_OK(status);
+            break;
+        }
+        tried++;
+        CHECK_THAT(status == NIB_OK || status == NIB_ERR_MEMORY, "allocation %ld: %s: %s", left,
+                   nib_status_name(status), nib_last_error());
+    }
+    CHECK_THAT(tried > 40, "%ld", tried);
+    check_same(at("in"), at("back"));
 }
 
 /* ---- Conv1D ---- */

@@ -68,6 +68,7 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->hf_quant);
     json_decref(plan->amaxes);
     json_decref(plan->restore);
+    json_decref(plan->source);
     nib_free(plan->others);
     nib_free(plan->restored);
     nib_gguf_plan_destroy(plan->keys);

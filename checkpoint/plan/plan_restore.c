@@ -18,6 +18,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* A family has two or three; each is looked for in every name. */
+enum { MOST_RULES = 16 };
+
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the plan"); }
 
 /* ---- Taking apart ---- */
@@ -59,25 +62,20 @@ nib_status nib_plan_note_cut(nib_plan *plan, const struct nib_ck_weight *w)
                                     (int)stack.interleaved));
 }
 
-/* The input's list; *text must be released. NULL: there is none. */
-static json_t *notes_of(const nib_checkpoint *in, json_t **whole)
+/* What the input's own provenance says: parsed once, it may be long. */
+static const json_t *notes_of(nib_plan *plan)
 {
-    *whole = in->provenance ? json_loads(in->provenance, JSON_REJECT_DUPLICATES, NULL) : NULL;
-    return json_object_get(*whole, "restore");
+    if (!plan->source && plan->in->provenance)
+        plan->source = json_loads(plan->in->provenance, JSON_REJECT_DUPLICATES, NULL);
+    return json_object_get(plan->source, "restore");
 }
 
 nib_status nib_plan_carry_notes(nib_plan *plan)
 {
-    json_t *whole, *note;
-    size_t i;
-    nib_status status = NIB_OK;
-    json_array_foreach(notes_of(plan->in, &whole), i, note)
-    {
-        if (!status)
-            status = add_note(plan, json_incref(note));
-    }
-    json_decref(whole);
-    return status;
+    const json_t *notes = notes_of(plan);
+    for (size_t i = 0; i < json_array_size(notes) && i < MOST_RULES; i++)
+        TRY(add_note(plan, json_incref(json_array_get(notes, i))));
+    return NIB_OK;
 }
 
 /* ---- Putting together ---- */
@@ -226,32 +224,27 @@ static nib_status find_by_rule(nib_plan *plan, const struct rule *rule, struct m
 
 nib_status nib_plan_find_restored(nib_plan *plan)
 {
-    json_t *whole, *note, *notes = notes_of(plan->in, &whole);
+    const json_t *notes = notes_of(plan);
     struct member *members = nib_alloc((plan->in->n_weights + 1) * sizeof *members);
     nib_status status = members ? NIB_OK : no_memory();
-    size_t capacity = 0, i;
+    size_t capacity = 0;
     struct rule rule;
-    json_array_foreach(notes, i, note)
-    {
-        if (!status && read_rule(note, &rule))
+    for (size_t i = 0; !status && i < json_array_size(notes) && i < MOST_RULES; i++)
+        if (read_rule(json_array_get(notes, i), &rule))
             status = find_by_rule(plan, &rule, members, &capacity);
-    }
     nib_free(members);
-    json_decref(whole);
     return status;
 }
 
 bool nib_plan_was_transposed(const nib_plan *plan, const struct nib_ck_weight *w)
 {
-    json_t *whole, *note, *notes = notes_of(plan->in, &whole);
+    const json_t *notes = json_object_get(plan->source, "restore");
     const char *dot = strrchr(w->name, '.'), *last = dot ? dot + 1 : w->name;
-    bool found = false;
-    size_t i;
-    json_array_foreach(notes, i, note)
-    {
-        const char *matrix = json_string_value(json_object_get(note, "matrix"));
-        found |= matrix && !strcmp(matrix, last);
+    for (size_t i = 0; nib_ck_is_nvfp4(w->format) && w->index < 0 && i < json_array_size(notes) && i < MOST_RULES;
+         i++) {
+        const char *matrix = json_string_value(json_object_get(json_array_get(notes, i), "matrix"));
+        if (matrix && !strcmp(matrix, last))
+            return true;
     }
-    json_decref(whole);
-    return found && nib_ck_is_nvfp4(w->format) && w->index < 0;
+    return false;
 }

@@ -48,7 +48,13 @@ PYTHON
 )
 has out ", 4.50 bits per weight ($whole over the whole model): "
 has out "kept: an embedding"
+has out "note: vLLM loads this; transformers would load it without an error and compute garbage"
 empty err
+run 0 "$NIB" quantize --for vllm --dry-run "$work/in" "$work/none"
+! grep -q "note:" "$work/out" || fail "there is nothing to note for vLLM"
+run 2 "$NIB" quantize --for transformers "$work/in" "$work/none"
+has err "experts that are stored one by one"
+absent "$work/none"
 
 # Weights of FP8 blocks that stay are written as the numbers they stand for, and counted as kept.
 "$BUILD/examples/make_checkpoint" --family deepseek-fp8 --layers 3 "$work/fp8" >/dev/null || exit 1
