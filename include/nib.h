@@ -351,7 +351,8 @@ typedef enum nib_part {
 
 /* Values that replace computed ones in a quantization; each may be NULL. They lie on the device of the call. One float,
  * or one per row (columnwise: per column) when row-scaled. Index with nib_usage. Without RHT and row scaling one usage's
- * value serves both. */
+ * value serves both. On the host a negative one is ARG; another device is not waited for, and what a negative one gives
+ * there is not defined. */
 typedef struct nib_overrides {
     size_t bytes;
     const float *amax[2];         /* still reduced over amax_comm */
@@ -359,6 +360,7 @@ typedef struct nib_overrides {
     const float *scale;           /* Float8, delayed scaling: multiplies the data; the tensor scale is its inverse */
     /* Formats with tensor scales: raised to the data's amax, after any reduction, for nib_delayed_scaling_update. */
     float *amax_seen;
+    const uint64_t *offset; /* stochastic rounding: instead of the quantizer's, and not kept in the tensor */
 } nib_overrides;
 
 /* Quantize `x` (F32, BF16, F16; rank 1 or more, Float8 also 0; any strides) into a new tensor on the device of `x`.
@@ -383,6 +385,18 @@ NIB_API nib_status nib_dequantize(const nib_tensor *t, nib_usage from, const nib
  * not. */
 NIB_API nib_status nib_dequantize_rows(const nib_tensor *t, nib_usage from, int64_t first, int64_t count,
                                        const nib_array *out);
+
+/* The amaxes that quantizing `x` looks for, not reduced, for callers who reduce them and bring them as overrides:
+ * amax[usage] gets one value, or one per row (columnwise: per column) when row-scaled, of transformed values where the
+ * usage has an RHT. They lie on the device of `x`. NULL, or a usage that q does not want: not looked for. MODE for
+ * formats without tensor scales. */
+NIB_API nib_status nib_amax(const nib_quantizer *q, const nib_array *x, float *const amax[2]);
+
+/* What quantizing `x` and dequantizing that usage gives, bit for bit, without a tensor: for training in other precisions
+ * and for measuring errors. `out` has the dtype and shape of `x` (MISMATCH) and may be `x` itself; it must not overlap it
+ * otherwise. Which usages q wants does not matter, and NIB_EITHER is ARG. overrides may be NULL. */
+NIB_API nib_status nib_fake_quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
+                                     nib_usage usage, const nib_array *out);
 
 /* A tensor of zeros. dtype is the nominal one. */
 NIB_API nib_status nib_tensor_create(const nib_quantizer *q, nib_dtype dtype, int rank, const int64_t *shape,

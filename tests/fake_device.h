@@ -197,6 +197,7 @@ static inline void fake_want_overrides(const nib_device *device, const nib_overr
 {
     fake_want(device, overrides->scale, sizeof(float));
     fake_want(device, overrides->amax_seen, sizeof(float));
+    fake_want(device, overrides->offset, sizeof *overrides->offset);
     for (int usage = 0; usage < 2; usage++) {
         fake_want(device, overrides->amax[usage], (size_t)geometry->usage[usage].tensor_scales_bytes);
         fake_want(device, overrides->tensor_scale[usage], (size_t)geometry->usage[usage].tensor_scales_bytes);
@@ -272,11 +273,11 @@ static inline nib_status fake_op_zero(nib_device *device, void *memory, size_t b
     FAKE_HOST(device, zero, memory, bytes);
 }
 
-static inline nib_status fake_op_check_overrides(nib_device *device, const nib_quantizer *q,
-                                                 const nib_overrides *overrides, const struct nib_geometry *geometry)
+static inline nib_status fake_op_check_quantization(nib_device *device, const nib_quantizer *q,
+                                                    const nib_overrides *overrides, const struct nib_geometry *geometry)
 {
     fake_want_overrides(device, overrides, geometry);
-    FAKE_HOST(device, check_overrides, q, overrides, geometry);
+    FAKE_HOST(device, check_quantization, q, overrides, geometry);
 }
 
 static inline nib_status fake_op_quantize(nib_device *device, const nib_quantizer *q, const nib_array *x,
@@ -294,6 +295,31 @@ static inline nib_status fake_op_quantize(nib_device *device, const nib_quantize
     status = nib_serial_host()->ops->quantize(nib_serial_host(), q, x, overrides, noop, geometry, memory);
     fake_close();
     return status;
+}
+
+static inline nib_status fake_op_find_amaxes(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                                             const struct nib_geometry *geometry, float *const amax[2])
+{
+    fake_want_array(device, x);
+    for (int usage = 0; usage < 2; usage++)
+        fake_want(device, amax[usage], (size_t)geometry->usage[usage].tensor_scales_bytes);
+    FAKE_HOST(device, find_amaxes, q, x, geometry, amax);
+}
+
+static inline nib_status fake_op_fake_quantize(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                                               const nib_overrides *overrides, const struct nib_geometry *geometry,
+                                               nib_usage usage, const nib_array *out)
+{
+    fake_want_array(device, x);
+    fake_want_array(device, out);
+    fake_want_overrides(device, overrides, geometry);
+    const nib_status status = FAKE_ENTER(device, fake_quantize);
+    if (status) /* the other ranks are waiting to hear of it */
+        return nib_agree(q->amax_comm, status, 0);
+    const nib_status done =
+        nib_serial_host()->ops->fake_quantize(nib_serial_host(), q, x, overrides, geometry, usage, out);
+    fake_close();
+    return done;
 }
 
 static inline nib_status fake_op_dequantize(nib_device *device, const nib_quantizer *q,
@@ -406,8 +432,10 @@ static const struct nib_device_ops fake_device_ops = {
     .read = fake_op_read,
     .copy = fake_op_copy,
     .zero = fake_op_zero,
-    .check_overrides = fake_op_check_overrides,
+    .check_quantization = fake_op_check_quantization,
     .quantize = fake_op_quantize,
+    .find_amaxes = fake_op_find_amaxes,
+    .fake_quantize = fake_op_fake_quantize,
     .dequantize = fake_op_dequantize,
     .is_set = fake_op_is_set,
     .product = fake_op_product,

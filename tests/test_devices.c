@@ -162,6 +162,42 @@ static void run_overrides(struct setting *s)
 
 TEST(overrides) { for_settings(run_overrides); }
 
+/* Calls without a tensor run where their arrays are, and a device that fails, or has no such operation, says so. */
+TEST(fake_quantization_and_amaxes)
+{
+    struct setting s = setting_of(LINES, NIB_BF16, 2, shapes[0].shape);
+    open_setting(&s);
+    nib_array host = s.x, out = s.x, expected;
+    host.data = malloc(s.x.bytes);
+    host.device = NULL;
+    fake_download(s.device, host.data, s.x.data, s.x.bytes);
+    expected = host;
+    expected.data = malloc(host.bytes);
+    memcpy(expected.data, host.data, host.bytes); /* where strides leave gaps */
+    out.data = fake_upload(s.device, host.data, host.bytes, 2);
+    CHECK_OK(nib_fake_quantize(&s.q, &host, NULL, NIB_COLUMNWISE, &expected));
+    CHECK_FAILS(nib_fake_quantize(&s.q, &s.x, NULL, NIB_COLUMNWISE, &expected), NIB_ERR_DEVICE, "fake:");
+    CHECK_OK(nib_fake_quantize(&s.q, &s.x, NULL, NIB_COLUMNWISE, &out));
+    fake_download(s.device, host.data, out.data, out.bytes);
+    CHECK_BYTES(host.data, expected.data, host.bytes);
+    float wanted[2], got[2];
+    float *const amaxes = upload_floats(&s, (float[2]){ 7, 7 }, 2);
+    CHECK_OK(nib_amax(&s.q, &s.x, (float *const[2]){ amaxes, amaxes + 1 }));
+    fake_download(s.device, host.data, s.x.data, s.x.bytes);
+    CHECK_OK(nib_amax(&s.q, &host, (float *const[2]){ wanted, wanted + 1 }));
+    fake_download(s.device, got, amaxes, sizeof got);
+    CHECK_BYTES(wanted, got, sizeof got);
+    fake_ops(s.device)->fake_quantize = NULL;
+    fake_ops(s.device)->find_amaxes = NULL;
+    CHECK_FAILS(nib_fake_quantize(&s.q, &s.x, NULL, NIB_ROWWISE, &out), NIB_ERR_UNSUPPORTED, "fake_quantize");
+    CHECK_FAILS(nib_amax(&s.q, &s.x, (float *const[2]){ amaxes, NULL }), NIB_ERR_UNSUPPORTED, "find_amaxes");
+    fake_free(s.device, out.data);
+    fake_free(s.device, amaxes);
+    free(host.data);
+    free(expected.data);
+    close_setting(&s);
+}
+
 TEST(overrides_that_are_rejected)
 {
     struct setting s = setting_of(LINES, NIB_BF16, 2, shapes[0].shape);
@@ -175,7 +211,7 @@ TEST(overrides_that_are_rejected)
     fake_open();
     *on_device = 1;
     fake_close();
-    fake_ops(s.device)->check_overrides = NULL; /* a device need not look at them */
+    fake_ops(s.device)->check_quantization = NULL; /* a device need not look at them */
     CHECK_OK(nib_quantize(&s.q, &s.x, &overrides, &out));
     nib_tensor_destroy(out);
     fake_free(s.device, on_device);

@@ -311,4 +311,102 @@ TEST(noop_is_exactly_one)
     free(other.data);
 }
 
+/* ---- Without a tensor ---- */
+
+/* Fake quantization is quantize and dequantize; into another array, and in place. */
+static void fake_as_both(const nib_quantizer *q, const nib_array *x, enum kind kind)
+{
+    (void)kind;
+    nib_tensor *t = quantize(q, x, NULL);
+    nib_array y = contiguous_copy(x), expected = contiguous_copy(x);
+    for (int usage = 0; usage < 2; usage++) {
+        nib_quantizer other = *q;
+        other.rowwise = other.columnwise = (uint8_t)test_below(2); /* does not matter */
+        CHECK_OK(nib_dequantize(t, (nib_usage)usage, &expected));
+        memset(y.data, 0x5A, y.bytes);
+        CHECK_OK(nib_fake_quantize(&other, x, NULL, (nib_usage)usage, &y));
+        CHECK_THAT(memcmp(y.data, expected.data, y.bytes) == 0, "%s: fake quantization of usage %d", where, usage);
+        memcpy(y.data, x->data, y.bytes);
+        CHECK_OK(nib_fake_quantize(q, &y, NULL, (nib_usage)usage, &y));
+        CHECK_THAT(memcmp(y.data, expected.data, y.bytes) == 0, "%s: in place, usage %d", where, usage);
+    }
+    nib_tensor_destroy(t);
+    free(y.data);
+    free(expected.data);
+}
+
+TEST(fake_quantization) { for_all(fake_as_both); }
+
+TEST(fake_quantization_that_is_rejected)
+{
+    const nib_array x = random_matrix(NORMAL, NIB_F32, 16, 32), half = random_matrix(NORMAL, NIB_BF16, 16, 32),
+                    wide = random_matrix(NORMAL, NIB_F32, 32, 16);
+    nib_quantizer q = mode_of(RTN);
+    const nib_array before = contiguous_copy(&wide);
+    CHECK_FAILS(nib_fake_quantize(&q, &x, NULL, NIB_EITHER, &x), NIB_ERR_ARG, "not of 2");
+    CHECK_FAILS(nib_fake_quantize(&q, &x, NULL, NIB_ROWWISE, &half), NIB_ERR_MISMATCH, "dtype or shape");
+    CHECK_FAILS(nib_fake_quantize(&q, &x, NULL, NIB_ROWWISE, &wide), NIB_ERR_MISMATCH, "dtype or shape");
+    CHECK_FAILS(nib_fake_quantize(&q, &x, NULL, NIB_ROWWISE, NULL), NIB_ERR_ARG, "out");
+    CHECK_FAILS(nib_fake_quantize(&q, NULL, NULL, NIB_ROWWISE, &x), NIB_ERR_ARG, "x");
+    q.rht = 1, q.block_dims[0] = 16;
+    CHECK_FAILS(nib_fake_quantize(&q, &wide, NULL, NIB_ROWWISE, &wide), NIB_ERR_MODE, "16x16");
+    CHECK_BYTES(before.data, wide.data, wide.bytes);
+    free(x.data), free(half.data), free(wide.data), free(before.data);
+}
+
+/* What quantizing looks for: its tensor scale, where that is an amax as it is. */
+static void amaxes_as_found(const nib_quantizer *q, const nib_array *x, enum kind kind)
+{
+    (void)kind;
+    if (q->tensor_scale_rule != NIB_TENSOR_SCALE_RULE_DIALECT || q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
+        return;
+    nib_tensor *t = quantize(q, x, NULL);
+    static float amax[2][8192];
+    const size_t bytes[2] = { nib_buffer_bytes(nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE)),
+                              nib_buffer_bytes(nib_tensor_buffer(t, NIB_COL_TENSOR_SCALE)) };
+    memset(amax, 0x5A, sizeof amax);
+    CHECK_OK(nib_amax(q, x, (float *const[2]){ amax[0], amax[1] }));
+    CHECK_BYTES(amax[0], bytes_of(t, NIB_ROW_TENSOR_SCALE), bytes[0]);
+    CHECK_BYTES(amax[1], bytes_of(t, NIB_COL_TENSOR_SCALE), bytes[1]);
+    memset(amax, 0x5A, sizeof amax);
+    CHECK_OK(nib_amax(q, x, (float *const[2]){ NULL, amax[1] }));
+    CHECK_BYTES(amax[1], bytes_of(t, NIB_COL_TENSOR_SCALE), bytes[1]);
+    nib_tensor_destroy(t);
+}
+
+TEST(amaxes_alone)
+{
+    for_all(amaxes_as_found);
+    nib_quantizer q;
+    float amax[2] = { 7, 7 };
+    const nib_array x = random_matrix(NORMAL, NIB_F32, 16, 32);
+    CHECK_OK(nib_quantizer_init_format(&q, NIB_MXFP8));
+    CHECK_FAILS(nib_amax(&q, &x, (float *const[2]){ amax, amax + 1 }), NIB_ERR_MODE, "no amax per tensor");
+    CHECK_FAILS(nib_amax(&q, &x, NULL), NIB_ERR_ARG, "amax is NULL");
+    CHECK(amax[0] == 7 && amax[1] == 7);
+    free(x.data);
+}
+
+/* The offset that a caller brings replaces the quantizer's, and is not kept. */
+TEST(a_given_offset)
+{
+    const nib_array x = random_matrix(NORMAL, NIB_BF16, 48, 80);
+    nib_quantizer q = mode_of(SR_8), other = q;
+    const uint64_t offset = 12345678901234u;
+    const nib_overrides overrides = { .bytes = sizeof overrides, .offset = &offset };
+    other.offset = offset;
+    nib_tensor *given = quantize(&q, &x, &overrides), *wanted = quantize(&other, &x, NULL), *plain = quantize(&q, &x, NULL);
+    CHECK_SAME(given, wanted);
+    CHECK(!same_tensor(given, plain));
+    nib_metadata m = { .bytes = sizeof m };
+    CHECK_OK(nib_tensor_get_metadata(given, &m));
+    CHECK(m.quantizer->offset == q.offset);
+    nib_array y = contiguous_copy(&x), expected = contiguous_copy(&x);
+    CHECK_OK(nib_fake_quantize(&q, &x, &overrides, NIB_COLUMNWISE, &y));
+    CHECK_OK(nib_dequantize(wanted, NIB_COLUMNWISE, &expected));
+    CHECK_BYTES(y.data, expected.data, y.bytes);
+    nib_tensor_destroy(given), nib_tensor_destroy(wanted), nib_tensor_destroy(plain);
+    free(x.data), free(y.data), free(expected.data);
+}
+
 TEST_MAIN

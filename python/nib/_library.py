@@ -221,7 +221,7 @@ class Quantizer(Structure):  # nib_quantizer_init_sized sets its size
 
 class Overrides(Sized):
     _fields_ = [("bytes", c_size_t), ("amax", c_void_p * 2), ("tensor_scale", c_void_p * 2), ("scale", c_void_p),
-                ("amax_seen", c_void_p)]
+                ("amax_seen", c_void_p), ("offset", c_void_p)]
 
 
 class Operand(Structure):
@@ -341,6 +341,8 @@ FUNCTIONS = {
     "nib_quantize": (STATUS, [P(Quantizer), P(Array), P(Overrides), P(c_void_p)]),
     "nib_quantize_into": (STATUS, [P(Quantizer), P(Array), P(Overrides), P(c_float), c_void_p]),
     "nib_dequantize": (STATUS, [c_void_p, c_int, P(Array)]),
+    "nib_amax": (STATUS, [P(Quantizer), P(Array), P(P(c_float))]),
+    "nib_fake_quantize": (STATUS, [P(Quantizer), P(Array), P(Overrides), c_int, P(Array)]),
     "nib_dequantize_rows": (STATUS, [c_void_p, c_int, c_int64, c_int64, P(Array)]),
     "nib_tensor_create": (STATUS, [P(Quantizer), c_int, c_int, P(c_int64), c_void_p, P(c_void_p)]),
     "nib_tensor_from_buffers": (STATUS, [P(Quantizer), c_int, c_int, P(c_int64), P(c_void_p), c_size_t, P(c_void_p)]),

@@ -36,14 +36,20 @@ struct nib_device_ops {
     nib_status (*copy)(nib_device *device, void *to, const void *from, size_t bytes);   /* may overlap */
     nib_status (*zero)(nib_device *device, void *memory, size_t bytes);
 
-    /* ---- Values to codes and back: quantize.h has the contracts. With an amax_comm, quantize comes to nib_agree
-     * whatever happens to it: the other ranks are there already. ---- */
-    nib_status (*check_overrides)(
+    /* ---- Values to codes and back: quantize.h has the contracts. With an amax_comm, quantize and fake_quantize
+     * come to nib_agree whatever happens to them: the other ranks are there already. ---- */
+    nib_status (*check_quantization)(
         nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
-        const struct nib_geometry *geometry); /* what a caller brings; NULL if quantize takes all */
+        const struct nib_geometry *geometry); /* options and what a caller brings; NULL if quantize takes all */
     nib_status (*quantize)(nib_device *device, const nib_quantizer *q, const nib_array *x,
                            const nib_overrides *overrides, const float *noop, const struct nib_geometry *geometry,
                            const struct nib_usage_memory *memory); /* of both usages */
+    nib_status (*find_amaxes)(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                              const struct nib_geometry *geometry,
+                              float *const amax[2]); /* of the usages that q wants, or NULL */
+    nib_status (*fake_quantize)(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                                const nib_overrides *overrides, const struct nib_geometry *geometry, nib_usage usage,
+                                const nib_array *out); /* q wants that usage alone */
     nib_status (*dequantize)(nib_device *device, const nib_quantizer *q, const struct nib_geometry *geometry,
                              nib_usage from, const struct nib_usage_memory *memory, int64_t first, int64_t count,
                              const nib_array *out);

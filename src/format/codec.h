@@ -20,11 +20,17 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Functions of headers that a device, too, compiles. */
+/* Functions of headers that a device, too, compiles. A device keeps an array in registers only if every index is known,
+ * so that loops over a block are marked. */
 #if defined(__CUDACC__)
 #define NIB_INLINE static __host__ __device__ __forceinline__
 #else
 #define NIB_INLINE static inline
+#endif
+#if defined(__CUDA_ARCH__)
+#define NIB_UNROLL _Pragma("unroll")
+#else
+#define NIB_UNROLL
 #endif
 
 NIB_INLINE uint32_t nib_bits(float x)

@@ -58,7 +58,7 @@ static inline nib_dtype nib_element_of(const nib_quantizer *q)
 }
 
 /* The rules that follow from a quantizer's options, for data of a dtype. */
-struct nib_rules nib_rules_of(const nib_quantizer *q, nib_dtype input);
+NIB_PRIVATE struct nib_rules nib_rules_of(const nib_quantizer *q, nib_dtype input);
 
 /* The largest block of any format, for scratch memory. */
 enum { NIB_MAX_BLOCK = 128 };
@@ -100,38 +100,38 @@ nib_part nib_part_of(const struct nib_format_facts *facts, nib_usage usage, int 
 
 /* Where the scale of (line, block) is, counted in scales. Swizzled: 128 x 4 tiles of 512, in which 32 rows
  * interleave. */
-static inline int64_t nib_scale_index(const struct nib_usage_geometry *g, int64_t line, int64_t block)
+NIB_INLINE int64_t nib_scale_index(const struct nib_usage_geometry *g, int64_t line, int64_t block)
 {
     if (!g->swizzled)
         return line / g->lines_per_scale * g->scale_line + block * g->scale_block;
-    const int64_t tiles = nib_ceil_div(g->blocks, 4);
+    const int64_t tiles = (g->blocks + 3) / 4;
     return (line / 128 * tiles + block / 4) * 512 + line % 32 * 16 + line % 128 / 32 * 4 + block % 4;
 }
 
-static inline nib_scale_bits nib_scale_load(const struct nib_usage_geometry *g, const void *scales, int64_t line,
-                                            int64_t block)
+NIB_INLINE nib_scale_bits nib_scale_load(const struct nib_usage_geometry *g, const void *scales, int64_t line,
+                                         int64_t block)
 {
     nib_scale_bits bits = 0;
     memcpy(&bits, (const char *)scales + nib_scale_index(g, line, block) * g->scale_bytes, (size_t)g->scale_bytes);
     return bits;
 }
 
-static inline void nib_scale_store(const struct nib_usage_geometry *g, void *scales, int64_t line, int64_t block,
-                                   nib_scale_bits bits)
+NIB_INLINE void nib_scale_store(const struct nib_usage_geometry *g, void *scales, int64_t line, int64_t block,
+                                nib_scale_bits bits)
 {
     memcpy((char *)scales + nib_scale_index(g, line, block) * g->scale_bytes, &bits, (size_t)g->scale_bytes);
 }
 
 /* Codes one at a time. Storing packed codes needs them in order: the even one clears its byte. */
-static inline uint8_t nib_code_load(const struct nib_usage_geometry *g, const uint8_t *codes, int64_t line, int64_t i)
+NIB_INLINE uint8_t nib_code_load(const struct nib_usage_geometry *g, const uint8_t *codes, int64_t line, int64_t i)
 {
     if (g->element_stride)
         return codes[line * g->line_stride + i * g->element_stride];
     return codes[line * g->line_stride + i / 2] >> 4 * (i % 2) & 15;
 }
 
-static inline void nib_code_store(const struct nib_usage_geometry *g, uint8_t *codes, int64_t line, int64_t i,
-                                  uint8_t code)
+NIB_INLINE void nib_code_store(const struct nib_usage_geometry *g, uint8_t *codes, int64_t line, int64_t i,
+                               uint8_t code)
 {
     uint8_t *byte = codes + line * g->line_stride + (g->element_stride ? i * g->element_stride : i / 2);
     *byte = (uint8_t)(g->element_stride || i % 2 == 0 ? code : *byte | code << 4);

@@ -477,18 +477,22 @@ NIB_INLINE void nib_random_block(nib_rounding rounding, uint64_t seed, uint64_t 
 /* At strides 1, 2, 4, 8: (a, b) to (a + b, a - b), a at the lower index. */
 NIB_INLINE void nib_rht_butterflies(float x[NIB_BLOCK])
 {
-    for (int stride = 1; stride < NIB_BLOCK; stride *= 2)
+    NIB_UNROLL
+    for (int stride = 1; stride < NIB_BLOCK; stride *= 2) {
+        NIB_UNROLL
         for (int i = 0; i < NIB_BLOCK; i++)
             if (!(i & stride)) {
                 const float a = x[i], b = x[i + stride];
                 x[i] = a + b;
                 x[i + stride] = a - b;
             }
+    }
 }
 
 /* Bit i of the mask changes the sign of x[i]. */
 NIB_INLINE void nib_rht_signs(float x[NIB_BLOCK], uint16_t sign_mask)
 {
+    NIB_UNROLL
     for (int i = 0; i < NIB_BLOCK; i++)
         if (sign_mask >> i & 1)
             x[i] = -x[i];
@@ -500,10 +504,12 @@ NIB_INLINE void nib_rht_signs(float x[NIB_BLOCK], uint16_t sign_mask)
 NIB_INLINE void nib_rht_forward(float x[NIB_BLOCK], uint16_t sign_mask, nib_dtype input)
 {
     nib_rht_signs(x, sign_mask);
-    if (input != NIB_F32)
-        for (int i = 0; i < NIB_BLOCK; i++)
+    NIB_UNROLL
+    for (int i = 0; i < NIB_BLOCK; i++)
+        if (input != NIB_F32)
             x[i] *= 0.25f;
     nib_rht_butterflies(x);
+    NIB_UNROLL
     for (int i = 0; i < NIB_BLOCK; i++) {
         if (input == NIB_F32)
             x[i] *= 0.25f;
@@ -516,6 +522,7 @@ NIB_INLINE void nib_rht_forward(float x[NIB_BLOCK], uint16_t sign_mask, nib_dtyp
 NIB_INLINE void nib_rht_inverse(float x[NIB_BLOCK], uint16_t sign_mask)
 {
     nib_rht_butterflies(x);
+    NIB_UNROLL
     for (int i = 0; i < NIB_BLOCK; i++)
         x[i] *= 0.25f;
     nib_rht_signs(x, sign_mask);
@@ -526,9 +533,12 @@ NIB_INLINE void nib_rht_inverse(float x[NIB_BLOCK], uint16_t sign_mask)
 /* Sixteen values as a tree: v[i] += v[i + 8], then at distance 4, 2, 1. */
 NIB_INLINE float nib_tree_sum(float v[NIB_BLOCK])
 {
-    for (int distance = NIB_BLOCK / 2; distance > 0; distance /= 2)
+    NIB_UNROLL
+    for (int distance = NIB_BLOCK / 2; distance > 0; distance /= 2) {
+        NIB_UNROLL
         for (int i = 0; i < distance; i++)
             v[i] += v[i + distance];
+    }
     return v[0];
 }
 
@@ -547,7 +557,10 @@ NIB_INLINE float nib_4over6_error(const float *x, const uint8_t *codes, int n, u
 {
     const float s = nib_f32_from_e4m3(scale);
     float error = 0;
-    for (int i = 0; i < n; i++) {
+    NIB_UNROLL
+    for (int i = 0; i < NIB_BLOCK; i++) {
+        if (i >= n)
+            continue;
         const float product = nib_f32_from_e2m1(codes[i]) * s; /* exact */
         const float d = fast ? product - x[i] * scaler->scale : product * scaler->amax / rules->full_scale - x[i];
         error += mode == NIB_ERROR_MAE ? nib_abs(d) : d * d;
@@ -577,7 +590,10 @@ NIB_INLINE float nib_sweep_error(const float *x, const uint8_t *codes, int n, ui
 {
     const float f = nib_f32_from_e4m3(scale) * scale_inv;
     float e[NIB_BLOCK] = { 0 };
-    for (int i = 0; i < n; i++) {
+    NIB_UNROLL
+    for (int i = 0; i < NIB_BLOCK; i++) {
+        if (i >= n)
+            continue;
         const float d = nib_f32_from_e2m1(codes[i]) * f - x[i];
         e[i] = d * d;
     }

@@ -71,8 +71,8 @@ static bool is_negative(float x) { return nib_bits(x) > 0x80000000u && !nib_is_n
 static bool is_positive(float x) { return nib_bits(x) - 1 < 0x7F800000u; }
 
 /* Overrides are magnitudes and multipliers: a negative one is a mistake. (A NaN is left to the kernels.) */
-static nib_status check_overrides(nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
-                                  const struct nib_geometry *geometry)
+static nib_status check_quantization(nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
+                                     const struct nib_geometry *geometry)
 {
     (void)device, (void)q;
     if (overrides->scale && !is_positive(*overrides->scale))
@@ -94,13 +94,68 @@ static nib_status is_set(nib_device *device, const float *flag, bool *set)
     return NIB_OK;
 }
 
+/* The options with the random offset that the caller brings, if any. */
+static nib_quantizer with_offset_of(const nib_quantizer *q, const nib_overrides *overrides)
+{
+    nib_quantizer own = *q;
+    if (overrides->offset)
+        own.offset = *overrides->offset;
+    return own;
+}
+
 static nib_status quantize(nib_device *device, const nib_quantizer *q, const nib_array *x,
                            const nib_overrides *overrides, const float *noop, const struct nib_geometry *geometry,
                            const struct nib_usage_memory *memory)
 {
     if (noop && *noop == 1.0f)
         return NIB_OK;
-    return nib_quantize_usages(device, q, x, overrides, geometry, memory);
+    const nib_quantizer with_offset = with_offset_of(q, overrides);
+    return nib_quantize_usages(device, &with_offset, x, overrides, geometry, memory);
+}
+
+static nib_status find_amaxes(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                              const struct nib_geometry *geometry, float *const amax[2])
+{
+    const size_t bytes[2] = { (size_t)geometry->usage[0].tensor_scales_bytes,
+                              (size_t)geometry->usage[1].tensor_scales_bytes };
+    float few[2], *side_by_side = few;
+    if (q->row_scaled)
+        side_by_side = nib_alloc(bytes[0] + bytes[1]);
+    if (!side_by_side)
+        return nib_fail(NIB_ERR_MEMORY, "no memory for amaxes");
+    nib_find_amaxes(device, q, x, geometry, side_by_side);
+    if (amax[NIB_ROWWISE])
+        memcpy(amax[NIB_ROWWISE], side_by_side, bytes[0]);
+    if (amax[NIB_COLUMNWISE])
+        memcpy(amax[NIB_COLUMNWISE], side_by_side + (q->rowwise ? bytes[0] / sizeof(float) : 0), bytes[1]);
+    if (side_by_side != few)
+        nib_free(side_by_side);
+    return NIB_OK;
+}
+
+/* Through codes of its own: the host gains nothing by leaving them out. */
+static nib_status fake_quantize(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                                const nib_overrides *overrides, const struct nib_geometry *geometry, nib_usage usage,
+                                const nib_array *out)
+{
+    const struct nib_usage_geometry *const g = &geometry->usage[usage];
+    struct nib_usage_memory memory[2] = { 0 };
+    struct nib_usage_memory *const own = &memory[usage];
+    const nib_quantizer with_offset = with_offset_of(q, overrides);
+    own->codes = nib_alloc((size_t)g->data_bytes);
+    own->scales = g->scales_bytes ? nib_alloc((size_t)g->scales_bytes) : NULL;
+    own->tensor_scales = g->tensor_scales_bytes ? nib_alloc((size_t)g->tensor_scales_bytes) : NULL;
+    nib_status status = NIB_OK;
+    if (!own->codes || (g->scales_bytes && !own->scales) || (g->tensor_scales_bytes && !own->tensor_scales))
+        status = nib_agree(q->amax_comm, nib_fail(NIB_ERR_MEMORY, "no memory for the codes of a fake quantization"), 0);
+    else
+        status = nib_quantize_usages(device, &with_offset, x, overrides, geometry, memory);
+    if (!status && geometry->rows && geometry->cols)
+        nib_dequantize_usage(device, q, geometry, usage, own, 0, geometry->rows, out);
+    nib_free(own->codes);
+    nib_free(own->scales);
+    nib_free(own->tensor_scales);
+    return status;
 }
 
 static nib_status dequantize(nib_device *device, const nib_quantizer *q, const struct nib_geometry *geometry,
@@ -180,8 +235,10 @@ const struct nib_device_ops nib_host_ops = {
     .read = copy,
     .copy = copy,
     .zero = zero,
-    .check_overrides = check_overrides,
+    .check_quantization = check_quantization,
     .quantize = quantize,
+    .find_amaxes = find_amaxes,
+    .fake_quantize = fake_quantize,
     .dequantize = dequantize,
     .is_set = is_set,
     .product = product,

@@ -275,12 +275,11 @@ static nib_status load_overrides(nib_device *device, const nib_quantizer *q, con
                                  const struct nib_geometry *geometry, nib_overrides *out)
 {
     *out = (nib_overrides){ .bytes = sizeof *out };
-    if (!in)
-        return NIB_OK;
-    TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, amax_seen)));
+    if (in)
+        TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, amax_seen)));
     if (out->scale && !nib_dialect_of(q)->scale_of)
         return nib_fail(NIB_ERR_MODE, "%s has no scale to override", nib_format_of(q)->name);
-    return device->ops->check_overrides ? device->ops->check_overrides(device, q, out, geometry) : NIB_OK;
+    return device->ops->check_quantization ? device->ops->check_quantization(device, q, out, geometry) : NIB_OK;
 }
 
 /* A quantization once everything is checked: where it runs, by which options, with what. */
@@ -456,6 +455,68 @@ nib_status nib_dequantize_rows(const nib_tensor *t, nib_usage from, int64_t firs
     if (out->rank != 2 || out->shape[0] != count || out->shape[1] != t->geometry.cols)
         return nib_fail(NIB_ERR_SHAPE, "out must be [%lld, %lld]", (long long)count, (long long)t->geometry.cols);
     return dequantize_rows(t, from, first, count, out);
+}
+
+/* ---- Amaxes ---- */
+
+nib_status nib_amax(const nib_quantizer *q, const nib_array *x, float *const amax[2])
+{
+    NIB_REQUIRE(amax);
+    struct quantization with = { 0 };
+    struct nib_geometry geometry;
+    TRY(nib_quantizer_load(q, &with.q));
+    TRY(nib_check_array("x", x));
+    with.q.amax_comm = NULL;
+    with.q.rowwise = with.q.rowwise && amax[NIB_ROWWISE];
+    with.q.columnwise = with.q.columnwise && amax[NIB_COLUMNWISE];
+    with.device = nib_device_of(x->device);
+    if (!nib_format_of(&with.q)->tensor_scales)
+        return nib_fail(NIB_ERR_MODE, "%s has no amax per tensor: every block has its own",
+                        nib_format_of(&with.q)->name);
+    TRY(NIB_DEVICE_HAS(with.device, find_amaxes));
+    TRY(nib_check_input(&with.q, x->dtype, x->rank, x->shape, &geometry));
+    TRY(load_overrides(with.device, &with.q, NULL, &geometry, &with.overrides));
+    float *const wanted[2] = { with.q.rowwise ? amax[NIB_ROWWISE] : NULL,
+                               with.q.columnwise ? amax[NIB_COLUMNWISE] : NULL };
+    return with.device->ops->find_amaxes(with.device, &with.q, x, &geometry, wanted);
+}
+
+/* ---- Both at once ---- */
+
+/* All that can fail on one rank alone. */
+static nib_status prepare_fake(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
+                               nib_usage usage, const nib_array *out, struct quantization *with,
+                               struct nib_geometry *geometry)
+{
+    TRY(nib_quantizer_load(q, &with->q));
+    if (usage != NIB_ROWWISE && usage != NIB_COLUMNWISE)
+        return nib_fail(NIB_ERR_ARG, "fake quantization is of the rowwise usage or of the columnwise one, not of %d",
+                        (int)usage);
+    with->q.rowwise = usage == NIB_ROWWISE;
+    with->q.columnwise = usage == NIB_COLUMNWISE;
+    TRY(nib_check_array("x", x));
+    TRY(check_values_out(out));
+    bool same = x->dtype == out->dtype && x->rank == out->rank;
+    for (int i = 0; same && i < x->rank; i++)
+        same = x->shape[i] == out->shape[i];
+    if (!same)
+        return nib_fail(NIB_ERR_MISMATCH, "nib_fake_quantize: the arrays differ in dtype or shape");
+    TRY(nib_check_same_device("out", out->device, "x", x->device));
+    with->device = nib_device_of(x->device);
+    TRY(NIB_DEVICE_HAS(with->device, fake_quantize));
+    TRY(nib_check_input(&with->q, x->dtype, x->rank, x->shape, geometry));
+    return load_overrides(with->device, &with->q, overrides, geometry, &with->overrides);
+}
+
+nib_status nib_fake_quantize(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
+                             nib_usage usage, const nib_array *out)
+{
+    struct quantization with;
+    struct nib_geometry geometry;
+    const nib_status status = prepare_fake(q, x, overrides, usage, out, &with, &geometry);
+    if (status) /* the other ranks are waiting to hear of it */
+        return nib_agree(nib_amax_comm_of(q), status, 0);
+    return with.device->ops->fake_quantize(with.device, &with.q, x, &with.overrides, &geometry, usage, out);
 }
 
 /* ---- Metadata and parts ---- */
