@@ -74,6 +74,7 @@ SOURCES = [n for n in FILES if n.endswith((".c", ".h", ".cu", ".py", ".sh", ".cm
 TEXTS = [n for n in FILES if not n.startswith("tests/fuzz/corpus/") and b"\0" not in read(n)]
 HEADERS = [n for n in FILES if re.fullmatch(r"include/\w+\.h", n) and n != "include/nib_mpi.h"]
 CHECKPOINT_HEADER = "include/nib_checkpoint.h"
+CUDA_HEADER = "include/nib_cuda.h"
 MPI_HEADER = "include/nib_mpi.h"  # the only one that needs more than libc
 LIBRARY = [n for n in FILES if re.fullmatch(r"src/\w+/(\w+/)?\w+\.[ch]", n)]
 CHECKPOINT = [n for n in FILES if re.fullmatch(r"checkpoint/\w+/\w+\.[ch]", n)]
@@ -172,7 +173,7 @@ def check_format():
     version = re.search(r"version (\d+)", run(program, "--version")[1]) if program else None
     if not version or version[1] != CLANG_FORMAT:
         return skip("clang-format", f"needs version {CLANG_FORMAT}, here is {version[1] if version else 'none'}")
-    names = [n for n in FILES if re.match(r"(include|src|checkpoint|mpi|bench|tools|examples)/.*\.[ch]$", n)]
+    names = [n for n in FILES if re.match(r"(include|src|checkpoint|mpi|cuda|bench|tools|examples)/.*\.(c|h|cu|cuh|cpp|inc)$", n)]
     check("clang-format (make format)", [n for n in names if not run(program, "--dry-run", "-Werror", n)[0]])
 
 
@@ -230,6 +231,34 @@ def check_rules():
           or ([] if len(functions) > 50 else [f"only {len(functions)} functions were found"]))
 
 
+def check_cuda():
+    """Flags that decide bytes, and who includes whom."""
+    build = read("cuda/CMakeLists.txt").decode()
+    faults = [] if re.search(r"set\(nvcc_flags [^)]*-fmad=false", build) else ["cuda/CMakeLists.txt compiles without -fmad=false"]
+    sources = [n for n in FILES if re.match(r"cuda/.*", n)] + ["CMakeLists.txt", "tests/run.py"]
+    for flag in ("use_fast_math", "ftz=true", "prec-div=false", "prec-sqrt=false", "fmad=true"):
+        faults += lines_matching([n for n in sources if n.endswith((".txt", ".py", ".cu", ".cuh"))], "-" + flag)
+    check("CUDA without fast math or contraction", faults)
+    # Names that a device's own approximations go by.
+    check("CUDA kernels without approximate functions",
+          lines_matching([n for n in sources if n.endswith((".cu", ".cuh"))], r"\b__(fdividef|frcp_|expf|logf|fsqrt_approx)|\.approx"))
+    faults = []
+    for name in [n for n in FILES if re.match(r"cuda/[^/]*\.(c|h|cu|cuh|inc)$", n) and n != "cuda/test_cuda.c"]:
+        for header in included_by(name):
+            places = ["include", "cuda", "cuda/shim"]
+            if not any(os.path.exists(os.path.join(ROOT, place, header)) for place in places) and not re.match(
+                    r"(base|format)/\w+\.h$|tensor/matrix\.h$", header):
+                faults.append(f"{name} may not include {header}")
+    faults += lines_matching([n for n in FILES if re.match(r"(src|checkpoint|mpi)/.*\.[ch]$", n)], r"#\s*include\s*[<\"](nib_)?cuda")
+    check("nothing of the core knows CUDA", faults)
+    library = next((p for p in (os.path.join(BUILD, "cuda/libnib_cuda.so"), os.path.join(BUILD, "cu/cuda/libnib_cuda.so"))
+                    if os.path.exists(p)), None)
+    if not library:
+        return skip("libnib_cuda.so", "it is not built")
+    declared = set(re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", re.sub(r"/\*.*?\*/", "", read(CUDA_HEADER).decode(), flags=re.S)))
+    check("libnib_cuda.so exports what nib_cuda.h declares", sorted(declared ^ symbols(library, "-D", "--defined-only")))
+
+
 def check_mpi():
     """<mpi.h> in one header, and the library's names."""
     check("only nib_mpi.h includes <mpi.h>",
@@ -244,7 +273,7 @@ def check_mpi():
 
 def check_symbols():
     declared, of_checkpoints = set(), set()
-    for name in HEADERS:
+    for name in (n for n in HEADERS if n != CUDA_HEADER):
         text = re.sub(r"/\*.*?\*/|^ *#.*?$", "", read(name).decode(), flags=re.S | re.M)
         (of_checkpoints if name == CHECKPOINT_HEADER else declared).update(
             re.findall(r"\bNIB_API\b[^;(]*?\b(\w+)\s*\(", text))
@@ -329,6 +358,7 @@ def main():
     check_headers()
     check_rules()
     check_mpi()
+    check_cuda()
     if os.path.exists(os.path.join(BUILD, "libnib.so")):
         check_symbols()
         with tempfile.TemporaryDirectory() as folder:

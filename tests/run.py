@@ -197,7 +197,11 @@ def program_jobs(path, env=None):
 
     sources = sorted(files("tests/test_*.c"), key=lambda source: stem(source) not in LONGEST)
     jobs = [program(source) for source in sources] + [target(source) for source in files("tests/fuzz/fuzz_*.c")]
-    tool = os.path.join(path, "nib")
+    shim, tool = os.path.join(path, "tests/test_cuda_shim"), os.path.join(path, "nib")
+    if os.path.exists(shim):
+        jobs.append(lambda tally: run_counted(tally, "test_cuda_shim", [shim], env))
+    else:
+        jobs.append(lambda tally: tally.missing("test_cuda_shim", "there is no C++ compiler"))
     if os.path.exists(tool):
         jobs.append(lambda tally: run_counted(tally, "nib conform", [tool, "conform", *files("tests/golden/*.safetensors")], env))
     return jobs
@@ -457,11 +461,59 @@ def cuda_environment():
     return virtual_environment("build/venv-cuda", [CUDA_PACKAGES], own=True)
 
 
-def rules_by_nvcc(tally, common, program, wanted):
+def cuda_toolkit():
+    """The directory of PyPI's nvcc, or (None, why)."""
     python, why = cuda_environment()
     if not python:
+        return None, why
+    return glob.glob(os.path.join(os.path.dirname(python), "../lib/python*/site-packages/nvidia/cu13"))[0], ""
+
+
+def stage_cuda(tally):
+    """libnib_cuda by nvcc, which needs no GPU; its tests say how many they skip without one."""
+    path = build(tally, "build")
+    toolkit, why = cuda_toolkit()
+    if not path or not toolkit:
+        return tally.missing("cuda", why)
+    folder = os.path.join(ROOT, "build/cuda-stage")
+    os.makedirs(folder, exist_ok=True)
+    nvcc_flags = re.search(r"^set\(nvcc_flags (.*)\)$", open(os.path.join(ROOT, "cuda/CMakeLists.txt"), encoding="utf-8").read(), re.M)[1]
+    numbers = CUDA_ARCHITECTURES if campaign else ["90"]
+    targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers] + [f"-gencode=arch=compute_{numbers[0]},code=compute_{numbers[0]}"]
+    places = ["-Iinclude", "-Isrc", "-Icuda", "-Itests"]
+    strict = ["gcc", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", *places, "-isystem", toolkit + "/include"]
+    libraries = [f"-L{path}", "-lnib", toolkit + "/lib/libcudart_static.a", "-ldl", "-lrt", "-lpthread", "-lm", f"-Wl,-rpath,{path}:{folder}"]
+    library, program = os.path.join(folder, "libnib_cuda.so"), os.path.join(folder, "test_cuda")
+    kernels = files("cuda/*.cu")
+    objects = [os.path.join(folder, stem(source) + ".o") for source in kernels]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        compile_one = [toolkit + "/bin/nvcc", *nvcc_flags.split(), *targets, *places[:3], "-c"]
+        for status, output in pool.map(lambda pair: run([*compile_one, pair[0], "-o", pair[1]]), zip(kernels, objects)):
+            if status != 0 or "warning" in output:
+                return tally.fail("cuda: nvcc", output)
+    tally.ok()
+    steps = [[*strict, "-shared", "cuda/device.c", "cuda/quantize.c", *objects, *libraries, "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-o", library],
+             [*strict, "cuda/test_cuda.c", library, *libraries, "-o", program]]
+    for step in steps:
+        status, output = run(step)
+        if status != 0 or "warning" in output:
+            return tally.fail("cuda: " + " ".join(step)[:200], output)
+        tally.ok()
+    run_counted(tally, "test_cuda", [program])
+    status, output = run([os.path.join(path, "nib"), "version", "-v"], {"NIB_CUDA_LIBRARY": library})
+    if status == 0 and ("device: cuda:0" in output or "libnib_cuda finds none" in output):
+        tally.ok()
+    else:
+        tally.fail(f"nib version -v: exit {status}", output)
+    if "device: cuda:0" in output:
+        run_counted(tally, "nib conform --device cuda", [os.path.join(path, "nib"), "conform", "--device", "cuda",
+                                                         *files("tests/golden/*.safetensors")], {"NIB_CUDA_LIBRARY": library})
+
+
+def rules_by_nvcc(tally, common, program, wanted):
+    toolkit, why = cuda_toolkit()
+    if not toolkit:
         return tally.missing("rules with nvcc", why)
-    toolkit = glob.glob(os.path.join(os.path.dirname(python), "../lib/python*/site-packages/nvidia/cu13"))[0]
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHITECTURES]
     status, output = run([toolkit + "/bin/nvcc", "-std=c++17", "-fmad=false", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror",
                           *targets, "-cudart", "static", f"-L{toolkit}/lib", *common, program])
@@ -652,7 +704,8 @@ def stage_mutate(tally):
 
 
 STAGES = {"gcc": stage_gcc, "clang": stage_clang, "asan": stage_asan, "serial": stage_serial, "mpi": stage_mpi,
-          "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "rules": stage_rules, "oracles": stage_oracles,
+          "neon": stage_neon, "instructions": stage_instructions, "hygiene": stage_hygiene, "rules": stage_rules, "cuda": stage_cuda,
+          "oracles": stage_oracles,
           "families": stage_families, "python": stage_python}
 LONG_STAGES = {"scripts": stage_scripts, "fuzz": stage_fuzz, "mutate": stage_mutate}
 

@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "bench.h"
+#include "bench_cuda.h"
 #include "cli.h"
 #include "commands.h"
 #include "nib.h"
@@ -91,7 +92,7 @@ struct verdict {
 struct options {
     bool json, quick, no_scalar, list, only_floors, gemm;
     int32_t threads, size_limit;
-    const char *svg, *shape;
+    const char *svg, *shape, *device;
     char **filters; /* NULL at the end; none: everything */
 };
 
@@ -797,6 +798,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
           INT32_MAX },
         { 0, "shape", CLI_TEXT, &options.shape, "ROWSxCOLS", "only this shape", 0, 0 },
         { 0, "no-scalar", CLI_FLAG, &options.no_scalar, NULL, "do not compare with the scalar kernels", 0, 0 },
+        { 0, "device", CLI_TEXT, &options.device, "NAME",
+          "measure on host (the default), cuda or cuda:N; of the options only --json and --quick go with a GPU", 0, 0 },
         { 0, "svg", CLI_TEXT, &options.svg, "FILE", "plot throughput against size and threads", 0, 0 },
         { 0 }
     };
@@ -805,6 +808,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
     if (parsed != CLI_GO)
         return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
     options.filters = argv + first;
+    if (options.device && strcmp(options.device, "host") != 0)
+        return bench_cuda(&(struct bench_cuda_options){ options.device, options.json, options.quick, options.filters });
     int wanted = 0;
     for (int i = 0; i < bench_operation_count; i++) {
         wanted += is_wanted(&options, &bench_operations[i]);
@@ -832,6 +837,9 @@ const struct cli_command cli_bench = {
     "With --gemm: NVFP4 weights by NVFP4 (W4A4) and by plain activations (W4A16), 1 to 512 rows of them, beside what "
     "one\n"
     "thread multiplies and reads; then what must hold, and the goal. One thread is timed by its processor time.\n\n"
+    "With --device cuda calls on a GPU are measured instead, as replayed graphs: microseconds, 10^9 elements and "
+    "bytes\n"
+    "per second, and the share of what a copy on the device, measured in the same run, allows for these bytes.\n\n"
     "Exit status: 0 measured, 2 it could not be done.\n",
     run
 };

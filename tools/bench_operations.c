@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "bench.h"
+#include "bench_cuda.h"
 #include "nib_reference.h"
 #include "nib_shard.h"
 
@@ -73,6 +74,15 @@ static bool fill(void *x, nib_dtype dtype, int64_t n)
         memcpy((char *)x + i * width, x, (size_t)((n - i < piece ? n - i : piece) * width));
     free(values);
     return good;
+}
+
+void *bench_values(nib_dtype dtype, int64_t n)
+{
+    void *const values = bench_allocate(n * nib_dtype_bits(dtype) / 8);
+    if (values && fill(values, dtype, n))
+        return values;
+    free(values);
+    return NULL;
 }
 
 static nib_status quantizer_of(const struct bench_operation *operation, nib_quantizer *q)

@@ -15,6 +15,7 @@
 
 #include "commands.h"
 #include "conform.h"
+#include "device.h"
 #include "nib_file.h"
 #include "text.h"
 
@@ -22,11 +23,12 @@ struct options {
     bool verbose, quiet, json;
     const char *glob;
     int32_t threads;
-    nib_device *device; /* the host with so many threads */
+    const char *where;  /* --device */
+    nib_device *device; /* that, or the host with so many threads */
 };
 
 struct totals {
-    size_t passed, failed, bad_files, selected;
+    size_t passed, failed, bad_files, selected, unsupported;
 };
 
 /* The report on one file. */
@@ -34,7 +36,7 @@ struct report {
     const struct options *options;
     const char *path;
     const char *label; /* how lines on stdout name the file */
-    size_t cases, failed;
+    size_t cases, failed, unsupported;
     bool bad;
     json_t *failures, *errors; /* with --json */
     bool incomplete;           /* something could not be added to them */
@@ -104,13 +106,17 @@ static bool report_end(struct report *report, struct totals *totals, json_t *all
     totals->failed += report->failed;
     totals->bad_files += report->bad;
     if (all) {
-        json_t *const object = json_pack("{s:o, s:I, s:I, s:b, s:o, s:o}", "file", text_json(report->path), "cases",
-                                         (json_int_t)report->cases, "failed", (json_int_t)report->failed, "bad",
-                                         (int)report->bad, "failures", report->failures, "errors", report->errors);
+        json_t *const object = json_pack("{s:o, s:I, s:I, s:I, s:b, s:o, s:o}", "file", text_json(report->path),
+                                         "cases", (json_int_t)report->cases, "failed", (json_int_t)report->failed,
+                                         "unsupported", (json_int_t)report->unsupported, "bad", (int)report->bad,
+                                         "failures", report->failures, "errors", report->errors);
         return object && json_array_append_new(all, object) == 0 && !report->incomplete;
     }
+    char unsupported[64] = "";
+    if (report->unsupported)
+        snprintf(unsupported, sizeof unsupported, ", %zu not supported", report->unsupported);
     if (!report->options->quiet)
-        cli_print("%s: %zu cases, %zu failed%s", report->label, report->cases, report->failed,
+        cli_print("%s: %zu cases, %zu failed%s%s", report->label, report->cases, report->failed, unsupported,
                   report->bad ? ", bad file" : "");
     return true;
 }
@@ -125,6 +131,7 @@ static bool check_case(struct report *report, struct totals *totals, struct conf
     struct conform_result result = { .verdict = CONFORM_PASSED };
     if (conform_parse(json, &what, &result)) {
         what.device = report->options->device;
+        what.moves = report->options->where && strcmp(report->options->where, "host") != 0;
         conform_run(&what, name, file, &result);
     }
     report->cases++;
@@ -137,6 +144,12 @@ static bool check_case(struct report *report, struct totals *totals, struct conf
     case CONFORM_DIFFERENT:
         report_difference(report, name, &result);
         return true;
+    case CONFORM_UNSUPPORTED:
+        totals->unsupported++;
+        report->unsupported++;
+        if (report->options->verbose)
+            cli_print("%s: %.256s: not supported: %s", report->label, name, result.message);
+        return false;
     case CONFORM_BAD:
         report_bad(report, name, result.message);
     }
@@ -257,6 +270,8 @@ static enum cli_exit check_files(const struct options *options, char **paths)
         if (!written && !ferror(stdout))
             return out_of_memory();
     } else {
+        if (totals.unsupported)
+            cli_print("%zu not supported on %s", totals.unsupported, nib_device_name(options->device));
         cli_print("%zu passed, %zu failed", totals.passed, totals.failed);
     }
     if (totals.bad_files == 0 && totals.selected == 0) {
@@ -275,6 +290,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "json", CLI_FLAG, &options.json, NULL, "report in JSON", 0, 0 },
         { 0, "case", CLI_TEXT, &options.glob, "GLOB", "check only cases whose name matches", 0, 0 },
         { 't', "threads", CLI_NUMBER, &options.threads, "N", "use N threads; 0, the default, for all", 0, 1024 },
+        { 0, "device", CLI_TEXT, &options.where, "NAME", "where to quantize: host, the default, cuda or cuda:N", 0, 0 },
         { 0 }
     };
     int first;
@@ -289,10 +305,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         cli_error("conform: no file is given; see nib conform --help");
         return CLI_FAILED;
     }
-    if (nib_host_create(options.threads, &options.device)) {
-        cli_error("conform: %s", nib_last_error());
+    if (!device_open("conform", options.where, options.threads, &options.device))
         return CLI_FAILED;
-    }
     const enum cli_exit status = check_files(&options, argv + first);
     nib_device_release(options.device);
     return status;
@@ -302,7 +316,8 @@ const struct cli_command cli_conform = {
     "conform", "FILE...", "check that the library agrees with files of vectors",
     "Check files of vectors: safetensors files with inputs, what to do with them, and the bytes that\n"
     "another implementation made of them. Prints one line per file, the first difference of each case\n"
-    "that fails, and a last line `N passed, M failed`. nib(1) describes the files.\n\n"
+    "that fails, and a last line `N passed, M failed`. nib(1) describes the files. What a device other than the\n"
+    "host does not do (another dialect than te, another format, products, casts) is counted as not supported.\n\n"
     "Exit status: 0 all cases pass, 1 a case failed, 2 a file is bad or cannot be read.\n",
     run
 };

@@ -21,6 +21,7 @@ struct conform_case {
     enum conform_op op;
     nib_quantizer quantizer;
     nib_device *device;         /* where it is run; set by the caller */
+    bool moves;                 /* that is not the host: arrays go there, and results come back */
     uint8_t exact;              /* 0: the amax of a transformed usage may be two units in the last place off */
     uint8_t given_amax;         /* row_amax, col_amax are inputs too */
     uint8_t given_tensor_scale; /* tensor_scale is an input too */
@@ -33,7 +34,8 @@ struct conform_case {
 enum conform_verdict {
     CONFORM_PASSED,
     CONFORM_DIFFERENT,
-    CONFORM_BAD /* it could not be checked: the file is bad */
+    CONFORM_UNSUPPORTED, /* the device does not do this; the message says what */
+    CONFORM_BAD          /* it could not be checked: the file is bad */
 };
 
 struct conform_result {

@@ -33,7 +33,8 @@ struct run {
     struct conform_file *file;
     struct conform_result *result;
     void *owned[MAX_OWNED]; /* memory that goes when the case is done */
-    int owned_count;
+    nib_buffer *moved[MAX_OWNED];
+    int owned_count, moved_count;
 };
 
 /* ---- Memory and tensors of the file ------------------------------------------------------------------- */
@@ -50,12 +51,36 @@ static void *allocate(struct run *run, size_t bytes)
 
 static bool library_failed(struct run *run) { return conform_bad(run->result, "%s", nib_last_error()); }
 
+/* A call on the device: what that does not do is no fault of the file. */
+static bool call_failed(struct run *run, nib_status status)
+{
+    (void)library_failed(run);
+    if (run->what->moves && status == NIB_ERR_UNSUPPORTED)
+        run->result->verdict = CONFORM_UNSUPPORTED;
+    return false;
+}
+
+/* An array of the device like one of the host, with its values or not. */
+static bool move_array(struct run *run, const nib_array *host, bool values, nib_array *out)
+{
+    *out = *host;
+    if (!run->what->moves)
+        return true;
+    out->device = run->what->device;
+    nib_buffer **const buffer = &run->moved[run->moved_count];
+    if (run->moved_count == MAX_OWNED || nib_buffer_create(host->bytes, out->device, buffer) != NIB_OK)
+        return library_failed(run);
+    run->moved_count++;
+    out->data = nib_buffer_data(*buffer);
+    return !values || nib_array_copy(host, out) == NIB_OK || library_failed(run);
+}
+
 static bool allocate_array(struct run *run, nib_dtype dtype, int rank, const int64_t *shape, nib_array *out)
 {
     if (nib_array_init(out, run, dtype, rank, shape) != NIB_OK) /* for its size; the pointer is set below */
         return library_failed(run);
     out->data = allocate(run, out->bytes);
-    out->device = run->what->device;
+    out->device = run->what->moves ? NULL : run->what->device;
     return out->data != NULL;
 }
 
@@ -276,11 +301,12 @@ static bool read_overrides(struct run *run, const nib_array *x, nib_overrides *o
             return false;
         if (nib_part_shape(q, part->part, x->rank, x->shape, &rank, shape) != NIB_OK)
             return library_failed(run);
-        if (!check_type(run, part->tensor, &values, NIB_F32, rank, shape))
+        nib_array there;
+        if (!check_type(run, part->tensor, &values, NIB_F32, rank, shape) || !move_array(run, &values, true, &there))
             return false;
         *(part->tensor_scale == NO_TENSOR_SCALE_KEPT ? &overrides->scale
           : part->tensor_scale == ANY_TENSOR_SCALE   ? &overrides->amax[part->usage]
-                                                     : &overrides->tensor_scale[part->usage]) = values.data;
+                                                     : &overrides->tensor_scale[part->usage]) = there.data;
     }
     return true;
 }
@@ -366,14 +392,19 @@ static bool compare_tensor(struct run *run, const nib_tensor *t)
 /* What the rowwise data dequantizes to, if the file wants it compared. */
 static bool compare_values(struct run *run, const nib_tensor *t, const nib_array *x)
 {
-    nib_array expected, got;
+    nib_array expected, got, there;
     size_t index;
     if (!run->what->quantizer.rowwise || !find_tensor(run, "y", &index))
         return run->result->verdict != CONFORM_BAD;
     if (!read_tensor(run, "y", &expected) || !check_type(run, "y", &expected, NIB_F32, x->rank, x->shape) ||
         !allocate_array(run, NIB_F32, x->rank, x->shape, &got))
         return false;
-    if (nib_dequantize(t, NIB_ROWWISE, &got) != NIB_OK)
+    if (!move_array(run, &got, false, &there))
+        return false;
+    const nib_status status = nib_dequantize(t, NIB_ROWWISE, &there);
+    if (status)
+        return call_failed(run, status);
+    if (run->what->moves && nib_array_copy(&there, &got) != NIB_OK)
         return library_failed(run);
     compare(run, "y", &expected, &got, 1, same_value);
     return true;
@@ -381,16 +412,20 @@ static bool compare_values(struct run *run, const nib_tensor *t, const nib_array
 
 static void run_quantize(struct run *run)
 {
-    nib_array x;
+    nib_array file, x;
     nib_overrides overrides;
-    nib_tensor *t = NULL;
-    if (!read_tensor(run, "x", &x) || !read_overrides(run, &x, &overrides))
+    nib_tensor *t = NULL, *back = NULL;
+    if (!read_tensor(run, "x", &file) || !read_overrides(run, &file, &overrides) || !move_array(run, &file, true, &x))
         return;
-    if (nib_quantize(&run->what->quantizer, &x, &overrides, &t) != NIB_OK)
-        library_failed(run);
-    else if (compare_tensor(run, t))
+    const nib_status status = nib_quantize(&run->what->quantizer, &x, &overrides, &t);
+    if (status)
+        (void)call_failed(run, status);
+    else if (run->what->moves && nib_tensor_to(t, NULL, &back) != NIB_OK)
+        (void)library_failed(run);
+    else if (compare_tensor(run, back ? back : t))
         compare_values(run, t, &x);
     nib_tensor_destroy(t);
+    nib_tensor_destroy(back);
 }
 
 /* ---- op "gemm" ---------------------------------------------------------------------------------------- */
@@ -545,7 +580,14 @@ void conform_run(const struct conform_case *what, const char *name, struct confo
     static void (*const ops[CONFORM_OPS])(
         struct run *) = { [CONFORM_QUANTIZE] = run_quantize, [CONFORM_GEMM] = run_gemm, [CONFORM_CASTS] = run_casts };
     struct run run = { .what = what, .name = name, .file = file, .result = result };
+    if (what->moves && what->op != CONFORM_QUANTIZE) {
+        (void)conform_bad(result, "only quantization is compared on %s", nib_device_name(what->device));
+        result->verdict = CONFORM_UNSUPPORTED;
+        return;
+    }
     ops[what->op](&run);
+    while (run.moved_count)
+        nib_buffer_release(run.moved[--run.moved_count]);
     while (run.owned_count)
         free(run.owned[--run.owned_count]);
 }

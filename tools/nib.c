@@ -12,6 +12,7 @@
 
 #include "cli.h"
 #include "commands.h"
+#include "device.h"
 #include "nib.h"
 
 static enum cli_exit run_help(const struct cli_command *self, int argc, char **argv);
@@ -100,11 +101,31 @@ static enum cli_exit run_help(const struct cli_command *self, int argc, char **a
     return command->run(command, 2, again);
 }
 
+/* The devices that calls can run on; why there is no GPU is worth a line too. */
+static void print_devices(void)
+{
+    char text[1024];
+    int count = 0;
+    const struct cuda_calls *const calls = device_cuda(text, sizeof text);
+    cli_print("device: host");
+    if (!calls) {
+        cli_print("no GPU: %s", text);
+        return;
+    }
+    (void)calls->count(&count);
+    for (int i = 0; i < count; i++)
+        if (calls->describe(i, text, sizeof text) == NIB_OK)
+            cli_print("device: cuda:%d, %s", i, text);
+    if (count == 0)
+        cli_print("no GPU: libnib_cuda finds none, or no driver");
+}
+
 static enum cli_exit run_version(const struct cli_command *self, int argc, char **argv)
 {
     bool verbose = false;
     const struct cli_option options[] = { { 'v', "verbose", CLI_FLAG, &verbose, NULL,
-                                            "also the instruction set in use and how the tool was built", 0, 0 },
+                                            "also the instruction set in use, devices, and how the tool was built", 0,
+                                            0 },
                                           { 0 } };
     int first;
     const enum cli_parsed parsed = cli_parse(self, options, argc, argv, &first);
@@ -117,6 +138,7 @@ static enum cli_exit run_version(const struct cli_command *self, int argc, char 
     cli_print("nib %s", nib_version());
     if (verbose) {
         cli_print("instruction set: %s", nib_isa());
+        print_devices();
         cli_print("tool built for: nib %s", NIB_VERSION);
 #if defined(__clang__)
         cli_print("tool built by: %s", __VERSION__);

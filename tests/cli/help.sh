@@ -89,6 +89,20 @@ for words in version --version; do
 done
 run 0 "$NIB" version -v
 has out "instruction set: "
+has out "device: host"
+
+# A GPU is loaded when it is asked for; what is missing is said, and where there is none nothing else is.
+for command in "conform tests/golden/te_1d.safetensors" "bench --quick"; do
+    run 2 env NIB_CUDA_LIBRARY="$work/none.so" "$NIB" $command --device cuda
+    has err "nib: ${command%% *}: --device cuda needs libnib_cuda: $work/none.so: cannot open"
+    empty out
+    run 2 "$NIB" $command --device gpu
+    has err "nib: ${command%% *}: there is no device 'gpu'; a device is host, cuda or cuda:N"
+    run 2 "$NIB" $command --device cuda:x
+    has err "there is no device 'cuda:x'"
+done
+run 0 "$NIB" conform -q tests/golden/te_1d.safetensors --device host
+
 run 2 "$NIB" version now
 has err "nib: version: takes no operand, such as 'now'"
 run 2 "$NIB" version -vx

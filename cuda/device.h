@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * device.h - what the files of libnib_cuda share: the device, and the operations of quantize.c.
+ */
+#ifndef NIB_CUDA_DEVICE_H
+#define NIB_CUDA_DEVICE_H
+
+#include "base/device.h"
+#include "launch.h"
+#include "nib_cuda.h"
+
+/* Words of the GPU that a call needs while it runs. Calls on a stream follow one another and have the first of these;
+ * a call that is captured has one of its own, since its graph may run beside anything. */
+struct nib_cuda_place {
+    uint32_t tickets[4]; /* nib_cuda_amax: zero between calls */
+    float tensor_scale;  /* of a fake quantization */
+    uint32_t flag[3];
+};
+enum { NIB_CUDA_PLACES = 4097 };
+
+struct nib_cuda_device {
+    nib_device base;
+    struct nib_cuda_queue queue;
+    bool own_stream;
+    struct nib_cuda_place *places; /* on the GPU */
+    atomic_int next_place;
+};
+
+static inline struct nib_cuda_device *nib_cuda_device_of(nib_device *device)
+{
+    return (struct nib_cuda_device *)device;
+}
+
+/* MEMORY or DEVICE with a message; forgets the runtime's last error. */
+nib_status nib_cuda_status(const struct nib_cuda_device *d, const char *what, cudaError_t error);
+
+/* Make a GPU the thread's current one, and undo that: leave after every enter, failed or not. */
+cudaError_t nib_cuda_enter(int ordinal, int *before);
+void nib_cuda_leave(int before);
+
+/* Operations of the seam (quantize.c). */
+nib_status nib_cuda_check_quantization(nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
+                                       const struct nib_geometry *geometry);
+nib_status nib_cuda_quantize(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                             const nib_overrides *overrides, const float *noop, const struct nib_geometry *geometry,
+                             const struct nib_usage_memory *memory);
+nib_status nib_cuda_find_amaxes(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                                const struct nib_geometry *geometry, float *const amax[2]);
+nib_status nib_cuda_fake_quantize(nib_device *device, const nib_quantizer *q, const nib_array *x,
+                                  const nib_overrides *overrides, const struct nib_geometry *geometry, nib_usage usage,
+                                  const nib_array *out);
+nib_status nib_cuda_dequantize(nib_device *device, const nib_quantizer *q, const struct nib_geometry *geometry,
+                               nib_usage from, const struct nib_usage_memory *memory, int64_t first, int64_t count,
+                               const nib_array *out);
+
+#endif

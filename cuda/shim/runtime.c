@@ -1,0 +1,284 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * runtime.c - CUDA's runtime for a GPU that is the host. Memory is filled with something before it is handed out, and
+ * what a stream may not do while it is captured fails, as on a GPU.
+ */
+#include "cuda_runtime_api.h"
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+long shim_fail_allocation, shim_allocated, shim_waits, shim_allocations;
+
+enum { GPUS = 2, FILLER = 0xA5 };
+static _Thread_local int current;
+static _Thread_local cudaError_t last;
+
+/* What a graph does at a replay. */
+struct work {
+    void (*run)(const void *job);
+    void *job;
+};
+struct shim_graph {
+    struct work *work;
+    size_t n;
+    int references;
+};
+struct shim_stream {
+    struct shim_graph *captured;
+};
+struct shim_event {
+    struct timespec at;
+};
+
+static cudaError_t fail(cudaError_t error)
+{
+    if (error)
+        last = error;
+    return error;
+}
+
+/* ---- Devices ---- */
+
+cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = GPUS;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int *device)
+{
+    *device = current;
+    return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device)
+{
+    if (device < 0 || device >= GPUS)
+        return fail(cudaErrorInvalidDevice);
+    current = device;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device)
+{
+    if (device < 0 || device >= GPUS)
+        return fail(cudaErrorInvalidDevice);
+    *out = (struct cudaDeviceProp){ .totalGlobalMem = (size_t)1 << 30 };
+    snprintf(out->name, sizeof out->name, "the host");
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int device)
+{
+    (void)attribute, (void)device;
+    *out = 2;
+    return cudaSuccess;
+}
+cudaError_t cudaGetLastError(void)
+{
+    const cudaError_t error = last;
+    last = cudaSuccess;
+    return error;
+}
+const char *cudaGetErrorString(cudaError_t error)
+{
+    switch (error) {
+    case cudaSuccess:
+        return "no error";
+    case cudaErrorInvalidValue:
+        return "invalid argument";
+    case cudaErrorMemoryAllocation:
+        return "out of memory";
+    case cudaErrorInvalidDevice:
+        return "invalid device ordinal";
+    case cudaErrorStreamCaptureUnsupported:
+        return "operation not permitted when stream is capturing";
+    }
+    return "unknown error";
+}
+
+/* ---- Order ---- */
+
+static int is_captured(cudaStream_t stream) { return stream && stream->captured; }
+
+cudaError_t shim_enqueue(cudaStream_t stream, void (*run)(const void *job), const void *job, size_t bytes)
+{
+    if (!is_captured(stream)) {
+        run(job);
+        return cudaSuccess;
+    }
+    struct shim_graph *const graph = stream->captured;
+    struct work *const work = realloc(graph->work, (graph->n + 1) * sizeof *work);
+    void *const copy = malloc(bytes);
+    if (!work || !copy)
+        abort();
+    memcpy(copy, job, bytes);
+    graph->work = work;
+    work[graph->n++] = (struct work){ run, copy };
+    return cudaSuccess;
+}
+
+/* ---- Memory ---- */
+
+struct memory {
+    void *to;
+    const void *from;
+    size_t bytes;
+    int value;
+};
+
+static void run_copy(const void *job)
+{
+    const struct memory *const m = job;
+    memmove(m->to, m->from, m->bytes);
+}
+static void run_set(const void *job)
+{
+    const struct memory *const m = job;
+    memset(m->to, m->value, m->bytes);
+}
+static void run_free(const void *job) { free(((const struct memory *)job)->to); }
+
+cudaError_t cudaMalloc(void **out, size_t bytes)
+{
+    shim_allocations++;
+    if (shim_fail_allocation && --shim_fail_allocation == 0)
+        return fail(cudaErrorMemoryAllocation);
+    void *const memory = bytes < (size_t)1 << 40 ? aligned_alloc(256, (bytes + 255) / 256 * 256) : NULL;
+    if (!memory)
+        return fail(cudaErrorMemoryAllocation);
+    memset(memory, FILLER, bytes);
+    shim_allocated++;
+    *out = memory;
+    return cudaSuccess;
+}
+cudaError_t cudaFree(void *memory)
+{
+    shim_allocated -= memory != NULL;
+    free(memory);
+    return cudaSuccess;
+}
+cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream)
+{
+    (void)stream;
+    return cudaMalloc(out, bytes);
+}
+/* A graph's memory would be allocated at each replay: here it is kept until the graph goes, and so is lost. */
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream)
+{
+    shim_allocated--;
+    const struct memory m = { .to = memory };
+    if (!is_captured(stream))
+        run_free(&m);
+    return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t stream)
+{
+    const struct memory m = { memory, NULL, bytes, value };
+    return shim_enqueue(stream, run_set, &m, sizeof m);
+}
+cudaError_t cudaMemset(void *memory, int value, size_t bytes) { return cudaMemsetAsync(memory, value, bytes, NULL); }
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream)
+{
+    const struct memory m = { to, from, bytes, 0 };
+    const char *const a = to, *const b = from;
+    if (kind == cudaMemcpyDeviceToDevice && a < b + bytes && b < a + bytes)
+        return fail(cudaErrorInvalidValue); /* a GPU would not say so, and copy anything */
+    return shim_enqueue(stream, run_copy, &m, sizeof m);
+}
+
+/* ---- Streams and graphs ---- */
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags)
+{
+    (void)flags;
+    *out = calloc(1, sizeof **out);
+    return *out ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream)
+{
+    free(stream);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+    shim_waits++;
+    return is_captured(stream) ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *out)
+{
+    *out = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode)
+{
+    (void)mode;
+    if (!stream || stream->captured)
+        return fail(cudaErrorStreamCaptureUnsupported);
+    stream->captured = calloc(1, sizeof *stream->captured);
+    if (!stream->captured)
+        return fail(cudaErrorMemoryAllocation);
+    stream->captured->references = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
+{
+    *out = stream->captured;
+    stream->captured = NULL;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags)
+{
+    (void)flags;
+    graph->references++;
+    *out = graph;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream)
+{
+    (void)stream;
+    for (size_t i = 0; i < graph->n; i++)
+        graph->work[i].run(graph->work[i].job);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph)
+{
+    if (--graph->references)
+        return cudaSuccess;
+    for (size_t i = 0; i < graph->n; i++)
+        free(graph->work[i].job);
+    free(graph->work);
+    free(graph);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return cudaGraphDestroy(graph); }
+
+/* ---- Events ---- */
+
+cudaError_t cudaEventCreate(cudaEvent_t *out)
+{
+    *out = calloc(1, sizeof **out);
+    return *out ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+    free(event);
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+    (void)stream;
+    timespec_get(&event->at, TIME_UTC);
+    return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event)
+{
+    (void)event;
+    return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end)
+{
+    *milliseconds =
+        (float)(end->at.tv_sec - begin->at.tv_sec) * 1e3f + (float)(end->at.tv_nsec - begin->at.tv_nsec) * 1e-6f;
+    return cudaSuccess;
+}

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * nib_cuda.h - NVIDIA GPUs as devices of nib: libnib_cuda. The rules of nib.h hold; this header needs no CUDA.
+ *
+ * A device is a GPU and a stream. Arrays, buffers and tensors on it have device pointers, and the calls of nib.h on them
+ * put their work on that stream and return. All devices of one GPU are one device to nib: a call uses the stream of its
+ * array or, without one, of its tensor, and to order streams is up to the caller, as always with CUDA.
+ *
+ * Supported are tensors of NVFP4 of the dialect te with all options but amax_comm: nib_quantize, nib_quantize_into,
+ * nib_fake_quantize; dequantizing NVFP4 of every dialect; and for tensors of all formats what moves bytes: nib_tensor_to,
+ * clone, copy, zero, view, slice, split, equal, swizzle, unswizzle, update_usage, saving. Everything else is
+ * NIB_ERR_UNSUPPORTED.
+ *
+ * Calls that quantize into a tensor that has its buffers, dequantize, or do both (nib_fake_quantize) neither wait for the
+ * GPU nor allocate, and can be captured in a CUDA graph, which then may be replayed on any stream. Two cases allocate on
+ * the stream, and can be captured too: arrays whose rows do not lie side by side or not at equal distances, and
+ * nib_fake_quantize with an amax per line. A captured call that looks for an amax takes one of the 4096 places that a
+ * device has for that (NIB_ERR_UNSUPPORTED when all are taken), and the device must outlive the graph.
+ */
+#ifndef NIB_CUDA_H
+#define NIB_CUDA_H
+
+#include "nib.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* How many GPUs there are; 0 where there is no driver, or none that works. */
+NIB_API nib_status nib_cuda_count(int *count);
+
+/* What a GPU is: "NVIDIA H200, sm_90, 139 GiB"; ends in 0, cut to `bytes`. */
+NIB_API nib_status nib_cuda_describe(int ordinal, char *text, size_t bytes);
+
+/* GPU `ordinal` and a cudaStream_t of the caller's, which must outlive the device and everything on it; NULL is the
+ * default stream. The runtime's current device stays as it is. DEVICE where there is no such GPU, or it does not work. */
+NIB_API nib_status nib_cuda_create(int ordinal, void *stream, nib_device **out);
+
+/* The same with a stream of its own, which does not wait for the default stream. */
+NIB_API nib_status nib_cuda_create_stream(int ordinal, nib_device **out);
+
+/* Its cudaStream_t; ARG for a device that is not libnib_cuda's. */
+NIB_API nib_status nib_cuda_stream(nib_device *device, void **stream);
+
+/* Wait until the stream has done everything. DEVICE where something on the GPU has failed since. */
+NIB_API nib_status nib_cuda_synchronize(nib_device *device);
+
+/* How long the GPU takes for the calls that `enqueue(context)` makes on this device: they are made once, captured as a
+ * graph, and the graph is replayed `repetitions` times; *seconds is the median of its replays. Waits. The device has a
+ * stream other than the default one. A status of enqueue's is passed on. */
+NIB_API nib_status nib_cuda_measure(nib_device *device, nib_status (*enqueue)(void *context), void *context,
+                                    int repetitions, double *seconds);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* NIB_CUDA_H */
