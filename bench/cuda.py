@@ -60,6 +60,19 @@ def graph_microseconds(call, repeat=10, replays=15):
     return sorted(times)[replays // 2] * 1e3 / repeat
 
 
+def event_microseconds(call, repeat=20, tries=5):
+    times = []
+    for _ in range(tries):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeat):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times) * 1e3 / repeat
+
+
 def main():
     tool = sys.argv[1]
     env = dict(os.environ)
@@ -68,6 +81,11 @@ def main():
     measured = json.loads(subprocess.run([tool, "bench", "--device", "cuda", "--json", "rows.bf16", "rows-whole.bf16", "fake.bf16"],
                                          env=env, stdout=subprocess.PIPE, check=True).stdout)
     ours = {(r["operation"], r["rows"], r["cols"]): r["seconds"] * 1e6 for r in measured["results"]}
+    a = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
+    b = torch.empty_like(a)
+    print(f"a copy of 1 GiB by torch moves {2 * 2 * a.numel() / graph_microseconds(lambda: b.copy_(a), 4) * 1e-3:.0f} GB/s as a graph, "
+          f"{2 * 2 * a.numel() / event_microseconds(lambda: b.copy_(a)) * 1e-3:.0f} GB/s without; nib's {measured['copy_bytes_s'] * 1e-9:.0f} GB/s")
+    del a, b
     print(f"{'operation':18} {'shape':12} {'torch.compile':>14} {'nib':>8} {'times':>6}")
     for rows, cols in ((8192, 8192), (4096, 14336)):
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)

@@ -354,7 +354,7 @@ DEV uint32_t encode_half(const values<D> &v, int half, float factor, const uint3
         uint32_t r0 = 0, r1 = 0;
         if (ROUND == STOCHASTIC_8) {
             const uint32_t word = random[2 * half + i / 2];
-            r0 = word >> 16 * (i % 2) & 255, r1 = word >> (16 * (i % 2) + 8) & 255;
+            r0 = __byte_perm(word, 0, 0x4440 + 2 * (i % 2)), r1 = __byte_perm(word, 0, 0x4441 + 2 * (i % 2));
         }
         if (ROUND == STOCHASTIC_24)
             r0 = random[2 * i] >> 8, r1 = random[2 * i + 1] >> 8;

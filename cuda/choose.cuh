@@ -19,18 +19,35 @@ static inline nib_cuda_divider divider_of(uint32_t divisor)
     return { (uint32_t)(((UINT64_C(1) << 32) * ((UINT64_C(1) << shift) - divisor)) / divisor + 1), shift, divisor };
 }
 
+/* Whether there are no tails: whole tiles of 128 rows and so many columns, whose codes and scales can be
+ * written in eights. */
+static inline bool is_whole(const nib_cuda_quantization &job, int64_t columns)
+{
+    bool whole = job.aligned && job.rows % 128 == 0 && job.cols % columns == 0;
+    for (int usage = 0; usage < 2; usage++)
+        if (job.wanted[usage])
+            whole = whole &&
+                    ((job.usage[usage].wide && job.usage[usage].words8 && !job.usage[usage].g.swizzled) || job.out);
+    return whole;
+}
+
 template <nib_dtype D, int ROUND, class Run> static void choose_quantize(const nib_cuda_quantization &whole, Run &run)
 {
     nib_cuda_quantization job = whole;
     const bool fake = job.out != nullptr, plain = job.scale_rule == NIB_SCALE_RTN && !job.per_line;
+    const bool whole_tiles = D == NIB_BF16 && is_whole(job, 128);
     const bool words = (!job.wanted[0] || job.usage[0].words) && (!job.wanted[1] || job.usage[1].words);
     if (job.square && plain && !fake && words) {
         const bool at_once = job.one_scale || !job.wanted[0] || !job.wanted[1];
         for (int usage = 0; usage < 2; usage++) {
             job.wanted[1 - usage] = at_once && whole.wanted[1 - usage];
             job.wanted[usage] = whole.wanted[usage];
-            if (usage == 0 || !at_once)
-                run.template operator()<quantize_squares<D, ROUND>>(job);
+            if (usage == 1 && at_once)
+                continue;
+            if (whole_tiles)
+                run.template operator()<quantize_squares<D, ROUND, D == NIB_BF16>>(job);
+            else
+                run.template operator()<quantize_squares<D, ROUND, false>>(job);
         }
         return;
     }
@@ -38,10 +55,14 @@ template <nib_dtype D, int ROUND, class Run> static void choose_quantize(const n
     const bool tiles = fast && job.wanted[1] && !fake && words;
     if (tiles) {
         job.wanted[0] = rows;
-        if (job.usage[1].rht)
-            run.template operator()<quantize_tiles<D, true, ROUND>>(job);
+        if (job.usage[1].rht && whole_tiles)
+            run.template operator()<quantize_tiles<D, true, ROUND, D == NIB_BF16>>(job);
+        else if (job.usage[1].rht)
+            run.template operator()<quantize_tiles<D, true, ROUND, false>>(job);
+        else if (whole_tiles)
+            run.template operator()<quantize_tiles<D, false, ROUND, D == NIB_BF16>>(job);
         else
-            run.template operator()<quantize_tiles<D, false, ROUND>>(job);
+            run.template operator()<quantize_tiles<D, false, ROUND, false>>(job);
     }
     if (rows && !tiles) {
         const int64_t all = job.usage[0].g.scale_shape[0], length = job.usage[0].g.scale_shape[1];
@@ -49,10 +70,15 @@ template <nib_dtype D, int ROUND, class Run> static void choose_quantize(const n
         job.by_line = divider_of((uint32_t)(length ? length : 1));
         for (job.first_line = 0; job.first_line < all && length; job.first_line += job.line_count) {
             job.line_count = all - job.first_line < most ? all - job.first_line : most;
-            if (fake)
-                run.template operator()<quantize_rows<D, ROUND, true>>(job);
+            const bool at_once = job.row_stride == job.cols && is_whole(job, 64);
+            if (fake && at_once && job.out_aligned && job.out_stride == job.cols)
+                run.template operator()<quantize_rows<D, ROUND, true, true>>(job);
+            else if (fake)
+                run.template operator()<quantize_rows<D, ROUND, true, false>>(job);
+            else if (at_once)
+                run.template operator()<quantize_rows<D, ROUND, false, true>>(job);
             else
-                run.template operator()<quantize_rows<D, ROUND, false>>(job);
+                run.template operator()<quantize_rows<D, ROUND, false, false>>(job);
         }
     }
     for (int usage = 0; usage < 2; usage++) {

@@ -110,7 +110,11 @@ static cudaError_t copy_within(const struct nib_cuda_device *d, char *to, const 
     if (!bytes || to == from)
         return cudaSuccess;
     const bool apart = to + bytes <= from || from + bytes <= to;
-    if (apart && ((uintptr_t)to | (uintptr_t)from | bytes) % 16 == 0) {
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+    if (error)
+        return error;
+    if (apart && capture != cudaStreamCaptureStatusNone && ((uintptr_t)to | (uintptr_t)from | bytes) % 16 == 0) {
         /* In a graph the runtime leaves a copy to an engine that is a third slower than the processors. */
         const struct nib_cuda_copy job = { to, from, (int64_t)(bytes / 16) };
         return nib_cuda_launch_copy(&d->queue, &job);
@@ -118,7 +122,7 @@ static cudaError_t copy_within(const struct nib_cuda_device *d, char *to, const 
     if (apart)
         return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
     void *between = NULL;
-    cudaError_t error = cudaMallocAsync(&between, bytes, stream);
+    error = cudaMallocAsync(&between, bytes, stream);
     if (error)
         return error;
     error = cudaMemcpyAsync(between, from, bytes, cudaMemcpyDeviceToDevice, stream);

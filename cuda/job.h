@@ -20,8 +20,9 @@ struct nib_cuda_usage {
     struct nib_usage_geometry g;
     uint32_t origin_line, origin_block; /* of the usage in the whole, for the random stream */
     bool rht;
-    bool wide;  /* codes can be read and written eight bytes at a time */
-    bool words; /* scales can be written four at a time */
+    bool wide;   /* codes can be read and written eight bytes at a time */
+    bool words;  /* scales can be written four at a time */
+    bool words8; /* or even eight */
 };
 
 /* Values to codes of one usage or both, or to what the codes of one stand for. */

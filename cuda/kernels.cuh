@@ -66,8 +66,14 @@ DEV void fill_table(factor_table &table, const nib_scaler &scaler, const nib_rul
 
 /* ---- Rows of 1x16 blocks, or what their codes stand for ---- */
 
-template <nib_dtype D, int ROUND, bool FAKE> struct quantize_rows : kernel_defaults {
-    enum { UNITS = ROUND == STOCHASTIC_24 || D == NIB_F32 ? 1 : 2, BLOCKS = ROUND == NEAREST ? (FAKE ? 6 : 8) : 5 };
+/* WHOLE: rows without gaps, of whole blocks that can be read and written in sixteens and eights, and scales without padding. Then a block's place in memory is its number. */
+template <nib_dtype D, int ROUND, bool FAKE, bool WHOLE> struct quantize_rows : kernel_defaults {
+    enum {
+        UNITS = D == NIB_BF16 && ROUND != STOCHASTIC_24 ? 2 : 1,
+        BLOCKS = FAKE                                ? 4
+                 : ROUND == NEAREST && D == NIB_BF16 ? 6
+                                                     : 5
+    };
     typedef nib_cuda_quantization job;
     struct shared {
         factor_table table;
@@ -91,69 +97,92 @@ template <nib_dtype D, int ROUND, bool FAKE> struct quantize_rows : kernel_defau
         if (FAKE && t < 128)
             s.decode[FAKE ? t : 0] = nib_nvfp4_decode_factor((nib_scale_bits)t, st.scaler.tensor_scale, &j.rules);
     }
+
+    /* A block of the launch: its line and its place in the line, if they matter, and how many elements it has. */
+    struct place {
+        int64_t number; /* of all blocks */
+        uint32_t line, block;
+        int n;
+    };
+    static DEV_MEMBER place place_of_block(const job &j, uint32_t i, uint32_t length)
+    {
+        place p = { j.first_line * length + i, 0, 0, NIB_BLOCK };
+        if (WHOLE && ROUND == NEAREST)
+            return p;
+        const uint32_t line = divide(i, j.by_line);
+        p.block = i - line * length;
+        p.line = (uint32_t)j.first_line + line;
+        if (!WHOLE)
+            p.n = (int64_t)p.line < j.usage[0].g.lines ? clamp_to_block(j.cols - (int64_t)p.block * NIB_BLOCK) : 0;
+        return p;
+    }
+    static DEV_MEMBER int64_t element_of(const place &p, int64_t stride)
+    {
+        return WHOLE ? p.number * NIB_BLOCK : p.line * stride + (int64_t)p.block * NIB_BLOCK;
+    }
     template <int P>
     static DEV_MEMBER void phase(const job &j, shared &s, state &st, uint32_t tile, uint32_t tiles, int t)
     {
-        const nib_cuda_usage &u = j.usage[0];
-        const uint32_t length = (uint32_t)u.g.scale_shape[1], all = (uint32_t)j.line_count * length;
+        const uint32_t length = (uint32_t)j.usage[0].g.scale_shape[1], all = (uint32_t)j.line_count * length;
         const uint32_t first = (j.reverse ? tiles - 1 - tile : tile) * (THREADS * UNITS) + (uint32_t)t;
         values<D> v[UNITS];
-        int64_t lines[UNITS];
-        uint32_t blocks[UNITS];
-        int n[UNITS];
         NIB_UNROLL
         for (int k = 0; k < UNITS; k++) { /* all loads before all work */
-            const uint32_t i = first + (uint32_t)k * THREADS, line = i < all ? divide(i, j.by_line) : 0;
-            lines[k] = j.first_line + line;
-            blocks[k] = i - line * length;
-            n[k] = i < all && lines[k] < u.g.lines ? clamp_to_block(j.cols - (int64_t)blocks[k] * NIB_BLOCK) : 0;
-            if (i < all)
-                load_line(v[k],
-                          (const char *)j.x +
-                              (lines[k] * j.row_stride + (int64_t)blocks[k] * NIB_BLOCK) * element_bytes<D>(),
-                          n[k], j.aligned);
+            const uint32_t i = first + (uint32_t)k * THREADS;
+            if (i >= all)
+                continue;
+            const place p = place_of_block(j, i, length);
+            load_line(v[k], (const char *)j.x + element_of(p, j.row_stride) * element_bytes<D>(), p.n,
+                      WHOLE || j.aligned);
         }
         NIB_UNROLL
-        for (int k = 0; k < UNITS; k++)
-            if (first + (uint32_t)k * THREADS < all)
-                encode_block(j, s, st, v[k], lines[k], blocks[k], n[k]);
+        for (int k = 0; k < UNITS; k++) {
+            const uint32_t i = first + (uint32_t)k * THREADS;
+            if (i < all)
+                encode_block(j, s, st, v[k], place_of_block(j, i, length));
+        }
     }
-    static DEV_MEMBER void encode_block(const job &j, shared &s, const state &st, values<D> &v, int64_t line,
-                                        uint32_t block, int n)
+    static DEV_MEMBER void encode_block(const job &j, shared &s, const state &st, values<D> &v, const place &p)
     {
         const nib_cuda_usage &u = j.usage[0];
         const uint32_t scale = block_scale(absmax(v), st.scaler, j.rounding, j.floor_code);
         if (!FAKE)
-            u.scales[scale_index(u.g, line, block)] = (uint8_t)(n ? scale : 0);
-        if (!n)
+            u.scales[WHOLE ? p.number : scale_index(u.g, p.line, p.block)] = (uint8_t)(p.n ? scale : 0);
+        if (!p.n)
             return;
-        const uint2 codes = encode<ROUND>(j, v, s.table.factor[scale & 127], st.offset, u.origin_line + (uint32_t)line,
-                                          nib_random_column((int64_t)u.origin_block + block, false));
+        const uint2 codes = encode<ROUND>(j, v, s.table.factor[scale & 127], st.offset, u.origin_line + p.line,
+                                          nib_random_column((int64_t)u.origin_block + p.block, false));
         if (!FAKE) {
-            store_codes(u, line, block, codes, n);
+            if (WHOLE)
+                *(uint2 *)(u.codes + p.number * (NIB_BLOCK / 2)) = codes;
+            else
+                store_codes(u, p.line, p.block, codes, p.n);
             return;
         }
         const float factor = s.decode[FAKE ? scale & 127 : 0];
-        char *const out = (char *)j.out + (line * j.out_stride + (int64_t)block * NIB_BLOCK) * element_bytes<D>();
+        char *const out = (char *)j.out + element_of(p, j.out_stride) * element_bytes<D>();
         float y[NIB_BLOCK];
         decode_block(codes, factor, y);
-        store_line<D>(out, y, n, n == NIB_BLOCK && j.out_aligned && is_finite(factor));
+        store_line<D>(out, y, p.n, (WHOLE || (p.n == NIB_BLOCK && j.out_aligned)) && is_finite(factor));
     }
 };
 
 /* ---- Tiles of 1x16 blocks for columns, and for rows on the way ---- */
 
-/* The corner of a tile. Tiles of four bands of rows follow one another, so that pieces of a column meet in the cache. */
-DEV void tile_corner(uint32_t tile, int64_t rows, int64_t cols, int tile_rows, int tile_cols, int64_t &row,
-                     int64_t &col)
+/* Where a tile is, in tiles: found once, since it takes two divisions. */
+struct tile_place {
+    uint32_t down, across;
+};
+
+/* Tiles of four bands of rows follow one another, so that pieces of a column meet in the cache. */
+DEV tile_place place_of_tile(uint32_t tile, int64_t rows, int64_t cols, int tile_rows, int tile_cols)
 {
     enum { BANDS = 4 };
     const uint32_t down = (uint32_t)((rows + tile_rows - 1) / tile_rows),
                    across = (uint32_t)((cols + tile_cols - 1) / tile_cols);
     const uint32_t group = tile / (BANDS * across), rest = tile - group * BANDS * across;
     const uint32_t bands = min(down - group * BANDS, (uint32_t)BANDS), c = rest / bands;
-    row = (int64_t)(group * BANDS + rest - c * bands) * tile_rows;
-    col = (int64_t)c * tile_cols;
+    return { group * BANDS + rest - c * bands, c };
 }
 
 /* The scales of eight blocks of a line as two words: rows of scales and tiles of them keep four blocks together. Outside
@@ -187,19 +216,28 @@ template <int COLS> struct stage {
     __align__(16) uint8_t scales[COLS][BANDS];
 };
 
-template <int COLS> DEV void store_stage(const nib_cuda_usage &u, const stage<COLS> &s, int64_t row, int64_t col, int t)
+template <bool WHOLE, int COLS>
+DEV void store_stage(const nib_cuda_usage &u, const stage<COLS> &s, int64_t row, int64_t col, int t)
 {
     for (int i = t; i < COLS * BANDS; i += THREADS) {
         const int64_t line = col + i / BANDS, block = row / NIB_BLOCK + i % BANDS;
-        const int n = line < u.g.lines ? clamp_to_block(u.g.length - block * NIB_BLOCK) : 0;
-        if (n)
-            store_codes(u, line, block, *(const uint2 *)&s.codes[i / BANDS][i % BANDS * 8], n);
+        const uint2 codes = *(const uint2 *)&s.codes[i / BANDS][i % BANDS * 8];
+        const int n = WHOLE ? NIB_BLOCK : line < u.g.lines ? clamp_to_block(u.g.length - block * NIB_BLOCK) : 0;
+        if (WHOLE)
+            *(uint2 *)(u.codes + line * u.g.line_stride + block * (NIB_BLOCK / 2)) = codes;
+        else if (n)
+            store_codes(u, line, block, codes, n);
     }
-    for (int c = t; c < COLS; c += THREADS)
-        store_scale_words(u, col + c, row / NIB_BLOCK, *(const uint2 *)s.scales[c]);
+    for (int c = t; c < COLS; c += THREADS) {
+        if (WHOLE)
+            *(uint2 *)(u.scales + (col + c) * u.g.scale_line + row / NIB_BLOCK) = *(const uint2 *)s.scales[c];
+        else
+            store_scale_words(u, col + c, row / NIB_BLOCK, *(const uint2 *)s.scales[c]);
+    }
 }
 
-template <nib_dtype D, bool RHT, int ROUND> struct quantize_tiles : kernel_defaults {
+/* WHOLE: of whole tiles, which can be read and written in sixteens and eights. */
+template <nib_dtype D, bool RHT, int ROUND, bool WHOLE> struct quantize_tiles : kernel_defaults {
     enum {
         PHASES = 3,
         WORDS = 64,
@@ -217,6 +255,7 @@ template <nib_dtype D, bool RHT, int ROUND> struct quantize_tiles : kernel_defau
     struct state {
         nib_scaler scaler[2];
         uint64_t offset;
+        tile_place tile;
     };
 
     static uint32_t tiles(const job &j)
@@ -235,19 +274,23 @@ template <nib_dtype D, bool RHT, int ROUND> struct quantize_tiles : kernel_defau
         st.scaler[0] = scaler_of(row, j.rules);
         st.scaler[1] = scaler_of(col, j.rules);
         st.offset = ROUND == NEAREST ? 0 : offset_of(j);
-        fill_table(s.table[t / 128], st.scaler[t / 128], j.rules, t % 128);
+        if (t < 128) /* not by an index: the scalers are registers */
+            fill_table(s.table[0], st.scaler[0], j.rules, t);
+        else
+            fill_table(s.table[1], st.scaler[1], j.rules, t - 128);
     }
     template <int P>
     static DEV_MEMBER void phase(const job &j, shared &s, state &st, uint32_t tile, uint32_t tiles, int t)
     {
-        int64_t row, col;
-        tile_corner(j.reverse ? tiles - 1 - tile : tile, j.rows, padded_cols(j), TILE_ROWS, COLS, row, col);
+        if (P == 0)
+            st.tile = place_of_tile(j.reverse ? tiles - 1 - tile : tile, j.rows, padded_cols(j), TILE_ROWS, COLS);
+        const int64_t row = (int64_t)st.tile.down * TILE_ROWS, col = (int64_t)st.tile.across * COLS;
         if (P == 0)
             take_rows(j, s, st, row, col, t);
         if (P == 1)
             take_columns(j, s, st, row, col, t);
         if (P == 2)
-            store_stage<COLS>(j.usage[1], s.out, row, col, t);
+            store_stage<WHOLE>(j.usage[1], s.out, row, col, t);
     }
     static DEV_MEMBER void take_rows(const job &j, shared &s, const state &st, int64_t row, int64_t col, int t)
     {
@@ -257,8 +300,9 @@ template <nib_dtype D, bool RHT, int ROUND> struct quantize_tiles : kernel_defau
         for (int k = 0; k < UNITS; k++) {
             const int64_t line = row + (UNITS * warp + k) * (32 / ROW_BLOCKS) + lane / ROW_BLOCKS,
                           first = col + b * NIB_BLOCK;
-            const int n = line < j.rows ? clamp_to_block(j.cols - first) : 0;
-            load_raw(raw[k], (const char *)j.x + (line * j.row_stride + first) * element_bytes<D>(), n, j.aligned);
+            const int n = WHOLE ? NIB_BLOCK : line < j.rows ? clamp_to_block(j.cols - first) : 0;
+            load_raw(raw[k], (const char *)j.x + (line * j.row_stride + first) * element_bytes<D>(), n,
+                     WHOLE || j.aligned);
         }
         NIB_UNROLL
         for (int k = 0; k < UNITS; k++) {
@@ -289,16 +333,23 @@ template <nib_dtype D, bool RHT, int ROUND> struct quantize_tiles : kernel_defau
                                       int64_t block)
     {
         const nib_cuda_usage &u = j.usage[0];
-        const int n = line < j.rows ? clamp_to_block(j.cols - block * NIB_BLOCK) : 0;
+        const int n = WHOLE ? NIB_BLOCK : line < j.rows ? clamp_to_block(j.cols - block * NIB_BLOCK) : 0;
         values<D> v;
         unpack(v, raw);
         const uint32_t scale = block_scale(absmax(v), st.scaler[0], j.rounding, j.floor_code);
-        store_scale(u, line, block, scale);
-        if (n)
-            store_codes(u, line, block,
-                        encode<ROUND>(j, v, s.table[0].factor[scale & 127], st.offset, u.origin_line + (uint32_t)line,
-                                      nib_random_column(u.origin_block + block, false)),
-                        n);
+        if (WHOLE)
+            u.scales[line * u.g.scale_line + block] = (uint8_t)scale;
+        else
+            store_scale(u, line, block, scale);
+        if (!n)
+            return;
+        const uint2 codes =
+            encode<ROUND>(j, v, s.table[0].factor[scale & 127], st.offset, u.origin_line + (uint32_t)line,
+                          nib_random_column(u.origin_block + block, false));
+        if (WHOLE)
+            *(uint2 *)(u.codes + line * u.g.line_stride + block * (NIB_BLOCK / 2)) = codes;
+        else
+            store_codes(u, line, block, codes, n);
     }
     static DEV_MEMBER void take_columns(const job &j, shared &s, const state &st, int64_t row, int64_t col, int t)
     {
@@ -368,7 +419,7 @@ DEV void transpose_nibbles(uint32_t (&a)[8])
     }
 }
 
-template <nib_dtype D, int ROUND> struct quantize_squares : kernel_defaults {
+template <nib_dtype D, int ROUND, bool WHOLE> struct quantize_squares : kernel_defaults {
     enum {
         PHASES = 4,
         BARRIER_AFTER_FIRST = WARP_BARRIER,
@@ -388,6 +439,7 @@ template <nib_dtype D, int ROUND> struct quantize_squares : kernel_defaults {
     struct state {
         nib_scaler scaler;
         uint64_t offset;
+        tile_place tile;
         values<D> v[UNITS];
     };
 
@@ -411,8 +463,9 @@ template <nib_dtype D, int ROUND> struct quantize_squares : kernel_defaults {
     template <int P>
     static DEV_MEMBER void phase(const job &j, shared &s, state &st, uint32_t tile, uint32_t tiles, int t)
     {
-        int64_t row, col;
-        tile_corner(j.reverse ? tiles - 1 - tile : tile, j.rows, j.cols, TILE_ROWS, COLS, row, col);
+        if (P == 0)
+            st.tile = place_of_tile(j.reverse ? tiles - 1 - tile : tile, j.rows, j.cols, TILE_ROWS, COLS);
+        const int64_t row = (int64_t)st.tile.down * TILE_ROWS, col = (int64_t)st.tile.across * COLS;
         if (P == 0)
             take_rows(j, s, st, row, col, t);
         if (P == 1)
@@ -420,7 +473,7 @@ template <nib_dtype D, int ROUND> struct quantize_squares : kernel_defaults {
         if (P == 2)
             transpose(s, t);
         if (P == 3 && j.wanted[1])
-            store_stage<COLS>(j.usage[1], s.out, row, col, t);
+            store_stage<WHOLE>(j.usage[1], s.out, row, col, t);
     }
     static DEV_MEMBER void take_rows(const job &j, shared &s, state &st, int64_t row, int64_t col, int t)
     {
@@ -430,7 +483,10 @@ template <nib_dtype D, int ROUND> struct quantize_squares : kernel_defaults {
         for (int k = 0; k < UNITS; k++) {
             const int64_t line = row + band * NIB_BLOCK + k * 4 + lane / ROW_BLOCKS, first = col + b * NIB_BLOCK;
             load_line(st.v[k], (const char *)j.x + (line * j.row_stride + first) * element_bytes<D>(),
-                      line < j.rows ? clamp_to_block(j.cols - first) : 0, j.aligned);
+                      WHOLE           ? NIB_BLOCK
+                      : line < j.rows ? clamp_to_block(j.cols - first)
+                                      : 0,
+                      WHOLE || j.aligned);
         }
         NIB_UNROLL
         for (int k = 0; k < UNITS; k++)
@@ -449,12 +505,17 @@ template <nib_dtype D, int ROUND> struct quantize_squares : kernel_defaults {
         NIB_UNROLL
         for (int k = 0; k < UNITS; k++) {
             const int r = band * NIB_BLOCK + k * 4 + lane / ROW_BLOCKS;
-            const int n = row + r < j.rows ? clamp_to_block(j.cols - block * NIB_BLOCK) : 0;
+            const int n = WHOLE ? NIB_BLOCK : row + r < j.rows ? clamp_to_block(j.cols - block * NIB_BLOCK) : 0;
             const uint2 codes = encode<ROUND>(j, st.v[k], factor, st.offset, u.origin_line + (uint32_t)(row + r),
                                               nib_random_column(u.origin_block + block, false));
             *(uint2 *)&s.codes[r][b * 8] = n ? codes : make_uint2(0, 0);
             if (!j.wanted[0])
                 continue;
+            if (WHOLE) {
+                u.scales[(row + r) * u.g.scale_line + block] = (uint8_t)scale;
+                *(uint2 *)(u.codes + (row + r) * u.g.line_stride + block * (NIB_BLOCK / 2)) = codes;
+                continue;
+            }
             store_scale(u, row + r, block, scale);
             if (n)
                 store_codes(u, row + r, block, codes, n);
@@ -704,7 +765,7 @@ template <nib_dtype D, bool FAKE> struct quantize_lines : kernel_defaults {
 
 /* Rows, 16 bytes of values a thread. */
 template <nib_dtype D> struct decode_rows : kernel_defaults {
-    enum { UNITS = 4, BLOCKS = 8, EACH = D == NIB_F32 ? 4 : 8 };
+    enum { UNITS = 4, BLOCKS = 6, EACH = D == NIB_F32 ? 4 : 8 };
     typedef nib_cuda_dequantization job;
     struct shared {
         float factor[256];
@@ -904,7 +965,7 @@ template <nib_dtype D> struct amax_flat : amax_kernel {
 
 /* The values and the RHT of their columns: a thread has sixteen rows of a column, or of two that lie in one word. */
 template <nib_dtype D> struct amax_columns : amax_kernel {
-    enum { BLOCKS = D == NIB_BF16 ? 6 : 4, EACH = D == NIB_F32 ? 1 : 2 };
+    enum { BLOCKS = D == NIB_BF16 ? 5 : 4, EACH = D == NIB_F32 ? 1 : 2 };
     static NIB_MEMBER int64_t words(const job &j) { return (j.cols + EACH - 1) / EACH; }
     static uint32_t tiles(const job &j)
     {

@@ -271,7 +271,8 @@ static struct nib_cuda_usage usage_of(const struct nib_usage_geometry *g, const 
                                     .g = *g,
                                     .rht = rht,
                                     .wide = is_aligned(memory->codes, g->line_stride, 8),
-                                    .words = is_aligned(memory->scales, 0, 4) };
+                                    .words = is_aligned(memory->scales, 0, 4),
+                                    .words8 = is_aligned(memory->scales, g->scale_line, 8) };
 }
 
 /* Whether the tensor scales of both usages come from the same place. */

@@ -134,8 +134,8 @@ static nib_array random_layout(nib_dtype dtype, int rank, const int64_t *shape)
         a.shape[i] = shape[i];
         order[i] = i;
     }
-    const int64_t which = test_below(8);
-    if (which == 0 && rank > 1) { /* transposed */
+    const int64_t which = test_below(16); /* from 8 on without gaps */
+    if (which == 0 && rank > 1) {         /* transposed */
         order[rank - 1] = rank - 2;
         order[rank - 2] = rank - 1;
     }
@@ -144,7 +144,7 @@ static nib_array random_layout(nib_dtype dtype, int rank, const int64_t *shape)
         const int i = order[k];
         a.strides[i] = stride;
         stride *= shape[i] ? shape[i] : 1;
-        if (k == rank - 1 && which >= 4) /* rows apart */
+        if (k == rank - 1 && which >= 4 && which < 8) /* rows apart */
             stride += which == 4 ? 16 : test_below(5);
         if (k == 0 && which == 2 && rank > 2)
             stride += 3;
@@ -196,6 +196,10 @@ static int random_shape(const nib_quantizer *q, int64_t shape[NIB_MAX_RANK])
         rows = (rows + 15) / 16 * 16;
     if (q->rht_rowwise || test_below(3) == 0)
         cols = (cols + 15) / 16 * 16;
+    if (test_below(3) == 0) { /* whole tiles: kernels without tails */
+        rows = 128 * (1 + test_below(3));
+        cols = 64 * (1 + test_below(6));
+    }
     if (test_below(40) == 0)
         rows = 0;
     if (test_below(40) == 0)
@@ -274,7 +278,8 @@ static void open_trial(struct trial *t)
     }
     make_overrides(t);
     snprintf(where, sizeof where,
-             "%s %s %lldx%lldx%lld usages %d%d swizzled %d row-scaled %d rht %d%d mask %04x block %d rule %d,%d,%d,%d "
+             "%s %s %lldx%lldx%lld usages %d%d swizzled %d row-scaled %d rht %d%d "
+             "mask %04x block %d rule %d,%d,%d,%d "
              "scales %d floor %g rounding %d strides %lld,%lld overrides %d%d%d%d%d%d",
              nib_dtype_name(dtype), kind_names[t->kind], (long long)shape[0], (long long)shape[1], (long long)shape[2],
              t->q.rowwise, t->q.columnwise, t->q.swizzled, t->q.row_scaled, t->q.rht_rowwise, t->q.rht,
