@@ -27,6 +27,9 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
+/* Blocks of VL words of codes. */
+enum { ROW_BLOCKS = VL / 2 };
+
 /* Bytes of a block of a vector of columns. */
 #define PANEL_RECORD(block) ((block)*VL + VL * 4)
 
@@ -82,14 +85,31 @@ PRODUCT_SIMD void PRODUCT(load_scales)(const struct nib_side *b, int64_t first, 
     }
 }
 
+PRODUCT_SIMD void PRODUCT(store_scales)(const VF *scales, int64_t n, VF factor, uint8_t *out,
+                                        const struct product_shape shape)
+{
+    for (int64_t i = 0; i < n; i++)
+        vf_store((float *)(void *)(out + i * PANEL_RECORD(shape.block) + shape.block * VL), vf_mul(scales[i], factor));
+}
+
+/* Those of rows that lie side by side and have no special ones go the way of single rows. */
 PRODUCT_SIMD void PRODUCT(pack_scales)(const struct nib_side *b, int64_t first, int64_t lines, uint8_t *out,
                                        const struct product_shape shape)
 {
-    for (int64_t block = 0; block < b->geometry->blocks; block += 4) {
-        VF scales[4];
-        PRODUCT(load_scales)(b, first, lines, block, scales, shape);
-        for (int64_t i = 0; i < nib_min(4, b->geometry->blocks - block); i++)
-            vf_store((float *)(void *)(out + (block + i) * PANEL_RECORD(shape.block) + shape.block * VL), scales[i]);
+    const struct nib_usage_geometry *g = b->geometry;
+    const bool fast = ROW_BLOCKS >= 4 && !shape.powers && lines == VL && !g->swizzled;
+    VF scales[ROW_BLOCKS < 4 ? 4 : ROW_BLOCKS];
+    for (int64_t block = 0, n; block < g->blocks; block += n) {
+        uint8_t *const to = out + block * PANEL_RECORD(shape.block);
+        n = nib_min(fast ? ROW_BLOCKS : 4, g->blocks - block);
+        if (fast && n == ROW_BLOCKS && PRODUCT(row_scales)(nib_side_scales(b, first, block), g->scale_line, scales)) {
+            PRODUCT(store_scales)(scales, ROW_BLOCKS, vf_set1(256), to, shape);
+            continue;
+        }
+        for (int64_t i = 0; i < n; i += 4) {
+            PRODUCT(load_scales)(b, first, lines, block + i, scales, shape);
+            PRODUCT(store_scales)(scales, nib_min(4, n - i), vf_set1(1), to + i * PANEL_RECORD(shape.block), shape);
+        }
     }
 }
 
@@ -222,6 +242,7 @@ PRODUCT_SIMD void PRODUCT(multiply_tile)(const uint8_t *x, const uint8_t *panel,
     }
 #define MICRO_KERNELS(name, shape)                \
     MICRO_KERNEL(name##_all, PRODUCT_ROWS, shape) \
+    MICRO_KERNEL(name##_four, 4, shape)           \
     MICRO_KERNEL(name##_two, 2, shape)            \
     MICRO_KERNEL(name##_one, 1, shape)
 
@@ -295,9 +316,9 @@ PRODUCT_SLOT void PRODUCT(store_tile)(const struct nib_product *p, int64_t row, 
 /* A panel that is there by all rows. */
 PRODUCT_SIMD void PRODUCT(multiply_panel)(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
                                           int64_t first, int64_t count, const uint8_t *panel, int64_t apart,
-                                          PRODUCT(micro_fn) *const micro[3], const struct product_shape shape)
+                                          PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
 {
-    static const int steps[3] = { PRODUCT_ROWS, 2, 1 };
+    static const int steps[4] = { PRODUCT_ROWS, 4, 2, 1 };
     _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
     struct product_tile tile;
     const int64_t blocks = nib_ceil_div(p->a.length, shape.block);
@@ -318,7 +339,7 @@ PRODUCT_SIMD void PRODUCT(multiply_panel)(const struct nib_product *p, struct ni
 /* Packs the columns of a panel, and what is missing to whole vectors, and multiplies. */
 PRODUCT_SIMD void PRODUCT(multiply_columns)(const struct nib_product *p, struct nib_row_range range, const void *packed,
                                             int64_t first, int64_t count, void *scratch,
-                                            PRODUCT(micro_fn) *const micro[3], const struct product_shape shape)
+                                            PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
 {
     const int64_t apart = nib_ceil_div(p->b.length, shape.block) * PANEL_RECORD(shape.block);
     uint8_t *const panel = scratch;
@@ -329,12 +350,13 @@ PRODUCT_SIMD void PRODUCT(multiply_columns)(const struct nib_product *p, struct 
     PRODUCT(multiply_panel)(p, range, packed, first, count, panel, apart, micro, shape);
 }
 
-#define PRODUCT_KERNEL(name, shape)                                                                                   \
-    PRODUCT_SLOT void PRODUCT(multiply_##name)(const struct nib_product *p, struct nib_row_range range,               \
-                                               const void *packed, int64_t first, int64_t count, void *scratch)       \
-    {                                                                                                                 \
-        static PRODUCT(micro_fn) *const micro[3] = { PRODUCT(name##_all), PRODUCT(name##_two), PRODUCT(name##_one) }; \
-        PRODUCT(multiply_columns)(p, range, packed, first, count, scratch, micro, shape);                             \
+#define PRODUCT_KERNEL(name, shape)                                                                                  \
+    PRODUCT_SLOT void PRODUCT(multiply_##name)(const struct nib_product *p, struct nib_row_range range,              \
+                                               const void *packed, int64_t first, int64_t count, void *scratch)      \
+    {                                                                                                                \
+        static PRODUCT(micro_fn) *const micro[4] = { PRODUCT(name##_all), PRODUCT(name##_four), PRODUCT(name##_two), \
+                                                     PRODUCT(name##_one) };                                          \
+        PRODUCT(multiply_columns)(p, range, packed, first, count, scratch, micro, shape);                            \
     }
 
 PRODUCT_KERNEL(nvfp4, SHAPE_NVFP4)

@@ -16,7 +16,7 @@
 #ifndef NIB_SIMD_PRODUCT_ROW_H
 #define NIB_SIMD_PRODUCT_ROW_H
 
-enum { ROW_WORDS_K = VL * 8, ROW_BLOCKS = VL / 2 };
+enum { ROW_WORDS_K = VL * 8 };
 #define ROW_RECORD(planes) ((planes)*ROW_WORDS_K + VL * 8)
 
 #endif
@@ -78,14 +78,15 @@ PRODUCT_SIMD VI PRODUCT(row_dot)(VI codes, const uint8_t *x, const int planes)
     return dot;
 }
 
-/* Any scales, of fewer blocks too. */
-PRODUCT_SIMD void PRODUCT(any_row_scales)(const uint8_t *scales, int64_t stride, int blocks, VF out[ROW_BLOCKS])
+/* Any scales, of fewer blocks too. Far from the loop, whose registers it would take. */
+__attribute__((noinline)) PRODUCT_SLOT void PRODUCT(any_row_scales)(const uint8_t *scales, int64_t stride, int blocks,
+                                                                    float *out)
 {
     for (int b = 0; b < blocks; b++) {
         int32_t codes[VL];
         for (int i = 0; i < VL; i++)
             codes[i] = scales[i * stride + b];
-        out[b] = vf_mul(PRODUCT(scales_e4m3)(vi_load(codes)), vf_set1(0x1p-8f));
+        vf_store(out + b * VL, vf_mul(PRODUCT(scales_e4m3)(vi_load(codes)), vf_set1(0x1p-8f)));
     }
 }
 
@@ -97,25 +98,32 @@ PRODUCT_SIMD VI PRODUCT(last_words)(const uint8_t *codes, int64_t bytes)
     return vi_load(words);
 }
 
-/* VL words of VL columns by a packed row. `bytes` of codes and `blocks` are left in each column. Columns so far apart are
- * no stream that a processor would see; those behind them, taken together, are one, of which a part is at `next`. */
-PRODUCT_SIMD VF PRODUCT(row_step)(const uint8_t *codes, int64_t stride, int64_t bytes, const uint8_t *scales,
-                                  int64_t scale_stride, int64_t blocks, const uint8_t *x, const uint8_t *next, VF acc,
-                                  const int planes)
+/* A part of VL columns: VL words of each, or what is left. */
+struct PRODUCT(row_part) {
+    const uint8_t *codes, *scales, *next;
+    int64_t stride, scale_stride;
+    int64_t bytes, blocks; /* left in each column */
+    const uint8_t *x;      /* of the packed row */
+};
+
+/* One part. Columns so far apart are no stream that a processor would see; those behind them, taken together, are one, of
+ * which a part is at `next`. */
+PRODUCT_SIMD VF PRODUCT(row_step)(const struct PRODUCT(row_part) * p, VF acc, const int planes, const bool whole)
 {
-    const float *const factors = (const float *)(const void *)(x + planes * ROW_WORDS_K + VL * 4);
+    const float *const factors = (const float *)(const void *)(p->x + planes * ROW_WORDS_K + VL * 4);
+    const int blocks = whole ? ROW_BLOCKS : (int)nib_min(p->blocks, ROW_BLOCKS);
     VI even[VL / 4], odd[VL / 4];
     VF scale[ROW_BLOCKS];
     UNROLL for (int g = 0; g < VL / 4; g++)
     {
         VI dot[4];
-        UNROLL for (int i = 0; i < VL / 4; i++) __builtin_prefetch(next + (g * VL / 4 + i) * 64, 0, 2);
+        UNROLL for (int i = 0; i < VL / 4; i++) __builtin_prefetch(p->next + (g * VL / 4 + i) * 64, 0, 2);
         UNROLL for (int i = 0; i < 4; i++)
         {
-            const uint8_t *const from = codes + (g * 4 + i) * stride;
-            const bool whole = bytes >= VL * 4;
-            const VI words = whole ? vi_load((const int32_t *)(const void *)from) : PRODUCT(last_words)(from, bytes);
-            dot[i] = PRODUCT(row_dot)(words, x, planes);
+            const uint8_t *const from = p->codes + (g * 4 + i) * p->stride;
+            dot[i] = PRODUCT(row_dot)(whole ? vi_load((const int32_t *)(const void *)from)
+                                            : PRODUCT(last_words)(from, nib_min(p->bytes, VL * 4)),
+                                      p->x, planes);
         }
         const VI first = vi_pair_sums(dot[0], dot[1]), second = vi_pair_sums(dot[2], dot[3]);
         even[g] = vi_even_words(first, second);
@@ -123,33 +131,47 @@ PRODUCT_SIMD VF PRODUCT(row_step)(const uint8_t *codes, int64_t stride, int64_t 
     }
     vi_transpose_quarters(even);
     vi_transpose_quarters(odd);
-    const int count = (int)nib_min(blocks, ROW_BLOCKS);
-    if (count < ROW_BLOCKS || !PRODUCT(row_scales)(scales, scale_stride, scale))
-        PRODUCT(any_row_scales)(scales, scale_stride, count, scale);
-    UNROLL for (int b = 0; b < ROW_BLOCKS; b++)
-    {
-        if (b >= count)
-            break;
-        const VI dot = b % 2 ? odd[b / 2] : even[b / 2];
-        acc = vf_multiply_add(vf_from(dot), vf_mul(scale[b], vf_set1(factors[b])), acc);
+    if (!whole || !PRODUCT(row_scales)(p->scales, p->scale_stride, scale)) {
+        _Alignas(64) float any[ROW_BLOCKS * VL] = { 0 };
+        PRODUCT(any_row_scales)(p->scales, p->scale_stride, blocks, any);
+        UNROLL for (int b = 0; b < ROW_BLOCKS; b++) scale[b] = vf_load(any + b * VL);
     }
+    UNROLL for (int b = 0; b < ROW_BLOCKS; b++) /* without a block the factor is 0, and the sum as it was */
+        acc = vf_multiply_add(vf_from(b % 2 ? odd[b / 2] : even[b / 2]), vf_mul(scale[b], vf_set1(factors[b])), acc);
     return acc;
+}
+
+__attribute__((noinline)) PRODUCT_SLOT VF PRODUCT(last_row_step)(const struct PRODUCT(row_part) * p, VF acc, int planes)
+{
+    return planes == 2 ? PRODUCT(row_step)(p, acc, 2, false) : PRODUCT(row_step)(p, acc, 1, false);
 }
 
 /* One packed row by VL columns from `line` on. */
 PRODUCT_SIMD VF PRODUCT(row_columns)(const struct nib_side *b, int64_t line, const uint8_t *x, const int planes)
 {
     const int64_t stride = b->geometry->line_stride, scale_stride = b->geometry->scale_line;
-    const uint8_t *const codes = b->memory.codes + line * stride;
-    const uint8_t *const scales = (const uint8_t *)b->memory.scales + line * scale_stride;
-    const int64_t blocks = b->geometry->blocks, bytes = nib_ceil_div(b->length, 2);
+    struct PRODUCT(row_part) p = { .codes = b->memory.codes + line * stride,
+                                   .scales = (const uint8_t *)b->memory.scales + line * scale_stride,
+                                   .stride = stride,
+                                   .scale_stride = scale_stride,
+                                   .bytes = nib_ceil_div(b->length, 2),
+                                   .blocks = b->geometry->blocks,
+                                   .x = x };
     VF acc = vf_set1(0);
-    for (int64_t k = 0, step = 0; k < b->length; k += ROW_WORDS_K, step++) {
+    const uint8_t *next_scales = p.scales + VL * scale_stride;
+    p.next = p.codes + VL * stride;
+    for (; p.bytes > 0; p.bytes -= VL * 4, p.blocks -= ROW_BLOCKS) {
         for (int64_t at = 0; at < VL * ROW_BLOCKS; at += 64)
-            __builtin_prefetch(scales + VL * scale_stride + step * VL * ROW_BLOCKS + at, 0, 2);
-        acc = PRODUCT(row_step)(codes + k / 2, stride, bytes - k / 2, scales + k / NIB_BLOCK, scale_stride,
-                                blocks - k / NIB_BLOCK, x + step * ROW_RECORD(planes),
-                                codes + VL * stride + step * VL * VL * 4, acc, planes);
+            __builtin_prefetch(next_scales + at, 0, 2);
+        if (p.bytes >= VL * 4 && p.blocks >= ROW_BLOCKS)
+            acc = PRODUCT(row_step)(&p, acc, planes, true);
+        else
+            acc = PRODUCT(last_row_step)(&p, acc, planes);
+        p.codes += VL * 4;
+        p.scales += ROW_BLOCKS;
+        p.next += VL * VL * 4;
+        p.x += ROW_RECORD(planes);
+        next_scales += VL * ROW_BLOCKS;
     }
     return acc;
 }
