@@ -150,8 +150,7 @@ static void run_tensor(struct run *run, const struct inputs *in, int i, float *y
 {
     const nib_quantizer q = case_of(i);
     const bool by_columns = i % 5 == 4, twice = i % 4 == 0;
-    const nib_array x = input_of(in, i, by_columns, run->threads),
-                    other = input_of(in, i, !by_columns, run->threads);
+    const nib_array x = input_of(in, i, by_columns, run->threads), other = input_of(in, i, !by_columns, run->threads);
     nib_tensor *t = NULL;
     note(run, nib_quantize(&q, twice ? &other : &x, NULL, &t));
     if (twice)
@@ -191,6 +190,13 @@ static void run_gemm(struct run *run, const struct inputs *in, float *y)
     note(run, nib_quantize(&q, &x, NULL, &t));
     note(run, reference_product(t, NIB_ROWWISE, t, NIB_ROWWISE, 0.3f, 0, &out));
     note(run, reference_product(t, NIB_ROWWISE, t, NIB_ROWWISE, 1e-30f, 1, &out));
+    const nib_operand codes = { t, NULL, NIB_ROWWISE }, values = { NULL, &x, NIB_ROWWISE };
+    nib_gemm_options options;
+    nib_gemm_options_init(&options);
+    options.beta = 1;
+    note(run, nib_gemm(&codes, &codes, &options, &out));
+    options.alpha = 1e-30f;
+    note(run, nib_gemm(&values, &codes, &options, &out));
     run->out->gemm = hash_of(y, LINES * LINES * sizeof *y);
     nib_tensor_destroy(t);
 }

@@ -232,6 +232,32 @@ TEST(calls_that_need_no_memory)
     nib_tensor_destroy(other);
 }
 
+/* The scratch of products is the device's, and grows to what the largest needs. */
+TEST(products_need_memory_once)
+{
+    const nib_quantizer q = default_quantizer();
+    nib_tensor *t = some(&q, DIMS(48, 160)), *small = some(&q, DIMS(5, 32));
+    const nib_operand large = { t, NULL, NIB_ROWWISE }, few = { small, NULL, NIB_ROWWISE };
+    static float y[48 * 48];
+    nib_array array = array_of(y, NIB_F32, DIMS(48, 48)), fewer = array_of(y, NIB_F32, DIMS(5, 5));
+    nib_device *device = NULL;
+    CHECK_OK(nib_host_create(1, &device));
+    array.device = fewer.device = device;
+    y[0] = y[48 * 48 - 1] = 99;
+    allocations_left = 0;
+    if (strcmp(nib_isa(), "scalar") != 0) /* which needs none */
+        CHECK_FAILS(nib_gemm(&large, &large, NULL, &array), NIB_ERR_MEMORY, "scratch of a product");
+    allocations_left = -1;
+    CHECK(strcmp(nib_isa(), "scalar") == 0 || (y[0] == 99 && y[48 * 48 - 1] == 99));
+    CHECK_OK(nib_gemm(&large, &large, NULL, &array));
+    NO_ALLOCATION(nib_gemm(&large, &large, NULL, &array));
+    NO_ALLOCATION(nib_gemm(&few, &few, NULL, &fewer));
+    nib_device_release(device);
+    nib_tensor_destroy(t);
+    nib_tensor_destroy(small);
+    CHECK_NO_LEAKS();
+}
+
 static nib_status write_whole(const nib_tensor *t)
 {
     nib_writer *writer = NULL;

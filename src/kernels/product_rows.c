@@ -52,7 +52,11 @@ void nib_code_block(const struct nib_side *side, int64_t line, int64_t first, in
 {
     const uint8_t *codes = side->memory.codes + line * side->geometry->line_stride + first / 2;
     const int64_t n = nib_min(NIB_BLOCK, side->length - first);
-    for (int i = 0; i < NIB_BLOCK; i++)
+    for (int i = 0; i < NIB_BLOCK / 2 && n == NIB_BLOCK; i++) {
+        q[2 * i] = doubled[codes[i] & 15];
+        q[2 * i + 1] = doubled[codes[i] >> 4];
+    }
+    for (int i = 0; i < NIB_BLOCK && n < NIB_BLOCK; i++)
         q[i] = i < n ? doubled[codes[i / 2] >> 4 * (i % 2) & 15] : 0;
     *factor = quarter_scale(side, line, first / NIB_BLOCK);
 }
