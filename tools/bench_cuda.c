@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "bench.h"
 #include "cli.h"
 #include "device.h"
 
@@ -127,6 +128,20 @@ static nib_status copy_several(void *context)
     return status;
 }
 
+/* The same without a graph, where the runtime may copy in another way; many, so that waiting for them does not count. */
+static nib_status time_copies(struct bench *b, double *seconds)
+{
+    enum { TIMES = 8 };
+    nib_status status = b->calls->synchronize(b->device);
+    const double begin = bench_now();
+    for (int i = 0; i < TIMES && !status; i++)
+        status = copy_several(b);
+    if (!status)
+        status = b->calls->synchronize(b->device);
+    *seconds = (bench_now() - begin) / TIMES;
+    return status;
+}
+
 /* An array of the device over a new buffer. */
 static nib_status make_array(struct bench *b, nib_dtype dtype, const struct size *size, nib_buffer **buffer,
                              nib_array *out)
@@ -199,12 +214,12 @@ static nib_status measure_copy(struct bench *b, bool quick, double *rate)
     nib_status status = make_array(b, NIB_BF16, &size, &b->values, &b->x);
     if (!status)
         status = make_array(b, NIB_BF16, &size, &b->out, &b->y);
-    if (!status)
-        status = b->calls->measure(b->device, copy_several, b, 5, &seconds); /* wakes the clocks */
-    for (int i = 0; i < 3 && !status; i++) {                                 /* the best one counts */
-        status = b->calls->measure(b->device, copy_several, b, 9, &seconds);
+    if (!status) /* wakes the clocks */
+        status = b->calls->measure(b->device, copy_several, b, 5, &seconds);
+    for (int i = 0; i < 6 && !status; i++) { /* as a graph, or as calls that follow one another: the best counts */
+        status = i % 2 ? b->calls->measure(b->device, copy_several, b, 9, &seconds) : time_copies(b, &seconds);
         const double measured = 2.0 * COPIES * (double)(size.rows * size.cols) * 2 / seconds;
-        *rate = measured > *rate ? measured : *rate;
+        *rate = !status && measured > *rate ? measured : *rate;
     }
     close_bench(b);
     return status;
