@@ -23,8 +23,15 @@ static __device__ __forceinline__ void run_phases(const typename K::job &job, ty
     }
 }
 
+/* Thread blocks for which a kernel's registers must do: some processors have 1536 threads instead of 2048. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define NIB_CUDA_RESIDENT(blocks) ((blocks) < 6 ? (blocks) : 6)
+#else
+#define NIB_CUDA_RESIDENT(blocks) (blocks)
+#endif
+
 template <class K>
-__global__ void __launch_bounds__(THREADS, K::BLOCKS)
+__global__ void __launch_bounds__(THREADS, NIB_CUDA_RESIDENT(K::BLOCKS))
     run_kernel(const __grid_constant__ typename K::job job, uint32_t tiles)
 {
     __shared__ typename K::shared shared;

@@ -101,21 +101,28 @@ const char *cudaGetErrorString(cudaError_t error)
 
 static int is_captured(cudaStream_t stream) { return stream && stream->captured; }
 
+/* The graph frees the job. */
+static cudaError_t add_work(struct shim_graph *graph, void (*run)(const void *job), void *job)
+{
+    struct work *const work = realloc(graph->work, (graph->n + 1) * sizeof *work);
+    if (!work)
+        abort();
+    graph->work = work;
+    work[graph->n++] = (struct work){ run, job };
+    return cudaSuccess;
+}
+
 cudaError_t shim_enqueue(cudaStream_t stream, void (*run)(const void *job), const void *job, size_t bytes)
 {
     if (!is_captured(stream)) {
         run(job);
         return cudaSuccess;
     }
-    struct shim_graph *const graph = stream->captured;
-    struct work *const work = realloc(graph->work, (graph->n + 1) * sizeof *work);
     void *const copy = malloc(bytes);
-    if (!work || !copy)
+    if (!copy)
         abort();
     memcpy(copy, job, bytes);
-    graph->work = work;
-    work[graph->n++] = (struct work){ run, copy };
-    return cudaSuccess;
+    return add_work(stream->captured, run, copy);
 }
 
 /* ---- Memory ---- */
@@ -137,7 +144,6 @@ static void run_set(const void *job)
     const struct memory *const m = job;
     memset(m->to, m->value, m->bytes);
 }
-static void run_free(const void *job) { free(((const struct memory *)job)->to); }
 
 cudaError_t cudaMalloc(void **out, size_t bytes)
 {
@@ -163,13 +169,15 @@ cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream)
     (void)stream;
     return cudaMalloc(out, bytes);
 }
-/* A graph's memory would be allocated at each replay: here it is kept until the graph goes, and so is lost. */
+static void run_nothing(const void *job) { (void)job; }
+/* A graph's memory would be allocated at each replay: here it is kept until the graph goes, as the job of one that does
+ * nothing. */
 cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream)
 {
     shim_allocated--;
-    const struct memory m = { .to = memory };
-    if (!is_captured(stream))
-        run_free(&m);
+    if (is_captured(stream))
+        return add_work(stream->captured, run_nothing, memory);
+    free(memory);
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t stream)
