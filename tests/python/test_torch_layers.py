@@ -690,3 +690,35 @@ def test_custom_products():
     y.sum().backward()
     assert calls == ["fprop", "dgrad", "wgrad"] and torch.allclose(y, F.linear(x, layer.weight, layer.bias))
     assert torch.allclose(layer.weight.grad, torch.ones(4, 16).t() @ x)
+
+
+def test_masters_of_mixed_weights():
+    """Identity weights take a shard as it is; hybrid ones of Float8 and Identity take it in both halves."""
+    from nib.torch.utils import quantize_master_weights, replace_raw_data
+    master = noise(16, 32)
+    plain = nt.IdentityQuantizer()(torch.zeros(16, 32, dtype=torch.bfloat16))
+    quantize_master_weights([plain], [master.view(-1)[256:]], [256], None)
+    nt.post_all_gather_processing([plain])
+    assert not plain.dequantize()[:8].any() and torch.equal(plain.dequantize()[8:], master[8:].bfloat16())
+    memory = torch.empty(16, 32, dtype=torch.bfloat16)
+    replace_raw_data(plain, memory)
+    assert plain._hp_data is memory and torch.equal(memory[8:], master[8:].bfloat16())
+    float8 = nt.Float8CurrentScalingQuantizer(nt.DType.kFloat8E4M3)
+    both = nt.HybridQuantizer(rowwise_quantizer=float8, columnwise_quantizer=nt.IdentityQuantizer())
+    mixed = both(torch.zeros(16, 32))
+    quantize_master_weights([mixed], [master.view(-1)], [0], None)
+    want = nt.Float8CurrentScalingQuantizer(nt.DType.kFloat8E4M3)(master)
+    assert torch.equal(mixed.rowwise_sub_storage.dequantize(), want.dequantize())
+    assert torch.equal(mixed.columnwise_sub_storage.dequantize(), master)
+    blocks = nt.HybridQuantizer(rowwise_quantizer=nt.NVFP4Quantizer(), columnwise_quantizer=nt.IdentityQuantizer())
+    with pytest.raises(NotImplementedError, match="HybridQuantizer"):
+        quantize_master_weights([blocks(master)], [master.view(-1)], [0], None)
+
+
+def test_groups_are_quantized_alike():
+    made = iter([nt.IdentityQuantizer(), nt.IdentityQuantizer(), nt.IdentityQuantizer()] +
+                [nt.MXFP8Quantizer() for _ in range(9)])
+    layer = nt.GroupedLinear(2, 32, 32)
+    with pytest.raises(ValueError, match="mix Identity"), \
+            nt.autocast(recipe=CustomRecipe(qfactory=lambda role: next(made))):
+        layer(noise(64, 32), [32, 32])

@@ -11,6 +11,8 @@ from . import _bridge
 from .float8_blockwise_tensor import Float8BlockwiseQTensorStorage
 from .float8_tensor import Float8Quantizer, Float8TensorStorage
 from .format_tensor import FormatStorage
+from .hybrid_tensor import HybridQuantizedTensorStorage
+from .identity_tensor import IdentityTensorStorage
 from .mxfp8_tensor import MXFP8TensorStorage
 from .nvfp4_tensor import NVFP4TensorStorage
 from .quantized_tensor import QuantizedTensor
@@ -30,6 +32,30 @@ def quantize_master_weights(model_weights, master_weights, start_offsets, group,
     """
     _cast(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
           manual_post_all_gather_processing)
+
+
+def _unmixed(weights, masters, starts, shards):
+    """The lists with the halves of hybrid weights in their places, and without identity ones, whose shards are copied:
+    that is all there is to do for them."""
+    weights, masters, starts = list(weights), list(masters), list(starts)
+    if not any(isinstance(weight, (HybridQuantizedTensorStorage, IdentityTensorStorage)) for weight in weights):
+        return weights, masters, starts, shards
+    if shards is not None:
+        raise NotImplementedError("shards apart from hybrid and identity weights are not possible")
+    found = [], [], []
+    for weight, master, start in zip(weights, masters, starts, strict=True):
+        halves = weight._halves() if isinstance(weight, HybridQuantizedTensorStorage) else [weight]
+        for half in halves:
+            if half is not weight and not isinstance(half, (Float8TensorStorage, IdentityTensorStorage)):
+                raise NotImplementedError("quantize_master_weights takes weights of a HybridQuantizer whose halves "
+                                          f"have one scale or none, not {type(half).__name__}")
+            if not isinstance(half, IdentityTensorStorage):
+                for column, value in zip(found, (half, master, start)):
+                    column.append(value)
+            elif master is not None and master.numel():
+                with torch.no_grad():
+                    half._hp_data.view(-1)[start:start + master.numel()].copy_(master.view(-1))
+    return *found, None
 
 
 def cast_master_weights_to_fp8(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None,
@@ -67,6 +93,8 @@ class _Lists:
 
 def _cast(weights, masters, starts, group, shards, manual, nvfp4=False):
     with _bridge.communicator(group) as comm:  # first: what fails on one rank from here on fails on all
+        if not nvfp4:
+            weights, masters, starts, shards = _unmixed(weights, masters, starts, shards)
         _cast_over(comm, weights, masters, starts, shards, manual, nvfp4)
 
 
@@ -121,7 +149,11 @@ def post_all_gather_processing(model_weights):
     weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
     chosen = []
     for weight in weights:
-        if isinstance(weight, FormatStorage):
+        if isinstance(weight, HybridQuantizedTensorStorage):
+            chosen += [half for half in weight._halves() if isinstance(half, FormatStorage)]
+        elif isinstance(weight, IdentityTensorStorage):
+            continue
+        elif isinstance(weight, FormatStorage):
             chosen.append(weight)
         elif isinstance(weight, QuantizedTensor):
             raise ValueError(f"post_all_gather_processing for {type(weight).__name__} is not supported")
@@ -151,6 +183,10 @@ _RAW_FIELD = {Float8TensorStorage: "_data", Float8BlockwiseQTensorStorage: "_row
 
 def replace_raw_data(tensor, new_raw_data):
     """Copy the rowwise codes into another buffer and use that one from now on."""
+    if isinstance(tensor, IdentityTensorStorage):
+        new_raw_data.copy_(tensor._hp_data)
+        tensor._hp_data = new_raw_data
+        return
     if isinstance(tensor, MXFP8TensorStorage):
         raise NotImplementedError("replace_raw_data for MXFP8Tensor is not supported")
     field = next((name for kind, name in _RAW_FIELD.items() if isinstance(tensor, kind)), None)

@@ -3,6 +3,7 @@
 import torch
 
 from .. import quantization
+from ..identity_tensor import IdentityQuantizer
 from ..quantization import FP8GlobalStateManager, get_align_size_for_quantization
 from ..quantized_tensor import eager
 from .base import WeightGradStore, activation_dtype, check_alone, init_method_constant
@@ -68,9 +69,19 @@ class GroupedLinear(LinearLayer):
             return y
         return y, [getattr(self, f"bias{i}").to(dtype) for i in range(self.num_gemms)] if self.use_bias else None
 
+    def _check_quantizers(self):
+        """The members of a group are alike: all quantized, or none."""
+        for name, slot in (("input", 0), ("weight", 1)):
+            plain = [isinstance(q, IdentityQuantizer) for q in self.quantizers["scaling_fwd"][slot::3]]
+            if any(plain) and not all(plain):
+                raise ValueError(f"the {name} quantizers of a GroupedLinear mix Identity-backed and quantized members: "
+                                 "all of a group are quantized, or none")
+
     @eager
     def _forward(self, inp, parts, weights, dtype, is_first_microbatch):
         with self.prepare_forward(inp, self.num_gemms):
+            if self.fp8:
+                self._check_quantizers()
             needs = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *weights))
             first, results = self.is_first(needs), []
             for i, (x, weight) in enumerate(zip(parts, weights)):
