@@ -395,6 +395,22 @@ def load_and_compare(kind, quantized, dequantized):
     return ("exact, dequantized", packed_error) if packed_error else ("exact", "")
 
 
+def judge_output(source, before, out, back):
+    """What is wrong with fresh output, and with what it becomes when it is dequantized."""
+    problems = []
+    for arguments in ([out], [out, "--against", source]):
+        status, output, errors = nib("check", *arguments)
+        if status or "no findings" not in output:
+            problems.append(f"check {' '.join(arguments[1:2])}: {' / '.join((output + errors).strip().splitlines()[:6])}")
+    must("dequantize", "-q", "-f", out, back)
+    after = headers(back)
+    differing = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    if differing:
+        problems.append(f"round trip: {len(differing)} tensors differ: " +
+                        ", ".join(f"{n} {before.get(n)} -> {after.get(n)}" for n in differing[:4]))
+    return problems
+
+
 Result = collections.namedtuple("Result", "quantized kept verdict detail problems")
 
 
@@ -413,16 +429,11 @@ def check_family(row, place):
     plan = json.loads(must("quantize", "--json", *(["--for", "vllm"] if conv1d else []), source, out))
     rows = plan["rows"]
     problems += judge_plan(model, source, rows)
-    for what, arguments in (("check", [out]), ("check --against", [out, "--against", source])):
-        status, output, errors = nib("check", *arguments)
-        if status or "no findings" not in output:
-            problems.append(f"{what}: {' / '.join((output + errors).strip().splitlines()[:6])}")
-    must("dequantize", "-q", out, back)
-    before, after = headers(source), headers(back)
-    if before != after:
-        differing = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
-        problems.append(f"round trip: {len(differing)} tensors differ: " +
-                        ", ".join(f"{n} {before.get(n)} -> {after.get(n)}" for n in differing[:4]))
+    before = headers(source)
+    problems += judge_output(source, before, out, back)
+    if not conv1d:  # and for others who read another format
+        must("quantize", "-q", "-f", "--format", "modelopt", "--scheme", "nvfp4", "--activations", "norm", source, out)
+        problems += [f"modelopt: {problem}" for problem in judge_output(source, before, out, back)]
     verdict, detail = "not tried", ""
     status, output, errors = nib("quantize", "-q", "--for", "transformers", source, fit)
     if status and conv1d and "stored as [inputs, outputs]" in errors:
@@ -458,7 +469,7 @@ Written by `tests/check_families.py --all --write docs/families.md`, with transf
 - quantized: no embedding, head, router, norm or convolution is; every tensor of two dims or more is in the plan, and what is
   kept has a reason (*weights*: quantized, of all that the plan has);
 - checked, alone and against the original: no finding;
-- dequantized: every tensor has the name, the shape and the dtype that it had;
+- dequantized: every tensor has the name, the shape and the dtype that it had; both also as ModelOpt, with activations;
 - quantized `--for transformers`, loaded by transformers and run: every parameter and the output must equal, bit for bit, those of
   the dequantized model (*exact*). *exact, dequantized* loads with `CompressedTensorsConfig(dequantize=True)` only.
 

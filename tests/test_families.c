@@ -185,6 +185,27 @@ TEST(dtypes_come_back_as_config_json_has_them)
     check_same(at("in"), at("back"));
 }
 
+/* Older models have none there, or one that is not true. */
+TEST(dtypes_come_back_though_config_json_has_others)
+{
+    static const char *const said[] = { "bfloat16", "float32", "?" };
+    static const nib_dtype stored[] = { NIB_F32, NIB_F16, NIB_F32 };
+    for (int i = 0; i < 3; i++) {
+        make_gpt_oss(at("in"), said[i], stored[i]);
+        CHECK_OK(quantize(at("in"), fresh("out"), NIB_READER_ANY, NULL));
+        CHECK_OK(dequantize(at("out"), fresh("back"), 0));
+        check_same(at("in"), at("back"));
+    }
+    nib_checkpoint *out = open_good(at("out"));
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_convert(out, NIB_CHECKPOINT_FORMAT_MODELOPT, &plan));
+    CHECK_OK(nib_plan_run(plan, fresh("other"), NULL, NULL));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(out);
+    CHECK_OK(dequantize(at("other"), fresh("back"), 0));
+    check_same(at("in"), at("back"));
+}
+
 TEST(stacks_come_back_of_parts_that_stayed_and_by_way_of_another_format)
 {
     make_gpt_oss(at("in"), "bfloat16", NIB_BF16);

@@ -10,7 +10,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
     struct cli_word dtype = { .words = words_dtypes(), .value = NIB_DTYPE_COUNT };
     struct run_flags flags = { .threads = 0 };
     const struct cli_option options[] = {
-        { 0, "dtype", CLI_WORD, &dtype, "D", "{}; default: as config.json has it, or bf16", 0, 0 },
+        { 0, "dtype", CLI_WORD, &dtype, "D", "{}; default: as it was, or bf16", 0, 0 },
         RUN_OPTIONS(flags),
         { 0 },
     };

@@ -353,7 +353,7 @@ static int by_name(const void *a, const void *b)
                                                                  : x->tensor[NIB_ROLE_DATA] > y->tensor[NIB_ROLE_DATA];
 }
 
-static nib_dtype nominal_dtype(const nib_checkpoint *c)
+nib_dtype nib_ck_config_dtype(const nib_checkpoint *c)
 {
     static const struct {
         const char *name;
@@ -368,6 +368,19 @@ static nib_dtype nominal_dtype(const nib_checkpoint *c)
             if (strcmp(json_string_value(values[i]), names[j].name) == 0)
                 return names[j].dtype;
     return NIB_BF16;
+}
+
+nib_dtype nib_ck_nominal_dtype(const nib_checkpoint *c)
+{
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_F16, NIB_BF16 };
+    json_t *provenance = c->provenance ? json_loads(c->provenance, JSON_REJECT_DUPLICATES, NULL) : NULL;
+    const char *noted = json_string_value(json_object_get(provenance, "dtype"));
+    nib_dtype found = nib_ck_config_dtype(c);
+    for (size_t i = 0; noted && i < sizeof dtypes / sizeof *dtypes; i++)
+        if (!strcmp(noted, nib_dtype_name(dtypes[i])))
+            found = dtypes[i];
+    json_decref(provenance);
+    return found;
 }
 
 static nib_status check_repeated(const nib_checkpoint *c)
@@ -398,7 +411,7 @@ static nib_status claim_other_usages(nib_checkpoint *c, uint32_t weight)
 
 static nib_status find_weights(nib_checkpoint *c)
 {
-    struct finder finder = { .c = c, .nominal = nominal_dtype(c) };
+    struct finder finder = { .c = c, .nominal = nib_ck_nominal_dtype(c) };
     for (uint32_t i = 0; i < c->n_tensors; i++)
         TRY(find_weight(&finder, i));
     if (c->n_weights)

@@ -36,6 +36,11 @@ static inline int64_t nib_ck_source_row(const struct nib_ck_weight *w, int64_t r
     return w->head_rows ? r - in_head + in_head % 2 * (w->head_rows / 2) + in_head / 2 : r;
 }
 
+/* The dtype that values have where a weight's own format does not say: by config.json, BF16 where it says nothing; and
+ * before that by provenance, which notes what a quantized source had otherwise. */
+nib_dtype nib_ck_config_dtype(const nib_checkpoint *c);
+nib_dtype nib_ck_nominal_dtype(const nib_checkpoint *c);
+
 /* Rows of the matrix in its tensor that a weight is part of: all of one expert's, in a stack. */
 int64_t nib_ck_matrix_rows(const nib_checkpoint *c, const struct nib_ck_weight *w);
 

@@ -109,10 +109,12 @@ nib_status nib_plan_provenance(const nib_plan *plan, const struct nib_hash *hash
         fits = put_string(text, i ? ",{\"file\":" : "{\"file\":") &&
                nib_text_put_json(text, name ? name + 1 : plan->in->files[i].name) && put_string(text, hash);
     }
+    const char *dtype = nib_dtype_name(plan->noted_dtype); /* NULL: there is none to note */
     char *restore = plan->restore ? json_dumps(plan->restore, JSON_COMPACT) : NULL;
     fits = fits && (restore || !plan->restore) && put_string(text, "]") &&
-           (!restore || (put_string(text, ",\"restore\":") && put_string(text, restore))) && put_string(text, "}") &&
-           nib_text_put(text, "", 1);
+           (!restore || (put_string(text, ",\"restore\":") && put_string(text, restore))) &&
+           (!dtype || (put_string(text, ",\"dtype\":\"") && put_string(text, dtype) && put_string(text, "\""))) &&
+           put_string(text, "}") && nib_text_put(text, "", 1);
     free(restore);
     if (fits) {
         text->used--; /* the NUL behind it is not part of it */

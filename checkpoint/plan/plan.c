@@ -115,6 +115,7 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_che
     plan->shard_bytes = NIB_SHARD_BYTES;
     plan->dequantized_dtype = NIB_DTYPE_COUNT;
     plan->note = "";
+    plan->noted_dtype = NIB_DTYPE_COUNT;
     plan->plain_dtype = NIB_DTYPE_COUNT;
     plan->options = json_object();
     plan->rows = nib_alloc_zeroed((in->n_weights + 1) * sizeof *plan->rows);

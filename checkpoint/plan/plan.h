@@ -142,9 +142,10 @@ struct nib_plan {
     struct nib_out_row *rows; /* one per weight of the input */
     struct nib_out_other *others;
     size_t n_others;
-    const char *note; /* what a user of the result must know; "" otherwise */
-    json_t *restore;  /* what of the input was taken apart, for provenance: see plan_restore.c; NULL: nothing */
-    json_t *source;   /* the input's provenance, once it was asked for */
+    const char *note;      /* what a user of the result must know; "" otherwise */
+    nib_dtype noted_dtype; /* of what was quantized, where config.json says another one; NIB_DTYPE_COUNT otherwise */
+    json_t *restore;       /* what of the input was taken apart, for provenance: see plan_restore.c; NULL: nothing */
+    json_t *source;        /* the input's provenance, once it was asked for */
     struct nib_restored *restored; /* DEQUANTIZE */
     size_t n_restored;
     struct nib_out_tensor *tensors;
@@ -202,6 +203,8 @@ float nib_plan_input_scale(const nib_plan *plan, float amax);
 
 /* ---- What was taken apart (plan_restore.c) ---- */
 
+/* Whether config.json says of the weights what is true of them: else their dtype is noted. */
+void nib_plan_note_dtype(nib_plan *plan);
 /* A weight of the input is written otherwise than it lies there: noted for provenance. */
 nib_status nib_plan_note_cut(nib_plan *plan, const struct nib_ck_weight *w);
 /* What the input's own provenance says of that goes on to an output that keeps its codes. */

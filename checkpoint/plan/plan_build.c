@@ -736,6 +736,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
         status = nothing_left(plan);
     if (!status)
         status = find_restored(&m);
+    if (!status)
+        nib_plan_note_dtype(plan);
     for (size_t i = 0; i < plan->in->n_tensors && !status; i++)
         status = add_outputs(&m, m.order[i]);
     if (!status)

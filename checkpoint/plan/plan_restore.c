@@ -9,6 +9,7 @@
  *     "restore": [{"tensor": ".experts.gate_up_proj", "experts": ".experts", "parts": ["gate_proj", "up_proj"],
  *                  "transposed": true, "interleaved": true},
  *                 {"matrix": "c_attn"}]                         which was [inputs, outputs]
+ *     "dtype": "F32"                                             which config.json does not say
  *
  * Dequantizing goes by it. Provenance is a file's own word and may be anything: what does not fit the tensors that are
  * there is left alone.
@@ -60,6 +61,24 @@ nib_status nib_plan_note_cut(nib_plan *plan, const struct nib_ck_weight *w)
     return add_note(plan, json_pack("{s:s, s:s, s:o, s:b, s:b}", "tensor", t->name + stack.prefix_bytes, "experts",
                                     stack.prefix, "parts", parts, "transposed", (int)stack.transposed, "interleaved",
                                     (int)stack.interleaved));
+}
+
+/* Older models have no dtype in config.json: of F32 weights plain ones would come back in BF16. */
+void nib_plan_note_dtype(nib_plan *plan)
+{
+    const nib_checkpoint *in = plan->in;
+    const nib_dtype said = nib_ck_config_dtype(in), nominal = nib_ck_nominal_dtype(in);
+    nib_dtype dtype = NIB_DTYPE_COUNT;
+    for (size_t i = 0; i < in->n_weights; i++) {
+        const nib_dtype own = in->weights[i].format == NIB_CHECKPOINT_FORMAT_PLAIN ? in->weights[i].dtype : nominal;
+        if (plan->rows[i].action == NIB_ACTION_KEEP)
+            continue;
+        if (dtype != NIB_DTYPE_COUNT && dtype != own)
+            return; /* of several there is none to note */
+        dtype = own;
+    }
+    if (dtype != said && plan->format != NIB_CHECKPOINT_FORMAT_PLAIN)
+        plan->noted_dtype = dtype;
 }
 
 /* What the input's own provenance says: parsed once, it may be long. */

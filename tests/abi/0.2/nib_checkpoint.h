@@ -296,8 +296,8 @@ NIB_API nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantiz
 /* NVFP4 weights to another checkpoint format: codes and scale bytes stay. Everything else is copied. */
 NIB_API nib_status nib_plan_convert(const nib_checkpoint *in, nib_checkpoint_format format, nib_plan **out);
 /* Every weight that is not plain to F32, BF16 or F16, in safetensors files (PLAIN) or in a GGUF file (GGUF).
- * NIB_DTYPE_COUNT: to what config.json says of the model (BF16 where it says nothing). What nib_plan_quantize cut or
- * transposed comes back as it was: every tensor has the name and the shape that it had. */
+ * NIB_DTYPE_COUNT: to what they had before, by provenance or by config.json (BF16 where nothing says it). What
+ * nib_plan_quantize cut or transposed comes back as it was: every tensor has the name and the shape that it had. */
 NIB_API nib_status nib_plan_dequantize(const nib_checkpoint *in, nib_checkpoint_format format, nib_dtype dtype,
                                        nib_plan **out);
 /* What nib_checkpoint_check calls repairable, repaired: same checkpoint format, same files, same codes. Unlike the others it reads
