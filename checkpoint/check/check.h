@@ -6,6 +6,7 @@
  *     check_table.c     the table of findings
  *     check.c           one check after the other; files
  *     check_tensors.c   names, shapes and dtypes of modules' tensors
+ *     check_gguf.c      what a GGUF file lacks
  *     check_values.c    block scales, tensor scales, scales of activations
  *     check_groups.c    weights that servers fuse
  *     check_config.c    configuration against tensors
@@ -37,6 +38,10 @@ enum nib_fault {
     NIB_FAULT_STRAY,
     NIB_FAULT_PRE_QUANT_SCALE,
     NIB_FAULT_WRAPPED_NAME,
+    NIB_FAULT_GGUF_KEY,
+    NIB_FAULT_GGUF_TENSOR,
+    NIB_FAULT_GGUF_TOKENIZER,
+    NIB_FAULT_GGUF_SCALE_IGNORED,
     /* values */
     NIB_FAULT_TENSOR_SCALE_NOT_FINITE,
     NIB_FAULT_TENSOR_SCALE_NOT_POSITIVE,
@@ -175,6 +180,7 @@ uint64_t nib_check_scanned_bytes(const struct nib_ck_weight *w);
 /* The checks, each of which says what it finds. Those behind use what those before found out. */
 nib_status nib_check_modules(struct nib_checking *k);
 nib_status nib_check_wrapped_names(struct nib_checking *k);
+nib_status nib_check_gguf(struct nib_checking *k); /* keys, tensors and tokenizer of its architecture */
 nib_status nib_check_weights(struct nib_checking *k);
 /* Scales of activations can only be missed once it is known whether there should be any. */
 nib_status nib_check_inputs(struct nib_checking *k);

@@ -25,6 +25,7 @@ struct fault_facts {
 #define ERROR NIB_SEVERITY_ERROR
 #define WARNING NIB_SEVERITY_WARNING
 #define HINT NIB_SEVERITY_HINT
+#define CONVERT "make the file again from the original with nib quantize or convert_hf_to_gguf.py"
 #define REPAIR "run nib repair"
 #define AGAIN "quantize the original again"
 
@@ -72,6 +73,13 @@ static const struct fault_facts faults[NIB_FAULTS] = {
     [NIB_FAULT_WRAPPED_NAME] = { "name-wrapped", ERROR, 0,
                                  "no loader knows the module by this name: it is dropped or rejected",
                                  "save the model without its wrapper" },
+    [NIB_FAULT_GGUF_KEY] = { "gguf-key-missing", ERROR, 0, "llama.cpp cannot build the model without it", CONVERT },
+    [NIB_FAULT_GGUF_TENSOR] = { "gguf-tensor-missing", ERROR, 0, "llama.cpp rejects the file", CONVERT },
+    [NIB_FAULT_GGUF_TOKENIZER] = { "gguf-tokenizer", ERROR, 0,
+                                   "llama.cpp cannot turn text into tokens, or rejects the file", CONVERT },
+    [NIB_FAULT_GGUF_SCALE_IGNORED] = { "gguf-scale-ignored", ERROR, 0,
+                                       "llama.cpp multiplies without it there and computes garbage",
+                                       "keep the weight: nib quantize does" },
     [NIB_FAULT_TENSOR_SCALE_NOT_FINITE] = { "tensor-scale-not-finite", ERROR, 0, "the layer gives NaN or zeros",
                                             AGAIN },
     [NIB_FAULT_TENSOR_SCALE_NOT_POSITIVE] = { "tensor-scale-not-positive", ERROR, 0,

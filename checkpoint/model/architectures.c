@@ -232,6 +232,22 @@ int nib_ck_place_tensor(const nib_checkpoint *c, const struct nib_architecture *
     return place_expert_biases(a, tensor, out);
 }
 
+/* Architectures in which llama.cpp multiplies with the tensor scale of feed-forward weights; in all others it has no
+ * place for one there, and would compute with weights that are thousands of times too large. */
+static const char *const scaled[] = { "llama",      "mistral3",       "qwen3",      "qwen3moe",   "qwen35", "qwen35moe",
+                                      "qwen3next",  "cohere2",        "cohere2moe", "deepseek32", "gemma4", "glm-dsa",
+                                      "nemotron_h", "nemotron_h_moe", "mellum",     "nanbeige" };
+
+bool nib_ck_ignores_scale(const char *architecture, const char *weight)
+{
+    if (!strstr(weight, ".ffn_") || strstr(weight, "ffn_gate_inp"))
+        return false;
+    for (size_t i = 0; i < sizeof scaled / sizeof *scaled; i++)
+        if (!strcmp(architecture, scaled[i]))
+            return false;
+    return true;
+}
+
 /* ---- The same weight in two checkpoints ---- */
 
 static bool is_gguf(const nib_checkpoint *c) { return c->n_files && c->files[0].gguf; }

@@ -37,6 +37,10 @@ static inline enum nib_family nib_ck_family(const struct nib_architecture *a)
 /* "llama, mistral, ..." in `text`, which is returned. */
 const char *nib_ck_architecture_names(char *text, size_t bytes);
 
+/* Whether llama.cpp has no place for the tensor scale of a weight of a GGUF file: of feed-forward weights of most
+ * architectures. */
+bool nib_ck_ignores_scale(const char *architecture, const char *weight);
+
 /* Where a module or tensor goes. */
 struct nib_gguf_place {
     char name[64];       /* of the module: "blk.3.attn_q"; "" where it is not written */

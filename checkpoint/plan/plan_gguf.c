@@ -63,20 +63,6 @@ nib_status nib_plan_place(nib_plan *plan)
     return NIB_OK;
 }
 
-/* Architectures in which llama.cpp multiplies with the tensor scale of feed-forward weights; in all others it has no
- * place for one there, and would compute with weights that are thousands of times too large. */
-static const char *const scaled[] = { "llama",      "mistral3",       "qwen3",      "qwen3moe",   "qwen35", "qwen35moe",
-                                      "qwen3next",  "cohere2",        "cohere2moe", "deepseek32", "gemma4", "glm-dsa",
-                                      "nemotron_h", "nemotron_h_moe", "mellum",     "nanbeige" };
-
-static bool is_scaled(const char *architecture)
-{
-    for (size_t i = 0; i < sizeof scaled / sizeof *scaled; i++)
-        if (!strcmp(architecture, scaled[i]))
-            return true;
-    return false;
-}
-
 const char *nib_plan_gguf_keep(const nib_plan *plan, const struct nib_ck_weight *w)
 {
     const nib_checkpoint *in = plan->in;
@@ -86,12 +72,11 @@ const char *nib_plan_gguf_keep(const nib_plan *plan, const struct nib_ck_weight 
     const char *name = plan->places ? plan->places[w - in->weights].name : w->name;
     if (!*name)
         return "llama.cpp has it in a file of its own";
-    const bool feed_forward = strstr(name, ".ffn_") && !strstr(name, "ffn_gate_inp");
-    if (feed_forward && !strcmp(architecture, nib_architectures[NIB_FAMILY_GPT_OSS].gguf))
-        return "llama.cpp adds biases to it, which it does not do behind NVFP4";
-    return feed_forward && !is_scaled(architecture)
+    if (!nib_ck_ignores_scale(architecture, name))
+        return NULL;
+    return strcmp(architecture, nib_architectures[NIB_FAMILY_GPT_OSS].gguf)
                ? "llama.cpp does not multiply with the tensor scale of such a weight in this architecture"
-               : NULL;
+               : "llama.cpp adds biases to it, which it does not do behind NVFP4";
 }
 
 nib_status nib_plan_add_placed(nib_plan *plan, uint32_t tensor)

@@ -189,6 +189,8 @@ def plain_tensors():
     for layer in range(3):
         add(f"model.layers.{layer}.input_layernorm.weight", HIDDEN)
         add(f"model.layers.{layer}.post_attention_layernorm.weight", HIDDEN)
+        add(f"model.layers.{layer}.self_attn.q_norm.weight", 32)
+        add(f"model.layers.{layer}.self_attn.k_norm.weight", 32)
     add("model.layers.2.mlp.gate.weight", EXPERTS, HIDDEN)
     return out
 
@@ -768,6 +770,36 @@ def run_mode():
     models[form].write(sys.argv[3])
 
 
+# Names within a GGUF file that become others of the same length.
+GGUF_DAMAGES = [("gguf-key-missing", b"qwen3moe.context_length", b"qwen3moe.kontext_length"),
+                ("gguf-key-missing", b"general.architecture", b"general.brchitecture"),
+                ("gguf-key-missing", b"qwen3moe.expert_count", b"qwen3moe.exqert_count"),
+                ("gguf-tensor-missing", b"output_norm.weight", b"output_morn.weight"),
+                ("gguf-tensor-missing", b"blk.1.attn_norm.weight", b"blk.1.attn_morn.weight"),
+                ("gguf-tokenizer", b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokenz"),
+                ("gguf-tokenizer", b"tokenizer.ggml.model", b"tokenizer.ggml.nodel"),
+                ("gguf-scale-ignored", b"qwen3moe", b"qwen2moe")]
+
+
+def damage_gguf(original, seen):
+    """What nib writes has no findings; each damage gives its own and no other."""
+    good, bad = os.path.join(WORK, "good.gguf"), os.path.join(WORK, "bad.gguf")
+    status, text, error = run("quantize", "-q", "-f", original, good)
+    check(status == 0, f"a GGUF file: exit {status} {text} {error}")
+    with open(good, "rb") as file:
+        content = file.read()
+    for arguments in [[], ["--against", original]]:
+        status, kinds, found = findings(good, *arguments)
+        check(status == 0 and kinds == [], f"GGUF undamaged {arguments}: exit {status}, {kinds} {found[:2]}")
+    for finding, before, after in GGUF_DAMAGES:
+        check(before in content and len(before) == len(after), f"{before} is in the file")
+        with open(bad, "wb") as file:
+            file.write(content.replace(before, after))
+        status, kinds, found = findings(bad)
+        seen.add(finding)
+        check(status == 1 and kinds == [finding], f"{finding} by {after}: exit {status}, {kinds} {found[:3]}")
+
+
 def main():
     if sys.argv[1] in MODES:
         return run_mode()
@@ -803,6 +835,7 @@ def main():
             if status == 0:
                 status, kinds, found = findings(out, *([] if repaired == "alone" else ["--against", original]))
                 check(kinds == [], f"{finding} in {form}, repaired: {kinds} {found[:3]}")
+    damage_gguf(original, seen)
     with open(os.path.join(os.path.dirname(__file__), "../../checkpoint/check/check_table.c"), encoding="utf-8") as file:
         source = file.read()
     known = {line.split('"')[1] for line in source.split("[NIB_FAULT_")[1:]}

@@ -43,10 +43,10 @@ has out '^ *compressed-tensors 24 weights of 0.983 million values, .* 4.50 bits 
 run 0 "$NIB" inspect -q "$work/q.gguf"
 has out '^ *gguf +24 weights'
 run 0 "$NIB" inspect --tensors "$work/q"
-lines 82 'F32|BF16|U8|F8_E4M3'
+lines 88 'F32|BF16|U8|F8_E4M3'
 run 0 "$NIB" inspect --quick "$work/q/model.safetensors"
 run 0 "$NIB" inspect --json "$work/q"
-json "$work/out" 'len(r["weights"]) == 27 and len(r["tensors"]) == 82 and r["provenance"]["command"] == "quantize"'
+json "$work/out" 'len(r["weights"]) == 27 and len(r["tensors"]) == 88 and r["provenance"]["command"] == "quantize"'
 json "$work/out" 'all(sum(w["code_counts"]) == math.prod(w["shape"]) == 16 * sum(w["scale_counts"])
      for w in r["weights"] if w["format"] == "compressed-tensors")'
 run 2 "$NIB" inspect "$work/nothing"
