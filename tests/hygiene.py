@@ -188,7 +188,19 @@ def check_frozen():
                    if f"tests/abi/{current}/{os.path.basename(n)}" not in frozen]
         faults += [f"{n} is not include/{os.path.basename(n)}" for n in frozen
                    if f"include/{os.path.basename(n)}" not in FILES or read(n) != read(f"include/{os.path.basename(n)}")]
+        faults += oldest_sizes()
     check("frozen headers (tests/abi/freeze.sh)", faults)
+
+
+def oldest_sizes():
+    """Before MAJOR.MINOR.0 is out, the oldest struct that is served has all members: NIB_UP_TO names the last one."""
+    text = re.sub(r"/\*.*?\*/", "", "".join(read(n).decode() for n in HEADERS), flags=re.S)
+    last = {name: re.findall(r"(\w+)\)?(?:\[\w+\])?(?:\([^()]*\))?;", body)[-1]
+            for name, body in re.findall(r"^(?:typedef )?struct (\w+) \{(.*?)^\}", text, re.S | re.M)}
+    uses = [(n, *use) for n in FILES if n.endswith((".c", ".h")) and n.startswith(("src/", "checkpoint/"))
+            for use in re.findall(r"NIB_UP_TO\((nib_\w+), (\w+)\)", read(n).decode())]
+    return [f"{n}: NIB_UP_TO({name}, {member}) is not up to {last.get(name)}" for n, name, member in uses if last.get(name) != member] \
+        or ([] if len(uses) > 10 else ["no use of NIB_UP_TO was found"])
 
 
 # ---- The library -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ enum { BLOCK = 16, PANEL_ELEMENTS = 1 << 18, DEFAULT_MEMORY = 512 << 20 };
 /* Rows whose sums are kept at once. */
 enum { BATCH_ROWS = 1 << 18 };
 /* Of the first version that is still served: 0.2. */
-enum { STATS_OLDEST = NIB_UP_TO(nib_weight_stats, scales) };
+enum { STATS_OLDEST = NIB_UP_TO(nib_weight_stats, worst_blocks) };
 
 nib_status nib_ck_job(const char *what, const nib_job *overrides, nib_job *out)
 {

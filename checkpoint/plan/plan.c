@@ -446,7 +446,7 @@ nib_status nib_plan_get_facts(const nib_plan *plan, nib_plan_facts *out)
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    TRY(nib_struct_check_output("nib_plan_facts", out, NIB_UP_TO(nib_plan_facts, tensor_bytes_out)));
+    TRY(nib_struct_check_output("nib_plan_facts", out, NIB_UP_TO(nib_plan_facts, note)));
     nib_plan_facts facts = { .weights = plan->in->n_weights,
                              .rows = plan->in->n_weights + plan->n_others,
                              .note = plan->note,

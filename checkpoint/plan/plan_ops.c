@@ -59,7 +59,7 @@ static nib_status check_source(const nib_checkpoint *in)
 /* ---- Options of a quantization ---- */
 
 /* The first version that is still served: 0.2. */
-enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, keep_split) };
+enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, reader) };
 
 nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes)
 {

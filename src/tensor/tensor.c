@@ -276,7 +276,7 @@ static nib_status load_overrides(nib_device *device, const nib_quantizer *q, con
 {
     *out = (nib_overrides){ .bytes = sizeof *out };
     if (in)
-        TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, amax_seen)));
+        TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, offset)));
     if (out->scale && !nib_dialect_of(q)->scale_of)
         return nib_fail(NIB_ERR_MODE, "%s has no scale to override", nib_format_of(q)->name);
     return device->ops->check_quantization ? device->ops->check_quantization(device, q, out, geometry) : NIB_OK;
