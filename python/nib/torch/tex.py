@@ -19,7 +19,7 @@ from .products import values_of
 from .nvfp4_tensor import NVFP4Quantizer, NVFP4TensorStorage
 from .quantization import fused_amax_and_scale_update_after_reduction  # noqa: F401
 from .quantized_tensor import QuantizedTensorStorage
-from .utils import gemm_reference
+from .utils import gemm
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _FLT_MIN = torch.finfo(torch.float32).tiny
@@ -110,7 +110,7 @@ def generic_gemm(A, transA, B, transB, D=None, quantizer=None, output_dtype=None
     if accumulate and D is None:
         raise ValueError("a result to add to is needed: D")
     if all(isinstance(operand, NVFP4TensorStorage) for operand in (A, B)):
-        y = gemm_reference(B, A, a_columnwise=bool(transB), b_columnwise=not transA, alpha=alpha)
+        y = gemm(B, A, a_columnwise=bool(transB), b_columnwise=not transA, alpha=alpha)
     else:
         a, b = values_of(A, not transA), values_of(B, bool(transB))
         y = (b.t() if transB else b) @ (a.t() if transA else a)
