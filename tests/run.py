@@ -482,7 +482,7 @@ def stage_cuda(tally):
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers] + [f"-gencode=arch=compute_{numbers[0]},code=compute_{numbers[0]}"]
     places = ["-Iinclude", "-Isrc", "-Icuda", "-Itests"]
     strict = ["gcc", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", *places, "-isystem", toolkit + "/include"]
-    libraries = [f"-L{path}", "-lnib", toolkit + "/lib/libcudart_static.a", "-ldl", "-lrt", "-lpthread", "-lm", f"-Wl,-rpath,{path}:{folder}"]
+    libraries = [f"-L{path}", "-lnib", toolkit + "/lib/libcudart_static.a", "-l:libsupc++.a", "-ldl", "-lrt", "-lpthread", "-lm", f"-Wl,-rpath,{path}:{folder}"]
     library, program = os.path.join(folder, "libnib_cuda.so"), os.path.join(folder, "test_cuda")
     kernels = files("cuda/*.cu")
     objects = [os.path.join(folder, stem(source) + ".o") for source in kernels]
