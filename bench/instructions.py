@@ -20,7 +20,7 @@ import sys
 import tempfile
 
 ROWS = ["quantize.f32", "quantize.bf16", "amax.f32", "amax.bf16", "whole.f32", "stochastic8.f32", "stochastic24.f32",
-        "4over6.f32", "sweep.f32", "dequantize.f32", "dequantize.bf16"]
+        "4over6.f32", "sweep.f32", "weighted.f32", "dequantize.f32", "dequantize.bf16"]
 COLUMNS = ["columnwise.f32", "rht-columnwise.f32", "both-rht.f32"]
 # Stops are slow, so matrices are small. Rows count the same whatever their number, from the 16 of a band of scales on;
 # columns are cut into panels of 256 rows, and what a first or a lower one costs is not what the others do.

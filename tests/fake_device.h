@@ -198,6 +198,7 @@ static inline void fake_want_overrides(const nib_device *device, const nib_overr
     fake_want(device, overrides->scale, sizeof(float));
     fake_want(device, overrides->amax_seen, sizeof(float));
     fake_want(device, overrides->offset, sizeof *overrides->offset);
+    fake_want(device, overrides->importance, (size_t)overrides->importance_count * sizeof(float));
     for (int usage = 0; usage < 2; usage++) {
         fake_want(device, overrides->amax[usage], (size_t)geometry->usage[usage].tensor_scales_bytes);
         fake_want(device, overrides->tensor_scale[usage], (size_t)geometry->usage[usage].tensor_scales_bytes);
@@ -433,6 +434,7 @@ static const struct nib_device_ops fake_device_ops = {
     .copy = fake_op_copy,
     .zero = fake_op_zero,
     .check_quantization = fake_op_check_quantization,
+    .weighs = true,
     .quantize = fake_op_quantize,
     .find_amaxes = fake_op_find_amaxes,
     .fake_quantize = fake_op_fake_quantize,

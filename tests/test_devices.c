@@ -162,6 +162,31 @@ static void run_overrides(struct setting *s)
 
 TEST(overrides) { for_settings(run_overrides); }
 
+/* Importance lies on the device, and a device that cannot weigh says so. */
+TEST(importance)
+{
+    struct setting s = setting_of(LINES, NIB_BF16, 2, shapes[0].shape);
+    open_setting(&s);
+    nib_quantizer q = s.q;
+    q.columnwise = 0;
+    q.scale_rule = NIB_SCALE_SWEEP;
+    const int64_t cols = s.t->geometry.cols;
+    float *const h = malloc((size_t)cols * sizeof *h);
+    for (int64_t i = 0; i < cols; i++)
+        h[i] = 0.5f + (float)test_uniform();
+    float *const memory = upload_floats(&s, h, cols);
+    const nib_overrides host = { .bytes = sizeof host, .importance = h, .importance_count = cols };
+    const nib_overrides on_device = { .bytes = sizeof on_device, .importance = memory, .importance_count = cols };
+    nib_tensor *a = NULL, *b = NULL;
+    CHECK_BOTH(nib_quantize(&q, &s.host_x, &host, &a), nib_quantize(&q, &s.x, &on_device, &b));
+    check_and_destroy(a, b, s.device);
+    fake_ops(s.device)->weighs = false;
+    CHECK_FAILS(nib_quantize(&q, &s.x, &on_device, &b), NIB_ERR_UNSUPPORTED, "importance");
+    fake_free(s.device, memory);
+    free(h);
+    close_setting(&s);
+}
+
 /* Calls without a tensor run where their arrays are, and a device that fails, or has no such operation, says so. */
 TEST(fake_quantization_and_amaxes)
 {

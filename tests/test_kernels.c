@@ -39,25 +39,27 @@ struct mode {
     nib_dialect dialect;
     nib_scale_rule rule;
     nib_rounding rounding;
+    bool weighted; /* by the importance of channels */
 };
 
 static const struct mode nvfp4_modes[] = {
-    { "nearest", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
-    { "stochastic8", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_STOCHASTIC_8 },
-    { "stochastic24", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_STOCHASTIC_24 },
-    { "unbiased", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_STOCHASTIC_UNBIASED },
-    { "4over6", NIB_DIALECT_TE, NIB_SCALE_4OVER6, NIB_ROUND_NEAREST },
-    { "sweep", NIB_DIALECT_TE, NIB_SCALE_SWEEP, NIB_ROUND_NEAREST },
-    { "gist", NIB_DIALECT_GIST, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
-    { "torchao", NIB_DIALECT_TORCHAO, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
-    { "modelopt", NIB_DIALECT_MODELOPT, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
-    { "compressed-tensors", NIB_DIALECT_COMPRESSED_TENSORS, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
-    { NULL, NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
+    { "nearest", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST, false },
+    { "stochastic8", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_STOCHASTIC_8, false },
+    { "stochastic24", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_STOCHASTIC_24, false },
+    { "unbiased", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_STOCHASTIC_UNBIASED, false },
+    { "4over6", NIB_DIALECT_TE, NIB_SCALE_4OVER6, NIB_ROUND_NEAREST, false },
+    { "sweep", NIB_DIALECT_TE, NIB_SCALE_SWEEP, NIB_ROUND_NEAREST, false },
+    { "weighted", NIB_DIALECT_TE, NIB_SCALE_SWEEP, NIB_ROUND_NEAREST, true },
+    { "gist", NIB_DIALECT_GIST, NIB_SCALE_RTN, NIB_ROUND_NEAREST, false },
+    { "torchao", NIB_DIALECT_TORCHAO, NIB_SCALE_RTN, NIB_ROUND_NEAREST, false },
+    { "modelopt", NIB_DIALECT_MODELOPT, NIB_SCALE_RTN, NIB_ROUND_NEAREST, false },
+    { "compressed-tensors", NIB_DIALECT_COMPRESSED_TENSORS, NIB_SCALE_RTN, NIB_ROUND_NEAREST, false },
+    { NULL, NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST, false },
 };
 enum { NVFP4_MODES = sizeof nvfp4_modes / sizeof *nvfp4_modes - 1 };
 static const struct mode plain_modes[] = {
-    { "all", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
-    { NULL, NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST },
+    { "all", NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST, false },
+    { NULL, NIB_DIALECT_TE, NIB_SCALE_RTN, NIB_ROUND_NEAREST, false },
 };
 
 struct check;
@@ -134,7 +136,7 @@ enum { ARENA_BYTES = 4 << 20 };
 
 /* Those of the rowwise usage; the columnwise one has as many after them. */
 enum arena { INPUT, CODES, CODES_WANTED, SCALES, SCALES_WANTED, LEVELS };
-enum { OF_A_COPY = LEVELS - INPUT, ARENAS = INPUT + 2 * OF_A_COPY + 1 };
+enum { OF_A_COPY = LEVELS - INPUT, IMPORTANCE = INPUT + 2 * OF_A_COPY + 1, ARENAS };
 
 static enum arena arena_of(enum arena arena, nib_usage usage) { return (enum arena)(arena + (int)usage * OF_A_COPY); }
 
@@ -384,6 +386,8 @@ static bool nvfp4_variant(const struct mode *mode, int number, struct trial *t)
     q->no_tensor_scale = (uint8_t)digit(&number, 2);
     if (mode->rule != NIB_SCALE_4OVER6 && (q->error_mode || q->fast_error))
         return false;
+    if (mode->weighted && (t->usage == NIB_COLUMNWISE || shape != 0))
+        return false;
     return !nib_quantizer_load(q, q);
 }
 
@@ -576,9 +580,31 @@ static void compare_coded(struct verdict *v, const struct trial *t, const struct
     compare(v, what, &coded->codes);
 }
 
+/* The importance of all columns, against a forbidden page: mostly as it is made of mean squares, zeros among them; now and
+ * then any values that calls accept. */
+static const float *some_importance(int64_t cols)
+{
+    float *importance = place((enum arena)IMPORTANCE, cols * 4, test_below(4) != 0);
+    const int64_t way = test_below(5);
+    for (int64_t i = 0; i < cols; i++) {
+        const float square = test_normal() * test_normal() * ldexpf(1, (int)test_below(20) - 10);
+        const bool absent = way == 1 ? test_below(2) : way == 2 ? i != cols / 2 : way == 3 && i / 16 % 2;
+        importance[i] = absent ? 0 : nib_abs(square);
+        if (way == 4)
+            importance[i] = nib_float(1 + (uint32_t)test_below(0x7F7FFFFF));
+    }
+    if (way != 4 && nib_importance_normalize(importance, cols, importance)) {
+        fprintf(stderr, "test_kernels: %s\n", nib_last_error());
+        exit(2);
+    }
+    return importance;
+}
+
 static void compare_quantize(const struct check *check, struct trial *t, struct verdict *v)
 {
     make_panel(t);
+    if (check->mode->weighted)
+        t->coding.importance = some_importance(t->geometry.cols);
     const enum data_kind kind = fill_panel(t);
     const struct coded coded = place_coded(t, panel_amax(t), kind);
     REFERENCE(quantize, t->q.format)(&t->panel, &t->coding, &coded.wanted);
@@ -652,10 +678,10 @@ static void fill_scales(uint8_t *scales, int64_t bytes, int kind)
 {
     static const uint8_t others[] = { 0, 0x7F, 0x80, 0xFF };
     for (int64_t i = 0; i < bytes; i++)
-        scales[i] = kind == 0   ? (uint8_t)test_random()
-                    : kind == 1 ? (uint8_t)(0x30 + test_below(0x20))
-                    : kind == 2 ? (uint8_t)test_below(0x7F)
-                    : kind == 4 ? 0
+        scales[i] = kind == 0        ? (uint8_t)test_random()
+                    : kind == 1      ? (uint8_t)(0x30 + test_below(0x20))
+                    : kind == 2      ? (uint8_t)test_below(0x7F)
+                    : kind == 4      ? 0
                     : test_below(64) ? (uint8_t)(1 + test_below(0x7E))
                                      : others[test_below(4)];
 }
@@ -663,7 +689,7 @@ static void fill_scales(uint8_t *scales, int64_t bytes, int kind)
 static void check_decode(const struct check *check, struct verdict *v)
 {
     static const float tensor_scales[] = { 1,         0,     FLT_MIN, FLT_MAX,  INFINITY, NAN,
-                                    0x1p-140f, -1.5f, 0x1p30f, 0x1p-30f, 2688.0f,  0x1.234568p-3f };
+                                           0x1p-140f, -1.5f, 0x1p30f, 0x1p-30f, 2688.0f,  0x1.234568p-3f };
     for (int i = 0; i < 1200 * rounds() && !v->failed; i++) {
         struct trial t = { .dtype = NIB_F32 };
         const nib_format format = some_format(check);
@@ -686,7 +712,9 @@ static void check_decode(const struct check *check, struct verdict *v)
         fill_scales(scales, scale_bytes, (int)test_below(SCALE_KINDS));
         const struct outputs out = place_outputs(CODES, bytes, at_end);
         const int64_t choice = test_below(24);
-        const float tensor_scale = choice < 12 ? tensor_scales[choice] : choice < 16 ? random_bits() : nib_abs(test_normal());
+        const float tensor_scale = choice < 12   ? tensor_scales[choice]
+                                   : choice < 16 ? random_bits()
+                                                 : nib_abs(test_normal());
         REFERENCE(decode, format)(out.wanted, dtype, codes, scales, n, tensor_scale, &t.coding, stream);
         check->kernels->decode[check->slot](out.got, dtype, codes, scales, n, tensor_scale, &t.coding, stream);
         snprintf(t.text, sizeof t.text, "%s n %lld, tensor scale %a, kind %d%s", nib_dtype_name(dtype), (long long)n,
@@ -895,7 +923,7 @@ static void add_check(const char *isa, const struct nib_kernels *kernels, const 
     *check = (struct check){ .operation = operation, .slot = slot, .mode = mode, .kernels = kernels };
     check->is_scalar = strcmp(isa, "scalar") == 0;
     const char *name = operation->slots == NIB_DTYPE_COUNT ? nib_dtype_name((nib_dtype)slot)
-                       : slot == NIB_GENERIC_FORMAT            ? "any"
+                       : slot == NIB_GENERIC_FORMAT        ? "any"
                                                            : nib_format_name((nib_format)slot);
     snprintf(check->name, sizeof check->name, "%s.%s%s%s.%s", operation->name, name, named ? "." : "",
              named ? mode->name : "", isa);
@@ -1025,7 +1053,8 @@ static void quantize_ties_up(const struct nib_panel *panel, const struct nib_cod
 static void decode_all_but_last(void *y, nib_dtype dtype, const uint8_t *codes, const void *scales, int64_t n,
                                 float tensor_scale, const struct nib_coding *coding, bool stream)
 {
-    nib_kernels_scalar.decode[NIB_GENERIC_FORMAT](y, dtype, codes, scales, n - (n % 32 == 1), tensor_scale, coding, stream);
+    nib_kernels_scalar.decode[NIB_GENERIC_FORMAT](y, dtype, codes, scales, n - (n % 32 == 1), tensor_scale, coding,
+                                                  stream);
 }
 
 static void inverse_rht_of_fewer(void *y, const float *x, int64_t n, uint16_t sign_mask)

@@ -22,7 +22,8 @@ struct bench_operation {
     uint8_t rowwise, columnwise, rht, square, row_scaled, swizzled;
     nib_rounding rounding;
     nib_scale_rule rule;
-    bool main; /* also by shape, by size and by threads */
+    bool weighted; /* by the importance of columns */
+    bool main;     /* also by shape, by size and by threads */
 };
 
 extern const struct bench_operation bench_operations[];
@@ -38,6 +39,7 @@ struct bench_call {
     nib_tensor *tensor;
     nib_overrides overrides;
     float amax[2];
+    float *importance;
 };
 
 /* Makes the memory, on values that are always the same, and runs it once. To be closed whatever comes of it. With `beside`,

@@ -32,6 +32,7 @@ const struct bench_operation bench_operations[] = {
     { .name = "unbiased.f32", .dtype = NIB_F32, .rowwise = 1, .rounding = NIB_ROUND_STOCHASTIC_UNBIASED },
     { .name = "4over6.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_4OVER6 },
     { .name = "sweep.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_SWEEP },
+    { .name = "weighted.f32", .dtype = NIB_F32, .rowwise = 1, .rule = NIB_SCALE_SWEEP, .weighted = true },
     { .name = "row-scaled.f32", .dtype = NIB_F32, .what = BENCH_WHOLE, .rowwise = 1, .row_scaled = 1 },
     { .name = "swizzled.f32", .dtype = NIB_F32, .rowwise = 1, .swizzled = 1 },
     { .name = "dequantize.f32", .dtype = NIB_F32, .what = BENCH_DEQUANTIZE, .rowwise = 1, .main = true },
@@ -115,6 +116,22 @@ static void give_amax(struct bench_call *call)
         call->overrides.scale = &float8_scale;
 }
 
+/* Values of one sign and of all sizes within two powers of ten, as those of a calibration are. */
+static nib_status give_importance(struct bench_call *call, int64_t cols)
+{
+    if (!call->operation->weighted)
+        return NIB_OK;
+    call->importance = malloc((size_t)cols * sizeof *call->importance);
+    if (!call->importance)
+        return NIB_ERR_MEMORY;
+    fill_values(call->importance, cols);
+    for (int64_t i = 0; i < cols; i++)
+        call->importance[i] *= call->importance[i];
+    call->overrides.importance = call->importance;
+    call->overrides.importance_count = cols;
+    return nib_importance_normalize(call->importance, cols, call->importance);
+}
+
 nib_status bench_call_run(struct bench_call *call)
 {
     const struct bench_operation *const operation = call->operation;
@@ -145,6 +162,7 @@ nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, 
     else
         status = make_values(call, rows, cols);
     give_amax(call);
+    status = status ? status : give_importance(call, cols);
     status = status ? status : nib_host_create(threads, &call->host);
     call->plain.device = call->host;
     status = status ? status : quantizer_of(call->operation, &call->q);
@@ -156,5 +174,6 @@ void bench_call_close(struct bench_call *call)
 {
     nib_tensor_destroy(call->tensor);
     nib_device_release(call->host);
+    free(call->importance);
     free(call->values);
 }

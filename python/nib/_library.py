@@ -221,7 +221,7 @@ class Quantizer(Structure):  # nib_quantizer_init_sized sets its size
 
 class Overrides(Sized):
     _fields_ = [("bytes", c_size_t), ("amax", c_void_p * 2), ("tensor_scale", c_void_p * 2), ("scale", c_void_p),
-                ("amax_seen", c_void_p), ("offset", c_void_p)]
+                ("amax_seen", c_void_p), ("offset", c_void_p), ("importance", c_void_p), ("importance_count", c_int64)]
 
 
 class Operand(Structure):
@@ -339,6 +339,7 @@ FUNCTIONS = {
     "nib_format_from_name": (STATUS, [c_char_p, P(c_int)]),
     "nib_dialect_from_name": (STATUS, [c_char_p, P(c_int)]),
     "nib_quantize": (STATUS, [P(Quantizer), P(Array), P(Overrides), P(c_void_p)]),
+    "nib_importance_normalize": (STATUS, [c_void_p, c_int64, c_void_p]),
     "nib_quantize_into": (STATUS, [P(Quantizer), P(Array), P(Overrides), P(c_float), c_void_p]),
     "nib_dequantize": (STATUS, [c_void_p, c_int, P(Array)]),
     "nib_amax": (STATUS, [P(Quantizer), P(Array), P(P(c_float))]),

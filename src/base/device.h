@@ -56,6 +56,7 @@ struct nib_device_ops {
     /* Whether a no-op flag, a value on the device, is 1.0f; asked where it decides what a call does before it launches
      * anything. Waits. *set is written on success alone. */
     nib_status (*is_set)(nib_device *device, const float *flag, bool *set);
+    bool weighs; /* quantize knows nib_overrides.importance */
 
     /* ---- Products, one after the other; none is touched where there is no memory for one ---- */
     nib_status (*product)(nib_device *device, const struct nib_product *products, size_t n);

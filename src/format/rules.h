@@ -584,9 +584,11 @@ NIB_INLINE bool nib_sweep_allows(int code, int rtn, uint8_t floor_code)
     return code >= (rtn == 0 ? 0 : floor_code ? floor_code : 1) && code <= 0x7E;
 }
 
-/* The squared error of n elements under a scale, as a tree in which missing elements count 0; scale_inv is the tensor
- * scale's (nib_scale_inv). A candidate wins if its error is less than that of all before it. */
-NIB_INLINE float nib_sweep_error(const float *x, const uint8_t *codes, int n, uint8_t scale, float scale_inv)
+/* The squared error of n elements under a scale, each times its importance (NULL: 1), as a tree in which missing elements
+ * count 0; scale_inv is the tensor scale's (nib_scale_inv). A candidate wins if its error is less than that of all before
+ * it. */
+NIB_INLINE float nib_weighted_sweep_error(const float *x, const uint8_t *codes, int n, uint8_t scale, float scale_inv,
+                                          const float *importance)
 {
     const float f = nib_f32_from_e4m3(scale) * scale_inv;
     float e[NIB_BLOCK] = { 0 };
@@ -597,7 +599,36 @@ NIB_INLINE float nib_sweep_error(const float *x, const uint8_t *codes, int n, ui
         const float d = nib_f32_from_e2m1(codes[i]) * f - x[i];
         e[i] = d * d;
     }
+    for (int i = 0; importance && i < n; i++)
+        e[i] *= importance[i];
     return nib_tree_sum(e);
+}
+
+NIB_INLINE float nib_sweep_error(const float *x, const uint8_t *codes, int n, uint8_t scale, float scale_inv)
+{
+    return nib_weighted_sweep_error(x, codes, n, scale, scale_inv, NULL);
+}
+
+/* ---- Importance: mean squares of a weight's input channels, as factors of the sweep's errors ---- */
+
+/* Their mean, summed in the order of the channels: FP64 holds the sum of any FP32 values. */
+NIB_INLINE double nib_importance_mean(const float *squares, int64_t n)
+{
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++)
+        sum += (double)squares[i];
+    return sum / (double)n;
+}
+
+/* The n channels of a block, or of the last one: relative to the mean, rounded once, and at least 1e-6, so that no
+ * element is free to become anything. Where all are 0 nothing is known, and each counts 1. */
+NIB_INLINE void nib_importance_block(const float *squares, int n, double mean, float *out)
+{
+    bool known = false;
+    for (int i = 0; i < n; i++)
+        known = known || squares[i] > 0;
+    for (int i = 0; i < n; i++)
+        out[i] = known ? nib_fmax((float)((double)squares[i] / mean), 1e-6f) : 1.0f;
 }
 
 #endif

@@ -37,6 +37,7 @@ struct nib_coding {
     nib_rounding rounding;
     uint64_t seed, offset;
     int64_t origin_line, origin_block; /* of the usage in the whole, for the random stream */
+    const float *importance;           /* the rowwise sweep: a factor of each column's errors, or NULL */
 };
 
 /* Where one usage goes. Line 0 is the matrix's first. */

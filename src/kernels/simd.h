@@ -533,15 +533,20 @@ SIMD struct scales choose_4over6(const struct lanes *x, int length, VF absmax, c
                   &six);
 }
 
-SIMD VF squared_difference(VF a, VF factor, VF f, bool clamp)
+/* The vectors of a group of blocks: element i of each is in the i-th. */
+typedef const float (*group_vectors)[VL];
+
+/* Of element i of every block; importance is NULL for a plain sweep. */
+SIMD VF squared_difference(group_vectors magnitudes, group_vectors importance, int i, VF factor, VF f, bool clamp)
 {
-    const VF d = vf_sub(vf_mul(rounded_magnitude(vf_mul(a, factor), clamp), f), a);
-    return vf_mul(d, d);
+    const VF a = vf_load(magnitudes[i]);
+    const VF d = vf_sub(vf_mul(rounded_magnitude(vf_mul(a, factor), clamp), f), a), square = vf_mul(d, d);
+    return importance ? vf_mul(square, vf_load(importance[i])) : square;
 }
 
 /* Magnitudes do for errors: a sign would change that of d. Elements outside the block are zeros, whose code is 0 and
  * whose error is 0 as well. Sums are made as soon as they can be, so that few are kept. */
-SIMD VF squared_error_lanes(float (*magnitudes)[VL], VF factor, VF f, bool clamp)
+SIMD VF squared_error_lanes(group_vectors magnitudes, group_vectors importance, VF factor, VF f, bool clamp)
 {
     VF fours[4];
     UNROLL
@@ -549,27 +554,46 @@ SIMD VF squared_error_lanes(float (*magnitudes)[VL], VF factor, VF f, bool clamp
         VF twos[2];
         UNROLL
         for (int k = 0; k < 2; k++)
-            twos[k] = vf_add(squared_difference(vf_load(magnitudes[i + 4 * k]), factor, f, clamp),
-                             squared_difference(vf_load(magnitudes[i + 4 * k + 8]), factor, f, clamp));
+            twos[k] = vf_add(squared_difference(magnitudes, importance, i + 4 * k, factor, f, clamp),
+                             squared_difference(magnitudes, importance, i + 4 * k + 8, factor, f, clamp));
         fours[i] = vf_add(twos[0], twos[1]);
     }
     return vf_add(vf_add(fours[0], fours[2]), vf_add(fours[1], fours[3]));
 }
 
 /* Functions of their own, or else what they have in common is joined, with all differences in memory between. */
-__attribute__((noinline)) SLOT VF squared_error(float (*magnitudes)[VL], VF factor, VF f)
+__attribute__((noinline)) SLOT VF squared_error(group_vectors magnitudes, VF factor, VF f)
 {
-    return squared_error_lanes(magnitudes, factor, f, false);
+    return squared_error_lanes(magnitudes, NULL, factor, f, false);
 }
 
-__attribute__((noinline)) SLOT VF squared_error_clamped(float (*magnitudes)[VL], VF factor, VF f)
+__attribute__((noinline)) SLOT VF squared_error_clamped(group_vectors magnitudes, VF factor, VF f)
 {
-    return squared_error_lanes(magnitudes, factor, f, true);
+    return squared_error_lanes(magnitudes, NULL, factor, f, true);
+}
+
+__attribute__((noinline)) SLOT VF weighted_error(group_vectors magnitudes, group_vectors importance, VF factor, VF f)
+{
+    return squared_error_lanes(magnitudes, importance, factor, f, false);
+}
+
+__attribute__((noinline)) SLOT VF weighted_error_clamped(group_vectors magnitudes, group_vectors importance, VF factor,
+                                                         VF f)
+{
+    return squared_error_lanes(magnitudes, importance, factor, f, true);
+}
+
+SIMD VF candidate_error(group_vectors magnitudes, group_vectors importance, VF factor, VF f, bool clamp)
+{
+    if (importance)
+        return clamp ? weighted_error_clamped(magnitudes, importance, factor, f)
+                     : weighted_error(magnitudes, importance, factor, f);
+    return clamp ? squared_error_clamped(magnitudes, factor, f) : squared_error(magnitudes, factor, f);
 }
 
 /* A candidate beyond the ends of the range counts as the end, which came before it: it cannot be better. */
 SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct nib_coding *coding,
-                                const struct lane_scaler *scaler)
+                                const struct lane_scaler *scaler, group_vectors importance)
 {
     const VI rtn = rtn_scales(absmax, coding, scaler).code;
     const VI floor = vi_set1(coding->floor_code ? coding->floor_code : 1);
@@ -589,8 +613,8 @@ SIMD struct scales choose_sweep(const struct lanes *x, VF absmax, const struct n
     VF least = vf_set1(0);
     for (int k = 0; k < NIB_SWEEP_CANDIDATES; k++) {
         const VF factor = candidates[k].factor, f = vf_mul(candidates[k].value, scaler->g);
-        const VF error = fits && nib_sweep_offset(k) >= 0 ? squared_error(magnitudes, factor, f)
-                                                          : squared_error_clamped(magnitudes, factor, f);
+        const bool clamp = !(fits && nib_sweep_offset(k) >= 0);
+        const VF error = candidate_error((group_vectors)magnitudes, importance, factor, f, clamp);
         best = k == 0 ? best : vi_select_less(error, least, candidates[k].code, best);
         least = k == 0 ? error : vf_of(vi_select_less(error, least, vi_of(error), vi_of(least)));
     }

@@ -33,7 +33,7 @@ SIMD struct codes quantize_group(const struct lanes *x, const struct nib_coding 
     if (coding->scale_rule == NIB_SCALE_4OVER6)
         s = choose_4over6(x, at->length, absmax, coding, scaler);
     else if (coding->scale_rule == NIB_SCALE_SWEEP)
-        s = choose_sweep(x, absmax, coding, scaler);
+        s = choose_sweep(x, absmax, coding, scaler, NULL);
     else
         s = rtn_scales(absmax, coding, scaler);
     *scale = s.code;
@@ -80,6 +80,57 @@ SIMD void quantize_row(const struct nib_panel *panel, const struct nib_coding *c
         group_bytes(&group, scale, codes, scales);
         store_row_group(target, at.line, at.block, at.n, at.length, codes, scales);
     }
+}
+
+/* ---- Rows by a weighted sweep ---- */
+
+/* Up to VL blocks from column `col` on, `length` elements of each, as lanes: 0 for what is not there. */
+SIMD void importance_to_lanes(const float *importance, int64_t col, int n, int length, float out[BLOCK][VL])
+{
+    memset(out, 0, sizeof(float[BLOCK][VL]));
+    for (int b = 0; b < n; b++)
+        for (int i = 0; i < length; i++)
+            out[i][b] = importance[col + b * BLOCK + i];
+}
+
+/* VL blocks of all rows, then the next: the importance of channels is the same in every row and is transposed once. */
+SIMD void quantize_weighted_as(const struct nib_panel *panel, const struct nib_coding *coding,
+                               const struct nib_target *target, nib_dtype dtype)
+{
+    const int64_t whole = panel->cols / BLOCK;
+    float importance[BLOCK][VL] __attribute__((aligned(4 * VL)));
+    uint8_t codes[GROUP_BYTES], scales[VL];
+    struct lane_scaler scaler = lane_scaler_for(coding, target, panel->row, 1);
+    struct place at = { .n = VL };
+    for (int64_t b = 0; b * BLOCK < panel->cols; b += at.n) {
+        at.block = panel->col / BLOCK + b;
+        at.n = (int)nib_min(VL, b < whole ? whole - b : 1);
+        at.length = b < whole ? BLOCK : (int)(panel->cols % BLOCK);
+        importance_to_lanes(coding->importance, at.block * BLOCK, at.n, at.length, importance);
+        for (int64_t row = 0; row < panel->rows; row++) {
+            struct lanes x;
+            at.line = panel->row + row;
+            if (target->tensor_scale_per_line)
+                scaler = lane_scaler_for(coding, target, at.line, 1);
+            blocks_to_lanes(panel, coding, row, b, at.length, dtype, &x);
+            const struct scales s = choose_sweep(&x, absmax_of(&x), coding, &scaler, (group_vectors)importance);
+            const struct codes group = encode_at(&x, s.factor, coding, &at);
+            group_bytes(&group, s.code, codes, scales);
+            store_row_group(target, at.line, at.block, at.n, at.length, codes, scales);
+        }
+    }
+}
+
+/* A function of its own, so that it leaves the registers of the others alone. */
+__attribute__((noinline)) SLOT void quantize_weighted(const struct nib_panel *panel, const struct nib_coding *coding,
+                                                      const struct nib_target *target)
+{
+    if (panel->dtype == NIB_F32)
+        quantize_weighted_as(panel, coding, target, NIB_F32);
+    else if (panel->dtype == NIB_BF16)
+        quantize_weighted_as(panel, coding, target, NIB_BF16);
+    else
+        quantize_weighted_as(panel, coding, target, NIB_F16);
 }
 
 /* ---- Columns ---- */
@@ -312,6 +363,8 @@ SIMD void quantize_lanes(const struct nib_panel *panel, const struct nib_coding 
 {
     if (!supports(panel, coding))
         nib_kernels_scalar.quantize[NIB_NVFP4](panel, coding, target);
+    else if (coding->importance)
+        quantize_weighted(panel, coding, target);
     else if (panel->dtype == NIB_F32)
         quantize_generic_shape(panel, coding, target, NIB_F32);
     else if (panel->dtype == NIB_BF16)

@@ -70,8 +70,9 @@ nib_status nib_quantize_usages(const nib_device *host, const nib_quantizer *q, c
                                const struct nib_usage_memory memory[2])
 {
     static const nib_overrides nothing = { .bytes = sizeof nothing };
-    const struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
-                                          nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
+    struct nib_coding coding[2] = { nib_coding_of(q, NIB_ROWWISE, x->dtype),
+                                    nib_coding_of(q, NIB_COLUMNWISE, x->dtype) };
+    coding[NIB_ROWWISE].importance = overrides ? overrides->importance : NULL;
     struct matrix m = matrix_of(x, geometry->rows, geometry->cols);
     cut_for_coding(&m, coding, q->columnwise);
     float scale = 1;

@@ -75,6 +75,11 @@ static nib_status check_quantization(nib_device *device, const nib_quantizer *q,
                                      const struct nib_geometry *geometry)
 {
     (void)device, (void)q;
+    for (int64_t i = 0; overrides->importance && i < overrides->importance_count; i++)
+        if (!is_positive(overrides->importance[i]) || overrides->importance[i] > FLT_MAX)
+            return nib_fail(NIB_ERR_ARG,
+                            "importance %lld is not positive and finite: nib_importance_normalize makes it so",
+                            (long long)i);
     if (overrides->scale && !is_positive(*overrides->scale))
         return nib_fail(NIB_ERR_ARG, "the overriding scale is not positive");
     for (int usage = 0; usage < 2; usage++)
@@ -236,6 +241,7 @@ const struct nib_device_ops nib_host_ops = {
     .copy = copy,
     .zero = zero,
     .check_quantization = check_quantization,
+    .weighs = true,
     .quantize = quantize,
     .find_amaxes = find_amaxes,
     .fake_quantize = fake_quantize,

@@ -239,6 +239,34 @@ nib_status nib_quantizer_check(const nib_quantizer *q, const nib_array *x)
     return nib_check_input(&loaded, x->dtype, x->rank, x->shape, &geometry);
 }
 
+/* ---- The importance of channels ---- */
+
+static nib_status check_squares(const float *squares, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        if (!(squares[i] >= 0 && squares[i] <= FLT_MAX))
+            return nib_fail(NIB_ERR_ARG, "mean square %lld is %s", (long long)i,
+                            nib_is_nan(squares[i]) ? "a NaN"
+                            : squares[i] < 0       ? "negative"
+                                                   : "infinite");
+    return NIB_OK;
+}
+
+nib_status nib_importance_normalize(const float *squares, int64_t n, float *out)
+{
+    NIB_REQUIRE(squares);
+    NIB_REQUIRE(out);
+    if (n < 1)
+        return nib_fail(NIB_ERR_SHAPE, "a weight has at least one input channel, not %lld", (long long)n);
+    const nib_fpenv saved = nib_fpenv_enter();
+    const nib_status status = check_squares(squares, n);
+    const double mean = status ? 0 : nib_importance_mean(squares, n);
+    for (int64_t i = 0; !status && i < n; i += NIB_BLOCK) /* in place too: a block is read before it is written */
+        nib_importance_block(squares + i, (int)nib_min(NIB_BLOCK, n - i), mean, out + i);
+    nib_fpenv_leave(saved);
+    return status;
+}
+
 /* ---- Comparison ---- */
 
 /* The fields that decide bytes, in one row each, so that equality and hash cannot drift apart. */

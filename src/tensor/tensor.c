@@ -270,15 +270,43 @@ nib_status nib_tensor_from_buffers(const nib_quantizer *q, nib_dtype dtype, int 
 
 /* ---- Quantize ---- */
 
+/* Whether the importance of channels goes with all the rest; its values are the device's. */
+static nib_status check_importance(const nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,
+                                   const struct nib_geometry *geometry)
+{
+    if (!overrides->importance)
+        return overrides->importance_count
+                   ? nib_fail(NIB_ERR_ARG, "importance_count is %lld, and there is no importance",
+                              (long long)overrides->importance_count)
+                   : NIB_OK;
+    const struct {
+        bool rejected;
+        const char *why;
+    } rules[] = {
+        { q->scale_rule != NIB_SCALE_SWEEP,
+          "importance weighs the errors of a sweep: it goes with no other scale rule" },
+        { q->columnwise || !q->rowwise, "importance is that of columns: it goes with the rowwise usage alone" },
+        { q->rht_rowwise, "importance is that of columns, which the RHT mixes" },
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        if (rules[i].rejected)
+            return nib_fail(NIB_ERR_MODE, "%s", rules[i].why);
+    if (overrides->importance_count != geometry->cols)
+        return nib_fail(NIB_ERR_SHAPE, "there are %lld columns, and importance has %lld values",
+                        (long long)geometry->cols, (long long)overrides->importance_count);
+    return nib_device_supports(device, device->ops->weighs, "quantization with importance");
+}
+
 /* Overrides of any version, checked; what is not there is NULL. */
 static nib_status load_overrides(nib_device *device, const nib_quantizer *q, const nib_overrides *in,
                                  const struct nib_geometry *geometry, nib_overrides *out)
 {
     *out = (nib_overrides){ .bytes = sizeof *out };
     if (in)
-        TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, offset)));
+        TRY(nib_struct_read("overrides", in, out, sizeof *out, NIB_UP_TO(nib_overrides, importance_count)));
     if (out->scale && !nib_dialect_of(q)->scale_of)
         return nib_fail(NIB_ERR_MODE, "%s has no scale to override", nib_format_of(q)->name);
+    TRY(check_importance(device, q, out, geometry));
     return device->ops->check_quantization ? device->ops->check_quantization(device, q, out, geometry) : NIB_OK;
 }
 

@@ -133,6 +133,18 @@ TEST(overrides)
     CHECK(*(const float *)nib_buffer_data(nib_tensor_buffer(t, NIB_ROW_TENSOR_SCALE)) == 0.5f);
     check_values(t);
     nib_tensor_destroy(t);
+
+    float importance[COLS];
+    for (int i = 0; i < COLS; i++)
+        importance[i] = 2;
+    CHECK_OK(nib_importance_normalize(importance, COLS, importance));
+    nib_quantizer_init(q);
+    q->columnwise = 0;
+    q->scale_rule = NIB_SCALE_SWEEP;
+    *overrides = (nib_overrides){ .bytes = sizeof *overrides, .importance = importance, .importance_count = COLS };
+    CHECK_OK(nib_quantize(q, &x, overrides, &t));
+    check_values(t);
+    nib_tensor_destroy(t);
 }
 
 /* ---- Ranks ---- */

@@ -239,6 +239,12 @@ NIB_INLINE void sweep(const struct block *b)
 {
     const struct nib_scaler scaler = te_scaler(b);
     const int rtn = (int)nib_te_block_scale(b->amax, &scaler, &b->rules);
+    float squares[NIB_BLOCK], importance[NIB_BLOCK];
+    for (int i = 0; i < NIB_BLOCK; i++)
+        squares[i] = b->index % 8 == 0 ? 0 : nib_fmin(nib_abs(b->x[NIB_BLOCK - 1 - i]), FLT_MAX);
+    nib_importance_block(squares, NIB_BLOCK, nib_importance_mean(squares, NIB_BLOCK), importance);
+    for (int i = 0; i < NIB_BLOCK; i++)
+        mix_float(b, importance[i]);
     for (int i = 0; i < NIB_SWEEP_CANDIDATES; i++) {
         const int code = rtn + nib_sweep_offset(i);
         if (!nib_sweep_allows(code, rtn, (uint8_t)(b->index % 4)))
@@ -248,6 +254,8 @@ NIB_INLINE void sweep(const struct block *b)
         mix(b, (uint32_t)code);
         mix_float(b, nib_sweep_error(b->x, codes, 1 + (int)(b->index % NIB_BLOCK), (uint8_t)code,
                                      nib_scale_inv(scaler.tensor_scale, &b->rules)));
+        mix_float(b, nib_weighted_sweep_error(b->x, codes, 1 + (int)(b->index % NIB_BLOCK), (uint8_t)code,
+                                              nib_scale_inv(scaler.tensor_scale, &b->rules), importance));
     }
 }
 

@@ -177,8 +177,9 @@ static void quantize_4over6(const struct tile *tile, const struct nib_coding *co
 }
 
 static void quantize_sweep(const struct tile *tile, const struct nib_coding *coding, const struct nib_scaler *scaler,
-                           struct tile_codes *out)
+                           int64_t block, struct tile_codes *out)
 {
+    const float *importance = coding->importance ? coding->importance + block * BLOCK : NULL;
     const float scale_inv = nib_scale_inv(scaler->tensor_scale, &coding->rules);
     const int rtn = (int)block_scale_nvfp4(tile->absmax, scaler, coding);
     float least = 0;
@@ -188,7 +189,8 @@ static void quantize_sweep(const struct tile *tile, const struct nib_coding *cod
             continue;
         struct tile_codes candidate = { .scale = (uint8_t)code };
         encode_tile(tile, coding, scaler, NULL, &candidate);
-        const float error = nib_sweep_error(tile->x[0], candidate.code[0], tile->length, candidate.scale, scale_inv);
+        const float error = nib_weighted_sweep_error(tile->x[0], candidate.code[0], tile->length, candidate.scale,
+                                                     scale_inv, importance);
         if (i == 0 || error < least) {
             least = error;
             *out = candidate;
@@ -219,7 +221,7 @@ static void quantize_tile(const struct tile *tile, const struct nib_coding *codi
     if (coding->scale_rule == NIB_SCALE_4OVER6)
         quantize_4over6(tile, coding, scaler, out);
     else if (coding->scale_rule == NIB_SCALE_SWEEP)
-        quantize_sweep(tile, coding, scaler, out);
+        quantize_sweep(tile, coding, scaler, block, out);
     else
         quantize_rtn(tile, coding, scaler, stochastic ? random : NULL, out);
 }

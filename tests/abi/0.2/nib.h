@@ -361,7 +361,17 @@ typedef struct nib_overrides {
     /* Formats with tensor scales: raised to the data's amax, after any reduction, for nib_delayed_scaling_update. */
     float *amax_seen;
     const uint64_t *offset; /* stochastic rounding: instead of the quantizer's, and not kept in the tensor */
+    /* A sweep that makes the rowwise usage alone, without RHT: one factor per column of x, importance_count of them, by
+     * which the squared errors of that column count; made by nib_importance_normalize. All ones give the plain sweep. */
+    const float *importance;
+    int64_t importance_count;
 } nib_overrides;
+
+/* The importance of a weight's n input channels from their mean squares E[x^2] (of a calibration, or of an imatrix):
+ * each divided by the mean of all (in FP64, rounded once), then at least 1e-6; 1 in a block of 16 columns, or the last
+ * few, whose mean squares are all 0. Both are memory of the host, and may be the same. ARG for a NaN, an infinity or a
+ * negative value, SHAPE for n below 1. */
+NIB_API nib_status nib_importance_normalize(const float *mean_squares, int64_t n, float *importance);
 
 /* Quantize `x` (F32, BF16, F16; rank 1 or more, Float8 also 0; any strides) into a new tensor on the device of `x`.
  * overrides may be NULL. */
