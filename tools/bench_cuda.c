@@ -170,10 +170,12 @@ static nib_status make_values(struct bench *b)
         status = nib_buffer_create(sizeof amaxes, b->device, &b->numbers);
     if (!status)
         status = nib_array_init(&from, (void *)(uintptr_t)amaxes, NIB_F32, 1, (const int64_t[]){ 16 });
+    if (status)
+        return status;
     to = from;
     to.data = nib_buffer_data(b->numbers);
     to.device = b->device;
-    return status ? status : nib_array_copy(&from, &to);
+    return nib_array_copy(&from, &to);
 }
 
 static nib_status open_bench(struct bench *b, const struct size *size)
