@@ -14,8 +14,9 @@
  * Calls that quantize into a tensor that has its buffers, dequantize, or do both (nib_fake_quantize) neither wait for the
  * GPU nor allocate, and can be captured in a CUDA graph, which then may be replayed on any stream. Two cases allocate on
  * the stream, and can be captured too: arrays whose rows do not lie side by side or not at equal distances, and
- * nib_fake_quantize with an amax per line. A captured call that looks for an amax takes one of the 4096 places that a
- * device has for that (NIB_ERR_UNSUPPORTED when all are taken), and the device must outlive the graph.
+ * nib_fake_quantize with an amax per line. A captured call that quantizes, nib_amax and nib_fake_quantize among them,
+ * takes one of the 4096 places that a device has for that (NIB_ERR_UNSUPPORTED when all are taken), and the device must
+ * outlive the graph.
  */
 #ifndef NIB_CUDA_H
 #define NIB_CUDA_H
