@@ -376,25 +376,43 @@ def gguf_tensors(path):
     return out
 
 
+def gguf_name(name, layers):
+    """What gguf-py calls a tensor of a Qwen3-MoE-shaped model; an expert keeps its number behind the name of its stack."""
+    import gguf
+    module, part = name.rsplit(".", 1)
+    expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", module)
+    ours = f"{expert[1]}.{expert[3]}" if expert else module
+    theirs = next(filter(None, (gguf.get_tensor_name_map(arch, layers).get_name(ours)  # and of its dense layers
+                                for arch in (gguf.MODEL_ARCH.QWEN3MOE, gguf.MODEL_ARCH.QWEN3))))
+    return f"{theirs}.{expert[2]}.{part}" if expert else f"{theirs}.{part}"
+
+
+def of_stack(name, tensors):
+    """A tensor, or the expert NAME_exps.N.PART of the stack NAME_exps.PART."""
+    expert = re.fullmatch(r"(.*_exps)\.(\d+)\.(\w+)", name)
+    return tensors[f"{expert[1]}.{expert[3]}"][int(expert[2])] if expert and name not in tensors else tensors[name]
+
+
 def gguf():
-    """gguf decodes our blocks; times .scale they are what we decode."""
+    """gguf decodes our blocks; times .scale they are what we decode; names are gguf's."""
     source = make("gg-in", "--family", "demo", "--layers", "3", "--shards", "2")
-    plain = load(source)
+    plain = {gguf_name(name, 3): t for name, t in load(source).items()}
     for exact in ("pow2", "exact"):
         out = place("gg-out") + ".gguf"
         nib("quantize", source, out, "--format", "gguf", "--tensor-scale", exact, "--force")
         tensors, decoded = gguf_tensors(out), dequantized(out)
-        quantized = sorted(n for n, (kind, _) in tensors.items() if kind == "NVFP4")
+        values = {name: t for name, (_, t) in tensors.items()}
+        quantized = sorted(n for n in plain if tensors[re.sub(r"_exps\.\d+\.", "_exps.", n)][0] == "NVFP4")
         wrong = []
         for name in quantized:
-            level = tensors[name[:-len(".weight")] + ".scale"][1]
-            theirs, ours = tensors[name][1] * level, decoded[name]
+            scale = of_stack(name[:-len(".weight")] + ".scale", values)
+            theirs, ours = of_stack(name, values) * scale, of_stack(name, decoded)
             close = same(theirs, ours) if exact == "pow2" else torch.allclose(theirs, ours, rtol=2e-7, atol=0)
-            if not close or level.shape != (1, ) or noise(plain[name], ours) < 18:
+            if not close or scale.numel() != 1 or noise(plain[name], ours) < 18:
                 wrong.append(name)
         check(f"gguf {exact}: {len(quantized)} weights", len(quantized) == 30 and not wrong, wrong[:4])
         wrong = [
-            n for n, t in plain.items() if n not in quantized and not same(tensors[n][1].reshape(t.shape), t.float())
+            n for n, t in plain.items() if n not in quantized and not same(values[n].reshape(t.shape), t.float())
         ]
         check(f"gguf {exact}: the others", not wrong, wrong)
 
@@ -567,6 +585,8 @@ def conversions():
             nib("convert", through, back, "--format", "compressed-tensors", "--force")
             again = load(back)
             what = f"compressed-tensors to {middle} and back, {exact}"
+            if middle == "gguf":  # comes back under its own names, and what is not quantized may come back in FP32
+                again = {n: again[gguf_name(n, 2)].to(tensors[n].dtype) for n in tensors if gguf_name(n, 2) in again}
             check(f"{what}: names", sorted(again) == sorted(tensors), sorted(set(again) ^ set(tensors))[:4])
             wrong = [
                 n for n, t in tensors.items()
@@ -579,6 +599,8 @@ def conversions():
             ]
             check(f"{what}: tensor scales", not wrong, wrong[:4])
             middle_decoded, decoded = dequantized(through), dequantized(first)
+            if middle == "gguf":
+                middle_decoded = {n: of_stack(gguf_name(n, 2), middle_decoded) for n in decoded}
             wrong = [
                 m for m in modules(tensors, ".weight_packed") for n in [m + ".weight"]
                 if not (same(middle_decoded[n], decoded[n]) if exact ==

@@ -268,7 +268,7 @@ def test_overrides(x):
     assert t.row_tensor_scale[0] == 10
     u = nib.quantize(x, overrides={"amax": (10.0, 20.0)}, rht=True)
     assert (u.row_tensor_scale[0], u.col_tensor_scale[0]) == (10, 20)
-    with pytest.raises(TypeError, match="amax, tensor_scale and scale"):
+    with pytest.raises(TypeError, match="amax, tensor_scale, scale and importance"):
         nib.quantize(x, overrides={"amx": 1})
     f = nib.quantize(x, format="float8", overrides={"scale": 2.0})
     assert f.row_tensor_scale[0] == 0.5
