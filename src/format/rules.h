@@ -504,10 +504,11 @@ NIB_INLINE void nib_rht_signs(float x[NIB_BLOCK], uint16_t sign_mask)
 NIB_INLINE void nib_rht_forward(float x[NIB_BLOCK], uint16_t sign_mask, nib_dtype input)
 {
     nib_rht_signs(x, sign_mask);
-    NIB_UNROLL
-    for (int i = 0; i < NIB_BLOCK; i++)
-        if (input != NIB_F32)
+    if (input != NIB_F32) {
+        NIB_UNROLL
+        for (int i = 0; i < NIB_BLOCK; i++)
             x[i] *= 0.25f;
+    }
     nib_rht_butterflies(x);
     NIB_UNROLL
     for (int i = 0; i < NIB_BLOCK; i++) {
