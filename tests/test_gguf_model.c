@@ -174,6 +174,35 @@ TEST(llama_has_heads_in_another_order)
     nib_gguf_close(file);
 }
 
+/* gemma3 and gpt_oss are looked at below. */
+TEST(only_llama_and_mistral_have_heads_in_another_order)
+{
+    static const struct {
+        const char *model_type, *architecture;
+        bool permuted;
+    } families[] = { { "llama", "llama", true },
+                     { "mistral", "llama", true },
+                     { "qwen2", "qwen2", false },
+                     { "qwen3", "qwen3", false },
+                     { "qwen3_moe", "qwen3moe", false } };
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        char config[512];
+        snprintf(config, sizeof config, "{\"model_type\": \"%s\", " SIZES ", \"num_experts\": 3}",
+                 families[i].model_type);
+        start("m", config, TINY_TOKENIZER);
+        PUT("m", ATTENTION);
+        nib_gguf *file = made("m");
+        STRING("general.architecture", families[i].architecture);
+        float *q = VALUES(file, "blk.0.attn_q.weight", H, H), *k = VALUES(file, "blk.0.attn_k.weight", H / 2, H);
+        for (int64_t r = 0; r < H; r++)
+            CHECK_BYTES(q + r * H, numbers + (families[i].permuted ? source_row(r, H / HEADS) : r) * H, H * sizeof *q);
+        for (int64_t r = 0; r < H / 2; r++)
+            CHECK_BYTES(k + r * H, numbers + (families[i].permuted ? source_row(r, H / 2 / KV) : r) * H, H * sizeof *k);
+        free(q), free(k);
+        nib_gguf_close(file);
+    }
+}
+
 TEST(gemma_adds_one_to_norms_and_leaves_out_its_eyes)
 {
     static const uint8_t model[] = { 10, 9,  10, 5, '<', 'u', 'n', 'k', '>', 24,  2,       /* unknown */
