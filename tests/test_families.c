@@ -550,6 +550,8 @@ TEST(what_transformers_cannot_do_is_said_or_rejected)
     MAKE(at("in"), "{\"model_type\": \"llama4_text\"}", NIB_BF16,
          { "m.feed_forward.experts.0.up_proj.weight", 2, { H, H } });
     CHECK_OK(quantize(at("in"), fresh("out"), NIB_READER_TRANSFORMERS, NULL));
+    MAKE(at("in"), "{\"model_type\": \"llama\"}", NIB_BF16, { "m.layers.0.mlp.up_proj.weight", 2, { H, H } });
+    CHECK_OK(quantize(at("in"), fresh("out"), NIB_READER_TRANSFORMERS, NULL));
 }
 
 /* ---- What is no weight ---- */

@@ -479,7 +479,7 @@ TEST(what_has_no_place_is_rejected_with_the_remedy)
         int64_t rows;
         const char *words;
     } cases[] = {
-        { "mixtral", LAYER "mlp.up_proj.weight", 128, "nib writes GGUF files of llama, mistral, qwen2" },
+        { "mixtral", LAYER "mlp.up_proj.weight", 128, "of llama, mistral, qwen2, qwen3, qwen3_moe, gemma3 and gpt_oss" },
         { "llama", LAYER "mlp.wide.weight", 128, "has no place" },
         { "llama", LAYER "self_attn.k_norm.weight", 128, "has no place" },
         { "llama", "model.layers.x.mlp.up_proj.weight", 128, "has no place" },
