@@ -58,8 +58,9 @@ DEVICES = ["test_devices", "test_devices_storage", "test_devices_failures"]
 ERRORS = ["test_errors", "test_errors_quantizer", "test_errors_memory"]
 FORMATS = ["test_formats", "test_format_tensors", "test_float8_scaling", "test_mxfp4"]
 QUANTIZE = ["test_quantize", "test_quantize_layouts", "test_quantize_overrides", "test_quantize_options"]
-KERNELS = ["test_known_answers", "conform", "test_kernels NIB_ROUNDS=1", "test_stochastic", "test_gemm", *FORMATS, *QUANTIZE,
-           "test_environment", "test_kernels"]
+KERNELS = ["test_known_answers", "conform", "test_kernels NIB_ROUNDS=1", "test_stochastic", "test_gemm", "test_importance",
+           *FORMATS, *QUANTIZE, "test_environment", "test_kernels"]
+PRODUCTS = ["test_products", "test_gemm", "conform", *ERRORS, *FORMATS, "test_environment"]
 TESTS = [
     ("src/base/comm*", ["test_comm", "test_gather", "test_groups", "test_shard", *ERRORS]),
     ("src/base/os*", ["test_run", "test_files", "test_safetensors", "test_checkpoint", "test_gguf", "cli/quantize", "cli/kill",
@@ -68,25 +69,30 @@ TESTS = [
                     "test_gguf", *QUANTIZE, "test_environment"]),
     ("src/format/*", ["test_codec", "test_known_answers", "conform", *ERRORS, *TENSOR, *FORMATS,
                       "test_stochastic", "test_files", "test_kernels", "test_gemm", *QUANTIZE, "cli/conform"]),
+    ("src/kernels/*product*", PRODUCTS),
     ("src/kernels/x86/*avx2*", ["test_known_answers NIB_MAX_ISA=avx2", "conform NIB_MAX_ISA=avx2", *KERNELS[2:]]),
     ("src/kernels/scalar/*", ["test_known_answers NIB_MAX_ISA=scalar", "conform NIB_MAX_ISA=scalar", *KERNELS[2:]]),
     ("src/kernels/*", KERNELS),
     ("src/tensor/dlpack*", ["test_dlpack", *ERRORS, *TENSOR]),
-    ("src/tensor/gemm*", ["test_gemm", "conform", *ERRORS, *FORMATS, "test_environment"]),
+    ("src/tensor/gemm*", PRODUCTS),
+    ("src/tensor/product*", PRODUCTS),
     ("src/tensor/convert*", ["test_mxfp4", "test_float8_scaling", *ERRORS, "test_run"]),
     ("src/tensor/*", [*TENSOR, *ERRORS, *DEVICES, "conform", "test_known_answers", "test_stochastic", *FORMATS,
-                      "test_gemm", "test_files", "test_shard", "test_groups", *QUANTIZE, "test_environment",
-                      "cli/conform"]),
+                      "test_gemm", "test_files", "test_shard", "test_groups", *QUANTIZE, "test_importance", "test_products",
+                      "test_environment", "cli/conform"]),
     ("src/file/*", ["test_safetensors", "test_files", "fuzz_safetensors", *ERRORS, "test_checkpoint", "fuzz_index",
                     "fuzz_config", "test_run", "cli/conform"]),
     ("src/shard/*", ["test_shard", "test_gather", "test_groups", "test_comm", *ERRORS]),
     ("src/*", [*ERRORS, *TENSOR, "conform", *FORMATS, "test_files", "test_shard", *QUANTIZE]),
-    ("checkpoint/io/gguf*", ["test_gguf", "fuzz_gguf", "test_checkpoint", "test_run", "cli/quantize"]),
-    ("checkpoint/check/*", ["test_check", "cli/check", "test_run", "cli/quantize"]),
-    ("checkpoint/model/*", ["test_checkpoint", "test_check", "test_run", "fuzz_config", "cli/check", "cli/quantize"]),
-    ("checkpoint/run/*", ["test_run", "test_check", "cli/quantize", "cli/check", "cli/kill"]),
-    ("checkpoint/*", ["test_checkpoint", "test_run", "test_check", "fuzz_config", "fuzz_index", "test_gguf", "cli/check",
-                      "cli/quantize"]),
+    ("checkpoint/io/gguf*", ["test_gguf", "fuzz_gguf", "test_gguf_model", "test_checkpoint", "test_run", "cli/quantize"]),
+    ("checkpoint/plan/*gguf*", ["test_gguf_model", "test_gguf", "test_run", "test_checkpoint", "cli/quantize"]),
+    ("checkpoint/check/*", ["test_check", "cli/check", "test_gguf_model", "test_run", "cli/quantize", "cli/json"]),
+    ("checkpoint/model/*", ["test_checkpoint", "test_families", "test_check", "test_run", "test_gguf_model", "fuzz_config",
+                            "cli/check", "cli/quantize", "cli/report"]),
+    ("checkpoint/run/*", ["test_run", "test_publish", "test_check", "test_gguf_model", "cli/quantize", "cli/check", "cli/kill",
+                          "cli/report"]),
+    ("checkpoint/*", ["test_checkpoint", "test_run", "test_families", "test_check", "test_gguf_model", "fuzz_config", "fuzz_index",
+                      "test_gguf", "cli/check", "cli/quantize"]),
 ]
 
 # Which machine a file is for: a pattern and what /proc/cpuinfo or the name of the architecture must have.
