@@ -36,7 +36,8 @@ def nearest_e2m1(y):
     """Codes of scaled values, ties to the even code, the sign kept."""
     distance = numpy.abs(E2M1.astype(numpy.float64)[:, None] - numpy.abs(y.astype(numpy.float64)))
     codes = distance.argmin(0)
-    codes += (codes % 2 == 1) & (distance[numpy.minimum(codes + 1, 7), numpy.arange(len(y))] == distance.min(0)) & (codes < 7)
+    above = distance[numpy.minimum(codes + 1, 7), numpy.arange(len(y))]
+    codes += (codes % 2 == 1) & (codes < 7) & (above == distance.min(0))
     return codes | numpy.signbit(y) << 3
 
 
@@ -47,8 +48,8 @@ def normalized(squares):
     h = numpy.empty_like(squares)
     for first in range(0, len(squares), 16):
         block = squares[first:first + 16]
-        h[first:first + 16] = numpy.maximum((block.astype(numpy.float64) / (total / len(squares))).astype(F32), F32(1e-6)) \
-            if block.any() else 1
+        relative = (block.astype(numpy.float64) / (total / len(squares))).astype(F32)
+        h[first:first + 16] = numpy.maximum(relative, F32(1e-6)) if block.any() else 1
     return h
 
 
