@@ -76,6 +76,17 @@ def test_graph_follows_the_recipe():
         assert torch.equal(fast(x, MXFP8BlockScaling()), run(x, MXFP8BlockScaling())) and counter.frame_count == 3
 
 
+def test_autocast_around_the_graph():
+    """What is on when a compiled layer is called counts, and going in and out of it is noticed."""
+    torch._dynamo.reset()
+    layer, x = nt.Linear(64, 64), noise(32, 64)
+    fast = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for recipe in (NVFP4, None, MXFP8BlockScaling(), None, NVFP4):
+            with nt.autocast(enabled=recipe is not None, recipe=recipe):
+                assert torch.equal(fast(x), layer(x))
+
+
 def test_stochastic_rounding():
     """Drawn when the graph runs, not when it is made."""
     torch._dynamo.reset()

@@ -113,17 +113,17 @@ def get_fp8_max(fp8_recipe, fprop_tensor=True):
 class FP8GlobalState(threading.local):
     """What is on in this thread. Histories belong to the process: a backward pass may run in threads of its own."""
 
-    fp8_enabled = False
-    fp8_calibration = False
-    fp8_recipe = None  # of the innermost autocast or quantized_model_init
-    fp8_distributed_group = None
-    fp8_parameters = False  # within quantized_model_init
-    high_precision_init_val = False
-    is_first_fp8_module = False
-    fp8_graph_capturing = False
-    autocast_depth = 0
-
     def __init__(self):
+        # Not of the class: PyTorch 2.11 compiles what a class has, and does not see what a thread has instead.
+        self.fp8_enabled = False
+        self.fp8_calibration = False
+        self.fp8_recipe = None  # of the innermost autocast or quantized_model_init
+        self.fp8_distributed_group = None
+        self.fp8_parameters = False  # within quantized_model_init
+        self.high_precision_init_val = False
+        self.is_first_fp8_module = False
+        self.fp8_graph_capturing = False
+        self.autocast_depth = 0
         self.skip_fp8_weight_update_tensor = None
 
 
