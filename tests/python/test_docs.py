@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import re
+import sys
+import types
 
 import pytest
 
@@ -19,7 +21,11 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 def test_example(title, code):
     if "torch" in code and not HAS_TORCH:
         pytest.skip("needs PyTorch; TORCH=1 installs it")
-    exec(compile(code, title, "exec"), {"__name__": "example"})
+    example = sys.modules["example"] = types.ModuleType("example")  # torch.compile asks for the module of a function
+    try:
+        exec(compile(code, title, "exec"), vars(example))
+    finally:
+        del sys.modules["example"]
 
 
 def test_every_section_has_an_example():

@@ -452,6 +452,80 @@ def test_unsupported_names():
         unsupported.never_heard_of
 
 
+def test_names_before_modules():
+    """Where a module and a function of it have one name, the package has the function."""
+    nib.torch.install_aliases()
+    import transformer_engine
+    import transformer_engine.pytorch as te
+    assert te.torch_version()[0] >= 2 and transformer_engine.__version__.startswith("2.")
+    with pytest.raises(NotImplementedError):
+        te.newton_schulz(1)
+    from transformer_engine.pytorch.permutation import moe_permute
+    assert te.moe_permute is moe_permute and te.ops.Linear is te.ops.linear.Linear
+
+
+def test_helpers():
+    nib.torch.install_aliases()
+    from transformer_engine.pytorch import distributed, optimizers, quantization, tensor, utils
+    assert utils.divide(6, 3) == 2 and utils.ceil_div(7, 3) == 3
+    with pytest.raises(ValueError, match="7 is not divisible by 3"):
+        utils.divide(7, 3)
+    x = torch.arange(24.0).view(2, 12).requires_grad_()
+    assert utils.requires_grad(None, x) and not utils.requires_grad(None, x.detach())
+    assert utils.cast_if_needed(x, torch.float32) is x and utils.cast_if_needed(x, torch.bfloat16).requires_grad
+    parts = utils.SplitAlongDim.apply(x, 1, [4, 8])
+    assert [tuple(part.shape) for part in parts] == [(2, 4), (2, 8)]
+    assert torch.equal(torch.cat(utils.split_tensor_along_dim(x, 1, 3, True), 1), x)
+    assert utils.check_dim_for_fp8_exec(torch.ones(8, 16)) and not utils.check_dim_for_fp8_exec(torch.ones(8, 15))
+    with pytest.raises(ValueError, match="multiples"):
+        utils.assert_dim_for_fp8_exec(torch.ones(7, 16))
+    t = nib.torch.NVFP4Quantizer()(torch.ones(16, 16))
+    assert utils.needs_quantized_gemm(t) and not utils.needs_quantized_gemm(x)
+    assert type(t) in tensor.get_all_tensor_types()
+    plain = torch.ones(3)
+    utils.clear_tensor_data(plain, None, t)
+    assert plain.numel() == 0 and t._rowwise_data.numel() == 0
+    assert quantization.check_nvfp4_support() == (True, "") and utils.devices_match("cpu", torch.device("cpu"))
+    assert distributed.get_distributed_world_size() == 1 and distributed.allreduce(plain) == (plain, None)
+    assert torch.equal(distributed.gather_split_1d_tensor(distributed.split_tensor_into_1d_equal_chunks(x.detach())),
+                       x.detach().view(-1))
+    assert distributed.has_te_modules(torch.nn.Sequential(nib.torch.Linear(16, 16)))
+    assert not distributed.has_te_modules(torch.nn.Linear(16, 16))
+
+    lists = [[torch.full((3,), 2.0), torch.zeros(0), torch.tensor([3.0])],
+             [torch.zeros(3), torch.zeros(0), torch.zeros(1)]]
+    flag = torch.zeros(1, dtype=torch.int32)
+    optimizers.multi_tensor_applier(optimizers.multi_tensor_scale, flag, lists, 0.5)
+    assert lists[1][0].tolist() == [1, 1, 1] and lists[1][2].item() == 1.5 and not flag.item()
+    norm, each = optimizers.multi_tensor_applier(optimizers.multi_tensor_l2norm, flag, lists[:1], True)
+    assert norm.item() == pytest.approx(21 ** 0.5) and each.tolist() == pytest.approx([12 ** 0.5, 3.0])
+    lists[0][0][1] = float("inf")
+    optimizers.multi_tensor_applier(optimizers.multi_tensor_scale, flag, lists, 1.0)
+    assert flag.item() == 1
+    with pytest.raises(RuntimeError, match="one length"):
+        optimizers.multi_tensor_applier(optimizers.multi_tensor_scale, flag, [lists[0], []], 1.0)
+
+
+def test_recompute_by_hand():
+    """Megatron's way of computing activations again: delayed scales are those of the first pass."""
+    nib.torch.install_aliases()
+    from transformer_engine.pytorch.distributed import activation_recompute_forward, in_fp8_activation_recompute_phase
+    from nib.torch.recipe import DelayedScaling
+    nib.torch.quantization.FP8GlobalStateManager.reset()
+    layer = nib.torch.Linear(32, 32)
+    for step in range(3):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)) * 3 ** step
+        with nib.torch.autocast(recipe=DelayedScaling()):
+            with activation_recompute_forward(activation_recompute=True, recompute_phase=False):
+                first = layer(x)
+        with nib.torch.autocast(recipe=DelayedScaling()):
+            with activation_recompute_forward(activation_recompute=True, recompute_phase=True):
+                assert in_fp8_activation_recompute_phase()
+                again = layer(x)
+        assert not in_fp8_activation_recompute_phase() and torch.equal(first, again)
+        again.sum().backward()
+
+
 def test_names_of_layers():
     """Served names of TransformerEngine's package are nib's own objects, wherever they are imported from."""
     nib.torch.install_aliases()

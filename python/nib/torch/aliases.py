@@ -58,6 +58,18 @@ _ZOO = ("high_precision_fwd_mxfp8_bwd_factory", "mxfp8_fwd_nvfp4_bwd_factory", "
 _EXTRA_STATE = ("CheckpointExtraStatePolicy", "UNSAFE_PICKLE_EXTRA_STATE_ENV", "_RECIPE_POLICIES",
                 "extra_state_pickle_advisory", "is_stateless_recipe", "recipe_extra_state_policy",
                 "should_load_extra_state_pickle", "unsafe_pickle_extra_state_enabled")
+_SHAPES = ("ensure_divisibility", "divide", "ceil_div", "requires_grad", "cast_if_needed", "clear_tensor_data",
+           "needs_quantized_gemm", "check_dim_for_fp8_exec", "assert_dim_for_fp8_exec", "canonicalize_device",
+           "canonicalize_dtype", "canonicalize_process_group", "devices_match", "torch_get_autocast_gpu_dtype",
+           "scaled_init_method_normal", "is_bf16_compatible", "gpu_autocast_ctx", "split_tensor_along_dim",
+           "SplitAlongDim", "get_nvtx_range_context", "nvtx_range_push", "nvtx_range_pop", "torch_version")
+_GROUPS = ("get_distributed_world_size", "get_distributed_rank", "set_tensor_model_parallel_attributes", "allreduce",
+           "reduce_scatter_along_first_dim", "split_tensor_into_1d_equal_chunks", "gather_split_1d_tensor",
+           "activation_recompute_forward", "get_activation_recompute_contexts", "use_reentrant_activation_recompute",
+           "graph_safe_rng_available", "is_graph_safe_rng_state", "get_all_rng_states", "set_all_rng_states",
+           "get_te_classes", "has_te_modules")
+_MULTI = ("multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_scale_tensor")
+_APPLY = ("MultiTensorApply", "multi_tensor_applier")
 _GEMM = ("general_gemm", "general_grouped_gemm")
 _EVERYTHING = object()  # all public names of the module
 
@@ -70,20 +82,23 @@ _MEGATRON = {"fp4_utils": ("HAVE_TE", "HAVE_TE_FP4_TENSOR_CLASS", "FP4_TENSOR_CL
 # alias: {module of nib.torch: names}
 _TE = "transformer_engine.pytorch"
 MODULES = {
-    "transformer_engine": {},
+    "transformer_engine": {"helpers": ("__version__",)},
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": {"recipe": _EVERYTHING},
     _TE: {**_BASES, "constants": ("DType",), "module": _LAYERS, "quantization": (*_AUTOCAST, *_AVAILABLE, *_ROLES),
           "attention": ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding"),
           "transformer": ("TransformerLayer",), "recompute": ("checkpoint", "CudaRNGStatesTracker"),
-          "utils": (*_GLU, *_DEVICE), "unsupported": unsupported.NAMES[""],
+          "utils": (*_GLU, *_DEVICE), "helpers": ("torch_version",),
           **{name: _TENSORS[name] + _STORAGES[name] for name in _TENSORS}},
     f"{_TE}.quantized_tensor": _BASES,
     f"{_TE}.constants": {"constants": _EVERYTHING},
-    f"{_TE}.utils": {"utils": ("round_up_to_nearest_multiple", "is_non_tn_fp8_gemm_supported", *_GLU, *_DEVICE),
+    f"{_TE}.torch_version": {"helpers": ("torch_version",)},
+    f"{_TE}.utils": {"helpers": _SHAPES,
+                     "utils": ("round_up_to_nearest_multiple", "is_non_tn_fp8_gemm_supported", *_GLU, *_DEVICE),
                      "module.base": ("init_method_normal", "init_method_constant", "get_default_init_method"),
                      "quantization": ("is_bf16_available",)},
-    f"{_TE}.distributed": {"utils": ("gather_along_first_dim",), "recompute": ("checkpoint", "CudaRNGStatesTracker"),
+    f"{_TE}.distributed": {"helpers": _GROUPS, "utils": ("gather_along_first_dim",),
+                           "recompute": ("checkpoint", "CudaRNGStatesTracker"),
                            "quantization": ("is_fp8_activation_recompute_enabled",
                                             "in_fp8_activation_recompute_phase")},
     f"{_TE}.quantization": {"quantization": (_EVERYTHING, "_amax_and_scale_update", "_default_sf_compute",
@@ -92,8 +107,7 @@ MODULES = {
     f"{_TE}.float8_tensor": {"float8_tensor": ("Float8Tensor",)},
     f"{_TE}._extra_state": {"extra_state": (*_EXTRA_STATE,)},
     f"{_TE}.module": {"module": _LAYERS},
-    f"{_TE}.module.base": {"module.base": ("TransformerEngineBaseModule", "get_dummy_wgrad"),
-                           "unsupported": ("initialize_ub", "destroy_ub", "UserBufferQuantizationMode")},
+    f"{_TE}.module.base": {"module.base": ("TransformerEngineBaseModule", "get_dummy_wgrad")},
     f"{_TE}.module.linear": {"module": ("Linear",)},
     f"{_TE}.module.layernorm_linear": {"module": ("LayerNormLinear",)},
     f"{_TE}.module.layernorm_mlp": {"module": ("LayerNormMLP",)},
@@ -102,17 +116,17 @@ MODULES = {
     f"{_TE}.module.rmsnorm": {"module": ("RMSNorm",)},
     f"{_TE}.module.fp8_padding": {"module": ("Fp8Padding",)},
     f"{_TE}.module.fp8_unpadding": {"module": ("Fp8Unpadding",)},
-    f"{_TE}.module._common": {"utils": ("set_quantizer_amax_reduction_group",)},
-    f"{_TE}.attention": {"attention": ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding"),
-                         "unsupported": ("InferenceParams", "FusedMLAQUpProjRopeQuant")},
+    f"{_TE}.module._common": {"utils": ("set_quantizer_amax_reduction_group",), "module.base": ("WeightGradStore",)},
+    f"{_TE}.attention": {"attention": ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding")},
     f"{_TE}.attention.dot_product_attention": {"attention": ("DotProductAttention",)},
+    f"{_TE}.attention.dot_product_attention.dot_product_attention": {"attention": ("DotProductAttention",)},
     f"{_TE}.attention.dot_product_attention.utils": {"attention": ("check_set_window_size", "get_alibi")},
     f"{_TE}.attention.multi_head_attention": {"attention": ("MultiheadAttention",)},
     f"{_TE}.attention.rope": {"attention": ("RotaryPositionEmbedding", "apply_rotary_pos_emb")},
     f"{_TE}.transformer": {"transformer": ("TransformerLayer", "DropPath")},
-    f"{_TE}.ops": {"unsupported": unsupported.NAMES["ops"]},
-    f"{_TE}.optimizers": {"optimizers": ("FusedAdam",), "unsupported": unsupported.NAMES["optimizers"]},
+    f"{_TE}.optimizers": {"optimizers": ("FusedAdam",), "helpers": (*_MULTI, *_APPLY)},
     f"{_TE}.optimizers.fused_adam": {"optimizers": ("FusedAdam",)},
+    f"{_TE}.optimizers.multi_tensor_apply": {"helpers": _APPLY},
     f"{_TE}.cpp_extensions": {"cpp_extensions": _GEMM},
     f"{_TE}.cpp_extensions.gemm": {"cpp_extensions": _GEMM},
     f"{_TE}.custom_recipes": {},
@@ -120,14 +134,14 @@ MODULES = {
     f"{_TE}.custom_recipes.quantizer_factories": {"custom_recipes": _FACTORIES},
     f"{_TE}.custom_recipes.quantizer_factory_zoo": {"custom_recipes": _ZOO},
     f"{_TE}.tensor": {**_BASES, **_TENSORS, **{name: _TENSORS[name] + _STORAGES[name] for name in _TENSORS},
-                      "utils": _MASTER},
+                      "utils": _MASTER, "helpers": ("get_all_tensor_types",)},
     f"{_TE}.tensor.utils": {"utils": _MASTER, "products": ("is_custom",)},
     f"{_TE}.tensor._quantization_helpers": {"quantized_tensor": ("_QuantizeFunc", "_IdentityFunc",
                                                                  "_stride_from_shape")},
     **{f"{_TE}.tensor.{name}": {name: _TENSORS[name] + _STORAGES[name]} for name in _TENSORS},
     f"{_TE}.tensor.storage": _STORAGES,
     **{f"{_TE}.tensor.storage.{name}_storage": {name: names} for name, names in _STORAGES.items()},
-    "transformer_engine_torch": {"constants": ("DType",), "tex": _EVERYTHING},
+    "transformer_engine_torch": {"constants": ("DType",), "tex": _EVERYTHING, "helpers": _MULTI},
     "megatron": {},
     "megatron.core": {},
     "megatron.core.enums": {"megatron": ("Fp4Recipe",)},
@@ -135,6 +149,8 @@ MODULES = {
     "core": {},
     "core.fp4_utils": _MEGATRON,
 }
+for _module, _raising in unsupported.NAMES.items():
+    MODULES.setdefault(f"{_TE}.{_module}".rstrip("."), {})["unsupported"] = _raising
 
 
 def _names(module, names):
@@ -151,14 +167,14 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module):
         module.__nib_alias__ = True
-        for source, names in MODULES[module.__name__].items():
-            found = importlib.import_module(f"nib.torch.{source}")
-            for name in _names(found, names):
-                setattr(module, name, getattr(found, name))
         prefix = module.__name__ + "."
         for name in MODULES:  # `import transformer_engine.pytorch as te; te.tensor.utils` works there
             if name.startswith(prefix) and "." not in name[len(prefix):]:
                 importlib.import_module(name)
+        for source, names in MODULES[module.__name__].items():  # a name counts before a module of that name
+            found = importlib.import_module(f"nib.torch.{source}")
+            for name in _names(found, names):
+                setattr(module, name, getattr(found, name))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -55,6 +55,8 @@ FP8BwdTensorIdx = SimpleNamespace(GRAD_OUTPUT1=0, GRAD_INPUT1=1, GRAD_OUTPUT2=2,
 AttnMaskTypes = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
                  "padding_causal_bottom_right", "arbitrary")
 AttnBiasTypes = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
+QKVLayouts = ("sbhd_sbhd_sbhd", "bshd_bshd_bshd")
+dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else None
 AttnTypes = ("self", "cross")
 LayerTypes = ("encoder", "decoder")
 GemmParallelModes = ("row", "column", None)

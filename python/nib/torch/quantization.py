@@ -65,7 +65,12 @@ def is_fp8_available(return_reason=False):
     return (True, "") if return_reason else True
 
 
+def check_fp8_support():
+    return is_fp8_available(return_reason=True)
+
+
 is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf16_available = is_fp8_available
+check_mxfp8_support = check_fp8_block_scaling_support = check_nvfp4_support = check_fp8_support
 
 
 _default = recipes.NVFP4BlockScaling()
