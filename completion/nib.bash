@@ -53,7 +53,7 @@ _nib() {
         )
         return
         ;;
-    *:--against | *:--svg)
+    *:--against | *:--svg | *:--imatrix)
         mapfile -t COMPREPLY < <(compgen -f -- "$cur")
         return
         ;;

@@ -223,9 +223,10 @@ typedef enum nib_scheme {
 } nib_scheme;
 
 typedef enum nib_activation {
-    NIB_ACTIVATION_ONE = 0, /* scale 1: dynamic block scales do the rest */
-    NIB_ACTIVATION_NORM,    /* sqrt(H) * max |gamma| / 2688 where the input comes from an RMSNorm, 1 elsewhere */
-    NIB_ACTIVATION_FILE,    /* amax per module from a JSON object {"module": amax} */
+    NIB_ACTIVATION_ONE = 0,    /* scale 1: dynamic block scales do the rest */
+    NIB_ACTIVATION_NORM,       /* sqrt(H) * max |gamma| / 2688 where the input comes from an RMSNorm, 1 elsewhere */
+    NIB_ACTIVATION_FILE,       /* amax per module from a JSON object {"module": amax} */
+    NIB_ACTIVATION_STATISTICS, /* amax by the statistics of the input; 1 where they have none */
     NIB_ACTIVATION_COUNT
 } nib_activation;
 
@@ -279,6 +280,12 @@ typedef struct nib_quantize_options {
     uint64_t shard_bytes; /* of an output file, about; 0: 5 GB */
     uint8_t keep_split;   /* a file per input file, under its name */
     nib_reader reader;
+    /* A file of statistics of inputs: llama.cpp's imatrix (GGUF or legacy), or nib's own (docs/checkpoints.md). A sweep then
+     * weighs the errors of each column by its mean square (nib_overrides.importance); weights without statistics are swept
+     * as without a file, or with `statistics_strict` are DATA. MODE with another scale rule, unless scales of activations
+     * come from it. NULL: none. */
+    const char *statistics;
+    uint8_t statistics_strict;
 } nib_quantize_options;
 /* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
  * has. */
@@ -314,7 +321,9 @@ typedef struct nib_plan_row {
     const char *reason; /* why it is kept (or dequantized, where only plain values can be kept); "" otherwise */
     int64_t rows, cols;
     uint64_t bytes_in, bytes_out;
-    const char *group; /* name of the first weight that shares its tensor scale; "" where it is alone */
+    const char *group;      /* name of the first weight that shares its tensor scale; "" where it is alone */
+    const char *statistics; /* of its input: "131072 tokens", or "none: " and why; "" where none are asked for */
+    double tokens;          /* the number; 0: none */
 } nib_plan_row;
 
 typedef struct nib_plan_facts {

@@ -56,7 +56,8 @@ static struct words servers(void)
 
 struct arguments {
     struct cli_word format, scheme, server, dialect, scale_rule, tensor_scale_rule, activations, preset;
-    const char *min_block_scale;
+    const char *min_block_scale, *imatrix;
+    bool imatrix_strict;
     struct cli_list ignore, only;
     uint64_t shard_bytes;
     bool keep_split;
@@ -165,7 +166,11 @@ static bool set_options(const struct cli_command *self, const struct arguments *
     o->keep_split = a->keep_split;
     if (!choose_pair(self, a, o))
         return false;
+    o->statistics = a->imatrix;
+    o->statistics_strict = a->imatrix_strict;
     o->activation = (nib_activation)a->activations.value;
+    if (o->statistics && o->scheme == NIB_SCHEME_NVFP4 && !a->activations.text)
+        o->activation = NIB_ACTIVATION_STATISTICS;
     if (o->activation == NIB_ACTIVATION_FILE)
         o->activation_file = a->activations.text;
     return true;
@@ -269,8 +274,9 @@ static void set_defaults(struct arguments *a)
         .activations = { .value = NIB_ACTIVATION_ONE, .open = true, .other = NIB_ACTIVATION_FILE },
         .preset = { .words = words_presets(), .value = NIB_PRESET_DEFAULT },
     };
-    for (int i = 0; i < NIB_ACTIVATION_FILE; i++)
-        words_add(&a->activations.words, nib_activation_name((nib_activation)i), i);
+    for (int i = 0; i < NIB_ACTIVATION_COUNT; i++)
+        if (i != NIB_ACTIVATION_FILE)
+            words_add(&a->activations.words, nib_activation_name((nib_activation)i), i);
 }
 
 static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
@@ -286,6 +292,9 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "min-block-scale", CLI_TEXT, &a.min_block_scale, "X", "smallest block scale (default 2^-6)", 0, 0 },
         { 0, "dialect", CLI_WORD, &a.dialect, "D", "the bytes of {}", 0, 0 },
         { 0, "activations", CLI_WORD, &a.activations, "A", "nvfp4: scales {}, or of a JSON file {module: amax}", 0, 0 },
+        { 0, "imatrix", CLI_TEXT, &a.imatrix, "FILE", "weigh errors by statistics of inputs: imatrix, or nib's own", 0,
+          0 },
+        { 0, "imatrix-strict", CLI_FLAG, &a.imatrix_strict, NULL, "every weight must have statistics", 0, 0 },
         { 0, "ignore", CLI_LIST, &a.ignore, "PATTERN", "leave modules as they are: name, glob or re:...", 0, 0 },
         { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantize no others", 0, 0 },
         { 0, "preset", CLI_WORD, &a.preset, "P", "what to quantize: {}", 0, 0 },
@@ -322,6 +331,7 @@ const struct cli_command cli_quantize = {
     "  nib quantize --for sglang --dry-run Qwen3-8B out\n"
     "  nib quantize --format modelopt --scheme nvfp4 --activations norm Llama-3.1-8B out\n"
     "  nib quantize --preset experts-only --ignore 're:.*layers\\.(0|1)\\..*' Mixtral-8x7B out\n"
+    "  nib quantize --imatrix imatrix.gguf Qwen3-8B out\n"
     "  nib quantize --report q.html Qwen3-8B out\n"
     "  nib quantize Qwen3-8B-BF16.gguf Qwen3-8B-NVFP4.gguf\n"
     "  nib quantize --resume -t 8 --max-memory 4G DeepSeek-V3 out\n",

@@ -89,11 +89,35 @@ static void show_rows(const nib_plan *plan, size_t weights)
     nib_plan_row row = { .bytes = sizeof row };
     char in[32], out[32];
     for (size_t i = 0; i < weights && !nib_plan_get_row(plan, i, &row); i++)
-        cli_print("%-10s  %s  [%lld, %lld]  %s -> %s%s%s%s%s", actions[row.action], row.name, (long long)row.rows,
-                  (long long)row.cols, text_bytes(row.bytes_in, in, sizeof in),
-                  text_bytes(row.bytes_out, out, sizeof out), *row.reason ? "  " : "", row.reason,
-                  *row.group && strcmp(row.group, row.name) != 0 ? "  scale of " : "",
-                  strcmp(row.group, row.name) != 0 ? row.group : "");
+        cli_print(
+            "%-10s  %s  [%lld, %lld]  %s -> %s%s%s%s%s%s%s", actions[row.action], row.name, (long long)row.rows,
+            (long long)row.cols, text_bytes(row.bytes_in, in, sizeof in), text_bytes(row.bytes_out, out, sizeof out),
+            *row.reason ? "  " : "", row.reason, *row.group && strcmp(row.group, row.name) != 0 ? "  scale of " : "",
+            strcmp(row.group, row.name) != 0 ? row.group : "", *row.statistics ? "  statistics: " : "", row.statistics);
+}
+
+/* Weights with statistics of their input, and why others have none. */
+static void show_statistics(const nib_plan *plan, size_t weights)
+{
+    struct reasons reasons = { .n = 0 };
+    nib_plan_row row = { .bytes = sizeof row };
+    size_t found = 0;
+    double fewest = 0, most = 0;
+    for (size_t i = 0; i < weights && !nib_plan_get_row(plan, i, &row); i++) {
+        if (!strncmp(row.statistics, "none", 4))
+            count_reason(&reasons, row.statistics);
+        else if (*row.statistics) {
+            fewest = !found || row.tokens < fewest ? row.tokens : fewest;
+            most = row.tokens > most ? row.tokens : most;
+            found++;
+        }
+    }
+    if (found && fewest < most)
+        cli_print("  %zu with statistics of %.0f to %.0f tokens", found, fewest, most);
+    else if (found)
+        cli_print("  %zu with statistics of %.0f tokens", found, most);
+    for (size_t i = 0; i < reasons.n; i++)
+        cli_print("  %zu with statistics: %s", reasons.each[i].count, reasons.each[i].reason);
 }
 
 static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, const struct run_flags *flags,
@@ -116,6 +140,7 @@ static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, cons
               facts->files_in == 1 ? "" : "s", text_bytes(facts->bytes_out, out, sizeof out), facts->files_out,
               facts->files_out == 1 ? "" : "s", rate);
     show_reasons(plan, facts->rows);
+    show_statistics(plan, facts->weights);
     if (*facts->note)
         cli_print("note: %s", facts->note);
 }
@@ -127,11 +152,13 @@ static json_t *rows_as_json(const nib_plan *plan, size_t weights)
     json_t *list = json_array();
     nib_plan_row row = { .bytes = sizeof row };
     for (size_t i = 0; i < weights && list && !nib_plan_get_row(plan, i, &row); i++)
-        if (json_array_append_new(
-                list, json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I, s:o}", "name", text_json(row.name), "action",
-                                actions[row.action], "reason", text_json(row.reason), "rows", (json_int_t)row.rows,
-                                "cols", (json_int_t)row.cols, "bytes_in", (json_int_t)row.bytes_in, "bytes_out",
-                                (json_int_t)row.bytes_out, "group", text_json(row.group)))) {
+        if (json_array_append_new(list,
+                                  json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I, s:o, s:o, s:o}", "name",
+                                            text_json(row.name), "action", actions[row.action], "reason",
+                                            text_json(row.reason), "rows", (json_int_t)row.rows, "cols",
+                                            (json_int_t)row.cols, "bytes_in", (json_int_t)row.bytes_in, "bytes_out",
+                                            (json_int_t)row.bytes_out, "group", text_json(row.group), "statistics",
+                                            text_json(row.statistics), "tokens", text_number(row.tokens)))) {
             json_decref(list);
             return NULL;
         }

@@ -248,6 +248,96 @@ bool nib_ck_ignores_scale(const char *architecture, const char *weight)
     return true;
 }
 
+/* ---- llama.cpp's names, whatever the family ---- */
+
+/* Ends of module names, the longer first where one is the other's end. Feed-forward weights have "_exps" behind them
+ * where they are experts' and "_shexp" where they are shared ones'. */
+static const struct llama_name {
+    const char *end, *gguf;
+} llama_names[] = {
+    { "q_proj", "attn_q" },
+    { "k_proj", "attn_k" },
+    { "v_proj", "attn_v" },
+    { "o_proj", "attn_output" },
+    { "qkv_proj", "attn_qkv" },
+    { "query_key_value", "attn_qkv" },
+    { "attn.c_attn", "attn_qkv" },
+    { "linear_attn.in_proj_qkv", "attn_qkv" },
+    { "linear_attn.in_proj_z", "attn_gate" },
+    { "linear_attn.out_proj", "ssm_out" },
+    { "mixer.in_proj", "ssm_in" },
+    { "mixer.out_proj", "ssm_out" },
+    { "attn.c_proj", "attn_output" },
+    { "self_attn.out_proj", "attn_output" },
+    { "self_attn.dense", "attn_output" },
+    { "attention.dense", "attn_output" },
+    { "q_a_proj", "attn_q_a" },
+    { "q_b_proj", "attn_q_b" },
+    { "kv_a_proj_with_mqa", "attn_kv_a_mqa" },
+    { "kv_b_proj", "attn_kv_b" },
+    { "gate_proj", "ffn_gate" },
+    { "up_proj", "ffn_up" },
+    { "down_proj", "ffn_down" },
+    { "gate_up_proj", "ffn_up" }, /* Phi-3's, which llama.cpp leaves in one */
+    { "w1", "ffn_gate" },
+    { "w3", "ffn_up" },
+    { "w2", "ffn_down" },
+    { "mlp.c_fc", "ffn_up" },
+    { "mlp.c_proj", "ffn_down" },
+    { "dense_h_to_4h", "ffn_up" },
+    { "dense_4h_to_h", "ffn_down" },
+    { "fc1", "ffn_up" },
+    { "fc2", "ffn_down" },
+};
+
+/* Behind "layers.3." of a name: the number, and what follows it; NULL where there is none. */
+static const char *behind_layer(const char *name, long long *layer)
+{
+    static const char *const words[] = { "layers.", "h.", "blocks." };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        char *end;
+        const char *at = strstr(name, words[i]);
+        while (at && at != name && at[-1] != '.')
+            at = strstr(at + 1, words[i]);
+        if (!at || at[strlen(words[i])] < '0' || at[strlen(words[i])] > '9')
+            continue;
+        *layer = strtoll(at + strlen(words[i]), &end, 10);
+        if (*end == '.')
+            return end + 1;
+    }
+    return NULL;
+}
+
+bool nib_ck_llama_name(const char *module, char *name, size_t bytes, int64_t *expert)
+{
+    char rest[256];
+    long long layer;
+    const char *within = behind_layer(module, &layer);
+    *expert = -1;
+    if (!within) {
+        const bool head = !strcmp(module, "lm_head");
+        snprintf(name, bytes, "output");
+        return head;
+    }
+    if (strlen(within) + 2 > sizeof rest)
+        return false;
+    snprintf(rest, sizeof rest, ".%s", within); /* a dot before every part */
+    *expert = take_expert(rest);
+    const bool experts = strstr(rest, ".experts."), shared = strstr(rest, ".shared_");
+    for (size_t i = 0; i < sizeof llama_names / sizeof *llama_names; i++) {
+        const size_t n = strlen(rest), m = strlen(llama_names[i].end);
+        if (n <= m || rest[n - m - 1] != '.' || strcmp(rest + n - m, llama_names[i].end) != 0)
+            continue;
+        const bool feed_forward = !strncmp(llama_names[i].gguf, "ffn_", 4);
+        const int used = snprintf(name, bytes, "blk.%lld.%s%s", layer, llama_names[i].gguf,
+                                  feed_forward && experts  ? "_exps"
+                                  : feed_forward && shared ? "_shexp"
+                                                           : "");
+        return used > 0 && (size_t)used < bytes;
+    }
+    return false;
+}
+
 /* ---- The same weight in two checkpoints ---- */
 
 static bool is_gguf(const nib_checkpoint *c) { return c->n_files && c->files[0].gguf; }

@@ -41,6 +41,10 @@ const char *nib_ck_architecture_names(char *text, size_t bytes);
  * architectures. */
 bool nib_ck_ignores_scale(const char *architecture, const char *weight);
 
+/* What llama.cpp calls a module of any family, without ".weight": "blk.3.ffn_up_exps", with *expert 7 (-1: it is none);
+ * false where names do not tell. For inputs, not for outputs: rows may be in another order there. */
+bool nib_ck_llama_name(const char *module, char *name, size_t bytes, int64_t *expert);
+
 /* Where a module or tensor goes. */
 struct nib_gguf_place {
     char name[64];       /* of the module: "blk.3.attn_q"; "" where it is not written */

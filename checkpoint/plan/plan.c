@@ -69,6 +69,8 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->amaxes);
     json_decref(plan->restore);
     json_decref(plan->source);
+    nib_statistics_close(plan->statistics);
+    nib_free(plan->digests);
     nib_free(plan->others);
     nib_free(plan->restored);
     nib_gguf_plan_destroy(plan->keys);
@@ -125,9 +127,13 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_che
     }
     for (size_t i = 0; i < in->n_weights; i++) {
         const uint64_t bytes = stored_bytes(in, &in->weights[i]);
-        plan->rows[i] = (struct nib_out_row){
-            .action = NIB_ACTION_KEEP, .reason = "", .group_name = NIB_NONE, .bytes_in = bytes, .bytes_out = bytes
-        };
+        plan->rows[i] = (struct nib_out_row){ .action = NIB_ACTION_KEEP,
+                                              .reason = "",
+                                              .group_name = NIB_NONE,
+                                              .bytes_in = bytes,
+                                              .bytes_out = bytes,
+                                              .input = { .entry = NIB_NONE },
+                                              .statistics = "" };
     }
     *out = plan;
     return NIB_OK;
@@ -483,7 +489,8 @@ static nib_plan_row other_row(const nib_plan *plan, const struct nib_out_other *
                          .cols = t->shape[t->rank - 1],
                          .bytes_in = t->bytes,
                          .bytes_out = t->bytes,
-                         .group = "" };
+                         .group = "",
+                         .statistics = "" };
     for (int64_t i = 0; i + 1 < t->rank; i++)
         row.rows = t->bytes ? row.rows * t->shape[i] : 0; /* with data the file bounds the product */
     return row;
@@ -493,7 +500,7 @@ nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *ou
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    TRY(nib_struct_check_output("nib_plan_row", out, NIB_UP_TO(nib_plan_row, group)));
+    TRY(nib_struct_check_output("nib_plan_row", out, NIB_UP_TO(nib_plan_row, tokens)));
     const size_t weights = plan->in->n_weights;
     if (index >= weights + plan->n_others)
         return nib_fail(NIB_ERR_ARG, "there is no row %zu: the plan has %zu", index, weights + plan->n_others);
@@ -511,7 +518,9 @@ nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *ou
                                  .cols = w->cols,
                                  .bytes_in = row->bytes_in,
                                  .bytes_out = row->bytes_out,
-                                 .group = row->group_name == NIB_NONE ? "" : plan->in->weights[row->group_name].name };
+                                 .group = row->group_name == NIB_NONE ? "" : plan->in->weights[row->group_name].name,
+                                 .statistics = row->statistics,
+                                 .tokens = row->tokens };
     nib_struct_write(out, &found, sizeof found);
     return NIB_OK;
 }

@@ -6,6 +6,7 @@
  *     plan_ops.c     quantize, convert, dequantize: what becomes of each weight
  *     plan_patterns.c  patterns of a user that match nothing
  *     plan_build.c   from there to tensors
+ *     plan_statistics.c  statistics of inputs: which belong to which weight
  *     plan_restore.c stacks and transposed matrices that a plan takes apart, and another puts together again
  *     plan.c         plans put together by steps
  *     plan_layout.c  headers of output files
@@ -16,6 +17,7 @@
 
 #include "file/safetensors.h"
 #include "io/names.h"
+#include "io/statistics.h"
 #include "model/architectures.h"
 #include "model/read.h"
 #include "model/roles.h"
@@ -70,6 +72,12 @@ struct nib_out_group {
     float input_amax; /* of activations, where a file says it; 0 otherwise */
 };
 
+/* Where the statistics of a weight's input are. */
+struct nib_plan_input {
+    uint32_t entry; /* of plan->statistics; NIB_NONE: there are none */
+    int64_t slices, slice;
+};
+
 /* How the codes of a weight are laid down. */
 enum nib_laying {
     NIB_LAY_ROWS = 0, /* codes [rows, K/2] and scales [rows, K/16], row by row; matrix `index` of [E, rows, K] */
@@ -91,6 +99,7 @@ struct nib_out_weight {
     const struct nib_ck_weight *second; /* of the input, whose rows belong to it too; NULL: none */
     bool interleaved;                   /* they take turns */
     uint32_t group;                     /* QUANTIZE: index in groups */
+    struct nib_plan_input statistics;   /* QUANTIZE: they weigh a sweep */
     /* Codes that stay: what tensor scale is written, in the sense of the plan's checkpoint format (CT: the divisor), and
      * what every scale byte becomes (256 bytes in the plan's memory; NULL: itself). */
     float tensor_scale;
@@ -117,6 +126,19 @@ struct nib_out_row {
     const char *reason;           /* "" or why it is kept */
     uint32_t group_name;          /* weight of the input: the first of its group; NIB_NONE where it is alone */
     uint64_t bytes_in, bytes_out; /* of all of its tensors */
+    struct nib_plan_input input;
+    double tokens;          /* that its statistics were taken over */
+    const char *statistics; /* the same in words, or why there are none; "" where none are asked for */
+};
+
+/* What the slices of an entry come to. */
+struct nib_statistics_digest {
+    float *pooled;  /* of several: mean squares of all, where one has few tokens or none; NULL otherwise */
+    double tokens;  /* of all */
+    float measured; /* amax of activations; 0: not known */
+    float amax;     /* the same, guessed from mean squares */
+    bool down;      /* slices are scaled to mean 1 before they are pooled */
+    bool ready;
 };
 
 /* A tensor of two dims or more that is no weight, and why it is not. */
@@ -127,17 +149,20 @@ struct nib_out_other {
 
 struct nib_plan {
     const nib_checkpoint *in;
-    const char *command;          /* "quantize" ...: provenance and messages */
-    nib_checkpoint_format format; /* of the weights that are written */
-    bool gguf;                    /* into one GGUF file, instead of safetensors */
-    nib_scheme scheme;            /* of the output, where it is NVFP4 */
-    nib_quantizer q;              /* QUANTIZE */
-    nib_activation activation;    /* QUANTIZE with NIB_SCHEME_NVFP4 */
-    json_t *amaxes;               /* of activations, by module */
-    nib_dtype dequantized_dtype;  /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
-    json_t *options;              /* what provenance says of them */
-    json_t *config;               /* config.json as it will be, without provenance; NULL: none is written */
-    json_t *hf_quant;             /* hf_quant_config.json; NULL: none */
+    const char *command;                   /* "quantize" ...: provenance and messages */
+    nib_checkpoint_format format;          /* of the weights that are written */
+    bool gguf;                             /* into one GGUF file, instead of safetensors */
+    nib_scheme scheme;                     /* of the output, where it is NVFP4 */
+    nib_quantizer q;                       /* QUANTIZE */
+    nib_activation activation;             /* QUANTIZE with NIB_SCHEME_NVFP4 */
+    json_t *amaxes;                        /* of activations, by module */
+    struct nib_statistics *statistics;     /* of inputs; NULL: none */
+    struct nib_statistics_digest *digests; /* of its entries */
+    bool statistics_strict;                /* every weight must have some */
+    nib_dtype dequantized_dtype;           /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
+    json_t *options;                       /* what provenance says of them */
+    json_t *config;                        /* config.json as it will be, without provenance; NULL: none is written */
+    json_t *hf_quant;                      /* hf_quant_config.json; NULL: none */
     bool quantized;           /* the output has quantized weights: the copied config.json needs a quantization_config */
     struct nib_out_row *rows; /* one per weight of the input */
     struct nib_out_other *others;
@@ -200,6 +225,19 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out);
 nib_action nib_plan_keep_action(const nib_plan *plan, const struct nib_ck_weight *w);
 /* What the checkpoint format stores for activations of this amax. */
 float nib_plan_input_scale(const nib_plan *plan, float amax);
+
+/* ---- Statistics of inputs (plan_statistics.c) ---- */
+
+nib_status nib_plan_open_statistics(nib_plan *plan, const char *path);
+/* Those of every weight that is quantized, by `group` (of plan->groups), and from them scales of activations where the
+ * plan has them so. Does nothing without statistics. */
+nib_status nib_plan_find_statistics(nib_plan *plan, const uint32_t *group);
+/* Mean squares of a weight's input, and the tokens that they were taken over: an expert's are mixed with those of all
+ * experts of its layer, which count as 256 tokens more. */
+nib_status nib_plan_mean_squares(const nib_plan *plan, const struct nib_plan_input *input, int64_t cols, float *out,
+                                 double *tokens);
+/* An amax of activations from the root of a mean square. */
+#define NIB_AMAX_OF_RMS 32.0f
 
 /* ---- What was taken apart (plan_restore.c) ---- */
 

@@ -393,6 +393,7 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
                                   .experts = 1,
                                   .dtype = source->dtype,
                                   .group = m->group ? m->group[weight] : NIB_NONE,
+                                  .statistics = plan->rows[weight].input,
                                   .norm = NIB_NONE,
                                   .input = 1 };
     if (plan->gguf && w->action != NIB_ACTION_KEEP && w->action != NIB_ACTION_DEQUANTIZE)
@@ -403,7 +404,7 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
         const float amax = plan->groups[w->group].input_amax;
         w->norm = plan->activation == NIB_ACTIVATION_NORM ? norm_of(plan->in, source) : NIB_NONE;
         w->norm_plus_one = has_plus_one(plan->in);
-        if (plan->activation == NIB_ACTIVATION_FILE)
+        if (amax > 0) /* of a file, or of statistics */
             w->input = nib_plan_input_scale(plan, amax);
     }
     if (w->action == NIB_ACTION_DEQUANTIZE && !plan->gguf && nib_plan_was_transposed(plan, source))
@@ -459,6 +460,7 @@ static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
     TRY(nib_plan_next(plan, plan->in->tensors[tensor].file, (uint64_t)experts * coming_bytes(&w)));
     for (int64_t e = 0; e < experts; e++) {
         w.source.index = w.index = e;
+        w.statistics = plan->rows[m->by_data[begin + (uint32_t)e * ((end - begin) / (uint32_t)experts)]].input;
         TRY(nib_plan_add_weight(plan, &w, wants_input(plan, &w)));
         count_member(m, &w);
     }
@@ -732,6 +734,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
         status = keep_whole_sets(&m);
     if (!status)
         status = make_groups(&m);
+    if (!status)
+        status = nib_plan_find_statistics(plan, m.group);
     if (!status && !strcmp(plan->command, "quantize") && plan->n_groups == 0)
         status = nothing_left(plan);
     if (!status)

@@ -59,7 +59,7 @@ static nib_status check_source(const nib_checkpoint *in)
 /* ---- Options of a quantization ---- */
 
 /* The first version that is still served: 0.2. */
-enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, reader) };
+enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, statistics_strict) };
 
 nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes)
 {
@@ -81,7 +81,7 @@ const char *nib_scheme_name(nib_scheme scheme)
 
 const char *nib_activation_name(nib_activation activation)
 {
-    static const char *const names[NIB_ACTIVATION_COUNT] = { "one", "norm", "file" };
+    static const char *const names[NIB_ACTIVATION_COUNT] = { "one", "norm", "file", "statistics" };
     return (unsigned)activation < NIB_ACTIVATION_COUNT ? names[activation] : NULL;
 }
 
@@ -133,6 +133,10 @@ static nib_status check_options(const nib_quantize_options *o)
                         "scales of activations are for the scheme nvfp4: nvfp4a16 leaves activations alone");
     if ((o->activation == NIB_ACTIVATION_FILE) != (o->activation_file != NULL))
         return nib_fail(NIB_ERR_MODE, "an activations file goes with the choice \"file\", and only with it");
+    if (o->activation == NIB_ACTIVATION_STATISTICS && !o->statistics)
+        return nib_fail(NIB_ERR_MODE, "scales of activations from statistics need a file of them");
+    if (o->statistics_strict && !o->statistics)
+        return nib_fail(NIB_ERR_MODE, "there is no file of statistics that could lack some");
     if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only))
         return nib_fail(NIB_ERR_ARG, "a list of patterns is NULL");
     return NIB_OK;
@@ -174,6 +178,17 @@ static nib_status make_quantizer(const nib_quantize_options *o, nib_quantizer *q
         q->error_mode = NIB_ERROR_MSE;
     }
     return nib_quantizer_check(q, NULL);
+}
+
+/* Only a sweep chooses by errors that can be weighed; scales of activations go with every rule. */
+static nib_status check_statistics(const nib_quantize_options *o, const nib_quantizer *q)
+{
+    if (!o->statistics || q->scale_rule == NIB_SCALE_SWEEP || o->activation == NIB_ACTIVATION_STATISTICS)
+        return NIB_OK;
+    return nib_fail(NIB_ERR_MODE,
+                    "statistics (--imatrix) weigh the errors of a sweep, and block scales are to be %s: leave --scale "
+                    "and --dialect out, or use them for scales of activations (--activations statistics)",
+                    nib_scale_rule_name(q->scale_rule));
 }
 
 static json_t *pattern_list(const char *const *patterns, size_t n)
@@ -375,6 +390,7 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     TRY(check_reader(in, o->reader));
     nib_quantizer q;
     TRY(make_quantizer(o, &q));
+    TRY(check_statistics(o, &q));
     nib_plan *plan;
     TRY(nib_plan_start(in, "quantize", o->format, o->format == NIB_CHECKPOINT_FORMAT_GGUF, &plan));
     plan->q = q;
@@ -382,12 +398,15 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     plan->activation = o->activation;
     plan->shard_bytes = o->shard_bytes ? o->shard_bytes : NIB_SHARD_BYTES;
     plan->keep_split = o->keep_split;
+    plan->statistics_strict = o->statistics_strict;
     struct chooser chooser = { .plan = plan, .options = o };
     nib_status status = nib_plan_place(plan);
     if (!status)
         status = note_options(plan, o);
     if (!status)
         status = read_activations(plan, o);
+    if (!status && o->statistics)
+        status = nib_plan_open_statistics(plan, o->statistics);
     if (!status)
         status = nib_patterns_create(o->ignore, o->n_ignore, &chooser.ignore);
     if (!status)

@@ -58,6 +58,9 @@ struct scratch {
     size_t values_bytes;
     uint8_t *codes, *scales, *transposed;
     size_t codes_bytes, scales_bytes, transposed_bytes;
+    float *importance; /* of the columns of weight `important` */
+    size_t importance_bytes;
+    uint32_t important;
 };
 
 /* `memory` is the address of a pointer of any type. */
@@ -80,6 +83,7 @@ static void clear_scratch(struct scratch *scratch)
     nib_free(scratch->codes);
     nib_free(scratch->scales);
     nib_free(scratch->transposed);
+    nib_free(scratch->importance);
 }
 
 static size_t size_of(nib_dtype dtype) { return (size_t)nib_dtypes[dtype].bits / 8; }
@@ -175,6 +179,26 @@ static bool reserve_codes(struct scratch *scratch, int64_t rows, int64_t cols)
            reserve(&scratch->scales, &scratch->scales_bytes, (size_t)(rows * nib_ceil_div(cols, 16)));
 }
 
+/* What statistics of its input make of a weight's columns; NULL: all count alike. */
+static nib_status find_importance(const nib_plan *plan, struct scratch *scratch, uint32_t weight, const float **out)
+{
+    const struct nib_out_weight *w = &plan->weights[weight];
+    double tokens;
+    *out = NULL;
+    if (w->statistics.entry == NIB_NONE || plan->q.scale_rule != NIB_SCALE_SWEEP)
+        return NIB_OK;
+    if (scratch->important != weight) {
+        scratch->important = NIB_NONE;
+        if (!reserve(&scratch->importance, &scratch->importance_bytes, (size_t)w->source.cols * sizeof(float)))
+            return no_memory();
+        TRY(nib_plan_mean_squares(plan, &w->statistics, w->source.cols, scratch->importance, &tokens));
+        TRY(nib_importance_normalize(scratch->importance, w->source.cols, scratch->importance));
+        scratch->important = weight;
+    }
+    *out = scratch->importance;
+    return NIB_OK;
+}
+
 static nib_status quantize_rows(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
@@ -184,13 +208,15 @@ static nib_status quantize_rows(const struct writer *writer, struct scratch *scr
     const size_t bytes = (size_t)(panel->count * cols) * size_of(dtype);
     const float *amax = &writer->run->amaxes[w->group], one = 1;
     const bool nothing = nib_run_is_nothing(plan, *amax);
-    const nib_overrides overrides = { .bytes = sizeof overrides,
-                                      .amax = { nothing ? NULL : amax, NULL },
-                                      .tensor_scale = { nothing ? &one : NULL, NULL } };
+    nib_overrides overrides = { .bytes = sizeof overrides,
+                                .amax = { nothing ? NULL : amax, NULL },
+                                .tensor_scale = { nothing ? &one : NULL, NULL } };
     nib_array x;
     float tensor_scale; /* the group's: write_tensor_scales has it */
     if (!reserve(&scratch->values, &scratch->values_bytes, bytes) || !reserve_codes(scratch, panel->count, cols))
         return no_memory();
+    TRY(find_importance(plan, scratch, panel->weight, &overrides.importance));
+    overrides.importance_count = overrides.importance ? cols : 0;
     TRY(nib_ck_read_rows(plan->in, &w->source, panel->first, panel->count, dtype, scratch->values));
     TRY(nib_array_init(&x, scratch->values, dtype, 2, shape));
     x.device = nib_serial_host();
@@ -547,7 +573,7 @@ static nib_status write_panels(void *context, size_t item)
     struct shift *shift = context;
     struct writer *writer = shift->writer;
     struct nib_run *run = writer->run;
-    struct scratch scratch = { .run = run };
+    struct scratch scratch = { .run = run, .important = NIB_NONE };
     nib_status status = NIB_OK;
     (void)item;
     while (!status && !atomic_load(&run->stop)) {

@@ -52,7 +52,8 @@ expect 'nib quantize --scale=s' sweep
 expect 'nib quantize --format m' modelopt
 expect 'nib convert --format ' compressed-tensors modelopt torchao gguf
 expect 'nib quantize --for ' vllm sglang trtllm transformers llama.cpp
-expect 'nib quantize --activations ' one norm amax.json folder
+expect 'nib quantize --activations ' one norm statistics amax.json folder
+expect 'nib quantize --imatrix m' model.safetensors
 expect 'nib compare --report ' amax.json q.html folder
 expect 'nib compare --top ' ''
 expect 'nib compare -t ' ''
