@@ -344,6 +344,11 @@ def test_generic_gemm():
     out = torch.ones(48, 32)
     assert tex.generic_gemm(q(w), True, q(x), False, out, alpha=0.5, accumulate=True)[0] is out
     assert torch.equal(out, y0 + 1)
+    tex.generic_gemm(q(w), True, q(x), False, out, alpha=0.5, accumulate=True, beta=0.25, bias=bias)
+    assert torch.equal(out, (y0 + bias) + 0.25 * (y0 + 1))
+    half = torch.ones(48, 64, dtype=torch.bfloat16)[:, ::2]
+    tex.generic_gemm(q(w), True, q(x), False, half, accumulate=True)
+    assert torch.equal(half, (2 * y0 + 1).bfloat16())
     y, _, pre, _ = tex.generic_gemm(q(w), True, q(x), False, alpha=0.5, gelu=True)
     assert torch.equal(pre, y0) and torch.equal(y, torch.nn.functional.gelu(y0, approximate="tanh"))
     grads = tex.generic_gemm(q(x), False, q(g), True, bias=bias, grad=True)
@@ -351,7 +356,9 @@ def test_generic_gemm():
     assert isinstance(tex.generic_gemm(q(w), True, q(x), False, quantizer=q)[0], te.NVFP4Tensor)
     assert tex.generic_gemm(q(w), True, q(x.view(3, 16, 64)), False)[0].shape == (3, 16, 32)
     for wrong, error in ((dict(comm_overlap=1), NotImplementedError), (dict(gelu=True, grad=True), NotImplementedError),
-                         (dict(beta=0.5), NotImplementedError), (dict(accumulate=True), ValueError)):
+                         (dict(beta=0.5), ValueError), (dict(accumulate=True), ValueError),
+                         (dict(D=torch.ones(32, 48)), ValueError),
+                         (dict(D=torch.ones(48, 32), output_dtype=te.DType.kBFloat16), ValueError)):
         with pytest.raises(error):
             tex.generic_gemm(q(w), True, q(x), False, **wrong)
     turned = tex.generic_gemm(q(w.t().contiguous()), False, q(x), False)[0]
@@ -359,6 +366,53 @@ def test_generic_gemm():
     assert both.shape == turned.shape == (48, 32) and torch.allclose(both, turned, atol=8.0)
     plain = tex.generic_gemm(w, True, x.t().contiguous(), True)[0]
     assert torch.allclose(plain, x.float() @ w.float().t(), atol=1e-4)
+
+
+def test_general_gemm():
+    """The wrappers: three layouts, and groups in one call, with the bits of single products."""
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
+    q = te.NVFP4Quantizer(with_2d_quantization=True)
+    draw = torch.Generator().manual_seed(4)
+    rows, weights, grads = ([q(torch.randn(n, k, generator=draw).bfloat16()) for n in counts]
+                            for counts, k in (((16, 48), 64), ((32, 32), 64), ((16, 48), 32)))
+    bias = [torch.randn(32, generator=draw) for _ in weights]
+    for layout, left, right in (("TN", weights, rows), ("NN", weights, grads), ("NT", rows, grads)):
+        single = [tex.generic_gemm(a, layout[0] == "T", b, layout[1] == "T")[0] for a, b in zip(left, right)]
+        for a, b, y in zip(left, right, single):
+            half = general_gemm(a, b, torch.bfloat16, layout=layout)[0]
+            assert half.dtype == torch.bfloat16 and torch.equal(half, y.bfloat16())
+            added = general_gemm(a, b, out=torch.ones_like(y), accumulate=True, beta=0.5, layout=layout)[0]
+            assert torch.equal(added, y + 0.5)
+        out = [torch.empty_like(y) for y in single]
+        general_grouped_gemm(left, right, out, [None, None], torch.float32, layout=layout)
+        assert all(torch.equal(a, b) for a, b in zip(out, single))
+        general_grouped_gemm(left, right, out, [None, None], torch.float32, layout=layout, accumulate=True)
+        assert all(torch.equal(a, b + b) for a, b in zip(out, single))
+        _, found, _ = general_grouped_gemm(left, right, out, [None, None], torch.float32, layout=layout, grad=True,
+                                           use_bias=True, bias=bias)
+        assert all(torch.equal(a, b.dequantize(dtype=torch.float32).sum(0)) for a, b in zip(found, right))
+        for wrong in (general_gemm, lambda a, b, layout: general_grouped_gemm([a], [b], out, [None], None, layout)):
+            with pytest.raises(AssertionError, match="GEMM layout TT not supported"):
+                wrong(left[0], right[0], layout="TT")
+    whole = torch.empty(64, 32, dtype=torch.bfloat16)
+    general_grouped_gemm(weights, rows, [whole], [None, None], torch.bfloat16, m_splits=[16, 48], single_output=True,
+                         bias=bias, use_bias=True)
+    wanted = [general_gemm(w, x, torch.bfloat16, bias=b)[0] for w, x, b in zip(weights, rows, bias)]
+    assert torch.equal(whole, torch.cat(wanted))
+    empty = [torch.empty(0, 32), torch.empty(48, 32)]  # an expert that nobody chose
+    general_grouped_gemm(weights, [torch.empty(0, 64), rows[1]], empty, [None, None], torch.float32)
+    assert torch.equal(empty[1], general_gemm(weights[1], rows[1], torch.float32)[0])
+    with pytest.raises(ValueError, match="as many"):
+        general_grouped_gemm(weights, rows, out[:1], [None, None], torch.float32)
+    turned = te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(rows[1].dequantize())
+    mixed = general_gemm(turned, grads[1], torch.float32, layout="NT")[0]  # one usage is transformed, the other not
+    assert torch.allclose(mixed, grads[1].dequantize(dtype=torch.float32).t() @ rows[1].dequantize(dtype=torch.float32),
+                          atol=0.2 * float(mixed.abs().max()))
+    plain = general_gemm(weights[0], rows[0].dequantize(dtype=torch.float32), torch.float32)[0]  # block fixed point
+    exact = general_gemm(weights[0], rows[0], torch.float32)[0]
+    assert 0 < (plain - exact).abs().max() <= 2 ** -10 * exact.abs().max()
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16), (40, 72)])

@@ -11,7 +11,9 @@ import torch.nn.functional as F  # noqa: E402
 
 import nib.torch as nt  # noqa: E402
 from nib.torch import quantization  # noqa: E402
+from nib.torch.format_tensor import FormatStorage  # noqa: E402
 from nib.torch.products import values_of  # noqa: E402
+from nib.torch.utils import gemm_reference  # noqa: E402
 from nib.torch.recipe import (CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling,  # noqa: E402
                               MXFP8BlockScaling, NVFP4BlockScaling)
 
@@ -27,6 +29,14 @@ def noise(*shape, seed=0, dtype=torch.float32, std=1.0):
     return (std * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
+def product(a, b, a_columnwise=False, b_columnwise=False):
+    """What the library's reference makes of two operands; where there are plain ones, PyTorch."""
+    if all(isinstance(t, FormatStorage) for t in (a, b)):
+        return gemm_reference(a, b, a_columnwise=a_columnwise, b_columnwise=b_columnwise)
+    a, b = values_of(a, a_columnwise), values_of(b, b_columnwise)
+    return (a.t() if a_columnwise else a) @ (b if b_columnwise else b.t())
+
+
 class ByHand(torch.autograd.Function):
     """A linear layer in a recipe, written out: three quantizers, three products."""
 
@@ -36,7 +46,7 @@ class ByHand(torch.autograd.Function):
         ctx.recipe = recipe
         qx, qw = (recipe.make_quantizer(role)(t.detach().reshape(-1, t.shape[-1]))
                   for role, t in (("input", x), ("weight", w)))
-        y = values_of(qx, False) @ values_of(qw, False).t()
+        y = product(qx, qw)
         y = y if b is None else y + b.float()
         return y.to(x.dtype).view(*x.shape[:-1], w.shape[0])
 
@@ -51,8 +61,7 @@ class ByHand(torch.autograd.Function):
         else:
             qx, qw, qg = (recipe.make_quantizer(role)(t) for role, t in
                           (("input", rows), ("weight", w), ("grad_output", matrix)))
-            dx = values_of(qg, False) @ values_of(qw, True)
-            dw = values_of(qg, True).t() @ values_of(qx, True)
+            dx, dw = product(qg, qw, b_columnwise=True), product(qg, qx, a_columnwise=True, b_columnwise=True)
         db = matrix.sum(0, dtype=torch.float32).to(w.dtype) if ctx.needs_input_grad[2] else None
         return dx.to(x.dtype).view(x.shape), dw.to(w.dtype), db, None
 
@@ -205,11 +214,8 @@ def test_padding():
     assert nt.Fp8Padding(2, 16)(x[:48], [16, 32])[1] == [16, 32]
 
 
-def test_products_of_codes(monkeypatch):
-    """Where products are of the codes, layers have the bits of the reference: of the same blocks in the same order."""
-    from nib.torch import products
-    from nib.torch.utils import gemm_reference
-    monkeypatch.setattr(products, "by_codes", True)
+def test_products_of_codes():
+    """Products are of the codes: layers have the bits of the reference: of the same blocks in the same order."""
     for rht in (True, False):
         recipe = NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=not rht)
         layer, x, g = nt.Linear(48, 32, bias=False), noise(32, 48).requires_grad_(), noise(32, 32, seed=1)
@@ -421,12 +427,12 @@ def test_delayed_scaling():
             if amaxes else [torch.tensor(1.0)] * 2
         qx, qw = (nt.Float8Quantizer(scale.view(1), torch.zeros(1), nt.DType.kFloat8E4M3)(t.detach())
                   for scale, t in zip(scales, (x, layer.weight)))
-        assert torch.equal(y, values_of(qx, False) @ values_of(qw, False).t())
+        assert torch.equal(y, product(qx, qw))
         amaxes.append(x.detach().abs().max())
         y.backward(g)
         scale = torch.tensor(28672.0) / max(grads[-3:]) if grads else torch.tensor(1.0)
         qg = nt.Float8Quantizer(scale.view(1), torch.zeros(1), nt.DType.kFloat8E5M2)(g)
-        assert torch.equal(x.grad, values_of(qg, False) @ values_of(qw, True))
+        assert torch.equal(x.grad, product(qg, qw, b_columnwise=True))
         grads.append(g.abs().max())
     state = layer.state_dict()
     assert state["_extra_state"].numel() > 100

@@ -4,7 +4,7 @@ import torch
 
 from . import tex
 from .constants import TE_DType
-from .products import GEMMType, MMParams, is_custom, multiply, unwrap
+from .products import GEMMType, Job, MMParams, is_custom, multiply, run, takes, unwrap
 
 _LAYOUTS = ("TN", "NN", "NT")
 
@@ -50,20 +50,42 @@ def general_grouped_gemm(A, B, out, quantization_params, out_dtype, layout="TN",
                          single_output=False):
     """general_gemm of pairs of operands: (results, gradients of biases, inputs of GELUs). single_output: all go one
     below the other into out[0], m_splits rows each."""
-    results, bias_grads, gelu_inputs = [], [], []
+    if layout not in _LAYOUTS:
+        raise AssertionError(f"GEMM layout {layout} not supported.")
+    transa, transb = layout[0] == "T", layout[1] == "T"
+    A, B = [unwrap(a, not transa) for a in A], [unwrap(b, transb) for b in B]
     targets = list(torch.split(out[0], [int(n) for n in m_splits])) if single_output else list(out)
+    if not len(A) == len(B) == len(targets):
+        raise ValueError(f"{len(A)} and {len(B)} operands, but {len(targets)} results: a group has as many of each")
+    biases = list(bias) if bias is not None and use_bias else [None] * len(A)
+    if not gelu and not any(quantization_params or ()) and _multiply_group(A, B, targets, biases, transa, transb, grad,
+                                                                           accumulate):
+        bias_grads = [tex.sum_of_rows(b, transb, target.dtype) if use_bias else None
+                      for b, target in zip(B, targets)] if grad else bias
+        return out, bias_grads, [None] * len(A)
+    bias_grads, gelu_inputs = [], []
     for i, (a, b) in enumerate(zip(A, B)):
-        one_bias = bias[i] if bias is not None and use_bias else None
-        if grad and use_bias and one_bias is None:
-            one_bias = torch.empty(b.shape[-1], dtype=targets[i].dtype)
-        y, bias_grad, gelu_in, _extra = general_gemm(
+        one_bias = torch.empty(b.shape[-1], dtype=targets[i].dtype) if grad and use_bias else biases[i]
+        _y, bias_grad, gelu_in, _extra = general_gemm(
             a, b, out_dtype, quantization_params[i] if quantization_params else None, gelu, layout=layout,
             out=targets[i] if targets[i].numel() else None, bias=one_bias, grad=grad, accumulate=accumulate,
             use_split_accumulator=use_split_accumulator)
-        results.append(y)
         bias_grads.append(bias_grad)
         gelu_inputs.append(gelu_in)
     return out, bias_grads if grad else bias, gelu_inputs
+
+
+def _multiply_group(A, B, targets, biases, transa, transb, grad, accumulate):
+    """All products in one call, where nib_gemm takes them; False where it does not take one."""
+    jobs = []
+    for a, b, target, bias in zip(A, B, targets, biases):
+        if not target.numel():
+            continue
+        if not takes(b, a, transb, not transa) or not target.is_cpu or not target.is_contiguous():
+            return False
+        jobs.append(Job(b, a, transb, not transa, target, beta=1.0 if accumulate else 0.0, bias=None if grad else bias))
+    run(jobs)
+    return True
 
 
 __all__ = ["GEMMType", "MMParams", "custom_gemm", "general_gemm", "general_grouped_gemm"]

@@ -3,27 +3,39 @@
 
 multiply(a, b) is A B^T over the usages that it is told: a rowwise usage is the [M, K] matrix, a columnwise one its
 transpose, [K, M]. Two plain matrices are multiplied by PyTorch in their own dtype. Two operands of a custom quantizer
-go to its qgemm. All else is the product of the dequantized values in FP32; a transformed usage comes back
-untransformed, which changes nothing, since both operands of a weight gradient go through the same orthogonal transform.
-Where NIB_TORCH_GEMM=codes is in the environment when this is imported, two NVFP4 operands are multiplied by their codes
-instead: nib_gemm, with the bits of TransformerEngine's reference.
+go to its qgemm. All else is nib_gemm: two NVFP4 operands have the bits of TransformerEngine's reference, an NVFP4
+operand and a plain one the product in block fixed point, others that of their values. What nib_gemm does not take is
+the product of the dequantized values by PyTorch in FP32: a usage that is transformed with one that is not, and tensors
+without memory.
 """
+import contextlib
 import ctypes
 import dataclasses
 import enum
 import math
-import os
+from typing import Any, Optional
 
 import torch
 
-from .._library import GemmOptions, Operand, Usage, lib
+from .._library import Array, GemmOptions, Operand, Usage, lib
 from . import _bridge
 from .format_tensor import FormatStorage
 from .hybrid_tensor import HybridQuantizedTensorStorage
 from .nvfp4_tensor import NVFP4TensorStorage
 from .quantized_tensor import QuantizedTensorStorage
 
-by_codes = os.environ.get("NIB_TORCH_GEMM") == "codes"
+
+@dataclasses.dataclass
+class Job:
+    """One product of nib_gemm: alpha A B^T, and a bias to each row, into `out`, with beta times what that holds."""
+    a: Any
+    b: Any
+    a_columnwise: bool
+    b_columnwise: bool
+    out: torch.Tensor
+    alpha: float = 1.0
+    beta: float = 0.0
+    bias: Optional[torch.Tensor] = None
 
 
 def values_of(operand, columnwise, device=None):
@@ -65,48 +77,95 @@ def is_plain(operand):
     return isinstance(operand, torch.Tensor) and not isinstance(operand, QuantizedTensorStorage)
 
 
-def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=None, wide=False, dtype=None):
-    """A B^T, and a bias to each row: in their own dtype for plain operands (but FP32 where `wide`), in FP32 for
-    others. A custom quantizer is asked for `dtype`, or that of its operand."""
+def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=None, wide=False, dtype=None, out=None,
+             accumulate=False):
+    """A B^T, and a bias to each row: plain operands in their own dtype (but FP32 where `wide`), others in `dtype`, or
+    FP32. A custom quantizer is asked for `dtype`, or that of its operand. Into `out` where there is one."""
     a, b = unwrap(a, a_columnwise), unwrap(b, b_columnwise)
+    wide = wide or out is not None
+    if takes(a, b, a_columnwise, b_columnwise) and (out is None or out.is_cpu):
+        y = out if out is not None else torch.empty(lines(a, a_columnwise), lines(b, b_columnwise),
+                                                    dtype=dtype or torch.float32)
+        run([Job(a, b, a_columnwise, b_columnwise, y, beta=1.0 if accumulate else 0.0, bias=bias)])
+        return y if device is None or out is not None else y.to(device)
     if is_custom(a) and is_custom(b):
-        return _custom(a, b, a_columnwise, b_columnwise, bias, torch.float32 if wide else dtype or a.dtype)
-    if is_plain(a) and is_plain(b) and a.dtype == b.dtype and not wide:
+        y = _custom(a, b, a_columnwise, b_columnwise, bias, torch.float32 if wide else dtype or a.dtype)
+    elif is_plain(a) and is_plain(b) and a.dtype == b.dtype and not wide:
         a, b = (m.reshape(-1, m.shape[-1]) for m in (a, b))
         a, b = a.t() if a_columnwise else a, b.t() if b_columnwise else b
-        return torch.nn.functional.linear(a, b, None if bias is None else bias.to(a.dtype))
-    if by_codes and _have_codes(a, b, a_columnwise, b_columnwise):
-        return _of_codes(a, b, a_columnwise, b_columnwise, bias)
+        y = torch.nn.functional.linear(a, b, None if bias is None else bias.to(a.dtype))
+    else:
+        y = product_of_values(a, b, a_columnwise, b_columnwise, device)
+        if bias is not None:
+            y += bias.detach().float()
+    if out is None:
+        return y if dtype is None else y.to(dtype)
+    return out.copy_(out.float() + y.view_as(out) if accumulate else y.view_as(out))
+
+
+def product_of_values(a, b, a_columnwise, b_columnwise, device=None):
+    """The product of the dequantized values by PyTorch, in FP32."""
     a, b = values_of(a, a_columnwise, device), values_of(b, b_columnwise, device)
-    y = (a.t() if a_columnwise else a) @ (b if b_columnwise else b.t())
-    if bias is not None:
-        y += bias.detach().float()
-    return y
+    return (a.t() if a_columnwise else a) @ (b if b_columnwise else b.t())
 
 
-def _have_codes(a, b, a_columnwise, b_columnwise):
-    """Whether nib_gemm multiplies two operands by their codes: NVFP4, and both transformed or neither."""
-    if not (isinstance(a, NVFP4TensorStorage) and isinstance(b, NVFP4TensorStorage)):
+def takes(a, b, a_columnwise, b_columnwise):
+    """Whether nib_gemm takes two operands: a tensor of the library among them, and both transformed alike
+    or neither."""
+    formats = [isinstance(operand, FormatStorage) for operand in (a, b)]
+    if not any(formats) or not all(math.prod(operand.shape) for operand in (a, b)):
         return False
-    turned = [bool(columnwise and operand._get_quantizer().with_rht)
-              for operand, columnwise in ((a, a_columnwise), (b, b_columnwise))]
-    return turned[0] == turned[1] and all(math.prod(operand.shape) for operand in (a, b))
+    for operand, of_format in zip((a, b), formats):
+        parts = operand._parts() if of_format else [operand]
+        if not of_format and (not is_plain(operand) or operand.dtype not in _bridge.FLOATS) \
+                or any(part is not None and _bridge.is_fake(part) for part in parts):
+            return False
+    return _mask(a, a_columnwise) == _mask(b, b_columnwise)
 
 
-def _of_codes(a, b, a_columnwise, b_columnwise, bias):
-    def lines(operand, columnwise):
-        return operand.shape[-1] if columnwise else math.prod(operand.shape[:-1])
+def _mask(operand, columnwise):
+    """The sign mask of a usage that is transformed; None of others."""
+    if not columnwise or not isinstance(operand, NVFP4TensorStorage):
+        return None
+    quantizer = operand._get_quantizer()
+    return quantizer.rht_matrix_random_sign_mask_t if quantizer.with_rht else None
 
-    y = torch.empty(lines(a, a_columnwise), lines(b, b_columnwise))
-    options = GemmOptions(alpha=1.0)
-    if bias is not None:
-        bias = _bridge.host(bias.detach()).contiguous()
-        kept = _bridge.array(bias)
-        options.bias = ctypes.pointer(kept)
-    with a._native() as left, b._native() as right:
-        lib.nib_gemm(Operand(left.handle, None, int(a_columnwise)), Operand(right.handle, None, int(b_columnwise)),
-                     options, _bridge.array(y))
-    return y
+
+def lines(operand, columnwise):
+    """The lines of one usage of an operand: rows of a result, or its columns."""
+    return operand.shape[-1] if columnwise else math.prod(operand.shape[:-1])
+
+
+def run(jobs):
+    """Products by nib_gemm, in one call. What `takes` allows; results lie in host memory."""
+    if not jobs:
+        return
+    with contextlib.ExitStack() as stack:
+        kept = []
+
+        def array(tensor):
+            kept.append((tensor, _bridge.array(tensor)))
+            return ctypes.pointer(kept[-1][1])
+
+        def operand(x, columnwise):
+            if isinstance(x, FormatStorage):
+                return Operand(stack.enter_context(x._native()).handle, None,
+                               Usage.COLUMNWISE if columnwise else Usage.ROWWISE)
+            x = _bridge.host(x.detach()).reshape(-1, x.shape[-1])
+            return Operand(None, array(x.t() if columnwise else x), 0)
+
+        def options(job):
+            bias = None if job.bias is None else array(_bridge.host(job.bias.detach()))
+            return GemmOptions(alpha=job.alpha, beta=job.beta, bias=bias)
+
+        count = len(jobs)
+        left, right = ((Operand * count)(*(operand(getattr(job, name), getattr(job, name + "_columnwise"))
+                                           for job in jobs)) for name in "ab")
+        told = [options(job) for job in jobs]
+        results = [_bridge.array(job.out.view(lines(job.a, job.a_columnwise), -1)) for job in jobs]
+        lib.nib_gemm_grouped(left, right, (ctypes.POINTER(GemmOptions) * count)(*map(ctypes.pointer, told)),
+                             (Array * count)(*results), count)
+    _bridge.changed([job.out for job in jobs])
 
 
 # ---- Quantizers that bring their own products ---------------------------------------------------------------

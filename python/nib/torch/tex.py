@@ -15,11 +15,10 @@ from . import _bridge
 from .constants import DType, TE_DType_To_Torch
 from .grouped_tensor import (bgrad_group_quantize, group_dequantize, group_quantize,  # noqa: F401
                              split_quantize, splits_to_offsets_multi)
-from .products import values_of
+from .products import Job, lines, product_of_values, run, takes, values_of
 from .nvfp4_tensor import NVFP4Quantizer, NVFP4TensorStorage
 from .quantization import fused_amax_and_scale_update_after_reduction  # noqa: F401
 from .quantized_tensor import QuantizedTensorStorage
-from .utils import gemm
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _FLT_MIN = torch.finfo(torch.float32).tiny
@@ -96,46 +95,74 @@ def generic_gemm(A, transA, B, transB, D=None, quantizer=None, output_dtype=None
     for both. A quantized operand gives its rowwise usage where it is multiplied along its last dim, its columnwise one
     otherwise.
 
-    Returns (result, gradient of the bias, input of the GELU, extra output). NVFP4 with NVFP4 has the bits of
-    TransformerEngine's reference; everything else is the product of the values in FP32. Added to D where `accumulate`.
-    In a backward pass (grad) a bias stands for its gradient, the sum of B's rows.
+    Returns (result, gradient of the bias, input of the GELU, extra output). A product with a quantized operand is
+    nib_gemm's: NVFP4 with NVFP4 has the bits of TransformerEngine's reference. Plain operands are multiplied in FP32.
+    Where `accumulate`, beta (1) times D is added. In a backward pass (grad) a bias stands for its gradient, the sum of
+    B's rows.
     """
     if comm_overlap is not None or bulk_overlap:
         raise NotImplementedError("nib has no overlap of products with communication")
     if gelu and grad:
         raise NotImplementedError("nib does not fuse the gradient of the GELU: multiply by it afterwards")
-    if beta not in (None, 0.0, 1.0):
-        raise NotImplementedError(f"beta is 0 or 1, not {beta}")
-    accumulate = accumulate or beta == 1.0
-    if accumulate and D is None:
-        raise ValueError("a result to add to is needed: D")
-    if all(isinstance(operand, NVFP4TensorStorage) for operand in (A, B)):
-        y = gemm(B, A, a_columnwise=bool(transB), b_columnwise=not transA, alpha=alpha)
-    else:
-        a, b = values_of(A, not transA), values_of(B, bool(transB))
-        y = (b.t() if transB else b) @ (a.t() if transA else a)
-        y = y if alpha == 1.0 else y * alpha
+    if not accumulate and beta not in (None, 0.0):
+        raise ValueError(f"beta {beta} has nothing to be applied to: nothing is accumulated")
+    if accumulate and not _is_plain(D):
+        raise ValueError("a result to add to is needed: D, a plain tensor")
+    beta = 0.0 if not accumulate else 1.0 if beta is None else float(beta)
+    dtype = torch.float32 if output_dtype is None else TE_DType_To_Torch[DType.cast(output_dtype)]
+    shape = _gemm_shape(A, transA, B, transB)
+    if _is_plain(D):
+        if tuple(D.shape) != shape:
+            raise ValueError(f"GEMM output has invalid dims (expected {list(shape)}, got {list(D.shape)})")
+        if output_dtype is not None and D.dtype != dtype:
+            raise ValueError(f"GEMM output has invalid dtype (expected {dtype}, found {D.dtype})")
+        dtype = D.dtype
     bias_grad = gelu_input = None
-    if bias is not None and bias.numel():
-        if grad:
-            bias_grad = values_of(B, bool(transB)).sum(0).to(bias.dtype)
-        else:
-            y = y + bias.detach().float()
-    dtype = D.dtype if D is not None else torch.float32 if output_dtype is None else \
-        TE_DType_To_Torch[DType.cast(output_dtype)]
-    if not transB and len(B.shape) != 2:
-        y = y.view(*B.shape[:-1], y.shape[-1])
+    with_bias = bias is not None and bias.numel()
+    if with_bias and grad:
+        bias_grad = sum_of_rows(B, transB, bias.dtype)
+    y = _gemm(A, transA, B, transB, shape, dtype, None if gelu or quantizer is not None else D, alpha, beta,
+              bias if with_bias and not grad else None, wide=gelu)
     if gelu:
         gelu_input = y.to(dtype)
-        y = torch.nn.functional.gelu(y, approximate="tanh")
-    if D is not None and not isinstance(D, QuantizedTensorStorage):
-        D.copy_(D.float() + y if accumulate else y)
-        y = D
-    else:
-        y = y.to(dtype)
-        if quantizer is not None:
-            y = quantize(y, quantizer, D)
+        y = torch.nn.functional.gelu(y, approximate="tanh").to(dtype)
+    if quantizer is not None:
+        y = quantize(y, quantizer, D)
+    elif _is_plain(D) and y is not D:
+        y = D.copy_(y)
     return y, bias_grad, gelu_input, extra_output
+
+
+def sum_of_rows(B, transB, dtype):
+    """The gradient of a bias: the sum of B's rows."""
+    return values_of(B, bool(transB)).sum(0).to(dtype)
+
+
+def _is_plain(D):
+    return isinstance(D, torch.Tensor) and not isinstance(D, QuantizedTensorStorage)
+
+
+def _gemm_shape(A, transA, B, transB):
+    """The shape of op(B) op(A): the leading dims of B, where it is not transposed, stay."""
+    rows = (B.shape[-1],) if transB else tuple(B.shape[:-1])
+    return *rows, lines(A, not transA)
+
+
+def _gemm(A, transA, B, transB, shape, dtype, D, alpha, beta, bias, wide):
+    """op(B) op(A) by alpha, with bias and beta D, in a dtype, or FP32 where `wide`: in D, where that can be."""
+    operands = B, A, bool(transB), not transA
+    if not takes(*operands):
+        y = product_of_values(*operands).view(shape)
+        y = y if alpha == 1.0 else y * alpha
+        y = y if bias is None else y + bias.detach().float()
+        y = y + beta * D.float() if beta else y
+        return y if wide else y.to(dtype)
+    direct = D is not None and D.is_cpu and D.is_contiguous()
+    y = D if direct else torch.empty(shape, dtype=torch.float32 if wide else dtype)
+    if beta and not direct:
+        y.copy_(D)
+    run([Job(*operands, y, alpha, beta, bias)])
+    return y
 
 
 def swizzle_scales_for_gemm_(tensor):

@@ -227,13 +227,7 @@ def clear_columnwise_cache(tensor):
 # ---- Products --------------------------------------------------------------------------------------------
 
 
-def gemm(a, b, *, a_columnwise=False, b_columnwise=False, alpha=1.0, out=None):
-    """gemm_reference, its bits at the speed of nib_gemm."""
-    return gemm_reference(a, b, a_columnwise=a_columnwise, b_columnwise=b_columnwise, alpha=alpha, out=out,
-                          call=lib.nib_gemm)
-
-
-def gemm_reference(a, b, *, a_columnwise=False, b_columnwise=False, alpha=1.0, out=None, call=None):
+def gemm_reference(a, b, *, a_columnwise=False, b_columnwise=False, alpha=1.0, out=None):
     """alpha A B^T in FP32, added to `out` where there is one, with the bits of TransformerEngine's reference. A rowwise
     usage is the [M, K] matrix, a columnwise one [K, M]; inner sizes must agree, and both or none be transformed."""
     accumulate = out is not None
@@ -243,10 +237,9 @@ def gemm_reference(a, b, *, a_columnwise=False, b_columnwise=False, alpha=1.0, o
                 cols = tensor.shape[-1]
                 return cols if columnwise else tensor.shape.numel() // cols if cols else 0
             out = torch.empty(lines(a, a_columnwise), lines(b, b_columnwise))
-        call = lib.nib_gemm_reference if call is None else call
-        call(_library.Operand(left.handle, None, int(a_columnwise)),
-             _library.Operand(right.handle, None, int(b_columnwise)),
-             _library.GemmOptions(alpha=alpha, beta=1.0 if accumulate else 0.0), _bridge.array(out))
+        lib.nib_gemm_reference(_library.Operand(left.handle, None, int(a_columnwise)),
+                               _library.Operand(right.handle, None, int(b_columnwise)),
+                               _library.GemmOptions(alpha=alpha, beta=1.0 if accumulate else 0.0), _bridge.array(out))
     return out
 
 

@@ -71,7 +71,7 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], text: str,
     with torch.no_grad():
         qx, kept_x = _columnwise(_quantizer(texts[0], rowwise=True, columnwise=keep_x), x)
         qw, kept_w = _columnwise(_quantizer(texts[1], rowwise=True, columnwise=keep_w), weight)
-        y = multiply(qx, qw, bias=bias, device=x.device).to(x.dtype)
+        y = multiply(qx, qw, bias=bias, device=x.device, dtype=x.dtype)
     return [y, *kept_x, *kept_w]
 
 
@@ -97,11 +97,11 @@ def linear_backward(grad: Tensor, buffers: List[Tensor], text: str, shapes: List
         results = []
         if keep_w:
             kernel = _rebuild(texts[1], w_shape, weight_like.dtype, buffers[at:])
-            results.append(multiply(g, kernel, b_columnwise=True, device=grad.device).to(grad.dtype))
+            results.append(multiply(g, kernel, b_columnwise=True, device=grad.device, dtype=grad.dtype))
         if keep_x:
             operand = _rebuild(texts[0], x_shape, grad.dtype, buffers[:at])
-            dw = multiply(g, operand, a_columnwise=True, b_columnwise=True, device=grad.device)
-            results.append(dw.to(weight_like.dtype))
+            results.append(multiply(g, operand, a_columnwise=True, b_columnwise=True, device=grad.device,
+                                    dtype=weight_like.dtype))
     return results
 
 

@@ -115,8 +115,8 @@ class _Linear(torch.autograd.Function):
             product.input_quantizer.internal = True
             operand = product.input_quantizer.quantize(matrix)
         kernel = _quantized_weight(weight, product, wants_input)
-        y = multiply(operand, kernel, bias=bias, device=ctx.device)
-        y = y.to(product.dtype).view(*ctx.input_shape[:-1], weight.shape[0])
+        y = multiply(operand, kernel, bias=bias, device=ctx.device, dtype=product.dtype)
+        y = y.view(*ctx.input_shape[:-1], weight.shape[0])
         if product.override == "high_precision":
             saved = [matrix, weight]
         else:
@@ -149,8 +149,7 @@ class _Linear(torch.autograd.Function):
             product.grad_output_quantizer.internal = True
             g = _same_draws(ctx, product.grad_output_quantizer, matrix)
         if wants_input:
-            dx = multiply(g, kernel, b_columnwise=True, device=ctx.device)
-            dx = dx.to(ctx.input_dtype).view(ctx.input_shape)
+            dx = multiply(g, kernel, b_columnwise=True, device=ctx.device, dtype=ctx.input_dtype).view(ctx.input_shape)
             if product.grad_input_quantizer is not None:
                 product.grad_input_quantizer.internal = False
                 dx = product.grad_input_quantizer(dx)
@@ -178,12 +177,10 @@ def _same_draws(ctx, quantizer, matrix):
 def _weight_gradient(ctx, product, g, operand):
     def compute():
         fused = product.main_grad
-        dw = multiply(g, operand, a_columnwise=True, b_columnwise=True, device=ctx.device, wide=fused is not None)
-        if fused is None:
-            return dw.to(ctx.weight_dtype)
         with torch.no_grad():
-            fused.copy_(fused.float() + dw.view_as(fused) if product.accumulate else dw.view_as(fused))
-        return None
+            dw = multiply(g, operand, a_columnwise=True, b_columnwise=True, device=ctx.device, out=fused,
+                          dtype=ctx.weight_dtype, accumulate=product.accumulate and fused is not None)
+        return dw if fused is None else None
 
     if product.store is None:
         return compute() if product.main_grad is None else product.assign(compute())
