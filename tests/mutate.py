@@ -88,9 +88,8 @@ TESTS = [
     ("checkpoint/plan/*gguf*", ["test_gguf_model", "test_gguf", "test_run", "test_checkpoint", "cli/quantize"]),
     ("checkpoint/check/*", ["test_check", "cli/check", "test_gguf_model", "test_run", "cli/quantize", "cli/json"]),
     ("checkpoint/model/*", ["test_checkpoint", "test_families", "test_check", "test_run", "test_gguf_model", "fuzz_config",
-                            "cli/check", "cli/quantize", "cli/report"]),
-    ("checkpoint/run/*", ["test_run", "test_publish", "test_check", "test_gguf_model", "cli/quantize", "cli/check", "cli/kill",
-                          "cli/report"]),
+                            "cli/check", "cli/quantize"]),
+    ("checkpoint/run/*", ["test_run", "test_publish", "test_check", "test_gguf_model", "cli/quantize", "cli/check", "cli/kill"]),
     ("checkpoint/*", ["test_checkpoint", "test_run", "test_families", "test_check", "test_gguf_model", "fuzz_config", "fuzz_index",
                       "test_gguf", "cli/check", "cli/quantize"]),
 ]
@@ -330,8 +329,7 @@ def flags_of(source, kind):
               "tests": ["-Isrc", "-Icheckpoint", "-Itests"]}.get(top, [])
     if source.startswith("tests/fuzz/"):
         flags.append("-DNIB_FUZZ_MAIN")
-    elif wraps_allocator(source):
-        flags.append("-DNIB_TEST_WRAP_ALLOC")
+    flags += [f"-DNIB_TEST_WRAP_{kind}" for kind in wraps_of(source)]
     # The kernels of instruction sets take minutes under sanitizers; their tests have memory with guards.
     return flags + ([] if is_of_instructions(source) else KINDS[kind])
 
@@ -340,11 +338,15 @@ def is_of_instructions(source):
     return re.match(r"src/\w+/(x86|arm)/", source)
 
 
-def wraps_allocator(source):
+def wraps_of(source):
+    """The calls that a test replaces, by the macro that says so."""
     if not source.startswith("tests/test_"):
-        return False
+        return {}
+    with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
+        known = dict(re.findall(r"set\(wraps_(\w+) ([\w ]+)\)", file.read()))
     with open(os.path.join(ROOT, source), encoding="utf-8") as file:
-        return "NIB_TEST_WRAP_ALLOC" in file.read()
+        text = file.read()
+    return {kind: calls.split() for kind, calls in known.items() if f"NIB_TEST_WRAP_{kind}" in text}
 
 
 def finish(command, directory, timeout, environment=None, prepare=None):
@@ -487,7 +489,7 @@ class Worker:
                 if status != 0:
                     raise CannotBuild(output)
             objects.append(os.path.join(where, source + ".o"))
-        wraps = ["-Wl,--wrap=aligned_alloc", "-Wl,--wrap=realloc"] if wraps_allocator(program_sources(program)[0]) else []
+        wraps = [f"-Wl,--wrap={call}" for calls in wraps_of(program_sources(program)[0]).values() for call in calls]
         os.makedirs(os.path.dirname(target), exist_ok=True)
         status, output = finish(["gcc", *KINDS[kind], "-fopenmp", "-pthread", *wraps, *objects, self.base.archive(kind),
                                  *self.base.libraries, "-lm", "-o", target], self.tree, 600)
