@@ -13,6 +13,7 @@ import ctypes
 import math
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -442,6 +443,27 @@ def values_ggml(nib, _folder, rng):
     return None
 
 
+def values_known(_nib, _folder, _rng):
+    """The hashes that tests/test_gguf.c has of blocks, from gguf's own values."""
+    with open(os.path.join(os.path.dirname(__file__), "test_gguf.c"), encoding="utf-8") as file:
+        rows = re.findall(r"\{ NIB_GGUF_(\w+), \{ (\d+), (\d+) \}, 0x(\w{16}) \}", file.read())
+    if [row[0] for row in rows] != DECODED:
+        return "of %r" % [row[0] for row in rows]
+    for name, *halves, wanted in rows:
+        kind = gguf.GGMLQuantizationType[name]
+        size = TYPES[int(kind)][1]
+        at = np.arange(16 * size, dtype=np.uint64)
+        raw = (at * at * np.uint64(40503) >> np.uint64(7)).astype(np.uint8).reshape(16, size).copy()
+        for half in map(int, halves):
+            raw[:, half:half + 2] = (0x2401 + 77 * np.arange(16) + 3 * half).astype("<u2").view(np.uint8).reshape(16, 2)
+        value = 0xCBF29CE484222325
+        for bits in gguf.quants.dequantize(raw, kind).view(np.uint32).ravel().tolist():
+            value = (value ^ bits) * 0x100000001B3 % 2**64
+        if value != int(wanted, 16):
+            return "%s: 0x%016X" % (name, value)
+    return None
+
+
 # ---- The tool ------------------------------------------------------------------------------------------------
 
 
@@ -596,8 +618,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         nib = Nib(folder)
         for check, rounds in ((compare_types, 1), (compare_writing, 200), (read_theirs, 200), (values_nvfp4, 20),
-                              (values_mxfp4, 20), (values_ggml, 10), (tool_dequantizes, 2), (tool_quantizes, 2),
-                              (tool_joins, 1)):
+                              (values_mxfp4, 20), (values_ggml, 10), (values_known, 1), (tool_dequantizes, 2),
+                              (tool_quantizes, 2), (tool_joins, 1)):
             for i in range(rounds):
                 rng = random.Random("%d %s %d" % (seed, check.__name__, i))
                 fault = attempt(check, nib, folder, rng)

@@ -15,7 +15,7 @@
 
 /* ---- Directories of files ---- */
 
-#define PUT(name, ...)                                                                     \
+#define PUT(name, ...) \
     put_tensors(name, (struct item[]){ __VA_ARGS__ }, sizeof((struct item[]){ __VA_ARGS__ }) / sizeof(struct item))
 
 static void check_rejected(nib_status status, const char *words)
@@ -79,12 +79,11 @@ TEST(plain_folder)
         { "model.norm.weight", NIB_F32, 1, { 32 }, norm });
     PUT("model-00002-of-00002.safetensors", { "model.layers.9.k_proj.weight", NIB_F32, 2, { 4, 32 }, k },
         { "model.layers.9.odd.weight", NIB_F32, 2, { 3, 5 }, wide });
-    put_text("model.safetensors.index.json",
-             "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {"
-             "\"model.layers.10.q_proj.weight\": \"model-00001-of-00002.safetensors\","
-             "\"model.norm.weight\": \"model-00001-of-00002.safetensors\","
-             "\"model.layers.9.k_proj.weight\": \"model-00002-of-00002.safetensors\","
-             "\"model.layers.9.odd.weight\": \"model-00002-of-00002.safetensors\"}}");
+    put_text("model.safetensors.index.json", "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {"
+                                             "\"model.layers.10.q_proj.weight\": \"model-00001-of-00002.safetensors\","
+                                             "\"model.norm.weight\": \"model-00001-of-00002.safetensors\","
+                                             "\"model.layers.9.k_proj.weight\": \"model-00002-of-00002.safetensors\","
+                                             "\"model.layers.9.odd.weight\": \"model-00002-of-00002.safetensors\"}}");
     put_text("config.json", "{\"model_type\": \"llama\", \"hidden_size\": 32}");
     nib_checkpoint *c = open_good(directory);
     nib_checkpoint_facts facts = { .bytes = sizeof facts };
@@ -143,7 +142,8 @@ TEST(hostile_folders)
         { "{\"weight_map\": {\"a.weight\": \"m.safetensors\\u0000\"}}", "holds a NUL", NIB_ERR_DATA },
         { "{\"weight_map\": {\"a.weight\": \"n.safetensors\"}}", "which is not there: download it", NIB_ERR_DATA },
         { "{\"weight_map\": {\"b.weight\": \"m.safetensors\"}}", "an old one", NIB_ERR_DATA },
-        { "{\"weight_map\": {\"a.weight\": \"m.safetensors\", \"a.weight\": \"m.safetensors\"}}", "duplicate", NIB_ERR_DATA },
+        { "{\"weight_map\": {\"a.weight\": \"m.safetensors\", \"a.weight\": \"m.safetensors\"}}", "duplicate",
+          NIB_ERR_DATA },
         { "{\"weight_map\": {} } x", "line 1", NIB_ERR_DATA },
     };
     for (size_t i = 0; i < sizeof indexes / sizeof *indexes; i++) {
@@ -210,7 +210,11 @@ struct packed {
 static struct packed pack(int64_t rows, int64_t cols)
 {
     static const float grid[16] = { 0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6 };
-    struct packed p = { rows, cols, malloc((size_t)(rows * cols / 2)), malloc((size_t)(rows * cols / 16)), 0x1p-11f,
+    struct packed p = { rows,
+                        cols,
+                        malloc((size_t)(rows * cols / 2)),
+                        malloc((size_t)(rows * cols / 16)),
+                        0x1p-11f,
                         malloc((size_t)(rows * cols) * sizeof(float)) };
     for (int64_t i = 0; i < rows * cols / 2; i++)
         p.codes[i] = (uint8_t)test_random();
@@ -238,7 +242,8 @@ static void check_codes(const nib_checkpoint *c, const char *name, const struct 
     CHECK_OK(nib_checkpoint_find_weight(c, name, &index));
     for (int64_t first = 0; first < p->rows; first += 3) {
         const int64_t n = p->rows - first < 3 ? p->rows - first : 3;
-        CHECK_OK(nib_checkpoint_read_codes(c, index, first, n, codes + first * p->cols / 2, scales + first * p->cols / 16));
+        CHECK_OK(
+            nib_checkpoint_read_codes(c, index, first, n, codes + first * p->cols / 2, scales + first * p->cols / 16));
     }
     CHECK_BYTES(codes, p->codes, p->rows * p->cols / 2);
     CHECK_BYTES(scales, p->scales, p->rows * p->cols / 16);
@@ -253,10 +258,12 @@ TEST(nvfp4_packings)
     const float divisor = 1 / p.g, input = 0.5f;
     const uint16_t g16 = 0x3A00; /* 2^-11 as BF16 */
     PUT("model.safetensors", { "ct.weight_packed", NIB_U8, 2, { 20, 96 }, p.codes },
-        { "ct.weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales }, { "ct.weight_global_scale", NIB_F32, 1, { 1 }, &divisor },
+        { "ct.weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales },
+        { "ct.weight_global_scale", NIB_F32, 1, { 1 }, &divisor },
         { "ct.input_global_scale", NIB_F32, 1, { 1 }, &input }, { "mo.weight", NIB_U8, 2, { 20, 96 }, p.codes },
         { "mo.weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales }, { "mo.weight_scale_2", NIB_BF16, 0, { 0 }, &g16 },
-        { "ao._weight_qdata", NIB_U8, 2, { 20, 96 }, p.codes }, { "ao._weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales },
+        { "ao._weight_qdata", NIB_U8, 2, { 20, 96 }, p.codes },
+        { "ao._weight_scale", NIB_E4M3, 2, { 20, 12 }, p.scales },
         { "ao._weight_per_tensor_scale", NIB_F32, 0, { 0 }, &p.g });
     nib_checkpoint *c = open_good(directory);
     CHECK(c->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && c->n_weights == 3);
@@ -274,7 +281,8 @@ TEST(nvfp4_packings)
     CHECK(weight.stored_bytes == 20 * 96 + 20 * 12 + 4 + 4);
     CHECK_OK(nib_checkpoint_find_weight(c, "mo", &index));
     CHECK_OK(nib_checkpoint_get_weight(c, index, &weight));
-    CHECK(weight.tensor_scale_kind == NIB_TENSOR_SCALE_MULTIPLIER && weight.tensor_scale == p.g && !weight.has_input_scale);
+    CHECK(weight.tensor_scale_kind == NIB_TENSOR_SCALE_MULTIPLIER && weight.tensor_scale == p.g &&
+          !weight.has_input_scale);
     nib_checkpoint_close(c);
     unpack(&p);
 }
@@ -290,13 +298,20 @@ TEST(damaged_nvfp4)
     } cases[] = {
         { "block scales are missing", { .name = NULL }, { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
         { "tensor scale is missing", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL }, { .name = NULL } },
-        { "are not F8_E4M3", { "a.weight_scale", NIB_U8, 2, { 20, 12 }, NULL }, { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
-        { "may be swizzled", { "a.weight_scale", NIB_E4M3, 1, { 240 }, NULL }, { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
-        { "[20, 6], and for blocks of 16", { "a.weight_scale", NIB_E4M3, 2, { 20, 6 }, NULL },
+        { "are not F8_E4M3",
+          { "a.weight_scale", NIB_U8, 2, { 20, 12 }, NULL },
           { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
-        { "not F32, BF16 or F16", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
+        { "may be swizzled",
+          { "a.weight_scale", NIB_E4M3, 1, { 240 }, NULL },
+          { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
+        { "[20, 6], and for blocks of 16",
+          { "a.weight_scale", NIB_E4M3, 2, { 20, 6 }, NULL },
+          { "a.weight_scale_2", NIB_F32, 0, { 0 }, &g } },
+        { "not F32, BF16 or F16",
+          { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
           { "a.weight_scale_2", NIB_F64, 0, { 0 }, &wrong } },
-        { "it has 2 values", { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
+        { "it has 2 values",
+          { "a.weight_scale", NIB_E4M3, 2, { 20, 12 }, NULL },
           { "a.weight_scale_2", NIB_F32, 1, { 2 }, p.values } },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -334,7 +349,8 @@ TEST(saved_tensors)
     } kinds[] = { { NIB_DIALECT_TE, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_RTN, NIB_TENSOR_SCALE_AMAX },
                   { NIB_DIALECT_TE, NIB_TENSOR_SCALE_RULE_POW2, NIB_SCALE_SWEEP, NIB_TENSOR_SCALE_MULTIPLIER },
                   { NIB_DIALECT_TE, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_4OVER6, NIB_TENSOR_SCALE_AMAX },
-                  { NIB_DIALECT_COMPRESSED_TENSORS, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_RTN, NIB_TENSOR_SCALE_DIVISOR },
+                  { NIB_DIALECT_COMPRESSED_TENSORS, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_RTN,
+                    NIB_TENSOR_SCALE_DIVISOR },
                   { NIB_DIALECT_MODELOPT, NIB_TENSOR_SCALE_RULE_DIALECT, NIB_SCALE_RTN, NIB_TENSOR_SCALE_MULTIPLIER } };
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         nib_quantizer q;
@@ -359,7 +375,8 @@ TEST(saved_tensors)
         nib_writer_destroy(writer);
         nib_tensor_destroy(t);
         nib_checkpoint *c = open_good(directory);
-        CHECK(c->format == NIB_CHECKPOINT_FORMAT_NIB && c->n_weights == 1 && c->weights[0].tensor_scale == kinds[i].tensor_scale);
+        CHECK(c->format == NIB_CHECKPOINT_FORMAT_NIB && c->n_weights == 1 &&
+              c->weights[0].tensor_scale == kinds[i].tensor_scale);
         check_rows(c, "a.b", want, 20, 48);
         nib_checkpoint_close(c);
     }
@@ -448,6 +465,39 @@ TEST(several_gguf_files)
     put_text("b.gguf", "GGUF");
     CHECK_FAILS(nib_checkpoint_open(directory, &c), NIB_ERR_UNSUPPORTED, "2 GGUF files");
     CHECK(c == NULL);
+}
+
+/* Names of files that are one of several, and names that only look like it. */
+TEST(names_of_split_files)
+{
+    static const struct {
+        const char *name;
+        bool split;
+    } cases[] = { { "m-00001-of-00002.gguf", true },  { "m_00001-of-00002.gguf", false },
+                  { "m-0000x-of-00002.gguf", false }, { "m-00003-of-00002.gguf", false },
+                  { "m-00000-of-00002.gguf", false }, { "m-00001-of-0000:.gguf", false },
+                  { "m-00001_of-00002.gguf", false } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        empty_directory();
+        nib_gguf_plan *plan = NULL;
+        nib_gguf_writer *writer = NULL;
+        nib_checkpoint *c = NULL;
+        CHECK_OK(nib_gguf_plan_create(at(cases[i].name), &plan));
+        CHECK_OK(nib_gguf_put_string(plan, "general.architecture", "llama"));
+        CHECK_OK(nib_gguf_writer_create(plan, &writer));
+        CHECK_OK(nib_gguf_commit(writer));
+        nib_gguf_writer_destroy(writer);
+        nib_gguf_plan_destroy(plan);
+        const nib_status status = nib_checkpoint_open(at(cases[i].name), &c);
+        CHECK_THAT((status != NIB_OK) == cases[i].split, "%s: %s", cases[i].name, nib_last_error());
+        nib_checkpoint_close(c);
+    }
+}
+
+TEST(ends_of_names)
+{
+    CHECK(nib_ck_ends_with("scale", "scale") && nib_ck_ends_with("a.scale", "scale") && nib_ck_ends_with("x", ""));
+    CHECK(!nib_ck_ends_with("cale", "scale") && !nib_ck_ends_with("scales", "scale"));
 }
 
 TEST(gguf_files)
@@ -545,10 +595,15 @@ TEST(stacks_of_experts)
                 for (int k = 0; k < I; k++)
                     down_stack[turned ? (e * I + k) * H + n : (e * H + n) * I + k] = down[e][n][k];
         PUT("model.safetensors",
-            { "model.layers.0.mlp.experts.gate_up_proj", NIB_F32, 3, { E, turned ? H : 2 * I, turned ? 2 * I : H }, gate_up },
+            { "model.layers.0.mlp.experts.gate_up_proj",
+              NIB_F32,
+              3,
+              { E, turned ? H : 2 * I, turned ? 2 * I : H },
+              gate_up },
             { "model.layers.0.mlp.experts.down_proj", NIB_F32, 3, { E, turned ? I : H, turned ? H : I }, down_stack });
-        put_text("config.json", kind == 2 ? "{\"model_type\": \"gpt_oss\", \"hidden_size\": 32, \"intermediate_size\": 48}"
-                                          : "{\"text_config\": {\"hidden_size\": 32, \"moe_intermediate_size\": 48}}");
+        put_text("config.json", kind == 2
+                                    ? "{\"model_type\": \"gpt_oss\", \"hidden_size\": 32, \"intermediate_size\": 48}"
+                                    : "{\"text_config\": {\"hidden_size\": 32, \"moe_intermediate_size\": 48}}");
         nib_checkpoint *c = open_good(directory);
         CHECK(c->n_weights == 3 * E && c->n_diagnostics == 0 && nib_ck_keeps_stacks(c) == (kind == 2));
         check_experts(c, parts);
@@ -781,7 +836,8 @@ TEST(patterns)
     CHECK_FAILS(nib_patterns_create(&bad, 1, &patterns), NIB_ERR_ARG, "pattern \"re:(\"");
     CHECK_FAILS(nib_patterns_create(&none, 1, &patterns), NIB_ERR_ARG, "pattern 1 is empty");
     CHECK_OK(nib_patterns_create(&slow, 1, &patterns));
-    CHECK_FAILS(nib_patterns_match(patterns, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaX", &which), NIB_ERR_ARG, "limit");
+    CHECK_FAILS(nib_patterns_match(patterns, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaX", &which), NIB_ERR_ARG,
+                "limit");
     nib_patterns_destroy(patterns);
     nib_patterns_destroy(NULL);
 }
@@ -793,7 +849,8 @@ TEST(fused_and_kept)
     CHECK(nib_ck_fused_key("m.1.q_proj", b, sizeof b) && strcmp(a, b));
     CHECK(nib_ck_fused_key("m.0.gate_proj", b, sizeof b) && strcmp(a, b));
     CHECK(!nib_ck_fused_key("m.0.o_proj", a, sizeof a) && !nib_ck_fused_key("m.0.down_proj", a, sizeof a));
-    CHECK(nib_ck_fused_key("x.experts.7.w1", a, sizeof a) && nib_ck_fused_key("x.experts.7.w3", b, sizeof b) && !strcmp(a, b));
+    CHECK(nib_ck_fused_key("x.experts.7.w1", a, sizeof a) && nib_ck_fused_key("x.experts.7.w3", b, sizeof b) &&
+          !strcmp(a, b));
 
     static const float x[32] = { 1 };
     empty_directory();
@@ -825,7 +882,8 @@ TEST(fused_and_kept)
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         CHECK_THAT((nib_ck_default_keep(c, names[i].name) != NULL) == names[i].kept, "%s", names[i].name);
-    CHECK(nib_ck_preset_keep(NIB_PRESET_MLP_ONLY, "m.self_attn.q_proj") && !nib_ck_preset_keep(NIB_PRESET_MLP_ONLY, "m.mlp.up_proj"));
+    CHECK(nib_ck_preset_keep(NIB_PRESET_MLP_ONLY, "m.self_attn.q_proj") &&
+          !nib_ck_preset_keep(NIB_PRESET_MLP_ONLY, "m.mlp.up_proj"));
     CHECK(nib_ck_preset_keep(NIB_PRESET_EXPERTS_ONLY, "m.mlp.up_proj") &&
           !nib_ck_preset_keep(NIB_PRESET_EXPERTS_ONLY, "m.mlp.experts.0.up_proj"));
     CHECK(!nib_ck_preset_keep(NIB_PRESET_DEFAULT, "m.self_attn.q_proj"));

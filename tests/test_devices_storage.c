@@ -216,6 +216,14 @@ TEST(array_copy)
     CHECK_OK(nib_array_copy(&b, &c));
     CHECK_OK(nib_array_copy(&c, &zeros));
     CHECK_BYTES(host.data, zeros.data, host.bytes);
+    nib_array second = a, row = host; /* the second row of each */
+    second.shape[0] = row.shape[0] = 1;
+    second.offset = row.offset = 7 * (int64_t)sizeof(float);
+    CHECK_OK(nib_array_copy(&second, &row));
+    nib_array first = zeros;
+    first.shape[0] = 1;
+    CHECK_OK(nib_array_copy(&second, &first));
+    CHECK_BYTES(zeros.data, (char *)host.data + row.offset, 7 * sizeof(float));
     const long calls = fake_calls(device);
     CHECK_FAILS(nib_array_copy(&strided, &a), NIB_ERR_UNSUPPORTED, "C-contiguous");
     CHECK_FAILS(nib_array_copy(&a, &strided), NIB_ERR_UNSUPPORTED, "fake:0");

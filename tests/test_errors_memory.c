@@ -176,6 +176,23 @@ TEST(allocations_fail_in_tensors)
     CHECK_NO_LEAKS();
 }
 
+TEST(allocations_fail_in_fake_quantization)
+{
+    static float x[32 * 48], y[32 * 48], before[32 * 48];
+    static const int64_t shapes[][2] = { { 32, 48 }, { 0, 48 }, { 32, 0 } };
+    const nib_quantizer q = default_quantizer();
+    for (size_t i = 0; i < sizeof x / sizeof *x; i++)
+        x[i] = test_normal(), before[i] = 7;
+    for (int usage = NIB_ROWWISE; usage <= NIB_COLUMNWISE; usage++)
+        for (int i = 0; i < 3; i++) {
+            const nib_array in = array_of(x, NIB_F32, 2, shapes[i]), out = array_of(y, NIB_F32, 2, shapes[i]);
+            memcpy(y, before, sizeof y);
+            EVERY_ALLOCATION(2, nib_fake_quantize(&q, &in, NULL, (nib_usage)usage, &out), !memcmp(y, before, sizeof y));
+            CHECK((memcmp(y, before, sizeof y) == 0) == (i > 0));
+        }
+    CHECK_NO_LEAKS();
+}
+
 TEST(allocations_fail_in_saving)
 {
     const nib_quantizer q = default_quantizer();

@@ -52,7 +52,8 @@ static void tensor(const char *name, uint32_t rank, const uint64_t *ne, uint32_t
     u32(type), u64(offset);
 }
 
-#define NE(...) sizeof((uint64_t[]){ __VA_ARGS__ }) / 8, (uint64_t[]){ __VA_ARGS__ }
+#define NE(...) \
+    sizeof((uint64_t[]){ __VA_ARGS__ }) / 8, (uint64_t[]) { __VA_ARGS__ }
 
 /* Zeros up to a multiple of the alignment, then 1, 2, 3, ... */
 static void data(size_t alignment, size_t count)
@@ -98,9 +99,24 @@ static void check_rejected(int line, nib_status status, const char *words)
 
 TEST(types)
 {
-    CHECK(!nib_gguf_type_facts(4) && !nib_gguf_type_facts(31) && !nib_gguf_type_facts(36) && !nib_gguf_type_facts(1000));
-    const struct nib_gguf_type_facts *facts = nib_gguf_type_facts(40);
-    CHECK(facts && !strcmp(facts->name, "NVFP4") && facts->elements == 64 && facts->bytes == 36);
+    CHECK(!nib_gguf_type_facts(4) && !nib_gguf_type_facts(31) && !nib_gguf_type_facts(36) &&
+          !nib_gguf_type_facts(1000));
+    const struct nib_gguf_type_facts *facts;
+    static const struct {
+        uint32_t type;
+        const char *name;
+        size_t elements, bytes;
+    } blocks[] = { { 9, "Q8_1", 32, 40 },     { 15, "Q8_K", 256, 292 },   { 16, "IQ2_XXS", 256, 66 },
+                   { 17, "IQ2_XS", 256, 74 }, { 18, "IQ3_XXS", 256, 98 }, { 19, "IQ1_S", 256, 50 },
+                   { 21, "IQ3_S", 256, 110 }, { 22, "IQ2_S", 256, 82 },   { 29, "IQ1_M", 256, 56 },
+                   { 34, "TQ1_0", 256, 54 },  { 35, "TQ2_0", 256, 66 },   { 39, "MXFP4", 32, 17 },
+                   { 40, "NVFP4", 64, 36 },   { 41, "Q1_0", 128, 18 } };
+    for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) {
+        facts = nib_gguf_type_facts(blocks[i].type);
+        CHECK_THAT(facts && !strcmp(facts->name, blocks[i].name) && facts->elements == blocks[i].elements &&
+                       facts->bytes == blocks[i].bytes,
+                   "%s", blocks[i].name);
+    }
     for (int dtype = 0; dtype < NIB_DTYPE_COUNT; dtype++) {
         uint32_t type;
         nib_dtype back = NIB_U8;
@@ -155,8 +171,8 @@ TEST(read_tensors)
     data(32, 224 + 7);
     nib_gguf *file = OPEN(save());
     static const struct nib_gguf_entry wanted[] = {
-        { "z", NIB_GGUF_F32, 2, { 2, 3 }, 0, 24 },        { "blocks", NIB_GGUF_NVFP4, 4, { 2, 1, 2, 64 }, 32, 144 },
-        { "a", NIB_GGUF_BF16, 0, { 0 }, 192, 2 },         { "none", NIB_GGUF_I64, 2, { 0, 5 }, 224, 0 },
+        { "z", NIB_GGUF_F32, 2, { 2, 3 }, 0, 24 },     { "blocks", NIB_GGUF_NVFP4, 4, { 2, 1, 2, 64 }, 32, 144 },
+        { "a", NIB_GGUF_BF16, 0, { 0 }, 192, 2 },      { "none", NIB_GGUF_I64, 2, { 0, 5 }, 224, 0 },
         { "\xC3\xA9", NIB_GGUF_I8, 1, { 7 }, 224, 7 },
     };
     CHECK(nib_gguf_count(file) == 5);
@@ -640,7 +656,7 @@ TEST(read_large_header)
 
 /* ---- Writing ---- */
 
-#define DECLARE(plan, name, type, ...)                                                       \
+#define DECLARE(plan, name, type, ...) \
     nib_gguf_declare(plan, name, type, (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / 8), (int64_t[]){ __VA_ARGS__ })
 
 static nib_gguf_plan *new_plan(const char *path)
@@ -818,19 +834,23 @@ TEST(write_refusals)
     CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_COUNT, bad, 1), NIB_ERR_ARG, "kind 13 is not a number");
     CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_U8, bad, 100000001), NIB_ERR_ARG,
                 "its header would be longer than the 100000000 bytes that nib allows");
+    static char most[100000000]; /* alone it fits, and nothing has room beside it */
+    CHECK_FAILS(nib_gguf_put_array(plan, "k", NIB_GGUF_KIND_U8, most, sizeof most - 40), NIB_ERR_ARG,
+                "would be longer");
     CHECK_FAILS(nib_gguf_put_integer(plan, "general.alignment", NIB_GGUF_KIND_U32, 32), NIB_ERR_ARG,
                 "files are written with an alignment of 32");
-    CHECK_FAILS(nib_gguf_put_integer(plan, "k", NIB_GGUF_KIND_F32, 1), NIB_ERR_ARG, "key \"k\": kind 6 is not an integer");
+    CHECK_FAILS(nib_gguf_put_integer(plan, "k", NIB_GGUF_KIND_F32, 1), NIB_ERR_ARG,
+                "key \"k\": kind 6 is not an integer");
     CHECK_FAILS(nib_gguf_put_integer(plan, "k", NIB_GGUF_KIND_COUNT, 1), NIB_ERR_ARG, "kind 13 is not an integer");
     static const struct {
         enum nib_gguf_kind kind;
         int64_t value;
         const char *words;
     } outside[] = {
-        { NIB_GGUF_KIND_U8, 256, "256 is outside u8" },       { NIB_GGUF_KIND_I8, -129, "-129 is outside i8" },
-        { NIB_GGUF_KIND_U16, -1, "-1 is outside u16" },       { NIB_GGUF_KIND_I16, 32768, "32768 is outside i16" },
-        { NIB_GGUF_KIND_U32, -1, "-1 is outside u32" },       { NIB_GGUF_KIND_I32, 1L << 31, "is outside i32" },
-        { NIB_GGUF_KIND_U64, -1, "-1 is outside u64" },       { NIB_GGUF_KIND_BOOL, 2, "2 is outside bool" },
+        { NIB_GGUF_KIND_U8, 256, "256 is outside u8" }, { NIB_GGUF_KIND_I8, -129, "-129 is outside i8" },
+        { NIB_GGUF_KIND_U16, -1, "-1 is outside u16" }, { NIB_GGUF_KIND_I16, 32768, "32768 is outside i16" },
+        { NIB_GGUF_KIND_U32, -1, "-1 is outside u32" }, { NIB_GGUF_KIND_I32, 1L << 31, "is outside i32" },
+        { NIB_GGUF_KIND_U64, -1, "-1 is outside u64" }, { NIB_GGUF_KIND_BOOL, 2, "2 is outside bool" },
     };
     for (size_t i = 0; i < sizeof outside / sizeof *outside; i++)
         CHECK_FAILS(nib_gguf_put_integer(plan, "k", outside[i].kind, outside[i].value), NIB_ERR_ARG, outside[i].words);
@@ -1016,6 +1036,45 @@ static int mxfp4_at(const uint8_t *blocks, size_t i, int *scale)
     const uint8_t *block = blocks + i / 32 * 17;
     *scale = block[0];
     return block[1 + i % 16] >> (i % 32 < 16 ? 0 : 4) & 0xF;
+}
+
+/* Hashes of what gguf's Python package makes of these blocks, by tests/check_gguf.py. */
+TEST(values_of_blocks)
+{
+    enum { BLOCKS = 16 };
+    static const struct {
+        uint32_t type;
+        int halves[2]; /* where F16 scales are: finite ones */
+        uint64_t hash;
+    } known[] = {
+        { NIB_GGUF_Q4_0, { 0, 0 }, 0xCDFAF23B0C8BF325 },     { NIB_GGUF_Q4_1, { 0, 2 }, 0x0113D4F5C8A29725 },
+        { NIB_GGUF_Q5_0, { 0, 0 }, 0xDF43FDF0982B1725 },     { NIB_GGUF_Q5_1, { 0, 2 }, 0xE3E666D1B336F725 },
+        { NIB_GGUF_Q8_0, { 0, 0 }, 0xA003126B086264E5 },     { NIB_GGUF_Q2_K, { 80, 82 }, 0x3E748C7542813325 },
+        { NIB_GGUF_Q3_K, { 108, 108 }, 0xD345C6003D5D9B25 }, { NIB_GGUF_Q4_K, { 0, 2 }, 0xDA1094267AB4584D },
+        { NIB_GGUF_Q5_K, { 0, 2 }, 0x114A21A34E69DFF9 },     { NIB_GGUF_Q6_K, { 208, 208 }, 0x053233D5EC28CFC7 },
+        { NIB_GGUF_IQ4_NL, { 0, 0 }, 0x2471F5DAEC07DA25 },   { NIB_GGUF_IQ4_XS, { 0, 0 }, 0xE6389D4ECBECF4F3 },
+    };
+    for (size_t k = 0; k < sizeof known / sizeof *known; k++) {
+        const struct nib_gguf_type_facts *facts = nib_gguf_type_facts(known[k].type);
+        uint8_t *blocks = test_guarded(BLOCKS * facts->bytes, 1);
+        float *values = test_guarded(BLOCKS * facts->elements * sizeof *values, 1);
+        for (uint64_t i = 0; i < BLOCKS * facts->bytes; i++)
+            blocks[i] = (uint8_t)(i * i * 40503 >> 7);
+        for (int b = 0; b < BLOCKS; b++)
+            for (int half = 0; half < 2; half++) {
+                const int at = known[k].halves[half], bits = 0x2401 + b * 77 + at * 3;
+                blocks[(size_t)b * facts->bytes + (size_t)at] = (uint8_t)bits;
+                blocks[(size_t)b * facts->bytes + (size_t)at + 1] = (uint8_t)(bits >> 8);
+            }
+        nib_gguf_decode(known[k].type, blocks, BLOCKS, values);
+        uint64_t hash = 0xCBF29CE484222325;
+        for (size_t i = 0; i < BLOCKS * facts->elements; i++) {
+            uint32_t bits;
+            memcpy(&bits, &values[i], sizeof bits);
+            hash = (hash ^ bits) * 0x100000001B3;
+        }
+        CHECK_THAT(hash == known[k].hash, "%s: 0x%016llX", facts->name, (unsigned long long)hash);
+    }
 }
 
 TEST(blocks)

@@ -4,8 +4,11 @@
  * each value by hand; and what has no place in such a file. tests/campaign/gguf_models.py compares with llama.cpp.
  */
 #define _GNU_SOURCE
+/* NIB_TEST_WRAP_ALLOC */
+#include "test_alloc.h"
 #include "test_weights.h"
 
+#include <math.h>
 #include <sys/stat.h>
 
 #include "base/os.h"
@@ -62,12 +65,17 @@ static void put(const char *name, const struct item *items, size_t n)
 /* As plain values, so that every one can be looked at. */
 static nib_status make(const char *name, nib_dtype dtype)
 {
-    nib_checkpoint *c = open_good(at(name));
+    nib_checkpoint *c = NULL;
     nib_plan *plan = NULL;
+    nib_job job;
     const nib_run_options force = { .bytes = sizeof force, .force = 1 };
-    nib_status status = c ? nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_GGUF, dtype, &plan) : NIB_ERR_IO;
+    nib_status status = nib_checkpoint_open(at(name), &c);
+    nib_job_init(&job);
+    job.threads = 1; /* the failing allocator is of this thread */
     if (!status)
-        status = nib_plan_run(plan, at("out.gguf"), &force, NULL);
+        status = nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_GGUF, dtype, &plan);
+    if (!status)
+        status = nib_plan_run(plan, at("out.gguf"), &force, &job);
     nib_plan_destroy(plan);
     nib_checkpoint_close(c);
     return status;
@@ -126,6 +134,16 @@ static void check_text(int line, const nib_gguf *file, const char *key, const ch
 }
 #define STRING(key, wanted) check_text(__LINE__, file, key, wanted)
 
+static void check_number(int line, const nib_gguf *file, const char *key, double wanted)
+{
+    double value = NAN;
+    bool found = false;
+    CHECK_OK(nib_gguf_get_number(file, key, &value, &found));
+    if (found ? value != wanted : !isnan(wanted))
+        test_fail(__FILE__, line, "%s is %g, not %g", key, value, wanted);
+}
+#define NUMBER(key, wanted) check_number(__LINE__, file, key, wanted) /* NAN: not there */
+
 /* Row r of heads of n rows, as llama.cpp wants them: the first half and the second alternate. */
 static int64_t source_row(int64_t r, int64_t n) { return r / n * n + r % 2 * (n / 2) + r % n / 2; }
 
@@ -167,10 +185,7 @@ TEST(llama_has_heads_in_another_order)
     INTEGER("llama.attention.key_length", H / HEADS);
     INTEGER("llama.rope.dimension_count", H / HEADS);
     INTEGER("llama.vocab_size", V);
-    double theta = 0;
-    bool found;
-    CHECK_OK(nib_gguf_get_number(file, "llama.rope.freq_base", &theta, &found));
-    CHECK(theta == 5000);
+    NUMBER("llama.rope.freq_base", 5000);
     nib_gguf_close(file);
 }
 
@@ -209,7 +224,9 @@ TEST(gemma_adds_one_to_norms_and_leaves_out_its_eyes)
                                      10, 8,  10, 1, 'a', 21,  0,   0,   128, 191,          /* score -1 */
                                      10, 10, 10, 6, '<', '0', 'x', '4', '1', '>', 24, 6 }; /* a byte */
     start("gemma",
-          "{\"model_type\": \"gemma3\", \"text_config\": {" SIZES ", \"head_dim\": 16, \"sliding_window\": 32}}", NULL);
+          "{\"model_type\": \"gemma3\", \"text_config\": {" SIZES ", \"head_dim\": 16, \"sliding_window\": 32, "
+          "\"final_logit_softcapping\": 30.0}}",
+          NULL);
     put_file("gemma/tokenizer.model", model, sizeof model);
     put_text("gemma/tokenizer_config.json",
              "{\"added_tokens_decoder\": {\"5\": {\"content\": \"x\xE2\x96\x81y\"}, \"6\": "
@@ -229,6 +246,7 @@ TEST(gemma_adds_one_to_norms_and_leaves_out_its_eyes)
     free(VALUES(file, "blk.0.attn_q_norm.weight", 16));
     CHECK_THAT(nib_gguf_count(file) == 5, "%zu tensors", nib_gguf_count(file));
     INTEGER("gemma3.attention.sliding_window", 32);
+    NUMBER("gemma3.final_logit_softcapping", 30);
     INTEGER("tokenizer.ggml.add_space_prefix", 0);
     STRING("tokenizer.ggml.model", "llama");
     struct nib_gguf_strings tokens;
@@ -417,7 +435,8 @@ TEST(special_tokens_and_templates)
     put_text("q/tokenizer_config.json",
              "{\"bos_token\": \"<s>\", \"eos_token\": {\"content\": \"</s>\"}, \"add_eos_token\": false}");
     put_text("q/chat_template.jinja", "{{ messages }}");
-    put_text("q/generation_config.json", "{\"top_k\": 20, \"temperature\": 0.5, \"top_p\": null}");
+    put_text("q/generation_config.json", "{\"top_k\": 20, \"temperature\": 0.5, \"top_p\": null, "
+                                         "\"penalty_repeat\": 1.5, \"repetition_penalty\": 2}");
     PUT("q", ATTENTION);
     nib_gguf *file = made("q");
     INTEGER("tokenizer.ggml.bos_token_id", 4);
@@ -427,6 +446,8 @@ TEST(special_tokens_and_templates)
     INTEGER("tokenizer.ggml.add_eos_token", 0);
     INTEGER("tokenizer.ggml.add_sep_token", 1);
     INTEGER("general.sampling.top_k", 20);
+    NUMBER("general.sampling.penalty_repeat", 1.5);
+    NUMBER("general.sampling.temp", 0.5);
     STRING("tokenizer.chat_template", "{{ messages }}");
     size_t index;
     int32_t types[V];
@@ -435,6 +456,66 @@ TEST(special_tokens_and_templates)
     CHECK(types[0] == 1 && types[3] == 5 && types[4] == 3 && types[6] == 4);
     CHECK(!nib_gguf_find_key(file, "general.sampling.top_p", &index));
     nib_gguf_close(file);
+}
+
+TEST(words_of_two_tokens_and_what_is_given_twice)
+{
+    start("zoo-z", "{\"model_type\": \"qwen2\", " SIZES ", \"eos_token_id\": 7, \"final_logit_softcapping\": 0}",
+          tokenizer_with("{\"type\": \"ByteLevel\"}",
+                         ", \"added_tokens\": [{\"id\": 4, \"content\": \"<s>\"}, {\"id\": 5, \"content\": \"<s>\"}, "
+                         "{\"id\": 6, \"content\": \"</s>\"}]"));
+    put_text("zoo-z/tokenizer_config.json", "{\"bos_token\": \"<s>\", \"eos_token\": \"</s>\"}");
+    put_text("zoo-z/generation_config.json", "{\"repetition_penalty\": 2}");
+    PUT("zoo-z", ATTENTION);
+    nib_gguf *file = made("zoo-z");
+    INTEGER("tokenizer.ggml.bos_token_id", 4);
+    INTEGER("tokenizer.ggml.eos_token_id", 6);
+    STRING("general.name", "Zoo Z");
+    NUMBER("qwen2.final_logit_softcapping", NAN);
+    NUMBER("general.sampling.penalty_repeat", 2);
+    nib_gguf_close(file);
+}
+
+/* What stays has 16 bits where the model has them. */
+TEST(dtypes_of_what_stays)
+{
+    static const nib_dtype dtypes[] = { NIB_BF16, NIB_F16 };
+    for (int i = 0; i < 2; i++) {
+        start("m", "{\"model_type\": \"qwen3\", " SIZES "}", TINY_TOKENIZER);
+        struct item items[] = { ATTENTION };
+        static uint16_t zeros[H * H];
+        for (size_t j = 0; j < sizeof items / sizeof *items; j++) {
+            items[j].data = zeros;
+            items[j].dtype = dtypes[i];
+        }
+        put("m", items, sizeof items / sizeof *items);
+        CHECK_OK(make("m", NIB_DTYPE_COUNT));
+        nib_gguf *file = NULL;
+        struct nib_gguf_entry entry;
+        size_t index = 0;
+        CHECK_OK(nib_gguf_open(at("out.gguf"), &file));
+        CHECK(nib_gguf_find(file, "token_embd.weight", &index));
+        CHECK_OK(nib_gguf_entry(file, index, &entry));
+        CHECK_THAT(entry.type == (i ? NIB_GGUF_F16 : NIB_GGUF_BF16), "type %u", (unsigned)entry.type);
+        nib_gguf_close(file);
+    }
+}
+
+TEST(stretched_frequencies_have_a_bound)
+{
+    static const int64_t dims[] = { 1, 2, 65536, 65537 };
+    for (int i = 0; i < 4; i++) {
+        char config[512];
+        snprintf(config, sizeof config,
+                 "{\"model_type\": \"llama\", " SIZES
+                 ", \"head_dim\": %lld, \"rope_scaling\": {\"rope_type\": \"llama3\"}}",
+                 (long long)dims[i]);
+        start("m", config, TINY_TOKENIZER);
+        PUT("m", ATTENTION);
+        const nib_status status = make("m", NIB_F32);
+        CHECK_THAT(i == 1 || i == 2 ? !status : status == NIB_ERR_DATA, "%lld: %s", (long long)dims[i],
+                   nib_last_error());
+    }
 }
 
 TEST(bad_tokenizers_and_configurations_are_rejected)
@@ -479,7 +560,8 @@ TEST(what_has_no_place_is_rejected_with_the_remedy)
         int64_t rows;
         const char *words;
     } cases[] = {
-        { "mixtral", LAYER "mlp.up_proj.weight", 128, "of llama, mistral, qwen2, qwen3, qwen3_moe, gemma3 and gpt_oss" },
+        { "mixtral", LAYER "mlp.up_proj.weight", 128,
+          "of llama, mistral, qwen2, qwen3, qwen3_moe, gemma3 and gpt_oss" },
         { "llama", LAYER "mlp.wide.weight", 128, "has no place" },
         { "llama", LAYER "self_attn.k_norm.weight", 128, "has no place" },
         { "llama", "model.layers.x.mlp.up_proj.weight", 128, "has no place" },
@@ -527,6 +609,31 @@ TEST(feed_forward_weights_stay_where_their_scale_is_ignored)
             nib_plan_destroy(plan);
             nib_checkpoint_close(c);
         }
+}
+
+/* The whole file, or none and a reason. */
+TEST(no_allocation_that_fails_does_harm)
+{
+    start("moe", "{\"model_type\": \"qwen3_moe\", " SIZES ", \"num_experts\": 2, \"moe_intermediate_size\": 128}",
+          TINY_TOKENIZER);
+    PUT("moe", ATTENTION, F32(LAYER "mlp.gate.weight", 2, H), EXPERT("0"), EXPERT("1"));
+    CHECK_OK(make("moe", NIB_F32));
+    size_t bytes, count;
+    void *whole = get_file("out.gguf", &bytes);
+    for (long left = 0, failed = 1; failed; left++) {
+        unlink(at("out.gguf"));
+        allocations_left = left;
+        const nib_status status = make("moe", NIB_F32);
+        failed = allocations_left < 0;
+        allocations_left = -1;
+        void *file = get_file("out.gguf", &count);
+        CHECK_THAT((!status || status == NIB_ERR_MEMORY) &&
+                       (file ? count == bytes && !memcmp(file, whole, bytes) : status),
+                   "allocation %ld: %s: %s", left, nib_status_name(status), nib_last_error());
+        free(file);
+        CHECK(failed || left > 60);
+    }
+    free(whole);
 }
 
 TEST_MAIN

@@ -146,8 +146,10 @@ static void make_llama(const char *path)
         { LAYER "mlp.up_proj.weight", NIB_BF16, 2, { I, H }, 0.3f },
         { LAYER "input_layernorm.weight", NIB_BF16, 1, { H }, 0 });
     snprintf(name, sizeof name, "%s/config.json", path);
-    put_text(name, "{\"model_type\": \"llama\", \"hidden_size\": 64, \"intermediate_size\": 144, \"num_hidden_layers\": 1, "
-                   "\"num_attention_heads\": 4, \"num_key_value_heads\": 2, \"vocab_size\": 40, \"torch_dtype\": \"bfloat16\"}");
+    put_text(
+        name,
+        "{\"model_type\": \"llama\", \"hidden_size\": 64, \"intermediate_size\": 144, \"num_hidden_layers\": 1, "
+        "\"num_attention_heads\": 4, \"num_key_value_heads\": 2, \"vocab_size\": 40, \"torch_dtype\": \"bfloat16\"}");
     snprintf(name, sizeof name, "%s/tokenizer.json", path);
     put_text(name, TINY_TOKENIZER);
 }
@@ -576,7 +578,42 @@ TEST(conversions_keep_codes_and_scales)
     CHECK(file_has(at("mo/config.json"), "\"quant_algo\": \"NVFP4\""));
     CHECK(file_has(at("mo/hf_quant_config.json"), "\"exclude_modules\""));
     CHECK(file_has(at("back/config.json"), "\"dynamic\": \"local\""));
-    CHECK_FAILS(convert(at("ct"), at("x.gguf"), NIB_CHECKPOINT_FORMAT_GGUF), NIB_ERR_UNSUPPORTED, "has no place in a GGUF");
+    CHECK_FAILS(convert(at("ct"), at("x.gguf"), NIB_CHECKPOINT_FORMAT_GGUF), NIB_ERR_UNSUPPORTED,
+                "has no place in a GGUF");
+}
+
+/* Each of the weights and other tensors, and the names of all. */
+TEST(torchao_is_told_what_a_file_has)
+{
+    make_model(at("in"));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    CHECK_OK(quantize(at("in"), fresh("mo"), &options, NULL, NULL));
+    CHECK(file_has(at("mo/hf_quant_config.json"), "\"quant_algo\": \"MIXED_PRECISION\""));
+    CHECK(file_has(at("mo/hf_quant_config.json"), "\"group_size\": 16,\n    \"exclude_modules\""));
+    CHECK_OK(convert(at("mo"), fresh("ao"), NIB_CHECKPOINT_FORMAT_TORCHAO));
+    nib_checkpoint *c = open_good(at("ao"));
+    size_t weights = 0;
+    for (size_t i = 0; i < c->n_files; i++) {
+        const nib_file *file = c->files[i].safetensors;
+        const char *names = nib_file_metadata(file, "tensor_names"), *key, *value;
+        CHECK_THAT(names != NULL, "%s has no names", c->files[i].path);
+        for (size_t j = 0; names && j < nib_file_metadata_count(file); j++) {
+            CHECK_OK(nib_file_metadata_entry(file, j, &key, &value));
+            if (!strstr(value, "\"_type\": "))
+                continue;
+            const bool quantized = strstr(value, "NVFP4Tensor") != NULL;
+            char quoted[256], stored[256];
+            size_t index;
+            snprintf(quoted, sizeof quoted, "\"%s\"", key);
+            snprintf(stored, sizeof stored, "%.*s%s", (int)(strlen(key) - (quantized ? strlen("weight") : 0)), key,
+                     quantized ? "_weight_qdata" : "");
+            CHECK_THAT(strstr(names, quoted) != NULL, "%s is not among the names", key);
+            CHECK_THAT(!nib_file_find(file, stored, &index), "%s is not in its file", stored);
+            weights += quantized;
+        }
+    }
+    CHECK_THAT(weights == 6, "%zu weights", weights);
+    nib_checkpoint_close(c);
 }
 
 static int is_same(void *context, const nib_compared *compared)
@@ -725,6 +762,8 @@ TEST(fp8_sources_are_read_in_panels)
     const struct item items[] = { { "a.weight", NIB_E4M3, 2, { ROWS, COLS }, codes },
                                   { "a.weight_scale_inv", NIB_F32, 2, { 2, 1 }, factors } };
     put_tensors(at("fp8.safetensors"), items, 2);
+    CHECK_FAILS(convert(at("fp8.safetensors"), fresh("out"), NIB_CHECKPOINT_FORMAT_MODELOPT), NIB_ERR_UNSUPPORTED,
+                "cannot carry over");
     /* Half of the memory is for a panel, of which reading FP8 takes 4 MiB. */
     static const uint64_t values[] = { 0, 20000, 1 << 16, 1 << 20 };
     for (int i = 0; i < 4; i++) {
@@ -1272,6 +1311,18 @@ TEST(others_at_work_are_noticed)
     s = (struct stopper){ .at = 3, .then = shorten_input };
     CHECK_FAILS(quantize(at("in"), fresh("out"), NULL, NULL, &job), NIB_ERR_IO, "longer when opened");
     CHECK(entries(at("out")) == 1);
+}
+
+/* Descriptor 0 is one as any other, where nothing is on standard input. */
+TEST(standard_input_may_be_closed)
+{
+    make_model(at("in"));
+    const int before = dup(0);
+    close(0);
+    CHECK_OK(quantize(at("in"), fresh("out"), NULL, NULL, NULL));
+    CHECK(close(0) == -1); /* nobody has it any more */
+    CHECK(before < 0 || dup2(before, 0) == 0);
+    close(before);
 }
 
 TEST(a_folder_that_cannot_be_written_is_an_error)

@@ -293,6 +293,7 @@ static nib_status column_pattern(const struct sample *s, double *out)
     return NIB_OK;
 }
 
+/* NaN, which says nothing, of what does not vary. */
 static double correlation(const double *x, const double *y, int64_t n)
 {
     double xx = 0, yy = 0, xy = 0;
@@ -301,7 +302,7 @@ static double correlation(const double *x, const double *y, int64_t n)
         yy += y[i] * y[i];
         xy += x[i] * y[i];
     }
-    return xx > 0 && yy > 0 ? xy / sqrt(xx * yy) : 0;
+    return xy / sqrt(xx * yy);
 }
 
 /* Gate and up multiply the same input, and in models the same columns are large in both. Queries, keys and values need not

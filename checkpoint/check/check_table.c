@@ -12,13 +12,13 @@ static const char *const severities[NIB_SEVERITY_COUNT] = { "error", "warning", 
 
 const char *nib_severity_name(nib_severity severity)
 {
-    return (int)severity >= 0 && severity < NIB_SEVERITY_COUNT ? severities[severity] : NULL;
+    return (unsigned)severity < NIB_SEVERITY_COUNT ? severities[severity] : NULL;
 }
 
 struct fault_facts {
     const char *id;
     nib_severity severity;
-    int repairable;
+    bool repairable;
     const char *consequence, *remedy;
 };
 

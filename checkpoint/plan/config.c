@@ -389,7 +389,7 @@ static bool put_index(const nib_plan *plan, const struct nib_out_tensor *const *
 nib_status nib_plan_index(const nib_plan *plan, struct nib_text *text)
 {
     *text = (struct nib_text){ 0 };
-    const struct nib_out_tensor **sorted = nib_alloc((plan->n_tensors + 1) * sizeof *sorted);
+    const struct nib_out_tensor **sorted = nib_alloc(plan->n_tensors * sizeof *sorted);
     bool fits = sorted != NULL;
     for (size_t i = 0; i < plan->n_tensors && fits; i++)
         sorted[i] = &plan->tensors[i];

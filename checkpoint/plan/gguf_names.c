@@ -63,7 +63,7 @@ static void read_size(struct part *part, double parameters)
     const char *units = " KMBT", *place = strchr(units, unit);
     size *= pow(1000, place ? (double)(place - units) : -1);
     part->kind = SIZE;
-    if (whole && parameters > 0 && fabs(size - parameters) > floor(7 * parameters / 8)) {
+    if (whole && fabs(size - parameters) > floor(7 * parameters / 8)) {
         part->kind = FINETUNE;
         *last = to_lower(*last);
     }
@@ -282,8 +282,7 @@ nib_status nib_plan_put_names(const nib_plan *plan, struct nib_gguf_plan *out)
         status = take_id(names, id, parameters);
     if (!status)
         status = take_id(names, slash ? slash + 1 : plan->in->path, parameters);
-    if (parameters > 0)
-        take(names->size, label);
+    take(names->size, label);
     const struct {
         const char *key, *value;
     } keys[] = { { "general.version", names->version },

@@ -638,10 +638,8 @@ static void find_specials(struct tokenizer *t)
             t->adds[s] = json_is_true(add);
         for (size_t i = 0; i < json_array_size(added) && t->words[s]; i++) {
             const json_t *entry = json_array_get(added, i);
-            if (same(json_string_value(json_object_get(entry, "content")), t->words[s])) {
-                note_id(t, s, json_object_get(entry, "id"));
-                break;
-            }
+            if (same(json_string_value(json_object_get(entry, "content")), t->words[s]))
+                note_id(t, s, json_object_get(entry, "id")); /* of several the first */
         }
     }
     for (int s = 0; s < SPECIALS; s++) {
