@@ -735,6 +735,13 @@ def test_masters_of_mixed_weights():
     want = nt.Float8CurrentScalingQuantizer(nt.DType.kFloat8E4M3)(master)
     assert torch.equal(mixed.rowwise_sub_storage.dequantize(), want.dequantize())
     assert torch.equal(mixed.columnwise_sub_storage.dequantize(), master)
+    turned = nt.HybridQuantizer(rowwise_quantizer=nt.IdentityQuantizer(), columnwise_quantizer=float8.copy())
+    mixed = turned(torch.ones(16, 32))  # whose codes are there as the transpose alone
+    assert mixed.columnwise_sub_storage._data is None
+    quantize_master_weights([mixed], [master.view(-1)], [0], None)
+    nt.post_all_gather_processing([mixed])
+    assert torch.equal(mixed.columnwise_sub_storage.dequantize(), want.dequantize())
+    assert torch.equal(mixed.columnwise_sub_storage._transpose, want._data.t())
     blocks = nt.HybridQuantizer(rowwise_quantizer=nt.NVFP4Quantizer(), columnwise_quantizer=nt.IdentityQuantizer())
     with pytest.raises(NotImplementedError, match="HybridQuantizer"):
         quantize_master_weights([blocks(master)], [master.view(-1)], [0], None)

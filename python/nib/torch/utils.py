@@ -50,6 +50,8 @@ def _unmixed(weights, masters, starts, shards):
                 raise NotImplementedError("quantize_master_weights takes weights of a HybridQuantizer whose halves "
                                           f"have one scale or none, not {type(half).__name__}")
             if not isinstance(half, IdentityTensorStorage):
+                if isinstance(half, Float8TensorStorage) and half._data is None and half._transpose is not None:
+                    half._data = half._transpose.movedim(0, -1).contiguous()  # in whose order shards are cast
                 for column, value in zip(found, (half, master, start)):
                     column.append(value)
             elif master is not None and master.numel():
