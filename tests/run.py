@@ -26,6 +26,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CI = os.environ.get("CI") == "true"
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed(?:, (\d+) skipped)?$")
 TORCH = "torch==2.13.0"
+MEGATRON = "megatron-core==0.16.1"
 ORACLES = ["compressed-tensors", "nvidia-modelopt", "torchao", "safetensors", "numpy", "ml_dtypes", "transformers>=5",
            "gguf>=0.19", "requests"]  # modelopt imports requests without asking for it
 WORKERS = os.cpu_count() or 1
@@ -539,6 +540,18 @@ def torch_environment(packages):
     return None, "needs PyTorch; TORCH=1 installs it"
 
 
+def megatron_directory(python):
+    """megatron-core beside what the environment has, where alone its own test looks: (its directory, "") or (None, why)."""
+    path = os.path.join(ROOT, "build/megatron")
+    with environment_lock:
+        if not os.path.exists(os.path.join(path, "megatron/core")):
+            status, output = run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target",
+                                  path, MEGATRON], timeout=600)
+            if status != 0:
+                return None, f"pip install {MEGATRON}: {(output.strip().splitlines() or [str(status)])[-1]}"
+    return path, ""
+
+
 def light_environment():
     """What the scripts need that do without PyTorch."""
     needs = [needs_of(script) for script in files("tests/check_*.py")]
@@ -570,6 +583,9 @@ def stage_oracles(tally):
     def oracle_job(script):
         def job(own):
             python, why = with_torch if needs_of(script) is None else light
+            if python and stem(script) == "check_megatron":
+                found, why = megatron_directory(python)
+                python = python if found else None
             if not python:
                 return own.missing(stem(script), why)
             return run_counted(own, stem(script), [python, script, os.path.join(path, "libnib.so"), os.path.join(path, "nib")],

@@ -68,6 +68,8 @@ _GROUPS = ("get_distributed_world_size", "get_distributed_rank", "set_tensor_mod
            "activation_recompute_forward", "get_activation_recompute_contexts", "use_reentrant_activation_recompute",
            "graph_safe_rng_available", "is_graph_safe_rng_state", "get_all_rng_states", "set_all_rng_states",
            "get_te_classes", "has_te_modules")
+_OFFLOAD = ("get_cpu_offload_context", "is_cpu_offload_enabled", "mark_not_offload", "mark_activation_offload",
+            "start_offload")
 _MULTI = ("multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_scale_tensor")
 _APPLY = ("MultiTensorApply", "multi_tensor_applier")
 _GEMM = ("general_gemm", "general_grouped_gemm")
@@ -88,7 +90,7 @@ MODULES = {
     _TE: {**_BASES, "constants": ("DType",), "module": _LAYERS, "quantization": (*_AUTOCAST, *_AVAILABLE, *_ROLES),
           "attention": ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding"),
           "transformer": ("TransformerLayer",), "recompute": ("checkpoint", "CudaRNGStatesTracker"),
-          "utils": (*_GLU, *_DEVICE), "helpers": ("torch_version",),
+          "utils": (*_GLU, *_DEVICE), "helpers": ("torch_version", "get_cpu_offload_context", "mark_not_offload"),
           **{name: _TENSORS[name] + _STORAGES[name] for name in _TENSORS}},
     f"{_TE}.quantized_tensor": _BASES,
     f"{_TE}.constants": {"constants": _EVERYTHING},
@@ -97,6 +99,8 @@ MODULES = {
                      "utils": ("round_up_to_nearest_multiple", "is_non_tn_fp8_gemm_supported", *_GLU, *_DEVICE),
                      "module.base": ("init_method_normal", "init_method_constant", "get_default_init_method"),
                      "quantization": ("is_bf16_available",)},
+    f"{_TE}.cpu_offload": {"helpers": _OFFLOAD},
+    f"{_TE}.cpu_offload_v1": {"helpers": _OFFLOAD[:4]},
     f"{_TE}.distributed": {"helpers": _GROUPS, "utils": ("gather_along_first_dim",),
                            "recompute": ("checkpoint", "CudaRNGStatesTracker"),
                            "quantization": ("is_fp8_activation_recompute_enabled",
@@ -117,7 +121,8 @@ MODULES = {
     f"{_TE}.module.fp8_padding": {"module": ("Fp8Padding",)},
     f"{_TE}.module.fp8_unpadding": {"module": ("Fp8Unpadding",)},
     f"{_TE}.module._common": {"utils": ("set_quantizer_amax_reduction_group",), "module.base": ("WeightGradStore",)},
-    f"{_TE}.attention": {"attention": ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding")},
+    f"{_TE}.attention": {"attention": ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding"),
+                         "helpers": ("_SplitAlongDim",)},
     f"{_TE}.attention.dot_product_attention": {"attention": ("DotProductAttention",)},
     f"{_TE}.attention.dot_product_attention.dot_product_attention": {"attention": ("DotProductAttention",)},
     f"{_TE}.attention.dot_product_attention.utils": {"attention": ("check_set_window_size", "get_alibi")},

@@ -275,6 +275,27 @@ def has_te_modules(network):
         or any(isinstance(module, get_te_classes()) for module in network.modules())
 
 
+# ---- Offloading: activations stay where they are ---------------------------------------------------------
+
+
+def get_cpu_offload_context(enabled=False, *args, **kwargs):
+    """(a context, what to call on a layer's output), both of which do nothing."""
+    if enabled:
+        raise NotImplementedError("nib does not offload activations: get_cpu_offload_context(enabled=True)")
+    return contextlib.nullcontext(), lambda output: output
+
+
+def is_cpu_offload_enabled():
+    return False
+
+
+def mark_not_offload(*tensors):
+    """For tensors that are to stay; all do."""
+
+
+mark_activation_offload = start_offload = mark_not_offload
+
+
 # ---- Lists of tensors ------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,8 @@ def _unsupported(name):
 NAMES = {module: tuple(names.split()) for module, names in {
     "": ("CPLoadBalancingStrategy CusolverMpCtx FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant "
          "GatedDeltaNet2Attention GatedDeltaNetAttention GatedDeltaProductAttention InferenceParams "
-         "ManualOffloadSynchronizer UserBufferQuantizationMode destroy_ub get_cpu_offload_context initialize_ub "
-         "make_graphed_callables mark_not_offload moe_permute moe_permute_and_pad_with_probs moe_permute_with_probs "
+         "ManualOffloadSynchronizer UserBufferQuantizationMode destroy_ub initialize_ub "
+         "make_graphed_callables moe_permute moe_permute_and_pad_with_probs moe_permute_with_probs "
          "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs moe_unpermute newton_schulz newton_schulz_tp "
          "onnx_export parallel_cross_entropy"),
     "attention": ("FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNet2Attention GatedDeltaNetAttention "
@@ -68,12 +68,12 @@ NAMES = {module: tuple(names.split()) for module, names in {
                             "get_cublas_workspace_size_bytes get_grouped_gemm_setup_workspace_size "
                             "validate_gemm_scale"),
     "cpu_offload": ("DefaultOffloadSynchronizer ManualOffloadSynchronizer OffloadSynchronizer OffloadableLayerState "
-                    "TensorGroup TensorGroupProcessor get_cpu_offload_context is_cpu_offload_enabled "
-                    "mark_activation_offload mark_not_offload start_offload"),
+                    "TensorGroup TensorGroupProcessor "
+                    ""),
     "cpu_offload_v1": ("AsyncDoubleBufferGroupOffloadHandler CpuOffloadHookWithOffloadHandler "
                        "CpuOffloadSavedTensorHook GroupCommitFunction OffloadHandler SynchronizedGroupOffloadHandler "
-                       "get_cpu_offload_context is_cpu_offload_enabled is_current_layer_offloaded "
-                       "mark_activation_offload"),
+                       "is_current_layer_offloaded "
+                       ""),
     "cross_entropy": "CrossEntropyFunction parallel_cross_entropy",
     "distributed": ("FullyShardedDataParallel get_symmetric_memory_tensor initialize_affine_weight_gpu "
                     "prepare_te_modules_for_fsdp release_symm_mem_pool symm_mem_alloc symmetric_all_reduce"),

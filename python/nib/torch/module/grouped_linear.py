@@ -26,6 +26,7 @@ class GroupedLinear(LinearLayer):
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.fuse_wgrad_accumulation = bias, return_bias, fuse_wgrad_accumulation
         self.apply_bias, self.rng_tracker_name = bias and not return_bias, rng_tracker_name
+        self.save_original_input = alone.get("save_original_input", False)  # a wish about memory; bits are the same
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
         self.weight_names = [f"weight{i}" for i in range(num_gemms)]
         self.bias_names = [f"bias{i}" for i in range(num_gemms)]

@@ -340,6 +340,7 @@ class Linear(LinearLayer):
         self.use_bias, self.fuse_wgrad_accumulation = bias, fuse_wgrad_accumulation
         self.apply_bias = bias and not return_bias
         self.rng_tracker_name, self.parallel_mode = rng_tracker_name, alone.get("parallel_mode")
+        self.save_original_input = alone.get("save_original_input", False)  # a wish about memory; bits are the same
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
         self._make_weights(out_features, in_features, parameters_split, bias, params_dtype, device, init_method,
                            get_rng_state_tracker)
