@@ -20,11 +20,12 @@
 #define DEV_MEMBER __device__ __forceinline__ /* of a class, behind its static */
 #define NIB_MEMBER __host__ __device__ __forceinline__
 
+/* a has no signs: then two of these are one instruction of three operands. */
 DEV uint32_t max_magnitudes(uint32_t a, uint32_t b)
 {
     __nv_bfloat162 x, y;
     memcpy(&x, &a, 4), memcpy(&y, &b, 4);
-    x = __hmax2_nan(__habs2(x), __habs2(y)); /* |x| is on the floating-point pipe: the integer one is the busy one */
+    x = __hmax2_nan(x, __habs2(y)); /* |y| is on the floating-point pipe: the integer one is the busy one */
     memcpy(&a, &x, 4);
     return a;
 }
@@ -282,17 +283,18 @@ DEV nib_scaler scaler_of(float tensor_scale, const nib_rules &rules)
     return scaler;
 }
 
+enum { NEAREST = 0, STOCHASTIC_8 = 8, STOCHASTIC_24 = 24 };
+
+template <int ROUND>
 DEV uint32_t block_scale(float amax, const nib_scaler &scaler, nib_rounding rounding, uint8_t floor_code)
 {
-    if (rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
+    if (ROUND == STOCHASTIC_24 && rounding == NIB_ROUND_STOCHASTIC_UNBIASED)
         return nib_at_least((uint8_t)nib_te_unbiased_block_scale(amax, &scaler), floor_code);
     const uint32_t scale = e4m3_of(smaller(__fmul_rn(amax, scaler.block), FLT_MAX));
     return max(scale, (uint32_t)floor_code);
 }
 
 /* ---- Codes ---- */
-
-enum { NEAREST = 0, STOCHASTIC_8 = 8, STOCHASTIC_24 = 24 };
 
 /* m >= 0 to E2M1, ties to even, as code << 22: what is left of c + m * 2^-126 without c, whose last bit is worth one step
  * of m's binade, is a subnormal (or barely normal) float of those bits. Beyond 6 it is larger, in order; so is a NaN. */
@@ -465,6 +467,28 @@ DEV void decode_block(uint2 codes, float factor, float (&y)[NIB_BLOCK])
     NIB_UNROLL
     for (int i = 0; i < 8; i++)
         y[i] = low[i], y[8 + i] = high[i];
+}
+
+/* What E2M1 makes of y >= 0, ties to even: the sum with c, whose last bit is worth one step of y's binade, is rounded to
+ * steps. Beyond 6 it is 6, and so for a NaN. */
+DEV float nearest_value(float y)
+{
+    const float m = smaller(y, 6.0f);
+    const float c = __int_as_float(max((__float_as_int(m) & 0x7F800000) + (22 << 23), (127 + 22) << 23));
+    return __fsub_rn(__fadd_rn(m, c), c);
+}
+
+/* A block under a factor, and back under a finite one: what decode_block makes of encode's codes. */
+template <nib_dtype D>
+DEV void round_block(const values<D> &v, float factor, float decode_factor, float (&y)[NIB_BLOCK])
+{
+    to_floats(v, y);
+    NIB_UNROLL
+    for (int i = 0; i < NIB_BLOCK; i++) {
+        const uint32_t sign = D == NIB_BF16 || y[i] == y[i] ? __float_as_uint(y[i]) & 0x80000000u : 0;
+        const float value = __fmul_rn(nearest_value(__fmul_rn(fabsf(y[i]), factor)), decode_factor);
+        y[i] = __uint_as_float(__float_as_uint(value) | sign);
+    }
 }
 
 /* The same, back through the RHT where there was one. Results are quiet. */

@@ -246,7 +246,7 @@ static nib_status unswizzle(nib_device *device, const struct nib_usage_geometry 
 static cudaError_t launch_equal(struct nib_cuda_device *d, const struct nib_usage_geometry *g,
                                 const struct nib_usage_memory *a, const struct nib_usage_memory *b, bool *out)
 {
-    uint32_t differs = 0, *const flag = d->places[0].flag;
+    uint32_t differs = 0, *const flag = d->place->flag;
     const struct nib_cuda_bytes codes = { a->codes, b->codes, flag },
                                 scales = { (const uint8_t *)a->tensor_scales, (const uint8_t *)b->tensor_scales, flag };
     const struct nib_cuda_layout job = { .to = *g, .source = *a, .target = *b, .differs = flag };
@@ -285,19 +285,86 @@ static nib_status is_set(nib_device *device, const float *flag, bool *set)
     ON_DEVICE(device, "reading a no-op flag", read_flag(d, flag, set));
 }
 
+/* ---- Places ---- */
+
+/* Zeroed on a stream of its own: whichever is captured has no part in it. */
+static cudaError_t make_places(struct nib_cuda_place **out)
+{
+    const size_t bytes = NIB_CUDA_PLACES * sizeof **out;
+    void *places = NULL;
+    cudaStream_t aside = NULL;
+    cudaError_t error = cudaMalloc(&places, bytes);
+    if (!error)
+        error = cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking);
+    if (!error)
+        error = cudaMemsetAsync(places, 0, bytes, aside);
+    if (!error)
+        error = cudaStreamSynchronize(aside);
+    if (aside)
+        (void)cudaStreamDestroy(aside);
+    if (error)
+        (void)cudaFree(places);
+    else
+        *out = places;
+    return error;
+}
+
+/* While another stream is captured, the runtime takes such calls from a thread that says that it knows. */
+static cudaError_t add_chunk(struct nib_cuda_device *d)
+{
+    struct nib_cuda_chunk *const chunk = nib_alloc_zeroed(sizeof *chunk);
+    if (!chunk)
+        return cudaErrorMemoryAllocation;
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+    if (!error) {
+        error = make_places(&chunk->places);
+        (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    }
+    if (error) {
+        nib_free(chunk);
+        return error;
+    }
+    chunk->before = d->chunks;
+    d->chunks = chunk;
+    return cudaSuccess;
+}
+
+cudaError_t nib_cuda_take_place(struct nib_cuda_device *d, struct nib_cuda_place **out)
+{
+    pthread_mutex_lock(&d->lock);
+    const bool full = !d->chunks || d->chunks->taken == NIB_CUDA_PLACES;
+    const cudaError_t error = full ? add_chunk(d) : cudaSuccess;
+    if (!error)
+        *out = &d->chunks->places[d->chunks->taken++];
+    pthread_mutex_unlock(&d->lock);
+    return error;
+}
+
 /* ---- Life ---- */
+
+/* What a device has on the GPU. */
+static void close_device(struct nib_cuda_device *d)
+{
+    while (d->chunks) {
+        struct nib_cuda_chunk *const chunk = d->chunks;
+        d->chunks = chunk->before;
+        (void)cudaFree(chunk->places);
+        nib_free(chunk);
+    }
+    if (d->own_stream && d->queue.stream)
+        (void)cudaStreamDestroy(d->queue.stream);
+    (void)cudaGetLastError();
+}
 
 static void destroy(nib_device *device)
 {
     struct nib_cuda_device *const d = nib_cuda_device_of(device);
     int before;
-    if (!nib_cuda_enter(d->queue.ordinal, &before)) {
-        (void)cudaFree(d->places);
-        if (d->own_stream)
-            (void)cudaStreamDestroy(d->queue.stream);
-    }
-    (void)cudaGetLastError();
+    (void)nib_cuda_enter(d->queue.ordinal, &before);
+    close_device(d);
     nib_cuda_leave(before);
+    pthread_mutex_destroy(&d->lock);
     nib_free(d);
 }
 
@@ -313,6 +380,7 @@ static const struct nib_device_ops cuda_ops = {
     .zero = zero,
     .check_quantization = nib_cuda_check_quantization,
     .quantize = nib_cuda_quantize,
+    .weighs = true,
     .find_amaxes = nib_cuda_find_amaxes,
     .fake_quantize = nib_cuda_fake_quantize,
     .dequantize = nib_cuda_dequantize,
@@ -326,26 +394,15 @@ static const struct nib_device_ops cuda_ops = {
     .equal = equal,
 };
 
-/* What a device has on the GPU; d->base is there for messages. */
 static cudaError_t open_device(struct nib_cuda_device *d)
 {
     cudaError_t error = cudaDeviceGetAttribute(&d->queue.processors, cudaDevAttrMultiProcessorCount, d->queue.ordinal);
     if (!error && d->own_stream)
         error = cudaStreamCreateWithFlags(&d->queue.stream, cudaStreamNonBlocking);
+    if (!error)
+        error = nib_cuda_take_place(d, &d->place);
     if (error)
-        return error;
-    void *places = NULL;
-    error = cudaMalloc(&places, NIB_CUDA_PLACES * sizeof *d->places);
-    if (!error) /* on all streams at once: a graph may run on any */
-        error = cudaMemset(places, 0, NIB_CUDA_PLACES * sizeof *d->places);
-    if (!error)
-        error = cudaStreamSynchronize(NULL);
-    d->places = places;
-    if (!error)
-        return cudaSuccess;
-    (void)cudaFree(places);
-    if (d->own_stream)
-        (void)cudaStreamDestroy(d->queue.stream);
+        close_device(d);
     return error;
 }
 
@@ -365,16 +422,18 @@ static nib_status create(int ordinal, void *stream, bool own_stream, nib_device 
     d->queue.stream = stream;
     d->queue.ordinal = ordinal;
     d->own_stream = own_stream;
-    atomic_init(&d->next_place, 1); /* the first is for calls that are not captured */
+    pthread_mutex_init(&d->lock, NULL);
     cudaError_t error = nib_cuda_enter(ordinal, &before);
     if (!error)
         error = open_device(d);
     const nib_status status = nib_cuda_status(d, "making a device", error);
     nib_cuda_leave(before);
-    if (status)
-        nib_free(d);
-    else
+    if (!status) {
         *out = &d->base;
+        return NIB_OK;
+    }
+    pthread_mutex_destroy(&d->lock);
+    nib_free(d);
     return status;
 }
 

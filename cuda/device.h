@@ -5,6 +5,8 @@
 #ifndef NIB_CUDA_DEVICE_H
 #define NIB_CUDA_DEVICE_H
 
+#include <pthread.h>
+
 #include "base/device.h"
 #include "launch.h"
 #include "nib_cuda.h"
@@ -16,20 +18,30 @@ struct nib_cuda_place {
     float tensor_scale;  /* of a fake quantization */
     uint32_t flag[3];
 };
-enum { NIB_CUDA_PLACES = 4097 };
+/* So many of them at a time; all stay until the device goes. */
+enum { NIB_CUDA_PLACES = 4096 };
+struct nib_cuda_chunk {
+    struct nib_cuda_chunk *before;
+    struct nib_cuda_place *places; /* on the GPU */
+    int taken;
+};
 
 struct nib_cuda_device {
     nib_device base;
     struct nib_cuda_queue queue;
     bool own_stream;
-    struct nib_cuda_place *places; /* on the GPU */
-    atomic_int next_place;
+    struct nib_cuda_place *place; /* of calls that are not captured */
+    pthread_mutex_t lock;         /* of the chunks */
+    struct nib_cuda_chunk *chunks;
 };
 
 static inline struct nib_cuda_device *nib_cuda_device_of(nib_device *device)
 {
     return (struct nib_cuda_device *)device;
 }
+
+/* A place that no other call has. The stream may be in the middle of a capture. */
+cudaError_t nib_cuda_take_place(struct nib_cuda_device *d, struct nib_cuda_place **out);
 
 /* MEMORY or DEVICE with a message; forgets the runtime's last error. */
 nib_status nib_cuda_status(const struct nib_cuda_device *d, const char *what, cudaError_t error);

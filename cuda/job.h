@@ -48,6 +48,7 @@ struct nib_cuda_quantization {
     uint64_t seed, offset;
     const uint64_t *offset_at; /* overrides it; may be NULL */
     const float *noop;         /* may be NULL */
+    const float *importance;   /* of columns, for the sweep of rows; may be NULL */
     struct nib_cuda_usage usage[2];
     void *out; /* fake quantization: rows like those of x, instead of codes */
     int64_t out_stride;

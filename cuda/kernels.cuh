@@ -145,11 +145,19 @@ template <nib_dtype D, int ROUND, bool FAKE, bool WHOLE> struct quantize_rows : 
     static DEV_MEMBER void encode_block(const job &j, shared &s, const state &st, values<D> &v, const place &p)
     {
         const nib_cuda_usage &u = j.usage[0];
-        const uint32_t scale = block_scale(absmax(v), st.scaler, j.rounding, j.floor_code);
+        const uint32_t scale = block_scale<ROUND>(absmax(v), st.scaler, j.rounding, j.floor_code);
         if (!FAKE)
             u.scales[WHOLE ? p.number : scale_index(u.g, p.line, p.block)] = (uint8_t)(p.n ? scale : 0);
         if (!p.n)
             return;
+        if (FAKE && ROUND == NEAREST && s.decode[FAKE ? scale & 127 : 0] <= FLT_MAX &&
+            s.table.factor[scale & 127] > 0) {
+            float y[NIB_BLOCK];
+            round_block(v, s.table.factor[scale & 127], s.decode[FAKE ? scale & 127 : 0], y);
+            store_line<D>((char *)j.out + element_of(p, j.out_stride) * element_bytes<D>(), y, p.n,
+                          WHOLE || (p.n == NIB_BLOCK && j.out_aligned));
+            return;
+        }
         const uint2 codes = encode<ROUND>(j, v, s.table.factor[scale & 127], st.offset, u.origin_line + p.line,
                                           nib_random_column((int64_t)u.origin_block + p.block, false));
         if (!FAKE) {
@@ -336,7 +344,7 @@ template <nib_dtype D, bool RHT, int ROUND, bool WHOLE> struct quantize_tiles : 
         const int n = WHOLE ? NIB_BLOCK : line < j.rows ? clamp_to_block(j.cols - block * NIB_BLOCK) : 0;
         values<D> v;
         unpack(v, raw);
-        const uint32_t scale = block_scale(absmax(v), st.scaler[0], j.rounding, j.floor_code);
+        const uint32_t scale = block_scale<ROUND>(absmax(v), st.scaler[0], j.rounding, j.floor_code);
         if (WHOLE)
             u.scales[line * u.g.scale_line + block] = (uint8_t)scale;
         else
@@ -387,7 +395,7 @@ template <nib_dtype D, bool RHT, int ROUND, bool WHOLE> struct quantize_tiles : 
                                          int64_t row, int64_t col)
     {
         const nib_cuda_usage &u = j.usage[1];
-        const uint32_t scale = block_scale(absmax(v), st.scaler[1], j.rounding, j.floor_code);
+        const uint32_t scale = block_scale<ROUND>(absmax(v), st.scaler[1], j.rounding, j.floor_code);
         *(uint2 *)&s.out.codes[c][band * 8] =
             encode<ROUND>(j, v, s.table[1].factor[scale & 127], st.offset, u.origin_line + (uint32_t)(col + c),
                           nib_random_column(u.origin_block + row / NIB_BLOCK + band, true));
@@ -497,7 +505,8 @@ template <nib_dtype D, int ROUND, bool WHOLE> struct quantize_squares : kernel_d
     {
         const nib_cuda_usage &u = j.usage[0];
         const int lane = t % 32, band = t / 32, b = lane % ROW_BLOCKS;
-        const uint32_t scale = block_scale(__uint_as_float(s.amax[band][b]), st.scaler, j.rounding, j.floor_code);
+        const uint32_t scale =
+            block_scale<ROUND>(__uint_as_float(s.amax[band][b]), st.scaler, j.rounding, j.floor_code);
         const float factor = s.table.factor[scale & 127];
         const int64_t block = col / NIB_BLOCK + b;
         if (lane < ROW_BLOCKS)
@@ -699,14 +708,15 @@ template <nib_dtype D, bool FAKE> struct quantize_lines : kernel_defaults {
                                                     j.error_mode, j.fast_error);
             }
         } else {
-            st.scale[0] = block_scale(amax, st.scaler, j.rounding, j.floor_code);
+            st.scale[0] = block_scale<STOCHASTIC_24>(amax, st.scaler, j.rounding, j.floor_code);
             st.codes[0] = codes_under(j, st, st.scale[0]);
         }
     }
     static DEV_MEMBER void sweep(const job &j, state &st, float amax)
     {
         const float scale_inv = nib_scale_inv(st.scaler.tensor_scale, &j.rules);
-        const int rtn = (int)block_scale(amax, st.scaler, j.rounding, j.floor_code);
+        const int rtn = (int)block_scale<NEAREST>(amax, st.scaler, j.rounding, j.floor_code);
+        const float *const importance = j.importance ? j.importance + st.at.block * NIB_BLOCK : nullptr;
         float x[NIB_BLOCK], least = 0;
         to_floats(st.v, x);
         for (int i = 0; i < NIB_SWEEP_CANDIDATES; i++) {
@@ -716,7 +726,7 @@ template <nib_dtype D, bool FAKE> struct quantize_lines : kernel_defaults {
             uint8_t unpacked[NIB_BLOCK];
             const uint2 codes = codes_under(j, st, (uint32_t)code);
             unpack_codes(codes, unpacked);
-            const float error = nib_sweep_error(x, unpacked, st.n, (uint8_t)code, scale_inv);
+            const float error = nib_weighted_sweep_error(x, unpacked, st.n, (uint8_t)code, scale_inv, importance);
             if (i == 0 || error < least) {
                 least = error;
                 st.codes[0] = codes;
@@ -963,6 +973,20 @@ template <nib_dtype D> struct amax_flat : amax_kernel {
     }
 };
 
+/* Raise a maximum to those of packed BF16; false where there is a NaN, which must not count. */
+DEV bool raise_by_pairs(const uint32_t (&w)[NIB_BLOCK], float &most)
+{
+    uint32_t pair = 0;
+    NIB_UNROLL
+    for (int i = 0; i < NIB_BLOCK; i++)
+        pair = max_magnitudes(pair, w[i]);
+    const uint32_t m = max(pair & 0xFFFFu, pair >> 16);
+    if (m > 0x7F80u)
+        return false;
+    most = larger(most, __uint_as_float(m << 16));
+    return true;
+}
+
 /* The values and the RHT of their columns: a thread has sixteen rows of a column, or of two that lie in one word. */
 template <nib_dtype D> struct amax_columns : amax_kernel {
     enum { BLOCKS = D == NIB_BF16 ? 5 : 4, EACH = D == NIB_F32 ? 1 : 2 };
@@ -993,6 +1017,7 @@ template <nib_dtype D> struct amax_columns : amax_kernel {
                     w[r] |= (uint32_t)((const uint16_t *)from)[1] << 16;
             }
         }
+        const bool counted = D == NIB_BF16 && raise_by_pairs(w, st.most[0]);
         NIB_UNROLL
         for (int half = 0; half < EACH; half++) {
             float x[NIB_BLOCK];
@@ -1002,7 +1027,8 @@ template <nib_dtype D> struct amax_columns : amax_kernel {
                        : D == NIB_F16 ? f32_of_f16((uint16_t)(w[r] >> 16 * half))
                        : half         ? high_half(w[r])
                                       : low_half(w[r]);
-                st.most[0] = larger(st.most[0], fabsf(x[r]));
+                if (!counted)
+                    st.most[0] = larger(st.most[0], fabsf(x[r]));
             }
             rht_sums<D>(x, j.signs);
             NIB_UNROLL

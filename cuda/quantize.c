@@ -54,17 +54,9 @@ static nib_status take_place(struct nib_cuda_device *d, struct nib_cuda_place **
 {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     TRY(nib_cuda_status(d, "asking whether a stream is captured", cudaStreamIsCapturing(d->queue.stream, &capture)));
-    if (capture == cudaStreamCaptureStatusNone) {
-        *out = &d->places[0];
-        return NIB_OK;
-    }
-    const int place = atomic_fetch_add(&d->next_place, 1);
-    if (place >= NIB_CUDA_PLACES) {
-        atomic_fetch_sub(&d->next_place, 1);
-        return nib_fail(NIB_ERR_UNSUPPORTED, "%s has been captured in %d calls: make another device for more graphs",
-                        d->base.name, NIB_CUDA_PLACES - 1);
-    }
-    *out = &d->places[place];
+    if (capture != cudaStreamCaptureStatusNone)
+        return nib_cuda_status(d, "a captured call", nib_cuda_take_place(d, out));
+    *out = d->place;
     return NIB_OK;
 }
 
@@ -307,6 +299,7 @@ static struct nib_cuda_quantization quantization_of(const struct call *c)
                                          .seed = q->seed,
                                          .offset = q->offset,
                                          .offset_at = c->overrides->offset,
+                                         .importance = c->overrides->importance,
                                          .noop = c->noop };
     memcpy(job.signs, c->signs, sizeof job.signs);
     for (uint32_t round = 0; round < 10; round++) { /* as nib_philox_block steps them */

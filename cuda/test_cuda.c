@@ -219,8 +219,8 @@ struct trial {
     struct memory x;
     int64_t lines[2];
     nib_overrides of_host, of_device;
-    struct memory numbers; /* what overrides point to */
-    float *values;
+    struct memory numbers, weights; /* what overrides point to */
+    float *values, *importance;
     enum kind kind;
 };
 
@@ -256,6 +256,21 @@ static void make_overrides(struct trial *t)
     }
 }
 
+/* The importance of columns, where it can be. */
+static void make_importance(struct trial *t, int64_t cols)
+{
+    const nib_quantizer *const q = &t->q;
+    if (q->scale_rule != NIB_SCALE_SWEEP || q->columnwise || q->rht_rowwise || test_below(3) == 0)
+        return;
+    t->importance = malloc((size_t)(cols + 1) * sizeof *t->importance);
+    for (int64_t i = 0; i < cols; i++)
+        t->importance[i] = ldexpf(1 + fabsf(test_normal()), (int)test_below(24) - 12);
+    t->weights = memory_of(t->importance, (size_t)cols * sizeof *t->importance, 0);
+    t->of_host.importance = t->importance;
+    t->of_device.importance = (const float *)t->weights.data;
+    t->of_host.importance_count = t->of_device.importance_count = cols;
+}
+
 static void open_trial(struct trial *t)
 {
     int64_t shape[NIB_MAX_RANK] = { 0 };
@@ -277,25 +292,28 @@ static void open_trial(struct trial *t)
         t->lines[1] = shape[rank - 1];
     }
     make_overrides(t);
+    make_importance(t, shape[rank - 1]);
     snprintf(where, sizeof where,
              "%s %s %lldx%lldx%lld usages %d%d swizzled %d row-scaled %d rht %d%d "
              "mask %04x block %d rule %d,%d,%d,%d "
-             "scales %d floor %g rounding %d strides %lld,%lld overrides %d%d%d%d%d%d",
+             "scales %d floor %g rounding %d strides %lld,%lld overrides %d%d%d%d%d%d%d",
              nib_dtype_name(dtype), kind_names[t->kind], (long long)shape[0], (long long)shape[1], (long long)shape[2],
              t->q.rowwise, t->q.columnwise, t->q.swizzled, t->q.row_scaled, t->q.rht_rowwise, t->q.rht,
              t->q.rht_sign_mask, t->q.block_dims[0], (int)t->q.scale_rule, (int)t->q.error_mode, t->q.fast_error,
              t->q.e4m3_max, (int)t->q.tensor_scale_rule, (double)t->q.min_block_scale, (int)t->q.rounding,
              (long long)t->host.strides[rank - 2], (long long)t->host.strides[rank - 1], !!t->of_host.amax[0],
              !!t->of_host.amax[1], !!t->of_host.tensor_scale[0], !!t->of_host.tensor_scale[1], !!t->of_host.amax_seen,
-             !!t->of_host.offset);
+             !!t->of_host.offset, !!t->of_host.importance);
 }
 
 static void close_trial(struct trial *t)
 {
     release(&t->x);
     release(&t->numbers);
+    release(&t->weights);
     free(t->host.data);
     free(t->values);
+    free(t->importance);
 }
 
 /* ---- Comparing ---- */
@@ -772,6 +790,40 @@ TEST(graphs_are_replayed_anywhere_with_other_offsets)
         close_step(&s);
     }
     nib_device_release(other);
+}
+
+TEST(captured_calls_have_no_limit)
+{
+    NEEDS_GPU;
+    struct pair x = pair_of(NIB_BF16, NORMAL, 16, 32);
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    nib_tensor *host = NULL, *device = NULL;
+    nib_device *late = NULL;
+    void *stream = NULL;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t ready = NULL;
+    CHECK_OK(nib_quantize(&q, &x.host, NULL, &host));
+    CHECK_OK(nib_quantize(&q, &x.device, NULL, &device));
+    CHECK_OK(nib_cuda_synchronize(gpu));
+    CHECK_OK(nib_cuda_stream(gpu, &stream));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    for (int i = 0; i < 4200; i++)
+        CHECK_OK(nib_quantize_into(&q, &x.device, NULL, NULL, device));
+    CHECK_OK(nib_cuda_create_stream(0, &late)); /* a device can be made meanwhile */
+    CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+    CHECK(cudaGraphInstantiate(&ready, graph, 0) == cudaSuccess);
+    CHECK_OK(nib_tensor_zero(device));
+    CHECK(cudaGraphLaunch(ready, stream) == cudaSuccess);
+    CHECK_OK(nib_cuda_synchronize(gpu));
+    snprintf(where, sizeof where, "4200 calls");
+    same_tensors(host, device);
+    (void)cudaGraphExecDestroy(ready);
+    (void)cudaGraphDestroy(graph);
+    nib_device_release(late);
+    nib_tensor_destroy(host);
+    nib_tensor_destroy(device);
+    free_pair(&x);
 }
 
 TEST(measuring_is_a_graph_too)

@@ -16,6 +16,8 @@ long shim_fail_allocation, shim_allocated, shim_waits, shim_allocations;
 enum { GPUS = 2, FILLER = 0xA5 };
 static _Thread_local int current;
 static _Thread_local cudaError_t last;
+static _Thread_local enum cudaStreamCaptureMode thread_mode;
+static int captures; /* under way, in global mode */
 
 /* What a graph does at a replay. */
 struct work {
@@ -25,7 +27,7 @@ struct work {
 struct shim_graph {
     struct work *work;
     size_t n;
-    int references;
+    int references, global;
 };
 struct shim_stream {
     struct shim_graph *captured;
@@ -145,7 +147,7 @@ static void run_set(const void *job)
     memset(m->to, m->value, m->bytes);
 }
 
-cudaError_t cudaMalloc(void **out, size_t bytes)
+static cudaError_t allocate(void **out, size_t bytes)
 {
     shim_allocations++;
     if (shim_fail_allocation && --shim_fail_allocation == 0)
@@ -158,6 +160,12 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
     *out = memory;
     return cudaSuccess;
 }
+cudaError_t cudaMalloc(void **out, size_t bytes)
+{
+    if (captures && thread_mode != cudaStreamCaptureModeRelaxed)
+        return fail(cudaErrorStreamCaptureUnsupported);
+    return allocate(out, bytes);
+}
 cudaError_t cudaFree(void *memory)
 {
     shim_allocated -= memory != NULL;
@@ -167,7 +175,7 @@ cudaError_t cudaFree(void *memory)
 cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream)
 {
     (void)stream;
-    return cudaMalloc(out, bytes);
+    return allocate(out, bytes);
 }
 static void run_nothing(const void *job) { (void)job; }
 /* A graph's memory would be allocated at each replay: here it is kept until the graph goes, as the job of one that does
@@ -218,21 +226,30 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
     *out = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
+{
+    const enum cudaStreamCaptureMode before = thread_mode;
+    thread_mode = *mode;
+    *mode = before;
+    return cudaSuccess;
+}
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode)
 {
-    (void)mode;
     if (!stream || stream->captured)
         return fail(cudaErrorStreamCaptureUnsupported);
     stream->captured = calloc(1, sizeof *stream->captured);
     if (!stream->captured)
         return fail(cudaErrorMemoryAllocation);
     stream->captured->references = 1;
+    stream->captured->global = mode == cudaStreamCaptureModeGlobal;
+    captures += stream->captured->global;
     return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
 {
     *out = stream->captured;
     stream->captured = NULL;
+    captures -= (*out)->global;
     return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags)

@@ -65,10 +65,10 @@ static inline uint32_t __vminu2(uint32_t a, uint32_t b)
 {
     return min(a & 0xFFFFu, b & 0xFFFFu) | min(a >> 16, b >> 16) << 16;
 }
-/* The larger magnitudes of two pairs of BF16; a NaN wins. */
+/* The larger magnitudes of two pairs of BF16, of which a has no signs; a NaN wins. */
 static inline uint32_t max_magnitudes(uint32_t a, uint32_t b)
 {
-    a &= 0x7FFF7FFFu, b &= 0x7FFF7FFFu;
+    b &= 0x7FFF7FFFu;
     return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16;
 }
 /* The same, but a NaN loses. */
