@@ -509,6 +509,11 @@ def stage_cuda(tally):
     if "device: cuda:0" in output:
         run_counted(tally, "nib conform --device cuda", [os.path.join(path, "nib"), "conform", "--device", "cuda",
                                                          *files("tests/golden/*.safetensors")], {"NIB_CUDA_LIBRARY": library})
+        python, why = torch_environment(["numpy", "pytest", "ml_dtypes"])
+        if not python:
+            return tally.missing("PyTorch on a GPU", why)
+        run_counted(tally, "PyTorch on a GPU", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/python/test_torch_cuda.py"],
+                    {"NIB_CUDA_LIBRARY": library, "NIB_LIBRARY": os.path.join(path, "libnib.so"), "PYTHONPATH": "python"}, timeout=600)
 
 
 def rules_by_nvcc(tally, common, program, wanted):

@@ -462,16 +462,21 @@ class _Functions:
         except OSError as error:
             raise ImportError(f"nib's library cannot be loaded: {error}. `pip install .` builds it; NIB_LIBRARY names "
                               "another one") from error
-        for name, (result, arguments) in FUNCTIONS.items():
-            try:
-                function = getattr(self._dll, name)
-            except AttributeError:
-                raise ImportError(f"{path} has no {name}: it is another version of nib's library") from None
-            function.argtypes = arguments
-            function.restype = c_int if result is STATUS else result
-            if check and result is STATUS:
-                function.errcheck = _check
-            setattr(self, name, function)
+        try:
+            bind(self._dll, FUNCTIONS, self, check)
+        except AttributeError as error:
+            raise ImportError(f"{path} is another version of nib's library: {error}") from None
+
+
+def bind(library, functions, owner, check=True):
+    """The functions of a library, by their table, as attributes of an owner."""
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = c_int if result is STATUS else result
+        if check and result is STATUS:
+            function.errcheck = _check
+        setattr(owner, name, function)
 
 
 def fail(status, text=None):

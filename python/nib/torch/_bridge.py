@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch tensors to the library and back. Nothing is computed here.
 
-    array(t)              a nib_array over a torch tensor's memory
+    array(t)              a nib_array over a torch tensor's memory, on the host or on a GPU and torch's current stream
     Native(...)           a nib_tensor over torch buffers, for the length of a `with`; `parts()` says afterwards what
                           its buffers are: the same torch tensors where the library wrote in place or shares them, new
                           ones (over the library's memory, by DLPack) where it made them
+    quantize(...)         the parts of a new tensor, where the values are
     communicator(group)   a nib_comm over a torch.distributed group
-    draw(q)               seed and offset of the random stream, from torch's default CPU generator
+    draw(q, device)       seed and offset of the random stream, from torch's default generator of the device
 """
 import ctypes
+import math
 import threading
 
 import torch
 
-from .. import _arrays, _library
+from .. import _arrays, _cuda, _library
 from .._device import entered
 from .._library import Array, Part, lib, raw, shape_array
 from .constants import DType, TE_DType
@@ -47,19 +49,39 @@ def changed(parts):
     torch.autograd.graph.increment_version([t for t in parts if t is not None and not t.is_inference()])
 
 
+def on_gpu(t):
+    """Whether a tensor, or the buffers of a quantized one, are where libnib_cuda computes."""
+    return t.device.type == "cuda"
+
+
 def host(t):
     """The tensor in host memory."""
     return t if t.device.type == "cpu" else t.cpu()
 
 
+def placed(t):
+    """The tensor where the library computes: where it is, if that is a GPU, or in host memory."""
+    return t if on_gpu(t) else host(t)
+
+
+def device_of(t):
+    """The library's device of a tensor: a GPU with torch's current stream, or the host."""
+    if not on_gpu(t):
+        if t.device.type != "cpu":
+            raise _library.UnsupportedError(f"nib computes in host memory and on GPUs, but the tensor is on {t.device}")
+        return entered.handle
+    ordinal = t.device.index
+    return _cuda.device(ordinal, torch._C._cuda_getCurrentRawStream(ordinal))
+
+
 def array(t, out=None):
-    """A nib_array over a tensor in host memory, whose lifetime is the caller's business."""
+    """A nib_array over a tensor, whose lifetime is the caller's business."""
     code = code_of(t.dtype)
-    if t.device.type != "cpu":
-        raise _library.UnsupportedError(f"nib computes in host memory, but the tensor is on {t.device}")
-    size = _ITEMSIZE[code]
-    return _arrays.fill(Array() if out is None else out, t.data_ptr(), code, t.shape,
-                        [s * size for s in t.stride()], size)
+    device, size = device_of(t), _ITEMSIZE[code]
+    filled = _arrays.fill(Array() if out is None else out, t.data_ptr(), code, t.shape,
+                          [s * size for s in t.stride()], size)
+    filled.device = device
+    return filled
 
 
 def _from_part(handle, part):
@@ -104,7 +126,7 @@ def take(handle, sources=()):
 def borrowed_buffer(t):
     """A nib_buffer over a contiguous tensor, whose lifetime is the caller's business."""
     buffer = ctypes.c_void_p()
-    lib.nib_buffer_borrow(t.data_ptr() or None, t.numel() * t.element_size(), entered.handle, None, None, buffer)
+    lib.nib_buffer_borrow(t.data_ptr() or None, t.numel() * t.element_size(), device_of(t), None, None, buffer)
     return buffer
 
 
@@ -114,7 +136,7 @@ class Native:
     def __init__(self, struct, dtype, shape, parts, columnwise_valid=True):
         self.handle = ctypes.c_void_p()
         self._own = list(parts)
-        self._used = [None if p is None else host(p).contiguous() for p in parts]
+        self._used = [None if p is None else placed(p).contiguous() for p in parts]
         buffers = (ctypes.c_void_p * _library.PART_COUNT)()
         try:
             for i, part in enumerate(self._used):
@@ -133,6 +155,10 @@ class Native:
 
     def __exit__(self, *_):
         raw.nib_tensor_destroy(self.handle)
+
+    def forget(self):
+        """Hold the tensors no longer: whoever keeps this knows whether they are still there."""
+        self._own = self._used = None
 
     def parts(self):
         """What the buffers are now: the caller's own tensors where the library kept them."""
@@ -168,19 +194,80 @@ def part_specs(struct, shape):
     return specs
 
 
-def draw(struct):
-    """Seed and offset of the random stream from torch's default generator: torch.manual_seed repeats them."""
+def empty_parts(struct, shape, device, wanted=tuple(Part)):
+    """Buffers for the parts that a quantization makes, those that are wanted; the library writes every byte."""
+    specs = part_specs(struct, shape)
+    return [None if spec is None or part not in wanted else torch.empty(spec[0], dtype=spec[1], device=device)
+            for part, spec in zip(Part, specs)]
+
+
+def draw(struct, t):
+    """Seed and offset of the random stream from torch's default generator of the tensor's device: torch.manual_seed
+    repeats them. In a capture of a GPU's stream, a tensor that holds the offset instead."""
+    if on_gpu(t):
+        return _draw_on_gpu(struct, t.device)
     seed, offset = torch.empty(2, dtype=torch.int64).random_().tolist()
     struct.seed = seed
     struct.offset = offset & ~3  # callers advance by whole blocks of random numbers
+    return None
+
+
+_OWN_SEED = 0x6E69625F66703421  # the random stream of nib is not that of torch's own kernels, which have the bare seed
+
+
+def _draw_on_gpu(struct, device):
+    """The generator of that GPU is advanced; in a capture it is the graph that draws, at each replay."""
+    generator = torch.cuda.default_generators[device.index]
+    struct.seed = (generator.initial_seed() ^ _OWN_SEED) & 0xFFFFFFFFFFFFFFFF
+    with torch.cuda.device(device):
+        captured = torch.cuda.is_current_stream_capturing()
+    if captured:
+        return torch.empty(1, dtype=torch.int64, device=device).random_()
+    struct.offset = generator.get_offset()
+    generator.set_offset(struct.offset + 4)  # what 16 elements take of it, at most
+    return None
+
+
+def overrides_of(amaxes=(None, None), offset=None):
+    """nib_overrides that keep the tensors they point to; None where there are none."""
+    if offset is None and amaxes[0] is None and amaxes[1] is None:
+        return None
+    overrides = _library.Overrides()
+    overrides.kept = (*amaxes, offset)
+    for i, amax in enumerate(amaxes):
+        overrides.amax[i] = None if amax is None else amax.data_ptr()
+    overrides.offset = None if offset is None else offset.data_ptr()
+    return overrides
+
+
+def reduced_amaxes(struct, x, comm):
+    """The amaxes of a tensor on a GPU over the ranks of a communicator, without any of them coming to the host."""
+    import torch.distributed as dist
+    shape, pointers = tuple(x.shape), (ctypes.POINTER(ctypes.c_float) * 2)()
+    lines = (math.prod(shape[:-1]), shape[-1]) if struct.row_scaled else (1, 1)
+    found = [torch.empty(n, dtype=torch.float32, device=x.device) if wanted else None
+             for n, wanted in zip(lines, (struct.rowwise, struct.columnwise))]
+    for i, amax in enumerate(found):
+        if amax is not None:
+            pointers[i] = ctypes.cast(amax.data_ptr(), ctypes.POINTER(ctypes.c_float))
+    lib.nib_amax(struct, array(x), pointers)
+    for amax in found:
+        if amax is not None and comm.size > 1:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=comm.group)
+    return found
 
 
 def quantize(struct, x, overrides=None):
-    """Six parts of a new tensor."""
-    out = ctypes.c_void_p()
-    x = host(x)
-    lib.nib_quantize(struct, array(x), overrides, out)
-    return take(out)
+    """Six parts of a new tensor. On a GPU they are torch's memory from the start."""
+    x = placed(x)
+    if not on_gpu(x):
+        out = ctypes.c_void_p()
+        lib.nib_quantize(struct, array(x), overrides, out)
+        return take(out)
+    parts = empty_parts(struct, tuple(x.shape), x.device)
+    with Native(struct, x.dtype, tuple(x.shape), parts) as native:
+        lib.nib_quantize_into(struct, array(x), overrides, None, native.handle)
+    return parts
 
 
 # ---- Communicators ---------------------------------------------------------------------------------------
@@ -202,6 +289,7 @@ class Communicator:
         self.struct = _library.Comm(context=None, rank=dist.get_rank(group), size=dist.get_world_size(group),
                                     allreduce_max_f32=self._functions[0], agree=self._functions[1],
                                     allgather=self._functions[2], barrier=self._functions[3])
+        self.struct.group = group
 
     def _guard(self, function):
         def guarded(*arguments):

@@ -25,7 +25,8 @@ def _decode(text):
 
 @torch.library.custom_op("nib::dequantize", mutates_args=())
 def dequantize(parts: List[Optional[Tensor]], struct: str, nominal: int, shape: List[int], dtype: int) -> Tensor:
-    out = torch.empty(shape, dtype=TE_DType_To_Torch[DType(dtype)])
+    device = next(part.device for part in parts if part is not None)
+    out = torch.empty(shape, dtype=TE_DType_To_Torch[DType(dtype)], device=device)
     if out.numel():
         with _bridge.Native(_decode(struct), TE_DType_To_Torch[DType(nominal)], shape, parts) as native:
             lib.nib_dequantize(native.handle, Usage.EITHER, _bridge.array(out))
@@ -42,9 +43,8 @@ def _(parts, struct, nominal, shape, dtype):
 def quantize(x: Tensor, struct: str) -> List[Tensor]:
     """The parts that there are, in the order of nib_part. Random numbers are drawn when it runs."""
     q = _decode(struct)
-    if q.rounding:
-        _bridge.draw(q)
-    return [part for part in _bridge.quantize(q, x) if part is not None]
+    overrides = _bridge.overrides_of(offset=_bridge.draw(q, x)) if q.rounding else None
+    return [part for part in _bridge.quantize(q, x, overrides) if part is not None]
 
 
 @quantize.register_fake

@@ -17,7 +17,7 @@ import torch
 
 from .. import _library
 from .._library import Usage, lib, raw, shape_array
-from . import _bridge, _ops
+from . import _bridge, _gpu, _ops
 from .quantized_tensor import (QuantizedTensor, QuantizedTensorStorage, Quantizer, _CallFunc, _DequantizeFunc,
                                _resolve_shape, _stride_from_shape, aten, eager)
 
@@ -53,14 +53,15 @@ class FormatQuantizer(Quantizer):
             return _bridge.communicator(self.amax_reduction_group)
         return contextlib.nullcontext()
 
-    def _quantization(self, comm):
-        """(nib_quantizer, nib_overrides) with everything set that belongs to one quantization."""
+    def _quantization(self, comm, tensor, amaxes=(None, None)):
+        """(nib_quantizer, nib_overrides) with everything set that belongs to one quantization of a tensor."""
         struct = self._struct()
-        if struct.rounding:
-            _bridge.draw(struct)
-        if comm is not None:
+        drawn = _bridge.draw(struct, tensor) if struct.rounding else None
+        if comm is not None and _bridge.on_gpu(tensor):
+            amaxes = _bridge.reduced_amaxes(struct, tensor.detach(), comm)
+        elif comm is not None:
             struct.amax_comm = ctypes.pointer(comm)
-        return struct, self._overrides()
+        return struct, _bridge.overrides_of(amaxes, drawn) or self._overrides()
 
     def quantize_impl(self, tensor):
         with self._reduction() as comm:
@@ -71,12 +72,19 @@ class FormatQuantizer(Quantizer):
                 return self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             if _bridge.is_fake(tensor):
                 return self._wrap(tensor.shape, tensor.dtype, self._traced(tensor))
-            struct, overrides = self._quantization(comm)
+            struct, overrides = self._quantization(comm, tensor)
             parts = _bridge.quantize(struct, tensor.detach(), overrides)
         return self._wrap(tensor.shape, tensor.dtype, parts)
 
     @eager
-    def update_quantized(self, src, dst, *, noop_flag=None):
+    def update_quantized(self, src, dst, *, noop_flag=None, amax=None):
+        """Quantize into a tensor that exists. amax: instead of that of the data, one float32 tensor or one for each
+        usage. On a GPU neither it nor the no-op flag comes to the host."""
+        amaxes = amax if isinstance(amax, (tuple, list)) else (amax, amax)
+        prepared = getattr(dst, "_prepared", None)
+        if prepared is not None and type(src) in _PLAIN and prepared.serves(self, src, dst, amaxes):
+            prepared.run(src, dst, _checked_amaxes(amaxes, src), _flag(noop_flag, src))
+            return dst
         skip = _is_set(noop_flag)  # on all ranks: nobody waits for a reduction
         with contextlib.nullcontext() if skip else self._reduction(dst) as comm:
             if not isinstance(dst, self.tensor_class.storage_class):
@@ -94,16 +102,36 @@ class FormatQuantizer(Quantizer):
             if tuple(src.shape) != tuple(dst.shape):
                 raise ValueError(f"a tensor of shape {tuple(src.shape)} does not fit into one of {tuple(dst.shape)}")
             if not skip:
-                self._update(_bridge.host(src.detach()), dst, comm)
+                self._update(_bridge.placed(src.detach()), dst, comm, amaxes, noop_flag)
         return dst
 
-    def _update(self, src, dst, comm):
-        with dst._native() as native:
-            struct, overrides = self._quantization(comm)
-            lib.nib_quantize_into(struct, _bridge.array(src), overrides, None, native.handle)
+    def _update(self, src, dst, comm, amaxes=(None, None), noop_flag=None):
+        struct, overrides = self._quantization(comm, src, _checked_amaxes(amaxes, src))
+        ready = _bridge.on_gpu(src) and noop_flag is None
+        with self._with_buffers(struct, dst, src.device) if ready else dst._native() as native:
+            lib.nib_quantize_into(struct, _bridge.array(src), overrides, _flag(noop_flag, src), native.handle)
             dst._assign(native.parts())
             dst._follow(self)
         _bridge.changed(dst._parts())
+        if _bridge.on_gpu(src) and comm is None and self._stays():
+            dst._prepared = _gpu.Update(self, src, dst, struct, amaxes)
+
+    @staticmethod
+    def _with_buffers(struct, dst, device):
+        """The nib_tensor of dst with torch's memory for whatever an update would allocate: usages that are missing, or
+        all of them, where the bytes come to mean something else."""
+        parts, shape = dst._parts(), tuple(dst.shape)
+        missing = [part for part in _library.Part if parts[part] is None]
+        fresh = _bridge.empty_parts(struct, shape, device, missing)
+        native = dst._native([new if old is None else old for old, new in zip(parts, fresh)])
+        if raw.nib_tensor_set_quantizer(native.handle, struct) != _library.MismatchError.status:
+            return native
+        native.__exit__()
+        return _bridge.Native(struct, dst._dtype, shape, _bridge.empty_parts(struct, shape, device))
+
+    def _stays(self):
+        """Whether the same attributes always mean the same nib_quantizer."""
+        return False
 
     def _traced(self, tensor):
         if getattr(self, "with_amax_reduction", False):
@@ -220,6 +248,9 @@ class FormatQuantizer(Quantizer):
         return state
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _check_float(tensor):
     if tensor.dtype not in _bridge.FLOATS:
         raise _library.DtypeError(f"{tensor.dtype} cannot be quantized: float32, float16 and bfloat16 can")
@@ -236,9 +267,25 @@ def _update_meta(src, dst):
 
 
 def _is_set(noop_flag):
-    """Whether a no-op flag is set; what is no flag is not."""
+    """Whether a no-op flag is set; what is no flag is not, and one on a GPU is nobody's to know."""
     return isinstance(noop_flag, torch.Tensor) and noop_flag.dtype == torch.float32 and noop_flag.numel() == 1 \
-        and not _bridge.is_fake(noop_flag) and float(noop_flag) == 1.0
+        and not _bridge.is_fake(noop_flag) and not _bridge.on_gpu(noop_flag) and float(noop_flag) == 1.0
+
+
+def _flag(noop_flag, src):
+    """A no-op flag for the library, where it is not for the host to look at."""
+    if noop_flag is None or not _bridge.on_gpu(noop_flag):
+        return None
+    if noop_flag.device != src.device:
+        raise _library.DeviceError(f"a no-op flag on {noop_flag.device} for a tensor on {src.device}")
+    return ctypes.cast(noop_flag.data_ptr(), ctypes.POINTER(ctypes.c_float))
+
+
+def _checked_amaxes(amaxes, src):
+    for amax in amaxes:
+        if amax is not None and (amax.dtype != torch.float32 or amax.device != src.device or not amax.is_contiguous()):
+            raise ValueError(f"an amax is float32 on {src.device}, not {amax.dtype} on {amax.device}")
+    return amaxes
 
 
 class FormatStorage(QuantizedTensorStorage):
@@ -304,8 +351,14 @@ class FormatStorage(QuantizedTensorStorage):
                     parts[part] = None
         return parts
 
-    def _native(self):
-        return _bridge.Native(self._struct(), self._dtype, tuple(self.shape), self._parts())
+    def _native(self, parts=None):
+        """The nib_tensor over the buffers, or over those and others."""
+        struct = self._struct()
+        if parts is None:
+            parts = self._parts()
+        else:
+            struct.rowwise, struct.columnwise = (part is not None for part in parts[:2])
+        return _bridge.Native(struct, self._dtype, tuple(self.shape), parts)
 
     def _assign(self, parts):
         parts = self._shaped(parts, self.shape)
@@ -445,12 +498,12 @@ class FormatStorage(QuantizedTensorStorage):
             raise _library.NoDataError(f"{type(self).__name__} has no data")
         if _bridge.is_fake(data[0]):
             return _ops.traced_values(self._parts(), self._struct(), self._dtype, self.shape, dtype)
-        out = torch.empty(tuple(self.shape), dtype=dtype)
-        if not out.numel():
-            return out
-        with self._native() as native:
-            lib.nib_dequantize(native.handle, Usage.EITHER, _bridge.array(out))
-        return out if data[0].device.type == "cpu" else out.to(data[0].device)
+        device = data[0].device
+        out = torch.empty(tuple(self.shape), dtype=dtype, device=device if _bridge.on_gpu(data[0]) else "cpu")
+        if out.numel():
+            with self._native() as native:
+                lib.nib_dequantize(native.handle, Usage.EITHER, _bridge.array(out))
+        return out if out.device == device else out.to(device)
 
     def dequantize(self, dtype=None):
         """The values, in the nominal dtype or another."""
@@ -465,7 +518,15 @@ class FormatStorage(QuantizedTensorStorage):
 
     def _create_columnwise(self):
         """Build the columnwise usage from the rowwise one."""
-        self._change(lib.nib_tensor_update_usage, 1, 1)
+        struct, parts = self._struct(), self._parts()
+        if not _bridge.on_gpu(self):
+            return self._change(lib.nib_tensor_update_usage, 1, 1)
+        struct.columnwise = 1
+        fresh = _bridge.empty_parts(struct, tuple(self.shape), self.device)
+        parts[1::2] = fresh[1::2]
+        with _bridge.Native(struct, self._dtype, tuple(self.shape), parts, columnwise_valid=False) as native:
+            lib.nib_tensor_update_usage(native.handle, 1, 1)
+            self._assign(native.parts())
 
     def view(self, *shape):
         shape = _storage_view_shape(self, shape)
@@ -660,7 +721,7 @@ class FormatTensor:
 
     def _attributes(self):
         """What others have attached to the object; nn.Parameter does."""
-        known = {"_dtype", "_quantizer", *(f.name for f in self.FIELDS), *(name for name, _ in self.STATE)}
+        known = {"_dtype", "_quantizer", "_prepared", *(f.name for f in self.FIELDS), *(name for name, _ in self.STATE)}
         return {name: value for name, value in self.__dict__.items() if name not in known}
 
     def __deepcopy__(self, memo):

@@ -46,7 +46,7 @@ def quant_nvfp4_torch(x, global_scale=None):
         tensor_scale = torch.as_tensor(global_scale, dtype=torch.float32).reshape(1)
         overrides = _library.Overrides()
         overrides.tensor_scale[0] = tensor_scale.data_ptr()
-    source = x.detach()
+    source = _bridge.host(x.detach())
     if source.dtype not in _bridge.FLOATS:
         source = source.float()
     parts = _bridge.quantize(struct, source, overrides)

@@ -414,13 +414,13 @@ def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocati
             raise ValueError(f"the sections have {sum(sections)} rows, the tensor {tensor.shape[0]}")
         if not sections:
             return []
-        source = _bridge.host(tensor.detach())
-        together = source.dim() == 2 and isinstance(first, FormatQuantizer) and first._overrides() is None \
-            and all(q == first for q in quantizer_list) \
+        source = _bridge.placed(tensor.detach())
+        together = source.dim() == 2 and not _bridge.on_gpu(source) and isinstance(first, FormatQuantizer) \
+            and first._overrides() is None and all(q == first for q in quantizer_list) \
             and len({getattr(q, "amax_reduction_group", None) for q in quantizer_list}) == 1
         if together:
             out = (ctypes.c_void_p * len(sections))()
-            struct, _none = first._quantization(comm)
+            struct, _none = first._quantization(comm, source)
             if isinstance(first, NVFP4Quantizer) and struct.swizzled:  # all or none, as the bulk kernel has it
                 struct.swizzled = first.with_rht and all(first._swizzles_itself((n, source.shape[1]), 128)
                                                          for n in sections)

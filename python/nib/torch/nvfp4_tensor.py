@@ -191,6 +191,9 @@ class NVFP4Quantizer(FormatQuantizer):
         out._quantizer.optimize_for_gemm = True
         return out
 
+    def _stays(self):
+        return not self.nvfp4_use_4over6  # which looks at the environment
+
     def _state(self):
         return {"fp4_dtype": self.dtype, "with_gemm_swizzled_scales": bool(self.optimize_for_gemm),
                 "row_scaled_nvfp4": self.row_scaled_nvfp4, "nvfp4_use_4over6": self.nvfp4_use_4over6,

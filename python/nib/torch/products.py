@@ -3,10 +3,10 @@
 
 multiply(a, b) is A B^T over the usages that it is told: a rowwise usage is the [M, K] matrix, a columnwise one its
 transpose, [K, M]. Two plain matrices are multiplied by PyTorch in their own dtype. Two operands of a custom quantizer
-go to its qgemm. All else is nib_gemm: two NVFP4 operands have the bits of TransformerEngine's reference, an NVFP4
-operand and a plain one the product in block fixed point, others that of their values. What nib_gemm does not take is
-the product of the dequantized values by PyTorch in FP32: a usage that is transformed with one that is not, and tensors
-without memory.
+go to its qgemm. NVFP4 on a GPU is multiplied there, in BF16 (_gpu_products). All else is nib_gemm: two NVFP4 operands
+have the bits of TransformerEngine's reference, an NVFP4 operand and a plain one the product in block fixed point,
+others that of their values. What nib_gemm does not take is the product of the dequantized values by PyTorch in FP32: a
+usage that is transformed with one that is not, and tensors without memory.
 """
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ from typing import Any, Optional
 import torch
 
 from .._library import Array, GemmOptions, Operand, Usage, lib
-from . import _bridge
+from . import _bridge, _gpu_products
 from .format_tensor import FormatStorage
 from .hybrid_tensor import HybridQuantizedTensorStorage
 from .nvfp4_tensor import NVFP4TensorStorage
@@ -46,7 +46,7 @@ def values_of(operand, columnwise, device=None):
     if any(part is not None and _bridge.is_fake(part) for part in operand._parts()):
         return operand.dequantize(torch.float32).reshape(-1, operand.shape[-1])
     shape = tuple(operand.shape)
-    out = torch.empty(math.prod(shape[:-1]), shape[-1])
+    out = torch.empty(math.prod(shape[:-1]), shape[-1], device=operand.device if _bridge.on_gpu(operand) else "cpu")
     if out.numel():
         with operand._native() as native:
             lib.nib_dequantize(native.handle, Usage.COLUMNWISE if columnwise else Usage.ROWWISE,
@@ -104,21 +104,23 @@ def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=
 
 
 def product_of_values(a, b, a_columnwise, b_columnwise, device=None):
-    """The product of the dequantized values by PyTorch, in FP32."""
+    """The product of the dequantized values by PyTorch, in FP32; on a GPU that of the codes, where BF16 holds them."""
+    if _gpu_products.takes(a, b) and _mask(a, a_columnwise) == _mask(b, b_columnwise):
+        return _gpu_products.multiply(a, b, a_columnwise, b_columnwise)
     a, b = values_of(a, a_columnwise, device), values_of(b, b_columnwise, device)
     return (a.t() if a_columnwise else a) @ (b if b_columnwise else b.t())
 
 
 def takes(a, b, a_columnwise, b_columnwise):
-    """Whether nib_gemm takes two operands: a tensor of the library among them, and both transformed alike
-    or neither."""
+    """Whether nib_gemm takes two operands: a tensor of the library among them, both transformed alike or neither, and
+    neither of them on a GPU."""
     formats = [isinstance(operand, FormatStorage) for operand in (a, b)]
     if not any(formats) or not all(math.prod(operand.shape) for operand in (a, b)):
         return False
     for operand, of_format in zip((a, b), formats):
         parts = operand._parts() if of_format else [operand]
         if not of_format and (not is_plain(operand) or operand.dtype not in _bridge.FLOATS) \
-                or any(part is not None and _bridge.is_fake(part) for part in parts):
+                or any(part is not None and (_bridge.is_fake(part) or _bridge.on_gpu(part)) for part in parts):
             return False
     return _mask(a, a_columnwise) == _mask(b, b_columnwise)
 

@@ -472,7 +472,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             tensor, size = args[0], args[1]
             if tensor._quantizer is None:
                 raise RuntimeError(f"{type(tensor).__name__} has no quantizer: cannot make an empty one like it")
-            return tensor._quantizer.make_empty(size, dtype=kwargs.get("dtype") or tensor.dtype)
+            return tensor._quantizer.make_empty(size, dtype=kwargs.get("dtype") or tensor.dtype,
+                                                device=kwargs.get("device") or tensor.device)
         if func == aten.empty_like.default and isinstance(args[0], QuantizedTensor):
             return _empty_like(args[0], kwargs)
         if func == aten.numel.default:
@@ -547,4 +548,4 @@ def _empty_like(tensor, kwargs):
     usages = tensor.get_usages()
     quantizer.set_usage(**usages)
     return quantizer.make_empty(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype,
-                                device=kwargs.get("device"), pin_memory=bool(kwargs.get("pin_memory")))
+                                device=kwargs.get("device") or tensor.device, pin_memory=bool(kwargs.get("pin_memory")))

@@ -10,7 +10,7 @@ import enum
 import torch
 
 from .. import _library
-from .._library import Part, Usage, lib
+from .._library import Usage, lib
 from . import _bridge
 from .constants import DType, TE_DType_To_Torch
 from .grouped_tensor import (bgrad_group_quantize, group_dequantize, group_quantize,  # noqa: F401
@@ -50,13 +50,10 @@ def create_empty_quantized_tensor(quantizer, shape, dtype=torch.float32, device=
 def nvfp4_quantize_with_amax(tensor, quantizer, rowwise_amax=None, columnwise_amax=None):
     """Quantize with amaxes that are known, one float32 each; None: found as usual."""
     with quantizer._reduction() as comm:
-        kept = [None if amax is None else amax.detach().to("cpu", torch.float32).reshape(-1).contiguous()
-                for amax in (rowwise_amax, columnwise_amax)]
-        overrides = _library.Overrides()
-        for i, amax in enumerate(kept):
-            if amax is not None:
-                overrides.amax[i] = amax.data_ptr()
-        struct, _none = quantizer._quantization(comm)
+        tensor = _bridge.placed(tensor)
+        given = [None if amax is None else amax.detach().to(tensor.device, torch.float32).reshape(-1).contiguous()
+                 for amax in (rowwise_amax, columnwise_amax)]
+        struct, overrides = quantizer._quantization(comm, tensor, given)
         parts = _bridge.quantize(struct, tensor.detach(), overrides)
     return quantizer._wrap(tensor.shape, tensor.dtype, parts)
 
@@ -65,7 +62,11 @@ def compute_amax(tensor, amax):
     """The largest magnitude of a tensor into `amax`."""
     struct = _library.new_quantizer()
     struct.columnwise = 0
-    amax.copy_(_bridge.quantize(struct, tensor.detach().reshape(1, -1))[Part.ROW_TENSOR_SCALE].reshape(amax.shape))
+    tensor = _bridge.placed(tensor.detach()).reshape(1, -1)
+    found = torch.zeros(1, dtype=torch.float32, device=tensor.device)
+    pointers = (ctypes.POINTER(ctypes.c_float) * 2)(ctypes.cast(found.data_ptr(), ctypes.POINTER(ctypes.c_float)))
+    lib.nib_amax(struct, _bridge.array(tensor), pointers)
+    amax.copy_(found.reshape(amax.shape))
 
 
 # ---- Delayed scaling -------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libnib_cuda, loaded when somebody asks for a GPU: its devices by ordinal and stream.
+
+It is NIB_CUDA_LIBRARY where that is set, the one beside this file where a wheel has it, or what the system finds. It
+must have the libnib of this process: a device that one libnib makes is nothing to another.
+"""
+import ctypes
+import os
+import threading
+from ctypes import POINTER as P, c_char_p, c_int, c_size_t, c_void_p
+
+from . import _library
+from ._library import STATUS, DeviceError, raw
+
+FUNCTIONS = {
+    "nib_cuda_count": (STATUS, [P(c_int)]),
+    "nib_cuda_describe": (STATUS, [c_int, c_char_p, c_size_t]),
+    "nib_cuda_create": (STATUS, [c_int, c_void_p, P(c_void_p)]),
+    "nib_cuda_synchronize": (STATUS, [c_void_p]),
+}
+
+_lock = threading.Lock()
+_functions = None
+_devices = {}  # (ordinal, stream): handle, for good: a graph needs the device of its calls as long as it lives
+
+
+def path():
+    """Where the library is looked for."""
+    chosen = os.environ.get("NIB_CUDA_LIBRARY")
+    if chosen:
+        return chosen
+    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libnib_cuda.so")
+    version = raw.nib_version().decode().rsplit(".", 1)[0]
+    return beside if os.path.exists(beside) else f"libnib_cuda.so.{version}"
+
+
+def _load():
+    where = path()
+    try:
+        library = ctypes.CDLL(where)
+    except OSError as error:
+        raise DeviceError(f"a GPU needs libnib_cuda: {error} (it is built with -DNIB_CUDA=ON; NIB_CUDA_LIBRARY can "
+                          "name it)") from error
+    try:
+        _library.bind(library, FUNCTIONS, library)
+    except AttributeError:
+        raise DeviceError(f"{where} is not nib's library of this version") from None
+    own, theirs = (ctypes.cast(function, c_void_p).value
+                   for function in (raw.nib_device_release, library.nib_device_release))
+    if own != theirs:
+        raise DeviceError(f"{where} brings a libnib of its own, and not the one at {_library.path}")
+    return library
+
+
+def functions():
+    """The functions of nib_cuda.h that Python calls; DeviceError where there is no such library."""
+    global _functions
+    if _functions is None:
+        with _lock:
+            _functions = _functions or _load()
+    return _functions
+
+
+def device(ordinal, stream):
+    """The device of a GPU and a cudaStream_t, as nib_array.device has it."""
+    handle = _devices.get((ordinal, stream))
+    if handle is None:
+        calls, made = functions(), c_void_p()
+        with _lock:
+            handle = _devices.get((ordinal, stream))
+            if handle is None:
+                calls.nib_cuda_create(ordinal, stream or None, made)
+                handle = _devices[ordinal, stream] = made.value
+    return handle

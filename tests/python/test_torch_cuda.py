@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nib.torch on a GPU: the host's bytes, torch's stream, memory and generator, and nothing that comes to the host.
+
+Every test runs on a GPU where there is one. Those that take `place` run on the host too, over cuda/shim, where tensors
+in host memory are taken for those of a GPU; what needs CUDA's own streams and graphs is skipped there.
+"""
+import contextlib
+import copy
+import ctypes
+import glob
+import io
+import os
+import shutil
+import subprocess
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import nib.torch as nt  # noqa: E402
+from conftest import ROOT  # noqa: E402
+from nib import _cuda, _library  # noqa: E402
+from nib._library import Part  # noqa: E402
+from nib.torch import _bridge, _gpu_products  # noqa: E402
+from nib.torch.nvfp4_tensor import NVFP4Quantizer  # noqa: E402
+from nib.torch.recipe import NVFP4BlockScaling  # noqa: E402
+
+
+class Place:
+    """Where the tensors of a test are, and the host beside it."""
+
+    def __init__(self, device, patch=None):
+        self.device, self._patch = device, patch
+
+    def __call__(self, tensor):
+        return tensor.to(self.device)
+
+    def host(self, call, *arguments):
+        """call(*arguments) on the host."""
+        if self._patch is None:
+            return call(*arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_bridge, "on_gpu", lambda t: False)
+            patch.setattr(_bridge, "device_of", _DEVICE_OF)
+            return call(*arguments)
+
+
+_DEVICE_OF = _bridge.device_of
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    """libnib_cuda over cuda/shim, linked with the libnib that this process has."""
+    archives = sorted(glob.glob(os.path.join(ROOT, "build*/tests/libnib_cuda_shim.a")), key=os.path.getmtime)
+    compiler = shutil.which("c++")
+    if not archives or not compiler:
+        pytest.skip("cuda/shim is not built here")
+    out, library = str(tmp_path_factory.mktemp("shim") / "libnib_cuda.so"), os.path.realpath(_library.path)
+    subprocess.run([compiler, "-shared", "-Wl,--whole-archive", archives[-1], "-Wl,--no-whole-archive", library,
+                    "-pthread", "-o", out, f"-Wl,-rpath,{os.path.dirname(library)}"], check=True)
+    return out
+
+
+def needs_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    try:
+        _cuda.functions()
+    except _library.DeviceError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def gpu():
+    needs_gpu()
+    return Place(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.fixture(params=["shim", "cuda"])
+def place(request, monkeypatch):
+    if request.param == "cuda":
+        return request.getfixturevalue("gpu")
+    library = request.getfixturevalue("shim")
+    monkeypatch.setenv("NIB_CUDA_LIBRARY", library)
+    monkeypatch.setattr(_cuda, "_functions", None)
+    monkeypatch.setattr(_cuda, "_devices", {})
+    monkeypatch.setattr(_gpu_products, "_ones", {})
+    monkeypatch.setattr(_bridge, "on_gpu", lambda t: True)
+    monkeypatch.setattr(_bridge, "device_of", lambda t: _cuda.device(0, 0))
+
+    def draw(struct, _device):
+        struct.seed, struct.offset = 77, int(torch.randint(1 << 40, (1,))) * 4
+    monkeypatch.setattr(_bridge, "_draw_on_gpu", draw)
+    return Place(torch.device("cpu"), monkeypatch)
+
+
+OPTIONS = [{}, {"with_rht": True}, {"with_2d_quantization": True}, {"row_scaled_nvfp4": True, "columnwise": False},
+           {"nvfp4_use_4over6": True}, {"columnwise": False}, {"rowwise": False}]
+
+
+def parts(tensor):
+    return [None if part is None else part.cpu() for part in tensor._parts()]
+
+
+def same(left, right):
+    return all((a is None) == (b is None) and (a is None or torch.equal(a, b))
+               for a, b in zip(parts(left), parts(right)))
+
+
+def sample(rows=48, cols=80, dtype=torch.bfloat16, seed=3):
+    return (torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+# ---- Bytes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_bytes_are_the_hosts(place, options, dtype):
+    quantizer = NVFP4Quantizer(**options)
+    for rows, cols in ((48, 80), (128, 256), (16, 32)):
+        x = sample(rows, cols, dtype)
+        expected = place.host(quantizer.quantize, x)
+        there = quantizer(place(x))
+        assert same(there, expected)
+        assert all(part is None or part.device == place.device for part in there._parts())
+        for out in (torch.float32, torch.bfloat16, torch.float16):
+            assert torch.equal(there.dequantize(dtype=out).cpu(), place.host(lambda: expected.dequantize(dtype=out)))
+
+
+def test_tiles_strides_and_ranks(place):
+    quantizer = NVFP4Quantizer(with_2d_quantization=True)
+    quantizer.optimize_for_gemm = True
+    x = sample(128, 256)
+    assert same(quantizer(place(x)), place.host(quantizer.quantize, x))
+    quantizer.optimize_for_gemm = False
+    for view in (x.t(), x[::2, 16:112], x.view(4, 32, 256), x[:0]):
+        there = quantizer(place(x.new_tensor(0) + view) if view.numel() == 0 else place(x).as_strided(
+            view.shape, view.stride(), view.storage_offset()))
+        assert same(there, place.host(quantizer.quantize, view))
+
+
+def test_updates(place):
+    quantizer = NVFP4Quantizer(with_rht=True)
+    x, y = sample(seed=1), sample(seed=2)
+    there = quantizer(place(x))
+    before = [part.data_ptr() for part in there._parts()]
+    for values in (y, x, y):
+        quantizer.update_quantized(place(values), there)
+        assert same(there, place.host(quantizer.quantize, values))
+    assert [part.data_ptr() for part in there._parts()] == before
+
+
+def test_amaxes_that_are_known(place):
+    quantizer = NVFP4Quantizer()
+    x, amax = sample(), torch.tensor([40.0])
+    there, expected = quantizer(place(x)), place.host(quantizer.quantize, x)
+    for value in (40.0, 3.0, 7.5):
+        amax.fill_(value)
+        quantizer.update_quantized(place(x), there, amax=place(amax))
+        place.host(lambda: quantizer.update_quantized(x, expected, amax=amax))
+        assert same(there, expected) and float(there._amax_rowwise) == value
+    quantizer.update_quantized(place(x), there, amax=(place(amax), None))
+    place.host(lambda: quantizer.update_quantized(x, expected, amax=(amax, None)))
+    assert same(there, expected)
+    with pytest.raises(ValueError, match="an amax is float32"):
+        quantizer.update_quantized(place(x), there, amax=place(amax.double()))
+
+
+def test_what_is_prepared_is_used_and_dropped(place):
+    """The second update of a kind is prepared; whatever changes makes a new one."""
+    quantizer = NVFP4Quantizer()
+    x = place(sample())
+    there = quantizer(x)
+    quantizer.update_quantized(x, there)
+    prepared = there._prepared
+    quantizer.update_quantized(place(sample(seed=9)), there)
+    assert there._prepared is prepared and same(there, place.host(quantizer.quantize, sample(seed=9)))
+    quantizer.with_rht = quantizer.with_post_rht_amax = True
+    quantizer.update_quantized(x, there)
+    assert there._prepared is not prepared and same(there, place.host(quantizer.quantize, sample()))
+    prepared = there._prepared
+    there._rowwise_data = there._rowwise_data.clone()  # another buffer under the same name
+    quantizer.update_quantized(x, there)
+    assert there._prepared is not prepared and same(there, place.host(quantizer.quantize, sample()))
+    quantizer.update_quantized(x.float(), there)
+    assert same(there, place.host(quantizer.quantize, sample().float()))
+    there.update_usage(columnwise_usage=False)
+    assert there._prepared is not None and there._columnwise_data is None
+    quantizer.update_quantized(x, there)
+    assert same(there, place.host(quantizer.quantize, sample()))
+    for other in (copy.deepcopy(there), there.clone()):
+        assert getattr(other, "_prepared", None) is None and same(other, there)
+
+
+def test_random_rounding(place):
+    quantizer = NVFP4Quantizer(stochastic_rounding=True, with_2d_quantization=True)
+    x = place(sample(128, 128))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        drawn.append([quantizer(x), quantizer(x)])
+    assert same(drawn[0][0], drawn[1][0]) and same(drawn[0][1], drawn[1][1]) and not same(*drawn[0])
+    torch.manual_seed(11)
+    for i in range(3):  # the third is prepared
+        quantizer.update_quantized(x, drawn[1][0])
+        assert i == 2 or same(drawn[1][0], drawn[0][i])
+    for tensor in drawn[0]:
+        assert torch.equal(tensor._columnwise_data, place(_transposed_codes(tensor._rowwise_data.cpu())))
+
+
+def _transposed_codes(data):
+    codes = torch.stack((data & 15, data >> 4), -1).reshape(data.shape[0], -1).t()
+    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+
+
+# ---- What tensors do -------------------------------------------------------------------------------------
+
+
+def test_tensors(place):
+    quantizer = NVFP4Quantizer(with_2d_quantization=True, columnwise=False)
+    x = sample(64, 96)
+    there, expected = quantizer(place(x)), place.host(quantizer.quantize, x)
+    there.update_usage(columnwise_usage=True)
+    place.host(lambda: expected.update_usage(columnwise_usage=True))
+    assert same(there, expected)
+    assert torch.equal((there + 1).cpu(), place.host(lambda: expected + 1))
+    assert same(there.view(2, 32, 96), place.host(expected.view, 2, 32, 96))
+    moved = there.cpu()
+    assert moved.device.type == "cpu" and same(moved, expected)
+    other = torch.empty_like(there)
+    assert other.device == place.device
+    other.copy_(there)
+    assert same(other, expected)
+    other.zero_()
+    assert not other.dequantize().any()
+    buffer = io.BytesIO()
+    torch.save(there, buffer)
+    buffer.seek(0)
+    assert same(torch.load(buffer, weights_only=True), expected)
+
+
+def test_amax_and_swizzle(place):
+    from nib.torch import tex
+    x, found = sample(), torch.zeros(())
+    there = place(found)
+    tex.compute_amax(place(x), there)
+    assert float(there) == float(x.abs().max())
+    one = tex.nvfp4_quantize_with_amax(place(x), NVFP4Quantizer(columnwise=False), place(torch.tensor(9.0)))
+    assert float(one._amax_rowwise) == 9.0
+
+
+def test_no_op(place):
+    quantizer = NVFP4Quantizer()
+    x, y = sample(seed=1), sample(seed=2)
+    there = quantizer(place(x))
+    for flag, values in ((1.0, x), (0.0, y), (1.0, y)):
+        quantizer.update_quantized(place(y), there, noop_flag=place(torch.tensor([flag])))
+        assert same(there, place.host(quantizer.quantize, values))
+
+
+def test_amaxes_of_all_ranks(place, monkeypatch):
+    """A reduction is torch's, between the amaxes and the codes: here one that finds more elsewhere."""
+    import torch.distributed as dist
+    quantizer = NVFP4Quantizer(with_rht=True, with_amax_reduction=True)
+    x, reduced = sample(), []
+
+    def all_reduce(amax, op, group):
+        assert op == dist.ReduceOp.MAX and amax.device == place.device
+        amax.mul_(2)
+        reduced.append(float(amax))
+    comm = _library.Comm(rank=0, size=2)
+    comm.group = None
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(quantizer, "_reduction", lambda dst=None: contextlib.nullcontext(comm))
+    there = quantizer(place(x))
+    assert [float(there._amax_rowwise), float(there._amax_columnwise)] == reduced
+    plain = NVFP4Quantizer(with_rht=True)
+    expected = place.host(plain.quantize, x)
+    assert reduced == [2 * float(expected._amax_rowwise), 2 * float(expected._amax_columnwise)]
+    amaxes = [torch.tensor([value]) for value in reduced]
+    place.host(lambda: plain.update_quantized(x, expected, amax=amaxes))
+    assert same(there, expected)
+
+
+def test_what_a_gpu_does_not_do_it_says(place):
+    x = place(sample(64, 64))
+    with pytest.raises(_library.UnsupportedError, match="quantizes nvfp4, not mxfp8"):
+        nt.MXFP8Quantizer(nt.DType.kFloat8E4M3)(x)
+
+
+def test_without_the_library(place, monkeypatch):
+    monkeypatch.setenv("NIB_CUDA_LIBRARY", "/nowhere/libnib_cuda.so")
+    monkeypatch.setattr(_cuda, "_functions", None)
+    monkeypatch.setattr(_cuda, "_devices", {})
+    with pytest.raises(_library.DeviceError, match="needs libnib_cuda: /nowhere.*NIB_CUDA_LIBRARY"):
+        NVFP4Quantizer()(place(sample()))
+
+
+# ---- Products --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=lambda options: "-".join(options) or "plain")
+def test_values_of_a_product_are_exact(place, options):
+    """Codes times block scales, in FP64 from the bytes: BF16 has them all."""
+    tensor = NVFP4Quantizer(**options)(place(sample(128, 64)))
+    grid = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    for columnwise, (data, scale, amax) in enumerate((parts(tensor)[::2], parts(tensor)[1::2])):
+        if data is None:
+            continue
+        codes = torch.stack((data & 15, data >> 4), -1).reshape(data.shape[0], -1)
+        values = grid[(codes & 7).long()] * torch.where(codes & 8 > 0, -1.0, 1.0)
+        scales = scale.view(torch.float8_e4m3fn).double()[:values.shape[0], :values.shape[1] // 16]
+        lines, amaxes, full = _gpu_products._lines(tensor, columnwise)
+        assert lines.dtype == torch.bfloat16 and torch.equal(amaxes.cpu(), amax)
+        assert torch.equal(lines.cpu().double(), values * scales.repeat_interleave(16, 1))
+        assert full == 6 * (448 if not options.get("nvfp4_use_4over6") else tensor._nvfp4_e4m3_max)
+
+
+def _steps(layer, x, gradient, recipe):
+    x = x.detach().clone().requires_grad_()
+    with nt.autocast(enabled=True, recipe=recipe):
+        y = layer(x)
+    y.backward(gradient)
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize("changes", [{}, {"disable_rht": True}, {"disable_2d_quantization": True}], ids=str)
+def test_linear(place, changes):
+    recipe = NVFP4BlockScaling(disable_stochastic_rounding=True, **changes)
+    torch.manual_seed(0)
+    layer = nt.Linear(64, 96, params_dtype=torch.bfloat16)
+    x, gradient = sample(80, 64), sample(80, 96, seed=4)
+    expected = place.host(_steps, copy.deepcopy(layer), x, gradient, recipe)
+    found = _steps(layer.to(place.device), place(x), place(gradient), recipe)
+    for one, other in zip(found, expected):
+        assert one.device == place.device and one.dtype == other.dtype
+        difference = (one.cpu().double() - other.double()).norm() / other.double().norm()
+        assert difference < 2 ** -8  # of BF16, in which results are rounded
+
+
+def test_linear_of_plain_activations(place):
+    """A quantized weight and activations that are not."""
+    weight = NVFP4Quantizer(columnwise=False)(place(sample(32, 64)))
+    x = place(sample(16, 64, seed=5))
+    y = nt.products.multiply(x, weight)
+    assert y.dtype == torch.float32
+    exact = x.cpu().double() @ weight.dequantize(dtype=torch.float32).cpu().double().t()
+    assert (y.cpu().double() - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+# ---- A GPU's own -----------------------------------------------------------------------------------------
+
+
+def captured(call, stream=None):
+    """A graph of a call, which has run before."""
+    side = torch.cuda.Stream() if stream is None else stream
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        call()
+    return graph
+
+
+def test_graphs(gpu):
+    quantizer = NVFP4Quantizer(with_rht=True)
+    x, out = gpu(sample(256, 128)), gpu(torch.empty(256, 128, dtype=torch.bfloat16))
+    there = quantizer(x)
+
+    def step():
+        quantizer.update_quantized(x, there)
+        out.copy_(there.dequantize())
+    graph = captured(step)
+    for seed in (21, 22):
+        values = sample(256, 128, seed=seed)
+        x.copy_(values)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = quantizer(values)
+        assert same(there, expected) and torch.equal(out.cpu(), expected.dequantize())
+
+
+def test_replays_draw_other_random_numbers(gpu):
+    quantizer = NVFP4Quantizer(stochastic_rounding=True)
+    x = gpu(sample(128, 128))
+    there = quantizer(x)
+    graph = captured(lambda: quantizer.update_quantized(x, there))
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        seen.append(there._rowwise_data.cpu())
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert torch.equal(there._amax_rowwise.cpu(), x.float().abs().max().cpu().reshape(1))
+
+
+def test_a_training_step_is_a_graph(gpu):
+    """Linear forward and backward, without a wait: a capture rejects them."""
+    recipe = NVFP4BlockScaling()
+    torch.manual_seed(0)
+    layer = nt.Linear(128, 256, params_dtype=torch.bfloat16, device=gpu.device)
+    x, gradient = gpu(sample(64, 128)).requires_grad_(), gpu(sample(64, 256, seed=4))
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    layer.bias.grad = torch.zeros_like(layer.bias)
+
+    def step():
+        with nt.autocast(enabled=True, recipe=recipe):
+            y = layer(x)
+        y.backward(gradient)
+    graph = captured(step)
+    layer.weight.grad.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    exact = gradient.float().t() @ x.detach().float()
+    assert (layer.weight.grad.float() - exact).norm() < 0.25 * exact.norm()
+
+
+def test_random_rounding_is_the_hosts_under_the_same_seed(gpu):
+    quantizer = NVFP4Quantizer(stochastic_rounding=True, with_rht=True)
+    x = sample(128, 256)
+    torch.cuda.manual_seed(1234)
+    there = [quantizer(gpu(x)) for _ in range(2)]
+    for i, tensor in enumerate(there):
+        struct = quantizer._struct()
+        struct.seed, struct.offset = 1234 ^ _bridge._OWN_SEED, 4 * i
+        expected = _bridge.quantize(struct, x)
+        assert all(torch.equal(a, b) for a, b in zip(parts(tensor), expected))
+
+
+def test_current_stream_and_other_devices_objects(gpu):
+    """Work on a side stream is ordered with that stream alone."""
+    quantizer, side = NVFP4Quantizer(), torch.cuda.Stream()
+    x = sample(512, 512)
+    there = gpu(torch.zeros(512, 512, dtype=torch.bfloat16))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)  # the values come later than the calls
+        there.copy_(x, non_blocking=True)
+        tensor = quantizer(there)
+        values = tensor.dequantize()
+    side.synchronize()
+    expected = quantizer(x)
+    assert same(tensor, expected) and torch.equal(values.cpu(), expected.dequantize())
+
+
+def test_memory_is_torchs(gpu):
+    quantizer = NVFP4Quantizer(with_2d_quantization=True)
+    x = gpu(sample(1024, 1024))
+    there = quantizer(x)
+    quantizer.update_quantized(x, there)
+    before = torch.cuda.memory_allocated()
+    others = [quantizer(x) for _ in range(4)]
+    grown = torch.cuda.memory_allocated() - before
+    assert grown >= 4 * sum(part.numel() * part.element_size() for part in there._parts())
+    segments = [(s["address"], s["address"] + s["total_size"]) for s in torch.cuda.memory_snapshot()]
+    for tensor in (there, *others):
+        for part in tensor._parts():
+            assert any(first <= part.data_ptr() < last for first, last in segments)
+
+
+def test_nothing_comes_to_the_host(gpu):
+    """By torch's own account of waits, and by the profiler's of copies."""
+    quantizer = NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+    recipe = NVFP4BlockScaling()
+    layer = nt.Linear(128, 128, params_dtype=torch.bfloat16, device=gpu.device)
+    x = gpu(sample(128, 128)).requires_grad_()
+    amax = gpu(torch.tensor([3.0]))
+    there = quantizer(x.detach())
+
+    def step():
+        quantizer.update_quantized(x.detach(), there)
+        quantizer.update_quantized(x.detach(), there, amax=amax, noop_flag=amax)
+        there.dequantize()
+        with nt.autocast(enabled=True, recipe=recipe):
+            y = layer(x)
+        y.backward(y.detach())
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        step()
+        x.sum().item()  # the one copy that must be seen
+        torch.cuda.synchronize()
+    names = [event.name for event in trace.events()]
+    kernels = [name for name in names if "run_kernel" in name]
+    if not kernels:
+        pytest.skip("the profiler sees no kernels here")
+    assert sum("DtoH" in name for name in names) == 1
+
+
+def test_compiled(gpu):
+    quantizer = NVFP4Quantizer(columnwise=False)
+    recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
+    layer = nt.Linear(128, 64, params_dtype=torch.bfloat16, device=gpu.device)
+    x = gpu(sample(64, 128))
+
+    def call(x):
+        with nt.autocast(enabled=True, recipe=recipe):
+            return layer(x * 2)
+    expected = call(x)
+    found = torch.compile(call)(x)
+    assert (found.float() - expected.float()).abs().max() <= 2 ** -7 * expected.float().abs().max()
+    values = torch.compile(lambda x: quantizer(x).dequantize())(x)
+    assert torch.equal(values, quantizer(x).dequantize())
+
+
+def test_two_gpus(gpu):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    quantizer = NVFP4Quantizer()
+    x = sample()
+    there = quantizer(x.to("cuda:1"))
+    assert same(there, quantizer(x)) and torch.cuda.current_device() == gpu.device.index
+    with pytest.raises(_library.DeviceError):
+        quantizer.update_quantized(x.to("cuda:0"), there)
+
+
+def test_functions_are_those_of_the_header():
+    header = open(os.path.join(ROOT, "include/nib_cuda.h"), encoding="utf-8").read()
+    for name, (_result, arguments) in _cuda.FUNCTIONS.items():
+        declared = header.split(f" {name}(")[1].split(");")[0]
+        assert len(arguments) == declared.count(",") + 1
+        assert [isinstance(a, type(ctypes.POINTER(ctypes.c_int))) or a in (ctypes.c_void_p, ctypes.c_char_p)
+                for a in arguments] == ["*" in part for part in declared.split(",")], name
+    assert len(Part) == 6
