@@ -36,6 +36,8 @@ RULES = {"rtn": 2688.0, "4over6": 1536.0, "sweep": 2688.0}  # the rule and what 
 SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))
 LENGTH = 1024
 DOCUMENTS = ("pentateuch", "jargon", "debian-reference")
+CALIBRATION = {"anarchism": "doc/anarchism/markdown/sec*.md*", "developers-reference": "developers-reference/_sources/*.rst.txt",
+               "python-doc": "doc/python3.11/html/_sources/*/*.rst.txt"}
 
 
 # ---- prepare ----------------------------------------------------------------------------------------------------------------
@@ -53,8 +55,24 @@ def wheel(package, folder):
 
 
 def unpacked(path):
-    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8", errors="replace") as file:
         return file.read()
+
+
+def prepare_calibration(folder, root="/usr/share"):
+    """Texts to calibrate on, of which nothing is evaluated, and SmolLM2 as a directory of safetensors."""
+    for name, pattern in CALIBRATION.items():
+        parts = sorted(glob.glob(os.path.join(root, pattern)))
+        if not parts:
+            sys.exit(f"{os.path.join(root, pattern)}: there are none; apt-get install anarchism developers-reference python3.11-doc")
+        with open(os.path.join(folder, name + ".txt"), "w", encoding="utf-8") as file:
+            file.write("\n".join(map(unpacked, parts)))
+    tokenizer, model = load_smollm2(folder, "cpu")
+    del model.config.quantization_config  # of the GGUF file: such a model is not saved
+    plain = type(model)(model.config)
+    plain.load_state_dict(model.state_dict())
+    plain.bfloat16().save_pretrained(os.path.join(folder, "smollm2"))
+    tokenizer.save_pretrained(os.path.join(folder, "smollm2"))
 
 
 def prepare(folder):
@@ -126,18 +144,26 @@ def variants(draws):
             yield rule, kind
 
 
-def measure_smollm2(folder, device, windows, draws):
+def load_smollm2(folder, device):
+    """Tokenizer and model; values are those of BF16."""
     import torch
     import transformers
-
-    import nib
-    from nib import evaluate as nib_evaluate
 
     path, file = os.path.abspath(folder), "smollm2.gguf"
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, gguf_file=file)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, gguf_file=file, dtype=torch.float32).to(device).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
+    return tokenizer, model
+
+
+def measure_smollm2(folder, device, windows, draws):
+    import torch
+
+    import nib
+    from nib import evaluate as nib_evaluate
+
+    tokenizer, model = load_smollm2(folder, device)
     weights = linear_weights(torch, model, "lm_head")
     documents = {}
     for name in DOCUMENTS:

@@ -7,7 +7,7 @@
 Each is saved in BF16 by save_pretrained and then quantized, checked, checked against the original and dequantized. Names,
 shapes and dtypes must come back, no check may find anything, and no embedding, head, router or convolution may have
 been quantized. What `--for transformers` wrote is loaded by transformers: every parameter and the logits must be those
-of the dequantized model. A family that transformers cannot load so is listed with transformers' own error.
+of the dequantized model. Statistics of causal language models (nib.calibrate) must be those of the whole model. A family that transformers cannot load so is listed with transformers' own error.
 
 Without names the 25 marked families run; with --all (or NIB_CAMPAIGN=1) every one. --write makes the table of
 docs/families.md.
@@ -411,7 +411,54 @@ def judge_output(source, before, out, back):
     return problems
 
 
-Result = collections.namedtuple("Result", "quantized kept verdict detail problems")
+CAUSAL = ("dense", "Conv1D", "experts", "state space", "hybrid")
+
+
+def sums_by_hand(model, batches):
+    """Of what comes into every linear layer, first tokens left out: {module: (rows, sums of squares)}."""
+    found = {}
+
+    def watch(name):
+        def hook(module, args):
+            rows = args[0].reshape(-1, args[0].shape[-1])
+            rows = rows[torch.arange(len(rows)) % batches.shape[-1] != 0] if len(rows) == batches[0].numel() else rows
+            count, squares = found.get(name, (0, 0))
+            found[name] = count + len(rows), squares + rows.double().square().sum(0)
+        return hook
+
+    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in model.named_modules()
+             if isinstance(module, (torch.nn.Linear, transformers.pytorch_utils.Conv1D))]
+    with torch.inference_mode():
+        for tokens in batches:
+            model(input_ids=tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def calibrates(row, model, source, out):
+    """Statistics of all that the tool quantizes, equal to those of the whole model: ("yes" or why not, problems)."""
+    from nib import calibrate, streaming
+    if row[1] not in CAUSAL or not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return "", []
+    batches = torch.randint(3, 250, (2, 2, 24), generator=torch.Generator().manual_seed(SEED))
+    stats = out + ".stats"
+    tensors, about = calibrate.calibrate(source, batches.flatten(0, 1), stats, calibrate.Options(batch=2))
+    names, problems = streaming.Streamed(source), []
+    inputs = json.loads(about["inputs"])
+    whole = type(model).from_pretrained(source, dtype=torch.bfloat16, experts_implementation="eager").eval()
+    for module, (count, squares) in sums_by_hand(whole, batches).items():
+        modules = [name.removesuffix(".weight") for name in names.sources(f"{module}.weight")]
+        given = next((inputs[name] for name in modules if name in inputs), None)
+        if given and (int(tensors[f"{given}.count"][0]) != count or not torch.allclose(
+                tensors[f"{given}.sum2"][0].double(), squares, rtol=1e-6, atol=1e-12)):
+            problems.append(f"calibrate: statistics of {module} differ from those of the whole model")
+    conv1d = ["--for", "vllm"] if row[1] == "Conv1D" else []
+    status, _, errors = nib("quantize", "-q", "-f", *conv1d, "--imatrix", stats, "--imatrix-strict", source, out)
+    return ("no" if status else "yes"), problems + ([f"quantize --imatrix-strict: {errors.strip()}"] if status else [])
+
+
+Result = collections.namedtuple("Result", "quantized kept verdict detail problems calibrates", defaults=[""])
 
 
 def check_family(row, place):
@@ -425,7 +472,8 @@ def check_family(row, place):
     if row[0] in ("openai-gpt", "imagegpt"):
         status, _, errors = nib("quantize", source, out)
         return Result(0, 0, "nothing to quantize", "nobody takes its Conv1D packed",
-                      [] if status and "stored as [inputs, outputs]" in errors else [errors])
+                      [] if status and "stored as [inputs, outputs]" in errors else [errors],
+                      "nothing to quantize" if row[0] == "openai-gpt" else "")
     plan = json.loads(must("quantize", "--json", *(["--for", "vllm"] if conv1d else []), source, out))
     rows = plan["rows"]
     problems += judge_plan(model, source, rows)
@@ -458,7 +506,8 @@ def check_family(row, place):
         if verdict == "computes something else":
             problems.append(f"transformers {verdict}: {detail}")
     quantized = sum(r["action"] == "quantize" for r in rows)
-    return Result(quantized, len(rows) - quantized, verdict, detail, problems)
+    calibrated, more = calibrates(row, model, source, out)
+    return Result(quantized, len(rows) - quantized, verdict, detail, problems + more, calibrated)
 
 
 HEAD = """# Families of models
@@ -477,8 +526,11 @@ Written by `tests/check_families.py --all --write docs/families.md`, with transf
 cannot do is in the last column, and the script sees that it is so. vLLM loads such checkpoints. *cannot load* is transformers' own
 error, which does not depend on what is in the file: its code asks packed layers for a weight, or puts tensors together that are packed.
 
-| family | class | kind | weights | transformers | |
-|---|---|---|---|---|---|
+*calibrate*: `python -m nib.calibrate` gives statistics of every weight that is quantized, equal to sums taken with hooks on the whole
+model, and `nib quantize --imatrix-strict` takes them; for causal language models.
+
+| family | class | kind | weights | transformers | calibrate | |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -492,7 +544,7 @@ def write_table(path, results):
                 result = results[row[0]]
                 detail = result.detail.replace("|", "\\|")
                 file.write(f"| {row[0]} | {model_class(row[0], row[2]).__name__} | {row[1]} | {result.quantized} of "
-                           f"{result.quantized + result.kept} | {result.verdict} | {detail} |\n")
+                           f"{result.quantized + result.kept} | {result.verdict} | {result.calibrates} | {detail} |\n")
         verdicts = collections.Counter(result.verdict for result in results.values())
         file.write("\n" + ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common()) + ".\n")
 
@@ -508,6 +560,8 @@ def main():
     parser.add_argument("--keep", metavar="DIRECTORY")
     options = parser.parse_args()
     TOOL = os.path.abspath(options.tool)
+    os.environ["NIB_LIBRARY"] = os.path.abspath(options.library)
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../python"))
     rows = [r for r in FAMILIES if (r[0] in options.families if options.families else options.all or r[3])]
     torch.set_num_threads(1)  # tensors are tiny
     results, passed, failed = {}, 0, 0

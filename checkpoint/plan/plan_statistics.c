@@ -123,20 +123,41 @@ static bool look_up_both(const struct search *s, const char *name, uint32_t *ent
     return look_up(s, name, entry) || (joined_name(name, joined, sizeof joined) && look_up(s, joined, entry));
 }
 
+/* By the tensor that a stack of experts lies in, which may have a name of its own. */
+static bool look_up_stack(const struct search *s, const struct nib_ck_weight *w, uint32_t *entry, int64_t *expert)
+{
+    static const char suffix[] = ".weight";
+    char name[1024];
+    if (w->index < 0 || w->tensor[NIB_ROLE_DATA] == NIB_NONE)
+        return false;
+    const int n = snprintf(name, sizeof name, "%s", s->plan->in->tensors[w->tensor[NIB_ROLE_DATA]].name);
+    if (n < 0 || (size_t)n >= sizeof name)
+        return false;
+    if (nib_ck_ends_with(name, suffix))
+        name[strlen(name) - strlen(suffix)] = 0;
+    *expert = w->index;
+    return look_up(s, name, entry);
+}
+
 /* By the checkpoint's names, by those that transformers has for them, by llama.cpp's. */
-static bool find_entry(const struct search *s, const char *weight, uint32_t *entry, int64_t *expert)
+static bool find_entry(const struct search *s, const struct nib_ck_weight *w, uint32_t *entry, int64_t *expert)
 {
     char stem[1024], other[1024];
     *expert = -1;
-    if (look_up(s, weight, entry))
+    if (look_up(s, w->name, entry)) {
+        if (nib_statistics_at(s->statistics, *entry).slices > 1) /* nib's own: each expert names the input of all */
+            *expert = without_number(w->name, stem, sizeof stem);
         return true;
-    *expert = without_number(weight, stem, sizeof stem);
-    if (look_up_both(s, *expert < 0 ? weight : stem, entry))
+    }
+    if (look_up_stack(s, w, entry, expert))
         return true;
-    if (nib_ck_reader_name(s->plan->in, *expert < 0 ? weight : stem, other, sizeof other) &&
+    *expert = without_number(w->name, stem, sizeof stem);
+    if (look_up_both(s, *expert < 0 ? w->name : stem, entry))
+        return true;
+    if (nib_ck_reader_name(s->plan->in, *expert < 0 ? w->name : stem, other, sizeof other) &&
         look_up_both(s, other, entry))
         return true;
-    return !s->gguf && nib_ck_llama_name(weight, other, sizeof other, expert) && look_up_both(s, other, entry);
+    return !s->gguf && nib_ck_llama_name(w->name, other, sizeof other, expert) && look_up_both(s, other, entry);
 }
 
 /* ---- Entries ---- */
@@ -267,7 +288,7 @@ static nib_status find_row(const struct search *s, size_t weight, float *scratch
         return NIB_OK;
     if (w->format == NIB_CHECKPOINT_FORMAT_MXFP4)
         return note_row(row, "none: its codes are taken over");
-    if (!find_entry(s, w->name, &entry, &expert))
+    if (!find_entry(s, w, &entry, &expert))
         return note_row(row, "none: it is not in the file");
     TRY(fit_entry(plan, entry, expert, w, &row->input));
     TRY(digest_entry(plan, row->input, w->cols));

@@ -179,6 +179,10 @@ class Streamed:
         """The module of layer n, and its name."""
         return self._layers[n], f"{self._list}.{n}"
 
+    def files(self):
+        """The files that tensors are read from."""
+        return sorted({*self._files.values()})
+
     def sources(self, parameter):
         """The tensors of the checkpoint that a parameter is made of, in their order: a stack of experts of many."""
         return self._sources.get(parameter, [])
@@ -274,8 +278,9 @@ class Streamed:
                  if name and isinstance(module, transformers.PreTrainedModel) and not self._list.startswith(f"{name}.")]
         head = self.model.get_output_embeddings()
         self._head = [name for name, module in self.model.named_modules() if head is not None and module is head]
-        apart += [self._list, *self._head]
-        self._load(lambda name: not any(name.startswith(other + ".") for other in apart))
+        apart = tuple(other + "." for other in [*apart, self._list, *self._head])
+        self._load(lambda name: not name.startswith(apart))
+        self.outside = [name for name, _ in self.model.named_parameters() if not name.startswith(apart)]
 
     @contextlib.contextmanager
     def loaded(self, n):
@@ -294,9 +299,10 @@ class Streamed:
     # ---- Running ----
 
     @torch.inference_mode()
-    def run(self, n, tokens, state=None):
+    def run(self, n, tokens, state=None, head=True):
         """Layer n on a batch of tokens [sequences, length]: its state, from the state after layer n - 1. With
-        n = len(self) the logits. Layer n must be loaded."""
+        n = len(self) the logits; with head=False what stands between the layers and the head runs, and nothing is
+        returned. Layer n must be loaded."""
         reached = {}
         before = _to(state, self.device) if n else None
 
@@ -312,15 +318,21 @@ class Streamed:
             reached.update(_to({"output": output, "shared": shared}, "cpu"))
             raise _Reached
 
-        for i, layer in enumerate(self._layers[:n + 1]):
-            layer.forward = last if i == n else earlier
+        def no_head(*_, **__):
+            raise _Reached
+
+        patched = {layer: last if i == n else earlier for i, layer in enumerate(self._layers[:n + 1])}
+        if not head and self._head:
+            patched[self.model.get_output_embeddings()] = no_head
+        for module, forward in patched.items():
+            module.forward = forward
         try:
             out = self.model(input_ids=tokens.to(self.device), use_cache=False)
         except _Reached:
             return reached
         finally:
-            for layer in self._layers[:n + 1]:
-                del layer.forward
+            for module in patched:
+                del module.forward
         if n < len(self):
             raise ValueError(f"{self.directory}: {type(self.model).__name__} does not call its layer {n}")
         return (out.logits if getattr(out, "logits", None) is not None else out[0]).cpu()

@@ -21,6 +21,8 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 def test_example(title, code):
     if "torch" in code and not HAS_TORCH:
         pytest.skip("needs PyTorch; TORCH=1 installs it")
+    if "transformers" in code:
+        pytest.importorskip("transformers")
     example = sys.modules["example"] = types.ModuleType("example")  # torch.compile asks for the module of a function
     try:
         exec(compile(code, title, "exec"), vars(example))

@@ -1,0 +1,641 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of the inputs of a model's linear layers, from text: what `nib quantize --imatrix` weighs errors with.
+
+    python -m nib.calibrate MODEL --text FILE... --out STATS
+
+The model runs one decoder layer at a time (nib.streaming), so that memory is that of a layer. Every product with a
+weight of the layer is watched: for each channel of its input the sum, the sum of squares, the mean of magnitudes and
+the largest magnitude, per expert where the weight is a stack of experts. docs/calibration.md describes the file.
+"""
+import argparse
+import bisect
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import imatrix, streaming
+
+__all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
+
+FEW = 256  # tokens of an expert, below which its own statistics say less than those of all (docs/calibration.md)
+
+# Products of an input with a weight: where the two stand among the arguments.
+_PRODUCTS = {torch.nn.functional.linear: (0, 1), torch.matmul: (0, 1), torch.Tensor.matmul: (0, 1),
+             torch.Tensor.__matmul__: (0, 1), torch.mm: (0, 1), torch.Tensor.mm: (0, 1), torch.bmm: (0, 1),
+             torch.Tensor.bmm: (0, 1), torch.addmm: (1, 2), torch.Tensor.addmm: (1, 2), torch.baddbmm: (1, 2),
+             torch.Tensor.baddbmm: (1, 2)}
+_TAKEN = object()
+_NAMES = {"input": 0, "weight": 1, "mat1": 1, "mat2": 2, "batch1": 1, "batch2": 2, "other": 1}
+
+
+# ---- What is added up ------------------------------------------------------------------------------------------------
+
+
+class _Sums:
+    """Of one input, by slice (expert) and channel. Sums leave out the first token of a sequence, whose magnitudes are
+    those of no other; the largest magnitudes do not."""
+
+    def __init__(self, name, slices, channels, device, hessian):
+        self.name, self.slices, self.channels = name, slices, channels
+        self.count = torch.zeros(slices, dtype=torch.int64)
+        options = {"dtype": torch.float64, "device": device}
+        self.sum, self.sum2, self.magnitudes = (torch.zeros(slices, channels, **options) for _ in range(3))
+        self.amax = torch.zeros(slices, channels, dtype=torch.float32, device=device)
+        self.hessian = torch.zeros(channels, channels, **options) if hessian else None
+        self.hessian_count = 0
+
+    def add(self, index, rows, kept):
+        rows = rows.float()
+        torch.maximum(self.amax[index], rows.abs().amax(0), out=self.amax[index])
+        if kept is not None:
+            rows = rows[kept]
+        self.count[index] += len(rows)
+        self.sum[index] += rows.sum(0, dtype=torch.float64)
+        self.sum2[index] += rows.square().sum(0, dtype=torch.float64)
+        self.magnitudes[index] += rows.abs().sum(0, dtype=torch.float64)
+
+    def add_hessian(self, rows, kept):
+        rows = rows.float() if kept is None else rows.float()[kept]
+        self.hessian += rows.t() @ rows
+        self.hessian_count += len(rows)
+
+    def tensors(self):
+        """As the file has them."""
+        if not bool(torch.isfinite(self.sum2).all()):
+            raise ValueError(f"the input of {self.name} has values that are not finite")
+        count = self.count.clamp(min=1)[:, None].to(self.sum.device)
+        found = {"count": self.count, "sum": self.sum.float(), "sum2": self.sum2.float(), "amaxk": self.amax,
+                 "amax": self.amax.amax(1), "mabs": (self.magnitudes / count).float()}
+        return {f"{self.name}.{key}": value.cpu().contiguous() for key, value in found.items()}
+
+    def packed_hessian(self):
+        upper = torch.triu_indices(self.channels, self.channels, device=self.hessian.device)
+        mean = self.hessian[upper[0], upper[1]] / max(self.hessian_count, 1)
+        return {f"{self.name}.hessian": mean.float().cpu()}
+
+
+class _Watch(TorchFunctionMode):
+    """Sees the products with weights of one layer while batches run. A weight is known by where its values lie, so that
+    views of it, transposed or one expert of a stack, are known too."""
+
+    def __init__(self, parameters, hessians, all_experts):
+        super().__init__()
+        self.sums, self.group, self.hessians = {}, {}, hessians
+        self.routes, self.muted, self.all_experts, self.entered = {}, set(), all_experts, {}
+        weights = [(p.data_ptr(), name, p) for name, p in parameters if p.ndim >= 2]
+        self.weights = sorted(weights, key=lambda entry: entry[0])
+        self.starts = [start for start, _, _ in self.weights]
+        self.hooks = []
+
+    def open(self, layer, prefix):
+        """Ask modules of experts which tokens go where."""
+        for name, module in layer.named_modules():
+            stacks = [f"{prefix}.{name}.{key}" for key, p in module.named_parameters(recurse=False) if p.ndim == 3]
+            if stacks:
+                self.hooks.append(module.register_forward_pre_hook(self._enter(stacks), with_kwargs=True))
+                self.hooks.append(module.register_forward_hook(self._leave(stacks), with_kwargs=True))
+
+    def close(self):
+        for hook in self.hooks:
+            hook.remove()
+
+    def begin(self, sequences, length):
+        """A batch of so many sequences of this length is next."""
+        self.tokens, self.length, self.seen, self.routes = sequences * length, length, {}, {}
+
+    # ---- Which tokens an expert sees ----
+
+    def _enter(self, stacks):
+        def hook(module, args, kwargs):
+            index = _routing(args, kwargs)
+            self.routes.update(dict.fromkeys(stacks, index))
+            self.entered = {stack: _hidden(args, kwargs) for stack in stacks}
+            if self.all_experts:
+                if index is None:
+                    raise ValueError(f"--all-experts: it is not known how {type(module).__name__} takes its tokens")
+                self.muted.update(stacks)
+        return hook
+
+    def _leave(self, stacks):
+        def hook(module, args, kwargs, _):
+            if not self.all_experts:
+                return
+            self.muted.difference_update(stacks)
+            index = _routing(args, kwargs)
+            count = next(p for p in module.parameters(recurse=False) if p.ndim == 3).shape[0]
+            everyone = torch.arange(count, device=index.device).expand(len(index), count)
+            self.routes.update(dict.fromkeys(stacks, everyone))
+            self.entered = {stack: _hidden(args, kwargs) for stack in stacks}
+            replaced = lambda value: everyone if value is index else \
+                torch.full_like(everyone, 1, dtype=value.dtype) if _is_weights(value, index) else value
+            module.forward(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})
+        return hook
+
+    # ---- Products ----
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        places = _PRODUCTS.get(func)
+        if places:
+            given = {**dict(enumerate(args)), **{_NAMES[key]: value for key, value in kwargs.items() if key in _NAMES}}
+            x, weight = given.get(places[0]), given.get(places[1])
+            if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and x.numel() and weight.numel():
+                if not self._product(x, weight) and weight.ndim >= 2:
+                    self._product(weight.transpose(-1, -2), x)  # W x instead of x W^T
+        return func(*args, **kwargs)
+
+    def _product(self, x, weight):
+        """Whether it is the product with a weight."""
+        at = bisect.bisect_right(self.starts, weight.data_ptr()) - 1
+        if at < 0:
+            return False
+        start, name, whole = self.weights[at]
+        offset = weight.data_ptr() - start
+        if offset >= whole.numel() * whole.element_size() or weight.dtype != whole.dtype:
+            return False
+        if name in self.muted:
+            return True
+        slices = whole.shape[0] if whole.ndim == 3 else 1
+        if slices > 1 and weight.ndim == 3:  # all experts at once: [experts, tokens, channels]
+            for index in range(slices):
+                self._record(name, slices, index, x[index], x[index])
+        else:
+            self._record(name, slices, offset * slices // (whole.numel() * whole.element_size()), x, x)
+        return True
+
+    def _record(self, name, slices, index, x, owner):
+        rows = x.reshape(-1, x.shape[-1])
+        key = (x.data_ptr(), tuple(rows.shape), x.stride(-1), slices, index)
+        before = self.seen.get(key)
+        if name not in self.group:
+            shared = before[1] if before else None
+            self.group[name] = shared or name
+            if not shared:
+                self.sums[name] = _Sums(name, slices, rows.shape[1], x.device, self.hessians)
+        if before and before[1] == self.group[name]:
+            return
+        if self.group[name] != name:
+            raise ValueError(f"{name} had the input of {self.group[name]} at first, and has another one now")
+        self.seen[key] = owner, name  # alive, so that no other tensor takes its place
+        sums, kept = self.sums[name], self._not_first(name, slices, index, rows)
+        rows, kept = _routed(rows, kept) if slices > 1 else (rows, kept)
+        if len(rows):
+            sums.add(index, rows, kept)
+            if self.hessians:
+                self._add_hessian(sums, name, rows, kept)
+
+    def _add_hessian(self, sums, name, rows, kept):
+        """Experts of a layer have one: of the tokens that came in, each once, for the stack that reads them; for the
+        other of what the experts made of them."""
+        if name not in self.entered or self.entered[name] is None:
+            sums.add_hessian(rows, kept)
+        elif self.entered[name] is not _TAKEN:
+            whole = self.entered[name]
+            sums.add_hessian(whole, self._not_first(name, 1, 0, whole))
+            self.entered = {stack: _TAKEN if stack == name else None for stack in self.entered}
+
+    def _not_first(self, name, slices, index, rows):
+        """Which rows are not the first token of a sequence; None: all, or not known."""
+        if len(rows) == self.tokens:
+            positions = torch.arange(self.tokens, device=rows.device)
+        elif slices > 1 and self.routes.get(name) is not None:
+            positions = torch.where(self.routes[name].t() == index)[1]  # the order of transformers' eager experts
+            if len(positions) != len(rows):
+                return None
+        else:
+            return None
+        return positions % self.length != 0
+
+
+def _routing(args, kwargs):
+    """The experts of each token [tokens, k], among the arguments of a module of experts."""
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32):
+            return value
+    return None
+
+
+def _hidden(args, kwargs):
+    """The tokens that come into a module of experts, [tokens, channels]."""
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2:
+            return value.reshape(-1, value.shape[-1])
+    return None
+
+
+def _is_weights(value, index):
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == index.shape
+
+
+def _routed(rows, kept):
+    """Some families hand all tokens to every expert, those that are not its own as zeros."""
+    some = rows.any(1)
+    return rows[some], kept if kept is None else kept[some]
+
+
+# ---- Text ------------------------------------------------------------------------------------------------------------
+
+
+def _records(path, tokenizer):
+    """Tokens of a file, a text or a line of JSON at a time."""
+    if not path.endswith((".jsonl", ".ndjson")):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            while part := file.read(1 << 20):
+                part += file.readline()
+                yield tokenizer(part, add_special_tokens=False, verbose=False).input_ids
+        return
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                if isinstance(record.get("messages"), list):
+                    tokens = tokenizer.apply_chat_template(record["messages"], tokenize=True, return_dict=False)
+                else:
+                    tokens = tokenizer(record["text"], add_special_tokens=False, verbose=False).input_ids
+            except Exception as error:  # templates raise what they like
+                what = "it has neither `messages` nor `text`" if isinstance(error, KeyError) else error
+                raise ValueError(f"{path}:{number}: {what}") from error
+            yield tokens + ([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])
+
+
+def _windows(path, tokenizer, length, most):
+    """The first `most` windows of a file, one behind the other; each begins as the tokenizer begins a text."""
+    first = tokenizer("a", add_special_tokens=True).input_ids[:1]
+    first = first if first and first[0] == tokenizer.bos_token_id else []
+    found, left = [], []
+    for tokens in _records(path, tokenizer):
+        left += tokens
+        own = length - len(first)
+        while len(left) >= own and len(found) < most:
+            found.append(first + left[:own])
+            left = left[own:]
+        if len(found) == most:
+            break
+    return found
+
+
+def token_batches(directory, paths, length, sequences):
+    """`sequences` windows of `length` tokens [sequences, length], in turns from the files; fewer where text ends."""
+    import transformers
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    cut = [_windows(os.fspath(path), tokenizer, length, sequences) for path in paths]
+    turns = [part[i] for i in range(sequences) for part in cut if i < len(part)][:sequences]
+    if not turns:
+        raise ValueError(f"{', '.join(map(os.fspath, paths))}: less text than one sequence of {length} tokens")
+    return torch.tensor(turns)
+
+
+def random_batches(config, length, sequences, seed=0):
+    """Without text: tokens drawn from the vocabulary."""
+    size = config.get_text_config().vocab_size
+    return torch.randint(0, size, (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+def _write_safely(path, write):
+    """`path` is there when it is whole: write(other path) first."""
+    temporary = f"{path}.tmp-{os.getpid()}"
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+
+
+def _save(path, tensors, metadata):
+    """A safetensors file whose bytes depend on its content alone: the package's writer draws the order of metadata."""
+    kinds = {torch.int64: "I64", torch.float32: "F32"}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, at = {"__metadata__": dict(sorted(metadata.items()))}, 0
+    for name in order:
+        value = tensors[name]
+        end = at + value.numel() * value.element_size()
+        header[name] = {"dtype": kinds[value.dtype], "shape": list(value.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(other):
+        with open(other, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                file.write(memoryview(tensors[name].contiguous().numpy()).cast("B"))
+
+    _write_safely(path, write)
+
+
+class _Partial:
+    """The directory STATS.partial: statistics by layer, and the states that the next layer begins with. What is in it
+    is of one model, one text and one set of options."""
+
+    def __init__(self, out, identity, restart):
+        self.path, self.identity = f"{out}.partial", json.dumps(identity, sort_keys=True, indent=1)
+        note = os.path.join(self.path, "run.json")
+        if restart:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if os.path.exists(note):
+            with open(note, encoding="utf-8") as file:
+                if file.read() != self.identity:
+                    raise ValueError(f"{self.path} is of another run (model, text or options); --restart discards it")
+        os.makedirs(self.path, exist_ok=True)
+        _write_safely(note, self._write_identity)
+
+    def _write_identity(self, path):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.identity)
+
+    def _layer(self, n):
+        return os.path.join(self.path, f"layer-{n:05d}.safetensors")
+
+    def done(self):
+        """How many layers are there."""
+        n = 0
+        while os.path.exists(self._layer(n)):
+            n += 1
+        return n
+
+    def states(self, limit, n):
+        """The states after layer n. Two generations are there at a time."""
+        return streaming.States(limit, os.path.join(self.path, f"states-{n:05d}"))
+
+    def finish_layer(self, n, tensors, inputs):
+        _save(self._layer(n), tensors, {"inputs": json.dumps(inputs)})
+        shutil.rmtree(os.path.join(self.path, f"states-{n - 1:05d}"), ignore_errors=True)
+
+    def layers(self):
+        from safetensors import safe_open
+        for n in range(self.done()):
+            with safe_open(self._layer(n), framework="pt") as file:
+                yield {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["inputs"])
+
+    def remove(self):
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+# ---- All of it -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Options:
+    """What main() takes, by its names."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = None
+    batch: int = 1
+    hessians: str = None
+    all_experts: bool = False
+    max_memory: float = 4.0
+    restart: bool = False
+    imatrix: str = None
+
+
+def _module(tensor):
+    return tensor.removesuffix(".weight")
+
+
+def _named(model, watch):
+    """The sums under the checkpoint's names: [(sums, its module, all modules that take it)]."""
+    takers = {}
+    for parameter, group in watch.group.items():
+        takers.setdefault(group, []).extend(map(_module, model.sources(parameter) or [parameter]))
+    for group, modules in takers.items():
+        sums = watch.sums[group]
+        sums.name = modules[0]
+        yield sums, modules
+
+
+def _linears_outside(model):
+    """Weights of linear layers that are in no decoder layer, nor the head."""
+    for name in model.outside:
+        module = model.model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, torch.nn.Linear) and name.endswith(".weight"):
+            yield name, module.weight
+
+
+def _watch_batches(model, n, watch, batches, before, after, tell):
+    for b, tokens in enumerate(batches):
+        watch.begin(*tokens.shape)
+        state = before[b] if n else None
+        with watch:
+            after[b] = model.run(n, tokens, state, head=False)
+        tell(min(n, len(model) - 1), b + 1)
+
+
+def _run_layer(model, n, batches, before, after, options, tell):
+    """Statistics of layer n: tensors, and {module: input}. What stands before the layers is watched with the first."""
+    with contextlib.ExitStack() as stack:
+        parameters = list(_linears_outside(model)) if n in (0, len(model)) else []
+        if n < len(model):
+            layer, name = stack.enter_context(model.loaded(n)), model.layer(n)[1]
+            parameters += [(f"{name}.{key}", value) for key, value in layer.named_parameters()]
+        watch = _Watch(parameters, bool(options.hessians), options.all_experts)
+        stack.callback(watch.close)
+        if n < len(model):
+            watch.open(layer, name)
+        _watch_batches(model, n, watch, batches, before, after, tell)
+    tensors, inputs, hessians = {}, {}, {}
+    for sums, modules in _named(model, watch):
+        tensors.update(sums.tensors())
+        inputs.update(dict.fromkeys(modules, sums.name))
+        if options.hessians:
+            hessians.update(sums.packed_hessian())
+    if options.hessians:
+        os.makedirs(options.hessians, exist_ok=True)
+        _save(os.path.join(options.hessians, f"stats-of-layer-{n:05d}.safetensors"), hessians,
+              {"format": "nib-stats-1", "inputs": json.dumps(inputs)})
+    return tensors, inputs
+
+
+def _identity(model, tokens, options):
+    chosen = {key: str(value) for key, value in dataclasses.asdict(options).items()
+              if key not in ("max_memory", "restart", "imatrix")}
+    return {"model": os.path.abspath(model.directory), "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+            "shape": list(tokens.shape), "options": chosen, "dtype": str(model.dtype),
+            "files": [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in model.files()]}
+
+
+def calibrate(directory, tokens, out, options=None, metadata=None, progress=None):
+    """Statistics of a model's inputs over tokens [sequences, length], written to `out`. `progress(layer, layers, batch,
+    batches)` is called after each batch. What an interrupted call left in `out`.partial is taken up again."""
+    options = options or Options()
+    model = streaming.Streamed(directory, options.device, options.dtype, experts="eager")
+    batches = tokens.split(options.batch)
+    partial = _Partial(out, _identity(model, tokens, options), options.restart)
+    start = partial.done()
+    limit = int(options.max_memory * (1 << 30) / 2)  # two generations
+    states = partial.states(limit, start - 1)
+
+    def tell(n, b):
+        if progress:
+            progress(n, len(model), b, len(batches))
+
+    last = len(model) + any(True for _ in _linears_outside(model))  # which may run behind the layers
+    for n in range(start, last):
+        after = partial.states(limit, n)
+        partial.finish_layer(n, *_run_layer(model, n, batches, states, after, options, tell))
+        states = after
+    tensors, inputs = {}, {}
+    for found, takers in partial.layers():
+        tensors.update(found)
+        inputs.update(takers)
+    about = {"format": "nib-stats-1", "model": os.path.abspath(model.directory), "tokens": str(tokens.numel()),
+             "sequence_length": str(tokens.shape[1]), **(metadata or {}), "inputs": json.dumps(inputs)}
+    _save(out, tensors, about)
+    if options.imatrix:
+        texts, left = json.loads(about.get("text", "[]")), []
+        _write_safely(options.imatrix,
+                      lambda path: left.extend(imatrix.write(path, tensors, inputs, texts, *tokens.shape)))
+        about["not_in_imatrix"] = left
+    partial.remove()
+    return tensors, about
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """A line on a terminal; elsewhere one for each layer."""
+
+    def __init__(self, quiet):
+        self.quiet, self.begin, self.first, self.terminal = quiet, time.monotonic(), None, sys.stderr.isatty()
+
+    def __call__(self, n, layers, b, batches):
+        done = n * batches + b
+        if self.first is None:
+            self.first = done - 1  # an earlier process did the rest
+        passed = time.monotonic() - self.begin
+        left = passed / (done - self.first) * (layers * batches - done)
+        if self.quiet or not (self.terminal or b == batches):
+            return
+        line = f"layer {n + 1} of {layers}, batch {b} of {batches}, {passed:.0f} s, about {left:.0f} s left"
+        end = "" if self.terminal and done < layers * batches else "\n"
+        print(f"\r{line}\x1b[K" if self.terminal else line, end=end, file=sys.stderr, flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        _fail(f"{message}; see python -m nib.calibrate --help")
+
+
+def _say(message):
+    print(f"nib: calibrate: {message}", file=sys.stderr, flush=True)
+
+
+def _fail(message):
+    _say(message)
+    sys.exit(2)
+
+
+def _positive(text):
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+_positive.__name__ = "a positive integer"  # as argparse puts it: invalid a positive integer value
+
+
+def _parse(arguments):
+    parser = _Parser(prog="python -m nib.calibrate", description=__doc__.split("\n\n")[0],
+                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="directory of safetensors with config.json")
+    parser.add_argument("--text", metavar="FILE", nargs="+", default=[], action="extend",
+                        help="plain text, or JSON lines (.jsonl) with `text` or `messages`; none: random tokens")
+    parser.add_argument("--out", metavar="STATS", required=True, help="safetensors file of statistics")
+    parser.add_argument("--imatrix", metavar="FILE", help="write llama.cpp's imatrix (GGUF) too")
+    parser.add_argument("--tokens", metavar="N", type=_positive, default=131072, help="of text in all")
+    parser.add_argument("--sequence-length", metavar="N", type=_positive, default=1024, help="tokens of a sequence")
+    parser.add_argument("--batch", metavar="N", type=_positive, default=1, help="sequences at a time")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="compute in it; none: the model's")
+    parser.add_argument("--hessians", metavar="DIRECTORY", help="write means of x x^T too, one file for a layer")
+    parser.add_argument("--all-experts", action="store_true",
+                        help="take statistics of every expert from all tokens (outputs stay the router's)")
+    parser.add_argument("--max-memory", metavar="GB", type=float, default=4.0, help="of hidden states; more is on disk")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random tokens")
+    parser.add_argument("--restart", action="store_true", help="discard what an interrupted run left")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    return parser.parse_args(arguments)
+
+
+def _tokens(given):
+    """The tokens, and what the file says of them."""
+    import transformers
+    sequences = max(1, given.tokens // given.sequence_length)
+    if given.text:
+        tokens = token_batches(given.model, given.text, given.sequence_length, sequences)
+        if len(tokens) < sequences:
+            _say(f"text for {tokens.numel()} tokens only")
+        sums = {os.path.basename(path): _sha256(path) for path in given.text}
+        return tokens, {"text": json.dumps(list(sums)), "text_sha256": json.dumps(sums)}
+    _say("NO TEXT: RANDOM TOKENS. Statistics of text are better; give some with --text.")
+    config = transformers.AutoConfig.from_pretrained(given.model, local_files_only=True)
+    return random_batches(config, given.sequence_length, sequences, given.seed), {"text": "[]", "random_tokens": "true"}
+
+
+def _sha256(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _say_experts(tensors):
+    """Experts that the text hardly reached."""
+    few = {name.removesuffix(".count"): value for name, value in tensors.items()
+           if name.endswith(".count") and len(value) > 1 and int(value.min()) < FEW}
+    if few:
+        least = sum(int((value == 0).sum()) for value in few.values())
+        total = sum(int((value < FEW).sum()) for value in few.values())
+        _say(f"{total} inputs of experts saw fewer than {FEW} tokens, {least} of them none; more text or --all-experts "
+             "helps")
+
+
+def main(arguments=None):
+    given = _parse(arguments)
+    for path in given.text:
+        if not os.path.isfile(path):
+            _fail(f"{path}: no such file")
+    if not os.path.isdir(given.model):
+        _fail(f"{given.model}: no such directory")
+    if os.path.isdir(given.out):
+        _fail(f"{given.out}: is a directory")
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
+        _fail(f"--device {given.device}: there is no GPU that PyTorch can use")
+    options = Options(given.device, getattr(torch, given.dtype) if given.dtype else None, given.batch, given.hessians,
+                      given.all_experts, given.max_memory, given.restart, given.imatrix)
+    try:
+        tokens, about = _tokens(given)
+        tensors, about = calibrate(given.model, tokens, given.out, options, about, _Progress(given.quiet))
+    except (OSError, ValueError, RuntimeError) as error:
+        _fail(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        _fail(f"interrupted; the same command goes on from {given.out}.partial")
+    _say_experts(tensors)
+    if about.get("not_in_imatrix"):
+        left = about["not_in_imatrix"]
+        _say(f"{given.imatrix}: llama.cpp has no name for {len(left)} modules, as {left[0]}")
+    inputs = sum(name.endswith(".count") for name in tensors)
+    print(f"{given.out}: {inputs} inputs, {tokens.numel()} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
