@@ -14,6 +14,7 @@
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 #if defined(__x86_64__)
@@ -561,5 +562,43 @@ TEST(the_instruction_set_has_a_name)
     CHECK_THAT(!cap || strcmp(cap, "scalar") != 0 || strcmp(nib_isa(), "scalar") == 0, "NIB_MAX_ISA=scalar, but %s",
                nib_isa());
 }
+
+#if defined(__x86_64__) && defined(__linux__)
+/* Whether the flags of the first processor in /proc/cpuinfo have all of these words. */
+static bool has_flags(const char *words)
+{
+    char line[8192], word[32];
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    bool all = false;
+    while (file && !all && fgets(line, sizeof line, file)) {
+        all = strncmp(line, "flags", 5) == 0;
+        line[strcspn(line, "\n")] = ' ';
+        for (const char *at = words; all && *at; at += strcspn(at, " "), at += *at == ' ') {
+            snprintf(word, sizeof word, " %.*s ", (int)strcspn(at, " "), at);
+            all = strstr(line, word) != NULL;
+        }
+        if (strncmp(line, "flags", 5) == 0)
+            break;
+    }
+    if (file)
+        fclose(file);
+    return all;
+}
+
+/* By the system's own list of what the processor has; AMX needs the system's permission as well. */
+TEST(the_instruction_set_is_the_best_there_is)
+{
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
+    static const char *const avx2 = "avx2 fma f16c", *const avx512 = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq";
+    if (getenv("NIB_MAX_ISA")) {
+        SKIP("NIB_MAX_ISA is set");
+        return;
+    }
+    const bool tiles = has_flags(avx512) && has_flags("avx512_vnni avx512vbmi amx_bf16 amx_tile") &&
+                       syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+    const char *best = tiles ? "amx" : has_flags(avx512) ? "avx512" : has_flags(avx2) ? "avx2" : "scalar";
+    CHECK_THAT(strcmp(nib_isa(), best) == 0, "%s, and the processor has %s", nib_isa(), best);
+}
+#endif
 
 TEST_MAIN

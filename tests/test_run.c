@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 /* NIB_TEST_WRAP_ALLOC */
 #include "io/checkpoint.h"
+#include "plan/plan.h"
 #include "model/read.h"
 #include "base/os.h"
 #include "team.h"
@@ -1351,6 +1352,33 @@ TEST(a_file_becomes_a_file)
     const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
     CHECK_OK(quantize(in, at("one.safetensors"), NULL, &resume, NULL)); /* it is complete */
     unlink(at("one.safetensors"));
+}
+
+/* A plan is the same, or there is none. */
+TEST(no_allocation_that_fails_leaves_half_a_plan)
+{
+    make_stacks(at("in"), "gpt_oss");
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    options.shard_bytes = 3000;
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *whole = plan_quantize(in, &options);
+    for (long left = 0, failed = 1; failed; left++) {
+        nib_plan *plan = NULL;
+        allocations_left = left;
+        const nib_status status = nib_plan_quantize(in, &options, &plan);
+        failed = allocations_left < 0;
+        allocations_left = -1;
+        CHECK_THAT(status ? status == NIB_ERR_MEMORY && !plan
+                          : plan->n_files == whole->n_files && plan->n_tensors == whole->n_tensors &&
+                                plan->n_weights == whole->n_weights,
+                   "allocation %ld: %s: %s", left, nib_status_name(status), nib_last_error());
+        for (size_t i = 0; plan && i < plan->n_files && i < whole->n_files; i++)
+            CHECK(plan->files[i].first == whole->files[i].first && plan->files[i].tensors == whole->files[i].tensors);
+        CHECK(failed || left > 20);
+        nib_plan_destroy(plan);
+    }
+    nib_plan_destroy(whole);
+    nib_checkpoint_close(in);
 }
 
 TEST(no_allocation_that_fails_does_harm)

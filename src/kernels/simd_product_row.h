@@ -163,7 +163,7 @@ PRODUCT_SIMD VF PRODUCT(row_columns)(const struct nib_side *b, int64_t line, con
     for (; p.bytes > 0; p.bytes -= VL * 4, p.blocks -= ROW_BLOCKS) {
         for (int64_t at = 0; at < VL * ROW_BLOCKS; at += 64)
             __builtin_prefetch(next_scales + at, 0, 2);
-        if (p.bytes >= VL * 4 && p.blocks >= ROW_BLOCKS)
+        if (p.bytes >= VL * 4) /* then all blocks are there */
             acc = PRODUCT(row_step)(&p, acc, planes, true);
         else
             acc = PRODUCT(last_row_step)(&p, acc, planes);
