@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # needs: numpy
 """`nib quantize --imatrix` against nib.quantize with the importance set by hand: every byte, for each form of file,
-dense models and experts, names of checkpoints and of llama.cpp; scales of activations; what is rejected.
+dense models and experts, names of checkpoints and of llama.cpp; scales of activations; folded scales; what is rejected.
 
     check_imatrix.py LIBNIB NIB
 """
@@ -128,7 +128,7 @@ def write_model(path, rng, moe=None):
             for expert in range(EXPERTS) if moe else (None,):
                 linears[p + "mlp." + (f"experts.{expert}." if moe else "") + name] = shape
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[p + name + ".weight"] = np.ones(H)
+            tensors[p + name + ".weight"] = 1 + 0.3 * rng.standard_normal(H)
         if moe:
             tensors[p + "mlp.gate.weight"] = rng.standard_normal((EXPERTS, H))
     weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in linears.items()}
@@ -308,6 +308,117 @@ def check_gguf(folder):
         check(differ("gguf", None) == LAYERS * (4 + 3 * (EXPERTS if moe else 1)), "statistics matter")
 
 
+def fold_scales(squares, exponent):
+    logs = np.log2(squares.astype(np.float64))
+    return np.exp2(exponent / 2 * (logs - (logs.min() + logs.max()) / 2)).astype(np.float32)
+
+
+def close(a, b):
+    return np.abs(a / b - 1).max() < 1e-6
+
+
+def check_fold(folder):
+    """Scales by their formula, and bytes that are those of nib.quantize of folded values."""
+    for moe in (None, "list"):
+        rng = np.random.default_rng(5)
+        model, out, path = (os.path.join(folder, f"fold-{moe}-{part}") for part in ("model", "out", "stats"))
+        weights, entries = write_model(model, rng, moe), statistics(rng, moe)
+        amaxes = {name: rng.gamma(2, 2, sums.shape).astype(np.float32) for name, (sums, _) in entries.items()}
+        write_own(path, entries, amaxes)
+        plan = json.loads(run("quantize", "--json", "--imatrix", path, "--scheme", "nvfp4", "--fold", model, out))
+        tensors, provenance = read_safetensors(os.path.join(out, "model.safetensors"))
+        source = read_safetensors(os.path.join(model, "model.safetensors"))[0]
+        check(provenance["options"]["fold"] == 0.25 and len(provenance["options"]["fold_xxh3"]) == 16, "provenance")
+        raw = open(os.path.join(out, "nib-fold.scales"), "rb").read()
+        metadata = json.loads(raw[8:8 + struct.unpack("<Q", raw[:8])[0]])["__metadata__"]
+        scales = read_safetensors(os.path.join(out, "nib-fold.scales"))[0]
+        columns, rows = json.loads(metadata["columns"]), json.loads(metadata["rows"])
+        said = {row["name"]: row["fold"] for row in plan["rows"]}
+        for layer in range(LAYERS):
+            p = f"model.layers.{layer}."
+            wanted = fold_scales(mean_squares(entries[p + "self_attn.q_proj"], 0, False, True), 0.25)
+            check(close(scales[p + "input_layernorm"], wanted), "scales of a norm")
+            check(close(tensors[p + "input_layernorm.weight"] * scales[p + "input_layernorm"], source[p + "input_layernorm.weight"]), "a norm")
+            check(said[p + "self_attn.q_proj"] == p + "input_layernorm", "the plan says it")
+            if moe:
+                gate = p + "mlp.gate"
+                check((tensors[gate + ".weight"] == source[gate + ".weight"] * scales[p + "post_attention_layernorm"]).all(), "a router")
+                check(columns[gate] == p + "post_attention_layernorm", "a router is a reader")
+        folded, inputs = {}, {}
+        for name, weight in weights.items():
+            by_row = scales[rows[name]][:, None] if name in rows else np.float32(1)
+            folded[name] = (weight / by_row) * (scales[columns[name]] if name in columns else np.float32(1))
+        check(sum("down_proj" in name for name in columns) == LAYERS * (EXPERTS if moe else 1) == len(rows), "up and down")
+        for name, weight in weights.items():
+            parts = name.split(".")
+            expert = int(parts[5]) if "experts" in parts else 0
+            stem = name.replace(f"experts.{expert}.", "experts.")
+            squares = mean_squares(entries[stem], expert, "down" in name, True).astype(np.float64)
+            if name in columns:
+                squares = squares / scales[columns[name]].astype(np.float64)**2
+            overrides = {"amax": max(np.abs(folded[member]).max() for member in fused(name)),
+                         "importance": nib.importance(squares.astype(np.float32))}
+            t = nib.quantize(folded[name], QUANTIZER, overrides=overrides)
+            check((tensors[name + ".weight_packed"] == np.asarray(t.valid_part("row_data")).reshape(weight.shape[0], -1)).all(),
+                  f"fold: {name} is not what nib.quantize makes of it")
+            amax = 0
+            for member in fused(name):
+                for e in range(EXPERTS) if "experts" in parts else (0, ):
+                    other = member.replace(f"experts.{expert}.", f"experts.{e}.")
+                    own = amaxes[other.replace(f"experts.{e}.", "experts.")].max(0)
+                    amax = max(amax, (own / (scales[columns[other]] if other in columns else 1)).max())
+            check(tensors[name + ".input_global_scale"][0] == np.float32(2688) / (np.float32(2) * amax), f"{name}: input scale")
+        run("check", out, "--against", model)
+        check(json.loads(run("compare", "--json", model, out))["sqnr_db"] > 15, "compare undoes it")
+        check(json.loads(run("compare", "--json", out, model))["sqnr_db"] > 15, "compare undoes it the other way round")
+        back = out + "-back"
+        run("dequantize", out, back)
+        check(json.loads(run("compare", "--json", back, model))["sqnr_db"] > 15, "a dequantized model knows its scales")
+        run("quantize", "--imatrix", path, "--fold", back, out + "-again", fails="folded already")
+        run("convert", "--format", "modelopt", out, out + "-modelopt")
+        run("check", out + "-modelopt", "--against", model)
+        searched = out + "-searched"
+        run("quantize", "-q", "--imatrix", path, "--fold-search", model, searched)
+        run("check", searched, "--against", model)
+        check(read_safetensors(os.path.join(searched, "model.safetensors"))[1]["options"]["fold"] == "search", "search")
+        run("quantize", "-f", model, searched)  # the scales of the old output go with it
+        check(not os.path.exists(os.path.join(searched, "nib-fold.scales")), "scales that nothing was folded by")
+
+
+def check_fold_rejected(folder):
+    model, stats, out = os.path.join(folder, "fold-None-model"), os.path.join(folder, "fold-None-stats"), os.path.join(folder, "no")
+    run("quantize", "--fold", model, out, fails="needs a file of statistics")
+    run("quantize", "--imatrix", stats, "--fold", "--scale", "rtn", model, out, fails="sweep")
+    run("quantize", "--imatrix", stats, "--fold", model, out + ".gguf", fails="nib convert makes a GGUF file of it")
+    run("quantize", "--imatrix", stats, "--fold-exponent", "2", model, out, fails="from 0 to 1")
+    run("quantize", "--imatrix", stats, "--fold-exponent", "nan", model, out, fails="from 0 to 1")
+    other = os.path.join(folder, "other")
+    shutil.copytree(model, other)
+    json.dump(config(model_type="opt"), open(os.path.join(other, "config.json"), "w"))
+    run("quantize", "--imatrix", stats, "--fold", other, out, fails="does not know what reads the norms")
+    json.dump(config(), open(os.path.join(other, "config.json"), "w"))
+    tensors, _ = read_safetensors(os.path.join(model, "model.safetensors"))
+    for extra, shape in (("self_attn.indexer.wq_b.weight", (16, H)), ("self_attn.mixer", (2, 2, H))):
+        more = dict(tensors, **{"model.layers.1." + extra: np.ones(shape, np.float32)})
+        write_safetensors(os.path.join(other, "model.safetensors"), more)
+        rows = json.loads(run("quantize", "--json", "-n", "--imatrix", stats, "--fold", other, out))["rows"]
+        said = {row["name"]: row["fold"] for row in rows}
+        check("may read it too" in said["model.layers.1.self_attn.q_proj"] and extra.split(".")[1] in said["model.layers.1.mlp.up_proj"],
+              f"an unknown reader: {said['model.layers.1.self_attn.q_proj']}")
+        check(said["model.layers.0.self_attn.q_proj"] == "model.layers.0.input_layernorm", "other layers are folded")
+    broken = os.path.join(folder, "broken")
+    shutil.copytree(os.path.join(folder, "fold-None-out"), broken)
+    one, name = np.ones(H, np.float32), "model.layers.0.self_attn.q_proj"
+    good = {"format": "nib-fold-1", "columns": json.dumps({name: "s"}), "rows": "{}"}
+    for values, metadata, why in ((one, {}, "nib-fold-1"), (one[:3], good, "as many as"), (one * 0, good, "not positive"),
+                                  (one * np.nan, good, "not positive"), (one.reshape(1, H), good, "one dim"),
+                                  (one, dict(good, columns="[]"), "no JSON object"), (one, dict(good, rows="{"), "nib-fold.scales"),
+                                  (one, {"format": "nib-fold-1", "rows": "{}"}, "columns"),
+                                  (one, dict(good, rows=json.dumps({name: 3})), "as many as")):
+        write_safetensors(os.path.join(broken, "nib-fold.scales"), {"s": values}, metadata or {"format": "pt"})
+        run("inspect", "--quick", broken, fails=why)
+
+
 def check_activations(folder, rng):
     model = os.path.join(folder, "model-list")
     entries = statistics(rng, "list")
@@ -382,6 +493,8 @@ def main():
         check_gguf(folder)
         check_activations(folder, rng)
         check_rejected(folder, rng)
+        check_fold(folder)
+        check_fold_rejected(folder)
     finally:
         shutil.rmtree(folder)
     print(f"{passed} passed, {failed} failed, 0 skipped")

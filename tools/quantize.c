@@ -56,8 +56,8 @@ static struct words servers(void)
 
 struct arguments {
     struct cli_word format, scheme, server, dialect, scale_rule, tensor_scale_rule, activations, preset;
-    const char *min_block_scale, *imatrix;
-    bool imatrix_strict;
+    const char *min_block_scale, *imatrix, *fold_exponent;
+    bool imatrix_strict, fold, fold_search;
     struct cli_list ignore, only;
     uint64_t shard_bytes;
     bool keep_split;
@@ -149,6 +149,13 @@ static bool read_scale(const char *text, float *out)
     return *text && !*end && value >= 0 && value <= 448;
 }
 
+static bool read_exponent(const char *text, float *out)
+{
+    char *end;
+    *out = strtof(text, &end);
+    return *text && !*end && *out >= 0 && *out <= 1;
+}
+
 static bool set_options(const struct cli_command *self, const struct arguments *a, nib_quantize_options *o)
 {
     if (a->min_block_scale && !read_scale(a->min_block_scale, &o->min_block_scale)) {
@@ -166,6 +173,15 @@ static bool set_options(const struct cli_command *self, const struct arguments *
     o->keep_split = a->keep_split;
     if (!choose_pair(self, a, o))
         return false;
+    if (a->fold_exponent && !read_exponent(a->fold_exponent, &o->fold_exponent)) {
+        cli_error("%s: --fold-exponent takes a number from 0 to 1, not '%s'", self->name, a->fold_exponent);
+        return false;
+    }
+    if (a->fold_exponent && a->fold_search) {
+        cli_error("%s: --fold-search looks for the exponent that --fold-exponent says", self->name);
+        return false;
+    }
+    o->fold = a->fold_search ? NIB_FOLD_SEARCH : a->fold || a->fold_exponent ? NIB_FOLD_FIXED : NIB_FOLD_NONE;
     o->statistics = a->imatrix;
     o->statistics_strict = a->imatrix_strict;
     o->activation = (nib_activation)a->activations.value;
@@ -295,6 +311,9 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "imatrix", CLI_TEXT, &a.imatrix, "FILE", "weigh errors by statistics of inputs: imatrix, or nib's own", 0,
           0 },
         { 0, "imatrix-strict", CLI_FLAG, &a.imatrix_strict, NULL, "every weight must have statistics", 0, 0 },
+        { 0, "fold", CLI_FLAG, &a.fold, NULL, "move scales of channels into norms, by the same statistics", 0, 0 },
+        { 0, "fold-exponent", CLI_TEXT, &a.fold_exponent, "A", "the same by E[x^2]^(A/2) (default 0.25)", 0, 0 },
+        { 0, "fold-search", CLI_FLAG, &a.fold_search, NULL, "the same by the exponents that lose least", 0, 0 },
         { 0, "ignore", CLI_LIST, &a.ignore, "PATTERN", "leave modules as they are: name, glob or re:...", 0, 0 },
         { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantize no others", 0, 0 },
         { 0, "preset", CLI_WORD, &a.preset, "P", "what to quantize: {}", 0, 0 },
@@ -331,7 +350,7 @@ const struct cli_command cli_quantize = {
     "  nib quantize --for sglang --dry-run Qwen3-8B out\n"
     "  nib quantize --format modelopt --scheme nvfp4 --activations norm Llama-3.1-8B out\n"
     "  nib quantize --preset experts-only --ignore 're:.*layers\\.(0|1)\\..*' Mixtral-8x7B out\n"
-    "  nib quantize --imatrix imatrix.gguf Qwen3-8B out\n"
+    "  nib quantize --imatrix imatrix.gguf --fold Qwen3-8B out\n"
     "  nib quantize --report q.html Qwen3-8B out\n"
     "  nib quantize Qwen3-8B-BF16.gguf Qwen3-8B-NVFP4.gguf\n"
     "  nib quantize --resume -t 8 --max-memory 4G DeepSeek-V3 out\n",

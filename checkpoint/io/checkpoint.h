@@ -13,6 +13,7 @@
 
 struct nib_gguf;
 struct nib_ck_weight;
+struct nib_ck_fold;
 
 #define NIB_NONE UINT32_MAX
 
@@ -65,6 +66,8 @@ struct nib_checkpoint {
     size_t n_tensors;
     struct nib_ck_weight *weights; /* in the order of names, numbers by value */
     size_t n_weights;
+    struct nib_ck_fold *folds; /* of its weights; NULL: it was not folded */
+    float *fold_scales;        /* that they point to */
     struct nib_ck_diagnostic *diagnostics;
     size_t n_diagnostics, diagnostics_capacity;
     void *strings; /* names that no file has, and the texts of diagnostics */

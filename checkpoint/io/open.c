@@ -819,6 +819,8 @@ void nib_checkpoint_close(nib_checkpoint *c)
     nib_free(c->files);
     nib_free(c->tensors);
     nib_free(c->weights);
+    nib_free(c->folds);
+    nib_free(c->fold_scales);
     nib_free(c->diagnostics);
     for (struct chunk *chunk = c->strings, *before; chunk; chunk = before) {
         before = chunk->before;

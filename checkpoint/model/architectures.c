@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "io/names.h"
+#include "model/folds.h"
 
 const struct nib_architecture nib_architectures[NIB_FAMILY_COUNT] = {
     [NIB_FAMILY_LLAMA] = { { "llama" }, "llama", .permuted = true },
@@ -399,8 +400,8 @@ static bool find_from_gguf(const char *name, const nib_checkpoint *to, size_t *f
     return false;
 }
 
-bool nib_ck_counterpart(const nib_checkpoint *a, size_t index, const nib_checkpoint *b, size_t *found,
-                        struct nib_ck_weight *wa, struct nib_ck_weight *wb)
+static bool find_counterpart(const nib_checkpoint *a, size_t index, const nib_checkpoint *b, size_t *found,
+                             struct nib_ck_weight *wa, struct nib_ck_weight *wb)
 {
     *wa = a->weights[index];
     if (find_weight(b, wa->name, found) || (is_gguf(b) && !is_gguf(a) && find_in_gguf(a, b, found, wa))) {
@@ -408,4 +409,13 @@ bool nib_ck_counterpart(const nib_checkpoint *a, size_t index, const nib_checkpo
         return true;
     }
     return is_gguf(a) && !is_gguf(b) && find_from_gguf(wa->name, b, found, wb);
+}
+
+bool nib_ck_counterpart(const nib_checkpoint *a, size_t index, const nib_checkpoint *b, size_t *found,
+                        struct nib_ck_weight *wa, struct nib_ck_weight *wb)
+{
+    if (!find_counterpart(a, index, b, found, wa, wb))
+        return false;
+    nib_ck_fold_alike(a, wa, b, wb);
+    return true;
 }

@@ -65,7 +65,8 @@ int nib_ck_place_tensor(const nib_checkpoint *c, const struct nib_architecture *
                         struct nib_gguf_place out[2]);
 
 /* The weight of b that is weight `index` of a: of its name, or, where one of the two is a GGUF file and the other is not,
- * of the name that it has there. false: there is none. *wa and *wb are copies whose rows are in the same order. */
+ * of the name that it has there. false: there is none. *wa and *wb are copies whose rows are in the same order, and the
+ * values of *wa are read as those of b were folded. */
 bool nib_ck_counterpart(const nib_checkpoint *a, size_t index, const nib_checkpoint *b, size_t *found,
                         struct nib_ck_weight *wa, struct nib_ck_weight *wb);
 

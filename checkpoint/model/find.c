@@ -12,6 +12,7 @@
 
 #include "file/json.h"
 #include "io/names.h"
+#include "model/folds.h"
 #include "model/formats.h"
 #include "format/dialect.h"
 #include "nib_file.h"
@@ -437,7 +438,9 @@ nib_status nib_checkpoint_open(const char *path, nib_checkpoint **out)
     NIB_REQUIRE(out);
     nib_checkpoint *c;
     TRY(nib_ck_open(path, &c));
-    const nib_status status = find_weights(c);
+    nib_status status = find_weights(c);
+    if (!status)
+        status = nib_ck_read_folds(c);
     if (status)
         nib_checkpoint_close(c);
     else

@@ -535,15 +535,55 @@ nib_status nib_ck_fp8_rows(const nib_checkpoint *c, const struct nib_ck_weight *
 
 nib_dtype nib_ck_exact_dtype(const struct nib_ck_weight *w)
 {
-    return w->format == NIB_CHECKPOINT_FORMAT_PLAIN ? w->dtype : NIB_F32;
+    return w->format == NIB_CHECKPOINT_FORMAT_PLAIN && !w->columns && !w->divisors ? w->dtype : NIB_F32;
+}
+
+static void scale_rows(const struct nib_ck_weight *w, int64_t first, int64_t count, float *values)
+{
+    for (int64_t r = 0; r < count; r++) {
+        float *row = values + r * w->cols;
+        const float divisor = w->divisors ? w->divisors[first + r] : 1;
+        for (int64_t k = 0; k < w->cols; k++)
+            row[k] /= divisor;
+        for (int64_t k = 0; k < w->cols && w->columns; k++)
+            row[k] *= w->columns[k];
+    }
+}
+
+/* Values that are scaled are computed in F32 and rounded once. */
+static nib_status read_scaled(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
+                              nib_dtype dtype, void *out)
+{
+    nib_ck_rows_fn *const read = nib_ck_formats[w->format].read_rows;
+    if (dtype == NIB_F32) {
+        TRY(read(c, w, first, count, dtype, out));
+        scale_rows(w, first, count, out);
+        return NIB_OK;
+    }
+    const int64_t at_once = nib_min(count, panel_rows(w->cols));
+    const size_t size = (size_t)w->cols * (size_t)nib_dtypes[dtype].bits / 8;
+    float *values = nib_alloc((size_t)(at_once * w->cols) * sizeof *values);
+    nib_status status = values ? NIB_OK : nib_ck_no_memory(c);
+    for (int64_t done = 0; done < count && !status; done += at_once) {
+        const int64_t n = nib_min(at_once, count - done);
+        status = read(c, w, first + done, n, NIB_F32, values);
+        if (status)
+            break;
+        scale_rows(w, first + done, n, values);
+        status = nib_encode(dtype, values, (size_t)(n * w->cols), (char *)out + (size_t)done * size);
+    }
+    nib_free(values);
+    return status;
 }
 
 nib_status nib_ck_read_rows(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
                             nib_dtype dtype, void *out)
 {
     const nib_fpenv saved = nib_fpenv_enter();
-    const nib_status status =
-        count > 0 && w->cols > 0 ? nib_ck_formats[w->format].read_rows(c, w, first, count, dtype, out) : NIB_OK;
+    const bool scaled = w->columns || w->divisors;
+    const nib_status status = count < 1 || w->cols < 1 ? NIB_OK
+                              : scaled                 ? read_scaled(c, w, first, count, dtype, out)
+                                       : nib_ck_formats[w->format].read_rows(c, w, first, count, dtype, out);
     nib_fpenv_leave(saved);
     return status;
 }
@@ -560,7 +600,9 @@ size_t nib_ck_read_overhead(const nib_checkpoint *c, const struct nib_ck_weight 
     const size_t values = (size_t)(nib_min(count, panel_rows(w->cols)) * w->cols) * 2;
     const size_t transposing = w->transposed ? (size_t)4 << 20 : w->row_step > 1 ? (size_t)1 << 20 : 0;
     return transposing +
-           (w->format == NIB_CHECKPOINT_FORMAT_PLAIN && dtype == w->dtype ? 0 : (size_t)PANEL_BYTES + values);
+           (nib_ck_exact_dtype(w) == dtype && w->format == NIB_CHECKPOINT_FORMAT_PLAIN && dtype == w->dtype
+                ? 0
+                : (size_t)PANEL_BYTES + values);
 }
 
 int64_t nib_ck_rows_for(const nib_checkpoint *c, const struct nib_ck_weight *w, nib_dtype dtype, uint64_t bytes)

@@ -23,6 +23,8 @@ struct nib_ck_weight {
     /* Where not 0, rows are asked for in another order than they lie: of so many the first half and the second alternate,
      * which is how llama.cpp wants the heads of some families. */
     int64_t head_rows;
+    /* Where not NULL, values are read as f32(f32(x / divisors[row]) * columns[column]): see model/folds.h. */
+    const float *columns, *divisors;
     nib_tensor_scale tensor_scale; /* NVFP4: what the value per tensor means */
     int32_t e4m3_max;              /* NIB_TENSOR_SCALE_AMAX: what belongs to it; 0 for 448 */
 };

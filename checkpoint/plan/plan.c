@@ -59,10 +59,6 @@ void nib_plan_destroy(nib_plan *plan)
 {
     if (!plan)
         return;
-    for (struct nib_arena *arena = plan->strings, *next; arena; arena = next) {
-        next = arena->next;
-        nib_free(arena);
-    }
     json_decref(plan->options);
     json_decref(plan->config);
     json_decref(plan->hf_quant);
@@ -71,6 +67,8 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->source);
     nib_statistics_close(plan->statistics);
     nib_free(plan->digests);
+    if (plan->fold)
+        nib_free(plan->fold->scales);
     nib_free(plan->others);
     nib_free(plan->restored);
     nib_gguf_plan_destroy(plan->keys);
@@ -80,6 +78,10 @@ void nib_plan_destroy(nib_plan *plan)
     nib_free(plan->weights);
     nib_free(plan->groups);
     nib_free(plan->files);
+    for (struct nib_arena *arena = plan->strings, *next; arena; arena = next) {
+        next = arena->next;
+        nib_free(arena);
+    }
     nib_free(plan);
 }
 
@@ -127,13 +129,16 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_che
     }
     for (size_t i = 0; i < in->n_weights; i++) {
         const uint64_t bytes = stored_bytes(in, &in->weights[i]);
-        plan->rows[i] = (struct nib_out_row){ .action = NIB_ACTION_KEEP,
-                                              .reason = "",
-                                              .group_name = NIB_NONE,
-                                              .bytes_in = bytes,
-                                              .bytes_out = bytes,
-                                              .input = { .entry = NIB_NONE },
-                                              .statistics = "" };
+        plan->rows[i] = (struct nib_out_row){
+            .action = NIB_ACTION_KEEP,
+            .reason = "",
+            .group_name = NIB_NONE,
+            .bytes_in = bytes,
+            .bytes_out = bytes,
+            .input = { .entry = NIB_NONE },
+            .statistics = "",
+            .fold = "",
+        };
     }
     *out = plan;
     return NIB_OK;
@@ -490,7 +495,8 @@ static nib_plan_row other_row(const nib_plan *plan, const struct nib_out_other *
                          .bytes_in = t->bytes,
                          .bytes_out = t->bytes,
                          .group = "",
-                         .statistics = "" };
+                         .statistics = "",
+                         .fold = "" };
     for (int64_t i = 0; i + 1 < t->rank; i++)
         row.rows = t->bytes ? row.rows * t->shape[i] : 0; /* with data the file bounds the product */
     return row;
@@ -500,7 +506,7 @@ nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *ou
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    TRY(nib_struct_check_output("nib_plan_row", out, NIB_UP_TO(nib_plan_row, tokens)));
+    TRY(nib_struct_check_output("nib_plan_row", out, NIB_UP_TO(nib_plan_row, fold)));
     const size_t weights = plan->in->n_weights;
     if (index >= weights + plan->n_others)
         return nib_fail(NIB_ERR_ARG, "there is no row %zu: the plan has %zu", index, weights + plan->n_others);
@@ -520,7 +526,8 @@ nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *ou
                                  .bytes_out = row->bytes_out,
                                  .group = row->group_name == NIB_NONE ? "" : plan->in->weights[row->group_name].name,
                                  .statistics = row->statistics,
-                                 .tokens = row->tokens };
+                                 .tokens = row->tokens,
+                                 .fold = row->fold };
     nib_struct_write(out, &found, sizeof found);
     return NIB_OK;
 }

@@ -7,6 +7,7 @@
  *     plan_patterns.c  patterns of a user that match nothing
  *     plan_build.c   from there to tensors
  *     plan_statistics.c  statistics of inputs: which belong to which weight
+ *     plan_fold.c    scales that move from weights into norms
  *     plan_restore.c stacks and transposed matrices that a plan takes apart, and another puts together again
  *     plan.c         plans put together by steps
  *     plan_layout.c  headers of output files
@@ -129,16 +130,33 @@ struct nib_out_row {
     struct nib_plan_input input;
     double tokens;          /* that its statistics were taken over */
     const char *statistics; /* the same in words, or why there are none; "" where none are asked for */
+    const char *fold;       /* what its columns' scales went into, or "none: " and why; "" where none are asked for */
 };
 
 /* What the slices of an entry come to. */
 struct nib_statistics_digest {
     float *pooled;  /* of several: mean squares of all, where one has few tokens or none; NULL otherwise */
     double tokens;  /* of all */
-    float measured; /* amax of activations; 0: not known */
-    float amax;     /* the same, guessed from mean squares */
+    float *largest; /* magnitude of each channel, in all slices */
+    bool measured;  /* and not guessed from mean squares */
     bool down;      /* slices are scaled to mean 1 before they are pooled */
     bool ready;
+};
+
+/* Scales of channels, of one norm or of one weight's columns. */
+struct nib_plan_scales {
+    const char *name;
+    const float *values;
+    int64_t n;
+};
+
+struct nib_plan_fold {
+    float exponent;
+    bool search;              /* of exponents, per norm */
+    uint32_t *columns, *rows; /* of weights of the input: what multiplies and what divides; in scales, or NIB_NONE */
+    const void **tensors;     /* of the input: the bytes that are written instead; NULL: as they are */
+    struct nib_plan_scales *scales;
+    size_t n, capacity;
 };
 
 /* A tensor of two dims or more that is no weight, and why it is not. */
@@ -159,6 +177,7 @@ struct nib_plan {
     struct nib_statistics *statistics;     /* of inputs; NULL: none */
     struct nib_statistics_digest *digests; /* of its entries */
     bool statistics_strict;                /* every weight must have some */
+    struct nib_plan_fold *fold;            /* NULL: nothing is folded */
     nib_dtype dequantized_dtype;           /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
     json_t *options;                       /* what provenance says of them */
     json_t *config;                        /* config.json as it will be, without provenance; NULL: none is written */
@@ -229,15 +248,24 @@ float nib_plan_input_scale(const nib_plan *plan, float amax);
 /* ---- Statistics of inputs (plan_statistics.c) ---- */
 
 nib_status nib_plan_open_statistics(nib_plan *plan, const char *path);
-/* Those of every weight that is quantized, by `group` (of plan->groups), and from them scales of activations where the
- * plan has them so. Does nothing without statistics. */
-nib_status nib_plan_find_statistics(nib_plan *plan, const uint32_t *group);
+/* Those of every weight that is quantized. Does nothing without statistics. */
+nib_status nib_plan_find_statistics(nib_plan *plan);
+/* Scales of activations from them, where the plan has them so, once it is known what is folded. */
+nib_status nib_plan_scale_activations(nib_plan *plan, const uint32_t *group);
 /* Mean squares of a weight's input, and the tokens that they were taken over: an expert's are mixed with those of all
  * experts of its layer, which count as 256 tokens more. */
 nib_status nib_plan_mean_squares(const nib_plan *plan, const struct nib_plan_input *input, int64_t cols, float *out,
                                  double *tokens);
 /* An amax of activations from the root of a mean square. */
 #define NIB_AMAX_OF_RMS 32.0f
+
+/* ---- Scales that move into norms (plan_fold.c) ---- */
+
+/* Which, and what becomes of norms and biases; does nothing where none are asked for. */
+nib_status nib_plan_fold(nib_plan *plan, const uint32_t *group);
+const float *nib_plan_columns(const nib_plan *plan, uint32_t weight); /* of a weight of the input; NULL: none */
+const float *nib_plan_divisors(const nib_plan *plan, uint32_t weight);
+nib_status nib_plan_write_fold(const nib_plan *plan, const char *path);
 
 /* ---- What was taken apart (plan_restore.c) ---- */
 

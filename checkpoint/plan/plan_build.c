@@ -41,12 +41,16 @@ static bool stays_whole(const struct maker *m, uint32_t tensor)
 {
     const nib_plan *plan = m->plan;
     const uint32_t begin = m->first[tensor], end = m->first[tensor + 1];
-    if (begin == end || plan->in->weights[m->by_data[begin]].index < 0 || !nib_ck_keeps_stacks(plan->in))
+    if (begin == end || plan->in->weights[m->by_data[begin]].index < 0)
         return false;
     const nib_action action = plan->rows[m->by_data[begin]].action;
     for (uint32_t i = begin; i < end; i++)
         if (plan->rows[m->by_data[i]].action != action)
             return false;
+    if (action == NIB_ACTION_KEEP) /* it is written anew, scaled */
+        return nib_plan_columns(plan, m->by_data[begin]) != NULL;
+    if (!nib_ck_keeps_stacks(plan->in))
+        return false;
     return action == NIB_ACTION_DEQUANTIZE || (action != NIB_ACTION_KEEP && nib_ck_stack_layout(plan->format));
 }
 
@@ -396,6 +400,8 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
                                   .statistics = plan->rows[weight].input,
                                   .norm = NIB_NONE,
                                   .input = 1 };
+    w->source.columns = nib_plan_columns(plan, weight);
+    w->source.divisors = nib_plan_divisors(plan, weight);
     if (plan->gguf && w->action != NIB_ACTION_KEEP && w->action != NIB_ACTION_DEQUANTIZE)
         w->laying = NIB_LAY_GGUF;
     if (plan->dequantized_dtype != NIB_DTYPE_COUNT && w->action == NIB_ACTION_DEQUANTIZE)
@@ -454,7 +460,7 @@ static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
     w.source.rows = nib_ck_matrix_rows(plan->in, &w.source);
     w.source.row_first = 0;
     w.source.row_step = 1;
-    w.laying = NIB_LAY_STACK;
+    w.laying = w.source.transposed || w.action != NIB_ACTION_KEEP ? NIB_LAY_STACK : NIB_LAY_ROWS;
     w.stacked = true;
     w.experts = experts;
     TRY(nib_plan_next(plan, plan->in->tensors[tensor].file, (uint64_t)experts * coming_bytes(&w)));
@@ -517,7 +523,7 @@ static nib_status add_matrices(struct maker *m, uint32_t tensor)
 static bool any_changes(const struct maker *m, uint32_t tensor)
 {
     for (uint32_t i = m->first[tensor]; i < m->first[tensor + 1]; i++)
-        if (m->plan->rows[m->by_data[i]].action != NIB_ACTION_KEEP)
+        if (m->plan->rows[m->by_data[i]].action != NIB_ACTION_KEEP || nib_plan_columns(m->plan, m->by_data[i]))
             return true;
     return false;
 }
@@ -678,7 +684,12 @@ static nib_status add_outputs(struct maker *m, uint32_t tensor)
     if (stack != NIB_NONE)
         return add_cut_biases(m, tensor, stack);
     TRY(nib_plan_next(plan, t->file, t->bytes));
-    return nib_plan_add_copy(plan, tensor);
+    if (!plan->fold || !plan->fold->tensors[tensor])
+        return nib_plan_add_copy(plan, tensor);
+    uint32_t index;
+    TRY(nib_plan_add_tensor(plan, t->name, t->dtype, t->rank, t->shape, NIB_PRODUCE_BYTES, tensor, &index));
+    plan->tensors[index].data = plan->fold->tensors[tensor];
+    return NIB_OK;
 }
 
 static nib_status sort_weights(struct maker *m)
@@ -735,7 +746,11 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
     if (!status)
         status = make_groups(&m);
     if (!status)
-        status = nib_plan_find_statistics(plan, m.group);
+        status = nib_plan_find_statistics(plan);
+    if (!status)
+        status = nib_plan_fold(plan, m.group);
+    if (!status)
+        status = nib_plan_scale_activations(plan, m.group);
     if (!status && !strcmp(plan->command, "quantize") && plan->n_groups == 0)
         status = nothing_left(plan);
     if (!status)

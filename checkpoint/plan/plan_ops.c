@@ -59,7 +59,7 @@ static nib_status check_source(const nib_checkpoint *in)
 /* ---- Options of a quantization ---- */
 
 /* The first version that is still served: 0.2. */
-enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, statistics_strict) };
+enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, fold_exponent) };
 
 nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes)
 {
@@ -69,7 +69,8 @@ nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t
                                             .dialect = NIB_UNSET,
                                             .scale_rule = NIB_UNSET,
                                             .tensor_scale_rule = NIB_UNSET,
-                                            .min_block_scale = NIB_UNSET };
+                                            .min_block_scale = NIB_UNSET,
+                                            .fold_exponent = NIB_UNSET };
     return nib_struct_init("nib_quantize_options", options, bytes, &defaults, sizeof defaults, OPTIONS_OLDEST);
 }
 
@@ -135,6 +136,13 @@ static nib_status check_options(const nib_quantize_options *o)
         return nib_fail(NIB_ERR_MODE, "an activations file goes with the choice \"file\", and only with it");
     if (o->activation == NIB_ACTIVATION_STATISTICS && !o->statistics)
         return nib_fail(NIB_ERR_MODE, "scales of activations from statistics need a file of them");
+    if (o->fold && (!o->statistics || o->format == NIB_CHECKPOINT_FORMAT_GGUF))
+        return nib_fail(NIB_ERR_MODE, !o->statistics
+                                          ? "folding (--fold) needs a file of statistics (--imatrix)"
+                                          : "a folded model is written as a directory, and nib convert makes "
+                                            "a GGUF file of it");
+    if ((o->fold > NIB_FOLD_SEARCH) || (!o->fold && o->fold_exponent > 0) || o->fold_exponent > 1)
+        return nib_fail(NIB_ERR_ARG, "an exponent to fold by is from 0 to 1, and goes with folding");
     if (o->statistics_strict && !o->statistics)
         return nib_fail(NIB_ERR_MODE, "there is no file of statistics that could lack some");
     if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only))
@@ -183,7 +191,7 @@ static nib_status make_quantizer(const nib_quantize_options *o, nib_quantizer *q
 /* Only a sweep chooses by errors that can be weighed; scales of activations go with every rule. */
 static nib_status check_statistics(const nib_quantize_options *o, const nib_quantizer *q)
 {
-    if (!o->statistics || q->scale_rule == NIB_SCALE_SWEEP || o->activation == NIB_ACTIVATION_STATISTICS)
+    if (!o->statistics || q->scale_rule == NIB_SCALE_SWEEP || (o->activation == NIB_ACTIVATION_STATISTICS && !o->fold))
         return NIB_OK;
     return nib_fail(NIB_ERR_MODE,
                     "statistics (--imatrix) weigh the errors of a sweep, and block scales are to be %s: leave --scale "
@@ -220,6 +228,18 @@ static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
         return nib_fail(NIB_ERR_ARG, "a pattern is not UTF-8, or there is no memory for what provenance says");
     json_decref(plan->options);
     plan->options = noted;
+    return NIB_OK;
+}
+
+static nib_status start_fold(nib_plan *plan, const nib_quantize_options *o)
+{
+    const float exponent = o->fold_exponent < 0 ? 0.25f : o->fold_exponent;
+    if (!o->fold)
+        return NIB_OK;
+    plan->fold = nib_plan_memory(plan, sizeof *plan->fold);
+    if (!plan->fold)
+        return no_memory();
+    *plan->fold = (struct nib_plan_fold){ .exponent = exponent, .search = o->fold == NIB_FOLD_SEARCH };
     return NIB_OK;
 }
 
@@ -407,6 +427,8 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
         status = read_activations(plan, o);
     if (!status && o->statistics)
         status = nib_plan_open_statistics(plan, o->statistics);
+    if (!status)
+        status = start_fold(plan, o);
     if (!status)
         status = nib_patterns_create(o->ignore, o->n_ignore, &chooser.ignore);
     if (!status)

@@ -192,37 +192,27 @@ static double mean_of(const float *values, int64_t n)
     return sum / (double)n;
 }
 
-static float largest_of(const float *values, int64_t n)
-{
-    float largest = 0;
-    for (int64_t k = 0; k < n; k++)
-        largest = nib_fmax(largest, values[k]);
-    return largest;
-}
-
 /* One slice of an entry, added to what all come to. */
 static nib_status add_slice(const nib_plan *plan, const struct nib_plan_input *input, int64_t cols, bool down,
                             float *values, double *sums, double *weight, struct nib_statistics_digest *digest)
 {
+    float *largest = digest->largest;
     double tokens;
-    bool has_amaxes;
-    TRY(nib_statistics_read(plan->statistics, input->entry, input->slices, input->slice, cols, values, &tokens));
-    if (tokens > 0) {
-        const double mean = down ? mean_of(values, cols) : 1;
-        const double share = mean > 0 ? (down                                             ? 1 / mean
-                                         : nib_statistics_counts_tokens(plan->statistics) ? tokens
-                                                                                          : 1)
-                                      : 0;
-        for (int64_t k = 0; k < cols; k++)
-            sums[k] += (double)values[k] * share;
-        *weight += down ? mean > 0 : share;
-        digest->tokens += tokens;
-        digest->amax = nib_fmax(digest->amax, NIB_AMAX_OF_RMS * sqrtf(largest_of(values, cols)));
-    }
     TRY(nib_statistics_read_amaxes(plan->statistics, input->entry, input->slices, input->slice, cols, values,
-                                   &has_amaxes));
-    if (has_amaxes)
-        digest->measured = nib_fmax(digest->measured, largest_of(values, cols));
+                                   &digest->measured));
+    for (int64_t k = 0; k < cols && digest->measured; k++)
+        largest[k] = nib_fmax(largest[k], values[k]);
+    TRY(nib_statistics_read(plan->statistics, input->entry, input->slices, input->slice, cols, values, &tokens));
+    if (tokens == 0)
+        return NIB_OK;
+    for (int64_t k = 0; k < cols && !digest->measured; k++)
+        largest[k] = nib_fmax(largest[k], NIB_AMAX_OF_RMS * sqrtf(values[k]));
+    const double mean = mean_of(values, cols);
+    const double share = down ? (mean > 0 ? 1 / mean : 0) : nib_statistics_counts_tokens(plan->statistics) ? tokens : 1;
+    for (int64_t k = 0; k < cols; k++)
+        sums[k] += (double)values[k] * share;
+    *weight += down ? mean > 0 : share;
+    digest->tokens += tokens;
     return NIB_OK;
 }
 
@@ -235,14 +225,17 @@ static nib_status digest_entry(nib_plan *plan, struct nib_plan_input input, int6
     const bool down = is_down(nib_statistics_at(plan->statistics, input.entry).name);
     float *values = nib_alloc((size_t)cols * sizeof *values);
     double *sums = nib_alloc_zeroed((size_t)cols * sizeof *sums), weight = 0;
-    nib_status status = values && sums ? NIB_OK : no_memory();
+    digest->largest = nib_plan_memory(plan, (size_t)cols * sizeof *digest->largest);
+    nib_status status = values && sums && digest->largest ? NIB_OK : no_memory();
+    for (int64_t k = 0; k < cols && !status; k++)
+        digest->largest[k] = 0;
     for (input.slice = 0; input.slice < input.slices && !status; input.slice++)
         status = add_slice(plan, &input, cols, down, values, sums, &weight, digest);
-    if (!status && input.slices > 1 && weight > 0) {
+    if (!status && input.slices > 1) {
         digest->pooled = nib_plan_memory(plan, (size_t)cols * sizeof *digest->pooled);
         status = digest->pooled ? NIB_OK : no_memory();
         for (int64_t k = 0; k < cols && !status; k++)
-            digest->pooled[k] = (float)(sums[k] / weight);
+            digest->pooled[k] = weight > 0 ? (float)(sums[k] / weight) : 0;
     }
     digest->down = down;
     digest->ready = !status;
@@ -411,23 +404,29 @@ static nib_status level_experts(nib_plan *plan, float *amaxes)
 
 /* Too large costs little and too small ruins a model: few tokens count twice, and of mean squares alone the largest
  * stands for an amax of 32 times its root. */
-static float amax_of(const nib_plan *plan, uint32_t entry)
+static float amax_of(const nib_plan *plan, uint32_t weight)
 {
     enum { ENOUGH = 16384 };
-    const struct nib_statistics_digest *digest = &plan->digests[entry];
-    return !(digest->measured > 0) ? digest->amax : digest->tokens >= ENOUGH ? digest->measured : 2 * digest->measured;
+    const struct nib_statistics_digest *digest = &plan->digests[plan->rows[weight].input.entry];
+    const float *columns = nib_plan_columns(plan, weight);
+    float amax = 0;
+    for (int64_t k = 0; k < plan->in->weights[weight].cols; k++)
+        amax = nib_fmax(amax, columns ? digest->largest[k] / columns[k] : digest->largest[k]);
+    return digest->measured && digest->tokens < ENOUGH ? 2 * amax : amax;
 }
 
-static nib_status find_amaxes(nib_plan *plan, const uint32_t *group)
+nib_status nib_plan_scale_activations(nib_plan *plan, const uint32_t *group)
 {
+    if (plan->scheme != NIB_SCHEME_NVFP4 || plan->activation != NIB_ACTIVATION_STATISTICS)
+        return NIB_OK;
     const size_t n = plan->in->n_weights;
     float *amaxes = nib_alloc_zeroed((n + 1) * sizeof *amaxes);
     if (!amaxes)
         return no_memory();
     size_t missing = 0, first = 0;
-    for (size_t i = 0; i < n; i++)
+    for (uint32_t i = 0; i < n; i++)
         if (plan->rows[i].input.entry != NIB_NONE)
-            amaxes[i] = amax_of(plan, plan->rows[i].input.entry);
+            amaxes[i] = amax_of(plan, i);
     nib_status status = level_experts(plan, amaxes);
     for (size_t i = 0; i < n && !status; i++)
         if (group[i] != NIB_NONE && amaxes[i] >= FLT_MIN && amaxes[i] <= 0x1p100f)
@@ -448,7 +447,7 @@ static nib_status find_amaxes(nib_plan *plan, const uint32_t *group)
 
 /* ---- All of it ---- */
 
-nib_status nib_plan_find_statistics(nib_plan *plan, const uint32_t *group)
+nib_status nib_plan_find_statistics(nib_plan *plan)
 {
     const nib_checkpoint *in = plan->in;
     struct search s = { .plan = plan, .statistics = plan->statistics, .gguf = in->n_files && in->files[0].gguf };
@@ -465,8 +464,6 @@ nib_status nib_plan_find_statistics(nib_plan *plan, const uint32_t *group)
         status = check_found(plan, plan->statistics_strict);
     if (!status)
         status = compare_fused(plan, scratch, scratch + widest);
-    if (!status && plan->scheme == NIB_SCHEME_NVFP4 && plan->activation == NIB_ACTIVATION_STATISTICS)
-        status = find_amaxes(plan, group);
     nib_free(s.aliases);
     nib_free(scratch);
     return status;

@@ -6,6 +6,7 @@
 
 #include <stdio.h>
 
+#include "model/folds.h"
 #include "model/measure.h"
 #include "tensor/quantize.h"
 #include "tensor/tensor.h"
@@ -157,6 +158,8 @@ bool nib_run_writes(const nib_plan *plan, const char *name)
         return plan->n_files > 1 || (plan->keep_split && plan->in->has_index);
     if (!strcmp(name, "hf_quant_config.json"))
         return plan->hf_quant;
+    if (!strcmp(name, NIB_FOLD_FILE)) /* or copied, since the codes stay what they were */
+        return plan->fold || plan->in->folds;
     return !strcmp(name, "config.json") && plan->config && (plan->in->config || json_object_size(plan->config) > 0);
 }
 
@@ -172,6 +175,12 @@ static nib_status write_configuration(struct nib_run *run, const char *provenanc
     }
     if (plan->in->is_directory)
         TRY(nib_staging_copy_others(run));
+    if (plan->fold) {
+        char *path = nib_staging_path(run->fresh, NIB_FOLD_FILE);
+        const nib_status status = path ? nib_plan_write_fold(plan, path) : no_memory();
+        nib_free(path);
+        TRY(status);
+    }
     if (plan->hf_quant)
         TRY(write_json(run, "hf_quant_config.json", plan->hf_quant));
     if (!nib_run_writes(plan, "config.json"))

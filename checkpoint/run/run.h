@@ -55,7 +55,7 @@ nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t by
 /* A tensor scale in another sense. Powers of two, which is what quantizing here gives by default, lose nothing. */
 float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_scale to, int32_t e4m3_max);
 
-/* Whether the output has this file beside its tensors, made by the run and not copied: the index, a configuration. */
+/* Whether the output has this file beside its tensors: the index, a configuration, scales that were folded. */
 bool nib_run_writes(const nib_plan *plan, const char *name);
 
 /* ---- The second pass (write.c) ---- */

@@ -150,7 +150,8 @@ static nib_status add_region(struct scan *s, size_t i, size_t *end)
     }
     TRY(tensor_begin(plan->in, tensor, &region.begin));
     *end = next;
-    if (w->source.format == NIB_CHECKPOINT_FORMAT_PLAIN && rows == matrix_rows) {
+    const bool scaled = w->source.columns || w->source.divisors;
+    if (w->source.format == NIB_CHECKPOINT_FORMAT_PLAIN && rows == matrix_rows && !scaled) {
         const uint64_t bytes = (uint64_t)matrix_rows * (uint64_t)w->source.cols * size_of(t->dtype);
         region.begin += (uint64_t)nib_max(w->source.index, 0) * bytes;
         region.end = region.begin + bytes;

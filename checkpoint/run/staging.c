@@ -12,6 +12,8 @@
  * `complete` there is only one way, forward: what is missing in new/ is in OUT already.
  */
 #include "run/run.h"
+
+#include "model/folds.h"
 #include "nib_shard.h"
 
 #include <stdio.h>
@@ -541,7 +543,7 @@ static nib_status remove_stale(void *context, const char *name)
 {
     const struct nib_run *run = context;
     const bool lists = nib_ck_ends_with(name, ".safetensors.index.json") || !strcmp(name, "config.json") ||
-                       !strcmp(name, "hf_quant_config.json");
+                       !strcmp(name, "hf_quant_config.json") || !strcmp(name, NIB_FOLD_FILE);
     if (!lists && !nib_ck_ends_with(name, ".safetensors"))
         return NIB_OK;
     char *fresh = nib_staging_path(run->fresh, name), *old = nib_staging_path(run->out, name);

@@ -248,6 +248,15 @@ typedef enum nib_reader {
     NIB_READER_COUNT
 } nib_reader;
 
+/* Scales of channels that move from columns of weights into what makes their input: norms, and rows of up. The model stays
+ * what it was, and loses less by quantization. */
+typedef enum nib_fold {
+    NIB_FOLD_NONE = 0,
+    NIB_FOLD_FIXED, /* E[x^2]^(exponent/2) */
+    NIB_FOLD_SEARCH, /* by the exponent of 0, 0.05, ... 1 that loses least, of each norm; reads data when it is planned */
+    NIB_FOLD_COUNT
+} nib_fold;
+
 /* The words for these and for rules of nib.h, as options and provenance have them; NULL outside the enum. */
 NIB_API const char *nib_scheme_name(nib_scheme scheme);                     /* "nvfp4a16" */
 NIB_API const char *nib_activation_name(nib_activation activation);         /* "norm" */
@@ -286,6 +295,10 @@ typedef struct nib_quantize_options {
      * come from it. NULL: none. */
     const char *statistics;
     uint8_t statistics_strict;
+    /* Needs statistics and a sweep (MODE), a model_type that nib knows (UNSUPPORTED), and a directory. The scales are in the
+     * output's file nib-fold.scales, by which compare and check undo them. */
+    nib_fold fold;
+    float fold_exponent; /* below 0: 0.25 */
 } nib_quantize_options;
 /* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
  * has. */
@@ -324,6 +337,9 @@ typedef struct nib_plan_row {
     const char *group;      /* name of the first weight that shares its tensor scale; "" where it is alone */
     const char *statistics; /* of its input: "131072 tokens", or "none: " and why; "" where none are asked for */
     double tokens;          /* the number; 0: none */
+    const char
+        *fold; /* the norm or weight that the scales of its columns went into, or "none: " and why; "" where nothing
+                         is to be folded, or nothing goes with it */
 } nib_plan_row;
 
 typedef struct nib_plan_facts {
