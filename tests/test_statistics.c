@@ -73,6 +73,11 @@ TEST(statistics_of_nib)
     CHECK(!nib_statistics_of_gguf(s) && nib_statistics_count(s) == 3);
     check_slice(s, "m.k", 1, 0, 16, (const float[]){ 0, 0.5f, 1, 1.5f });
     check_slice(s, "m.q", 1, 0, 16, (const float[]){ 0, 0.5f, 1, 1.5f });
+    size_t k, q, experts;
+    CHECK(nib_statistics_find(s, "m.k", &k) && nib_statistics_find(s, "m.q", &q));
+    CHECK(nib_statistics_find(s, "m.experts.1.up", &experts));
+    CHECK(nib_statistics_same(s, k) == k && nib_statistics_same(s, q) == k &&
+          nib_statistics_same(s, experts) == experts);
     check_slice(s, "m.experts.1.up", 2, 0, 0, NULL);
     check_slice(s, "m.experts.1.up", 2, 1, 3, (const float[]){ 2, 2, 2, 2 });
     nib_statistics_close(s);

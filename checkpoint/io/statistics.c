@@ -25,6 +25,7 @@ struct entry {
     uint64_t at, counts_at; /* in the file */
     uint64_t amaxes_at;     /* NIB_STATS; 0: there are none */
     double calls;           /* IMATRIX_LEGACY */
+    size_t same;            /* the first entry with the same values */
 };
 
 struct nib_statistics {
@@ -356,21 +357,56 @@ static nib_status check_counts(const struct nib_statistics *s, const struct entr
     return NIB_OK;
 }
 
+/* An entry's place, to find those that share one: modules with the same input. */
+struct place {
+    uint64_t at;
+    size_t entry;
+};
+
+static int by_place(const void *left, const void *right)
+{
+    const struct place *a = left, *b = right;
+    if (a->at != b->at)
+        return a->at < b->at ? -1 : 1;
+    return a->entry < b->entry ? -1 : a->entry > b->entry;
+}
+
+static nib_status find_same(struct nib_statistics *s)
+{
+    struct place *places = nib_alloc(s->n * sizeof *places);
+    if (!places)
+        return no_memory(s->path);
+    for (size_t i = 0; i < s->n; i++)
+        places[i] = (struct place){ s->entries[i].at, i };
+    qsort(places, s->n, sizeof *places, by_place);
+    for (size_t i = 0, first = 0; i < s->n; i++) {
+        first = places[i].at == places[first].at ? first : i;
+        s->entries[places[i].entry].same = places[first].entry;
+    }
+    nib_free(places);
+    return NIB_OK;
+}
+
+static nib_status check_entry(const struct nib_statistics *s, const struct entry *e, float *buffer)
+{
+    TRY(check_floats(s, e, e->at, e->values, "value", buffer));
+    if (s->form == IMATRIX_GGUF)
+        TRY(check_floats(s, e, e->counts_at, e->slices, "count", buffer));
+    if (s->form == NIB_STATS)
+        TRY(check_counts(s, e));
+    return e->amaxes_at ? check_floats(s, e, e->amaxes_at, e->values, "amax", buffer) : NIB_OK;
+}
+
 static nib_status check_values(struct nib_statistics *s)
 {
     float *buffer = nib_alloc(CHUNK * sizeof *buffer);
     nib_status status = buffer ? hash_file(s, (char *)buffer, CHUNK * sizeof *buffer) : no_memory(s->path);
     for (size_t i = 0; i < s->n && !status; i++) {
         const struct entry *e = &s->entries[i];
-        status = i && !strcmp(e->name, s->entries[i - 1].name)
-                     ? nib_fail(NIB_ERR_DATA, "%s: %s is there twice", s->path, nib_quote(e->name).text)
-                     : check_floats(s, e, e->at, e->values, "value", buffer);
-        if (!status && s->form == IMATRIX_GGUF)
-            status = check_floats(s, e, e->counts_at, e->slices, "count", buffer);
-        if (!status && s->form == NIB_STATS)
-            status = check_counts(s, e);
-        if (!status && e->amaxes_at)
-            status = check_floats(s, e, e->amaxes_at, e->values, "amax", buffer);
+        if (i && !strcmp(e->name, s->entries[i - 1].name))
+            status = nib_fail(NIB_ERR_DATA, "%s: %s is there twice", s->path, nib_quote(e->name).text);
+        else if (e->same == i)
+            status = check_entry(s, e, buffer);
     }
     nib_free(buffer);
     return status;
@@ -405,7 +441,9 @@ nib_status nib_statistics_open(const char *path, struct nib_statistics **out)
         status = nib_fail(NIB_ERR_DATA, "%s: there are no statistics in it", path);
     if (!status) {
         qsort(s->entries, s->n, sizeof *s->entries, by_name);
-        status = check_values(s);
+        status = find_same(s);
+        if (!status)
+            status = check_values(s);
     }
     if (status) {
         nib_statistics_close(s);
@@ -439,6 +477,8 @@ struct nib_statistic nib_statistics_at(const struct nib_statistics *s, size_t in
     const struct entry *e = &s->entries[index];
     return (struct nib_statistic){ e->name, e->values, e->slices };
 }
+
+size_t nib_statistics_same(const struct nib_statistics *s, size_t index) { return s->entries[index].same; }
 
 bool nib_statistics_find(const struct nib_statistics *s, const char *name, size_t *index)
 {

@@ -174,7 +174,9 @@ static nib_status fit_entry(const nib_plan *plan, uint32_t entry, int64_t expert
                         "statistics of another model",
                         nib_statistics_path(plan->statistics), nib_quote(found.name).text, (long long)found.values,
                         (long long)slices, nib_quote(w->name).text, (long long)w->cols);
-    *out = (struct nib_plan_input){ .entry = entry, .slices = slices, .slice = slices > 1 ? expert : 0 };
+    *out = (struct nib_plan_input){ .entry = (uint32_t)nib_statistics_same(plan->statistics, entry),
+                                    .slices = slices,
+                                    .slice = slices > 1 ? expert : 0 };
     return NIB_OK;
 }
 
