@@ -207,6 +207,7 @@ enum data_kind {
     TINY,
     ZEROS,
     SPRINKLED,
+    GRID,
     DATA_KINDS
 };
 
@@ -277,11 +278,14 @@ static void store_as(void *x, int64_t i, nib_dtype dtype, float value)
 /* Numbers of one kind; sizes change from piece to piece, so that blocks differ. */
 static void fill(void *x, int64_t n, nib_dtype dtype, enum data_kind kind)
 {
-    float size = 1, last = 1;
+    float size = 1, last = 1, step = 1;
     for (int64_t i = 0; i < n; i++) {
         if (i % 16 == 0)
             size = ldexpf(1, (int)test_below(24) - 16);
-        last = draw(kind, size, last);
+        if (i % 32 == 0)
+            step = 1 + (float)test_below(64) / 64;
+        /* What 4 bits of another format left: values on a grid, whose errors under two scales are often the same. */
+        last = kind == GRID ? ((float)test_below(16) - 8) * step : draw(kind, size, last);
         if (kind == BITS) { /* the patterns of the dtype, its own NaNs among them */
             const uint32_t bits = (uint32_t)test_random();
             memcpy((char *)x + i * width_of(dtype), &bits, (size_t)width_of(dtype));

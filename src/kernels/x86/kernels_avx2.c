@@ -233,6 +233,7 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
     _mm256_store_si256((void *)(out + 32), _mm256_unpackhi_epi64(first, second));
 }
 
+#define SWEEPS 0
 #include "kernels/x86/rows.h"
 
 /* ---- Columns (columns.h) ---- */

@@ -252,6 +252,9 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
     _mm512_store_si512(out + 64, _mm512_unpackhi_epi64(first, second));
 }
 
+#define SWEEPS 1
+#include "kernels/x86/sweep_avx512.h"
+
 #include "kernels/x86/rows.h"
 
 /* ---- Columns (columns.h) ---- */

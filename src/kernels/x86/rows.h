@@ -38,11 +38,20 @@
  *
  * FP32 has two vectors to a block, F16 is widened as it is loaded, and AVX-512 has two blocks to a vector of words.
  *
- * The including file defines amax_bits, code_group and code_group_randomly, and what random_bytes_of works with.
+ * The including file defines amax_bits, code_group and code_group_randomly, and what random_bytes_of works with. Where
+ * SWEEPS is 1 rows of BF16 by the sweep go this way too, and it defines sweep_fixed (sweep_avx512.h).
  */
 
 enum { GROUP = 8, GROUPS = 64, STRIP = GROUP * GROUPS, GROUP_LENGTH = GROUP * BLOCK };
 enum { GATHERED = 64 }; /* blocks that are gathered at once */
+#if !SWEEPS
+SIMD bool sweep_fixed(const char *x, const char *next, VF amaxes, const struct nib_coding *coding,
+                      const struct lane_scaler *scaler, int exponent, VI *scales)
+{
+    (void)x, (void)next, (void)amaxes, (void)coding, (void)scaler, (void)exponent, (void)scales;
+    return false;
+}
+#endif
 
 /* Groups at equal distances: along a row, or one below the other. */
 struct strip {
@@ -63,6 +72,8 @@ struct strip_job {
     bool below;               /* what comes next lies below, not beside */
     VI keys[2][10];           /* of the ten rounds of Philox */
     float factors[128];       /* of every scale under this tensor scale */
+    bool fixed;               /* the tensor scale is 2^exponent, for sweep_fixed */
+    int exponent;
 };
 
 SIMD int bytes_of(nib_dtype dtype) { return dtype == NIB_F32 ? 4 : 2; }
@@ -185,6 +196,35 @@ SIMD bool scales_and_factors_of(const float *amaxes, int n, const struct strip_j
     return vf_all_less(most, vf_set1(0x1p100f));
 }
 
+/* The same of VL blocks by the lanes of simd.h, which can always tell. */
+__attribute__((noinline)) SLOT VI sweep_lanes(const char *x, const char *next, const struct nib_coding *coding,
+                                              const struct lane_scaler *scaler, nib_dtype dtype)
+{
+    const void *pointers[VL];
+    VF values[BLOCK];
+    struct lanes lanes;
+    for (int b = 0; b < VL; b++)
+        pointers[b] = (b < GROUP ? x : next - GROUP * BLOCK * bytes_of(dtype)) + b * BLOCK * bytes_of(dtype);
+    load_blocks(pointers, dtype, values);
+    own_lanes(&lanes, values);
+    return choose_sweep(&lanes, absmax_of(&lanes), coding, scaler, NULL).code;
+}
+
+/* The scales that a sweep finds for the blocks of groups g.., whose amaxes are known. */
+SIMD void swept_scales_of(const struct strip *strip, const struct strip_job *job, int g, nib_dtype dtype,
+                          const float *amaxes, uint8_t *scales)
+{
+    const char *x = strip->x + g * strip->x_step;
+    const int n = groups_of_batch(strip, g);
+    for (int k = 0; k < n; k += AT_ONCE, x += AT_ONCE * strip->x_step, amaxes += VL, scales += VL) {
+        const char *const next = k + AT_ONCE <= n ? x + (AT_ONCE - 1) * strip->x_step : x;
+        VI codes;
+        if (!job->fixed || !sweep_fixed(x, next, vf_load(amaxes), job->coding, &job->scaler, job->exponent, &codes))
+            codes = sweep_lanes(x, next, job->coding, &job->scaler, dtype);
+        vi_store_low_bytes(scales, codes);
+    }
+}
+
 SIMD void store_group_scales(const struct nib_target *target, int64_t line, int64_t block, int n, const uint8_t *scales)
 {
     const struct nib_usage_geometry *g = target->geometry;
@@ -256,11 +296,16 @@ SIMD void strip_random(const struct strip *strip, const struct strip_job *job, i
 }
 
 /* What comes before the codes of groups g..: their scales, from amaxes that are known. */
-SIMD void strip_scales(const struct strip *strip, const struct strip_job *job, int g, bool random,
+SIMD void strip_scales(const struct strip *strip, const struct strip_job *job, int g, nib_dtype dtype, bool random,
                        struct strip_state *state)
 {
     uint8_t *const scales = state->scales + g * GROUP;
     const int n = groups_of_batch(strip, g) * GROUP;
+    if (SWEEPS && dtype == NIB_BF16 && job->coding->scale_rule == NIB_SCALE_SWEEP) {
+        swept_scales_of(strip, job, g, dtype, state->amaxes, scales);
+        state->fits = false;
+        return;
+    }
     if (!random) {
         state->fits = scales_of(state->amaxes, n, job, scales);
         return;
@@ -283,7 +328,7 @@ SIMD bool quantize_strip(const struct strip *strip, const struct strip_job *job,
         else if (g >= 0)
             strip_codes(strip, job, g, lines, dtype, state);
         if (second >= 0 && second < strip->groups)
-            strip_scales(strip, job, second, random, state);
+            strip_scales(strip, job, second, dtype, random, state);
         if (third < strip->groups)
             strip_amaxes(strip, job, third, lines, dtype, state);
     }
@@ -385,6 +430,10 @@ SIMD void set_row_scaler(struct strip_job *job, int64_t row)
     job->scaler = lane_scaler_for(job->coding, job->target, job->panel->row + row, 1);
     for (int code = 0; code < 128; code += VL)
         vf_store(job->factors + code, te_scales_of(vi_add(vi_lane_indices(), vi_set1(code)), &job->scaler).factor);
+    const struct nib_scaler *const one = &job->scaler.one;
+    const uint32_t bits = nib_bits(one->tensor_scale);
+    job->fixed = (bits & 0x807FFFFFu) == 0 && one->scale_inv == one->tensor_scale;
+    job->exponent = (int)(bits >> 23) - 127;
 }
 
 SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool random)

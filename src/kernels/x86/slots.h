@@ -12,6 +12,14 @@ static bool supports_rows(const struct nib_coding *coding)
     return is_te_rtn(coding) && coding->usage == NIB_ROWWISE && !coding->rht;
 }
 
+/* The default of checkpoints: the plain sweep under a power of two. */
+static bool supports_sweep(const struct nib_panel *panel, const struct nib_coding *coding)
+{
+    return SWEEPS && panel->dtype == NIB_BF16 && coding->scale_rule == NIB_SCALE_SWEEP && !coding->dialect->fixed &&
+           coding->usage == NIB_ROWWISE && !coding->rht && !coding->importance && coding->rules.pow2 &&
+           coding->rules.tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER;
+}
+
 static bool supports_columns(const struct nib_coding *coding)
 {
     return is_te_rtn(coding) && coding->usage == NIB_COLUMNWISE && coding->rounding == NIB_ROUND_NEAREST;
@@ -20,7 +28,7 @@ static bool supports_columns(const struct nib_coding *coding)
 SLOT void quantize_nvfp4(const struct nib_panel *panel, const struct nib_coding *coding,
                          const struct nib_target *target)
 {
-    if (supports_rows(coding))
+    if (supports_rows(coding) || supports_sweep(panel, coding))
         quantize_rows(panel, coding, target);
     else if (supports_columns(coding))
         columns_kernel(coding, panel->dtype)(panel, coding, target, NULL);
