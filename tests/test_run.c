@@ -423,6 +423,44 @@ TEST(threads_memory_and_ranks_do_not_show)
     }
 }
 
+static int stop_in_second_chunk(void *context, const nib_progress *progress)
+{
+    (void)context;
+    return progress->done > 4 << 20;
+}
+
+/* Chunks of 4 MB, the last of which decides the scale: any number of threads has its amax and the same hash. One that
+ * stops leaves none of the others waiting for its chunk. */
+TEST(threads_share_the_scan_of_a_file)
+{
+    enum { ROWS = 288, COLS = 16384 };
+    uint16_t *values = malloc((size_t)ROWS * COLS * sizeof *values);
+    for (size_t i = 0; i < (size_t)ROWS * COLS; i++)
+        values[i] = (uint16_t)(0x3C00 + i % 251); /* 2^-7 and a little more */
+    values[(size_t)ROWS * COLS - 1] = 0x4000;     /* 2 */
+    CHECK_OK(nib_os_remove_directory(at("in")));
+    CHECK(mkdir(at("in"), 0777) == 0);
+    put_tensors(at("in/model.safetensors"),
+                &(struct item){ LAYER "mlp.down_proj.weight", NIB_BF16, 2, { ROWS, COLS }, values }, 1);
+    free(values);
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1;
+    CHECK_OK(quantize(at("in"), fresh("one"), NULL, NULL, &job));
+    nib_checkpoint *one = open_good(at("one"));
+    CHECK(fabsf(amax_of(one, LAYER "mlp.down_proj") - 2) < 0.2f);
+    nib_checkpoint_close(one);
+    for (int32_t threads = 2; threads <= 5; threads++) {
+        job.threads = threads;
+        job.progress = NULL;
+        CHECK_OK(quantize(at("in"), fresh("two"), NULL, NULL, &job));
+        check_same_directory(at("one"), at("two"));
+        job.progress = stop_in_second_chunk;
+        CHECK_FAILS(quantize(at("in"), fresh("two"), NULL, NULL, &job), NIB_ERR_CANCELLED, "stopped");
+    }
+    CHECK_OK(nib_os_remove_directory(at("in")));
+}
+
 TEST(files_are_cut_by_size_or_as_the_input_is)
 {
     make_model(at("in"));

@@ -2,8 +2,8 @@
 /*
  * scan.c - the first pass over the data: a hash of every input file, and what each tensor scale depends on.
  *
- * A file is read once from start to end. Plain weights that are contiguous are looked at as they pass; others are read
- * as weights as soon as their tensor has passed, while the system still holds it. What a file gave is noted in the
+ * A file is read once from start to end, by as many threads as there are for it. Plain weights that are contiguous are
+ * looked at as they pass; others are read as weights as soon as their tensor has passed, while the system still holds it. What a file gave is noted in the
  * run's directory, so that a resumed run need not look again.
  */
 #include "run/run.h"
@@ -34,6 +34,14 @@ struct scan {
 };
 
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory to scan the weights"); }
+
+/* Files of rank r are r, r + size, ... */
+static size_t files_of_rank(const struct nib_run *run)
+{
+    const size_t ranks = run->job.comm ? (size_t)run->job.comm->size : 1,
+                 rank = run->job.comm ? (size_t)run->job.comm->rank : 0, n = run->plan->in->n_files;
+    return n > rank ? (n - rank + ranks - 1) / ranks : 0;
+}
 
 /* ---- Magnitudes ---- */
 
@@ -249,78 +257,152 @@ static nib_status look_at_weight(const struct scan *s, struct region *region)
 
 /* ---- A file from start to end ---- */
 
+/* Threads take chunks in turn and look at them at the same time; the hash takes them in their order. */
 struct reader {
+    struct scan *scan;
+    size_t file;
     const char *path;
     int fd;
     uint64_t bytes;
-    unsigned char *memory, *chunk; /* a few bytes of the chunk before stand in front of it */
     XXH3_state_t *hash;
+    pthread_mutex_t mutex; /* of what follows, and of what regions have found */
+    pthread_cond_t hashed;
+    uint64_t taken, done; /* chunks */
+    bool failed;
 };
 
 enum { CHUNK = 4 << 20, CARRY = 64 };
 
 /* Values of a region whose last byte is in the chunk that holds bytes at..at+count-1. */
-static void look_at_chunk(struct region *region, const struct reader *r, uint64_t at, size_t count)
+static uint32_t largest_in_chunk(const struct region *region, const unsigned char *chunk, uint64_t at, size_t count)
 {
     const uint64_t size = size_of(region->dtype), end = at + count;
     const uint64_t first = at > region->begin ? (at - region->begin) / size : 0;
     const uint64_t last = end >= region->end ? (region->end - region->begin) / size : (end - region->begin) / size;
     if (end <= region->begin || last <= first)
-        return;
-    const unsigned char *values = r->chunk + (ptrdiff_t)(region->begin + first * size) - (ptrdiff_t)at;
-    const uint32_t largest = largest_of(region->dtype, values, (size_t)(last - first));
-    region->largest = largest > region->largest ? largest : region->largest;
+        return 0;
+    const unsigned char *values = chunk + (ptrdiff_t)(region->begin + first * size) - (ptrdiff_t)at;
+    return largest_of(region->dtype, values, (size_t)(last - first));
 }
 
-static nib_status read_file(struct scan *s, size_t f, struct reader *r)
+/* The regions that a chunk has something of; those before *next have passed. Experts of a stack end together: all that
+ * end here, in order. */
+static nib_status look_at_chunk(struct reader *r, const unsigned char *chunk, uint64_t at, size_t count, size_t *next,
+                                const char **name)
 {
-    struct nib_run *run = s->run;
-    size_t next = s->first[f]; /* the first region that has not passed */
-    for (uint64_t at = 0; at < r->bytes;) {
+    struct scan *s = r->scan;
+    while (*next < s->first[r->file + 1] && s->regions[*next].end <= at)
+        ++*next;
+    for (size_t i = *next; i < s->first[r->file + 1] && s->regions[i].begin < at + count; i++) {
+        struct region *region = &s->regions[i];
+        if (region->end <= at)
+            continue;
+        *name = s->run->plan->weights[region->weight].source.name;
+        if (region->as_weight) {
+            if (region->end <= at + count)
+                TRY(look_at_weight(s, region));
+            continue;
+        }
+        const uint32_t largest = largest_in_chunk(region, chunk, at, count);
+        pthread_mutex_lock(&r->mutex);
+        region->largest = largest > region->largest ? largest : region->largest;
+        pthread_mutex_unlock(&r->mutex);
+    }
+    return NIB_OK;
+}
+
+/* False where another thread has failed: its chunk will never come. */
+static bool hash_in_turn(struct reader *r, uint64_t index, const unsigned char *chunk, size_t count)
+{
+    pthread_mutex_lock(&r->mutex);
+    while (r->done != index && !r->failed)
+        pthread_cond_wait(&r->hashed, &r->mutex);
+    const bool mine = !r->failed;
+    pthread_mutex_unlock(&r->mutex);
+    if (!mine)
+        return false;
+    XXH3_128bits_update(r->hash, chunk, count);
+    pthread_mutex_lock(&r->mutex);
+    r->done++;
+    pthread_cond_broadcast(&r->hashed);
+    pthread_mutex_unlock(&r->mutex);
+    return true;
+}
+
+/* One chunk after the other; in front of each stand a few bytes of the one before. */
+static nib_status read_chunks(struct reader *r, unsigned char *memory)
+{
+    struct nib_run *run = r->scan->run;
+    size_t next = r->scan->first[r->file];
+    while (!atomic_load(&run->stop)) {
+        pthread_mutex_lock(&r->mutex);
+        const uint64_t index = r->taken++;
+        pthread_mutex_unlock(&r->mutex);
+        const uint64_t at = index * CHUNK, before = at ? CARRY : 0;
+        if (at >= r->bytes)
+            break;
         const size_t count = r->bytes - at < CHUNK ? (size_t)(r->bytes - at) : CHUNK;
         const char *name = NULL;
-        TRY(nib_os_read_at(r->fd, r->path, at, r->chunk, count));
-        XXH3_128bits_update(r->hash, r->chunk, count);
-        for (size_t i = next; i < s->first[f + 1] && s->regions[i].begin < at + count; i++) {
-            if (!s->regions[i].as_weight)
-                look_at_chunk(&s->regions[i], r, at, count);
-            name = run->plan->weights[s->regions[i].weight].source.name;
-        }
-        /* Experts of a stack end together: all that have passed, in order. */
-        for (; next < s->first[f + 1] && s->regions[next].end <= at + count; next++)
-            if (s->regions[next].as_weight)
-                TRY(look_at_weight(s, &s->regions[next]));
-        if (count == CHUNK)
-            memcpy(r->chunk - CARRY, r->chunk + CHUNK - CARRY, CARRY);
-        at += count;
+        TRY(nib_os_read_at(r->fd, r->path, at - before, memory + CARRY - before, count + (size_t)before));
+        TRY(look_at_chunk(r, memory + CARRY, at, count, &next, &name));
+        if (!hash_in_turn(r, index, memory + CARRY, count))
+            break;
         TRY(nib_run_progress(run, name, count));
     }
+    return NIB_OK;
+}
+
+static nib_status read_as_thread(void *context, size_t item)
+{
+    struct reader *r = context;
+    unsigned char *memory = nib_alloc(CARRY + CHUNK);
+    const nib_status status = memory ? read_chunks(r, memory) : no_memory();
+    (void)item;
+    nib_free(memory);
+    if (status) {
+        pthread_mutex_lock(&r->mutex);
+        r->failed = true;
+        pthread_cond_broadcast(&r->hashed);
+        pthread_mutex_unlock(&r->mutex);
+    }
+    return status;
+}
+
+/* With the threads that other files leave. */
+static nib_status read_file(struct reader *r)
+{
+    struct nib_run *run = r->scan->run;
+    const size_t files = files_of_rank(run), chunks = (size_t)nib_ceil_div((int64_t)r->bytes, CHUNK);
+    const size_t share = (size_t)run->threads / files, threads = share < chunks ? share : chunks;
+    XXH3_128bits_reset(r->hash);
+    TRY(nib_run_parallel(run, threads > 1 ? threads : 1, read_as_thread, r));
+    const XXH128_hash_t hash = XXH3_128bits_digest(r->hash);
+    run->hashes[r->file].high = hash.high64;
+    run->hashes[r->file].low = hash.low64;
     return NIB_OK;
 }
 
 static nib_status scan_file(struct scan *s, size_t f)
 {
     struct nib_run *run = s->run;
-    struct reader r = { .path = run->plan->in->files[f].path, .fd = -1 };
-    r.memory = nib_alloc(CARRY + CHUNK);
+    struct reader r = { .scan = s, .file = f, .path = run->plan->in->files[f].path, .fd = -1 };
+    if (pthread_mutex_init(&r.mutex, NULL))
+        return no_memory();
+    if (pthread_cond_init(&r.hashed, NULL)) {
+        pthread_mutex_destroy(&r.mutex);
+        return no_memory();
+    }
     r.hash = XXH3_createState();
-    nib_status status = r.memory && r.hash ? nib_os_open_read(r.path, &r.fd, &r.bytes) : no_memory();
+    nib_status status = r.hash ? nib_os_open_read(r.path, &r.fd, &r.bytes) : no_memory();
     if (!status && r.bytes != run->plan->in->files[f].bytes)
         status = nib_fail(NIB_ERR_IO, "%s: it has %llu bytes, and had %llu when it was opened", r.path,
                           (unsigned long long)r.bytes, (unsigned long long)run->plan->in->files[f].bytes);
-    if (!status) {
-        r.chunk = r.memory + CARRY;
-        XXH3_128bits_reset(r.hash);
-        status = read_file(s, f, &r);
-    }
-    if (!status) {
-        const XXH128_hash_t hash = XXH3_128bits_digest(r.hash);
-        run->hashes[f].high = hash.high64;
-        run->hashes[f].low = hash.low64;
-    }
+    if (!status)
+        status = read_file(&r);
     nib_os_close(r.fd);
     XXH3_freeState(r.hash);
-    nib_free(r.memory);
+    pthread_cond_destroy(&r.hashed);
+    pthread_mutex_destroy(&r.mutex);
     return status;
 }
 
@@ -561,8 +643,7 @@ nib_status nib_run_scan(struct nib_run *run)
     nib_run_begin_phase(run, "reading", total);
     nib_status status = find_regions(&s);
     if (!status)
-        status = nib_run_parallel(run, in->n_files > rank ? (in->n_files - rank + ranks - 1) / ranks : 0,
-                                  scan_or_recall, &s);
+        status = nib_run_parallel(run, files_of_rank(run), scan_or_recall, &s);
     if (!status)
         status = combine(&s);
     status = nib_agree(run->job.comm, status, in->n_files);

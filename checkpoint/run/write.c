@@ -95,7 +95,9 @@ static nib_status put(const struct writer *writer, uint32_t file, uint32_t tenso
 {
     const struct writing *f = &writer->files[file];
     const struct nib_out_tensor *t = &writer->run->plan->tensors[tensor];
-    return nib_os_write_at(f->fd, f->path, f->file->data + t->offset + offset, bytes, count);
+    TRY(nib_os_write_at(f->fd, f->path, f->file->data + t->offset + offset, bytes, count));
+    nib_os_start_writing(f->fd, f->file->data + t->offset + offset, count);
+    return NIB_OK;
 }
 
 /* Units k..k+n-1 of `count` lines, unit by unit. With a constant size each is one load and one store. */

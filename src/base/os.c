@@ -2,8 +2,7 @@
 /*
  * os.c - Linux on x86-64 and aarch64.
  */
-#define _DEFAULT_SOURCE /* flock */
-#define _XOPEN_SOURCE 700
+#define _GNU_SOURCE /* flock, sync_file_range */
 #include "base/os.h"
 
 #include <dirent.h>
@@ -184,6 +183,15 @@ nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void
         done += (size_t)put;
     }
     return NIB_OK;
+}
+
+/* Whole pages: one that is shared with a neighbor would be written twice. */
+void nib_os_start_writing(int fd, uint64_t offset, size_t bytes)
+{
+    enum { PAGE = 4096, WORTH = 64 << 10 };
+    const uint64_t begin = (offset + PAGE - 1) / PAGE * PAGE, end = (offset + bytes) / PAGE * PAGE;
+    if (bytes >= WORTH)
+        (void)sync_file_range(fd, (off_t)begin, (off_t)(end - begin), SYNC_FILE_RANGE_WRITE);
 }
 
 /* The directory that holds a name, opened so that it can be synced: a rename lasts only once the directory is on disk. */

@@ -32,6 +32,8 @@ NIB_PRIVATE nib_status nib_os_read_at(int fd, const char *path, uint64_t offset,
 /* Create PATH.tmp-PID-N in the same directory; *temporary is freed by the caller with nib_free. */
 NIB_PRIVATE nib_status nib_os_create_temporary(const char *path, int *fd, char **temporary);
 NIB_PRIVATE nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void *data, size_t bytes);
+/* Have the system begin to write these bytes to the disk, so that a sync at the end waits for less. No more than a hint. */
+NIB_PRIVATE void nib_os_start_writing(int fd, uint64_t offset, size_t bytes);
 /* Sync the file, close it, rename it to `path`, sync the directory. */
 NIB_PRIVATE nib_status nib_os_publish(int fd, const char *temporary, const char *path);
 /* Cut or extend a file; what is new reads as zeros. */
