@@ -19,11 +19,12 @@ import collections.abc
 import contextlib
 import json
 import os
+import re
 import tempfile
 
 import torch
 
-__all__ = ["Streamed", "States"]
+__all__ = ["Loader", "Source", "Streamed", "States"]
 
 
 class _Reached(Exception):
@@ -78,6 +79,45 @@ class States:
         self._used -= _bytes(self._memory.pop(key, None))
         with contextlib.suppress(FileNotFoundError):
             os.remove(self._path(key))
+
+
+class Source:
+    """The tensors of a directory of safetensors, as transformers' loader takes them: by name, loaded when indexed."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.files = _shards(directory)  # {tensor: file}
+
+    def __iter__(self):
+        return iter(self.files)
+
+    def prepare(self, loader):
+        """Fit the tensors to a model; whether their names have changed."""
+        return False
+
+    @contextlib.contextmanager
+    def slices(self, tensors):
+        """{tensor: its slice}."""
+        from safetensors import safe_open
+        with contextlib.ExitStack() as stack:
+            files = {path: stack.enter_context(safe_open(path, framework="pt"))
+                     for path in {self.files[tensor] for tensor in tensors}}
+            yield {tensor: files[self.files[tensor]].get_slice(tensor) for tensor in tensors}
+
+    def install(self, loader, names):
+        """Put in place what is no plain parameter. Returns what takes it away again."""
+        return lambda: None
+
+    def stored_dtype(self):
+        """The dtype of the first tensor of 16 or 32 bits."""
+        from safetensors import safe_open
+        names = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        for tensor, path in self.files.items():
+            with safe_open(path, framework="pt") as file:
+                stored = names.get(file.get_slice(tensor).get_dtype())
+            if stored:
+                return stored
+        return torch.float32
 
 
 def _shards(directory):
@@ -145,20 +185,20 @@ def _find_layers(model):
     return found
 
 
-class Streamed:
-    """A causal language model of a directory of safetensors. `dtype` is what it computes in (None: what config.json
-    says); `experts` is transformers' implementation of experts."""
+class Loader:
+    """A model of transformers on the meta device, and how its parameters come from a Source. `dtype` is what it
+    computes in (None: what config.json says); `experts` is transformers' implementation of experts."""
 
-    def __init__(self, directory, device="cpu", dtype=None, experts=None):
+    def __init__(self, directory, device="cpu", dtype=None, experts=None, source=None):
         import transformers
         from transformers.conversion_mapping import get_model_conversion_mapping
         self.directory, self.device = os.fspath(directory), torch.device(device)
-        self._files = _shards(self.directory)
+        self.source = source or Source(self.directory)
         config = transformers.AutoConfig.from_pretrained(self.directory, local_files_only=True)
         if getattr(config, "quantization_config", None):
-            raise ValueError(f"{self.directory}: it is quantized; take the original")
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"{self.directory}: {config.model_type} has an encoder, and only decoders run by layer")
+            if source is None:
+                raise ValueError(f"{self.directory}: it is quantized; take the original")
+            del config.quantization_config
         self.dtype = dtype or self._stored_dtype(config)
         if experts:
             config._experts_implementation = experts
@@ -166,22 +206,13 @@ class Streamed:
             self.model = _model_class(config, self.directory)(config).eval().requires_grad_(False)
         self._mapping = get_model_conversion_mapping(self.model)
         self._plan = self.model._get_dtype_plan(self.dtype)
-        self._list = _find_layers(self.model)
-        self._layers = list(self.model.get_submodule(self._list))
-        self._forwards = [layer.forward for layer in self._layers]
         self._sources = self._find_sources()
-        self._load_outside()
-
-    def __len__(self):
-        return len(self._layers)
-
-    def layer(self, n):
-        """The module of layer n, and its name."""
-        return self._layers[n], f"{self._list}.{n}"
+        if self.source.prepare(self):
+            self._sources = self._find_sources()
 
     def files(self):
         """The files that tensors are read from."""
-        return sorted({*self._files.values()})
+        return sorted({*self.source.files.values()})
 
     def sources(self, parameter):
         """The tensors of the checkpoint that a parameter is made of, in their order: a stack of experts of many."""
@@ -193,14 +224,7 @@ class Streamed:
         for found in (config, getattr(config, "get_text_config", lambda: config)()):
             if isinstance(getattr(found, "dtype", None), torch.dtype):
                 return found.dtype
-        from safetensors import safe_open
-        names = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-        for tensor, path in self._files.items():
-            with safe_open(path, framework="pt") as file:
-                stored = names.get(file.get_slice(tensor).get_dtype())
-            if stored:
-                return stored
-        return torch.float32
+        return self.source.stored_dtype()
 
     def _find_sources(self):
         """{parameter: tensors of the checkpoint}, by transformers' renamings and conversions."""
@@ -209,7 +233,7 @@ class Streamed:
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         known, prefix, found = self.model.state_dict(), self.model.base_model_prefix, {}
-        for tensor in sorted(self._files, key=dot_natural_key):
+        for tensor in sorted(self.source, key=dot_natural_key):
             name, pattern = rename_source_key(tensor, renamings, converters, prefix, known)
             if name not in known and tensor in known:
                 name, pattern = rename_source_key(tensor, [], [], prefix, known)
@@ -219,19 +243,16 @@ class Streamed:
         return found
 
     def _load(self, chosen):
-        """Load the parameters and buffers for which chosen(name) is true, and compute the buffers that no file has."""
-        from safetensors import safe_open
+        """Load the parameters and buffers for which chosen(name) is true, and compute the buffers that no file has.
+        Returns what takes away what the source put in their place."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
         names = [name for name in self.model.state_dict() if chosen(name)]
         tensors = dict.fromkeys(tensor for name in names for tensor in self.sources(name))
-        with contextlib.ExitStack() as stack, _quiet():
-            files = {path: stack.enter_context(safe_open(path, framework="pt"))
-                     for path in {self._files[tensor] for tensor in tensors}}
-            config = LoadStateDictConfig(device_map={"": self.device}, dtype=self.dtype, dtype_plan=self._plan,
-                                         weight_mapping=self._mapping)
-            info, _ = convert_and_load_state_dict_in_model(
-                self.model, {tensor: files[self._files[tensor]].get_slice(tensor) for tensor in tensors}, config)
+        config = LoadStateDictConfig(device_map={"": self.device}, dtype=self.dtype, dtype_plan=self._plan,
+                                     weight_mapping=self._mapping)
+        with self.source.slices(tensors) as slices, _quiet():
+            info, _ = convert_and_load_state_dict_in_model(self.model, slices, config)
         if info.conversion_errors or info.mismatched_keys:
             first = next(iter([*info.conversion_errors.values(), *map(str, info.mismatched_keys)]))
             raise ValueError(f"{self.directory}: its tensors do not fit {type(self.model).__name__}: {first}")
@@ -240,6 +261,7 @@ class Streamed:
         for name in names:
             if _get(self.model, name).is_meta:
                 raise ValueError(f"{self.directory}: it has no tensor for {name}")
+        return self.source.install(self, names)
 
     def _tie(self):
         """Heads that are the embedding: parameters that were set are no longer shared."""
@@ -249,15 +271,19 @@ class Streamed:
                 _set(self.model, name, _get(self.model, source))
 
     def _compute_buffers(self, chosen):
-        """Buffers that are not stored (frequencies of positions) are what the model initializes them to: their module,
-        or one around it. transformers leaves tensors with its flag as they are."""
+        """Buffers that are not stored (frequencies of positions), and parameters that need not be, are what the model
+        initializes them to: their module, or one around it. transformers leaves tensors with its flag as they are."""
         for _, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             tensor._is_hf_initialized = not tensor.is_meta
-        around = {}
+        around, computed = {}, getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
         for name, module in self.model.named_modules():
-            for key, value in module.named_buffers(recurse=False):
-                if value.is_meta and chosen(f"{name}.{key}" if name else key):
-                    module._buffers[key] = torch.empty_like(value, device=self.device)
+            for key, value in [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]:
+                path, stored = f"{name}.{key}" if name else key, key in module._parameters
+                if stored and not any(re.search(pattern, path) for pattern in computed):
+                    continue
+                if value.is_meta and chosen(path):
+                    made = torch.empty_like(value, device=self.device)
+                    _set(self.model, path, torch.nn.Parameter(made, False) if stored else made)
                     parts = name.split(".") if name else []
                     around.update(dict.fromkeys(".".join(parts[:i]) for i in range(len(parts), -1, -1)))
         with torch.no_grad():
@@ -270,6 +296,27 @@ class Streamed:
         while not isinstance(self.model.get_submodule(name), transformers.PreTrainedModel):
             name = name.rpartition(".")[0]
         return self.model.get_submodule(name)
+
+
+class Streamed(Loader):
+    """A causal language model of a directory of safetensors, one decoder layer at a time."""
+
+    def __init__(self, directory, device="cpu", dtype=None, experts=None, source=None):
+        super().__init__(directory, device, dtype, experts, source)
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise ValueError(f"{self.directory}: {self.model.config.model_type} has an encoder, and only decoders run "
+                             "by layer")
+        self._list = _find_layers(self.model)
+        self._layers = list(self.model.get_submodule(self._list))
+        self._forwards = [layer.forward for layer in self._layers]
+        self._load_outside()
+
+    def __len__(self):
+        return len(self._layers)
+
+    def layer(self, n):
+        """The module of layer n, and its name."""
+        return self._layers[n], f"{self._list}.{n}"
 
     def _load_outside(self):
         """All but the layers, the head, and models within that do not hold the layers: eyes and ears are not needed."""
@@ -289,10 +336,13 @@ class Streamed:
         names = [name for name, _ in [*self.model.named_parameters(), *self.model.named_buffers()]
                  if name.startswith(prefixes)]
         before = {name: _get(self.model, name) for name in names}
+        take_away = None
         try:
-            self._load(lambda name: name.startswith(prefixes))
+            take_away = self._load(lambda name: name.startswith(prefixes))
             yield self._layers[n] if n < len(self) else self.model.get_output_embeddings()
         finally:
+            if take_away:
+                take_away()
             for name, value in before.items():
                 _set(self.model, name, value)
 

@@ -15,6 +15,7 @@
     recipe.py                    recipes: which tensor of a layer is quantized how
     quantization.py              autocast, and what turns a recipe into the quantizers of a layer
     products.py                  products of quantized and plain matrices
+    pretrained.py, packed.py     models of transformers over quantized checkpoints
     module/                      layers
     attention.py, transformer.py attention and whole layers of a transformer
     recompute.py                 checkpoint
@@ -59,6 +60,7 @@ from .quantization import (DelayedScalingRequest, QuantizerRequest, QuantizerRol
                            is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available, quantized_model_init)
 from .quantized_tensor import (QuantizedTensor, QuantizedTensorStorage, Quantizer, prepare_for_saving,
                                restore_from_func_ctx, restore_from_saved)
+from .pretrained import from_pretrained
 from .recompute import CudaRNGStatesTracker, checkpoint
 from .transformer import TransformerLayer
 from .utils import (cast_master_weights_to_fp8, clear_columnwise_cache, gather_along_first_dim,
