@@ -428,13 +428,13 @@ void nib_staging_close(struct nib_run *run, nib_status status)
             nib_error before;
             nib_get_error(&before);
             (void)nib_os_remove_directory(run->partial);
-            if (run->made_out)
-                nib_os_remove_empty_directory(run->out);
             (void)nib_fail(before.status, "%s", before.text);
         }
         nib_os_close(run->lock);
         run->lock = -1;
     }
+    if (first && status && run->made_out)
+        nib_os_remove_empty_directory(run->out); /* one with something in it stays */
     nib_free(run->out);
     nib_free(run->partial);
     nib_free(run->finished);

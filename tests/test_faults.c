@@ -1,0 +1,308 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_faults.c - a system that fails: the n-th call to it fails, is interrupted or does only half, for every n of every
+ * kind of output. Then there is the whole output or the old one, or what a run with resume makes the whole one of; an
+ * error names a file; and no descriptor stays open. With NIB_CAMPAIGN every n, otherwise fewer of the later ones.
+ *
+ * NIB_TEST_WRAP_CALLS
+ */
+#define _GNU_SOURCE
+#include "nib_checkpoint.h"
+#include "test_outputs.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <sys/file.h>
+
+/* ---- Calls that fail ---- */
+
+enum call { OPEN, CLOSE, READ, WRITE, RESIZE, SYNC, RENAME, MKDIR, REMOVE, FACTS, LIST, LOCK, CALLS };
+
+enum fault { FAILS, FULL, FULL_FROM_HERE, INTERRUPTED, HALF, FAULTS };
+
+static const struct {
+    const char *name;
+    unsigned calls; /* that it can happen to */
+    int error;
+} faults[FAULTS] = {
+#define IS(call) (1u << (call))
+    [FAILS] = { "EIO", (1u << CALLS) - 1, EIO },
+    [FULL] = { "ENOSPC", IS(OPEN) | IS(WRITE) | IS(RESIZE) | IS(SYNC) | IS(CLOSE) | IS(RENAME) | IS(MKDIR), ENOSPC },
+    [FULL_FROM_HERE] = { "ENOSPC from here on", IS(WRITE) | IS(RESIZE) | IS(SYNC), ENOSPC },
+    [INTERRUPTED] = { "EINTR", IS(OPEN) | IS(READ) | IS(WRITE) | IS(RESIZE) | IS(SYNC) | IS(CLOSE) | IS(LOCK), EINTR },
+    [HALF] = { "half of it", IS(READ) | IS(WRITE), 0 },
+};
+
+enum { MOST_CALLS = 8192 };
+static bool counting;
+static int n_calls, fault_at = -1; /* the call that the fault happens to */
+static enum fault fault;
+static uint8_t calls[MOST_CALLS];
+
+/* Counts a call below the test's directory; true: it is to fail. */
+static bool happens(enum call call)
+{
+    if (!counting)
+        return false;
+    const int n = n_calls++;
+    if (n < MOST_CALLS)
+        calls[n] = (uint8_t)call;
+    const bool now = n == fault_at || (fault == FULL_FROM_HERE && fault_at >= 0 && n > fault_at);
+    if (!now || !(faults[fault].calls & IS(call)))
+        return false;
+    errno = faults[fault].error;
+    return true;
+}
+
+#define REAL(type, name, ...) type __real_##name(__VA_ARGS__)
+REAL(int, openat, int, const char *, int, ...);
+REAL(int, close, int);
+REAL(ssize_t, pread, int, void *, size_t, off_t);
+REAL(ssize_t, pwrite, int, const void *, size_t, off_t);
+REAL(int, ftruncate, int, off_t);
+REAL(int, rename, const char *, const char *);
+REAL(int, mkdir, const char *, mode_t);
+REAL(int, rmdir, const char *);
+REAL(int, unlinkat, int, const char *, int);
+REAL(int, fstat, int, struct stat *);
+REAL(int, stat, const char *, struct stat *);
+REAL(DIR *, opendir, const char *);
+REAL(struct dirent *, readdir, DIR *);
+REAL(int, flock, int, int);
+
+static int open_with(int at_fd, const char *path, int flags, va_list arguments)
+{
+    const mode_t mode = flags & O_CREAT ? (mode_t)va_arg(arguments, int) : 0;
+    return happens(OPEN) ? -1 : __real_openat(at_fd, path, flags, mode);
+}
+
+int __wrap_open(const char *path, int flags, ...)
+{
+    va_list arguments;
+    va_start(arguments, flags);
+    const int fd = open_with(AT_FDCWD, path, flags, arguments);
+    va_end(arguments);
+    return fd;
+}
+
+int __wrap_openat(int at_fd, const char *path, int flags, ...)
+{
+    va_list arguments;
+    va_start(arguments, flags);
+    const int fd = open_with(at_fd, path, flags, arguments);
+    va_end(arguments);
+    return fd;
+}
+
+/* Linux closes it whatever it says. */
+int __wrap_close(int fd)
+{
+    const bool fails = happens(CLOSE);
+    const int error = errno;
+    const int result = __real_close(fd);
+    errno = fails ? error : errno;
+    return fails ? -1 : result;
+}
+
+ssize_t __wrap_pread(int fd, void *to, size_t bytes, off_t offset)
+{
+    const bool here = happens(READ);
+    if (here && fault == HALF)
+        return __real_pread(fd, to, (bytes + 1) / 2, offset);
+    return here ? -1 : __real_pread(fd, to, bytes, offset);
+}
+
+ssize_t __wrap_pwrite(int fd, const void *from, size_t bytes, off_t offset)
+{
+    const bool here = happens(WRITE);
+    if (here && fault == HALF)
+        return __real_pwrite(fd, from, (bytes + 1) / 2, offset);
+    return here ? -1 : __real_pwrite(fd, from, bytes, offset);
+}
+
+/* A sync is not passed on: a test has no power cut to fear, and less time. */
+int __wrap_fsync(int fd) { return (void)fd, happens(SYNC) ? -1 : 0; }
+int __wrap_ftruncate(int fd, off_t bytes) { return happens(RESIZE) ? -1 : __real_ftruncate(fd, bytes); }
+int __wrap_rename(const char *from, const char *to) { return happens(RENAME) ? -1 : __real_rename(from, to); }
+int __wrap_mkdir(const char *path, mode_t mode) { return happens(MKDIR) ? -1 : __real_mkdir(path, mode); }
+int __wrap_rmdir(const char *path) { return happens(REMOVE) ? -1 : __real_rmdir(path); }
+int __wrap_unlink(const char *path) { return happens(REMOVE) ? -1 : __real_unlinkat(AT_FDCWD, path, 0); }
+int __wrap_fstat(int fd, struct stat *out) { return happens(FACTS) ? -1 : __real_fstat(fd, out); }
+int __wrap_stat(const char *path, struct stat *out) { return happens(FACTS) ? -1 : __real_stat(path, out); }
+DIR *__wrap_opendir(const char *path) { return happens(LIST) ? NULL : __real_opendir(path); }
+struct dirent *__wrap_readdir(DIR *listing) { return happens(LIST) ? NULL : __real_readdir(listing); }
+int __wrap_flock(int fd, int operation) { return happens(LOCK) ? -1 : __real_flock(fd, operation); }
+
+int __wrap_unlinkat(int at_fd, const char *path, int flags)
+{
+    return happens(REMOVE) ? -1 : __real_unlinkat(at_fd, path, flags);
+}
+
+/* ---- What is there ---- */
+
+static uint64_t hash_bytes(uint64_t hash, const void *bytes, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001B3;
+    return hash;
+}
+
+/* Names and bytes below a path, whatever their order; 0: there is nothing. */
+static uint64_t state_of(const char *path, int *partial)
+{
+    struct stat facts;
+    if (stat(path, &facts) != 0)
+        return 0;
+    const char *slash = strrchr(path, '/');
+    uint64_t sum = hash_bytes(0xCBF29CE484222325, slash, strlen(slash));
+    if (!S_ISDIR(facts.st_mode)) {
+        size_t count;
+        char *bytes = get_file(path, &count);
+        sum = hash_bytes(sum, bytes, count);
+        free(bytes);
+        return sum;
+    }
+    DIR *listing = opendir(path);
+    for (struct dirent *item; listing && (item = readdir(listing));) {
+        char inner[512];
+        if (!strcmp(item->d_name, ".") || !strcmp(item->d_name, ".."))
+            continue;
+        *partial += !strncmp(item->d_name, ".nib-", 5);
+        snprintf(inner, sizeof inner, "%s/%s", path, item->d_name);
+        sum += state_of(inner, partial) * 31;
+    }
+    closedir(listing);
+    return sum;
+}
+
+/* Of an output; *partial: what else is left of a run. */
+static uint64_t output_state(const char *out, int *partial)
+{
+    char beside[64];
+    struct stat facts;
+    *partial = 0;
+    snprintf(beside, sizeof beside, "%s.nib-partial", out);
+    const uint64_t state = state_of(at(out), partial);
+    *partial += stat(at(beside), &facts) == 0;
+    return state;
+}
+
+/* ---- Runs ---- */
+
+static const nib_run_options force = { .bytes = sizeof force, .force = 1 },
+                             resume = { .bytes = sizeof resume, .force = 1, .resume = 1 };
+
+/* With a fault at call n; -1: without. */
+static nib_status run_with(enum kind kind, bool other, const nib_run_options *options, int n, enum fault what)
+{
+    fault_at = n;
+    fault = what;
+    n_calls = 0;
+    counting = true;
+    const nib_status status = make(kind, other, outputs[kind].out, options);
+    counting = false;
+    fault_at = -1;
+    return status;
+}
+
+enum before { NOTHING, OLD, STOPPED };
+
+/* STOPPED: in the middle of another run of the same kind. */
+static void start_from(enum kind kind, enum before before, int stop)
+{
+    clear(outputs[kind].out);
+    if (before == OLD)
+        CHECK_OK(make(kind, true, outputs[kind].out, NULL));
+    if (before == STOPPED)
+        CHECK(run_with(kind, false, NULL, stop, FAILS) != NIB_OK);
+}
+
+static void check_fault(enum kind kind, enum before before, int stop, int n, enum fault what, uint64_t whole)
+{
+    static const char *const names[CALLS] = { "open",   "close", "read",   "write", "resize", "sync",
+                                              "rename", "mkdir", "remove", "stat",  "list",   "lock" };
+    char where[128];
+    int partial, left;
+    snprintf(where, sizeof where, "%s over %s: call %d, %s, %s", outputs[kind].what,
+             before == NOTHING ? "nothing"
+             : before == OLD   ? "another"
+                               : "a stopped run",
+             n, names[calls[n]], faults[what].name);
+    start_from(kind, before, stop);
+    const uint64_t old = output_state(outputs[kind].out, &left);
+    const int open_before = entries("/proc/self/fd");
+    const nib_status status = run_with(kind, false, before == STOPPED ? &resume : &force, n, what);
+    CHECK_THAT(entries("/proc/self/fd") == open_before, "%s: a descriptor stays open", where);
+    const uint64_t state = output_state(outputs[kind].out, &partial);
+    if (!status) {
+        CHECK_THAT(state == whole && !partial, "%s: it says that all is well, and it is not", where);
+        return;
+    }
+    /* Where a stat fails a name may be taken for one that is not there, or no directory's. */
+    CHECK_THAT((status == NIB_ERR_IO || calls[n] == FACTS) && strstr(nib_last_error(), directory), "%s: %s: %s", where,
+               nib_status_name(status), nib_last_error());
+    CHECK_THAT(what != HALF && !(what == INTERRUPTED && (IS(calls[n]) & (IS(READ) | IS(WRITE)))),
+               "%s: what can be tried again is: %s", where, nib_last_error());
+    CHECK_THAT(state == whole || state == old || partial, "%s: neither the old output nor the new one", where);
+    CHECK_THAT(make(kind, false, outputs[kind].out, &resume) == NIB_OK, "%s: then: %s", where, nib_last_error());
+    CHECK_THAT(output_state(outputs[kind].out, &partial) == whole && !partial, "%s: then another output", where);
+}
+
+static void run_faults(enum kind kind, enum before before)
+{
+    static uint8_t usual[MOST_CALLS];
+    const bool all = getenv("NIB_CAMPAIGN") != NULL;
+    int partial;
+    output_threads = 1;
+    make_sources();
+    start_from(kind, NOTHING, 0);
+    CHECK_OK(run_with(kind, false, &force, -1, FAILS));
+    int stop = n_calls - 1; /* at the last write: most of it is there */
+    while (stop > 0 && calls[stop] != WRITE)
+        stop--;
+    const uint64_t whole = output_state(outputs[kind].out, &partial);
+    CHECK(whole && !partial);
+    start_from(kind, before, stop);
+    CHECK_OK(run_with(kind, false, before == STOPPED ? &resume : &force, -1, FAILS));
+    const int n = n_calls;
+    CHECK_THAT(n < MOST_CALLS, "%d calls", n);
+    CHECK_THAT(output_state(outputs[kind].out, &partial) == whole && !partial, "%s: another output",
+               outputs[kind].what);
+    memcpy(usual, calls, sizeof usual);
+    for (enum fault what = 0; what < FAULTS; what++)
+        for (int i = 0; i < n; i += all ? 1 : 1 + i / 8)
+            if (faults[what].calls & IS(usual[i])) {
+                memcpy(calls, usual, sizeof usual);
+                check_fault(kind, before, stop, i, what, whole);
+            }
+}
+
+TEST(faults_of_writers)
+{
+    for (enum kind kind = WRITER; kind <= GGUF_WRITER; kind++)
+        run_faults(kind, OLD);
+}
+
+TEST(faults_over_nothing)
+{
+    for (enum kind kind = FILE_TO_FILE; kind < KINDS; kind++)
+        run_faults(kind, NOTHING);
+}
+
+TEST(faults_over_another_output)
+{
+    run_faults(FILE_TO_FILE, OLD);
+    run_faults(SHARDS, OLD);
+    run_faults(REPAIR, OLD);
+}
+
+TEST(faults_of_resuming)
+{
+    run_faults(FILE_TO_FILE, STOPPED);
+    run_faults(SHARDS, STOPPED);
+    run_faults(GGUF, STOPPED);
+}
+
+TEST_MAIN
