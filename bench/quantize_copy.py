@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time `nib quantize` of a checkpoint beside a copy of it that is synced, in turns.
 
-    copy.py NIB DIRECTORY [--rounds 11] [--cold] [--scale RULE]... [--check]
+    quantize_copy.py NIB DIRECTORY [--rounds 11] [--cold] [--scale RULE]... [--check]
 
 A copy is what nobody can do without: it reads all bytes and has them on the disk at the end. Both begin without their
 output. --cold drops what the system holds of the input before each run (root only), as after a download that was too
