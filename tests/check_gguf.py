@@ -10,6 +10,7 @@ the public interface, so that its sources are built here into a library that sho
 needed for it.
 """
 import ctypes
+import json
 import math
 import os
 import random
@@ -534,9 +535,20 @@ def tool_quantizes(nib, folder, rng):
     said = tool("quantize", "-f", source, out)
     if "already quantized (" not in said or "1 Q4_K" not in said:
         return "it does not say that the source was quantized: %s" % said
+    for name, wanted in (("dry.gguf", ["--dry-run"]), ("run.gguf", [])):
+        report = json.loads(tool("quantize", "-f", "--json", *wanted, source, os.path.join(folder, name)))
+        if "1 Q4_K" not in report["quantized_source"]:
+            return "--json does not say that the source was quantized: %s" % report["quantized_source"]
     tool("dequantize", "-q", "-f", "--dtype", "f32", source, plain)
+    if json.loads(tool("quantize", "-f", "--json", "-n", plain, other))["quantized_source"]:
+        return "--json calls a plain source quantized"
     if "already quantized" in tool("quantize", "-f", plain, other):
         return "a plain source was called quantized"
+    for preset, wanted in (("experts-only", {"ffn_up_exps", "ffn_down_exps"}), ("mlp-only", {"ffn_up_exps", "ffn_down_exps"})):
+        report = json.loads(tool("quantize", "--json", "-n", "--preset", preset, source, other))
+        found = {row["name"].split(".")[2] for row in report["rows"] if row["action"] == "quantize"}
+        if found != wanted:
+            return "--preset %s takes %r" % (preset, sorted(found))
     (ours, reader), (theirs, _) = reference_read(out)[::2], reference_read(other)[::2]
     kept = ("token_embd.weight", "blk.0.ffn_gate_inp.weight", "output_norm.weight")
     for name in tensors:

@@ -476,6 +476,81 @@ TEST(words_of_two_tokens_and_what_is_given_twice)
     nib_gguf_close(file);
 }
 
+/* The strings of a key with a bar between them; the caller frees it. */
+static char *strings_of(const nib_gguf *file, const char *key)
+{
+    struct nib_gguf_strings strings = { 0 };
+    bool found = false;
+    char *all = calloc(1, 1024);
+    CHECK_OK(nib_gguf_get_strings(file, key, &strings, &found));
+    for (size_t i = 0; i < strings.count; i++)
+        snprintf(all + strlen(all), 1024 - strlen(all), "%s%s", i ? "|" : "", strings.text + strings.starts[i]);
+    nib_gguf_strings_free(&strings);
+    return all;
+}
+
+static void check_words(int line, const nib_gguf *file, const char *key, const char *wanted)
+{
+    char *all = strings_of(file, key);
+    if (strcmp(all, wanted) != 0)
+        test_fail(__FILE__, line, "%s is %s, not %s", key, all, wanted);
+    free(all);
+}
+#define WORDS(key, wanted) check_words(__LINE__, file, key, wanted)
+
+TEST(a_model_card_has_its_say)
+{
+    start("x-1b", "{\"model_type\": \"llama\", " SIZES "}", TINY_TOKENIZER);
+    PUT("x-1b", ATTENTION);
+    put_text("x-1b/README.md",
+             "---\n# comment: no\nlicense: apache-2.0 # of the weights\nlicense_name: \"a \\\"b\\\"\"\n"
+             "tags:\n- one\n\n-  'it''s'\n- no\npipeline_tag: text-generation\n"
+             "language: [en, \"de\",\n  fr ]\nversion: 1.5\nname: yes\nmodel_name: Its own name\n"
+             "description: |\n  tags: [x]\nmodel-index:\n- name: z\n  license: mit\n"
+             "base_model:\n- org-a/some-base-v1.1\n- https://huggingface.co/b/c-2\n- ssh://d/e/f\n"
+             "datasets:\nauthor: first\nauthor: last\n---\nlicense: mit\n");
+    nib_gguf *file = made("x-1b");
+    STRING("general.license", "apache-2.0");
+    STRING("general.license.name", "a \"b\"");
+    STRING("general.name", "Its own name"); /* "yes" is a boolean */
+    STRING("general.version", NULL);
+    STRING("general.description", NULL);
+    STRING("general.author", "last");
+    WORDS("general.tags", "one|it's|no|text-generation");
+    WORDS("general.languages", "en|de|fr");
+    INTEGER("general.base_model.count", 3);
+    STRING("general.base_model.0.name", "Some Base v1.1");
+    STRING("general.base_model.0.version", "v1.1");
+    STRING("general.base_model.0.organization", "Org A");
+    STRING("general.base_model.0.repo_url", "https://huggingface.co/org-a/some-base-v1.1");
+    STRING("general.base_model.1.name", "C 2");
+    STRING("general.base_model.1.repo_url", "https://huggingface.co/b/c-2");
+    STRING("general.base_model.2.name", NULL);
+    INTEGER("general.dataset.count", 0);
+    nib_gguf_close(file);
+    static const char *const bad[] = { "",
+                                       "---",
+                                       "---\nlicense: mit\n",
+                                       "--- \nlicense: mit\n---\n",
+                                       "text\n---\nlicense: mit\n---\n",
+                                       "---\nlicense: [mit\n---\n",
+                                       "---\nlicense: [mit, {a: b}]\n---\n",
+                                       "---\nlicense: \"mit\n---\n",
+                                       "---\nlicense: \"\\u0041\"\n---\n",
+                                       "---\nlicense: &a mit\n---\n",
+                                       "---\nlicense:\n  a: mit\n---\n",
+                                       "---\nlicense: mit\n  and more\n---\n",
+                                       "---\nlicense: 2024-01-01\n---\n",
+                                       "---\nlicense: \xff\xfe\n---\n" };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        put_text("x-1b/README.md", bad[i]);
+        file = made("x-1b");
+        STRING("general.license", NULL);
+        STRING("general.name", "X 1b");
+        nib_gguf_close(file);
+    }
+}
+
 /* What stays has 16 bits where the model has them. */
 TEST(dtypes_of_what_stays)
 {
@@ -617,6 +692,7 @@ TEST(no_allocation_that_fails_does_harm)
     start("moe", "{\"model_type\": \"qwen3_moe\", " SIZES ", \"num_experts\": 2, \"moe_intermediate_size\": 128}",
           TINY_TOKENIZER);
     PUT("moe", ATTENTION, F32(LAYER "mlp.gate.weight", 2, H), EXPERT("0"), EXPERT("1"));
+    put_text("moe/README.md", "---\nlicense: mit\nbase_model: a/b\n---\n");
     CHECK_OK(make("moe", NIB_F32));
     size_t bytes, count;
     void *whole = get_file("out.gguf", &bytes);

@@ -211,15 +211,14 @@ static enum cli_exit write_report(const struct cli_command *self, const struct a
     return good ? CLI_FINE : CLI_FAILED;
 }
 
-/* Errors add up, which only the one who has the original can avoid. */
-static void note_source(const nib_checkpoint *in, const nib_plan *plan)
+/* How the weights to quantize are quantized already, "2 Q4_K, 1 Q6_K"; "" where they are not. */
+static void list_source(const nib_checkpoint *in, const nib_plan *plan, char *list, size_t bytes)
 {
     struct {
         const char *type;
         size_t weights;
     } types[16];
     size_t n = 0, used = 0;
-    char list[512] = "";
     nib_weight w = { .bytes = sizeof w };
     nib_plan_row row = { .bytes = sizeof row };
     for (size_t i = 0; !nib_checkpoint_get_weight(in, i, &w); i++) {
@@ -239,11 +238,23 @@ static void note_source(const nib_checkpoint *in, const nib_plan *plan)
         }
         types[t].weights++;
     }
-    for (size_t t = 0; t < n && used < sizeof list; t++)
-        used += (size_t)snprintf(list + used, sizeof list - used, "%s%zu %s", t ? ", " : "", types[t].weights,
-                                 types[t].type);
-    if (n)
+    *list = '\0';
+    for (size_t t = 0; t < n && used < bytes; t++)
+        used += (size_t)snprintf(list + used, bytes - used, "%s%zu %s", t ? ", " : "", types[t].weights, types[t].type);
+}
+
+/* Errors add up, which only the one who has the original can avoid. */
+static enum cli_exit carry_out(const struct cli_command *self, struct arguments *a, const nib_checkpoint *in,
+                               const nib_plan *plan, const char *out)
+{
+    char list[512];
+    list_source(in, plan, list, sizeof list);
+    a->run.quantized_source = list;
+    const enum cli_exit result = run_plan(self, plan, out, &a->run, "quantized");
+    a->run.quantized_source = NULL;
+    if (result == CLI_FINE && *list && !a->run.quiet && !a->run.json && !cli_silent)
         cli_print("  the source was already quantized (%s): the original would give a better result", list);
+    return result;
 }
 
 static enum cli_exit quantize(const struct cli_command *self, struct arguments *a, const char *in_path, const char *out)
@@ -266,10 +277,7 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
         options.n_ignore = a->ignore.n;
         options.only = a->only.items;
         options.n_only = a->only.n;
-        result =
-            nib_plan_quantize(in, &options, &plan) ? run_failed(self) : run_plan(self, plan, out, &a->run, "quantized");
-        if (result == CLI_FINE && !a->run.quiet && !a->run.json && !cli_silent)
-            note_source(in, plan);
+        result = nib_plan_quantize(in, &options, &plan) ? run_failed(self) : carry_out(self, a, in, plan, out);
         if (result == CLI_FINE && a->run.report && !a->run.dry_run)
             result = write_report(self, a, in, plan, out);
     }

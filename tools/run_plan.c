@@ -189,17 +189,19 @@ static bool print_json(const struct cli_command *self, const nib_plan *plan, con
 {
     return text_print(text_report(
         self->name,
-        json_pack("{s:o, s:b, s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:o, s:s, s:o}",
-                  "out", text_json(out), "dry_run", (int)flags->dry_run, "seconds", text_number(seconds), "weights",
-                  (json_int_t)facts->weights, "changed", (json_int_t)facts->changed, "kept", (json_int_t)facts->kept,
-                  "groups", (json_int_t)facts->groups, "files_in", (json_int_t)facts->files_in, "files_out",
-                  (json_int_t)facts->files_out, "bytes_in", (json_int_t)facts->bytes_in, "bytes_out",
-                  (json_int_t)facts->bytes_out, "tensor_bytes_out", (json_int_t)facts->tensor_bytes_out, "elements",
-                  (json_int_t)facts->elements, "changed_elements", (json_int_t)facts->changed_elements,
-                  "changed_bytes_out", (json_int_t)facts->changed_bytes_out, "bits_per_weight",
-                  text_number(text_bits(facts->tensor_bytes_out, facts->elements)), "changed_bits_per_weight",
-                  text_number(text_bits(facts->changed_bytes_out, facts->changed_elements)), "note", facts->note,
-                  "rows", rows_as_json(plan, facts->rows))));
+        json_pack(
+            "{s:o, s:b, s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:o, s:s, s:s, s:o}",
+            "out", text_json(out), "dry_run", (int)flags->dry_run, "seconds", text_number(seconds), "weights",
+            (json_int_t)facts->weights, "changed", (json_int_t)facts->changed, "kept", (json_int_t)facts->kept,
+            "groups", (json_int_t)facts->groups, "files_in", (json_int_t)facts->files_in, "files_out",
+            (json_int_t)facts->files_out, "bytes_in", (json_int_t)facts->bytes_in, "bytes_out",
+            (json_int_t)facts->bytes_out, "tensor_bytes_out", (json_int_t)facts->tensor_bytes_out, "elements",
+            (json_int_t)facts->elements, "changed_elements", (json_int_t)facts->changed_elements, "changed_bytes_out",
+            (json_int_t)facts->changed_bytes_out, "bits_per_weight",
+            text_number(text_bits(facts->tensor_bytes_out, facts->elements)), "changed_bits_per_weight",
+            text_number(text_bits(facts->changed_bytes_out, facts->changed_elements)), "note", facts->note,
+            "quantized_source", flags->quantized_source ? flags->quantized_source : "", "rows",
+            rows_as_json(plan, facts->rows))));
 }
 
 /* ---- The run ---- */

@@ -14,6 +14,7 @@ struct run_flags {
     int32_t threads;
     uint64_t max_memory;
     const char *report;
+    const char *quantized_source; /* how the source was quantized already, for --json; NULL: it was not */
 };
 
 /* Rows of a table of options. */

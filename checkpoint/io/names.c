@@ -171,6 +171,12 @@ static bool part_begins(const char *part, size_t length, const char *word)
     return strlen(word) <= length && memcmp(part, word, strlen(word)) == 0;
 }
 
+static bool part_ends(const char *part, size_t length, const char *word)
+{
+    const size_t n = strlen(word);
+    return n <= length && memcmp(part + length - n, word, n) == 0;
+}
+
 /* ---- Fused matrices ---- */
 
 /* What servers join into one matrix with one tensor scale, beside each other in the same module. */
@@ -204,7 +210,11 @@ bool nib_ck_fused_key(const char *weight, char *buffer, size_t bytes)
 
 /* ---- What presets leave out ---- */
 
-bool nib_ck_is_expert(const char *weight) { return any_part(weight, part_is, "experts"); }
+/* In GGUF files experts are stacks, "blk.0.ffn_up_exps"; what all tokens go through is "_shexp". */
+bool nib_ck_is_expert(const char *weight)
+{
+    return any_part(weight, part_is, "experts") || any_part(weight, part_ends, "_exps");
+}
 
 static bool is_mlp(const char *weight)
 {
@@ -213,7 +223,7 @@ static bool is_mlp(const char *weight)
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (any_part(weight, part_is, words[i]))
             return true;
-    return part_begins(last_part(weight), strlen(last_part(weight)), "ffn_");
+    return any_part(weight, part_begins, "ffn_");
 }
 
 const char *nib_ck_preset_keep(nib_preset preset, const char *weight)

@@ -15,5 +15,7 @@ double nib_json_number(const json_t *object, const char *key, double otherwise);
  * lives as long as the plan; an empty object without. */
 const json_t *nib_plan_rope(const nib_plan *plan, const char *layers);
 int64_t nib_plan_head_dim(const nib_plan *plan);
+/* The front matter of the model card: strings, lists of strings, and null where a key has no value. Empty without a card. */
+nib_status nib_plan_read_card(const nib_plan *plan, json_t **out);
 
 #endif

@@ -268,33 +268,195 @@ static double count_parameters(const nib_plan *plan, char *label)
     return total;
 }
 
+/* ---- The model card ---- */
+
+/* The first of these keys of the card that has a string; "" without one. */
+static const char *card_string(const json_t *card, const char *const *keys)
+{
+    for (int i = 0; i < 3 && keys[i]; i++) {
+        const json_t *value = json_object_get(card, keys[i]);
+        if (value && !json_is_null(value))
+            return json_is_string(value) ? json_string_value(value) : "";
+    }
+    return "";
+}
+
+/* What authors say themselves of what names would tell. */
+static void take_card(struct names *names, const json_t *card)
+{
+    const struct {
+        char *known;
+        const char *keys[3];
+    } rows[] = { { names->name, { "name", "model_name" } },
+                 { names->organization, { "organization", "model_organization" } },
+                 { names->basename, { "basename", "model_basename", "model_type" } },
+                 { names->finetune, { "finetune", "model_finetune" } },
+                 { names->version, { "version", "model_version" } },
+                 { names->size, { "size_label", "model_size_label" } } };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        take(rows[i].known, card_string(card, rows[i].keys));
+    names->named = *names->name;
+}
+
+static nib_status put_known(struct nib_gguf_plan *out, const char *key, const char *value)
+{
+    return *value ? nib_gguf_put_string(out, key, value) : NIB_OK;
+}
+
+/* A license may be a list. */
+static nib_status put_license(struct nib_gguf_plan *out, const json_t *card)
+{
+    const json_t *license = json_object_get(card, "license");
+    char text[TEXT] = "";
+    size_t used = 0;
+    for (size_t i = 0; i < json_array_size(license) && used < sizeof text; i++)
+        used += (size_t)snprintf(text + used, sizeof text - used, "%s%s", i ? "," : "",
+                                 json_string_value(json_array_get(license, i)));
+    TRY(put_known(out, "general.license", json_is_string(license) ? json_string_value(license) : text));
+    TRY(put_known(out, "general.license.name", card_string(card, (const char *[3]){ "license_name" })));
+    return put_known(out, "general.license.link", card_string(card, (const char *[3]){ "license_link" }));
+}
+
+/* "org/Name", or the address of one: general.base_model.0.name and the like. */
+static nib_status put_source(struct nib_gguf_plan *out, const char *what, size_t index, const char *id,
+                             double parameters)
+{
+    static const char hub[] = "huggingface.co/";
+    const char *scheme = strstr(id, "://"), *place = scheme ? scheme + 3 : NULL, *slash = strchr(id, '/');
+    const bool address = !strncmp(id, "http://", 7) || !strncmp(id, "https://", 8) || !strncmp(id, "ssh://", 6);
+    char key[96], url[TEXT + 64] = "";
+    struct names *names = nib_alloc_zeroed(sizeof *names);
+    if (!names)
+        return no_memory();
+    nib_status status = NIB_OK;
+    if (address) {
+        snprintf(url, sizeof url, "%s", id);
+        const char *path = !strncmp(place, hub, sizeof hub - 1) && *id == 'h' ? place + sizeof hub - 1 : "";
+        const char *middle = strchr(path, '/');
+        if (middle && middle > path && middle[1] && !strchr(middle + 1, '/'))
+            status = take_id(names, path, parameters);
+    } else {
+        status = take_id(names, id, parameters);
+        if (slash && *id != '.' && !strchr(id, ' '))
+            snprintf(url, sizeof url, "https://%s%s", hub, id);
+    }
+    const struct {
+        const char *name, *value;
+    } rows[] = { { "name", names->name },
+                 { "version", names->version },
+                 { "organization", names->organization },
+                 { "repo_url", url } };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows && !status; i++) {
+        snprintf(key, sizeof key, "general.%s.%zu.%s", what, index, rows[i].name);
+        status = put_known(out, key, rows[i].value);
+    }
+    nib_free(names);
+    return status;
+}
+
+/* Base models, or datasets: the first of three keys that is there. */
+static nib_status put_sources(struct nib_gguf_plan *out, const json_t *card, const char *what,
+                              const char *const keys[3], double parameters)
+{
+    enum { MOST = 4096 };
+    const json_t *value = NULL;
+    char key[64];
+    for (int i = 0; i < 3 && !value; i++)
+        value = json_object_get(card, keys[i]);
+    const size_t n = json_is_string(value) ? 1 : json_array_size(value);
+    if (!value || n > MOST)
+        return NIB_OK;
+    snprintf(key, sizeof key, "general.%s.count", what);
+    TRY(nib_gguf_put_integer(out, key, NIB_GGUF_KIND_U32, (int64_t)n));
+    for (size_t i = 0; i < n; i++)
+        TRY(put_source(out, what, i, json_string_value(json_is_string(value) ? value : json_array_get(value, i)),
+                       parameters));
+    return NIB_OK;
+}
+
+/* The strings of two keys, one after the other. */
+static nib_status put_words(struct nib_gguf_plan *out, const json_t *card, const char *key, const char *const keys[2])
+{
+    const char **words = NULL;
+    size_t n = 0, capacity = 0;
+    for (int k = 0; k < 2; k++) {
+        const json_t *value = json_object_get(card, keys[k]);
+        const size_t count = json_is_string(value) ? 1 : json_array_size(value);
+        for (size_t i = 0; i < count; i++) {
+            const char **grown = nib_grow(words, &capacity, n + 1, sizeof *words);
+            if (!grown) {
+                nib_free(words);
+                return no_memory();
+            }
+            words = grown;
+            words[n++] = json_string_value(json_is_string(value) ? value : json_array_get(value, i));
+        }
+    }
+    const nib_status status = n ? nib_gguf_put_strings(out, key, words, n) : NIB_OK;
+    nib_free(words);
+    return status;
+}
+
+static nib_status put_card(struct nib_gguf_plan *out, const json_t *card, double parameters)
+{
+    static const struct {
+        const char *key, *keys[3];
+    } sources[] = { { "general.source.url", { "url", "model_url" } },
+                    { "general.source.doi", { "doi", "model_doi" } },
+                    { "general.source.uuid", { "uuid", "model_uuid" } },
+                    { "general.source.repo_url", { "repo_url", "model_repo_url" } } };
+    static const char *const bases[3] = { "base_model", "base_models", "base_model_sources" };
+    static const char *const datasets[3] = { "datasets", "dataset", "dataset_sources" };
+    TRY(put_license(out, card));
+    for (size_t i = 0; i < sizeof sources / sizeof *sources; i++)
+        TRY(put_known(out, sources[i].key, card_string(card, sources[i].keys)));
+    TRY(put_sources(out, card, "base_model", bases, parameters));
+    TRY(put_sources(out, card, "dataset", datasets, parameters));
+    TRY(put_words(out, card, "general.tags", (const char *[2]){ "tags", "pipeline_tag" }));
+    return put_words(out, card, "general.languages", (const char *[2]){ "languages", "language" });
+}
+
+/* ---- All of them ---- */
+
+static nib_status find_names(const nib_plan *plan, const json_t *card, double parameters, struct names *names)
+{
+    const char *id = json_string_value(json_object_get(plan->in->config, "_name_or_path"));
+    const char *slash = strrchr(plan->in->path, '/'), *first = id ? strchr(id, '/') : NULL;
+    take_card(names, card);
+    if (id && *id && (!first || !strchr(first + 1, '/'))) /* a name, and no path of somebody's machine */
+        TRY(take_id(names, id, parameters));
+    return take_id(names, slash ? slash + 1 : plan->in->path, parameters);
+}
+
 nib_status nib_plan_put_names(const nib_plan *plan, struct nib_gguf_plan *out)
 {
     struct names *names = nib_alloc_zeroed(sizeof *names);
     char label[TEXT];
-    if (!names)
-        return no_memory();
+    json_t *card = NULL;
     const double parameters = count_parameters(plan, label);
-    const char *id = json_string_value(json_object_get(plan->in->config, "_name_or_path"));
-    const char *slash = strrchr(plan->in->path, '/'), *first = id ? strchr(id, '/') : NULL;
-    nib_status status = NIB_OK;
-    if (id && *id && (!first || !strchr(first + 1, '/'))) /* a name, and no path of somebody's machine */
-        status = take_id(names, id, parameters);
+    nib_status status = names ? nib_plan_read_card(plan, &card) : no_memory();
     if (!status)
-        status = take_id(names, slash ? slash + 1 : plan->in->path, parameters);
-    take(names->size, label);
-    const struct {
-        const char *key, *value;
-    } keys[] = { { "general.version", names->version },
-                 { "general.organization", names->organization },
-                 { "general.finetune", names->finetune },
-                 { "general.basename", names->basename },
-                 { "general.size_label", names->size } };
-    if (!status)
+        status = find_names(plan, card, parameters, names);
+    if (!status) {
+        take(names->size, label);
+        const struct {
+            const char *key, *value;
+        } keys[] = {
+            { "general.author", card_string(card, (const char *[3]){ "author", "model_author", "model_creator" }) },
+            { "general.version", names->version },
+            { "general.organization", names->organization },
+            { "general.finetune", names->finetune },
+            { "general.basename", names->basename },
+            { "general.description", card_string(card, (const char *[3]){ "description", "model_description" }) },
+            { "general.size_label", names->size }
+        };
         status = nib_gguf_put_string(out, "general.name", names->name);
-    for (size_t i = 0; i < sizeof keys / sizeof *keys && !status; i++)
-        if (*keys[i].value)
-            status = nib_gguf_put_string(out, keys[i].key, keys[i].value);
+        for (size_t i = 0; i < sizeof keys / sizeof *keys && !status; i++)
+            status = put_known(out, keys[i].key, keys[i].value);
+    }
+    if (!status)
+        status = put_card(out, card, parameters);
+    json_decref(card);
     nib_free(names);
     return status;
 }

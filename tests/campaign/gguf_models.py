@@ -142,6 +142,69 @@ def models_to_make():
                                        num_experts_per_tok=4, sliding_window=32, layer_types=["sliding_attention", "full_attention"]), gpt_bpe, "gpt-4o"
 
 
+# Front matter of model cards, by model: what the Hub's cards are made of, and what nothing can be made of.
+CARDS = {
+    "Tiny-Llama-3.1-0.6M-Instruct": """---
+# a comment
+language:
+- en
+- de
+- no
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+  - facebook
+  - "pytorch"
+
+  - 'it''s llama-3'  # and another
+license: llama3.1
+license_name: llama3.1-community
+license_link: https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/LICENSE
+base_model: meta-llama/Meta-Llama-3.1-0.6M-v2
+extra_gated_prompt: >-
+  tags:
+  - nothing of this
+extra_gated_fields:
+  First Name: text
+  license: date_picker
+new_version: 3.0
+datasets: [a-b/some-data, "https://huggingface.co/datasets/c", https://huggingface.co/org/web-text-2,
+  'plain words here']
+---
+# Tiny
+license: none
+""",
+    "Mistral-0.3K-v0.3": """---
+license:
+- mit
+- apache-2.0
+language: fr
+name: A Name of its own
+author: somebody
+version: "1.0"
+model_creator: somebody else
+organization: An Organization
+description: One line, and no more.
+url: https://example.org/model
+base_model:
+- mistralai/Mistral-7B-v0.3
+- ./local/thing
+- a sentence of words
+base_model_relation: finetune
+model-index:
+- name: x
+  results:
+  - task:
+      type: text-generation
+datasets:
+tags: []
+---
+""",
+    "Qwen3-tiny": "---\r\nlicense: apache-2.0\r\ntags:\r\n\t- chat\r\nwidget:\r\n- text: hello\r\n---\r\n",
+    "mistral_tiny": "No front matter\n---\nlicense: mit\n---\n",
+}
+
+
 def make(name, config, make_tokenizer):
     path = os.path.join(WORK, name)
     shutil.rmtree(path, ignore_errors=True)
@@ -162,6 +225,9 @@ def make(name, config, make_tokenizer):
     model.save_pretrained(path)
     if config.model_type == "gpt_oss":
         to_mxfp4(path)
+    if name in CARDS:
+        with open(os.path.join(path, "README.md"), "w", newline="") as file:
+            file.write(CARDS[name])
     return path
 
 
