@@ -210,6 +210,11 @@ class Loader:
         if self.source.prepare(self):
             self._sources = self._find_sources()
 
+    def load(self):
+        """The whole model, in memory."""
+        self._load(lambda name: True)
+        return self.model
+
     def files(self):
         """The files that tensors are read from."""
         return sorted({*self.source.files.values()})

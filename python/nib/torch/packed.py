@@ -485,3 +485,11 @@ def _multiply(function, args, kwargs):
         return weight.matrices[0](x, bias)
     y = torch.stack([matrix(x[e]) for e, matrix in enumerate(weight.matrices)])
     return y if bias is None else y + bias
+
+
+def packed_bytes(model):
+    """(bytes of the packed weights of a model, how many weights they are)."""
+    matrices = [matrix for module in model.modules()
+                for matrix in ([module.matrix] if isinstance(module, PackedLinear) else
+                               module.matrices if isinstance(module, PackedStack) else [])]
+    return sum(matrix.nbytes for matrix in matrices), sum(matrix.n * matrix.k for matrix in matrices)

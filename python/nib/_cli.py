@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands of the package have in common: `python -m nib.NAME`."""
+import argparse
+import os
+import sys
+import time
+
+
+class Command:
+    """Messages and arguments of one command."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def say(self, message):
+        print(f"nib: {self.name}: {message}", file=sys.stderr, flush=True)
+
+    def fail(self, message):
+        """One line, and the status of wrong use and of input that cannot be used."""
+        self.say(" ".join(str(message).split()))
+        sys.exit(2)
+
+    def parser(self, description):
+        command = self
+
+        class Parser(argparse.ArgumentParser):
+            def error(self, message):
+                command.fail(f"{message}; see python -m nib.{command.name} --help")
+
+        return Parser(prog=f"python -m nib.{self.name}", description=description,
+                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+    def directory(self, path):
+        if not os.path.isdir(path):
+            self.fail(f"{path}: no such directory")
+
+    def device(self, name):
+        import torch
+        try:
+            found = torch.device(name)
+        except RuntimeError:
+            self.fail(f"--device {name}: PyTorch has no such device")
+        if found.type == "cuda" and not torch.cuda.is_available():
+            self.fail(f"--device {name}: there is no GPU that PyTorch can use")
+        return found
+
+
+def positive(text):
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+positive.__name__ = "a positive integer"  # as argparse puts it: invalid a positive integer value
+
+
+class Progress:
+    """A line of how much is done and how long the rest will take: rewritten on a terminal, now and then elsewhere."""
+
+    def __init__(self, quiet=False):
+        self.quiet, self.begin, self.told, self.terminal = quiet, time.monotonic(), 0.0, sys.stderr.isatty()
+
+    def __call__(self, what, done, total):
+        now = time.monotonic()
+        if self.quiet or not (self.terminal or done == total or now - self.told > 10):
+            return
+        self.told, passed = now, now - self.begin
+        line = f"{what} {done} of {total}, {passed:.0f} s, about {passed / done * (total - done):.0f} s left"
+        end = "" if self.terminal and done < total else "\n"
+        print(f"\r{line}\x1b[K" if self.terminal else line, end=end, file=sys.stderr, flush=True)
