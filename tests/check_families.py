@@ -428,6 +428,7 @@ def judge_run(model_type, out, back):
 
 
 CAUSAL = ("dense", "Conv1D", "experts", "state space", "hybrid")
+IMATRIX = ("llama", "gpt_neox", "qwen3_moe")  # llama.cpp's form says the same, by its own names
 
 
 def sums_by_hand(model, batches):
@@ -459,7 +460,8 @@ def calibrates(row, model, source, out):
         return "", []
     batches = torch.randint(3, 250, (2, 2, 24), generator=torch.Generator().manual_seed(SEED))
     stats = out + ".stats"
-    tensors, about = calibrate.calibrate(source, batches.flatten(0, 1), stats, calibrate.Options(batch=2))
+    options = calibrate.Options(batch=2, imatrix=stats + ".gguf" if row[0] in IMATRIX else None)
+    tensors, about = calibrate.calibrate(source, batches.flatten(0, 1), stats, options)
     names, problems = streaming.Streamed(source), []
     inputs = json.loads(about["inputs"])
     whole = type(model).from_pretrained(source, dtype=torch.bfloat16, experts_implementation="eager").eval()
@@ -471,7 +473,14 @@ def calibrates(row, model, source, out):
             problems.append(f"calibrate: statistics of {module} differ from those of the whole model")
     conv1d = ["--for", "vllm"] if row[1] == "Conv1D" else []
     status, _, errors = nib("quantize", "-q", "-f", *conv1d, "--imatrix", stats, "--imatrix-strict", source, out)
-    return ("no" if status else "yes"), problems + ([f"quantize --imatrix-strict: {errors.strip()}"] if status else [])
+    if status:
+        return "no", problems + [f"quantize --imatrix-strict: {errors.strip()}"]
+    if row[0] in IMATRIX:
+        other = out + "-imatrix"
+        must("quantize", "-q", "-f", "--imatrix", stats + ".gguf", "--imatrix-strict", source, other)
+        wanted, got = tensors_of(out), tensors_of(other)
+        problems += [f"imatrix: {name} differs" for name in wanted if bytes_of(wanted[name]) != bytes_of(got[name])]
+    return "yes", problems
 
 
 Result = collections.namedtuple("Result", "quantized kept verdict detail problems calibrates", defaults=[""])

@@ -288,7 +288,7 @@ static nib_status find_row(const struct search *s, size_t weight, float *scratch
     TRY(fit_entry(plan, entry, expert, w, &row->input));
     TRY(digest_entry(plan, row->input, w->cols));
     TRY(nib_plan_mean_squares(plan, &row->input, w->cols, scratch, &row->tokens));
-    if (plan->digests[entry].tokens == 0) {
+    if (plan->digests[row->input.entry].tokens == 0) {
         row->input.entry = NIB_NONE;
         return note_row(row, "none: no token reached it");
     }
