@@ -519,7 +519,11 @@ def table(files):
     rows = [row for figure in figures for row in figure.get("rows", [])]
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "accuracy_notes.md"), encoding="utf-8") as file:
         notes = file.read()
+    calibrated_rows = [row for figure in figures for row in figure.get("calibrated", [])]
+    costs = {model: cost for figure in figures for model, cost in figure.get("costs", {}).items()}
     parts = {"smollm2": smollm2_table(rows), "documents": documents_table(rows), "minilm": minilm_table(rows),
+             "calibrated": calibrated_table(calibrated_rows, "smollm2"), "small": calibrated_table(calibrated_rows, "small"),
+             "calibrated_documents": calibrated_documents(calibrated_rows, "smollm2"), "costs": costs_table(costs),
              "made": "; ".join(f"{figure['date']}, {figure['device']}, PyTorch {figure['torch']}, transformers {figure['transformers']}"
                                for figure in figures)}
     sys.stdout.write(re.sub(r"<!-- (\w+) -->", lambda match: parts[match[1]], notes))
@@ -551,6 +555,51 @@ def documents_table(rows):
             found = [row["documents"][name] for row in of(rows, "smollm2", rule)]
             cells.append(f" {np.mean([d['kl'] for d in found]):.4f}, {np.mean([d['perplexity'] for d in found]):.2f} |")
         lines.append(f"| {name} | {found[0]['reference_perplexity']:.2f} |" + "".join(cells))
+    return "\n".join(lines)
+
+
+def calibrated_rows_of(rows, model, method, bits, shown):
+    """The row that is shown, or all tensor scales but the other fixed one: exact is the first of the draws."""
+    found = [row for row in rows if (row["model"], row["method"], row["activations"]) == (model, method, bits)]
+    return [row for row in found if (row["shown"] if shown else row["tensor_scale"] != "pow2")]
+
+
+def calibrated_table(rows, model):
+    lines = ["| | tensor scale | W4A16: KL | of rtn's | perplexity | top-1 | W4A4: KL | of rtn's | perplexity | top-1 |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
+    base = {bits: calibrated_rows_of(rows, model, "rtn", bits, True)[0]["kl"] for bits in (16, 4)}
+    for method, (_, kind, _) in METHODS.items():
+        cells, means = "", ""
+        for bits in (16, 4):
+            row = calibrated_rows_of(rows, model, method, bits, True)[0]
+            blank = method == "BF16" and bits == 16
+            cells += " | | | |" if blank else (f" {row['kl']:.4f} +- {row['kl_error']:.4f} | {row['kl'] / base[bits]:.2f} | "
+                                               f"{row['perplexity']:.2f} | {100 * row['top1']:.1f} % |")
+            draws = calibrated_rows_of(rows, model, method, bits, False)
+            if method in DRAWN and len(draws) > 1:
+                mean, deviation = spread([row["kl"] for row in draws])
+                means += (f" **{mean:.4f}**, {deviation:.4f} | {mean / base[bits]:.2f} | {np.mean([row['perplexity'] for row in draws]):.2f} | "
+                          f"{100 * np.mean([row['top1'] for row in draws]):.1f} % |")
+        lines.append(f"| {method} | {'' if method == 'BF16' else kind} |" + cells)
+        if means:
+            lines.append(f"| **{method}** | {len(draws)} draws: mean, deviation |" + means)
+    return "\n".join(lines)
+
+
+def calibrated_documents(rows, model):
+    lines = ["| document | " + " | ".join(f"{method} W4A{bits}" for bits in (16, 4) for method in DRAWN) + " |",
+             "|---|" + "---|" * (2 * len(DRAWN))]
+    for name in DOCUMENTS:
+        cells = [f"{calibrated_rows_of(rows, model, method, bits, True)[0]['documents'][name]['kl']:.4f}" for bits in (16, 4) for method in DRAWN]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def costs_table(costs):
+    lines = ["| statistics of | tokens | seconds | GPU memory (MB) |", "|---|---|---|---|"]
+    for model, kinds in costs.items():
+        for kind, cost in kinds.items() if model != "training" else []:
+            lines.append(f"| {model}, {kind} | {cost['tokens']:,} | {cost['seconds']:.1f} | {cost['gpu_bytes'] / 1e6:.0f} |")
     return "\n".join(lines)
 
 

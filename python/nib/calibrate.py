@@ -399,7 +399,7 @@ class Options:
     batch: int = 1
     hessians: str = None
     all_experts: bool = False
-    max_memory: float = 4.0
+    max_memory: float = 1.0
     restart: bool = False
     imatrix: str = None
 
@@ -567,7 +567,7 @@ def _parse(arguments):
     parser.add_argument("--hessians", metavar="DIRECTORY", help="write means of x x^T too, one file for a layer")
     parser.add_argument("--all-experts", action="store_true",
                         help="take statistics of every expert from all tokens (outputs stay the router's)")
-    parser.add_argument("--max-memory", metavar="GB", type=float, default=4.0, help="of hidden states; more is on disk")
+    parser.add_argument("--max-memory", metavar="GB", type=float, default=1.0, help="of hidden states; more is on disk")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random tokens")
     parser.add_argument("--restart", action="store_true", help="discard what an interrupted run left")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
