@@ -234,13 +234,15 @@ nib_status nib_plan_read_card(const nib_plan *plan, json_t **out)
     nib_status status = path && *out ? NIB_OK : no_memory();
     if (path)
         snprintf(path, room, "%s/%s", plan->in->directory, file);
-    if (!status && !nib_ck_read_text(path, MOST_BYTES, &text, &bytes) && strlen(text) == bytes &&
-        (card.next = front_matter(text))) {
+    const nib_status read = status ? status : nib_ck_read_text(path, MOST_BYTES, &text, &bytes);
+    status = read == NIB_ERR_MEMORY ? read : status; /* no file, or one that is too large, is none */
+    if (!read && strlen(text) == bytes)
+        card.next = front_matter(text);
+    if (!status && card.next)
         status = nib_patterns_create(no_strings, sizeof no_strings / sizeof *no_strings, &card.no_strings);
-        if (!status)
-            status = read_keys(&card, *out);
-        nib_patterns_destroy(card.no_strings);
-    }
+    if (!status && card.next)
+        status = read_keys(&card, *out);
+    nib_patterns_destroy(card.no_strings);
     nib_free(text);
     nib_free(path);
     if (status) {
