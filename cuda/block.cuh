@@ -193,8 +193,13 @@ template <nib_dtype D> DEV void to_floats(const values<D> &v, float (&x)[NIB_BLO
     }
 }
 
-/* The largest magnitude. NaNs do not count; packed ones become +Inf, which has a NaN's code, +6. */
-template <nib_dtype D> DEV float absmax(values<D> &v)
+/* The factor of a block that has an infinity, whose scale is the largest there is, is 0 where the tensor scale is near the
+ * largest float: such a product is a NaN, and a NaN has no sign. */
+enum { LARGEST_SCALE = 0x7E };
+
+/* The largest magnitude. NaNs do not count; packed ones become +Inf, which has a NaN's code, +6, and infinities lose their
+ * sign where factors[LARGEST_SCALE] is 0; NULL: the caller sees to those. */
+template <nib_dtype D> DEV float absmax(values<D> &v, const float *factors)
 {
     if constexpr (D != NIB_BF16) {
         float m = 0;
@@ -208,14 +213,14 @@ template <nib_dtype D> DEV float absmax(values<D> &v)
         for (int i = 0; i < NIB_BLOCK / 2; i++)
             pair = max_magnitudes(pair, v.w[i]);
         uint32_t m = max(pair & 0xFFFFu, pair >> 16);
-        if (m > 0x7F80u) { /* a NaN: rare */
+        if (m >= 0x7F80u) { /* an infinity or a NaN: rare */
+            const uint32_t least = factors && !(factors[LARGEST_SCALE] > 0) ? 0x7F80u : 0x7F81u; /* that has no sign */
             m = 0;
             NIB_UNROLL
             for (int i = 0; i < NIB_BLOCK / 2; i++) {
-                const uint32_t low = v.w[i] & 0xFFFFu, high = v.w[i] >> 16;
-                const bool low_nan = (low & 0x7FFFu) > 0x7F80u, high_nan = (high & 0x7FFFu) > 0x7F80u;
-                m = max(m, max(low_nan ? 0 : low & 0x7FFFu, high_nan ? 0 : high & 0x7FFFu));
-                v.w[i] = (low_nan ? 0x7F80u : low) | (high_nan ? 0x7F80u : high) << 16;
+                const uint32_t low = v.w[i] & 0x7FFFu, high = v.w[i] >> 16 & 0x7FFFu;
+                m = max(m, max(low > 0x7F80u ? 0 : low, high > 0x7F80u ? 0 : high));
+                v.w[i] = (low >= least ? 0x7F80u : v.w[i] & 0xFFFFu) | (high >= least ? 0x7F80u : v.w[i] >> 16) << 16;
             }
         }
         return __uint_as_float(m << 16);
@@ -251,10 +256,9 @@ template <nib_dtype D> DEV void rht_sums(float (&x)[NIB_BLOCK], const float *sig
     }
 }
 
-template <nib_dtype D> DEV void rht(values<D> &v, const float *signs)
+/* Floats of a dtype, transformed and rounded as values of it. */
+template <nib_dtype D> DEV void rht_of(float (&x)[NIB_BLOCK], const float *signs, values<D> &v)
 {
-    float x[NIB_BLOCK];
-    to_floats(v, x);
     rht_sums<D>(x, signs);
     NIB_UNROLL
     for (int i = 0; i < NIB_BLOCK; i++) {
@@ -265,6 +269,13 @@ template <nib_dtype D> DEV void rht(values<D> &v, const float *signs)
             v.x[i] = x[i];
         }
     }
+}
+
+template <nib_dtype D> DEV void rht(values<D> &v, const float *signs)
+{
+    float x[NIB_BLOCK];
+    to_floats(v, x);
+    rht_of(x, signs, v);
 }
 
 /* ---- Scales ---- */
@@ -382,7 +393,7 @@ DEV void random_words(const nib_cuda_quantization &job, uint64_t offset, uint32_
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* Infinities without their sign: a factor of 0 makes NaNs of them, and a NaN has none. */
+/* Infinities without their sign: what absmax does not do for other dtypes, nor where scales are tried. */
 template <nib_dtype D> DEV void drop_infinite_signs(values<D> &v)
 {
     NIB_UNROLL
@@ -396,13 +407,13 @@ template <nib_dtype D> DEV void drop_infinite_signs(values<D> &v)
     }
 }
 
-/* Sixteen codes. */
-template <int ROUND, nib_dtype D>
+/* Sixteen codes. SIGNED: infinities have lost their signs, where they must. */
+template <int ROUND, bool SIGNED, nib_dtype D>
 DEV uint2 encode(const nib_cuda_quantization &job, const values<D> &values_in, float factor, uint64_t offset,
                  uint32_t line, uint32_t column)
 {
     values<D> v = values_in;
-    if (!(factor > 0)) /* rare: a tensor scale near the largest float, given by a caller */
+    if (!SIGNED && !(factor > 0)) /* rare: a tensor scale near the largest float, given by a caller */
         drop_infinite_signs(v);
     uint32_t codes[2];
     if (ROUND == STOCHASTIC_24) {

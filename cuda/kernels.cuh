@@ -68,11 +68,13 @@ DEV void fill_table(factor_table &table, const nib_scaler &scaler, const nib_rul
 
 /* WHOLE: rows without gaps, of whole blocks that can be read and written in sixteens and eights, and scales without padding. Then a block's place in memory is its number. */
 template <nib_dtype D, int ROUND, bool FAKE, bool WHOLE> struct quantize_rows : kernel_defaults {
+    /* What is fastest on an H200: blocks of a thread at a time, and thread blocks that a processor must hold. */
     enum {
-        UNITS = D == NIB_BF16 && ROUND != STOCHASTIC_24 ? 2 : 1,
-        BLOCKS = FAKE                                ? 4
-                 : ROUND == NEAREST && D == NIB_BF16 ? 6
-                                                     : 5
+        UNITS = D == NIB_BF16 && ROUND == STOCHASTIC_8 && !FAKE ? 2 : 1,
+        BLOCKS = FAKE                                     ? (D == NIB_BF16 && ROUND != STOCHASTIC_24 ? 5 : 4)
+                 : D == NIB_BF16 && ROUND == NEAREST      ? 8
+                 : D == NIB_BF16 && ROUND == STOCHASTIC_8 ? 6
+                                                          : 5
     };
     typedef nib_cuda_quantization job;
     struct shared {
@@ -145,21 +147,23 @@ template <nib_dtype D, int ROUND, bool FAKE, bool WHOLE> struct quantize_rows : 
     static DEV_MEMBER void encode_block(const job &j, shared &s, const state &st, values<D> &v, const place &p)
     {
         const nib_cuda_usage &u = j.usage[0];
-        const uint32_t scale = block_scale<ROUND>(absmax(v), st.scaler, j.rounding, j.floor_code);
+        const uint32_t scale = block_scale<ROUND>(absmax(v, s.table.factor), st.scaler, j.rounding, j.floor_code);
         if (!FAKE)
             u.scales[WHOLE ? p.number : scale_index(u.g, p.line, p.block)] = (uint8_t)(p.n ? scale : 0);
         if (!p.n)
             return;
-        if (FAKE && ROUND == NEAREST && s.decode[FAKE ? scale & 127 : 0] <= FLT_MAX &&
-            s.table.factor[scale & 127] > 0) {
+        const float decode_factor = s.decode[FAKE ? scale & 127 : 0];
+        if (FAKE && ROUND == NEAREST && is_finite(decode_factor) &&
+            (D == NIB_BF16 || s.table.factor[scale & 127] > 0)) {
             float y[NIB_BLOCK];
-            round_block(v, s.table.factor[scale & 127], s.decode[FAKE ? scale & 127 : 0], y);
+            round_block(v, s.table.factor[scale & 127], decode_factor, y);
             store_line<D>((char *)j.out + element_of(p, j.out_stride) * element_bytes<D>(), y, p.n,
                           WHOLE || (p.n == NIB_BLOCK && j.out_aligned));
             return;
         }
-        const uint2 codes = encode<ROUND>(j, v, s.table.factor[scale & 127], st.offset, u.origin_line + p.line,
-                                          nib_random_column((int64_t)u.origin_block + p.block, false));
+        const uint2 codes =
+            encode<ROUND, D == NIB_BF16>(j, v, s.table.factor[scale & 127], st.offset, u.origin_line + p.line,
+                                         nib_random_column((int64_t)u.origin_block + p.block, false));
         if (!FAKE) {
             if (WHOLE)
                 *(uint2 *)(u.codes + p.number * (NIB_BLOCK / 2)) = codes;
@@ -167,11 +171,10 @@ template <nib_dtype D, int ROUND, bool FAKE, bool WHOLE> struct quantize_rows : 
                 store_codes(u, p.line, p.block, codes, p.n);
             return;
         }
-        const float factor = s.decode[FAKE ? scale & 127 : 0];
         char *const out = (char *)j.out + element_of(p, j.out_stride) * element_bytes<D>();
         float y[NIB_BLOCK];
-        decode_block(codes, factor, y);
-        store_line<D>(out, y, p.n, (WHOLE || (p.n == NIB_BLOCK && j.out_aligned)) && is_finite(factor));
+        decode_block(codes, decode_factor, y);
+        store_line<D>(out, y, p.n, (WHOLE || (p.n == NIB_BLOCK && j.out_aligned)) && is_finite(decode_factor));
     }
 };
 
@@ -344,16 +347,16 @@ template <nib_dtype D, bool RHT, int ROUND, bool WHOLE> struct quantize_tiles : 
         const int n = WHOLE ? NIB_BLOCK : line < j.rows ? clamp_to_block(j.cols - block * NIB_BLOCK) : 0;
         values<D> v;
         unpack(v, raw);
-        const uint32_t scale = block_scale<ROUND>(absmax(v), st.scaler[0], j.rounding, j.floor_code);
+        const uint32_t scale = block_scale<ROUND>(absmax(v, s.table[0].factor), st.scaler[0], j.rounding, j.floor_code);
         if (WHOLE)
             u.scales[line * u.g.scale_line + block] = (uint8_t)scale;
         else
             store_scale(u, line, block, scale);
         if (!n)
             return;
-        const uint2 codes =
-            encode<ROUND>(j, v, s.table[0].factor[scale & 127], st.offset, u.origin_line + (uint32_t)line,
-                          nib_random_column(u.origin_block + block, false));
+        const uint2 codes = encode<ROUND, D == NIB_BF16>(j, v, s.table[0].factor[scale & 127], st.offset,
+                                                         u.origin_line + (uint32_t)line,
+                                                         nib_random_column(u.origin_block + block, false));
         if (WHOLE)
             *(uint2 *)(u.codes + line * u.g.line_stride + block * (NIB_BLOCK / 2)) = codes;
         else
@@ -374,31 +377,39 @@ template <nib_dtype D, bool RHT, int ROUND, bool WHOLE> struct quantize_tiles : 
             NIB_UNROLL
             for (int half = 0; half < halves; half++) {
                 values<D> v;
-                NIB_UNROLL
-                for (int i = 0; i < NIB_BLOCK; i++) {
-                    if constexpr (D == NIB_BF16) {
-                        if (i % 2 == 0)
-                            v.w[i / 2] = __byte_perm(w[i], w[i + 1], half ? 0x7632 : 0x5410);
-                    } else if constexpr (D == NIB_F32) {
-                        v.x[i] = __uint_as_float(w[i]);
-                    } else {
-                        v.x[i] = f32_of_f16((uint16_t)(w[i] >> 16 * half));
-                    }
-                }
-                if (RHT)
-                    rht(v, j.signs);
+                take_column(j, w, half, v);
                 encode_column(j, s, st, v, word * halves + half, band, row, col);
             }
+        }
+    }
+    /* A column of words that hold one or two, transformed where it is to be. */
+    static DEV_MEMBER void take_column(const job &j, const uint32_t (&w)[NIB_BLOCK], int half, values<D> &v)
+    {
+        float x[NIB_BLOCK];
+        NIB_UNROLL
+        for (int i = 0; i < NIB_BLOCK; i++)
+            x[i] = D == NIB_F32   ? __uint_as_float(w[i])
+                   : D == NIB_F16 ? f32_of_f16((uint16_t)(w[i] >> 16 * half))
+                   : half         ? high_half(w[i])
+                                  : low_half(w[i]);
+        if constexpr (RHT)
+            rht_of(x, j.signs, v);
+        NIB_UNROLL
+        for (int i = 0; i < NIB_BLOCK && !RHT; i++) {
+            if constexpr (D == NIB_BF16)
+                v.w[i / 2] = __byte_perm(w[i / 2 * 2], w[i / 2 * 2 + 1], half ? 0x7632 : 0x5410);
+            else
+                v.x[i] = x[i];
         }
     }
     static DEV_MEMBER void encode_column(const job &j, shared &s, const state &st, values<D> &v, int c, int band,
                                          int64_t row, int64_t col)
     {
         const nib_cuda_usage &u = j.usage[1];
-        const uint32_t scale = block_scale<ROUND>(absmax(v), st.scaler[1], j.rounding, j.floor_code);
-        *(uint2 *)&s.out.codes[c][band * 8] =
-            encode<ROUND>(j, v, s.table[1].factor[scale & 127], st.offset, u.origin_line + (uint32_t)(col + c),
-                          nib_random_column(u.origin_block + row / NIB_BLOCK + band, true));
+        const uint32_t scale = block_scale<ROUND>(absmax(v, s.table[1].factor), st.scaler[1], j.rounding, j.floor_code);
+        *(uint2 *)&s.out.codes[c][band * 8] = encode<ROUND, D == NIB_BF16>(
+            j, v, s.table[1].factor[scale & 127], st.offset, u.origin_line + (uint32_t)(col + c),
+            nib_random_column(u.origin_block + row / NIB_BLOCK + band, true));
         s.out.scales[c][band] = (uint8_t)scale;
     }
 };
@@ -428,14 +439,7 @@ DEV void transpose_nibbles(uint32_t (&a)[8])
 }
 
 template <nib_dtype D, int ROUND, bool WHOLE> struct quantize_squares : kernel_defaults {
-    enum {
-        PHASES = 4,
-        BARRIER_AFTER_FIRST = WARP_BARRIER,
-        COLS = 128,
-        ROW_BLOCKS = 8,
-        UNITS = 4,
-        BLOCKS = D == NIB_BF16 && ROUND == NEAREST ? 4 : 3
-    };
+    enum { PHASES = 4, BARRIER_AFTER_FIRST = WARP_BARRIER, COLS = 128, ROW_BLOCKS = 8, UNITS = 4, BLOCKS = 3 };
     typedef nib_cuda_quantization job;
     struct shared {
         __align__(16) uint8_t codes[TILE_ROWS][STAGE_PITCH];
@@ -498,7 +502,7 @@ template <nib_dtype D, int ROUND, bool WHOLE> struct quantize_squares : kernel_d
         }
         NIB_UNROLL
         for (int k = 0; k < UNITS; k++)
-            m = larger(m, absmax(st.v[k]));
+            m = larger(m, absmax(st.v[k], s.table.factor));
         atomicMax(&s.amax[band][b], __float_as_uint(m));
     }
     static DEV_MEMBER void encode_rows(const job &j, shared &s, state &st, int64_t row, int64_t col, int t)
@@ -515,8 +519,9 @@ template <nib_dtype D, int ROUND, bool WHOLE> struct quantize_squares : kernel_d
         for (int k = 0; k < UNITS; k++) {
             const int r = band * NIB_BLOCK + k * 4 + lane / ROW_BLOCKS;
             const int n = WHOLE ? NIB_BLOCK : row + r < j.rows ? clamp_to_block(j.cols - block * NIB_BLOCK) : 0;
-            const uint2 codes = encode<ROUND>(j, st.v[k], factor, st.offset, u.origin_line + (uint32_t)(row + r),
-                                              nib_random_column(u.origin_block + block, false));
+            const uint2 codes =
+                encode<ROUND, D == NIB_BF16>(j, st.v[k], factor, st.offset, u.origin_line + (uint32_t)(row + r),
+                                             nib_random_column(u.origin_block + block, false));
             *(uint2 *)&s.codes[r][b * 8] = n ? codes : make_uint2(0, 0);
             if (!j.wanted[0])
                 continue;
@@ -641,7 +646,7 @@ template <nib_dtype D, bool FAKE> struct quantize_lines : kernel_defaults {
                 u.tensor_scales[st.at.line] = scale;
         }
         st.scaler = scaler_of(scale, j.rules);
-        s.amax[t] = st.n ? absmax(st.v) : 0;
+        s.amax[t] = st.n ? absmax(st.v, nullptr) : 0;
     }
     static DEV_MEMBER uint2 codes_under(const job &j, const state &st, uint32_t scale)
     {
@@ -651,11 +656,12 @@ template <nib_dtype D, bool FAKE> struct quantize_lines : kernel_defaults {
         const uint32_t line = u.origin_line + (uint32_t)st.at.line,
                        block = nib_random_column(u.origin_block + st.at.block, col);
         if (j.rounding == NIB_ROUND_NEAREST)
-            return encode<NEAREST>(j, st.v, factor, st.offset, line, block);
+            return encode<NEAREST, false>(j, st.v, factor, st.offset, line, block);
         if (j.square && col)
             return transposed_codes(j, st, factor);
-        return j.rounding == NIB_ROUND_STOCHASTIC_8 ? encode<STOCHASTIC_8>(j, st.v, factor, st.offset, line, block)
-                                                    : encode<STOCHASTIC_24>(j, st.v, factor, st.offset, line, block);
+        return j.rounding == NIB_ROUND_STOCHASTIC_8
+                   ? encode<STOCHASTIC_8, false>(j, st.v, factor, st.offset, line, block)
+                   : encode<STOCHASTIC_24, false>(j, st.v, factor, st.offset, line, block);
     }
     /* A column of a square tile under the random bits of the rows: one element of every row's block. */
     static DEV_MEMBER uint2 transposed_codes(const job &j, const state &st, float factor)
@@ -973,20 +979,6 @@ template <nib_dtype D> struct amax_flat : amax_kernel {
     }
 };
 
-/* Raise a maximum to those of packed BF16; false where there is a NaN, which must not count. */
-DEV bool raise_by_pairs(const uint32_t (&w)[NIB_BLOCK], float &most)
-{
-    uint32_t pair = 0;
-    NIB_UNROLL
-    for (int i = 0; i < NIB_BLOCK; i++)
-        pair = max_magnitudes(pair, w[i]);
-    const uint32_t m = max(pair & 0xFFFFu, pair >> 16);
-    if (m > 0x7F80u)
-        return false;
-    most = larger(most, __uint_as_float(m << 16));
-    return true;
-}
-
 /* The values and the RHT of their columns: a thread has sixteen rows of a column, or of two that lie in one word. */
 template <nib_dtype D> struct amax_columns : amax_kernel {
     enum { BLOCKS = D == NIB_BF16 ? 5 : 4, EACH = D == NIB_F32 ? 1 : 2 };
@@ -1017,7 +1009,6 @@ template <nib_dtype D> struct amax_columns : amax_kernel {
                     w[r] |= (uint32_t)((const uint16_t *)from)[1] << 16;
             }
         }
-        const bool counted = D == NIB_BF16 && raise_by_pairs(w, st.most[0]);
         NIB_UNROLL
         for (int half = 0; half < EACH; half++) {
             float x[NIB_BLOCK];
@@ -1027,8 +1018,7 @@ template <nib_dtype D> struct amax_columns : amax_kernel {
                        : D == NIB_F16 ? f32_of_f16((uint16_t)(w[r] >> 16 * half))
                        : half         ? high_half(w[r])
                                       : low_half(w[r]);
-                if (!counted)
-                    st.most[0] = larger(st.most[0], fabsf(x[r]));
+                st.most[0] = larger(st.most[0], fabsf(x[r]));
             }
             rht_sums<D>(x, j.signs);
             NIB_UNROLL
@@ -1062,7 +1052,7 @@ template <nib_dtype D> struct amax_lines : amax_kernel {
         load_block<D>(j, columns(j), at, clamp_to_block(g.length - at.block * NIB_BLOCK), v);
         if (j.rht)
             rht(v, j.signs);
-        const float m = absmax(v);
+        const float m = absmax(v, nullptr);
         if (j.per_line)
             atomicMax((uint32_t *)&j.lines[at.line], __float_as_uint(m));
         else

@@ -80,8 +80,8 @@ struct launcher {
             return;
         const int64_t resident = (int64_t)blocks * queue->processors;
         const uint32_t grid = tiles < 1 ? 1 : tiles < resident ? tiles : (uint32_t)resident;
-        run_kernel<K><<<grid, THREADS, 0, queue->stream>>>(job, tiles);
-        error = cudaGetLastError();
+        void *arguments[] = { (void *)&job, (void *)&tiles };
+        error = cudaLaunchKernel((const void *)run_kernel<K>, dim3(grid), dim3(THREADS), arguments, 0, queue->stream);
     }
 };
 

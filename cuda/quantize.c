@@ -49,15 +49,19 @@ nib_status nib_cuda_check_quantization(nib_device *device, const nib_quantizer *
 
 /* ---- Places ---- */
 
-/* The words that a call has while it runs: its own if it is captured. */
-static nib_status take_place(struct nib_cuda_device *d, struct nib_cuda_place **out)
+/* The words that a call has while it runs: its own if it is captured. Who needs none does not ask, since asking takes as
+ * long as all that is before a launch. NULL where c->error says why. */
+static struct nib_cuda_place *place_of(struct call *c)
 {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    TRY(nib_cuda_status(d, "asking whether a stream is captured", cudaStreamIsCapturing(d->queue.stream, &capture)));
-    if (capture != cudaStreamCaptureStatusNone)
-        return nib_cuda_status(d, "a captured call", nib_cuda_take_place(d, out));
-    *out = d->place;
-    return NIB_OK;
+    if (c->place || c->error)
+        return c->place;
+    c->error = cudaStreamIsCapturing(c->d->queue.stream, &capture);
+    if (!c->error && capture != cudaStreamCaptureStatusNone)
+        c->error = nib_cuda_take_place(c->d, &c->place);
+    else if (!c->error)
+        c->place = c->d->place;
+    return c->place;
 }
 
 /* ---- Arrays of any strides ---- */
@@ -126,8 +130,9 @@ static bool is_kept(const struct call *c)
            (c->rules.tensor_scale == NIB_TENSOR_SCALE_AMAX && c->q->rounding != NIB_ROUND_STOCHASTIC_UNBIASED);
 }
 
-static struct nib_cuda_amax amax_job(const struct call *c, nib_usage usage, bool rht)
+static struct nib_cuda_amax amax_job(struct call *c, nib_usage usage, bool rht)
 {
+    struct nib_cuda_place *const place = place_of(c);
     struct nib_cuda_amax job = { .x = c->x.first,
                                  .rows = c->x.rows,
                                  .cols = c->x.cols,
@@ -141,7 +146,7 @@ static struct nib_cuda_amax amax_job(const struct call *c, nib_usage usage, bool
                                  .unbiased = c->q->rounding == NIB_ROUND_STOCHASTIC_UNBIASED,
                                  .noop = c->noop,
                                  .raw = c->raw,
-                                 .tickets = c->place->tickets };
+                                 .tickets = place ? place->tickets : NULL };
     memcpy(job.signs, c->signs, sizeof job.signs);
     return job;
 }
@@ -185,6 +190,8 @@ static float *scale_target(const struct call *c, int usage)
 static void find_amaxes(struct call *c)
 {
     const bool look[2] = { looks_for_amax(c, 0), looks_for_amax(c, 1) };
+    if (!look[0] && !look[1])
+        return;
     struct nib_cuda_amax job = amax_job(c, NIB_ROWWISE, false);
     for (int usage = 0; usage < 2; usage++) {
         const int which = usage == NIB_COLUMNWISE && has_rht(c->q, usage);
@@ -342,7 +349,6 @@ static void begin_call(struct call *c, const nib_array *x)
 static nib_status quantize_values(struct call *c, const nib_array *x)
 {
     void *temporary = NULL;
-    TRY(take_place(c->d, &c->place));
     begin_call(c, x);
     c->error = open_matrix(c->d, x, c->geometry->rows, c->geometry->cols, true, &c->x, &temporary);
     find_tensor_scales(c);
@@ -379,7 +385,6 @@ nib_status nib_cuda_quantize(nib_device *device, const nib_quantizer *q, const n
 static nib_status amaxes_of(struct call *c, const nib_array *x)
 {
     void *temporary = NULL;
-    TRY(take_place(c->d, &c->place));
     begin_call(c, x);
     c->error = open_matrix(c->d, x, c->geometry->rows, c->geometry->cols, true, &c->x, &temporary);
     find_tensor_scales(c);
@@ -413,15 +418,17 @@ static nib_status fake_values(struct call *c, nib_usage usage, const nib_array *
     const bool in_place = out->data == x->data && out->offset == x->offset;
     struct matrix y;
     void *from = NULL, *to = NULL, *lines = NULL;
-    TRY(take_place(c->d, &c->place));
     begin_call(c, x);
     c->error = open_matrix(c->d, x, c->geometry->rows, c->geometry->cols, true, &c->x, &from);
     if (!c->error)
         c->error = open_matrix(c->d, out, c->geometry->rows, c->geometry->cols, false, &y, &to);
     if (!c->error && c->q->row_scaled && g->tensor_scales)
         c->error = cudaMallocAsync(&lines, (size_t)g->tensor_scales_bytes, c->d->queue.stream);
-    c->memory[usage].tensor_scales = lines ? lines : &c->place->tensor_scale;
-    find_tensor_scales(c);
+    if (!c->error) {
+        struct nib_cuda_place *const place = lines ? NULL : place_of(c);
+        c->memory[usage].tensor_scales = place ? &place->tensor_scale : lines;
+        find_tensor_scales(c);
+    }
     if (!c->error && c->x.rows && c->x.cols) {
         struct nib_cuda_quantization job = quantization_of(c);
         job.usage[usage].tensor_scales = NULL;

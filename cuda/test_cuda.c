@@ -609,6 +609,51 @@ TEST(files_hold_tensors_of_a_gpu)
     unlink(path);
 }
 
+/* ---- A tensor scale under which factors are 0 ---- */
+
+/* Quantized into a tensor and fake, with the tensor scale 2^122, under which the largest block scale is no float. */
+static void compare_under_zero(const nib_quantizer *q, struct pair *x, struct memory *scale, struct memory *out)
+{
+    const float tensor_scale = 0x1p122f;
+    nib_overrides of_host = { .bytes = sizeof of_host, .tensor_scale = { &tensor_scale, &tensor_scale } };
+    nib_overrides of_device = { .bytes = sizeof of_device };
+    of_device.tensor_scale[0] = of_device.tensor_scale[1] = (const float *)scale->data;
+    nib_tensor *host = NULL, *device = NULL;
+    CHECK_OK(nib_quantize(q, &x->host, &of_host, &host));
+    CHECK_OK(nib_quantize(q, &x->device, &of_device, &device));
+    same_tensors(host, device);
+    nib_array y = x->host, z = x->device;
+    y.data = malloc(y.bytes);
+    z.data = out->data;
+    CHECK_OK(nib_fake_quantize(q, &x->host, &of_host, NIB_ROWWISE, &y));
+    CHECK_OK(nib_fake_quantize(q, &x->device, &of_device, NIB_ROWWISE, &z));
+    same_bytes("fake values", y.data, z.data, y.bytes);
+    free(y.data);
+    nib_tensor_destroy(host);
+    nib_tensor_destroy(device);
+}
+
+TEST(infinities_lose_their_sign_where_the_factor_is_zero)
+{
+    NEEDS_GPU;
+    struct memory scale = memory_of(&(float){ 0x1p122f }, sizeof(float), 0);
+    for (int i = 0; i < 3 * 4 * 3; i++) {
+        struct pair x = pair_of(dtypes[i % 3], INFINITE, 128, 128);
+        struct memory out = memory_of(NULL, x.host.bytes, 0);
+        nib_quantizer q;
+        nib_quantizer_init(&q);
+        q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2;
+        q.rht = i / 3 % 4 == 1, q.block_dims[0] = i / 3 % 4 == 2 ? 16 : 1;
+        q.scale_rule = i / 3 % 4 == 3 ? NIB_SCALE_SWEEP : NIB_SCALE_RTN;
+        q.rounding = q.scale_rule ? NIB_ROUND_NEAREST : (nib_rounding)(i / 12);
+        snprintf(where, sizeof where, "%s, mode %d, rounding %d", nib_dtype_name(dtypes[i % 3]), i / 3 % 4, i / 12);
+        compare_under_zero(&q, &x, &scale, &out);
+        release(&out);
+        free_pair(&x);
+    }
+    release(&scale);
+}
+
 /* ---- Amaxes ---- */
 
 TEST(amaxes_are_those_of_the_host)

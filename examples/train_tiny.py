@@ -5,12 +5,15 @@
     python examples/train_tiny.py                            three seeds in BF16 and in NVFP4, then a table and a plot
     python examples/train_tiny.py --variants all --jobs 8    with the ablations, eight runs at a time
     python examples/train_tiny.py --steps 50 --seeds 0       a glimpse
+    python examples/train_tiny.py --device cuda --text /usr/lib/python3 --width 768 --heads 12 --blocks 9 --context 512 \\
+        --batch 32 --rate 6e-4 --steps 2000 --seeds 0        a larger one, of 64 million parameters, on source text
 
-The model is a transformer of 4 blocks and 3.2 million parameters. Its linear layers are nib.torch.Linear: in NVFP4
-they multiply 4-bit operands in the forward and in the backward pass, here with the values that the codes stand for.
+The model is a transformer, by default of 4 blocks and 3.2 million parameters. Its linear layers are nib.torch.Linear:
+in NVFP4 they multiply 4-bit operands in the forward and in the backward pass, here by their codes.
 The last tenth of the text is held out. Results go to the directory --out: one file per run, results.json, losses.svg.
 """
 import argparse
+import hashlib
 import json
 import lzma
 import math
@@ -30,20 +33,25 @@ from nib.torch.recipe import NVFP4BlockScaling
 HERE = os.path.dirname(os.path.abspath(__file__))
 TEXT = os.path.join(HERE, "text", "pentateuch.txt.xz")
 
-# variant: (which of 4 blocks are quantized, recipe, what it is)
+# variant: (which blocks are quantized, recipe, what it is)
+NONE, INNER, ALL = "none", "all but the first and the last", "all"
 VARIANTS = {
-    "bf16": ((), {}, "BF16"),
-    "nvfp4": ((1, 2), {}, "NVFP4, first and last block in BF16"),
-    "nvfp4-no-sr": ((1, 2), {"disable_stochastic_rounding": True}, "... without stochastic rounding"),
-    "nvfp4-no-rht": ((1, 2), {"disable_rht": True}, "... without the Hadamard transform"),
-    "nvfp4-1d": ((1, 2), {"disable_2d_quantization": True}, "... with 1x16 blocks of weights"),
-    "nvfp4-forward": ((1, 2), {"backward_override": "high_precision"}, "... in the forward pass alone"),
-    "whole": ((0, 1, 2, 3), {}, "NVFP4 in all blocks"),
-    "whole-no-sr": ((0, 1, 2, 3), {"disable_stochastic_rounding": True}, "... without stochastic rounding"),
-    "whole-no-rht": ((0, 1, 2, 3), {"disable_rht": True}, "... without the Hadamard transform"),
-    "whole-1d": ((0, 1, 2, 3), {"disable_2d_quantization": True}, "... with 1x16 blocks of weights"),
-    "whole-forward": ((0, 1, 2, 3), {"backward_override": "high_precision"}, "... in the forward pass alone"),
+    "bf16": (NONE, {}, "BF16"),
+    "nvfp4": (INNER, {}, "NVFP4, first and last block in BF16"),
+    "nvfp4-no-sr": (INNER, {"disable_stochastic_rounding": True}, "... without stochastic rounding"),
+    "nvfp4-no-rht": (INNER, {"disable_rht": True}, "... without the Hadamard transform"),
+    "nvfp4-1d": (INNER, {"disable_2d_quantization": True}, "... with 1x16 blocks of weights"),
+    "nvfp4-forward": (INNER, {"backward_override": "high_precision"}, "... in the forward pass alone"),
+    "whole": (ALL, {}, "NVFP4 in all blocks"),
+    "whole-no-sr": (ALL, {"disable_stochastic_rounding": True}, "... without stochastic rounding"),
+    "whole-no-rht": (ALL, {"disable_rht": True}, "... without the Hadamard transform"),
+    "whole-1d": (ALL, {"disable_2d_quantization": True}, "... with 1x16 blocks of weights"),
+    "whole-forward": (ALL, {"backward_override": "high_precision"}, "... in the forward pass alone"),
 }
+
+
+def quantized_blocks(which, blocks):
+    return {NONE: range(0), INNER: range(1, blocks - 1), ALL: range(blocks)}[which]
 
 
 class Block(nn.Module):
@@ -86,22 +94,40 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def read_text():
-    """(training part, held-out part, symbols, entropy of the unigrams of the text in nats)."""
-    with lzma.open(TEXT, "rt", encoding="ascii") as file:
-        text = file.read()
-    symbols = sorted(set(text))
-    counts = [text.count(symbol) for symbol in symbols]
-    entropy = -sum(n / len(text) * math.log(n / len(text)) for n in counts)
-    index = {symbol: i for i, symbol in enumerate(symbols)}
-    data = torch.tensor([index[symbol] for symbol in text])
-    cut = len(data) * 9 // 10
-    return data[:cut], data[cut:], symbols, entropy
+def read_directory(directory, most=1 << 27):
+    """The Python files below a directory, in an order that has nothing to do with their places, as bytes."""
+    found = {}
+    for place, _directories, names in os.walk(directory):
+        for name in names:
+            if name.endswith(".py"):
+                with open(os.path.join(place, name), "rb") as file:
+                    content = file.read()
+                found[hashlib.sha256(content).digest()] = content  # every content once
+    return b"\n".join(found[key] for key in sorted(found))[:most]
+
+
+def read_text(where):
+    """(training part, held-out part, symbols, entropy of the unigrams of the text in nats). The held-out part is the
+    last tenth, at most four million characters."""
+    if os.path.isdir(where):
+        text = read_directory(where)
+    else:
+        with lzma.open(where, "rb") as file:
+            text = file.read()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    counts = torch.bincount(data.int(), minlength=256)
+    shares = counts[counts > 0].double() / len(data)
+    symbols = counts.nonzero().flatten().tolist()
+    index = torch.zeros(256, dtype=torch.uint8)
+    index[symbols] = torch.arange(len(symbols), dtype=torch.uint8)
+    data = index[data.int()]
+    cut = max(len(data) * 9 // 10, len(data) - (1 << 22))
+    return data[:cut], data[cut:], symbols, float(-(shares * shares.log()).sum())
 
 
 def loss_of(model, data, at, context, device):
     """The mean loss of the characters that follow those of windows."""
-    windows = torch.stack([data[i:i + context + 1] for i in at]).to(device)
+    windows = torch.stack([data[i:i + context + 1] for i in at]).to(device).long()
     with torch.autocast(device, dtype=torch.bfloat16):
         logits = model(windows[:, :-1])
     return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
@@ -120,12 +146,13 @@ def held_out_loss(model, data, context, device, batch, most=None):
 
 def train(variant, seed, options):
     """One run; returns what goes into its file."""
-    quantized, changes, _ = VARIANTS[variant]
-    training, held_out, symbols, entropy = read_text()
+    which, changes, _ = VARIANTS[variant]
+    quantized = quantized_blocks(which, options.blocks)
+    training, held_out, symbols, entropy = read_text(options.text)
     device, context, batch, steps = options.device, options.context, options.batch, options.steps
     torch.manual_seed(seed)  # of the weights; stochastic rounding draws from the same generator
-    model = Model(len(symbols), options.width, options.heads, 4, context, quantized, NVFP4BlockScaling(**changes))
-    model = model.to(device)
+    model = Model(len(symbols), options.width, options.heads, options.blocks, context, quantized,
+                  NVFP4BlockScaling(**changes)).to(device)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() != 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
@@ -154,7 +181,7 @@ def train(variant, seed, options):
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{variant} seed {seed}: {final:.4f} nats per character held out", flush=True)
     return {"variant": variant, "seed": seed, "steps": steps, "batch": batch, "context": context, "rate": options.rate,
-            "width": options.width, "device": device, "torch": torch.__version__, "parameters": parameters,
+            "width": options.width, "blocks": options.blocks, "device": device, "torch": torch.__version__, "parameters": parameters,
             "entropy": entropy, "loss": final, "seconds": round(time.time() - start, 1),
             "seconds_per_step": round(statistics.median(times), 4), "training": losses,
             "held_out": checks}
@@ -165,14 +192,15 @@ def train(variant, seed, options):
 
 def run_all(options, work):
     """Every run in a process of its own, `jobs` at a time, the long ones first."""
-    waiting = sorted(work, key=lambda w: -len(VARIANTS[w[0]][0]))
+    waiting = sorted(work, key=lambda w: -len(quantized_blocks(VARIANTS[w[0]][0], options.blocks)))
     running, failed = {}, []
     env = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     while waiting or running:
         while waiting and len(running) < options.jobs:
             variant, seed = waiting.pop(0)
             command = [sys.executable, os.path.abspath(__file__), "--one", variant, "--seeds", str(seed)]
-            for name in ("steps", "batch", "context", "rate", "width", "heads", "device", "threads", "out"):
+            for name in ("steps", "batch", "context", "rate", "width", "heads", "blocks", "text", "device", "threads",
+                         "out"):
                 command += [f"--{name}", str(getattr(options, name))]
             running[variant, seed] = subprocess.Popen(command, env=env)
         for key, process in list(running.items()):
@@ -284,7 +312,9 @@ def main():
     parser.add_argument("--rate", type=float, default=1e-3, help="the highest learning rate")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--device", default="cpu", help="of the products; codes are always made on the CPU")
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--text", default=TEXT, help="an .xz file, or a directory: the Python files below it")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, where libnib_cuda is needed")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of each run")
     parser.add_argument("--out", default="train_tiny.out")

@@ -14,8 +14,8 @@
  * Calls that quantize into a tensor that has its buffers, dequantize, or do both (nib_fake_quantize) neither wait for the
  * GPU nor allocate, and can be captured in a CUDA graph, which then may be replayed on any stream. Two cases allocate on
  * the stream, and can be captured too: arrays whose rows do not lie side by side or not at equal distances, and
- * nib_fake_quantize with an amax per line. A captured call that quantizes, nib_amax and nib_fake_quantize among them,
- * has 32 bytes of the GPU that the device keeps (one call in 4096 allocates them), so that it must outlive the graph.
+ * nib_fake_quantize with an amax per line. A captured call that looks for an amax, nib_fake_quantize always, has 32 bytes
+ * of the GPU that the device keeps (one such call in 4096 allocates), so that the device must outlive the graph.
  * Devices can be made while streams are captured. What overrides point to is on the GPU, and its values are not looked at.
  */
 #ifndef NIB_CUDA_H

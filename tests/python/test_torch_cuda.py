@@ -88,8 +88,12 @@ def place(request, monkeypatch):
     monkeypatch.setattr(_bridge, "on_gpu", lambda t: True)
     monkeypatch.setattr(_bridge, "device_of", lambda t: _cuda.device(0, 0))
 
-    def draw(struct, _device):
-        struct.seed, struct.offset = 77, int(torch.randint(1 << 40, (1,))) * 4
+    def draw(struct, _device, there):
+        struct.seed, offset = 77, torch.randint(1 << 40, (1,))
+        if there:
+            return offset
+        struct.offset = int(offset) * 4
+        return None
     monkeypatch.setattr(_bridge, "_draw_on_gpu", draw)
     return Place(torch.device("cpu"), monkeypatch)
 
@@ -160,6 +164,8 @@ def test_amaxes_that_are_known(place):
         quantizer.update_quantized(place(x), there, amax=place(amax))
         place.host(lambda: quantizer.update_quantized(x, expected, amax=amax))
         assert same(there, expected) and float(there._amax_rowwise) == value
+    quantizer.update_quantized(place(x), there)  # again without
+    assert same(there, place.host(quantizer.quantize, x))
     quantizer.update_quantized(place(x), there, amax=(place(amax), None))
     place.host(lambda: quantizer.update_quantized(x, expected, amax=(amax, None)))
     assert same(there, expected)
@@ -251,6 +257,15 @@ def test_amax_and_swizzle(place):
 
 
 def test_no_op(place):
+    random = NVFP4Quantizer(stochastic_rounding=True)
+    x = place(sample())
+    there = random(x)
+    random.update_quantized(x, there)
+    codes = []
+    for value in (0.0, 0.0, 1.0):
+        random.update_quantized(x, there, noop_flag=place(torch.tensor([value])))
+        codes.append(there._rowwise_data.cpu().clone())
+    assert not torch.equal(codes[0], codes[1]) and torch.equal(codes[1], codes[2])
     quantizer = NVFP4Quantizer()
     x, y = sample(seed=1), sample(seed=2)
     there = quantizer(place(x))
@@ -347,6 +362,33 @@ def test_linear_of_plain_activations(place):
     assert y.dtype == torch.float32
     exact = x.cpu().double() @ weight.dequantize(dtype=torch.float32).cpu().double().t()
     assert (y.cpu().double() - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.parametrize("place", ["shim"], indirect=True)
+def test_the_library_neither_waits_nor_allocates(place):
+    """By the shim's own count: updates, dequantizing, a step of a layer, once they have been made before."""
+    counters = [ctypes.c_long.in_dll(_cuda.functions(), name) for name in ("shim_waits", "shim_allocations")]
+    quantizer = NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+    recipe, layer = NVFP4BlockScaling(), nt.Linear(64, 64, params_dtype=torch.bfloat16)
+    x, amax = sample(64, 64).requires_grad_(), torch.tensor([3.0])
+    there = quantizer(x.detach())
+
+    def step():
+        quantizer.update_quantized(x.detach(), there)
+        quantizer.update_quantized(x.detach(), there, amax=amax, noop_flag=amax)
+        there.dequantize()
+        with nt.autocast(enabled=True, recipe=recipe):
+            y = layer(x)
+        y.backward(y.detach())
+    step()
+    before = [counter.value for counter in counters]
+    step()
+    assert [counter.value for counter in counters] == before
+    square = NVFP4Quantizer(with_2d_quantization=True, columnwise=False)(x.detach())
+    square.update_usage(columnwise_usage=True)
+    assert [counter.value for counter in counters] == before
+    there.copy_(quantizer(x.detach()))
+    assert [counter.value for counter in counters] == before
 
 
 # ---- A GPU's own -----------------------------------------------------------------------------------------
@@ -486,15 +528,21 @@ def test_nothing_comes_to_the_host(gpu):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     from torch.profiler import ProfilerActivity, profile
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        step()
-        x.sum().item()  # the one copy that must be seen
-        torch.cuda.synchronize()
-    names = [event.name for event in trace.events()]
-    kernels = [name for name in names if "run_kernel" in name]
-    if not kernels:
+
+    def names(*calls):
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+            for call in calls:
+                call()
+            torch.cuda.synchronize()
+        return [event.name for event in trace.events()]
+
+    def item():
+        x.detach().sum().item()  # a copy that must be seen
+    without, beside = names(item), names(step, item)
+    if not any("run_kernel" in name for name in beside):
         pytest.skip("the profiler sees no kernels here")
-    assert sum("DtoH" in name for name in names) == 1
+    copies = [sum("DtoH" in name for name in found) for found in (without, beside)]
+    assert copies[0] > 0 and copies[1] == copies[0], [name for name in beside if "DtoH" in name]
 
 
 def test_compiled(gpu):

@@ -175,8 +175,24 @@ class Native:
         return take(handle, self._used)
 
 
+_specs = {}  # what part_specs has found
+_DRAWN = slice(_library.Quantizer.seed.offset, _library.Quantizer.origin.offset)  # which decides no shape
+
+
 def part_specs(struct, shape):
     """(shape, dtype) of each part that a quantization makes, None for the others."""
+    data = bytes(struct)
+    key = data[:_DRAWN.start], data[_DRAWN.stop:], tuple(shape)
+    specs = _specs.get(key)
+    if specs is None:
+        specs = _find_specs(struct, shape)
+        if len(_specs) >= 4096:
+            _specs.clear()
+        _specs[key] = specs
+    return specs
+
+
+def _find_specs(struct, shape):
     specs = []
     for part in Part:
         wanted = struct.columnwise if part % 2 else struct.rowwise
@@ -201,11 +217,11 @@ def empty_parts(struct, shape, device, wanted=tuple(Part)):
             for part, spec in zip(Part, specs)]
 
 
-def draw(struct, t):
+def draw(struct, t, there=False):
     """Seed and offset of the random stream from torch's default generator of the tensor's device: torch.manual_seed
-    repeats them. In a capture of a GPU's stream, a tensor that holds the offset instead."""
+    repeats them. In a capture of a GPU's stream, or where it is to stay `there`, a tensor that holds the offset."""
     if on_gpu(t):
-        return _draw_on_gpu(struct, t.device)
+        return _draw_on_gpu(struct, t.device, there)
     seed, offset = torch.empty(2, dtype=torch.int64).random_().tolist()
     struct.seed = seed
     struct.offset = offset & ~3  # callers advance by whole blocks of random numbers
@@ -215,13 +231,13 @@ def draw(struct, t):
 _OWN_SEED = 0x6E69625F66703421  # the random stream of nib is not that of torch's own kernels, which have the bare seed
 
 
-def _draw_on_gpu(struct, device):
+def _draw_on_gpu(struct, device, there):
     """The generator of that GPU is advanced; in a capture it is the graph that draws, at each replay."""
     generator = torch.cuda.default_generators[device.index]
     struct.seed = (generator.initial_seed() ^ _OWN_SEED) & 0xFFFFFFFFFFFFFFFF
     with torch.cuda.device(device):
-        captured = torch.cuda.is_current_stream_capturing()
-    if captured:
+        there = there or torch.cuda.is_current_stream_capturing()
+    if there:
         return torch.empty(1, dtype=torch.int64, device=device).random_()
     struct.offset = generator.get_offset()
     generator.set_offset(struct.offset + 4)  # what 16 elements take of it, at most

@@ -5,6 +5,7 @@ A code times its block scale has six bits, so that BF16 holds it exactly. What i
 of the whole product (of its rows and columns, where they are row-scaled): it is what NVFP4 computes, but for the order
 in which torch's kernels add up in FP32. A transformed usage is taken as it is: whoever calls sees to it that both are.
 """
+import functools
 import math
 
 import torch
@@ -43,6 +44,14 @@ def takes(a, b):
         and _is_exact(a) and _is_exact(b)
 
 
+@functools.lru_cache(maxsize=None)
+def _meaning(swizzled):
+    """Codes, block scales, and a tensor scale that is a factor of these."""
+    struct = _library.new_quantizer()
+    struct.columnwise, struct.swizzled, struct.tensor_scale_rule = 0, swizzled, TensorScaleRule.EXACT
+    return struct
+
+
 def _lines(operand, columnwise):
     """(codes times block scales in BF16, of one line each; the amaxes that belong to the lines; what to divide them
     by). A plain matrix is its own, without any."""
@@ -56,13 +65,10 @@ def _lines(operand, columnwise):
                                   "which is not there")
     rows, cols = math.prod(operand.shape[:-1]), operand.shape[-1]
     shape = (cols, rows) if columnwise else (rows, cols)
-    struct = _library.new_quantizer()
-    struct.columnwise, struct.swizzled = 0, bool(operand._with_gemm_swizzled_scales)
-    struct.tensor_scale_rule = TensorScaleRule.EXACT  # the tensor scale is a factor of the block scales, and it is 1
     values = torch.empty(shape, dtype=torch.bfloat16, device=data.device)
     if values.numel():
         usage = [data, None, scale, None, _one_like(data), None]
-        with _bridge.Native(struct, torch.bfloat16, shape, usage) as native:
+        with _bridge.Native(_meaning(bool(operand._with_gemm_swizzled_scales)), torch.bfloat16, shape, usage) as native:
             lib.nib_dequantize(native.handle, Usage.ROWWISE, _bridge.array(values))
     return values, amax, 6.0 * operand._nvfp4_e4m3_max
 

@@ -25,6 +25,9 @@ from .quantized_tensor import (QuantizedTensor, QuantizedTensorStorage, Quantize
 Field = namedtuple("Field", "name keyword part")
 
 
+_structs = {}  # of quantizers whose attributes say all
+
+
 class FormatQuantizer(Quantizer):
     """A quantizer of one of the library's formats."""
 
@@ -53,9 +56,17 @@ class FormatQuantizer(Quantizer):
             return _bridge.communicator(self.amax_reduction_group)
         return contextlib.nullcontext()
 
+    def _known_struct(self):
+        """What _struct() gives, remembered by the attributes that it comes of."""
+        key = type(self), self._options()
+        known = _structs.get(key)
+        if known is None:
+            known = _structs[key] = bytes(self._struct())
+        return _library.Quantizer.from_buffer_copy(known)
+
     def _quantization(self, comm, tensor, amaxes=(None, None)):
         """(nib_quantizer, nib_overrides) with everything set that belongs to one quantization of a tensor."""
-        struct = self._struct()
+        struct = self._known_struct() if self._stays() else self._struct()
         drawn = _bridge.draw(struct, tensor) if struct.rounding else None
         if comm is not None and _bridge.on_gpu(tensor):
             amaxes = _bridge.reduced_amaxes(struct, tensor.detach(), comm)
@@ -76,15 +87,17 @@ class FormatQuantizer(Quantizer):
             parts = _bridge.quantize(struct, tensor.detach(), overrides)
         return self._wrap(tensor.shape, tensor.dtype, parts)
 
-    @eager
     def update_quantized(self, src, dst, *, noop_flag=None, amax=None):
         """Quantize into a tensor that exists. amax: instead of that of the data, one float32 tensor or one for each
         usage. On a GPU neither it nor the no-op flag comes to the host."""
-        amaxes = amax if isinstance(amax, (tuple, list)) else (amax, amax)
-        prepared = getattr(dst, "_prepared", None)
-        if prepared is not None and type(src) in _PLAIN and prepared.serves(self, src, dst, amaxes):
-            prepared.run(src, dst, _checked_amaxes(amaxes, src), _flag(noop_flag, src))
-            return dst
+        if not torch.compiler.is_compiling():
+            prepared = getattr(dst, "_prepared", None)
+            if prepared is not None and prepared.again(self, src, dst, amax, _flag(noop_flag, src)):
+                return dst
+        return self._update_eagerly(src, dst, noop_flag, amax)
+
+    @eager
+    def _update_eagerly(self, src, dst, noop_flag, amax):
         skip = _is_set(noop_flag)  # on all ranks: nobody waits for a reduction
         with contextlib.nullcontext() if skip else self._reduction(dst) as comm:
             if not isinstance(dst, self.tensor_class.storage_class):
@@ -102,19 +115,20 @@ class FormatQuantizer(Quantizer):
             if tuple(src.shape) != tuple(dst.shape):
                 raise ValueError(f"a tensor of shape {tuple(src.shape)} does not fit into one of {tuple(dst.shape)}")
             if not skip:
-                self._update(_bridge.placed(src.detach()), dst, comm, amaxes, noop_flag)
+                self._update(_bridge.placed(src.detach()), dst, comm, amax, noop_flag)
         return dst
 
-    def _update(self, src, dst, comm, amaxes=(None, None), noop_flag=None):
-        struct, overrides = self._quantization(comm, src, _checked_amaxes(amaxes, src))
+    def _update(self, src, dst, comm, amax=None, noop_flag=None):
+        struct, overrides = self._quantization(comm, src, _gpu.checked_amaxes(amax, src))
         ready = _bridge.on_gpu(src) and noop_flag is None
         with self._with_buffers(struct, dst, src.device) if ready else dst._native() as native:
-            lib.nib_quantize_into(struct, _bridge.array(src), overrides, _flag(noop_flag, src), native.handle)
+            lib.nib_quantize_into(struct, _bridge.array(src), overrides, ctypes.cast(_flag(noop_flag, src), _FLOATS),
+                                  native.handle)
             dst._assign(native.parts())
             dst._follow(self)
         _bridge.changed(dst._parts())
         if _bridge.on_gpu(src) and comm is None and self._stays():
-            dst._prepared = _gpu.Update(self, src, dst, struct, amaxes)
+            dst._prepared = _gpu.Update(self, src, dst, struct, amax)
 
     @staticmethod
     def _with_buffers(struct, dst, device):
@@ -221,8 +235,8 @@ class FormatQuantizer(Quantizer):
         return bool(raw.nib_is_requantization_safe(self._struct()))
 
     def copy(self):
-        other = copy.copy(self)
-        other.__dict__ = dict(self.__dict__)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         return other
 
     def _options(self):
@@ -248,9 +262,6 @@ class FormatQuantizer(Quantizer):
         return state
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def _check_float(tensor):
     if tensor.dtype not in _bridge.FLOATS:
         raise _library.DtypeError(f"{tensor.dtype} cannot be quantized: float32, float16 and bfloat16 can")
@@ -272,20 +283,16 @@ def _is_set(noop_flag):
         and not _bridge.is_fake(noop_flag) and not _bridge.on_gpu(noop_flag) and float(noop_flag) == 1.0
 
 
+_FLOATS = ctypes.POINTER(ctypes.c_float)
+
+
 def _flag(noop_flag, src):
-    """A no-op flag for the library, where it is not for the host to look at."""
+    """The address of a no-op flag, where it is not for the host to look at; None of others."""
     if noop_flag is None or not _bridge.on_gpu(noop_flag):
         return None
     if noop_flag.device != src.device:
         raise _library.DeviceError(f"a no-op flag on {noop_flag.device} for a tensor on {src.device}")
-    return ctypes.cast(noop_flag.data_ptr(), ctypes.POINTER(ctypes.c_float))
-
-
-def _checked_amaxes(amaxes, src):
-    for amax in amaxes:
-        if amax is not None and (amax.dtype != torch.float32 or amax.device != src.device or not amax.is_contiguous()):
-            raise ValueError(f"an amax is float32 on {src.device}, not {amax.dtype} on {amax.device}")
-    return amaxes
+    return noop_flag.data_ptr()
 
 
 class FormatStorage(QuantizedTensorStorage):
