@@ -267,6 +267,10 @@ NIB_API const char *nib_tensor_scale_rule_name(nib_tensor_scale_rule rule); /* "
 
 #define NIB_UNSET (-1) /* for an enum or value below: what the dialect fixes, or the default */
 
+/* What a reader loads: those of *format (nib_checkpoint_format) and *scheme (nib_scheme) that are NIB_UNSET are chosen.
+ * UNSUPPORTED, with the reason, where it does not load what is set. */
+NIB_API nib_status nib_reader_choose(nib_reader reader, int32_t *format, int32_t *scheme);
+
 typedef struct nib_quantize_options {
     size_t bytes;
     nib_checkpoint_format format; /* COMPRESSED_TENSORS, MODELOPT or GGUF */

@@ -895,4 +895,23 @@ TEST(fused_and_kept)
     nib_checkpoint_close(c);
 }
 
+TEST(what_readers_load)
+{
+    int32_t format = NIB_UNSET, scheme = NIB_UNSET;
+    CHECK_OK(nib_reader_choose(NIB_READER_SGLANG, &format, &scheme));
+    CHECK(format == NIB_CHECKPOINT_FORMAT_MODELOPT && scheme == NIB_SCHEME_NVFP4A16);
+    scheme = NIB_UNSET, format = NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS;
+    CHECK_OK(nib_reader_choose(NIB_READER_SGLANG, &format, &scheme));
+    CHECK(scheme == NIB_SCHEME_NVFP4);
+    scheme = NIB_SCHEME_NVFP4A16;
+    CHECK_FAILS(nib_reader_choose(NIB_READER_SGLANG, &format, &scheme), NIB_ERR_UNSUPPORTED, "sglang cannot load that");
+    CHECK(scheme == NIB_SCHEME_NVFP4A16 && format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    format = NIB_CHECKPOINT_FORMAT_GGUF;
+    CHECK_FAILS(nib_reader_choose(NIB_READER_VLLM, &format, &scheme), NIB_ERR_UNSUPPORTED, "vllm does not load gguf");
+    CHECK_OK(nib_reader_choose(NIB_READER_LLAMA_CPP, &format, &scheme));
+    CHECK_FAILS(nib_reader_choose(NIB_READER_ANY, &format, &scheme), NIB_ERR_ARG, "reader 0");
+    CHECK_FAILS(nib_reader_choose(NIB_READER_COUNT, &format, &scheme), NIB_ERR_ARG, "reader 6");
+    CHECK_FAILS(nib_reader_choose(NIB_READER_VLLM, NULL, &scheme), NIB_ERR_ARG, "format");
+}
+
 TEST_MAIN

@@ -13,44 +13,11 @@
 
 /* ---- Where it is to be loaded ---- */
 
-/* What loads where, as of the loaders of August 2026. The first pair of a server is what --for chooses. */
-static const struct pair {
-    const char *server;
-    nib_checkpoint_format format;
-    nib_scheme scheme;
-    const char *rejection; /* NULL: it loads */
-} pairs[] = {
-    { "vllm", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
-    { "vllm", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "vllm", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
-    { "vllm", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "sglang", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
-    { "sglang", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "sglang", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "sglang", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16,
-      "it loads weight-only NVFP4 as modelopt, not as compressed-tensors" },
-    { "trtllm", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "trtllm", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "trtllm", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16,
-      "it runs weight-only NVFP4 on few GPUs (sm120, sm121): take the scheme nvfp4, or leave --for out" },
-    { "trtllm", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16,
-      "it runs weight-only NVFP4 on few GPUs (sm120, sm121): take the scheme nvfp4, or leave --for out" },
-    { "transformers", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
-    { "transformers", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "llama.cpp", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
-    { "llama.cpp", NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
-    { "llama.cpp", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
-    { "llama.cpp", NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
-    { "llama.cpp", NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4A16, NULL },
-    { "llama.cpp", NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4, NULL },
-};
-enum { PAIRS = sizeof pairs / sizeof *pairs };
-
 static struct words servers(void)
 {
     struct words words = { .n = 0 };
-    for (int i = 0; i < PAIRS; i++)
-        words_add(&words, pairs[i].server, i);
+    for (int i = NIB_READER_ANY + 1; i < NIB_READER_COUNT; i++)
+        words_add(&words, nib_reader_name((nib_reader)i), i);
     return words;
 }
 
@@ -64,49 +31,27 @@ struct arguments {
     struct run_flags run;
 };
 
-static bool fits(const struct pair *pair, const struct arguments *a, const nib_quantize_options *o)
-{
-    return (!a->format.text || pair->format == o->format) && (!a->scheme.text || pair->scheme == o->scheme);
-}
-
-static nib_reader reader_of(const char *server)
-{
-    for (int i = 0; i < NIB_READER_COUNT; i++)
-        if (!strcmp(nib_reader_name((nib_reader)i), server))
-            return (nib_reader)i;
-    return NIB_READER_ANY;
-}
-
 static bool choose_pair(const struct cli_command *self, const struct arguments *a, nib_quantize_options *o)
 {
-    const char *rejection = NULL;
+    int32_t format = a->format.text ? a->format.value : NIB_UNSET,
+            scheme = a->scheme.text ? a->scheme.value : NIB_UNSET;
     if (!a->server.text)
         return true;
-    for (int i = 0; i < PAIRS; i++) {
-        const struct pair *pair = &pairs[i];
-        if (strcmp(pair->server, a->server.text) != 0 || !fits(pair, a, o))
-            continue;
-        if (!pair->rejection) {
-            o->format = pair->format;
-            o->scheme = pair->scheme;
-            o->reader = reader_of(pair->server);
-            return true;
-        }
-        rejection = pair->rejection;
+    o->reader = (nib_reader)a->server.value;
+    if (nib_reader_choose(o->reader, &format, &scheme)) {
+        cli_error("%s: %s", self->name, nib_last_error());
+        return false;
     }
-    if (rejection)
-        cli_error("%s: %s cannot load that: %s", self->name, a->server.text, rejection);
-    else
-        cli_error("%s: %s does not load %s %s", self->name, a->server.text, nib_checkpoint_format_name(o->format),
-                  nib_scheme_name(o->scheme));
-    return false;
+    o->format = (nib_checkpoint_format)format;
+    o->scheme = (nib_scheme)scheme;
+    return true;
 }
 
 /* What a server cannot do with a weight although the format has it: such weights stay, or the whole is rejected. */
 static bool fit_server(const struct cli_command *self, const struct arguments *a, const nib_checkpoint *in,
                        struct cli_list *ignore)
 {
-    const bool llama = a->server.text && !strcmp(a->server.text, "llama.cpp") &&
+    const bool llama = a->server.text && a->server.value == NIB_READER_LLAMA_CPP &&
                        !(a->format.text && a->format.value == NIB_CHECKPOINT_FORMAT_GGUF);
     nib_weight w = { .bytes = sizeof w };
     if (!llama)

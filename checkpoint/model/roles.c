@@ -265,6 +265,64 @@ const char *nib_ck_reader_keep(const nib_checkpoint *c, nib_reader reader, nib_c
     return NULL;
 }
 
+/* What loads where, as of the loaders of August 2026. The first pair of a reader is what it gets unless it is asked for
+ * another. */
+static const struct pair {
+    nib_reader reader;
+    nib_checkpoint_format format;
+    nib_scheme scheme;
+    const char *rejection; /* NULL: it loads */
+} pairs[] = {
+    { NIB_READER_VLLM, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
+    { NIB_READER_VLLM, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_VLLM, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
+    { NIB_READER_VLLM, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_SGLANG, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
+    { NIB_READER_SGLANG, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_SGLANG, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_SGLANG, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16,
+      "it loads weight-only NVFP4 as modelopt, not as compressed-tensors" },
+    { NIB_READER_TRTLLM, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_TRTLLM, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_TRTLLM, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16,
+      "it runs weight-only NVFP4 on few GPUs (sm120, sm121): take the scheme nvfp4, or leave --for out" },
+    { NIB_READER_TRTLLM, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16,
+      "it runs weight-only NVFP4 on few GPUs (sm120, sm121): take the scheme nvfp4, or leave --for out" },
+    { NIB_READER_TRANSFORMERS, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
+    { NIB_READER_TRANSFORMERS, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_LLAMA_CPP, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4A16, NULL },
+    { NIB_READER_LLAMA_CPP, NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_LLAMA_CPP, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4A16, NULL },
+    { NIB_READER_LLAMA_CPP, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NULL },
+    { NIB_READER_LLAMA_CPP, NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4A16, NULL },
+    { NIB_READER_LLAMA_CPP, NIB_CHECKPOINT_FORMAT_GGUF, NIB_SCHEME_NVFP4, NULL },
+};
+
+nib_status nib_reader_choose(nib_reader reader, int32_t *format, int32_t *scheme)
+{
+    NIB_REQUIRE(format);
+    NIB_REQUIRE(scheme);
+    const char *name = nib_reader_name(reader), *rejection = NULL;
+    if (!name || reader == NIB_READER_ANY)
+        return nib_fail(NIB_ERR_ARG, "reader %d is no reader that anything is chosen for", (int)reader);
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+        const struct pair *pair = &pairs[i];
+        if (pair->reader != reader || (*format != NIB_UNSET && *format != (int32_t)pair->format) ||
+            (*scheme != NIB_UNSET && *scheme != (int32_t)pair->scheme))
+            continue;
+        if (!pair->rejection) {
+            *format = (int32_t)pair->format;
+            *scheme = (int32_t)pair->scheme;
+            return NIB_OK;
+        }
+        rejection = pair->rejection;
+    }
+    if (rejection)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "%s cannot load that: %s", name, rejection);
+    const char *what = nib_checkpoint_format_name((nib_checkpoint_format)*format);
+    return nib_fail(NIB_ERR_UNSUPPORTED, "%s does not load %s", name, what ? what : "that");
+}
+
 /* ---- Names that readers use ---- */
 
 static const struct head_name {

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nib.quantize_checkpoint: its structs against the header, its keywords against the tool's options, and its runs."""
+import ctypes
+import inspect
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+import nib
+from nib import _checkpoint, _library
+import test_header
+
+try:
+    _checkpoint.functions()
+except nib.UnsupportedError as error:
+    if os.environ.get("CI") == "true":
+        raise
+    pytest.skip(str(error), allow_module_level=True)
+
+HEADER = re.sub(r"^ *#.*?$", "", test_header.read("nib_checkpoint.h"), flags=re.M)
+
+
+# ---- The header ----------------------------------------------------------------------------------------------
+
+
+def test_functions():
+    pattern = re.compile(r"NIB_API\s+([^;()]*?)(\w+)\s*\(((?:[^()]|\([^()]*\))*)\)\s*;", re.S)
+    declared = {m[2]: (m[1].strip(), test_header.split_arguments(m[3])) for m in pattern.finditer(HEADER)}
+    for name, (result, arguments) in _checkpoint.FUNCTIONS.items():
+        kind, parameters = declared[name]
+        assert [test_header.kind_of_ctypes(t) for t in arguments] == [test_header.kind_of(p) for p in parameters], name
+        assert (kind == "nib_status") == (result is _library.STATUS), name
+
+
+def test_structs_and_enums(tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        pytest.skip("there is no C compiler to ask")
+    lines = []
+    for name, kind in _checkpoint.STRUCTS.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        lines += [f'printf("{name}.{f} %zu\\n", offsetof({name}, {f}));' for f, _ in kind._fields_]
+    for name, (kind, prefix) in _checkpoint.ENUMS.items():
+        lines += [f'printf("{prefix}{m.name} %zu\\n", (size_t){prefix}{m.name});' for m in kind]
+    source, program = tmp_path / "ask.c", tmp_path / "ask"
+    source.write_text("#include <stddef.h>\n#include <stdio.h>\n#include \"nib_checkpoint.h\"\nint main(void)\n{\n" +
+                      "\n".join(lines) + "\n}\n")
+    subprocess.run([compiler, "-I", os.path.join(ROOT, "include"), str(source), "-o", str(program)], check=True)
+    output = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    said = dict(line.split() for line in output.splitlines())
+    for name, kind in _checkpoint.STRUCTS.items():
+        fields = re.search(r"typedef struct " + name + r" \{(.*?)\} " + name, HEADER, re.S)[1]
+        assert int(said[name]) == ctypes.sizeof(kind), name
+        assert fields.count(";") <= len(kind._fields_), f"{name} has a field that Python does not know"
+        for field, _ in kind._fields_:
+            assert int(said[f"{name}.{field}"]) == getattr(kind, field).offset, f"{name}.{field}"
+    for name, (kind, prefix) in _checkpoint.ENUMS.items():
+        body = re.search(r"typedef enum " + name + r" \{(.*?)\}", HEADER, re.S)[1]
+        assert body.count(prefix) == len(kind) + 1, name
+        for member in kind:
+            assert int(said[prefix + member.name]) == member
+
+
+def test_every_option_of_the_tool_is_a_keyword():
+    with open(os.path.join(ROOT, "tools/quantize.c"), encoding="utf-8") as file:
+        own = re.findall(r'\{ (?:0|\'\w\'), "([a-z-]+)", CLI_', file.read())
+    with open(os.path.join(ROOT, "tools/run_plan.h"), encoding="utf-8") as file:
+        shared = re.findall(r'"([a-z-]+)",\s*CLI_', file.read())
+    assert len(own) > 15 and len(shared) > 5
+    keywords = set(inspect.signature(nib.quantize_checkpoint).parameters)
+    said_otherwise = {"report", "quiet", "verbose", "json", "fold-exponent", "fold-search"}  # fold=0.5, fold="search"
+    for option in set(own + shared) - said_otherwise:
+        assert {"for": "for_"}.get(option, option.replace("-", "_")) in keywords, option
+
+
+# ---- Runs ----------------------------------------------------------------------------------------------------
+
+
+def write(path, tensors, metadata=None):
+    header, data = {"__metadata__": metadata or {"format": "pt"}}, b""
+    for name, array in tensors.items():
+        raw = array.tobytes()
+        dtype = {"float32": "F32", "int64": "I64"}[str(array.dtype)]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def read(path):
+    raw = path.read_bytes()
+    n = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8:8 + n])
+    header.pop("__metadata__", None)
+    kinds = {"U8": np.uint8, "F8_E4M3": np.uint8, "F32": np.float32}
+    found = {}
+    for name, t in header.items():
+        begin, end = (8 + n + offset for offset in t["data_offsets"])
+        found[name] = np.frombuffer(raw[begin:end], kinds[t["dtype"]]).reshape(t["shape"])
+    return found
+
+
+NAME = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture
+def model(tmp_path):
+    rng = np.random.default_rng(3)
+    place = tmp_path / "model"
+    place.mkdir()
+    shapes = {"mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128),
+              "self_attn.o_proj": (64, 64)}
+    tensors = {f"model.layers.0.{name}.weight": rng.standard_normal(shape).astype(np.float32)
+               for name, shape in shapes.items()}
+    tensors["model.layers.0.post_attention_layernorm.weight"] = np.ones(64, np.float32)
+    write(place / "model.safetensors", tensors)
+    (place / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1}))
+    return place
+
+
+def statistics_of(model, place):
+    squares = {name.removesuffix(".weight"): np.random.default_rng(4).gamma(0.5, 2, w.shape[1]).astype(np.float32)
+               for name, w in read(model / "model.safetensors").items() if w.ndim == 2}
+    tensors = {}
+    for name, values in squares.items():
+        tensors[name + ".sum2"], tensors[name + ".count"] = values.reshape(1, -1), np.array([1])
+    write(place, tensors, {"format": "nib-stats-1", "inputs": json.dumps({name: name for name in squares})})
+    return squares
+
+
+def test_a_run(model, tmp_path):
+    seen = []
+    squares = statistics_of(model, tmp_path / "stats")
+    report = nib.quantize_checkpoint(model, tmp_path / "out", imatrix=tmp_path / "stats", ignore=["*o_proj"],
+                                     progress=lambda *step: seen.append(step))
+    assert report["changed"] == 3 and report["kept"] == 1 and report["elements"] == 3 * 128 * 64 + 64 * 64 + 64
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows[NAME]["action"] == "quantize" and rows[NAME]["statistics"] == "1 tokens" and rows[NAME]["tokens"] == 1
+    assert rows["model.layers.0.self_attn.o_proj"]["reason"] == "ignored by *o_proj"
+    assert {step[0] for step in seen} == {"reading", "quantizing"} and seen[-1][1] == seen[-1][2] > 0
+    q = nib.Quantizer(scale_rule="sweep", tensor_scale_rule="pow2", min_block_scale=2.0**-6, columnwise=False)
+    weight = read(model / "model.safetensors")[NAME + ".weight"]
+    t = nib.quantize(weight, q, overrides={"importance": nib.importance(squares[NAME])})
+    written = read(tmp_path / "out" / "model.safetensors")
+    assert (written[NAME + ".weight_packed"] == t.row_data.reshape(64, -1)).all()
+    with pytest.raises(nib.Error, match="exists"):
+        nib.quantize_checkpoint(model, tmp_path / "out")
+    again = nib.quantize_checkpoint(model, tmp_path / "out", force=True, scale="rtn", threads=1, max_memory=1 << 20)
+    assert again["changed"] == 4
+    rounded = read(tmp_path / "out" / "model.safetensors")
+    assert not (rounded[NAME + ".weight_packed"] == written[NAME + ".weight_packed"]).all()
+
+
+def test_options(model, tmp_path):
+    def plan(**options):
+        return nib.quantize_checkpoint(model, tmp_path / "none", dry_run=True, **options)
+
+    assert plan(only=[NAME])["changed"] == 1 and plan(preset="mlp-only")["changed"] == 3
+    assert plan(for_="sglang")["changed"] == 4
+    assert plan(format="modelopt", scheme="nvfp4", activations="norm")["changed"] == 4
+    statistics_of(model, tmp_path / "stats")
+    for fold in (True, 0.5, "search"):
+        folded = {row["name"]: row["fold"] for row in plan(imatrix=tmp_path / "stats", fold=fold)["rows"]}
+        assert folded[NAME] == "model.layers.0.mlp.up_proj"
+    assert not (tmp_path / "none").exists()
+    sglang = {"for_": "sglang", "format": "compressed-tensors", "scheme": "nvfp4a16"}
+    for options, what in (({"scale": "best"}, "rtn, 4over6, sweep"), ({"format": "plain"}, "written as"),
+                          ({"preset": "all"}, "preset"), (sglang, "sglang cannot load"), ({"fold": True}, "statistics"),
+                          ({"fold": 2}, "exponent"), ({"ignore": "x"}, "list"), ({"only": ["nothing"]}, "nothing"),
+                          ({"activations": "a.json"}, "nvfp4"), ({"dialect": "x"}, "dialect"),
+                          ({"imatrix": "absent"}, "absent"), ({"min_block_scale": -1}, "448")):
+        with pytest.raises(nib.Error, match=what):
+            plan(**options)
+    with pytest.raises(nib.Error, match="absent"):
+        nib.quantize_checkpoint(tmp_path / "absent", tmp_path / "out")
+
+
+def test_a_run_that_is_stopped(model, tmp_path):
+    def interrupt(*step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        nib.quantize_checkpoint(model, tmp_path / "out", progress=interrupt)
+    with pytest.raises(nib.CancelledError):
+        nib.quantize_checkpoint(model, tmp_path / "out", progress=lambda *step: True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_library_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("NIB_CHECKPOINT_LIBRARY", "/nowhere/libnib_checkpoint.so")
+    with pytest.raises(nib.UnsupportedError, match="jansson"):
+        _checkpoint._load()
