@@ -260,9 +260,12 @@ def test_zero_nvfp4_changes_the_tensor(nvfp4):
 
 
 def test_new_zeros(base, nvfp4):
-    for t in (base, nvfp4):
-        other = t.new_zeros((32, 64))
-        assert is_plain(other) and other.shape == (32, 64) and not other.any()
+    for other in (base.new_zeros((32, 64)), nvfp4.new_zeros((31, 64)), nvfp4.new_zeros((32, 60)),
+                  nvfp4.new_zeros((64,))):
+        assert is_plain(other) and not other.any()
+    zeros = nvfp4.new_zeros((32, 64))
+    assert type(zeros) is NVFP4Tensor and zeros.shape == (32, 64) and not zeros.dequantize().any()
+    assert zeros.get_usages() == nvfp4.get_usages()
 
 
 # ---- parts -----------------------------------------------------------------------------------------------
@@ -273,9 +276,37 @@ def test_slice(base, nvfp4):
     assert is_plain(base[:])
     for whole in (nvfp4[:], nvfp4[0:48], nvfp4[:, 0:64], aten.slice.Tensor(nvfp4, 1, 0, 9223372036854775807)):
         assert type(whole) is NVFP4Tensor and whole._rowwise_data is nvfp4._rowwise_data
-    for part in (lambda: nvfp4[0:16], lambda: nvfp4[16:], lambda: nvfp4[::2], lambda: nvfp4[:, :16]):
+    for part in (lambda: nvfp4[0:17], lambda: nvfp4[8:], lambda: nvfp4[::2], lambda: nvfp4[:, :16],
+                 lambda: nvfp4[16:16]):
         with pytest.raises(NotImplementedError):
             part()
+
+
+def test_rows(nvfp4, x):
+    """Rows between blocks are NVFP4, and NVFP4 rows can be copied into them; values cannot, nor what an operation on
+    them would write."""
+    values = nvfp4.dequantize()
+    for rows in (slice(0, 16), slice(16, None), slice(-16, None)):
+        part = nvfp4[rows]
+        assert type(part) is NVFP4Tensor and torch.equal(part.dequantize(), values[rows])
+        assert torch.equal(part.detach().dequantize(), values[rows])
+    tiles = NVFP4Quantizer(block_dims=(16, 16))
+    mine, theirs = tiles(x), tiles(2 * x)
+    for first in (0, 32, 16):
+        mine[first:first + 16].detach().copy_(theirs[first:first + 16])
+    assert torch.equal(mine.dequantize(), theirs.dequantize()) and mine._columnwise_data is None
+    mine.copy_(tiles(x)[0:48])  # a tensor without the columnwise usage
+    mine.update_usage(columnwise_usage=True)
+    assert torch.equal(mine._columnwise_data, tiles(x)._columnwise_data)
+    both = tiles(3 * x)
+    rowwise = tiles(x)
+    rowwise.update_usage(columnwise_usage=False)
+    both.copy_(rowwise)
+    assert torch.equal(both._columnwise_data, tiles(x)._columnwise_data)
+    for change in (lambda part: part.copy_(x[:16]), lambda part: part.mul_(2), lambda part: part.quantize_(x[:16])):
+        with pytest.raises(NotImplementedError, match="the whole"):
+            change(both[0:16])
+    assert torch.equal(both.dequantize(), tiles(x).dequantize())
 
 
 def test_select(base, nvfp4):
@@ -286,8 +317,10 @@ def test_select(base, nvfp4):
 def test_split(base, nvfp4):
     for t in (base, nvfp4):
         for chunks in (t.chunk(3), t.split(16), torch.split(t, 16)):
-            assert len(chunks) == 3 and all(is_plain(p) for p in chunks)
-            assert torch.equal(torch.cat(list(chunks)), t.dequantize())
+            assert len(chunks) == 3 and all(is_plain(p) is (t is base) for p in chunks)
+            assert torch.equal(torch.cat([p.dequantize() if t is nvfp4 else p for p in chunks]), t.dequantize())
+    assert [tuple(p.shape) for p in nvfp4.split(32)] == [(32, 64), (16, 64)]
+    assert all(is_plain(p) for p in (*nvfp4.split(20), *nvfp4.split(16, dim=1)))
 
 
 def test_as_strided(base, nvfp4, x):

@@ -592,6 +592,10 @@ def _storage_view_shape(storage, shape):
 class FormatTensor:
     """What makes a storage of a format a torch.Tensor: XTensor(FormatTensor, XTensorStorage, QuantizedTensor)."""
 
+    BLOCK_ROWS = 0  # between how many rows a tensor can be cut into quantized ones; 0: nowhere
+    TRANSIENT = ()  # attributes that mean something to this object alone: no copy and no pickle has them
+    COLUMN_IS_SHAPED = False  # columnwise data has the shape of the tensor
+
     shape = QuantizedTensor.shape
     size = torch.Tensor.size
     device = property(lambda self: torch.Tensor.device.__get__(self))
@@ -728,7 +732,8 @@ class FormatTensor:
 
     def _attributes(self):
         """What others have attached to the object; nn.Parameter does."""
-        known = {"_dtype", "_quantizer", "_prepared", *(f.name for f in self.FIELDS), *(name for name, _ in self.STATE)}
+        known = {"_dtype", "_quantizer", "_prepared", *self.TRANSIENT, *(f.name for f in self.FIELDS),
+                 *(name for name, _ in self.STATE)}
         return {name: value for name, value in self.__dict__.items() if name not in known}
 
     def __deepcopy__(self, memo):
@@ -810,6 +815,44 @@ def is_same_strides(tensor, args):
     """Whether as_strided(self, size, stride, storage_offset=None) changes nothing."""
     offset = args[3] if len(args) > 3 else None
     return tuple(args[1]) == tuple(tensor.shape) and tuple(args[2]) == tuple(tensor.stride()) and not offset
+
+
+def _whole_blocks(tensor, rows):
+    return tensor.BLOCK_ROWS and rows and rows % tensor.BLOCK_ROWS == 0
+
+
+def split_handler(tensor, func, args, kwargs):
+    """split(size, dim=0) between blocks of rows: tensors with bytes of their own."""
+    size, dim = args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    inner = tensor.numel() // tensor.shape[0] // tensor.shape[-1] if tensor.numel() else 0
+    if dim not in (0, -tensor.dim()) or tensor.dim() < 2 or not _whole_blocks(tensor, size * inner) \
+            or tensor._with_gemm_swizzled_scales:
+        return NotImplemented
+    return [rows_of(tensor, first, min(size, tensor.shape[0] - first)) for first in range(0, tensor.shape[0], size)]
+
+
+def rows_of(tensor, first, count):
+    """tensor[first:first + count], cut between blocks, with bytes of its own."""
+    inner = tensor.numel() // tensor.shape[0] // tensor.shape[-1]
+    parts, _shape = tensor._derive(lib.nib_tensor_slice, first * inner, count * inner)
+    shape = torch.Size((count, *tensor.shape[1:]))
+    row, col = parts[_library.Part.ROW_DATA], parts[_library.Part.COL_DATA]
+    parts[_library.Part.ROW_DATA] = None if row is None else row.view(*shape[:-1], row.shape[-1])
+    if col is not None and tensor.COLUMN_IS_SHAPED:
+        parts[_library.Part.COL_DATA] = col.view(shape)
+    return tensor._like(parts, shape)
+
+
+def new_zeros_handler(tensor, func, args, kwargs):
+    """Quantized zeros where a matrix of whole blocks is asked for."""
+    shape = torch.Size(args[1])
+    rows = shape.numel() // shape[-1] if shape.numel() else 0
+    if len(shape) < 2 or not _whole_blocks(tensor, rows) or shape[-1] % tensor.BLOCK_ROWS:
+        return NotImplemented
+    quantizer = tensor._get_quantizer().copy()
+    quantizer.internal = False
+    quantizer.set_usage(**tensor.get_usages())
+    return quantizer.make_empty(shape, dtype=kwargs.get("dtype") or tensor.dtype)
 
 
 def record_stream_handler(tensor, func, args, kwargs):

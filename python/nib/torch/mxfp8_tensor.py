@@ -4,9 +4,10 @@ import math
 
 import torch
 
-from .._library import Format, Part, lib
+from .._library import Format, Part
 from .constants import DType
-from .format_tensor import Field, FormatQuantizer, FormatStorage, FormatTensor, is_full_slice, is_same_strides
+from .format_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, is_full_slice, is_same_strides,
+                            new_zeros_handler, split_handler)
 from .quantized_tensor import QuantizedTensor, _resolve_shape, aten
 
 
@@ -121,37 +122,11 @@ def _as_strided(tensor, func, args, kwargs):
     return type(tensor).make_like(tensor) if is_same_strides(tensor, args) else NotImplemented
 
 
-def _split(tensor, func, args, kwargs):
-    size, dim = args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    inner = tensor.numel() // tensor.shape[0] // tensor.shape[-1] if tensor.numel() else 0
-    if dim not in (0, -tensor.dim()) or tensor.dim() < 2 or size * inner % 32 or tensor._with_gemm_swizzled_scales \
-            or not size or not inner:
-        return NotImplemented
-    members = []
-    for first in range(0, tensor.shape[0], size):
-        count = min(size, tensor.shape[0] - first)
-        parts, _shape = tensor._derive(lib.nib_tensor_slice, first * inner, count * inner)
-        shape = torch.Size((count, *tensor.shape[1:]))
-        for part in (Part.ROW_DATA, Part.COL_DATA):
-            parts[part] = None if parts[part] is None else parts[part].view(shape)
-        members.append(tensor._like(parts, shape))
-    return members
-
-
-def _new_zeros(tensor, func, args, kwargs):
-    shape = torch.Size(args[1])
-    rows = shape.numel() // shape[-1] if shape.numel() else 0
-    if len(shape) < 2 or not rows or shape[-1] % 32 or rows % 32:
-        return NotImplemented
-    quantizer = tensor._get_quantizer().copy()
-    quantizer.internal = False
-    quantizer.set_usage(**tensor.get_usages())
-    return quantizer.make_empty(shape, dtype=kwargs.get("dtype") or tensor.dtype)
-
-
 class MXFP8Tensor(FormatTensor, MXFP8TensorStorage, QuantizedTensor):
+    BLOCK_ROWS, COLUMN_IS_SHAPED = 32, True
+
     HANDLERS = {aten.view.default: _view, aten.slice.Tensor: _slice, aten.as_strided.default: _as_strided,
-                aten.split.Tensor: _split, aten.new_zeros.default: _new_zeros,
+                aten.split.Tensor: split_handler, aten.new_zeros.default: new_zeros_handler,
                 aten.clone.default: lambda tensor, func, args, kwargs: tensor._clone()}
 
     def __new__(cls, *args, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype,

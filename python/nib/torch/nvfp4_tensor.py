@@ -12,8 +12,8 @@ from .._library import ErrorMode, Format, Part, Rounding, ScaleRule, lib, raw
 from . import _bridge
 from .constants import DType
 from .format_tensor import (Field, FormatQuantizer, FormatStorage, FormatTensor, is_full_slice, is_same_strides,
-                            record_stream_handler, view_handler)
-from .quantized_tensor import QuantizedTensor, _DequantizeFunc, aten
+                            new_zeros_handler, record_stream_handler, rows_of, split_handler, view_handler)
+from .quantized_tensor import QuantizedTensor, _DequantizeFunc, _resolve_shape, aten
 
 # ---- The transform ---------------------------------------------------------------------------------------
 
@@ -168,9 +168,12 @@ class NVFP4Quantizer(FormatQuantizer):
         return q
 
     def _reduction(self, dst=None):
-        group = getattr(dst, "amax_reduction_group", None)  # FSDP2 puts it on the tensor
+        group = getattr(dst, "amax_reduction_group", None)
         if group is not None:
             return _bridge.communicator(group)
+        if getattr(dst, "_is_shard", False):
+            raise RuntimeError("a shard of FSDP2 gets the amax of all ranks' values, and this one does not know its "
+                               "ranks before the first forward pass: load a state_dict into the module, or run it once")
         return super()._reduction(dst)
 
     def _swizzles_itself(self, shape, rows_of=64):
@@ -298,9 +301,20 @@ NVFP4TensorStorage.storage_class = NVFP4TensorStorage
 
 
 def _slice(tensor, func, args, kwargs):
+    """Everything, or rows between blocks: what is copied into those as NVFP4 goes to the whole tensor."""
     if is_full_slice(tensor, args):
         return type(tensor).make_like(tensor)
-    raise NotImplementedError("NVFP4Tensor does not support slices of a part: dequantize, or split along blocks")
+    dim, start, end, step = [*args[1:], *(0, None, None, 1)[len(args) - 1:]]
+    first, last, _step = slice(start, end).indices(tensor.shape[0])
+    if tensor.dim() != 2 or dim not in (0, -2) or step != 1 or first % 16 or not first < last \
+            or (last % 16 and last != tensor.shape[0]) or tensor._rowwise_data is None \
+            or tensor._with_gemm_swizzled_scales:
+        raise NotImplementedError("NVFP4Tensor does not support slices of a part but for rows between blocks of 16: "
+                                  "dequantize")
+    part = rows_of(tensor, first, last - first)
+    part.update_usage(columnwise_usage=False)
+    part._window = (tensor, first)
+    return part
 
 
 def _as_strided(tensor, func, args, kwargs):
@@ -315,13 +329,54 @@ def _zero_(tensor, func, args, kwargs):
     return tensor
 
 
+def _new_zeros(tensor, func, args, kwargs):
+    """FSDP2 makes the memory of a weight's shard in this way; one that cannot be NVFP4 must not become a plain one."""
+    shape = tuple(args[1])
+    layer = getattr(tensor, "layer", None)
+    if layer is not None and len(shape) == 2 and shape[1] == tensor.shape[1] and 0 < shape[0] < tensor.shape[0] \
+            and (shape[0] % 16 or tensor.shape[0] % shape[0]):
+        raise ValueError(f"{layer}: {tensor.shape[0]} rows in shards of {shape[0]} are not whole blocks of 16 rows, "
+                         "alike on all ranks: NVFP4 weights cannot be sharded so")
+    out = new_zeros_handler(tensor, func, args, kwargs)
+    if layer is not None and isinstance(out, NVFP4Tensor):
+        out._is_shard = True
+        if out._get_quantizer().with_2d_quantization:  # the columnwise usage is built after a gather
+            out.update_usage(columnwise_usage=False)
+    return out
+
+
+class Flattened(QuantizedTensor):
+    """The values of a shard in one dim, dequantized when somebody asks. FSDP2 keeps one of every shard and looks at
+    none: plain values would be several times the shard."""
+
+    def __new__(cls, tensor):
+        self = super().__new__(cls, (tensor.numel(),), tensor.dtype, device=tensor.device)
+        self._tensor, self._quantizer = tensor, None
+        return self
+
+    def dequantize(self, *, dtype=None):
+        return self._tensor._dequantize(dtype).view(-1)
+
+    def quantize_(self, tensor, *, noop_flag=None):
+        self._tensor.quantize_(tensor.view(self._tensor.shape), noop_flag=noop_flag)
+        return self
+
+    def detach(self):
+        return Flattened(self._tensor)
+
+
 class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
     """A tensor of NVFP4 codes with the behavior of its nominal dtype."""
 
-    amax_reduction_group = None  # FSDP2 sets it on parameters
+    BLOCK_ROWS = 16
+    TRANSIENT = ("amax_reduction_group", "_window", "_is_shard")
+    amax_reduction_group = None  # FSDP2 sets it on parameters: a shard has the amax of the whole
+    _window = None  # (tensor, first row) of the tensor whose rows these are
+    _is_shard = False  # FSDP2 has it
 
     HANDLERS = {aten.view.default: view_handler, aten.slice.Tensor: _slice, aten.as_strided.default: _as_strided,
-                aten.zero_.default: _zero_, aten.record_stream.default: record_stream_handler}
+                aten.split.Tensor: split_handler, aten.new_zeros.default: _new_zeros, aten.zero_.default: _zero_,
+                aten.record_stream.default: record_stream_handler}
 
     def __new__(cls, *args, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, amax_rowwise,
                 amax_columnwise, fp4_dtype=DType.kFloat4E2M1, quantizer, with_gemm_swizzled_scales, **kwargs):
@@ -329,13 +384,61 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
                                           amax_rowwise, amax_columnwise, fp4_dtype, quantizer,
                                           with_gemm_swizzled_scales, *args, **kwargs)
 
+    @classmethod
+    def make_like(cls, tensor, **changes):
+        """A new object over the same buffers, which is as much a shard or a part of another as the old one."""
+        other = super().make_like(tensor, **changes)
+        for name in cls.TRANSIENT:
+            if getattr(tensor, name, None) is not None:
+                setattr(other, name, getattr(tensor, name))
+        return other
+
+    def view(self, *shape):
+        if self._is_shard and _resolve_shape(shape, self.numel()) == (self.numel(),) and not self.requires_grad:
+            return Flattened(self)
+        return super().view(*shape)
+
+    # -- rows of another --
+
+    def _copy_bytes(self, src):
+        if isinstance(src, NVFP4TensorStorage) and src._columnwise_data is None and src._rowwise_data is not None \
+                and self._columnwise_data is not None and self._get_quantizer().with_2d_quantization:
+            return self._copy_rowwise(src)
+        if not super()._copy_bytes(src):
+            return False
+        if self._window is None:
+            return True
+        (whole, first), count = self._window, self.shape[0]
+        whole._rowwise_data[first:first + count].copy_(self._rowwise_data)
+        whole._rowwise_scale_inv[first:first + count].copy_(self._rowwise_scale_inv[:count])
+        whole._amax_rowwise.copy_(self._amax_rowwise)
+        whole.update_usage(columnwise_usage=False)  # of 16x16 blocks it comes back where it is wanted
+        return True
+
+    def _copy_rowwise(self, src):
+        """From a tensor without a columnwise usage: it is built of the rowwise one."""
+        columnwise = self._columnwise_data, self._columnwise_scale_inv, self._amax_columnwise
+        self.update_usage(columnwise_usage=False)
+        done = self._copy_bytes(src)
+        if done:
+            self.update_usage(rowwise_usage=True, columnwise_usage=True)
+        else:
+            self._columnwise_data, self._columnwise_scale_inv, self._amax_columnwise = columnwise
+        return done
+
+    def quantize_(self, tensor, *, noop_flag=None):
+        if self._window is not None:
+            raise NotImplementedError("rows of an NVFP4Tensor have the tensor scale of the whole: they take NVFP4 "
+                                      "rows, values cannot be quantized into them")
+        return super().quantize_(tensor, noop_flag=noop_flag)
+
     # -- FSDP2: the framework gathers --
 
     def fsdp_pre_all_gather(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
         """(what to gather: rowwise codes, and scales without padding rows; what to know afterwards). Amaxes are not
         gathered: they must be equal on all ranks, so the group is kept for later updates."""
         if self._with_gemm_swizzled_scales:
-            raise NotImplementedError("FSDP2 with swizzled scales is not supported: they do not lie row by row")
+            raise NotImplementedError("FSDP2 with GEMM-swizzled scales is not supported: they do not lie row by row")
         if mesh is not None:
             self.amax_reduction_group = mesh.get_group()
         rows = self.numel() // self.shape[-1]
@@ -344,6 +447,7 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
         quantizer = self._get_quantizer()
         if quantizer.columnwise_usage:
             assert quantizer.with_2d_quantization, "columnwise data can be built after a gather only of 16x16 blocks"
+            self.update_usage(columnwise_usage=False)
         gathered = (self._rowwise_data, self._rowwise_scale_inv[:rows])
         metadata = (self._fp4_dtype, quantizer.columnwise_usage, self._amax_rowwise, self._amax_columnwise,
                     self._row_scaled_nvfp4, self._nvfp4_use_4over6, self._nvfp4_e4m3_max, self.shape[-1])
@@ -351,6 +455,8 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         """(the whole tensor, the buffers it was made of)."""
+        if len(all_gather_outputs) == 1:  # one rank alone, of which FSDP2 passes the first buffer on: the rest is here
+            all_gather_outputs = (*all_gather_outputs, self._rowwise_scale_inv[:self.numel() // self.shape[-1]])
         data, scales = (_bridge.host(t).contiguous() for t in all_gather_outputs)
         columnwise, amax, cols = metadata[1], metadata[2], metadata[7]
         rows = data.numel() // data.shape[-1]
@@ -375,7 +481,8 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
         for name, value in zip(("_fp4_dtype", "_row_scaled_nvfp4", "_nvfp4_use_4over6", "_nvfp4_e4m3_max"),
                                (metadata[0], *metadata[4:7])):
             setattr(out, name, value)
-        return out, all_gather_outputs
+        buffers = (out._rowwise_data, out._rowwise_scale_inv, out._columnwise_data, out._columnwise_scale_inv)
+        return out, tuple(buffer for buffer in buffers if buffer is not None)  # whose memory goes until the next gather
 
     # -- pickling --
 

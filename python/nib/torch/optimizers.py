@@ -2,9 +2,22 @@
 """FusedAdam: Adam with master weights, which quantized parameters need."""
 import torch
 
-from .quantized_tensor import QuantizedTensor
+from .quantized_tensor import QuantizedTensor, is_dtensor
 
 _STATES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _local(param):
+    """What of a parameter is here: its shard where FSDP2 has it."""
+    return param._local_tensor if is_dtensor(param) else param
+
+
+def _like(param, values):
+    """Values of a shard as a tensor that is sharded as the parameter is."""
+    if not is_dtensor(param):
+        return values
+    return type(param).from_local(values, param.device_mesh, param.placements, run_check=False, shape=param.shape,
+                                       stride=param.stride())
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -71,16 +84,17 @@ class FusedAdam(torch.optim.Optimizer):
 
     def initialize_state(self, param):
         """States of a parameter that has none."""
-        zeros = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+        here = _local(param)
+        zeros = _like(param, torch.zeros(here.shape, dtype=torch.float32, device=here.device))
         for name in ("exp_avg", "exp_avg_sq"):
             self.set_scaled_state(param, name, zeros)
-        if self.master_weights and (isinstance(param, QuantizedTensor) or param.dtype != torch.float32):
-            values = param.get_high_precision_init_val() if hasattr(param, "get_high_precision_init_val") else None
+        if self.master_weights and (isinstance(here, QuantizedTensor) or param.dtype != torch.float32):
+            values = here.get_high_precision_init_val() if hasattr(here, "get_high_precision_init_val") else None
             if values is None:
-                values = param.detach().dequantize() if isinstance(param, QuantizedTensor) else param.detach()
+                values = here.detach().dequantize() if isinstance(here, QuantizedTensor) else here.detach()
             else:
-                param.clear_high_precision_init_val()
-            self.set_scaled_state(param, "master_param", values.to(param.device).float())
+                here.clear_high_precision_init_val()
+            self.set_scaled_state(param, "master_param", _like(param, values.to(here.device).float()))
 
     def state_dict(self):
         """As torch.optim has it, states in FP32."""
@@ -122,9 +136,9 @@ class FusedAdam(torch.optim.Optimizer):
     def _update(self, param, grad, group):
         if grad.is_sparse:
             raise RuntimeError("FusedAdam does not support sparse gradients.")
-        if isinstance(param, QuantizedTensor) and not self.master_weights:
-            raise RuntimeError(f"FusedAdam steps over a {type(param).__name__} need master_weights=True: a step is "
-                               "mostly smaller than half a step of the format")
+        if isinstance(_local(param), QuantizedTensor) and not self.master_weights:
+            raise RuntimeError(f"FusedAdam steps over a {type(_local(param)).__name__} need master_weights=True: a "
+                               "step is mostly smaller than half a step of the format")
         if not self.state[param]:
             self.initialize_state(param)
         beta1, beta2 = group["betas"]

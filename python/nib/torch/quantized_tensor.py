@@ -41,6 +41,12 @@ def eager(function):
     return disable(function)
 
 
+def is_dtensor(tensor):
+    """Whether a tensor is a shard of FSDP2 and its like; without importing what makes them."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
 # ---- Saving ----------------------------------------------------------------------------------------------
 
 

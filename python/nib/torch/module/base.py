@@ -12,7 +12,7 @@ import torch
 
 from .. import quantization, recipe as recipes
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, has_delayed_scaling_state, recompute
-from ..quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from ..quantized_tensor import QuantizedTensor, QuantizedTensorStorage, is_dtensor
 
 # How a parameter is initialized, and the slot of its quantizer (None: it stays plain).
 _ParameterInitMeta = namedtuple("_ParameterInitMeta", "init_fn get_rng_state_tracker fp8_meta_index",
@@ -53,6 +53,11 @@ def init_method_constant(value):
 
 def get_default_init_method():
     return init_method_normal(0.023)
+
+
+def shard_group(parameter):
+    """The processes that have the shards of a DTensor."""
+    return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
 
 
 def activation_dtype(inp, parameter):
@@ -195,7 +200,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
             return
         for name, parameter in list(self.named_parameters(recurse=False)):
             meta = self.param_init_meta[name]
-            values = parameter.detach()
+            shard = parameter._local_tensor if is_dtensor(parameter) else parameter
+            values = shard.detach()
             if isinstance(values, QuantizedTensor) or values.device.type == "meta":
                 device = None if values.device.type == "meta" else values.device
                 values = torch.empty(values.shape, dtype=values.dtype, device=device)
@@ -204,18 +210,34 @@ class TransformerEngineBaseModule(torch.nn.Module):
             kept = None
             if self.primary_weights_in_fp8 and meta.fp8_meta_index is not None:
                 kept = values.cpu() if self.preserve_high_precision_init_val else None
-                quantizer = self.quantizers["scaling_fwd"][meta.fp8_meta_index]
-                quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
-                quantizer.internal = False
-                with torch.no_grad():
-                    values = quantizer(values)
+                values = self._quantized(values, meta.fp8_meta_index, parameter)
+            if shard is not parameter:
+                values = type(parameter).from_local(values, parameter.device_mesh, parameter.placements,
+                                                    run_check=False, shape=parameter.shape, stride=parameter.stride())
             fresh = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
             for attribute, value in vars(parameter).items():
-                if not isinstance(parameter, QuantizedTensor) and not isinstance(value, types.MethodType):
+                if shard is parameter and not isinstance(parameter, QuantizedTensor) \
+                        and not isinstance(value, types.MethodType):
                     setattr(fresh, attribute, value)
+            here = fresh if shard is parameter else fresh._local_tensor
+            if isinstance(here, QuantizedTensor):
+                here.layer = f"{type(self).__name__} {self.name}, {name}"  # for messages
+                here._is_shard = shard is not parameter
             if kept is not None:
-                attach_high_precision_init_val(fresh, kept)
+                attach_high_precision_init_val(here, kept)
             setattr(self, name, fresh)
+
+    def _quantized(self, values, index, parameter):
+        """The weight of these values; as a shard (of a DTensor) it has the amax of all of them."""
+        quantizer = self.quantizers["scaling_fwd"][index]
+        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+        quantizer.internal = False
+        if is_dtensor(parameter) and hasattr(quantizer, "with_amax_reduction"):
+            quantizer = quantizer.copy()
+            quantizer.with_amax_reduction = True
+            quantizer.amax_reduction_group = shard_group(parameter)
+        with torch.no_grad():
+            return quantizer(values)
 
     @contextmanager
     def _rng(self, meta):
@@ -242,6 +264,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
                               error_msgs):
+        for parameter in self._parameters.values():
+            if is_dtensor(parameter) and getattr(parameter._local_tensor, "_is_shard", False):
+                parameter._local_tensor.amax_reduction_group = shard_group(parameter)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
                                       error_msgs)
         extra = prefix + torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX

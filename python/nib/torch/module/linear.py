@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
             operand = product.input_quantizer.quantize(matrix)
         kernel = _quantized_weight(weight, product, wants_input)
         y = multiply(operand, kernel, bias=bias, device=ctx.device, dtype=product.dtype)
-        y = y.view(*ctx.input_shape[:-1], weight.shape[0])
+        y = torch.ops.aten._unsafe_view(y, (*ctx.input_shape[:-1], weight.shape[0]))  # no view, to hooks
         if product.override == "high_precision":
             saved = [matrix, weight]
         else:
