@@ -401,6 +401,11 @@ def test_general_gemm():
                          bias=bias, use_bias=True)
     wanted = [general_gemm(w, x, torch.bfloat16, bias=b)[0] for w, x, b in zip(weights, rows, bias)]
     assert torch.equal(whole, torch.cat(wanted))
+    row_scaled = nib.torch.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)
+    scaled = [row_scaled(x.dequantize()) for x in rows]
+    found = general_grouped_gemm(weights, scaled, [whole], [None, None], torch.bfloat16, m_splits=[16, 48],
+                                 single_output=True)[0]  # the tensor and not a list, as TransformerEngine has it here
+    assert torch.equal(found, torch.cat([general_gemm(w, x, torch.bfloat16)[0] for w, x in zip(weights, scaled)]))
     empty = [torch.empty(0, 32), torch.empty(48, 32)]  # an expert that nobody chose
     general_grouped_gemm(weights, [torch.empty(0, 64), rows[1]], empty, [None, None], torch.float32)
     assert torch.equal(empty[1], general_gemm(weights[1], rows[1], torch.float32)[0])

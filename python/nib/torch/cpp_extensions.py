@@ -57,6 +57,8 @@ def general_grouped_gemm(A, B, out, quantization_params, out_dtype, layout="TN",
     targets = list(torch.split(out[0], [int(n) for n in m_splits])) if single_output else list(out)
     if not len(A) == len(B) == len(targets):
         raise ValueError(f"{len(A)} and {len(B)} operands, but {len(targets)} results: a group has as many of each")
+    if single_output and any(getattr(operand, "_row_scaled_nvfp4", False) for operand in (*A, *B)):
+        out = out[0]  # as TransformerEngine returns it there, and a list elsewhere
     biases = list(bias) if bias is not None and use_bias else [None] * len(A)
     if not gelu and not any(quantization_params or ()) and _multiply_group(A, B, targets, biases, transa, transb, grad,
                                                                            accumulate):
