@@ -99,12 +99,16 @@ bool nib_threads_usable(void) { return !atomic_load(&forked); }
 
 /* ---- Files ---- */
 
+/* strerror_r returns the text with glibc's own declarations, and a number with those of POSIX (musl). */
+static const char *text_of_string(const char *text, const char *buffer) { return text ? text : buffer; }
+static const char *text_of_number(int failed, const char *buffer) { return failed ? "an unknown error" : buffer; }
+#define TEXT_OF(result, buffer) _Generic((result), int : text_of_number, default : text_of_string)(result, buffer)
+
 static nib_status io_error(const char *path, const char *what)
 {
-    const int code = errno;
-    char reason[128];
-    if (strerror_r(code, reason, sizeof reason))
-        snprintf(reason, sizeof reason, "error %d", code);
+    char buffer[128] = "";
+    const char *reason = TEXT_OF(strerror_r(errno, buffer, sizeof buffer), buffer);
+    (void)text_of_string, (void)text_of_number; /* one of them is not used */
     return nib_fail(NIB_ERR_IO, "%s: %s: %s", path, what, reason);
 }
 
