@@ -2,7 +2,9 @@
 """The names of TransformerEngine and Megatron: the documents' examples with the imports that stand there, every module
 and name, buffers as theirs, and what happens where the real packages are."""
 import importlib
+import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -102,6 +104,59 @@ def test_fp4_utils(input_tensor):
         assert utils.get_fp4_align_size(Fp4Recipe.nvfp4) == 128
         for name in ("modify_nvfp4_rowwise_storage", "quantize_nvfp4_param_shard", "dequantize_fp4_tensor"):
             assert callable(getattr(utils, name))
+
+
+def megatron_buffer(numels, size):
+    """The layouts that Megatron's buffer makes of NVFP4 parameters in one bucket: each begins at a multiple of 64, and
+    a bucket ends at one of lcm(ranks, 128)."""
+    def layout(numels):
+        index, at = {}, 0
+        for i, numel in enumerate(numels):
+            at = -(-at // 64) * 64
+            index[i] = (at, at + numel, 0)
+            at += numel
+        step = math.lcm(size, 128)
+        return index, [(0, -(-at // step) * step)]
+    index, buckets = layout(numels)
+    packed_index, packed_buckets = layout([numel // 2 for numel in numels])
+    return types.SimpleNamespace(has_nvfp4_params=True, data_parallel_world_size=size, param_index_map=index,
+                                 bucket_indices=buckets, nvfp4_packed_param_index_map=packed_index,
+                                 nvfp4_packed_bucket_indices=packed_buckets)
+
+
+def gathered_wrongly(buffer):
+    """The same by doing it: which bytes do not come from the one rank that cast them."""
+    size, (_, elements), (_, packed) = (buffer.data_parallel_world_size, buffer.bucket_indices[0],
+                                        buffer.nvfp4_packed_bucket_indices[0])
+    cast = [set() for _ in range(packed)]
+    for i, (start, end, _bucket) in buffer.param_index_map.items():
+        for element in range(start, end):
+            byte = buffer.nvfp4_packed_param_index_map[i][0] + (element - start) // 2
+            cast[byte].add(element // (elements // size))
+    return sum(1 for byte, ranks in enumerate(cast) if ranks and ranks != {byte // (packed // size)})
+
+
+def test_check_buffers():
+    """Bytes that ranks cast and others gather are found: as many as Megatron's own code would get wrong."""
+    from nib.torch.megatron import check_buffers
+    with pytest.raises(ValueError, match="11904 elements but 6144 packed bytes over 3 ranks: 192 bytes"):
+        check_buffers([megatron_buffer([11776], 3)])
+    generator, found = random.Random(1), []
+    for _ in range(60):
+        size = generator.choice((1, 2, 3, 4, 5, 6, 8, 12))
+        buffer = megatron_buffer([256 * generator.randint(1, 24) for _ in range(generator.randint(1, 4))], size)
+        wrong = gathered_wrongly(buffer)
+        found.append(bool(wrong))
+        if wrong:
+            with pytest.raises(ValueError, match=f" {wrong} bytes that a rank casts"):
+                check_buffers(types.SimpleNamespace(buffers=[buffer]))
+        else:
+            check_buffers(types.SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[]))
+    assert any(found) and not all(found)
+    check_buffers([types.SimpleNamespace(has_nvfp4_params=False)])
+    alone = megatron_buffer([11776], 3)
+    alone.ddp_config = types.SimpleNamespace(use_distributed_optimizer=False)
+    check_buffers([alone])
 
 
 def test_fp4_recipe_and_context():
