@@ -18,6 +18,11 @@
 #include <sys/wait.h>
 
 #if defined(__x86_64__)
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
 #include <xmmintrin.h>
 #endif
 
@@ -283,6 +288,39 @@ static pid_t start_child(struct outcome *out, const char *isa)
     _exit(isa && strcmp(nib_isa(), isa) != 0 ? 3 : 0);
 }
 
+#if defined(__x86_64__)
+enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
+
+/* The system gives no permission for AMX's tiles from here on, as an older kernel or a sandbox does. */
+static bool forbid_tiles(void)
+{
+    struct sock_filter program[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_arch_prctl, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, ARCH_REQ_XCOMP_PERM, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const struct sock_fprog filter = { COUNT(program), program };
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0 &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == -1 && errno == EPERM;
+}
+
+/* A child that computes where the permission is refused; 3: AMX was taken all the same, 4: there are no filters. */
+static pid_t start_without_tiles(struct outcome *out)
+{
+    const pid_t child = fork();
+    if (child)
+        return child;
+    alarm(CHILD_SECONDS);
+    if (!forbid_tiles())
+        _exit(4);
+    *out = compute(&inputs, 4);
+    _exit(strcmp(nib_isa(), "amx") == 0 ? 3 : 0);
+}
+#endif
+
 /* The first test, because the process must not have used the library: its kernels are chosen, and any threads started,
  * in the child. */
 TEST(first_used_in_a_child)
@@ -291,9 +329,17 @@ TEST(first_used_in_a_child)
     struct outcome *any = shared_outcome(), *scalar = shared_outcome();
     wait_for(start_child(any, NULL), "the first use");
     wait_for(start_child(scalar, "scalar"), "the first use, NIB_MAX_ISA=scalar");
+#if defined(__x86_64__)
+    struct outcome *refused = shared_outcome();
+    wait_for(start_without_tiles(refused), "the first use, no permission for tiles");
+#endif
     const struct outcome plain = plain_outcome();
     check_outcome(any, &plain, "first used in a child");
     check_outcome(scalar, &plain, "first used in a child, scalar");
+#if defined(__x86_64__)
+    check_outcome(refused, &plain, "first used in a child, no permission for tiles");
+    munmap(refused, sizeof *refused);
+#endif
     munmap(any, sizeof *any);
     munmap(scalar, sizeof *scalar);
 }
@@ -588,7 +634,6 @@ static bool has_flags(const char *words)
 /* By the system's own list of what the processor has; AMX needs the system's permission as well. */
 TEST(the_instruction_set_is_the_best_there_is)
 {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
     static const char *const avx2 = "avx2 fma f16c", *const avx512 = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq";
     if (getenv("NIB_MAX_ISA")) {
         SKIP("NIB_MAX_ISA is set");
