@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Measure the library and make docs/performance.md, docs/performance.svg and bench/instructions.json: make bench.
-# NIB is the tool; NIB_BENCH_FLAGS go to `nib bench`. It wants a quiet machine, 3 GiB of memory for the largest size, and no
+# NIB is the tool; NIB_BENCH_FLAGS go to `nib bench`; NIB_MODEL is a directory of `bench/model.py prepare`. It wants a quiet machine, 3 GiB of memory for the largest size, and no
 # taskset: what one thread does is bound to one processor, what several do is not.
 set -eu
 cd "$(dirname "$0")/.."
@@ -37,5 +37,9 @@ for isa in avx2 avx512 amx; do
 done
 # shellcheck disable=SC2086
 [ -z "$products" ] || python3 bench/products.py "$work/performance.md" $products
+if [ -n "${NIB_MODEL:-}" ]; then
+    python3 bench/model.py measure "$NIB_MODEL" "$work/model.json"
+    python3 bench/model.py table "$work/model.json" "$work/performance.md"
+fi
 mv "$work/performance.md" "$work/performance.svg" docs/
 echo "wrote docs/performance.md and docs/performance.svg"
