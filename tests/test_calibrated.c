@@ -1,0 +1,493 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_calibrated.c - quantizations by statistics of inputs, and folded ones: codes against the library's own
+ * quantization with the importance set by hand, what plans say, and every allocation of them failing.
+ */
+#define _GNU_SOURCE
+/* NIB_TEST_WRAP_ALLOC */
+#include "io/checkpoint.h"
+#include "base/os.h"
+#include "test_alloc.h"
+#include "test_weights.h"
+
+#include <math.h>
+#include <sys/stat.h>
+
+enum { H = 32, I = 48, E = 3 };
+#define LAYER "model.layers.0."
+#define EXPERT LAYER "mlp.experts."
+
+/* ---- A model and its statistics ---- */
+
+struct matrix {
+    const char *name;
+    int64_t rows, cols;
+    const char *input; /* of the statistics; NULL: it stays */
+} matrices[] = {
+    { LAYER "self_attn.q_proj", H, H, LAYER "self_attn.q_proj" },
+    { LAYER "self_attn.k_proj", 16, H, LAYER "self_attn.q_proj" },
+    { LAYER "self_attn.v_proj", 16, H, LAYER "self_attn.q_proj" },
+    { LAYER "self_attn.o_proj", H, H, NULL }, /* quantized without statistics */
+    { LAYER "mlp.gate", E, H, NULL },
+    { EXPERT "0.gate_proj", I, H, EXPERT "gate_proj" },
+    { EXPERT "0.up_proj", I, H, EXPERT "gate_proj" },
+    { EXPERT "0.down_proj", H, I, EXPERT "down_proj" },
+    { EXPERT "1.gate_proj", I, H, EXPERT "gate_proj" },
+    { EXPERT "1.up_proj", I, H, EXPERT "gate_proj" },
+    { EXPERT "1.down_proj", H, I, EXPERT "down_proj" },
+    { EXPERT "2.gate_proj", I, H, EXPERT "gate_proj" },
+    { EXPERT "2.up_proj", I, H, EXPERT "gate_proj" },
+    { EXPERT "2.down_proj", H, I, EXPERT "down_proj" },
+};
+enum { MATRICES = sizeof matrices / sizeof *matrices };
+
+static float values[MATRICES][I * H], norms[2][H];
+static float attention[H], gate[E][H], down[E][I]; /* sums of squares */
+static const int64_t counts[E] = { 100, 0, 7 };
+
+static void make_model(void)
+{
+    struct item items[MATRICES + 2];
+    static char names[MATRICES + 2][128];
+    static const char *const norm_names[2] = { LAYER "input_layernorm.weight",
+                                               LAYER "post_attention_layernorm.weight" };
+    if (entries(at("model")) < 0)
+        CHECK(mkdir(at("model"), 0777) == 0);
+    for (size_t i = 0; i < MATRICES; i++) {
+        snprintf(names[i], sizeof names[i], "%s.weight", matrices[i].name);
+        for (int64_t j = 0; j < matrices[i].rows * matrices[i].cols; j++)
+            values[i][j] = test_normal();
+        items[i] = (struct item){ names[i], NIB_F32, 2, { matrices[i].rows, matrices[i].cols }, values[i] };
+    }
+    for (size_t i = 0; i < 2; i++) {
+        for (int k = 0; k < H; k++)
+            norms[i][k] = 1 + 0.1f * test_normal();
+        items[MATRICES + i] = (struct item){ norm_names[i], NIB_F32, 1, { H }, norms[i] };
+    }
+    put_tensors("model/model.safetensors", items, MATRICES + 2);
+    put_text("model/config.json", "{\"model_type\": \"qwen3_moe\", \"hidden_size\": 32, \"num_experts\": 3}");
+}
+
+static float square(void)
+{
+    const float x = test_normal();
+    return x * x + 0.01f;
+}
+
+static void make_statistics(const char *path)
+{
+    static const int64_t one = 12;
+    char inputs[4096] = "{";
+    nib_writer *writer = NULL;
+    for (int k = 0; k < H; k++)
+        attention[k] = 12 * square();
+    for (int e = 0; e < E; e++) {
+        for (int k = 0; k < H; k++)
+            gate[e][k] = (float)counts[e] * square();
+        for (int k = 0; k < I; k++)
+            down[e][k] = (float)counts[e] * square();
+    }
+    const struct item items[] = {
+        { LAYER "self_attn.q_proj.sum2", NIB_F32, 2, { 1, H }, attention },
+        { LAYER "self_attn.q_proj.count", NIB_I64, 1, { 1 }, &one },
+        { EXPERT "gate_proj.sum2", NIB_F32, 2, { E, H }, gate },
+        { EXPERT "gate_proj.count", NIB_I64, 1, { E }, counts },
+        { EXPERT "gate_proj.amaxk", NIB_F32, 2, { E, H }, gate },
+        { EXPERT "down_proj.sum2", NIB_F32, 2, { E, I }, down },
+        { EXPERT "down_proj.count", NIB_I64, 1, { E }, counts },
+    };
+    for (size_t i = 0; i < MATRICES; i++)
+        if (matrices[i].input)
+            snprintf(inputs + strlen(inputs), sizeof inputs - strlen(inputs), "%s\"%s\": \"%s\"",
+                     strlen(inputs) > 1 ? ", " : "", matrices[i].name, matrices[i].input);
+    strcat(inputs, "}");
+    CHECK_OK(nib_writer_create(at(path), &writer));
+    CHECK_OK(nib_writer_metadata(writer, "format", "nib-stats-1"));
+    CHECK_OK(nib_writer_metadata(writer, "inputs", inputs));
+    for (size_t i = 0; i < sizeof items / sizeof *items; i++)
+        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
+    for (size_t i = 0; i < sizeof items / sizeof *items; i++)
+        CHECK_OK(nib_writer_write(writer, items[i].name, 0, items[i].data,
+                                  (size_t)elements_in(items[i].rank, items[i].shape) *
+                                      (size_t)nib_dtype_bits(items[i].dtype) / 8));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+}
+
+/* ---- What must come out ---- */
+
+/* Mean squares of an expert's input, mixed with those of all; of down each counts by its mean. */
+static void mixed_squares(const float *sums, int64_t cols, int expert, bool of_down, float *out)
+{
+    double pooled[I] = { 0 }, weight = 0;
+    float means[E][I];
+    double averages[E] = { 0 };
+    for (int e = 0; e < E; e++) {
+        if (!counts[e])
+            continue;
+        for (int64_t k = 0; k < cols; k++) {
+            means[e][k] = (float)((double)sums[e * cols + k] / (double)counts[e]);
+            averages[e] += (double)means[e][k];
+        }
+        averages[e] /= (double)cols;
+        const double share = of_down ? 1 / averages[e] : (double)counts[e];
+        for (int64_t k = 0; k < cols; k++)
+            pooled[k] += (double)means[e][k] * share;
+        weight += of_down ? 1 : share;
+    }
+    const double n = (double)counts[expert], scale = of_down ? averages[expert] : 1;
+    for (int64_t k = 0; k < cols; k++) {
+        const double all = (double)(float)(pooled[k] / weight);
+        out[k] = n > 0 ? (float)((n * (double)means[expert][k] + 256 * scale * all) / (n + 256)) : (float)all;
+    }
+}
+
+static bool squares_of(size_t i, float *out)
+{
+    const struct matrix *m = &matrices[i];
+    const char *number = strstr(m->name, "experts.");
+    if (!m->input)
+        return false;
+    if (!number) {
+        for (int k = 0; k < H; k++)
+            out[k] = (float)((double)attention[k] / 12);
+        return true;
+    }
+    const bool of_down = strstr(m->name, "down_proj");
+    mixed_squares(of_down ? down[0] : gate[0], m->cols, number[8] - '0', of_down, out);
+    return true;
+}
+
+static float amax_of(const float *x, int64_t n)
+{
+    float amax = 0;
+    for (int64_t i = 0; i < n; i++)
+        amax = fmaxf(amax, fabsf(x[i]));
+    return amax;
+}
+
+/* The codes that a weight must have, of values (folded or not) that its group has the amax of. */
+static void check_codes(const nib_checkpoint *out, size_t i, const float *x, float amax, const float *squares)
+{
+    const struct matrix *m = &matrices[i];
+    const int64_t shape[2] = { m->rows, m->cols };
+    static uint8_t codes[I * H / 2], scales[I * H / 16];
+    float importance[I];
+    size_t index;
+    nib_quantizer q;
+    nib_array array, decoded;
+    nib_quantizer_init(&q);
+    q.columnwise = 0;
+    q.scale_rule = NIB_SCALE_SWEEP;
+    q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2;
+    q.min_block_scale = 0x1p-6f;
+    nib_overrides overrides = { .bytes = sizeof overrides, .amax = { &amax, NULL } };
+    if (squares) {
+        CHECK_OK(nib_importance_normalize(squares, m->cols, importance));
+        overrides.importance = importance;
+        overrides.importance_count = m->cols;
+    }
+    static float fake[I * H], stored[I * H];
+    CHECK_OK(nib_array_init(&array, (void *)(uintptr_t)x, NIB_F32, 2, shape));
+    CHECK_OK(nib_array_init(&decoded, fake, NIB_F32, 2, shape));
+    CHECK_OK(nib_fake_quantize(&q, &array, &overrides, NIB_ROWWISE, &decoded));
+    CHECK_OK(nib_checkpoint_find_weight(out, m->name, &index));
+    CHECK_OK(nib_checkpoint_read_codes(out, index, 0, m->rows, codes, scales));
+    CHECK_OK(nib_array_init(&decoded, stored, NIB_F32, 2, shape));
+    CHECK_OK(nib_checkpoint_read_rows(out, index, 0, m->rows, &decoded));
+    CHECK_THAT(!memcmp(stored, fake, (size_t)(m->rows * m->cols) * sizeof *fake), "%s differs", m->name);
+}
+
+/* Of weights that share a tensor scale, the others' indices follow the first. */
+static float group_amax(size_t i, float (*x)[I * H])
+{
+    const struct matrix *m = &matrices[i];
+    float amax = 0;
+    for (size_t j = 0; j < MATRICES; j++) {
+        const size_t parent = (size_t)(strrchr(m->name, '.') - m->name);
+        const bool same = !strncmp(matrices[j].name, m->name, parent + 1) &&
+                          !strstr(matrices[j].name, "o_proj") == !strstr(m->name, "o_proj") &&
+                          !strstr(matrices[j].name, "down_proj") == !strstr(m->name, "down_proj") &&
+                          !strcmp(matrices[j].name, LAYER "mlp.gate") == !strcmp(m->name, LAYER "mlp.gate");
+        if (same)
+            amax = fmaxf(amax, amax_of(x[j], matrices[j].rows * matrices[j].cols));
+    }
+    return amax;
+}
+
+static nib_quantize_options options_of(void)
+{
+    nib_quantize_options options;
+    nib_quantize_options_init(&options);
+    options.statistics = at("stats");
+    return options;
+}
+
+static nib_plan_row row_of(const nib_plan *plan, const char *name)
+{
+    nib_plan_row row = { .bytes = sizeof row };
+    for (size_t i = 0; !nib_plan_get_row(plan, i, &row); i++)
+        if (!strcmp(row.name, name))
+            return row;
+    CHECK_THAT(false, "there is no row %s", name);
+    return row;
+}
+
+static nib_checkpoint *run_plan(const nib_checkpoint *in, const nib_quantize_options *options, const char *path)
+{
+    const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_quantize(in, options, &plan));
+    CHECK_OK(nib_plan_run(plan, at(path), &force, NULL));
+    nib_plan_destroy(plan);
+    return open_good(at(path));
+}
+
+TEST(a_weighted_sweep)
+{
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    CHECK(!strcmp(row_of(plan, LAYER "self_attn.q_proj").statistics, "12 tokens"));
+    CHECK(row_of(plan, LAYER "self_attn.v_proj").tokens == 12);
+    CHECK(!strcmp(row_of(plan, LAYER "self_attn.o_proj").statistics, "none: it is not in the file"));
+    CHECK(!strcmp(row_of(plan, EXPERT "1.up_proj").statistics, "0 tokens: those of all experts instead"));
+    CHECK(row_of(plan, EXPERT "2.down_proj").tokens == 7 && !*row_of(plan, LAYER "mlp.gate").statistics);
+    nib_plan_destroy(plan);
+    nib_checkpoint *out = run_plan(in, &options, "out");
+    for (size_t i = 0; i < MATRICES; i++) {
+        float squares[I];
+        const bool weighed = squares_of(i, squares);
+        if (strcmp(matrices[i].name, LAYER "mlp.gate") != 0)
+            check_codes(out, i, values[i], group_amax(i, values), weighed ? squares : NULL);
+    }
+    nib_checkpoint_close(out);
+    options.statistics_strict = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA, "o_proj");
+    options.statistics_strict = 0;
+    options.scale_rule = NIB_SCALE_RTN;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "sweep");
+    nib_checkpoint_close(in);
+}
+
+/* Measured amaxes count twice where tokens are few, the others are guessed, and what has none gets 1. */
+TEST(scales_of_activations)
+{
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    options.scheme = NIB_SCHEME_NVFP4;
+    options.activation = NIB_ACTIVATION_STATISTICS;
+    nib_checkpoint *out = run_plan(in, &options, "out");
+    const float wanted[] = { 2688 / (32 * sqrtf((float)((double)amax_of(attention, H) / 12))),
+                             2688 / (2 * amax_of(gate[0], E * H)) };
+    for (size_t i = 0; i < MATRICES; i++) {
+        nib_weight w = { .bytes = sizeof w };
+        size_t index;
+        if (!strcmp(matrices[i].name, LAYER "mlp.gate") || strstr(matrices[i].name, "down_proj"))
+            continue;
+        CHECK_OK(nib_checkpoint_find_weight(out, matrices[i].name, &index));
+        CHECK_OK(nib_checkpoint_get_weight(out, index, &w));
+        const float expected = !matrices[i].input ? 1 : wanted[strstr(matrices[i].name, "experts") != NULL];
+        CHECK_THAT(w.has_input_scale && w.input_scale == expected, "%s: %a, not %a", w.name, (double)w.input_scale,
+                   (double)expected);
+    }
+    nib_checkpoint_close(out);
+    nib_checkpoint_close(in);
+}
+
+/* ---- Folding ---- */
+
+static void read_scales(const nib_file *file, const char *name, float *out, int64_t n)
+{
+    size_t index;
+    CHECK_OK(nib_file_find(file, name, &index));
+    CHECK_OK(nib_file_read(file, index, 0, out, (size_t)n * sizeof *out));
+}
+
+static void read_vector(const char *path, const char *name, float *out, int64_t n)
+{
+    nib_file *file = NULL;
+    CHECK_OK(nib_file_open(path, &file));
+    read_scales(file, name, out, n);
+    nib_file_close(file);
+}
+
+/* What the scales make of the model's weights, and what columns were multiplied by. */
+static void fold_values(const nib_file *file, float (*folded)[I * H], float (*columns)[I])
+{
+    float attention_scales[H], forward_scales[H];
+    read_scales(file, LAYER "input_layernorm", attention_scales, H);
+    read_scales(file, LAYER "post_attention_layernorm", forward_scales, H);
+    for (size_t i = 0; i < MATRICES; i++) {
+        const struct matrix *m = &matrices[i];
+        const bool of_down = strstr(m->name, "down_proj"), of_up = strstr(m->name, "up_proj");
+        float rows[I];
+        char other[128];
+        snprintf(other, sizeof other, "%.*s.down_proj", (int)(strrchr(m->name, '.') - m->name), m->name);
+        if (of_down || of_up)
+            read_scales(file, other, rows, I);
+        for (int64_t k = 0; k < m->cols; k++)
+            columns[i][k] = of_down                        ? rows[k]
+                            : strstr(m->name, "o_proj")    ? 1
+                            : strstr(m->name, "self_attn") ? attention_scales[k]
+                                                           : forward_scales[k];
+        for (int64_t j = 0; j < m->rows * m->cols; j++)
+            folded[i][j] = values[i][j] / (of_up ? rows[j / m->cols] : 1) * columns[i][j % m->cols];
+    }
+}
+
+static void check_norm(const char *name, const float *before, const float *columns)
+{
+    float after[H];
+    char full[128];
+    snprintf(full, sizeof full, "%s.weight", name);
+    read_vector(at("out/model.safetensors"), full, after, H);
+    for (int k = 0; k < H; k++)
+        CHECK(fabsf(after[k] * columns[k] / before[k] - 1) < 1e-6f && columns[k] > 0);
+}
+
+TEST(folded_weights)
+{
+    static float folded[MATRICES][I * H], columns[MATRICES][I];
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    options.fold = NIB_FOLD_FIXED;
+    options.fold_exponent = 0.5f;
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    CHECK(!strcmp(row_of(plan, LAYER "self_attn.k_proj").fold, LAYER "input_layernorm"));
+    CHECK(!strcmp(row_of(plan, LAYER "mlp.gate").fold, LAYER "post_attention_layernorm"));
+    CHECK(!strcmp(row_of(plan, EXPERT "1.down_proj").fold, EXPERT "1.up_proj"));
+    CHECK(!*row_of(plan, LAYER "self_attn.o_proj").fold);
+    nib_plan_destroy(plan);
+    nib_checkpoint *out = run_plan(in, &options, "out");
+    nib_file *file = NULL;
+    CHECK_OK(nib_file_open(at("out/nib-fold.scales"), &file));
+    fold_values(file, folded, columns);
+    nib_file_close(file);
+    for (size_t i = 0; i < MATRICES; i++) {
+        float squares[I], router[E * H];
+        const bool weighed = squares_of(i, squares);
+        if (!strcmp(matrices[i].name, LAYER "mlp.gate")) {
+            read_vector(at("out/model.safetensors"), LAYER "mlp.gate.weight", router, (int64_t)E * H);
+            CHECK_BYTES(router, folded[i], sizeof router);
+            continue;
+        }
+        for (int64_t k = 0; k < matrices[i].cols && weighed; k++)
+            squares[k] = (float)((double)squares[k] / ((double)columns[i][k] * (double)columns[i][k]));
+        check_codes(out, i, folded[i], group_amax(i, folded), weighed ? squares : NULL);
+    }
+    check_norm(LAYER "input_layernorm", norms[0], columns[0]);
+    check_norm(LAYER "post_attention_layernorm", norms[1], columns[4]);
+    size_t mine, theirs;
+    nib_weight_stats stats = { .bytes = sizeof stats };
+    CHECK_OK(nib_checkpoint_find_weight(in, EXPERT "0.up_proj", &mine));
+    CHECK_OK(nib_checkpoint_find_weight(out, EXPERT "0.up_proj", &theirs));
+    CHECK_OK(nib_checkpoint_measure(in, mine, out, theirs, NULL, &stats));
+    CHECK_THAT(nib_stats_sqnr(&stats) > 15, "%g dB", nib_stats_sqnr(&stats));
+    CHECK_FAILS(nib_plan_quantize(out, &options, &plan), NIB_ERR_UNSUPPORTED, "NVFP4 already");
+    nib_checkpoint_close(out);
+    nib_checkpoint_close(in);
+}
+
+/* The search takes no exponent that loses more than none: its errors, weighed, are not above those of no fold. */
+TEST(searched_exponents)
+{
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    double loss[2] = { 0, 0 };
+    for (int search = 0; search < 2; search++) {
+        static float columns[MATRICES][I], folded[MATRICES][I * H];
+        options.fold = search ? NIB_FOLD_SEARCH : NIB_FOLD_FIXED;
+        options.fold_exponent = search ? -1 : 0; /* by 0: scales of 1 */
+        nib_checkpoint *out = run_plan(in, &options, "out");
+        nib_file *file = NULL;
+        CHECK_OK(nib_file_open(at("out/nib-fold.scales"), &file));
+        fold_values(file, folded, columns);
+        nib_file_close(file);
+        for (size_t i = 0; i < MATRICES; i++) {
+            static float stored[I * H];
+            float squares[I];
+            size_t index;
+            nib_array x;
+            if (!squares_of(i, squares) || !strstr(matrices[i].name, "down_proj"))
+                continue;
+            const int64_t shape[2] = { matrices[i].rows, matrices[i].cols };
+            CHECK_OK(nib_array_init(&x, stored, NIB_F32, 2, shape));
+            CHECK_OK(nib_checkpoint_find_weight(out, matrices[i].name, &index));
+            CHECK_OK(nib_checkpoint_read_rows(out, index, 0, matrices[i].rows, &x));
+            for (int64_t j = 0; j < shape[0] * shape[1]; j++) {
+                const int64_t k = j % shape[1];
+                const double d = (double)stored[j] / (double)columns[i][k] - (double)values[i][j];
+                loss[search] += (double)squares[k] * d * d;
+                CHECK(search || columns[i][k] == 1);
+            }
+        }
+        nib_checkpoint_close(out);
+    }
+    CHECK_THAT(loss[1] < loss[0], "%g with the search, %g without a fold", loss[1], loss[0]);
+    nib_checkpoint_close(in);
+}
+
+TEST(folds_that_are_rejected)
+{
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_plan *plan = NULL;
+    nib_quantize_options options = options_of();
+    options.fold = NIB_FOLD_FIXED;
+    options.fold_exponent = 1.5f;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "from 0 to 1");
+    options.fold_exponent = -1;
+    options.fold = NIB_FOLD_COUNT;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "exponent");
+    options.fold = NIB_FOLD_FIXED;
+    options.format = NIB_CHECKPOINT_FORMAT_GGUF;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "GGUF");
+    options.format = NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS;
+    options.statistics = NULL;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "statistics");
+    nib_checkpoint_close(in);
+    put_text("model/config.json", "{\"model_type\": \"mamba\"}");
+    in = open_good(at("model"));
+    options.statistics = at("stats");
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_UNSUPPORTED, "mamba");
+    nib_checkpoint_close(in);
+}
+
+TEST(without_memory)
+{
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    options.scheme = NIB_SCHEME_NVFP4;
+    options.activation = NIB_ACTIVATION_STATISTICS;
+    for (int fold = NIB_FOLD_FIXED; fold < NIB_FOLD_COUNT; fold++) {
+        nib_status status = NIB_ERR_MEMORY;
+        options.fold = (nib_fold)fold;
+        for (long n = 0; status && n < 100000; n++) {
+            nib_plan *plan = NULL;
+            allocations_left = n;
+            status = nib_plan_quantize(in, &options, &plan);
+            allocations_left = -1;
+            CHECK_THAT(!status || status == NIB_ERR_MEMORY, "allocation %ld: %s: %s", n, nib_status_name(status),
+                       nib_last_error());
+            nib_plan_destroy(plan);
+        }
+        CHECK(!status);
+    }
+    nib_checkpoint_close(in);
+}
+
+TEST_MAIN
