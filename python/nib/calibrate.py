@@ -7,7 +7,6 @@ The model runs one decoder layer at a time (nib.streaming), so that memory is th
 weight of the layer is watched: for each channel of its input the sum, the sum of squares, the mean of magnitudes and
 the largest magnitude, per expert where the weight is a stack of experts. docs/calibration.md describes the file.
 """
-import argparse
 import bisect
 import contextlib
 import dataclasses
@@ -22,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import imatrix, streaming
+from ._cli import Command, positive
 
 __all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
 
@@ -508,6 +508,9 @@ def calibrate(directory, tokens, out, options=None, metadata=None, progress=None
 # ---- The command -----------------------------------------------------------------------------------------------------
 
 
+_command = Command("calibrate")
+
+
 class _Progress:
     """A line on a terminal; elsewhere one for each layer."""
 
@@ -527,41 +530,16 @@ class _Progress:
         print(f"\r{line}\x1b[K" if self.terminal else line, end=end, file=sys.stderr, flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        _fail(f"{message}; see python -m nib.calibrate --help")
-
-
-def _say(message):
-    print(f"nib: calibrate: {message}", file=sys.stderr, flush=True)
-
-
-def _fail(message):
-    _say(message)
-    sys.exit(2)
-
-
-def _positive(text):
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-_positive.__name__ = "a positive integer"  # as argparse puts it: invalid a positive integer value
-
-
 def _parse(arguments):
-    parser = _Parser(prog="python -m nib.calibrate", description=__doc__.split("\n\n")[0],
-                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = _command.parser(__doc__.split("\n\n")[0])
     parser.add_argument("model", metavar="MODEL", help="directory of safetensors with config.json")
     parser.add_argument("--text", metavar="FILE", nargs="+", default=[], action="extend",
                         help="plain text, or JSON lines (.jsonl) with `text` or `messages`; none: random tokens")
     parser.add_argument("--out", metavar="STATS", required=True, help="safetensors file of statistics")
     parser.add_argument("--imatrix", metavar="FILE", help="write llama.cpp's imatrix (GGUF) too")
-    parser.add_argument("--tokens", metavar="N", type=_positive, default=131072, help="of text in all")
-    parser.add_argument("--sequence-length", metavar="N", type=_positive, default=1024, help="tokens of a sequence")
-    parser.add_argument("--batch", metavar="N", type=_positive, default=1, help="sequences at a time")
+    parser.add_argument("--tokens", metavar="N", type=positive, default=131072, help="of text in all")
+    parser.add_argument("--sequence-length", metavar="N", type=positive, default=1024, help="tokens of a sequence")
+    parser.add_argument("--batch", metavar="N", type=positive, default=1, help="sequences at a time")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="compute in it; none: the model's")
     parser.add_argument("--hessians", metavar="DIRECTORY", help="write means of x x^T too, one file for a layer")
@@ -581,10 +559,10 @@ def _tokens(given):
     if given.text:
         tokens = token_batches(given.model, given.text, given.sequence_length, sequences)
         if len(tokens) < sequences:
-            _say(f"text for {tokens.numel()} tokens only")
+            _command.say(f"text for {tokens.numel()} tokens only")
         sums = {os.path.basename(path): _sha256(path) for path in given.text}
         return tokens, {"text": json.dumps(list(sums)), "text_sha256": json.dumps(sums)}
-    _say("NO TEXT: RANDOM TOKENS. Statistics of text are better; give some with --text.")
+    _command.say("NO TEXT: RANDOM TOKENS. Statistics of text are better; give some with --text.")
     config = transformers.AutoConfig.from_pretrained(given.model, local_files_only=True)
     return random_batches(config, given.sequence_length, sequences, given.seed), {"text": "[]", "random_tokens": "true"}
 
@@ -604,34 +582,32 @@ def _say_experts(tensors):
     if few:
         least = sum(int((value == 0).sum()) for value in few.values())
         total = sum(int((value < FEW).sum()) for value in few.values())
-        _say(f"{total} inputs of experts saw fewer than {FEW} tokens, {least} of them none; more text or --all-experts "
-             "helps")
+        _command.say(f"{total} inputs of experts saw fewer than {FEW} tokens, {least} of them none; more text or "
+                     "--all-experts helps")
 
 
 def main(arguments=None):
     given = _parse(arguments)
     for path in given.text:
         if not os.path.isfile(path):
-            _fail(f"{path}: no such file")
-    if not os.path.isdir(given.model):
-        _fail(f"{given.model}: no such directory")
+            _command.fail(f"{path}: no such file")
+    _command.directory(given.model)
     if os.path.isdir(given.out):
-        _fail(f"{given.out}: is a directory")
-    if given.device.startswith("cuda") and not torch.cuda.is_available():
-        _fail(f"--device {given.device}: there is no GPU that PyTorch can use")
+        _command.fail(f"{given.out}: is a directory")
+    _command.device(given.device)
     options = Options(given.device, getattr(torch, given.dtype) if given.dtype else None, given.batch, given.hessians,
                       given.all_experts, given.max_memory, given.restart, given.imatrix)
     try:
         tokens, about = _tokens(given)
         tensors, about = calibrate(given.model, tokens, given.out, options, about, _Progress(given.quiet))
     except (OSError, ValueError, RuntimeError) as error:
-        _fail(" ".join(str(error).split()))
+        _command.fail(error)
     except KeyboardInterrupt:
-        _fail(f"interrupted; the same command goes on from {given.out}.partial")
+        _command.fail(f"interrupted; the same command goes on from {given.out}.partial")
     _say_experts(tensors)
     if about.get("not_in_imatrix"):
         left = about["not_in_imatrix"]
-        _say(f"{given.imatrix}: llama.cpp has no name for {len(left)} modules, as {left[0]}")
+        _command.say(f"{given.imatrix}: llama.cpp has no name for {len(left)} modules, as {left[0]}")
     inputs = sum(name.endswith(".count") for name in tensors)
     print(f"{given.out}: {inputs} inputs, {tokens.numel()} tokens")
     return 0
