@@ -569,38 +569,44 @@ def calibrated_table(rows, model):
              "|---|---|---|---|---|---|---|---|---|---|"]
     base = {bits: calibrated_rows_of(rows, model, "rtn", bits, True)[0]["kl"] for bits in (16, 4)}
     for method, (_, kind, _) in METHODS.items():
-        cells, means = "", ""
+        cells, means, counts = "", "", []
         for bits in (16, 4):
-            row = calibrated_rows_of(rows, model, method, bits, True)[0]
-            blank = method == "BF16" and bits == 16
-            cells += " | | | |" if blank else (f" {row['kl']:.4f} +- {row['kl_error']:.4f} | {row['kl'] / base[bits]:.2f} | "
-                                               f"{row['perplexity']:.2f} | {100 * row['top1']:.1f} % |")
-            draws = calibrated_rows_of(rows, model, method, bits, False)
+            shown, draws = (calibrated_rows_of(rows, model, method, bits, one) for one in (True, False))
+            for row in shown[:1] if method != "BF16" or bits == 4 else []:
+                cells += f" {row['kl']:.4f} +- {row['kl_error']:.4f} | {row['kl'] / base[bits]:.2f} | {row['perplexity']:.2f} | {100 * row['top1']:.1f} % |"
+            if not cells or cells.count("|") < (4 if bits == 16 else 8):
+                cells += " | | | |"
             if method in DRAWN and len(draws) > 1:
                 mean, deviation = spread([row["kl"] for row in draws])
                 means += (f" **{mean:.4f}**, {deviation:.4f} | {mean / base[bits]:.2f} | {np.mean([row['perplexity'] for row in draws]):.2f} | "
                           f"{100 * np.mean([row['top1'] for row in draws]):.1f} % |")
-        lines.append(f"| {method} | {'' if method == 'BF16' else kind} |" + cells)
+                counts.append(str(len(draws)))
+        if cells.strip(" |"):
+            lines.append(f"| {method} | {'' if method == 'BF16' else kind} |" + cells)
         if means:
-            lines.append(f"| **{method}** | {len(draws)} draws: mean, deviation |" + means)
+            lines.append(f"| **{method}** | {' and '.join(dict.fromkeys(counts))} draws: mean, deviation |" + means)
     return "\n".join(lines)
 
 
 def calibrated_documents(rows, model):
-    lines = ["| document | " + " | ".join(f"{method} W4A{bits}" for bits in (16, 4) for method in DRAWN) + " |",
+    """KL by document, where the figures have it."""
+    if not all("documents" in row for row in rows):
+        return ""
+    lines = ["KL by document:", "", "| document | " + " | ".join(f"{method} W4A{bits}" for bits in (16, 4) for method in DRAWN) + " |",
              "|---|" + "---|" * (2 * len(DRAWN))]
     for name in DOCUMENTS:
         cells = [f"{calibrated_rows_of(rows, model, method, bits, True)[0]['documents'][name]['kl']:.4f}" for bits in (16, 4) for method in DRAWN]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def costs_table(costs):
-    lines = ["| statistics of | tokens | seconds | GPU memory (MB) |", "|---|---|---|---|"]
+    """What making statistics took, where the figures have it."""
+    lines = ["What statistics take:", "", "| statistics of | tokens | seconds | GPU memory (MB) |", "|---|---|---|---|"]
     for model, kinds in costs.items():
         for kind, cost in kinds.items() if model != "training" else []:
             lines.append(f"| {model}, {kind} | {cost['tokens']:,} | {cost['seconds']:.1f} | {cost['gpu_bytes'] / 1e6:.0f} |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n" if costs else ""
 
 
 def minilm_table(rows):

@@ -460,7 +460,7 @@ def calibrates(row, model, source, out):
         return "", []
     batches = torch.randint(3, 250, (2, 2, 24), generator=torch.Generator().manual_seed(SEED))
     stats = out + ".stats"
-    options = calibrate.Options(batch=2, imatrix=stats + ".gguf" if row[0] in IMATRIX else None)
+    options = calibrate.Options(batch=2, first_tokens=False, imatrix=stats + ".gguf" if row[0] in IMATRIX else None)
     tensors, about = calibrate.calibrate(source, batches.flatten(0, 1), stats, options)
     names, problems = streaming.Streamed(source), []
     inputs = json.loads(about["inputs"])

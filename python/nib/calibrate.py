@@ -25,6 +25,7 @@ from ._cli import Command, positive
 
 __all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
 
+ENOUGH = 16384  # tokens, from which on first tokens are left out of sums
 FEW = 256  # tokens of an expert, below which its own statistics say less than those of all (docs/calibration.md)
 
 # Products of an input with a weight: where the two stand among the arguments.
@@ -41,7 +42,8 @@ _NAMES = {"input": 0, "weight": 1, "mat1": 1, "mat2": 2, "batch1": 1, "batch2": 
 
 class _Sums:
     """Of one input, by slice (expert) and channel. Sums leave out the first token of a sequence, whose magnitudes are
-    those of no other; the largest magnitudes do not."""
+    those of no other; the largest magnitudes do not. Of few tokens they count it: some channels are for it alone, and
+    would seem to be for nothing."""
 
     def __init__(self, name, slices, channels, device, hessian):
         self.name, self.slices, self.channels = name, slices, channels
@@ -86,8 +88,9 @@ class _Watch(TorchFunctionMode):
     """Sees the products with weights of one layer while batches run. A weight is known by where its values lie, so that
     views of it, transposed or one expert of a stack, are known too."""
 
-    def __init__(self, parameters, hessians, all_experts):
+    def __init__(self, parameters, hessians, all_experts, first_tokens):
         super().__init__()
+        self.first_tokens = first_tokens
         self.sums, self.group, self.hessians = {}, {}, hessians
         self.routes, self.muted, self.all_experts, self.entered = {}, set(), all_experts, {}
         weights = [(p.data_ptr(), name, p) for name, p in parameters if p.ndim >= 2]
@@ -188,7 +191,7 @@ class _Watch(TorchFunctionMode):
         sums, kept = self.sums[name], self._not_first(name, slices, index, rows)
         rows, kept = _routed(rows, kept) if slices > 1 else (rows, kept)
         if len(rows):
-            sums.add(index, rows, kept)
+            sums.add(index, rows, None if self.first_tokens else kept)
             if self.hessians:
                 self._add_hessian(sums, name, rows, kept)
 
@@ -285,8 +288,11 @@ def _windows(path, tokenizer, length, most):
 
 
 def token_batches(directory, paths, length, sequences):
-    """`sequences` windows of `length` tokens [sequences, length], in turns from the files; fewer where text ends."""
+    """`sequences` windows of `length` tokens [sequences, length], in turns from the files; fewer where text ends. Where
+    there are more files than windows, windows are shorter, so that all have a share."""
     import transformers
+    if sequences < len(paths):
+        length, sequences = max(1, length * sequences // len(paths)), len(paths)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     cut = [_windows(os.fspath(path), tokenizer, length, sequences) for path in paths]
     turns = [part[i] for i in range(sequences) for part in cut if i < len(part)][:sequences]
@@ -400,6 +406,7 @@ class Options:
     hessians: str = None
     all_experts: bool = False
     max_memory: float = 1.0
+    first_tokens: bool = None  # None: where there are fewer than ENOUGH
     restart: bool = False
     imatrix: str = None
 
@@ -443,7 +450,7 @@ def _run_layer(model, n, batches, before, after, options, tell):
         if n < len(model):
             layer, name = stack.enter_context(model.loaded(n)), model.layer(n)[1]
             parameters += [(f"{name}.{key}", value) for key, value in layer.named_parameters()]
-        watch = _Watch(parameters, bool(options.hessians), options.all_experts)
+        watch = _Watch(parameters, bool(options.hessians), options.all_experts, options.first_tokens)
         stack.callback(watch.close)
         if n < len(model):
             watch.open(layer, name)
@@ -472,13 +479,15 @@ def _identity(model, tokens, options):
 def calibrate(directory, tokens, out, options=None, metadata=None, progress=None):
     """Statistics of a model's inputs over tokens [sequences, length], written to `out`. `progress(layer, layers, batch,
     batches)` is called after each batch. What an interrupted call left in `out`.partial is taken up again."""
-    options = options or Options()
+    options = dataclasses.replace(options or Options())
+    if options.first_tokens is None:
+        options.first_tokens = tokens.numel() < ENOUGH
     model = streaming.Streamed(directory, options.device, options.dtype, experts="eager")
     batches = tokens.split(options.batch)
     partial = _Partial(out, _identity(model, tokens, options), options.restart)
     start = partial.done()
     limit = int(options.max_memory * (1 << 30) / 2)  # two generations
-    states = partial.states(limit, start - 1)
+    states = partial.states(limit, start - 1) if start else None
 
     def tell(n, b):
         if progress:
@@ -494,7 +503,8 @@ def calibrate(directory, tokens, out, options=None, metadata=None, progress=None
         tensors.update(found)
         inputs.update(takers)
     about = {"format": "nib-stats-1", "model": os.path.abspath(model.directory), "tokens": str(tokens.numel()),
-             "sequence_length": str(tokens.shape[1]), **(metadata or {}), "inputs": json.dumps(inputs)}
+             "sequence_length": str(tokens.shape[1]), "first_tokens": str(options.first_tokens).lower(),
+             **(metadata or {}), "inputs": json.dumps(inputs)}
     _save(out, tensors, about)
     if options.imatrix:
         texts, left = json.loads(about.get("text", "[]")), []
@@ -596,7 +606,7 @@ def main(arguments=None):
         _command.fail(f"{given.out}: is a directory")
     _command.device(given.device)
     options = Options(given.device, getattr(torch, given.dtype) if given.dtype else None, given.batch, given.hessians,
-                      given.all_experts, given.max_memory, given.restart, given.imatrix)
+                      given.all_experts, given.max_memory, None, given.restart, given.imatrix)
     try:
         tokens, about = _tokens(given)
         tensors, about = calibrate(given.model, tokens, given.out, options, about, _Progress(given.quiet))

@@ -90,12 +90,12 @@ def packed(rows):
     return whole[tuple(torch.triu_indices(*whole.shape))]
 
 
-OPTIONS = calibrate.Options(batch=2)
+OPTIONS = calibrate.Options(batch=2, first_tokens=False)
 
 
 def test_dense_statistics_are_the_sums_by_hand(tmp_path):
     save_model("Llama", tmp_path / "model")
-    options = calibrate.Options(batch=2, hessians=str(tmp_path / "hessians"))
+    options = calibrate.Options(batch=2, first_tokens=False, hessians=str(tmp_path / "hessians"))
     calibrate.calibrate(tmp_path / "model", TOKENS, str(tmp_path / "stats"), options, {"text": '["a.txt"]'})
     tensors, about = load(tmp_path / "stats")
     hands, inputs = by_hand(tmp_path / "model"), json.loads(about["inputs"])
@@ -114,7 +114,7 @@ def test_dense_statistics_are_the_sums_by_hand(tmp_path):
 
 def test_statistics_of_experts_are_the_sums_by_hand(tmp_path):
     save_model("Mixtral", tmp_path / "model", num_local_experts=8, num_experts_per_tok=2)
-    options = calibrate.Options(batch=2, hessians=str(tmp_path / "hessians"))
+    options = calibrate.Options(batch=2, first_tokens=False, hessians=str(tmp_path / "hessians"))
     tensors, about = calibrate.calibrate(tmp_path / "model", TOKENS, str(tmp_path / "stats"), options)
     hands, inputs = by_hand(tmp_path / "model"), json.loads(about["inputs"])
     moe = "model.layers.0.block_sparse_moe.experts"  # as the checkpoint names and stores them: one by one
@@ -138,7 +138,7 @@ def test_all_experts_see_all_tokens_and_the_output_stays(tmp_path):
     save_model("Mixtral", tmp_path / "model", num_local_experts=4, num_experts_per_tok=1)
     tensors, about = calibrate.calibrate(tmp_path / "model", TOKENS, str(tmp_path / "routed"), OPTIONS)
     everyone, _ = calibrate.calibrate(tmp_path / "model", TOKENS, str(tmp_path / "all"),
-                                      calibrate.Options(batch=2, all_experts=True))
+                                      calibrate.Options(batch=2, first_tokens=False, all_experts=True))
     for layer in range(2):
         source = f"model.layers.{layer}.block_sparse_moe.experts.0.w1"
         assert everyone[f"{source}.count"].tolist() == [5 * 23] * 4
@@ -146,6 +146,15 @@ def test_all_experts_see_all_tokens_and_the_output_stays(tmp_path):
         # what all see is what the routed ones see together, in the second layer too: its inputs are the router's
         together = tensors[f"{source}.sum2"].sum(0)
         torch.testing.assert_close(everyone[f"{source}.sum2"][3], together, rtol=1e-5, atol=1e-6)
+
+
+def test_few_tokens_count_the_first(tmp_path):
+    save_model("Llama", tmp_path / "model", num_hidden_layers=1)
+    for tokens, counted in ((TOKENS, 5 * 24), (TOKENS.repeat(140, 1), 700 * 23)):  # fewer and more than 16,384
+        options = calibrate.Options(batch=50)
+        tensors, about = calibrate.calibrate(tmp_path / "model", tokens, str(tmp_path / "stats"), options)
+        assert tensors["model.layers.0.mlp.down_proj.count"].tolist() == [counted]
+        assert about["first_tokens"] == ("true" if counted == 120 else "false")
 
 
 KILLED = """
@@ -156,7 +165,7 @@ def stop(n, layers, b, batches):
         import os, signal
         os.kill(os.getpid(), signal.SIGKILL)
 tokens = torch.load(sys.argv[2])
-calibrate.calibrate(sys.argv[1], tokens, sys.argv[3], calibrate.Options(batch=2), {}, stop)
+calibrate.calibrate(sys.argv[1], tokens, sys.argv[3], calibrate.Options(batch=2, first_tokens=False), {}, stop)
 """
 
 
@@ -228,6 +237,8 @@ def test_text_becomes_windows(tmp_path):
     got = calibrate.token_batches(tmp_path, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 5, 4)
     w = lambda *numbers: [3 + n for n in numbers]
     assert got.tolist() == [[1, *w(0, 1, 2, 3)], [1, 103, *w(7, 8), 2], [1, *w(4, 5, 6, 7)], [1, *w(1, 2, 3), 2]]
+    one = calibrate.token_batches(tmp_path, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 10, 1)  # a share of each
+    assert one.tolist() == [got[0].tolist(), got[1].tolist()]
     with pytest.raises(ValueError, match="b.jsonl: less text than one sequence"):
         calibrate.token_batches(tmp_path, [tmp_path / "b.jsonl"], 500, 4)
     (tmp_path / "c.jsonl").write_text('{"text": "w1"}\n{"words": 1}\n')
