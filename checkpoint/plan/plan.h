@@ -70,6 +70,7 @@ struct nib_out_group {
     uint32_t members;
     nib_dtype dtype;  /* in which they are quantized */
     bool mxfp4;       /* all are MXFP4: codes are taken over exactly */
+    bool unit;        /* the tensor scale is 1, whatever the amax: the reader knows of none */
     float input_amax; /* of activations, where a file says it; 0 otherwise */
 };
 
@@ -131,6 +132,7 @@ struct nib_out_row {
     double tokens;          /* that its statistics were taken over */
     const char *statistics; /* the same in words, or why there are none; "" where none are asked for */
     const char *fold;       /* what its columns' scales went into, or "none: " and why; "" where none are asked for */
+    bool unit;              /* quantized with a tensor scale of 1 */
 };
 
 /* What the slices of an entry come to. */
@@ -292,6 +294,8 @@ nib_status nib_ck_order_by_place(const nib_checkpoint *c, uint32_t *order);
 nib_status nib_plan_place(nib_plan *plan);
 /* Why llama.cpp needs a weight as it is; NULL: it does not. */
 const char *nib_plan_gguf_keep(const nib_plan *plan, const struct nib_ck_weight *w);
+/* Whether such a weight can do without a tensor scale: *unit. Some of its rows are read. */
+nib_status nib_plan_gguf_unit(const nib_plan *plan, const struct nib_ck_weight *w, bool *unit);
 /* A tensor that is part of no weight: all that becomes of it. */
 nib_status nib_plan_add_placed(nib_plan *plan, uint32_t tensor);
 /* What the output has and no tensor of the input: factors of long contexts. */

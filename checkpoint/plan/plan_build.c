@@ -233,7 +233,8 @@ static nib_status add_group(struct maker *m, uint32_t weight, uint32_t *group)
     const struct nib_ck_weight *w = &plan->in->weights[weight];
     groups[plan->n_groups] = (struct nib_out_group){ .first = NIB_NONE,
                                                      .dtype = nib_ck_exact_dtype(w),
-                                                     .mxfp4 = w->format == NIB_CHECKPOINT_FORMAT_MXFP4 };
+                                                     .mxfp4 = w->format == NIB_CHECKPOINT_FORMAT_MXFP4,
+                                                     .unit = plan->rows[weight].unit };
     *group = (uint32_t)plan->n_groups++;
     return NIB_OK;
 }

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "io/gguf.h"
+#include "model/read.h"
 #include "plan/gguf_keys.h"
 
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the plan"); }
@@ -77,6 +78,34 @@ const char *nib_plan_gguf_keep(const nib_plan *plan, const struct nib_ck_weight 
     return strcmp(architecture, nib_architectures[NIB_FAMILY_GPT_OSS].gguf)
                ? "llama.cpp does not multiply with the tensor scale of such a weight in this architecture"
                : "llama.cpp adds biases to it, which it does not do behind NVFP4";
+}
+
+/* Where scales are E4M3 of an amax / 6 alone, those of values of 0.02 are subnormal, and the sweep loses 0.8 dB; of 0.01 it
+ * loses 1.8, which is what it gains over rtn, and below that more. Rows from all over the weight tell. */
+nib_status nib_plan_gguf_unit(const nib_plan *plan, const struct nib_ck_weight *w, bool *unit)
+{
+    enum { ROWS = 16 };
+    const double least = 0.01;
+    const char *architecture = plan->architecture ? plan->architecture->gguf : plan->in->architecture;
+    const char *name = plan->places ? plan->places[w - plan->in->weights].name : w->name;
+    *unit = false;
+    if (!architecture || !*name || !strcmp(architecture, nib_architectures[NIB_FAMILY_GPT_OSS].gguf) ||
+        w->format == NIB_CHECKPOINT_FORMAT_MXFP4 || w->rows < 1 || w->cols < 1)
+        return NIB_OK;
+    float *values = nib_alloc((size_t)w->cols * sizeof *values);
+    nib_status status = values ? NIB_OK : no_memory();
+    double sum = 0, largest = 0;
+    const int64_t n = nib_min(ROWS, w->rows);
+    for (int64_t i = 0; i < n && !status; i++) {
+        status = nib_ck_read_rows(plan->in, w, i * w->rows / n, 1, NIB_F32, values);
+        for (int64_t k = 0; k < w->cols && !status; k++) {
+            sum += (double)values[k] * (double)values[k];
+            largest = fmax(largest, fabs((double)values[k]));
+        }
+    }
+    nib_free(values);
+    *unit = !status && sum >= least * least * (double)(n * w->cols) && largest < 1000;
+    return status;
 }
 
 nib_status nib_plan_add_placed(nib_plan *plan, uint32_t tensor)

@@ -293,9 +293,13 @@ static nib_status reason_to_keep(const struct chooser *chooser, const struct nib
         *reason = nib_plan_string(chooser->plan, "ignored by %s", o->ignore[which]);
         return *reason ? NIB_OK : no_memory();
     }
+    bool unit = true;
     *reason = nib_plan_gguf_keep(chooser->plan, w);
     if (*reason)
+        TRY(nib_plan_gguf_unit(chooser->plan, w, &unit));
+    if (!unit)
         return NIB_OK;
+    chooser->plan->rows[w - chooser->plan->in->weights].unit = *reason != NULL;
     *reason = nib_ck_preset_keep(o->preset, w->name);
     if (!*reason && !named)
         *reason = nib_ck_default_keep(chooser->plan->in, w->name);

@@ -103,8 +103,10 @@ float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_sc
 
 /* Of nothing but zeros some dialects would make infinities. Only who asks for ModelOpt's bytes in ModelOpt's form gets
  * what ModelOpt writes: a tensor scale of 0 and scales that are NaN. */
-bool nib_run_is_nothing(const nib_plan *plan, float amax)
+bool nib_run_is_unit(const nib_plan *plan, const struct nib_out_group *group, float amax)
 {
+    if (group->unit)
+        return true;
     return amax == 0 && !(plan->q.dialect == NIB_DIALECT_MODELOPT && plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT);
 }
 
@@ -115,7 +117,7 @@ static void find_tensor_scales(struct nib_run *run)
         const struct nib_out_group *group = &plan->groups[i];
         nib_tensor_scale kind = NIB_TENSOR_SCALE_MULTIPLIER;
         float tensor_scale, encode;
-        if (!group->mxfp4 && nib_run_is_nothing(plan, run->amaxes[i]))
+        if (!group->mxfp4 && nib_run_is_unit(plan, group, run->amaxes[i]))
             tensor_scale = 1;
         else if (group->mxfp4)
             tensor_scale = run->amaxes[i] = nib_mxfp4_decode_scale(run->amaxes[i]);

@@ -87,7 +87,8 @@ char *nib_staging_path(const char *directory, const char *name); /* NULL without
 /* Files of the input directory that go along: tokenizer, license ... */
 nib_status nib_staging_copy_others(struct nib_run *run);
 
-/* Whether a group is nothing but zeros and gets the tensor scale 1 instead of what the dialect makes of it. */
-bool nib_run_is_nothing(const nib_plan *plan, float amax);
+/* Whether a group gets the tensor scale 1 instead of what the dialect makes of its amax: it is nothing but zeros, or its
+ * reader knows of no tensor scale. */
+bool nib_run_is_unit(const nib_plan *plan, const struct nib_out_group *group, float amax);
 
 #endif

@@ -213,10 +213,10 @@ static nib_status quantize_rows(const struct writer *writer, struct scratch *scr
     const int64_t cols = w->source.cols, shape[2] = { panel->count, cols };
     const size_t bytes = (size_t)(panel->count * cols) * size_of(dtype);
     const float *amax = &writer->run->amaxes[w->group], one = 1;
-    const bool nothing = nib_run_is_nothing(plan, *amax);
+    const bool unit = nib_run_is_unit(plan, &plan->groups[w->group], *amax);
     nib_overrides overrides = { .bytes = sizeof overrides,
-                                .amax = { nothing ? NULL : amax, NULL },
-                                .tensor_scale = { nothing ? &one : NULL, NULL } };
+                                .amax = { unit ? NULL : amax, NULL },
+                                .tensor_scale = { unit ? &one : NULL, NULL } };
     nib_array x;
     float tensor_scale; /* the group's: write_tensor_scales has it */
     if (!reserve(&scratch->values, &scratch->values_bytes, bytes) || !reserve_codes(scratch, panel->count, cols))
