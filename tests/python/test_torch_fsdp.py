@@ -2,7 +2,11 @@
 """FSDP2, DCP and DDP over NVFP4 weights, with 2 and 3 gloo processes: shards stay NVFP4, their codes are gathered, and
 what is computed is what one process computes."""
 import functools
+import json
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +17,7 @@ import torch.distributed as dist  # noqa: E402
 import nib.torch as nt  # noqa: E402
 from nib.torch.format_tensor import rows_of  # noqa: E402
 from nib.torch.recipe import NVFP4BlockScaling  # noqa: E402
+from conftest import ROOT  # noqa: E402
 from test_torch_shard import run  # noqa: E402
 
 RECIPE = NVFP4BlockScaling()  # stochastic rounding too: what a rank draws is what the one process draws for it
@@ -306,3 +311,31 @@ def in_turn(directory, rank, size):
 def test_two_and_three_ranks(tmp_path):
     for size in (2, 3):
         run(functools.partial(in_turn, str(tmp_path)), size, tmp_path)
+
+
+# ---- The example -----------------------------------------------------------------------------------------
+
+
+def test_pretrain_llama(tmp_path):
+    """Six steps at once, and four that two more follow after another start: the same losses, and a whole model."""
+    pytest.importorskip("safetensors")
+    command = [sys.executable, "-W", "ignore", os.path.join(ROOT, "examples/pretrain_llama.py"), "--batch", "2",
+               "--context", "32", "--width", "64", "--inner", "128", "--heads", "4", "--blocks", "1", "--compile",
+               "aot_eager", "--warmup", "2", "--every", "4"]
+
+    def run_to(steps, name):
+        done = subprocess.run([*command, "--steps", str(steps), "--out", str(tmp_path / name)], capture_output=True,
+                              text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads((tmp_path / name / "losses.json").read_text())
+
+    whole, first, second = run_to(6, "whole"), run_to(4, "parts"), run_to(6, "parts")
+    assert whole == second and first == second[:4] and len(whole) == 6 and whole[-1] < whole[0]
+    for name in ("hf/model.safetensors", "hf-nvfp4/model.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+    assert (tmp_path / "parts/losses.svg").read_text().startswith("<svg")
+    tool = shutil.which("nib") or os.path.join(ROOT, "build/nib")
+    if os.path.exists(tool):
+        done = subprocess.run([tool, "check", str(tmp_path / "parts/hf-nvfp4")], capture_output=True, text=True,
+                              check=False)
+        assert done.returncode == 0 and "no findings" in done.stdout, done.stdout
