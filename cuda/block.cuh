@@ -197,33 +197,39 @@ template <nib_dtype D> DEV void to_floats(const values<D> &v, float (&x)[NIB_BLO
  * largest float: such a product is a NaN, and a NaN has no sign. */
 enum { LARGEST_SCALE = 0x7E };
 
-/* The largest magnitude. NaNs do not count; packed ones become +Inf, which has a NaN's code, +6, and infinities lose their
- * sign where factors[LARGEST_SCALE] is 0; NULL: the caller sees to those. */
+/* The largest magnitude of packed BF16, as its bits. NaNs do not count: they become +Inf, which has a NaN's code, +6, and
+ * infinities lose their sign where factors[LARGEST_SCALE] is 0; NULL: the caller sees to those. */
+template <int N> DEV uint32_t absmax_pairs(uint32_t (&w)[N], const float *factors)
+{
+    uint32_t pair = 0;
+    NIB_UNROLL
+    for (int i = 0; i < N; i++)
+        pair = max_magnitudes(pair, w[i]);
+    uint32_t m = max(pair & 0xFFFFu, pair >> 16);
+    if (m >= 0x7F80u) { /* an infinity or a NaN: rare */
+        const uint32_t least = factors && !(factors[LARGEST_SCALE] > 0) ? 0x7F80u : 0x7F81u; /* that has no sign */
+        m = 0;
+        NIB_UNROLL
+        for (int i = 0; i < N; i++) {
+            const uint32_t low = w[i] & 0x7FFFu, high = w[i] >> 16 & 0x7FFFu;
+            m = max(m, max(low > 0x7F80u ? 0 : low, high > 0x7F80u ? 0 : high));
+            w[i] = (low >= least ? 0x7F80u : w[i] & 0xFFFFu) | (high >= least ? 0x7F80u : w[i] >> 16) << 16;
+        }
+    }
+    return m;
+}
+
+/* The largest magnitude of a block. */
 template <nib_dtype D> DEV float absmax(values<D> &v, const float *factors)
 {
-    if constexpr (D != NIB_BF16) {
+    if constexpr (D == NIB_BF16) {
+        return __uint_as_float(absmax_pairs(v.w, factors) << 16);
+    } else {
         float m = 0;
         NIB_UNROLL
         for (int i = 0; i < NIB_BLOCK; i++)
             m = larger(m, fabsf(v.x[i]));
         return m;
-    } else {
-        uint32_t pair = 0;
-        NIB_UNROLL
-        for (int i = 0; i < NIB_BLOCK / 2; i++)
-            pair = max_magnitudes(pair, v.w[i]);
-        uint32_t m = max(pair & 0xFFFFu, pair >> 16);
-        if (m >= 0x7F80u) { /* an infinity or a NaN: rare */
-            const uint32_t least = factors && !(factors[LARGEST_SCALE] > 0) ? 0x7F80u : 0x7F81u; /* that has no sign */
-            m = 0;
-            NIB_UNROLL
-            for (int i = 0; i < NIB_BLOCK / 2; i++) {
-                const uint32_t low = v.w[i] & 0x7FFFu, high = v.w[i] >> 16 & 0x7FFFu;
-                m = max(m, max(low > 0x7F80u ? 0 : low, high > 0x7F80u ? 0 : high));
-                v.w[i] = (low >= least ? 0x7F80u : v.w[i] & 0xFFFFu) | (high >= least ? 0x7F80u : v.w[i] >> 16) << 16;
-            }
-        }
-        return __uint_as_float(m << 16);
     }
 }
 
@@ -489,13 +495,11 @@ DEV float nearest_value(float y)
     return __fsub_rn(__fadd_rn(m, c), c);
 }
 
-/* A block under a factor, and back under a finite one: what decode_block makes of encode's codes. */
-template <nib_dtype D>
-DEV void round_block(const values<D> &v, float factor, float decode_factor, float (&y)[NIB_BLOCK])
+/* Values under a factor, and back under a finite one: what decode_some makes of encode's codes. */
+template <nib_dtype D, int N> DEV void round_values(float (&y)[N], float factor, float decode_factor)
 {
-    to_floats(v, y);
     NIB_UNROLL
-    for (int i = 0; i < NIB_BLOCK; i++) {
+    for (int i = 0; i < N; i++) {
         const uint32_t sign = D == NIB_BF16 || y[i] == y[i] ? __float_as_uint(y[i]) & 0x80000000u : 0;
         const float value = __fmul_rn(nearest_value(__fmul_rn(fabsf(y[i]), factor)), decode_factor);
         y[i] = __uint_as_float(__float_as_uint(value) | sign);

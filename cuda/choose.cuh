@@ -71,8 +71,11 @@ template <nib_dtype D, int ROUND, class Run> static void choose_quantize(const n
         for (job.first_line = 0; job.first_line < all && length; job.first_line += job.line_count) {
             job.line_count = all - job.first_line < most ? all - job.first_line : most;
             const bool at_once = job.row_stride == job.cols && is_whole(job, 64);
-            if (fake && at_once && job.out_aligned && job.out_stride == job.cols)
-                run.template operator()<quantize_rows<D, ROUND, true, true>>(job);
+            const bool beside = fake && at_once && job.out_aligned && job.out_stride == job.cols;
+            if (beside && D == NIB_BF16 && ROUND == NEAREST)
+                run.template operator()<round_halves>(job);
+            else if (beside)
+                run.template operator()<quantize_rows<D, ROUND, true, D != NIB_BF16 || ROUND != NEAREST>>(job);
             else if (fake)
                 run.template operator()<quantize_rows<D, ROUND, true, false>>(job);
             else if (at_once)

@@ -156,7 +156,8 @@ template <nib_dtype D, int ROUND, bool FAKE, bool WHOLE> struct quantize_rows : 
         if (FAKE && ROUND == NEAREST && is_finite(decode_factor) &&
             (D == NIB_BF16 || s.table.factor[scale & 127] > 0)) {
             float y[NIB_BLOCK];
-            round_block(v, s.table.factor[scale & 127], decode_factor, y);
+            to_floats(v, y);
+            round_values<D>(y, s.table.factor[scale & 127], decode_factor);
             store_line<D>((char *)j.out + element_of(p, j.out_stride) * element_bytes<D>(), y, p.n,
                           WHOLE || (p.n == NIB_BLOCK && j.out_aligned));
             return;
@@ -175,6 +176,86 @@ template <nib_dtype D, int ROUND, bool FAKE, bool WHOLE> struct quantize_rows : 
         float y[NIB_BLOCK];
         decode_block(codes, decode_factor, y);
         store_line<D>(out, y, p.n, (WHOLE || (p.n == NIB_BLOCK && j.out_aligned)) && is_finite(decode_factor));
+    }
+};
+
+/* What codes of BF16 to nearest stand for, of whole blocks without gaps. A thread has half a block, so that neighbors read
+ * and write side by side; the maxima of halves meet in shared memory. */
+struct round_halves : kernel_defaults {
+    enum { PHASES = 2, BARRIER_AFTER_FIRST = WARP_BARRIER, UNITS = 4, BLOCKS = 6, HALF = NIB_BLOCK / 2 };
+    typedef nib_cuda_quantization job;
+    struct shared {
+        factor_table table;
+        float decode[128];
+        uint16_t most[2][UNITS][THREADS]; /* by turns: a neighbor may still read those of the tile before */
+    };
+    struct state {
+        nib_scaler scaler;
+        uint32_t w[UNITS][HALF / 2];
+        int turn;
+    };
+
+    static NIB_MEMBER int64_t halves(const job &j) { return j.line_count * j.usage[0].g.scale_shape[1] * 2; }
+    static uint32_t tiles(const job &j) { return (uint32_t)((halves(j) + THREADS * UNITS - 1) / (THREADS * UNITS)); }
+    static DEV_MEMBER void begin(const job &j, shared &s, state &st, int t, bool first)
+    {
+        st.scaler = scaler_of(read_tensor_scale(j.usage[0], first && t == 0), j.rules);
+        st.turn = 0;
+        fill_table(s.table, st.scaler, j.rules, t);
+        if (t < 128)
+            s.decode[t] = nib_nvfp4_decode_factor((nib_scale_bits)t, st.scaler.tensor_scale, &j.rules);
+    }
+    template <int P>
+    static DEV_MEMBER void phase(const job &j, shared &s, state &st, uint32_t tile, uint32_t tiles, int t)
+    {
+        const int64_t before = j.first_line * j.usage[0].g.scale_shape[1] * 2, all = halves(j),
+                      first = (int64_t)(j.reverse ? tiles - 1 - tile : tile) * (THREADS * UNITS) + t;
+        if (P == 0)
+            take(j, s, st, before, first, all, t);
+        if (P == 1)
+            store(j, s, st, before, first, all, t);
+    }
+    static DEV_MEMBER void take(const job &j, shared &s, state &st, int64_t before, int64_t first, int64_t all, int t)
+    {
+        NIB_UNROLL
+        for (int k = 0; k < UNITS; k++) {
+            const int64_t i = first + k * THREADS;
+            const uint4 q = i < all ? ((const uint4 *)j.x)[before + i] : make_uint4(0, 0, 0, 0);
+            st.w[k][0] = q.x, st.w[k][1] = q.y, st.w[k][2] = q.z, st.w[k][3] = q.w;
+        }
+        NIB_UNROLL
+        for (int k = 0; k < UNITS; k++)
+            s.most[st.turn][k][t] = (uint16_t)absmax_pairs(st.w[k], s.table.factor);
+    }
+    static DEV_MEMBER void store(const job &j, shared &s, state &st, int64_t before, int64_t first, int64_t all, int t)
+    {
+        NIB_UNROLL
+        for (int k = 0; k < UNITS; k++) {
+            const int64_t i = first + k * THREADS;
+            const uint32_t m = max((uint32_t)s.most[st.turn][k][t], (uint32_t)s.most[st.turn][k][t ^ 1]);
+            const uint32_t scale = block_scale<NEAREST>(__uint_as_float(m << 16), st.scaler, j.rounding, j.floor_code);
+            if (i < all)
+                round_half(s, st.w[k], scale & 127, (char *)j.out + (before + i) * 16);
+        }
+        st.turn ^= 1;
+    }
+    static DEV_MEMBER void round_half(const shared &s, const uint32_t (&w)[HALF / 2], uint32_t scale, char *out)
+    {
+        const float factor = s.table.factor[scale], decode_factor = s.decode[scale];
+        float y[HALF];
+        if (is_finite(decode_factor)) {
+            NIB_UNROLL
+            for (int i = 0; i < HALF; i++)
+                y[i] = i % 2 ? high_half(w[i / 2]) : low_half(w[i / 2]);
+            round_values<NIB_BF16>(y, factor, decode_factor);
+        } else {
+            values<NIB_BF16> v = {};
+            NIB_UNROLL
+            for (int i = 0; i < HALF / 2; i++)
+                v.w[i] = w[i];
+            decode_some(encode_half<NEAREST>(v, 0, factor, nullptr), decode_factor, y);
+        }
+        store_line<NIB_BF16>(out, y, HALF, is_finite(decode_factor));
     }
 };
 
