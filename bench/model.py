@@ -181,7 +181,7 @@ def measure(arguments):
     torch.manual_seed(1)
     directory = arguments.directory
     figures = {"date": str(datetime.date.today()), "torch": torch.__version__, "transformers": transformers.__version__,
-               "machine": machine(), "training": measure_training(torch)}
+               "machine": machine(), "load": os.getloadavg()[2], "training": measure_training(torch)}
     with torch.inference_mode():
         figures["products"] = measure_products(torch)
     packed = nib.torch.from_pretrained(os.path.join(directory, "nvfp4"))
@@ -223,13 +223,13 @@ def section(f):
         (f"tokens per second of generate(), times BF16's ({f['generation']['torch_per_s']:.1f})", f"{f['generation']['ratio']:.2f}",
          "at least 1.4", f["generation"]["ratio"] >= 1.4),
         ("largest error of a layer, of its bound", f"{inputs['of_the_bound']:.3f}", "at most 1", inputs["of_the_bound"] <= 1),
-        *((f"KL(dequantized \\|\\| packed) of KL(BF16 \\|\\| dequantized), {name}", f"{kl[name]['ratio']:.5f}", "at most 0.01",
+        *((f"KL(dequantized \\|\\| packed) of KL(BF16 \\|\\| dequantized), {name}", f"{kl[name]['ratio']:.1e}", "at most 0.01",
            kl[name]["ratio"] <= 0.01) for name in kl),
         ("Linear 4096 to 4096, M = 512, forward and backward, times torch's BF16", f"{f['training']['ratio']:.2f}", "at most 1.3",
          f["training"]["ratio"] <= 1.3)]
     lines = [HEADING, f"SmolLM2-135M quantized by `nib quantize` and run by `nib.torch.from_pretrained`, beside transformers' BF16 on the same "
              f"thread, by its processor time (`bench/model.py`; {f['date']}, {f['machine']}, PyTorch {f['torch']}, transformers "
-             f"{f['transformers']}).\n", "| figure | is | bar | |", "|---|---|---|---|"]
+             f"{f['transformers']}; a load of {f['load']:.0f} on the machine).\n", "| figure | is | bar | |", "|---|---|---|---|"]
     lines += [f"| {what} | {value} | {bar} | {verdict(holds)} |" for what, value, bar, holds in rows]
     lines.append(f"\nBlock fixed point on the layers' own inputs: outputs differ from those of exact activations by {inputs['block_all']:.1e} of their "
                  f"RMS, where activations rounded to BF16 differ by {inputs['bf16_all']:.1e}; of first tokens alone {inputs['block_first']:.1e} and "
