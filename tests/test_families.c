@@ -9,6 +9,7 @@
 #include "model/roles.h"
 #include "base/os.h"
 #include "io/checkpoint.h"
+#include "plan/plan.h"
 #include "nib_file.h"
 #include "test_alloc.h"
 #include "test_weights.h"
@@ -272,6 +273,27 @@ TEST(what_provenance_says_is_believed_only_where_it_fits)
         CHECK(unlink(at("plain.safetensors")) == 0);
     }
     CHECK(unlink(at("told.safetensors")) == 0);
+}
+
+TEST(no_allocation_that_fails_leaves_half_a_stack)
+{
+    make_gpt_oss(at("in"), "bfloat16", NIB_BF16);
+    CHECK_OK(quantize(at("in"), fresh("out"), NIB_READER_ANY, NULL));
+    nib_checkpoint *c = open_good(at("out"));
+    nib_plan *whole = NULL;
+    CHECK_OK(nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_DTYPE_COUNT, &whole));
+    for (long left = 0, failed = 1; failed; left++) {
+        nib_plan *plan = NULL;
+        allocations_left = left;
+        const nib_status status = nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_DTYPE_COUNT, &plan);
+        failed = allocations_left < 0;
+        allocations_left = -1;
+        CHECK_THAT(status ? status == NIB_ERR_MEMORY && !plan : plan->n_tensors == whole->n_tensors,
+                   "allocation %ld: %s: %s", left, nib_status_name(status), nib_last_error());
+        nib_plan_destroy(plan);
+    }
+    nib_plan_destroy(whole);
+    nib_checkpoint_close(c);
 }
 
 TEST(no_allocation_that_fails_while_stacks_come_back_does_harm)

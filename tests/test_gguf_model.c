@@ -265,6 +265,12 @@ TEST(gemma_adds_one_to_norms_and_leaves_out_its_eyes)
     CHECK(scores[1] == -1 && scores[5] == -1000 && scores[11] == -10000);
     nib_gguf_strings_free(&tokens);
     nib_gguf_close(file);
+    PUT("gemma", F32("model.language_model.embed_tokens.weight", V, H), /* as transformers names them today */
+        F32("model.language_model.layers.0.self_attn.q_proj.weight", H, H));
+    file = made("gemma");
+    free(VALUES(file, "blk.0.attn_q.weight", H, H));
+    free(VALUES(file, "token_embd.weight", V, H));
+    nib_gguf_close(file);
     /* Every cut of the model is an error, or a model with fewer tokens. */
     for (size_t n = 0; n < sizeof model; n++) {
         put_file("gemma/tokenizer.model", model, n);

@@ -730,7 +730,7 @@ TEST(dequantized_numbers_are_those_of_the_codes)
 
 /* ---- Tensors that the library saved ---- */
 
-TEST(saved_tensors_convert_without_their_other_copy)
+static void convert_saved(nib_scale_rule rule, float most)
 {
     float x[32 * 64];
     nib_array view;
@@ -740,6 +740,8 @@ TEST(saved_tensors_convert_without_their_other_copy)
     for (size_t i = 0; i < sizeof x / sizeof *x; i++)
         x[i] = test_normal();
     nib_quantizer_init(&q); /* both usages, an amax */
+    q.scale_rule = rule;
+    q.e4m3_max = most == 256 ? 256 : q.e4m3_max;
     CHECK_OK(nib_array_init(&view, x, NIB_F32, 2, (int64_t[]){ 32, 64 }));
     CHECK_OK(nib_quantize(&q, &view, NULL, &t));
     CHECK_OK(nib_writer_create(at("saved.safetensors"), &writer));
@@ -760,7 +762,7 @@ TEST(saved_tensors_convert_without_their_other_copy)
     for (int r = 0; r < 32; r++)
         CHECK_BYTES(scales + 4 * r, (uint8_t *)part.data + r * part.shape[1], 4);
     CHECK_OK(nib_tensor_part(t, NIB_ROW_TENSOR_SCALE, &part));
-    CHECK(*tensor_scale == *(float *)part.data / 2688);
+    CHECK(*tensor_scale == *(float *)part.data / (6 * most));
     free(codes);
     free(scales);
     free(tensor_scale);
@@ -768,6 +770,12 @@ TEST(saved_tensors_convert_without_their_other_copy)
     nib_tensor_destroy(t);
     unlink(at("saved.safetensors"));
     unlink(at("converted.safetensors"));
+}
+
+TEST(saved_tensors_convert_without_their_other_copy)
+{
+    convert_saved(NIB_SCALE_RTN, 448);
+    convert_saved(NIB_SCALE_4OVER6, 256);
 }
 
 /* ---- Sources that are quantized already ---- */
@@ -1242,6 +1250,11 @@ TEST(numbers_that_are_none_are_named_with_their_place)
     damage(at("bad/model.safetensors"), 4, (uint8_t[]){ 0, 0, 0x80, 0x7F }, 4);
     CHECK_FAILS(quantize(at("bad"), fresh("out"), NULL, NULL, NULL), NIB_ERR_DATA,
                 "experts.2.up_proj\": element [31, 63] is an infinity");
+    CHECK(!strstr(nib_last_error(), "more weights"));
+    damage(at("bad/model.safetensors"), 8, (uint8_t[]){ 0, 0, 0x80, 0x7F }, 4); /* another row of it */
+    damage(at("bad/model.safetensors"), 4 * (2 * INNER * H + 1), (uint8_t[]){ 0, 0, 0x80, 0x7F },
+           4); /* and expert 1's */
+    CHECK_FAILS(quantize(at("bad"), fresh("out"), NULL, NULL, NULL), NIB_ERR_DATA, "; 1 more weights have some");
 }
 
 /* A callback that stops, or does something, at its n-th call. */

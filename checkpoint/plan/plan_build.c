@@ -181,7 +181,7 @@ static nib_status sort_placed(struct maker *m)
     if (!plan->places)
         return NIB_OK;
     struct keyed *keyed = nib_alloc((plan->in->n_weights + 1) * sizeof *keyed);
-    m->placed = nib_alloc((plan->in->n_weights + 1) * sizeof *m->placed);
+    m->placed = nib_alloc(plan->in->n_weights * sizeof *m->placed);
     if (!keyed || !m->placed) {
         nib_free(keyed);
         return no_memory();
