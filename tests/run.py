@@ -624,20 +624,25 @@ def stage_python(tally):
         if status != 0:
             return tally.fail("pip wheel .", output)
 
-    def pytest_job(what, python, why):
+    def install_job(what, python, why):
         def job(own):
             if not python:
                 return own.missing(what, why)
             status, output = run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--force-reinstall",
                                   "--no-deps", *files("build/wheels/*.whl")])
-            if status != 0:
-                return own.fail(f"{what}: pip install", output)
-            own.ok()
-            return run_counted(own, what, [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/python"],
-                               {**SHARED, "PYTHONPATH": "", "NIB_LIBRARY": ""}, timeout=1500)
+            return own.ok() if status == 0 else own.fail(f"{what}: pip install", output)
         return job
 
-    run_together(tally, [pytest_job(what, *environment) for what, environment in reversed(environments.items())])
+    def pytest_job(what, python, part):
+        return lambda own: run_counted(own, what, [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *part],
+                                       {**SHARED, "PYTHONPATH": "", "NIB_LIBRARY": ""}, timeout=1500)
+
+    run_together(tally, [install_job(what, *environment) for what, environment in environments.items()])
+    # With PyTorch they take minutes: a process for each core. Without it a share might have nothing to run.
+    tests = sorted(files("tests/python/test_*.py"), key=os.path.getsize, reverse=True)
+    shares = {"python": 1, "python with PyTorch": min(WORKERS, len(tests))}
+    run_together(tally, [pytest_job(what, python, sorted(tests[i::shares[what]]))
+                         for what, (python, _) in reversed(environments.items()) if python for i in range(shares[what])])
     for what, (python, _) in environments.items():
         if python:
             status, output = run([python, "bench/python_overhead.py"], {"PYTHONPATH": "", "NIB_LIBRARY": ""})
