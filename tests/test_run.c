@@ -1346,6 +1346,38 @@ static void run_another(void)
     CHECK_FAILS(quantize(at("in"), at("out"), NULL, &force, NULL), NIB_ERR_MODE, "another run is writing here");
 }
 
+/* What a stopped run noted of a file, with its first maximum changed to something else. */
+static void change_note(const char *path, const char *to)
+{
+    size_t count;
+    char *text = get_file(path, &count), *list = text ? strstr(text, "\"largest\":[") : NULL;
+    CHECK(list != NULL);
+    if (list) {
+        char *changed = malloc(count + 64);
+        const char *rest = list + strlen("\"largest\":[");
+        snprintf(changed, count + 64, "%.*s%s%s", (int)(rest - text), text, to, rest + strcspn(rest, ",]"));
+        put_text(path, changed);
+        free(changed);
+    }
+    free(text);
+}
+
+TEST(notes_that_cannot_be_are_not_believed)
+{
+    static const char *const values[] = { "\"1\"", "1.5", "-1", "2147483648", "null" };
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
+    make_model(at("in"));
+    CHECK_OK(quantize(at("in"), fresh("whole"), NULL, NULL, NULL));
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+        struct stopper s = { .at = 12, .answer = 1 };
+        nib_job job = stop_at(&s);
+        CHECK_FAILS(quantize(at("in"), fresh("out"), NULL, &resume, &job), NIB_ERR_CANCELLED, "stopped");
+        change_note(at("out/.nib-partial/scan-00000.json"), values[i]);
+        CHECK_OK(quantize(at("in"), at("out"), NULL, &resume, NULL));
+        check_same_directory(at("whole"), at("out"));
+    }
+}
+
 static void change_input(void) { damage(at("in/model-00001-of-00002.safetensors"), 1, "\x02", 1); }
 
 static void shorten_input(void) { CHECK(truncate(at("in/model-00002-of-00002.safetensors"), 3000) == 0); }
