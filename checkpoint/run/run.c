@@ -64,7 +64,10 @@ nib_status nib_run_parallel(struct nib_run *run, size_t n, nib_status (*body)(vo
     for (size_t i = 0; i < started; i++)
         pthread_join(others[i], NULL);
     nib_free(others);
-    return run->status ? nib_fail(run->status, "%s", run->message) : NIB_OK;
+    pthread_mutex_lock(&run->mutex); /* other teams may still be at work, and fail */
+    const nib_status status = run->status ? nib_fail(run->status, "%s", run->message) : NIB_OK;
+    pthread_mutex_unlock(&run->mutex);
+    return status;
 }
 
 void nib_run_begin_phase(struct nib_run *run, const char *phase, uint64_t total)

@@ -2,14 +2,10 @@
 /*
  * fuzz_config.c - any bytes as config.json of directories with plain, stacked, packed, FP8 and MXFP4 weights, and once as
  * hf_quant_config.json: rejected with a message, or the checkpoint can be walked over and planned with.
- *
- * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
 #include "fuzz_directory.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
 
 static const struct put_tensor plain[] = {
     { "lm_head.weight", NIB_F16, 2, { 32, 16 }, 0x3c },

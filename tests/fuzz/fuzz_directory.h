@@ -1,28 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_folder.h - for fuzz targets of one file in a checkpoint's directory: the directory, small safetensors files in it, a
- * walk over everything that an opened checkpoint offers, and the program that replays a corpus.
+ * fuzz_directory.h - for fuzz targets of one file in a checkpoint's directory: the directory, small safetensors files in
+ * it, and a walk over everything that an opened checkpoint offers.
  */
 #ifndef NIB_FUZZ_DIRECTORY_H
 #define NIB_FUZZ_DIRECTORY_H
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "nib_checkpoint.h"
 #include "nib_file.h"
-
-static void require(int condition, const char *what)
-{
-    if (!condition) {
-        fprintf(stderr, "%s: %s\n", what, nib_last_error());
-        abort();
-    }
-}
+#include "fuzz.h"
 
 /* ---- The directory ---- */
 
@@ -216,28 +205,5 @@ static void try_directory(const char *path)
     walk_findings(c);
     nib_checkpoint_close(c);
 }
-
-/* ---- Replaying a corpus ---- */
-
-#ifdef NIB_FUZZ_MAIN
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
-
-int main(int argc, char **argv)
-{
-    for (int i = 1; i < argc; i++) {
-        FILE *file = fopen(argv[i], "rb");
-        uint8_t *bytes = malloc(1 << 24);
-        if (!file || !bytes) {
-            fprintf(stderr, "cannot read %s\n", argv[i]);
-            return 1;
-        }
-        const size_t count = fread(bytes, 1, 1 << 24, file);
-        fclose(file);
-        LLVMFuzzerTestOneInput(bytes, count);
-        free(bytes);
-    }
-    return 0;
-}
-#endif
 
 #endif

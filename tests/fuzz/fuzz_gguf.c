@@ -2,27 +2,10 @@
 /*
  * fuzz_gguf.c - any bytes as a GGUF file: rejected with a message, or every call on it works, and its keys and tensors
  * can be planned anew and are then read back.
- *
- * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
 #define _GNU_SOURCE
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include "io/gguf.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
-
-static void require(int condition, const char *what)
-{
-    if (!condition) {
-        fprintf(stderr, "fuzz_gguf: %s: %s\n", what, nib_last_error());
-        abort();
-    }
-}
+#include "fuzz.h"
 
 static void walk_tensors(const nib_gguf *file)
 {
@@ -122,9 +105,7 @@ static void plan_again(const nib_gguf *file)
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
     char path[64];
-    const int fd = memfd_create("fuzz", MFD_CLOEXEC);
-    require(fd >= 0 && write(fd, bytes, count) == (ssize_t)count, "a file in memory");
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    const int fd = put_in_memory(bytes, count, path);
     nib_gguf *file = NULL;
     const nib_status status = nib_gguf_open(path, &file);
     require(status == NIB_OK || status == NIB_ERR_DATA || status == NIB_ERR_UNSUPPORTED, "the status");
@@ -139,22 +120,3 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     close(fd);
     return 0;
 }
-
-#ifdef NIB_FUZZ_MAIN
-int main(int argc, char **argv)
-{
-    for (int i = 1; i < argc; i++) {
-        FILE *file = fopen(argv[i], "rb");
-        uint8_t *bytes = malloc(1 << 24);
-        if (!file || !bytes) {
-            fprintf(stderr, "fuzz_gguf: cannot read %s\n", argv[i]);
-            return 1;
-        }
-        LLVMFuzzerTestOneInput(bytes, fread(bytes, 1, 1 << 24, file));
-        free(bytes);
-        fclose(file);
-    }
-    printf("%d passed, 0 failed, 0 skipped\n", argc - 1);
-    return 0;
-}
-#endif

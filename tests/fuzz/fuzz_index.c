@@ -2,14 +2,10 @@
 /*
  * fuzz_index.c - any bytes as model.safetensors.index.json of a directory with two shards and a file that belongs to
  * neither: rejected with a message, or the checkpoint can be walked over and planned with.
- *
- * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
 #include "fuzz_directory.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
 
 static const char *fill_directory(void)
 {

@@ -3,14 +3,10 @@
  * fuzz_model.c - any bytes as one of the files that come with a model: its tokenizer, in three forms, its model card, its
  * advice for sampling, from all of which a GGUF file is planned; and as the provenance by which a plan puts together what
  * another took apart. The first byte says which.
- *
- * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
 #include "fuzz_directory.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
 
 #define LAYER "model.layers.0."
 static const struct put_tensor llama[] = {

@@ -1,27 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * fuzz_safetensors.c - any bytes as a safetensors file: rejected with a message, or every call on it works.
- *
- * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
 #define _GNU_SOURCE
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include "nib_file.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
-
-static void require(int condition, const char *what)
-{
-    if (!condition) {
-        fprintf(stderr, "fuzz_safetensors: %s: %s\n", what, nib_last_error());
-        abort();
-    }
-}
+#include "fuzz.h"
 
 static void walk(const nib_file *file)
 {
@@ -53,9 +36,7 @@ static void walk(const nib_file *file)
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
     char path[64];
-    const int fd = memfd_create("fuzz", MFD_CLOEXEC);
-    require(fd >= 0 && write(fd, bytes, count) == (ssize_t)count, "a file in memory");
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    const int fd = put_in_memory(bytes, count, path);
     nib_file *file = NULL;
     const nib_status status = nib_file_open(path, &file);
     require(status == NIB_OK || status == NIB_ERR_DATA, "the status");
@@ -67,22 +48,3 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     close(fd);
     return 0;
 }
-
-#ifdef NIB_FUZZ_MAIN
-int main(int argc, char **argv)
-{
-    for (int i = 1; i < argc; i++) {
-        FILE *file = fopen(argv[i], "rb");
-        uint8_t *bytes = malloc(1 << 24);
-        if (!file || !bytes) {
-            fprintf(stderr, "fuzz_safetensors: cannot read %s\n", argv[i]);
-            return 1;
-        }
-        LLVMFuzzerTestOneInput(bytes, fread(bytes, 1, 1 << 24, file));
-        free(bytes);
-        fclose(file);
-    }
-    printf("%d passed, 0 failed, 0 skipped\n", argc - 1);
-    return 0;
-}
-#endif

@@ -2,14 +2,10 @@
 /*
  * fuzz_saved.c - any bytes as a safetensors file of tensors that the library saved: rejected with a message, or every
  * tensor in it is, or can be read and decoded; and the file can be walked over and planned with as a checkpoint.
- *
- * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
 #include "fuzz_directory.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
 
 static void decode(const nib_tensor *t)
 {

@@ -2,28 +2,12 @@
 /*
  * fuzz_statistics.c - any bytes as a file of statistics: rejected with a message, or every entry is found by its name and
  * gives mean squares that are finite and not negative.
- *
- * For libFuzzer; with NIB_FUZZ_MAIN a plain program that replays the files it is given.
  */
 #define _GNU_SOURCE
 #include <float.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "io/statistics.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count);
-
-static void require(int condition, const char *what)
-{
-    if (!condition) {
-        fprintf(stderr, "fuzz_statistics: %s: %s\n", what, nib_last_error());
-        abort();
-    }
-}
+#include "fuzz.h"
 
 static void walk(const struct nib_statistics *s)
 {
@@ -49,9 +33,7 @@ static void walk(const struct nib_statistics *s)
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
     char path[64];
-    const int fd = memfd_create("fuzz", MFD_CLOEXEC);
-    require(fd >= 0 && write(fd, bytes, count) == (ssize_t)count, "a file in memory");
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    const int fd = put_in_memory(bytes, count, path);
     struct nib_statistics *s = NULL;
     const nib_status status = nib_statistics_open(path, &s);
     require(status == NIB_OK || status == NIB_ERR_DATA || status == NIB_ERR_UNSUPPORTED, "the status");
@@ -63,22 +45,3 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     close(fd);
     return 0;
 }
-
-#ifdef NIB_FUZZ_MAIN
-int main(int argc, char **argv)
-{
-    for (int i = 1; i < argc; i++) {
-        FILE *file = fopen(argv[i], "rb");
-        uint8_t *bytes = malloc(1 << 24);
-        if (!file || !bytes) {
-            fprintf(stderr, "fuzz_statistics: cannot read %s\n", argv[i]);
-            return 1;
-        }
-        LLVMFuzzerTestOneInput(bytes, fread(bytes, 1, 1 << 24, file));
-        free(bytes);
-        fclose(file);
-    }
-    printf("%d passed, 0 failed, 0 skipped\n", argc - 1);
-    return 0;
-}
-#endif
