@@ -97,29 +97,15 @@ def path():
     return chosen or os.path.join(os.path.dirname(os.path.abspath(_library.path)), "libnib_checkpoint.so")
 
 
-def _load():
-    where = path()
-    try:
-        library = ctypes.CDLL(where)
-    except OSError as error:
-        raise UnsupportedError(f"checkpoints need libnib_checkpoint: {error} (a wheel has it where jansson, PCRE2 and "
-                               "xxHash were there when it was built; NIB_CHECKPOINT_LIBRARY can name it)") from error
-    try:
-        _library.bind(library, FUNCTIONS, library)
-    except AttributeError:
-        raise UnsupportedError(f"{where} is not nib's library of this version") from None
-    own, theirs = (ctypes.cast(function, c_void_p).value for function in (raw.nib_last_error, library.nib_last_error))
-    if own != theirs:
-        raise UnsupportedError(f"{where} brings a libnib of its own, and not the one at {_library.path}")
-    return library
-
-
 def functions():
     """The functions of nib_checkpoint.h that Python calls; UnsupportedError where there is no such library."""
     global _functions
     if _functions is None:
         with _lock:
-            _functions = _functions or _load()
+            _functions = _functions or _library.load_another(
+                path(), FUNCTIONS, "nib_last_error", UnsupportedError, "checkpoints need libnib_checkpoint",
+                "a wheel has it where jansson, PCRE2 and xxHash were there when it was built; "
+                "NIB_CHECKPOINT_LIBRARY can name it")
     return _functions
 
 

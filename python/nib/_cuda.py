@@ -4,7 +4,6 @@
 It is NIB_CUDA_LIBRARY where that is set, the one beside this file where a wheel has it, or what the system finds. It
 must have the libnib of this process: a device that one libnib makes is nothing to another.
 """
-import ctypes
 import os
 import threading
 from ctypes import POINTER as P, c_char_p, c_int, c_size_t, c_void_p
@@ -34,30 +33,14 @@ def path():
     return beside if os.path.exists(beside) else f"libnib_cuda.so.{version}"
 
 
-def _load():
-    where = path()
-    try:
-        library = ctypes.CDLL(where)
-    except OSError as error:
-        raise DeviceError(f"a GPU needs libnib_cuda: {error} (it is built with -DNIB_CUDA=ON; NIB_CUDA_LIBRARY can "
-                          "name it)") from error
-    try:
-        _library.bind(library, FUNCTIONS, library)
-    except AttributeError:
-        raise DeviceError(f"{where} is not nib's library of this version") from None
-    own, theirs = (ctypes.cast(function, c_void_p).value
-                   for function in (raw.nib_device_release, library.nib_device_release))
-    if own != theirs:
-        raise DeviceError(f"{where} brings a libnib of its own, and not the one at {_library.path}")
-    return library
-
-
 def functions():
     """The functions of nib_cuda.h that Python calls; DeviceError where there is no such library."""
     global _functions
     if _functions is None:
         with _lock:
-            _functions = _functions or _load()
+            _functions = _functions or _library.load_another(
+                path(), FUNCTIONS, "nib_device_release", DeviceError, "a GPU needs libnib_cuda",
+                "it is built with -DNIB_CUDA=ON; NIB_CUDA_LIBRARY can name it")
     return _functions
 
 

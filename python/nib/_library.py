@@ -495,6 +495,24 @@ path = _find()
 raw = _Functions(path, check=False)
 lib = _Functions(path, check=True)
 
+
+def load_another(where, functions, shared, error, what, remedy):
+    """Another of nib's libraries, with its functions bound. It must have the libnib of this process, as the address of
+    the function `shared` tells: what one libnib makes is nothing to another."""
+    try:
+        library = ctypes.CDLL(where)
+    except OSError as fault:
+        raise error(f"{what}: {fault} ({remedy})") from fault
+    try:
+        bind(library, functions, library)
+    except AttributeError:
+        raise error(f"{where} is not nib's library of this version") from None
+    own, theirs = (ctypes.cast(getattr(calls, shared), c_void_p).value for calls in (raw, library))
+    if own != theirs:
+        raise error(f"{where} brings a libnib of its own, and not the one at {path}")
+    return library
+
+
 # ---- Enums that the library itself has names for ---------------------------------------------------------
 
 

@@ -196,5 +196,6 @@ def test_a_run_that_is_stopped(model, tmp_path):
 
 def test_a_library_that_is_not_there(monkeypatch):
     monkeypatch.setenv("NIB_CHECKPOINT_LIBRARY", "/nowhere/libnib_checkpoint.so")
+    monkeypatch.setattr(_checkpoint, "_functions", None)
     with pytest.raises(nib.UnsupportedError, match="jansson"):
-        _checkpoint._load()
+        _checkpoint.functions()
