@@ -634,7 +634,7 @@ def stage_python(tally):
         return job
 
     def pytest_job(what, python, part):
-        return lambda own: run_counted(own, what, [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *part],
+        return lambda own: run_counted(own, what, [python, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *part],
                                        {**SHARED, "PYTHONPATH": "", "NIB_LIBRARY": ""}, timeout=1500)
 
     run_together(tally, [install_job(what, *environment) for what, environment in environments.items()])

@@ -6,8 +6,9 @@ raises ends the test.
 """
 import contextlib
 import os
+import pathlib
 import signal
-import socket
+import tempfile
 import traceback
 
 import pytest
@@ -28,30 +29,34 @@ SIZES = [2, 3]
 DEADLINE = 300  # seconds; whoever waits for a rank that never comes is killed
 
 
-def entry(rank, function, size, port, directory):
+def entry(rank, function, size, directory):
+    """The ranks meet in a file: a port that was free a moment ago may be another test's by now."""
     signal.alarm(DEADLINE)
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
+        dist.init_process_group("gloo", store=dist.FileStore(os.path.join(directory, "store"), size), rank=rank,
+                                world_size=size)
         function(rank, size)
+        dist.barrier()
+        dist.destroy_process_group()
     except BaseException:
         with open(os.path.join(directory, f"rank{rank}"), "w", encoding="utf-8") as file:
             file.write(traceback.format_exc())
         raise
-    dist.barrier()
-    dist.destroy_process_group()
     signal.alarm(0)
 
 
 def run(function, size, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    try:
-        mp.spawn(entry, (function, size, port, str(tmp_path)), nprocs=size)
-    except Exception:
-        pytest.fail("\n".join(p.read_text() for p in sorted(tmp_path.glob("rank*"))) or "a rank died without a word")
+    why = None
+    with tempfile.TemporaryDirectory(dir=tmp_path) as directory:
+        try:
+            mp.spawn(entry, (function, size, directory), nprocs=size)
+        except Exception as error:
+            words = [(path.name, path.read_text()) for path in sorted(pathlib.Path(directory).glob("rank*"))]
+            why = "\n".join(f"{name}: {text}" for name, text in words) or f"a rank died without a word: {error}"
+    if why:
+        pytest.fail(why, pytrace=False)
 
 
 def data(*shape, seed=1):
