@@ -426,14 +426,14 @@ TEST(threads_memory_and_ranks_do_not_show)
 static int stop_in_second_chunk(void *context, const nib_progress *progress)
 {
     (void)context;
-    return progress->done > 4 << 20;
+    return progress->done > 1 << 20;
 }
 
-/* Chunks of 4 MB, the last of which decides the scale: any number of threads has its amax and the same hash. One that
- * stops leaves none of the others waiting for its chunk. */
+/* Chunks of 1 MB, the last of which decides the scale: any number of threads has its amax and the same hash. One that
+ * stops leaves none of the others waiting for its chunk. Strips of rows, 1 MB too, give the codes of the whole. */
 TEST(threads_share_the_scan_of_a_file)
 {
-    enum { ROWS = 288, COLS = 16384 };
+    enum { ROWS = 280, COLS = 16384 }; /* strips of 32 rows, the last of 24 */
     uint16_t *values = malloc((size_t)ROWS * COLS * sizeof *values);
     for (size_t i = 0; i < (size_t)ROWS * COLS; i++)
         values[i] = (uint16_t)(0x3C00 + i % 251); /* 2^-7 and a little more */
@@ -449,6 +449,11 @@ TEST(threads_share_the_scan_of_a_file)
     CHECK_OK(quantize(at("in"), fresh("one"), NULL, NULL, &job));
     nib_checkpoint *one = open_good(at("one"));
     CHECK(fabsf(amax_of(one, LAYER "mlp.down_proj") - 2) < 0.2f);
+    nib_checkpoint *in = open_good(at("in"));
+    nib_quantizer q;
+    default_quantizer(&q);
+    check_quantized(in, one, LAYER "mlp.down_proj", &q, 2);
+    nib_checkpoint_close(in);
     nib_checkpoint_close(one);
     for (int32_t threads = 2; threads <= 5; threads++) {
         job.threads = threads;
@@ -458,6 +463,36 @@ TEST(threads_share_the_scan_of_a_file)
         job.progress = stop_in_second_chunk;
         CHECK_FAILS(quantize(at("in"), fresh("two"), NULL, NULL, &job), NIB_ERR_CANCELLED, "stopped");
     }
+    CHECK_OK(nib_os_remove_directory(at("in")));
+}
+
+/* Letters of what is written, in its order: c for the copy of a tensor, q for rows of a weight. */
+static int note_kind(void *context, const nib_progress *progress)
+{
+    char *kinds = context;
+    const size_t n = strlen(kinds);
+    CHECK(n < 60);
+    if (!strcmp(progress->phase, "quantizing"))
+        kinds[n] = progress->tensor && strstr(progress->tensor, "embed") ? 'c' : 'q';
+    return 0;
+}
+
+/* 4 MB that are copied and 8 MB that are quantized: evenly all the way, so that threads do not all write. */
+TEST(copies_are_spread_among_what_takes_time)
+{
+    char kinds[64] = "";
+    CHECK_OK(nib_os_remove_directory(at("in")));
+    CHECK(mkdir(at("in"), 0777) == 0);
+    PUT(at("in/model.safetensors"), { "model.embed_tokens.weight", NIB_BF16, 2, { 2048, 1024 }, 0 },
+        { LAYER "mlp.down_proj.weight", NIB_BF16, 2, { 4096, 1024 }, 0.02f });
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1;
+    job.max_memory = 2 << 20;
+    job.progress = note_kind;
+    job.context = kinds;
+    CHECK_OK(quantize(at("in"), fresh("one"), NULL, NULL, &job));
+    CHECK_THAT(!strcmp(kinds, "qcqqcqqcqqcqq"), "%s", kinds);
     CHECK_OK(nib_os_remove_directory(at("in")));
 }
 

@@ -271,7 +271,7 @@ struct reader {
     bool failed;
 };
 
-enum { CHUNK = 4 << 20, CARRY = 64 };
+enum { CHUNK = 1 << 20, CARRY = 64 }; /* a core's second cache about holds a chunk */
 
 /* Values of a region whose last byte is in the chunk that holds bytes at..at+count-1. */
 static uint32_t largest_in_chunk(const struct region *region, const unsigned char *chunk, uint64_t at, size_t count)

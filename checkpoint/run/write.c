@@ -18,7 +18,8 @@
 #include "nib_shard.h"
 
 enum {
-    COPY_BYTES = 4 << 20,       /* at a time */
+    COPY_BYTES = 1 << 20,       /* at a time, and STRIP_BYTES: what a core's second cache about holds */
+    STRIP_BYTES = 1 << 20,      /* of rows */
     MOST_PANEL_BYTES = 16 << 20 /* more does not help, even where rows run down a stack's columns */
 };
 
@@ -205,29 +206,45 @@ static nib_status find_importance(const nib_plan *plan, struct scratch *scratch,
     return NIB_OK;
 }
 
+/* Rows of a panel that are read and quantized at a time, so few that the core has them when it comes to the second. What
+ * takes more than one read has a panel of memory of its own: all at once. */
+static int64_t strip_rows(const nib_checkpoint *in, const struct nib_ck_weight *w, nib_dtype dtype, int64_t count)
+{
+    enum { BLOCK = 16 };
+    if (nib_ck_read_overhead(in, w, 1, dtype))
+        return count;
+    const int64_t rows = STRIP_BYTES / (nib_max(w->cols, 1) * (int64_t)size_of(dtype)) / BLOCK * BLOCK;
+    return nib_min(nib_max(rows, BLOCK), count);
+}
+
 static nib_status quantize_rows(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
     const nib_dtype dtype = plan->groups[w->group].dtype;
-    const int64_t cols = w->source.cols, shape[2] = { panel->count, cols };
-    const size_t bytes = (size_t)(panel->count * cols) * size_of(dtype);
+    const int64_t cols = w->source.cols, at_once = strip_rows(plan->in, &w->source, dtype, panel->count);
     const float *amax = &writer->run->amaxes[w->group], one = 1;
     const bool unit = nib_run_is_unit(plan, &plan->groups[w->group], *amax);
     nib_overrides overrides = { .bytes = sizeof overrides,
                                 .amax = { unit ? NULL : amax, NULL },
                                 .tensor_scale = { unit ? &one : NULL, NULL } };
-    nib_array x;
     float tensor_scale; /* the group's: write_tensor_scales has it */
-    if (!reserve(&scratch->values, &scratch->values_bytes, bytes) || !reserve_codes(scratch, panel->count, cols))
+    if (!reserve(&scratch->values, &scratch->values_bytes, (size_t)(at_once * cols) * size_of(dtype)) ||
+        !reserve_codes(scratch, panel->count, cols))
         return no_memory();
     TRY(find_importance(plan, scratch, panel->weight, &overrides.importance));
     overrides.importance_count = overrides.importance ? cols : 0;
-    TRY(nib_ck_read_rows(plan->in, &w->source, panel->first, panel->count, dtype, scratch->values));
-    TRY(nib_array_init(&x, scratch->values, dtype, 2, shape));
-    x.device = nib_serial_host();
-    TRY(nib_quantize_lines(&plan->q, &x, &overrides,
-                           &(struct nib_usage_memory){ scratch->codes, scratch->scales, &tensor_scale }));
+    for (int64_t row = 0; row < panel->count; row += at_once) {
+        const int64_t shape[2] = { nib_min(at_once, panel->count - row), cols };
+        nib_array x;
+        TRY(nib_ck_read_rows(plan->in, &w->source, panel->first + row, shape[0], dtype, scratch->values));
+        TRY(nib_array_init(&x, scratch->values, dtype, 2, shape));
+        x.device = nib_serial_host();
+        TRY(nib_quantize_lines(&plan->q, &x, &overrides,
+                               &(struct nib_usage_memory){ scratch->codes + row * nib_ceil_div(cols, 2),
+                                                           scratch->scales + row * nib_ceil_div(cols, 16),
+                                                           &tensor_scale }));
+    }
     return put_codes(writer, scratch, panel, scratch->codes, scratch->scales);
 }
 
@@ -510,10 +527,47 @@ static nib_dtype reading_dtype(const nib_plan *plan, const struct nib_out_weight
                                                                                 : NIB_BF16;
 }
 
+static uint64_t input_bytes(const nib_plan *plan, const struct panel *panel)
+{
+    if (panel->tensor != NIB_NONE)
+        return (uint64_t)panel->count;
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
+    const int bits = nib_ck_formats[w->source.format].bits;
+    return (uint64_t)panel->count * (uint64_t)w->source.cols *
+           (uint64_t)(bits ? bits : nib_dtypes[w->source.dtype].bits) / 8;
+}
+
+/* Spread the panels of tensors, which come first and are hardly more than written, among those of weights, which take
+ * time: only one thread at a time can write to a file, and others that want to would wait for it. */
+static nib_status spread(const struct writer *writer, size_t first, size_t weights)
+{
+    const size_t n = writer->n_panels - first, tensors = weights - first;
+    struct panel *to = writer->panels + first, *from = nib_alloc((n + 1) * sizeof *from);
+    struct kind {
+        const struct panel *next, *end;
+        double taken, bytes; /* of input */
+    } kinds[2] = { { from, from + tensors, 0, 0 }, { from + tensors, from + n, 0, 0 } };
+    if (!from)
+        return no_memory();
+    memcpy(from, to, n * sizeof *from);
+    for (size_t i = 0; i < n; i++)
+        kinds[i >= tensors].bytes += (double)input_bytes(writer->run->plan, &from[i]);
+    for (size_t i = 0; i < n; i++) {
+        const struct kind *a = &kinds[0], *b = &kinds[1];
+        const bool second = a->next == a->end || (b->next < b->end && b->taken * a->bytes <= a->taken * b->bytes);
+        struct kind *kind = &kinds[second];
+        kind->taken += (double)input_bytes(writer->run->plan, kind->next);
+        to[i] = *kind->next++;
+    }
+    nib_free(from);
+    return NIB_OK;
+}
+
 static nib_status cut_file(struct writer *writer, uint32_t file)
 {
     const nib_plan *plan = writer->run->plan;
     const struct writing *f = &writer->files[file];
+    const size_t first = writer->n_panels;
     const uint64_t panel = writer->run->memory / 2 < MOST_PANEL_BYTES ? writer->run->memory / 2 : MOST_PANEL_BYTES;
     const int64_t chunk = (int64_t)(writer->run->memory / 2 < COPY_BYTES ? writer->run->memory / 2 : COPY_BYTES);
     for (uint32_t i = 0; i < f->file->tensors; i++) {
@@ -526,6 +580,7 @@ static nib_status cut_file(struct writer *writer, uint32_t file)
         for (int64_t at = 0; at < bytes; at += at_once)
             TRY(add_panel(writer, (struct panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at) }));
     }
+    const size_t weights = writer->n_panels;
     for (size_t i = 0; i < f->weights; i++) {
         const uint32_t weight = (uint32_t)(f->first_weight + i);
         const struct nib_out_weight *w = &plan->weights[weight];
@@ -533,17 +588,7 @@ static nib_status cut_file(struct writer *writer, uint32_t file)
         for (int64_t row = 0; row < w->source.rows; row += rows)
             TRY(add_panel(writer, (struct panel){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row) }));
     }
-    return NIB_OK;
-}
-
-static uint64_t input_bytes(const nib_plan *plan, const struct panel *panel)
-{
-    if (panel->tensor != NIB_NONE)
-        return (uint64_t)panel->count;
-    const struct nib_out_weight *w = &plan->weights[panel->weight];
-    const int bits = nib_ck_formats[w->source.format].bits;
-    return (uint64_t)panel->count * (uint64_t)w->source.cols *
-           (uint64_t)(bits ? bits : nib_dtypes[w->source.dtype].bits) / 8;
+    return spread(writer, first, weights);
 }
 
 static nib_status write_panel(struct writer *writer, struct scratch *scratch, const struct panel *panel)
