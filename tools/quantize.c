@@ -23,7 +23,7 @@ static struct words servers(void)
 
 struct arguments {
     struct cli_word format, scheme, server, dialect, scale_rule, tensor_scale_rule, activations, preset;
-    const char *min_block_scale, *imatrix, *fold_exponent;
+    const char *min_block_scale, *imatrix, *fold_exponent, *codes;
     bool imatrix_strict, fold, fold_search;
     struct cli_list ignore, only;
     uint64_t shard_bytes;
@@ -128,6 +128,7 @@ static bool set_options(const struct cli_command *self, const struct arguments *
     }
     o->fold = a->fold_search ? NIB_FOLD_SEARCH : a->fold || a->fold_exponent ? NIB_FOLD_FIXED : NIB_FOLD_NONE;
     o->statistics = a->imatrix;
+    o->codes = a->codes;
     o->statistics_strict = a->imatrix_strict;
     o->activation = (nib_activation)a->activations.value;
     if (o->statistics && o->scheme == NIB_SCHEME_NVFP4 && !a->activations.text)
@@ -267,6 +268,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "fold", CLI_FLAG, &a.fold, NULL, "move scales of channels into norms, by the same statistics", 0, 0 },
         { 0, "fold-exponent", CLI_TEXT, &a.fold_exponent, "A", "the same by E[x^2]^(A/2) (default 0.25)", 0, 0 },
         { 0, "fold-search", CLI_FLAG, &a.fold_search, NULL, "the same by the exponents that lose least", 0, 0 },
+        { 0, "codes", CLI_TEXT, &a.codes, "DIRECTORY", "take NVFP4 weights that are in it as they are", 0, 0 },
         { 0, "ignore", CLI_LIST, &a.ignore, "PATTERN", "leave modules as they are: name, glob or re:...", 0, 0 },
         { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantize no others", 0, 0 },
         { 0, "preset", CLI_WORD, &a.preset, "P", "what to quantize: {}", 0, 0 },

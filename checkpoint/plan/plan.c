@@ -66,6 +66,7 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->restore);
     json_decref(plan->source);
     nib_statistics_close(plan->statistics);
+    nib_checkpoint_close(plan->codes);
     nib_free(plan->digests);
     if (plan->fold)
         nib_free(plan->fold->scales);

@@ -7,6 +7,7 @@
  *     plan_patterns.c  patterns of a user that match nothing
  *     plan_build.c   from there to tensors
  *     plan_statistics.c  statistics of inputs: which belong to which weight
+ *     plan_codes.c   NVFP4 weights of another checkpoint
  *     plan_fold.c    scales that move from weights into norms
  *     plan_restore.c stacks and transposed matrices that a plan takes apart, and another puts together again
  *     plan.c         plans put together by steps
@@ -102,6 +103,7 @@ struct nib_out_weight {
     bool interleaved;                   /* they take turns */
     uint32_t group;                     /* QUANTIZE: index in groups */
     struct nib_plan_input statistics;   /* QUANTIZE: they weigh a sweep */
+    const struct nib_ck_weight *codes;  /* QUANTIZE: of plan->codes, taken over instead; NULL: none */
     /* Codes that stay: what tensor scale is written, in the sense of the plan's checkpoint format (CT: the divisor), and
      * what every scale byte becomes (256 bytes in the plan's memory; NULL: itself). */
     float tensor_scale;
@@ -133,6 +135,7 @@ struct nib_out_row {
     const char *statistics; /* the same in words, or why there are none; "" where none are asked for */
     const char *fold;       /* what its columns' scales went into, or "none: " and why; "" where none are asked for */
     bool unit;              /* quantized with a tensor scale of 1 */
+    const struct nib_ck_weight *codes; /* of plan->codes, which it becomes; NULL: it is quantized */
 };
 
 /* What the slices of an entry come to. */
@@ -180,6 +183,7 @@ struct nib_plan {
     struct nib_statistics_digest *digests; /* of its entries */
     bool statistics_strict;                /* every weight must have some */
     struct nib_plan_fold *fold;            /* NULL: nothing is folded */
+    nib_checkpoint *codes;                 /* has weights that are taken over; NULL: none */
     nib_dtype dequantized_dtype;           /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
     json_t *options;                       /* what provenance says of them */
     json_t *config;                        /* config.json as it will be, without provenance; NULL: none is written */
@@ -260,6 +264,12 @@ nib_status nib_plan_mean_squares(const nib_plan *plan, const struct nib_plan_inp
                                  double *tokens);
 /* An amax of activations from the root of a mean square. */
 #define NIB_AMAX_OF_RMS 32.0f
+
+/* ---- Weights of another checkpoint (plan_codes.c) ---- */
+
+nib_status nib_plan_open_codes(nib_plan *plan, const char *path);
+/* Those of every weight that is quantized, once it is known which share a tensor scale. Does nothing without. */
+nib_status nib_plan_find_codes(nib_plan *plan);
 
 /* ---- Scales that move into norms (plan_fold.c) ---- */
 

@@ -399,6 +399,7 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
                                   .dtype = source->dtype,
                                   .group = m->group ? m->group[weight] : NIB_NONE,
                                   .statistics = plan->rows[weight].input,
+                                  .codes = plan->rows[weight].codes,
                                   .norm = NIB_NONE,
                                   .input = 1 };
     w->source.columns = nib_plan_columns(plan, weight);
@@ -746,6 +747,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
         status = keep_whole_sets(&m);
     if (!status)
         status = make_groups(&m);
+    if (!status)
+        status = nib_plan_find_codes(plan);
     if (!status)
         status = nib_plan_find_statistics(plan);
     if (!status)

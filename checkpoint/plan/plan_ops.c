@@ -59,7 +59,7 @@ static nib_status check_source(const nib_checkpoint *in)
 /* ---- Options of a quantization ---- */
 
 /* The first version that is still served: 0.2. */
-enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, fold_exponent) };
+enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, codes) };
 
 nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes)
 {
@@ -433,6 +433,8 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
         status = nib_plan_open_statistics(plan, o->statistics);
     if (!status)
         status = start_fold(plan, o);
+    if (!status && o->codes)
+        status = nib_plan_open_codes(plan, o->codes);
     if (!status)
         status = nib_patterns_create(o->ignore, o->n_ignore, &chooser.ignore);
     if (!status)

@@ -270,7 +270,8 @@ static nib_status keep_codes(const struct writer *writer, struct scratch *scratc
     const struct nib_out_weight *w = &plan->weights[panel->weight];
     if (!reserve_codes(scratch, panel->count, w->source.cols))
         return no_memory();
-    TRY(nib_ck_read_codes(plan->in, &w->source, panel->first, panel->count, scratch->codes, scratch->scales));
+    TRY(nib_ck_read_codes(w->codes ? plan->codes : plan->in, w->codes ? w->codes : &w->source, panel->first,
+                          panel->count, scratch->codes, scratch->scales));
     const size_t scales = (size_t)(panel->count * (w->source.cols / 16));
     for (size_t i = 0; w->scale_map && i < scales; i++)
         scratch->scales[i] = w->scale_map[scratch->scales[i]];
@@ -344,8 +345,12 @@ static nib_status find_values(const struct nib_run *run, const struct nib_out_we
     const nib_tensor_scale sense = nib_ck_formats[plan->format].tensor_scale;
     *tensor_scale = w->action == NIB_ACTION_QUANTIZE ? run->tensor_scales[w->group] : w->tensor_scale;
     *input = w->input;
+    nib_tensor_scale kind;
+    if (w->codes) {
+        TRY(nib_ck_read_tensor_scale(plan->codes, w->codes, &kind, tensor_scale));
+        *tensor_scale = nib_run_translate(*tensor_scale, kind, sense, w->codes->e4m3_max);
+    }
     if (w->as_in_source) {
-        nib_tensor_scale kind;
         int has_input;
         TRY(nib_ck_read_tensor_scale(plan->in, &w->source, &kind, tensor_scale));
         TRY(nib_ck_read_input(plan->in, &w->source, &has_input, input));
@@ -601,8 +606,9 @@ static nib_status write_panel(struct writer *writer, struct scratch *scratch, co
         TRY(write_tensor_scales(writer, panel));
     switch (w->action) {
     case NIB_ACTION_QUANTIZE:
-        return plan->groups[w->group].mxfp4 ? convert_mxfp4(writer, scratch, panel)
-                                            : quantize_rows(writer, scratch, panel);
+        return w->codes                       ? keep_codes(writer, scratch, panel)
+               : plan->groups[w->group].mxfp4 ? convert_mxfp4(writer, scratch, panel)
+                                              : quantize_rows(writer, scratch, panel);
     case NIB_ACTION_CONVERT:
     case NIB_ACTION_REPAIR:
         return keep_codes(writer, scratch, panel);

@@ -9,7 +9,7 @@
 NumPy is enough for this; `nib.torch` has the quantizers, tensors and helpers of TransformerEngine for PyTorch.
 """
 from . import _library
-from ._checkpoint import quantize_checkpoint
+from ._checkpoint import dequantize_checkpoint, quantize_checkpoint
 from ._device import Host
 from ._library import (AmaxChoice, ArgumentError, CancelledError, CommError, DataError, DeviceError, Dialect, DType,
                        DtypeError, Error, ErrorMode, FileError, Format, MismatchError, ModeError, MxRule, NoDataError,

@@ -4,6 +4,7 @@
 The library is loaded when somebody calls: NIB_CHECKPOINT_LIBRARY where that is set, otherwise the one beside libnib, as
 the wheel and a build have it.
 """
+import contextlib
 import ctypes
 import enum
 import os
@@ -12,7 +13,7 @@ from ctypes import (CFUNCTYPE, POINTER as P, Structure, c_char_p, c_double, c_fl
                     c_uint8, c_uint64, c_void_p)
 
 from . import _library
-from ._library import STATUS, ArgumentError, Dialect, ScaleRule, TensorScaleRule, UnsupportedError, raw
+from ._library import STATUS, ArgumentError, Dialect, DType, ScaleRule, TensorScaleRule, UnsupportedError, raw
 
 UNSET = -1
 
@@ -50,7 +51,7 @@ class QuantizeOptions(Structure):
                 ("activation_file", c_char_p), ("preset", c_int), ("ignore", P(c_char_p)), ("n_ignore", c_size_t),
                 ("only", P(c_char_p)), ("n_only", c_size_t), ("shard_bytes", c_uint64), ("keep_split", c_uint8),
                 ("reader", c_int), ("statistics", c_char_p), ("statistics_strict", c_uint8), ("fold", c_int),
-                ("fold_exponent", c_float)]
+                ("fold_exponent", c_float), ("codes", c_char_p)]
 
 
 class PlanRow(Structure):
@@ -81,6 +82,7 @@ FUNCTIONS = {
     "nib_reader_choose": (STATUS, [c_int, P(c_int32), P(c_int32)]),
     "nib_quantize_options_init_sized": (STATUS, [P(QuantizeOptions), c_size_t]),
     "nib_plan_quantize": (STATUS, [c_void_p, P(QuantizeOptions), P(c_void_p)]),
+    "nib_plan_dequantize": (STATUS, [c_void_p, c_int, c_int, P(c_void_p)]),
     "nib_plan_destroy": (None, [c_void_p]),
     "nib_plan_get_facts": (STATUS, [c_void_p, P(PlanFacts)]),
     "nib_plan_get_row": (STATUS, [c_void_p, c_size_t, P(PlanRow)]),
@@ -239,18 +241,18 @@ def _run(lib, plan, out, progress, options, threads, max_memory):
 
 def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, scale=None, tensor_scale=None,
                         min_block_scale=None, dialect=None, activations=None, imatrix=None, imatrix_strict=False,
-                        fold=False, ignore=(), only=(), preset="default", shard_size=0, keep_split=False, threads=0,
-                        max_memory=0, dry_run=False, resume=False, force=False, progress=None):
+                        fold=False, codes=None, ignore=(), only=(), preset="default", shard_size=0, keep_split=False,
+                        threads=0, max_memory=0, dry_run=False, resume=False, force=False, progress=None):
     """Turn a checkpoint into NVFP4, as `nib quantize SOURCE OUT` does: a directory, a safetensors or a GGUF file in, a
     directory that servers load out, or a GGUF file where the name ends in .gguf. Neither needs to fit into memory.
 
         nib.quantize_checkpoint("Qwen3-8B", "Qwen3-8B-NVFP4", imatrix="stats.safetensors", fold=True)
 
     The options are the tool's, by their names: format, scheme, for_ (a server), scale, tensor_scale, min_block_scale,
-    dialect, activations ("one", "norm", "statistics" or a JSON file), imatrix, imatrix_strict, ignore and only (lists
-    of patterns), preset, shard_size and max_memory (bytes), keep_split, threads, dry_run, resume, force. fold is True,
-    an exponent, or "search". progress(phase, done, total, tensor) is called now and then, from one thread at a time;
-    what it raises stops the run and is raised here, and so is nib.CancelledError where it returns something true.
+    dialect, activations ("one", "norm", "statistics" or a JSON file), imatrix, imatrix_strict, codes, ignore and only
+    (lists of patterns), preset, shard_size and max_memory (bytes), keep_split, threads, dry_run, resume, force. fold is
+    True, an exponent, or "search". progress(phase, done, total, tensor) is called now and then, from one thread at a
+    time; what it raises stops the run and is raised here, and so is nib.CancelledError where it returns something true.
     Returns what `--json` prints of the plan: sizes, "note", and "rows" with what became of each weight.
     """
     lib = functions()
@@ -266,14 +268,35 @@ def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, sca
     options.statistics = None if imatrix is None else os.fsencode(imatrix)
     options.statistics_strict, options.keep_split = bool(imatrix_strict), bool(keep_split)
     options.shard_bytes = shard_size
-    checkpoint, plan = c_void_p(), c_void_p()
-    try:
-        lib.nib_checkpoint_open(os.fsencode(source), checkpoint)
-        lib.nib_plan_quantize(checkpoint, options, plan)
+    options.codes = None if codes is None else os.fsencode(codes)
+    with _planned(lib, source, lib.nib_plan_quantize, options) as plan:
         if not dry_run:
             how = RunOptions(bytes=ctypes.sizeof(RunOptions), resume=bool(resume), force=bool(force))
             _run(lib, plan, os.fsencode(out), progress, how, threads, max_memory)
         return _report(lib, plan)
+
+
+def dequantize_checkpoint(source, out, *, dtype=None, threads=0, max_memory=0, resume=False, force=False,
+                          progress=None):
+    """Plain values of a quantized checkpoint, in a directory of safetensors, as `nib dequantize SOURCE OUT` does: every
+    tensor has the name and the shape that it had before. dtype is "f32", "bf16" or "f16"; None: what each had."""
+    lib = functions()
+    words = {"f32": DType.F32, "bf16": DType.BF16, "f16": DType.F16}
+    chosen = len(DType) if dtype is None else _word("dtype", words, dtype)
+    with _planned(lib, source, lib.nib_plan_dequantize, 0, int(chosen)) as plan:
+        how = RunOptions(bytes=ctypes.sizeof(RunOptions), resume=bool(resume), force=bool(force))
+        _run(lib, plan, os.fsencode(out), progress, how, threads, max_memory)
+        return _report(lib, plan)
+
+
+@contextlib.contextmanager
+def _planned(lib, source, make, *options):
+    """A plan of a checkpoint."""
+    checkpoint, plan = c_void_p(), c_void_p()
+    try:
+        lib.nib_checkpoint_open(os.fsencode(source), checkpoint)
+        make(checkpoint, *options, plan)
+        yield plan
     finally:
         lib.nib_plan_destroy(plan)
         lib.nib_checkpoint_close(checkpoint)

@@ -2,6 +2,7 @@
 """nib.quantize_checkpoint: its structs against the header, its keywords against the tool's options, and its runs."""
 import ctypes
 import inspect
+import itertools
 import json
 import os
 import re
@@ -83,11 +84,11 @@ def test_every_option_of_the_tool_is_a_keyword():
 # ---- Runs ----------------------------------------------------------------------------------------------------
 
 
-def write(path, tensors, metadata=None):
+def write(path, tensors, metadata=None, kinds=None):
     header, data = {"__metadata__": metadata or {"format": "pt"}}, b""
     for name, array in tensors.items():
         raw = array.tobytes()
-        dtype = {"float32": "F32", "int64": "I64"}[str(array.dtype)]
+        dtype = (kinds or {}).get(name) or {"float32": "F32", "int64": "I64", "uint8": "U8"}[str(array.dtype)]
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
     text = json.dumps(header).encode()
@@ -181,6 +182,72 @@ def test_options(model, tmp_path):
             plan(**options)
     with pytest.raises(nib.Error, match="absent"):
         nib.quantize_checkpoint(tmp_path / "absent", tmp_path / "out")
+
+
+def test_codes_of_another_checkpoint(model, tmp_path):
+    out, other, chosen = tmp_path / "out", tmp_path / "other", tmp_path / "chosen"
+
+    def run(codes, **options):
+        nib.quantize_checkpoint(model, out, codes=codes, force=True, **options)
+        return read(out / "model.safetensors")
+
+    nib.quantize_checkpoint(model, other, format="modelopt", scale="4over6", tensor_scale="exact")
+    whole = read(other / "model.safetensors")
+    got = run(other)
+    for name in {name.removesuffix(".weight") for name, value in whole.items() if value.dtype == np.uint8} - {NAME}:
+        if not name.endswith("_scale"):
+            assert (got[name + ".weight_packed"] == whole[name + ".weight"]).all()
+            assert (got[name + ".weight_scale"] == whole[name + ".weight_scale"]).all()
+            assert got[name + ".weight_global_scale"][0] == np.float32(1) / whole[name + ".weight_scale_2"]
+    assert "codes_xxh3" in (out / "config.json").read_text()
+    nib.quantize_checkpoint(model, chosen, only=[NAME])  # one is there, the others are quantized as ever
+    again, plain = run(chosen, scale="rtn"), {}
+    nib.quantize_checkpoint(model, out, scale="rtn", force=True)
+    plain = read(out / "model.safetensors")
+    taken = read(chosen / "model.safetensors")
+    assert (again[NAME + ".weight_packed"] == taken[NAME + ".weight_packed"]).all()
+    assert not (plain[NAME + ".weight_packed"] == taken[NAME + ".weight_packed"]).all()
+    assert all((again[name] == value).all() for name, value in plain.items() if NAME not in name)
+
+
+def test_codes_that_do_not_fit(model, tmp_path):
+    made = itertools.count()
+
+    def codes(**changed):
+        place = tmp_path / f"codes-{next(made)}"
+        nib.quantize_checkpoint(model, place, force=True)
+        tensors = {**read(place / "model.safetensors"), **changed}
+        for name in [name for name, value in changed.items() if value is None]:
+            del tensors[name]
+        kinds = {name: "F8_E4M3" for name in tensors if name.endswith("_scale") and "global" not in name}
+        write(place / "model.safetensors", tensors, None, kinds)
+        return place
+
+    up, gate = ("model.layers.0.mlp.up_proj.weight_", "model.layers.0.mlp.gate_proj.weight_")
+    three = {up + part: None for part in ("packed", "scale", "global_scale")}
+    for place, what in ((model, "no NVFP4 weight"), (codes(**three), "gate_proj.*but not.*up_proj.*fuse"),
+                        (codes(**{up + "global_scale": np.array([3], np.float32)}), "tensor scales 3 and 512"),
+                        (codes(**{up + "global_scale": np.array([0], np.float32)}), "tensor scale of .*up_proj.* is 0"),
+                        (codes(**{f"{NAME}.weight_packed": np.zeros((32, 64), np.uint8),
+                                  f"{NAME}.weight_scale": np.zeros((32, 8), np.uint8)}), r"\[32, 128\] there"),
+                        (tmp_path / "absent", "absent")):
+        with pytest.raises(nib.Error, match=what):
+            nib.quantize_checkpoint(model, tmp_path / "none", codes=place, dry_run=True)
+    assert gate + "packed" in read(codes() / "model.safetensors")
+    with pytest.raises(nib.ModeError, match="gguf"):
+        nib.quantize_checkpoint(model, tmp_path / "none.gguf", codes=codes(), dry_run=True)
+
+
+def test_values_come_back(model, tmp_path):
+    nib.quantize_checkpoint(model, tmp_path / "out")
+    report = nib.dequantize_checkpoint(tmp_path / "out", tmp_path / "plain", dtype="f32")
+    before, after = read(model / "model.safetensors"), read(tmp_path / "plain" / "model.safetensors")
+    assert report["changed"] == 4 and {name: value.shape for name, value in before.items()} == \
+        {name: value.shape for name, value in after.items()}
+    error = np.square(before[NAME + ".weight"] - after[NAME + ".weight"]).mean()
+    assert 0 < error < 0.02
+    with pytest.raises(nib.Error, match="f32, bf16, f16"):
+        nib.dequantize_checkpoint(tmp_path / "out", tmp_path / "plain", dtype="u8")
 
 
 def test_a_run_that_is_stopped(model, tmp_path):

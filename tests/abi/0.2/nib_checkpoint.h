@@ -303,6 +303,10 @@ typedef struct nib_quantize_options {
      * output's file nib-fold.scales, by which compare and check undo them. */
     nib_fold fold;
     float fold_exponent; /* below 0: 0.25 */
+    /* A checkpoint whose NVFP4 weights are taken over as they are, codes, block scales and tensor scales, by their names; where
+     * weights are folded, its codes must be of the folded ones. DATA: another shape, one of a fused set alone, or tensor
+     * scales of such that differ. Not with GGUF or stacks of experts that stay whole (MODE). NULL: none. */
+    const char *codes;
 } nib_quantize_options;
 /* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
  * has. */
