@@ -587,6 +587,40 @@ NIB_API nib_status nib_gemm(const nib_operand *a, const nib_operand *b, const ni
 NIB_API nib_status nib_gemm_grouped(const nib_operand *a, const nib_operand *b, const nib_gemm_options *const *options,
                                     const nib_array *y, size_t n);
 
+/* ---- GPTQ ---------------------------------------------------------------------------------------------- */
+
+/* The order in which nib_gptq rounds the columns of a weight, and the matrix by which later ones make up for the errors of
+ * earlier ones, from the Hessian of the weight's input: the mean of x x^T over tokens. `hessian` has the rows of its upper
+ * triangle one behind the other, n (n + 1) / 2 values, as files of statistics have it (docs/calibration.md).
+ *
+ * order[n]: columns by falling mean square (the diagonal), equal ones by their index. u[n][n]: upper triangular, zeros
+ * below, u^T u the inverse of the Hessian in that order with damp times the mean of its diagonal added to the diagonal;
+ * computed in FP64 and rounded once. Channels without input (a diagonal of 0) come last and count with the mean square of
+ * the others; without any input all have 1. Where the sum is not positive definite, the damping is multiplied by 10, up
+ * to three times; *damped (may be NULL) becomes the one that was used. 0.1 is a good damping.
+ *
+ * ARG for a damping that is negative or not finite, for a NaN, an infinity or a negative diagonal; SHAPE for n below 1 or
+ * above 2^31 - 1; DATA where it is not positive definite in the end. On the host only (the device says how many threads),
+ * with about 4 n^2 bytes of memory besides. */
+NIB_API nib_status nib_gptq_factorize(const float *hessian, int64_t n, double damp, nib_device *device, int32_t *order,
+                                      float *u, double *damped);
+
+/* Choose the codes of a tensor anew, so that errors of x[i] cancel in products with the weight's input: t is x quantized,
+ * its scales stay, and its codes change in place. Scales of a sweep with importance are those to begin with; from scales
+ * of NIB_SCALE_RTN little is gained. order and u are those of nib_gptq_factorize, n is K. Rows are independent: panels of
+ * a weight give the bytes of the whole.
+ *
+ * Columns are rounded in their order, each as nib_quantize rounds it; then its error, divided by u[j][j] and multiplied by
+ * u[j][k], is taken from every column k behind it, in FP32 (docs/numerics.md 18). A row with a value that is not finite
+ * keeps its codes, a zero its sign; in a block whose scale is 0 codes become 0. With a u that is diagonal codes stay what
+ * they were but for such blocks.
+ *
+ * x is F32, BF16 or F16 of the tensor's shape (MISMATCH), any strides. The tensor is NVFP4 of the dialect te in 1x16
+ * blocks, to nearest, without an RHT (MODE), and has the rowwise usage alone (USAGE). ARG for an order in which a column
+ * is missing and for a diagonal that is not positive; what else a u of the caller's own has in it is the caller's matter.
+ * On the host only. */
+NIB_API nib_status nib_gptq(const nib_array *x, const int32_t *order, const float *u, int64_t n, nib_tensor *t);
+
 /* ---- Delayed scaling (Float8) -------------------------------------------------------------------------- */
 
 typedef enum nib_amax_choice { NIB_AMAX_MAX = 0, NIB_AMAX_MOST_RECENT, NIB_AMAX_CHOICE_COUNT } nib_amax_choice;

@@ -15,7 +15,7 @@ from ._library import (AmaxChoice, ArgumentError, CancelledError, CommError, Dat
                        DtypeError, Error, ErrorMode, FileError, Format, MismatchError, ModeError, MxRule, NoDataError,
                        OutOfMemoryError, Part, Rounding, ScaleRule, ShapeError, TensorScale, TensorScaleRule,
                        UnsupportedError, Usage, UsageError)
-from ._tensor import Quantizer, Tensor, decode, encode, from_parts, gemm, importance, quantize
+from ._tensor import Quantizer, Tensor, decode, encode, from_parts, gemm, gptq, gptq_factorize, importance, quantize
 
 __version__ = _library.raw.nib_version().decode()
 

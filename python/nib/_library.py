@@ -11,8 +11,8 @@ import ctypes
 import enum
 import itertools
 import os
-from ctypes import (CFUNCTYPE, POINTER as P, Structure, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t,
-                    c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
+from ctypes import (CFUNCTYPE, POINTER as P, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_int64,
+                    c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
 
 # ---- Errors ----------------------------------------------------------------------------------------------
 
@@ -340,6 +340,8 @@ FUNCTIONS = {
     "nib_dialect_from_name": (STATUS, [c_char_p, P(c_int)]),
     "nib_quantize": (STATUS, [P(Quantizer), P(Array), P(Overrides), P(c_void_p)]),
     "nib_importance_normalize": (STATUS, [c_void_p, c_int64, c_void_p]),
+    "nib_gptq_factorize": (STATUS, [c_void_p, c_int64, c_double, c_void_p, c_void_p, c_void_p, P(c_double)]),
+    "nib_gptq": (STATUS, [P(Array), c_void_p, c_void_p, c_int64, c_void_p]),
     "nib_quantize_into": (STATUS, [P(Quantizer), P(Array), P(Overrides), P(c_float), c_void_p]),
     "nib_dequantize": (STATUS, [c_void_p, c_int, P(Array)]),
     "nib_amax": (STATUS, [P(Quantizer), P(Array), P(P(c_float))]),

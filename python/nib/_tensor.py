@@ -5,6 +5,7 @@ A Tensor owns a nib_tensor; its parts are NumPy arrays over the library's memory
 library is short on purpose: descriptions of arrays are kept by dtype, shape and strides and used again.
 """
 import ctypes
+import math
 import weakref
 
 import numpy as np
@@ -451,6 +452,33 @@ def importance(mean_squares):
     out = np.empty_like(squares)
     lib.nib_importance_normalize(squares.ctypes.data, squares.size, out.ctypes.data)
     return out
+
+
+def gptq_factorize(hessian, damp=0.1):
+    """Order and U for gptq() from the Hessian of a weight's input, the mean of x x^T: [K, K], of which the upper
+    triangle is read, or that triangle's rows one behind the other, as files of nib.calibrate have it. Returns (order,
+    U, damp), the last being what was needed to make it positive definite. nib.Host sets the number of threads."""
+    h = np.asarray(hessian)
+    packed = h.ndim == 1
+    n = (math.isqrt(8 * h.size + 1) - 1) // 2 if packed else len(h)
+    if (n * (n + 1) // 2 != h.size) if packed else h.shape != (n, n):
+        raise _library.ShapeError(f"a Hessian is [K, K] or has K (K + 1) / 2 values, not {list(h.shape)}")
+    h = np.ascontiguousarray(h if packed else h[np.triu_indices(n)], np.float32)
+    order, u, used = np.empty(n, np.int32), np.empty((n, n), np.float32), ctypes.c_double()
+    lib.nib_gptq_factorize(h.ctypes.data, n, damp, entered.handle, order.ctypes.data, u.ctypes.data, used)
+    return order, u, used.value
+
+
+def gptq(x, order, u, tensor, dtype=None):
+    """Choose the codes of `tensor`, which is `x` quantized, anew by GPTQ, with order and U of gptq_factorize(), in
+    place. Scales stay: those of a sweep with importance, in a tensor with the rowwise usage alone, are what to begin
+    with."""
+    array, keeper = _arrays.borrow(x, dtype)
+    order, u = np.ascontiguousarray(order, np.int32), np.ascontiguousarray(u, np.float32)
+    if u.shape != (order.size, order.size):
+        raise _library.ShapeError(f"U is {list(u.shape)}, and the order has {order.size} columns")
+    lib.nib_gptq(array, order.ctypes.data, u.ctypes.data, order.size, tensor._handle)
+    del keeper
 
 
 def from_parts(quantizer, shape, dtype="float32", **parts):

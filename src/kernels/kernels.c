@@ -49,15 +49,19 @@ static bool has_amx(void)
 
 const struct nib_isa nib_isas[] = {
     { "scalar", always, &nib_kernels_scalar },
+    { "scalar", always, &nib_gptq_scalar },
 #if defined(__x86_64__)
     { "avx2", has_avx2, &nib_kernels_avx2 },
     { "avx2", has_avx2, &nib_products_avx2 },
+    { "avx2", has_avx2, &nib_gptq_avx2 },
     { "avx512", has_avx512, &nib_kernels_avx512 },
+    { "avx512", has_avx512, &nib_gptq_avx512 },
     { "avx512", has_vnni, &nib_products_avx512 },
     { "amx", has_amx, &nib_products_amx },
 #elif defined(__aarch64__)
     { "neon", always, &nib_kernels_neon },
     { "neon", always, &nib_products_neon },
+    { "neon", always, &nib_gptq_neon },
     { "neon", nib_os_has_sdot, &nib_products_sdot },
 #endif
     { NULL, NULL, NULL },

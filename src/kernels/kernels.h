@@ -79,6 +79,20 @@ typedef void nib_inverse_rht_fn(void *y, const float *x, int64_t n, uint16_t sig
 typedef void nib_transpose_fn(const uint8_t *in, int64_t in_stride, int64_t rows, int64_t cols, uint8_t *out,
                               int64_t out_stride);
 
+/* c[i][j] = c[i][j] - a[p][i] * b[p][j] for p = 0 .. k-1, one after the other, each product and each difference rounded:
+ * the one step of GPTQ and of the factorization before it. Slots F32 and F64; strides are elements from row to row; m is
+ * any number, n a multiple of NIB_SUBTRACT_STEP. c may be the rows of b that follow those that are read. */
+enum { NIB_SUBTRACT_STEP = 32 };
+typedef void nib_subtract_fn(void *c, int64_t c_stride, const void *a, int64_t a_stride, const void *b,
+                             int64_t b_stride, int64_t m, int64_t n, int64_t k);
+
+/* GPTQ: round n values (a multiple of 16) of one column, each of another row with the factor and the decode factor of
+ * its block; w becomes (w - q) / pivot. codes has one a byte; NIB_CODE_OF_ZERO is added where w is 0, whose sign says
+ * nothing. */
+enum { NIB_CODE_OF_ZERO = 16 };
+typedef void nib_round_column_fn(float *w, const float *factors, const float *decode_factors, float pivot, int64_t n,
+                                 uint8_t *codes);
+
 /* Every slot: the operation, and what it is indexed by. A format without kernels of its own has those of slot
  * NIB_GENERIC_FORMAT. */
 enum { NIB_GENERIC_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
@@ -90,7 +104,9 @@ enum { NIB_GENERIC_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
     X(quantize_both, NIB_FORMAT_SLOTS) \
     X(decode, NIB_FORMAT_SLOTS)        \
     X(inverse_rht, NIB_DTYPE_COUNT)    \
-    X(transpose, NIB_DTYPE_COUNT)
+    X(transpose, NIB_DTYPE_COUNT)      \
+    X(subtract, NIB_DTYPE_COUNT)       \
+    X(round_column, NIB_FORMAT_SLOTS)
 
 /* Those of products, which go together (product.h). */
 #define NIB_PRODUCT_KERNELS(X)      \
@@ -116,6 +132,7 @@ extern const struct nib_isa nib_isas[]; /* ends with a NULL name */
 extern const struct nib_kernels nib_kernels_scalar, nib_kernels_avx2, nib_kernels_avx512, nib_kernels_neon;
 extern const struct nib_kernels nib_products_avx2, nib_products_avx512, nib_products_amx, nib_products_neon,
     nib_products_sdot;
+extern const struct nib_kernels nib_gptq_scalar, nib_gptq_avx2, nib_gptq_avx512, nib_gptq_neon;
 
 nib_multiply_fn nib_multiply_scalar; /* of every kind: the reference */
 

@@ -105,19 +105,26 @@ nib_status nib_quantize_usages(const nib_device *host, const nib_quantizer *q, c
     return NIB_OK;
 }
 
+nib_status nib_lines_geometry(const nib_quantizer *q, const nib_array *x, nib_quantizer *lines,
+                              struct nib_geometry *geometry)
+{
+    TRY(nib_quantizer_load(q, lines));
+    lines->rowwise = 1;
+    lines->columnwise = lines->swizzled = 0;
+    TRY(nib_check_input(lines, x->dtype, x->rank, x->shape, geometry));
+    struct nib_usage_geometry *g = &geometry->usage[NIB_ROWWISE];
+    g->scale_shape[0] = g->valid_shape[0];
+    g->scale_shape[1] = g->scale_line = g->valid_shape[1];
+    g->scales_bytes = g->valid_shape[0] * g->valid_shape[1] * g->scale_bytes;
+    return NIB_OK;
+}
+
 nib_status nib_quantize_lines(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                               const struct nib_usage_memory *memory)
 {
     nib_quantizer lines;
     struct nib_geometry geometry;
-    TRY(nib_quantizer_load(q, &lines));
-    lines.rowwise = 1;
-    lines.columnwise = lines.swizzled = 0;
-    TRY(nib_check_input(&lines, x->dtype, x->rank, x->shape, &geometry));
-    struct nib_usage_geometry *g = &geometry.usage[NIB_ROWWISE];
-    g->scale_shape[0] = g->valid_shape[0];
-    g->scale_shape[1] = g->scale_line = g->valid_shape[1];
-    g->scales_bytes = g->valid_shape[0] * g->valid_shape[1] * g->scale_bytes;
+    TRY(nib_lines_geometry(q, x, &lines, &geometry));
     const struct nib_usage_memory usages[2] = { [NIB_ROWWISE] = *memory };
     return nib_quantize_usages(nib_device_of(x->device), &lines, x, overrides, &geometry, usages);
 }

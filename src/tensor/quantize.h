@@ -48,6 +48,10 @@ nib_status nib_quantize_usages(const nib_device *host, const nib_quantizer *q, c
 NIB_PRIVATE nib_status nib_quantize_lines(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
                                           const struct nib_usage_memory *memory);
 
+/* The options and the geometry of that. */
+nib_status nib_lines_geometry(const nib_quantizer *q, const nib_array *x, nib_quantizer *lines,
+                              struct nib_geometry *geometry);
+
 /* Rows first..first+count-1 of the matrix from one usage to `out`, whose leading dims have `count` rows in all. */
 void nib_dequantize_usage(const nib_device *host, const nib_quantizer *q, const struct nib_geometry *geometry,
                           nib_usage from, const struct nib_usage_memory *memory, int64_t first, int64_t count,

@@ -44,13 +44,13 @@ def functions():
 
 
 def kind_of(declaration):
-    """pointer, float, an integer's width and sign, or void; of a C declaration."""
+    """pointer, float, double, an integer's width and sign, or void; of a C declaration."""
     declaration = declaration.strip()
     if "*" in declaration or "[" in declaration or "(" in declaration:
         return "pointer"
     word = next(w for w in re.findall(r"\w+", declaration) if w not in ("const", "struct"))
-    kinds = {"float": "float", "int": "i4", "int32_t": "i4", "int64_t": "i8", "size_t": "u8", "uint64_t": "u8",
-             "uint8_t": "u1", "uint16_t": "u2", "uint32_t": "u4", "void": "void"}
+    kinds = {"float": "float", "double": "double", "int": "i4", "int32_t": "i4", "int64_t": "i8", "size_t": "u8",
+             "uint64_t": "u8", "uint8_t": "u1", "uint16_t": "u2", "uint32_t": "u4", "void": "void"}
     return kinds.get(word, "i4")  # what is left are enums
 
 
@@ -59,8 +59,8 @@ def kind_of_ctypes(t):
         return "void"
     if t in (ctypes.c_void_p, ctypes.c_char_p) or issubclass(t, ctypes._Pointer):
         return "pointer"
-    if t is ctypes.c_float:
-        return "float"
+    if t in (ctypes.c_float, ctypes.c_double):
+        return "float" if t is ctypes.c_float else "double"
     return ("u" if t(-1).value > 0 else "i") + str(ctypes.sizeof(t))
 
 

@@ -274,6 +274,33 @@ def test_overrides(x):
     assert f.row_tensor_scale[0] == 0.5
 
 
+def test_gptq(x):
+    rng = np.random.default_rng(5)
+    inputs = rng.normal(size=(200, 64)) @ rng.normal(size=(64, 64))
+    hessian = (inputs.T @ inputs / len(inputs)).astype(np.float32)
+    order, u, damp = nib.gptq_factorize(hessian)
+    assert damp == 0.1 and np.array_equal(order, np.argsort(-np.diag(hessian), kind="stable"))
+    upper = np.triu(hessian.astype(np.float64))
+    damped = (upper + np.triu(upper, 1).T)[np.ix_(order, order)] + 0.1 * np.diag(hessian).mean() * np.eye(64)
+    wanted = np.linalg.cholesky(np.linalg.inv(damped)).T
+    assert np.abs(u - wanted).max() < 1e-6 * np.abs(wanted).max()
+    for same in (nib.gptq_factorize(hessian[np.triu_indices(64)]), nib.gptq_factorize(hessian.astype(np.float64))):
+        assert np.array_equal(order, same[0]) and np.array_equal(u, same[1])
+
+    weighed = {"importance": nib.importance(np.diag(hessian))}
+    t = nib.quantize(x, columnwise=False, scale_rule="sweep", overrides=weighed)
+    scales, before = t.row_scale.copy(), t.dequantize()
+    nib.gptq(x, order, u, t)
+    losses = [np.trace((y - x) @ hessian @ (y - x).T) for y in (before, t.dequantize())]
+    assert losses[1] < 0.9 * losses[0] and np.array_equal(scales, t.row_scale)
+    with pytest.raises(nib.ShapeError, match=r"not \[65\]"):
+        nib.gptq_factorize(np.ones(65))
+    with pytest.raises(nib.ShapeError, match=r"U is \[64, 63\]"):
+        nib.gptq(x, order, u[:, 1:], t)
+    with pytest.raises(nib.ArgumentError, match="NaN"):
+        nib.gptq_factorize(hessian * np.nan)
+
+
 def test_gemm_and_codes(x):
     a, b = nib.quantize(x), nib.quantize(x[:32])
     y = nib.gemm(a, b)
