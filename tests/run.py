@@ -268,7 +268,8 @@ def stage_asan(tally):
     path = build(tally, "build/asan", flags)
     if path:
         run_together(tally, program_jobs(path, {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1",
-                                                "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}))
+                                                "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+                                                "NIB_FUZZ_MS": "500"}))
 
 
 def stage_serial(tally):
