@@ -110,6 +110,9 @@ static nib_status array_of(const struct dl_tensor *in, nib_device *device, nib_a
         const uintptr_t first = (uintptr_t)in->data + in->byte_offset;
         if (!in->data)
             return nib_fail(NIB_ERR_ARG, "a DLPack tensor's data is NULL");
+        if (in->byte_offset > UINTPTR_MAX - (uintptr_t)in->data)
+            return nib_fail(NIB_ERR_SHAPE, "a DLPack tensor: byte_offset %llu reaches beyond any memory",
+                            (unsigned long long)in->byte_offset);
         if (low == INT64_MIN || !nib_add(high, -low, &span) || !nib_add(span, size, &span) || first < (uintptr_t)-low ||
             first > UINTPTR_MAX - (uintptr_t)high - (uintptr_t)size)
             return nib_fail(NIB_ERR_SHAPE, "a DLPack tensor: its strides reach beyond any memory");
