@@ -20,6 +20,7 @@ struct repair {
     float *tensor_scales, *inputs; /* of each weight, as they will be written */
     const uint8_t **maps;          /* of each weight's scales, or NULL */
     bool *with_input;
+    bool all_inputs; /* a configuration that is made anew says of all weights that activations are quantized */
 };
 
 static nib_status no_memory(const struct repair *r)
@@ -54,6 +55,15 @@ static bool has_tensor_scale(const struct repair *r, size_t i)
 {
     const struct nib_check_weight *x = &r->k.weights[i];
     return can_write(r, i) && (x->tensor_scale_good || x->tensor_scale_inverted);
+}
+
+/* A stack of experts is one tensor with one tensor scale: its codes and block scales are copied, and a tensor of its own
+ * takes the place of a tensor scale that is wrong or missing. */
+static bool is_stack(const struct repair *r, size_t i)
+{
+    const struct nib_ck_weight *w = &r->k.c->weights[i];
+    return r->k.weights[i].nvfp4 && w->format == r->plan->format && w->index >= 0 &&
+           !r->k.broken[w->tensor[NIB_ROLE_DATA]];
 }
 
 /* ---- Tensor scales ---- */
@@ -117,6 +127,30 @@ static nib_status share_tensor_scale(struct repair *r, const struct nib_check_me
     return NIB_OK;
 }
 
+/* ---- Activations ---- */
+
+/* What is not described by a configuration of one kind of NVFP4 cannot be described anew. */
+static bool is_uniform(const struct repair *r)
+{
+    const nib_checkpoint *c = r->k.c;
+    for (size_t i = 0; i < c->n_weights; i++)
+        if (c->weights[i].format != NIB_CHECKPOINT_FORMAT_PLAIN && c->weights[i].format != r->plan->format)
+            return false;
+    return true;
+}
+
+/* Where one weight has a scale of activations and the configuration is made anew, all get one. */
+static void spread_inputs(struct repair *r)
+{
+    const nib_checkpoint *c = r->k.c;
+    bool any = false;
+    for (size_t i = 0; i < c->n_weights; i++)
+        any |= can_write(r, i) ? r->with_input[i] : is_stack(r, i) && c->weights[i].tensor[NIB_ROLE_INPUT] != NIB_NONE;
+    r->all_inputs = any && r->configuration && is_uniform(r);
+    for (size_t i = 0; i < c->n_weights && r->all_inputs; i++)
+        r->with_input[i] |= can_write(r, i);
+}
+
 /* The largest of the group: too large a scale costs small activations, too small a one clips. */
 static void share_input(struct repair *r, const struct nib_check_member *first, size_t n)
 {
@@ -138,6 +172,7 @@ static nib_status choose_values(struct repair *r)
     for (size_t i = 0; i < c->n_weights; i++)
         if (can_write(r, i))
             TRY(own_values(r, i));
+    spread_inputs(r);
     TRY(nib_check_members(c, &groups));
     nib_status status = NIB_OK;
     for (size_t i = 0, end; !status && i < groups.n && nib_ck_formats[r->plan->format].fused; i = end) {
@@ -190,20 +225,11 @@ static nib_status add_repaired(struct repair *r, uint32_t weight)
 
 /* ---- Stacks ---- */
 
-/* A stack of experts is one tensor with one tensor scale: its codes and block scales are copied, and a tensor of its own
- * takes the place of a tensor scale that is wrong or missing. */
-static bool is_stack(const struct repair *r, size_t i)
-{
-    const struct nib_ck_weight *w = &r->k.c->weights[i];
-    return r->k.weights[i].nvfp4 && w->format == r->plan->format && w->index >= 0 &&
-           !r->k.broken[w->tensor[NIB_ROLE_DATA]];
-}
-
 static bool misses_input(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
     return is_stack(r, i) && w->tensor[NIB_ROLE_INPUT] == NIB_NONE &&
-           nib_check_wants_input(&r->k, r->k.c->tensors[w->tensor[NIB_ROLE_DATA]].name);
+           (r->all_inputs || nib_check_wants_input(&r->k, r->k.c->tensors[w->tensor[NIB_ROLE_DATA]].name));
 }
 
 /* What a tensor scale of a stack becomes; false: it is copied. One for each expert is not touched. */
@@ -294,16 +320,6 @@ static nib_status add_tensors(struct repair *r)
 }
 
 /* ---- The plan ---- */
-
-/* What is not described by a configuration of one kind of NVFP4 cannot be described anew. */
-static bool is_uniform(const struct repair *r)
-{
-    const nib_checkpoint *c = r->k.c;
-    for (size_t i = 0; i < c->n_weights; i++)
-        if (c->weights[i].format != NIB_CHECKPOINT_FORMAT_PLAIN && c->weights[i].format != r->plan->format)
-            return false;
-    return true;
-}
 
 static nib_status choose_configuration(struct repair *r)
 {

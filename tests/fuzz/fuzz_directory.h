@@ -20,7 +20,7 @@ static char directories[FOLDERS][64];
 static int n_directories;
 static pid_t owner;
 
-static void remove_directories(void)
+static inline void remove_directories(void)
 {
     for (int i = 0; i < n_directories && owner == getpid(); i++) {
         DIR *listing = opendir(directories[i]);
@@ -34,7 +34,7 @@ static void remove_directories(void)
 }
 
 /* One more directory: where TMPDIR says, or else in memory where there is such a place. It goes with the process. */
-static const char *make_directory(void)
+static inline const char *make_directory(void)
 {
     char *path = directories[n_directories++];
     const char *tmp = getenv("TMPDIR"), *memory = access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm";
@@ -46,7 +46,7 @@ static const char *make_directory(void)
     return path;
 }
 
-static void put_file(const char *directory, const char *name, const void *bytes, size_t count)
+static inline void put_file(const char *directory, const char *name, const void *bytes, size_t count)
 {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", directory, name);
@@ -62,7 +62,7 @@ struct put_tensor {
     uint8_t fill; /* every byte */
 };
 
-__attribute__((unused)) static void put_tensors(const char *directory, const char *name, const struct put_tensor *tensors, size_t n)
+static inline void put_tensors(const char *directory, const char *name, const struct put_tensor *tensors, size_t n)
 {
     char path[256];
     static uint8_t data[1 << 16];
@@ -85,13 +85,13 @@ __attribute__((unused)) static void put_tensors(const char *directory, const cha
 
 /* ---- The walk ---- */
 
-static int known(nib_status status)
+static inline int known(nib_status status)
 {
     return status == NIB_OK || status == NIB_ERR_DATA || status == NIB_ERR_UNSUPPORTED || status == NIB_ERR_MODE ||
            status == NIB_ERR_SHAPE;
 }
 
-static void walk_weights(const nib_checkpoint *c, size_t weights)
+static inline void walk_weights(const nib_checkpoint *c, size_t weights)
 {
     static float values[1 << 16];
     static uint8_t codes[1 << 15], scales[1 << 12];
@@ -121,7 +121,7 @@ static void walk_weights(const nib_checkpoint *c, size_t weights)
     }
 }
 
-static void walk_plan(nib_status status, nib_plan *plan)
+static inline void walk_plan(nib_status status, nib_plan *plan)
 {
     require(known(status) || status == NIB_ERR_ARG, "the status of a plan");
     require(!status == (plan != NULL), "a plan or none");
@@ -138,7 +138,7 @@ static void walk_plan(nib_status status, nib_plan *plan)
     nib_plan_destroy(plan);
 }
 
-static void walk_plans(const nib_checkpoint *c)
+static inline void walk_plans(const nib_checkpoint *c)
 {
     static const nib_checkpoint_format formats[] = { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_CHECKPOINT_FORMAT_GGUF,
                                             NIB_CHECKPOINT_FORMAT_TORCHAO };
@@ -165,7 +165,7 @@ static void walk_plans(const nib_checkpoint *c)
     walk_plan(status, plan);
 }
 
-static int look_at_finding(void *context, const nib_finding *finding)
+static inline int look_at_finding(void *context, const nib_finding *finding)
 {
     (void)context;
     require(nib_severity_name(finding->severity) && *finding->id && *finding->tensor && *finding->fact &&
@@ -174,7 +174,7 @@ static int look_at_finding(void *context, const nib_finding *finding)
     return 0;
 }
 
-static void walk_findings(const nib_checkpoint *c)
+static inline void walk_findings(const nib_checkpoint *c)
 {
     nib_job job;
     nib_job_init(&job);
@@ -183,7 +183,7 @@ static void walk_findings(const nib_checkpoint *c)
 }
 
 /* Open a directory, whatever is in it, and use what came of it. */
-static void try_directory(const char *path)
+static inline void try_directory(const char *path)
 {
     nib_checkpoint *c = NULL;
     const nib_status status = nib_checkpoint_open(path, &c);
