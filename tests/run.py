@@ -681,6 +681,13 @@ def fuzz_objects(folder):
     return objects, ""
 
 
+def wraps_of(source):
+    """What makes allocations fail, for a target that says so, as in CMakeLists.txt."""
+    with open(source, encoding="utf-8") as file:
+        wraps = "NIB_TEST_WRAP_ALLOC" in file.read()
+    return ["-DNIB_TEST_WRAP_ALLOC", "-Wl,--wrap=aligned_alloc,--wrap=realloc"] if wraps else []
+
+
 def stage_fuzz(tally):
     """libFuzzer on a copy of each corpus; what it finds stays in build/fuzz/NAME."""
     seconds = os.environ.get("NIB_FUZZ_SECONDS", "600")
@@ -700,7 +707,7 @@ def stage_fuzz(tally):
             shutil.copy(file, folder + "/corpus")
         status, output = run(["clang", "-std=gnu11", "-g", "-O1", "-fno-sanitize-recover=all",
                               "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", source,
-                              *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
+                              *wraps_of(source), *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
         words = [f"-dict={file}" for file in files(f"tests/fuzz/{name}.dict")]
         if status != 0:
             return status, output

@@ -1,0 +1,987 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * fuzz_api.c - sequences of calls on a few tensors, on the host and on a device whose memory only its operations reach,
+ * with allocations that fail: after every call each tensor has the bytes, the facts and the shared buffers of its model in
+ * plain arrays (plain.h), and a call is accepted exactly where its contract says so. NIB_TEST_WRAP_ALLOC
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+
+#include "nib_file.h"
+#include "nib_reference.h"
+#include "nib_shard.h"
+#include "fake_device.h"
+#include "fuzz_directory.h"
+#include "plain.h"
+#include "tensor/tensor.h"
+#include "test_alloc.h"
+
+enum { SLOTS = 4, CALLS = 24, PART_SPACE = 1 << 17 };
+
+struct slot {
+    nib_tensor *t; /* NULL: free */
+    struct model m;
+    nib_device *device; /* NULL or the fake one */
+};
+
+static struct slot slots[SLOTS];
+static nib_device *fake;
+static uint8_t wanted[PART_SPACE];
+
+/* ---- A call that may run out of memory ---- */
+
+static bool injected;
+
+static void begin(struct draws *d)
+{
+    const int n = draw(d, 32);
+    injected = n < 8;
+    allocations_left = injected ? n : -1;
+}
+
+/* Whether it did what it should; a call that failed has said why, and failed where it should. */
+static bool done(nib_status status, bool accepted, const char *what)
+{
+    allocations_left = -1;
+    if (status == NIB_ERR_MEMORY && injected)
+        return false;
+    if (status)
+        require(!accepted && *nib_last_error(), what);
+    else
+        require(accepted, what);
+    return !status;
+}
+
+/* ---- Every tensor is what its model is ---- */
+
+static void check_parts(const nib_tensor *t, const struct model *m)
+{
+    static const nib_part parts[2][KINDS] = { { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE },
+                                              { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_TENSOR_SCALE } };
+    for (int usage = 0; usage < 2; usage++)
+        for (int kind = 0; kind < KINDS; kind++) {
+            const nib_buffer *buffer = nib_tensor_buffer(t, parts[usage][kind]);
+            require((buffer != NULL) == (m->part[usage][kind] != NULL), "a part that is there or not");
+            if (!buffer)
+                continue;
+            const size_t bytes = part_bytes(m, usage, kind, wanted, sizeof wanted);
+            require(nib_buffer_bytes(buffer) == bytes, "the size of a part");
+            require(!bytes || !memcmp(nib_buffer_data(buffer), wanted, bytes), "the bytes of a part");
+        }
+}
+
+static void check_slot(const struct slot *s)
+{
+    nib_metadata facts = { .bytes = sizeof facts };
+    const struct model *m = &s->m;
+    require(!nib_tensor_get_metadata(s->t, &facts), "facts");
+    require(facts.format == m->q.format && facts.dtype == m->dtype && facts.rank == m->rank && facts.rows == m->rows &&
+                facts.cols == m->cols && !memcmp(facts.shape, m->shape, sizeof m->shape),
+            "format, dtype and shape");
+    require(facts.rowwise == has(m, 0) && facts.columnwise == has(m, 1) &&
+                facts.columnwise_valid == (has(m, 1) && !m->stale),
+            "usages");
+    require(nib_quantizer_equal(facts.quantizer, &m->q), "the quantizer");
+    require(nib_tensor_device(s->t) == s->device, "the device");
+    nib_tensor *here = NULL;
+    if (s->device)
+        require(!nib_tensor_to(s->t, NULL, &here), "the way to the host");
+    check_parts(s->device ? here : s->t, m);
+    nib_tensor_destroy(here);
+}
+
+/* Buffers are shared where arrays are, and nowhere else. */
+static void check_sharing(const struct slot *a, const struct slot *b)
+{
+    static const nib_part parts[2] = { NIB_ROW_DATA, NIB_COL_DATA };
+    for (int usage = 0; usage < 2; usage++)
+        if (has(&a->m, usage) && has(&b->m, usage))
+            require((nib_tensor_buffer(a->t, parts[usage]) == nib_tensor_buffer(b->t, parts[usage])) ==
+                        (a->m.part[usage][CODES] == b->m.part[usage][CODES]),
+                    "sharing");
+}
+
+static void check_all(void)
+{
+    for (int i = 0; i < SLOTS; i++) {
+        if (!slots[i].t)
+            continue;
+        check_slot(&slots[i]);
+        for (int j = 0; j < i; j++)
+            if (slots[j].t)
+                check_sharing(&slots[i], &slots[j]);
+    }
+}
+
+static void free_slot(struct slot *s)
+{
+    if (!s->t)
+        return;
+    nib_tensor_destroy(s->t);
+    drop_all(&s->m);
+    *s = (struct slot){ 0 };
+}
+
+/* A result goes to a place of its own. */
+static void keep(struct draws *d, nib_tensor *t, struct model m, nib_device *device)
+{
+    struct slot *s = &slots[draw(d, SLOTS)];
+    free_slot(s);
+    *s = (struct slot){ t, m, device };
+}
+
+/* ---- What is drawn ---- */
+
+static bool now_and_then(struct draws *d) { return draw(d, 6) == 1; }
+
+static void vary_quantizer(struct draws *d, nib_quantizer *q)
+{
+    const uint64_t which = draw_bytes(d, 3);
+#define VARY(bit, field, value) \
+    if (which >> (bit)&1)       \
+    q->field = value
+    VARY(0, rowwise, (uint8_t)draw(d, 2));
+    VARY(1, columnwise, (uint8_t)draw(d, 2));
+    VARY(2, swizzled, (uint8_t)draw(d, 2));
+    VARY(3, row_scaled, (uint8_t)draw(d, 2));
+    VARY(4, rht, (uint8_t)draw(d, 2));
+    VARY(5, rht_rowwise, (uint8_t)draw(d, 2));
+    VARY(6, rht_sign_mask, (uint16_t)draw_bytes(d, 2));
+    if (which >> 7 & 1)
+        q->block_dims[0] = draw(d, 2) ? q->block_dims[1] : 1;
+    VARY(8, scale_rule, (nib_scale_rule)draw(d, NIB_SCALE_RULE_COUNT));
+    VARY(9, rounding, (nib_rounding)draw(d, NIB_ROUNDING_COUNT));
+    VARY(10, dialect, (nib_dialect)draw(d, NIB_DIALECT_COUNT));
+    VARY(11, tensor_scale_rule, (nib_tensor_scale_rule)draw(d, NIB_TENSOR_SCALE_RULE_COUNT));
+    VARY(12, min_block_scale, draw(d, 2) ? 0x1p-6f : 0);
+    VARY(13, error_mode, (nib_error_mode)draw(d, NIB_ERROR_MODE_COUNT));
+    VARY(14, fast_error, (uint8_t)draw(d, 2));
+    VARY(15, e4m3_max, draw(d, 2) ? 256 : 448);
+    VARY(16, seed, draw_bytes(d, 2));
+    VARY(17, offset, draw_bytes(d, 2));
+    VARY(18, origin[0], 16 * draw(d, 4));
+    VARY(19, origin[1], 16 * draw(d, 4));
+    VARY(20, pow2_scales, (uint8_t)draw(d, 2));
+    VARY(21, mx_rule, (nib_mx_rule)draw(d, NIB_MX_RULE_COUNT));
+    VARY(22, element, (nib_dtype)(draw(d, 2) ? NIB_E5M2 : NIB_E4M3));
+    VARY(23, no_tensor_scale, (uint8_t)draw(d, 2));
+#undef VARY
+}
+
+static nib_quantizer draw_quantizer(struct draws *d)
+{
+    static const nib_format formats[] = { NIB_NVFP4, NIB_NVFP4,        NIB_NVFP4, NIB_NVFP4,
+                                          NIB_MXFP8, NIB_FLOAT8_BLOCK, NIB_MXFP4, NIB_FLOAT8 };
+    nib_quantizer q;
+    require(!nib_quantizer_init_format(&q, formats[draw(d, 8)]), "defaults");
+    if (draw(d, 4))
+        vary_quantizer(d, &q);
+    return q;
+}
+
+static int draw_shape(struct draws *d, int64_t shape[3])
+{
+    static const int64_t dims[] = { 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 64, 80, 128, 130, 0 };
+    const int rank = 1 + draw(d, 3);
+    int64_t elements = 1;
+    for (int i = 0; i < rank; i++) {
+        shape[i] = dims[draw(d, 16)];
+        elements *= shape[i] ? shape[i] : 1;
+        if (elements > ELEMENTS) {
+            elements /= shape[i];
+            shape[i] = 1;
+        }
+    }
+    return rank;
+}
+
+/* Values: a contiguous copy for the model, and the array that a call gets. */
+struct values {
+    _Alignas(64) uint8_t plain[4 * ELEMENTS], memory[16 * ELEMENTS];
+    nib_dtype dtype;
+    nib_array array;
+    void *uploaded;
+};
+static struct values given;
+
+static float draw_value(uint64_t seed, int64_t i, int kind)
+{
+    static const float special[] = { __builtin_nanf(""), __builtin_inff(), -__builtin_inff(), 3.4e38f, -0.0f, 1e-45f };
+    uint64_t z = seed + (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z ^= z >> 27;
+    const float uniform = (float)(int32_t)(z >> 32) * 0x1p-30f;
+    switch (kind) {
+    case 0:
+        return 0;
+    case 1:
+        return uniform * 1e-38f;
+    case 2:
+        return uniform * 1e30f;
+    case 3:
+        return z % 16 ? uniform : special[z / 16 % 6];
+    case 4:
+        return (float)(int)(z % 13) - 6; /* on the grid and between */
+    default:
+        return uniform;
+    }
+}
+
+/* Strides of the array in memory: contiguous, with gaps, backwards, or the first dims last. */
+static void draw_strides(struct draws *d, nib_array *a)
+{
+    const int kind = draw(d, 8), gap = kind == 1 ? 3 : 0;
+    int64_t step = 1;
+    for (int n = 0; n < a->rank; n++) {
+        const int i = kind == 2 ? n : a->rank - 1 - n;
+        a->strides[i] = step;
+        step *= (a->shape[i] ? a->shape[i] : 1) + (n ? 0 : gap);
+    }
+    const int64_t width = nib_dtype_bits(a->dtype) / 8;
+    int64_t reach = 0, first = 0;
+    for (int i = 0; i < a->rank; i++) {
+        const int64_t last = a->shape[i] ? a->shape[i] - 1 : 0;
+        reach += last * a->strides[i];
+        if (kind == 3) {
+            first += last * a->strides[i];
+            a->strides[i] = -a->strides[i];
+        }
+    }
+    a->bytes = (size_t)((reach + 1) * width);
+    a->offset = (size_t)(first * width);
+}
+
+static uint8_t *element(const nib_array *a, uint8_t *memory, int64_t n)
+{
+    int64_t at = 0;
+    for (int i = a->rank - 1; i >= 0; i--) {
+        at += n % a->shape[i] * a->strides[i];
+        n /= a->shape[i];
+    }
+    return memory + (int64_t)a->offset + at * (nib_dtype_bits(a->dtype) / 8);
+}
+
+static int64_t count_of(const nib_array *a)
+{
+    int64_t n = 1;
+    for (int i = 0; i < a->rank; i++)
+        n *= a->shape[i];
+    return n;
+}
+
+static void draw_values(struct draws *d, int rank, const int64_t *shape, nib_device *device)
+{
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    struct values *v = &given;
+    v->dtype = dtypes[draw(d, 3)];
+    const uint64_t seed = draw_bytes(d, 2);
+    const int kind = draw(d, 8);
+    require(!nib_array_init(&v->array, v->memory, v->dtype, rank, shape), "an array");
+    draw_strides(d, &v->array);
+    require(v->array.bytes <= sizeof v->memory, "space for values");
+    const size_t width = (size_t)nib_dtype_bits(v->dtype) / 8;
+    const int64_t n = count_of(&v->array);
+    for (int64_t i = 0; i < n; i++) {
+        const float x = draw_value(seed, i, kind);
+        require(!nib_encode(v->dtype, &x, 1, v->plain + (size_t)i * width), "a value");
+        memcpy(element(&v->array, v->memory, i), v->plain + (size_t)i * width, width);
+    }
+    v->uploaded = NULL;
+    if (device) {
+        v->uploaded = fake_upload(device, v->memory, v->array.bytes, 64);
+        v->array.data = v->uploaded;
+        v->array.device = device;
+    }
+}
+
+static void drop_values(nib_device *device)
+{
+    if (given.uploaded)
+        fake_free(device, given.uploaded);
+    given.uploaded = NULL;
+}
+
+/* Overrides on the host, which have a model; others would have to be uploaded. */
+struct given_overrides {
+    nib_overrides o;
+    float amax, scale, importance[MOST_LINES];
+    uint64_t offset;
+};
+
+static const nib_overrides *draw_overrides(struct draws *d, const nib_quantizer *q, int64_t cols, bool on_host,
+                                           struct given_overrides *g)
+{
+    g->o = (nib_overrides){ .bytes = sizeof g->o };
+    const int kind = on_host ? draw(d, 8) : 0;
+    const bool shares = !q->row_scaled && !q->rht && !q->rht_rowwise;
+    g->amax = (float)draw(d, 100) / 8;
+    g->scale = (float)(1 + draw(d, 100)) / 8;
+    g->offset = draw_bytes(d, 2);
+    if (kind == 1 && shares && forms[q->format].tensor_scales)
+        g->o.amax[0] = g->o.amax[1] = &g->amax;
+    if (kind == 2)
+        g->o.offset = &g->offset;
+    if (kind == 3 && q->format == NIB_FLOAT8)
+        g->o.scale = &g->scale;
+    if (kind == 4 && q->scale_rule == NIB_SCALE_SWEEP && q->rowwise && !q->columnwise && !q->rht_rowwise &&
+        q->format == NIB_NVFP4 && cols > 0) {
+        for (int64_t i = 0; i < cols; i++)
+            g->importance[i] = 0.25f * (float)(1 + (i * 7 + (int)g->offset) % 9);
+        require(!nib_importance_normalize(g->importance, cols, g->importance), "importance");
+        g->o.importance = g->importance;
+        g->o.importance_count = cols;
+    }
+    return &g->o;
+}
+
+/* ---- Calls: from values ---- */
+
+static void fill_model(struct model *m, const nib_overrides *overrides)
+{
+    for (int usage = 0; usage < 2; usage++)
+        if (has(m, usage))
+            plain_quantize(m, usage, given.plain, given.dtype, overrides);
+}
+
+static void call_quantize(struct draws *d)
+{
+    static struct given_overrides overrides;
+    nib_device *device = draw(d, 4) ? NULL : fake;
+    int64_t shape[3];
+    const int rank = draw_shape(d, shape);
+    const nib_quantizer q = draw_quantizer(d);
+    draw_values(d, rank, shape, device);
+    const nib_overrides *o = draw_overrides(d, &q, shape[rank - 1], !device, &overrides);
+    const bool accepted = !nib_quantizer_check(&q, &given.array);
+    nib_tensor *t = NULL;
+    begin(d);
+    const nib_status status = nib_quantize(&q, &given.array, o, &t);
+    require(!status == (t != NULL), "a tensor or none");
+    drop_values(device);
+    if (!done(status, accepted, "nib_quantize"))
+        return;
+    struct model m = { .q = q, .dtype = given.dtype };
+    set_shape(&m, rank, shape);
+    for (int usage = 0; usage < 2; usage++)
+        if (usage ? q.columnwise : q.rowwise)
+            allocate_usage(&m, usage);
+    fill_model(&m, o);
+    keep(d, t, m, device);
+}
+
+/* The header's rule: what is written in place, what is new. */
+static void update_model(struct slot *s, const nib_quantizer *q, const nib_overrides *o)
+{
+    struct model *m = &s->m;
+    const bool dropping = (has(m, 0) && !q->rowwise) || (has(m, 1) && !q->columnwise);
+    const bool in_place = nib_same_meaning(q, &m->q) && !(form_of(m)->shared && dropping);
+    if (!in_place)
+        drop_all(m);
+    if (!q->rowwise)
+        drop_usage(m, 0);
+    if (!q->columnwise)
+        drop_usage(m, 1);
+    m->q = *q;
+    m->stale = false;
+    if (q->rowwise)
+        allocate_usage(m, 0);
+    if (q->columnwise)
+        allocate_usage(m, 1);
+    fill_model(m, o);
+}
+
+static void call_quantize_into(struct draws *d, struct slot *s)
+{
+    static struct given_overrides overrides;
+    static const nib_overrides nothing = { .bytes = sizeof nothing };
+    nib_quantizer q = s->m.q;
+    const bool own = draw(d, 2);
+    if (!own && draw(d, 8) == 0)
+        q = draw_quantizer(d);
+    else if (!own)
+        vary_quantizer(d, &q);
+    int64_t shape[3];
+    const int rank = now_and_then(d) ? draw_shape(d, shape) : 0;
+    draw_values(d, rank ? rank : s->m.rank, rank ? shape : s->m.shape, s->device);
+    const nib_overrides *o = own ? &nothing : draw_overrides(d, &q, s->m.cols, !s->device, &overrides);
+    const int flag = s->device ? 0 : draw(d, 8);
+    const float noop = flag == 1 ? 1.0f : 0.5f;
+    bool accepted = !nib_quantizer_check(&q, &given.array) && given.array.rank == s->m.rank;
+    for (int i = 0; accepted && i < s->m.rank; i++)
+        accepted = given.array.shape[i] == s->m.shape[i];
+    begin(d);
+    const nib_status status = nib_quantize_into(own ? NULL : &q, &given.array, o, flag ? &noop : NULL, s->t);
+    drop_values(s->device);
+    if (done(status, accepted || flag == 1, "nib_quantize_into") && flag != 1)
+        update_model(s, &q, o);
+}
+
+static void call_create(struct draws *d)
+{
+    nib_device *device = draw(d, 4) ? NULL : fake;
+    int64_t shape[3];
+    const int rank = draw_shape(d, shape);
+    const nib_quantizer q = draw_quantizer(d);
+    draw_values(d, rank, shape, NULL);
+    nib_tensor *t = NULL;
+    begin(d);
+    const bool accepted = !nib_quantizer_check(&q, &given.array);
+    if (!done(nib_tensor_create(&q, given.dtype, rank, shape, device, &t), accepted, "nib_tensor_create"))
+        return;
+    struct model m = { .q = q, .dtype = given.dtype };
+    nib_metadata facts = { .bytes = sizeof facts };
+    set_shape(&m, rank, shape);
+    require(!nib_tensor_get_metadata(t, &facts), "facts");
+    for (int usage = 0; usage < 2; usage++) {
+        if (usage ? q.columnwise : q.rowwise)
+            allocate_usage(&m, usage);
+        for (size_t i = 0; has(&m, usage) && facts.tensor_scale != NIB_TENSOR_SCALE_AMAX &&
+                           form_of(&m)->tensor_scales && i < entries_of(&m, usage, TENSOR_SCALES);
+             i++)
+            tensor_scales_of(&m, usage)[i] = bits_of(1);
+    }
+    keep(d, t, m, device);
+}
+
+/* ---- Calls: other shapes ---- */
+
+/* Whether rows of another length can be cut from the same arrays; *copies: by a copy alone. */
+static bool length_can_change(const struct model *m, const struct model *to, bool *copies)
+{
+    const int64_t block = form_of(m)->block ? form_of(m)->block : 1;
+    int64_t a[2], b[2];
+    scale_shape(m, 0, a);
+    scale_shape(to, 0, b);
+    *copies = has(m, 0) && form_of(m)->block &&
+              (a[0] * a[1] != b[0] * b[1] || a[1] != blocks_of(m, 0) || b[1] != blocks_of(to, 0));
+    return m->cols % block == 0 && to->cols % block == 0 && !m->q.row_scaled && !m->q.swizzled && !square(m) &&
+           !(form_of(m)->block && layout_of(m, 0) != BY_LINE) && !has(m, 1);
+}
+
+static void call_view(struct draws *d, const struct slot *s)
+{
+    const bool may_copy = draw(d, 2);
+    int64_t shape[3], resolved[3];
+    int rank = draw_shape(d, shape), unknown = draw(d, 4);
+    if (draw(d, 2)) { /* the same matrix, or one that a row or a column of it makes */
+        const int64_t all[4][2] = { { s->m.rows, s->m.cols },
+                                    { s->m.cols, s->m.rows },
+                                    { 1, s->m.rows * s->m.cols },
+                                    { s->m.rows * s->m.cols / 16, 16 } };
+        rank = 2;
+        memcpy(shape, all[draw(d, 4)], sizeof all[0]);
+    }
+    int64_t known = 1, elements = s->m.rows * s->m.cols;
+    for (int i = 0; i < rank; i++)
+        known *= i == unknown ? 1 : shape[i];
+    memcpy(resolved, shape, sizeof shape);
+    bool accepted = known == elements;
+    if (unknown < rank) {
+        shape[unknown] = -1;
+        accepted = known > 0 && elements % known == 0;
+        resolved[unknown] = accepted ? elements / known : 0;
+    }
+    struct model to = s->m;
+    bool copies = false;
+    set_shape(&to, rank, resolved);
+    if (accepted && elements == 0)
+        return; /* of no elements nearly every shape is a view */
+    if (accepted && to.cols != s->m.cols)
+        accepted = length_can_change(&s->m, &to, &copies) && (may_copy || !copies);
+    nib_tensor *t = NULL;
+    begin(d);
+    const nib_status status =
+        may_copy ? nib_tensor_reshape(s->t, rank, shape, &t) : nib_tensor_view(s->t, rank, shape, &t);
+    if (!done(status, accepted, "nib_tensor_view"))
+        return;
+    to = model_like(&s->m, true);
+    set_shape(&to, rank, resolved);
+    if (copies)
+        part_ways(&to, 0);
+    keep(d, t, to, s->device);
+}
+
+static struct model slice_of(const struct model *m, int64_t first, int64_t count)
+{
+    struct model out = *m;
+    const int64_t shape[2] = { count, m->cols }, block = form_of(m)->block ? form_of(m)->block : 1;
+    set_shape(&out, 2, shape);
+    out.q.origin[0] += square(m) || has(m, 1) ? first / block * block : first;
+    memset(out.part, 0, sizeof out.part);
+    for (int usage = 0; usage < 2; usage++) {
+        if (!has(m, usage))
+            continue;
+        allocate_usage(&out, usage);
+        const int64_t lines = lines_of(&out, usage), length = length_of(&out, usage), blocks = blocks_of(&out, usage);
+        const int64_t line = usage ? 0 : first, at = usage ? first : 0;
+        for (int64_t l = 0; l < lines; l++) {
+            for (int64_t i = 0; i < length; i++)
+                out.part[usage][CODES]->value[l * length + i] =
+                    m->part[usage][CODES]->value[(line + l) * length_of(m, usage) + at + i];
+            for (int64_t b = 0; b < blocks; b++)
+                out.part[usage][SCALES]->value[l * blocks + b] =
+                    m->part[usage][SCALES]->value[(line + l) * blocks_of(m, usage) + at / block + b];
+        }
+        for (size_t i = 0; form_of(m)->tensor_scales && i < entries_of(&out, usage, TENSOR_SCALES); i++)
+            tensor_scales_of(&out, usage)[i] = tensor_scales_of(m, usage)[(m->q.row_scaled ? line : 0) + (int64_t)i];
+    }
+    return out;
+}
+
+static bool can_cut(const struct model *m, int64_t first, int64_t count)
+{
+    const int64_t block = form_of(m)->block ? form_of(m)->block : 1;
+    if (first < 0 || count < 0 || first + count > m->rows)
+        return false;
+    return !(square(m) || has(m, 1)) || !count ||
+           (first % block == 0 && ((first + count) % block == 0 || first + count == m->rows));
+}
+
+static int64_t draw_row(struct draws *d, int64_t rows)
+{
+    const int kind = draw(d, 4);
+    return kind == 0 ? rows : kind == 1 ? 16 * draw(d, 9) : draw(d, (int)(rows < 200 ? rows + 2 : 200));
+}
+
+static void call_slice(struct draws *d, const struct slot *s)
+{
+    const int64_t first = draw_row(d, s->m.rows), end = draw_row(d, s->m.rows), count = end - first;
+    nib_tensor *t = NULL;
+    begin(d);
+    if (done(nib_tensor_slice(s->t, first, count, &t), can_cut(&s->m, first, count), "nib_tensor_slice"))
+        keep(d, t, slice_of(&s->m, first, count), s->device);
+}
+
+static void call_split(struct draws *d, const struct slot *s)
+{
+    const int64_t cut = draw_row(d, s->m.rows), counts[2] = { cut, s->m.rows - cut };
+    const bool accepted = can_cut(&s->m, 0, cut) && can_cut(&s->m, cut, s->m.rows - cut);
+    nib_tensor *t[2] = { NULL, NULL };
+    begin(d);
+    if (!done(nib_tensor_split(s->t, counts, 2, t), accepted, "nib_tensor_split"))
+        return;
+    const struct model m[2] = { slice_of(&s->m, 0, counts[0]), slice_of(&s->m, cut, counts[1]) };
+    nib_device *device = s->device;
+    keep(d, t[0], m[0], device);
+    keep(d, t[1], m[1], device);
+}
+
+/* ---- Calls: usages ---- */
+
+static void call_update_usage(struct draws *d, struct slot *s)
+{
+    struct model *m = &s->m;
+    const int rowwise = draw(d, 3) - 1, columnwise = draw(d, 3) - 1;
+    const bool row = rowwise < 0 ? has(m, 0) : rowwise, col = columnwise < 0 ? has(m, 1) : columnwise;
+    const bool builds = col && (!has(m, 1) || m->stale);
+    const bool buildable = has(m, 0) && m->q.block_dims[0] != 1 && !m->q.swizzled;
+    begin(d);
+    if (!done(nib_tensor_update_usage(s->t, rowwise, columnwise), (!row || has(m, 0)) && (!builds || buildable),
+              "nib_tensor_update_usage"))
+        return;
+    const bool drops = (has(m, 0) && !row) || (has(m, 1) && !col);
+    if (builds) {
+        allocate_usage(m, 1);
+        plain_build(m);
+    }
+    if (drops && form_of(m)->shared) {
+        part_ways(m, 0);
+        part_ways(m, 1);
+    }
+    if (!row)
+        drop_usage(m, 0);
+    if (!col)
+        drop_usage(m, 1);
+    m->q.rowwise = row;
+    m->q.columnwise = col;
+}
+
+static void call_invalidate(struct slot *s)
+{
+    require(!nib_tensor_invalidate_columnwise(s->t), "invalidate");
+    s->m.stale = has(&s->m, 0) && has(&s->m, 1);
+}
+
+static void call_set_quantizer(struct draws *d, struct slot *s)
+{
+    nib_quantizer q = s->m.q;
+    nib_array like;
+    static uint8_t nothing[4 * ELEMENTS];
+    vary_quantizer(d, &q);
+    require(!nib_array_init(&like, nothing, s->m.dtype, s->m.rank, s->m.shape), "an array");
+    const bool accepted = !nib_quantizer_check(&q, &like) && nib_same_meaning(&q, &s->m.q);
+    begin(d);
+    if (done(nib_tensor_set_quantizer(s->t, &q), accepted, "nib_tensor_set_quantizer"))
+        s->m.q = q;
+}
+
+/* ---- Calls: copies ---- */
+
+static void call_to(struct draws *d, const struct slot *s)
+{
+    nib_device *device = draw(d, 2) ? NULL : fake;
+    nib_tensor *t = NULL;
+    begin(d);
+    if (done(nib_tensor_to(s->t, device, &t), true, "nib_tensor_to"))
+        keep(d, t, model_like(&s->m, false), device);
+}
+
+static void call_copy(struct draws *d, struct slot *to, const struct slot *from)
+{
+    bool accepted = to->device == from->device && to->m.rank == from->m.rank &&
+                    !memcmp(to->m.shape, from->m.shape, sizeof to->m.shape) && nib_same_meaning(&to->m.q, &from->m.q);
+    for (int usage = 0; usage < 2; usage++)
+        accepted &= has(&from->m, usage) || !has(&to->m, usage);
+    begin(d);
+    if (!done(nib_tensor_copy(to->t, from->t), accepted, "nib_tensor_copy"))
+        return;
+    for (int usage = 0; usage < 2; usage++)
+        for (int kind = 0; kind < KINDS; kind++)
+            if (to->m.part[usage][kind])
+                memmove(to->m.part[usage][kind]->value, from->m.part[usage][kind]->value,
+                        to->m.part[usage][kind]->n * sizeof(uint32_t));
+    to->m.stale = from->m.stale && has(&to->m, 1);
+}
+
+static void call_zero(struct slot *s)
+{
+    nib_metadata facts = { .bytes = sizeof facts };
+    require(!nib_tensor_get_metadata(s->t, &facts) && !nib_tensor_zero(s->t), "zero");
+    for (int usage = 0; usage < 2; usage++)
+        for (int kind = 0; kind < KINDS; kind++)
+            for (size_t i = 0; s->m.part[usage][kind] && i < s->m.part[usage][kind]->n; i++)
+                s->m.part[usage][kind]->value[i] =
+                    kind == TENSOR_SCALES && facts.tensor_scale != NIB_TENSOR_SCALE_AMAX ? bits_of(1) : 0;
+}
+
+static void call_from_buffers(struct draws *d, const struct slot *s)
+{
+    nib_buffer *parts[NIB_PART_COUNT];
+    nib_tensor *t = NULL;
+    for (int i = 0; i < NIB_PART_COUNT; i++)
+        parts[i] = nib_tensor_buffer(s->t, (nib_part)i);
+    nib_quantizer q = s->m.q;
+    q.rowwise = has(&s->m, 0);
+    q.columnwise = has(&s->m, 1);
+    begin(d);
+    if (!done(nib_tensor_from_buffers(&q, s->m.dtype, s->m.rank, s->m.shape, parts, NIB_PART_COUNT, &t), true,
+              "nib_tensor_from_buffers"))
+        return;
+    struct model m = model_like(&s->m, true);
+    m.q = q;
+    m.stale = false;
+    keep(d, t, m, has(&s->m, 0) || has(&s->m, 1) ? s->device : NULL);
+}
+
+static void call_save_and_restore(struct draws *d, struct slot *s)
+{
+    nib_buffer *saved[NIB_PART_COUNT];
+    size_t n = 0, used = 0;
+    begin(d);
+    if (!done(nib_tensor_prepare_for_saving(s->t, saved, NIB_PART_COUNT, &n), true, "prepare"))
+        return;
+    int rowwise = -1, columnwise = -1;
+    require(!nib_tensor_get_usages(s->t, &rowwise, &columnwise) && !rowwise && !columnwise, "without data");
+    require(!nib_tensor_restore_from_saved(s->t, saved, n, &used) && used == n, "restore");
+}
+
+static void call_file(struct draws *d, const struct slot *s)
+{
+    static const char *directory;
+    static char path[128];
+    if (!directory) {
+        directory = make_directory();
+        snprintf(path, sizeof path, "%s/tensor", directory);
+    }
+    nib_device *device = draw(d, 2) ? NULL : fake;
+    nib_writer *writer = NULL;
+    nib_file *file = NULL;
+    nib_tensor *t = NULL;
+    begin(d);
+    nib_status status = nib_writer_create(path, &writer);
+    if (!status)
+        status = nib_writer_declare_tensor(writer, "t", s->t);
+    if (!status)
+        status = nib_writer_write_tensor(writer, "t", s->t);
+    if (!status)
+        status = nib_writer_commit(writer);
+    nib_writer_destroy(writer);
+    if (!done(status, true, "saving to a file"))
+        return;
+    begin(d);
+    status = nib_file_open(path, &file);
+    if (!status)
+        status = nib_file_read_tensor(file, "t", device, &t);
+    nib_file_close(file);
+    unlink(path);
+    if (done(status, true, "reading it back"))
+        keep(d, t, model_like(&s->m, false), device);
+}
+
+/* ---- Calls: layout ---- */
+
+static void call_swizzle(struct draws *d, struct slot *s)
+{
+    const bool swizzled = draw(d, 2);
+    struct model *m = &s->m;
+    const bool changes = m->q.swizzled != swizzled;
+    begin(d);
+    if (!done(swizzled ? nib_tensor_swizzle(s->t) : nib_tensor_unswizzle(s->t), !changes || form_of(m)->swizzles,
+              "nib_tensor_swizzle") ||
+        !changes)
+        return;
+    part_ways(m, 0);
+    part_ways(m, 1);
+    m->q.swizzled = swizzled;
+}
+
+static void call_rebind(struct draws *d, struct slot *s)
+{
+    struct model *m = &s->m;
+    nib_buffer *buffer = NULL;
+    const size_t size = nib_buffer_bytes(nib_tensor_buffer(s->t, NIB_ROW_DATA)) + (now_and_then(d) ? 1 : 0);
+    require(!nib_buffer_create(size, s->device, &buffer), "a buffer");
+    const bool accepted = has(m, 0) && size == nib_buffer_bytes(nib_tensor_buffer(s->t, NIB_ROW_DATA));
+    begin(d);
+    const bool rebound = done(nib_tensor_rebind_rowwise(s->t, buffer), accepted, "nib_tensor_rebind_rowwise");
+    nib_buffer_release(buffer);
+    if (!rebound)
+        return;
+    struct plain *codes = plain_copy(m->part[0][CODES]);
+    plain_drop(&m->part[0][CODES]);
+    m->part[0][CODES] = codes;
+    part_ways(m, 0);
+    if (form_of(m)->shared)
+        part_ways(m, 1);
+}
+
+/* ---- Calls: values again ---- */
+
+static bool can_read(const struct model *m, int usage) { return has(m, usage) && !(usage && m->stale); }
+
+static void call_dequantize(struct draws *d, const struct slot *s)
+{
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    static _Alignas(64) uint8_t values[4 * ELEMENTS], memory[16 * ELEMENTS];
+    const struct model *m = &s->m;
+    const int from = draw(d, 3), usage = from != NIB_EITHER ? from : !has(m, 0);
+    const bool by_rows = draw(d, 2);
+    const int64_t first = by_rows ? draw_row(d, m->rows) : 0, count = by_rows ? draw_row(d, m->rows) : m->rows;
+    const int64_t shape[2] = { count, m->cols };
+    nib_array out;
+    const nib_dtype dtype = dtypes[draw(d, 3)];
+    if (count * m->cols > ELEMENTS)
+        return;
+    require(!nib_array_init(&out, memory, dtype, by_rows ? 2 : m->rank, by_rows ? shape : m->shape), "an array");
+    draw_strides(d, &out);
+    require(out.bytes <= sizeof memory, "space for values");
+    const bool fits = !by_rows || (first >= 0 && count >= 0 && first + count <= m->rows);
+    const bool accepted = fits && (count == 0 || m->cols == 0 || can_read(m, usage));
+    if (s->device) {
+        out.data = fake_upload(s->device, memory, out.bytes, 64);
+        out.device = s->device;
+    }
+    begin(d);
+    const nib_status status = by_rows ? nib_dequantize_rows(s->t, (nib_usage)from, first, count, &out)
+                                      : nib_dequantize(s->t, (nib_usage)from, &out);
+    if (s->device) {
+        fake_download(s->device, memory, out.data, out.bytes);
+        fake_free(s->device, out.data);
+    }
+    if (!done(status, accepted, "nib_dequantize") || count == 0 || m->cols == 0)
+        return;
+    const size_t width = (size_t)nib_dtype_bits(dtype) / 8;
+    plain_decode(m, usage, dtype, values);
+    for (int64_t i = 0; i < count * m->cols; i++)
+        require(!memcmp(element(&out, memory, i), values + (size_t)(first * m->cols + i) * width, width), "a value");
+}
+
+static bool same_arrays(const struct model *a, const struct model *b)
+{
+    bool same = a->dtype == b->dtype && a->stale == b->stale && a->rank == b->rank &&
+                !memcmp(a->shape, b->shape, sizeof a->shape) && nib_same_meaning(&a->q, &b->q);
+    for (int usage = 0; usage < 2; usage++)
+        for (int kind = 0; kind < KINDS && same; kind++) {
+            const struct plain *p = a->part[usage][kind], *o = b->part[usage][kind];
+            same = !p == !o && (!p || (p->n == o->n && !memcmp(p->value, o->value, p->n * sizeof *p->value)));
+        }
+    return same;
+}
+
+static void call_equal(const struct slot *a, const struct slot *b)
+{
+    int equal = -1;
+    const nib_status status = nib_tensor_equal(a->t, b->t, &equal);
+    require(a->device == b->device ? !status : status == NIB_ERR_DEVICE, "the status of a comparison");
+    require(status || equal == same_arrays(&a->m, &b->m), "a comparison");
+}
+
+/* ---- Calls: shards ---- */
+
+struct rank {
+    nib_tensor *t;
+    nib_array master;
+    int64_t start, length;
+    nib_comm *comm;
+    nib_status status;
+};
+
+static void *cast_rank(void *context)
+{
+    struct rank *r = context;
+    const nib_array *masters[1] = { r->length ? &r->master : NULL };
+    const int64_t starts[1] = { r->length ? r->start : -1 };
+    r->status = nib_quantize_master_weights(&r->t, 1, masters, 1, starts, 1, r->comm, NULL);
+    if (!r->status)
+        r->status = nib_all_gather_param(r->t, NIB_ROWWISE, r->start, r->length, NULL, r->comm);
+    if (!r->status && forms[r->t->q.format].block == 32 && r->t->q.columnwise && r->t->q.format == NIB_MXFP8)
+        r->status = nib_all_gather_param(r->t, NIB_COLUMNWISE, r->start, r->length, NULL, r->comm);
+    if (!r->status)
+        r->status = nib_post_all_gather_processing(&r->t, 1);
+    return NULL;
+}
+
+/* Whether the header's list accepts such a parameter: a rowwise usage, and a columnwise one that can be built. */
+static bool can_cast(const struct model *m)
+{
+    return has(m, 0) && m->q.rowwise && !m->q.rht_rowwise && !m->q.swizzled &&
+           (m->q.format == NIB_MXFP8 || !(has(m, 1) || m->q.columnwise) || m->q.block_dims[0] != 1) &&
+           m->rows * m->cols > 0;
+}
+
+static void call_shards(struct draws *d, struct slot *s)
+{
+    enum { RANKS = 3 };
+    struct model *m = &s->m;
+    const int64_t elements = m->rows * m->cols;
+    const int n = 1 + draw(d, RANKS);
+    if (!can_cast(m) || s->device || m->q.columnwise != has(m, 1) || m->q.format == NIB_MXFP8)
+        return;
+    /* The master in the nominal dtype, so that rounding it to that changes nothing. */
+    const uint64_t seed = draw_bytes(d, 2);
+    const int kind = draw(d, 8);
+    static float master[ELEMENTS];
+    for (int64_t i = 0; i < elements; i++) {
+        const float x = draw_value(seed, i, kind);
+        require(
+            !nib_encode(m->dtype, &x, 1, given.plain + (size_t)i * (size_t)nib_dtype_bits(m->dtype) / 8) &&
+                !nib_decode(m->dtype, given.plain + (size_t)i * (size_t)nib_dtype_bits(m->dtype) / 8, 1, &master[i]),
+            "a master weight");
+    }
+    nib_comm *comms[RANKS];
+    struct rank ranks[RANKS];
+    require(!nib_comm_threads_create(n, comms), "ranks");
+    int64_t at = 0;
+    for (int r = 0; r < n; r++) {
+        const int64_t end = r == n - 1 ? elements : at + (int64_t)draw_bytes(d, 2) % (elements - at + 1);
+        ranks[r] = (struct rank){ .start = at, .length = end - at, .comm = comms[r] };
+        require(!nib_tensor_clone(s->t, &ranks[r].t), "a parameter");
+        require(!nib_array_init(&ranks[r].master, master + at, NIB_F32, 1, (const int64_t[1]){ end - at }), "a shard");
+        at = end;
+    }
+    pthread_t threads[RANKS];
+    for (int r = 1; r < n; r++)
+        require(!pthread_create(&threads[r], NULL, cast_rank, &ranks[r]), "a thread");
+    cast_rank(&ranks[0]);
+    for (int r = 1; r < n; r++)
+        require(!pthread_join(threads[r], NULL), "its end");
+    nib_comm_threads_destroy(comms[0]);
+    static const nib_overrides nothing = { .bytes = sizeof nothing };
+    struct model result = model_like(m, false);
+    result.stale = false;
+    plain_quantize(&result, 0, given.plain, m->dtype, &nothing);
+    if (has(&result, 1))
+        plain_build(&result);
+    for (int r = 0; r < n; r++) {
+        require(!ranks[r].status, "a sharded cast");
+        check_slot(&(struct slot){ ranks[r].t, result, NULL });
+    }
+    for (int r = 1; r < n; r++)
+        nib_tensor_destroy(ranks[r].t);
+    keep(d, ranks[0].t, result, NULL);
+}
+
+/* ---- Sequences ---- */
+
+static void call_on(struct draws *d, struct slot *s, int what)
+{
+    switch (what) {
+    case 0:
+        call_quantize_into(d, s);
+        break;
+    case 1:
+        call_view(d, s);
+        break;
+    case 2:
+        call_slice(d, s);
+        break;
+    case 3:
+        call_split(d, s);
+        break;
+    case 4:
+        call_update_usage(d, s);
+        break;
+    case 5:
+        call_invalidate(s);
+        break;
+    case 6:
+        call_set_quantizer(d, s);
+        break;
+    case 7:
+        call_to(d, s);
+        break;
+    case 8:
+        call_zero(s);
+        break;
+    case 9:
+        call_from_buffers(d, s);
+        break;
+    case 10:
+        call_save_and_restore(d, s);
+        break;
+    case 11:
+        call_file(d, s);
+        break;
+    case 12:
+        call_swizzle(d, s);
+        break;
+    case 13:
+        call_rebind(d, s);
+        break;
+    case 14:
+        call_dequantize(d, s);
+        break;
+    case 15:
+        call_shards(d, s);
+        break;
+    case 16:
+        nib_tensor_clear(s->t);
+        drop_all(&s->m);
+        break;
+    default:
+        free_slot(s);
+        break;
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
+{
+    struct draws d = { bytes, count };
+    fake = fake_create(0);
+    for (int i = 0; i < CALLS && d.left; i++) {
+        const int what = draw(&d, 24);
+        struct slot *s = &slots[draw(&d, SLOTS)], *other = &slots[draw(&d, SLOTS)];
+        if (what < 2 || !s->t)
+            what ? call_quantize(&d) : call_create(&d);
+        else if (what < 20)
+            call_on(&d, s, what - 2);
+        else if (other->t)
+            what < 22 ? call_copy(&d, s, other) : call_equal(s, other);
+        check_all();
+    }
+    for (int i = 0; i < SLOTS; i++)
+        free_slot(&slots[i]);
+    nib_device_release(fake);
+    require(fake_live() == 0, "nothing left on the device");
+    return 0;
+}
