@@ -346,6 +346,7 @@ cudaError_t nib_cuda_take_place(struct nib_cuda_device *d, struct nib_cuda_place
 /* What a device has on the GPU. */
 static void close_device(struct nib_cuda_device *d)
 {
+    nib_cuda_product_close(d);
     while (d->chunks) {
         struct nib_cuda_chunk *const chunk = d->chunks;
         d->chunks = chunk->before;
@@ -365,6 +366,7 @@ static void destroy(nib_device *device)
     close_device(d);
     nib_cuda_leave(before);
     pthread_mutex_destroy(&d->lock);
+    pthread_mutex_destroy(&d->products);
     nib_free(d);
 }
 
@@ -385,6 +387,7 @@ static const struct nib_device_ops cuda_ops = {
     .fake_quantize = nib_cuda_fake_quantize,
     .dequantize = nib_cuda_dequantize,
     .is_set = is_set,
+    .product = nib_cuda_product,
     .fill = fill,
     .build_columnwise = build_columnwise,
     .copy_rectangle = copy_rectangle,
@@ -397,6 +400,8 @@ static const struct nib_device_ops cuda_ops = {
 static cudaError_t open_device(struct nib_cuda_device *d)
 {
     cudaError_t error = cudaDeviceGetAttribute(&d->queue.processors, cudaDevAttrMultiProcessorCount, d->queue.ordinal);
+    if (!error)
+        error = cudaDeviceGetAttribute(&d->major, cudaDevAttrComputeCapabilityMajor, d->queue.ordinal);
     if (!error && d->own_stream)
         error = cudaStreamCreateWithFlags(&d->queue.stream, cudaStreamNonBlocking);
     if (!error)
@@ -423,6 +428,7 @@ static nib_status create(int ordinal, void *stream, bool own_stream, nib_device 
     d->queue.ordinal = ordinal;
     d->own_stream = own_stream;
     pthread_mutex_init(&d->lock, NULL);
+    pthread_mutex_init(&d->products, NULL);
     cudaError_t error = nib_cuda_enter(ordinal, &before);
     if (!error)
         error = open_device(d);
@@ -433,6 +439,7 @@ static nib_status create(int ordinal, void *stream, bool own_stream, nib_device 
         return NIB_OK;
     }
     pthread_mutex_destroy(&d->lock);
+    pthread_mutex_destroy(&d->products);
     nib_free(d);
     return status;
 }

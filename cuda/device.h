@@ -17,6 +17,7 @@ struct nib_cuda_place {
     uint32_t tickets[4]; /* nib_cuda_amax: zero between calls */
     float tensor_scale;  /* of a fake quantization */
     uint32_t flag[3];
+    struct nib_cuda_factors factors; /* of a product */
 };
 /* So many of them at a time; all stay until the device goes. */
 enum { NIB_CUDA_PLACES = 4096 };
@@ -30,9 +31,14 @@ struct nib_cuda_device {
     nib_device base;
     struct nib_cuda_queue queue;
     bool own_stream;
+    int major;                    /* of the compute capability */
     struct nib_cuda_place *place; /* of calls that are not captured */
     pthread_mutex_t lock;         /* of the chunks */
     struct nib_cuda_chunk *chunks;
+    pthread_mutex_t products; /* of what follows */
+    void *memory;             /* that products work in; grown when one needs more */
+    size_t memory_bytes;
+    void *blas; /* cuBLASLt's handle, from the first product that needs it on */
 };
 
 static inline struct nib_cuda_device *nib_cuda_device_of(nib_device *device)
@@ -49,6 +55,14 @@ nib_status nib_cuda_status(const struct nib_cuda_device *d, const char *what, cu
 /* Make a GPU the thread's current one, and undo that: leave after every enter, failed or not. */
 cudaError_t nib_cuda_enter(int ordinal, int *before);
 void nib_cuda_leave(int before);
+
+/* A usage as kernels see it; source: where its tensor scales are read. */
+struct nib_cuda_usage nib_cuda_usage_of(const struct nib_usage_geometry *g, const struct nib_usage_memory *memory,
+                                        const float *source, bool rht);
+
+/* Operations of the seam (product.c), and what they leave, before the device goes. */
+nib_status nib_cuda_product(nib_device *device, const struct nib_product *products, size_t n);
+void nib_cuda_product_close(struct nib_cuda_device *d);
 
 /* Operations of the seam (quantize.c). */
 nib_status nib_cuda_check_quantization(nib_device *device, const nib_quantizer *q, const nib_overrides *overrides,

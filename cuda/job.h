@@ -6,6 +6,7 @@
 #define NIB_CUDA_JOB_H
 
 #include "format/format.h"
+#include "kernels/product.h"
 
 /* n / d for n < 2^32 by a product: what a device would need twenty instructions for. */
 struct nib_cuda_divider {
@@ -112,6 +113,43 @@ struct nib_cuda_gather {
     int64_t shape[NIB_MAX_RANK], strides[NIB_MAX_RANK];
     int rank, bytes;
     bool scatter;
+};
+
+/* Where products go, and what their sums are multiplied with: tensor scales never come to the host. */
+struct nib_cuda_side_scale {
+    const float *values; /* NULL: none */
+    bool per_line;
+    struct nib_rules rules;
+};
+struct nib_cuda_scaled_output {
+    struct nib_product_output out;
+    struct nib_cuda_side_scale side[2];
+};
+
+/* At most 16 rows of plain values by lines of codes. */
+struct nib_cuda_few_rows {
+    struct nib_cuda_usage weight;
+    const void *x;
+    nib_dtype dtype;
+    int64_t rows, row_stride, element_stride;
+    bool whole; /* what few_rows calls WHOLE */
+    struct nib_cuda_scaled_output to;
+};
+
+/* Words that a library's product reads. */
+struct nib_cuda_factors {
+    float one, zero, alpha, beta;
+};
+struct nib_cuda_product_factors {
+    struct nib_cuda_scaled_output of;
+    struct nib_cuda_factors *to;
+};
+
+/* Sums, rows of them side by side, or NULL: zeros. */
+struct nib_cuda_product_output {
+    const float *sums;
+    int64_t columns;
+    struct nib_cuda_scaled_output to;
 };
 
 /* Two usages, or the scales of one, and what is asked about them: see layout.cuh. */

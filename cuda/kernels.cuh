@@ -40,6 +40,7 @@ DEV bool is_stopped(const nib_cuda_quantization &job) { return job.noop && *job.
 DEV bool is_stopped(const nib_cuda_amax &job) { return job.noop && *job.noop == 1.0f; }
 DEV bool is_stopped(const nib_cuda_dequantization &) { return false; }
 DEV bool is_stopped(const nib_cuda_copy &) { return false; }
+DEV bool is_stopped(const nib_cuda_few_rows &) { return false; }
 
 /* ---- Tensor scales ---- */
 

@@ -25,6 +25,10 @@ cudaError_t nib_cuda_launch_dequantize(const nib_cuda_queue *queue, const nib_cu
     return launch(queue, job);
 }
 cudaError_t nib_cuda_launch_amax(const nib_cuda_queue *queue, const nib_cuda_amax *job) { return launch(queue, job); }
+cudaError_t nib_cuda_launch_few_rows(const nib_cuda_queue *queue, const nib_cuda_few_rows *job)
+{
+    return launch(queue, job);
+}
 
 cudaError_t nib_cuda_launch_copy(const nib_cuda_queue *queue, const nib_cuda_copy *job)
 {

@@ -8,6 +8,7 @@
 
 #include "choose.cuh"
 #include "launch.h"
+#include "product.cuh"
 
 template <class K, int P>
 static __device__ __forceinline__ void run_phases(const typename K::job &job, typename K::shared &shared,
@@ -96,6 +97,7 @@ template <nib_dtype D, class Job> cudaError_t launch_as(const nib_cuda_queue *qu
 #define LAUNCHES_OF(linkage, dtype)                                                                         \
     linkage template cudaError_t launch_as<dtype>(const nib_cuda_queue *, const nib_cuda_quantization *);   \
     linkage template cudaError_t launch_as<dtype>(const nib_cuda_queue *, const nib_cuda_dequantization *); \
-    linkage template cudaError_t launch_as<dtype>(const nib_cuda_queue *, const nib_cuda_amax *);
+    linkage template cudaError_t launch_as<dtype>(const nib_cuda_queue *, const nib_cuda_amax *);           \
+    linkage template cudaError_t launch_as<dtype>(const nib_cuda_queue *, const nib_cuda_few_rows *);
 
 #endif

@@ -24,6 +24,8 @@ cudaError_t nib_cuda_launch_dequantize(const struct nib_cuda_queue *queue, const
 cudaError_t nib_cuda_launch_copy(const struct nib_cuda_queue *queue, const struct nib_cuda_copy *job);
 cudaError_t nib_cuda_launch_amax(const struct nib_cuda_queue *queue, const struct nib_cuda_amax *job);
 
+cudaError_t nib_cuda_launch_few_rows(const struct nib_cuda_queue *queue, const struct nib_cuda_few_rows *job);
+
 /* An item a thread, n of them. */
 enum nib_cuda_item {
     NIB_CUDA_RECTANGLE_CODES,
@@ -42,6 +44,11 @@ cudaError_t nib_cuda_launch_fill(const struct nib_cuda_queue *queue, const struc
 cudaError_t nib_cuda_launch_finish(const struct nib_cuda_queue *queue, const struct nib_cuda_finish *job);
 cudaError_t nib_cuda_launch_clear(const struct nib_cuda_queue *queue, const struct nib_cuda_finish *job);
 cudaError_t nib_cuda_launch_gather(const struct nib_cuda_queue *queue, const struct nib_cuda_gather *job, int64_t n);
+
+cudaError_t nib_cuda_launch_product_output(const struct nib_cuda_queue *queue,
+                                           const struct nib_cuda_product_output *job, int64_t n);
+cudaError_t nib_cuda_launch_product_factors(const struct nib_cuda_queue *queue,
+                                            const struct nib_cuda_product_factors *job);
 
 #ifdef __cplusplus
 }

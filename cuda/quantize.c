@@ -260,8 +260,8 @@ static void find_tensor_scales(struct call *c)
 
 /* ---- Codes ---- */
 
-static struct nib_cuda_usage usage_of(const struct nib_usage_geometry *g, const struct nib_usage_memory *memory,
-                                      const float *source, bool rht)
+struct nib_cuda_usage nib_cuda_usage_of(const struct nib_usage_geometry *g, const struct nib_usage_memory *memory,
+                                        const float *source, bool rht)
 {
     return (struct nib_cuda_usage){ .codes = memory->codes,
                                     .scales = memory->scales,
@@ -314,7 +314,8 @@ static struct nib_cuda_quantization quantization_of(const struct call *c)
         job.keys[2 * round + 1] = (uint32_t)(q->seed >> 32) + round * 0xBB67AE85u;
     }
     for (int usage = 0; usage < 2; usage++) {
-        job.usage[usage] = usage_of(&c->geometry->usage[usage], &c->memory[usage], c->source[usage], has_rht(q, usage));
+        job.usage[usage] =
+            nib_cuda_usage_of(&c->geometry->usage[usage], &c->memory[usage], c->source[usage], has_rht(q, usage));
         job.usage[usage].origin_line = (uint32_t)q->origin[usage];
         job.usage[usage].origin_block = (uint32_t)(q->origin[1 - usage] / NIB_BLOCK);
     }
@@ -469,7 +470,7 @@ static nib_status decode_values(struct nib_cuda_device *d, const nib_quantizer *
     void *temporary = NULL;
     cudaError_t error = open_matrix(d, out, count, geometry->cols, false, &y, &temporary);
     const struct nib_cuda_dequantization job = {
-        .usage = usage_of(&geometry->usage[from], memory, memory->tensor_scales, has_rht(q, from)),
+        .usage = nib_cuda_usage_of(&geometry->usage[from], memory, memory->tensor_scales, has_rht(q, from)),
         .from = from,
         .rules = nib_rules_of(q, out->dtype),
         .per_line = q->row_scaled,

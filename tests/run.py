@@ -196,13 +196,17 @@ def program_jobs(path, env=None):
             return tally.ok() if status == 0 else tally.fail(f"{name} on its corpus: exit {status}", output)
         return job
 
+    def shim(name, path):
+        if not os.path.exists(path):
+            return lambda tally: tally.missing(name, "there is no C++ compiler")
+        return lambda tally: run_counted(tally, name, [path], env)
+
     sources = sorted(files("tests/test_*.c"), key=lambda source: stem(source) not in LONGEST)
     jobs = [program(source) for source in sources] + [target(source) for source in files("tests/fuzz/fuzz_*.c")]
-    shim, tool = os.path.join(path, "tests/test_cuda_shim"), os.path.join(path, "nib")
-    if os.path.exists(shim):
-        jobs.append(lambda tally: run_counted(tally, "test_cuda_shim", [shim], env))
-    else:
-        jobs.append(lambda tally: tally.missing("test_cuda_shim", "there is no C++ compiler"))
+    tool = os.path.join(path, "nib")
+    for source in files("cuda/test_*.c"):
+        name = f"{stem(source)}_shim"
+        jobs.append(shim(name, os.path.join(path, "tests", name)))
     if os.path.exists(tool):
         jobs.append(lambda tally: run_counted(tally, "nib conform", [tool, "conform", *files("tests/golden/*.safetensors")], env))
     return jobs
@@ -485,7 +489,8 @@ def stage_cuda(tally):
     places = ["-Iinclude", "-Isrc", "-Icuda", "-Itests"]
     strict = ["gcc", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", *places, "-isystem", toolkit + "/include"]
     libraries = [f"-L{path}", "-lnib", toolkit + "/lib/libcudart_static.a", "-l:libsupc++.a", "-ldl", "-lrt", "-lpthread", "-lm", f"-Wl,-rpath,{path}:{folder}"]
-    library, program = os.path.join(folder, "libnib_cuda.so"), os.path.join(folder, "test_cuda")
+    library = os.path.join(folder, "libnib_cuda.so")
+    programs = {source: os.path.join(folder, stem(source)) for source in files("cuda/test_*.c")}
     kernels = files("cuda/*.cu")
     objects = [os.path.join(folder, stem(source) + ".o") for source in kernels]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -494,14 +499,16 @@ def stage_cuda(tally):
             if status != 0 or "warning" in output:
                 return tally.fail("cuda: nvcc", output)
     tally.ok()
-    steps = [[*strict, "-shared", "cuda/device.c", "cuda/quantize.c", *objects, *libraries, "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-o", library],
-             [*strict, "cuda/test_cuda.c", library, *libraries, "-o", program]]
+    sources = [source for source in files("cuda/*.c") if source not in programs]
+    steps = [[*strict, "-shared", *sources, *objects, *libraries, "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-o", library],
+             *([*strict, source, library, *libraries, "-o", program] for source, program in programs.items())]
     for step in steps:
         status, output = run(step)
         if status != 0 or "warning" in output:
             return tally.fail("cuda: " + " ".join(step)[:200], output)
         tally.ok()
-    run_counted(tally, "test_cuda", [program])
+    for program in programs.values():
+        run_counted(tally, stem(program), [program])
     status, output = run([os.path.join(path, "nib"), "version", "-v"], {"NIB_CUDA_LIBRARY": library})
     if status == 0 and ("device: cuda:0" in output or "libnib_cuda finds none" in output):
         tally.ok()

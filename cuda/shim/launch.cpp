@@ -10,6 +10,7 @@
 
 #include "choose.cuh"
 #include "layout.cuh"
+#include "product.cuh"
 
 /* Shared memory has whatever was there before. */
 template <class K> struct thread_block {
@@ -86,6 +87,10 @@ cudaError_t nib_cuda_launch_dequantize(const nib_cuda_queue *queue, const nib_cu
     return launch(queue, job);
 }
 cudaError_t nib_cuda_launch_amax(const nib_cuda_queue *queue, const nib_cuda_amax *job) { return launch(queue, job); }
+cudaError_t nib_cuda_launch_few_rows(const nib_cuda_queue *queue, const nib_cuda_few_rows *job)
+{
+    return launch(queue, job);
+}
 
 static void run_copy(const void *job)
 {

@@ -93,23 +93,30 @@ static inline float nib_fixed_factor(int e, bool finite) { return finite ? nib_p
 
 /* ---- What both sides' tensor scales come to ---- */
 
-static inline float nib_side_tensor_scale(const struct nib_side *side, int64_t line)
+/* Two amaxes: their product, and one division. Otherwise the product of two multipliers, of which a side without a tensor
+ * scale (NULL) has none. */
+NIB_INLINE float nib_joint_scale(const float *a, const struct nib_rules *rules_a, const float *b,
+                                 const struct nib_rules *rules_b)
 {
-    return side->memory.tensor_scales[side->q->row_scaled ? line : 0];
+    if (a && b && rules_a->tensor_scale == NIB_TENSOR_SCALE_AMAX && rules_b->tensor_scale == NIB_TENSOR_SCALE_AMAX)
+        return *a * *b / (rules_a->full_scale * rules_b->full_scale);
+    if (a && b)
+        return nib_scale_inv(*a, rules_a) * nib_scale_inv(*b, rules_b);
+    return a ? nib_scale_inv(*a, rules_a) : b ? nib_scale_inv(*b, rules_b) : 1;
 }
 
-/* Two amaxes: their product, and one division. Otherwise the product of two multipliers, of which a side without a tensor
- * scale has none. */
+/* A line's tensor scale; NULL where products have no use for one. */
+static inline const float *nib_side_tensor_scale(const struct nib_side *side, int64_t line)
+{
+    const bool has = side->q && side->memory.tensor_scales;
+    return has ? &side->memory.tensor_scales[side->q->row_scaled ? line : 0] : NULL;
+}
+
 static inline float nib_product_scale(const struct nib_product *p, int64_t i, int64_t j)
 {
-    const bool a = p->kind != NIB_PRODUCT_VALUES && p->a.q && p->a.memory.tensor_scales;
-    const bool b = p->kind != NIB_PRODUCT_VALUES && p->b.q && p->b.memory.tensor_scales;
-    const float la = a ? nib_side_tensor_scale(&p->a, i) : 1, lb = b ? nib_side_tensor_scale(&p->b, j) : 1;
-    if (a && b && p->a.rules.tensor_scale == NIB_TENSOR_SCALE_AMAX && p->b.rules.tensor_scale == NIB_TENSOR_SCALE_AMAX)
-        return la * lb / (p->a.rules.full_scale * p->b.rules.full_scale);
-    if (a && b)
-        return nib_scale_inv(la, &p->a.rules) * nib_scale_inv(lb, &p->b.rules);
-    return a ? nib_scale_inv(la, &p->a.rules) : b ? nib_scale_inv(lb, &p->b.rules) : 1;
+    if (p->kind == NIB_PRODUCT_VALUES)
+        return 1;
+    return nib_joint_scale(nib_side_tensor_scale(&p->a, i), &p->a.rules, nib_side_tensor_scale(&p->b, j), &p->b.rules);
 }
 
 static inline bool nib_side_is_row_scaled(const struct nib_side *side)
@@ -119,18 +126,18 @@ static inline bool nib_side_is_row_scaled(const struct nib_side *side)
 
 /* ---- Outputs ---- */
 
-static inline void *nib_output_at(const struct nib_product_output *out, int64_t i, int64_t j)
+NIB_INLINE void *nib_output_at(const struct nib_product_output *out, int64_t i, int64_t j)
 {
-    return (char *)out->y + (i * out->row_stride + j * out->col_stride) * (nib_dtypes[out->dtype].bits / 8);
+    return (char *)out->y + (i * out->row_stride + j * out->col_stride) * (out->dtype == NIB_F32 ? 4 : 2);
 }
 
-static inline float nib_output_bias(const struct nib_product_output *out, int64_t i, int64_t j)
+NIB_INLINE float nib_output_bias(const struct nib_product_output *out, int64_t i, int64_t j)
 {
     return nib_load_value(out->bias, i * out->bias_row + j * out->bias_col, out->bias_dtype);
 }
 
 /* One output from its accumulator; scale is nib_product_scale of it. */
-static inline void nib_output_store(const struct nib_product_output *out, int64_t i, int64_t j, float scale, float acc)
+NIB_INLINE void nib_output_store(const struct nib_product_output *out, int64_t i, int64_t j, float scale, float acc)
 {
     void *const y = nib_output_at(out, i, j);
     float value = (out->alpha * scale) * acc;

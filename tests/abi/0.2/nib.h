@@ -575,7 +575,7 @@ static inline void nib_gemm_options_init(nib_gemm_options *options)
  * are rounded to block fixed point, 15 bits per value and one exponent per 16, and then likewise. Any other pair with a
  * tensor in it: the decoded values (as nib_dequantize gives them in F32) by FMAs in the order of k. On the host all of it
  * has the bits of nib_gemm_reference (docs/numerics.md 14 has the formulas and the bounds), whatever the instruction set,
- * the threads and the sizes. On another device the same bounds hold, and its header says what its bits depend on.
+ * the threads and the sizes. On another device its header says what is taken; bounds are there, too.
  *
  * MISMATCH: inner sizes, or transforms. UNSUPPORTED: two plain operands, or a plain one with a transformed tensor. The
  * scratch memory belongs to the host device and grows to what its largest product needs. */

@@ -7,9 +7,9 @@
  * array or, without one, of its tensor, and to order streams is up to the caller, as always with CUDA.
  *
  * Supported are tensors of NVFP4 of the dialect te with all options but amax_comm: nib_quantize, nib_quantize_into,
- * nib_fake_quantize; dequantizing NVFP4 of every dialect; and for tensors of all formats what moves bytes: nib_tensor_to,
- * clone, copy, zero, view, slice, split, equal, swizzle, unswizzle, update_usage, saving. Everything else is
- * NIB_ERR_UNSUPPORTED.
+ * nib_fake_quantize; dequantizing NVFP4 of every dialect, and products of it; and for tensors of all formats what moves
+ * bytes: nib_tensor_to, clone, copy, zero, view, slice, split, equal, swizzle, unswizzle, update_usage, saving. Everything
+ * else is NIB_ERR_UNSUPPORTED.
  *
  * Calls that quantize into a tensor that has its buffers, dequantize, or do both (nib_fake_quantize) neither wait for the
  * GPU nor allocate, and can be captured in a CUDA graph, which then may be replayed on any stream. Two cases allocate on
@@ -17,6 +17,14 @@
  * nib_fake_quantize with an amax per line. A captured call that looks for an amax, nib_fake_quantize always, has 32 bytes
  * of the GPU that the device keeps (one such call in 4096 allocates), so that the device must outlive the graph.
  * Devices can be made while streams are captured. What overrides point to is on the GPU, and its values are not looked at.
+ *
+ * nib_gemm and nib_gemm_grouped multiply two NVFP4 operands, or one and plain values, which are not rounded. Tensor cores
+ * add up, in an order that depends on the sizes and the GPU, within the bound of docs/numerics.md 14. Up to 16 rows read
+ * packed weights; more need cuBLASLt, which is loaded then (libcublasLt.so.13 or .12, or what NIB_CUBLASLT_LIBRARY names),
+ * and memory of the device, which grows to what its largest product needs and stays: 2 bytes for an element of a quantized
+ * operand (4 where activations are F32), 32 MiB, and 4 bytes for an output that cuBLASLt cannot write itself. A captured
+ * product has its memory from the graph. GPUs with FP4 tensor cores (sm_100 and later) multiply two NVFP4 operands as they
+ * are, by unsigned scales: the sign of a scale is not looked at.
  */
 #ifndef NIB_CUDA_H
 #define NIB_CUDA_H

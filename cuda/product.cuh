@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * product.cuh - products of a few rows of plain values by lines of NVFP4 codes, which are read in place and never
+ * anywhere else; and what becomes of an accumulator.
+ *
+ * A code times its block's scale has at most 6 significant bits: exact in BF16 and in F16. So tensor cores multiply what
+ * the codes stand for, and only their sums round.
+ */
+#ifndef NIB_CUDA_PRODUCT_CUH
+#define NIB_CUDA_PRODUCT_CUH
+
+#include "kernels.cuh"
+
+/* ---- Outputs ---- */
+
+DEV float scale_of_product(const nib_cuda_scaled_output &o, int64_t i, int64_t j)
+{
+    const nib_cuda_side_scale &a = o.side[0], &b = o.side[1];
+    return nib_joint_scale(a.values ? &a.values[a.per_line ? i : 0] : NULL, &a.rules,
+                           b.values ? &b.values[b.per_line ? j : 0] : NULL, &b.rules);
+}
+
+DEV void store_product(const nib_cuda_scaled_output &o, int64_t i, int64_t j, float acc)
+{
+    nib_output_store(&o.out, i, j, scale_of_product(o, i, j), acc);
+}
+
+/* Sums that another kernel left, or none: rows of y side by side. */
+struct product_output_item {
+    typedef nib_cuda_product_output job;
+    static DEV_MEMBER void at(const job &j, int64_t i)
+    {
+        const int64_t row = i / j.columns;
+        store_product(j.to, row, i - row * j.columns, j.sums ? j.sums[i] : 0.0f);
+    }
+};
+
+/* The words that a library's product reads on the device. */
+struct product_factors_item {
+    typedef nib_cuda_product_factors job;
+    static DEV_MEMBER void at(const job &j, int64_t)
+    {
+        j.to->one = 1.0f;
+        j.to->zero = 0.0f;
+        j.to->alpha = j.of.out.alpha * scale_of_product(j.of, 0, 0);
+        j.to->beta = j.of.out.beta;
+    }
+};
+
+/* ---- Tensor cores ---- */
+
+/* What a lane has of A (16 rows by 16 of k) and of B (16 of k by 8 columns): pairs along k. */
+struct fragments {
+    uint32_t a[4], b[2];
+};
+
+#if defined(__CUDACC__)
+DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
+{
+    uint32_t r;
+    if (f16) {
+        __half2 x, s;
+        memcpy(&x, &pair, 4), memcpy(&s, &scale, 4);
+        x = __hmul2(x, s);
+        memcpy(&r, &x, 4);
+    } else {
+        __nv_bfloat162 x, s;
+        memcpy(&x, &pair, 4), memcpy(&s, &scale, 4);
+        x = __hmul2(x, s);
+        memcpy(&r, &x, 4);
+    }
+    return r;
+}
+/* acc += A B, of which a lane has four elements. The other lanes' fragments are theirs to bring. */
+template <bool F16, class Get> DEV void multiply(float (&acc)[4], int, const fragments &f, Get)
+{
+    if constexpr (F16)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                     "{%0,%1,%2,%3};"
+                     : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                     : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                     "{%0,%1,%2,%3};"
+                     : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                     : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
+}
+#else
+DEV float half_of_pair(uint32_t pair, int which, bool f16)
+{
+    const uint16_t half = (uint16_t)(pair >> 16 * which);
+    return f16 ? nib_f32_from_f16(half) : nib_f32_from_bf16(half);
+}
+DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
+{
+    const float low = half_of_pair(pair, 0, f16) * half_of_pair(scale, 0, f16),
+                high = half_of_pair(pair, 1, f16) * half_of_pair(scale, 1, f16);
+    return f16 ? f16_pair(low, high) : bf16_pair(low, high);
+}
+/* Lanes are one after the other: what the others bring is found again. Lane 4 g + q has rows g and g + 8 of A and column g
+ * of B, of both the k-pairs q and q + 4; of the product it has columns 2 q and 2 q + 1. */
+template <bool F16, class Get> DEV void multiply(float (&acc)[4], int lane, const fragments &, Get get)
+{
+    for (int q = 0; q < 4; q++) {
+        const fragments rows = get(lane / 4 * 4 + q), columns[2] = { get(lane % 4 * 8 + q), get(lane % 4 * 8 + 4 + q) };
+        for (int i = 0; i < 4; i++)
+            for (int k = 0; k < 4; k++)
+                acc[i] += half_of_pair(rows.a[i / 2 + k / 2 * 2], k % 2, F16) *
+                          half_of_pair(columns[i % 2].b[k / 2], k % 2, F16);
+    }
+}
+#endif
+
+/* ---- Few rows ---- */
+
+/* A warp takes 16 lines of codes, 128 elements at a time: a lane has 32 elements of line g and 32 of line g + 8. Which
+ * element is which of the tensor core's k is the same for codes and values, and otherwise of no matter; so a word of eight
+ * codes is taken as pairs (0, 4), (1, 5), (2, 6), (3, 7), which a shift and a mask find. The warps of a thread block divide
+ * k, and add up in shared memory.
+ *
+ * D: of the values. F32 is the sum of three BF16, each of which is multiplied. MT: eights of rows. WHOLE: lines of codes and
+ * rows of values can be read in sixteens of bytes, scales two at a time. */
+template <nib_dtype D, int MT, bool WHOLE> struct few_rows : kernel_defaults {
+    enum {
+        PHASES = 3, /* the last one is empty: sums are read by then, and may be written again */
+        WARPS = THREADS / 32,
+        LINES = 16,
+        EACH = 32,       /* elements of a lane */
+        STEP = 4 * EACH, /* of a warp */
+        F16 = D == NIB_F16,
+        PARTS = D == NIB_F32 ? 3 : 1,
+        BLOCKS = D == NIB_F32 || MT > 1 ? 2 : 3
+    };
+    typedef nib_cuda_few_rows job;
+    struct shared {
+        uint32_t scale[256]; /* pairs */
+        float sums[WARPS][LINES][8 * MT + 1];
+    };
+    struct strip { /* a lane's codes and scales: of two lines */
+        uint4 codes[2];
+        uint32_t scales[2];
+    };
+    static uint32_t tiles(const job &j) { return (uint32_t)((j.weight.g.lines + LINES - 1) / LINES); }
+
+    /* Codes are shifted into the exponent and the mantissa of a 16-bit float: that is 2^-126 (BF16) or 2^-14 (F16) of what
+     * they stand for, subnormal or not. A scale has all but 2^-8 of that, so that none overflows. */
+    static DEV_MEMBER void begin(const job &, shared &s, nothing &, int t, bool)
+    {
+        const float scale = nib_f32_from_e4m3((uint8_t)t) * (F16 ? 0x1p6f : 0x1p118f);
+        s.scale[t] = F16 ? f16_pair(scale, scale) : bf16_pair(scale, scale);
+    }
+
+    /* Elements k.. of the lines of a lane. */
+    static DEV_MEMBER strip load_strip(const job &j, int64_t line0, int lane, int64_t k)
+    {
+        const nib_cuda_usage &u = j.weight;
+        strip s = {};
+        NIB_UNROLL
+        for (int h = 0; h < 2; h++) {
+            const int64_t line = line0 + lane / 4 + 8 * h;
+            if (line >= u.g.lines || k >= u.g.length)
+                continue;
+            if constexpr (WHOLE) {
+                s.codes[h] = *(const uint4 *)(u.codes + line * u.g.line_stride + k / 2);
+                s.scales[h] = *(const uint16_t *)(u.scales + line * u.g.scale_line + k / NIB_BLOCK);
+            } else {
+                uint32_t word[EACH / 8] = {};
+                for (int i = 0; i < EACH && k + i < u.g.length; i++)
+                    word[i / 8] |= (uint32_t)nib_code_load(&u.g, u.codes, line, k + i) << 4 * (i % 8);
+                s.codes[h] = make_uint4(word[0], word[1], word[2], word[3]);
+                for (int b = 0; b < 2 && k / NIB_BLOCK + b < u.g.blocks; b++)
+                    s.scales[h] |= (uint32_t)nib_scale_load(&u.g, u.scales, line, k / NIB_BLOCK + b) << 8 * b;
+            }
+        }
+        return s;
+    }
+
+    static DEV_MEMBER uint32_t word_of(const uint4 &q, int i)
+    {
+        return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
+    }
+
+    /* Eight codes as pairs of what they stand for, but for a power of two. */
+    static DEV_MEMBER void decode_word(uint32_t codes, uint32_t scale, uint32_t (&pairs)[4])
+    {
+        NIB_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const uint32_t sign = i < 3 ? codes << (12 - 4 * i) : codes;
+            const int up = (F16 ? 9 : 6) - 4 * i;
+            const uint32_t magnitude = up >= 0 ? codes << (up >= 0 ? up : 0) : codes >> (up < 0 ? -up : 0);
+            pairs[i] = scaled_pair((sign & 0x80008000u) | (magnitude & (F16 ? 0x0E000E00u : 0x01C001C0u)), scale, F16);
+        }
+    }
+
+    static DEV_MEMBER float value_of(const job &j, int64_t row, int64_t k)
+    {
+        return k < j.weight.g.length ? nib_load_value(j.x, row * j.row_stride + k * j.element_stride, D) : 0.0f;
+    }
+
+    /* Values k..k + 7 of a row as pairs like those of codes. */
+    static DEV_MEMBER void load_values(const job &j, int64_t row, int64_t k, uint32_t (&pairs)[PARTS][4])
+    {
+        float x[8];
+        if (row >= j.rows || k >= j.weight.g.length) {
+            NIB_UNROLL
+            for (int i = 0; i < 4 * PARTS; i++)
+                pairs[i / 4][i % 4] = 0;
+            return;
+        }
+        if constexpr (WHOLE && D != NIB_F32) {
+            const uint4 v = *(const uint4 *)((const uint16_t *)j.x + row * j.row_stride + k);
+            pairs[0][0] = __byte_perm(v.x, v.z, 0x5410);
+            pairs[0][1] = __byte_perm(v.x, v.z, 0x7632);
+            pairs[0][2] = __byte_perm(v.y, v.w, 0x5410);
+            pairs[0][3] = __byte_perm(v.y, v.w, 0x7632);
+            return;
+        }
+        if constexpr (WHOLE) {
+            const uint4 *const at = (const uint4 *)((const float *)j.x + row * j.row_stride + k);
+            const uint4 low = at[0], high = at[1];
+            NIB_UNROLL
+            for (int i = 0; i < 8; i++)
+                x[i] = __uint_as_float(word_of(i < 4 ? low : high, i % 4));
+        } else {
+            NIB_UNROLL
+            for (int i = 0; i < 8; i++)
+                x[i] = value_of(j, row, k + i);
+        }
+        NIB_UNROLL
+        for (int part = 0; part < PARTS; part++) {
+            NIB_UNROLL
+            for (int i = 0; i < 4; i++) {
+                const uint32_t upper = __byte_perm(__float_as_uint(x[i]), __float_as_uint(x[i + 4]), 0x7632);
+                pairs[part][i] = F16 ? f16_pair(x[i], x[i + 4]) : upper;
+                if (PARTS > 1) { /* cut off, not rounded: nothing overflows, and what is left is exact */
+                    x[i] = __fsub_rn(x[i], low_half(upper));
+                    x[i + 4] = __fsub_rn(x[i + 4], high_half(upper));
+                }
+            }
+        }
+    }
+
+    static DEV_MEMBER fragments fragments_of(const uint32_t (&a)[2][4], const uint32_t (&b)[4], int i)
+    {
+        return { { a[0][i], a[1][i], a[0][i + 1], a[1][i + 1] }, { b[i], b[i + 1] } };
+    }
+
+    /* A lane's eight elements of both lines, and of the rows' values, by tensor cores. */
+    template <class Other>
+    static DEV_MEMBER void multiply_word(const job &j, const shared &s, const strip &mine, int word, int lane,
+                                         int64_t k, float (&acc)[MT][4], Other other)
+    {
+        uint32_t a[2][4];
+        NIB_UNROLL
+        for (int h = 0; h < 2; h++)
+            decode_word(word_of(mine.codes[h], word), s.scale[mine.scales[h] >> word / 2 * 8 & 255], a[h]);
+        NIB_UNROLL
+        for (int t = 0; t < MT; t++) {
+            uint32_t b[PARTS][4];
+            load_values(j, lane / 4 + 8 * t, k + 8 * word, b);
+            NIB_UNROLL
+            for (int part = 0; part < PARTS; part++) {
+                NIB_UNROLL
+                for (int i = 0; i < 4; i += 2)
+                    multiply<F16>(acc[t], lane, fragments_of(a, b[part], i),
+                                  [&](int l) { return other(l, word, t, part, i); });
+            }
+        }
+    }
+
+    static DEV_MEMBER void add_up(const job &j, shared &s, int64_t line0, int t)
+    {
+        const int lane = t % 32, warp = t / 32;
+        const int64_t length = j.weight.g.length, mine = (int64_t)warp * STEP + lane % 4 * EACH;
+        float acc[MT][4] = {};
+        strip next = load_strip(j, line0, lane, mine);
+        for (int64_t k0 = (int64_t)warp * STEP; k0 < length; k0 += WARPS * STEP) {
+            const strip current = next;
+            const int64_t k = k0 + lane % 4 * EACH;
+            next = load_strip(j, line0, lane, k + WARPS * STEP); /* in flight while this one is worked on */
+            const auto other = [&](int l, int word, int tile, int part, int i) {
+                uint32_t a[2][4], b[PARTS][4];
+                const int64_t at = k0 + l % 4 * EACH;
+                const strip theirs = load_strip(j, line0, l, at);
+                for (int h = 0; h < 2; h++)
+                    decode_word(word_of(theirs.codes[h], word), s.scale[theirs.scales[h] >> word / 2 * 8 & 255], a[h]);
+                load_values(j, l / 4 + 8 * tile, at + 8 * word, b);
+                return fragments_of(a, b[part], i);
+            };
+            NIB_UNROLL
+            for (int word = 0; word < EACH / 8; word++)
+                multiply_word(j, s, current, word, lane, k, acc, other);
+        }
+        NIB_UNROLL
+        for (int i = 0; i < 4 * MT; i++)
+            s.sums[warp][lane / 4 + i % 4 / 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2] = acc[i / 4][i % 4];
+    }
+
+    template <int P> static DEV_MEMBER void phase(const job &j, shared &s, nothing &, uint32_t tile, uint32_t, int t)
+    {
+        const int64_t line0 = (int64_t)tile * LINES;
+        if constexpr (P == 0)
+            add_up(j, s, line0, t);
+        for (int i = t; P == 1 && i < LINES * 8 * MT; i += THREADS) {
+            const int line = i % LINES, row = i / LINES;
+            if (row >= j.rows || line0 + line >= j.weight.g.lines)
+                continue;
+            float sum = 0;
+            NIB_UNROLL
+            for (int w = 0; w < WARPS; w++)
+                sum = __fadd_rn(sum, s.sums[w][line][row]);
+            store_product(j.to, row, line0 + line, sum * 0x1p8f);
+        }
+    }
+};
+
+template <nib_dtype D, class Run> static void choose(const nib_cuda_few_rows &job, Run &run)
+{
+    if (job.rows <= 8 && job.whole)
+        run.template operator()<few_rows<D, 1, true>>(job);
+    else if (job.rows <= 8)
+        run.template operator()<few_rows<D, 1, false>>(job);
+    else if (job.whole)
+        run.template operator()<few_rows<D, 2, true>>(job);
+    else
+        run.template operator()<few_rows<D, 2, false>>(job);
+}
+
+#endif
