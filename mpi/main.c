@@ -44,6 +44,7 @@ static int run_shared(int argc, char **argv)
 int main(int argc, char **argv)
 {
     int rank = 0;
+    sandbox_waived = "the ranks of nib-mpi talk over the network";
     if (MPI_Init(&argc, &argv) != MPI_SUCCESS)
         return CLI_FAILED;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);

@@ -158,6 +158,9 @@ static enum cli_exit run_check(const struct cli_command *self, int argc, char **
         cli_error("check: takes one directory or file, not %d", argc - first);
         return CLI_FAILED;
     }
+    const struct sandbox_path paths[] = { { argv[first], SANDBOX_CHECKPOINT }, { original, SANDBOX_CHECKPOINT } };
+    if (!cli_confine(self, paths, sizeof paths / sizeof *paths))
+        return CLI_FAILED;
     if (f.json && !(f.list = json_array())) {
         cli_error("check: no memory for the report");
         return CLI_FAILED;

@@ -60,6 +60,14 @@ void cli_print(const char *format, ...)
     va_end(arguments);
 }
 
+bool cli_confine(const struct cli_command *self, const struct sandbox_path *paths, size_t n)
+{
+    const bool good = sandbox_enter(paths, n);
+    if (!good)
+        cli_error("%s: no sandbox as NIB_SANDBOX wants it: %s", self->name, sandbox_state());
+    return good;
+}
+
 int cli_try_file(const char *path)
 {
     char name[4096];

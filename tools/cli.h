@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#include "sandbox.h"
 #include "words.h"
 
 #if defined(__GNUC__)
@@ -77,6 +78,10 @@ enum cli_parsed {
 /* Read the options of a command; every command also has -h, --help. Options and operands may be mixed. */
 enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_option *options, int argc, char **argv,
                           int *first);
+
+/* From here on a command reads and writes what these name and nothing else, where the system can see to that; sandbox.h.
+ * False after a message. */
+bool cli_confine(const struct cli_command *self, const struct sandbox_path *paths, size_t n);
 
 /* The whole tool: a command is found and run. Returns the exit code. */
 int cli_main(int argc, char **argv);

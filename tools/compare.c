@@ -184,6 +184,11 @@ static enum cli_exit run_compare(const struct cli_command *self, int argc, char 
     }
     if (o.report && !report_can_write(o.report, argv[first], argv[first + 1], false))
         return CLI_FAILED;
+    const struct sandbox_path paths[] = { { argv[first], SANDBOX_CHECKPOINT },
+                                          { argv[first + 1], SANDBOX_CHECKPOINT },
+                                          { o.report, SANDBOX_OUTPUT_FILE } };
+    if (!cli_confine(self, paths, sizeof paths / sizeof *paths))
+        return CLI_FAILED;
     return compare(argv[first], argv[first + 1], &o);
 }
 

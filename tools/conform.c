@@ -281,6 +281,23 @@ static enum cli_exit check_files(const struct options *options, char **paths)
     return totals.bad_files ? CLI_FAILED : totals.failed ? CLI_NO : CLI_FINE;
 }
 
+/* A driver opens devices, loads libraries and keeps caches, each its own way. */
+static bool confine(const struct cli_command *self, const struct options *options, char **files, int n)
+{
+    struct sandbox_path *const paths = calloc((size_t)n, sizeof *paths);
+    if (!paths) {
+        (void)out_of_memory();
+        return false;
+    }
+    for (int i = 0; i < n; i++)
+        paths[i] = (struct sandbox_path){ files[i], SANDBOX_FILE };
+    if (options->where && strcmp(options->where, "host") != 0)
+        sandbox_waived = "a GPU's driver needs devices, libraries and caches";
+    const bool good = cli_confine(self, paths, (size_t)n);
+    free(paths);
+    return good;
+}
+
 static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 {
     struct options options = { 0 };
@@ -305,6 +322,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         cli_error("conform: no file is given; see nib conform --help");
         return CLI_FAILED;
     }
+    if (!confine(self, &options, argv + first, argc - first))
+        return CLI_FAILED;
     if (!device_open("conform", options.where, options.threads, &options.device))
         return CLI_FAILED;
     const enum cli_exit status = check_files(&options, argv + first);

@@ -14,6 +14,8 @@ static enum cli_exit convert(const struct cli_command *self, const struct cli_wo
         cli_error("convert: --format says what to write: %s", words_list(&format->words, NIB_UNSET, list, sizeof list));
         return CLI_FAILED;
     }
+    if (!run_confine(self, in_path, out, format->value == NIB_CHECKPOINT_FORMAT_GGUF, flags))
+        return CLI_FAILED;
     nib_checkpoint *in = run_open(self, in_path);
     if (!in)
         return CLI_FAILED;

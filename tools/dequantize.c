@@ -23,6 +23,8 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         return CLI_FAILED;
     }
     nib_plan *plan = NULL;
+    if (!run_confine(self, argv[first], argv[first + 1], false, &flags))
+        return CLI_FAILED;
     nib_checkpoint *in = run_open(self, argv[first]);
     if (!in)
         return CLI_FAILED;

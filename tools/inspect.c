@@ -281,6 +281,9 @@ static enum cli_exit run_inspect(const struct cli_command *self, int argc, char 
         cli_error("inspect: takes one directory or file, not %d", argc - first);
         return CLI_FAILED;
     }
+    const struct sandbox_path path = { argv[first], SANDBOX_CHECKPOINT };
+    if (!cli_confine(self, &path, 1))
+        return CLI_FAILED;
     in.quick |= in.tensors && !in.json;
     return inspect(&in, argv[first]);
 }

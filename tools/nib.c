@@ -123,10 +123,11 @@ static void print_devices(void)
 static enum cli_exit run_version(const struct cli_command *self, int argc, char **argv)
 {
     bool verbose = false;
-    const struct cli_option options[] = { { 'v', "verbose", CLI_FLAG, &verbose, NULL,
-                                            "also the instruction set in use, devices, and how the tool was built", 0,
-                                            0 },
-                                          { 0 } };
+    const struct cli_option options[] = {
+        { 'v', "verbose", CLI_FLAG, &verbose, NULL,
+          "also the instruction set in use, devices, the sandbox, and how the tool was built", 0, 0 },
+        { 0 }
+    };
     int first;
     const enum cli_parsed parsed = cli_parse(self, options, argc, argv, &first);
     if (parsed != CLI_GO)
@@ -139,6 +140,7 @@ static enum cli_exit run_version(const struct cli_command *self, int argc, char 
     if (verbose) {
         cli_print("instruction set: %s", nib_isa());
         print_devices();
+        cli_print("sandbox: %s", sandbox_state());
         cli_print("tool built for: nib %s", NIB_VERSION);
 #if defined(__clang__)
         cli_print("tool built by: %s", __VERSION__);
@@ -190,5 +192,7 @@ int cli_main(int argc, char **argv)
     const struct cli_command *const command = find_command(name);
     if (!command)
         return (int)unknown_command(word);
-    return (int)finish(command->run(command, argc - 1, argv + 1));
+    const enum cli_exit result = command->run(command, argc - 1, argv + 1);
+    sandbox_leave();
+    return (int)finish(result);
 }

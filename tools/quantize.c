@@ -203,6 +203,17 @@ static enum cli_exit carry_out(const struct cli_command *self, struct arguments 
     return result;
 }
 
+static bool confine(const struct cli_command *self, const struct arguments *a, const nib_quantize_options *o,
+                    const char *in, const char *out)
+{
+    const struct sandbox_path paths[] = {
+        { in, SANDBOX_CHECKPOINT },       run_output(out, o->format == NIB_CHECKPOINT_FORMAT_GGUF, &a->run),
+        { o->statistics, SANDBOX_FILE },  { o->activation_file, SANDBOX_FILE },
+        { o->codes, SANDBOX_CHECKPOINT }, { a->run.dry_run ? NULL : a->run.report, SANDBOX_OUTPUT_FILE },
+    };
+    return cli_confine(self, paths, sizeof paths / sizeof *paths);
+}
+
 static enum cli_exit quantize(const struct cli_command *self, struct arguments *a, const char *in_path, const char *out)
 {
     nib_quantize_options options;
@@ -212,7 +223,7 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
         a->format.text = nib_checkpoint_format_name(NIB_CHECKPOINT_FORMAT_GGUF);
         a->format.value = NIB_CHECKPOINT_FORMAT_GGUF;
     }
-    if (!set_options(self, a, &options))
+    if (!set_options(self, a, &options) || !confine(self, a, &options, in_path, out))
         return CLI_FAILED;
     nib_checkpoint *in = run_open(self, in_path);
     if (!in)

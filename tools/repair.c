@@ -75,6 +75,8 @@ static enum cli_exit run_repair(const struct cli_command *self, int argc, char *
         cli_error("repair: takes an input and an output, not %d operands; see nib repair --help", argc - first);
         return CLI_FAILED;
     }
+    if (!run_confine(self, argv[first], argv[first + 1], false, &flags))
+        return CLI_FAILED;
     return repair(self, argv[first], argv[first + 1], &flags);
 }
 

@@ -36,10 +36,27 @@ nib_checkpoint *run_open(const struct cli_command *self, const char *path)
     return checkpoint;
 }
 
-bool run_is_gguf(const char *path)
+static bool ends_with(const char *path, const char *end)
 {
-    const size_t n = strlen(path), m = strlen(".gguf");
-    return n > m && !strcmp(path + n - m, ".gguf");
+    const size_t n = strlen(path), m = strlen(end);
+    return n > m && !strcmp(path + n - m, end);
+}
+
+bool run_is_gguf(const char *path) { return ends_with(path, ".gguf"); }
+
+/* A name of safetensors may become either: that depends on the input, which is not open yet. */
+struct sandbox_path run_output(const char *out, bool as_file, const struct run_flags *flags)
+{
+    as_file |= run_is_gguf(out) || ends_with(out, ".safetensors");
+    return (struct sandbox_path){ flags->dry_run ? NULL : out,
+                                  as_file ? SANDBOX_OUTPUT_FILE : SANDBOX_OUTPUT_DIRECTORY };
+}
+
+bool run_confine(const struct cli_command *self, const char *in, const char *out, bool as_file,
+                 const struct run_flags *flags)
+{
+    const struct sandbox_path paths[] = { { in, SANDBOX_CHECKPOINT }, run_output(out, as_file, flags) };
+    return cli_confine(self, paths, sizeof paths / sizeof *paths);
 }
 
 static const char *const actions[NIB_ACTION_COUNT] = { "quantize", "convert", "dequantize", "repair", "keep" };
@@ -142,8 +159,10 @@ static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, cons
                          const char *done, double seconds)
 {
     char in[32], out[32], rate[64] = "", bits[80] = "";
-    if (flags->verbose)
+    if (flags->verbose) {
+        cli_print("sandbox: %s", sandbox_state());
         show_rows(plan, facts->rows);
+    }
     if (!flags->dry_run && seconds > 0.05) {
         char speed[32];
         snprintf(rate, sizeof rate, " in %.1f s, %s/s", seconds,

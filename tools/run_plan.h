@@ -38,6 +38,11 @@ extern bool run_entered; /* the ranks have met: a rank that fails before that mu
 /* Carry a plan out, or show it; `done` is the verb of the summary ("quantized"). The plan stays the caller's. */
 enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, const char *out,
                        const struct run_flags *flags, const char *done);
+/* Before the input is opened: what a command from IN to OUT may touch. False after a message. */
+bool run_confine(const struct cli_command *self, const char *in, const char *out, bool as_file,
+                 const struct run_flags *flags);
+/* The output alone; `as_file`: it is one file whatever its name. */
+struct sandbox_path run_output(const char *out, bool as_file, const struct run_flags *flags);
 /* Whether an output of this name is a GGUF file. */
 bool run_is_gguf(const char *path);
 /* A message of the library as an error of the tool. */
