@@ -53,7 +53,7 @@ _nib() {
         )
         return
         ;;
-    *:--against | *:--svg | *:--imatrix)
+    *:--against | *:--svg | *:--imatrix | *:--hessians)
         mapfile -t COMPREPLY < <(compgen -f -- "$cur")
         return
         ;;

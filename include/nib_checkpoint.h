@@ -27,6 +27,7 @@ typedef struct nib_progress {
     const char *phase;    /* "reading amaxes", "quantizing", ... */
     const char *tensor;   /* what is being worked on; may be NULL */
     uint64_t done, total; /* bytes of input of this phase */
+    const char *warning;  /* what whoever uses the result must know, once; NULL otherwise */
 } nib_progress;
 
 /* How a long call does its work; NULL stands for all defaults. Results do not depend on it. */
@@ -307,6 +308,13 @@ typedef struct nib_quantize_options {
      * weights are folded, its codes must be of the folded ones. DATA: another shape, one of a fused set alone, or tensor
      * scales of such that differ. Not with GGUF or stacks of experts that stay whole (MODE). NULL: none. */
     const char *codes;
+    /* Codes by GPTQ, under the scales of the sweep with `statistics`, which must be nib's own (MODE without, and with another
+     * scale rule): by the Hessians of `hessians`, a directory that nib.calibrate wrote, or beside the statistics,
+     * STATISTICS.hessians, or in them (docs/calibration.md). Weights without a Hessian of tokens enough stay as the sweep
+     * has them; rows of the plan say which. */
+    uint8_t gptq;
+    const char *hessians;
+    float damp; /* NIB_UNSET: 0.1 */
 } nib_quantize_options;
 /* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
  * has. */
@@ -348,6 +356,7 @@ typedef struct nib_plan_row {
     const char
         *fold; /* the norm or weight that the scales of its columns went into, or "none: " and why; "" where nothing
                          is to be folded, or nothing goes with it */
+    const char *gptq; /* tokens of the Hessian by which its codes are chosen, or "none: " and why; "" without GPTQ */
 } nib_plan_row;
 
 typedef struct nib_plan_facts {

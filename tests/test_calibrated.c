@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_calibrated.c - quantizations by statistics of inputs, and folded ones: codes against the library's own
- * quantization with the importance set by hand, what plans say, and every allocation of them failing.
+ * test_calibrated.c - quantizations by statistics of inputs, folded ones, and by GPTQ: codes against the library's own
+ * with the importance and the Hessian set by hand, what plans say, and every allocation of them failing.
  */
 #define _GNU_SOURCE
 /* NIB_TEST_WRAP_ALLOC */
@@ -43,7 +43,7 @@ enum { MATRICES = sizeof matrices / sizeof *matrices };
 
 static float values[MATRICES][I * H], norms[2][H];
 static float attention[H], gate[E][H], down[E][I]; /* sums of squares */
-static const int64_t counts[E] = { 100, 0, 7 };
+static const int64_t counts[E] = { 300, 0, 7 };
 
 static void make_model(void)
 {
@@ -104,6 +104,7 @@ static void make_statistics(const char *path)
     CHECK_OK(nib_writer_create(at(path), &writer));
     CHECK_OK(nib_writer_metadata(writer, "format", "nib-stats-1"));
     CHECK_OK(nib_writer_metadata(writer, "inputs", inputs));
+    CHECK_OK(nib_writer_metadata(writer, "tokens_sha256", "a"));
     for (size_t i = 0; i < sizeof items / sizeof *items; i++)
         CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
     for (size_t i = 0; i < sizeof items / sizeof *items; i++)
@@ -465,6 +466,287 @@ TEST(folds_that_are_rejected)
     nib_checkpoint_close(in);
 }
 
+/* ---- GPTQ ---- */
+
+static float hessians[3][I * (I + 1) / 2]; /* of attention, of what experts read, and of down */
+static const struct {
+    const char *name;
+    int64_t cols, tokens; /* below 0: not said */
+} hessian_of[3] = { { LAYER "self_attn.q_proj", H, 4 * H },
+                    { EXPERT "gate_proj", H, -1 }, /* 307 */
+                    { EXPERT "down_proj", I, 1000000 } };
+
+static void put_hessian(nib_writer *writer, size_t i, bool declare)
+{
+    char name[128], count[160];
+    const int64_t one = 1, n = hessian_of[i].cols * (hessian_of[i].cols + 1) / 2;
+    snprintf(name, sizeof name, "%s.hessian", hessian_of[i].name);
+    snprintf(count, sizeof count, "%s_count", name);
+    if (declare) {
+        CHECK_OK(nib_writer_declare(writer, name, NIB_F32, 1, &n));
+        if (hessian_of[i].tokens >= 0)
+            CHECK_OK(nib_writer_declare(writer, count, NIB_I64, 1, &one));
+        return;
+    }
+    CHECK_OK(nib_writer_write(writer, name, 0, hessians[i], (size_t)n * sizeof(float)));
+    if (hessian_of[i].tokens >= 0)
+        CHECK_OK(nib_writer_write(writer, count, 0, &hessian_of[i].tokens, sizeof(int64_t)));
+}
+
+/* One file for the first, another for the rest. */
+static void write_hessians(const char *where)
+{
+    for (size_t file = 0; file < 2; file++) {
+        char path[128];
+        nib_writer *writer = NULL;
+        snprintf(path, sizeof path, "%s/stats-of-layer-0000%zu.safetensors", where, file);
+        CHECK_OK(nib_writer_create(at(path), &writer));
+        CHECK_OK(nib_writer_metadata(writer, "format", "nib-stats-1"));
+        for (int declare = 1; declare >= 0; declare--)
+            for (size_t i = file; i < (file ? 3 : 1); i++)
+                put_hessian(writer, i, declare);
+        CHECK_OK(nib_writer_commit(writer));
+        nib_writer_destroy(writer);
+    }
+}
+
+static void make_hessians(const char *where)
+{
+    if (entries(at(where)) < 0)
+        CHECK(mkdir(at(where), 0777) == 0);
+    for (size_t i = 0; i < 3; i++) {
+        const int64_t n = hessian_of[i].cols;
+        static float x[4 * I][I];
+        for (int64_t t = 0; t < 2 * n; t++)
+            for (int64_t k = 0; k < n; k++)
+                x[t][k] = test_normal() + (k ? x[t][k - 1] : 0);
+        float *to = hessians[i];
+        for (int64_t j = 0; j < n; j++)
+            for (int64_t k = j; k < n; k++) {
+                double sum = 0;
+                for (int64_t t = 0; t < 2 * n; t++)
+                    sum += (double)x[t][j] * (double)x[t][k];
+                *to++ = (float)(sum / (double)(2 * n));
+            }
+    }
+    write_hessians(where);
+}
+
+/* The values that a weight must have, of x by the Hessian of its input, which was divided by the columns' scales. */
+static void check_gptq(const nib_checkpoint *out, size_t i, const float *x, float amax, const float *squares, size_t h,
+                       const float *columns)
+{
+    const struct matrix *m = &matrices[i];
+    const int64_t shape[2] = { m->rows, m->cols }, n = m->cols;
+    static float folded[I * (I + 1) / 2], u[I * I], wanted[I * H], stored[I * H];
+    int32_t order[I];
+    float importance[I];
+    size_t index;
+    nib_quantizer q;
+    nib_array array, decoded;
+    nib_tensor *t = NULL;
+    float *to = folded;
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t k = j; k < n; k++, to++)
+            *to = (float)((double)hessians[h][to - folded] / ((double)columns[j] * (double)columns[k]));
+    nib_quantizer_init(&q);
+    q.columnwise = 0;
+    q.scale_rule = NIB_SCALE_SWEEP;
+    q.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_POW2;
+    q.min_block_scale = 0x1p-6f;
+    CHECK_OK(nib_importance_normalize(squares, n, importance));
+    const nib_overrides overrides = {
+        .bytes = sizeof overrides, .amax = { &amax, NULL }, .importance = importance, .importance_count = n
+    };
+    CHECK_OK(nib_array_init(&array, (void *)(uintptr_t)x, NIB_F32, 2, shape));
+    CHECK_OK(nib_quantize(&q, &array, &overrides, &t));
+    CHECK_OK(nib_gptq_factorize(folded, n, 0.1, NULL, order, u, NULL));
+    CHECK_OK(nib_gptq(&array, order, u, n, t));
+    CHECK_OK(nib_array_init(&decoded, wanted, NIB_F32, 2, shape));
+    CHECK_OK(nib_dequantize(t, NIB_ROWWISE, &decoded));
+    nib_tensor_destroy(t);
+    CHECK_OK(nib_checkpoint_find_weight(out, m->name, &index));
+    CHECK_OK(nib_array_init(&decoded, stored, NIB_F32, 2, shape));
+    CHECK_OK(nib_checkpoint_read_rows(out, index, 0, m->rows, &decoded));
+    CHECK_THAT(!memcmp(stored, wanted, (size_t)(m->rows * n) * sizeof *wanted), "%s differs", m->name);
+}
+
+/* All of a model: by GPTQ what has tokens enough, by the sweep what has not. */
+static void check_model(const nib_checkpoint *out, float (*x)[I * H], float (*columns)[I])
+{
+    for (size_t i = 0; i < MATRICES; i++) {
+        const char *name = matrices[i].name;
+        float squares[I];
+        const bool weighed = squares_of(i, squares);
+        if (!strcmp(name, LAYER "mlp.gate"))
+            continue;
+        for (int64_t k = 0; k < matrices[i].cols && weighed; k++)
+            squares[k] = (float)((double)squares[k] / ((double)columns[i][k] * (double)columns[i][k]));
+        const bool of_down = strstr(name, "down_proj");
+        if (!weighed || (of_down && !strstr(name, "experts.0.")))
+            check_codes(out, i, x[i], group_amax(i, x), weighed ? squares : NULL);
+        else
+            check_gptq(out, i, x[i], group_amax(i, x), squares,
+                       of_down                   ? 2
+                       : strstr(name, "experts") ? 1
+                                                 : 0,
+                       columns[i]);
+    }
+}
+
+TEST(codes_by_gptq)
+{
+    static float folded[MATRICES][I * H], columns[MATRICES][I];
+    make_model();
+    make_statistics("stats");
+    make_hessians("stats.hessians");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    nib_plan *plan = NULL;
+    options.gptq = 1;
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    CHECK(!strcmp(row_of(plan, LAYER "self_attn.v_proj").gptq, "128 tokens"));
+    CHECK(!strcmp(row_of(plan, EXPERT "1.up_proj").gptq, "307 tokens"));
+    CHECK(!strcmp(row_of(plan, EXPERT "0.down_proj").gptq, "300 tokens"));
+    CHECK(!strcmp(row_of(plan, EXPERT "2.down_proj").gptq, "none: 7 tokens, and 48 columns need 192"));
+    CHECK(!strcmp(row_of(plan, LAYER "self_attn.o_proj").gptq, "none: there are no statistics of its input"));
+    CHECK(!*row_of(plan, LAYER "mlp.gate").gptq);
+    nib_plan_destroy(plan);
+    for (size_t i = 0; i < MATRICES; i++)
+        for (int k = 0; k < I; k++)
+            columns[i][k] = 1;
+    nib_checkpoint *out = run_plan(in, &options, "out");
+    check_model(out, values, columns);
+    nib_checkpoint_close(out);
+    options.fold = NIB_FOLD_FIXED;
+    out = run_plan(in, &options, "out");
+    nib_file *file = NULL;
+    CHECK_OK(nib_file_open(at("out/nib-fold.scales"), &file));
+    fold_values(file, folded, columns);
+    nib_file_close(file);
+    check_model(out, folded, columns);
+    nib_checkpoint_close(out);
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    for (int threads = 1; threads <= 7; threads += 3) {
+        const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+        const nib_job job = { .bytes = sizeof job, .threads = threads, .max_memory = threads == 1 ? 1 : 0 };
+        CHECK_OK(nib_plan_run(plan, at("other"), &force, &job));
+        size_t wanted_bytes = 0, bytes = 0;
+        void *wanted = get_file("out/model.safetensors", &wanted_bytes);
+        void *got = get_file("other/model.safetensors", &bytes);
+        CHECK_THAT(bytes == wanted_bytes && !memcmp(wanted, got, bytes), "%d threads: other bytes", threads);
+        free(wanted), free(got);
+    }
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+static int note_warning(void *context, const nib_progress *progress)
+{
+    if (progress->warning)
+        snprintf(context, 256, "%s", progress->warning);
+    return 0;
+}
+
+/* What is not positive definite leaves the codes of the sweep, and says so. */
+TEST(a_hessian_that_is_not_positive_definite)
+{
+    make_model();
+    make_statistics("stats");
+    make_hessians("stats.hessians");
+    for (int64_t k = 1; k < H; k++)
+        hessians[0][k] = 1e6f;
+    write_hessians("stats.hessians");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    nib_plan *plan = NULL;
+    char warning[256] = "";
+    const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+    const nib_job job = { .bytes = sizeof job, .progress = note_warning, .context = warning };
+    options.gptq = 1;
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    CHECK_OK(nib_plan_run(plan, at("out"), &force, &job));
+    CHECK_THAT(strstr(warning, "stats-of-layer-00000.safetensors: the Hessian of \"" LAYER "self_attn.q_proj\" is not"),
+               "%s", warning);
+    nib_plan_destroy(plan);
+    nib_checkpoint *out = open_good(at("out"));
+    for (size_t i = 0; i < 3; i++) {
+        float squares[I];
+        CHECK(squares_of(i, squares));
+        check_codes(out, i, values[i], group_amax(i, values), squares);
+    }
+    nib_checkpoint_close(out);
+    nib_checkpoint_close(in);
+}
+
+TEST(hessians_that_are_rejected)
+{
+    empty_directory();
+    make_model();
+    make_statistics("stats");
+    make_hessians("good");
+    if (entries(at("bad")) < 0)
+        CHECK(mkdir(at("bad"), 0777) == 0);
+    nib_checkpoint *in = open_good(at("model"));
+    nib_plan *plan = NULL;
+    nib_quantize_options options = options_of();
+    options.gptq = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA, "stats.hessians");
+    options.hessians = at("bad");
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA, "there are no Hessians in it");
+    const int64_t triangle = H * (H + 1) / 2, other = 10, off = 11, one = 1, negative = -1;
+    float values_of_it[H * (H + 1) / 2] = { 1 };
+    static const char name[] = LAYER "self_attn.q_proj.hessian", count[] = LAYER "self_attn.q_proj.hessian_count";
+    const struct {
+        nib_dtype dtype;
+        int64_t n;
+        float value;
+        const char *format, *tokens, *words;
+    } cases[] = {
+        { NIB_F32, other, 1, "nib-stats-1", NULL, "has 4 columns" },
+        { NIB_F32, off, 1, "nib-stats-1", NULL, "K (K + 1) / 2" },
+        { NIB_I32, triangle, 1, "nib-stats-1", NULL, "must be F32" },
+        { NIB_F32, triangle, NAN, "nib-stats-1", NULL, "value 9 of \"" LAYER "self_attn.q_proj\".hessian is a NaN" },
+        { NIB_F32, triangle, INFINITY, "nib-stats-1", NULL, "infinite" },
+        { NIB_F32, triangle, 1, "pt", NULL, "nib-stats-1" },
+        { NIB_F32, triangle, 1, "nib-stats-1", "b", "other tokens" },
+        { NIB_F32, triangle, 1, "nib-stats-1", "negative", "hessian_count\" is negative" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        nib_writer *writer = NULL;
+        const bool counted = cases[i].tokens && *cases[i].tokens == 'n';
+        values_of_it[9] = cases[i].value;
+        CHECK_OK(nib_writer_create(at("bad/stats-of-layer-00000.safetensors"), &writer));
+        CHECK_OK(nib_writer_metadata(writer, "format", cases[i].format));
+        if (cases[i].tokens)
+            CHECK_OK(nib_writer_metadata(writer, "tokens_sha256", counted ? "a" : cases[i].tokens));
+        CHECK_OK(nib_writer_declare(writer, name, cases[i].dtype, 1, &cases[i].n));
+        if (counted)
+            CHECK_OK(nib_writer_declare(writer, count, NIB_I64, 1, &one));
+        CHECK_OK(nib_writer_write(writer, name, 0, values_of_it, (size_t)cases[i].n * 4));
+        if (counted)
+            CHECK_OK(nib_writer_write(writer, count, 0, &negative, sizeof negative));
+        CHECK_OK(nib_writer_commit(writer));
+        nib_writer_destroy(writer);
+        CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA, cases[i].words);
+        CHECK_THAT(strstr(nib_last_error(), "stats-of-layer-00000.safetensors"), "%s", nib_last_error());
+    }
+    options.hessians = at("good");
+    options.damp = -0.5f;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "damping");
+    options.damp = NIB_UNSET;
+    options.scale_rule = NIB_SCALE_RTN;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "sweep");
+    options.scale_rule = NIB_UNSET;
+    options.statistics = NULL;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "statistics");
+    options = options_of();
+    options.damp = 0.1f;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "--gptq");
+    CHECK(!plan);
+    nib_checkpoint_close(in);
+}
+
 TEST(without_memory)
 {
     make_model();
@@ -473,8 +755,10 @@ TEST(without_memory)
     nib_quantize_options options = options_of();
     options.scheme = NIB_SCHEME_NVFP4;
     options.activation = NIB_ACTIVATION_STATISTICS;
+    make_hessians("stats.hessians");
     for (int fold = NIB_FOLD_FIXED; fold < NIB_FOLD_COUNT; fold++) {
         nib_status status = NIB_ERR_MEMORY;
+        options.gptq = fold == NIB_FOLD_FIXED;
         options.fold = (nib_fold)fold;
         for (long n = 0; status && n < 100000; n++) {
             nib_plan *plan = NULL;

@@ -167,7 +167,7 @@ static nib_tensor *define_gptq(const nib_tensor *t, const float *x, const int32_
 
 TEST(a_factor_has_the_bits_of_its_definition)
 {
-    static const int64_t sizes[] = { 1, 2, 15, 16, 17, 64, 127, 128, 129, 200, 300 };
+    static const int64_t sizes[] = { 1, 2, 15, 16, 17, 64, 127, 128, 129, 200, 350 };
     const int count = find_isas();
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
         const int64_t n = sizes[s];

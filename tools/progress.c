@@ -10,6 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "cli.h"
 #include "text.h"
 
 static volatile sig_atomic_t interrupted;
@@ -89,6 +90,11 @@ static void draw(struct progress *p, const nib_progress *progress, double time)
 static int show(void *context, const nib_progress *progress)
 {
     struct progress *p = context;
+    if (progress->warning) {
+        progress_end(p);
+        cli_error("warning: %s", progress->warning);
+        return interrupted;
+    }
     const double time = progress_clock(), pause = p->terminal ? 0.1 : 10;
     if (p->phase != progress->phase) {
         p->phase = progress->phase;

@@ -2,6 +2,7 @@
 /*
  * quantize.c - nib quantize: a model in high precision to NVFP4, as a server loads it.
  */
+#include <float.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,8 +24,8 @@ static struct words servers(void)
 
 struct arguments {
     struct cli_word format, scheme, server, dialect, scale_rule, tensor_scale_rule, activations, preset;
-    const char *min_block_scale, *imatrix, *fold_exponent, *codes;
-    bool imatrix_strict, fold, fold_search;
+    const char *min_block_scale, *imatrix, *fold_exponent, *codes, *hessians, *damp;
+    bool imatrix_strict, fold, fold_search, gptq;
     struct cli_list ignore, only;
     uint64_t shard_bytes;
     bool keep_split;
@@ -101,6 +102,13 @@ static bool read_exponent(const char *text, float *out)
     return *text && !*end && *out >= 0 && *out <= 1;
 }
 
+static bool read_damping(const char *text, float *out)
+{
+    char *end;
+    *out = strtof(text, &end);
+    return *text && !*end && *out >= 0 && *out <= FLT_MAX;
+}
+
 static bool set_options(const struct cli_command *self, const struct arguments *a, nib_quantize_options *o)
 {
     if (a->min_block_scale && !read_scale(a->min_block_scale, &o->min_block_scale)) {
@@ -127,6 +135,12 @@ static bool set_options(const struct cli_command *self, const struct arguments *
         return false;
     }
     o->fold = a->fold_search ? NIB_FOLD_SEARCH : a->fold || a->fold_exponent ? NIB_FOLD_FIXED : NIB_FOLD_NONE;
+    if (a->damp && !read_damping(a->damp, &o->damp)) {
+        cli_error("%s: --damp takes a number that is not negative, such as 0.1, not '%s'", self->name, a->damp);
+        return false;
+    }
+    o->gptq = a->gptq;
+    o->hessians = a->hessians;
     o->statistics = a->imatrix;
     o->codes = a->codes;
     o->statistics_strict = a->imatrix_strict;
@@ -280,6 +294,11 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "fold-exponent", CLI_TEXT, &a.fold_exponent, "A", "the same by E[x^2]^(A/2) (default 0.25)", 0, 0 },
         { 0, "fold-search", CLI_FLAG, &a.fold_search, NULL, "the same by the exponents that lose least", 0, 0 },
         { 0, "codes", CLI_TEXT, &a.codes, "DIRECTORY", "take NVFP4 weights that are in it as they are", 0, 0 },
+        { 0, "gptq", CLI_FLAG, &a.gptq, NULL, "choose codes so that errors of a row cancel, by Hessians of inputs", 0,
+          0 },
+        { 0, "hessians", CLI_TEXT, &a.hessians, "DIR", "where they are (default: FILE of --imatrix, and .hessians)", 0,
+          0 },
+        { 0, "damp", CLI_TEXT, &a.damp, "X", "their damping (default 0.1)", 0, 0 },
         { 0, "ignore", CLI_LIST, &a.ignore, "PATTERN", "leave modules as they are: name, glob or re:...", 0, 0 },
         { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantize no others", 0, 0 },
         { 0, "preset", CLI_WORD, &a.preset, "P", "what to quantize: {}", 0, 0 },
@@ -317,6 +336,7 @@ const struct cli_command cli_quantize = {
     "  nib quantize --format modelopt --scheme nvfp4 --activations norm Llama-3.1-8B out\n"
     "  nib quantize --preset experts-only --ignore 're:.*layers\\.(0|1)\\..*' Mixtral-8x7B out\n"
     "  nib quantize --imatrix imatrix.gguf --fold Qwen3-8B out\n"
+    "  nib quantize --imatrix qwen.stats --fold --gptq Qwen3-8B out\n"
     "  nib quantize --report q.html Qwen3-8B out\n"
     "  nib quantize Qwen3-8B-BF16.gguf Qwen3-8B-NVFP4.gguf\n"
     "  nib quantize --resume -t 8 --max-memory 4G DeepSeek-V3 out\n",

@@ -106,29 +106,31 @@ static void show_rows(const nib_plan *plan, size_t weights)
     nib_plan_row row = { .bytes = sizeof row };
     char in[32], out[32];
     for (size_t i = 0; i < weights && !nib_plan_get_row(plan, i, &row); i++)
-        cli_print("%-10s  %s  [%lld, %lld]  %s -> %s%s%s%s%s%s%s%s%s", actions[row.action], row.name,
+        cli_print("%-10s  %s  [%lld, %lld]  %s -> %s%s%s%s%s%s%s%s%s%s%s", actions[row.action], row.name,
                   (long long)row.rows, (long long)row.cols, text_bytes(row.bytes_in, in, sizeof in),
                   text_bytes(row.bytes_out, out, sizeof out), *row.reason ? "  " : "", row.reason,
                   *row.group && strcmp(row.group, row.name) != 0 ? "  scale of " : "",
                   strcmp(row.group, row.name) != 0 ? row.group : "", *row.statistics ? "  statistics: " : "",
-                  row.statistics, *row.fold ? "  folded into: " : "", row.fold);
+                  row.statistics, *row.fold ? "  folded into: " : "", row.fold, *row.gptq ? "  gptq: " : "", row.gptq);
 }
 
-/* Why weights are not folded, and how many are. */
-static void show_fold(const nib_plan *plan, size_t weights)
+/* How many weights are folded (or have codes by GPTQ), and why others are not. */
+static void show_fold(const nib_plan *plan, size_t weights, bool gptq)
 {
     struct reasons reasons = { .n = 0 };
     nib_plan_row row = { .bytes = sizeof row };
-    size_t folded = 0;
+    size_t done = 0;
     for (size_t i = 0; i < weights && !nib_plan_get_row(plan, i, &row); i++) {
-        if (!strncmp(row.fold, "none", 4))
-            count_reason(&reasons, row.fold);
-        folded += *row.fold && strncmp(row.fold, "none", 4) != 0;
+        const char *text = gptq ? row.gptq : row.fold;
+        if (!strncmp(text, "none", 4))
+            count_reason(&reasons, text);
+        done += *text && strncmp(text, "none", 4) != 0;
     }
-    if (folded)
-        cli_print("  %zu folded", folded);
+    if (done)
+        cli_print(gptq ? "  %zu with codes by GPTQ" : "  %zu folded", done);
     for (size_t i = 0; i < reasons.n; i++)
-        cli_print("  %zu folded into %s", reasons.each[i].count, reasons.each[i].reason);
+        cli_print(gptq ? "  %zu with codes by GPTQ: %s" : "  %zu folded into %s", reasons.each[i].count,
+                  reasons.each[i].reason);
 }
 
 /* Weights with statistics of their input, and why others have none. */
@@ -178,7 +180,8 @@ static void show_summary(const nib_plan *plan, const nib_plan_facts *facts, cons
               facts->files_out == 1 ? "" : "s", rate);
     show_reasons(plan, facts->rows);
     show_statistics(plan, facts->weights);
-    show_fold(plan, facts->weights);
+    show_fold(plan, facts->weights, false);
+    show_fold(plan, facts->weights, true);
     if (*facts->note)
         cli_print("note: %s", facts->note);
 }
@@ -190,13 +193,13 @@ static json_t *rows_as_json(const nib_plan *plan, size_t weights)
     json_t *list = json_array();
     nib_plan_row row = { .bytes = sizeof row };
     for (size_t i = 0; i < weights && list && !nib_plan_get_row(plan, i, &row); i++)
-        if (json_array_append_new(list, json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:o}", "name",
-                                                  text_json(row.name), "action", actions[row.action], "reason",
-                                                  text_json(row.reason), "rows", (json_int_t)row.rows, "cols",
-                                                  (json_int_t)row.cols, "bytes_in", (json_int_t)row.bytes_in,
-                                                  "bytes_out", (json_int_t)row.bytes_out, "group", text_json(row.group),
-                                                  "statistics", text_json(row.statistics), "tokens",
-                                                  text_number(row.tokens), "fold", text_json(row.fold)))) {
+        if (json_array_append_new(
+                list, json_pack("{s:o, s:s, s:o, s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:o, s:o}", "name",
+                                text_json(row.name), "action", actions[row.action], "reason", text_json(row.reason),
+                                "rows", (json_int_t)row.rows, "cols", (json_int_t)row.cols, "bytes_in",
+                                (json_int_t)row.bytes_in, "bytes_out", (json_int_t)row.bytes_out, "group",
+                                text_json(row.group), "statistics", text_json(row.statistics), "tokens",
+                                text_number(row.tokens), "fold", text_json(row.fold), "gptq", text_json(row.gptq)))) {
             json_decref(list);
             return NULL;
         }

@@ -210,6 +210,7 @@ static nib_status add_repaired(struct repair *r, uint32_t weight)
                                 .experts = 1,
                                 .dtype = source->dtype,
                                 .group = NIB_NONE,
+                                .hessian = NIB_NONE,
                                 .tensor_scale = r->tensor_scales[weight],
                                 .scale_map = r->maps[weight],
                                 .input = r->inputs[weight],

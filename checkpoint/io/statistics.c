@@ -21,6 +21,7 @@ enum form { IMATRIX_GGUF, IMATRIX_LEGACY, NIB_STATS };
 
 struct entry {
     char *name;
+    char *input; /* NIB_STATS */
     int64_t values, slices;
     uint64_t at, counts_at; /* in the file */
     uint64_t amaxes_at;     /* NIB_STATS; 0: there are none */
@@ -55,6 +56,7 @@ static nib_status add(struct nib_statistics *s, struct entry entry)
     struct entry *grown = entry.name ? nib_grow(s->entries, &s->capacity, s->n + 1, sizeof *grown) : NULL;
     if (!grown) {
         nib_free(entry.name);
+        nib_free(entry.input);
         return no_memory(s->path);
     }
     s->entries = grown;
@@ -260,7 +262,11 @@ static nib_status add_input(struct nib_statistics *s, const nib_file *file, cons
                         nib_quote(input).text, nib_quote(input).text);
     uint64_t amaxes_at;
     TRY(find_amaxes(s, file, input, &sums, &amaxes_at));
+    char *copy = copy_text(input, strlen(input));
+    if (!copy)
+        return no_memory(s->path);
     return add(s, (struct entry){ .name = copy_text(module, strlen(module)),
+                                  .input = copy,
                                   .values = sums.shape[0] * sums.shape[1],
                                   .slices = sums.shape[0],
                                   .at = data + sums.begin,
@@ -460,7 +466,7 @@ void nib_statistics_close(struct nib_statistics *s)
     if (s->fd >= 0)
         nib_os_close(s->fd);
     for (size_t i = 0; i < s->n; i++)
-        nib_free(s->entries[i].name);
+        nib_free(s->entries[i].name), nib_free(s->entries[i].input);
     nib_free(s->entries);
     nib_free(s->path);
     nib_free(s);
@@ -477,6 +483,8 @@ struct nib_statistic nib_statistics_at(const struct nib_statistics *s, size_t in
     const struct entry *e = &s->entries[index];
     return (struct nib_statistic){ e->name, e->values, e->slices };
 }
+
+const char *nib_statistics_input(const struct nib_statistics *s, size_t index) { return s->entries[index].input; }
 
 size_t nib_statistics_same(const struct nib_statistics *s, size_t index) { return s->entries[index].same; }
 

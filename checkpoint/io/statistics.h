@@ -40,6 +40,8 @@ size_t nib_statistics_count(const struct nib_statistics *s);
 struct nib_statistic nib_statistics_at(const struct nib_statistics *s, size_t index); /* in the order of names */
 /* The first entry with the same values: modules with one input, or all experts, may have an entry each. */
 size_t nib_statistics_same(const struct nib_statistics *s, size_t index);
+/* nib's own form: what an entry's input is called in the file; NULL otherwise. */
+const char *nib_statistics_input(const struct nib_statistics *s, size_t index);
 bool nib_statistics_find(const struct nib_statistics *s, const char *name, size_t *index);
 
 /* The mean squares of slice `slice` of `slices`, of `cols` channels each, which multiply to `values`. *tokens is what

@@ -45,7 +45,7 @@ nib_status nib_ck_report(const nib_job *job, const char *phase, const char *tens
 {
     if (!job->progress)
         return NIB_OK;
-    const nib_progress progress = { sizeof progress, phase, tensor, done, total };
+    const nib_progress progress = { sizeof progress, phase, tensor, done, total, NULL };
     if (job->progress(job->context, &progress))
         return nib_fail(NIB_ERR_CANCELLED, "%s: stopped by the caller", phase);
     return NIB_OK;

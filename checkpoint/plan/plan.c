@@ -66,6 +66,7 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->restore);
     json_decref(plan->source);
     nib_statistics_close(plan->statistics);
+    nib_hessians_close(plan->hessians);
     nib_checkpoint_close(plan->codes);
     nib_free(plan->digests);
     if (plan->fold)
@@ -139,6 +140,8 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_che
             .input = { .entry = NIB_NONE },
             .statistics = "",
             .fold = "",
+            .gptq = "",
+            .hessian = NIB_NONE,
         };
     }
     *out = plan;
@@ -497,7 +500,8 @@ static nib_plan_row other_row(const nib_plan *plan, const struct nib_out_other *
                          .bytes_out = t->bytes,
                          .group = "",
                          .statistics = "",
-                         .fold = "" };
+                         .fold = "",
+                         .gptq = "" };
     for (int64_t i = 0; i + 1 < t->rank; i++)
         row.rows = t->bytes ? row.rows * t->shape[i] : 0; /* with data the file bounds the product */
     return row;
@@ -507,7 +511,7 @@ nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *ou
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    TRY(nib_struct_check_output("nib_plan_row", out, NIB_UP_TO(nib_plan_row, fold)));
+    TRY(nib_struct_check_output("nib_plan_row", out, NIB_UP_TO(nib_plan_row, gptq)));
     const size_t weights = plan->in->n_weights;
     if (index >= weights + plan->n_others)
         return nib_fail(NIB_ERR_ARG, "there is no row %zu: the plan has %zu", index, weights + plan->n_others);
@@ -528,7 +532,8 @@ nib_status nib_plan_get_row(const nib_plan *plan, size_t index, nib_plan_row *ou
                                  .group = row->group_name == NIB_NONE ? "" : plan->in->weights[row->group_name].name,
                                  .statistics = row->statistics,
                                  .tokens = row->tokens,
-                                 .fold = row->fold };
+                                 .fold = row->fold,
+                                 .gptq = row->gptq };
     nib_struct_write(out, &found, sizeof found);
     return NIB_OK;
 }

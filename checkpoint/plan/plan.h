@@ -8,6 +8,7 @@
  *     plan_build.c   from there to tensors
  *     plan_statistics.c  statistics of inputs: which belong to which weight
  *     plan_codes.c   NVFP4 weights of another checkpoint
+ *     plan_gptq.c    Hessians of inputs: likewise
  *     plan_fold.c    scales that move from weights into norms
  *     plan_restore.c stacks and transposed matrices that a plan takes apart, and another puts together again
  *     plan.c         plans put together by steps
@@ -18,6 +19,7 @@
 #define NIB_PLAN_H
 
 #include "file/safetensors.h"
+#include "io/hessians.h"
 #include "io/names.h"
 #include "io/statistics.h"
 #include "model/architectures.h"
@@ -103,6 +105,7 @@ struct nib_out_weight {
     bool interleaved;                   /* they take turns */
     uint32_t group;                     /* QUANTIZE: index in groups */
     struct nib_plan_input statistics;   /* QUANTIZE: they weigh a sweep */
+    uint32_t hessian;                   /* QUANTIZE: of plan->hessians, by which codes are chosen; NIB_NONE: none */
     const struct nib_ck_weight *codes;  /* QUANTIZE: of plan->codes, taken over instead; NULL: none */
     /* Codes that stay: what tensor scale is written, in the sense of the plan's checkpoint format (CT: the divisor), and
      * what every scale byte becomes (256 bytes in the plan's memory; NULL: itself). */
@@ -133,6 +136,8 @@ struct nib_out_row {
     struct nib_plan_input input;
     double tokens;          /* that its statistics were taken over */
     const char *statistics; /* the same in words, or why there are none; "" where none are asked for */
+    uint32_t hessian;       /* of plan->hessians; NIB_NONE: GPTQ does not choose its codes */
+    const char *gptq;       /* the tokens of that Hessian, or "none: " and why; "" where it is not asked for */
     const char *fold;       /* what its columns' scales went into, or "none: " and why; "" where none are asked for */
     bool unit;              /* quantized with a tensor scale of 1 */
     const struct nib_ck_weight *codes; /* of plan->codes, which it becomes; NULL: it is quantized */
@@ -182,12 +187,14 @@ struct nib_plan {
     struct nib_statistics *statistics;     /* of inputs; NULL: none */
     struct nib_statistics_digest *digests; /* of its entries */
     bool statistics_strict;                /* every weight must have some */
-    struct nib_plan_fold *fold;            /* NULL: nothing is folded */
-    nib_checkpoint *codes;                 /* has weights that are taken over; NULL: none */
-    nib_dtype dequantized_dtype;           /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
-    json_t *options;                       /* what provenance says of them */
-    json_t *config;                        /* config.json as it will be, without provenance; NULL: none is written */
-    json_t *hf_quant;                      /* hf_quant_config.json; NULL: none */
+    struct nib_hessians *hessians;         /* GPTQ; NULL: it is not asked for */
+    double damp;
+    struct nib_plan_fold *fold;  /* NULL: nothing is folded */
+    nib_checkpoint *codes;       /* has weights that are taken over; NULL: none */
+    nib_dtype dequantized_dtype; /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
+    json_t *options;             /* what provenance says of them */
+    json_t *config;              /* config.json as it will be, without provenance; NULL: none is written */
+    json_t *hf_quant;            /* hf_quant_config.json; NULL: none */
     bool quantized;           /* the output has quantized weights: the copied config.json needs a quantization_config */
     struct nib_out_row *rows; /* one per weight of the input */
     struct nib_out_other *others;
@@ -270,6 +277,16 @@ nib_status nib_plan_mean_squares(const nib_plan *plan, const struct nib_plan_inp
 nib_status nib_plan_open_codes(nib_plan *plan, const char *path);
 /* Those of every weight that is quantized, once it is known which share a tensor scale. Does nothing without. */
 nib_status nib_plan_find_codes(nib_plan *plan);
+
+/* ---- GPTQ (plan_gptq.c) ---- */
+
+/* Tokens for each column that a Hessian must be of. */
+#define NIB_GPTQ_TOKENS 4
+
+/* Behind nib_plan_open_statistics. directory NULL: STATISTICS.hessians, if that is one; damp below 0: 0.1. */
+nib_status nib_plan_open_hessians(nib_plan *plan, const char *statistics, const char *directory, float damp);
+/* Those of every weight that is quantized. Does nothing without GPTQ. */
+nib_status nib_plan_find_hessians(nib_plan *plan);
 
 /* ---- Scales that move into norms (plan_fold.c) ---- */
 

@@ -399,6 +399,7 @@ static void prepare_weight(const struct maker *m, uint32_t weight, struct nib_ou
                                   .dtype = source->dtype,
                                   .group = m->group ? m->group[weight] : NIB_NONE,
                                   .statistics = plan->rows[weight].input,
+                                  .hessian = plan->rows[weight].hessian,
                                   .codes = plan->rows[weight].codes,
                                   .norm = NIB_NONE,
                                   .input = 1 };
@@ -468,7 +469,10 @@ static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
     TRY(nib_plan_next(plan, plan->in->tensors[tensor].file, (uint64_t)experts * coming_bytes(&w)));
     for (int64_t e = 0; e < experts; e++) {
         w.source.index = w.index = e;
-        w.statistics = plan->rows[m->by_data[begin + (uint32_t)e * ((end - begin) / (uint32_t)experts)]].input;
+        const struct nib_out_row *row =
+            &plan->rows[m->by_data[begin + (uint32_t)e * ((end - begin) / (uint32_t)experts)]];
+        w.statistics = row->input;
+        w.hessian = row->hessian;
         TRY(nib_plan_add_weight(plan, &w, wants_input(plan, &w)));
         count_member(m, &w);
     }
@@ -751,6 +755,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
         status = nib_plan_find_codes(plan);
     if (!status)
         status = nib_plan_find_statistics(plan);
+    if (!status)
+        status = nib_plan_find_hessians(plan);
     if (!status)
         status = nib_plan_fold(plan, m.group);
     if (!status)

@@ -6,6 +6,7 @@
 
 #include "format/dialect.h"
 
+#include <float.h>
 #include <stdio.h>
 #include <xxhash.h>
 
@@ -59,7 +60,7 @@ static nib_status check_source(const nib_checkpoint *in)
 /* ---- Options of a quantization ---- */
 
 /* The first version that is still served: 0.2. */
-enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, codes) };
+enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, damp) };
 
 nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes)
 {
@@ -70,7 +71,8 @@ nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t
                                             .scale_rule = NIB_UNSET,
                                             .tensor_scale_rule = NIB_UNSET,
                                             .min_block_scale = NIB_UNSET,
-                                            .fold_exponent = NIB_UNSET };
+                                            .fold_exponent = NIB_UNSET,
+                                            .damp = NIB_UNSET };
     return nib_struct_init("nib_quantize_options", options, bytes, &defaults, sizeof defaults, OPTIONS_OLDEST);
 }
 
@@ -145,6 +147,14 @@ static nib_status check_options(const nib_quantize_options *o)
         return nib_fail(NIB_ERR_ARG, "an exponent to fold by is from 0 to 1, and goes with folding");
     if (o->statistics_strict && !o->statistics)
         return nib_fail(NIB_ERR_MODE, "there is no file of statistics that could lack some");
+    if (o->gptq &&
+        (!o->statistics || (o->scale_rule != NIB_UNSET && o->scale_rule != NIB_SCALE_SWEEP) || o->dialect != NIB_UNSET))
+        return nib_fail(NIB_ERR_MODE,
+                        "GPTQ (--gptq) chooses codes under the scales of a sweep with statistics (--imatrix)");
+    if (!o->gptq && (o->hessians || o->damp >= 0))
+        return nib_fail(NIB_ERR_MODE, "Hessians and damping are for GPTQ (--gptq)");
+    if (!(o->damp <= FLT_MAX) || (o->damp < 0 && o->damp != NIB_UNSET))
+        return nib_fail(NIB_ERR_ARG, "the damping %g is negative or not finite", (double)o->damp);
     if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only))
         return nib_fail(NIB_ERR_ARG, "a list of patterns is NULL");
     return NIB_OK;
@@ -433,6 +443,8 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
         status = nib_plan_open_statistics(plan, o->statistics);
     if (!status)
         status = start_fold(plan, o);
+    if (!status && o->gptq)
+        status = nib_plan_open_hessians(plan, o->statistics, o->hessians, o->damp);
     if (!status && o->codes)
         status = nib_plan_open_codes(plan, o->codes);
     if (!status)

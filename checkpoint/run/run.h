@@ -62,6 +62,17 @@ bool nib_run_writes(const nib_plan *plan, const char *name);
 
 nib_status nib_run_write(struct nib_run *run, const char *provenance);
 
+/* ---- GPTQ (factor.c) ---- */
+
+struct nib_factor {
+    int32_t *order;
+    float *u;
+    bool usable; /* there is one: the Hessian was positive definite */
+};
+/* Of a Hessian of the plan, whose input was divided by `columns` (NULL: it was not). */
+nib_status nib_run_factorize(struct nib_run *run, uint32_t hessian, const float *columns, struct nib_factor *out);
+void nib_run_free_factor(struct nib_factor *factor);
+
 /* ---- The first pass (scan.c) ---- */
 
 nib_status nib_run_scan(struct nib_run *run);

@@ -13,6 +13,7 @@
 
 #include "format/codec.h"
 #include "io/gguf.h"
+#include "tensor/gptq.h"
 #include "tensor/tensor.h"
 #include "nib_reference.h"
 #include "nib_shard.h"
@@ -20,6 +21,7 @@
 enum {
     COPY_BYTES = 1 << 20,       /* at a time, and STRIP_BYTES: what a core's second cache about holds */
     STRIP_BYTES = 1 << 20,      /* of rows */
+    GPTQ_ROWS = 32,             /* a panel has a multiple of them where codes are chosen by GPTQ */
     MOST_PANEL_BYTES = 16 << 20 /* more does not help, even where rows run down a stack's columns */
 };
 
@@ -42,6 +44,15 @@ struct panel {
     uint32_t file;
     uint32_t weight, tensor; /* one of them is NIB_NONE */
     int64_t first, count;    /* rows, or bytes */
+    uint32_t stage;
+};
+
+/* What is written under one factor of GPTQ; the first is without. Stages come one after the other, so that one factor at
+ * a time is in memory. Panels without one go with the stage that was begun last, so that files are done in their order. */
+struct stage {
+    uint32_t hessian; /* of the plan; NIB_NONE: none */
+    const float *columns;
+    size_t begin, end; /* of its panels */
 };
 
 struct writer {
@@ -49,6 +60,9 @@ struct writer {
     struct writing *files;
     struct panel *panels;
     size_t n_panels, panels_capacity;
+    struct stage *stages;
+    size_t n_stages, stages_capacity;
+    struct nib_factor factor; /* of the stage at work */
     const char *provenance;
 };
 
@@ -222,7 +236,9 @@ static nib_status quantize_rows(const struct writer *writer, struct scratch *scr
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
     const nib_dtype dtype = plan->groups[w->group].dtype;
-    const int64_t cols = w->source.cols, at_once = strip_rows(plan->in, &w->source, dtype, panel->count);
+    const bool gptq = w->hessian != NIB_NONE && writer->factor.usable;
+    const int64_t cols = w->source.cols,
+                  at_once = gptq ? panel->count : strip_rows(plan->in, &w->source, dtype, panel->count);
     const float *amax = &writer->run->amaxes[w->group], one = 1;
     const bool unit = nib_run_is_unit(plan, &plan->groups[w->group], *amax);
     nib_overrides overrides = { .bytes = sizeof overrides,
@@ -240,10 +256,11 @@ static nib_status quantize_rows(const struct writer *writer, struct scratch *scr
         TRY(nib_ck_read_rows(plan->in, &w->source, panel->first + row, shape[0], dtype, scratch->values));
         TRY(nib_array_init(&x, scratch->values, dtype, 2, shape));
         x.device = nib_serial_host();
-        TRY(nib_quantize_lines(&plan->q, &x, &overrides,
-                               &(struct nib_usage_memory){ scratch->codes + row * nib_ceil_div(cols, 2),
-                                                           scratch->scales + row * nib_ceil_div(cols, 16),
-                                                           &tensor_scale }));
+        const struct nib_usage_memory memory = { scratch->codes + row * nib_ceil_div(cols, 2),
+                                                 scratch->scales + row * nib_ceil_div(cols, 16), &tensor_scale };
+        TRY(nib_quantize_lines(&plan->q, &x, &overrides, &memory));
+        if (gptq)
+            TRY(nib_gptq_lines(&plan->q, &x, &memory, writer->factor.order, writer->factor.u));
     }
     return put_codes(writer, scratch, panel, scratch->codes, scratch->scales);
 }
@@ -524,6 +541,48 @@ static nib_status add_panel(struct writer *writer, struct panel panel)
     return NIB_OK;
 }
 
+/* The stage of a weight's panels. */
+static nib_status find_stage(struct writer *writer, const struct nib_out_weight *w, uint32_t *stage)
+{
+    *stage = writer->n_stages ? (uint32_t)writer->n_stages - 1 : 0;
+    if (writer->n_stages && w->hessian == NIB_NONE)
+        return NIB_OK;
+    for (size_t i = writer->n_stages; i-- > 0;)
+        if (writer->stages[i].hessian == w->hessian && writer->stages[i].columns == w->source.columns) {
+            *stage = (uint32_t)i;
+            return NIB_OK;
+        }
+    struct stage *stages = nib_grow(writer->stages, &writer->stages_capacity, writer->n_stages + 1, sizeof *stages);
+    if (!stages)
+        return no_memory();
+    writer->stages = stages;
+    *stage = (uint32_t)writer->n_stages;
+    stages[writer->n_stages++] = (struct stage){ .hessian = w->hessian, .columns = w->source.columns };
+    return NIB_OK;
+}
+
+/* Panels by their stages, in each as they were. */
+static nib_status sort_stages(struct writer *writer)
+{
+    struct panel *from = nib_alloc((writer->n_panels + 1) * sizeof *from);
+    if (!from)
+        return no_memory();
+    for (size_t i = 0; i < writer->n_panels; i++) {
+        from[i] = writer->panels[i];
+        writer->stages[from[i].stage].end++;
+    }
+    size_t at = 0;
+    for (size_t i = 0; i < writer->n_stages; i++) {
+        const size_t count = writer->stages[i].end;
+        writer->stages[i].begin = writer->stages[i].end = at;
+        at += count;
+    }
+    for (size_t i = 0; i < writer->n_panels; i++)
+        writer->panels[writer->stages[from[i].stage].end++] = from[i];
+    nib_free(from);
+    return NIB_OK;
+}
+
 /* The dtype in which a weight's rows are read. */
 static nib_dtype reading_dtype(const nib_plan *plan, const struct nib_out_weight *w)
 {
@@ -573,6 +632,8 @@ static nib_status cut_file(struct writer *writer, uint32_t file)
     const nib_plan *plan = writer->run->plan;
     const struct writing *f = &writer->files[file];
     const size_t first = writer->n_panels;
+    uint32_t stage;
+    TRY(find_stage(writer, &(struct nib_out_weight){ .hessian = NIB_NONE }, &stage));
     const uint64_t panel = writer->run->memory / 2 < MOST_PANEL_BYTES ? writer->run->memory / 2 : MOST_PANEL_BYTES;
     const int64_t chunk = (int64_t)(writer->run->memory / 2 < COPY_BYTES ? writer->run->memory / 2 : COPY_BYTES);
     for (uint32_t i = 0; i < f->file->tensors; i++) {
@@ -583,15 +644,19 @@ static nib_status cut_file(struct writer *writer, uint32_t file)
         const bool in_parts = t->producer == NIB_PRODUCE_COPY || t->producer == NIB_PRODUCE_CAST;
         const int64_t bytes = (int64_t)t->bytes, at_once = in_parts ? nib_max(4, chunk / 4 * 4) : bytes;
         for (int64_t at = 0; at < bytes; at += at_once)
-            TRY(add_panel(writer, (struct panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at) }));
+            TRY(add_panel(writer, (struct panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at), stage }));
     }
     const size_t weights = writer->n_panels;
     for (size_t i = 0; i < f->weights; i++) {
         const uint32_t weight = (uint32_t)(f->first_weight + i);
         const struct nib_out_weight *w = &plan->weights[weight];
-        const int64_t rows = nib_ck_rows_for(plan->in, &w->source, reading_dtype(plan, w), panel);
+        int64_t rows = nib_ck_rows_for(plan->in, &w->source, reading_dtype(plan, w), panel);
+        if (w->hessian != NIB_NONE) /* work for every thread: nobody goes on before all are done */
+            rows = nib_min(rows, nib_round_up(nib_ceil_div(w->source.rows, writer->run->threads), GPTQ_ROWS));
+        TRY(find_stage(writer, w, &stage));
         for (int64_t row = 0; row < w->source.rows; row += rows)
-            TRY(add_panel(writer, (struct panel){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row) }));
+            TRY(add_panel(writer,
+                          (struct panel){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row), stage }));
     }
     return spread(writer, first, weights);
 }
@@ -619,10 +684,11 @@ static nib_status write_panel(struct writer *writer, struct scratch *scratch, co
     }
 }
 
-/* Take one file after the other through; a thread that finds the current one's panels taken goes on with the next. */
+/* Take one file after the other of a stage through; a thread that finds the current one's panels taken goes on with the next. */
 struct shift {
     struct writer *writer;
     atomic_size_t next;
+    size_t end;
 };
 
 static nib_status write_panels(void *context, size_t item)
@@ -636,7 +702,7 @@ static nib_status write_panels(void *context, size_t item)
     while (!status && !atomic_load(&run->stop)) {
         pthread_mutex_lock(&run->mutex);
         const size_t taken = atomic_fetch_add(&shift->next, 1);
-        const struct panel *panel = taken < writer->n_panels ? &writer->panels[taken] : NULL;
+        const struct panel *panel = taken < shift->end ? &writer->panels[taken] : NULL;
         struct writing *f = panel ? &writer->files[panel->file] : NULL;
         if (f && f->fd < 0) /* its first panel */
             status = open_file(writer, f);
@@ -692,7 +758,7 @@ static nib_status start_writer(struct writer *writer)
             TRY(close_file(f));
         }
     }
-    return NIB_OK;
+    return sort_stages(writer);
 }
 
 static void end_writer(struct writer *writer)
@@ -707,6 +773,7 @@ static void end_writer(struct writer *writer)
     }
     nib_free(writer->files);
     nib_free(writer->panels);
+    nib_free(writer->stages);
 }
 
 static const char *phase_of(const nib_plan *plan)
@@ -723,17 +790,26 @@ static const char *phase_of(const nib_plan *plan)
     return "writing";
 }
 
+static nib_status write_stage(struct writer *writer, const struct stage *stage)
+{
+    struct shift shift = { .writer = writer, .next = stage->begin, .end = stage->end };
+    if (stage->hessian != NIB_NONE)
+        TRY(nib_run_factorize(writer->run, stage->hessian, stage->columns, &writer->factor));
+    const nib_status status = nib_run_parallel(writer->run, (size_t)writer->run->threads, write_panels, &shift);
+    nib_run_free_factor(&writer->factor);
+    return status;
+}
+
 nib_status nib_run_write(struct nib_run *run, const char *provenance)
 {
     struct writer writer = { .run = run, .provenance = provenance };
-    struct shift shift = { .writer = &writer };
     nib_status status = start_writer(&writer);
     uint64_t total = 0;
     for (size_t i = 0; i < writer.n_panels; i++)
         total += input_bytes(run->plan, &writer.panels[i]);
     nib_run_begin_phase(run, phase_of(run->plan), total);
-    if (!status)
-        status = nib_run_parallel(run, (size_t)run->threads, write_panels, &shift);
+    for (size_t i = 0; i < writer.n_stages && !status; i++)
+        status = write_stage(&writer, &writer.stages[i]);
     end_writer(&writer);
     return nib_agree(run->job.comm, status, run->plan->n_files);
 }

@@ -9,6 +9,7 @@ import ctypes
 import enum
 import os
 import threading
+import warnings
 from ctypes import (CFUNCTYPE, POINTER as P, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t,
                     c_uint8, c_uint64, c_void_p)
 
@@ -29,7 +30,8 @@ class Fold(enum.IntEnum):
 
 
 class Progress(Structure):
-    _fields_ = [("bytes", c_size_t), ("phase", c_char_p), ("tensor", c_char_p), ("done", c_uint64), ("total", c_uint64)]
+    _fields_ = [("bytes", c_size_t), ("phase", c_char_p), ("tensor", c_char_p), ("done", c_uint64), ("total", c_uint64),
+                ("warning", c_char_p)]
 
 
 PROGRESS = CFUNCTYPE(c_int, c_void_p, P(Progress))
@@ -51,13 +53,14 @@ class QuantizeOptions(Structure):
                 ("activation_file", c_char_p), ("preset", c_int), ("ignore", P(c_char_p)), ("n_ignore", c_size_t),
                 ("only", P(c_char_p)), ("n_only", c_size_t), ("shard_bytes", c_uint64), ("keep_split", c_uint8),
                 ("reader", c_int), ("statistics", c_char_p), ("statistics_strict", c_uint8), ("fold", c_int),
-                ("fold_exponent", c_float), ("codes", c_char_p)]
+                ("fold_exponent", c_float), ("codes", c_char_p), ("gptq", c_uint8), ("hessians", c_char_p),
+                ("damp", c_float)]
 
 
 class PlanRow(Structure):
     _fields_ = [("bytes", c_size_t), ("name", c_char_p), ("action", c_int), ("reason", c_char_p), ("rows", c_int64),
                 ("cols", c_int64), ("bytes_in", c_uint64), ("bytes_out", c_uint64), ("group", c_char_p),
-                ("statistics", c_char_p), ("tokens", c_double), ("fold", c_char_p)]
+                ("statistics", c_char_p), ("tokens", c_double), ("fold", c_char_p), ("gptq", c_char_p)]
 
 
 class PlanFacts(Structure):
@@ -191,6 +194,15 @@ def _set_fold(options, fold):
         options.fold_exponent = fold
 
 
+def _set_gptq(options, gptq, hessians, damp):
+    options.gptq = bool(gptq)
+    options.hessians = None if hessians is None else os.fsencode(hessians)
+    if damp is not None:
+        if not 0 <= damp < float("inf"):
+            raise ArgumentError(f"damp is a number that is not negative, not {damp}")
+        options.damp = damp
+
+
 # ---- Runs --------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +234,9 @@ def _run(lib, plan, out, progress, options, threads, max_memory):
     def report(_context, facts):
         try:
             f = facts.contents
+            if f.warning:
+                warnings.warn(_text(f.warning), stacklevel=1)
+                return 0
             tensor = _text(f.tensor) if f.tensor else None
             if progress is not None and progress(_text(f.phase), f.done, f.total, tensor):
                 return 1
@@ -241,18 +256,20 @@ def _run(lib, plan, out, progress, options, threads, max_memory):
 
 def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, scale=None, tensor_scale=None,
                         min_block_scale=None, dialect=None, activations=None, imatrix=None, imatrix_strict=False,
-                        fold=False, codes=None, ignore=(), only=(), preset="default", shard_size=0, keep_split=False,
-                        threads=0, max_memory=0, dry_run=False, resume=False, force=False, progress=None):
+                        fold=False, gptq=False, hessians=None, damp=None, codes=None, ignore=(), only=(),
+                        preset="default", shard_size=0, keep_split=False, threads=0, max_memory=0, dry_run=False,
+                        resume=False, force=False, progress=None):
     """Turn a checkpoint into NVFP4, as `nib quantize SOURCE OUT` does: a directory, a safetensors or a GGUF file in, a
     directory that servers load out, or a GGUF file where the name ends in .gguf. Neither needs to fit into memory.
 
         nib.quantize_checkpoint("Qwen3-8B", "Qwen3-8B-NVFP4", imatrix="stats.safetensors", fold=True)
 
     The options are the tool's, by their names: format, scheme, for_ (a server), scale, tensor_scale, min_block_scale,
-    dialect, activations ("one", "norm", "statistics" or a JSON file), imatrix, imatrix_strict, codes, ignore and only
-    (lists of patterns), preset, shard_size and max_memory (bytes), keep_split, threads, dry_run, resume, force. fold is
-    True, an exponent, or "search". progress(phase, done, total, tensor) is called now and then, from one thread at a
-    time; what it raises stops the run and is raised here, and so is nib.CancelledError where it returns something true.
+    dialect, activations ("one", "norm", "statistics" or a JSON file), imatrix, imatrix_strict, gptq, hessians, damp,
+    codes, ignore and only (lists of patterns), preset, shard_size and max_memory (bytes), keep_split, threads, dry_run,
+    resume, force. fold is True, an exponent, or "search". progress(phase, done, total, tensor) is called now and then,
+    from one thread at a time; what it raises stops the run and is raised here, and so is nib.CancelledError where it
+    returns something true. What a run warns of is a Python warning.
     Returns what `--json` prints of the plan: sizes, "note", and "rows" with what became of each weight.
     """
     lib = functions()
@@ -262,6 +279,7 @@ def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, sca
     _set_numerics(options, scale, tensor_scale, min_block_scale, dialect)
     _set_activations(lib, options, activations, imatrix, planned)
     _set_fold(options, fold)
+    _set_gptq(options, gptq, hessians, damp)
     options.preset = _word("preset", _words(lib.nib_preset_name), preset)
     options.ignore, options.n_ignore = _patterns("ignore", ignore)
     options.only, options.n_only = _patterns("only", only)

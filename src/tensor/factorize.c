@@ -273,11 +273,12 @@ static nib_status factorize(struct factorization *f, double damp, double *damped
                     (long long)f->n);
 }
 
-/* As many threads as its operations are worth; what an element of a quantization costs is about four of them. */
+/* As many threads as the operations between two waits for one another are worth: about n^2 * TILE of them. What an element
+ * of a quantization costs is some thirty. */
 static int threads_for(const nib_device *host, int64_t n)
 {
-    const int64_t most = nib_min(n, 1 << 16);
-    return nib_thread_count(host, most * most / 4 * most);
+    const int64_t most = nib_min(n, INT32_MAX / 8);
+    return nib_thread_count(host, 5 * most * most);
 }
 
 nib_status nib_factorize(const nib_device *host, const struct nib_kernels *kernels, const float *hessian, int64_t n,

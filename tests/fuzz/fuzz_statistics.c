@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * fuzz_statistics.c - any bytes as a file of statistics: rejected with a message, or every entry is found by its name and
- * gives mean squares that are finite and not negative.
+ * gives mean squares that are finite and not negative. Then as a file of Hessians, whose values are finite.
  */
 #define _GNU_SOURCE
 #include <float.h>
 
+#include "io/hessians.h"
 #include "io/statistics.h"
 #include "fuzz.h"
 
@@ -30,6 +31,28 @@ static void walk(const struct nib_statistics *s)
     }
 }
 
+static void walk_hessians(const char *path, size_t count)
+{
+    struct nib_hessians *h = NULL;
+    const nib_status status = nib_hessians_open(path, NULL, &h);
+    require(status == NIB_OK || status == NIB_ERR_DATA || status == NIB_ERR_UNSUPPORTED, "the status of Hessians");
+    require(!status == (h != NULL), "the output of Hessians");
+    require(!status || strlen(nib_last_error()) > strlen(path) + 2, "the message of Hessians");
+    for (size_t i = 0; h && i < nib_hessians_count(h); i++) {
+        const struct nib_hessian entry = nib_hessians_at(h, i);
+        const size_t n = (size_t)entry.cols * (size_t)(entry.cols + 1) / 2;
+        size_t found;
+        require(nib_hessians_find(h, entry.name, &found) && found == i, "finding a Hessian");
+        require(entry.cols > 0 && n <= count / sizeof(float) && entry.tokens >= -1, "the size of a Hessian");
+        float *out = malloc(n * sizeof *out);
+        require(out && !nib_hessians_read(h, i, out), "reading a Hessian");
+        for (size_t k = 0; k < n; k++)
+            require(out[k] >= -FLT_MAX && out[k] <= FLT_MAX, "a value of a Hessian");
+        free(out);
+    }
+    nib_hessians_close(h);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
     char path[64];
@@ -42,6 +65,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     if (s)
         walk(s);
     nib_statistics_close(s);
+    walk_hessians(path, count);
     close(fd);
     return 0;
 }

@@ -160,6 +160,37 @@ def test_a_run(model, tmp_path):
     assert not (rounded[NAME + ".weight_packed"] == written[NAME + ".weight_packed"]).all()
 
 
+def test_gptq(model, tmp_path):
+    squares = statistics_of(model, tmp_path / "stats")
+    cols = squares[NAME].size
+    random = np.random.default_rng(3)
+    inputs = random.normal(size=(2 * cols, cols)) @ random.normal(size=(cols, cols))
+    hessian = (inputs.T @ inputs / len(inputs)).astype(np.float32)
+    packed = {NAME + ".hessian": hessian[np.triu_indices(cols)], NAME + ".hessian_count": np.array([4 * cols])}
+    for directory in ("stats.hessians", "few"):
+        (tmp_path / directory).mkdir()
+        write(tmp_path / directory / "stats-of-layer-00000.safetensors", packed, {"format": "nib-stats-1"})
+        packed[NAME + ".hessian_count"] -= 1
+    few = nib.quantize_checkpoint(model, tmp_path / "few.out", imatrix=tmp_path / "stats", gptq=True,
+                                  hessians=tmp_path / "few")
+    said = {row["name"]: row["gptq"] for row in few["rows"]}
+    assert said[NAME] == f"none: {4 * cols - 1} tokens, and {cols} columns need {4 * cols}"
+    report = nib.quantize_checkpoint(model, tmp_path / "out", imatrix=tmp_path / "stats", gptq=True, damp=0.2)
+    assert {row["name"]: row["gptq"] for row in report["rows"]}[NAME] == f"{4 * cols} tokens"
+    q = nib.Quantizer(scale_rule="sweep", tensor_scale_rule="pow2", min_block_scale=2.0**-6, columnwise=False)
+    weight = read(model / "model.safetensors")[NAME + ".weight"]
+    t = nib.quantize(weight, q, overrides={"importance": nib.importance(squares[NAME])})
+    assert (read(tmp_path / "few.out/model.safetensors")[NAME + ".weight_packed"] == t.row_data.reshape(64, -1)).all()
+    order, u, _ = nib.gptq_factorize(hessian, damp=float(np.float32(0.2)))
+    nib.gptq(weight, order, u, t)
+    assert (read(tmp_path / "out/model.safetensors")[NAME + ".weight_packed"] == t.row_data.reshape(64, -1)).all()
+    for options, what in (({"gptq": True, "imatrix": None}, "imatrix"), ({"damp": 0.1}, "--gptq"),
+                          ({"gptq": True, "damp": -1}, "not negative"),
+                          ({"gptq": True, "hessians": tmp_path}, "no Hessians")):
+        with pytest.raises(nib.Error, match=what):
+            nib.quantize_checkpoint(model, tmp_path / "none", **{"imatrix": tmp_path / "stats", **options})
+
+
 def test_options(model, tmp_path):
     def plan(**options):
         return nib.quantize_checkpoint(model, tmp_path / "none", dry_run=True, **options)
