@@ -78,6 +78,7 @@ typedef enum nib_action {
     NIB_ACTION_DEQUANTIZE,
     NIB_ACTION_REPAIR,
     NIB_ACTION_KEEP, /* a weight that stays as it is; the reason says why */
+    NIB_ACTION_FP8,  /* E4M3 with a scale for each row, beside NVFP4 weights */
     NIB_ACTION_COUNT
 } nib_action;
 /* Whether nib_plan_quantize, _convert, _dequantize or _repair writes this format. */
@@ -315,6 +316,14 @@ typedef struct nib_quantize_options {
     uint8_t gptq;
     const char *hessians;
     float damp; /* NIB_UNSET: 0.1 */
+    /* Weights that become FP8 with a scale for each row (E4M3, amax / 448) where they would be NVFP4, as patterns like those
+     * above: what is fused with one becomes FP8 too. Or a budget of bits for a quantized weight, scales of blocks and rows
+     * included, from 4.5 on: it is spent on the last and the first layers, which is a guess, or with `budget_plain` on such
+     * that stay as they are. 0: none. Not with GGUF (MODE), which has no FP8, but for budget_plain. */
+    const char *const *fp8;
+    size_t n_fp8;
+    float budget;
+    uint8_t budget_plain;
 } nib_quantize_options;
 /* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
  * has. */

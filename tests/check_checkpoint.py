@@ -1019,8 +1019,75 @@ def python_numbers():
         check(f"config.json with {broken} is refused", "config.json: line 1" in message, message)
 
 
-PARTS = [compressed_tensors, repeatable, modelopt, exported, gguf, transformers, dialects, zeros, conversions, torchao,
-         saved, mxfp4, fp8_block, stacks, granite, families, reloaded, sources, activations, python_numbers]
+FP8 = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj",
+       "model.layers.1.mlp.down_proj")
+
+
+def mixed_by_modelopt(mtq, name, model, tokens, out):
+    """What ModelOpt writes of a mixture."""
+    import copy
+    from modelopt.torch.export import export_hf_checkpoint
+    config = copy.deepcopy(getattr(mtq, name))
+    for entry in mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG["quant_cfg"]:
+        if entry["quantizer_name"] in ("*weight_quantizer", "*input_quantizer"):
+            config["quant_cfg"] += [{**entry, "quantizer_name": f"*{m}.{entry['quantizer_name'][1:]}"} for m in FP8]
+    with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
+        mtq.quantize(model, config, forward_loop=lambda m: m(tokens))
+        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=out)
+
+
+def same_mixture(what, theirs, ours):
+    a, b = load_any(theirs), load(ours)
+    forms = lambda tensors: {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    wrong = sorted(map(str, set(forms(a).items()) ^ set(forms(b).items())))
+    check(f"{what}: names, dtypes and shapes", not wrong, wrong[:6])
+    wrong = [n for n in a if n in b and not n.endswith("input_scale") and not same_bytes(a[n], b[n])]
+    check(f"{what}: the same bytes", not wrong and a[FP8[0] + ".weight"].dtype == torch.float8_e4m3fn, wrong[:4])
+    a, b = (read_json(path, "config.json")["quantization_config"] for path in (theirs, ours))
+    by_targets = lambda groups: {tuple(g["targets"]): g for g in groups.values()}
+    check(f"{what}: groups", by_targets(a["config_groups"]) == by_targets(b["config_groups"]),
+          (a["config_groups"], b["config_groups"]))
+    wrong = [key for key in {*a, *b} - {"producer", "ignore", "config_groups"} if a.get(key) != b.get(key)]
+    check(f"{what}: every other key", not wrong and set(a["ignore"]) <= set(b["ignore"]), (wrong, a, b))
+    a, b = (read_json(path, "hf_quant_config.json")["quantization"] for path in (theirs, ours))
+    check(f"{what}: hf_quant_config", all(a[key] == b.get(key) for key in a), (a, b))
+
+
+def mixed():
+    """FP8 beside NVFP4: ModelOpt's own export key by key and byte for byte, and transformers loads the other form."""
+    import modelopt.torch.quantization as mtq
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+    source = make("mix-in", "--hidden", "128", "--intermediate", "256", "--vocab", "256", "--layers", "2")
+    tokens = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(SEED))
+    listed = [word for m in FP8 if "q_proj" in m or "down" in m for word in ("--fp8", m)]  # q brings k and v along
+    for name, scheme in (("NVFP4_DEFAULT_CFG", "nvfp4"), ("W4A16_NVFP4_CFG", "nvfp4a16")):
+        theirs, ours = place("mix-theirs"), place("mix-ours")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        mixed_by_modelopt(mtq, name, model, tokens, theirs)
+        nib("quantize", source, ours, "--dialect", "modelopt", "--format", "modelopt", "--scheme", scheme, *listed)
+        same_mixture(f"a mixture for ModelOpt, {scheme}", theirs, ours)
+        for path in (theirs, ours):
+            check(f"a mixture, {scheme}: no finding", "no findings" in nib("check", path, "--against", source))
+        out = place("mix-ct")
+        nib("quantize", source, out, "--scheme", scheme, *listed)
+        check(f"a mixture, {scheme}: no finding", "no findings" in nib("check", out, "--against", source))
+        values = dequantized(out)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16)
+        weights = dict(loaded.named_parameters())
+        wrong = [n for n, t in values.items()
+                 if n in weights and not torch.allclose(weights[n].data.float(), t.float(), rtol=2**-8, atol=0)]
+        check(f"a mixture, {scheme}: transformers loads it", not wrong and len(values) > 16, wrong[:4])
+    message = nib("quantize", source, place("mix-budget"), "--budget", "5.2")
+    check("a budget without forward passes is called a guess", "is a guess" in message, message)
+    for options, why in ((["--budget", "4"], "4.5"), (["--budget", "5", "--fp8", "*q_proj"], "one of the two"),
+                         (["--fp8", "nothing"], "nothing"), (["--budget-plain"], "one of the two")):
+        check(f"{' '.join(options)} is rejected", why in nib("quantize", source, place("mix-no"), *options, fails=True))
+
+
+PARTS = [compressed_tensors, repeatable, modelopt, exported, mixed, gguf, transformers, dialects, zeros, conversions,
+         torchao, saved, mxfp4, fp8_block, stacks, granite, families, reloaded, sources, activations, python_numbers]
 
 
 def main():

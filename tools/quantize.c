@@ -24,11 +24,11 @@ static struct words servers(void)
 
 struct arguments {
     struct cli_word format, scheme, server, dialect, scale_rule, tensor_scale_rule, activations, preset;
-    const char *min_block_scale, *imatrix, *fold_exponent, *codes, *hessians, *damp;
+    const char *min_block_scale, *imatrix, *fold_exponent, *codes, *hessians, *damp, *budget;
     bool imatrix_strict, fold, fold_search, gptq;
-    struct cli_list ignore, only;
+    struct cli_list ignore, only, fp8;
     uint64_t shard_bytes;
-    bool keep_split;
+    bool keep_split, budget_plain;
     struct run_flags run;
 };
 
@@ -109,6 +109,13 @@ static bool read_damping(const char *text, float *out)
     return *text && !*end && *out >= 0 && *out <= FLT_MAX;
 }
 
+static bool read_bits(const char *text, float *out)
+{
+    char *end;
+    *out = strtof(text, &end);
+    return *text && !*end && *out >= 4.5f && *out <= 16;
+}
+
 static bool set_options(const struct cli_command *self, const struct arguments *a, nib_quantize_options *o)
 {
     if (a->min_block_scale && !read_scale(a->min_block_scale, &o->min_block_scale)) {
@@ -143,6 +150,11 @@ static bool set_options(const struct cli_command *self, const struct arguments *
     o->hessians = a->hessians;
     o->statistics = a->imatrix;
     o->codes = a->codes;
+    o->budget_plain = a->budget_plain;
+    if (a->budget && !read_bits(a->budget, &o->budget)) {
+        cli_error("%s: --budget takes bits of a weight, from 4.5 to 16, not '%s'", self->name, a->budget);
+        return false;
+    }
     o->statistics_strict = a->imatrix_strict;
     o->activation = (nib_activation)a->activations.value;
     if (o->statistics && o->scheme == NIB_SCHEME_NVFP4 && !a->activations.text)
@@ -248,6 +260,8 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
         options.n_ignore = a->ignore.n;
         options.only = a->only.items;
         options.n_only = a->only.n;
+        options.fp8 = a->fp8.items;
+        options.n_fp8 = a->fp8.n;
         result = nib_plan_quantize(in, &options, &plan) ? run_failed(self) : carry_out(self, a, in, plan, out);
         if (result == CLI_FINE && a->run.report && !a->run.dry_run)
             result = write_report(self, a, in, plan, out);
@@ -301,6 +315,9 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "damp", CLI_TEXT, &a.damp, "X", "their damping (default 0.1)", 0, 0 },
         { 0, "ignore", CLI_LIST, &a.ignore, "PATTERN", "leave modules as they are: name, glob or re:...", 0, 0 },
         { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantize no others", 0, 0 },
+        { 0, "fp8", CLI_LIST, &a.fp8, "PATTERN", "FP8 with a scale for each row instead", 0, 0 },
+        { 0, "budget", CLI_TEXT, &a.budget, "BITS", "of a weight: FP8 in the last and first layers, as a guess", 0, 0 },
+        { 0, "budget-plain", CLI_FLAG, &a.budget_plain, NULL, "the same with weights that stay as they are", 0, 0 },
         { 0, "preset", CLI_WORD, &a.preset, "P", "what to quantize: {}", 0, 0 },
         { 0, "shard-size", CLI_BYTES, &a.shard_bytes, "SIZE", "of an output file (default 5G)", 0, 0 },
         { 0, "keep-split", CLI_FLAG, &a.keep_split, NULL, "one output file per input file, under its name", 0, 0 },

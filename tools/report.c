@@ -226,7 +226,8 @@ static int compare_items(const void *a, const void *b)
 
 static void take_plan(struct report_item *item, const nib_plan_row *row)
 {
-    static const char *const fates[NIB_ACTION_COUNT] = { "quantized", "converted", "dequantized", "repaired", "kept" };
+    static const char *const fates[NIB_ACTION_COUNT] = { "quantized", "converted", "dequantized",
+                                                         "repaired",  "kept",      "FP8" };
     item->fate = *row->reason ? fates[NIB_ACTION_KEEP] : fates[row->action];
     item->reason = row->reason;
     item->kept = *row->reason || row->action == NIB_ACTION_KEEP;

@@ -59,7 +59,7 @@ bool run_confine(const struct cli_command *self, const char *in, const char *out
     return cli_confine(self, paths, sizeof paths / sizeof *paths);
 }
 
-static const char *const actions[NIB_ACTION_COUNT] = { "quantize", "convert", "dequantize", "repair", "keep" };
+static const char *const actions[NIB_ACTION_COUNT] = { "quantize", "convert", "dequantize", "repair", "keep", "fp8" };
 
 /* ---- Words ---- */
 

@@ -251,9 +251,62 @@ static json_t *ct_arguments(bool dynamic)
                      "observer_kwargs");
 }
 
+/* ---- Beside NVFP4 ---- */
+
+static bool is_fp8(const nib_plan *plan, size_t weight) { return plan->rows[weight].action == NIB_ACTION_FP8; }
+
+static bool has_fp8(const nib_plan *plan)
+{
+    for (size_t i = 0; i < plan->in->n_weights; i++)
+        if (is_fp8(plan, i))
+            return true;
+    return false;
+}
+
+/* Modules of FP8, by the checkpoint's names and, where they differ, by those that transformers gives them. */
+static json_t *fp8_modules(const nib_plan *plan)
+{
+    json_t *list = json_array();
+    char name[1024];
+    for (size_t i = 0; i < plan->in->n_weights && list; i++) {
+        const char *weight = plan->in->weights[i].name;
+        if (is_fp8(plan, i) && (!add_name(list, json_array_size(list), weight) ||
+                                (nib_ck_reader_name(plan->in, weight, name, sizeof name) &&
+                                 !add_name(list, json_array_size(list), name)))) {
+            json_decref(list);
+            list = NULL;
+        }
+    }
+    return list;
+}
+
+static json_t *ct_fp8_arguments(bool tokens)
+{
+    return json_pack("{s:i, s:s, s:b, s:s, s:n, s:b, s:n, s:n, s:o, s:{}}", "num_bits", 8, "type", "float", "symmetric",
+                     1, "strategy", tokens ? "token" : "channel", "group_size", "dynamic", tokens, "actorder",
+                     "block_structure", "observer", tokens ? json_null() : json_string("minmax"), "observer_kwargs");
+}
+
+/* Two groups, each with its format: names come before classes where loaders look a module up. */
+static json_t *ct_mixed_config(const nib_plan *plan, json_t *ignore)
+{
+    const bool activations = plan->scheme == NIB_SCHEME_NVFP4;
+    return json_pack("{s:s, s:s, s:s, s:n, s:o, s:o, s:{s:{s:[s], s:s, s:o, s:o, s:n}, s:{s:o, s:s, s:o, s:o, s:n}}}",
+                     "quant_method", nib_ck_formats[plan->format].method, "format", "mixed-precision",
+                     "quantization_status", "compressed", "global_compression_ratio", "kv_cache_scheme", ct_cache(plan),
+                     "ignore", ignore, "config_groups", "group_0", "targets", "Linear", "format",
+                     "nvfp4-pack-quantized", "weights", ct_arguments(false), "input_activations",
+                     activations ? ct_arguments(true) : json_null(), "output_activations", "group_1", "targets",
+                     fp8_modules(plan), "format", activations ? "float-quantized" : "naive-quantized", "weights",
+                     ct_fp8_arguments(false), "input_activations", activations ? ct_fp8_arguments(true) : json_null(),
+                     "output_activations");
+}
+
 static json_t *compressed_tensors_config(const nib_plan *plan, json_t *ignore)
 {
     const bool activations = plan->scheme == NIB_SCHEME_NVFP4;
+    if (has_fp8(plan))
+        return ct_mixed_config(plan, ignore);
     return json_pack("{s:s, s:s, s:s, s:n, s:o, s:o, s:{s:{s:[s], s:o, s:o, s:n}}}", "quant_method",
                      nib_ck_formats[plan->format].method, "format", "nvfp4-pack-quantized", "quantization_status",
                      "compressed", "global_compression_ratio", "kv_cache_scheme", ct_cache(plan), "ignore", ignore,
@@ -262,6 +315,8 @@ static json_t *compressed_tensors_config(const nib_plan *plan, json_t *ignore)
 }
 
 static json_t *producer(void) { return json_pack("{s:s, s:s}", "name", "modelopt", "version", "0.46.0"); }
+
+#define MODELOPT_FP8 "FP8_PER_CHANNEL_PER_TOKEN"
 
 /* Every quantized module with its algorithm: the form of weight-only checkpoints that all servers read. */
 static json_t *quantized_layers(const nib_plan *plan)
@@ -272,9 +327,12 @@ static json_t *quantized_layers(const nib_plan *plan)
         const bool coded = action == NIB_ACTION_QUANTIZE || action == NIB_ACTION_CONVERT ||
                            action == NIB_ACTION_REPAIR ||
                            (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].format));
-        const char *name = plan->in->weights[i].name;
-        if (coded &&
-            json_object_set_new(layers, name, json_pack("{s:s, s:i}", "quant_algo", "W4A16_NVFP4", "group_size", 16))) {
+        const char *name = plan->in->weights[i].name,
+                   *algorithm = plan->scheme == NIB_SCHEME_NVFP4 ? "NVFP4" : "W4A16_NVFP4";
+        json_t *said = coded             ? json_pack("{s:s, s:i}", "quant_algo", algorithm, "group_size", 16)
+                       : is_fp8(plan, i) ? json_pack("{s:s}", "quant_algo", MODELOPT_FP8)
+                                         : NULL;
+        if ((coded || is_fp8(plan, i)) && json_object_set_new(layers, name, said)) {
             json_decref(layers);
             return NULL;
         }
@@ -287,8 +345,49 @@ static json_t *modelopt_arguments(void)
     return json_pack("{s:b, s:i, s:s, s:i}", "dynamic", 0, "num_bits", 4, "type", "float", "group_size", 16);
 }
 
+/* The modules of FP8 or of NVFP4, in the order of their names' bytes, as ModelOpt sorts them. */
+static json_t *modelopt_targets(const nib_plan *plan, bool fp8)
+{
+    json_t *list = json_array();
+    for (size_t i = 0; i < plan->in->n_weights && list; i++) {
+        const char *name = plan->in->weights[i].name;
+        size_t at = json_array_size(list);
+        if (!nib_plan_is_quantized(plan, i) || is_fp8(plan, i) != fp8)
+            continue;
+        while (at > 0 && strcmp(json_string_value(json_array_get(list, at - 1)), name) > 0)
+            at--;
+        if (!add_name(list, at, name)) {
+            json_decref(list);
+            return NULL;
+        }
+    }
+    return list;
+}
+
+/* ModelOpt's form of a mixture: groups in the order in which they are met. */
+static json_t *modelopt_mixed_config(const nib_plan *plan, json_t *ignore)
+{
+    json_t *fp8 = json_pack("{s:{s:b, s:i, s:s}, s:{s:b, s:i, s:s, s:s}, s:o}", "input_activations", "dynamic", 0,
+                            "num_bits", 8, "type", "float", "weights", "dynamic", 0, "num_bits", 8, "type", "float",
+                            "strategy", "channel", "targets", modelopt_targets(plan, true));
+    json_t *nvfp4 = json_pack("{s:o*, s:o, s:o}", "input_activations",
+                              plan->scheme == NIB_SCHEME_NVFP4 ? modelopt_arguments() : NULL, "weights",
+                              modelopt_arguments(), "targets", modelopt_targets(plan, false));
+    size_t first = 0;
+    while (first < plan->in->n_weights && !nib_plan_is_quantized(plan, first))
+        first++;
+    const bool before = is_fp8(plan, first);
+    return json_pack("{s:{s:o, s:o}, s:o, s:o, s:s, s:o*, s:o, s:s}", "config_groups", "group_0", before ? fp8 : nvfp4,
+                     "group_1", before ? nvfp4 : fp8, "quantized_layers", quantized_layers(plan), "ignore", ignore,
+                     "quant_algo", "MIXED_PRECISION", "kv_cache_quant_algo",
+                     has_fp8_cache(plan->in) ? modelopt_cache(plan) : NULL, "producer", producer(), "quant_method",
+                     nib_ck_formats[plan->format].method);
+}
+
 static json_t *modelopt_config(const nib_plan *plan, json_t *ignore)
 {
+    if (has_fp8(plan))
+        return modelopt_mixed_config(plan, ignore);
     if (plan->scheme == NIB_SCHEME_NVFP4)
         return json_pack("{s:s, s:s, s:o, s:{s:{s:[s], s:o, s:o}}, s:o, s:o}", "quant_method",
                          nib_ck_formats[plan->format].method, "quant_algo", "NVFP4", "kv_cache_quant_algo",
@@ -302,7 +401,7 @@ static json_t *modelopt_config(const nib_plan *plan, json_t *ignore)
 
 static json_t *modelopt_hf_quant(const nib_plan *plan, json_t *exclude)
 {
-    if (plan->scheme == NIB_SCHEME_NVFP4)
+    if (plan->scheme == NIB_SCHEME_NVFP4 && !has_fp8(plan))
         return json_pack("{s:o, s:{s:s, s:o, s:i, s:o}}", "producer", producer(), "quantization", "quant_algo", "NVFP4",
                          "kv_cache_quant_algo", modelopt_cache(plan), "group_size", 16, "exclude_modules", exclude);
     return json_pack("{s:o, s:{s:s, s:o, s:i, s:o, s:o}}", "producer", producer(), "quantization", "quant_algo",

@@ -237,7 +237,10 @@ static bool writes_values(const struct nib_out_weight *w)
     return w->laying != NIB_LAY_MXFP4 && (w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP);
 }
 
-static bool has_tensor_scale(const struct nib_out_weight *w) { return !writes_values(w) && w->laying != NIB_LAY_MXFP4; }
+static bool has_tensor_scale(const struct nib_out_weight *w)
+{
+    return !writes_values(w) && w->laying != NIB_LAY_MXFP4 && w->action != NIB_ACTION_FP8;
+}
 
 /* Data and scales; the matrices of a stack that is written whole share them, and the first brings them. */
 static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char *name,
@@ -249,6 +252,14 @@ static nib_status add_data(nib_plan *plan, struct nib_out_weight *w, const char 
     if (writes_values(w)) {
         const int64_t shape[] = { w->experts, columns ? cols : rows, columns ? rows : cols };
         return add_part(plan, name, data, w->dtype, stack ? 3 : 2, shape + !stack, &w->out[NIB_ROLE_DATA]);
+    }
+    if (w->action == NIB_ACTION_FP8) {
+        /* A scale for each row: F32 [N] for ModelOpt; [N, 1] for compressed-tensors, in BF16, which transformers rounds to. */
+        const bool ct = plan->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS;
+        const int64_t shape[] = { rows, cols }, scale[] = { rows, 1 };
+        TRY(add_part(plan, name, data, NIB_E4M3, 2, shape, &w->out[NIB_ROLE_DATA]));
+        return add_part(plan, name, layout->suffixes[NIB_ROLE_SCALE], ct ? NIB_BF16 : NIB_F32, ct ? 2 : 1, scale,
+                        &w->out[NIB_ROLE_SCALE]);
     }
     if (w->laying == NIB_LAY_GGUF || w->laying == NIB_LAY_MXFP4) {
         const int64_t shape[] = { w->experts, rows, cols };
@@ -283,7 +294,9 @@ nib_status nib_plan_add_weight(nib_plan *plan, struct nib_out_weight *w, bool wi
         return no_memory();
     plan->weights = weights;
     const bool stack = w->stacked && !plan->gguf; /* whose stacks are called as matrices are */
-    const nib_checkpoint_format format = writes_values(w) ? NIB_CHECKPOINT_FORMAT_PLAIN : plan->format;
+    const nib_checkpoint_format format = writes_values(w)              ? NIB_CHECKPOINT_FORMAT_PLAIN
+                                         : w->action == NIB_ACTION_FP8 ? NIB_CHECKPOINT_FORMAT_FP8
+                                                                       : plan->format;
     const struct nib_ck_layout *layout = stack ? nib_ck_stack_layout(format) : &nib_ck_formats[format].layouts[0];
     /* A whole stack bears the name of the tensor that it comes from. */
     const char *name = w->name ? w->name : stack ? nib_ck_stack_name(plan, w) : w->source.name;

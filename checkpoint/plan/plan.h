@@ -7,6 +7,7 @@
  *     plan_patterns.c  patterns of a user that match nothing
  *     plan_build.c   from there to tensors
  *     plan_statistics.c  statistics of inputs: which belong to which weight
+ *     plan_budget.c  weights that are worth more than 4 bits
  *     plan_codes.c   NVFP4 weights of another checkpoint
  *     plan_gptq.c    Hessians of inputs: likewise
  *     plan_fold.c    scales that move from weights into norms
@@ -95,7 +96,7 @@ enum nib_laying {
 struct nib_out_weight {
     struct nib_ck_weight source; /* a copy: experts of a stack that stays whole are joined to one matrix per expert */
     const char *name;            /* of the module that is written; NULL: that of the source */
-    nib_action action;           /* QUANTIZE, CONVERT and REPAIR (codes stay), DEQUANTIZE and KEEP (values) */
+    nib_action action;           /* QUANTIZE, FP8, CONVERT and REPAIR (codes stay), DEQUANTIZE and KEEP (values) */
     enum nib_laying laying;      /* of values: ROWS for [rows, K], STACK for [K, rows], alone or in a stack */
     bool stacked;                /* it is one matrix of a tensor of three dims */
     int64_t index;               /* in a stack that is written; 0 otherwise */
@@ -189,6 +190,8 @@ struct nib_plan {
     bool statistics_strict;                /* every weight must have some */
     struct nib_hessians *hessians;         /* GPTQ; NULL: it is not asked for */
     double damp;
+    float budget;                /* bits of a quantized weight; 0: as few as there can be */
+    bool budget_plain;           /* what it is spent on stays as it is, and does not become FP8 */
     struct nib_plan_fold *fold;  /* NULL: nothing is folded */
     nib_checkpoint *codes;       /* has weights that are taken over; NULL: none */
     nib_dtype dequantized_dtype; /* DEQUANTIZE: of what is written; NIB_DTYPE_COUNT: each weight's own */
@@ -271,6 +274,18 @@ nib_status nib_plan_mean_squares(const nib_plan *plan, const struct nib_plan_inp
                                  double *tokens);
 /* An amax of activations from the root of a mean square. */
 #define NIB_AMAX_OF_RMS 32.0f
+
+/* ---- More than 4 bits (plan_budget.c) ---- */
+
+/* Of weights that are to be quantized, those that the patterns name. */
+nib_status nib_plan_choose_fp8(nib_plan *plan, const char *const *patterns, size_t n);
+/* By plan->budget, from the ends of the model to its middle. `set` has the first weight of each weight's fused set. */
+nib_status nib_plan_spend_budget(nib_plan *plan, const uint32_t *set);
+/* Whether a weight is written in fewer bits. */
+static inline bool nib_plan_is_quantized(const nib_plan *plan, size_t weight)
+{
+    return plan->rows[weight].action == NIB_ACTION_QUANTIZE || plan->rows[weight].action == NIB_ACTION_FP8;
+}
 
 /* ---- Weights of another checkpoint (plan_codes.c) ---- */
 

@@ -112,11 +112,11 @@ static nib_status keep_whole_sets(struct maker *m)
         uint32_t kept = NIB_NONE;
         end = end_of_set(m, begin);
         for (size_t i = begin; i < end; i++)
-            if (plan->rows[m->keyed[i].weight].action != NIB_ACTION_QUANTIZE)
+            if (!nib_plan_is_quantized(plan, m->keyed[i].weight))
                 kept = m->keyed[i].weight;
         for (size_t i = begin; i < end && kept != NIB_NONE && nib_ck_formats[plan->format].fused; i++) {
             struct nib_out_row *row = &plan->rows[m->keyed[i].weight];
-            if (row->action != NIB_ACTION_QUANTIZE)
+            if (!nib_plan_is_quantized(plan, m->keyed[i].weight))
                 continue;
             row->action = nib_plan_keep_action(plan, &plan->in->weights[m->keyed[i].weight]);
             row->reason = nib_plan_string(plan, "servers fuse it with %s, which stays", plan->in->weights[kept].name);
@@ -125,6 +125,33 @@ static nib_status keep_whole_sets(struct maker *m)
         }
     }
     return NIB_OK;
+}
+
+/* What a budget is spent on, and the rest of every set of which one is FP8: nothing fuses with another format. */
+static nib_status raise_sets(struct maker *m)
+{
+    nib_plan *plan = m->plan;
+    uint32_t *set = nib_alloc((plan->in->n_weights + 1) * sizeof *set);
+    if (!set)
+        return no_memory();
+    for (uint32_t i = 0; i < plan->in->n_weights; i++)
+        set[i] = i;
+    for (size_t begin = 0, end; begin < m->n_keyed; begin = end) {
+        end = end_of_set(m, begin);
+        for (size_t i = begin; i < end; i++)
+            set[m->keyed[i].weight] = m->keyed[begin].weight;
+    }
+    const nib_status status = nib_plan_spend_budget(plan, set);
+    nib_free(set);
+    for (size_t begin = 0, end; begin < m->n_keyed; begin = end) {
+        bool fp8 = false;
+        end = end_of_set(m, begin);
+        for (size_t i = begin; i < end; i++)
+            fp8 |= plan->rows[m->keyed[i].weight].action == NIB_ACTION_FP8;
+        for (size_t i = begin; i < end && fp8; i++)
+            plan->rows[m->keyed[i].weight].action = NIB_ACTION_FP8;
+    }
+    return status;
 }
 
 /* The matrices of a tensor of GGUF have one type: they change together or not at all. */
@@ -386,6 +413,8 @@ static uint64_t coming_bytes(const struct nib_out_weight *w)
 {
     const uint64_t elements = (uint64_t)w->source.rows * (uint64_t)w->source.cols;
     const bool values = w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP;
+    if (w->action == NIB_ACTION_FP8)
+        return elements + (uint64_t)w->source.rows * sizeof(float);
     return values ? elements * (uint64_t)nib_dtypes[w->dtype].bits / 8 : elements / 16 * 9 + 8;
 }
 
@@ -749,6 +778,8 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
         status = find_keys(&m);
     if (!status)
         status = keep_whole_sets(&m);
+    if (!status)
+        status = raise_sets(&m);
     if (!status)
         status = make_groups(&m);
     if (!status)

@@ -60,7 +60,7 @@ static nib_status check_source(const nib_checkpoint *in)
 /* ---- Options of a quantization ---- */
 
 /* The first version that is still served: 0.2. */
-enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, damp) };
+enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, budget_plain) };
 
 nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes)
 {
@@ -155,7 +155,14 @@ static nib_status check_options(const nib_quantize_options *o)
         return nib_fail(NIB_ERR_MODE, "Hessians and damping are for GPTQ (--gptq)");
     if (!(o->damp <= FLT_MAX) || (o->damp < 0 && o->damp != NIB_UNSET))
         return nib_fail(NIB_ERR_ARG, "the damping %g is negative or not finite", (double)o->damp);
-    if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only))
+    if (o->budget != 0 && !(o->budget >= 4.5f && o->budget <= 16))
+        return nib_fail(NIB_ERR_ARG, "a budget is from 4.5 bits of a weight, which NVFP4 takes, to 16, not %g",
+                        (double)o->budget);
+    if ((o->budget > 0 && o->n_fp8) || (o->budget_plain && !(o->budget > 0)))
+        return nib_fail(NIB_ERR_MODE, "a budget chooses what a list of FP8 weights names: one of the two");
+    if (o->budget > 0 && !o->budget_plain && o->format == NIB_CHECKPOINT_FORMAT_GGUF)
+        return nib_fail(NIB_ERR_MODE, "GGUF has no FP8: let weights stay as they are (--budget-plain)");
+    if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only) || (o->n_fp8 && !o->fp8))
         return nib_fail(NIB_ERR_ARG, "a list of patterns is NULL");
     return NIB_OK;
 }
@@ -236,6 +243,12 @@ static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
                               pattern_list(o->ignore, o->n_ignore), "only", pattern_list(o->only, o->n_only));
     if (!noted)
         return nib_fail(NIB_ERR_ARG, "a pattern is not UTF-8, or there is no memory for what provenance says");
+    if ((o->n_fp8 && json_object_set_new(noted, "fp8", pattern_list(o->fp8, o->n_fp8))) ||
+        (o->budget > 0 && json_object_set_new(noted, "budget", json_real((double)o->budget))) ||
+        (o->budget_plain && json_object_set_new(noted, "budget_plain", json_true()))) {
+        json_decref(noted);
+        return no_memory();
+    }
     json_decref(plan->options);
     plan->options = noted;
     return NIB_OK;
@@ -433,6 +446,8 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     plan->shard_bytes = o->shard_bytes ? o->shard_bytes : NIB_SHARD_BYTES;
     plan->keep_split = o->keep_split;
     plan->statistics_strict = o->statistics_strict;
+    plan->budget = o->budget;
+    plan->budget_plain = o->budget_plain;
     struct chooser chooser = { .plan = plan, .options = o };
     nib_status status = nib_plan_place(plan);
     if (!status)
@@ -457,6 +472,8 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
         status = nib_plan_check_patterns(in, "ignore", o->ignore, o->n_ignore, true);
     if (!status)
         status = choose(&chooser);
+    if (!status)
+        status = nib_plan_choose_fp8(plan, o->fp8, o->n_fp8);
     if (!status)
         status = list_others(plan);
     if (!status)

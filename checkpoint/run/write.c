@@ -9,6 +9,7 @@
 
 #include "base/threads.h"
 
+#include <float.h>
 #include <math.h>
 
 #include "format/codec.h"
@@ -263,6 +264,54 @@ static nib_status quantize_rows(const struct writer *writer, struct scratch *scr
             TRY(nib_gptq_lines(&plan->q, &x, &memory, writer->factor.order, writer->factor.u));
     }
     return put_codes(writer, scratch, panel, scratch->codes, scratch->scales);
+}
+
+/* What makes the largest magnitude of a row 448; in BF16 rounded up, so that nothing is clipped. */
+static float fp8_scale(float amax, nib_dtype dtype)
+{
+    float scale = amax > 0 ? nib_fmax(amax / 448.0f, FLT_MIN) : 1;
+    uint32_t bits;
+    memcpy(&bits, &scale, sizeof bits);
+    bits = dtype == NIB_BF16 ? (bits + 0xFFFF) & 0xFFFF0000 : bits;
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
+static nib_status scale_fp8_row(const nib_plan *plan, const struct nib_out_weight *w, int64_t r, float *row,
+                                nib_dtype dtype, float *scale)
+{
+    float amax = 0;
+    for (int64_t k = 0; k < w->source.cols; k++) {
+        if (!(nib_abs(row[k]) <= FLT_MAX))
+            return nib_fail(NIB_ERR_DATA, "%s: weight %s is not finite at [%lld, %lld]", plan->in->path,
+                            nib_quote(w->source.name).text, (long long)r, (long long)k);
+        amax = nib_fmax(amax, nib_abs(row[k]));
+    }
+    *scale = fp8_scale(amax, dtype);
+    for (int64_t k = 0; k < w->source.cols; k++)
+        row[k] /= *scale;
+    return NIB_OK;
+}
+
+static nib_status fp8_rows(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+{
+    const nib_plan *plan = writer->run->plan;
+    const struct nib_out_weight *w = &plan->weights[panel->weight];
+    const nib_dtype dtype = plan->tensors[w->out[NIB_ROLE_SCALE]].dtype;
+    const int64_t cols = w->source.cols;
+    const size_t elements = (size_t)(panel->count * cols), lines = (size_t)panel->count;
+    if (!reserve(&scratch->values, &scratch->values_bytes, elements * sizeof(float)) ||
+        !reserve(&scratch->codes, &scratch->codes_bytes, elements) ||
+        !reserve(&scratch->scales, &scratch->scales_bytes, 2 * lines * sizeof(float)))
+        return no_memory();
+    float *values = scratch->values, *scales = (float *)(void *)scratch->scales;
+    TRY(nib_ck_read_rows(plan->in, &w->source, panel->first, panel->count, NIB_F32, values));
+    for (int64_t r = 0; r < panel->count; r++)
+        TRY(scale_fp8_row(plan, w, panel->first + r, values + r * cols, dtype, &scales[r]));
+    TRY(nib_encode(NIB_E4M3, values, elements, scratch->codes));
+    TRY(nib_encode(dtype, scales, lines, scales + lines));
+    TRY(put_lines(writer, scratch, panel, w->out[NIB_ROLE_DATA], scratch->codes, cols, 1));
+    return put_lines(writer, scratch, panel, w->out[NIB_ROLE_SCALE], scales + lines, 1, size_of(dtype));
 }
 
 static nib_status convert_mxfp4(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
@@ -586,9 +635,17 @@ static nib_status sort_stages(struct writer *writer)
 /* The dtype in which a weight's rows are read. */
 static nib_dtype reading_dtype(const nib_plan *plan, const struct nib_out_weight *w)
 {
-    return w->action == NIB_ACTION_QUANTIZE                                     ? plan->groups[w->group].dtype
-           : w->action == NIB_ACTION_DEQUANTIZE || w->action == NIB_ACTION_KEEP ? w->dtype
-                                                                                : NIB_BF16;
+    switch (w->action) {
+    case NIB_ACTION_QUANTIZE:
+        return plan->groups[w->group].dtype;
+    case NIB_ACTION_FP8:
+        return NIB_F32;
+    case NIB_ACTION_DEQUANTIZE:
+    case NIB_ACTION_KEEP:
+        return w->dtype;
+    default:
+        return NIB_BF16;
+    }
 }
 
 static uint64_t input_bytes(const nib_plan *plan, const struct panel *panel)
@@ -674,6 +731,8 @@ static nib_status write_panel(struct writer *writer, struct scratch *scratch, co
         return w->codes                       ? keep_codes(writer, scratch, panel)
                : plan->groups[w->group].mxfp4 ? convert_mxfp4(writer, scratch, panel)
                                               : quantize_rows(writer, scratch, panel);
+    case NIB_ACTION_FP8:
+        return fp8_rows(writer, scratch, panel);
     case NIB_ACTION_CONVERT:
     case NIB_ACTION_REPAIR:
         return keep_codes(writer, scratch, panel);

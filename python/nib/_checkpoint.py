@@ -22,7 +22,7 @@ UNSET = -1
 
 
 class Action(enum.IntEnum):
-    QUANTIZE, CONVERT, DEQUANTIZE, REPAIR, KEEP = range(5)
+    QUANTIZE, CONVERT, DEQUANTIZE, REPAIR, KEEP, FP8 = range(6)
 
 
 class Fold(enum.IntEnum):
@@ -54,7 +54,8 @@ class QuantizeOptions(Structure):
                 ("only", P(c_char_p)), ("n_only", c_size_t), ("shard_bytes", c_uint64), ("keep_split", c_uint8),
                 ("reader", c_int), ("statistics", c_char_p), ("statistics_strict", c_uint8), ("fold", c_int),
                 ("fold_exponent", c_float), ("codes", c_char_p), ("gptq", c_uint8), ("hessians", c_char_p),
-                ("damp", c_float)]
+                ("damp", c_float), ("fp8", P(c_char_p)), ("n_fp8", c_size_t), ("budget", c_float),
+                ("budget_plain", c_uint8)]
 
 
 class PlanRow(Structure):
@@ -256,9 +257,9 @@ def _run(lib, plan, out, progress, options, threads, max_memory):
 
 def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, scale=None, tensor_scale=None,
                         min_block_scale=None, dialect=None, activations=None, imatrix=None, imatrix_strict=False,
-                        fold=False, gptq=False, hessians=None, damp=None, codes=None, ignore=(), only=(),
-                        preset="default", shard_size=0, keep_split=False, threads=0, max_memory=0, dry_run=False,
-                        resume=False, force=False, progress=None):
+                        fold=False, gptq=False, hessians=None, damp=None, codes=None, ignore=(), only=(), fp8=(),
+                        budget=0.0, budget_plain=False, preset="default", shard_size=0, keep_split=False,
+                        threads=0, max_memory=0, dry_run=False, resume=False, force=False, progress=None):
     """Turn a checkpoint into NVFP4, as `nib quantize SOURCE OUT` does: a directory, a safetensors or a GGUF file in, a
     directory that servers load out, or a GGUF file where the name ends in .gguf. Neither needs to fit into memory.
 
@@ -266,10 +267,10 @@ def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, sca
 
     The options are the tool's, by their names: format, scheme, for_ (a server), scale, tensor_scale, min_block_scale,
     dialect, activations ("one", "norm", "statistics" or a JSON file), imatrix, imatrix_strict, gptq, hessians, damp,
-    codes, ignore and only (lists of patterns), preset, shard_size and max_memory (bytes), keep_split, threads, dry_run,
-    resume, force. fold is True, an exponent, or "search". progress(phase, done, total, tensor) is called now and then,
-    from one thread at a time; what it raises stops the run and is raised here, and so is nib.CancelledError where it
-    returns something true. What a run warns of is a Python warning.
+    codes, ignore, only and fp8 (lists of patterns), budget, budget_plain, preset, shard_size and max_memory (bytes),
+    keep_split, threads, dry_run, resume, force. fold is True, an exponent, or "search". progress(phase, done, total,
+    tensor) is called now and then, from one thread at a time; what it raises stops the run and is raised here, and so
+    is nib.CancelledError where it returns something true. What a run warns of is a Python warning.
     Returns what `--json` prints of the plan: sizes, "note", and "rows" with what became of each weight.
     """
     lib = functions()
@@ -283,6 +284,8 @@ def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, sca
     options.preset = _word("preset", _words(lib.nib_preset_name), preset)
     options.ignore, options.n_ignore = _patterns("ignore", ignore)
     options.only, options.n_only = _patterns("only", only)
+    options.fp8, options.n_fp8 = _patterns("fp8", fp8)
+    options.budget, options.budget_plain = budget, bool(budget_plain)
     options.statistics = None if imatrix is None else os.fsencode(imatrix)
     options.statistics_strict, options.keep_split = bool(imatrix_strict), bool(keep_split)
     options.shard_bytes = shard_size

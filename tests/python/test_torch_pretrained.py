@@ -32,6 +32,19 @@ def llama(**more):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **more})).to(torch.bfloat16).eval()
 
 
+def test_float8_beside_nvfp4(tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    for format in ("compressed-tensors", "modelopt"):
+        out = tmp_path / format
+        nib.quantize_checkpoint(tmp_path / "model", out, format=format, fp8=["*v_proj", "*down_proj"])
+        nib.dequantize_checkpoint(out, tmp_path / (format + "-plain"), dtype="f32")
+        with torch.inference_mode():
+            got = nib.torch.from_pretrained(out, dtype=torch.float32)(TOKENS).logits
+            wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / (format + "-plain"),
+                                                                       dtype=torch.float32)(TOKENS).logits
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
 def quantized(weight, tensor_scale):
     """(codes, scales, values) of a weight by a tensor scale."""
     t = nib.quantize(weight.detach().float().numpy(), columnwise=False, tensor_scale_rule="exact",

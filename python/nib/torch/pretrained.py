@@ -81,6 +81,21 @@ class _Weight:
                       self.source.dtype, self.source.activations, self.turned)
 
 
+class _Float8:
+    """A weight of FP8 beside those of NVFP4: its values, by a scale for each row or for all."""
+
+    def __init__(self, source, name):
+        self.source, self.name, self.turned = source, name, False
+
+    def __getitem__(self, _):
+        values, scale = self.source.load(self.name).float(), self.source.load(f"{self.name}_scale").float()
+        if scale.numel() not in (1, len(values)):
+            raise ValueError(f"{self.source.files[self.name]}: {self.name}_scale has {scale.numel()} values for "
+                             f"{len(values)} rows")
+        values = (values * scale.reshape(-1, 1)).to(self.source.dtype)
+        return values.t().contiguous() if self.turned else values
+
+
 class _Pieces:
     """A stack put together of what was cut: members of each expert one below the other, or in turns."""
 
@@ -150,6 +165,11 @@ class PackedSource(streaming.Source):
         self.plain = {}
         for name, dtype in self.dtypes.items():
             if name in parts or _CACHE.match(name):
+                continue
+            if dtype == "F8_E4M3" and len(self.shapes[name]) == 2 and self.dtypes.get(f"{name}_scale") in _PLAIN:
+                found[name] = _Float8(self, name)
+                continue
+            if name.endswith("_scale") and self.dtypes.get(name.removesuffix("_scale")) == "F8_E4M3":
                 continue
             if dtype not in _PLAIN and not dtype.startswith(("I64", "BOOL")):
                 raise ValueError(f"{self.files[name]}: {name} is {dtype}, and no part of an NVFP4 weight; `nib "
