@@ -2,10 +2,35 @@
 """The tests of the Python package: pytest tests/python, with nib installed. They end in the closing line that
 tests/run.py counts, after the reasons of what was skipped."""
 import os
+import sys
+
+import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 counts = {"passed": 0, "failed": 0, "skipped": 0}
 reasons = set()
+
+
+STATE = ("fp8_enabled", "fp8_calibration", "fp8_recipe", "fp8_distributed_group", "fp8_parameters",
+         "high_precision_init_val", "fp8_graph_capturing", "autocast_depth")
+
+
+def what_is_on():
+    """What others would run in, if a test left it: an autocast or quantized_model_init, torch's modes and group."""
+    if "nib.torch" not in sys.modules:
+        return {}
+    import torch
+    from nib.torch.quantization import current
+    return {**{name: getattr(current(), name) for name in STATE}, "grad": torch.is_grad_enabled(),
+            "dtype": torch.get_default_dtype(),
+            "group": torch.distributed.is_available() and torch.distributed.is_initialized()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_on():
+    before = what_is_on()
+    yield
+    assert not before or what_is_on() == before
 
 
 def note(report):

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch; TORCH=1 installs it"
 
 import nib.torch as nt  # noqa: E402
 from nib.torch.module import compiled  # noqa: E402
+from nib.torch.quantization import FP8GlobalStateManager, current, get_recipe  # noqa: E402
 from nib.torch.recipe import (CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling,  # noqa: E402
                               MXFP8BlockScaling, NVFP4BlockScaling)
 
@@ -128,6 +129,31 @@ def test_what_stays_outside():
             return quantized(x)
     with pytest.raises(Exception, match="DelayedScaling"):
         torch.compile(delayed, backend="eager", fullgraph=True)(x)
+
+
+def test_beside_delayed_scaling():
+    """Where a layer has histories, a function whose graph breaks within an autocast leaves it all the same, and what is
+    due then, scales from the histories, is done before they are used again."""
+    with nt.quantized_model_init(recipe=NVFP4):
+        quantized = nt.Linear(64, 64)
+
+    def other(x):
+        with nt.autocast(recipe=NVFP4):
+            return quantized(x) * 2
+
+    def outputs(function):
+        torch._dynamo.reset()
+        FP8GlobalStateManager.reset()
+        torch.manual_seed(0)
+        layer, found = nt.Linear(64, 64), []
+        for step in range(3):
+            with nt.autocast(recipe=DelayedScaling()):
+                found.append(layer(noise(32, 64, seed=step) * 4 ** step).detach())
+            found.append(function(noise(32, 64, seed=9)).detach())
+            assert current().autocast_depth == 0 and get_recipe() is None
+        FP8GlobalStateManager.reset()
+        return found
+    assert equal(outputs(torch.compile(other, backend="eager")), outputs(other))
 
 
 @pytest.mark.parametrize("recipe", [NVFP4, Float8CurrentScaling()], ids=["nvfp4", "float8"])

@@ -142,10 +142,12 @@ class FP8GlobalStateManager:
     quantization_state = FP8GlobalState()
     global_amax_buffer, global_amax_history_buffer, global_scale_buffer = {}, {}, {}
     autocast_arguments = {}
+    left_to_do = {}  # "reduce": a compiled autocast has ended since the histories were reduced
 
     @classmethod
     def reset(cls):
         cls.quantization_state = FP8GlobalState()
+        cls.left_to_do.clear()
         cls.global_amax_buffer, cls.global_amax_history_buffer, cls.global_scale_buffer = {}, {}, {}
         cls.autocast_arguments = {}
 
@@ -281,6 +283,12 @@ class FP8GlobalStateManager:
                     _amax_and_scale_update(history, scale, get_fp8_max(recipe, forward), recipe)
 
     @classmethod
+    def reduce_if_due(cls):
+        """Before scales are used: what a compiled autocast has left to do."""
+        if cls.left_to_do.pop("reduce", False):
+            cls.reduce_and_update_fp8_tensors(forward=True)
+
+    @classmethod
     def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta):
         """Before a forward pass that will be repeated: keep the scales that it had."""
         if has_delayed_scaling_state(fp8_meta):
@@ -331,6 +339,17 @@ def _checked(recipe):
     return recipe
 
 
+def _part_of_graphs(function):
+    """A function that is compiled as a part of others only: by itself it would lose what it writes, since PyTorch (2.11
+    and 2.13) compiles attributes of a threading.local to those of no thread."""
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:  # another PyTorch
+        return function
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return function
+
+
 class autocast:
     """Within `with autocast(recipe=...)` layers compute in that recipe (NVFP4BlockScaling unless given); within
     autocast(enabled=False) in high precision. calibrating: layers compute in high precision, but quantizers that keep
@@ -341,12 +360,15 @@ class autocast:
         self._graph = _graph
         self._before = None
 
+    @_part_of_graphs
     def __enter__(self):
         if self._before is not None:
             raise RuntimeError("this autocast is entered already: make another one to nest it")
         if self._arguments[0] and self._arguments[2].delayed() and torch.compiler.is_compiling():
             raise RuntimeError("DelayedScaling keeps histories outside: it cannot be part of a compiled graph")
         state = current()
+        if state.autocast_depth == 0 and not torch.compiler.is_compiling():
+            FP8GlobalStateManager.reduce_if_due()
         self._before = FP8GlobalStateManager.get_autocast_state()
         state.fp8_enabled, state.fp8_calibration, state.fp8_recipe, state.fp8_distributed_group = self._arguments
         state.fp8_graph_capturing = self._graph
@@ -355,6 +377,7 @@ class autocast:
         state.autocast_depth += 1
         return self
 
+    @_part_of_graphs
     def __exit__(self, kind, error, trace):
         state = current()
         FP8GlobalStateManager.set_autocast_state(self._before)
@@ -362,7 +385,10 @@ class autocast:
         state.autocast_depth -= 1
         if self._arguments[0] and state.autocast_depth == 0 and not self._graph and torch.is_grad_enabled() \
                 and FP8GlobalStateManager.global_amax_buffer:
-            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+            if torch.compiler.is_compiling():  # histories are no part of a graph
+                FP8GlobalStateManager.left_to_do["reduce"] = True
+            else:
+                FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
 
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):

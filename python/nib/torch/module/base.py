@@ -406,6 +406,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if repeated:
             FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.fp8_meta)
         elif delayed:
+            FP8GlobalStateManager.reduce_if_due()
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
             if recompute.enabled:
                 FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
