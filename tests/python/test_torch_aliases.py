@@ -138,7 +138,7 @@ def gathered_wrongly(buffer):
 
 def test_check_buffers():
     """Bytes that ranks cast and others gather are found: as many as Megatron's own code would get wrong."""
-    from nib.torch.megatron import check_buffers
+    check_buffers = nib.torch.megatron.check_buffers
     with pytest.raises(ValueError, match="11904 elements but 6144 packed bytes over 3 ranks: 192 bytes"):
         check_buffers([megatron_buffer([11776], 3)])
     generator, found = random.Random(1), []
@@ -175,7 +175,13 @@ def test_fp4_recipe_and_context():
         assert type(nib.torch.Linear(16, 16).weight.data) is torch.Tensor
     config.fp4_param = True
     with get_fp4_context(config, 1, is_init=True):
-        assert isinstance(nib.torch.Linear(16, 16).weight, nib.torch.NVFP4Tensor)
+        weight = nib.torch.Linear(16, 16).weight
+    assert isinstance(weight, nib.torch.NVFP4Tensor)
+    values = weight.get_high_precision_init_val()  # masters begin with them
+    assert torch.equal(weight._get_quantizer().copy()(values)._rowwise_data, weight._rowwise_data)
+    assert not torch.equal(weight.dequantize(), values)
+    with torch.no_grad(), get_fp4_context(config, 1, is_init=True):
+        assert not hasattr(nib.torch.Linear(16, 16).weight, "get_high_precision_init_val")
     config.fp4 = None
     with get_fp4_context(config, 1):
         assert not nib.torch.module.is_fp8_enabled()

@@ -25,7 +25,7 @@
     extra_state.py               what a pickled extra state may be
     unsupported.py               names that raise
     tex.py                       functions of transformer_engine_torch
-    megatron.py                  Megatron's configuration as recipes
+    megatron.py                  Megatron's configuration as recipes, and its parameter buffers
     aliases.py                   all of this under the names of those packages
     gist.py                      the names and results of a widely copied PyTorch gist
     constants.py                 DType and block sizes
@@ -36,7 +36,7 @@ try:
 except ImportError as _error:
     raise ImportError("nib.torch needs PyTorch: pip install torch") from _error
 
-from . import fp4_utils, gist, tex
+from . import fp4_utils, gist, megatron, tex
 from .aliases import install_aliases
 from .attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding
 from .constants import (DType, MXFP8_BLOCK_SCALING_SIZE, NVFP4_BLOCK_SCALING_SIZE, TE_DType)

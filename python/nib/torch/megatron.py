@@ -3,6 +3,8 @@
 import contextlib
 import enum
 
+import torch
+
 from .quantization import autocast, quantized_model_init
 from .recipe import CustomRecipe, NVFP4BlockScaling
 
@@ -31,11 +33,14 @@ def _stays_in_bf16(config, layer_no):
 
 
 def get_fp4_context(config, layer_no=-1, is_init=False):
-    """The context in which a layer is run or (is_init) made."""
+    """The context in which a layer is run or (is_init) made. Where layers are made to be trained, their NVFP4 weights
+    keep what they were quantized from, for the masters."""
     if not config.fp4 or (is_init and not getattr(config, "fp4_param", False)) or _stays_in_bf16(config, layer_no):
         return contextlib.nullcontext()
     recipe = get_fp4_recipe(config)
-    return quantized_model_init(recipe=recipe) if is_init else autocast(recipe=recipe)
+    if is_init:
+        return quantized_model_init(recipe=recipe, preserve_high_precision_init_val=torch.is_grad_enabled())
+    return autocast(recipe=recipe)
 
 
 # ---- Parameter buffers -----------------------------------------------------------------------------------
