@@ -232,10 +232,17 @@ static enum cli_exit carry_out(const struct cli_command *self, struct arguments 
 static bool confine(const struct cli_command *self, const struct arguments *a, const nib_quantize_options *o,
                     const char *in, const char *out)
 {
+    char beside[4096] = ""; /* where Hessians are looked for by themselves */
+    if (o->gptq && !o->hessians && o->statistics)
+        snprintf(beside, sizeof beside, "%s.hessians", o->statistics);
     const struct sandbox_path paths[] = {
-        { in, SANDBOX_CHECKPOINT },       run_output(out, o->format == NIB_CHECKPOINT_FORMAT_GGUF, &a->run),
-        { o->statistics, SANDBOX_FILE },  { o->activation_file, SANDBOX_FILE },
-        { o->codes, SANDBOX_CHECKPOINT }, { a->run.dry_run ? NULL : a->run.report, SANDBOX_OUTPUT_FILE },
+        { in, SANDBOX_CHECKPOINT },
+        run_output(out, o->format == NIB_CHECKPOINT_FORMAT_GGUF, &a->run),
+        { o->statistics, SANDBOX_FILE },
+        { o->activation_file, SANDBOX_FILE },
+        { o->codes, SANDBOX_CHECKPOINT },
+        { *beside ? beside : o->hessians, SANDBOX_CHECKPOINT },
+        { a->run.dry_run ? NULL : a->run.report, SANDBOX_OUTPUT_FILE },
     };
     return cli_confine(self, paths, sizeof paths / sizeof *paths);
 }
