@@ -20,12 +20,13 @@ import time
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import imatrix, streaming
+from . import imatrix, layerwise, streaming
 from ._cli import Command, positive
 
 __all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
 
 ENOUGH = 16384  # tokens, from which on first tokens are left out of sums
+HAT = "-hat"  # the stream of states through what is quantized so far
 FEW = 256  # tokens of an expert, below which its own statistics say less than those of all (docs/calibration.md)
 
 # Products of an input with a weight: where the two stand among the arguments.
@@ -81,7 +82,8 @@ class _Sums:
     def packed_hessian(self):
         upper = torch.triu_indices(self.channels, self.channels, device=self.hessian.device)
         mean = self.hessian[upper[0], upper[1]] / max(self.hessian_count, 1)
-        return {f"{self.name}.hessian": mean.float().cpu()}
+        return {f"{self.name}.hessian": mean.float().cpu(),
+                f"{self.name}.hessian_count": torch.tensor([self.hessian_count])}
 
 
 class _Watch(TorchFunctionMode):
@@ -182,7 +184,8 @@ class _Watch(TorchFunctionMode):
             shared = before[1] if before else None
             self.group[name] = shared or name
             if not shared:
-                self.sums[name] = _Sums(name, slices, rows.shape[1], x.device, self.hessians)
+                wanted = self.hessians is True or (self.hessians == "experts" and slices > 1)
+                self.sums[name] = _Sums(name, slices, rows.shape[1], x.device, wanted)
         if before and before[1] == self.group[name]:
             return
         if self.group[name] != name:
@@ -192,7 +195,7 @@ class _Watch(TorchFunctionMode):
         rows, kept = _routed(rows, kept) if slices > 1 else (rows, kept)
         if len(rows):
             sums.add(index, rows, None if self.first_tokens else kept)
-            if self.hessians:
+            if sums.hessian is not None:
                 self._add_hessian(sums, name, rows, kept)
 
     def _add_hessian(self, sums, name, rows, kept):
@@ -216,6 +219,35 @@ class _Watch(TorchFunctionMode):
         else:
             return None
         return positions % self.length != 0
+
+
+class _Taker(_Watch):
+    """Ends a layer where one of its weights is multiplied, and has what came into that product."""
+
+    def __init__(self, name, weight, first_tokens):
+        super().__init__([(name, weight)], False, False, first_tokens)
+        self.rows = None
+
+    def _record(self, name, slices, index, x, owner):
+        rows = x.reshape(-1, x.shape[-1])
+        kept = None if self.first_tokens else self._not_first(name, slices, index, rows)
+        self.rows = rows if kept is None else rows[kept]
+        raise streaming.Reached
+
+
+def _taker(first_tokens):
+    """What layerwise.Streams calls to see an input."""
+
+    def take(model, n, tokens, state, parameter):
+        taker = _Taker(parameter, model.model.get_parameter(parameter), first_tokens)
+        taker.begin(*tokens.shape)
+        with taker:
+            model.run(n, tokens, state, head=False)
+        if taker.rows is None:
+            raise ValueError(f"nothing is multiplied with {parameter}: --sequential cannot correct it")
+        return taker.rows
+
+    return take
 
 
 def _routing(args, kwargs):
@@ -375,13 +407,14 @@ class _Partial:
             n += 1
         return n
 
-    def states(self, limit, n):
-        """The states after layer n. Two generations are there at a time."""
-        return streaming.States(limit, os.path.join(self.path, f"states-{n:05d}"))
+    def states(self, limit, n, stream=""):
+        """The states after layer n, of a stream. Two generations are there at a time."""
+        return streaming.States(limit, os.path.join(self.path, f"states-{n:05d}{stream}"))
 
     def finish_layer(self, n, tensors, inputs):
         _save(self._layer(n), tensors, {"inputs": json.dumps(inputs)})
-        shutil.rmtree(os.path.join(self.path, f"states-{n - 1:05d}"), ignore_errors=True)
+        for stream in ("", HAT):
+            shutil.rmtree(os.path.join(self.path, f"states-{n - 1:05d}{stream}"), ignore_errors=True)
 
     def layers(self):
         from safetensors import safe_open
@@ -409,6 +442,11 @@ class Options:
     first_tokens: bool = None  # None: where there are fewer than ENOUGH
     restart: bool = False
     imatrix: str = None
+    quantize: str = None  # a directory: write the quantized model too
+    how: dict = dataclasses.field(default_factory=dict)  # options of nib.quantize_checkpoint, for that
+    sequential: bool = False
+    force: bool = False  # replace what is at `quantize`
+    tokens_sha256: str = ""  # of the tokens: set by calibrate()
 
 
 def _module(tensor):
@@ -450,7 +488,8 @@ def _run_layer(model, n, batches, before, after, options, tell):
         if n < len(model):
             layer, name = stack.enter_context(model.loaded(n)), model.layer(n)[1]
             parameters += [(f"{name}.{key}", value) for key, value in layer.named_parameters()]
-        watch = _Watch(parameters, bool(options.hessians), options.all_experts, options.first_tokens)
+        wanted = "experts" if options.sequential and options.how.get("gptq") else bool(options.hessians)
+        watch = _Watch(parameters, wanted, options.all_experts, options.first_tokens)
         stack.callback(watch.close)
         if n < len(model):
             watch.open(layer, name)
@@ -459,34 +498,80 @@ def _run_layer(model, n, batches, before, after, options, tell):
     for sums, modules in _named(model, watch):
         tensors.update(sums.tensors())
         inputs.update(dict.fromkeys(modules, sums.name))
-        if options.hessians:
+        if sums.hessian is not None:
             hessians.update(sums.packed_hessian())
-    if options.hessians:
+    if hessians:
         os.makedirs(options.hessians, exist_ok=True)
         _save(os.path.join(options.hessians, f"stats-of-layer-{n:05d}.safetensors"), hessians,
-              {"format": "nib-stats-1", "inputs": json.dumps(inputs)})
+              {"format": "nib-stats-1", "inputs": json.dumps(inputs), "tokens_sha256": options.tokens_sha256})
     return tensors, inputs
 
 
 def _identity(model, tokens, options):
     chosen = {key: str(value) for key, value in dataclasses.asdict(options).items()
-              if key not in ("max_memory", "restart", "imatrix")}
+              if key not in ("max_memory", "restart", "imatrix", "force", "tokens_sha256")}
     return {"model": os.path.abspath(model.directory), "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
             "shape": list(tokens.shape), "options": chosen, "dtype": str(model.dtype),
             "files": [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in model.files()]}
 
 
+class _Quantizing:
+    """What quantizes a model with its statistics: layer by layer where GPTQ chooses codes, at the end otherwise."""
+
+    def __init__(self, model, partial, batches, options):
+        self.model, self.partial, self.options = model, partial, options
+        self.layers = layerwise.Layers(model, partial.path, options.quantize, options.how)
+        self.own_hessians = not options.hessians
+        self.streams = None
+        if options.how.get("gptq"):
+            options.hessians = options.hessians or self.layers.hessians()
+            if options.sequential:
+                self.streams = layerwise.Streams(model, batches, _taker(options.first_tokens))
+
+    def layer(self, n, tensors, inputs, before, after, limit):
+        """After the statistics of layer n; `before` and `after` are the original's states around it."""
+        if n == len(self.model) or not self.options.how.get("gptq"):
+            return
+        if self.streams:
+            self.streams.before = (before, self.partial.states(limit, n - 1, HAT) if n else None)
+            self.streams.after = (after, self.partial.states(limit, n, HAT))
+            self.layers.quantize_in_steps(n, tensors, inputs, _save, self.streams)
+        else:
+            self.layers.quantize(n, tensors, inputs, _save)
+        if self.own_hessians:
+            shutil.rmtree(self.layers.hessians(), ignore_errors=True)
+
+    def finish(self, stats):
+        return self.layers.finish(self.options.quantize, stats, resume=True, force=self.options.force)
+
+
+def _statistics(model, tokens, partial, options, metadata):
+    """Of all layers: tensors, and what the file says of them."""
+    tensors, inputs = {}, {}
+    for found, takers in partial.layers():
+        tensors.update(found)
+        inputs.update(takers)
+    return tensors, {"format": "nib-stats-1", "model": os.path.abspath(model.directory), "tokens": str(tokens.numel()),
+                     "sequence_length": str(tokens.shape[1]), "first_tokens": str(options.first_tokens).lower(),
+                     "tokens_sha256": options.tokens_sha256, **(metadata or {}), "inputs": json.dumps(inputs)}
+
+
 def calibrate(directory, tokens, out, options=None, metadata=None, progress=None):
-    """Statistics of a model's inputs over tokens [sequences, length], written to `out`. `progress(layer, layers, batch,
-    batches)` is called after each batch. What an interrupted call left in `out`.partial is taken up again."""
+    """Statistics of a model's inputs over tokens [sequences, length], written to `out` (None, where the model is
+    quantized with them: nowhere). `progress(layer, layers, batch, batches)` is called after each batch. What an
+    interrupted call left in `out`.partial is taken up again. Returns the tensors, and what is said of them: the
+    metadata, and "plan" of the quantization."""
     options = dataclasses.replace(options or Options())
     if options.first_tokens is None:
         options.first_tokens = tokens.numel() < ENOUGH
     model = streaming.Streamed(directory, options.device, options.dtype, experts="eager")
     batches = tokens.split(options.batch)
-    partial = _Partial(out, _identity(model, tokens, options), options.restart)
+    identity = _identity(model, tokens, options)
+    partial = _Partial(out or options.quantize, identity, options.restart)
+    options.tokens_sha256 = identity["tokens"]
+    quantizing = _Quantizing(model, partial, batches, options) if options.quantize else None
     start = partial.done()
-    limit = int(options.max_memory * (1 << 30) / 2)  # two generations
+    limit = int(options.max_memory * (1 << 30) / (4 if options.sequential else 2))  # generations, streams
     states = partial.states(limit, start - 1) if start else None
 
     def tell(n, b):
@@ -496,21 +581,21 @@ def calibrate(directory, tokens, out, options=None, metadata=None, progress=None
     last = len(model) + any(True for _ in _linears_outside(model))  # which may run behind the layers
     for n in range(start, last):
         after = partial.states(limit, n)
-        partial.finish_layer(n, *_run_layer(model, n, batches, states, after, options, tell))
+        found = _run_layer(model, n, batches, states, after, options, tell)
+        if quantizing:
+            quantizing.layer(n, *found, states, after, limit)
+        partial.finish_layer(n, *found)
         states = after
-    tensors, inputs = {}, {}
-    for found, takers in partial.layers():
-        tensors.update(found)
-        inputs.update(takers)
-    about = {"format": "nib-stats-1", "model": os.path.abspath(model.directory), "tokens": str(tokens.numel()),
-             "sequence_length": str(tokens.shape[1]), "first_tokens": str(options.first_tokens).lower(),
-             **(metadata or {}), "inputs": json.dumps(inputs)}
-    _save(out, tensors, about)
+    tensors, about = _statistics(model, tokens, partial, options, metadata)
+    stats = out or os.path.join(partial.path, "stats")
+    _save(stats, tensors, about)
     if options.imatrix:
         texts, left = json.loads(about.get("text", "[]")), []
-        _write_safely(options.imatrix,
-                      lambda path: left.extend(imatrix.write(path, tensors, inputs, texts, *tokens.shape)))
+        _write_safely(options.imatrix, lambda path: left.extend(
+            imatrix.write(path, tensors, json.loads(about["inputs"]), texts, *tokens.shape)))
         about["not_in_imatrix"] = left
+    if quantizing:
+        about["plan"] = quantizing.finish(stats)
     partial.remove()
     return tensors, about
 
@@ -545,7 +630,18 @@ def _parse(arguments):
     parser.add_argument("model", metavar="MODEL", help="directory of safetensors with config.json")
     parser.add_argument("--text", metavar="FILE", nargs="+", default=[], action="extend",
                         help="plain text, or JSON lines (.jsonl) with `text` or `messages`; none: random tokens")
-    parser.add_argument("--out", metavar="STATS", required=True, help="safetensors file of statistics")
+    parser.add_argument("--out", metavar="STATS", help="safetensors file of statistics")
+    parser.add_argument("--quantize", metavar="OUT", help="write the model in NVFP4, as nib quantize --imatrix does")
+    parser.add_argument("--gptq", action="store_true", help="choose its codes by GPTQ, layer by layer")
+    parser.add_argument("--sequential", action="store_true",
+                        help="GPTQ on what is quantized so far, making up for what it lost")
+    parser.add_argument("--damp", metavar="X", type=float, default=0.1, help="of GPTQ, of the mean of the diagonal")
+    parser.add_argument("--fold", action="store_true", help="move scales of channels into norms")
+    parser.add_argument("--format", choices=["compressed-tensors", "modelopt"], default="compressed-tensors",
+                        help="of OUT")
+    parser.add_argument("--scheme", choices=["nvfp4a16", "nvfp4"], default="nvfp4a16",
+                        help="weights only, or activations too")
+    parser.add_argument("--force", action="store_true", help="replace OUT")
     parser.add_argument("--imatrix", metavar="FILE", help="write llama.cpp's imatrix (GGUF) too")
     parser.add_argument("--tokens", metavar="N", type=positive, default=131072, help="of text in all")
     parser.add_argument("--sequence-length", metavar="N", type=positive, default=1024, help="tokens of a sequence")
@@ -596,30 +692,79 @@ def _say_experts(tensors):
                      "--all-experts helps")
 
 
-def main(arguments=None):
-    given = _parse(arguments)
+def _check_arguments(given):
+    """What is wrong with them, before anything takes long."""
     for path in given.text:
         if not os.path.isfile(path):
             _command.fail(f"{path}: no such file")
     _command.directory(given.model)
-    if os.path.isdir(given.out):
+    if not given.out and not given.quantize:
+        _command.fail("nothing is to be written: give --out STATS, --quantize OUT, or both")
+    if given.out and os.path.isdir(given.out):
         _command.fail(f"{given.out}: is a directory")
+    if not given.quantize:
+        for option in ("gptq", "fold", "force"):
+            if getattr(given, option):
+                _command.fail(f"--{option} goes with --quantize OUT")
+    elif not given.force and not os.path.exists(f"{given.out or given.quantize}.partial") and \
+            os.path.exists(given.quantize) and os.listdir(given.quantize) not in ([], [".nib-partial"]):
+        _command.fail(f"{given.quantize}: exists; --force replaces it")
+    if given.sequential and not given.gptq:
+        _command.fail("--sequential goes with --gptq")
+    if given.gptq and not given.text:
+        _command.fail("--gptq needs text (--text): by random tokens it loses more than it gains")
     _command.device(given.device)
-    options = Options(given.device, getattr(torch, given.dtype) if given.dtype else None, given.batch, given.hessians,
-                      given.all_experts, given.max_memory, None, given.restart, given.imatrix)
+
+
+def _options(given):
+    how = {"format": given.format, "scheme": given.scheme}
+    if given.scheme == "nvfp4":
+        how["activations"] = "statistics"
+    if given.fold:
+        how["fold"] = True
+    if given.gptq:
+        how.update(gptq=True, damp=given.damp)
+    return Options(given.device, getattr(torch, given.dtype) if given.dtype else None, given.batch, given.hessians,
+                   given.all_experts, given.max_memory, None, given.restart, given.imatrix, given.quantize,
+                   how if given.quantize else {}, given.sequential, given.force)
+
+
+def _say_plan(given, plan):
+    """What became of the weights."""
+    rows = [row for row in plan["rows"] if row["action"] == "quantize"]
+    bits = 8 * plan["changed_bytes_out"] / max(plan["changed_elements"], 1)
+    print(f"{given.quantize}: {len(rows)} weights quantized, {bits:.2f} bits a weight")
+    if not given.gptq:
+        return
+    without = {}
+    for row in rows:
+        said = (row["layer"] or {}).get("gptq", "none: it is in no layer")
+        if said.startswith("none"):
+            without.setdefault(said, []).append(row["name"])
+    print(f"  {len(rows) - sum(map(len, without.values()))} by GPTQ")
+    for said, names in without.items():
+        print(f"  {len(names)} not, {names[0]} for one: {said.removeprefix('none: ')}")
+
+
+def main(arguments=None):
+    given = _parse(arguments)
+    _check_arguments(given)
     try:
         tokens, about = _tokens(given)
-        tensors, about = calibrate(given.model, tokens, given.out, options, about, _Progress(given.quiet))
-    except (OSError, ValueError, RuntimeError) as error:
+        tensors, about = calibrate(given.model, tokens, given.out, _options(given), about, _Progress(given.quiet))
+    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
         _command.fail(error)
     except KeyboardInterrupt:
-        _command.fail(f"interrupted; the same command goes on from {given.out}.partial")
+        _command.fail(f"interrupted; the same command goes on from {given.out or given.quantize}.partial")
     _say_experts(tensors)
     if about.get("not_in_imatrix"):
         left = about["not_in_imatrix"]
         _command.say(f"{given.imatrix}: llama.cpp has no name for {len(left)} modules, as {left[0]}")
     inputs = sum(name.endswith(".count") for name in tensors)
-    print(f"{given.out}: {inputs} inputs, {tokens.numel()} tokens")
+    if given.out:
+        print(f"{given.out}: {inputs} inputs, {tokens.numel()} tokens")
+    if given.quantize:
+        _say_plan(given, about["plan"])
     return 0
 
 

@@ -27,7 +27,7 @@ import torch
 __all__ = ["Loader", "Source", "Streamed", "States"]
 
 
-class _Reached(Exception):
+class Reached(Exception):
     """The layer in question has run: nobody needs the rest of the forward."""
 
 
@@ -371,10 +371,10 @@ class Streamed(Loader):
             shared = {key: dict(value) for key, value in given.items()
                       if isinstance(value, collections.abc.MutableMapping) and value}  # what layers leave for others
             reached.update(_to({"output": output, "shared": shared}, "cpu"))
-            raise _Reached
+            raise Reached
 
         def no_head(*_, **__):
-            raise _Reached
+            raise Reached
 
         patched = {layer: last if i == n else earlier for i, layer in enumerate(self._layers[:n + 1])}
         if not head and self._head:
@@ -383,7 +383,7 @@ class Streamed(Loader):
             module.forward = forward
         try:
             out = self.model(input_ids=tokens.to(self.device), use_cache=False)
-        except _Reached:
+        except Reached:
             return reached
         finally:
             for module in patched:

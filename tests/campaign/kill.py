@@ -3,13 +3,14 @@
 """Runs that are killed at random moments, again and again, and resumed until they are done: the bytes of an undisturbed
 run, nothing else beside them, and before the end nothing under a final name.
 
-    kill.py NIB BUILD [KILLS]
+    kill.py NIB BUILD [KILLS [WAY]]
 
 Each way to make an output (nib quantize, convert, dequantize, repair; nib-mpi on two and three ranks, of which one rank
 is killed, or mpirun, or all; nib.calibrate, where PyTorch is) gets its share of KILLS. A kill counts when it ended a
 process. A quarter of the moments are spread over the whole run, the others over what follows the first change of its
 files, since mpirun takes longer to start than the run takes. NIB_SEED repeats a sequence of moments.
 """
+import dataclasses
 import os
 import random
 import shutil
@@ -182,7 +183,7 @@ class Forked:
         return os.waitstatus_to_exitcode(status), ""
 
     def at_work(self):
-        return not os.path.exists(self.out) and os.path.isdir(self.partial)
+        return not visible(self.out) and os.path.isdir(self.partial)
 
 
 # ---- The inputs ------------------------------------------------------------------------------------------------------
@@ -193,13 +194,13 @@ def run(*words):
 
 
 def make_calibration(work):
-    """nib.calibrate on a tiny model, or None without PyTorch."""
+    """{name: a function} of nib.calibrate on a tiny model; none without PyTorch."""
     try:
         import torch
         import transformers
         from nib import calibrate
     except ImportError:
-        return None
+        return {}
     torch.set_num_threads(1)  # no threads before a fork
     torch.manual_seed(1)
     config = transformers.LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
@@ -207,10 +208,18 @@ def make_calibration(work):
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(f"{work}/tiny")
     tokens = torch.randint(3, 90, (8, 64))
     options = calibrate.Options(batch=2, first_tokens=False)
-    return lambda out: calibrate.calibrate(f"{work}/tiny", tokens, out, options, {})
+    how = {"fold": True, "gptq": True, "damp": 0.1}
+
+    def quantizing(sequential):
+        options = calibrate.Options(batch=2, first_tokens=False, quantize="", how=how, sequential=sequential)
+        return lambda out: calibrate.calibrate(f"{work}/tiny", tokens, None, dataclasses.replace(options, quantize=out))
+
+    return {"nib.calibrate": lambda out: calibrate.calibrate(f"{work}/tiny", tokens, out, options, {}),
+            "nib.calibrate --quantize --gptq": quantizing(False),
+            "nib.calibrate --quantize --gptq --sequential": quantizing(True)}
 
 
-def make_ways(nib, build, work):
+def make_ways(nib, build, work, only):
     """{name: (weight, way)}"""
     inputs, packed, broken = f"{work}/in", f"{work}/packed", f"{work}/broken"
     run(f"{build}/examples/make_checkpoint", "--family", "demo", "--layers", "3", "--shards", "3", inputs)
@@ -234,9 +243,8 @@ def make_ways(nib, build, work):
         words = ["mpirun", "-n", "2", tool, "convert", "-q", "-t", "1", "--format", "modelopt", packed]
         ways["nib-mpi convert, 2 ranks"] = (1, Command(words, out, ranks=2))
     calibration = make_calibration(work)
-    if calibration:
-        ways["nib.calibrate"] = (2, Forked(calibration, f"{work}/stats"))
-    return ways
+    ways |= {name: (2, Forked(function, f"{work}/stats")) for name, function in calibration.items()}
+    return {name: way for name, way in ways.items() if not only or only == name}
 
 
 # ---- Kills -----------------------------------------------------------------------------------------------------------
@@ -314,7 +322,7 @@ def main():
     os.environ.setdefault("PYTHONPATH", os.path.join(HERE, "..", "..", "python"))
     began, kills, failed = time.time(), 0, 0
     with tempfile.TemporaryDirectory() as work:
-        ways = make_ways(nib, build, work)
+        ways = make_ways(nib, build, work, sys.argv[4] if len(sys.argv) > 4 else None)
         shares = sum(weight for weight, _ in ways.values())
         for name, (weight, way) in ways.items():
             start = time.time()

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantize a model while it is calibrated, a layer at a time: `python -m nib.calibrate --quantize OUT --gptq`.
+
+When the statistics and the Hessians of a layer are there, the layer alone, a small checkpoint, goes through the
+library's own quantization; its codes stay in a directory beside the run's other files, and its Hessians go. In the
+end the whole model is quantized as `nib quantize --codes` does it: what was chosen is taken over, all else is written
+by the same plan as ever. So disk and memory are those of one layer's Hessians, and a run that was killed goes on with
+the layer that it was at.
+
+`sequential`: a second stream of states runs through what is quantized so far, x^ beside x of the original. What a
+matrix W loses is then made up for by the next: with H = mean x^ x^^T and C = mean x x^^T, W + W (C - H) (H + r I)^-1
+is quantized in its place, which is nearest to giving W x when x^ comes in.
+"""
+import contextlib
+import json
+import os
+import shutil
+
+import torch
+
+from . import streaming
+from ._checkpoint import dequantize_checkpoint, quantize_checkpoint
+from ._library import ModeError
+
+__all__ = ["Layers", "NUMERICS"]
+
+RIDGE = 0.1  # of the mean of H's diagonal: less fits the noise of few tokens (docs/accuracy.md)
+NUMERICS = ("fold", "gptq", "damp")  # options of a quantization that a layer needs too
+
+
+class Layers:
+    """The codes of a run, by layer, in a directory. `options` are quantize_checkpoint's."""
+
+    def __init__(self, model, directory, out, options, sequential=False):
+        self.model, self.directory, self.options, self.sequential = model, directory, options, sequential
+        self.codes = os.path.join(directory, "codes")
+        os.makedirs(self.codes, exist_ok=True)
+        plain = {key: value for key, value in options.items() if key not in (*NUMERICS, "activations")}
+        plan = quantize_checkpoint(model.directory, out, dry_run=True, **plain)  # what is wrong is said at once
+        self.chosen = [row["name"] for row in plan["rows"] if row["action"] == "quantize"]
+
+    def hessians(self):
+        """The directory of the Hessians of the layer at work."""
+        return os.path.join(self.directory, "hessians")
+
+    def _within(self, layer):
+        """The weights of a layer that are to be quantized, by the checkpoint's names, and the tensors it is made of."""
+        prefix = f"{self.model.layer(layer)[1]}."
+        tensors = [tensor for name in self.model.model.state_dict() if name.startswith(prefix)
+                   for tensor in self.model.sources(name)]
+        own = tuple({_layer_of(tensor, layer) for tensor in tensors} - {""})
+        return [name for name in self.chosen if own and name.startswith(own)], list(dict.fromkeys(tensors))
+
+    # ---- A layer ----
+
+    def quantize(self, layer, tensors, inputs, save):
+        """Layer `layer`, whose statistics and Hessians are there, to codes."""
+        chosen, sources = self._within(layer)
+        if not chosen:
+            return
+        work = self._fresh("layer")
+        save(os.path.join(work, "stats"), tensors, {"format": "nib-stats-1", "inputs": json.dumps(inputs)})
+        self.write_source(work, sources)
+        self.keep(layer, self.run(work, chosen))
+        shutil.rmtree(work)
+
+    def _fresh(self, name):
+        path = os.path.join(self.directory, name)
+        shutil.rmtree(path, ignore_errors=True)
+        os.makedirs(path)
+        return path
+
+    def write_source(self, work, sources, replaced=None):
+        """A layer alone as a checkpoint; `replaced` has tensors to take instead of the model's."""
+        from safetensors.torch import save_file
+        source = os.path.join(work, "source")
+        os.makedirs(source, exist_ok=True)
+        shutil.copy(os.path.join(self.model.directory, "config.json"), source)
+        with self.model.source.slices(sources) as slices:
+            found = {name: part[...].contiguous() for name, part in slices.items()}
+        found.update(replaced or {})
+        save_file(found, os.path.join(source, "model.safetensors"), {"format": "pt"})
+
+    def run(self, work, chosen, codes=None, hessians=None):
+        """Quantize it. Returns the rows of its plan; the result is in `work`/out."""
+        options = {key: self.options[key] for key in NUMERICS if key in self.options}
+        if options.get("gptq"):
+            options["hessians"] = hessians or self.hessians()
+        arguments = {"imatrix": os.path.join(work, "stats"), "only": chosen, "codes": codes, "force": True}
+        source, out = os.path.join(work, "source"), os.path.join(work, "out")
+        try:
+            return quantize_checkpoint(source, out, **arguments, **options)["rows"]
+        except ModeError as error:
+            if "that could be folded" not in str(error):
+                raise
+            del options["fold"]  # this layer has no norm for it; the whole model's plan says so
+            return quantize_checkpoint(source, out, **arguments, **options)["rows"]
+
+    def keep(self, layer, rows, work=None):
+        """The result in `work`/out is the layer's."""
+        out = os.path.join(work or os.path.join(self.directory, "layer"), "out")
+        for name, kept in (("config.json", "config.json"), ("model.safetensors", f"layer-{layer:05d}.safetensors")):
+            os.replace(os.path.join(out, name), os.path.join(self.codes, kept))
+        with open(self._note(layer), "w", encoding="utf-8") as file:
+            json.dump(rows, file)
+
+    def _note(self, layer):
+        return os.path.join(self.directory, f"layer-{layer:05d}.json")
+
+    # ---- A layer in steps ----
+
+    def quantize_in_steps(self, layer, tensors, inputs, save, streams):
+        """The same, input by input in the order of their products, with what went before quantized: `streams` is a
+        Streams. Weights of experts are not corrected."""
+        chosen, sources = self._within(layer)
+        work = self._fresh("layer")
+        if chosen:
+            save(os.path.join(work, "stats"), tensors, {"format": "nib-stats-1", "inputs": json.dumps(inputs)})
+            self._steps(layer, work, chosen, sources, inputs, save, streams)
+        streams.advance(layer, os.path.join(work, "plain") if chosen else None)
+        shutil.rmtree(work)
+
+    def _steps(self, layer, work, chosen, sources, inputs, save, streams):
+        takers, replaced, scales, rows = {}, {}, {}, None
+        hessians = self._experts_hessians(layer)
+        for module, name in inputs.items():
+            takers.setdefault(name, []).append(module)
+        self.write_source(work, sources)
+        current = os.path.join(work, "source")
+        known, at = {}, os.path.join(work, "hessians")
+        os.makedirs(at)
+        for name, modules in takers.items():
+            own = {tensor: parameter for tensor, parameter in streams.matrices(layer, modules).items()
+                   if tensor.removesuffix(".weight") in chosen}
+            found = {key: value for key, value in hessians.items() if key.startswith(name + ".hessian")}
+            if own:
+                sums = streams.compare(layer, next(iter(own.values())), current, scales.get(modules[0]))
+                replaced.update(self._corrected(sums, own))
+                found = {f"{name}.hessian": sums.packed(), f"{name}.hessian_count": torch.tensor([sums.count])}
+            if not found:
+                continue  # a router, for one: nothing of it is quantized
+            known.update(found)
+            self.write_source(work, sources, replaced)
+            save(os.path.join(at, f"stats-of-layer-{layer:05d}.safetensors"), known,
+                 {"format": "nib-stats-1", "inputs": json.dumps(inputs)})
+            rows = self.run(work, chosen, hessians=at)
+            scales = _fold_scales(os.path.join(work, "out"))
+            current = os.path.join(work, "plain")
+            dequantize_checkpoint(os.path.join(work, "out"), current, dtype="f32", force=True)
+        self.keep(layer, rows if rows is not None else self._plain_run(work, chosen))
+
+    def _experts_hessians(self, layer):
+        """Of the original, where there are experts."""
+        from safetensors import safe_open
+        path = os.path.join(self.hessians(), f"stats-of-layer-{layer:05d}.safetensors")
+        if not os.path.exists(path):
+            return {}
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}
+
+    def _plain_run(self, work, chosen):
+        """A layer that has nothing to correct."""
+        rows = self.run(work, chosen)
+        dequantize_checkpoint(os.path.join(work, "out"), os.path.join(work, "plain"), dtype="f32", force=True)
+        return rows
+
+    def _corrected(self, sums, own):
+        with self.model.source.slices(own) as slices:
+            return {tensor: sums.corrected(slices[tensor][...]) for tensor in own}
+
+    # ---- All of them ----
+
+    def finish(self, out, stats, **more):
+        """Write the whole checkpoint. Returns its plan, with what the plans of the layers said of their weights."""
+        options = {key: value for key, value in self.options.items() if key not in ("gptq", "damp")}
+        some = any(name.endswith(".safetensors") for name in os.listdir(self.codes))
+        begun = os.path.join(self.directory, "begun")
+        there = [os.path.exists(os.path.join(out, name)) for name in ("config.json", ".nib-partial")]
+        done = os.path.exists(begun) and there == [True, False] and not more.get("force")  # and killed just then
+        with open(begun, "w", encoding="utf-8"):
+            pass
+        plan = quantize_checkpoint(self.model.directory, out, imatrix=stats, codes=self.codes if some else None,
+                                   dry_run=done, **options, **more)
+        own = {}
+        for name in os.listdir(self.directory):
+            if name.startswith("layer-") and name.endswith(".json"):
+                with open(os.path.join(self.directory, name), encoding="utf-8") as file:
+                    own.update({row["name"]: row for row in json.load(file)})
+        for row in plan["rows"]:
+            row["layer"] = own.get(row["name"])
+        return plan
+
+
+def _layer_of(tensor, layer):
+    """"model.layers.3." of "model.layers.3.mlp.up_proj.weight"."""
+    before, number, _ = tensor.partition(f".{layer}.")
+    return before + number if number else ""
+
+
+def _fold_scales(directory):
+    """{module: what its columns were multiplied with}, of a folded checkpoint."""
+    from safetensors import safe_open
+    path = os.path.join(directory, "nib-fold.scales")
+    if not os.path.exists(path):
+        return {}
+    with safe_open(path, framework="pt") as file:
+        return {module: file.get_tensor(name) for module, name in json.loads(file.metadata()["columns"]).items()}
+
+
+@contextlib.contextmanager
+def _instead(source, directory):
+    """A source whose tensors are those of a directory, where it has them."""
+    before = source.files
+    source.files = {**before, **streaming.Source(directory).files} if directory else before
+    try:
+        yield
+    finally:
+        source.files = before
+
+
+class Streams:
+    """Two streams of states through a model: of the original, and of what is quantized so far. `take(model, n, tokens,
+    state, parameter)` is what comes into a parameter's product, [tokens, channels], without the rows that do not count.
+    `before` and `after` are the states around the layer at work, pairs by batch."""
+
+    def __init__(self, model, batches, take):
+        self.model, self.batches, self.take = model, batches, take
+        self.hat = streaming.Streamed(model.directory, model.device, model.dtype, experts="eager",
+                                      source=streaming.Source(model.directory))
+        self.before = self.after = None
+
+    def matrices(self, layer, modules):
+        """{tensor: parameter} of those modules that are one matrix in the file and in the model."""
+        prefix = f"{self.model.layer(layer)[1]}."
+        found = {}
+        for parameter, value in self.model.model.state_dict().items():
+            sources = self.model.sources(parameter)
+            if parameter.startswith(prefix) and value.ndim == 2 and len(sources) == 1:
+                if sources[0].removesuffix(".weight") in modules:
+                    found[sources[0]] = parameter
+        return found
+
+    def _state(self, which, layer, batch):
+        return self.before[which][batch] if layer else None
+
+    def compare(self, layer, parameter, current, scales):
+        """Sums of the two inputs of a product, where the second layer is that of the directory `current`; `scales` is
+        what its input was divided by."""
+        sums = None
+        with self.model.loaded(layer), _instead(self.hat.source, current), self.hat.loaded(layer):
+            for b, tokens in enumerate(self.batches):
+                rows, hat = (self.take(model, layer, tokens, self._state(i, layer, b), parameter).float()
+                             for i, model in enumerate((self.model, self.hat)))
+                hat = hat if scales is None else hat * scales.to(hat.device)
+                sums = sums or _Inputs(rows.shape[1], rows.device)
+                sums.add(rows, hat)
+        return sums
+
+    def advance(self, layer, current):
+        """The second stream through the layer as it is now."""
+        with _instead(self.hat.source, current), self.hat.loaded(layer):
+            for b, tokens in enumerate(self.batches):
+                self.after[1][b] = self.hat.run(layer, tokens, self._state(1, layer, b), head=False)
+
+
+class _Inputs:
+    """Of pairs of rows, x of the original and x^: sums of x^ x^^T and of x x^^T."""
+
+    def __init__(self, channels, device):
+        self.hat, self.cross = (torch.zeros(channels, channels, dtype=torch.float64, device=device) for _ in range(2))
+        self.count = 0
+
+    def add(self, rows, hat):
+        self.hat += hat.t() @ hat
+        self.cross += rows.t() @ hat
+        self.count += len(hat)
+
+    def packed(self):
+        upper = torch.triu_indices(*self.hat.shape, device=self.hat.device)
+        return (self.hat[upper[0], upper[1]] / self.count).float().cpu()
+
+    def corrected(self, weight):
+        """W* for this input."""
+        hat, cross = self.hat / self.count, self.cross / self.count
+        ridge = RIDGE * hat.diagonal().mean() * torch.eye(len(hat), dtype=hat.dtype, device=hat.device)
+        whole = weight.to(hat)
+        if not float(hat.diagonal().mean()):
+            return weight
+        change = torch.linalg.solve(hat + ridge, (whole @ (cross - hat)).t()).t()  # H is its own transpose
+        return (whole + change).float().cpu()

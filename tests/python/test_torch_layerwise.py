@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nib.calibrate --quantize: the bytes of `nib quantize` with the same statistics, layer by layer with GPTQ; killed runs
+go on; what --sequential makes up for."""
+import json
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+import nib  # noqa: E402
+from nib import calibrate, layerwise  # noqa: E402
+from test_torch_calibrate import save_model, tokenizer_of  # noqa: E402
+
+TOKENS, HELD = (torch.randint(3, 120, (24, 24), generator=torch.Generator().manual_seed(seed)) for seed in (5, 6))
+HOW = {"scheme": "nvfp4", "activations": "statistics", "fold": True}
+GPTQ = {**HOW, "gptq": True, "damp": 0.1}
+
+
+def options(**more):
+    return calibrate.Options(batch=8, first_tokens=False, **more)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model with its statistics and Hessians, quantized by them."""
+    path = tmp_path_factory.mktemp("layerwise")
+    save_model("Llama", path / "model", initializer_range=0.15)
+    calibrate.calibrate(path / "model", TOKENS, str(path / "stats"), options(hessians=str(path / "stats.hessians")))
+    nib.quantize_checkpoint(path / "model", path / "swept", imatrix=path / "stats", **HOW)
+    nib.quantize_checkpoint(path / "model", path / "whole", imatrix=path / "stats", **GPTQ)
+    return path
+
+
+def tensors(directory):
+    found = safetensors_torch.load_file(os.path.join(directory, "model.safetensors"))
+    return {name: (value.dtype, value.shape, bytes(value.flatten().view(torch.uint8).numpy()))
+            for name, value in found.items()}
+
+
+def run(place, out, **more):
+    _, about = calibrate.calibrate(place / "model", TOKENS, None, options(quantize=str(out), **more))
+    return about["plan"]
+
+
+def test_statistics_and_checkpoint_in_one_go(place, tmp_path):
+    run(place, tmp_path / "out", how=HOW)
+    assert tensors(tmp_path / "out") == tensors(place / "swept") and os.listdir(tmp_path) == ["out"]
+
+
+def test_layer_by_layer_is_all_at_once(place, tmp_path):
+    plan = run(place, tmp_path / "out", how=GPTQ)
+    assert tensors(tmp_path / "out") == tensors(place / "whole") != tensors(place / "swept")
+    assert {row["layer"]["gptq"] for row in plan["rows"] if row["action"] == "quantize"} == {"552 tokens"}
+    assert os.listdir(tmp_path) == ["out"]
+    run(place, tmp_path / "modelopt", how={**GPTQ, "format": "modelopt"})
+    ours, theirs = tensors(tmp_path / "modelopt"), tensors(place / "whole")
+    name = "model.layers.1.mlp.down_proj"
+    assert ours[name + ".weight"][2] == theirs[name + ".weight_packed"][2]
+
+
+def kl(place, directory, out):
+    nib.dequantize_checkpoint(directory, out, dtype="f32")
+    with torch.inference_mode():
+        models = (transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+                  for path in (place / "model", out))
+        p, q = (model(HELD).logits.log_softmax(-1) for model in models)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_sequential(place, tmp_path):
+    plan = run(place, tmp_path / "out", how=GPTQ, sequential=True)
+    assert {row["layer"]["gptq"] for row in plan["rows"] if row["action"] == "quantize"} == {"552 tokens"}
+    ours, theirs = tensors(tmp_path / "out"), tensors(place / "whole")
+    same = {name for name, value in theirs.items() if name.endswith("_packed") and ours[name] == value}
+    # what comes in first is what came in, and there is nothing to make up for
+    assert same == {f"model.layers.0.self_attn.{part}_proj.weight_packed" for part in "qkv"}
+    found = {name: kl(place, path, tmp_path / f"{name}-plain")
+             for name, path in (("swept", place / "swept"), ("whole", place / "whole"), ("out", tmp_path / "out"))}
+    assert max(found["whole"], found["out"]) < 0.9 * found["swept"], found
+
+
+def test_experts_go_through_in_steps(tmp_path):
+    save_model("Mixtral", tmp_path / "model", num_local_experts=2, num_experts_per_tok=2, num_hidden_layers=1,
+               initializer_range=0.15)
+    plan = run(tmp_path, tmp_path / "out", how=GPTQ, sequential=True)
+    said = {row["name"]: row["layer"]["gptq"] for row in plan["rows"] if row["action"] == "quantize"}
+    assert len(said) == 4 + 2 * 3 and said["model.layers.0.self_attn.o_proj"] == "552 tokens"
+    assert not any(word.startswith("none") for word in said.values()), said
+
+
+def test_what_is_made_up_for():
+    draw = torch.Generator().manual_seed(1)
+    x, mix = (torch.randn(rows, 16, generator=draw, dtype=torch.float64) for rows in (4000, 16))
+    x = x @ mix
+    hat = x + 0.3 * x.roll(1, 1)  # what went before has mixed channels
+    weight = torch.randn(8, 16, generator=draw)
+    sums = layerwise._Inputs(16, "cpu")
+    for part, other in zip(x.split(1000), hat.split(1000)):
+        sums.add(part, other)
+    h, c = hat.t() @ hat / 4000, x.t() @ hat / 4000
+    ridge = 0.1 * h.diagonal().mean() * torch.eye(16, dtype=torch.float64)
+    wanted = weight.double() + weight.double() @ (c - h) @ torch.linalg.inv(h + ridge)
+    torch.testing.assert_close(sums.corrected(weight).double(), wanted, rtol=1e-5, atol=1e-5)
+    error = lambda w: float((x @ weight.double().t() - hat @ w.double().t()).square().sum())
+    assert error(sums.corrected(weight)) < 0.5 * error(weight)
+    upper = torch.triu_indices(16, 16)
+    torch.testing.assert_close(sums.packed().double(), h[upper[0], upper[1]], rtol=1e-6, atol=1e-6)
+
+
+class Killed(BaseException):
+    """Nobody catches it: files stay as they are at that moment. tests/campaign/kill.py kills processes."""
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_killed_runs_go_on(place, tmp_path, sequential, monkeypatch):
+    out, seen = str(tmp_path / "out"), []
+
+    def killed(where, layer=None):
+        original = getattr(layerwise.Layers, where)
+
+        def instead(self, *given, **more):
+            result = original(self, *given, **more) if layer is not None else None
+            if layer is None or given[0] == layer:
+                raise Killed
+            return result
+        monkeypatch.setattr(layerwise.Layers, where, instead)
+        with pytest.raises(Killed):
+            run(place, out, how=GPTQ, sequential=sequential)
+        monkeypatch.undo()
+        assert not os.path.exists(os.path.join(out, "config.json")) and os.path.isdir(out + ".partial")
+
+    killed("keep", 0)  # its codes are there, and the layer is not finished
+    killed("keep", 1)
+    killed("finish")
+    original = layerwise.Layers.keep
+    monkeypatch.setattr(layerwise.Layers, "keep", lambda self, n, *rest: (seen.append(n), original(self, n, *rest)))
+    run(place, out, how=GPTQ, sequential=sequential)
+    assert seen == []  # all layers were done
+    if sequential:
+        run(place, tmp_path / "again", how=GPTQ, sequential=True)
+    assert tensors(out) == tensors(tmp_path / "again" if sequential else place / "whole")
+    assert not os.path.exists(out + ".partial")
+
+
+def test_the_command(place, tmp_path, capsys):
+    model, out = str(tmp_path / "model"), str(tmp_path / "out")
+    os.symlink(place / "model", model)
+    if not os.path.exists(os.path.join(model, "tokenizer.json")):
+        tokenizer_of(model)
+    (tmp_path / "a.txt").write_text(" ".join(f"w{i * i % 90}" for i in range(2000)))
+    text = ["--text", str(tmp_path / "a.txt"), "--tokens", "768", "--sequence-length", "24", "--batch", "8", "-q"]
+    assert calibrate.main([model, "--quantize", out, "--gptq", "--fold", *text]) == 0
+    told = capsys.readouterr().out
+    assert f"{out}: 14 weights quantized, 4.5" in told and "14 by GPTQ" in told
+    assert json.load(open(os.path.join(out, "config.json"), encoding="utf-8"))["quantization_config"]
+    for wrong, why in ((["--quantize", out, *text], "exists; --force"), (text, "nothing is to be written"),
+                       (["--out", out + "x", "--gptq", *text], "--gptq goes with --quantize"),
+                       (["--quantize", out + "x", "--sequential", *text], "goes with --gptq"),
+                       (["--quantize", out + "x", "--gptq"], "needs text")):
+        with pytest.raises(SystemExit):
+            calibrate.main([model, *wrong])
+        assert why in capsys.readouterr().err
