@@ -62,6 +62,7 @@ REAL(int, close, int);
 REAL(ssize_t, pread, int, void *, size_t, off_t);
 REAL(ssize_t, pwrite, int, const void *, size_t, off_t);
 REAL(int, ftruncate, int, off_t);
+REAL(int, fallocate, int, int, off_t, off_t);
 REAL(int, rename, const char *, const char *);
 REAL(int, mkdir, const char *, mode_t);
 REAL(int, rmdir, const char *);
@@ -124,6 +125,10 @@ ssize_t __wrap_pwrite(int fd, const void *from, size_t bytes, off_t offset)
 
 /* A sync is not passed on: a test has no power cut to fear, and less time. */
 int __wrap_fsync(int fd) { return (void)fd, happens(SYNC) ? -1 : 0; }
+int __wrap_fallocate(int fd, int mode, off_t first, off_t bytes)
+{
+    return happens(RESIZE) ? -1 : __real_fallocate(fd, mode, first, bytes);
+}
 int __wrap_ftruncate(int fd, off_t bytes) { return happens(RESIZE) ? -1 : __real_ftruncate(fd, bytes); }
 int __wrap_rename(const char *from, const char *to) { return happens(RENAME) ? -1 : __real_rename(from, to); }
 int __wrap_mkdir(const char *path, mode_t mode) { return happens(MKDIR) ? -1 : __real_mkdir(path, mode); }

@@ -293,6 +293,7 @@ int __real_openat(int at, const char *path, int flags, ...);
 int __real_close(int fd);
 ssize_t __real_pwrite(int fd, const void *data, size_t bytes, off_t offset);
 int __real_ftruncate(int fd, off_t bytes);
+int __real_fallocate(int fd, int mode, off_t first, off_t bytes);
 int __real_rename(const char *from, const char *to);
 int __real_mkdir(const char *path, mode_t mode);
 int __real_rmdir(const char *path);
@@ -372,6 +373,10 @@ ssize_t __wrap_pwrite(int fd, const void *data, size_t bytes, off_t offset)
     return trace_touch(TRACE_WRITE, fd) ? __real_pwrite(fd, data, bytes, offset) : -1;
 }
 
+int __wrap_fallocate(int fd, int mode, off_t first, off_t bytes)
+{
+    return trace_touch(TRACE_WRITE, fd) ? __real_fallocate(fd, mode, first, bytes) : -1;
+}
 int __wrap_ftruncate(int fd, off_t bytes) { return trace_touch(TRACE_WRITE, fd) ? __real_ftruncate(fd, bytes) : -1; }
 
 /* Not passed on: a test has no power cut to fear, and less time. */

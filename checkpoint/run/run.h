@@ -25,7 +25,7 @@ struct nib_run {
     char *finished; /* what that is called while it is removed */
     char *fresh;    /* what will be moved: partial/new */
     int lock;
-    bool made_out; /* the output directory is this run's */
+    bool made_out, made_partial; /* this run has made the directory: nothing of another is in it */
     char fingerprint[33];
 
     /* What the scan finds (scan.c). */
@@ -92,7 +92,7 @@ nib_status nib_staging_open(struct nib_run *run, const char *out, enum nib_stagi
 nib_status nib_staging_publish(struct nib_run *run);
 /* After a failure: what stays for a resume, or nothing. */
 void nib_staging_close(struct nib_run *run, nib_status status);
-/* A small file, complete or not at all. */
+/* A small file, complete or not at all. Its directory is synced by the caller, who may have more to put there. */
 nib_status nib_staging_write(const char *path, const void *bytes, size_t count);
 char *nib_staging_path(const char *directory, const char *name); /* NULL without memory */
 /* Files of the input directory that go along: tokenizer, license ... */

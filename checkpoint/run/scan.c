@@ -436,7 +436,9 @@ static nib_status write_note(const struct scan *s, size_t f)
 {
     json_t *note = make_note(s, f);
     char *path = note_path(s->run, f), *text = note ? json_dumps(note, JSON_COMPACT) : NULL;
-    const nib_status status = path && text ? nib_staging_write(path, text, strlen(text)) : no_memory();
+    nib_status status = path && text ? nib_staging_write(path, text, strlen(text)) : no_memory();
+    if (!status)
+        status = nib_os_sync_directory(s->run->partial); /* before a file that has the hash */
     free(text);
     nib_free(path);
     json_decref(note);

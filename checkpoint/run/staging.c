@@ -46,7 +46,7 @@ nib_status nib_staging_write(const char *path, const void *bytes, size_t count)
     if (status)
         nib_os_close(fd);
     else
-        status = nib_os_publish(fd, temporary, path);
+        status = nib_os_complete(fd, temporary, path);
     if (status)
         nib_os_remove(temporary);
     nib_free(temporary);
@@ -274,11 +274,9 @@ static nib_status set_paths(struct nib_run *run, const char *out)
 
 static nib_status make_directories(struct nib_run *run)
 {
-    if (!run->as_file) {
-        run->made_out = !nib_os_exists(run->out);
-        TRY(nib_os_make_directory(run->out));
-    }
-    return nib_os_make_directory(run->partial);
+    if (!run->as_file)
+        TRY(nib_os_make_directory(run->out, &run->made_out));
+    return nib_os_make_directory(run->partial, &run->made_partial);
 }
 
 static bool is_complete(const struct nib_run *run)
@@ -365,14 +363,17 @@ static nib_status remove_finished(const struct nib_run *run)
     return nib_os_sync_parent(run->finished);
 }
 
-/* Start anew. Without its marker first: it would stand for files that are going. */
+/* Start anew. Without its marker first: it would stand for files that are going. The new directory is made, and with it
+ * its own synced, when it says whose it is. */
 static nib_status clear_partial(struct nib_run *run)
 {
-    TRY(remove_old(run, "complete"));
-    TRY(nib_os_sync_directory(run->partial));
-    TRY(nib_os_list(run->partial, remove_old, run));
-    TRY(nib_os_make_directory(run->fresh));
-    return write_state(run);
+    if (!run->made_partial) {
+        TRY(remove_old(run, "complete"));
+        TRY(nib_os_sync_directory(run->partial));
+        TRY(nib_os_list(run->partial, remove_old, run));
+    }
+    TRY(write_state(run));
+    return nib_os_make_directory(run->fresh, NULL);
 }
 
 static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
@@ -398,7 +399,7 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
         return clear_partial(run);
     *left = is_complete(run) ? NIB_STAGING_COMPLETE : NIB_STAGING_OPEN;
     TRY(nib_os_list(run->partial, remove_temporary, run->partial));
-    TRY(nib_os_make_directory(run->fresh));
+    TRY(nib_os_make_directory(run->fresh, NULL));
     return nib_os_list(run->fresh, remove_temporary, run->fresh);
 }
 
@@ -483,7 +484,7 @@ static nib_status copy_file(const char *from, const char *to)
     if (status)
         nib_os_close(target);
     else
-        status = nib_os_publish(target, temporary, to);
+        status = nib_os_complete(target, temporary, to); /* mark_complete syncs the directory */
     if (status)
         nib_os_remove(temporary);
     nib_free(temporary);
@@ -522,13 +523,15 @@ static int publishing_rank(const struct nib_run *run, const char *name)
 struct publishing {
     const struct nib_run *run;
     int rank;
+    bool moved;
 };
 
 static nib_status move_one(void *context, const char *name)
 {
-    const struct publishing *p = context;
+    struct publishing *p = context;
     if (publishing_rank(p->run, name) != p->rank)
         return NIB_OK;
+    p->moved = true;
     char *from = nib_staging_path(p->run->fresh, name),
          *to = p->run->as_file ? NULL : nib_staging_path(p->run->out, name);
     const nib_status status =
@@ -565,9 +568,11 @@ static nib_status mark_complete(const struct nib_run *run)
     char *marker = nib_staging_path(run->partial, "complete");
     nib_status status = marker ? NIB_OK : no_memory(run->partial);
     if (!status && !nib_os_exists(marker)) {
-        status = nib_os_sync_directory(run->fresh); /* with what a killed run has put there */
+        status = nib_os_sync_directory(run->fresh); /* with what a killed run has put there, too */
         if (!status)
             status = nib_staging_write(marker, "", 0);
+        if (!status)
+            status = nib_os_sync_directory(run->partial);
     }
     nib_free(marker);
     return status;
@@ -576,14 +581,17 @@ static nib_status mark_complete(const struct nib_run *run)
 static nib_status publish(struct nib_run *run)
 {
     TRY(mark_complete(run));
-    if (!run->as_file) {
+    if (!run->as_file && !run->made_out) {
         TRY(nib_os_list(run->out, remove_stale, run));
         TRY(nib_os_sync_directory(run->out));
     }
-    /* An index must not outlast a power cut without its shards, nor the configuration without all the rest. */
+    /* An index must not outlast a power cut without its shards, nor the configuration without all the rest. What a run
+     * that was stopped has moved may not be synced. */
     for (int rank = 0; rank <= 3; rank++) {
-        TRY(nib_os_list(run->fresh, move_one, &(struct publishing){ run, rank }));
-        TRY(nib_os_sync_parent(run->partial));
+        struct publishing publishing = { run, rank, run->options.resume };
+        TRY(nib_os_list(run->fresh, move_one, &publishing));
+        if (publishing.moved)
+            TRY(nib_os_sync_parent(run->partial));
     }
     /* In one step, so that a kill leaves no directory that looks like an unfinished run. */
     TRY(nib_os_rename(run->partial, run->finished));

@@ -558,7 +558,7 @@ static nib_status open_file(struct writer *writer, struct writing *f)
                             ? nib_os_create_temporary(f->path, &f->fd, &f->temporary)
                             : nib_fail(NIB_ERR_DATA, "%s: its header is not what was planned", f->path);
     if (!status)
-        status = nib_os_resize(f->fd, f->path, f->file->bytes);
+        status = nib_os_allocate(f->fd, f->path, f->file->bytes);
     if (!status)
         status = nib_os_write_at(f->fd, f->path, 0, header.bytes, header.used);
     nib_free(header.bytes);

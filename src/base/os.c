@@ -223,28 +223,42 @@ static nib_status sync_directory(int fd, const char *path, const char *what)
     return status;
 }
 
+nib_status nib_os_complete(int fd, const char *temporary, const char *path)
+{
+    const nib_status status = fsync(fd) < 0 ? io_error(path, "cannot sync") : NIB_OK;
+    if (close(fd) < 0 && !status)
+        return io_error(path, "cannot close");
+    if (!status && rename(temporary, path) < 0)
+        return io_error(path, "cannot rename the finished file to this name");
+    return status;
+}
+
 /* All that can fail comes before the rename, but for the directory's own sync: after that the new file is there whole, and
  * only a crash of the machine could still bring back the old state. */
 nib_status nib_os_publish(int fd, const char *temporary, const char *path)
 {
     int directory = -1;
-    nib_status status = fsync(fd) < 0 ? io_error(path, "cannot sync") : NIB_OK;
-    if (close(fd) < 0 && !status)
-        status = io_error(path, "cannot close");
-    if (!status)
-        status = open_directory(path, &directory);
-    if (!status && rename(temporary, path) < 0)
-        status = io_error(path, "cannot rename the finished file to this name");
+    nib_status status = open_directory(path, &directory);
+    if (status)
+        nib_os_close(fd);
+    else
+        status = nib_os_complete(fd, temporary, path);
     if (!status)
         return sync_directory(directory, path, "is complete, but its directory cannot be synced");
     nib_os_close(directory);
     return status;
 }
 
-nib_status nib_os_resize(int fd, const char *path, uint64_t bytes)
+/* Blocks that are set aside save the system work at every write. A file system that cannot do this, as each says in its
+ * own way, finds them as it goes. */
+nib_status nib_os_allocate(int fd, const char *path, uint64_t bytes)
 {
     if (bytes > (uint64_t)INT64_MAX)
         return nib_fail(NIB_ERR_IO, "%s: %llu bytes are more than any file has", path, (unsigned long long)bytes);
+    if (!fallocate(fd, 0, 0, (off_t)bytes))
+        return NIB_OK;
+    if (errno == ENOSPC || errno == EDQUOT || errno == EIO)
+        return io_error(path, "cannot set room for it aside");
     return ftruncate(fd, (off_t)bytes) < 0 ? io_error(path, "cannot set its size") : NIB_OK;
 }
 
@@ -315,15 +329,17 @@ bool nib_os_exists(const char *path)
 
 /* Synced in its parent even if it was there: whoever made it may have been killed before the sync. But then the parent
  * may be one that we cannot open. */
-nib_status nib_os_make_directory(const char *path)
+nib_status nib_os_make_directory(const char *path, bool *made)
 {
-    const bool made = mkdir(path, 0777) == 0;
+    const bool is_new = mkdir(path, 0777) == 0;
     int parent;
-    if (!made && (errno != EEXIST || !nib_os_is_directory(path)))
+    if (made)
+        *made = is_new;
+    if (!is_new && (errno != EEXIST || !nib_os_is_directory(path)))
         return io_error(path, "cannot make this directory");
     const nib_status status = open_directory(path, &parent);
     if (status)
-        return made ? status : NIB_OK;
+        return is_new ? status : NIB_OK;
     return sync_directory(parent, path, "cannot sync its directory");
 }
 

@@ -34,10 +34,12 @@ NIB_PRIVATE nib_status nib_os_create_temporary(const char *path, int *fd, char *
 NIB_PRIVATE nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void *data, size_t bytes);
 /* Have the system begin to write these bytes to the disk, so that a sync at the end waits for less. No more than a hint. */
 NIB_PRIVATE void nib_os_start_writing(int fd, uint64_t offset, size_t bytes);
-/* Sync the file, close it, rename it to `path`, sync the directory. */
+/* Sync the file, close it, rename it to `path`. The name may not last until its directory is synced. */
+NIB_PRIVATE nib_status nib_os_complete(int fd, const char *temporary, const char *path);
+/* The same, and sync the directory. */
 NIB_PRIVATE nib_status nib_os_publish(int fd, const char *temporary, const char *path);
-/* Cut or extend a file; what is new reads as zeros. */
-NIB_PRIVATE nib_status nib_os_resize(int fd, const char *path, uint64_t bytes);
+/* Give a new file its size, and set its room aside where the system can; what is not written reads as zeros. */
+NIB_PRIVATE nib_status nib_os_allocate(int fd, const char *path, uint64_t bytes);
 NIB_PRIVATE void nib_os_close(int fd);
 NIB_PRIVATE void nib_os_remove(const char *path);            /* where nothing depends on it */
 NIB_PRIVATE nib_status nib_os_remove_file(const char *path); /* fine if absent */
@@ -54,8 +56,8 @@ NIB_PRIVATE nib_status nib_os_lock(const char *path, int *fd, bool *busy);
 /* Directories. A path may end in a slash. */
 NIB_PRIVATE bool nib_os_is_directory(const char *path);
 NIB_PRIVATE bool nib_os_exists(const char *path); /* anything, a dangling link too */
-/* Its parent must be there, and is synced; no error if it is there already. */
-NIB_PRIVATE nib_status nib_os_make_directory(const char *path);
+/* Its parent must be there, and is synced; no error if it is there already, and *made (or NULL) is false. */
+NIB_PRIVATE nib_status nib_os_make_directory(const char *path, bool *made);
 /* With everything in it; links are not followed; fine if absent. */
 NIB_PRIVATE nib_status nib_os_remove_directory(const char *path);
 NIB_PRIVATE void nib_os_remove_empty_directory(const char *path);
