@@ -63,7 +63,7 @@ KERNELS = ["test_known_answers", "conform", "test_kernels NIB_ROUNDS=1", "test_s
 PRODUCTS = ["test_products", "test_gemm", "conform", *ERRORS, *FORMATS, "test_environment"]
 TESTS = [
     ("src/base/comm*", ["test_comm", "test_gather", "test_groups", "test_shard", *ERRORS]),
-    ("src/base/os*", ["test_run", "test_faults", "test_files", "test_safetensors", "test_checkpoint", "test_gguf", "cli/quantize", "cli/kill",
+    ("src/base/os*", ["test_run", "test_course", "test_faults", "test_files", "test_safetensors", "test_checkpoint", "test_gguf", "cli/quantize", "cli/kill",
                       "cli/check"]),
     ("src/base/*", [*ERRORS, "test_dlpack", "test_structs", *DEVICES, *TENSOR, "test_comm", "test_files", "test_safetensors",
                     "test_gguf", *QUANTIZE, "test_environment"]),
@@ -99,7 +99,7 @@ TESTS = [
     ("checkpoint/check/*", ["test_check", "cli/check", "test_gguf_model", "test_run", "cli/quantize", "cli/json"]),
     ("checkpoint/model/*", ["test_checkpoint", "test_families", "test_check", "test_run", "test_gguf_model", "fuzz_config",
                             "cli/check", "cli/quantize"]),
-    ("checkpoint/run/*", ["test_run", "test_publish", "test_faults", "test_check", "test_gguf_model", "cli/quantize", "cli/check", "cli/kill"]),
+    ("checkpoint/run/*", ["test_course", "test_run", "test_publish", "test_faults", "test_check", "test_gguf_model", "cli/quantize", "cli/check", "cli/kill"]),
     ("checkpoint/*", ["test_checkpoint", "test_run", "test_families", "test_check", "test_gguf_model", "fuzz_config", "fuzz_index",
                       "test_gguf", "cli/check", "cli/quantize"]),
 ]

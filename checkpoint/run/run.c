@@ -113,24 +113,22 @@ bool nib_run_is_unit(const nib_plan *plan, const struct nib_out_group *group, fl
     return amax == 0 && !(plan->q.dialect == NIB_DIALECT_MODELOPT && plan->format == NIB_CHECKPOINT_FORMAT_MODELOPT);
 }
 
-static void find_tensor_scales(struct nib_run *run)
+void nib_run_find_tensor_scale(struct nib_run *run, size_t group)
 {
     const nib_plan *plan = run->plan;
-    for (size_t i = 0; i < plan->n_groups; i++) {
-        const struct nib_out_group *group = &plan->groups[i];
-        nib_tensor_scale kind = NIB_TENSOR_SCALE_MULTIPLIER;
-        float tensor_scale, encode;
-        if (!group->mxfp4 && nib_run_is_unit(plan, group, run->amaxes[i]))
-            tensor_scale = 1;
-        else if (group->mxfp4)
-            tensor_scale = run->amaxes[i] = nib_mxfp4_decode_scale(run->amaxes[i]);
-        else {
-            const struct nib_coding coding = nib_coding_of(&plan->q, NIB_ROWWISE, group->dtype);
-            kind = coding.rules.tensor_scale;
-            tensor_scale = nib_tensor_scale_from_amax(&plan->q, &coding, run->amaxes[i], &encode);
-        }
-        run->tensor_scales[i] = nib_run_translate(tensor_scale, kind, nib_ck_formats[plan->format].tensor_scale, 0);
+    const struct nib_out_group *g = &plan->groups[group];
+    nib_tensor_scale kind = NIB_TENSOR_SCALE_MULTIPLIER;
+    float *amax = &run->amaxes[group], tensor_scale, encode;
+    if (!g->mxfp4 && nib_run_is_unit(plan, g, *amax))
+        tensor_scale = 1;
+    else if (g->mxfp4)
+        tensor_scale = *amax = nib_mxfp4_decode_scale(*amax);
+    else {
+        const struct nib_coding coding = nib_coding_of(&plan->q, NIB_ROWWISE, g->dtype);
+        kind = coding.rules.tensor_scale;
+        tensor_scale = nib_tensor_scale_from_amax(&plan->q, &coding, *amax, &encode);
     }
+    run->tensor_scales[group] = nib_run_translate(tensor_scale, kind, nib_ck_formats[plan->format].tensor_scale, 0);
 }
 
 /* ---- Files beside the tensors ---- */
@@ -221,17 +219,33 @@ static nib_status check_room(const struct nib_run *run)
                                       run->out, (double)needed / 1e6, (double)there / 1e6);
 }
 
+/* First all amaxes, then all codes. */
+static nib_status write_in_two_passes(struct nib_run *run, struct nib_text *provenance)
+{
+    TRY(nib_run_scan(run));
+    for (size_t i = 0; i < run->plan->n_groups; i++)
+        nib_run_find_tensor_scale(run, i);
+    TRY(nib_agree(run->job.comm, nib_plan_provenance(run->plan, run->hashes, provenance), 0));
+    return nib_run_write(run, NULL, provenance);
+}
+
+static nib_status write_in_one_pass(struct nib_run *run, struct nib_text *provenance)
+{
+    struct nib_scan *scan;
+    nib_status status = nib_scan_open(run, &scan);
+    if (!status)
+        status = nib_run_write(run, scan, provenance);
+    nib_scan_close(scan);
+    return status;
+}
+
 static nib_status write_all(struct nib_run *run)
 {
     const bool first = !run->job.comm || run->job.comm->rank == 0;
     struct nib_text provenance = { 0 };
     TRY(nib_agree(run->job.comm, first ? check_room(run) : NIB_OK, 3));
-    TRY(nib_run_scan(run));
-    find_tensor_scales(run);
-    nib_status status = nib_plan_provenance(run->plan, run->hashes, &provenance);
-    status = nib_agree(run->job.comm, status, 0);
-    if (!status)
-        status = nib_run_write(run, provenance.bytes);
+    nib_status status =
+        nib_scan_goes_along(run) ? write_in_one_pass(run, &provenance) : write_in_two_passes(run, &provenance);
     if (!status && first)
         status = write_configuration(run, provenance.bytes);
     if (!status)

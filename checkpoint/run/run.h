@@ -58,9 +58,8 @@ float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_sc
 /* Whether the output has this file beside its tensors: the index, a configuration, scales that were folded. */
 bool nib_run_writes(const nib_plan *plan, const char *name);
 
-/* ---- The second pass (write.c) ---- */
-
-nib_status nib_run_write(struct nib_run *run, const char *provenance);
+/* Of a group whose amax is known. */
+void nib_run_find_tensor_scale(struct nib_run *run, size_t group);
 
 /* ---- GPTQ (factor.c) ---- */
 
@@ -76,8 +75,36 @@ void nib_run_free_factor(struct nib_factor *factor);
 /* ---- The first pass (scan.c) ---- */
 
 nib_status nib_run_scan(struct nib_run *run);
+
+/* Both passes at once, where the output is one file of one file: its threads read on when nothing that is known is left
+ * to be written, so that the input is read once, and while one waits for the disk another computes. */
+struct nib_scan;
+bool nib_scan_goes_along(const struct nib_run *run);
+/* *out is closed by the caller, after a failure too. */
+nib_status nib_scan_open(struct nib_run *run, struct nib_scan **out);
+/* Where in the file all is known of a group; of NIB_NONE, where a tensor ends. */
+nib_status nib_scan_end_of(const struct nib_scan *s, uint32_t group, uint32_t tensor, uint64_t *end);
+uint64_t nib_scan_passed(const struct nib_scan *s);
+/* What one thread has for it: zeros at first. Its memory is freed with nib_free. */
+struct nib_scan_hand {
+    unsigned char *memory;
+    size_t next;
+};
+/* Read on. *any is false where that was all, and what others were reading has passed as well. */
+nib_status nib_scan_read(struct nib_scan *s, struct nib_scan_hand *hand, bool *any);
+/* The calling thread has failed: others must not wait for it. */
+void nib_scan_give_up(struct nib_scan *s);
+/* All has passed: what it comes to. */
+nib_status nib_scan_finish(struct nib_scan *s);
+void nib_scan_close(struct nib_scan *s);
+
 /* That no input file has changed since the run began. */
 nib_status nib_run_check_sources(const struct nib_run *run);
+
+/* ---- The second pass (write.c) ---- */
+
+/* With a scan that goes along, `provenance` is made when that has come to its end. */
+nib_status nib_run_write(struct nib_run *run, struct nib_scan *scan, struct nib_text *provenance);
 
 /* ---- The directory (staging.c) ---- */
 

@@ -26,11 +26,23 @@ struct region {
     uint32_t largest; /* magnitude, as bits of the dtype: they order as the values do */
 };
 
-struct scan {
+struct nib_scan {
     struct nib_run *run;
     struct region *regions; /* by file, then begin */
     size_t n_regions;
-    size_t *first; /* of each file */
+    size_t *first;  /* of each file */
+    size_t counted; /* regions that count in the amax of their group */
+    const struct region
+        *bad; /* of those that hold what is not finite, the one of the first weight, and how many more */
+    size_t others;
+
+    /* Of a scan that goes along with the writing. */
+    struct reader *reader;
+    struct group {
+        uint64_t end; /* its amax is known when the file has passed to here */
+        size_t left;  /* regions that do not count yet */
+    } * groups;
+    _Atomic uint64_t passed;
 };
 
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory to scan the weights"); }
@@ -139,7 +151,7 @@ static nib_status tensor_begin(const nib_checkpoint *in, uint32_t tensor, uint64
 
 /* One region for the weights i..*end-1: all that a matrix of plain values is, if they are of one group; else a single
  * weight. */
-static nib_status add_region(struct scan *s, size_t i, size_t *end)
+static nib_status add_region(struct nib_scan *s, size_t i, size_t *end)
 {
     const nib_plan *plan = s->run->plan;
     const struct nib_out_weight *w = &plan->weights[i];
@@ -173,7 +185,7 @@ static nib_status add_region(struct scan *s, size_t i, size_t *end)
     return NIB_OK;
 }
 
-static nib_status find_regions(struct scan *s)
+static nib_status find_regions(struct nib_scan *s)
 {
     const nib_plan *plan = s->run->plan;
     s->regions = nib_alloc((plan->n_weights + 1) * sizeof *s->regions);
@@ -211,7 +223,7 @@ static uint32_t largest_block_scale(const uint8_t *codes, const uint8_t *scales,
     return largest; /* one more than the code, so that 0 is "nothing" */
 }
 
-static nib_status look_at_mxfp4(const struct scan *s, struct region *region)
+static nib_status look_at_mxfp4(const struct nib_scan *s, struct region *region)
 {
     const struct nib_run *run = s->run;
     const struct nib_ck_weight *w = &run->plan->weights[region->weight].source;
@@ -232,7 +244,7 @@ static nib_status look_at_mxfp4(const struct scan *s, struct region *region)
     return status;
 }
 
-static nib_status look_at_weight(const struct scan *s, struct region *region)
+static nib_status look_at_weight(const struct nib_scan *s, struct region *region)
 {
     const struct nib_run *run = s->run;
     const nib_plan *plan = run->plan;
@@ -259,7 +271,7 @@ static nib_status look_at_weight(const struct scan *s, struct region *region)
 
 /* Threads take chunks in turn and look at them at the same time; the hash takes them in their order. */
 struct reader {
-    struct scan *scan;
+    struct nib_scan *scan;
     size_t file;
     const char *path;
     int fd;
@@ -290,7 +302,7 @@ static uint32_t largest_in_chunk(const struct region *region, const unsigned cha
 static nib_status look_at_chunk(struct reader *r, const unsigned char *chunk, uint64_t at, size_t count, size_t *next,
                                 const char **name)
 {
-    struct scan *s = r->scan;
+    struct nib_scan *s = r->scan;
     while (*next < s->first[r->file + 1] && s->regions[*next].end <= at)
         ++*next;
     for (size_t i = *next; i < s->first[r->file + 1] && s->regions[i].begin < at + count; i++) {
@@ -311,6 +323,40 @@ static nib_status look_at_chunk(struct reader *r, const unsigned char *chunk, ui
     return NIB_OK;
 }
 
+static bool is_nonfinite(const struct nib_scan *s, const struct region *region)
+{
+    return s->run->plan->groups[region->group].mxfp4 ? region->largest == 256
+                                                     : region->largest >= infinity_of(region->dtype);
+}
+
+static void count_region(struct nib_scan *s, const struct region *region)
+{
+    float *amax = &s->run->amaxes[region->group];
+    float here = 0;
+    if (is_nonfinite(s, region)) {
+        s->others += s->bad != NULL;
+        s->bad = !s->bad || region->weight < s->bad->weight ? region : s->bad;
+    } else if (!s->run->plan->groups[region->group].mxfp4)
+        here = magnitude(region->dtype, region->largest);
+    else if (region->largest)
+        here = nib_f32_from_e8m0((uint8_t)(region->largest - 1));
+    *amax = here > *amax ? here : *amax;
+}
+
+/* What is known of groups now that the file has passed to here. Nothing more after what is not finite: this run will
+ * fail, as soon as the rest has been looked at. */
+static void settle_groups(struct nib_scan *s, uint64_t passed)
+{
+    while (s->counted < s->n_regions && s->regions[s->counted].end <= passed) {
+        const struct region *region = &s->regions[s->counted++];
+        count_region(s, region);
+        if (--s->groups[region->group].left == 0)
+            nib_run_find_tensor_scale(s->run, region->group);
+    }
+    if (!s->bad)
+        atomic_store(&s->passed, passed);
+}
+
 /* False where another thread has failed: its chunk will never come. */
 static bool hash_in_turn(struct reader *r, uint64_t index, const unsigned char *chunk, size_t count)
 {
@@ -324,85 +370,103 @@ static bool hash_in_turn(struct reader *r, uint64_t index, const unsigned char *
     XXH3_128bits_update(r->hash, chunk, count);
     pthread_mutex_lock(&r->mutex);
     r->done++;
+    if (r->scan->reader)
+        settle_groups(r->scan, index * CHUNK + count);
     pthread_cond_broadcast(&r->hashed);
     pthread_mutex_unlock(&r->mutex);
     return true;
 }
 
-/* One chunk after the other; in front of each stand a few bytes of the one before. */
-static nib_status read_chunks(struct reader *r, unsigned char *memory)
+/* The next chunk; in front of it stand a few bytes of the one before. *any is false where there is none. */
+static nib_status read_chunk(struct reader *r, unsigned char *memory, size_t *next, bool *any)
 {
-    struct nib_run *run = r->scan->run;
-    size_t next = r->scan->first[r->file];
-    while (!atomic_load(&run->stop)) {
-        pthread_mutex_lock(&r->mutex);
-        const uint64_t index = r->taken++;
-        pthread_mutex_unlock(&r->mutex);
-        const uint64_t at = index * CHUNK, before = at ? CARRY : 0;
-        if (at >= r->bytes)
-            break;
-        const size_t count = r->bytes - at < CHUNK ? (size_t)(r->bytes - at) : CHUNK;
-        const char *name = NULL;
-        TRY(nib_os_read_at(r->fd, r->path, at - before, memory + CARRY - before, count + (size_t)before));
-        TRY(look_at_chunk(r, memory + CARRY, at, count, &next, &name));
-        if (!hash_in_turn(r, index, memory + CARRY, count))
-            break;
-        TRY(nib_run_progress(run, name, count));
-    }
-    return NIB_OK;
+    pthread_mutex_lock(&r->mutex);
+    const uint64_t index = r->taken, at = index * CHUNK, before = at ? CARRY : 0;
+    *any = at < r->bytes && !r->failed;
+    r->taken += *any;
+    pthread_mutex_unlock(&r->mutex);
+    if (!*any)
+        return NIB_OK;
+    const size_t count = r->bytes - at < CHUNK ? (size_t)(r->bytes - at) : CHUNK;
+    const char *name = NULL;
+    TRY(nib_os_read_at(r->fd, r->path, at - before, memory + CARRY - before, count + (size_t)before));
+    TRY(look_at_chunk(r, memory + CARRY, at, count, next, &name));
+    *any = hash_in_turn(r, index, memory + CARRY, count);
+    return *any ? nib_run_progress(r->scan->run, name, r->scan->reader ? 0 : count) : NIB_OK;
+}
+
+static void fail_reader(struct reader *r)
+{
+    pthread_mutex_lock(&r->mutex);
+    r->failed = true;
+    pthread_cond_broadcast(&r->hashed);
+    pthread_mutex_unlock(&r->mutex);
 }
 
 static nib_status read_as_thread(void *context, size_t item)
 {
     struct reader *r = context;
     unsigned char *memory = nib_alloc(CARRY + CHUNK);
-    const nib_status status = memory ? read_chunks(r, memory) : no_memory();
+    nib_status status = memory ? NIB_OK : no_memory();
+    size_t next = r->scan->first[r->file];
+    bool any = true;
     (void)item;
+    while (!status && any && !atomic_load(&r->scan->run->stop))
+        status = read_chunk(r, memory, &next, &any);
     nib_free(memory);
-    if (status) {
-        pthread_mutex_lock(&r->mutex);
-        r->failed = true;
-        pthread_cond_broadcast(&r->hashed);
-        pthread_mutex_unlock(&r->mutex);
-    }
+    if (status)
+        fail_reader(r);
     return status;
 }
 
-/* With the threads that other files leave. */
-static nib_status read_file(struct reader *r)
+static void end_reader(struct reader *r)
 {
-    struct nib_run *run = r->scan->run;
-    const size_t files = files_of_rank(run), chunks = (size_t)nib_ceil_div((int64_t)r->bytes, CHUNK);
-    const size_t share = (size_t)run->threads / files, threads = share < chunks ? share : chunks;
-    XXH3_128bits_reset(r->hash);
-    TRY(nib_run_parallel(run, threads > 1 ? threads : 1, read_as_thread, r));
-    const XXH128_hash_t hash = XXH3_128bits_digest(r->hash);
-    run->hashes[r->file].high = hash.high64;
-    run->hashes[r->file].low = hash.low64;
-    return NIB_OK;
+    nib_os_close(r->fd);
+    XXH3_freeState(r->hash);
+    pthread_cond_destroy(&r->hashed);
+    pthread_mutex_destroy(&r->mutex);
 }
 
-static nib_status scan_file(struct scan *s, size_t f)
+static nib_status start_reader(struct nib_scan *s, size_t f, struct reader *r)
 {
-    struct nib_run *run = s->run;
-    struct reader r = { .scan = s, .file = f, .path = run->plan->in->files[f].path, .fd = -1 };
-    if (pthread_mutex_init(&r.mutex, NULL))
+    const struct nib_ck_file *file = &s->run->plan->in->files[f];
+    *r = (struct reader){ .scan = s, .file = f, .path = file->path, .fd = -1 };
+    if (pthread_mutex_init(&r->mutex, NULL))
         return no_memory();
-    if (pthread_cond_init(&r.hashed, NULL)) {
-        pthread_mutex_destroy(&r.mutex);
+    if (pthread_cond_init(&r->hashed, NULL)) {
+        pthread_mutex_destroy(&r->mutex);
         return no_memory();
     }
-    r.hash = XXH3_createState();
-    nib_status status = r.hash ? nib_os_open_read(r.path, &r.fd, &r.bytes) : no_memory();
-    if (!status && r.bytes != run->plan->in->files[f].bytes)
-        status = nib_fail(NIB_ERR_IO, "%s: it has %llu bytes, and had %llu when it was opened", r.path,
-                          (unsigned long long)r.bytes, (unsigned long long)run->plan->in->files[f].bytes);
+    r->hash = XXH3_createState();
+    nib_status status = r->hash ? nib_os_open_read(r->path, &r->fd, &r->bytes) : no_memory();
+    if (!status && r->bytes != file->bytes)
+        status = nib_fail(NIB_ERR_IO, "%s: it has %llu bytes, and had %llu when it was opened", r->path,
+                          (unsigned long long)r->bytes, (unsigned long long)file->bytes);
+    if (status)
+        end_reader(r);
+    else
+        XXH3_128bits_reset(r->hash);
+    return status;
+}
+
+static void note_hash(const struct reader *r)
+{
+    const XXH128_hash_t hash = XXH3_128bits_digest(r->hash);
+    r->scan->run->hashes[r->file].high = hash.high64;
+    r->scan->run->hashes[r->file].low = hash.low64;
+}
+
+/* With the threads that other files leave. */
+static nib_status scan_file(struct nib_scan *s, size_t f)
+{
+    struct reader r;
+    TRY(start_reader(s, f, &r));
+    const size_t files = files_of_rank(s->run), chunks = (size_t)nib_ceil_div((int64_t)r.bytes, CHUNK);
+    const size_t share = (size_t)s->run->threads / files, threads = share < chunks ? share : chunks;
+    const nib_status status = nib_run_parallel(s->run, threads > 1 ? threads : 1, read_as_thread, &r);
     if (!status)
-        status = read_file(&r);
-    nib_os_close(r.fd);
-    XXH3_freeState(r.hash);
-    pthread_cond_destroy(&r.hashed);
-    pthread_mutex_destroy(&r.mutex);
+        note_hash(&r);
+    end_reader(&r);
     return status;
 }
 
@@ -415,7 +479,7 @@ static char *note_path(const struct nib_run *run, size_t f)
     return nib_staging_path(run->partial, name);
 }
 
-static json_t *make_note(const struct scan *s, size_t f)
+static json_t *make_note(const struct nib_scan *s, size_t f)
 {
     const struct nib_run *run = s->run;
     const struct nib_os_identity *identity = &run->identities[f];
@@ -432,7 +496,7 @@ static json_t *make_note(const struct scan *s, size_t f)
                      "largest", largest);
 }
 
-static nib_status write_note(const struct scan *s, size_t f)
+static nib_status write_note(const struct nib_scan *s, size_t f)
 {
     json_t *note = make_note(s, f);
     char *path = note_path(s->run, f), *text = note ? json_dumps(note, JSON_COMPACT) : NULL;
@@ -453,7 +517,7 @@ static bool same_integer(const json_t *note, const char *key, int64_t value)
 
 /* Take over what an earlier run found, if the file is the same. A note of a file that has changed counts all the same,
  * once: its hash says whether the data has. */
-static bool take_note(struct scan *s, size_t f, const json_t *note, struct nib_hash *hash, bool *same)
+static bool take_note(struct nib_scan *s, size_t f, const json_t *note, struct nib_hash *hash, bool *same)
 {
     const struct nib_os_identity *identity = &s->run->identities[f];
     const json_t *largest = json_object_get(note, "largest");
@@ -479,7 +543,7 @@ static bool take_note(struct scan *s, size_t f, const json_t *note, struct nib_h
 
 static nib_status scan_or_recall(void *context, size_t item)
 {
-    struct scan *s = context;
+    struct nib_scan *s = context;
     struct nib_run *run = s->run;
     const int ranks = run->job.comm ? run->job.comm->size : 1, rank = run->job.comm ? run->job.comm->rank : 0;
     const size_t f = item * (size_t)ranks + (size_t)rank;
@@ -513,7 +577,7 @@ static nib_status scan_or_recall(void *context, size_t item)
 /* ---- What it comes to ---- */
 
 /* The place of the first value of a weight that is not finite, for the message. */
-static nib_status report_nonfinite(const struct scan *s, const struct region *region, size_t others)
+static nib_status report_nonfinite(const struct nib_scan *s, const struct region *region, size_t others)
 {
     const struct nib_run *run = s->run;
     const nib_plan *plan = run->plan;
@@ -555,33 +619,11 @@ static nib_status report_nonfinite(const struct scan *s, const struct region *re
                     nib_quote(plan->weights[region->weight].source.name).text, what, more);
 }
 
-static bool is_nonfinite(const struct scan *s, const struct region *region)
+static nib_status combine(struct nib_scan *s)
 {
-    return s->run->plan->groups[region->group].mxfp4 ? region->largest == 256
-                                                     : region->largest >= infinity_of(region->dtype);
-}
-
-static nib_status combine(const struct scan *s)
-{
-    const struct nib_run *run = s->run;
-    const struct region *bad = NULL;
-    size_t others = 0;
-    for (size_t i = 0; i < s->n_regions; i++) {
-        const struct region *region = &s->regions[i];
-        if (is_nonfinite(s, region)) {
-            others += bad != NULL;
-            bad = !bad || region->weight < bad->weight ? region : bad;
-            continue;
-        }
-        float *amax = &run->amaxes[region->group];
-        float here = 0;
-        if (!run->plan->groups[region->group].mxfp4)
-            here = magnitude(region->dtype, region->largest);
-        else if (region->largest)
-            here = nib_f32_from_e8m0((uint8_t)(region->largest - 1));
-        *amax = here > *amax ? here : *amax;
-    }
-    return bad ? report_nonfinite(s, bad, others) : NIB_OK;
+    while (s->counted < s->n_regions)
+        count_region(s, &s->regions[s->counted++]);
+    return s->bad ? report_nonfinite(s, s->bad, s->others) : NIB_OK;
 }
 
 /* Files of rank r are r, r + size, ...: their hashes come side by side. */
@@ -638,7 +680,7 @@ nib_status nib_run_scan(struct nib_run *run)
     const nib_checkpoint *in = run->plan->in;
     const size_t ranks = run->job.comm ? (size_t)run->job.comm->size : 1,
                  rank = run->job.comm ? (size_t)run->job.comm->rank : 0;
-    struct scan s = { .run = run };
+    struct nib_scan s = { .run = run };
     uint64_t total = 0;
     for (size_t f = rank; f < in->n_files; f += ranks)
         total += in->files[f].bytes;
@@ -654,4 +696,87 @@ nib_status nib_run_scan(struct nib_run *run)
     nib_free(s.regions);
     nib_free(s.first);
     return status;
+}
+
+/* ---- Along with the writing ---- */
+
+/* With several files the first would have to wait for the hashes of all, which are in its header: one that is finished
+ * early is what a resumed run has. GPTQ has an order of its own. */
+bool nib_scan_goes_along(const struct nib_run *run)
+{
+    return !run->job.comm && !run->plan->hessians && !run->options.resume && run->plan->in->n_files == 1 &&
+           run->plan->n_files == 1;
+}
+
+nib_status nib_scan_open(struct nib_run *run, struct nib_scan **out)
+{
+    struct nib_scan *s = nib_alloc_zeroed(sizeof *s);
+    *out = s;
+    if (!s)
+        return no_memory();
+    s->run = run;
+    s->groups = nib_alloc_zeroed((run->plan->n_groups + 1) * sizeof *s->groups);
+    TRY(s->groups ? find_regions(s) : no_memory());
+    uint64_t end = 0; /* of a stack that is read as weights all regions count at its end */
+    for (size_t i = 0; i < s->n_regions; i++) {
+        struct group *group = &s->groups[s->regions[i].group];
+        end = s->regions[i].end > end ? s->regions[i].end : end;
+        group->end = end;
+        group->left++;
+    }
+    struct reader *reader = nib_alloc(sizeof *reader);
+    const nib_status status = reader ? start_reader(s, 0, reader) : no_memory();
+    if (status)
+        nib_free(reader);
+    else
+        s->reader = reader;
+    return status;
+}
+
+nib_status nib_scan_end_of(const struct nib_scan *s, uint32_t group, uint32_t tensor, uint64_t *end)
+{
+    if (group != NIB_NONE) {
+        *end = s->groups[group].end;
+        return NIB_OK;
+    }
+    TRY(tensor_begin(s->run->plan->in, tensor, end));
+    *end += s->run->plan->in->tensors[tensor].bytes;
+    return NIB_OK;
+}
+
+uint64_t nib_scan_passed(const struct nib_scan *s) { return atomic_load(&s->passed); }
+
+nib_status nib_scan_read(struct nib_scan *s, struct nib_scan_hand *hand, bool *any)
+{
+    struct reader *r = s->reader;
+    if (!hand->memory)
+        hand->memory = nib_alloc(CARRY + CHUNK);
+    TRY(hand->memory ? read_chunk(r, hand->memory, &hand->next, any) : no_memory());
+    pthread_mutex_lock(&r->mutex);
+    while (!*any && r->done < r->taken && !r->failed)
+        pthread_cond_wait(&r->hashed, &r->mutex);
+    pthread_mutex_unlock(&r->mutex);
+    return NIB_OK;
+}
+
+void nib_scan_give_up(struct nib_scan *s) { fail_reader(s->reader); }
+
+nib_status nib_scan_finish(struct nib_scan *s)
+{
+    TRY(combine(s));
+    note_hash(s->reader);
+    return write_note(s, 0);
+}
+
+void nib_scan_close(struct nib_scan *s)
+{
+    if (s && s->reader)
+        end_reader(s->reader);
+    if (s) {
+        nib_free(s->reader);
+        nib_free(s->groups);
+        nib_free(s->regions);
+        nib_free(s->first);
+    }
+    nib_free(s);
 }

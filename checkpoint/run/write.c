@@ -11,6 +11,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <stdlib.h>
 
 #include "format/codec.h"
 #include "io/gguf.h"
@@ -46,6 +47,7 @@ struct panel {
     uint32_t weight, tensor; /* one of them is NIB_NONE */
     int64_t first, count;    /* rows, or bytes */
     uint32_t stage;
+    uint64_t after; /* a scan that goes along has passed to here: what it takes is known, and lately read */
 };
 
 /* What is written under one factor of GPTQ; the first is without. Stages come one after the other, so that one factor at
@@ -59,12 +61,14 @@ struct stage {
 struct writer {
     struct nib_run *run;
     struct writing *files;
+    struct nib_scan *scan; /* that goes along, or NULL */
     struct panel *panels;
     size_t n_panels, panels_capacity;
     struct stage *stages;
     size_t n_stages, stages_capacity;
-    struct nib_factor factor; /* of the stage at work */
-    const char *provenance;
+    struct nib_factor factor;    /* of the stage at work */
+    size_t next, end;            /* of its panels, that to be taken, and behind the last */
+    struct nib_text *provenance; /* empty until the scan has come to its end */
 };
 
 /* Memory of one thread, reused from panel to panel. */
@@ -550,23 +554,27 @@ static nib_status copy_panel(const struct writer *writer, struct scratch *scratc
 
 /* ---- Files ---- */
 
-static nib_status open_file(struct writer *writer, struct writing *f)
+static nib_status open_file(struct writing *f)
+{
+    TRY(nib_os_create_temporary(f->path, &f->fd, &f->temporary));
+    return nib_os_allocate(f->fd, f->path, f->file->bytes);
+}
+
+/* The header last: it has hashes of the whole input. */
+static nib_status write_header(const struct writer *writer, const struct writing *f)
 {
     struct nib_text header;
-    TRY(nib_plan_header(writer->run->plan, f->file, writer->provenance, &header));
-    nib_status status = header.used == f->file->data
-                            ? nib_os_create_temporary(f->path, &f->fd, &f->temporary)
-                            : nib_fail(NIB_ERR_DATA, "%s: its header is not what was planned", f->path);
-    if (!status)
-        status = nib_os_allocate(f->fd, f->path, f->file->bytes);
-    if (!status)
-        status = nib_os_write_at(f->fd, f->path, 0, header.bytes, header.used);
+    TRY(nib_plan_header(writer->run->plan, f->file, writer->provenance->bytes, &header));
+    const nib_status status = header.used == f->file->data
+                                  ? nib_os_write_at(f->fd, f->path, 0, header.bytes, header.used)
+                                  : nib_fail(NIB_ERR_DATA, "%s: its header is not what was planned", f->path);
     nib_free(header.bytes);
     return status;
 }
 
-static nib_status close_file(struct writing *f)
+static nib_status close_file(const struct writer *writer, struct writing *f)
 {
+    TRY(write_header(writer, f));
     const int fd = f->fd;
     f->fd = -1;
     const nib_status status = nib_os_publish(fd, f->temporary, f->path);
@@ -701,7 +709,8 @@ static nib_status cut_file(struct writer *writer, uint32_t file)
         const bool in_parts = t->producer == NIB_PRODUCE_COPY || t->producer == NIB_PRODUCE_CAST;
         const int64_t bytes = (int64_t)t->bytes, at_once = in_parts ? nib_max(4, chunk / 4 * 4) : bytes;
         for (int64_t at = 0; at < bytes; at += at_once)
-            TRY(add_panel(writer, (struct panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at), stage }));
+            TRY(add_panel(writer,
+                          (struct panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at), stage, 0 }));
     }
     const size_t weights = writer->n_panels;
     for (size_t i = 0; i < f->weights; i++) {
@@ -712,8 +721,8 @@ static nib_status cut_file(struct writer *writer, uint32_t file)
             rows = nib_min(rows, nib_round_up(nib_ceil_div(w->source.rows, writer->run->threads), GPTQ_ROWS));
         TRY(find_stage(writer, w, &stage));
         for (int64_t row = 0; row < w->source.rows; row += rows)
-            TRY(add_panel(writer,
-                          (struct panel){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row), stage }));
+            TRY(add_panel(
+                writer, (struct panel){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row), stage, 0 }));
     }
     return spread(writer, first, weights);
 }
@@ -743,45 +752,90 @@ static nib_status write_panel(struct writer *writer, struct scratch *scratch, co
     }
 }
 
-/* Take one file after the other of a stage through; a thread that finds the current one's panels taken goes on with the next. */
-struct shift {
-    struct writer *writer;
-    atomic_size_t next;
-    size_t end;
-};
+/* When a scan that goes along has come to it. What does not depend on one waits until its source has been read, so that
+ * it is not read twice. */
+static nib_status find_after(const struct writer *writer, struct panel *panel)
+{
+    const nib_plan *plan = writer->run->plan;
+    const bool of_weight = panel->weight != NIB_NONE;
+    const struct nib_out_weight *w = of_weight ? &plan->weights[panel->weight] : NULL;
+    const struct nib_out_tensor *t = of_weight ? NULL : &plan->tensors[panel->tensor];
+    const bool computed = w && w->action == NIB_ACTION_QUANTIZE;
+    if (t && t->producer != NIB_PRODUCE_COPY && t->producer != NIB_PRODUCE_CAST)
+        return NIB_OK;
+    TRY(nib_scan_end_of(writer->scan, computed ? w->group : NIB_NONE, w ? w->source.tensor[NIB_ROLE_DATA] : t->source,
+                        &panel->after));
+    if (t && t->producer == NIB_PRODUCE_COPY)
+        panel->after -= t->bytes - (uint64_t)(panel->first + panel->count);
+    return NIB_OK;
+}
+
+static int by_after(const void *left, const void *right)
+{
+    const struct panel *a = left, *b = right;
+    const uint64_t keys[4][2] = { { a->after, b->after },
+                                  { a->tensor, b->tensor },
+                                  { a->weight, b->weight },
+                                  { (uint64_t)a->first, (uint64_t)b->first } };
+    for (int i = 0; i < 4; i++)
+        if (keys[i][0] != keys[i][1])
+            return keys[i][0] < keys[i][1] ? -1 : 1;
+    return 0;
+}
+
+/* Panels of a stage one after the other, through all files; NULL where there is none, or the scan has not come to it. */
+static nib_status take_panel(struct writer *writer, const struct panel **panel)
+{
+    struct nib_run *run = writer->run;
+    nib_status status = NIB_OK;
+    pthread_mutex_lock(&run->mutex);
+    *panel = writer->next < writer->end ? &writer->panels[writer->next] : NULL;
+    if (*panel && writer->scan && (*panel)->after > nib_scan_passed(writer->scan))
+        *panel = NULL;
+    writer->next += *panel != NULL;
+    if (*panel && writer->files[(*panel)->file].fd < 0) /* its first */
+        status = open_file(&writer->files[(*panel)->file]);
+    pthread_mutex_unlock(&run->mutex);
+    return status;
+}
+
+static nib_status finish_panel(struct writer *writer, struct scratch *scratch, const struct panel *panel)
+{
+    struct nib_run *run = writer->run;
+    struct writing *f = &writer->files[panel->file];
+    TRY(write_panel(writer, scratch, panel));
+    pthread_mutex_lock(&run->mutex);
+    const bool last = --f->left == 0;
+    pthread_mutex_unlock(&run->mutex);
+    if (last && !writer->scan)
+        TRY(close_file(writer, f));
+    const char *name = panel->weight == NIB_NONE ? run->plan->tensors[panel->tensor].name
+                                                 : run->plan->weights[panel->weight].source.name;
+    return nib_run_progress(run, name, input_bytes(run->plan, panel));
+}
 
 static nib_status write_panels(void *context, size_t item)
 {
-    struct shift *shift = context;
-    struct writer *writer = shift->writer;
-    struct nib_run *run = writer->run;
-    struct scratch scratch = { .run = run, .important = NIB_NONE };
+    struct writer *writer = context;
+    struct scratch scratch = { .run = writer->run, .important = NIB_NONE };
+    struct nib_scan_hand hand = { 0 };
+    bool reads = writer->scan != NULL;
     nib_status status = NIB_OK;
     (void)item;
-    while (!status && !atomic_load(&run->stop)) {
-        pthread_mutex_lock(&run->mutex);
-        const size_t taken = atomic_fetch_add(&shift->next, 1);
-        const struct panel *panel = taken < shift->end ? &writer->panels[taken] : NULL;
-        struct writing *f = panel ? &writer->files[panel->file] : NULL;
-        if (f && f->fd < 0) /* its first panel */
-            status = open_file(writer, f);
-        pthread_mutex_unlock(&run->mutex);
-        if (!panel || status)
+    while (!status && !atomic_load(&writer->run->stop)) {
+        const struct panel *panel;
+        status = take_panel(writer, &panel);
+        if (!status && panel)
+            status = finish_panel(writer, &scratch, panel);
+        else if (!status && reads)
+            status = nib_scan_read(writer->scan, &hand, &reads);
+        else
             break;
-        status = write_panel(writer, &scratch, panel);
-        if (status)
-            break;
-        pthread_mutex_lock(&run->mutex);
-        const bool last = --f->left == 0;
-        pthread_mutex_unlock(&run->mutex);
-        if (last)
-            status = close_file(f);
-        const char *name = panel->weight == NIB_NONE ? run->plan->tensors[panel->tensor].name
-                                                     : run->plan->weights[panel->weight].source.name;
-        if (!status)
-            status = nib_run_progress(run, name, input_bytes(run->plan, panel));
     }
+    if (status && writer->scan)
+        nib_scan_give_up(writer->scan);
     clear_scratch(&scratch);
+    nib_free(hand.memory);
     return status;
 }
 
@@ -813,8 +867,9 @@ static nib_status start_writer(struct writer *writer)
             continue;
         TRY(cut_file(writer, (uint32_t)i));
         if (f->left == 0) { /* nothing but a header */
-            TRY(open_file(writer, f));
-            TRY(close_file(f));
+            TRY(open_file(f));
+            if (!writer->scan)
+                TRY(close_file(writer, f));
         }
     }
     return sort_stages(writer);
@@ -851,24 +906,42 @@ static const char *phase_of(const nib_plan *plan)
 
 static nib_status write_stage(struct writer *writer, const struct stage *stage)
 {
-    struct shift shift = { .writer = writer, .next = stage->begin, .end = stage->end };
+    writer->next = stage->begin;
+    writer->end = stage->end;
     if (stage->hessian != NIB_NONE)
         TRY(nib_run_factorize(writer->run, stage->hessian, stage->columns, &writer->factor));
-    const nib_status status = nib_run_parallel(writer->run, (size_t)writer->run->threads, write_panels, &shift);
+    const nib_status status = nib_run_parallel(writer->run, (size_t)writer->run->threads, write_panels, writer);
     nib_run_free_factor(&writer->factor);
     return status;
 }
 
-nib_status nib_run_write(struct nib_run *run, const char *provenance)
+/* A scan that went along has come to its end: now there is a header. */
+static nib_status finish_scan(struct writer *writer)
 {
-    struct writer writer = { .run = run, .provenance = provenance };
+    const struct nib_run *run = writer->run;
+    TRY(nib_scan_finish(writer->scan));
+    TRY(nib_plan_provenance(run->plan, run->hashes, writer->provenance));
+    for (size_t i = 0; i < run->plan->n_files; i++)
+        TRY(close_file(writer, &writer->files[i]));
+    return NIB_OK;
+}
+
+nib_status nib_run_write(struct nib_run *run, struct nib_scan *scan, struct nib_text *provenance)
+{
+    struct writer writer = { .run = run, .scan = scan, .provenance = provenance };
     nib_status status = start_writer(&writer);
     uint64_t total = 0;
-    for (size_t i = 0; i < writer.n_panels; i++)
+    for (size_t i = 0; i < writer.n_panels && !status; i++) {
         total += input_bytes(run->plan, &writer.panels[i]);
+        status = scan ? find_after(&writer, &writer.panels[i]) : NIB_OK;
+    }
+    if (scan)
+        qsort(writer.panels, writer.n_panels, sizeof *writer.panels, by_after);
     nib_run_begin_phase(run, phase_of(run->plan), total);
     for (size_t i = 0; i < writer.n_stages && !status; i++)
         status = write_stage(&writer, &writer.stages[i]);
+    if (!status && scan)
+        status = finish_scan(&writer);
     end_writer(&writer);
     return nib_agree(run->job.comm, status, run->plan->n_files);
 }
