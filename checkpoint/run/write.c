@@ -23,7 +23,7 @@
 enum {
     COPY_BYTES = 1 << 20,       /* at a time, and STRIP_BYTES: what a core's second cache about holds */
     STRIP_BYTES = 1 << 20,      /* of rows */
-    GPTQ_ROWS = 32,             /* a panel has a multiple of them where codes are chosen by GPTQ */
+    GPTQ_ROWS = 64,             /* a panel has a multiple of them where codes are chosen by GPTQ */
     MOST_PANEL_BYTES = 16 << 20 /* more does not help, even where rows run down a stack's columns */
 };
 

@@ -82,7 +82,7 @@ typedef void nib_transpose_fn(const uint8_t *in, int64_t in_stride, int64_t rows
 /* c[i][j] = c[i][j] - a[p][i] * b[p][j] for p = 0 .. k-1, one after the other, each product and each difference rounded:
  * the one step of GPTQ and of the factorization before it. Slots F32 and F64; strides are elements from row to row; m is
  * any number, n a multiple of NIB_SUBTRACT_STEP. c may be the rows of b that follow those that are read. */
-enum { NIB_SUBTRACT_STEP = 32 };
+enum { NIB_SUBTRACT_STEP = 64 };
 typedef void nib_subtract_fn(void *c, int64_t c_stride, const void *a, int64_t a_stride, const void *b,
                              int64_t b_stride, int64_t m, int64_t n, int64_t k);
 

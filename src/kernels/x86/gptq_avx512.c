@@ -8,8 +8,8 @@
 
 #define GPTQ_SLOT __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static
 #define GPTQ_BYTES 64
-#define GPTQ_ROWS 8
-#define GPTQ_VECTORS 2
+#define GPTQ_ROWS 4
+#define GPTQ_VECTORS 4
 
 #include "kernels/simd_gptq.h"
 
