@@ -17,7 +17,6 @@
 #include <unistd.h>
 
 enum {
-    MAX_OPTIONS = 32,
     LONG_BASE = 256, /* getopt_long returns this plus the option's number, whether it was short or long */
     HELP_COLUMN = 26
 };
@@ -214,14 +213,12 @@ static bool take(const struct cli_command *self, const struct cli_option *option
     return false;
 }
 
-/* getopt's forms of the table; the help option comes last. Returns the number of options. */
-static int translate(const struct cli_option *options, char *letters, struct option *names)
+/* getopt's forms of the table; the help option comes last of `count`. */
+static void translate(const struct cli_option *options, int count, char *letters, struct option *names)
 {
-    int n = 0;
     *letters++ = ':'; /* tells a missing argument from an unknown option */
-    for (bool last = false; !last; n++) {
-        last = !options[n].name || n == MAX_OPTIONS - 1;
-        const struct cli_option *const option = last ? &help_option : &options[n];
+    for (int n = 0; n < count; n++) {
+        const struct cli_option *const option = n == count - 1 ? &help_option : &options[n];
         names[n] =
             (struct option){ option->name, option->argument ? required_argument : no_argument, NULL, LONG_BASE + n };
         if (option->letter) {
@@ -231,8 +228,7 @@ static int translate(const struct cli_option *options, char *letters, struct opt
         }
     }
     *letters = 0;
-    names[n] = (struct option){ 0 };
-    return n;
+    names[count] = (struct option){ 0 };
 }
 
 static int find_letter(const struct cli_option *options, int count, int letter)
@@ -243,16 +239,9 @@ static int find_letter(const struct cli_option *options, int count, int letter)
     return count - 1;
 }
 
-enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_option *options, int argc, char **argv,
-                          int *first)
+static enum cli_parsed parse(const struct cli_command *self, const struct cli_option *options, int count,
+                             const char *letters, const struct option *names, int argc, char **argv, int *first)
 {
-    char letters[2 * MAX_OPTIONS + 2];
-    struct option names[MAX_OPTIONS + 1];
-    const int count = translate(options, letters, names);
-    if (cli_list_words) {
-        show_words(self, options);
-        return CLI_HELPED;
-    }
     opterr = 0;
     for (int got; (got = getopt_long(argc, argv, letters, names, NULL)) != -1;) {
         if (got == ':' || got == '?') {
@@ -275,4 +264,28 @@ enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_optio
     }
     *first = optind;
     return CLI_GO;
+}
+
+enum cli_parsed cli_parse(const struct cli_command *self, const struct cli_option *options, int argc, char **argv,
+                          int *first)
+{
+    int count = 1; /* with the help option */
+    while (options[count - 1].name)
+        count++;
+    if (cli_list_words) {
+        show_words(self, options);
+        return CLI_HELPED;
+    }
+    char *letters = malloc(2 * (size_t)count + 2);
+    struct option *names = malloc(((size_t)count + 1) * sizeof *names);
+    enum cli_parsed parsed = CLI_USAGE;
+    if (letters && names) {
+        translate(options, count, letters, names);
+        parsed = parse(self, options, count, letters, names, argc, argv, first);
+    } else {
+        cli_error("%s: no memory for its options", self->name);
+    }
+    free(letters);
+    free(names);
+    return parsed;
 }

@@ -53,6 +53,14 @@ for command in $commands; do
     empty out
 done
 
+# Every option that the help has is taken, with or without its argument.
+for command in quantize convert dequantize check repair inspect compare; do
+    for option in $("$NIB" "$command" --help | grep -oE -- '^ +(-., )?--[a-z0-9-]+' | grep -oE -- '--[a-z0-9-]+'); do
+        "$NIB" "$command" "$option" >"$work/out" 2>"$work/err" </dev/null
+        ! grep -qF "cannot take option" "$work/err" || fail "nib $command $option"
+    done
+done
+
 # The manual page has every option of a command under its name.
 for command in quantize convert dequantize check repair inspect compare conform bench version; do
     sed -n "/^\.Cm $command :\$/,/^\.Cm [a-z]* :\$/p" man/nib.1 >"$work/man"
