@@ -34,8 +34,13 @@ def model_of(bias=True, device=None, keep=False):
                                    nt.Linear(96, 96, bias=bias, device=device))
 
 
-def sharded(model, **options):
+def sharded(model, replicas=1, **options):
+    """In shards over all ranks; or, with replicas (HSDP), over those of a replica."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    if replicas > 1:
+        options["mesh"] = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas),
+                                           mesh_dim_names=("replicate", "shard"))
     for layer in model:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -80,48 +85,55 @@ def same_rows(shard, whole, rank, size):
 # ---- Training --------------------------------------------------------------------------------------------
 
 
-def training(rank, size):
+def sum_over(gradients, shards):
+    """The sum of all ranks' gradients as FSDP2 adds them: within a replica, then over replicas."""
+    replicas = [sum(gradients[i + 1:i + shards], gradients[i]) for i in range(0, len(gradients), shards)]
+    return sum(replicas[1:], replicas[0])
+
+
+def training(rank, size, replicas=1, steps=STEPS):
     """Losses, gradients and weights of every step against one process that runs the batches of all ranks in turn. Sums
     of two gradients and their half are the same in any order; of three they are not, so that the one process takes over
-    the masters, and gradients have a bound: 4 roundings of the sum of their absolute values."""
-    alone, model = model_of(), sharded(model_of())
+    the masters, and gradients have a bound: 4 roundings of the sum of their absolute values. With replicas, each of
+    which has all shards (HSDP), the ranks of a replica add first."""
+    shards, exact = size // replicas, size in (2, 4)
+    alone, model = model_of(), sharded(model_of(), replicas)
     assert len(quantized(model)) == 4 and quantized(model).keys() == quantized(alone).keys()
     adam = [nt.FusedAdam(m.parameters(), lr=1e-2, master_weights=True) for m in (alone, model)]
-    for step in range(STEPS):
+    for step in range(steps):
         def sync(micro):
             model.set_requires_gradient_sync(micro == MICROBATCHES - 1)
-        mine = losses_of(model, step, rank, sync)
-        sums, bounds = {}, {}
+        mine, gradients = losses_of(model, step, rank, sync), {}
         for other in range(size):
             alone.zero_grad()
             theirs = losses_of(alone, step, other)
             assert other != rank or theirs == mine, (theirs, mine)
             for name, p in alone.named_parameters():
-                sums[name] = p.grad if other == 0 else sums[name] + p.grad
-                bounds[name] = bounds.get(name, 0) + p.grad.abs().double()
+                gradients.setdefault(name, []).append(p.grad)
         for (name, p), (_name, q) in zip(alone.named_parameters(), model.named_parameters()):
-            p.grad = sums[name] / size
-            want, bound = (t.chunk(size)[rank] for t in (p.grad, 4 * 2.0 ** -24 * bounds[name] / size))
+            p.grad = sum_over(gradients[name], shards) / size
+            bound = 4 * 2.0 ** -24 * sum(g.abs().double() for g in gradients[name]) / size
+            want, bound = (t.chunk(shards)[rank % shards] for t in (p.grad, bound))
             got = local(q.grad)
-            assert torch.equal(got, want) if size == 2 else ((got.double() - want.double()).abs() <= bound).all(), name
+            assert torch.equal(got, want) if exact else ((got.double() - want.double()).abs() <= bound).all(), name
         for one in adam:
             one.step()
         model.zero_grad()
         whole = dict(alone.named_parameters())
         for name, q in model.named_parameters():
             if name not in quantized(model):
-                if size != 2:
+                if not exact:
                     whole[name].data.copy_(q.full_tensor())
                 assert torch.equal(q.full_tensor(), whole[name])
                 continue
             master = adam[1].get_unscaled_state(q, "master_param").full_tensor()
-            if size != 2:
+            if not exact:
                 whole[name].quantize_(master)
                 adam[0].set_scaled_state(whole[name], "master_param", master)
                 for state in ("exp_avg", "exp_avg_sq"):
                     adam[0].set_scaled_state(whole[name], state, adam[1].get_unscaled_state(q, state).full_tensor())
             assert torch.equal(master, adam[0].get_unscaled_state(whole[name], "master_param")), name
-            assert type(local(q)) is nt.NVFP4Tensor and same_rows(local(q), whole[name], rank, size), name
+            assert type(local(q)) is nt.NVFP4Tensor and same_rows(local(q), whole[name], rank % shards, shards), name
 
 
 def gathers(rank, size):
@@ -164,19 +176,20 @@ def rejected(rank, size):
                 fully_shard(nt.Linear(64, rows))
 
 
-def on_meta(rank, size):
+def on_meta(rank, size, replicas=1):
     """Sharded on the meta device, then given values: shards of what quantizing all of them gives."""
-    model = sharded(model_of(device="meta", keep=True))
+    shards = size // replicas
+    model = sharded(model_of(device="meta", keep=True), replicas)
     assert all(local(p).is_meta for p in model.parameters())
-    torch.manual_seed(rank)
+    torch.manual_seed(rank % shards)
     for layer in model:
         layer.reset_parameters()
     assert len(quantized(model)) == 4
     for p in quantized(model).values():
         values = local(p).get_high_precision_init_val()
-        whole = values.new_empty(values.shape[0] * size, values.shape[1])
-        dist.all_gather_into_tensor(whole, values)
-        assert same_rows(local(p), local(p)._get_quantizer().copy()(whole), rank, size)
+        whole = values.new_empty(values.shape[0] * shards, values.shape[1])
+        dist.all_gather_into_tensor(whole, values, group=p.device_mesh.get_group(p.device_mesh.ndim - 1))
+        assert same_rows(local(p), local(p)._get_quantizer().copy()(whole), rank % shards, shards)
     adam = nt.FusedAdam(model.parameters(), master_weights=True)
     losses_of(model, 0, rank)
     before = {name: local(p).get_high_precision_init_val() for name, p in quantized(model).items()}
@@ -227,9 +240,9 @@ def mixed(rank, size):
 # ---- Checkpoints -----------------------------------------------------------------------------------------
 
 
-def saved(directory, rank, size):
+def saved(directory, rank, size, replicas=1):
     import torch.distributed.checkpoint as dcp
-    model = sharded(model_of())
+    model = sharded(model_of(), replicas)
     adam = nt.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
     losses_of(model, 0, rank)
     adam.step()
@@ -244,9 +257,9 @@ def saved(directory, rank, size):
         torch.save(whole.state_dict(), os.path.join(directory, "whole"))
 
 
-def loaded(directory, rank, size):
+def loaded(directory, rank, size, replicas=1):
     import torch.distributed.checkpoint as dcp
-    model = sharded(model_of())
+    model, shards = sharded(model_of(), replicas), size // replicas
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -257,7 +270,7 @@ def loaded(directory, rank, size):
     whole.load_state_dict(torch.load(os.path.join(directory, "whole"), weights_only=True))
     for (name, p), q in zip(whole.named_parameters(), model.parameters()):
         if name in quantized(model):
-            assert type(local(q)) is nt.NVFP4Tensor and same_rows(local(q), p, rank, size), name
+            assert type(local(q)) is nt.NVFP4Tensor and same_rows(local(q), p, rank % shards, shards), name
         else:
             assert torch.equal(q.full_tensor(), p), name
     x = batch(0, 0, 0)[0]
@@ -303,6 +316,15 @@ def replicated(rank, size):
 # ---- All of them, in processes that are started once -----------------------------------------------------
 
 
+def replicas_of_shards(directory, rank, size):
+    """Two replicas of two shards each (HSDP): all of it there."""
+    training(rank, size, replicas=2, steps=2)
+    on_meta(rank, size, replicas=2)
+    saved(directory, rank, size, replicas=2)
+    dist.barrier()
+    loaded(directory, rank, size, replicas=2)
+
+
 def in_turn(directory, rank, size):
     training(rank, size)
     for function in (gathers, rejected, on_meta, plain_values, mixed, replicated) if size == 2 else ():
@@ -313,6 +335,10 @@ def in_turn(directory, rank, size):
 def test_two_and_three_ranks(tmp_path):
     for size in (2, 3):
         run(functools.partial(in_turn, str(tmp_path)), size, tmp_path)
+
+
+def test_replicas_of_shards(tmp_path):
+    run(functools.partial(replicas_of_shards, str(tmp_path)), 4, tmp_path)
 
 
 # ---- The example -----------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ Each test is a function of a rank that runs in processes of its own; `check` the
 raises ends the test.
 """
 import contextlib
+import datetime
 import os
 import pathlib
 import signal
 import tempfile
+import time
 import traceback
 
 import pytest
@@ -26,6 +28,7 @@ from nib.torch.grouped_tensor import split_quantize  # noqa: E402
 from nib.torch.utils import all_gather_param  # noqa: E402
 
 SIZES = [2, 3]
+TIMEOUT = 2  # seconds, of groups whose rank stays away
 DEADLINE = 300  # seconds; whoever waits for a rank that never comes is killed
 
 
@@ -308,6 +311,9 @@ def reductions_rejected_in_python(rank, size):
         (lambda t: gather_along_first_dim(t, world, quantizer=NVFP4Quantizer()), torch.ones(32, 64),
          [x.double(), x[:5], Odd(), None, cleared]),
         (lambda t: gather_along_first_dim(t, world, quantizer=NVFP4Quantizer()), x[:5], [Odd(), None, x]),
+        (lambda t: gather_along_first_dim(t, world), x, [x.double(), x[:5], x.view(64, 32), Odd(), None, x[0, 0]]),
+        (lambda out: gather_along_first_dim(x, world, output_tensor=out), torch.empty(32 * size, 64),
+         [x, torch.empty(32 * size, 64).double(), torch.empty(64, 32 * size).t(), Odd()]),
     ]
     for call, good, wrong in calls:
         for bad in wrong:
@@ -367,8 +373,28 @@ def fsdp_hooks(rank, size):
     assert again is out and same(out, whole)
 
 
+def stays_away(rank, size):
+    """A rank that does not come, but lives: the others fail when the group's time is over, and nothing has changed."""
+    weight = NVFP4Quantizer(block_dims=(16, 16))(data(32, 32)).detach()
+    before = weight.dequantize()
+    store = dist.PrefixStore("away", dist.distributed_c10d._get_default_store())
+    for number, call in enumerate((lambda group: quantize_master_weights([weight], [None], [None], group),
+                                   lambda group: all_gather_param(weight, 0, 16, group),
+                                   lambda group: gather_along_first_dim(data(4, 4), group))):
+        group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT))
+        if rank == size - 1:
+            store.wait([f"{number}.{other}" for other in range(size - 1)], datetime.timedelta(seconds=DEADLINE))
+            continue
+        start = time.monotonic()
+        with pytest.raises(nib.CommError):
+            call(group)
+        assert time.monotonic() - start < TIMEOUT + DEADLINE / 4
+        assert torch.equal(weight.dequantize(), before)
+        store.set(f"{number}.{rank}", "failed")
+
+
 CASES = [cast_even, cast_odd, cast_fsdp, cast_by_megatron, rejected, too_far, rejected_in_python,
-         amax_reduction, reductions_rejected_in_python, groups_and_subgroups, fsdp_hooks]
+         amax_reduction, reductions_rejected_in_python, groups_and_subgroups, fsdp_hooks, stays_away]
 
 
 def everything(rank, size):
@@ -400,8 +426,26 @@ def broken(rank, size):
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
+def leaves(rank, size):
+    """A rank whose process ends: the others fail at once."""
+    weight = NVFP4Quantizer(block_dims=(16, 16))(data(32, 32)).detach()
+    before = weight.dequantize()
+    if rank < size - 1:
+        start = time.monotonic()
+        with pytest.raises(nib.CommError):
+            quantize_master_weights([weight], [None], [None], None)
+        assert time.monotonic() - start < DEADLINE / 4 and torch.equal(weight.dequantize(), before)
+    os._exit(0)  # there is no group any more
+
+
+def broken_and_left(rank, size):
+    broken(rank, size)
+    dist.barrier()
+    leaves(rank, size)
+
+
 def test_a_broken_communicator(tmp_path):
-    run(broken, 2, tmp_path)
+    run(broken_and_left, 2, tmp_path)
 
 
 def test_one_process_without_distributed():

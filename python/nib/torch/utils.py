@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded master weights, gathers, and the exchange of raw buffers."""
 import ctypes
+import zlib
 from contextlib import ExitStack
 
 import torch
@@ -265,10 +266,7 @@ def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, o
             inp = quantizer(inp)
         return inp, None
     if quantizer is None and not isinstance(inp, FormatStorage):
-        out = output_tensor if output_tensor is not None else \
-            torch.empty((inp.shape[0] * size, *inp.shape[1:]), dtype=inp.dtype)
-        dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group)
-        return out, None
+        return _gather_plain(inp, process_group, size, output_tensor), None
     if not isinstance(inp, FormatStorage):
         with _bridge.communicator(process_group) as comm:
             quantizable = quantizer.is_quantizable(inp)
@@ -290,6 +288,33 @@ def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, o
         output_tensor._assign(inp._shaped(parts, result.shape))
         return output_tensor, None
     return result, None
+
+
+def _gather_plain(inp, process_group, size, output_tensor):
+    """The ranks' plain tensors one below the other. On the CPU the ranks agree before that, so that a fault of one is
+    an error of all. On a GPU it is torch's collective alone, which no host waits for: there the group's time-out ends
+    it."""
+    import torch.distributed as dist
+
+    def target():
+        if not isinstance(inp, torch.Tensor) or not inp.dim():
+            raise ValueError(f"what is gathered along dim 0 is a tensor that has one, not {str(inp)[:80]}")
+        shape = (inp.shape[0] * size, *inp.shape[1:])
+        if output_tensor is None:
+            return torch.empty(shape, dtype=inp.dtype, device=inp.device)
+        if not isinstance(output_tensor, torch.Tensor) or not output_tensor.is_contiguous() or \
+                (output_tensor.shape, output_tensor.dtype, output_tensor.device) != (shape, inp.dtype, inp.device):
+            raise ValueError(f"the output is a contiguous {inp.dtype} tensor {shape} on {inp.device}")
+        return output_tensor
+
+    if isinstance(inp, torch.Tensor) and inp.is_cuda:
+        out = target()
+    else:
+        with _bridge.communicator(process_group) as comm:
+            out = target()
+            _bridge.agree(comm, zlib.crc32(repr((inp.dtype, inp.shape)).encode()))
+    dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group)
+    return out
 
 
 def all_gather_param(weight, start, length, group=None, shard=None):
