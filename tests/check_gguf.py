@@ -4,6 +4,8 @@
 
     check_gguf.py LIBNIB NIB      (NIB_SEED=n for other files; CC is the compiler)
 
+The corpus of the fuzz target and mutants of it (NIB_MUTANTS=n, and NIB_CORPUS, what a fuzzer made of it) must be accepted
+by both or refused by both, with the same keys and tensors, except where the tables below say how and why they differ.
 Files that nib writes must have the bytes that gguf writes, and gguf must read them. nib must read in gguf's files what
 gguf reads there, and a damaged file that nib accepts must be one in which gguf sees the same. The container is no part of
 the public interface, so that its sources are built here into a library that shows everything: nothing but libc is
@@ -38,6 +40,24 @@ PACK = {"UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "UINT32": "I", "
 TYPES = {int(t): sizes for t, sizes in gguf.constants.GGML_QUANT_SIZES.items()}
 TOOL = sys.argv[2] if len(sys.argv) > 2 else os.path.join(ROOT, "build", "nib")
 NVFP4, MXFP4 = gguf.GGMLQuantizationType.NVFP4, gguf.GGMLQuantizationType.MXFP4
+
+# What gguf is not asked: it believes counts, and reads beyond the end of a file for as long as they say.
+UNBOUNDED = r"claims|more than the|ends within|array of arrays|it has \d+ bytes, and|beyond the largest"
+# Where nib refuses what gguf takes: what nib's sentence says, and why.
+STRICTER = [
+    (r"the file is big-endian", "gguf swaps the bytes; nib says what to do first, as llama.cpp does"),
+    (r"its data begins at byte \d+, but", "gaps and overlaps of tensors, which llama.cpp refuses too"),
+    (r"holds a NUL", "a C string, and with it the interface, cannot hold it"),
+    (r"is empty", "nothing can refer to it"),
+    (r'key ".*" comes twice', "gguf keeps the second under another name"),
+    (r"the kind of its items \d+ is unknown", "of an array without items gguf does not look at the kind"),
+    (r"rank \d+ is more than", "GGML has four dims"),
+    (r"dim \d+ is", "dims are positive"),
+]
+# Where nib takes what gguf refuses: what gguf says, and why.
+LAXER = [
+    (r"IndexError: tuple index out of range", "a tensor without dims is one value; gguf has no array for it"),
+]
 
 
 class Refused(Exception):
@@ -350,6 +370,67 @@ def read_theirs(nib, folder, rng):
 read_theirs.accepted = read_theirs.refused = 0
 
 
+def corpus():
+    """What fuzzers found to be different, and what they grew of it."""
+    folders = [os.path.join(ROOT, "tests", "fuzz", "corpus", "gguf"), os.environ.get("NIB_CORPUS")]
+    for folder in filter(None, folders):
+        for name in sorted(os.listdir(folder)):
+            with open(os.path.join(folder, name), "rb") as file:
+                yield file.read()
+
+
+def mutant(rng, contents):
+    """Bytes changed, taken out, repeated, or small numbers in their place."""
+    out = bytearray(rng.choice(contents))
+    for _ in range(rng.randint(1, 3)):
+        at, n, kind = rng.randrange(len(out) + 1), rng.choice((1, 4, 8)), rng.randrange(5)
+        if kind == 0 and at < len(out):
+            out[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            out[at:at + n] = rng.randrange(40).to_bytes(n, "little")
+        elif kind == 2:
+            del out[at:at + n]
+        elif kind == 3:
+            out[at:at] = out[at:at + n]
+        else:
+            out[at:at] = bytes(n)
+    return bytes(out)
+
+
+def compare_mutant(nib, folder, rng):
+    """The corpus first, file by file, then mutants of it."""
+    state = compare_mutant
+    if not state.contents:
+        state.contents = list(corpus())
+    content = state.contents[state.number] if state.number < len(state.contents) else mutant(rng, state.contents)
+    state.number += 1
+    path = os.path.join(folder, "mutant.gguf")
+    with open(path, "wb") as file:
+        file.write(content)
+    ours = theirs = refusal = sentence = None
+    try:
+        ours = nib.read(path)
+    except Refused as error:
+        sentence = str(error)
+    if sentence and re.search(UNBOUNDED, sentence, re.S):
+        return None
+    try:
+        theirs = reference_read(path)
+    except Exception as error:  # it has no exception of its own
+        refusal = "%s: %s" % (type(error).__name__, error)
+    if ours and theirs:
+        state.accepted += 1
+        return compare_reading(nib, path)
+    if theirs and not any(re.search(pattern, sentence, re.S) for pattern, _ in STRICTER):
+        return "only nib refuses: %s\n%r" % (sentence, content[:300])
+    if ours and not any(re.search(pattern, refusal, re.S) for pattern, _ in LAXER):
+        return "only gguf refuses: %s\n%r" % (refusal, content[:300])
+    return None
+
+
+compare_mutant.contents, compare_mutant.number, compare_mutant.accepted = [], 0, 0
+
+
 # ---- Values --------------------------------------------------------------------------------------------------
 
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -629,7 +710,8 @@ def main():
     passed = failed = 0
     with tempfile.TemporaryDirectory() as folder:
         nib = Nib(folder)
-        for check, rounds in ((compare_types, 1), (compare_writing, 200), (read_theirs, 200), (values_nvfp4, 20),
+        mutants = int(os.environ.get("NIB_MUTANTS", "300"))
+        for check, rounds in ((compare_types, 1), (compare_mutant, mutants), (compare_writing, 200), (read_theirs, 200), (values_nvfp4, 20),
                               (values_mxfp4, 20), (values_ggml, 10), (values_known, 1), (tool_dequantizes, 2),
                               (tool_quantizes, 2), (tool_joins, 1)):
             for i in range(rounds):
@@ -639,6 +721,7 @@ def main():
                 if fault is not None and failed <= 10:
                     print("FAILED %s %d: %s" % (check.__name__, i, fault))
     print("gguf: %d damaged files refused, %d accepted" % (read_theirs.refused, read_theirs.accepted))
+    print("gguf: %d files of the corpus and mutants, %d accepted by both" % (compare_mutant.number, compare_mutant.accepted))
     print("%d passed, %d failed, 0 skipped" % (passed, failed))
     return failed != 0
 

@@ -255,10 +255,10 @@ nib_status nib_hessians_open(const char *statistics, const char *directory, stru
     nib_status status = read_statistics(h, statistics);
     if (!status && directory)
         status = nib_os_list(directory, add_listed, &(struct listing){ h, directory });
-    if (!status) {
+    if (!status && h->n)
         qsort(h->entries, h->n, sizeof *h->entries, by_name);
+    if (!status)
         status = check_values(h);
-    }
     if (status) {
         nib_hessians_close(h);
         return status;

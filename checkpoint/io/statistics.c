@@ -351,6 +351,19 @@ static nib_status check_floats(const struct nib_statistics *s, const struct entr
     return NIB_OK;
 }
 
+/* Tokens, as floats: none, or at least one, so that no mean is larger than its sum. */
+static nib_status check_tokens(const struct nib_statistics *s, const struct entry *e, float *buffer)
+{
+    TRY(check_floats(s, e, e->counts_at, e->slices, "count", buffer));
+    for (int64_t i = 0; i < e->slices; i++) {
+        TRY(nib_os_read_at(s->fd, s->path, e->counts_at + (uint64_t)i * sizeof *buffer, buffer, sizeof *buffer));
+        if (*buffer > 0 && *buffer < 1)
+            return nib_fail(NIB_ERR_DATA, "%s: count %lld of %s is %g: less than a token", s->path, (long long)i,
+                            nib_quote(e->name).text, (double)*buffer);
+    }
+    return NIB_OK;
+}
+
 static nib_status check_counts(const struct nib_statistics *s, const struct entry *e)
 {
     for (int64_t i = 0; i < e->slices; i++) {
@@ -397,7 +410,7 @@ static nib_status check_entry(const struct nib_statistics *s, const struct entry
 {
     TRY(check_floats(s, e, e->at, e->values, "value", buffer));
     if (s->form == IMATRIX_GGUF)
-        TRY(check_floats(s, e, e->counts_at, e->slices, "count", buffer));
+        TRY(check_tokens(s, e, buffer));
     if (s->form == NIB_STATS)
         TRY(check_counts(s, e));
     return e->amaxes_at ? check_floats(s, e, e->amaxes_at, e->values, "amax", buffer) : NIB_OK;

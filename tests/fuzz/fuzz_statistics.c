@@ -24,7 +24,7 @@ static void walk(const struct nib_statistics *s)
         require(out && !nib_statistics_read(s, i, slices, slices - 1, cols, out, &tokens), "reading it");
         require(tokens >= 0, "its tokens");
         for (int64_t k = 0; tokens > 0 && k < cols; k++)
-            require(out[k] >= 0, "a mean square");
+            require(out[k] >= 0 && out[k] <= FLT_MAX, "a mean square");
         require(nib_statistics_read(s, i, slices, slices, cols, out, &tokens) == NIB_ERR_DATA, "a slice too many");
         require(nib_statistics_read(s, i, slices, 0, cols + 1, out, &tokens) == NIB_ERR_DATA, "a channel too many");
         free(out);
