@@ -54,13 +54,14 @@ static bool done(nib_status status, bool accepted, const char *what)
 
 /* ---- Every tensor is what its model is ---- */
 
+static const nib_part parts_of[2][KINDS] = { { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE },
+                                             { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_TENSOR_SCALE } };
+
 static void check_parts(const nib_tensor *t, const struct model *m)
 {
-    static const nib_part parts[2][KINDS] = { { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE },
-                                              { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_TENSOR_SCALE } };
     for (int usage = 0; usage < 2; usage++)
         for (int kind = 0; kind < KINDS; kind++) {
-            const nib_buffer *buffer = nib_tensor_buffer(t, parts[usage][kind]);
+            const nib_buffer *buffer = nib_tensor_buffer(t, parts_of[usage][kind]);
             require((buffer != NULL) == (m->part[usage][kind] != NULL), "a part that is there or not");
             if (!buffer)
                 continue;
@@ -93,12 +94,13 @@ static void check_slot(const struct slot *s)
 /* Buffers are shared where arrays are, and nowhere else. */
 static void check_sharing(const struct slot *a, const struct slot *b)
 {
-    static const nib_part parts[2] = { NIB_ROW_DATA, NIB_COL_DATA };
     for (int usage = 0; usage < 2; usage++)
-        if (has(&a->m, usage) && has(&b->m, usage))
-            require((nib_tensor_buffer(a->t, parts[usage]) == nib_tensor_buffer(b->t, parts[usage])) ==
-                        (a->m.part[usage][CODES] == b->m.part[usage][CODES]),
-                    "sharing");
+        for (int kind = 0; kind < KINDS; kind++) {
+            const nib_part part = parts_of[usage][kind];
+            const struct plain *p = a->m.part[usage][kind], *o = b->m.part[usage][kind];
+            if (p && o)
+                require((nib_tensor_buffer(a->t, part) == nib_tensor_buffer(b->t, part)) == (p == o), "sharing");
+        }
 }
 
 static void check_all(void)
