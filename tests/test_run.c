@@ -185,6 +185,41 @@ TEST(files_are_cut_behind_empty_tensors)
     nib_checkpoint_close(in);
 }
 
+/* Of many small tensors, or long names, a header is full before the file is: the three tensors of a weight have 40 MB of
+ * names in the input, and more than a header may have in the output. */
+TEST(files_are_cut_where_a_header_is_full)
+{
+    enum { WEIGHTS = 200, LENGTH = 200000 };
+    if (SANITIZED)
+        SKIP("it takes time");
+    static const uint16_t zeros[16 * 16];
+    struct item items[WEIGHTS];
+    nib_plan_facts facts = { .bytes = sizeof facts };
+    char *const names = malloc(WEIGHTS * (size_t)LENGTH);
+    CHECK_OK(nib_os_remove_directory(at("long")));
+    CHECK(names && mkdir(at("long"), 0777) == 0);
+    for (int i = 0; i < WEIGHTS; i++) {
+        char *const name = names + (size_t)i * LENGTH;
+        memset(name, 'x', LENGTH);
+        memcpy(name, "model.layers.", 13);
+        memcpy(name + 13 + snprintf(name + 13, 32, "%d", i), ".", 1);
+        snprintf(name + LENGTH - 8, 8, ".weight");
+        items[i] = (struct item){ name, NIB_BF16, 2, { 16, 16 }, zeros };
+    }
+    put_tensors("long/model.safetensors", items, WEIGHTS);
+    nib_checkpoint *in = open_good(at("long"));
+    nib_plan *plan = NULL;
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    CHECK(plan && !nib_plan_get_facts(plan, &facts) && facts.files_out == 2 && facts.changed == WEIGHTS);
+    nib_plan_destroy(plan);
+    options.keep_split = 1; /* one file for one file, come what may */
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_UNSUPPORTED, "its header would be longer");
+    nib_checkpoint_close(in);
+    free(names);
+    CHECK_OK(nib_os_remove_directory(at("long")));
+}
+
 /* More names than a plan's first block of memory holds. */
 TEST(plans_of_many_weights)
 {

@@ -148,13 +148,28 @@ nib_status nib_plan_start(const nib_checkpoint *in, const char *command, nib_che
     return NIB_OK;
 }
 
+/* What a tensor takes of a header, at most: its name, escaped, its dims, offsets of a hundred gigabytes, and what is around
+ * them. */
+static uint64_t entry_bytes(const char *name, int64_t rank, const int64_t *shape)
+{
+    enum { AROUND = 64, OFFSETS = 2 * 11, ESCAPED = 6 };
+    uint64_t bytes = AROUND + OFFSETS;
+    for (int64_t i = 0; i < rank; i++)
+        bytes += (uint64_t)snprintf(NULL, 0, "%lld,", (long long)shape[i]);
+    for (const unsigned char *p = (const unsigned char *)name; *p; p++)
+        bytes += *p < 0x20 || *p == '"' || *p == '\\' ? ESCAPED : 1;
+    return bytes;
+}
+
 nib_status nib_plan_next(nib_plan *plan, uint32_t input_file, uint64_t coming_bytes)
 {
     struct nib_out_file *last = plan->n_files ? &plan->files[plan->n_files - 1] : NULL;
     const bool other = plan->keep_split && last && last->input_file != input_file;
     /* What comes behind empty tensors may be larger than the whole shard. */
     const uint64_t left = last && last->data < plan->shard_bytes ? plan->shard_bytes - last->data : 0;
-    const bool full = !plan->keep_split && last && last->data && coming_bytes > left;
+    /* A header has its own limit, which many small tensors reach first; the rest is for provenance and one weight more. */
+    const bool long_header = last && last->entries > NIB_SAFETENSORS_MAX_HEADER - (4 << 20);
+    const bool full = !plan->keep_split && last && ((last->data && coming_bytes > left) || long_header);
     if (last && (plan->one_file || (!other && !full))) {
         last->data += coming_bytes;
         return NIB_OK;
@@ -203,6 +218,7 @@ nib_status nib_plan_add_tensor(nib_plan *plan, const char *name, nib_dtype dtype
                                                                 .source = source,
                                                                 .step = 1 };
     plan->files[plan->n_files - 1].tensors++;
+    plan->files[plan->n_files - 1].entries += entry_bytes(name, rank, dims);
     return NIB_OK;
 }
 

@@ -126,6 +126,7 @@ struct nib_out_file {
     uint32_t first, tensors; /* in plan->tensors: in the order of their bytes, once laid out */
     uint32_t input_file;     /* whose tensors it began with */
     uint64_t data, bytes;    /* where data begins; size of the file */
+    uint64_t entries;        /* bytes of the header that its tensors take, at most */
 };
 
 /* What becomes of a weight of the input, for reports. */
