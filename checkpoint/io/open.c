@@ -18,9 +18,11 @@
 #include "nib_file.h"
 
 enum {
-    CONFIG_LIMIT = 64 << 20, /* bytes of config.json: vocabularies have been seen in them */
-    INDEX_LIMIT = 512 << 20, /* bytes of an index */
-    OBJECT_LIMIT = 256 << 20 /* bytes of a tokenizer, and of what describes one */
+    CONFIG_LIMIT = 64 << 20,  /* bytes of config.json: vocabularies have been seen in them */
+    INDEX_LIMIT = 512 << 20,  /* bytes of an index */
+    OBJECT_LIMIT = 256 << 20, /* bytes of a tokenizer, and of what describes one */
+    VALUES_LIMIT = 8 << 20, /* values of a JSON file: each takes up to 340 bytes of memory and as few as two of text */
+    PROVENANCE_LIMIT = 4 << 20 /* bytes; more than nib ever writes */
 };
 
 /* ---- Strings and diagnostics ---- */
@@ -106,9 +108,27 @@ nib_status nib_ck_read_text(const char *path, size_t limit, char **out, size_t *
     return NIB_OK;
 }
 
+/* Every value but the first follows a comma or an opening bracket. */
+static size_t count_values(const char *text, size_t bytes)
+{
+    size_t n = 1;
+    bool in_string = false;
+    for (size_t i = 0; i < bytes; i++) {
+        if (in_string && text[i] == '\\')
+            i++;
+        else if (text[i] == '"')
+            in_string = !in_string;
+        else if (!in_string)
+            n += text[i] == ',' || text[i] == '[' || text[i] == '{';
+    }
+    return n;
+}
+
 nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, json_t **out)
 {
     json_error_t error;
+    if (bytes > VALUES_LIMIT && count_values(text, bytes) > VALUES_LIMIT)
+        return nib_fail(NIB_ERR_DATA, "%s: it has more values than the limit of %d", path, VALUES_LIMIT);
     json_t *value = json_loadb(text, bytes, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
     if (!value)
         return nib_fail(json_error_code(&error) == json_error_out_of_memory ? NIB_ERR_MEMORY : NIB_ERR_DATA,
@@ -780,6 +800,8 @@ static void find_provenance(nib_checkpoint *c)
     for (size_t f = 0; f < c->n_files && !c->provenance; f++)
         if (c->files[f].safetensors)
             c->provenance = nib_file_metadata(c->files[f].safetensors, "nib");
+    if (c->provenance && strlen(c->provenance) > PROVENANCE_LIMIT)
+        c->provenance = NULL;
 }
 
 nib_status nib_ck_open(const char *path, nib_checkpoint **out)

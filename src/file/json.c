@@ -583,8 +583,7 @@ static nib_status skip_scalar(struct nib_json *json, int byte)
 
 nib_status nib_json_skip(struct nib_json *json)
 {
-    char close
-        [NIB_JSON_MAX_DEPTH]; /* the bracket that ends each open tensor scale: a stack of our own instead of recursion */
+    char close[NIB_JSON_MAX_DEPTH]; /* the bracket that ends each open one: a stack of our own instead of recursion */
     int depth = 0;
     do {
         int byte;

@@ -3,7 +3,7 @@
 """load.py million|header|sparse DIRECTORY: checkpoints that are large in one respect, their data mostly holes.
 
 million   1,000,350 weights of experts, 16x16, in 8 files with an index
-header    one file with a header of just under 100,000,000 bytes, the most there may be
+header    one file with a header of just under 100,000,000 bytes, the most there may be: a weight and norms
 sparse    one BF16 weight of 40 GB, 204,800 x 98,304, whose every 64th row has values
 """
 import json
@@ -47,17 +47,18 @@ def million(directory):
 
 
 def header(directory):
-    entries, used, count = [], 2, 0
+    entries, used, count = [("model.layers.0.mlp.up_proj.weight", "BF16", [16, 16], 512)], 120, 0
     while True:
         name = f"model.layers.{count}.input_layernorm." + "x" * 20 + ".weight"
-        at = 32 * count
+        at = 512 + 32 * count
         size = len(f'"{name}":{{"dtype":"BF16","shape":[16],"data_offsets":[{at},{at + 32}]}},')
         if used + size > 99_999_900:
             break
         entries.append((name, "BF16", [16], 32))
         used += size
         count += 1
-    print(write(os.path.join(directory, "model.safetensors"), entries, 32 * count), "bytes of header,", count, "tensors")
+    print(write(os.path.join(directory, "model.safetensors"), entries, 512 + 32 * count), "bytes of header,",
+          count + 1, "tensors")
     with open(os.path.join(directory, "config.json"), "w", encoding="ascii") as file:
         json.dump({"model_type": "llama"}, file)
 
