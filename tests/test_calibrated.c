@@ -731,6 +731,18 @@ TEST(hessians_that_are_rejected)
         CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA, cases[i].words);
         CHECK_THAT(strstr(nib_last_error(), "stats-of-layer-00000.safetensors"), "%s", nib_last_error());
     }
+    make_hessians("twice");
+    nib_writer *writer = NULL;
+    CHECK_OK(nib_writer_create(at("twice/stats-of-layer-00007.safetensors"), &writer));
+    CHECK_OK(nib_writer_metadata(writer, "format", "nib-stats-1"));
+    for (int declare = 1; declare >= 0; declare--)
+        put_hessian(writer, 0, declare);
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+    options.hessians = at("twice");
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA, "too");
+    options.hessians = at("absent");
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_IO, "absent");
     options.hessians = at("good");
     options.damp = -0.5f;
     CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "damping");

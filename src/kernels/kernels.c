@@ -84,6 +84,7 @@ static void merge(void)
             best.operation[i] = isa->kernels->operation[i];
         NIB_KERNELS(X)
         NIB_PRODUCT_KERNELS(X)
+        NIB_GPTQ_KERNELS(X)
 #undef X
         best_name = isa->name;
     }

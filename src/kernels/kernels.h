@@ -104,19 +104,23 @@ enum { NIB_GENERIC_FORMAT = NIB_FORMAT_COUNT, NIB_FORMAT_SLOTS };
     X(quantize_both, NIB_FORMAT_SLOTS) \
     X(decode, NIB_FORMAT_SLOTS)        \
     X(inverse_rht, NIB_DTYPE_COUNT)    \
-    X(transpose, NIB_DTYPE_COUNT)      \
-    X(subtract, NIB_DTYPE_COUNT)       \
-    X(round_column, NIB_FORMAT_SLOTS)
+    X(transpose, NIB_DTYPE_COUNT)
 
 /* Those of products, which go together (product.h). */
 #define NIB_PRODUCT_KERNELS(X)      \
     X(pack_rows, NIB_PRODUCT_SLOTS) \
     X(multiply, NIB_PRODUCT_SLOTS)
 
+/* Those of GPTQ. */
+#define NIB_GPTQ_KERNELS(X)      \
+    X(subtract, NIB_DTYPE_COUNT) \
+    X(round_column, NIB_FORMAT_SLOTS)
+
 struct nib_kernels {
 #define X(operation, count) nib_##operation##_fn *operation[count];
     NIB_KERNELS(X)
     NIB_PRODUCT_KERNELS(X)
+    NIB_GPTQ_KERNELS(X)
 #undef X
 };
 

@@ -204,10 +204,7 @@ static bool factorize_tiles(struct factorization *f)
     for (f->current = 0; f->current < f->size; f->current++) {
         const int64_t below = f->size - f->current - 1;
         nib_parallel(2 * (below + 1), f->threads, update_column, f);
-        const nib_fpenv saved = nib_fpenv_enter();
-        const bool positive = factorize_tile(f, tile_at(f, f->current, f->current));
-        nib_fpenv_leave(saved);
-        if (!positive)
+        if (!factorize_tile(f, tile_at(f, f->current, f->current)))
             return false;
         nib_parallel(2 * below, f->threads, solve_column, f);
     }
@@ -301,8 +298,10 @@ nib_status nib_factorize(const nib_device *host, const struct nib_kernels *kerne
                             ? find_order(hessian, n, found)
                             : nib_fail(NIB_ERR_MEMORY, "no memory to factorize a Hessian of %lld columns: %.1f GB",
                                        (long long)n, (double)tiles / 1e9);
+    const nib_fpenv saved = nib_fpenv_enter();
     if (!status)
         status = factorize(&f, damp, damped);
+    nib_fpenv_leave(saved);
     if (!status)
         memcpy(order, found, (size_t)n * sizeof *order);
     nib_free(found);

@@ -278,6 +278,11 @@ def test_gptq(x):
     rng = np.random.default_rng(5)
     inputs = rng.normal(size=(200, 64)) @ rng.normal(size=(64, 64))
     hessian = (inputs.T @ inputs / len(inputs)).astype(np.float32)
+    wide = rng.normal(size=(150, 300))  # several tiles, and fewer tokens than columns
+    large = (wide.T @ wide / len(wide)).astype(np.float32)
+    order, u, _ = nib.gptq_factorize(large)
+    inverse = np.linalg.inv(large[np.ix_(order, order)].astype(np.float64) + 0.1 * np.diag(large).mean() * np.eye(300))
+    assert np.abs(u.astype(np.float64).T @ u - inverse).max() < 1e-5 * np.abs(inverse).max()
     order, u, damp = nib.gptq_factorize(hessian)
     assert damp == 0.1 and np.array_equal(order, np.argsort(-np.diag(hessian), kind="stable"))
     upper = np.triu(hessian.astype(np.float64))
