@@ -31,6 +31,16 @@ run 2 "$NIB"
 empty out
 for command in $commands; do has err "  $command"; done
 
+# Every option that a command's help lists is one that it knows, however many there are.
+for command in quantize convert check repair inspect compare dequantize; do
+    run 0 "$NIB" "$command" --help
+    sed -nE 's/^  (-., |    )(--[a-z0-9-]+).*/\2/p' "$work/out" >"$work/options"
+    while read -r option; do
+        "$NIB" "$command" "$option" >"$work/out" 2>"$work/err" </dev/null # without what else it takes
+        ! grep -qF "cannot take option" "$work/err" || fail "$command $option"
+    done <"$work/options"
+done
+
 for words in help --help -h; do
     run 0 "$NIB" $words
     empty err
