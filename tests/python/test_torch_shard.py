@@ -29,7 +29,7 @@ from nib.torch.utils import all_gather_param  # noqa: E402
 
 SIZES = [2, 3]
 TIMEOUT = 2  # seconds, of groups whose rank stays away
-DEADLINE = 300  # seconds; whoever waits for a rank that never comes is killed
+DEADLINE = 600  # seconds; whoever waits for a rank that never comes is killed
 
 
 def entry(rank, function, size, directory):
