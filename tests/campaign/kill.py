@@ -242,7 +242,11 @@ def make_ways(nib, build, work, only):
             ways[f"nib-mpi quantize, {ranks} ranks"] = (3, Command(words, out, ranks=ranks))
         words = ["mpirun", "-n", "2", tool, "convert", "-q", "-t", "1", "--format", "modelopt", packed]
         ways["nib-mpi convert, 2 ranks"] = (1, Command(words, out, ranks=2))
+    else:
+        print("nib-mpi is left out: it is not built, or there is no mpirun", flush=True)
     calibration = make_calibration(work)
+    if not calibration:
+        print("nib.calibrate is left out: there is no PyTorch", flush=True)
     ways |= {name: (2, Forked(function, f"{work}/stats")) for name, function in calibration.items()}
     return {name: way for name, way in ways.items() if not only or only == name}
 
