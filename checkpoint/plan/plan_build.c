@@ -755,6 +755,14 @@ static nib_status check_diagnostics(const nib_checkpoint *in)
     return NIB_OK;
 }
 
+static bool any_quantized(const nib_plan *plan)
+{
+    for (size_t i = 0; i < plan->in->n_weights; i++)
+        if (nib_plan_is_quantized(plan, i))
+            return true;
+    return false;
+}
+
 static nib_status nothing_left(const nib_plan *plan)
 {
     if (plan->in->n_weights == 0)
@@ -792,7 +800,7 @@ nib_status nib_plan_build(nib_plan *plan, nib_plan **out)
         status = nib_plan_fold(plan, m.group);
     if (!status)
         status = nib_plan_scale_activations(plan, m.group);
-    if (!status && !strcmp(plan->command, "quantize") && plan->n_groups == 0)
+    if (!status && !strcmp(plan->command, "quantize") && !any_quantized(plan))
         status = nothing_left(plan);
     if (!status)
         status = find_restored(&m);

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import imatrix, layerwise, streaming
-from ._cli import Command, positive
+from ._cli import Command, Progress, positive
 
 __all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
 
@@ -445,6 +445,8 @@ class Options:
     quantize: str = None  # a directory: write the quantized model too
     how: dict = dataclasses.field(default_factory=dict)  # options of nib.quantize_checkpoint, for that
     sequential: bool = False
+    budget: float = 0.0  # bits of a quantized weight; 0: none
+    budget_tokens: int = 8192  # that units are measured on
     force: bool = False  # replace what is at `quantize`
     tokens_sha256: str = ""  # of the tokens: set by calibrate()
 
@@ -541,8 +543,24 @@ class _Quantizing:
         if self.own_hessians:
             shutil.rmtree(self.layers.hessians(), ignore_errors=True)
 
-    def finish(self, stats):
-        return self.layers.finish(self.options.quantize, stats, resume=True, force=self.options.force)
+    def finish(self, stats, tokens, told):
+        """The plan; with a budget its units too."""
+        options, fp8, units = self.options, [], None
+        if options.budget:
+            step = max(1, tokens.numel() // options.budget_tokens)
+            fp8, units = self.layers.spend(stats, options.budget, tokens[::step], told)
+        plan = self.layers.finish(options.quantize, stats, resume=True, force=options.force, fp8=fp8)
+        if units is not None:
+            plan["units"] = [dataclasses.asdict(unit) for unit in units]
+            said = os.path.join(options.quantize, "nib-budget.json")
+            _write_safely(said, lambda path: _write_json(path, plan["units"]))
+        return plan
+
+
+def _write_json(path, value):
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
 
 
 def _statistics(model, tokens, partial, options, metadata):
@@ -556,11 +574,11 @@ def _statistics(model, tokens, partial, options, metadata):
                      "tokens_sha256": options.tokens_sha256, **(metadata or {}), "inputs": json.dumps(inputs)}
 
 
-def calibrate(directory, tokens, out, options=None, metadata=None, progress=None):
+def calibrate(directory, tokens, out, options=None, metadata=None, progress=None, told=None):
     """Statistics of a model's inputs over tokens [sequences, length], written to `out` (None, where the model is
     quantized with them: nowhere). `progress(layer, layers, batch, batches)` is called after each batch. What an
     interrupted call left in `out`.partial is taken up again. Returns the tensors, and what is said of them: the
-    metadata, and "plan" of the quantization."""
+    metadata, and "plan" of the quantization. `told(layer, layers)` is called while a budget is measured."""
     options = dataclasses.replace(options or Options())
     if options.first_tokens is None:
         options.first_tokens = tokens.numel() < ENOUGH
@@ -595,7 +613,7 @@ def calibrate(directory, tokens, out, options=None, metadata=None, progress=None
             imatrix.write(path, tensors, json.loads(about["inputs"]), texts, *tokens.shape)))
         about["not_in_imatrix"] = left
     if quantizing:
-        about["plan"] = quantizing.finish(stats)
+        about["plan"] = quantizing.finish(stats, tokens, told)
     partial.remove()
     return tensors, about
 
@@ -641,6 +659,9 @@ def _parse(arguments):
                         help="of OUT")
     parser.add_argument("--scheme", choices=["nvfp4a16", "nvfp4"], default="nvfp4a16",
                         help="weights only, or activations too")
+    parser.add_argument("--budget", metavar="BITS", type=float, default=0.0,
+                        help="of a quantized weight, from 4.5: those in FP8 that are worth it by KL; 0: none")
+    parser.add_argument("--budget-tokens", metavar="N", type=positive, default=8192, help="to measure that on")
     parser.add_argument("--force", action="store_true", help="replace OUT")
     parser.add_argument("--imatrix", metavar="FILE", help="write llama.cpp's imatrix (GGUF) too")
     parser.add_argument("--tokens", metavar="N", type=positive, default=131072, help="of text in all")
@@ -703,12 +724,14 @@ def _check_arguments(given):
     if given.out and os.path.isdir(given.out):
         _command.fail(f"{given.out}: is a directory")
     if not given.quantize:
-        for option in ("gptq", "fold", "force"):
+        for option in ("gptq", "fold", "force", "budget"):
             if getattr(given, option):
                 _command.fail(f"--{option} goes with --quantize OUT")
     elif not given.force and not os.path.exists(f"{given.out or given.quantize}.partial") and \
             os.path.exists(given.quantize) and os.listdir(given.quantize) not in ([], [".nib-partial"]):
         _command.fail(f"{given.quantize}: exists; --force replaces it")
+    if given.budget and not 4.5 <= given.budget <= 8:
+        _command.fail(f"--budget is bits of a weight, from 4.5, those of NVFP4, to 8, those of FP8, not {given.budget}")
     if given.sequential and not given.gptq:
         _command.fail("--sequential goes with --gptq")
     if given.gptq and not given.text:
@@ -726,14 +749,18 @@ def _options(given):
         how.update(gptq=True, damp=given.damp)
     return Options(given.device, getattr(torch, given.dtype) if given.dtype else None, given.batch, given.hessians,
                    given.all_experts, given.max_memory, None, given.restart, given.imatrix, given.quantize,
-                   how if given.quantize else {}, given.sequential, given.force)
+                   how if given.quantize else {}, given.sequential, given.budget, given.budget_tokens, given.force)
 
 
 def _say_plan(given, plan):
     """What became of the weights."""
-    rows = [row for row in plan["rows"] if row["action"] == "quantize"]
+    rows = [row for row in plan["rows"] if row["action"] in ("quantize", "fp8")]
     bits = 8 * plan["changed_bytes_out"] / max(plan["changed_elements"], 1)
     print(f"{given.quantize}: {len(rows)} weights quantized, {bits:.2f} bits a weight")
+    for unit in sorted(plan.get("units", []), key=lambda unit: -unit["gain"]):
+        if unit["chosen"]:
+            print(f"  FP8: {', '.join(unit['weights'])}: KL {unit['gain']:+.5f}, {unit['extra_bytes']} bytes more")
+    rows = [row for row in rows if row["action"] == "quantize"]
     if not given.gptq:
         return
     without = {}
@@ -751,7 +778,9 @@ def main(arguments=None):
     _check_arguments(given)
     try:
         tokens, about = _tokens(given)
-        tensors, about = calibrate(given.model, tokens, given.out, _options(given), about, _Progress(given.quiet))
+        measuring = Progress(given.quiet)
+        tensors, about = calibrate(given.model, tokens, given.out, _options(given), about, _Progress(given.quiet),
+                                   lambda *done: measuring("what units are worth: layer", *done))
     except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
         _command.fail(error)
     except KeyboardInterrupt:

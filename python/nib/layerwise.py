@@ -18,7 +18,7 @@ import shutil
 
 import torch
 
-from . import streaming
+from . import budget, streaming
 from ._checkpoint import dequantize_checkpoint, quantize_checkpoint
 from ._library import ModeError
 
@@ -170,17 +170,47 @@ class Layers:
 
     # ---- All of them ----
 
-    def finish(self, out, stats, **more):
-        """Write the whole checkpoint. Returns its plan, with what the plans of the layers said of their weights."""
+    def _whole(self, out, stats, **more):
+        """Quantize the whole model, with the codes of its layers."""
         options = {key: value for key, value in self.options.items() if key not in ("gptq", "damp")}
         some = any(name.endswith(".safetensors") for name in os.listdir(self.codes))
+        return quantize_checkpoint(self.model.directory, out, imatrix=stats, codes=self.codes if some else None,
+                                   **{**options, **more})
+
+    def spend(self, stats, bits, tokens, progress=None):
+        """The weights that a budget of `bits` makes FP8, and the units with what each is worth. What was measured is
+        there when the run goes on."""
+        low, high = (os.path.join(self.directory, name) for name in ("nvfp4", "fp8"))
+        note = os.path.join(self.directory, "units.json")
+        plan = self._whole(low, stats, format="compressed-tensors", dry_run=True)
+        units = budget.units_of(plan)
+        if os.path.exists(note):
+            with open(note, encoding="utf-8") as file:
+                gains = json.load(file)
+            for unit in units:
+                unit.gain = gains[unit.name]
+        else:
+            activations = "nvfp4" if self.options.get("scheme") == "nvfp4" else "bf16"
+            self._whole(low, stats, format="compressed-tensors", force=True)
+            plain = {key: value for key, value in self.options.items() if key not in ("gptq", "damp", "format")}
+            quantize_checkpoint(self.model.directory, high, imatrix=stats, force=True, fp8=["*"],
+                                format="compressed-tensors", **plain)
+            budget.measure(self.model, low, high, units, tokens, activations, progress=progress)
+            with open(note + ".tmp", "w", encoding="utf-8") as file:
+                json.dump({unit.name: unit.gain for unit in units}, file)
+            os.replace(note + ".tmp", note)
+            for directory in (low, high):
+                shutil.rmtree(directory)
+        return budget.choose(units, plan["changed_elements"], bits), units
+
+    def finish(self, out, stats, **more):
+        """Write the whole checkpoint. Returns its plan, with what the plans of the layers said of their weights."""
         begun = os.path.join(self.directory, "begun")
         there = [os.path.exists(os.path.join(out, name)) for name in ("config.json", ".nib-partial")]
         done = os.path.exists(begun) and there == [True, False] and not more.get("force")  # and killed just then
         with open(begun, "w", encoding="utf-8"):
             pass
-        plan = quantize_checkpoint(self.model.directory, out, imatrix=stats, codes=self.codes if some else None,
-                                   dry_run=done, **options, **more)
+        plan = self._whole(out, stats, dry_run=done, **more)
         own = {}
         for name in os.listdir(self.directory):
             if name.startswith("layer-") and name.endswith(".json"):

@@ -159,9 +159,6 @@ class PackedSource(streaming.Source):
                     found[form.parts(name)[1]] = _Weight(self, form, name, scales)
                     parts.update([name, *scales])
                     break
-        if not found:
-            raise ValueError(f"{self.directory}: it has no NVFP4 weight of compressed-tensors or ModelOpt; `nib "
-                             "inspect` shows what is there, `nib quantize` and `nib convert` write such directories")
         self.plain = {}
         for name, dtype in self.dtypes.items():
             if name in parts or _CACHE.match(name):
@@ -175,6 +172,9 @@ class PackedSource(streaming.Source):
                 raise ValueError(f"{self.files[name]}: {name} is {dtype}, and no part of an NVFP4 weight; `nib "
                                  "dequantize` makes a plain directory of it, and `nib quantize` an NVFP4 one of that")
             self.plain[name] = self.files[name]
+        if not found:
+            raise ValueError(f"{self.directory}: it has no NVFP4 weight of compressed-tensors or ModelOpt; `nib "
+                             "inspect` shows what is there, `nib quantize` and `nib convert` write such directories")
         return found
 
     def __iter__(self):
