@@ -472,7 +472,7 @@ static float hessians[3][I * (I + 1) / 2]; /* of attention, of what experts read
 static const struct {
     const char *name;
     int64_t cols, tokens; /* below 0: not said */
-} hessian_of[3] = { { LAYER "self_attn.q_proj", H, 4 * H },
+} hessian_of[3] = { { LAYER "self_attn.q_proj", H, 6 * H },
                     { EXPERT "gate_proj", H, -1 }, /* 307 */
                     { EXPERT "down_proj", I, 1000000 } };
 
@@ -605,10 +605,10 @@ TEST(codes_by_gptq)
     nib_plan *plan = NULL;
     options.gptq = 1;
     CHECK_OK(nib_plan_quantize(in, &options, &plan));
-    CHECK(!strcmp(row_of(plan, LAYER "self_attn.v_proj").gptq, "128 tokens"));
+    CHECK(!strcmp(row_of(plan, LAYER "self_attn.v_proj").gptq, "192 tokens"));
     CHECK(!strcmp(row_of(plan, EXPERT "1.up_proj").gptq, "307 tokens"));
     CHECK(!strcmp(row_of(plan, EXPERT "0.down_proj").gptq, "300 tokens"));
-    CHECK(!strcmp(row_of(plan, EXPERT "2.down_proj").gptq, "none: 7 tokens, and 48 columns need 192"));
+    CHECK(!strcmp(row_of(plan, EXPERT "2.down_proj").gptq, "none: 7 tokens, and 48 columns need 288"));
     CHECK(!strcmp(row_of(plan, LAYER "self_attn.o_proj").gptq, "none: there are no statistics of its input"));
     CHECK(!*row_of(plan, LAYER "mlp.gate").gptq);
     nib_plan_destroy(plan);

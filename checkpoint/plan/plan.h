@@ -297,7 +297,7 @@ nib_status nib_plan_find_codes(nib_plan *plan);
 /* ---- GPTQ (plan_gptq.c) ---- */
 
 /* Tokens for each column that a Hessian must be of. */
-#define NIB_GPTQ_TOKENS 4
+#define NIB_GPTQ_TOKENS 6
 
 /* Behind nib_plan_open_statistics. directory NULL: STATISTICS.hessians, if that is one; damp below 0: 0.1. */
 nib_status nib_plan_open_hessians(nib_plan *plan, const char *statistics, const char *directory, float damp);

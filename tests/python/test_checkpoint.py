@@ -166,7 +166,7 @@ def test_gptq(model, tmp_path):
     random = np.random.default_rng(3)
     inputs = random.normal(size=(2 * cols, cols)) @ random.normal(size=(cols, cols))
     hessian = (inputs.T @ inputs / len(inputs)).astype(np.float32)
-    packed = {NAME + ".hessian": hessian[np.triu_indices(cols)], NAME + ".hessian_count": np.array([4 * cols])}
+    packed = {NAME + ".hessian": hessian[np.triu_indices(cols)], NAME + ".hessian_count": np.array([6 * cols])}
     for directory in ("stats.hessians", "few"):
         (tmp_path / directory).mkdir()
         write(tmp_path / directory / "stats-of-layer-00000.safetensors", packed, {"format": "nib-stats-1"})
@@ -174,9 +174,9 @@ def test_gptq(model, tmp_path):
     few = nib.quantize_checkpoint(model, tmp_path / "few.out", imatrix=tmp_path / "stats", gptq=True,
                                   hessians=tmp_path / "few")
     said = {row["name"]: row["gptq"] for row in few["rows"]}
-    assert said[NAME] == f"none: {4 * cols - 1} tokens, and {cols} columns need {4 * cols}"
+    assert said[NAME] == f"none: {6 * cols - 1} tokens, and {cols} columns need {6 * cols}"
     report = nib.quantize_checkpoint(model, tmp_path / "out", imatrix=tmp_path / "stats", gptq=True, damp=0.2)
-    assert {row["name"]: row["gptq"] for row in report["rows"]}[NAME] == f"{4 * cols} tokens"
+    assert {row["name"]: row["gptq"] for row in report["rows"]}[NAME] == f"{6 * cols} tokens"
     q = nib.Quantizer(scale_rule="sweep", tensor_scale_rule="pow2", min_block_scale=2.0**-6, columnwise=False)
     weight = read(model / "model.safetensors")[NAME + ".weight"]
     t = nib.quantize(weight, q, overrides={"importance": nib.importance(squares[NAME])})
