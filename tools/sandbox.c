@@ -315,8 +315,10 @@ enum {
 
 #if defined(__x86_64__)
 #define ARCHITECTURE AUDIT_ARCH_X86_64
-#else
+#elif defined(__aarch64__)
 #define ARCHITECTURE AUDIT_ARCH_AARCH64
+#else
+#define ARCHITECTURE 0 /* one whose number is not here, where the filter would reject every call */
 #endif
 
 #define LOAD(field) \
@@ -329,6 +331,10 @@ enum {
 static bool enter_seccomp(void)
 {
     struct sock_filter code[2 * (DENIED + REQUESTS) + 16], *p = code;
+    if (!ARCHITECTURE) {
+        errno = ENOSYS;
+        return false;
+    }
     *p++ = LOAD(arch);
     *p++ = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, ARCHITECTURE, 1, 0);
     *p++ = DENY; /* another architecture's calls have other numbers */
