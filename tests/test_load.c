@@ -52,7 +52,9 @@ static bool make_job(struct job *job, nib_device *device)
     job->q.columnwise = !job->q.rowwise || test_below(2);
     job->q.seed = test_random();
     job->from = job->q.rowwise ? NIB_ROWWISE : NIB_COLUMNWISE;
-    job->x = random_matrix((enum kind)test_below(KINDS), dtypes[test_below(3)], rows, cols);
+    const enum kind kind = (enum kind)test_below(KINDS); /* one after the other: compilers differ in arguments' order */
+    const nib_dtype dtype = dtypes[test_below(3)];
+    job->x = random_matrix(kind, dtype, rows, cols);
     job->x.device = device;
     job->values = malloc((size_t)(rows * cols) * sizeof *job->values);
     nib_array out;
@@ -93,9 +95,9 @@ static bool try_job(const struct job *job, const struct job *before, nib_device 
         good = !nib_quantize(&job->q, &x, NULL, &t) && same_values(job, t, scratch) && !nib_tensor_clone(t, &other) &&
                same_tensor(other, job->expected);
         break;
-    case 2: /* written over another one's data, if that has the shape */
-        good = !nib_tensor_create(&before->q, NIB_F32, 2, job->x.shape, device, &t) &&
-               !nib_quantize_into(&job->q, &x, NULL, NULL, t) && same_tensor(t, job->expected);
+    case 2: /* written over another one's data, if that can have the shape: an RHT wants whole blocks */
+        good = nib_tensor_create(&before->q, NIB_F32, 2, job->x.shape, device, &t) == NIB_ERR_SHAPE ||
+               (t && !nib_quantize_into(&job->q, &x, NULL, NULL, t) && same_tensor(t, job->expected));
         break;
     default: /* rejected: a message of this thread alone, and no tensor */
         x.shape[1] = -1 - x.shape[1];
@@ -141,7 +143,8 @@ TEST(many_threads)
 {
     const char *const wanted = getenv("NIB_LOAD_SECONDS");
     const double seconds = wanted ? atof(wanted) : SANITIZED ? 2 : 4, began = now();
-    const int64_t allowed = (seconds < 300 ? 8 : 2) << 20; /* a short run has not seen all its peaks by a fifth */
+    const bool brief = seconds < 300; /* then not all peaks have been seen by a fifth of it, nor by a half */
+    const int64_t allowed = (brief ? 24 : 2) << 20;
     pthread_t threads[THREADS];
     nib_device *one = NULL;
     int started = 0;
@@ -152,7 +155,7 @@ TEST(many_threads)
     while (started < THREADS && pthread_create(&threads[started], NULL, work, (void *)(uintptr_t)(started + 1)) == 0)
         started++;
     CHECK(started == THREADS);
-    wait_until(began + seconds / 5);
+    wait_until(began + seconds / (brief ? 2 : 5));
     const int64_t early = resident();
     wait_until(began + seconds);
     const int64_t late = resident();
@@ -164,8 +167,8 @@ TEST(many_threads)
         CHECK_THAT(late - early <= allowed, "resident memory grew from %.1f to %.1f MB", (double)early * 1e-6,
                    (double)late * 1e-6);
     if (wanted)
-        printf("%d threads, %.0f s, %llu calls; resident %.2f MB after a fifth, %.2f MB at the end\n", THREADS, seconds,
-               calls, (double)early * 1e-6, (double)late * 1e-6);
+        printf("%d threads, %.0f s, %llu calls; resident %.2f MB after %s, %.2f MB at the end\n", THREADS, seconds,
+               calls, (double)early * 1e-6, brief ? "a half" : "a fifth", (double)late * 1e-6);
     for (int i = 0; i < JOBS; i++) {
         nib_tensor_destroy(jobs[i].expected);
         free(jobs[i].values);

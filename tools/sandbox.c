@@ -101,6 +101,10 @@ static const char *const system_files[] = {
     "/proc/cpuinfo", "/proc/meminfo", "/proc/sys/vm/overcommit_memory"
 };
 
+/* LLVM's OpenMP says in shared memory that it is there, and takes that back at the end; without, it aborts. */
+extern void __kmpc_fork_call(void) __attribute__((weak));
+enum { IN_SHARED_MEMORY = READ_FILE | WRITE_FILE | TRUNCATE | MAKE_REG | REMOVE_FILE };
+
 struct rules {
     int set;
     uint64_t handled; /* of files */
@@ -236,6 +240,8 @@ static int make_rules(const struct sandbox_path *paths, size_t n, int version)
     const char *at = "Landlock";
     for (size_t i = 0; good && i < sizeof system_files / sizeof *system_files; i++)
         good = allow(&rules, system_files[i], READ);
+    if (good && __kmpc_fork_call)
+        good = allow(&rules, "/dev/shm", IN_SHARED_MEMORY);
     for (size_t i = 0; good && i < n; i++)
         if (paths[i].path) {
             at = paths[i].path;

@@ -292,7 +292,11 @@ if mount -t tmpfs -o size=8M tmpfs "$work/disk" 2>/dev/null; then
     rm -r "$work/disk/out"
     run 2 bash -c "ulimit -f 8192; exec '$NIB' quantize -q '$work/large' '$work/disk/out'"
     has err "File too large"
-    mount -o remount,ro "$work/disk"
+    # What the commands before removed is let go a moment after they end: until then the disk is busy.
+    for _ in $(seq 100); do
+        if mount -o remount,ro "$work/disk" 2>/dev/null; then break; fi
+        sleep 0.1
+    done
     run 2 "$NIB" quantize "$work/large" "$work/disk/other"
     has err "Read-only file system"
     umount "$work/disk" && mounted=
