@@ -935,7 +935,7 @@ nib_status nib_run_write(struct nib_run *run, struct nib_scan *scan, struct nib_
         total += input_bytes(run->plan, &writer.panels[i]);
         status = scan ? find_after(&writer, &writer.panels[i]) : NIB_OK;
     }
-    if (scan)
+    if (scan && !status && writer.n_panels)
         qsort(writer.panels, writer.n_panels, sizeof *writer.panels, by_after);
     nib_run_begin_phase(run, phase_of(run->plan), total);
     for (size_t i = 0; i < writer.n_stages && !status; i++)
