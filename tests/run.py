@@ -299,7 +299,7 @@ def stage_mpi(tally):
 
 CROSS = "aarch64-linux-gnu-gcc"
 EMULATOR = "qemu-aarch64"
-NEON_TESTS = ["test_kernels", "test_codec", "test_known_answers", "test_stochastic", "test_products"]
+NEON_TESTS = ["test_kernels", "test_codec", "test_known_answers", "test_stochastic", "test_products", "test_gptq"]
 NEON_LONG_TESTS = ["test_quantize", "test_quantize_layouts", "test_quantize_overrides", "test_quantize_options",
                    "test_formats", "test_format_tensors", "test_float8_scaling", "test_mxfp4"]
 
