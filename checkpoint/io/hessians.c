@@ -33,16 +33,6 @@ struct nib_hessians {
 
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for the list of Hessians"); }
 
-static char *copy_text(const char *text, size_t n)
-{
-    char *copy = nib_alloc(n + 1);
-    if (copy) {
-        memcpy(copy, text, n);
-        copy[n] = 0;
-    }
-    return copy;
-}
-
 static int64_t values_of(int64_t cols) { return cols * (cols + 1) / 2; }
 
 /* Columns of a triangle of so many values; 0: no triangle has that many. */
@@ -93,7 +83,7 @@ static nib_status add_entry(struct nib_hessians *h, const nib_file *file, const 
     if (!grown)
         return no_memory();
     h->entries = grown;
-    entry.name = copy_text(e->name, n - length);
+    entry.name = nib_alloc_text(e->name, n - length);
     if (!entry.name)
         return no_memory();
     h->entries[h->n++] = entry;
@@ -159,10 +149,10 @@ static nib_status read_statistics(struct nib_hessians *h, const char *path)
     TRY(status);
     if (begin[8] != '{')
         return NIB_OK;
-    TRY(add_file(h, copy_text(path, strlen(path))));
+    TRY(add_file(h, nib_alloc_text(path, strlen(path))));
     TRY(nib_file_open(path, &file));
     const char *tokens = nib_file_metadata(file, "tokens_sha256");
-    h->tokens_hash = tokens ? copy_text(tokens, strlen(tokens)) : NULL;
+    h->tokens_hash = tokens ? nib_alloc_text(tokens, strlen(tokens)) : NULL;
     status = tokens && !h->tokens_hash ? no_memory() : read_entries(h, file);
     nib_file_close(file);
     return status;

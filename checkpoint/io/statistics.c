@@ -40,16 +40,6 @@ struct nib_statistics {
 
 static nib_status no_memory(const char *path) { return nib_fail(NIB_ERR_MEMORY, "%s: no memory to read it", path); }
 
-static char *copy_text(const char *text, size_t n)
-{
-    char *copy = nib_alloc(n + 1);
-    if (copy) {
-        memcpy(copy, text, n);
-        copy[n] = 0;
-    }
-    return copy;
-}
-
 /* Takes the name over. */
 static nib_status add(struct nib_statistics *s, struct entry entry)
 {
@@ -69,7 +59,7 @@ static char *module_name(const char *name, size_t n)
 {
     static const char suffix[] = ".weight";
     const size_t length = sizeof suffix - 1;
-    return copy_text(name, n > length && !memcmp(name + n - length, suffix, length) ? n - length : n);
+    return nib_alloc_text(name, n > length && !memcmp(name + n - length, suffix, length) ? n - length : n);
 }
 
 /* ---- imatrix in GGUF ---- */
@@ -262,10 +252,10 @@ static nib_status add_input(struct nib_statistics *s, const nib_file *file, cons
                         nib_quote(input).text, nib_quote(input).text);
     uint64_t amaxes_at;
     TRY(find_amaxes(s, file, input, &sums, &amaxes_at));
-    char *copy = copy_text(input, strlen(input));
+    char *copy = nib_alloc_text(input, strlen(input));
     if (!copy)
         return no_memory(s->path);
-    return add(s, (struct entry){ .name = copy_text(module, strlen(module)),
+    return add(s, (struct entry){ .name = nib_alloc_text(module, strlen(module)),
                                   .input = copy,
                                   .values = sums.shape[0] * sums.shape[1],
                                   .slices = sums.shape[0],
@@ -452,7 +442,7 @@ nib_status nib_statistics_open(const char *path, struct nib_statistics **out)
     if (!s)
         return no_memory(path);
     s->fd = -1;
-    s->path = copy_text(path, strlen(path));
+    s->path = nib_alloc_text(path, strlen(path));
     nib_status status = s->path ? nib_os_open_read(path, &s->fd, &s->bytes) : no_memory(path);
     if (!status)
         status = read_form(s);

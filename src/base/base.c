@@ -158,6 +158,16 @@ void *nib_alloc_zeroed(size_t bytes)
     return memory;
 }
 
+char *nib_alloc_text(const char *text, size_t n)
+{
+    char *const copy = nib_alloc(n + 1);
+    if (copy) {
+        memcpy(copy, text, n);
+        copy[n] = 0;
+    }
+    return copy;
+}
+
 void *nib_realloc(void *memory, size_t bytes) { return realloc(memory, bytes ? bytes : 1); }
 
 void nib_free(void *memory) { free(memory); }

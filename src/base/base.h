@@ -45,8 +45,9 @@ static inline int64_t nib_ceil_div(int64_t a, int64_t b) { return a / b + (a % b
 static inline int64_t nib_round_up(int64_t a, int64_t b) { return nib_ceil_div(a, b) * b; }
 
 /* All of the library's memory comes from these. NULL when there is none; nib_fail is left to the caller. */
-NIB_PRIVATE void *nib_alloc(size_t bytes);                 /* not zeroed, aligned to 64 bytes, never NULL for 0 */
-NIB_PRIVATE void *nib_alloc_zeroed(size_t bytes);          /* large ones come untouched from the system */
+NIB_PRIVATE void *nib_alloc(size_t bytes);                    /* not zeroed, aligned to 64 bytes, never NULL for 0 */
+NIB_PRIVATE void *nib_alloc_zeroed(size_t bytes);             /* large ones come untouched from the system */
+NIB_PRIVATE char *nib_alloc_text(const char *text, size_t n); /* its first n bytes, and a 0 */
 NIB_PRIVATE void *nib_realloc(void *memory, size_t bytes); /* memory from nib_realloc or NULL, and freed by nib_free */
 NIB_PRIVATE void nib_free(void *memory);
 
