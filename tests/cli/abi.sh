@@ -2,22 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Callers of other versions: tests/abi/caller*.c, compiled with the headers of each version that is still served, and
 # tests/abi/future*.c, whose structs are larger than this library's, all with the shared libraries as they are.
-set -u
+. tests/cli/expect.bash
 BUILD=${BUILD:-$(dirname "${NIB:?the path of the tool}")}
 CC=${CC:-cc}
 command -v "$CC" >/dev/null || { echo "there is no $CC"; exit 77; }
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
-
-fail() {
-    echo "FAILED: $1"
-    sed "s/^/    /" "$work/out" | cat -v
-    failures=$((failures + 1))
-}
 
 # SOURCE HEADERS: it runs, by the soname of the library, and all of its tests pass.
-run() {
+serves() {
     local program
     program=$work/$(basename "$1" .c)-$(basename "$2")
     "$CC" -std=gnu11 -Wall -Wextra -Werror -I"$2" -Itests "$1" -L"$BUILD" -lnib_checkpoint -lnib -lm -o "$program" \
@@ -34,10 +25,10 @@ version=$(sed -n 's/^#define NIB_VERSION "\([0-9]*\.[0-9]*\)\..*"/\1/p' include/
 [ "$soname" = "libnib.so.$version" ] || fail "before 1.0 the soname has major and minor version: $soname"
 for source in tests/abi/caller*.c; do
     for headers in tests/abi/[0-9]*; do
-        run "$source" "$headers"
+        serves "$source" "$headers"
     done
 done
 for source in tests/abi/future*.c; do
-    run "$source" include
+    serves "$source" include
 done
 [ $failures = 0 ]

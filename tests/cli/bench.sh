@@ -1,29 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # nib bench: its report parses, its plot is well-formed, wrong usage is refused. No figure is judged.
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
-
-# run STATUS COMMAND...: runs it into $work/out and $work/err and compares the exit status.
-run() {
-    local expected=$1 status=0
-    shift
-    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
-    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
-}
-
-fail() {
-    echo "FAILED: $1"
-    head -20 "$work/out" | sed "s/^/    out: /"
-    head -20 "$work/err" | sed "s/^/    err: /"
-    failures=$((failures + 1))
-}
-
-has() { grep -qF -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
-empty() { [ ! -s "$work/$1" ] || fail "std$1 should be empty"; }
 
 run 0 "$NIB" bench --list
 empty err

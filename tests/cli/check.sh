@@ -1,26 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # nib check and nib repair: every finding by a damage of its own. Then how findings are told.
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
-
-run() {
-    local expected=$1 status=0
-    shift
-    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
-    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
-}
-fail() {
-    echo "FAILED: $1" | cat -v
-    head -20 "$work/out" | sed "s/^/    out: /" | cat -v
-    sed "s/^/    err: /" "$work/err" | cat -v
-    failures=$((failures + 1))
-}
-has() { grep -qE -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
-lines() { [ "$(grep -cE -- "$2" "$work/out")" = "$1" ] || fail "not $1 lines with: $2"; }
 
 mkdir "$work/made"
 python3 tests/cli/damaged.py "$NIB" "$work/made" || failures=$((failures + 1))
@@ -30,17 +12,17 @@ original=$work/made/original
 # Lines: severity, kind, tensor, fact, consequence, remedy; many of a kind are counted.
 run 0 "$NIB" check "$good"
 lines 1 .
-has out 'ct4: no findings$'
+matches out 'ct4: no findings$'
 cp -r "$good" "$work/bad"
 sed -i 's/"compressed-tensors"/"modelopt"/' "$work/bad/config.json"
 run 1 "$NIB" check "$work/bad"
-has out '^error config-method: config.json: quant_method is "modelopt", and the tensors .*; .*; run nib repair$'
-has out 'bad: 1 error, 0 warnings, 0 hints; nib repair takes care of 1$'
+matches out '^error config-method: config.json: quant_method is "modelopt", and the tensors .*; .*; run nib repair$'
+matches out 'bad: 1 error, 0 warnings, 0 hints; nib repair takes care of 1$'
 cp "$good/config.json" "$work/bad/config.json"
 sed -i 's/"model.layers.2.mlp.gate"/"re:.*proj"/' "$work/bad/config.json"
 run 1 "$NIB" check "$work/bad"
 lines 3 '^error config-ignored: model.layers'
-has out '^error config-ignored: and [0-9]+ more; --all lists them$'
+matches out '^error config-ignored: and [0-9]+ more; --all lists them$'
 run 1 "$NIB" check --all "$work/bad"
 lines 24 '^error config-ignored: model.layers'
 run 1 "$NIB" check -q "$work/bad"
@@ -53,15 +35,15 @@ python3 -c 'import json,sys; r=json.load(sys.stdin); assert r["errors"] == len(r
 run 0 "$NIB" check "$good/model-00002-of-00002.safetensors"
 run 0 "$NIB" check -t 1 --against "$original" "$good"
 run 1 "$NIB" check --against "$good" "$original"
-has out '^warning kept-differs: '
+matches out '^warning kept-differs: '
 run 2 "$NIB" check
 run 2 "$NIB" check "$good" "$good"
 run 2 "$NIB" check "$work/nothing"
-has err '^nib: check: .*nothing'
+matches err '^nib: check: .*nothing'
 run 2 "$NIB" check "$good" --against "$work/nothing"
 printf 'no header' >"$work/bad.safetensors"
 run 1 "$NIB" check "$work/bad.safetensors"
-has out '^error unreadable: '
+matches out '^error unreadable: '
 
 # What nib itself makes has no findings, however it is made.
 i=0
@@ -106,7 +88,7 @@ done
 
 # Repairs: nothing to do, a plan alone, what is left, and that the input is as it was.
 run 1 "$NIB" repair "$good" "$work/same"
-has err 'nothing that can be repaired'
+matches err 'nothing that can be repaired'
 [ ! -e "$work/same" ] || fail "an output without a repair"
 sum=$(cat "$work/bad"/* | cksum)
 run 0 "$NIB" repair --dry-run "$work/bad" "$work/fixed"

@@ -1,11 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Completion: load the file as bash does, complete lines, and compare.
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
 mkdir "$work/bin" "$work/here"
 ln -s "$NIB" "$work/bin/nib"
 PATH=$work/bin:$PATH

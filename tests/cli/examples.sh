@@ -1,17 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # The examples: what they print and write, and how they fail. That they exit with 0, tests/run.py checks.
-set -u
+. tests/cli/expect.bash
 BUILD=${BUILD:-$(dirname "${NIB:?the path of the tool}")}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
-
-fail() {
-    echo "FAILED: $1" | cat -v
-    sed "s/^/    /" "$work/out" | cat -v
-    failures=$((failures + 1))
-}
 
 # blocks checks its own claims; here, that they are there and fit a terminal.
 "$BUILD/examples/blocks" >"$work/out" 2>&1 || fail "blocks: exit $?"

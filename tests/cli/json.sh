@@ -1,17 +1,10 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Reports in JSON are what docs/json.md says: field by field, with hostile names, and where values are not finite.
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
 reports=()
 
-fail() {
-    echo "FAILED: $1" | cat -v
-    failures=$((failures + 1))
-}
 # report STATUS NAME COMMAND...: what a command prints, a report by the table NAME.
 report() {
     local expected=$1 name=$2 status=0 file=$work/report${#reports[@]}

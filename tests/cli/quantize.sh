@@ -1,33 +1,12 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # nib quantize, convert, dequantize: what they print and write, what they refuse, and what is left after a failure.
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
 BUILD=${BUILD:?the build folder}
-work=$(mktemp -d)
 mounted=
 trap 'if [ -n "$mounted" ]; then umount "$mounted"; fi; rm -rf "$work"' EXIT
-failures=0
 
-# run STATUS COMMAND...: runs it into $work/out and $work/err and compares the exit status.
-run() {
-    local expected=$1 status=0
-    shift
-    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
-    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
-}
-
-fail() {
-    echo "FAILED: $1" | cat -v
-    sed "s/^/    out: /" "$work/out" | cat -v
-    sed "s/^/    err: /" "$work/err" | cat -v
-    failures=$((failures + 1))
-}
-
-has() { grep -qF -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
-empty() { [ ! -s "$work/$1" ] || fail "std$1 should be empty"; }
-absent() { [ ! -e "$1" ] || fail "$1 should not be there"; }
-same() { diff -r "$1" "$2" >"$work/out" 2>&1 || fail "$1 and $2 differ"; }
 json() { python3 -c "import json, sys; d = json.load(open('$work/out')); sys.exit(not ($1))" || fail "not in the JSON: $1"; }
 
 "$BUILD/examples/make_checkpoint" --family demo --layers 2 --shards 2 "$work/in" || exit 1

@@ -1,17 +1,9 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # What README.md says: its C program compiles as printed and prints what follows it; its figures; its links and those of docs/.
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
 library=$(dirname "$NIB")
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
-
-fail() {
-    echo "FAILED: $1"
-    failures=$((failures + 1))
-}
 
 # block N: the N-th fenced block from the one marked c on, without its fences.
 block() { awk -v want="$1" '/^```/ { if (inside) { inside = 0 } else { if ($0 == "```c") n = 1; else if (n) n++; inside = 1 } next } inside && n == want' README.md; }

@@ -1,26 +1,9 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # nib inspect, nib compare and reports; the page is looked at in a browser.
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
 
-run() {
-    local expected=$1 status=0
-    shift
-    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
-    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
-}
-fail() {
-    echo "FAILED: $1" | cat -v
-    head -20 "$work/out" | sed "s/^/    out: /" | cat -v
-    head -20 "$work/err" | sed "s/^/    err: /" | cat -v
-    failures=$((failures + 1))
-}
-has() { grep -qE -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
-lines() { [ "$(grep -cE -- "$2" "$work/out")" = "$1" ] || fail "not $1 lines with: $2"; }
 json() { python3 -c "import json,math,sys; r=json.load(open(sys.argv[1])); assert $2" "$1" || fail "$1: $2"; }
 
 python3 tests/cli/damaged.py --make "$work" || exit 1
@@ -31,7 +14,7 @@ run 0 "$NIB" quantize -q -f --report "$work/q.json" "$original" "$work/q"
 run 0 "$NIB" quantize -q --scale rtn --report "$work/r.json" "$original" "$work/r"
 run 0 "$NIB" quantize -q --format gguf "$original" "$work/q.gguf"
 run 2 "$NIB" quantize -q --report "$work/q.txt" "$original" "$work/s"
-has err 'a report is FILE.html or FILE.json'
+matches err 'a report is FILE.html or FILE.json'
 [ ! -e "$work/s" ] || fail "an output in spite of a bad report"
 
 # inspect: every checkpoint format, a file, a GGUF file, and what is not there.
@@ -39,9 +22,9 @@ for form in original ct ct4 mo mixed ao q; do
     run 0 "$NIB" inspect "$work/$form"
     lines 27 'proj$|lm_head$|embed_tokens$|mlp.gate$'
 done
-has out '^ *compressed-tensors 24 weights of 0.983 million values, .* 4.50 bits a value$'
+matches out '^ *compressed-tensors 24 weights of 0.983 million values, .* 4.50 bits a value$'
 run 0 "$NIB" inspect -q "$work/q.gguf"
-has out '^ *gguf +24 weights'
+matches out '^ *gguf +24 weights'
 run 0 "$NIB" inspect --tensors "$work/q"
 lines 88 'F32|BF16|U8|F8_E4M3'
 run 0 "$NIB" inspect --quick "$work/q/model.safetensors"
@@ -54,29 +37,29 @@ run 2 "$NIB" inspect
 cp -r "$work/ct" "$work/broken"
 python3 tests/cli/damaged.py --damage scale-missing "$work/broken"
 run 1 "$NIB" inspect "$work/broken"
-has err 'block scales are missing'
+matches err 'block scales are missing'
 lines 26 'proj$|lm_head$|embed_tokens$|mlp.gate$'
 
 # compare: a checkpoint with itself, with its original, with one made otherwise, with another format.
 run 0 "$NIB" compare "$work/q" "$work/q"
-has out '^27 weights compared, 0 of them differ, 27 are the same$'
-has out 'made by the same command from the same files'
+matches out '^27 weights compared, 0 of them differ, 27 are the same$'
+matches out 'made by the same command from the same files'
 run 0 "$NIB" compare "$original" "$work/q" --top 0
-has out "^the second was made by nib [0-9.]+, quantize, .*scale sweep"
+matches out "^the second was made by nib [0-9.]+, quantize, .*scale sweep"
 lines 24 'proj$'
 sort -c -g "$work/out" 2>/dev/null || [ "$(grep 'proj$' "$work/out" | sort -s -g -k1,1 | cksum)" = "$(grep 'proj$' "$work/out" | cksum)" ] ||
     fail "not the worst first"
 run 0 "$NIB" compare "$work/r" "$work/q"
-has out 'options.scale: "rtn" in the first, "sweep" in the second'
+matches out 'options.scale: "rtn" in the first, "sweep" in the second'
 run 0 "$NIB" compare "$work/ct" "$work/mo"
-has out ' 0 of them differ'
+matches out ' 0 of them differ'
 run 0 "$NIB" convert -q "$work/q" "$work/converted.gguf"
 run 0 "$NIB" compare "$work/q" "$work/converted.gguf" -q
-has out '^27 weights compared, 0 of them differ'
+matches out '^27 weights compared, 0 of them differ'
 run 0 "$NIB" compare "$work/converted.gguf" "$work/q" -q
-has out '^27 weights compared, 0 of them differ'
+matches out '^27 weights compared, 0 of them differ'
 run 0 "$NIB" compare "$original" "$work/q.gguf" -q
-has out '^27 weights compared, 24 of them differ'
+matches out '^27 weights compared, 24 of them differ'
 run 0 "$NIB" compare --json --top 3 "$original" "$work/q"
 json "$work/out" 'r["changed"] == 24 and len(r["worst"]) == 3 and 20 < r["worst"][0]["sqnr_db"] < r["sqnr_db"] < 25'
 run 2 "$NIB" compare "$original"
@@ -89,14 +72,14 @@ if strace -o "$work/trace" true 2>/dev/null; then
 fi
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/x.pdf"
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/no/x.html"
-has err 'cannot write the report .*: No such file or directory'
+matches err 'cannot write the report .*: No such file or directory'
 python3 - "$work/other.safetensors" <<'EOP'
 import json, struct, sys
 h = json.dumps({"a.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}).encode()
 open(sys.argv[1], "wb").write(struct.pack("<Q", len(h)) + h + bytes(4))
 EOP
 run 2 "$NIB" compare "$original" "$work/other.safetensors"
-has err 'no weight in common'
+matches err 'no weight in common'
 
 # The numbers of a report, against arithmetic of our own.
 json "$work/r.json" 'r["changed"] == 24 and r["plan"]["changed"] == 24 and len(r["weights"]) == 27'

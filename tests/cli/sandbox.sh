@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The tool in its sandbox: every command with files where people have them works with NIB_SANDBOX=require, and a spy that
 # is loaded into the tool, and tries a file outside and a socket as soon as the tool reads a header, is denied both.
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
 BUILD=${BUILD:?the build folder}
 CC=${CC:-cc}
@@ -14,25 +14,7 @@ esac
 if [ -n "$(nm "$NIB" 2>/dev/null | grep -m1 __asan_init)" ]; then
     echo "sanitizers look at the tool from outside" && exit 77
 fi
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 export NIB_SANDBOX=require
-failures=0
-
-run() {
-    local expected=$1 status=0
-    shift
-    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
-    [ "$status" = "$expected" ] || fail "$*: exit $status, not $expected"
-}
-fail() {
-    echo "FAILED: $1"
-    sed "s/^/    out: /" "$work/out"
-    sed "s/^/    err: /" "$work/err"
-    failures=$((failures + 1))
-}
-has() { grep -qF -- "$2" "$work/$1" || fail "std$1 lacks: $2"; }
-same() { diff -r "$1" "$2" >"$work/out" 2>&1 || fail "$1 and $2 differ"; }
 
 # A cache of the Hugging Face hub: a snapshot is links to blobs two directories up.
 "$BUILD/examples/make_checkpoint" --family demo --layers 2 --shards 2 "$work/plain" >/dev/null || exit 1

@@ -2,14 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # One list of words: what the tool lists with `nib help --words` is what --help, the manual page and Python's enums have,
 # no word more and none less. (The completion asks the tool: completion.sh.)
-set -u
+. tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
-failures=0
-
-fail() {
-    echo "FAILED: $1"
-    failures=$((failures + 1))
-}
 
 # in_words WORD LIST...
 in_words() {
