@@ -10,7 +10,7 @@
 
 #include <stdio.h>
 
-enum { MOST_ROWS = 16 }; /* that a kernel reads codes in place for */
+enum { MOST_ROWS = 16, LONGEST = 1 << 30 }; /* that a kernel reads codes in place for */
 
 /* How a product is computed, and the memory that it needs besides. */
 struct plan {
@@ -75,7 +75,7 @@ static struct plan plan_of(const struct nib_cuda_device *d, const struct nib_pro
 {
     const struct nib_side *const a = &p->a;
     const bool quantized = a->q != NULL;
-    struct plan plan = { .few = a->lines <= MOST_ROWS || !p->b.lines || !a->length,
+    struct plan plan = { .few = (a->lines <= MOST_ROWS && a->length <= LONGEST) || !p->b.lines || !a->length,
                          .dtype = !quantized                ? a->dtype
                                   : p->out.dtype == NIB_F16 ? NIB_F16
                                                             : NIB_BF16,

@@ -55,6 +55,16 @@ struct fragments {
 };
 
 #if defined(__CUDACC__)
+DEV uint32_t thread_blocks() { return gridDim.x; }
+/* What nobody will read again is not to drive anything out. */
+DEV uint4 load_once(const uint4 *at)
+{
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(at));
+    return v;
+}
 DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
 {
     uint32_t r;
@@ -75,17 +85,19 @@ DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
 template <bool F16, class Get> DEV void multiply(float (&acc)[4], int, const fragments &f, Get)
 {
     if constexpr (F16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};"
-                     : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                     : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+            : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
     else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};"
-                     : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                     : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+            : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
 }
 #else
+DEV uint32_t thread_blocks() { return shim_thread_blocks; }
+DEV uint4 load_once(const uint4 *at) { return *at; }
 DEV float half_of_pair(uint32_t pair, int which, bool f16)
 {
     const uint16_t half = (uint16_t)(pair >> 16 * which);
@@ -113,63 +125,74 @@ template <bool F16, class Get> DEV void multiply(float (&acc)[4], int lane, cons
 
 /* ---- Few rows ---- */
 
-/* A warp takes 16 lines of codes, 128 elements at a time: a lane has 32 elements of line g and 32 of line g + 8. Which
- * element is which of the tensor core's k is the same for codes and values, and otherwise of no matter; so a word of eight
- * codes is taken as pairs (0, 4), (1, 5), (2, 6), (3, 7), which a shift and a mask find. The warps of a thread block divide
- * k, and add up in shared memory.
+/* A warp takes LT times 16 lines of codes, 128 elements at a time: a lane has 32 elements of line g and 32 of line g + 8
+ * of each 16. Which element is which of the tensor core's k is the same for codes and values, and otherwise of no matter; so
+ * a word of eight codes is taken as pairs (0, 4), (1, 5), (2, 6), (3, 7), which a shift and a mask find. The warps of a
+ * thread block divide k, and add up in shared memory.
+ *
+ * Memory is the limit, so a lane's next AHEAD strips of codes are in flight while it works on one; at the end of a tile
+ * these are those of the next. More lines to a warp read the values less often, which many rows of them need.
  *
  * D: of the values. F32 is the sum of three BF16, each of which is multiplied. MT: eights of rows. WHOLE: lines of codes and
  * rows of values can be read in sixteens of bytes, scales two at a time. */
-template <nib_dtype D, int MT, bool WHOLE> struct few_rows : kernel_defaults {
+template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> struct few_rows : kernel_defaults {
     enum {
         PHASES = 3, /* the last one is empty: sums are read by then, and may be written again */
         WARPS = THREADS / 32,
-        LINES = 16,
-        EACH = 32,       /* elements of a lane */
-        STEP = 4 * EACH, /* of a warp */
+        LINES = 16 * LT,
+        EACH = 32,            /* elements of a lane */
+        STEP = 4 * EACH,      /* of a warp */
+        ROUND = WARPS * STEP, /* of a thread block */
         F16 = D == NIB_F16,
         PARTS = D == NIB_F32 ? 3 : 1,
-        BLOCKS = D == NIB_F32 || MT > 1 ? 2 : 3
+        BLOCKS = RESIDENT
     };
     typedef nib_cuda_few_rows job;
     struct shared {
         uint32_t scale[256]; /* pairs */
         float sums[WARPS][LINES][8 * MT + 1];
     };
-    struct strip { /* a lane's codes and scales: of two lines */
-        uint4 codes[2];
-        uint32_t scales[2];
+    struct strip { /* a lane's codes and scales: of two lines of every 16 */
+        uint4 codes[LT][2];
+        uint32_t scales[LT][2];
+    };
+    struct state {
+        strip next[AHEAD];
+        uint32_t tile; /* that these are of */
     };
     static uint32_t tiles(const job &j) { return (uint32_t)((j.weight.g.lines + LINES - 1) / LINES); }
 
     /* Codes are shifted into the exponent and the mantissa of a 16-bit float: that is 2^-126 (BF16) or 2^-14 (F16) of what
      * they stand for, subnormal or not. A scale has all but 2^-8 of that, so that none overflows. */
-    static DEV_MEMBER void begin(const job &, shared &s, nothing &, int t, bool)
+    static DEV_MEMBER void begin(const job &, shared &s, state &mine, int t, bool)
     {
         const float scale = nib_f32_from_e4m3((uint8_t)t) * (F16 ? 0x1p6f : 0x1p118f);
         s.scale[t] = F16 ? f16_pair(scale, scale) : bf16_pair(scale, scale);
+        mine.tile = UINT32_MAX;
     }
 
-    /* Elements k.. of the lines of a lane. */
-    static DEV_MEMBER strip load_strip(const job &j, int64_t line0, int lane, int64_t k)
+    /* Elements k.. of a lane's lines. Beyond the last line it is read once more, and what comes of it dropped. */
+    static DEV_MEMBER strip load_strip(const job &j, uint32_t tile, int lane, int k)
     {
         const nib_cuda_usage &u = j.weight;
         strip s = {};
+        if (k >= u.g.length)
+            return s;
         NIB_UNROLL
-        for (int h = 0; h < 2; h++) {
-            const int64_t line = line0 + lane / 4 + 8 * h;
-            if (line >= u.g.lines || k >= u.g.length)
-                continue;
+        for (int i = 0; i < 2 * LT; i++) {
+            const int64_t wanted = (int64_t)tile * LINES + lane / 4 + 8 * i, last = u.g.lines - 1,
+                          line = wanted < last ? wanted : last;
             if constexpr (WHOLE) {
-                s.codes[h] = *(const uint4 *)(u.codes + line * u.g.line_stride + k / 2);
-                s.scales[h] = *(const uint16_t *)(u.scales + line * u.g.scale_line + k / NIB_BLOCK);
+                s.codes[i / 2][i % 2] = load_once((const uint4 *)(u.codes + line * u.g.line_stride + k / 2));
+                s.scales[i / 2][i % 2] = *(const uint16_t *)(u.scales + line * u.g.scale_line + k / NIB_BLOCK);
             } else {
                 uint32_t word[EACH / 8] = {};
-                for (int i = 0; i < EACH && k + i < u.g.length; i++)
-                    word[i / 8] |= (uint32_t)nib_code_load(&u.g, u.codes, line, k + i) << 4 * (i % 8);
-                s.codes[h] = make_uint4(word[0], word[1], word[2], word[3]);
+                for (int e = 0; e < EACH && k + e < u.g.length; e++)
+                    word[e / 8] |= (uint32_t)nib_code_load(&u.g, u.codes, line, k + e) << 4 * (e % 8);
+                s.codes[i / 2][i % 2] = make_uint4(word[0], word[1], word[2], word[3]);
                 for (int b = 0; b < 2 && k / NIB_BLOCK + b < u.g.blocks; b++)
-                    s.scales[h] |= (uint32_t)nib_scale_load(&u.g, u.scales, line, k / NIB_BLOCK + b) << 8 * b;
+                    s.scales[i / 2][i % 2] |= (uint32_t)nib_scale_load(&u.g, u.scales, line, k / NIB_BLOCK + b)
+                                              << 8 * b;
             }
         }
         return s;
@@ -192,13 +215,22 @@ template <nib_dtype D, int MT, bool WHOLE> struct few_rows : kernel_defaults {
         }
     }
 
+    /* Both lines of a sixteen, eight elements each. */
+    static DEV_MEMBER void decode(const shared &s, const strip &from, int sixteen, int word, uint32_t (&a)[2][4])
+    {
+        NIB_UNROLL
+        for (int h = 0; h < 2; h++)
+            decode_word(word_of(from.codes[sixteen][h], word), s.scale[from.scales[sixteen][h] >> word / 2 * 8 & 255],
+                        a[h]);
+    }
+
     static DEV_MEMBER float value_of(const job &j, int64_t row, int64_t k)
     {
         return k < j.weight.g.length ? nib_load_value(j.x, row * j.row_stride + k * j.element_stride, D) : 0.0f;
     }
 
     /* Values k..k + 7 of a row as pairs like those of codes. */
-    static DEV_MEMBER void load_values(const job &j, int64_t row, int64_t k, uint32_t (&pairs)[PARTS][4])
+    static DEV_MEMBER void load_values(const job &j, int row, int k, uint32_t (&pairs)[PARTS][4])
     {
         float x[8];
         if (row >= j.rows || k >= j.weight.g.length) {
@@ -245,62 +277,68 @@ template <nib_dtype D, int MT, bool WHOLE> struct few_rows : kernel_defaults {
         return { { a[0][i], a[1][i], a[0][i + 1], a[1][i + 1] }, { b[i], b[i + 1] } };
     }
 
-    /* A lane's eight elements of both lines, and of the rows' values, by tensor cores. */
-    template <class Other>
-    static DEV_MEMBER void multiply_word(const job &j, const shared &s, const strip &mine, int word, int lane,
-                                         int64_t k, float (&acc)[MT][4], Other other)
+    /* A lane's strip and the rows' values, by tensor cores. */
+    static DEV_MEMBER void multiply_strip(const job &j, const shared &s, const strip &mine, uint32_t tile, int lane,
+                                          int k0, float (&acc)[LT][MT][4])
     {
-        uint32_t a[2][4];
         NIB_UNROLL
-        for (int h = 0; h < 2; h++)
-            decode_word(word_of(mine.codes[h], word), s.scale[mine.scales[h] >> word / 2 * 8 & 255], a[h]);
-        NIB_UNROLL
-        for (int t = 0; t < MT; t++) {
-            uint32_t b[PARTS][4];
-            load_values(j, lane / 4 + 8 * t, k + 8 * word, b);
+        for (int word = 0; word < EACH / 8; word++) {
+            uint32_t b[MT][PARTS][4];
             NIB_UNROLL
-            for (int part = 0; part < PARTS; part++) {
-                NIB_UNROLL
-                for (int i = 0; i < 4; i += 2)
-                    multiply<F16>(acc[t], lane, fragments_of(a, b[part], i),
-                                  [&](int l) { return other(l, word, t, part, i); });
+            for (int t = 0; t < MT; t++)
+                load_values(j, lane / 4 + 8 * t, k0 + lane % 4 * EACH + 8 * word, b[t]);
+            NIB_UNROLL
+            for (int n = 0; n < LT * MT * PARTS * 2; n++) {
+                const int sixteen = n / (MT * PARTS * 2), t = n / (PARTS * 2) % MT, part = n / 2 % PARTS, i = n % 2 * 2;
+                uint32_t a[2][4];
+                decode(s, mine, sixteen, word, a);
+                multiply<F16>(acc[sixteen][t], lane, fragments_of(a, b[t][part], i), [&](int l) {
+                    uint32_t theirs[2][4], values[PARTS][4];
+                    decode(s, load_strip(j, tile, l, k0 + l % 4 * EACH), sixteen, word, theirs);
+                    load_values(j, l / 4 + 8 * t, k0 + l % 4 * EACH + 8 * word, values);
+                    return fragments_of(theirs, values[part], i);
+                });
             }
         }
     }
 
-    static DEV_MEMBER void add_up(const job &j, shared &s, int64_t line0, int t)
+    static DEV_MEMBER void load_first(const job &j, state &mine, uint32_t tile, int t)
     {
-        const int lane = t % 32, warp = t / 32;
-        const int64_t length = j.weight.g.length, mine = (int64_t)warp * STEP + lane % 4 * EACH;
-        float acc[MT][4] = {};
-        strip next = load_strip(j, line0, lane, mine);
-        for (int64_t k0 = (int64_t)warp * STEP; k0 < length; k0 += WARPS * STEP) {
-            const strip current = next;
-            const int64_t k = k0 + lane % 4 * EACH;
-            next = load_strip(j, line0, lane, k + WARPS * STEP); /* in flight while this one is worked on */
-            const auto other = [&](int l, int word, int tile, int part, int i) {
-                uint32_t a[2][4], b[PARTS][4];
-                const int64_t at = k0 + l % 4 * EACH;
-                const strip theirs = load_strip(j, line0, l, at);
-                for (int h = 0; h < 2; h++)
-                    decode_word(word_of(theirs.codes[h], word), s.scale[theirs.scales[h] >> word / 2 * 8 & 255], a[h]);
-                load_values(j, l / 4 + 8 * tile, at + 8 * word, b);
-                return fragments_of(a, b[part], i);
-            };
-            NIB_UNROLL
-            for (int word = 0; word < EACH / 8; word++)
-                multiply_word(j, s, current, word, lane, k, acc, other);
-        }
+        mine.tile = tile;
         NIB_UNROLL
-        for (int i = 0; i < 4 * MT; i++)
-            s.sums[warp][lane / 4 + i % 4 / 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2] = acc[i / 4][i % 4];
+        for (int d = 0; d < AHEAD; d++)
+            mine.next[d] = load_strip(j, tile, t % 32, t / 32 * STEP + d * ROUND + t % 4 * EACH);
     }
 
-    template <int P> static DEV_MEMBER void phase(const job &j, shared &s, nothing &, uint32_t tile, uint32_t, int t)
+    static DEV_MEMBER void add_up(const job &j, shared &s, state &mine, uint32_t tile, uint32_t tiles, int t)
+    {
+        const int lane = t % 32, warp = t / 32, length = (int)j.weight.g.length;
+        float acc[LT][MT][4] = {};
+        if (mine.tile != tile)
+            load_first(j, mine, tile, t);
+        for (int k = warp * STEP; k < length; k += AHEAD * ROUND) {
+            NIB_UNROLL
+            for (int d = 0; d < AHEAD; d++) {
+                const strip current = mine.next[d];
+                mine.next[d] = load_strip(j, tile, lane, k + (d + AHEAD) * ROUND + lane % 4 * EACH);
+                if (d == 0 || k + d * ROUND < length)
+                    multiply_strip(j, s, current, tile, lane, k + d * ROUND, acc);
+            }
+        }
+        if (tiles - tile > thread_blocks())
+            load_first(j, mine, tile + thread_blocks(), t);
+        NIB_UNROLL
+        for (int i = 0; i < 4 * MT * LT; i++)
+            s.sums[warp][i / (4 * MT) * 16 + lane / 4 + i % 4 / 2 * 8][i / 4 % MT * 8 + lane % 4 * 2 + i % 2] =
+                acc[i / (4 * MT)][i / 4 % MT][i % 4];
+    }
+
+    template <int P>
+    static DEV_MEMBER void phase(const job &j, shared &s, state &mine, uint32_t tile, uint32_t tiles, int t)
     {
         const int64_t line0 = (int64_t)tile * LINES;
         if constexpr (P == 0)
-            add_up(j, s, line0, t);
+            add_up(j, s, mine, tile, tiles, t);
         for (int i = t; P == 1 && i < LINES * 8 * MT; i += THREADS) {
             const int line = i % LINES, row = i / LINES;
             if (row >= j.rows || line0 + line >= j.weight.g.lines)
@@ -317,13 +355,13 @@ template <nib_dtype D, int MT, bool WHOLE> struct few_rows : kernel_defaults {
 template <nib_dtype D, class Run> static void choose(const nib_cuda_few_rows &job, Run &run)
 {
     if (job.rows <= 8 && job.whole)
-        run.template operator()<few_rows<D, 1, true>>(job);
+        run.template operator()<few_rows<D, 1, true, 1, 1, D == NIB_F32 ? 2 : 3>>(job);
     else if (job.rows <= 8)
-        run.template operator()<few_rows<D, 1, false>>(job);
+        run.template operator()<few_rows<D, 1, false, 1, 1, 2>>(job);
     else if (job.whole)
-        run.template operator()<few_rows<D, 2, true>>(job);
+        run.template operator()<few_rows<D, 2, true, D == NIB_F32 ? 1 : 2, 1, 2>>(job);
     else
-        run.template operator()<few_rows<D, 2, false>>(job);
+        run.template operator()<few_rows<D, 2, false, 1, 1, 2>>(job);
 }
 
 #endif

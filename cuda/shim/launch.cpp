@@ -36,6 +36,7 @@ template <class K> static void run_kernel(const typename K::job &job, uint32_t t
 {
     if (is_stopped(job))
         return;
+    shim_thread_blocks = grid;
     for (uint32_t block = 0; block < grid; block++) {
         const std::unique_ptr<thread_block<K>> b(new thread_block<K>);
         for (int t = 0; t < THREADS; t++)
