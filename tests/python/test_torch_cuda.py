@@ -21,8 +21,9 @@ import nib.torch as nt  # noqa: E402
 from conftest import ROOT  # noqa: E402
 from nib import _cuda, _library  # noqa: E402
 from nib._library import Part  # noqa: E402
-from nib.torch import _bridge, _gpu_products  # noqa: E402
+from nib.torch import _bridge, products  # noqa: E402
 from nib.torch.nvfp4_tensor import NVFP4Quantizer  # noqa: E402
+from nib.torch.packed import Matrix  # noqa: E402
 from nib.torch.recipe import NVFP4BlockScaling  # noqa: E402
 
 
@@ -82,9 +83,9 @@ def place(request, monkeypatch):
         return request.getfixturevalue("gpu")
     library = request.getfixturevalue("shim")
     monkeypatch.setenv("NIB_CUDA_LIBRARY", library)
+    monkeypatch.setenv("NIB_CUBLASLT_LIBRARY", library)
     monkeypatch.setattr(_cuda, "_functions", None)
     monkeypatch.setattr(_cuda, "_devices", {})
-    monkeypatch.setattr(_gpu_products, "_ones", {})
     monkeypatch.setattr(_bridge, "on_gpu", lambda t: True)
     monkeypatch.setattr(_bridge, "device_of", lambda t: _cuda.device(0, 0))
 
@@ -315,21 +316,55 @@ def test_without_the_library(place, monkeypatch):
 # ---- Products --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", OPTIONS[:5], ids=lambda options: "-".join(options) or "plain")
-def test_values_of_a_product_are_exact(place, options):
-    """Codes times block scales, in FP64 from the bytes: BF16 has them all."""
-    tensor = NVFP4Quantizer(**options)(place(sample(128, 64)))
+def _values(tensor, columnwise, length):
+    """What a usage stands for, in FP64 from its bytes."""
+    data, scale, amax = parts(tensor)[columnwise::2]
     grid = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    for columnwise, (data, scale, amax) in enumerate((parts(tensor)[::2], parts(tensor)[1::2])):
-        if data is None:
-            continue
-        codes = torch.stack((data & 15, data >> 4), -1).reshape(data.shape[0], -1)
-        values = grid[(codes & 7).long()] * torch.where(codes & 8 > 0, -1.0, 1.0)
-        scales = scale.view(torch.float8_e4m3fn).double()[:values.shape[0], :values.shape[1] // 16]
-        lines, amaxes, full = _gpu_products._lines(tensor, columnwise)
-        assert lines.dtype == torch.bfloat16 and torch.equal(amaxes.cpu(), amax)
-        assert torch.equal(lines.cpu().double(), values * scales.repeat_interleave(16, 1))
-        assert full == 6 * (448 if not options.get("nvfp4_use_4over6") else tensor._nvfp4_e4m3_max)
+    codes = torch.stack((data & 15, data >> 4), -1).reshape(data.shape[0], -1)[:, :length]
+    scales = scale.view(torch.float8_e4m3fn).double()[:codes.shape[0]].repeat_interleave(16, 1)[:, :length]
+    return grid[(codes & 7).long()] * torch.where(codes & 8 > 0, -1.0, 1.0) * scales * amax.double().view(-1, 1) \
+        / (6 * tensor._nvfp4_e4m3_max)
+
+
+def _check_product(found, a, b, bits):
+    """Within the bound of docs/numerics.md 14, and half a unit of `bits`."""
+    exact, bound = a @ b.t(), a.norm(dim=1, keepdim=True) * b.norm(dim=1) * 2 ** -22 * (a.shape[1] + 64)
+    assert ((found.cpu().double() - exact).abs() <= bound + exact.abs() * 2.0 ** -bits).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("rows", [1, 16, 48])
+def test_products_are_within_their_bound(place, options, rows):
+    """Both usages, with more of NVFP4 and with plain values, on the device where they are."""
+    weight, x = NVFP4Quantizer(**options)(place(sample(64, 80))), place(sample(rows, 80, seed=5))
+    y = products.multiply(x, weight, dtype=torch.bfloat16)
+    assert y.device == place.device
+    _check_product(y, x.cpu().double(), _values(weight, 0, 80), 8)
+    if rows % 16 == 0:
+        for columnwise in (False, True)[:1 if "columnwise" in options else 2]:
+            shape = (64, rows) if columnwise else (rows, 80)
+            other = NVFP4Quantizer(**options)(place(sample(*shape, seed=6)))
+            y = products.multiply(other, weight, a_columnwise=columnwise, b_columnwise=columnwise)
+            length = 64 if columnwise else 80
+            assert y.device == place.device and y.dtype == torch.float32
+            _check_product(y, _values(other, int(columnwise), length), _values(weight, int(columnwise), length), 23)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_weights_of_checkpoints(place, activations, rows):
+    """A packed matrix, of two tensor scales and one scale of activations, beside the host's product of it."""
+    given = torch.Generator().manual_seed(8)
+    codes, scales = (torch.randint(low, high, (96, n), dtype=torch.uint8, generator=given)
+                     for low, high, n in ((0, 256, 64), (40, 90, 8)))
+    tensor_scale = torch.cat([torch.full((32,), 0.25), torch.full((64,), 0.5)])
+    input_scale = torch.cat([torch.full((32,), 0.01), torch.full((64,), float("nan"))])
+    x, bias = sample(rows, 128, seed=9), sample(1, 96, seed=10)[0]
+    expected = place.host(lambda: Matrix.of(codes, scales, tensor_scale, input_scale, activations)(x, bias))
+    there = Matrix.of(place(codes), place(scales), tensor_scale, input_scale, activations)
+    found = there(place(x), place(bias))
+    assert found.device == place.device and found.dtype == expected.dtype
+    assert (found.cpu().double() - expected.double()).norm() / expected.double().norm() < 2 ** -8
 
 
 def _steps(layer, x, gradient, recipe):

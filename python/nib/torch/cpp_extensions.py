@@ -4,7 +4,7 @@ import torch
 
 from . import tex
 from .constants import TE_DType
-from .products import GEMMType, Job, MMParams, is_custom, multiply, run, takes, unwrap
+from .products import GEMMType, Job, MMParams, is_custom, multiply, place_of, run, takes, unwrap
 
 _LAYOUTS = ("TN", "NN", "NT")
 
@@ -83,7 +83,7 @@ def _multiply_group(A, B, targets, biases, transa, transb, grad, accumulate):
     for a, b, target, bias in zip(A, B, targets, biases):
         if not target.numel():
             continue
-        if not takes(b, a, transb, not transa) or not target.is_cpu or not target.is_contiguous():
+        if not takes(b, a, transb, not transa) or target.device != place_of(b) or not target.is_contiguous():
             return False
         jobs.append(Job(b, a, transb, not transa, target, beta=1.0 if accumulate else 0.0, bias=None if grad else bias))
     run(jobs)

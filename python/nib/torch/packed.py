@@ -69,9 +69,11 @@ class _Run:
         self.first, self.codes, self.scales = first, codes, scales
         self.tensor_scale, self.input_scale = tensor_scale, input_scale
         self.count, self.native = codes.shape[0], None
-        if codes.is_cpu:
+        if codes.is_cpu or _bridge.on_gpu(codes):
             rows, cols = codes.shape[0], 2 * codes.shape[1]
-            self.scale = torch.tensor([tensor_scale])
+            self.scale = torch.tensor([tensor_scale], device=codes.device)
+            self.overrides = None if input_scale is None else _scaled_by(torch.tensor([input_scale],
+                                                                                      device=codes.device))
             self.native = _bridge.Native(_WEIGHT, torch.float32, (rows, cols),
                                          [codes, None, scales, None, self.scale, None])
             self.operand = Operand(self.native.handle, None, Usage.ROWWISE)
@@ -82,6 +84,14 @@ class _Run:
             raw.nib_tensor_destroy(self.native.handle)
 
 
+def _scaled_by(scale):
+    """Overrides with a tensor scale, which they keep."""
+    overrides = _library.Overrides()
+    overrides.kept = scale
+    overrides.tensor_scale[0] = scale.data_ptr()
+    return overrides
+
+
 def _padded(scales):
     """Scales [N, K/16] in whole tiles of 128 x 4, as tensors of the library have them."""
     rows, cols = -scales.shape[0] % 128, -scales.shape[1] % 4
@@ -89,8 +99,8 @@ def _padded(scales):
 
 
 class Matrix:
-    """An NVFP4 matrix [N, K], as a sequence of _Run. matrix(x) is x W^T in the dtype of x: on the host by nib_gemm,
-    elsewhere as the product of the values, which are computed for it and dropped."""
+    """An NVFP4 matrix [N, K], as a sequence of _Run. matrix(x) is x W^T in the dtype of x: on the host and on GPUs by
+    nib_gemm, elsewhere as the product of the values, which are computed for it and dropped."""
 
     def __init__(self, runs, activations):
         self.runs, self.activations = runs, activations
@@ -140,14 +150,16 @@ class Matrix:
         return self.product(x, bias)
 
     def product(self, x, bias=None):
-        if x.device.type != "cpu" or not self.runs[0].codes.is_cpu:
+        if self.runs[0].native is None or _bridge.is_fake(x):
             return self._product_of_values(x, bias)
+        if x.device != self.runs[0].codes.device:
+            raise _library.DeviceError(f"activations on {x.device} by a weight on {self.runs[0].codes.device}")
         shape = x.shape
         if shape[-1] != self.k:
             raise ValueError(f"activations {list(shape)} by a weight [{self.n}, {self.k}]: inner sizes differ")
         if not x.is_contiguous():
             x = x.contiguous()
-        y = torch.empty(*shape[:-1], self.n, dtype=x.dtype)
+        y = torch.empty(*shape[:-1], self.n, dtype=x.dtype, device=x.device)
         m = x.numel() // self.k
         if not m:
             return y
@@ -167,13 +179,13 @@ class Matrix:
         return y
 
     def _run(self, call, x, y, m, bias):
-        size, host = x.element_size(), _host()._handle
-        call.x.device = call.y.device = host
+        size, device = x.element_size(), _bridge.device_of(x) if _bridge.on_gpu(x) else _host()._handle
+        call.x.device = call.y.device = device
         call.x.data, call.x.bytes, call.x_shape[0] = x.data_ptr(), m * self.k * size, m
         call.y_shape[0] = m
         call.options.bias = None
         if bias is not None:
-            call.bias.dtype, call.bias.device = _bridge.code_of(bias.dtype), host
+            call.bias.dtype, call.bias.device = _bridge.code_of(bias.dtype), device
             call.bias.strides[0], call.options.bias = 1, call.bias_pointer
         start = y.data_ptr()
         for run in self.runs:
@@ -186,18 +198,22 @@ class Matrix:
             if self.activations == "bf16":
                 status = _gemm(call.x_ref, run.ref, call.options_ref, call.y_ref)
             else:
-                status = self._of_codes(call, run)
+                status = self._of_codes(call, run, x)
             if status:
                 _library.fail(status)
 
     @staticmethod
-    def _of_codes(call, run):
+    def _of_codes(call, run, x):
         """The product of quantized activations, by the checkpoint's scale for them or each token's own."""
-        quantized, overrides = ctypes.c_void_p(), None
-        if run.input_scale is not None:
-            overrides, scale = _library.Overrides(), ctypes.c_float(run.input_scale)
-            overrides.tensor_scale[0] = ctypes.addressof(scale)
-        lib.nib_quantize(_BY_ROW if overrides is None else _WEIGHT, call.x, overrides, quantized)
+        struct = _BY_ROW if run.overrides is None else _WEIGHT
+        if _bridge.on_gpu(x):  # in torch's memory
+            shape = tuple(call.x_shape[:2])
+            with _bridge.Native(struct, x.dtype, shape, _bridge.empty_parts(struct, shape, x.device)) as native:
+                lib.nib_quantize_into(struct, call.x, run.overrides, None, native.handle)
+                return _gemm(ctypes.byref(Operand(native.handle, None, Usage.ROWWISE)), run.ref, call.options_ref,
+                             call.y_ref)
+        quantized = ctypes.c_void_p()
+        lib.nib_quantize(struct, call.x, run.overrides, quantized)
         try:
             return _gemm(ctypes.byref(Operand(quantized, None, Usage.ROWWISE)), run.ref, call.options_ref, call.y_ref)
         finally:
@@ -205,7 +221,7 @@ class Matrix:
 
     def _product_of_values(self, x, bias):
         if self.activations != "bf16":
-            raise NotImplementedError(f"activations are quantized on the host only, but these are on {x.device}: "
+            raise NotImplementedError(f"activations are quantized on the host and on GPUs, not on {x.device}: "
                                       'activations="bf16" runs there')
         parts = [F.linear(x, self._values(run, x.dtype)) * run.tensor_scale for run in self.runs]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

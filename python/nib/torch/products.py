@@ -3,10 +3,11 @@
 
 multiply(a, b) is A B^T over the usages that it is told: a rowwise usage is the [M, K] matrix, a columnwise one its
 transpose, [K, M]. Two plain matrices are multiplied by PyTorch in their own dtype. Two operands of a custom quantizer
-go to its qgemm. NVFP4 on a GPU is multiplied there, in BF16 (_gpu_products). All else is nib_gemm: two NVFP4 operands
-have the bits of TransformerEngine's reference, an NVFP4 operand and a plain one the product in block fixed point,
-others that of their values. What nib_gemm does not take is the product of the dequantized values by PyTorch in FP32: a
-usage that is transformed with one that is not, and tensors without memory.
+go to its qgemm. All else is nib_gemm, where the operands are: two NVFP4 operands have the bits of TransformerEngine's
+reference, an NVFP4 operand and a plain one the product in block fixed point, others that of their values; on a GPU
+NVFP4 is multiplied exactly, and added up as tensor cores do. What nib_gemm does not take is the product of the
+dequantized values by PyTorch in FP32: a usage that is transformed with one that is not, other formats on a GPU,
+operands in two places, and tensors without memory.
 """
 import contextlib
 import ctypes
@@ -18,7 +19,7 @@ from typing import Any, Optional
 import torch
 
 from .._library import Array, GemmOptions, Operand, Usage, lib
-from . import _bridge, _gpu_products
+from . import _bridge
 from .format_tensor import FormatStorage
 from .hybrid_tensor import HybridQuantizedTensorStorage
 from .nvfp4_tensor import NVFP4TensorStorage
@@ -83,9 +84,10 @@ def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=
     FP32. A custom quantizer is asked for `dtype`, or that of its operand. Into `out` where there is one."""
     a, b = unwrap(a, a_columnwise), unwrap(b, b_columnwise)
     wide = wide or out is not None
-    if takes(a, b, a_columnwise, b_columnwise) and (out is None or out.is_cpu):
+    place = place_of(a)
+    if takes(a, b, a_columnwise, b_columnwise) and (out is None or out.device == place):
         y = out if out is not None else torch.empty(lines(a, a_columnwise), lines(b, b_columnwise),
-                                                    dtype=dtype or torch.float32)
+                                                    dtype=dtype or torch.float32, device=place)
         run([Job(a, b, a_columnwise, b_columnwise, y, beta=1.0 if accumulate else 0.0, bias=bias)])
         return y if device is None or out is not None else y.to(device)
     if is_custom(a) and is_custom(b):
@@ -104,25 +106,29 @@ def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=
 
 
 def product_of_values(a, b, a_columnwise, b_columnwise, device=None):
-    """The product of the dequantized values by PyTorch, in FP32; on a GPU that of the codes, where BF16 holds them."""
-    if _gpu_products.takes(a, b) and _mask(a, a_columnwise) == _mask(b, b_columnwise):
-        return _gpu_products.multiply(a, b, a_columnwise, b_columnwise)
+    """The product of the dequantized values by PyTorch, in FP32."""
     a, b = values_of(a, a_columnwise, device), values_of(b, b_columnwise, device)
     return (a.t() if a_columnwise else a) @ (b if b_columnwise else b.t())
 
 
+def place_of(operand):
+    """The device where nib_gemm computes with an operand."""
+    return operand.device if _bridge.on_gpu(operand) else torch.device("cpu")
+
+
 def takes(a, b, a_columnwise, b_columnwise):
-    """Whether nib_gemm takes two operands: a tensor of the library among them, both transformed alike or neither, and
-    neither of them on a GPU."""
+    """Whether nib_gemm takes two operands: a tensor of the library among them, both transformed alike or neither, both
+    in one place; on a GPU NVFP4 alone, or with plain values."""
     formats = [isinstance(operand, FormatStorage) for operand in (a, b)]
     if not any(formats) or not all(math.prod(operand.shape) for operand in (a, b)):
         return False
     for operand, of_format in zip((a, b), formats):
         parts = operand._parts() if of_format else [operand]
         if not of_format and (not is_plain(operand) or operand.dtype not in _bridge.FLOATS) \
-                or any(part is not None and (_bridge.is_fake(part) or _bridge.on_gpu(part)) for part in parts):
+                or any(part is not None and _bridge.is_fake(part) for part in parts) \
+                or of_format and _bridge.on_gpu(operand) and not isinstance(operand, NVFP4TensorStorage):
             return False
-    return _mask(a, a_columnwise) == _mask(b, b_columnwise)
+    return place_of(a) == place_of(b) and _mask(a, a_columnwise) == _mask(b, b_columnwise)
 
 
 def _mask(operand, columnwise):
@@ -139,7 +145,7 @@ def lines(operand, columnwise):
 
 
 def run(jobs):
-    """Products by nib_gemm, in one call. What `takes` allows; results lie in host memory."""
+    """Products by nib_gemm, in one call. What `takes` allows; results lie where the operands do."""
     if not jobs:
         return
     with contextlib.ExitStack() as stack:
@@ -153,11 +159,11 @@ def run(jobs):
             if isinstance(x, FormatStorage):
                 return Operand(stack.enter_context(x._native()).handle, None,
                                Usage.COLUMNWISE if columnwise else Usage.ROWWISE)
-            x = _bridge.host(x.detach()).reshape(-1, x.shape[-1])
+            x = _bridge.placed(x.detach()).reshape(-1, x.shape[-1])
             return Operand(None, array(x.t() if columnwise else x), 0)
 
         def options(job):
-            bias = None if job.bias is None else array(_bridge.host(job.bias.detach()))
+            bias = None if job.bias is None else array(job.bias.detach().to(job.out.device))
             return GemmOptions(alpha=job.alpha, beta=job.beta, bias=bias)
 
         count = len(jobs)

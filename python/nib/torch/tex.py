@@ -15,7 +15,7 @@ from . import _bridge
 from .constants import DType, TE_DType_To_Torch
 from .grouped_tensor import (bgrad_group_quantize, group_dequantize, group_quantize,  # noqa: F401
                              split_quantize, splits_to_offsets_multi)
-from .products import Job, lines, product_of_values, run, takes, values_of
+from .products import Job, lines, place_of, product_of_values, run, takes, values_of
 from .nvfp4_tensor import NVFP4Quantizer, NVFP4TensorStorage
 from .quantization import fused_amax_and_scale_update_after_reduction  # noqa: F401
 from .quantized_tensor import QuantizedTensorStorage
@@ -158,8 +158,9 @@ def _gemm(A, transA, B, transB, shape, dtype, D, alpha, beta, bias, wide):
         y = y if bias is None else y + bias.detach().float()
         y = y + beta * D.float() if beta else y
         return y if wide else y.to(dtype)
-    direct = D is not None and D.is_cpu and D.is_contiguous()
-    y = D if direct else torch.empty(shape, dtype=torch.float32 if wide else dtype)
+    place = place_of(B)
+    direct = D is not None and D.device == place and D.is_contiguous()
+    y = D if direct else torch.empty(shape, dtype=torch.float32 if wide else dtype, device=place)
     if beta and not direct:
         y.copy_(D)
     run([Job(*operands, y, alpha, beta, bias)])
