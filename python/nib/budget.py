@@ -79,15 +79,12 @@ class _Streams:
             before = self.states[(origin or stream, b)] if n else None
             self.states[(stream, b)] = self.model.run(n, tokens, before)
 
-    def scores(self, stream, reference):
-        """KL of the stream's logits; the head must be loaded."""
-        total = evaluate.Score(stream)
-        for b, tokens in enumerate(self.batches):
-            logits = self.model.run(len(self.model), tokens, self.states[(stream, b)])
-            for row, wanted, got in zip(tokens, reference(b), logits):
-                evaluate.score_window(total, wanted[:-1], got[:-1], row)
-            del self.states[(stream, b)]
-        return total.kl / total.positions
+    def score(self, score, stream, b, wanted):
+        """Add up a batch, whose logits of the original are `wanted`; the head must be loaded."""
+        got = self.model.run(len(self.model), self.batches[b], self.states[(stream, b)])
+        for row, *logits in zip(self.batches[b], wanted, got):
+            evaluate.score_window(score, *(table[:-1] for table in logits), row)
+        del self.states[(stream, b)]
 
 
 def measure(model, low, high, units, tokens, activations, memory=1 << 30, progress=None):
@@ -118,12 +115,15 @@ def measure(model, low, high, units, tokens, activations, memory=1 << 30, progre
         if progress:
             progress(n + 1, len(model))
     with model.loaded(len(model)), packed.loaded(len(model)):
-        def reference(b):
-            return model.run(len(model), batches[b], original.states[("original", b)])
-        base = streams.scores("base", reference)
-        for unit in units:
-            if unit.name in branched:
-                unit.gain = base - streams.scores(unit.name, reference)
+        scores = {stream: evaluate.Score(stream) for stream in ["base", *branched]}
+        for b, batch in enumerate(batches):
+            wanted = model.run(len(model), batch, original.states[("original", b)])
+            for stream, score in scores.items():
+                streams.score(score, stream, b, wanted)
+    gains = {stream: score.kl / score.positions for stream, score in scores.items()}
+    base = gains.pop("base")
+    for unit in units:
+        unit.gain = base - gains.get(unit.name, base)
     return base
 
 

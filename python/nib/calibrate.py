@@ -548,7 +548,8 @@ class _Quantizing:
         options, fp8, units = self.options, [], None
         if options.budget:
             step = max(1, tokens.numel() // options.budget_tokens)
-            fp8, units = self.layers.spend(stats, options.budget, tokens[::step], told)
+            memory = int(options.max_memory * (1 << 30))
+            fp8, units = self.layers.spend(stats, options.budget, tokens[::step], memory, told)
         plan = self.layers.finish(options.quantize, stats, resume=True, force=options.force, fp8=fp8)
         if units is not None:
             plan["units"] = [dataclasses.asdict(unit) for unit in units]

@@ -177,7 +177,7 @@ class Layers:
         return quantize_checkpoint(self.model.directory, out, imatrix=stats, codes=self.codes if some else None,
                                    **{**options, **more})
 
-    def spend(self, stats, bits, tokens, progress=None):
+    def spend(self, stats, bits, tokens, memory, progress=None):
         """The weights that a budget of `bits` makes FP8, and the units with what each is worth. What was measured is
         there when the run goes on."""
         low, high = (os.path.join(self.directory, name) for name in ("nvfp4", "fp8"))
@@ -195,7 +195,7 @@ class Layers:
             plain = {key: value for key, value in self.options.items() if key not in ("gptq", "damp", "format")}
             quantize_checkpoint(self.model.directory, high, imatrix=stats, force=True, fp8=["*"],
                                 format="compressed-tensors", **plain)
-            budget.measure(self.model, low, high, units, tokens, activations, progress=progress)
+            budget.measure(self.model, low, high, units, tokens, activations, memory, progress)
             with open(note + ".tmp", "w", encoding="utf-8") as file:
                 json.dump({unit.name: unit.gain for unit in units}, file)
             os.replace(note + ".tmp", note)

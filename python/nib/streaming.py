@@ -356,8 +356,8 @@ class Streamed(Loader):
     @torch.inference_mode()
     def run(self, n, tokens, state=None, head=True):
         """Layer n on a batch of tokens [sequences, length]: its state, from the state after layer n - 1. With
-        n = len(self) the logits; with head=False what stands between the layers and the head runs, and nothing is
-        returned. Layer n must be loaded."""
+        n = len(self) the logits, on the device; with head=False what stands between the layers and the head runs, and
+        nothing is returned. Layer n must be loaded."""
         reached = {}
         before = _to(state, self.device) if n else None
 
@@ -390,7 +390,7 @@ class Streamed(Loader):
                 del module.forward
         if n < len(self):
             raise ValueError(f"{self.directory}: {type(self.model).__name__} does not call its layer {n}")
-        return (out.logits if getattr(out, "logits", None) is not None else out[0]).cpu()
+        return out.logits if getattr(out, "logits", None) is not None else out[0]
 
 
 def _get(model, name):
