@@ -3,13 +3,15 @@
 """What directories that nib has written lose on text: the rows of GPTQ and of budgets in docs/accuracy.md, and its chart.
 
     accuracy_directories.py measure DIR OUT.json NAME=DIRECTORY...   KL of each against DIR/smollm2, with activations as they
-                                                                     are and of 4 bits; OUT.json is added to
+                                                                     are and of 4 bits (NAME@16, NAME@4: of these alone);
+                                                                     OUT.json is added to
     accuracy_directories.py table FILE.json                          the table on standard output
     accuracy_directories.py chart FILE.json OUT.svg                  KL against bits per weight
 
-DIR is that of `accuracy.py prepare`; the directories are of DIR/smollm2, written with --scheme nvfp4. Weights are taken as `nib
-dequantize` gives them and computed with in FP32; with 4-bit activations what comes into a quantized layer goes through NVFP4 with
-the directory's own scale, and what comes into a layer of FP8 through FP8 by tokens.
+DIR is that of `accuracy.py prepare`; the directories are of DIR/smollm2, written with --scheme nvfp4, or by llm-compressor or
+ModelOpt with scales of activations. Weights are taken as `nib dequantize` gives them and computed with in FP32; with 4-bit
+activations what comes into a quantized layer goes through NVFP4 with the directory's own scale, and what comes into a layer of FP8
+through FP8 by tokens.
 """
 import argparse
 import json
@@ -44,12 +46,14 @@ def read_directory(nib, directory):
                 piece = file.get_slice(key)
                 size = int(np.prod(piece.get_shape(), dtype=np.int64))
                 if part == "input_global_scale":
-                    inputs[module] = 1 / float(file.get_tensor(key)[0])
+                    inputs[module] = 1 / float(file.get_tensor(key).flatten()[0])
+                elif part == "input_scale" and f"{module}.weight_scale_2" in file.keys():
+                    inputs[module] = float(file.get_tensor(key))
                 elif part == "weight" and piece.get_dtype() == "F8_E4M3":
                     inputs[module] = None
-                if part in ("weight_packed", "weight_scale") or (part == "weight" and piece.get_dtype() == "F8_E4M3"):
+                if part in ("weight_packed", "weight_scale") or (part == "weight" and piece.get_dtype() in ("F8_E4M3", "U8")):
                     stored += size * (4 if piece.get_dtype() == "F32" else 1)
-                    elements += size * {"weight_packed": 2, "weight": 1}.get(part, 0)
+                    elements += size * {"weight_packed": 2, "weight": 2 if piece.get_dtype() == "U8" else 1}.get(part, 0)
     return values, inputs, 8 * stored / elements if elements else 16.0
 
 
@@ -65,7 +69,7 @@ def hooks_of(torch, model, inputs):
         if name in inputs:
             scale = inputs[name]
             change = (lambda x: fake_fp8(torch, x)) if scale is None else \
-                (lambda x, s=scale: accuracy.fake_nvfp4(torch, x, torch.tensor(np.float32(s))))
+                (lambda x, s=scale: accuracy.fake_nvfp4(torch, x, torch.tensor(np.float32(s), device=x.device)))
             found.append(module.register_forward_pre_hook(lambda _, args, change=change: (change(args[0]),)))
     return found
 
@@ -76,8 +80,9 @@ def measure(arguments):
 
     import nib
     from nib import evaluate
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = os.path.join(arguments.folder, "smollm2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     documents = {}
@@ -87,7 +92,7 @@ def measure(arguments):
                                                arguments.windows)
 
     def logits(tokens):
-        return model(tokens, use_cache=False).logits
+        return model(tokens.to(device), use_cache=False).logits
 
     with torch.inference_mode():
         kept = [logits(tokens[None]).half() for cut in documents.values() for tokens in cut]
@@ -96,11 +101,12 @@ def measure(arguments):
         with open(arguments.out, encoding="utf-8") as file:
             rows = json.load(file)["directories"]
     for name, directory in (given.split("=", 1) for given in arguments.directories):
+        name, _, alone = name.partition("@")
         values, inputs, bits = read_directory(nib, directory)
         with torch.no_grad():
             for key, value in before.items():
                 model.get_parameter(key).copy_(torch.from_numpy(values[key]).view(value.shape) if key in values else value)
-        for activations in BITS:
+        for activations in [int(alone)] if alone else BITS:
             hooks = hooks_of(torch, model, inputs) if activations == 4 else []
             tables = iter(kept)
             scores = evaluate.evaluate(lambda _: next(tables).float(), logits, documents)
@@ -113,7 +119,7 @@ def measure(arguments):
             print(f"{name:20} W4A{activations:<3} {bits:.3f} bits KL {row['kl']:.4f} +- {row['kl_error']:.4f} perplexity "
                   f"{row['perplexity']:.2f} top-1 {row['top1']:.3f} " +
                   " ".join(f"{key} {found['kl']:.4f}" for key, found in row["documents"].items()), file=sys.stderr, flush=True)
-            accuracy.write_figures(arguments.out, "cpu", 1, {"directories": rows, "windows": arguments.windows})
+            accuracy.write_figures(arguments.out, device, 1, {"directories": rows, "windows": arguments.windows})
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB", file=sys.stderr)
 
 
@@ -183,6 +189,7 @@ def main():
     one.add_argument("folder")
     one.add_argument("out")
     one.add_argument("directories", nargs="+", metavar="NAME=DIRECTORY")
+    one.add_argument("--device")
     one.add_argument("--windows", type=int, default=16, help="of a document (%(default)s)")
     commands.add_parser("table").add_argument("file")
     two = commands.add_parser("chart")
