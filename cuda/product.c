@@ -11,6 +11,7 @@
 #include <stdio.h>
 
 enum { MOST_ROWS = 16, LONGEST = 1 << 30 }; /* that a kernel reads codes in place for */
+enum { WIDEST = 1 << 25 };                  /* distance of lines of which it adds up 64 in 32 bits */
 
 /* How a product is computed, and the memory that it needs besides. */
 struct plan {
@@ -166,10 +167,11 @@ static bool is_whole(const struct nib_usage_geometry *g, const struct nib_usage_
                      const struct nib_cuda_few_rows *job)
 {
     const int64_t bytes = nib_dtypes[job->dtype].bits / 8;
-    return !g->element_stride && !g->swizzled && g->lines_per_scale == 1 && g->scale_block == 1 &&
-           g->length % 32 == 0 && ((uintptr_t)memory->codes | (uintptr_t)g->line_stride) % 16 == 0 &&
-           ((uintptr_t)memory->scales | (uintptr_t)g->scale_line) % 2 == 0 && job->element_stride == 1 &&
-           ((uintptr_t)job->x | (uintptr_t)(job->row_stride * bytes)) % 16 == 0;
+    return !g->element_stride && g->lines_per_scale == 1 && g->scale_block == 1 && g->length % 32 == 0 &&
+           g->line_stride < WIDEST && g->scale_line < WIDEST &&
+           ((uintptr_t)memory->codes | (uintptr_t)g->line_stride) % 16 == 0 &&
+           ((uintptr_t)memory->scales | (uintptr_t)(g->swizzled ? 0 : g->scale_line)) % 2 == 0 &&
+           job->element_stride == 1 && ((uintptr_t)job->x | (uintptr_t)(job->row_stride * bytes)) % 16 == 0;
 }
 
 static void multiply_few(struct run *run, const struct plan *plan, const struct nib_product *p)

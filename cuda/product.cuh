@@ -156,6 +156,11 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
         uint4 codes[LT][2];
         uint32_t scales[LT][2];
     };
+    struct places { /* of a lane's lines in a tile: offsets from its first */
+        const uint8_t *codes, *scales;
+        int line[2 * LT];
+        uint32_t code[2 * LT], scale[2 * LT];
+    };
     struct state {
         strip next[AHEAD];
         uint32_t tile; /* that these are of */
@@ -171,28 +176,51 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
         mine.tile = UINT32_MAX;
     }
 
-    /* Elements k.. of a lane's lines. Beyond the last line it is read once more, and what comes of it dropped. */
-    static DEV_MEMBER strip load_strip(const job &j, uint32_t tile, int lane, int k)
+    /* Where a lane's lines are. Beyond the last one it is read once more, and what comes of it dropped. */
+    static DEV_MEMBER places places_of(const job &j, uint32_t tile, int lane)
     {
         const nib_cuda_usage &u = j.weight;
+        const int64_t first = (int64_t)tile * LINES, left = u.g.lines - 1 - first;
+        const int last = left < LINES ? (int)left : LINES - 1;
+        places at = { u.codes, u.scales, {}, {}, {} };
+        if constexpr (WHOLE) {
+            at.codes += first * u.g.line_stride;
+            at.scales += u.g.swizzled ? nib_scale_index(&u.g, first, 0) : first * u.g.scale_line;
+        }
+        NIB_UNROLL
+        for (int i = 0; i < 2 * LT; i++) {
+            const int wanted = lane / 4 + 8 * i, line = wanted < last ? wanted : last;
+            at.line[i] = line;
+            at.code[i] = (uint32_t)line * (uint32_t)u.g.line_stride;
+            at.scale[i] = u.g.swizzled
+                              ? (uint32_t)(line % 32 * 16 + line / 32 * 4) /* from the first, a multiple of 16 */
+                              : (uint32_t)line * (uint32_t)u.g.scale_line;
+        }
+        return at;
+    }
+
+    /* Elements k.. of these. */
+    static DEV_MEMBER strip load_strip(const job &j, const places &at, uint32_t tile, int k)
+    {
+        const nib_cuda_usage &u = j.weight;
+        const int block = k / NIB_BLOCK, swizzled = block / 4 * 512 + block % 4;
         strip s = {};
-        if (k >= u.g.length)
+        if (k >= (int)u.g.length)
             return s;
         NIB_UNROLL
         for (int i = 0; i < 2 * LT; i++) {
-            const int64_t wanted = (int64_t)tile * LINES + lane / 4 + 8 * i, last = u.g.lines - 1,
-                          line = wanted < last ? wanted : last;
             if constexpr (WHOLE) {
-                s.codes[i / 2][i % 2] = load_once((const uint4 *)(u.codes + line * u.g.line_stride + k / 2));
-                s.scales[i / 2][i % 2] = *(const uint16_t *)(u.scales + line * u.g.scale_line + k / NIB_BLOCK);
+                s.codes[i / 2][i % 2] = load_once((const uint4 *)(at.codes + (at.code[i] + (uint32_t)k / 2)));
+                s.scales[i / 2][i % 2] =
+                    *(const uint16_t *)(at.scales + (at.scale[i] + (uint32_t)(u.g.swizzled ? swizzled : block)));
             } else {
+                const int64_t line = (int64_t)tile * LINES + at.line[i];
                 uint32_t word[EACH / 8] = {};
                 for (int e = 0; e < EACH && k + e < u.g.length; e++)
                     word[e / 8] |= (uint32_t)nib_code_load(&u.g, u.codes, line, k + e) << 4 * (e % 8);
                 s.codes[i / 2][i % 2] = make_uint4(word[0], word[1], word[2], word[3]);
-                for (int b = 0; b < 2 && k / NIB_BLOCK + b < u.g.blocks; b++)
-                    s.scales[i / 2][i % 2] |= (uint32_t)nib_scale_load(&u.g, u.scales, line, k / NIB_BLOCK + b)
-                                              << 8 * b;
+                for (int b = 0; b < 2 && block + b < u.g.blocks; b++)
+                    s.scales[i / 2][i % 2] |= (uint32_t)nib_scale_load(&u.g, u.scales, line, block + b) << 8 * b;
             }
         }
         return s;
@@ -294,7 +322,7 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
                 decode(s, mine, sixteen, word, a);
                 multiply<F16>(acc[sixteen][t], lane, fragments_of(a, b[t][part], i), [&](int l) {
                     uint32_t theirs[2][4], values[PARTS][4];
-                    decode(s, load_strip(j, tile, l, k0 + l % 4 * EACH), sixteen, word, theirs);
+                    decode(s, load_strip(j, places_of(j, tile, l), tile, k0 + l % 4 * EACH), sixteen, word, theirs);
                     load_values(j, l / 4 + 8 * t, k0 + l % 4 * EACH + 8 * word, values);
                     return fragments_of(theirs, values[part], i);
                 });
@@ -304,15 +332,17 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
 
     static DEV_MEMBER void load_first(const job &j, state &mine, uint32_t tile, int t)
     {
+        const places at = places_of(j, tile, t % 32);
         mine.tile = tile;
         NIB_UNROLL
         for (int d = 0; d < AHEAD; d++)
-            mine.next[d] = load_strip(j, tile, t % 32, t / 32 * STEP + d * ROUND + t % 4 * EACH);
+            mine.next[d] = load_strip(j, at, tile, t / 32 * STEP + d * ROUND + t % 4 * EACH);
     }
 
     static DEV_MEMBER void add_up(const job &j, shared &s, state &mine, uint32_t tile, uint32_t tiles, int t)
     {
         const int lane = t % 32, warp = t / 32, length = (int)j.weight.g.length;
+        const places at = places_of(j, tile, lane);
         float acc[LT][MT][4] = {};
         if (mine.tile != tile)
             load_first(j, mine, tile, t);
@@ -320,7 +350,7 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
             NIB_UNROLL
             for (int d = 0; d < AHEAD; d++) {
                 const strip current = mine.next[d];
-                mine.next[d] = load_strip(j, tile, lane, k + (d + AHEAD) * ROUND + lane % 4 * EACH);
+                mine.next[d] = load_strip(j, at, tile, k + (d + AHEAD) * ROUND + lane % 4 * EACH);
                 if (d == 0 || k + d * ROUND < length)
                     multiply_strip(j, s, current, tile, lane, k + d * ROUND, acc);
             }
