@@ -319,11 +319,16 @@ typedef struct nib_quantize_options {
     /* Weights that become FP8 with a scale for each row (E4M3, amax / 448) where they would be NVFP4, as patterns like those
      * above: what is fused with one becomes FP8 too. Or a budget of bits for a quantized weight, scales of blocks and rows
      * included, from 4.5 on: it is spent on the last and the first layers, which is a guess, or with `budget_plain` on such
-     * that stay as they are. 0: none. Not with GGUF (MODE), which has no FP8, but for budget_plain. */
+     * that stay as they are. 0: none. Not with GGUF (MODE), which has no FP8, but for budget_plain. All experts of a layer
+     * are fused. */
     const char *const *fp8;
     size_t n_fp8;
     float budget;
     uint8_t budget_plain;
+    /* Weights that stay as they are where they would be NVFP4, with what is fused with them. Unlike those of `ignore` they
+     * are folded as the others, so that the codes of those do not depend on which these are. */
+    const char *const *plain;
+    size_t n_plain;
 } nib_quantize_options;
 /* compressed-tensors, nvfp4a16, everything else unset. `bytes` is the caller's sizeof; ARG for one that no version
  * has. */

@@ -188,6 +188,7 @@ def check_tool(row, place):
     if status == 0:
         problems.append("without its scales a folded checkpoint passes for the original")
     os.rename(os.path.join(place, SCALES), os.path.join(out, SCALES))
+    problems += check_plain(source, out, stats)
     if problems:
         raise families.Failed("; ".join(problems))
     if not options:
@@ -196,6 +197,21 @@ def check_tool(row, place):
     if verdict not in ("exact", "exact, dequantized"):
         raise families.Failed(f"transformers: {verdict}: {detail}")
     return verdict
+
+
+def check_plain(source, out, stats):
+    """Weights that stay are scaled as they would be if they were quantized."""
+    names = [row["name"] for row in plan_of(source)["rows"] if row["action"] == "quantize"]
+    ends = [end for end in (".down_proj", ".w2", ".q_proj") if any(name.endswith(end) for name in names)]
+    if not ends:
+        return []
+    scales = []
+    for place, chosen in ((out + "-all", []), (out + "-plain", ["--plain", "*" + ends[0]])):
+        families.must("quantize", "-q", "--imatrix", stats, "--fold", *chosen, source, place)
+        with open(os.path.join(place, SCALES), "rb") as file:
+            scales.append(file.read())
+    status, said, errors = families.nib("check", out + "-plain", "--against", source)
+    return (["--plain: other scales"] if scales[0] != scales[1] else []) + ([f"--plain: {said}{errors}"] if status else [])
 
 
 def main():

@@ -26,7 +26,7 @@ struct arguments {
     struct cli_word format, scheme, server, dialect, scale_rule, tensor_scale_rule, activations, preset;
     const char *min_block_scale, *imatrix, *fold_exponent, *codes, *hessians, *damp, *budget;
     bool imatrix_strict, fold, fold_search, gptq;
-    struct cli_list ignore, only, fp8;
+    struct cli_list ignore, only, fp8, plain;
     uint64_t shard_bytes;
     bool keep_split, budget_plain;
     struct run_flags run;
@@ -269,6 +269,8 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
         options.n_only = a->only.n;
         options.fp8 = a->fp8.items;
         options.n_fp8 = a->fp8.n;
+        options.plain = a->plain.items;
+        options.n_plain = a->plain.n;
         result = nib_plan_quantize(in, &options, &plan) ? run_failed(self) : carry_out(self, a, in, plan, out);
         if (result == CLI_FINE && a->run.report && !a->run.dry_run)
             result = write_report(self, a, in, plan, out);
@@ -323,6 +325,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         { 0, "ignore", CLI_LIST, &a.ignore, "PATTERN", "leave modules as they are: name, glob or re:...", 0, 0 },
         { 0, "only", CLI_LIST, &a.only, "PATTERN", "quantize no others", 0, 0 },
         { 0, "fp8", CLI_LIST, &a.fp8, "PATTERN", "FP8 with a scale for each row instead", 0, 0 },
+        { 0, "plain", CLI_LIST, &a.plain, "PATTERN", "as they are, but folded as the others", 0, 0 },
         { 0, "budget", CLI_TEXT, &a.budget, "BITS", "of a weight: FP8 in the last and first layers, as a guess", 0, 0 },
         { 0, "budget-plain", CLI_FLAG, &a.budget_plain, NULL, "the same with weights that stay as they are", 0, 0 },
         { 0, "preset", CLI_WORD, &a.preset, "P", "what to quantize: {}", 0, 0 },

@@ -142,6 +142,7 @@ struct nib_out_row {
     const char *gptq;       /* the tokens of that Hessian, or "none: " and why; "" where it is not asked for */
     const char *fold;       /* what its columns' scales went into, or "none: " and why; "" where none are asked for */
     bool unit;              /* quantized with a tensor scale of 1 */
+    bool raised;            /* it stays though it could be quantized, and is scaled where that would be */
     const struct nib_ck_weight *codes; /* of plan->codes, which it becomes; NULL: it is quantized */
 };
 
@@ -278,14 +279,21 @@ nib_status nib_plan_mean_squares(const nib_plan *plan, const struct nib_plan_inp
 
 /* ---- More than 4 bits (plan_budget.c) ---- */
 
-/* Of weights that are to be quantized, those that the patterns name. */
-nib_status nib_plan_choose_fp8(nib_plan *plan, const char *const *patterns, size_t n);
+/* Of weights that are to be quantized, those that the patterns name become FP8, or with `plain` stay as they are. */
+nib_status nib_plan_raise(nib_plan *plan, bool plain, const char *const *patterns, size_t n);
+/* A weight stays as it is for what it is worth. */
+void nib_plan_leave_plain(nib_plan *plan, size_t weight, const char *reason);
 /* By plan->budget, from the ends of the model to its middle. `set` has the first weight of each weight's fused set. */
 nib_status nib_plan_spend_budget(nib_plan *plan, const uint32_t *set);
 /* Whether a weight is written in fewer bits. */
 static inline bool nib_plan_is_quantized(const nib_plan *plan, size_t weight)
 {
     return plan->rows[weight].action == NIB_ACTION_QUANTIZE || plan->rows[weight].action == NIB_ACTION_FP8;
+}
+/* Whether folding scales it as it likes: codes of weights beside it do not depend on who of them is worth more bits. */
+static inline bool nib_plan_is_scaled(const nib_plan *plan, size_t weight)
+{
+    return nib_plan_is_quantized(plan, weight) || plan->rows[weight].raised;
 }
 
 /* ---- Weights of another checkpoint (plan_codes.c) ---- */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * plan_budget.c - weights that are worth more than 4 bits: FP8 by rows instead of NVFP4, as a list says, or by a budget of bits.
+ * plan_budget.c - weights that are worth more than 4 bits: FP8 by rows instead of NVFP4, or as they are, as a list says, or
+ * by a budget of bits.
  */
 #include "plan/plan.h"
 
@@ -13,27 +14,50 @@ static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory f
 
 /* ---- A list ---- */
 
-nib_status nib_plan_choose_fp8(nib_plan *plan, const char *const *patterns, size_t n)
+/* Whether experts are written as stacks, in which all matrices are of one form. */
+static bool has_stacks(const nib_plan *plan)
 {
-    const bool whole = nib_ck_stack_layout(plan->format) && nib_ck_keeps_stacks(plan->in);
+    return nib_ck_stack_layout(plan->format) && nib_ck_keeps_stacks(plan->in);
+}
+
+void nib_plan_leave_plain(nib_plan *plan, size_t weight, const char *reason)
+{
+    plan->rows[weight].action = nib_plan_keep_action(plan, &plan->in->weights[weight]);
+    plan->rows[weight].reason = reason;
+    plan->rows[weight].raised = true;
+}
+
+static nib_status raise_row(nib_plan *plan, bool plain, const struct nib_patterns *list, size_t weight)
+{
+    const struct nib_ck_weight *w = &plan->in->weights[weight];
+    uint32_t which = NIB_NONE;
+    if (plan->rows[weight].action != NIB_ACTION_QUANTIZE)
+        return NIB_OK;
+    TRY(nib_patterns_match(list, w->name, &which));
+    if (which == NIB_NONE)
+        return NIB_OK;
+    if (has_stacks(plan) && w->index >= 0)
+        return nib_fail(NIB_ERR_MODE, "%s is in a stack that stays whole, and cannot be %s", nib_quote(w->name).text,
+                        plain ? "left out of it (--plain)" : "FP8 (--fp8)");
+    if (plain)
+        nib_plan_leave_plain(plan, weight, "it is to stay (--plain)");
+    else
+        plan->rows[weight].action = NIB_ACTION_FP8;
+    return NIB_OK;
+}
+
+nib_status nib_plan_raise(nib_plan *plan, bool plain, const char *const *patterns, size_t n)
+{
     struct nib_patterns *list;
-    if (n && plan->gguf)
+    if (!n)
+        return NIB_OK;
+    if (plan->gguf && !plain)
         return nib_fail(NIB_ERR_MODE, "GGUF has no FP8: leave --fp8 out");
-    TRY(nib_plan_check_patterns(plan->in, "fp8", patterns, n, false));
+    TRY(nib_plan_check_patterns(plan->in, plain ? "plain" : "fp8", patterns, n, false));
     TRY(nib_patterns_create(patterns, n, &list));
     nib_status status = NIB_OK;
-    for (size_t i = 0; i < plan->in->n_weights && n && !status; i++) {
-        const struct nib_ck_weight *w = &plan->in->weights[i];
-        uint32_t which = NIB_NONE;
-        if (plan->rows[i].action != NIB_ACTION_QUANTIZE)
-            continue;
-        status = nib_patterns_match(list, w->name, &which);
-        if (!status && which != NIB_NONE && whole && w->index >= 0)
-            status = nib_fail(NIB_ERR_MODE, "%s is in a stack that stays whole, and cannot be FP8 (--fp8)",
-                              nib_quote(w->name).text);
-        if (!status && which != NIB_NONE)
-            plan->rows[i].action = NIB_ACTION_FP8;
-    }
+    for (size_t i = 0; i < plan->in->n_weights && !status; i++)
+        status = raise_row(plan, plain, list, i);
     nib_patterns_destroy(list);
     return status;
 }
@@ -81,7 +105,7 @@ static size_t list_units(const nib_plan *plan, const uint32_t *set, bool plain, 
     for (uint32_t i = 0; i < plan->in->n_weights; i++) {
         const struct nib_ck_weight *w = &plan->in->weights[i];
         const double elements = (double)w->rows * (double)w->cols;
-        if (plan->rows[i].action != NIB_ACTION_QUANTIZE)
+        if (plan->rows[i].action != NIB_ACTION_QUANTIZE || (has_stacks(plan) && w->index >= 0))
             continue;
         if (at[set[i]] == NIB_NONE) {
             at[set[i]] = (uint32_t)n;
@@ -114,8 +138,10 @@ static nib_status spend(nib_plan *plan, const uint32_t *set, struct unit *units,
             struct nib_out_row *row = &plan->rows[w];
             if (set[w] != units[i].set || row->action != NIB_ACTION_QUANTIZE)
                 continue;
-            row->action = plan->budget_plain ? nib_plan_keep_action(plan, &plan->in->weights[w]) : NIB_ACTION_FP8;
-            row->reason = plan->budget_plain ? "the budget has bits for it" : "";
+            if (plan->budget_plain)
+                nib_plan_leave_plain(plan, w, "the budget has bits for it");
+            else
+                row->action = NIB_ACTION_FP8;
         }
     }
     const char *guess = "which weights have more than 4 bits is a guess, the first and the last layers: python -m "

@@ -48,7 +48,7 @@ static bool stays_whole(const struct maker *m, uint32_t tensor)
         if (plan->rows[m->by_data[i]].action != action)
             return false;
     if (action == NIB_ACTION_KEEP) /* it is written anew, scaled */
-        return nib_plan_columns(plan, m->by_data[begin]) != NULL;
+        return nib_plan_columns(plan, m->by_data[begin]) || nib_plan_divisors(plan, m->by_data[end - 1]);
     if (!nib_ck_keeps_stacks(plan->in))
         return false;
     return action == NIB_ACTION_DEQUANTIZE || (action != NIB_ACTION_KEEP && nib_ck_stack_layout(plan->format));
@@ -119,6 +119,7 @@ static nib_status keep_whole_sets(struct maker *m)
             if (!nib_plan_is_quantized(plan, m->keyed[i].weight))
                 continue;
             row->action = nib_plan_keep_action(plan, &plan->in->weights[m->keyed[i].weight]);
+            row->raised = plan->rows[kept].raised;
             row->reason = nib_plan_string(plan, "servers fuse it with %s, which stays", plan->in->weights[kept].name);
             if (!row->reason)
                 return no_memory();
@@ -127,30 +128,64 @@ static nib_status keep_whole_sets(struct maker *m)
     return NIB_OK;
 }
 
-/* What a budget is spent on, and the rest of every set of which one is FP8: nothing fuses with another format. */
-static nib_status raise_sets(struct maker *m)
+static size_t bytes_before_expert(const char *name)
 {
-    nib_plan *plan = m->plan;
-    uint32_t *set = nib_alloc((plan->in->n_weights + 1) * sizeof *set);
-    if (!set)
-        return no_memory();
-    for (uint32_t i = 0; i < plan->in->n_weights; i++)
+    const char *const at = strstr(name, ".experts.");
+    return at ? (size_t)(at - name) + strlen(".experts.") : 0;
+}
+
+/* The first weight of each weight's set. Servers fuse all experts of a layer too, though not under one tensor scale; they
+ * stand side by side, since weights are in the order of their names. */
+static void find_sets(const struct maker *m, uint32_t *set)
+{
+    const nib_checkpoint *in = m->plan->in;
+    for (uint32_t i = 0; i < in->n_weights; i++)
         set[i] = i;
     for (size_t begin = 0, end; begin < m->n_keyed; begin = end) {
         end = end_of_set(m, begin);
         for (size_t i = begin; i < end; i++)
             set[m->keyed[i].weight] = m->keyed[begin].weight;
     }
-    const nib_status status = nib_plan_spend_budget(plan, set);
-    nib_free(set);
-    for (size_t begin = 0, end; begin < m->n_keyed; begin = end) {
-        bool fp8 = false;
-        end = end_of_set(m, begin);
-        for (size_t i = begin; i < end; i++)
-            fp8 |= plan->rows[m->keyed[i].weight].action == NIB_ACTION_FP8;
-        for (size_t i = begin; i < end && fp8; i++)
-            plan->rows[m->keyed[i].weight].action = NIB_ACTION_FP8;
+    for (uint32_t i = 1; i < in->n_weights; i++) {
+        const size_t bytes = bytes_before_expert(in->weights[i].name);
+        if (bytes && !strncmp(in->weights[i - 1].name, in->weights[i].name, bytes))
+            set[i] = set[i - 1];
     }
+}
+
+/* Of every set of which one is FP8 or stays for what it is worth, the rest too: nothing fuses with another format. */
+static void raise_rest(nib_plan *plan, const uint32_t *set, uint8_t *fp8, uint8_t *plain)
+{
+    for (size_t i = 0; i < plan->in->n_weights; i++) {
+        fp8[set[i]] |= plan->rows[i].action == NIB_ACTION_FP8;
+        plain[set[i]] |= plan->rows[i].raised;
+    }
+    for (size_t i = 0; i < plan->in->n_weights; i++) {
+        if (!nib_plan_is_quantized(plan, i))
+            continue;
+        if (plain[set[i]])
+            nib_plan_leave_plain(plan, i, "servers fuse it with what stays");
+        else if (fp8[set[i]])
+            plan->rows[i].action = NIB_ACTION_FP8;
+    }
+}
+
+/* What lists name and a budget is spent on, by whole sets. */
+static nib_status raise_sets(struct maker *m)
+{
+    nib_plan *plan = m->plan;
+    const size_t n = plan->in->n_weights + 1;
+    uint32_t *set = nib_alloc(n * sizeof *set);
+    uint8_t *any = nib_alloc_zeroed(2 * n);
+    nib_status status = set && any ? NIB_OK : no_memory();
+    if (!status) {
+        find_sets(m, set);
+        status = nib_plan_spend_budget(plan, set);
+    }
+    if (!status)
+        raise_rest(plan, set, any, any + n);
+    nib_free(set);
+    nib_free(any);
     return status;
 }
 
@@ -480,6 +515,29 @@ static bool wants_input(const nib_plan *plan, const struct nib_out_weight *w)
                                             : w->as_in_source && w->source.tensor[NIB_ROLE_INPUT] != NIB_NONE;
 }
 
+/* Scales of an expert's whole matrix, whose rows are those of its `parts` weights. */
+static nib_status scale_expert(struct maker *m, const uint32_t *weights, uint32_t parts, struct nib_ck_weight *whole)
+{
+    nib_plan *plan = m->plan;
+    float *rows = NULL;
+    whole->columns = nib_plan_columns(plan, weights[0]);
+    whole->divisors = NULL;
+    for (uint32_t i = 0; i < parts; i++) {
+        const struct nib_ck_weight *w = &plan->in->weights[weights[i]];
+        const float *own = nib_plan_divisors(plan, weights[i]);
+        if (!own)
+            continue;
+        if (!rows && !(rows = nib_plan_memory(plan, (size_t)whole->rows * sizeof *rows)))
+            return no_memory();
+        for (int64_t r = 0; r < whole->rows && !whole->divisors; r++)
+            rows[r] = 1;
+        whole->divisors = rows;
+        for (int64_t r = 0; r < w->rows; r++)
+            rows[w->row_first + r * w->row_step] = own[r];
+    }
+    return NIB_OK;
+}
+
 /* Each expert's whole matrix as one weight, beside the others in one tensor. */
 static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
 {
@@ -498,8 +556,9 @@ static nib_status add_whole_stack(struct maker *m, uint32_t tensor)
     TRY(nib_plan_next(plan, plan->in->tensors[tensor].file, (uint64_t)experts * coming_bytes(&w)));
     for (int64_t e = 0; e < experts; e++) {
         w.source.index = w.index = e;
-        const struct nib_out_row *row =
-            &plan->rows[m->by_data[begin + (uint32_t)e * ((end - begin) / (uint32_t)experts)]];
+        const uint32_t parts = (end - begin) / (uint32_t)experts, *own = m->by_data + begin + (uint32_t)e * parts;
+        const struct nib_out_row *row = &plan->rows[*own];
+        TRY(scale_expert(m, own, parts, &w.source));
         w.statistics = row->input;
         w.hessian = row->hessian;
         TRY(nib_plan_add_weight(plan, &w, wants_input(plan, &w)));
@@ -557,9 +616,13 @@ static nib_status add_matrices(struct maker *m, uint32_t tensor)
 
 static bool any_changes(const struct maker *m, uint32_t tensor)
 {
-    for (uint32_t i = m->first[tensor]; i < m->first[tensor + 1]; i++)
-        if (m->plan->rows[m->by_data[i]].action != NIB_ACTION_KEEP || nib_plan_columns(m->plan, m->by_data[i]))
+    const nib_plan *plan = m->plan;
+    for (uint32_t i = m->first[tensor]; i < m->first[tensor + 1]; i++) {
+        const uint32_t weight = m->by_data[i];
+        if (plan->rows[weight].action != NIB_ACTION_KEEP || nib_plan_columns(plan, weight) ||
+            nib_plan_divisors(plan, weight))
             return true;
+    }
     return false;
 }
 

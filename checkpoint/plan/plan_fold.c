@@ -237,10 +237,10 @@ static const char *reason_against(struct pair *p)
         const struct nib_ck_weight *w = &plan->in->weights[p->readers[i]];
         if (w->cols != p->cols || (w->index < 0 && w->transposed))
             return "none: weights that read the norm do not fit it";
-        if (nib_plan_is_quantized(plan, p->readers[i]) && w->format == NIB_CHECKPOINT_FORMAT_MXFP4)
+        if (nib_plan_is_scaled(plan, p->readers[i]) && w->format == NIB_CHECKPOINT_FORMAT_MXFP4)
             return "none: codes of MXFP4 are taken over";
-        quantized += nib_plan_is_quantized(plan, p->readers[i]);
-        p->pow2 |= !nib_plan_is_quantized(plan, p->readers[i]) && w->dtype != NIB_F32;
+        quantized += nib_plan_is_scaled(plan, p->readers[i]);
+        p->pow2 |= !nib_plan_is_scaled(plan, p->readers[i]) && w->dtype != NIB_F32;
     }
     if (!quantized)
         return "none: nothing that reads the norm is quantized";
@@ -259,7 +259,7 @@ static nib_status squares_of(const struct pair *p, float *out, bool *found)
         for (size_t i = 0; i < p->n; i++) {
             const struct nib_plan_input *input = &plan->rows[p->readers[i]].input;
             double tokens;
-            if (!nib_plan_is_quantized(plan, p->readers[i]) || input->entry == NIB_NONE ||
+            if (!nib_plan_is_scaled(plan, p->readers[i]) || input->entry == NIB_NONE ||
                 (input->slices > 1) != (pass > 0))
                 continue;
             *found = true;
@@ -289,7 +289,7 @@ static nib_status fold_pair(struct pair *p, const char *norm, float *squares, fl
     }
     size_t quantized = 0; /* they stand first */
     for (size_t i = 0; i < p->n; i++)
-        if (nib_plan_is_quantized(plan, p->readers[i])) {
+        if (nib_plan_is_scaled(plan, p->readers[i])) {
             const size_t other = p->readers[quantized];
             p->readers[quantized++] = p->readers[i];
             p->readers[i] = other;
@@ -352,12 +352,12 @@ static nib_status fold_down(const struct layer *l, size_t down, float *squares, 
     bool half;
     double tokens;
     char name[1024];
-    if (!nib_plan_is_quantized(plan, down) || input->entry == NIB_NONE || l->family->no_up ||
+    if (!nib_plan_is_scaled(plan, down) || input->entry == NIB_NONE || l->family->no_up ||
         json_is_number(json_object_get(plan->in->config, "swiglu_limit")) ||
         !nib_ck_fold_producer(plan->in, w->name, &producer, &half))
         return NIB_OK;
     up = &plan->in->weights[producer];
-    if (!nib_plan_is_quantized(plan, producer) || up->rows != (half ? 2 : 1) * w->cols || has_stack_bias(plan, up) ||
+    if (!nib_plan_is_scaled(plan, producer) || up->rows != (half ? 2 : 1) * w->cols || has_stack_bias(plan, up) ||
         up->format == NIB_CHECKPOINT_FORMAT_MXFP4 || w->format == NIB_CHECKPOINT_FORMAT_MXFP4)
         return say(plan, down, "none: what makes its input stays as it is");
     snprintf(name, sizeof name, "%s.bias", up->name);

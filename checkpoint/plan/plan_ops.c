@@ -60,7 +60,7 @@ static nib_status check_source(const nib_checkpoint *in)
 /* ---- Options of a quantization ---- */
 
 /* The first version that is still served: 0.2. */
-enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, budget_plain) };
+enum { OPTIONS_OLDEST = NIB_UP_TO(nib_quantize_options, n_plain) };
 
 nib_status nib_quantize_options_init_sized(nib_quantize_options *options, size_t bytes)
 {
@@ -158,11 +158,11 @@ static nib_status check_options(const nib_quantize_options *o)
     if (o->budget != 0 && !(o->budget >= 4.5f && o->budget <= 16))
         return nib_fail(NIB_ERR_ARG, "a budget is from 4.5 bits of a weight, which NVFP4 takes, to 16, not %g",
                         (double)o->budget);
-    if ((o->budget > 0 && o->n_fp8) || (o->budget_plain && !(o->budget > 0)))
-        return nib_fail(NIB_ERR_MODE, "a budget chooses what a list of FP8 weights names: one of the two");
+    if ((o->budget > 0 && o->n_fp8 + o->n_plain) || (o->budget_plain && !(o->budget > 0)))
+        return nib_fail(NIB_ERR_MODE, "a budget chooses what a list of FP8 or plain weights names: one of the two");
     if (o->budget > 0 && !o->budget_plain && o->format == NIB_CHECKPOINT_FORMAT_GGUF)
         return nib_fail(NIB_ERR_MODE, "GGUF has no FP8: let weights stay as they are (--budget-plain)");
-    if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only) || (o->n_fp8 && !o->fp8))
+    if ((o->n_ignore && !o->ignore) || (o->n_only && !o->only) || (o->n_fp8 && !o->fp8) || (o->n_plain && !o->plain))
         return nib_fail(NIB_ERR_ARG, "a list of patterns is NULL");
     return NIB_OK;
 }
@@ -244,6 +244,7 @@ static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
     if (!noted)
         return nib_fail(NIB_ERR_ARG, "a pattern is not UTF-8, or there is no memory for what provenance says");
     if ((o->n_fp8 && json_object_set_new(noted, "fp8", pattern_list(o->fp8, o->n_fp8))) ||
+        (o->n_plain && json_object_set_new(noted, "plain", pattern_list(o->plain, o->n_plain))) ||
         (o->budget > 0 && json_object_set_new(noted, "budget", json_real((double)o->budget))) ||
         (o->budget_plain && json_object_set_new(noted, "budget_plain", json_true()))) {
         json_decref(noted);
@@ -473,7 +474,9 @@ nib_status nib_plan_quantize(const nib_checkpoint *in, const nib_quantize_option
     if (!status)
         status = choose(&chooser);
     if (!status)
-        status = nib_plan_choose_fp8(plan, o->fp8, o->n_fp8);
+        status = nib_plan_raise(plan, true, o->plain, o->n_plain);
+    if (!status)
+        status = nib_plan_raise(plan, false, o->fp8, o->n_fp8);
     if (!status)
         status = list_others(plan);
     if (!status)

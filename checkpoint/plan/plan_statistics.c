@@ -279,7 +279,7 @@ static nib_status find_row(const struct search *s, size_t weight, float *scratch
     struct nib_out_row *row = &plan->rows[weight];
     uint32_t entry;
     int64_t expert;
-    if (!nib_plan_is_quantized(plan, weight)) /* of FP8 they decide what is folded */
+    if (!nib_plan_is_scaled(plan, weight)) /* of FP8 they decide what is folded */
         return NIB_OK;
     if (w->format == NIB_CHECKPOINT_FORMAT_MXFP4)
         return note_row(row, "none: its codes are taken over");

@@ -13,6 +13,8 @@ import warnings
 from ctypes import (CFUNCTYPE, POINTER as P, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t,
                     c_uint8, c_uint64, c_void_p)
 
+import numpy
+
 from . import _library
 from ._library import STATUS, ArgumentError, Dialect, DType, ScaleRule, TensorScaleRule, UnsupportedError, raw
 
@@ -55,7 +57,14 @@ class QuantizeOptions(Structure):
                 ("reader", c_int), ("statistics", c_char_p), ("statistics_strict", c_uint8), ("fold", c_int),
                 ("fold_exponent", c_float), ("codes", c_char_p), ("gptq", c_uint8), ("hessians", c_char_p),
                 ("damp", c_float), ("fp8", P(c_char_p)), ("n_fp8", c_size_t), ("budget", c_float),
-                ("budget_plain", c_uint8)]
+                ("budget_plain", c_uint8), ("plain", P(c_char_p)), ("n_plain", c_size_t)]
+
+
+class Weight(Structure):
+    _fields_ = [("bytes", c_size_t), ("name", c_char_p), ("format", c_int), ("dtype", c_int), ("rows", c_int64),
+                ("cols", c_int64), ("tensor", c_char_p), ("file", c_char_p), ("stored_bytes", c_uint64),
+                ("tensor_scale_kind", c_int), ("tensor_scale", c_float), ("has_input_scale", c_int),
+                ("input_scale", c_float), ("stored_dtype", c_char_p)]
 
 
 class PlanRow(Structure):
@@ -73,11 +82,15 @@ class PlanFacts(Structure):
 
 
 STRUCTS = {"nib_progress": Progress, "nib_job": Job, "nib_run_options": RunOptions,
-           "nib_quantize_options": QuantizeOptions, "nib_plan_row": PlanRow, "nib_plan_facts": PlanFacts}
+           "nib_quantize_options": QuantizeOptions, "nib_plan_row": PlanRow, "nib_plan_facts": PlanFacts,
+           "nib_weight": Weight}
 ENUMS = {"nib_action": (Action, "NIB_ACTION_"), "nib_fold": (Fold, "NIB_FOLD_")}
 FUNCTIONS = {
     "nib_checkpoint_open": (STATUS, [c_char_p, P(c_void_p)]),
     "nib_checkpoint_close": (None, [c_void_p]),
+    "nib_checkpoint_get_weight": (STATUS, [c_void_p, c_size_t, P(Weight)]),
+    "nib_checkpoint_find_weight": (STATUS, [c_void_p, c_char_p, P(c_size_t)]),
+    "nib_checkpoint_read_rows": (STATUS, [c_void_p, c_size_t, c_int64, c_int64, P(_library.Array)]),
     "nib_checkpoint_format_name": (c_char_p, [c_int]),
     "nib_scheme_name": (c_char_p, [c_int]),
     "nib_activation_name": (c_char_p, [c_int]),
@@ -204,6 +217,39 @@ def _set_gptq(options, gptq, hessians, damp):
         options.damp = damp
 
 
+# ---- Weights -----------------------------------------------------------------------------------------------
+
+
+class Weights(contextlib.AbstractContextManager):
+    """The weights of a checkpoint, by their names: experts of a stack are single ones."""
+
+    def __init__(self, directory):
+        self._lib, self._checkpoint = functions(), c_void_p()
+        self._lib.nib_checkpoint_open(os.fsencode(directory), self._checkpoint)
+
+    def __exit__(self, *_):
+        self._lib.nib_checkpoint_close(self._checkpoint)
+
+    def _find(self, name):
+        index, weight = c_size_t(), Weight(bytes=ctypes.sizeof(Weight))
+        self._lib.nib_checkpoint_find_weight(self._checkpoint, os.fsencode(name), index)
+        self._lib.nib_checkpoint_get_weight(self._checkpoint, index, weight)
+        return index, weight
+
+    def tensor(self, name):
+        """The tensor that a weight's values lie in."""
+        return os.fsdecode(self._find(name)[1].tensor)
+
+    def read(self, name):
+        """Its values, F32 [rows, cols]."""
+        index, weight = self._find(name)
+        values = numpy.empty((weight.rows, weight.cols), numpy.float32)
+        array, shape = _library.Array(), (c_int64 * 2)(weight.rows, weight.cols)
+        raw.nib_array_init(array, values.ctypes.data, int(DType.F32), 2, shape)
+        self._lib.nib_checkpoint_read_rows(self._checkpoint, index, 0, weight.rows, array)
+        return values
+
+
 # ---- Runs --------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +304,7 @@ def _run(lib, plan, out, progress, options, threads, max_memory):
 def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, scale=None, tensor_scale=None,
                         min_block_scale=None, dialect=None, activations=None, imatrix=None, imatrix_strict=False,
                         fold=False, gptq=False, hessians=None, damp=None, codes=None, ignore=(), only=(), fp8=(),
-                        budget=0.0, budget_plain=False, preset="default", shard_size=0, keep_split=False,
+                        plain=(), budget=0.0, budget_plain=False, preset="default", shard_size=0, keep_split=False,
                         threads=0, max_memory=0, dry_run=False, resume=False, force=False, progress=None):
     """Turn a checkpoint into NVFP4, as `nib quantize SOURCE OUT` does: a directory, a safetensors or a GGUF file in, a
     directory that servers load out, or a GGUF file where the name ends in .gguf. Neither needs to fit into memory.
@@ -267,10 +313,10 @@ def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, sca
 
     The options are the tool's, by their names: format, scheme, for_ (a server), scale, tensor_scale, min_block_scale,
     dialect, activations ("one", "norm", "statistics" or a JSON file), imatrix, imatrix_strict, gptq, hessians, damp,
-    codes, ignore, only and fp8 (lists of patterns), budget, budget_plain, preset, shard_size and max_memory (bytes),
-    keep_split, threads, dry_run, resume, force. fold is True, an exponent, or "search". progress(phase, done, total,
-    tensor) is called now and then, from one thread at a time; what it raises stops the run and is raised here, and so
-    is nib.CancelledError where it returns something true. What a run warns of is a Python warning.
+    codes, ignore, only, fp8 and plain (lists of patterns), budget, budget_plain, preset, shard_size and max_memory
+    (bytes), keep_split, threads, dry_run, resume, force. fold is True, an exponent, or "search". progress(phase, done,
+    total, tensor) is called now and then, from one thread at a time; what it raises stops the run and is raised here,
+    and so is nib.CancelledError where it returns something true. What a run warns of is a Python warning.
     Returns what `--json` prints of the plan: sizes, "note", and "rows" with what became of each weight.
     """
     lib = functions()
@@ -285,6 +331,7 @@ def quantize_checkpoint(source, out, *, format=None, scheme=None, for_=None, sca
     options.ignore, options.n_ignore = _patterns("ignore", ignore)
     options.only, options.n_only = _patterns("only", only)
     options.fp8, options.n_fp8 = _patterns("fp8", fp8)
+    options.plain, options.n_plain = _patterns("plain", plain)
     options.budget, options.budget_plain = budget, bool(budget_plain)
     options.statistics = None if imatrix is None else os.fsencode(imatrix)
     options.statistics_strict, options.keep_split = bool(imatrix_strict), bool(keep_split)

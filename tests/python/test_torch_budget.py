@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import nib  # noqa: E402
 from nib import budget, calibrate, streaming  # noqa: E402
@@ -52,6 +54,62 @@ def test_gains_are_what_the_model_says(tmp_path):
     assert 4.5 < 8 * report["changed_bytes_out"] / report["changed_elements"] <= 5.25
 
 
+def tensors_of(directory):
+    found = load_file(os.path.join(directory, "model.safetensors"))
+    return {name: (value.dtype, bytes(value.flatten().view(torch.uint8).numpy())) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("family, plain, rest", [
+    ("Llama", ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.k_proj"],
+     [f"model.layers.1.self_attn.{part}_proj" for part in "qv"]),
+    ("Mixtral", ["model.layers.0.block_sparse_moe.experts.1.w2"],
+     [f"model.layers.0.block_sparse_moe.experts.{e}.w{i}" for e in range(3) for i in (1, 2, 3) if (e, i) != (1, 2)]),
+    ("GptOss", ["model.layers.1.mlp.experts.2.up_proj"],
+     [f"model.layers.1.mlp.experts.{e}.{part}_proj" for e in range(3) for part in ("gate", "up", "down")
+      if (e, part) != (2, "up")])])
+def test_what_stays_is_folded_as_the_others(tmp_path, family, plain, rest):
+    more = {} if family == "Llama" else {"num_local_experts": 3, "num_experts_per_tok": 2}
+    save_model(family, tmp_path / "model", initializer_range=0.15, **more)
+    model, stats = str(tmp_path / "model"), tmp_path / "stats"
+    values = load_file(tmp_path / "model/model.safetensors")
+    for name in values:
+        if name.endswith("layernorm.weight"):
+            values[name] = values[name] * 2.0**(torch.arange(64) % 5 - 2)  # so that scales are not all 1
+    values = {name: value.bfloat16() for name, value in values.items()}
+    save_file(values, tmp_path / "model/model.safetensors", {"format": "pt"})
+    calibrate.calibrate(model, TOKENS, str(stats), calibrate.Options(batch=8, first_tokens=False))
+    whole = nib.quantize_checkpoint(model, tmp_path / "all", imatrix=stats, fold=True)
+    report = nib.quantize_checkpoint(model, tmp_path / "some", imatrix=stats, fold=True, plain=plain)
+    kept = {row["name"] for row in report["rows"] if row["action"] == "keep"}
+    assert kept - {row["name"] for row in whole["rows"] if row["action"] == "keep"} == {*plain, *rest}
+    raised = nib.quantize_checkpoint(model, tmp_path / "none", dry_run=True, fp8=plain)
+    assert {row["name"] for row in raised["rows"] if row["action"] == "fp8"} == {*plain, *rest}
+    fold = [(tmp_path / name / "nib-fold.scales").read_bytes() for name in ("all", "some")]
+    assert fold[0] == fold[1]
+    one, other = tensors_of(tmp_path / "all"), tensors_of(tmp_path / "some")
+    same = {name for name, value in one.items() if other.get(name) == value}
+    gone = {f"{name}.{part}" for name in (*plain, *rest) for part in ("weight_packed", "weight_scale",
+                                                                      "weight_global_scale", "bias")} & set(one)
+    assert len(gone) >= 3 * len([*plain, *rest]) and same == set(one) - gone
+    nib.dequantize_checkpoint(tmp_path / "some", tmp_path / "plain")
+    values, names = load_file(tmp_path / "plain/model.safetensors"), load_file(tmp_path / "model/model.safetensors")
+    assert {name: (v.dtype, v.shape) for name, v in values.items()} == {n: (v.dtype, v.shape) for n, v in names.items()}
+    with nib._checkpoint.Weights(tmp_path / "some") as ours, nib._checkpoint.Weights(model) as theirs:
+        for name in [*plain, *rest[:2]]:
+            columns, rows = folded(tmp_path / "some", name)
+            wanted = (torch.from_numpy(theirs.read(name)) / rows[:, None] * columns).bfloat16().float()
+            assert torch.equal(torch.from_numpy(ours.read(name)), wanted)
+            assert bool((columns != 1).any())
+
+
+def folded(directory, name):
+    """What columns and rows of a weight were multiplied with and divided by."""
+    with safe_open(directory / "nib-fold.scales", framework="pt") as file:
+        found = [json.loads(file.metadata()[key]).get(name) for key in ("columns", "rows")]
+        columns, rows = (torch.ones(1) if one is None else file.get_tensor(one) for one in found)
+    return columns, rows
+
+
 def test_what_is_chosen():
     given = (("a", 100, 1.0), ("b", 50, 0.9), ("c", 100, -1.0), ("d", 400, 3.0), ("e", 60, 0.1))
     units = [budget.Unit(name, [name], 1000, size, gain) for name, size, gain in given]
@@ -66,3 +124,17 @@ def test_the_command_says_what_a_budget_is(tmp_path, capsys):
         with pytest.raises(SystemExit):
             calibrate.main([str(tmp_path / "model"), *place, *wrong])
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["fp8", "keep"])
+def test_a_guess_takes_all_experts_of_a_layer(tmp_path, how):
+    save_model("Mixtral", tmp_path / "model", num_local_experts=3, num_hidden_layers=3, num_experts_per_tok=2)
+    seen = set()
+    for bits in (4.6, 5.2, 6.0, 7.5, 10.0):
+        plan = nib.quantize_checkpoint(tmp_path / "model", tmp_path / "none", dry_run=True, budget=bits,
+                                       budget_plain=how == "keep")
+        experts = [{row["action"] for row in plan["rows"] if f"layers.{n}.block_sparse_moe.experts." in row["name"]}
+                   for n in range(3)]
+        assert all(len(actions) == 1 for actions in experts) and "is a guess" in plan["note"]
+        seen.add(tuple(actions.pop() for actions in experts))
+    assert ("quantize", "quantize", how) in seen  # the last layer first
