@@ -516,7 +516,9 @@ TEST(equality_sees_every_part)
 TEST(files_hold_tensors_of_a_gpu)
 {
     NEEDS_GPU;
-    char path[] = "/tmp/nib-cuda-XXXXXX";
+    char path[64];
+    const char *const tmp = getenv("TMPDIR");
+    snprintf(path, sizeof path, "%.40s/nib-cuda-XXXXXX", tmp && *tmp ? tmp : "/tmp");
     const int descriptor = mkstemp(path);
     struct pair x = pair_of(NIB_F16, HEAVY, 48, 80);
     nib_quantizer q;

@@ -1,18 +1,24 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Mutation testing of src/ and checkpoint/: small faults, drawn by seed, that some test must notice.
+"""Mutation testing of the C code: small faults, drawn by seed, that some test must notice.
 
-    tests/mutate.py                          3 mutants of every file with code
+    tests/mutate.py                          of every file 3 mutants, and one for every 40 lines that have a place for one
     tests/mutate.py --only src/shard         of this directory; a file or a pattern such as 'src/*.h' does as well
     tests/mutate.py --part 2/4               of the second of four portions of the files
     tests/mutate.py --list                   what would be drawn; those that do not compile are redrawn
+    tests/mutate.py --log LOG --survivors    of those in the log that survived, and nothing else
 
-A mutant is made in a copy of the tree below build/mutate, compiled and given to the tests that TESTS names for its file,
-in that order and up to the first that fails: then it is killed. One that survives them meets the programs among them
-again under sanitizers, which see what it leaks and what it reads beyond an end (--plain: not). For kernels of instruction
-sets the compiler's warnings take their place. A mutant whose object code
-is that of the original is none, and redrawn. Results are printed as they come; after --seconds nothing new is begun, and
-what was not counts as skipped. tests/mutants_accepted.txt has those that no test could notice, each with the reason:
+First the tests run on the unchanged tree, with coverage. A mutant is made in a copy of the tree below build/mutate, compiled
+and given to the tests that run its line, the shortest first and up to the first that fails: then it is killed. One that
+survives them meets the programs among them again under sanitizers, which see what it leaks and what it reads beyond an end
+(--plain: not). For kernels of instruction sets the compiler's warnings take their place. A mutant whose object code is that
+of the original is none, and redrawn. A test that takes more processor time than it should is a kill; one that takes more of
+the clock is one only if the unchanged program, tried then, is not slow as well.
+
+Results are printed and written to the log as they come, files in turns. A run goes on from its log: what was killed there,
+in a file that is still the same, is not tried again, and what survived only if something has changed. After --seconds nothing
+new is begun, and what was not counts as skipped. tests/mutants_accepted.txt has those that no test could notice, each with
+the reason:
 
     file: src/base/base.c
     - the line as it is
@@ -29,6 +35,7 @@ import ctypes
 import filecmp
 import fnmatch
 import glob
+import hashlib
 import json
 import multiprocessing
 import os
@@ -50,70 +57,32 @@ ACCEPTED = os.path.join(ROOT, "tests/mutants_accepted.txt")
 
 # ---- What is run -----------------------------------------------------------------------------------------
 
-# The first pattern that a file matches gives its tests, the likeliest to notice first: programs of tests/ and tests/fuzz/
-# (on their corpus), `conform` (nib conform on the golden files) and scripts of tests/cli/. "conform NIB_MAX_ISA=avx2" sets
-# that variable. Sanitizers: the programs only.
-TENSOR = ["test_tensor", "test_tensor_usages", "test_tensor_copies", "test_tensor_views", "test_quantizer"]
-DEVICES = ["test_devices", "test_devices_storage", "test_devices_failures"]
-ERRORS = ["test_errors", "test_errors_quantizer", "test_errors_memory"]
-FORMATS = ["test_formats", "test_format_tensors", "test_float8_scaling", "test_mxfp4"]
-QUANTIZE = ["test_quantize", "test_quantize_layouts", "test_quantize_overrides", "test_quantize_options"]
-KERNELS = ["test_known_answers", "conform", "test_kernels NIB_ROUNDS=1", "test_stochastic", "test_gemm", "test_importance",
-           *FORMATS, *QUANTIZE, "test_environment", "test_kernels"]
-PRODUCTS = ["test_products", "test_gemm", "conform", *ERRORS, *FORMATS, "test_environment"]
-TESTS = [
-    ("src/base/comm*", ["test_comm", "test_gather", "test_groups", "test_shard", *ERRORS]),
-    ("src/base/os*", ["test_run", "test_course", "test_faults", "test_files", "test_safetensors", "test_checkpoint", "test_gguf", "cli/quantize", "cli/kill",
-                      "cli/check"]),
-    ("src/base/*", [*ERRORS, "test_dlpack", "test_structs", *DEVICES, *TENSOR, "test_comm", "test_files", "test_safetensors",
-                    "test_gguf", *QUANTIZE, "test_environment"]),
-    ("src/format/*", ["test_codec", "test_known_answers", "conform", *ERRORS, *TENSOR, *FORMATS,
-                      "test_stochastic", "test_files", "test_kernels", "test_gemm", "test_importance", *QUANTIZE,
-                      "cli/conform"]),
-    ("src/kernels/*product*", PRODUCTS),
-    ("src/kernels/*gptq*", ["test_gptq"]),
-    ("src/kernels/x86/*avx2*", ["test_known_answers NIB_MAX_ISA=avx2", "conform NIB_MAX_ISA=avx2", *KERNELS[2:]]),
-    ("src/kernels/scalar/*", ["test_known_answers NIB_MAX_ISA=scalar", "conform NIB_MAX_ISA=scalar", *KERNELS[2:]]),
-    ("src/kernels/*", KERNELS),
-    ("src/tensor/dlpack*", ["test_dlpack", *ERRORS, *TENSOR]),
-    ("src/tensor/gemm*", PRODUCTS),
-    ("src/tensor/gptq*", ["test_gptq"]),
-    ("src/tensor/factorize*", ["test_gptq"]),
-    ("src/tensor/product*", PRODUCTS),
-    ("src/tensor/convert*", ["test_mxfp4", "test_float8_scaling", *ERRORS, "test_run"]),
-    ("src/tensor/*", [*TENSOR, *ERRORS, *DEVICES, "conform", "test_known_answers", "test_stochastic", *FORMATS,
-                      "test_gemm", "test_files", "test_shard", "test_groups", *QUANTIZE, "test_importance", "test_products",
-                      "test_environment", "cli/conform"]),
-    ("src/file/*", ["test_safetensors", "test_files", "fuzz_safetensors", *ERRORS, "test_checkpoint", "fuzz_index",
-                    "fuzz_config", "test_run", "cli/conform"]),
-    ("src/shard/*", ["test_shard", "test_gather", "test_groups", "test_comm", *ERRORS]),
-    ("src/*", [*ERRORS, *TENSOR, "conform", *FORMATS, "test_files", "test_shard", *QUANTIZE]),
-    ("checkpoint/io/statistics*", ["test_statistics", "fuzz_statistics", "test_calibrated"]),
-    ("checkpoint/plan/plan_statistics*", ["test_calibrated", "test_run", "cli/quantize"]),
-    ("checkpoint/io/hessians*", ["test_calibrated", "fuzz_statistics"]),
-    ("checkpoint/*/*gptq*", ["test_calibrated"]),
-    ("checkpoint/run/factor*", ["test_calibrated"]),
-    ("checkpoint/*/*fold*", ["test_calibrated", "test_run", "cli/quantize"]),
-    ("checkpoint/io/gguf*", ["test_gguf", "fuzz_gguf", "test_gguf_model", "test_checkpoint", "test_run", "cli/quantize"]),
-    ("checkpoint/plan/*gguf*", ["test_gguf_model", "test_gguf", "test_run", "test_checkpoint", "cli/quantize"]),
-    ("checkpoint/check/*", ["test_check", "cli/check", "test_gguf_model", "test_run", "cli/quantize", "cli/json"]),
-    ("checkpoint/model/*", ["test_checkpoint", "test_families", "test_check", "test_run", "test_gguf_model", "fuzz_config",
-                            "cli/check", "cli/quantize"]),
-    ("checkpoint/run/*", ["test_course", "test_run", "test_publish", "test_faults", "test_check", "test_gguf_model", "cli/quantize", "cli/check", "cli/kill"]),
-    ("checkpoint/*", ["test_checkpoint", "test_run", "test_families", "test_check", "test_gguf_model", "fuzz_config", "fuzz_index",
-                      "test_gguf", "cli/check", "cli/quantize"]),
-]
+# Files with places for faults.
+MUTATED = [*(f"{top}/{below}/*.[ch]" for top in ("src", "checkpoint") for below in ("*", "*/*")),
+           "tools/*.[ch]", "cuda/*.c", "cuda/*.h", "cuda/*.cuh"]
+NOT_MUTATED = ["cuda/test_*"]
+
+# Tests: the programs of tests/ and tests/fuzz/ (on their corpus), the CUDA kernels on the host, `conform` (nib conform on the
+# golden files) and scripts of tests/cli/. "conform NIB_MAX_ISA=avx2" sets that variable. Sanitizers: the programs only.
+# test_load is long and about memory; the scripts that are not here build something, or look at words.
+SCRIPTS = ["bench", "check", "completion", "conform", "help", "json", "kill", "limits", "quantize", "report", "sandbox", "shard"]
+SETTINGS = ["test_kernels NIB_ROUNDS=1"] + [f"{test} NIB_MAX_ISA={isa}" for test in ("test_known_answers", "conform") for isa in ("scalar", "avx2")]
+LEFT_OUT = ["test_load", "test_kernels"]  # the second for one round of the same
+# Tests that run much and look at little of it: what they are for.
+ONLY_FOR = {"cli/bench": "tools/bench*", "cli/shard": "src/shard/*"}
+# Whose runs leave no coverage behind, as a sandbox or a signal keeps them from it: a pattern and the tests to run besides.
+UNSEEN = [("tools/sandbox.[ch]", ["test_sandbox", "cli/sandbox"]), ("checkpoint/run/*", ["cli/kill"])]
 
 # Which machine a file is for: a pattern and what /proc/cpuinfo or the name of the architecture must have.
 MACHINES = [("*/arm/*", "aarch64"), ("*/x86/*avx512*", "avx512bw"), ("*/x86/*", "avx2")]
 
-COMPILE = ["gcc", "-O1", "-ffp-contract=off", "-fopenmp", "-pthread", "-MMD", "-Werror=int-conversion",
-           "-Werror=incompatible-pointer-types"]  # such mutants would be too easy
+COMPILE = ["-O1", "-ffp-contract=off", "-fopenmp", "-pthread", "-MMD"]
+FORBIDDEN = ["-Werror=int-conversion", "-Werror=incompatible-pointer-types"]  # such mutants would be too easy
 SANITIZERS = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 WARNINGS = ["-O2", "-Wall", "-Werror=array-bounds", "-Werror=aggressive-loop-optimizations"]
-KINDS = {"plain": [], "sanitized": SANITIZERS}  # main leaves "plain" alone for --plain
+KINDS = {"plain": [], "covered": ["--coverage"], "sanitized": SANITIZERS}  # main takes "sanitized" away for --plain
 LIBRARIES = ["jansson", "libpcre2-8", "libxxhash"]
-ENVIRONMENT = {"LC_ALL": "C", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
+ENVIRONMENT = {"LC_ALL": "C", "NIB_BROWSER": "", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
                "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1:hard_rss_limit_mb=8192",
                "UBSAN_OPTIONS": "halt_on_error=1"}
 GIB = 1 << 30
@@ -166,6 +135,7 @@ OPERATORS = [
     ("no break", r"\bbreak;", ";"),
 ]
 STATEMENTS = ("no assignment", "no call")
+MUTANT = ("file", "line", "last", "operator", "start", "end", "new", "before", "after")  # what a draw says of one
 # Lines that are no place for a fault: what only the compiler reads, sizes of local arrays, casts that silence a warning.
 SKIPPED = re.compile(r"^\s*(?:_Static_assert|static_assert|typedef|extern|goto|va_start|va_end|\(void\)\w+[,;]|case |"
                      r"(?:static |const |_Alignas\(\w+\) |_Thread_local |struct |unsigned )*\w+ \**\w+\[[^=]*;)")
@@ -255,7 +225,8 @@ def mutants_of(path):
             else:
                 new = replacement(match) if callable(replacement) else match.expand(replacement)
             found.setdefault(name, []).append({
-                "file": path, "line": text.count("\n", 0, start) + 1, "operator": name, "start": start, "end": end, "new": new,
+                "file": path, "line": text.count("\n", 0, start) + 1, "last": text.count("\n", 0, end) + 1, "operator": name,
+                "start": start, "end": end, "new": new,
                 "before": " ".join(text[first:last].split()),
                 "after": " ".join((text[first:start] + new + text[end:last]).split())})
     return found
@@ -302,46 +273,61 @@ def not_for_this_machine(path):
     return None
 
 
-def tests_of(path):
-    return next(tests for pattern, tests in TESTS if fnmatch.fnmatch(path, pattern))
-
-
 # ---- Compiling -------------------------------------------------------------------------------------------
 
 
-def sources(*patterns):
+def sources(*patterns, top=ROOT):
     """Paths below the top of the repository."""
-    return sorted(os.path.relpath(p, ROOT) for pattern in patterns for p in glob.glob(os.path.join(ROOT, pattern)))
+    return sorted(os.path.relpath(p, top) for pattern in patterns for p in glob.glob(os.path.join(top, pattern)))
 
 
 LIBRARY = sources("src/*/*.c", "src/*/*/*.c", "checkpoint/*/*.c")
+CUDA = [*sources("cuda/*.c", "cuda/shim/*.c", "cuda/shim/*.cpp")]
 
 
 def program_sources(program):
     """Where a program is, and what it is made of."""
     if program == "nib":
         return sources("tools/*.c")
-    if program.startswith("examples/"):
+    if program.startswith(("examples/", "bench/")):
         return [program + ".c"]
-    return [f"tests/{'fuzz/' if program.startswith('fuzz_') else ''}{program}.c"]
+    if program.endswith("_shim"):
+        return [f"cuda/{program[:-len('_shim')]}.c", *(source for source in CUDA if not source.startswith("cuda/test_"))]
+    found = [f"tests/{'fuzz/' if program.startswith('fuzz_') else ''}{program}.c"]
+    return found + (["tools/sandbox.c"] if program == "test_sandbox" else [])
 
 
 def programs_of(test):
     name = test.split()[0]
-    return ["nib", "examples/make_checkpoint"] if name.startswith("cli/") else ["nib"] if name == "conform" else [name]
+    if name.startswith("cli/"):
+        return ["nib", "examples/make_checkpoint", *(["bench/shard"] if name == "cli/shard" else [])]
+    return ["nib"] if name == "conform" else [name]
+
+
+def all_tests():
+    names = [os.path.basename(path)[:-len(".c")] for path in sources("tests/test_*.c", "tests/fuzz/fuzz_*.c")]
+    names += [os.path.basename(path)[:-len(".c")] + "_shim" for path in sources("cuda/test_*.c")]
+    return [*(name for name in names if name not in LEFT_OUT), "conform", *SETTINGS, *(f"cli/{name}" for name in SCRIPTS)]
 
 
 def flags_of(source, kind):
     """As CMakeLists.txt has it."""
     top = source.split("/")[0]
-    flags = ["-std=c11" if source in LIBRARY else "-std=gnu11", "-Iinclude"]
+    flags = ["-std=c11" if source in LIBRARY else "-std=gnu11", *FORBIDDEN, "-Iinclude"]
+    if source.endswith(".cpp"):
+        flags = ["-std=c++17", "-fno-strict-aliasing", "-Iinclude"]
     flags += {"src": ["-Isrc"], "checkpoint": ["-Isrc", "-Icheckpoint"],
-              "tests": ["-Isrc", "-Icheckpoint", "-Itests"]}.get(top, [])
+              "tests": ["-Isrc", "-Icheckpoint", "-Itests", "-Itools"],
+              "cuda": ["-Icuda/shim", "-Icuda", "-Isrc", "-Itests", "-DNIB_CUDA_SHIM=1"]}.get(top, [])
     if source.startswith("tests/fuzz/"):
         flags.append("-DNIB_FUZZ_MAIN")
     flags += [f"-DNIB_TEST_WRAP_{kind}" for kind in wraps_of(source)]
     # The kernels of instruction sets take minutes under sanitizers; their tests have memory with guards.
-    return flags + ([] if is_of_instructions(source) else KINDS[kind])
+    return flags + ([] if is_of_instructions(source) and kind == "sanitized" else KINDS[kind])
+
+
+def is_of_tests(source):
+    return source.startswith(("tests/", "examples/", "bench/", "cuda/test_", "cuda/shim/cublaslt"))
 
 
 def is_of_instructions(source):
@@ -350,7 +336,7 @@ def is_of_instructions(source):
 
 def wraps_of(source):
     """The calls that a test replaces, by the macro that says so."""
-    if not source.startswith("tests/test_"):
+    if not source.startswith("tests/"):
         return {}
     with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
         known = dict(re.findall(r"set\(wraps_(\w+) ([\w ]+)\)", file.read()))
@@ -377,11 +363,15 @@ def finish(command, directory, timeout, environment=None, prepare=None):
     return status, output.decode(errors="replace")
 
 
-def compile_source(source, kind, objects, directory, more=()):
+def compiler_of(source):
+    return "g++" if source.endswith(".cpp") else "gcc"
+
+
+def compile_source(source, kind, objects, directory, more=(), through=()):
     """(status, output) of compiling a source of the tree in `directory`, into objects/SOURCE.o."""
     target = os.path.join(objects, source + ".o")
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    return finish([*COMPILE, *flags_of(source, kind), *more, "-c", source, "-o", target], directory, 600)
+    return finish([*through, compiler_of(source), *COMPILE, *flags_of(source, kind), *more, "-c", source, "-o", target], directory, 3600)
 
 
 class Base:
@@ -398,9 +388,11 @@ class Base:
 
     def build(self, programs, jobs):
         wanted = LIBRARY + sorted({source for program in programs for source in program_sources(program)})
-        tasks = [(source, kind, self.objects(kind), ROOT) for kind in KINDS for source in wanted]
+        cache = ["ccache"] if shutil.which("ccache") else []
+        tasks = [(source, kind, self.objects(kind), ROOT, (), cache) for kind in KINDS for source in wanted]
+        tasks.sort(key=lambda task: not (is_of_instructions(task[0]) or task[0].endswith(".cpp")))  # those take longest
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            for (source, kind, _, _), (status, output) in zip(tasks, pool.map(lambda task: compile_source(*task), tasks)):
+            for (source, kind, *_), (status, output) in zip(tasks, pool.map(lambda task: compile_source(*task), tasks)):
                 if status != 0:
                     raise SystemExit(f"{source} ({kind}): exit {status}\n{output}")
         for kind in KINDS:
@@ -410,6 +402,15 @@ class Base:
             with open(os.path.join(self.objects("plain"), source + ".d"), encoding="utf-8") as file:
                 for path in file.read().replace("\\\n", " ").split(":", 1)[1].split():
                     self.users.setdefault(os.path.normpath(path), []).append(source)
+        self.build_exit()
+
+    def build_exit(self):
+        """Children of tests that leave by _exit leave their coverage too."""
+        source, self.exit = (os.path.join(self.directory, "exit." + end) for end in "co")
+        with open(source, "w", encoding="utf-8") as file:
+            file.write("void __gcov_dump(void);\nvoid __real__exit(int) __attribute__((noreturn));\nvoid __wrap__exit(int);\n"
+                       "void __wrap__exit(int status)\n{\n    __gcov_dump();\n    __real__exit(status);\n}\n")
+        subprocess.run(["gcc", "-c", source, "-o", self.exit], check=True)
 
     def archive(self, kind):
         return os.path.join(self.objects(kind), "library.a")
@@ -449,6 +450,10 @@ class CannotBuild(Exception):
     """What the compiler said."""
 
 
+class Undecided(Exception):
+    """A test took long, and so did that of the unchanged tree."""
+
+
 class Worker:
     """A copy of the tree, in which one mutant at a time is compiled and tested."""
 
@@ -472,80 +477,98 @@ class Worker:
             os.makedirs(directory, exist_ok=True)
         self.changed, self.users = {kind: [] for kind in KINDS}, []
 
-    def compile_library(self, kind):
-        """The library's sources that have the change; those whose object code differs are in `changed`."""
-        objects, library = os.path.join(self.out, kind), [source for source in self.users if source in LIBRARY]
+    def compile_changed(self, kind):
+        """The sources that have the change, but for tests'; those whose object code differs are in `changed`."""
+        objects, ours = os.path.join(self.out, kind), [source for source in self.users if not is_of_tests(source)]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:  # a header of kernels has two sources, which take long
-            for status, output in pool.map(lambda source: compile_source(source, kind, objects, self.tree), library):
+            for status, output in pool.map(lambda source: compile_source(source, kind, objects, self.tree), ours):
                 if status != 0:
                     pool.shutdown(cancel_futures=True)
                     raise CannotBuild(output)
-        for source in library:
-            ours, theirs = (os.path.join(o, source + ".o") for o in (objects, self.base.objects(kind)))
-            if not filecmp.cmp(ours, theirs, shallow=False):
+        for source in ours:
+            mutated, original = (os.path.join(o, source + ".o") for o in (objects, self.base.objects(kind)))
+            if not filecmp.cmp(mutated, original, shallow=False):
                 self.changed[kind].append(source)
 
-    def link(self, program, kind):
+    def link(self, program, kind, original=False):
         """The path of a program, of changed objects before the archive, whose members they stand for."""
-        target = os.path.join(self.out, kind + "-programs", program)
+        target = os.path.join(self.out, f"{kind}-{'original' if original else 'programs'}", program)
         if os.path.exists(target):
             return target
-        objects = [os.path.join(self.out, kind, source + ".o") for source in self.changed[kind]]
+        changed, users = ([], []) if original else (self.changed[kind], self.users)
+        objects = [os.path.join(self.out, kind, source + ".o") for source in changed if source in LIBRARY]
         for source in program_sources(program):
             where = self.base.objects(kind)
-            if source in self.users:  # it has the changed header too
+            if source in changed:
+                where = os.path.join(self.out, kind)
+            elif source in users and is_of_tests(source):  # it has the changed header too
                 where = os.path.join(self.out, kind)
                 status, output = compile_source(source, kind, where, self.tree)
                 if status != 0:
                     raise CannotBuild(output)
             objects.append(os.path.join(where, source + ".o"))
         wraps = [f"-Wl,--wrap={call}" for calls in wraps_of(program_sources(program)[0]).values() for call in calls]
+        if kind == "covered":
+            wraps += ["-Wl,--wrap=_exit", self.base.exit]
+        compiler = "g++" if any(compiler_of(source) == "g++" for source in program_sources(program)) else "gcc"
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        status, output = finish(["gcc", *KINDS[kind], "-fopenmp", "-pthread", *wraps, *objects, self.base.archive(kind),
-                                 *self.base.libraries, "-lm", "-o", target], self.tree, 600)
+        status, output = finish([compiler, *KINDS[kind], "-fopenmp", "-pthread", "-rdynamic", *wraps, *objects,
+                                 self.base.archive(kind), *self.base.libraries, "-ldl", "-lm", "-o", target], self.tree, 3600)
         if status != 0:
             raise CannotBuild(output)
         return target
 
-    def confine(self, kind):
-        """What a test may: change its scratch, in bounds. Sanitizers have bounds of their own."""
+    def confine(self, kind, seconds):
+        """What a test may: change its scratch, in bounds. Sanitizers have bounds of their own for memory."""
         fence(self.scratch)
-        for limit, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, 3600)):
+        for limit, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, int(seconds) + 1)):
             resource.setrlimit(limit, (most, most))
-        if kind == "plain":
+        if kind != "sanitized":
             resource.setrlimit(resource.RLIMIT_AS, (8 * GIB, 8 * GIB))
 
-    def run_test(self, test, kind, timeout):
-        """(whether it passed, what it did instead, seconds)."""
+    def run_test(self, test, kind, limits, original=False):
+        """(exit status, None: too long by the clock; what it said; seconds of the processor and of the clock)."""
         name, *settings = test.split()
-        program, directory = [self.link(program, kind) for program in programs_of(test)][0], os.path.join(self.out, kind + "-programs")
+        program = [self.link(program, kind, original) for program in programs_of(test)][0]
         if name.startswith("cli/"):
             command = ["bash", f"tests/{name}.sh"]
         elif name == "conform":
-            command = [program, "conform", "-q", *sources("tests/golden/*.safetensors")]
+            command = [program, "conform", "-q", *sources("tests/golden/*.safetensors", top=self.tree)]
         elif name.startswith("fuzz_"):
-            command = [program, *sources(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*")]
+            command = [program, *sources(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*", top=self.tree)]
         else:
             command = [program]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("NIB")}
-        environment.update(ENVIRONMENT, NIB=program, BUILD=directory,
+        environment.update(ENVIRONMENT, NIB=program, BUILD=os.path.dirname(program),
                            **dict(setting.split("=") for setting in settings))
-        start = time.time()
-        status, output = finish(command, self.tree, timeout, environment, lambda: self.confine(kind))
-        how = f"no end after {timeout:.0f} s" if status is None else f"exit {status}: {output[-2000:]}"
-        return status == 0, how, time.time() - start
+        if kind == "covered":  # a sandbox keeps a program from writing what it has run
+            environment.update(GCOV_PREFIX=os.path.join(self.scratch, "coverage"), NIB_SANDBOX="off")
+        start, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        status, output = finish(command, self.tree, limits[1], environment, lambda: self.confine(kind, limits[0]))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return status, output, processor, time.time() - start
 
-    def run_tests(self, tests, timeouts):
+    def kills(self, test, kind, limits):
+        """How a test notices the mutant, or None. Slow is told from endless by the unchanged program."""
+        status, output, _, _ = self.run_test(test, kind, limits)
+        if status is None:
+            if self.run_test(test, kind, (limits[0], limits[1] / 2), original=True)[0] != limits[2]:
+                raise Undecided
+            return f"no end after {limits[1]:.0f} s"
+        return None if status == limits[2] else f"exit {status}: {output[-2000:]}"
+
+    def run_tests(self, tests, limits):
         """The first test that fails, and how; (None, ""): none does."""
         for kind in KINDS:
-            if all(flags_of(source, kind) == flags_of(source, "plain") for source in self.changed["plain"]) and kind != "plain":
+            if kind == "covered" or (kind == "sanitized" and all(is_of_instructions(s) for s in self.changed["plain"])):
                 continue
-            if kind != "plain":
-                self.compile_library(kind)
+            if kind == "sanitized":
+                self.compile_changed(kind)
             for test in tests:
-                if (test, kind) in timeouts:
-                    passed, how, _ = self.run_test(test, kind, timeouts[test, kind])
-                    if not passed:
+                if (test, kind) in limits:
+                    how = self.kills(test, kind, limits[test, kind])
+                    if how:
                         return test + ("" if kind == "plain" else f" ({kind})"), how
         for source in self.changed["plain"]:
             if is_of_instructions(source):
@@ -554,37 +577,60 @@ class Worker:
                     return "the compiler", output
         return None, ""
 
-    def try_mutant(self, mutant, timeouts):
-        """The mutant with its result: "killed", "survived", "no compile" or "same code"."""
+    def try_mutant(self, mutant, tests, limits):
+        """The mutant with its result: "killed", "survived", "no compile", "same code" or "undecided"."""
         start, path = time.time(), os.path.join(self.tree, mutant["file"])
         self.empty()
-        with open(os.path.join(ROOT, mutant["file"]), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             text = file.read()
+        by, how = None, ""
         try:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text[:mutant["start"]] + mutant["new"] + text[mutant["end"]:])
             self.users = self.base.users.get(mutant["file"], [])
-            by, how = None, ""
-            self.compile_library("plain")
+            self.compile_changed("plain")
             if not self.changed["plain"]:
                 result = "same code"
             else:
-                by, how = self.run_tests(tests_of(mutant["file"]), timeouts)
+                by, how = self.run_tests(tests, limits)
                 result = "killed" if by else "survived"
+                how = how if by or tests else "no test runs this line"
         except CannotBuild as error:
             result, how = "no compile", str(error)
+        except Undecided:
+            result = "undecided"
         finally:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         return {**mutant, "result": result, "by": by, "how": how[:400], "seconds": round(time.time() - start, 1)}
 
     def try_original(self, test, kind):
-        """(test, kind, whether the unchanged tree passes, how it does not, seconds)."""
+        """(test, kind, exit status of the unchanged tree, what it said, seconds of the processor and the clock, its lines)."""
         self.empty()
         try:
-            return (test, kind, *self.run_test(test, kind, 1800))
+            found = self.run_test(test, kind, (1800, 3600))
+            return test, kind, *found, self.lines_run() if kind == "covered" else {}
         except CannotBuild as error:
-            return test, kind, False, str(error), 0
+            return test, kind, 1, str(error), 0, 0, {}
+
+    def lines_run(self):
+        """{path: (lines that ran, lines that did not, [(first and last line of a function, whether it ran)])}."""
+        data = sorted(glob.glob(os.path.join(self.scratch, "coverage", "**", "*.gcda"), recursive=True))
+        for path in data:
+            notes = path[:-len("gcda")] + "gcno"
+            os.symlink(path[path.index(self.base.directory):-len("gcda")] + "gcno", notes)
+        found, mutated = {}, set(sources(*MUTATED))
+        process = subprocess.run(["gcov", "--json-format", "--stdout", *data], cwd=self.scratch, check=False,
+                                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for unit in process.stdout.splitlines():
+            for file in json.loads(unit)["files"] if unit.startswith(b"{") else []:
+                path = os.path.relpath(os.path.join(ROOT, file["file"]), ROOT)
+                if path in mutated:
+                    ran, not_ran, functions = found.setdefault(path, (set(), set(), []))
+                    for line in file["lines"]:
+                        (ran if line["count"] else not_ran).add(line["line_number"])
+                    functions += [(f["start_line"], f["end_line"], f["execution_count"] > 0) for f in file["functions"]]
+        return found
 
 
 def work(base, number, scratch, tasks, results):
@@ -629,6 +675,120 @@ class Workers:
             process.join()
 
 
+# ---- Coverage --------------------------------------------------------------------------------------------
+
+
+class Coverage:
+    """Which tests run which lines, and how long they take."""
+
+    def __init__(self):
+        self.seconds = {}  # test: of the clock
+        self.ran = {}      # path: {line: tests}, of lines with code
+        self.functions = {}  # path: {(first line, last line): tests}
+
+    def add(self, test, seconds, found):
+        self.seconds[test] = seconds
+        for path, (ran, not_ran, functions) in found.items():
+            lines, spans = self.ran.setdefault(path, {}), self.functions.setdefault(path, {})
+            for line in ran | not_ran:
+                lines.setdefault(line, set()).update([test] if line in ran else [])
+            for first, last, count in functions:
+                spans.setdefault((first, last), set()).update([test] if count else [])
+
+    def tests_of(self, mutant):
+        """The tests that run a mutant's lines; where these have no code, its function; outside of one, anything of the file."""
+        path, lines = mutant["file"], range(mutant["line"], mutant["last"] + 1)
+        of_lines = self.ran.get(path, {})
+        if any(line in of_lines for line in lines):
+            found = set().union(*(of_lines.get(line, ()) for line in lines))
+        else:
+            around_it = [tests for (first, last), tests in self.functions.get(path, {}).items() if first <= mutant["line"] <= last]
+            found = set().union(*around_it or of_lines.values())
+        for pattern, tests in UNSEEN:
+            if fnmatch.fnmatch(path, pattern):
+                found |= set(tests) & set(self.seconds)
+        return sorted((test for test in found if fnmatch.fnmatch(path, ONLY_FOR.get(test, "*"))), key=self.seconds.get)
+
+
+def measure_original(workers, tests):
+    """{(test, kind): the seconds of processor and clock that a mutant gets, and how it ends without one}, Coverage, faults."""
+    for kind in KINDS:
+        for test in sorted(tests, key=lambda test: not test.startswith("cli/")):  # they take longest
+            if kind == "covered" or (kind == "sanitized" and test.startswith(("test_", "fuzz_"))):
+                workers.put("try_original", test, kind)
+    limits, coverage, faults = {}, Coverage(), []
+    for test, kind, status, output, processor, clock, found in workers.get():
+        print(f"{test} ({kind}): exit {status}, {processor:.1f} s of the processor, {clock:.1f} s", flush=True)
+        if status not in (0, 77):
+            faults.append(f"{test} ({kind}) fails without a mutant: {output[-1000:]}")
+            continue
+        limits[test, kind] = 5 + 5 * processor, 60 + 20 * clock, status  # a script without a browser has looked at all else
+        if kind == "covered":
+            limits[test, "plain"] = limits[test, kind]
+            coverage.add(test, clock, found)
+    return limits, coverage, faults
+
+
+# ---- The log ---------------------------------------------------------------------------------------------
+
+
+def digest_of(*paths):
+    """Of what files hold."""
+    found = hashlib.sha256()
+    for path in paths:
+        with open(os.path.join(ROOT, path), "rb") as file:
+            found.update(file.read())
+    return found.hexdigest()[:16]
+
+
+class Log:
+    """Results as they come, a line of JSON each, and those of earlier runs with the same log."""
+
+    def __init__(self, path, again):
+        self.path, self.known = path, {}
+        self.tests = digest_of(*(p for p in sources("tests/*", "tests/*/*", "cuda/test_*") if os.path.isfile(os.path.join(ROOT, p))))
+        self.digests = {p: digest_of(p) for p in sources(*MUTATED)}  # now: the tree may be edited while this runs
+        if path and os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                for line in file:
+                    if line.endswith("\n"):  # not the half of one that was cut off
+                        mutant = json.loads(line)
+                        self.known[self.key(mutant, mutant["digest"])] = mutant
+        self.again = again
+
+    def key(self, mutant, digest=None):
+        return mutant["file"], digest or self.digests[mutant["file"]], mutant["start"], mutant["new"]
+
+    def result_of(self, mutant):
+        """What is known of a mutant: what a test killed stays so while its file is the same, others while the tests are."""
+        known = self.known.get(self.key(mutant))
+        if not known or known["result"] == "undecided":
+            return None
+        lasting = known["result"] in ("killed", "no compile", "same code")
+        return {**known, **mutant} if lasting or (known["tests"] == self.tests and not self.again) else None
+
+    def survivors(self):
+        """{path: mutants} that survived and are still in their files, and how many are not."""
+        found, gone, last = {}, 0, {}
+        for mutant in self.known.values():  # the newest result of each counts
+            last[mutant["file"], mutant["operator"], mutant["before"], mutant["after"]] = mutant["result"]
+        for path in sorted({key[0] for key, result in last.items() if result == "survived"}):
+            there = {}
+            if os.path.exists(os.path.join(ROOT, path)):
+                there = {(path, m["operator"], m["before"], m["after"]): m for group in mutants_of(path).values() for m in group}
+            for key in (key for key, result in last.items() if key[0] == path and result == "survived"):
+                if key in there:
+                    found.setdefault(path, []).append(there[key])
+                else:
+                    gone += 1
+        return found, gone
+
+    def add(self, mutant):
+        if self.path:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({**mutant, "digest": self.key(mutant)[1], "tests": self.tests}) + "\n")
+
+
 # ---- The whole -------------------------------------------------------------------------------------------
 
 
@@ -639,41 +799,41 @@ def scratch_directory(jobs):
     return tempfile.mkdtemp(prefix="nib-mutate-", dir=memory if enough else "/tmp")  # tests want a short name
 
 
-def measure_original(workers, tests):
-    """{(test, kind): the time that a mutant gets}, and what fails without one: that can tell nothing."""
-    for test in tests:
-        for kind in KINDS:
-            if kind == "plain" or test.startswith(("test_", "fuzz_")):
-                workers.put("try_original", test, kind)
-    timeouts, faults = {}, []
-    for test, kind, passed, how, seconds in workers.get():
-        if passed:
-            timeouts[test, kind] = 20 + 5 * seconds
-        else:
-            faults.append(f"{test} ({kind}) fails without a mutant: {how[-1000:]}")
-    return timeouts, faults
+def run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, end):
+    """[mutant with its result], and how many were not begun: of each file as many as wanted that compile to something else."""
+    done, left, tries = [], {path: iter(mutants) for path, mutants in drawn.items()}, collections.Counter()
+    waiting = collections.deque(path for turn in range(max(wanted.values(), default=0))
+                                for path, count in wanted.items() if turn < count)
+    retries = []
 
-
-def run_mutants(workers, drawn, arguments, timeouts, accepted, end):
-    """[mutant with its result], and how many were not begun: of each file the first few that compile to something else."""
-    done, left = [], {path: iter(mutants) for path, mutants in drawn.items()}
-    waiting = collections.deque(path for path, mutants in drawn.items() for _ in mutants[:arguments.per_file])
-
-    def begin():
-        while waiting and time.time() < end and workers.open < arguments.jobs:
-            mutant = next(left[waiting.popleft()], None)
-            if mutant:
-                workers.put("try_mutant", mutant, timeouts)
-
-    begin()
-    for mutant in workers.get():
+    def take(mutant):
         if mutant["result"] in ("no compile", "same code"):
             waiting.appendleft(mutant["file"])
         elif mutant["result"] == "survived" and (why := accepted.get((mutant["file"], mutant["before"], mutant["after"]))):
-            mutant["result"], mutant["how"] = "accepted", why
-        by = f", by {mutant['by']}" if mutant["by"] else ""
-        print(f"{mutant['result']} {told(mutant)} ({mutant['seconds']:.0f} s{by})", flush=True)
+            mutant = {**mutant, "result": "accepted", "how": why}
         done.append(mutant)
+        return mutant
+
+    def begin():
+        while (retries or waiting) and time.time() < end and workers.open < len(workers.processes):
+            mutant = next(left[waiting.popleft()], None) if waiting else retries.pop()
+            known = mutant and log.result_of(mutant)
+            if known:
+                take(known)
+            elif mutant:
+                workers.put("try_mutant", mutant, coverage.tests_of(mutant), limits)
+
+    begin()
+    for mutant in workers.get():
+        log.add(mutant)
+        place = mutant["file"], mutant["start"], mutant["new"]
+        tries[place] += 1
+        if mutant["result"] == "undecided" and tries[place] < 3:
+            retries.append({key: mutant[key] for key in MUTANT})
+        else:
+            mutant = take(mutant)
+        by = f", by {mutant['by']}" if mutant["by"] else ", " + mutant["how"] if mutant["result"] == "survived" and mutant["how"] else ""
+        print(f"{mutant['result']} {told(mutant)} ({mutant['seconds']:.0f} s{by})", flush=True)
         begin()
     return sorted(done, key=lambda mutant: (mutant["file"], mutant["line"], mutant["operator"])), len(waiting)
 
@@ -682,26 +842,30 @@ def told(mutant):
     return f"{mutant['file']}:{mutant['line']}: {mutant['operator']}: {mutant['before']} -> {mutant['after']}"
 
 
-def report(done, faults, skipped):
+def report(done, drawn, coverage, faults, skipped):
     """Prints it; the number of failures, with what else is at fault."""
-    counts = {}
-    for mutant in done:
-        of_file = counts.setdefault(mutant["file"], {})
-        of_file[mutant["result"]] = of_file.get(mutant["result"], 0) + 1
-    for path, of_file in counts.items():
-        words = [f"{of_file[result]} {result}" for result in ("killed", "accepted", "survived") if result in of_file]
-        print(f"{path}: {', '.join(words) or 'no mutant'}")
-    total = {result: sum(of_file.get(result, 0) for of_file in counts.values()) for result in ("killed", "accepted", "survived")}
-    print(f"{total['killed']} killed, {total['accepted']} accepted, {total['survived']} survived; redrawn: " +
-          ", ".join(f"{sum(of_file.get(result, 0) for of_file in counts.values())} {result}"
-                    for result in ("no compile", "same code")))
+    results = ("killed", "accepted", "survived", "undecided")
+    counts = {path: collections.Counter(m["result"] for m in done if m["file"] == path) for path in drawn}
+    print("file: lines with a place for a fault, of them run by no test; places; lines and places tried; results")
+    for path, mutants in drawn.items():
+        all_of_file = [m for group in mutants_of(path).values() for m in group]
+        tried = [m for m in done if m["file"] == path and m["result"] in results]
+        lines = {m["line"] for m in all_of_file}
+        of_lines = coverage.ran.get(path, {})
+        not_run = sum(1 for line in lines if line in of_lines and not of_lines[line])
+        share = len({m["line"] for m in tried}) / max(len(lines), 1)
+        print(f"{path}: {len(lines)} lines, {not_run} not run, {len(all_of_file)} places; {share:.0%} of lines, {len(tried)} places: " +
+              (", ".join(f"{counts[path][result]} {result}" for result in results if counts[path][result]) or "none"))
+    total = {result: sum(of_file[result] for of_file in counts.values()) for result in (*results, "no compile", "same code")}
+    print(f"{total['killed']} killed, {total['accepted']} accepted, {total['survived']} survived, {total['undecided']} undecided; "
+          f"redrawn: {total['no compile']} that do not compile, {total['same code']} of the same code")
     for fault in faults:
         print(f"FAILED {fault}")
     for mutant in done:
         if mutant["result"] == "survived":
-            print(f"survived {told(mutant)}")
+            print(f"survived {told(mutant)}" + (f" ({mutant['how']})" if mutant["how"] else ""))
     failed = total["survived"] + len(faults)
-    print(f"{total['killed'] + total['accepted']} passed, {failed} failed, {skipped} skipped")
+    print(f"{total['killed'] + total['accepted']} passed, {failed} failed, {skipped + total['undecided']} skipped")
     return failed
 
 
@@ -714,43 +878,56 @@ def part_of(text):
 
 def chosen_files(only, part):
     """The files of a run that have a place for a fault."""
-    found = sources(*(f"{top}/{below}/*.[ch]" for top in ("src", "checkpoint") for below in ("*", "*/*")))
-    found = [path for path in found if mutants_of(path) and
+    found = [path for path in sources(*MUTATED) if mutants_of(path) and
+             not any(fnmatch.fnmatch(path, pattern) for pattern in NOT_MUTATED) and
              any(fnmatch.fnmatch(path, pattern) or path.startswith(pattern.rstrip("/") + "/") for pattern in only or ["*"])]
     return found[part[0] - 1::part[1]]
+
+
+def draw(arguments, log):
+    """{path: mutants in the order of their draw}, {path: how many of them}, and how many are not for this machine."""
+    drawn, wanted, skipped = {}, {}, 0
+    if arguments.survivors:
+        drawn, skipped = log.survivors()
+        return drawn, {path: len(mutants) for path, mutants in drawn.items()}, skipped
+    for path in chosen_files(arguments.only, arguments.part):
+        mutants, why = drawn_mutants(path, arguments.seed), not_for_this_machine(path)
+        lines = len({mutant["line"] for mutant in mutants})
+        count = min(len(mutants), max(arguments.per_file, -(-lines // arguments.per_lines)))
+        if why:
+            skipped += count
+            print(f"skipped {path}: {why}")
+        else:
+            drawn[path], wanted[path] = mutants, count
+    return drawn, wanted, skipped
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", default="20261115", help="another draw (%(default)s)")
-    parser.add_argument("--per-file", type=int, default=3, metavar="N", help="mutants of each file (%(default)s)")
+    parser.add_argument("--per-file", type=int, default=3, metavar="N", help="at least so many mutants of each file (%(default)s)")
+    parser.add_argument("--per-lines", type=int, default=40, metavar="N", help="at least one for so many lines (%(default)s)")
     parser.add_argument("--only", action="append", metavar="PATTERN",
                         help="only this directory, this file or files such as src/*.h; may be repeated")
     parser.add_argument("--part", type=part_of, default=(1, 1), metavar="K/N", help="only every N-th file, from the K-th on")
+    parser.add_argument("--tests", default="*", metavar="PATTERN", help="only these tests (%(default)s)")
     parser.add_argument("--plain", action="store_true", help="no tests under sanitizers")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no mutant after this time")
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (%(default)s)")
     parser.add_argument("--list", action="store_true", help="print mutants, run nothing")
-    parser.add_argument("--json", metavar="OUT", help="write all mutants with their results")
+    parser.add_argument("--log", metavar="FILE", help="write results to it as they come, and go on from what it has")
+    parser.add_argument("--survivors", action="store_true", help="try those of the log again that survived, nothing else")
     arguments = parser.parse_args()
     start = time.time()
     if arguments.plain:
         KINDS.pop("sanitized")
 
     accepted, stale = accepted_mutants()
-    drawn, skipped = {}, 0
-    for path in chosen_files(arguments.only, arguments.part):
-        mutants, why = drawn_mutants(path, arguments.seed), not_for_this_machine(path)
-        if not mutants:
-            continue
-        if why:
-            skipped += min(len(mutants), arguments.per_file)
-            print(f"skipped {path}: {why}")
-        else:
-            drawn[path] = mutants
+    log = Log(arguments.log, arguments.survivors)
+    drawn, wanted, skipped = draw(arguments, log)
     if arguments.list:
-        for mutants in drawn.values():
-            print("\n".join(told(mutant) for mutant in mutants[:arguments.per_file]))
+        for path, mutants in drawn.items():
+            print("\n".join(told(mutant) for mutant in mutants[:wanted[path]]))
         return 0
     if landlock_version() < 2:
         print("skipped mutants: the kernel has no Landlock, and a fault might remove files that are not its own")
@@ -758,25 +935,26 @@ def main():
         return 0
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # here and in workers: whatever runs is ended, and scratch removed
-    tests = sorted({test for path in drawn for test in tests_of(path)})
+    tests = [test for test in all_tests() if fnmatch.fnmatch(test, arguments.tests)]
     shutil.rmtree(WORK, ignore_errors=True)
     base = Base(os.path.join(WORK, "base"))
     base.build({program for test in tests for program in programs_of(test)}, arguments.jobs)
+    print(f"built, {time.time() - start:.0f} s", flush=True)
+    for path in [path for path in drawn if path not in base.users]:
+        skipped += wanted.pop(path)
+        print(f"skipped {path}: nothing that is built here has it")
+        del drawn[path]
     scratch = scratch_directory(arguments.jobs)
     workers = Workers(base, arguments.jobs, scratch)
     try:
-        timeouts, faults = measure_original(workers, tests)
-        print(f"{len(timeouts)} tests pass without a mutant, {time.time() - start:.0f} s", flush=True)
-        done, unbegun = run_mutants(workers, drawn, arguments, timeouts, accepted, start + arguments.seconds)
+        limits, coverage, faults = measure_original(workers, tests)
+        print(f"{len(limits)} runs of tests pass without a mutant, {time.time() - start:.0f} s", flush=True)
+        done, unbegun = run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, start + arguments.seconds)
     finally:
         workers.end()
         shutil.rmtree(scratch, ignore_errors=True)
     print(f"{len(done)} mutants, {time.time() - start:.0f} s with {arguments.jobs} workers")
-    failed = report(done, faults + stale, skipped + unbegun)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"seed": arguments.seed, "mutants": done}, file, indent=1)
-    return 1 if failed else 0
+    return 1 if report(done, drawn, coverage, faults + stale, skipped + unbegun) else 0
 
 
 if __name__ == "__main__":

@@ -739,8 +739,8 @@ def stage_fuzz(tally):
 
 
 def stage_mutate(tally):
-    """Faults in src/ and checkpoint/ that a test must notice; results are in build/mutants.json."""
-    run_counted(tally, "mutants", [sys.executable, os.path.join(ROOT, "tests/mutate.py"), "--json", "build/mutants.json"],
+    """Faults that a test must notice; results are in build/mutants.jsonl, from which a run goes on."""
+    run_counted(tally, "mutants", [sys.executable, os.path.join(ROOT, "tests/mutate.py"), "--log", "build/mutants.jsonl"],
                 timeout=6 * 3600)
 
 

@@ -14,7 +14,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find():
-    return next((path for path in map(shutil.which, NAMES) if path), None)
+    """The path of a browser, or None; NIB_BROWSER names another one, or none where it is empty."""
+    names = os.environ.get("NIB_BROWSER", " ".join(NAMES)).split()
+    return next((path for path in map(shutil.which, names) if path), None)
 
 
 class Browser:
