@@ -61,7 +61,7 @@ static void make_model(void)
     }
     for (size_t i = 0; i < 2; i++) {
         for (int k = 0; k < H; k++)
-            norms[i][k] = 1 + 0.1f * test_normal();
+            norms[i][k] = k == 5 ? 0 : 1 + 0.1f * test_normal(); /* a zero cannot be divided by */
         items[MATRICES + i] = (struct item){ norm_names[i], NIB_F32, 1, { H }, norms[i] };
     }
     put_tensors("model/model.safetensors", items, MATRICES + 2);
@@ -271,6 +271,10 @@ TEST(a_weighted_sweep)
     options.statistics_strict = 0;
     options.scale_rule = NIB_SCALE_RTN;
     CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "sweep");
+    options = options_of();
+    options.statistics = "tests/fuzz/corpus/statistics/own";
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA,
+                "none of the 13 weights to quantize: it has \"m.experts.1.up\"");
     nib_checkpoint_close(in);
 }
 
@@ -349,7 +353,8 @@ static void check_norm(const char *name, const float *before, const float *colum
     snprintf(full, sizeof full, "%s.weight", name);
     read_vector(at("out/model.safetensors"), full, after, H);
     for (int k = 0; k < H; k++)
-        CHECK(fabsf(after[k] * columns[k] / before[k] - 1) < 1e-6f && columns[k] > 0);
+        CHECK(before[k] ? fabsf(after[k] * columns[k] / before[k] - 1) < 1e-6f && columns[k] > 0
+                        : !after[k] && columns[k] == 1);
 }
 
 TEST(folded_weights)

@@ -822,6 +822,20 @@ TEST(activations_have_scales_of_three_kinds)
     CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
     CHECK(input_of(at("out"), LAYER "self_attn.q_proj") == 8.0f / 2688.0f);
     CHECK(input_of(at("out"), LAYER "mlp.down_proj") == 1);
+    static const struct {
+        float gamma, scale;
+    } norms[] = { { 0, 1 }, { INFINITY, 1 }, { 0x1p100f, 1 }, { -0x1p98f, 0x1p100f / 2688 } };
+    for (size_t i = 0; i < sizeof norms / sizeof *norms; i++) {
+        float gamma[16], x[16 * 16] = { 1 };
+        for (int k = 0; k < 16; k++)
+            gamma[k] = k == 3 ? norms[i].gamma : 0;
+        const struct item items[] = { { LAYER "input_layernorm.weight", NIB_F32, 1, { 16 }, gamma },
+                                      { LAYER "self_attn.q_proj.weight", NIB_F32, 2, { 16, 16 }, x } };
+        put_tensors("norm.safetensors", items, 2);
+        CHECK_OK(quantize(at("norm.safetensors"), fresh("out"), &options, NULL, NULL));
+        CHECK_THAT(input_of(at("out"), LAYER "self_attn.q_proj") == norms[i].scale, "a norm of %g",
+                   (double)norms[i].gamma);
+    }
     options.activation = NIB_ACTIVATION_FILE;
     char file[200];
     snprintf(file, sizeof file, "%s", at("amax.json"));

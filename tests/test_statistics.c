@@ -48,6 +48,10 @@ TEST(imatrix_in_gguf)
     CHECK_FAILS(nib_statistics_read(s, 1, 2, 0, 6, out, &tokens), NIB_ERR_DATA, "12 values, not 2 of 6");
     CHECK_FAILS(nib_statistics_read(s, 0, 1, 0, 3, out, &tokens), NIB_ERR_DATA, "blk.0.attn_q");
     nib_statistics_close(s);
+    s = open_file(FILES "gguf_more"); /* a tensor of a name that is not known */
+    CHECK(nib_statistics_count(s) == 1);
+    check_slice(s, "blk.0.attn_q", 1, 0, 16, (const float[]){ 0, 0.5f, 1, 1.5f });
+    nib_statistics_close(s);
 }
 
 /* Values are means times calls; ones are no data; a file does not say how many experts there are. */
@@ -117,6 +121,7 @@ TEST(files_that_are_rejected)
         { "dat_many", "number of entries" },
         { "dat_more", "ends before" },
         { "dat_none", "no statistics" },
+        { "dat_no_values", "ends before a number of values" },
         { "dat_values", "2147483647 values of \"a.b\" do not fit" },
         { "dat_name", "length of a name" },
         { "own_other", "nib-stats-1" },

@@ -55,11 +55,11 @@ static nib_status start_search(struct search *s)
     for (size_t i = 0; i < n; i++) {
         char name[64];
         int64_t expert;
-        if (!nib_ck_llama_name(nib_statistics_at(s->statistics, i).name, name, sizeof name, &expert))
-            continue;
-        struct alias *alias = &s->aliases[s->n_aliases++];
-        alias->entry = (uint32_t)i;
-        snprintf(alias->name, sizeof alias->name, expert < 0 ? "%s" : "%s.%lld", name, (long long)expert);
+        if (nib_ck_llama_name(nib_statistics_at(s->statistics, i).name, name, sizeof name, &expert)) {
+            struct alias *alias = &s->aliases[s->n_aliases++];
+            alias->entry = (uint32_t)i;
+            snprintf(alias->name, sizeof alias->name, expert < 0 ? "%s" : "%s.%lld", name, (long long)expert);
+        }
     }
     qsort(s->aliases, s->n_aliases, sizeof *s->aliases, by_name);
     return NIB_OK;
