@@ -46,7 +46,6 @@ typedef struct descriptor *descriptor; /* of a product, of a matrix, of preferen
 
 static struct {
     int (*create)(handle *out);
-    int (*destroy)(handle h);
     const char *(*status_name)(int status);
     int (*desc_create)(descriptor *out, int compute_type, int scale_type);
     int (*desc_destroy)(descriptor d);
@@ -65,7 +64,6 @@ static struct {
 } lt;
 
 static const char *const names[] = { "cublasLtCreate",
-                                     "cublasLtDestroy",
                                      "cublasLtGetStatusName",
                                      "cublasLtMatmulDescCreate",
                                      "cublasLtMatmulDescDestroy",
@@ -116,21 +114,25 @@ static nib_status status_of(const struct nib_cuda_device *d, int status)
     return nib_fail(NIB_ERR_DEVICE, "%s: cuBLASLt: %s", d->base.name, lt.status_name(status));
 }
 
-static nib_status open_handle(struct nib_cuda_device *d)
+/* A GPU has one handle, for all streams, which stays: a new one would allocate, and a stream that is captured must not. */
+static nib_status open_handle(struct nib_cuda_device *d, handle *out)
 {
+    enum { GPUS = 64 };
     static pthread_once_t once = PTHREAD_ONCE_INIT;
+    static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+    static handle handles[GPUS];
+    const int ordinal = d->queue.ordinal;
     pthread_once(&once, load);
     if (*why_not)
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s needs cuBLASLt (libcublasLt.so.13 or .12) for this product: %s",
                         d->base.name, why_not);
-    return d->blas ? NIB_OK : status_of(d, lt.create((handle *)&d->blas));
-}
-
-void nib_cuda_blas_close(struct nib_cuda_device *d)
-{
-    if (d->blas)
-        (void)lt.destroy(d->blas);
-    d->blas = NULL;
+    if (ordinal >= GPUS)
+        return nib_fail(NIB_ERR_UNSUPPORTED, "%s: cuBLASLt is used on the first %d GPUs", d->base.name, (int)GPUS);
+    pthread_mutex_lock(&opening);
+    const int status = handles[ordinal] ? DONE : lt.create(&handles[ordinal]);
+    *out = handles[ordinal];
+    pthread_mutex_unlock(&opening);
+    return status_of(d, status);
 }
 
 /* ---- A product ---- */
@@ -225,16 +227,17 @@ nib_status nib_cuda_blas_multiply(struct nib_cuda_device *d, const struct nib_cu
 {
     struct description all = { 0 };
     struct heuristic found = { 0 };
+    handle h = NULL;
     int count = 0;
     *done = false;
-    TRY(open_handle(d));
+    TRY(open_handle(d, &h));
     int status = describe(p, &all);
     if (!status)
-        status = lt.heuristic(d->blas, all.product, all.a, all.b, all.y, all.y, all.preference, 1, &found, &count);
+        status = lt.heuristic(h, all.product, all.a, all.b, all.y, all.y, all.preference, 1, &found, &count);
     const bool none = status == NOT_SUPPORTED || (!status && (count == 0 || found.status));
     if (!status && !none)
-        status = lt.multiply(d->blas, all.product, p->alpha, p->major.data, all.a, p->minor.data, all.b, p->beta, p->y,
-                             all.y, p->y, all.y, &found.algorithm, p->workspace, NIB_CUDA_BLAS_BYTES, d->queue.stream);
+        status = lt.multiply(h, all.product, p->alpha, p->major.data, all.a, p->minor.data, all.b, p->beta, p->y, all.y,
+                             p->y, all.y, &found.algorithm, p->workspace, NIB_CUDA_BLAS_BYTES, d->queue.stream);
     forget(&all);
     *done = !status && !none;
     return none ? NIB_OK : status_of(d, status);

@@ -35,7 +35,4 @@ struct nib_cuda_blas_product {
  * cuBLASLt. The device is the current one. */
 nib_status nib_cuda_blas_multiply(struct nib_cuda_device *d, const struct nib_cuda_blas_product *product, bool *done);
 
-/* Before the device goes. */
-void nib_cuda_blas_close(struct nib_cuda_device *d);
-
 #endif

@@ -38,7 +38,6 @@ struct nib_cuda_device {
     pthread_mutex_t products; /* of what follows */
     void *memory;             /* that products work in; grown when one needs more */
     size_t memory_bytes;
-    void *blas; /* cuBLASLt's handle, from the first product that needs it on */
 };
 
 static inline struct nib_cuda_device *nib_cuda_device_of(nib_device *device)

@@ -369,7 +369,6 @@ nib_status nib_cuda_product(nib_device *device, const struct nib_product *produc
 
 void nib_cuda_product_close(struct nib_cuda_device *d)
 {
-    nib_cuda_blas_close(d);
     if (d->memory) /* not on the stream, which may be gone */
         (void)cudaFree(d->memory);
     d->memory = NULL;

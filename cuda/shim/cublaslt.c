@@ -39,7 +39,6 @@ struct job {
 };
 
 int cublasLtCreate(void **out);
-int cublasLtDestroy(void *handle);
 const char *cublasLtGetStatusName(int status);
 int cublasLtMatmulDescCreate(struct description **out, int compute, int scale);
 int cublasLtMatmulDescDestroy(struct description *d);
@@ -61,11 +60,6 @@ int cublasLtCreate(void **out)
 {
     *out = malloc(1);
     return *out ? OK : 3;
-}
-int cublasLtDestroy(void *handle)
-{
-    free(handle);
-    return OK;
 }
 const char *cublasLtGetStatusName(int status)
 {
