@@ -278,10 +278,25 @@ def failing(fault, lingers, rank):
 # ---- Ranks -----------------------------------------------------------------------------------------------
 
 
+def prepare():
+    """Megatron over nib's aliases, and over the shim where there is no GPU."""
+    if DEVICE == "cpu":
+        install_shim()
+    nt.install_aliases()
+    import megatron.core
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+    assert megatron.core.__version__.startswith("0.19.") and not hasattr(megatron.core, "__nib_alias__")
+    if DEVICE == "cpu":
+        gather_each()
+
+
 def entry(rank, function, directory):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
+        if DEVICE != "cpu":
+            torch.cuda.set_device(rank)
+            prepare()
         store = dist.FileStore(os.path.join(directory, "store"), RANKS)
         dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", store=store, rank=rank, world_size=RANKS,
                                 timeout=datetime.timedelta(seconds=300))
@@ -295,7 +310,9 @@ def entry(rank, function, directory):
 def ranks_pass(name, function):
     """Whether all ranks of a function come to its end."""
     with tempfile.TemporaryDirectory() as directory:
-        context = mp.start_processes(entry, (function, directory), nprocs=RANKS, join=False, start_method="fork")
+        # A process that has seen a GPU cannot be forked; on the CPU ranks are made of this one, which has Megatron.
+        context = mp.start_processes(entry, (function, directory), nprocs=RANKS, join=False,
+                                     start_method="fork" if DEVICE == "cpu" else "spawn")
         ranks = context.processes
         for process in ranks:
             process.join(900)
@@ -307,13 +324,7 @@ def ranks_pass(name, function):
 
 def main():
     if DEVICE == "cpu":
-        install_shim()
-    nt.install_aliases()
-    import megatron.core
-    import megatron.core.models.gpt.gpt_model  # noqa: F401, before ranks are made of this process
-    assert megatron.core.__version__.startswith("0.19.") and not hasattr(megatron.core, "__nib_alias__")
-    if DEVICE == "cpu":
-        gather_each()
+        prepare()
     cases = {"training": training}
     for fault, lingers in ((before_backward, False), (before_backward, True), (between_cast_and_gather, False),
                            (in_the_cast, False)) if RANKS > 1 else ():

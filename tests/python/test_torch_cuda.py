@@ -524,6 +524,22 @@ def test_current_stream_and_other_devices_objects(gpu):
     assert same(tensor, expected) and torch.equal(values.cpu(), expected.dequantize())
 
 
+def test_masters_are_cast_through_the_host(gpu):
+    """With the bytes of the whole, and codes stay where somebody has put them, or go to a shard."""
+    quantizer, master = NVFP4Quantizer(with_2d_quantization=True), sample(96, 64).float()
+    weight, buffer = quantizer(gpu(torch.zeros(96, 64))), gpu(torch.zeros(96 * 32 + 16, dtype=torch.uint8))
+    nt.replace_raw_data(weight, buffer[16:].view(96, 32))
+    nt.quantize_master_weights([weight], [gpu(master).view(-1)], [0], None, manual_post_all_gather_processing=True)
+    nt.post_all_gather_processing([weight])
+    expected = quantizer(master)
+    for mine, theirs in zip(weight._parts(), expected._parts()):
+        assert mine.is_cuda and torch.equal(mine.cpu(), theirs)
+    assert weight._rowwise_data.data_ptr() == buffer.data_ptr() + 16
+    shard = gpu(torch.zeros(96 * 32, dtype=torch.uint8))
+    nt.quantize_master_weights([weight], [gpu(master).view(-1)], [0], None, [shard])
+    assert torch.equal(shard.cpu(), expected._rowwise_data.view(-1))
+
+
 def test_memory_is_torchs(gpu):
     quantizer = NVFP4Quantizer(with_2d_quantization=True)
     x = gpu(sample(1024, 1024))

@@ -131,12 +131,13 @@ def borrowed_buffer(t):
 
 
 class Native:
-    """A nib_tensor over torch buffers. `parts`: six tensors or None, in the order of nib_part."""
+    """A nib_tensor over torch buffers. `parts`: six tensors or None, in the order of nib_part. `place`: where they are
+    for the library; what it writes to a copy goes back to the tensor it is of."""
 
-    def __init__(self, struct, dtype, shape, parts, columnwise_valid=True):
+    def __init__(self, struct, dtype, shape, parts, columnwise_valid=True, place=placed):
         self.handle = ctypes.c_void_p()
         self._own = list(parts)
-        self._used = [None if p is None else placed(p).contiguous() for p in parts]
+        self._used = [None if p is None else place(p).contiguous() for p in parts]
         buffers = (ctypes.c_void_p * _library.PART_COUNT)()
         try:
             for i, part in enumerate(self._used):
@@ -297,6 +298,7 @@ class Communicator:
     def __init__(self, group):
         import torch.distributed as dist
         self._dist, self._group = dist, group
+        self._device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"  # of what travels
         self._fault = threading.local()
         self._functions = (_library.ALLREDUCE_MAX(self._guard(self._allreduce_max)),
                            _library.AGREE(self._guard(self._agree)),
@@ -334,11 +336,15 @@ class Communicator:
         if n:
             t = torch.frombuffer((ctypes.c_float * n).from_address(ctypes.addressof(values.contents)),
                                  dtype=torch.float32)
-            self._dist.all_reduce(t, op=self._dist.ReduceOp.MAX, group=self._group)
+            there = t.to(self._device)
+            self._dist.all_reduce(there, op=self._dist.ReduceOp.MAX, group=self._group)
+            if there is not t:
+                t.copy_(there)
         return _library.OK
 
     def _agree(self, _context, status, key):
-        mine = torch.tensor([status, key - (1 << 64) if key >> 63 else key], dtype=torch.int64)
+        mine = torch.tensor([status, key - (1 << 64) if key >> 63 else key], dtype=torch.int64,
+                            device=self._device)
         everybody = [torch.empty_like(mine) for _ in range(self.struct.size)]
         self._dist.all_gather(everybody, mine, group=self._group)
         worst = max(int(pair[0]) for pair in everybody)
@@ -354,12 +360,13 @@ class Communicator:
         own = torch.zeros(largest, dtype=torch.uint8)  # the collective wants equal lengths
         if counts[self.struct.rank]:
             ctypes.memmove(own.data_ptr(), mine, counts[self.struct.rank])
+        own = own.to(self._device)
         everybody = [torch.empty_like(own) for _ in counts]
         self._dist.all_gather(everybody, own, group=self._group)
         at = everything
         for theirs, count in zip(everybody, counts):
             if count:
-                ctypes.memmove(at, theirs.data_ptr(), count)
+                ctypes.memmove(at, host(theirs).data_ptr(), count)
                 at += count
         return _library.OK
 

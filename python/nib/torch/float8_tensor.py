@@ -139,9 +139,9 @@ class Float8TensorStorage(FormatStorage):
         struct.element = self._fp8_dtype
         return struct
 
-    def _native(self):
-        return _bridge.Native(self._struct(), self._dtype, tuple(self.shape), self._parts(),
-                              not self._transpose_invalid)
+    def _native(self, parts=None, place=_bridge.placed):
+        return _bridge.Native(self._struct(), self._dtype, tuple(self.shape), self._parts() if parts is None else parts,
+                              not self._transpose_invalid, place)
 
     def _assign(self, parts):
         super()._assign(parts)

@@ -359,14 +359,14 @@ class FormatStorage(QuantizedTensorStorage):
                     parts[part] = None
         return parts
 
-    def _native(self, parts=None):
-        """The nib_tensor over the buffers, or over those and others."""
+    def _native(self, parts=None, place=_bridge.placed):
+        """The nib_tensor over the buffers, or over those and others, where `place` puts them."""
         struct = self._struct()
         if parts is None:
             parts = self._parts()
         else:
             struct.rowwise, struct.columnwise = (part is not None for part in parts[:2])
-        return _bridge.Native(struct, self._dtype, tuple(self.shape), parts)
+        return _bridge.Native(struct, self._dtype, tuple(self.shape), parts, place=place)
 
     def _assign(self, parts):
         parts = self._shaped(parts, self.shape)

@@ -29,7 +29,8 @@ def quantize_master_weights(model_weights, master_weights, start_offsets, group,
     start_offsets: the shard's first element in the flattened weight, or None. The result of all ranks together is that
     of quantizing the whole, whatever the cut. fsdp_shard_model_weights: where codes go instead of into the weights, one
     entry per weight: uint8, for MXFP8 a pair (rowwise, columnwise). manual_post_all_gather_processing: columnwise
-    buffers stay where they are, until post_all_gather_processing; otherwise they are dropped.
+    buffers stay where they are, until post_all_gather_processing; otherwise they are dropped. What is on a GPU goes
+    through host memory, which takes waiting.
     """
     _cast(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
           manual_post_all_gather_processing)
@@ -77,21 +78,34 @@ def _bytes_of(shard):
 
 
 class _Lists:
-    """Lists of pointers for the library, and what they point to."""
+    """Lists of pointers for the library, and what they point to: in host memory, where casts of shards are made."""
 
     def __init__(self):
-        self.kept = []
+        self.kept, self._copies = [], []
+
+    def _host(self, tensor):
+        """The tensor, or a copy of one on a GPU, which write_back takes there again."""
+        there = _bridge.host(tensor)
+        if there is not tensor:
+            self._copies.append((tensor, there))
+        return there
+
+    def write_back(self):
+        for tensor, there in self._copies:
+            tensor.copy_(there)
 
     def arrays(self, tensors):
         pointers = (P(Array) * max(1, len(tensors)))()
         for i, tensor in enumerate(tensors):
             if tensor is not None:
-                self.kept += [tensor, _bridge.array(tensor)]
+                there = self._host(tensor)
+                self.kept += [there, _bridge.array(there)]
                 pointers[i] = ctypes.pointer(self.kept[-1])
         return pointers
 
     def pointers(self, tensors):
-        return (ctypes.c_void_p * max(1, len(tensors)))(*(None if t is None else t.data_ptr() for t in tensors))
+        self.kept += (there := [None if t is None else self._host(t) for t in tensors])
+        return (ctypes.c_void_p * max(1, len(tensors)))(*(None if t is None else t.data_ptr() for t in there))
 
 
 def _cast(weights, masters, starts, group, shards, manual, nvfp4=False):
@@ -132,7 +146,7 @@ def _cast_over(comm, weights, masters, starts, shards, manual, nvfp4):
         scales=lists.pointers([q and q.scale for q in delayed]),
         amax_seen=lists.pointers([q and q.amax for q in delayed]))
     with ExitStack() as stack:
-        natives = [stack.enter_context(weight._native()) for weight in weights]
+        natives = [stack.enter_context(weight._native(place=_bridge.host)) for weight in weights]
         handles = (ctypes.c_void_p * max(1, len(natives)))(*(native.handle for native in natives))
         arguments = (handles, len(weights), lists.arrays(masters), len(masters),
                      _library.shape_array(starts), len(starts))
@@ -140,8 +154,9 @@ def _cast_over(comm, weights, masters, starts, shards, manual, nvfp4):
             lib.nib_quantize_nvfp4_param_shard(*arguments, comm, row_shards)
         else:
             lib.nib_quantize_master_weights(*arguments, comm, options)
+        lists.write_back()
         for weight, native in zip(weights, natives):
-            weight._assign(native.parts())
+            weight._assign([part if part is None else part.to(weight.device) for part in native.parts()])
             _bridge.changed(weight._parts())
             if manual and isinstance(weight, Float8TensorStorage):
                 weight._reset_caches()
