@@ -20,7 +20,7 @@ import time
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import imatrix, layerwise, streaming
+from . import corrections, imatrix, layerwise, streaming
 from ._cli import Command, Progress, positive
 
 __all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
@@ -210,12 +210,12 @@ class _Watch(TorchFunctionMode):
 
     def _not_first(self, name, slices, index, rows):
         """Which rows are not the first token of a sequence; None: all, or not known."""
-        if len(rows) == self.tokens:
+        routed = self.routes.get(name) if slices > 1 else None
+        positions = None if routed is None else torch.where(routed.t() == index)[1]  # as transformers' eager experts
+        if positions is not None and len(positions) == len(rows):
+            pass
+        elif len(rows) == self.tokens:
             positions = torch.arange(self.tokens, device=rows.device)
-        elif slices > 1 and self.routes.get(name) is not None:
-            positions = torch.where(self.routes[name].t() == index)[1]  # the order of transformers' eager experts
-            if len(positions) != len(rows):
-                return None
         else:
             return None
         return positions % self.length != 0
@@ -235,11 +235,56 @@ class _Taker(_Watch):
         raise streaming.Reached
 
 
-def _taker(first_tokens):
-    """What layerwise.Streams calls to see an input."""
+class _ExpertTaker(_Watch):
+    """Ends a layer behind a module of experts, and has what came into the products with one of its stacks. With an
+    `index` [tokens, k] experts have the tokens that it says, and not those that the router does."""
 
-    def take(model, n, tokens, state, parameter):
-        taker = _Taker(parameter, model.model.get_parameter(parameter), first_tokens)
+    def __init__(self, model, name, first_tokens, index):
+        module, path = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[0]
+        stacks = [(f"{path}.{key}", value) for key, value in module.named_parameters(recurse=False) if value.ndim == 3]
+        super().__init__(stacks, False, False, first_tokens)
+        self.name, self.index, self.rows, self.hidden, self.first, self.paired = name, index, {}, None, None, True
+        self.hooks = [module.register_forward_pre_hook(self._come, with_kwargs=True),
+                      module.register_forward_hook(self._go)]
+
+    def _come(self, _, args, kwargs):
+        own, self.hidden = _routing(args, kwargs), _hidden(args, kwargs)
+        if own is None:
+            self.index = None
+            return None
+        self.index = own if self.index is None else self.index.to(own)
+        self.routes = dict.fromkeys((name for _, name, _ in self.weights), self.index)
+        replaced = lambda value: self.index if value is own else value
+        return tuple(map(replaced, args)), {key: replaced(value) for key, value in kwargs.items()}
+
+    def _go(self, *_):
+        raise streaming.Reached
+
+    def _record(self, name, slices, index, x, owner):
+        self.first = self.first or name
+        if name == self.name:
+            rows = x.reshape(-1, x.shape[-1])
+            self.paired &= self.index is not None or len(rows) == self.tokens
+            self.rows[index] = self._counted(rows, slices, index)
+
+    def _counted(self, rows, slices, index):
+        kept = None if self.first_tokens else self._not_first(self.name, slices, index, rows)
+        return (rows if kept is None else rows[kept]).float()
+
+    def taken(self):
+        whole = self.hidden is not None and self.index is not None and self.first == self.name
+        return corrections.Taken(self.rows, self.index, self.paired,
+                                 self._counted(self.hidden, 1, 0) if whole else None)
+
+
+class _Takers:
+    """How corrections.Streams sees inputs."""
+
+    def __init__(self, first_tokens):
+        self.first_tokens = first_tokens
+
+    def matrix(self, model, n, tokens, state, parameter):
+        taker = _Taker(parameter, model.model.get_parameter(parameter), self.first_tokens)
         taker.begin(*tokens.shape)
         with taker:
             model.run(n, tokens, state, head=False)
@@ -247,7 +292,15 @@ def _taker(first_tokens):
             raise ValueError(f"nothing is multiplied with {parameter}: --sequential cannot correct it")
         return taker.rows
 
-    return take
+    def experts(self, model, n, tokens, state, parameter, index):
+        taker = _ExpertTaker(model.model, parameter, self.first_tokens, index)
+        taker.begin(*tokens.shape)
+        try:
+            with taker:
+                model.run(n, tokens, state, head=False)
+        finally:
+            taker.close()
+        return taker.taken()
 
 
 def _routing(args, kwargs):
@@ -522,13 +575,13 @@ class _Quantizing:
 
     def __init__(self, model, partial, batches, options):
         self.model, self.partial, self.options = model, partial, options
-        self.layers = layerwise.Layers(model, partial.path, options.quantize, options.how)
+        self.layers = layerwise.Layers(model, partial.path, options.quantize, options.how, options.sequential)
         self.own_hessians = not options.hessians
         self.streams = None
         if options.how.get("gptq"):
             options.hessians = options.hessians or self.layers.hessians()
             if options.sequential:
-                self.streams = layerwise.Streams(model, batches, _taker(options.first_tokens))
+                self.streams = corrections.Streams(model, batches, _Takers(options.first_tokens))
 
     def layer(self, n, tensors, inputs, before, after, limit):
         """After the statistics of layer n; `before` and `after` are the original's states around it."""
@@ -764,14 +817,15 @@ def _say_plan(given, plan):
     rows = [row for row in rows if row["action"] == "quantize"]
     if not given.gptq:
         return
-    without = {}
-    for row in rows:
-        said = (row["layer"] or {}).get("gptq", "none: it is in no layer")
-        if said.startswith("none"):
-            without.setdefault(said, []).append(row["name"])
-    print(f"  {len(rows) - sum(map(len, without.values()))} by GPTQ")
-    for said, names in without.items():
-        print(f"  {len(names)} not, {names[0]} for one: {said.removeprefix('none: ')}")
+    for key, what in [("gptq", "by GPTQ"), ("sequential", "corrected for what was lost before")][:1 + given.sequential]:
+        without = {}
+        for row in rows:
+            said = (row["layer"] or {}).get(key, "none: it is in no layer")
+            if said.startswith("none"):
+                without.setdefault(said, []).append(row["name"])
+        print(f"  {len(rows) - sum(map(len, without.values()))} {what}")
+        for said, names in without.items():
+            print(f"  {len(names)} not, {names[0]} for one: {said.removeprefix('none: ')}")
 
 
 def main(arguments=None):

@@ -7,24 +7,20 @@ end the whole model is quantized as `nib quantize --codes` does it: what was cho
 by the same plan as ever. So disk and memory are those of one layer's Hessians, and a run that was killed goes on with
 the layer that it was at.
 
-`sequential`: a second stream of states runs through what is quantized so far, x^ beside x of the original. What a
-matrix W loses is then made up for by the next: with H = mean x^ x^^T and C = mean x x^^T, W + W (C - H) (H + r I)^-1
-is quantized in its place, which is nearest to giving W x when x^ comes in.
+`sequential`: what was lost before is made up for (nib.corrections).
 """
-import contextlib
 import json
 import os
 import shutil
 
 import torch
 
-from . import budget, streaming
-from ._checkpoint import dequantize_checkpoint, quantize_checkpoint
+from . import budget
+from ._checkpoint import Weights, dequantize_checkpoint, quantize_checkpoint
 from ._library import ModeError
 
 __all__ = ["Layers", "NUMERICS"]
 
-RIDGE = 0.1  # of the mean of H's diagonal: less fits the noise of few tokens (docs/accuracy.md)
 NUMERICS = ("fold", "gptq", "damp")  # options of a quantization that a layer needs too
 
 
@@ -32,12 +28,16 @@ class Layers:
     """The codes of a run, by layer, in a directory. `options` are quantize_checkpoint's."""
 
     def __init__(self, model, directory, out, options, sequential=False):
-        self.model, self.directory, self.options, self.sequential = model, directory, options, sequential
+        self.model, self.directory, self.options = model, directory, options
         self.codes = os.path.join(directory, "codes")
         os.makedirs(self.codes, exist_ok=True)
         plain = {key: value for key, value in options.items() if key not in (*NUMERICS, "activations")}
         plan = quantize_checkpoint(model.directory, out, dry_run=True, **plain)  # what is wrong is said at once
         self.chosen = [row["name"] for row in plan["rows"] if row["action"] == "quantize"]
+        self.tensors = {}
+        if sequential:
+            with Weights(model.directory) as weights:
+                self.tensors = {name: weights.tensor(name) for name in self.chosen}
 
     def hessians(self):
         """The directory of the Hessians of the layer at work."""
@@ -111,7 +111,7 @@ class Layers:
 
     def quantize_in_steps(self, layer, tensors, inputs, save, streams):
         """The same, input by input in the order of their products, with what went before quantized: `streams` is a
-        Streams. Weights of experts are not corrected."""
+        corrections.Streams. Rows of the plan have what was made up for in "sequential"."""
         chosen, sources = self._within(layer)
         work = self._fresh("layer")
         if chosen:
@@ -121,22 +121,17 @@ class Layers:
         shutil.rmtree(work)
 
     def _steps(self, layer, work, chosen, sources, inputs, save, streams):
-        takers, replaced, scales, rows = {}, {}, {}, None
-        hessians = self._experts_hessians(layer)
+        takers, replaced, notes, scales, rows, known = {}, {}, {}, {}, None, {}
+        originals = self._experts_hessians(layer)
         for module, name in inputs.items():
             takers.setdefault(name, []).append(module)
         self.write_source(work, sources)
-        current = os.path.join(work, "source")
-        known, at = {}, os.path.join(work, "hessians")
+        current, at = os.path.join(work, "source"), os.path.join(work, "hessians")
         os.makedirs(at)
         for name, modules in takers.items():
-            own = {tensor: parameter for tensor, parameter in streams.matrices(layer, modules).items()
-                   if tensor.removesuffix(".weight") in chosen}
-            found = {key: value for key, value in hessians.items() if key.startswith(name + ".hessian")}
-            if own:
-                sums = streams.compare(layer, next(iter(own.values())), current, scales.get(modules[0]))
-                replaced.update(self._corrected(sums, own))
-                found = {f"{name}.hessian": sums.packed(), f"{name}.hessian_count": torch.tensor([sums.count])}
+            sums = self._correct(layer, modules, chosen, streams, current, scales, replaced, notes)
+            found = {f"{name}.hessian": sums.packed(), f"{name}.hessian_count": torch.tensor([sums.count])} \
+                if sums else {key: value for key, value in originals.items() if key.startswith(name + ".hessian")}
             if not found:
                 continue  # a router, for one: nothing of it is quantized
             known.update(found)
@@ -147,7 +142,29 @@ class Layers:
             scales = _fold_scales(os.path.join(work, "out"))
             current = os.path.join(work, "plain")
             dequantize_checkpoint(os.path.join(work, "out"), current, dtype="f32", force=True)
-        self.keep(layer, rows if rows is not None else self._plain_run(work, chosen))
+        rows = rows if rows is not None else self._plain_run(work, chosen)
+        for row in rows:
+            row["sequential"] = notes.get(row["name"], "none: nothing is known of its input")
+        self.keep(layer, rows)
+
+    def _correct(self, layer, modules, chosen, streams, current, scales, replaced, notes):
+        """What is to be quantized instead of weights with one input goes to `replaced`, and what is said of them to
+        `notes`. Returns the sums of the input; None: it is not known."""
+        matrices = {tensor: parameter for tensor, parameter in streams.matrices(layer, modules).items()
+                    if tensor.removesuffix(".weight") in chosen}
+        if matrices:
+            names = {tensor: tensor.removesuffix(".weight") for tensor in matrices}
+            sums = streams.compare(layer, next(iter(matrices.values())), current, scales.get(modules[0]))
+            notes.update(dict.fromkeys(names.values(), sums.said()))
+            with self.model.source.slices(matrices) as slices:
+                replaced.update({tensor: sums.corrected(slices[tensor][...]) for tensor in matrices if sums.enough()})
+            return sums
+        stack = streams.stack(layer, modules, {name: self.tensors[name] for name in chosen})
+        if stack is None:
+            return None
+        own = {expert: next((scales[name] for name in names if name in scales), None)
+               for expert, names in stack.names.items()}
+        return streams.correct_experts(layer, stack, current, own, replaced, notes)
 
     def _experts_hessians(self, layer):
         """Of the original, where there are experts."""
@@ -163,10 +180,6 @@ class Layers:
         rows = self.run(work, chosen)
         dequantize_checkpoint(os.path.join(work, "out"), os.path.join(work, "plain"), dtype="f32", force=True)
         return rows
-
-    def _corrected(self, sums, own):
-        with self.model.source.slices(own) as slices:
-            return {tensor: sums.corrected(slices[tensor][...]) for tensor in own}
 
     # ---- All of them ----
 
@@ -235,86 +248,3 @@ def _fold_scales(directory):
         return {}
     with safe_open(path, framework="pt") as file:
         return {module: file.get_tensor(name) for module, name in json.loads(file.metadata()["columns"]).items()}
-
-
-@contextlib.contextmanager
-def _instead(source, directory):
-    """A source whose tensors are those of a directory, where it has them."""
-    before = source.files
-    source.files = {**before, **streaming.Source(directory).files} if directory else before
-    try:
-        yield
-    finally:
-        source.files = before
-
-
-class Streams:
-    """Two streams of states through a model: of the original, and of what is quantized so far. `take(model, n, tokens,
-    state, parameter)` is what comes into a parameter's product, [tokens, channels], without the rows that do not count.
-    `before` and `after` are the states around the layer at work, pairs by batch."""
-
-    def __init__(self, model, batches, take):
-        self.model, self.batches, self.take = model, batches, take
-        self.hat = streaming.Streamed(model.directory, model.device, model.dtype, experts="eager",
-                                      source=streaming.Source(model.directory))
-        self.before = self.after = None
-
-    def matrices(self, layer, modules):
-        """{tensor: parameter} of those modules that are one matrix in the file and in the model."""
-        prefix = f"{self.model.layer(layer)[1]}."
-        found = {}
-        for parameter, value in self.model.model.state_dict().items():
-            sources = self.model.sources(parameter)
-            if parameter.startswith(prefix) and value.ndim == 2 and len(sources) == 1:
-                if sources[0].removesuffix(".weight") in modules:
-                    found[sources[0]] = parameter
-        return found
-
-    def _state(self, which, layer, batch):
-        return self.before[which][batch] if layer else None
-
-    def compare(self, layer, parameter, current, scales):
-        """Sums of the two inputs of a product, where the second layer is that of the directory `current`; `scales` is
-        what its input was divided by."""
-        sums = None
-        with self.model.loaded(layer), _instead(self.hat.source, current), self.hat.loaded(layer):
-            for b, tokens in enumerate(self.batches):
-                rows, hat = (self.take(model, layer, tokens, self._state(i, layer, b), parameter).float()
-                             for i, model in enumerate((self.model, self.hat)))
-                hat = hat if scales is None else hat * scales.to(hat.device)
-                sums = sums or _Inputs(rows.shape[1], rows.device)
-                sums.add(rows, hat)
-        return sums
-
-    def advance(self, layer, current):
-        """The second stream through the layer as it is now."""
-        with _instead(self.hat.source, current), self.hat.loaded(layer):
-            for b, tokens in enumerate(self.batches):
-                self.after[1][b] = self.hat.run(layer, tokens, self._state(1, layer, b), head=False)
-
-
-class _Inputs:
-    """Of pairs of rows, x of the original and x^: sums of x^ x^^T and of x x^^T."""
-
-    def __init__(self, channels, device):
-        self.hat, self.cross = (torch.zeros(channels, channels, dtype=torch.float64, device=device) for _ in range(2))
-        self.count = 0
-
-    def add(self, rows, hat):
-        self.hat += hat.t() @ hat
-        self.cross += rows.t() @ hat
-        self.count += len(hat)
-
-    def packed(self):
-        upper = torch.triu_indices(*self.hat.shape, device=self.hat.device)
-        return (self.hat[upper[0], upper[1]] / self.count).float().cpu()
-
-    def corrected(self, weight):
-        """W* for this input."""
-        hat, cross = self.hat / self.count, self.cross / self.count
-        ridge = RIDGE * hat.diagonal().mean() * torch.eye(len(hat), dtype=hat.dtype, device=hat.device)
-        whole = weight.to(hat)
-        if not float(hat.diagonal().mean()):
-            return weight
-        change = torch.linalg.solve(hat + ridge, (whole @ (cross - hat)).t()).t()  # H is its own transpose
-        return (whole + change).float().cpu()
