@@ -84,6 +84,24 @@ static void free_memory(nib_device *device, void *memory)
     nib_cuda_leave(before);
 }
 
+cudaError_t nib_cuda_borrow(const struct nib_cuda_device *d, size_t bytes, void **out)
+{
+    const nib_cuda_allocator *const a = &d->allocator;
+    if (!a->allocate)
+        return cudaMallocAsync(out, bytes, d->queue.stream);
+    *out = a->allocate(a->context, bytes, d->queue.stream);
+    return *out ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+cudaError_t nib_cuda_give_back(const struct nib_cuda_device *d, void *memory)
+{
+    const nib_cuda_allocator *const a = &d->allocator;
+    if (!a->allocate)
+        return cudaFreeAsync(memory, d->queue.stream);
+    a->release(a->context, memory, d->queue.stream);
+    return cudaSuccess;
+}
+
 static cudaError_t copy_and_wait(const struct nib_cuda_device *d, void *to, const void *from, size_t bytes,
                                  enum cudaMemcpyKind kind)
 {
@@ -122,13 +140,13 @@ static cudaError_t copy_within(const struct nib_cuda_device *d, char *to, const 
     if (apart)
         return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
     void *between = NULL;
-    error = cudaMallocAsync(&between, bytes, stream);
+    error = nib_cuda_borrow(d, bytes, &between);
     if (error)
         return error;
     error = cudaMemcpyAsync(between, from, bytes, cudaMemcpyDeviceToDevice, stream);
     if (!error)
         error = cudaMemcpyAsync(to, between, bytes, cudaMemcpyDeviceToDevice, stream);
-    const cudaError_t freed = cudaFreeAsync(between, stream);
+    const cudaError_t freed = nib_cuda_give_back(d, between);
     return error ? error : freed;
 }
 
@@ -488,6 +506,18 @@ nib_status nib_cuda_stream(nib_device *device, void **stream)
     NIB_REQUIRE(stream);
     TRY(check_cuda(device));
     *stream = nib_cuda_device_of(device)->queue.stream;
+    return NIB_OK;
+}
+
+nib_status nib_cuda_set_allocator(nib_device *device, const nib_cuda_allocator *allocator)
+{
+    nib_cuda_allocator known = { 0 };
+    TRY(check_cuda(device));
+    if (allocator)
+        TRY(nib_struct_read("nib_cuda_allocator", allocator, &known, sizeof known, sizeof known));
+    if (!known.allocate != !known.release || (allocator && !known.allocate))
+        return nib_fail(NIB_ERR_ARG, "an allocator allocates and releases: one of its functions is NULL");
+    nib_cuda_device_of(device)->allocator = known;
     return NIB_OK;
 }
 

@@ -35,8 +35,9 @@ struct nib_cuda_device {
     struct nib_cuda_place *place; /* of calls that are not captured */
     pthread_mutex_t lock;         /* of the chunks */
     struct nib_cuda_chunk *chunks;
-    pthread_mutex_t products; /* of what follows */
-    void *memory;             /* that products work in; grown when one needs more */
+    nib_cuda_allocator allocator; /* of its functions either both or none */
+    pthread_mutex_t products;     /* of what follows */
+    void *memory;                 /* that products work in; grown when one needs more */
     size_t memory_bytes;
 };
 
@@ -47,6 +48,10 @@ static inline struct nib_cuda_device *nib_cuda_device_of(nib_device *device)
 
 /* A place that no other call has. The stream may be in the middle of a capture. */
 cudaError_t nib_cuda_take_place(struct nib_cuda_device *d, struct nib_cuda_place **out);
+
+/* Memory for work on the stream, given back before the call returns. */
+cudaError_t nib_cuda_borrow(const struct nib_cuda_device *d, size_t bytes, void **out);
+cudaError_t nib_cuda_give_back(const struct nib_cuda_device *d, void *memory);
 
 /* MEMORY or DEVICE with a message; forgets the runtime's last error. */
 nib_status nib_cuda_status(const struct nib_cuda_device *d, const char *what, cudaError_t error);

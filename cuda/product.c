@@ -309,17 +309,19 @@ static cudaError_t grow(struct nib_cuda_device *d, size_t bytes)
     return cudaSuccess;
 }
 
-/* Memory and words for all of it: the device's, or a graph's own. */
+/* Memory and words for all of it: the device's, an allocator's, or a graph's own. */
 static cudaError_t prepare(struct run *run, size_t bytes, void **own)
 {
     struct nib_cuda_device *const d = run->d;
     struct nib_cuda_place *place = d->place;
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     cudaError_t error = cudaStreamIsCapturing(d->queue.stream, &capture);
-    if (!error && capture != cudaStreamCaptureStatusNone) {
+    const bool captured = capture != cudaStreamCaptureStatusNone;
+    if (!error && captured)
         error = nib_cuda_take_place(d, &place);
-        if (!error && bytes)
-            error = cudaMallocAsync(own, bytes, d->queue.stream);
+    if (!error && (captured || d->allocator.allocate)) {
+        if (bytes)
+            error = nib_cuda_borrow(d, bytes, own);
         run->memory = *own;
     } else if (!error) {
         error = grow(d, bytes);
@@ -339,7 +341,7 @@ static nib_status multiply_all(struct nib_cuda_device *d, const struct nib_produ
     for (size_t i = 0; i < n && !status; i++)
         status = multiply(&run, &products[i]);
     if (own) {
-        const nib_status freed = nib_cuda_status(d, "freeing memory", cudaFreeAsync(own, d->queue.stream));
+        const nib_status freed = nib_cuda_status(d, "freeing memory", nib_cuda_give_back(d, own));
         status = status ? status : freed;
     }
     return status;

@@ -96,7 +96,7 @@ static cudaError_t open_matrix(const struct nib_cuda_device *d, const nib_array 
     *temporary = NULL;
     if (is_direct(m) || rows == 0 || cols == 0) /* a row that does not exist has no neighbor to be far from */
         return cudaSuccess;
-    cudaError_t error = cudaMallocAsync(temporary, (size_t)(rows * cols * m->bytes), d->queue.stream);
+    cudaError_t error = nib_cuda_borrow(d, (size_t)(rows * cols * m->bytes), temporary);
     if (!error && gather)
         error = copy_strided(d, array, *temporary, false);
     m->first = *temporary;
@@ -109,7 +109,7 @@ static cudaError_t open_matrix(const struct nib_cuda_device *d, const nib_array 
 static void close_matrix(const struct nib_cuda_device *d, void *temporary)
 {
     if (temporary)
-        (void)cudaFreeAsync(temporary, d->queue.stream);
+        (void)nib_cuda_give_back(d, temporary);
 }
 
 /* ---- Tensor scales ---- */
@@ -424,7 +424,7 @@ static nib_status fake_values(struct call *c, nib_usage usage, const nib_array *
     if (!c->error)
         c->error = open_matrix(c->d, out, c->geometry->rows, c->geometry->cols, false, &y, &to);
     if (!c->error && c->q->row_scaled && g->tensor_scales)
-        c->error = cudaMallocAsync(&lines, (size_t)g->tensor_scales_bytes, c->d->queue.stream);
+        c->error = nib_cuda_borrow(c->d, (size_t)g->tensor_scales_bytes, &lines);
     if (!c->error) {
         struct nib_cuda_place *const place = lines ? NULL : place_of(c);
         c->memory[usage].tensor_scales = place ? &place->tensor_scale : lines;

@@ -430,6 +430,60 @@ TEST(a_graph_reads_what_is_there_at_its_replay)
     }
 }
 
+/* ---- Memory ---- */
+
+struct lent {
+    void *memory;
+    size_t bytes;
+    int taken, returned, most; /* most: so many are lent */
+};
+
+static void *lend(void *context, size_t bytes, void *stream)
+{
+    struct lent *const l = context;
+    void *of_device = NULL;
+    CHECK_OK(nib_cuda_stream(gpu, &of_device));
+    CHECK(stream == of_device && l->taken == l->returned);
+    if (bytes > l->bytes || l->taken >= l->most)
+        return NULL;
+    l->taken++;
+    return l->memory;
+}
+
+static void take_back(void *context, void *memory, void *stream)
+{
+    struct lent *const l = context;
+    (void)stream;
+    CHECK(memory == l->memory);
+    l->returned++;
+}
+
+TEST(memory_comes_from_an_allocator)
+{
+    NEEDS_GPU;
+    struct memory all = memory_of(NULL, (size_t)64 << 20, 0);
+    struct lent lent = { all.data, all.bytes, 0, 0, 1000 };
+    nib_cuda_allocator allocator = { sizeof allocator, &lent, lend, NULL };
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    CHECK_FAILS(nib_cuda_set_allocator(gpu, &allocator), NIB_ERR_ARG, "one of its functions is NULL");
+    allocator.release = take_back;
+    CHECK_OK(nib_cuda_set_allocator(gpu, &allocator));
+    for (int i = 0; i < 40 && !test_failures; i++)
+        run_call(gpu);
+    CHECK(lent.taken > 10 && lent.taken == lent.returned);
+    struct side a = tensor_side(&q, 20, 64), b = tensor_side(&q, 16, 64);
+    struct memory m;
+    const nib_array y = random_matrix(NIB_F32, 20, 16, &m);
+    lent.most = lent.taken;
+    CHECK_FAILS(nib_gemm(&a.operand, &b.operand, NULL, &y), NIB_ERR_MEMORY, "a product that needs");
+    CHECK_OK(nib_cuda_set_allocator(gpu, NULL));
+    CHECK_OK(nib_gemm(&a.operand, &b.operand, NULL, &y));
+    CHECK(lent.taken == lent.most && lent.taken == lent.returned);
+    CHECK_OK(nib_cuda_synchronize(gpu));
+    close_side(&a), close_side(&b), release(&m), release(&all);
+}
+
 TEST(what_products_do_not_take)
 {
     NEEDS_GPU;

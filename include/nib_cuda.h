@@ -23,7 +23,7 @@
  * packed weights; more need cuBLASLt, which is loaded then (libcublasLt.so.13 or .12, or what NIB_CUBLASLT_LIBRARY names),
  * and memory of the device, which grows to what its largest product needs and stays: 2 bytes for an element of a quantized
  * operand (4 where activations are F32), 32 MiB, and 4 bytes for an output that cuBLASLt cannot write itself. A captured
- * product has its memory from the graph. GPUs with FP4 tensor cores (sm_100 and later) multiply two NVFP4 operands as they
+ * product has its memory from the graph, and a device with an allocator (below) from that. GPUs with FP4 tensor cores (sm_100 and later) multiply two NVFP4 operands as they
  * are, by unsigned scales: the sign of a scale is not looked at.
  */
 #ifndef NIB_CUDA_H
@@ -53,6 +53,20 @@ NIB_API nib_status nib_cuda_stream(nib_device *device, void **stream);
 
 /* Wait until the stream has done everything. DEVICE where something on the GPU has failed since. */
 NIB_API nib_status nib_cuda_synchronize(nib_device *device);
+
+/* Where calls get the memory that they need besides their arguments. allocate: `bytes` of the GPU's memory for work on
+ * the stream, aligned to 256, or NULL. release: the call has enqueued all of its work there, which need not be done. Both
+ * are called by the thread of the call, in captures too, and call nothing of nib. */
+typedef struct nib_cuda_allocator {
+    size_t bytes; /* of this struct */
+    void *context;
+    void *(*allocate)(void *context, size_t bytes, void *stream);
+    void (*release)(void *context, void *memory, void *stream);
+} nib_cuda_allocator;
+
+/* From now on that; NULL: CUDA's memory pool, which devices begin with. Products then keep no memory of their own. Not
+ * beside other calls on this device. */
+NIB_API nib_status nib_cuda_set_allocator(nib_device *device, const nib_cuda_allocator *allocator);
 
 /* How long the GPU takes for the calls that `enqueue(context)` makes on this device: they are made once, captured as a
  * graph, and the graph is replayed `repetitions` times; *seconds is the median of its replays. Waits. The device has a

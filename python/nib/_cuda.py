@@ -6,15 +6,34 @@ must have the libnib of this process: a device that one libnib makes is nothing 
 """
 import os
 import threading
-from ctypes import POINTER as P, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import CFUNCTYPE, POINTER as P, Structure, c_char_p, c_int, c_size_t, c_void_p, sizeof
 
 from . import _library
 from ._library import STATUS, DeviceError, raw
+
+ALLOCATE = CFUNCTYPE(c_void_p, c_void_p, c_size_t, c_void_p)
+RELEASE = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)
+
+
+class Allocator(Structure):
+    """nib_cuda_allocator of two functions: allocate(bytes, stream), an address, and release(address)."""
+    _fields_ = [("bytes", c_size_t), ("context", c_void_p), ("allocate", ALLOCATE), ("release", RELEASE)]
+
+    def __init__(self, allocate, release):
+        def allocated(_context, size, stream):
+            try:
+                return allocate(size, stream or 0)
+            except Exception:  # noqa: BLE001: out of memory, above all; it must not cross the library
+                return None
+        super().__init__(sizeof(Allocator), None, ALLOCATE(allocated),
+                         RELEASE(lambda _context, memory, _stream: release(memory)))
+
 
 FUNCTIONS = {
     "nib_cuda_count": (STATUS, [P(c_int)]),
     "nib_cuda_describe": (STATUS, [c_int, c_char_p, c_size_t]),
     "nib_cuda_create": (STATUS, [c_int, c_void_p, P(c_void_p)]),
+    "nib_cuda_set_allocator": (STATUS, [c_void_p, P(Allocator)]),
     "nib_cuda_synchronize": (STATUS, [c_void_p]),
 }
 
@@ -44,8 +63,9 @@ def functions():
     return _functions
 
 
-def device(ordinal, stream):
-    """The device of a GPU and a cudaStream_t, as nib_array.device has it."""
+def device(ordinal, stream, allocator=None):
+    """The device of a GPU and a cudaStream_t, as nib_array.device has it. allocator: of a device that is new, for good.
+    """
     handle = _devices.get((ordinal, stream))
     if handle is None:
         calls, made = functions(), c_void_p()
@@ -53,5 +73,7 @@ def device(ordinal, stream):
             handle = _devices.get((ordinal, stream))
             if handle is None:
                 calls.nib_cuda_create(ordinal, stream or None, made)
+                if allocator is not None:
+                    calls.nib_cuda_set_allocator(made, allocator)
                 handle = _devices[ordinal, stream] = made.value
     return handle

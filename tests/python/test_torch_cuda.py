@@ -555,6 +555,41 @@ def test_memory_is_torchs(gpu):
             assert any(first <= part.data_ptr() < last for first, last in segments)
 
 
+@pytest.mark.parametrize("rows", [4, 16, 64])
+def test_products_in_graphs(gpu, rows):
+    """Values that come later, by plain and by quantized activations, with memory of torch's."""
+    weight, quantizer = NVFP4Quantizer(columnwise=False)(gpu(sample(256, 128))), NVFP4Quantizer(columnwise=False)
+    x, there = gpu(sample(rows, 128)), quantizer(gpu(sample(rows, 128)))
+    plain, quantized = (gpu(torch.empty(rows, 256)) for _ in range(2))
+
+    def step():
+        quantizer.update_quantized(x, there)
+        plain.copy_(products.multiply(x, weight))
+        quantized.copy_(products.multiply(there, weight))
+    graph = captured(step)
+    for seed in (31, 32):
+        x.copy_(sample(rows, 128, seed=seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        _check_product(plain, x.cpu().double(), _values(weight, 0, 128), 23)
+        _check_product(quantized, _values(there, 0, 128), _values(weight, 0, 128), 23)
+
+
+def test_memory_of_products_is_torchs(gpu):
+    weight, x = NVFP4Quantizer(columnwise=False)(gpu(sample(4096, 4096))), gpu(sample(64, 4096))
+    products.multiply(x, weight)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    products.multiply(x, weight)
+    assert torch.cuda.max_memory_allocated() - before >= 2 * 4096 * 4096  # its values in BF16
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert free - torch.cuda.mem_get_info()[0] < 2 << 20  # given back
+
+
 def test_nothing_comes_to_the_host(gpu):
     """By torch's own account of waits, and by the profiler's of copies."""
     quantizer = NVFP4Quantizer(with_rht=True, stochastic_rounding=True)

@@ -10,6 +10,7 @@
     draw(q, device)       seed and offset of the random stream, from torch's default generator of the device
 """
 import ctypes
+import functools
 import math
 import threading
 
@@ -71,7 +72,14 @@ def device_of(t):
             raise _library.UnsupportedError(f"nib computes in host memory and on GPUs, but the tensor is on {t.device}")
         return entered.handle
     ordinal = t.device.index
-    return _cuda.device(ordinal, torch._C._cuda_getCurrentRawStream(ordinal))
+    return _cuda.device(ordinal, torch._C._cuda_getCurrentRawStream(ordinal), allocator(ordinal))
+
+
+@functools.lru_cache(maxsize=None)
+def allocator(ordinal):
+    """torch's caching allocator of a GPU, for what the library needs in a call: in a capture it is the graph's pool."""
+    return _cuda.Allocator(lambda size, stream: torch.cuda.caching_allocator_alloc(size, ordinal, stream),
+                           torch.cuda.caching_allocator_delete)
 
 
 def array(t, out=None):
