@@ -5,25 +5,16 @@
  * Every format quantizes the same 1024 x 1024 numbers of three distributions and is measured by the ratio of signal to
  * quantization noise. The numbers come from a generator and a seed of our own, so that the table can be made again.
  */
+#define _POSIX_C_SOURCE 200809L
 #include <math.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 
-#include "nib.h"
+#include "measure.h"
 
 enum { ROWS = 1024, COLS = 1024, N = ROWS * COLS, SEED = 20261115 };
 
 static float x[N], y[N];
 static uint64_t state;
-
-static void require(nib_status status)
-{
-    if (!status)
-        return;
-    fprintf(stderr, "formats: %s: %s\n", nib_status_name(status), nib_last_error());
-    exit(1);
-}
 
 /* ---- Distributions ---- */
 

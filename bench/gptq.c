@@ -8,33 +8,15 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <time.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-#include "nib.h"
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static void require(nib_status status)
-{
-    if (!status)
-        return;
-    fprintf(stderr, "gptq: %s: %s\n", nib_status_name(status), nib_last_error());
-    exit(1);
-}
+#include "measure.h"
 
 static double peak_memory(void)
 {

@@ -7,21 +7,11 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <time.h>
 
-#include "nib.h"
+#include "measure.h"
 #include "nib_shard.h"
 
 enum { COLUMNS = 4096, PARAMETERS = 4, MOST_RANKS = 4 };
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static const struct kind {
     const char *name;

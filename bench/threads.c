@@ -10,12 +10,9 @@
  * The library does not start threads below its own limit: bench/threads.sh builds it without one.
  */
 #define _POSIX_C_SOURCE 200809L
-#include <stdio.h>
-#include <stdlib.h>
-#include <time.h>
 #include <unistd.h>
 
-#include "nib.h"
+#include "measure.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -24,21 +21,6 @@ static int omp_get_max_threads(void) { return (int)sysconf(_SC_NPROCESSORS_ONLN)
 #endif
 
 enum { COLUMNS = 512, LEAST_ROWS = 16, SIZES = 9, RUNS = 100, MOST_COUNTS = 8 };
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static void require(nib_status status)
-{
-    if (!status)
-        return;
-    fprintf(stderr, "threads: %s: %s\n", nib_status_name(status), nib_last_error());
-    exit(1);
-}
 
 static int by_value(const void *a, const void *b)
 {
