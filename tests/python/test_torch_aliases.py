@@ -429,6 +429,65 @@ def test_generic_gemm():
     assert torch.allclose(plain, x.float() @ w.float().t(), atol=1e-4)
 
 
+def test_gemm_of_groups():
+    """Groups as operands and results, each also as a list, with the bits of single products."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm_for_grouped_tensor as grouped
+    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
+    draw, counts = torch.Generator().manual_seed(6), (16, 0, 48)
+    q = te.NVFP4Quantizer(with_2d_quantization=True)
+
+    def group(shapes, quantizer=q):
+        made = GroupedTensor.make_grouped_tensor_with_shapes(3, shapes, quantizer, dtype=torch.bfloat16)
+        made.quantize([torch.randn(shape, generator=draw).bfloat16() for shape in shapes])
+        return made
+    rows, weights, grads = group([(n, 64) for n in counts]), group([(32, 64)] * 3), group([(n, 32) for n in counts])
+    bias = torch.randn(3, 32, generator=draw)
+    for layout, a, b, shapes in (("TN", weights, rows, [(n, 32) for n in counts]),
+                                 ("NN", weights, grads, [(n, 64) for n in counts]),
+                                 ("NT", rows, grads, [(32, 64)] * 3)):
+        out = GroupedTensor.make_grouped_tensor_with_shapes(3, shapes, None, dtype=torch.float32)
+        lists = [m.split_into_quantized_tensors() for m in (a, b)]
+        single = [torch.zeros(shape) if not (left.numel() and right.numel()) else
+                  general_gemm(left, right, torch.float32, layout=layout)[0]
+                  for left, right, shape in zip(*lists, shapes)]
+        assert grouped(a, b, out, layout=layout) is out
+        assert all(torch.equal(m, y) for m, y in zip(out.split_into_quantized_tensors(), single))
+        grouped(lists[0], b, out, layout=layout, alpha=torch.tensor([2.0, 1.0, 0.5]), beta=torch.tensor([1.0]))
+        for m, y, factor in zip(out.split_into_quantized_tensors(), single, (2.0, 1.0, 0.5)):
+            assert torch.equal(m, y * factor + y)
+        apart = [torch.ones(shape) for shape in shapes]
+        grouped(a, b, apart, layout=layout, accumulate=True)
+        assert all(torch.equal(m, y + 1) for m, y in zip(apart, single))
+    out = GroupedTensor.make_grouped_tensor_with_shapes(3, [(n, 32) for n in counts], None, dtype=torch.float32)
+    grouped(weights, rows, out)
+    plain = [m.clone() for m in out.split_into_quantized_tensors()]
+    grouped(weights, rows, out, bias=bias)
+    assert all(torch.equal(m, y + b) for m, y, b in zip(out.split_into_quantized_tensors(), plain, bias))
+    scale = torch.rand(64, generator=draw)
+    grouped(weights, rows, out, bias=bias, bias_scale=scale)
+    for m, y, b, s in zip(out.split_into_quantized_tensors(), plain, bias, torch.split(scale, counts)):
+        assert torch.equal(m, y + s.unsqueeze(1) * b)
+    values = group([(n, 64) for n in counts], None)  # plain activations
+    grouped(weights, values, out)
+    for m, w, x in zip(*(g.split_into_quantized_tensors() for g in (out, weights, values))):
+        assert not x.numel() or torch.equal(m, general_gemm(w, x, torch.float32)[0])
+    for error, match, changes in ((NotImplementedError, "grad", {"grad": True}),
+                                  (ValueError, "requires bias", {"bias_scale": scale}),
+                                  (AssertionError, "TT", {"layout": "TT"}),
+                                  (ValueError, "2 factors", {"alpha": torch.ones(2)}),
+                                  (ValueError, "64 rows", {"bias": bias, "bias_scale": scale[:5]})):
+        with pytest.raises(error, match=match):
+            grouped(weights, rows, out, **changes)
+    with pytest.raises(ValueError, match="discrete"):
+        grouped([weights], rows, [out])
+    with pytest.raises(ValueError, match="Bias is not supported"):
+        grouped(rows, grads, apart, layout="NT", bias=bias)
+    with pytest.raises(ValueError, match="groups of"):
+        grouped(weights, rows, apart[:2])
+
+
 def test_general_gemm():
     """The wrappers: three layouts, and groups in one call, with the bits of single products."""
     import transformer_engine.pytorch as te

@@ -72,7 +72,7 @@ _OFFLOAD = ("get_cpu_offload_context", "is_cpu_offload_enabled", "mark_not_offlo
             "start_offload")
 _MULTI = ("multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_scale_tensor")
 _APPLY = ("MultiTensorApply", "multi_tensor_applier")
-_GEMM = ("general_gemm", "general_grouped_gemm")
+_GEMM = ("general_gemm", "general_grouped_gemm", "general_grouped_gemm_for_grouped_tensor", "validate_gemm_scale")
 _EVERYTHING = object()  # all public names of the module
 
 _MEGATRON = {"fp4_utils": ("HAVE_TE", "HAVE_TE_FP4_TENSOR_CLASS", "FP4_TENSOR_CLASS", "is_nvfp4tensor",

@@ -4,7 +4,9 @@ import torch
 
 from . import tex
 from .constants import TE_DType
+from .grouped_tensor import GroupedTensorStorage
 from .products import GEMMType, Job, MMParams, is_custom, multiply, place_of, run, takes, unwrap
+from .quantized_tensor import QuantizedTensorStorage
 
 _LAYOUTS = ("TN", "NN", "NT")
 
@@ -23,8 +25,7 @@ def general_gemm(A, B, out_dtype=None, quantization_params=None, gelu=False, gel
     if is_custom(A) or is_custom(B):
         return custom_gemm(A, B, None, out_dtype, quantization_params, gelu, gelu_in, accumulate, layout, out, bias,
                            use_split_accumulator, grad)
-    if not accumulate and beta not in (None, 0.0):
-        raise ValueError("scale must be zero")
+    beta = validate_gemm_scale(beta, accumulate)
     dtype = TE_DType[out_dtype] if out_dtype is not None else None
     return tex.generic_gemm(A, transa, B, transb, out, quantization_params, dtype, bias, None, gelu, gelu_in, grad,
                             accumulate=accumulate, use_split_accumulator=use_split_accumulator, comm_overlap=ub,
@@ -90,4 +91,83 @@ def _multiply_group(A, B, targets, biases, transa, transb, grad, accumulate):
     return True
 
 
-__all__ = ["GEMMType", "MMParams", "custom_gemm", "general_gemm", "general_grouped_gemm"]
+def general_grouped_gemm_for_grouped_tensor(A, B, out, *, layout="TN", accumulate=False, use_split_accumulator=False,
+                                            bias=None, bias_scale=None, grad=False, alpha=None, beta=None):
+    """general_gemm of the members of groups, in one call where nib_gemm takes them: alpha op(B) op(A) + bias + beta
+    out.
+
+    A or out may be a list of tensors. alpha and beta: a value for all, or one for each (1, and 1 where `accumulate`).
+    bias: a group, or one row for each; bias_scale: a factor of it for each row of the results. Returns `out`.
+    """
+    if layout not in _LAYOUTS:
+        raise AssertionError(f"GEMM layout {layout} not supported.")
+    if grad:
+        raise NotImplementedError("grad is not supported for grouped_tensor GEMM yet.")
+    discrete = isinstance(out, (list, tuple))
+    if discrete and isinstance(A, (list, tuple)):
+        raise ValueError("Both A and out are discrete. This is not supported yet.")
+    if discrete and bias is not None:
+        raise ValueError("Bias is not supported when out is a list (discrete_out mode) yet. Apply bias manually after "
+                         "the GEMM.")
+    if bias_scale is not None and bias is None:
+        raise ValueError("bias_scale requires bias to be provided.")
+    transa, transb = layout[0] == "T", layout[1] == "T"
+    A, B, targets = (_members_of(group) for group in (A, B, out))
+    if not len(A) == len(B) == len(targets):
+        raise ValueError(f"groups of {len(A)} and {len(B)} operands, and of {len(targets)} results")
+    if any(isinstance(target, QuantizedTensorStorage) for target in targets):
+        raise TypeError("results of grouped products are plain tensors: quantize them afterwards")
+    alphas, betas = _of_each(alpha, len(A), 1.0), _of_each(beta, len(A), 1.0 if accumulate else 0.0)
+    rows = [None] * len(A) if bias is None else [row.reshape(-1) for row in _members_of(bias)]
+    if len(rows) != len(A):
+        raise ValueError(f"{len(rows)} biases for a group of {len(A)}")
+    jobs = []
+    for a, b, target, one_alpha, one_beta, row in zip(A, B, targets, alphas, betas, rows):
+        a, b, row = unwrap(a, not transa), unwrap(b, transb), row if bias_scale is None else None
+        if not target.numel():
+            continue
+        if takes(b, a, transb, not transa) and target.device == place_of(b) and target.is_contiguous():
+            jobs.append(Job(b, a, transb, not transa, target, one_alpha, one_beta, row))
+        else:
+            tex.generic_gemm(a, transa, b, transb, target, None, TE_DType[target.dtype], row, alpha=one_alpha,
+                             accumulate=one_beta != 0.0, beta=one_beta or None)
+    run(jobs)
+    if bias_scale is not None:
+        _add_scaled(targets, rows, bias_scale)
+    return out
+
+
+def _members_of(group):
+    return group.split_into_quantized_tensors() if isinstance(group, GroupedTensorStorage) else list(group)
+
+
+def _of_each(values, count, otherwise):
+    """A float for each of a group, of a tensor that has one or as many; from a GPU it has to come to the host."""
+    values = [otherwise] if values is None else [float(v) for v in values.reshape(-1).tolist()]
+    if len(values) not in (1, count):
+        raise ValueError(f"{len(values)} factors for a group of {count}")
+    return values if len(values) == count else values * count
+
+
+def _add_scaled(targets, rows, scale):
+    """Each row of the results gets the bias of its group by its own factor."""
+    lengths = [target.numel() // target.shape[-1] if target.numel() else 0 for target in targets]
+    if scale.numel() != sum(lengths):
+        raise ValueError(f"bias_scale has {scale.numel()} factors, the results {sum(lengths)} rows")
+    for target, row, factors in zip(targets, rows, torch.split(scale.reshape(-1).float(), lengths)):
+        if target.numel():
+            flat = target.view(-1, target.shape[-1])
+            flat.copy_(flat.float() + factors.unsqueeze(1) * row.detach().float())
+
+
+def validate_gemm_scale(scale, required):
+    """beta of a product: 1 unless it is said, and nothing but 0 where nothing is accumulated."""
+    if required:
+        return 1.0 if scale is None else scale
+    if scale not in (None, 0.0):
+        raise ValueError("scale must be zero")
+    return 0.0
+
+
+__all__ = ["GEMMType", "MMParams", "custom_gemm", "general_gemm", "general_grouped_gemm",
+           "general_grouped_gemm_for_grouped_tensor", "validate_gemm_scale"]

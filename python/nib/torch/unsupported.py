@@ -64,9 +64,8 @@ NAMES = {module: tuple(names.split()) for module, names in {
     "attention.rope": "FusedQKVRoPEFunc FusedRoPEFunc apply_fused_qkv_rotary_pos_emb",
     "constants": "CPLoadBalancingStrategy",
     "cpp_extensions.fused_attn": "FusedAttnBackend fused_attn_bwd fused_attn_fwd",
-    "cpp_extensions.gemm": ("general_grouped_gemm_for_grouped_tensor get_cublas_workspace "
-                            "get_cublas_workspace_size_bytes get_grouped_gemm_setup_workspace_size "
-                            "validate_gemm_scale"),
+    "cpp_extensions.gemm": ("get_cublas_workspace get_cublas_workspace_size_bytes "
+                            "get_grouped_gemm_setup_workspace_size"),
     "cpu_offload": ("DefaultOffloadSynchronizer ManualOffloadSynchronizer OffloadSynchronizer OffloadableLayerState "
                     "TensorGroup TensorGroupProcessor "
                     ""),
