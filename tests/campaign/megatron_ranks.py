@@ -95,17 +95,47 @@ def install_shim():
     AsCuda().__enter__()
 
 
+class Each:
+    """Collectives one after another, where Megatron coalesces them; a handle of those that are not waited for."""
+    now = None
+
+    def __init__(self, *_args, **_kwargs):
+        self.works = []
+
+    def __enter__(self):
+        Each.now = self
+        return self
+
+    def __exit__(self, *_):
+        Each.now = None
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+
+    @staticmethod
+    def kept(collective):
+        def call(*args, **kwargs):
+            work = collective(*args, **kwargs)
+            if work is not None and Each.now is not None:
+                Each.now.works.append(work)
+            return work
+        return call
+
+
 def gather_each():
     """gloo gathers tensors of two dtypes that are coalesced as if they had one, and garbles both (PyTorch 2.13): one
     after another."""
-    from megatron.core.distributed import param_and_grad_buffer
-    param_and_grad_buffer._coalescing_manager = lambda *_args, **_kwargs: contextlib.nullcontext()
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    buffers._coalescing_manager = Each
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(buffers, name, Each.kept(getattr(buffers, name)))
 
 
 # ---- Training --------------------------------------------------------------------------------------------
 
 
-def build(timeout):
+def build(timeout, **overlap):
     """The model in DistributedDataParallel, its optimizer, and what its NVFP4 weights were quantized from."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -115,8 +145,10 @@ def build(timeout):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout / 60)
-    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=FFN, fp4="e2m1",
         fp4_recipe="nvfp4", fp4_param=True, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
@@ -126,7 +158,7 @@ def build(timeout):
                      max_sequence_length=LENGTH, position_embedding_type="rope",
                      share_embeddings_and_output_weights=False).cuda()
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True,
-                                             fp4_param_gather=True)
+                                             fp4_param_gather=True, **overlap)
     ddp = DistributedDataParallel(config, settings, Float16Module(config, model))
     nt.megatron.check_buffers(ddp)
     values = {name: p.get_high_precision_init_val().float() for name, p in ddp.named_parameters()
@@ -199,12 +231,13 @@ def check_weights(ddp, optimizer, gathered):
 
 
 def count_gathers():
-    """Bytes that Megatron's buffers gather, by dtype."""
+    """Bytes that Megatron's buffers gather, by dtype, and how many gathers are not waited for."""
     from megatron.core.distributed import param_and_grad_buffer
     original, counts = param_and_grad_buffer.dist_all_gather_func, {}
 
     def gather(output, *args, **kwargs):
         counts[output.dtype] = counts.get(output.dtype, 0) + output.numel() * output.element_size()
+        counts["async"] = counts.get("async", 0) + bool(kwargs.get("async_op"))
         return original(output, *args, **kwargs)
     param_and_grad_buffer.dist_all_gather_func = gather
     return counts
@@ -222,6 +255,25 @@ def training(rank):
     assert sum(losses[-3:]) / 3 < 0.9 * losses[0], losses
     if rank == 0:
         print(f"losses {losses[0]:.3f} to {losses[-1]:.3f}, {len(values)} NVFP4 weights, {STEPS} steps", flush=True)
+
+
+def overlapping(rank):
+    """Gathers of several buckets beside the forward pass: what training gives that waits for each where it begins."""
+    def run(overlap):
+        ddp, optimizer, _values = build(300, overlap_param_gather=overlap, overlap_grad_reduce=True, bucket_size=16384)
+        assert len(ddp.bucket_groups) > 2, "one bucket has nothing to overlap with"
+        gathered = count_gathers()
+        losses = [step_of(ddp, optimizer, step, rank) for step in range(STEPS)]
+        if overlap:
+            ddp.disable_forward_pre_hook()  # gathers what the last step has left
+        return losses, {name: parts(p) for name, p in ddp.named_parameters()}, gathered["async"]
+    losses, weights, none = run(False)
+    theirs, others, beside = run(True)
+    assert none == 0 and beside > STEPS, (none, beside)
+    assert losses == theirs, (losses, theirs)
+    assert all(same(weight, others[name]) for name, weight in weights.items())
+    if rank == 0:
+        print(f"losses and weights are the same, {beside} gathers beside the forward pass", flush=True)
 
 
 # ---- A rank that fails -----------------------------------------------------------------------------------
@@ -325,7 +377,7 @@ def ranks_pass(name, function):
 def main():
     if DEVICE == "cpu":
         prepare()
-    cases = {"training": training}
+    cases = {"training": training, "overlapping": overlapping}
     for fault, lingers in ((before_backward, False), (before_backward, True), (between_cast_and_gather, False),
                            (in_the_cast, False)) if RANKS > 1 else ():
         name = f"{fault.__name__}, {'and stays' if lingers else 'and leaves'}"
