@@ -10,7 +10,9 @@
 
 The model is a transformer, by default of 4 blocks and 3.2 million parameters. Its linear layers are nib.torch.Linear:
 in NVFP4 they multiply 4-bit operands in the forward and in the backward pass, here by their codes.
-The last tenth of the text is held out. Results go to the directory --out: one file per run, results.json, losses.svg.
+The last tenth of the text is held out. Results go to the directory --out: one file per run, written anew with every
+evaluation, results.json, losses.svg and, where runs in BF16 are among them, gaps.svg. A run that is stopped is reported
+as far as it came.
 """
 import argparse
 import hashlib
@@ -107,8 +109,8 @@ def read_directory(directory, most=1 << 27):
 
 
 def read_text(where):
-    """(training part, held-out part, symbols, entropy of the unigrams of the text in nats). The held-out part is the
-    last tenth, at most four million characters."""
+    """(training part, held-out part, symbols, facts: bytes, hash, entropy of its unigrams in nats). The held-out part is
+    the last tenth, at most four million characters."""
     if os.path.isdir(where):
         text = read_directory(where)
     else:
@@ -122,7 +124,8 @@ def read_text(where):
     index[symbols] = torch.arange(len(symbols), dtype=torch.uint8)
     data = index[data.int()]
     cut = max(len(data) * 9 // 10, len(data) - (1 << 22))
-    return data[:cut], data[cut:], symbols, float(-(shares * shares.log()).sum())
+    return data[:cut], data[cut:], symbols, {"text_bytes": len(text), "text_sha256": hashlib.sha256(text).hexdigest(),
+                                             "entropy": float(-(shares * shares.log()).sum())}
 
 
 def loss_of(model, data, at, context, device):
@@ -144,11 +147,18 @@ def held_out_loss(model, data, context, device, batch, most=None):
     return sum(losses) / len(losses)
 
 
+def write_json(value, path):
+    """In one piece, or not at all."""
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(path + ".new", path)
+
+
 def train(variant, seed, options):
-    """One run; returns what goes into its file."""
+    """One run, whose file is up to date after every evaluation."""
     which, changes, _ = VARIANTS[variant]
     quantized = quantized_blocks(which, options.blocks)
-    training, held_out, symbols, entropy = read_text(options.text)
+    training, held_out, symbols, facts = read_text(options.text)
     device, context, batch, steps = options.device, options.context, options.batch, options.steps
     torch.manual_seed(seed)  # of the weights; stochastic rounding draws from the same generator
     model = Model(len(symbols), options.width, options.heads, options.blocks, context, quantized,
@@ -156,7 +166,16 @@ def train(variant, seed, options):
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() != 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-                                  lr=options.rate, betas=(0.9, 0.95))
+                                  lr=options.rate, betas=(0.9, 0.95), fused=device != "cpu")
+    result = {"variant": variant, "seed": seed, "steps": steps, "batch": batch, "context": context,
+              "rate": options.rate, "width": options.width, "blocks": options.blocks, "device": device,
+              "torch": torch.__version__, "parameters": sum(p.numel() for p in model.parameters()), **facts}
+
+    def record(loss):
+        write_json({**result, "loss": loss, "done": len(losses), "seconds": round(time.time() - start, 1),
+                    "seconds_per_step": round(statistics.median(times), 4), "training": losses, "held_out": checks},
+                   os.path.join(options.out, f"run-{variant}-{seed}.json"))
+
     draw = torch.Generator().manual_seed(1000 + seed)  # the same windows for every variant
     losses, checks, times, start = [], [], [], time.time()
     for step in range(steps):
@@ -175,16 +194,12 @@ def train(variant, seed, options):
         if (step + 1) % max(1, steps // 20) == 0 and step + 1 < steps:
             checks.append((step + 1, round(held_out_loss(model, held_out, context, device, batch, 8 * batch), 5)))
             print(f"{variant} seed {seed} step {step + 1}: training {losses[-1]:.3f}, held out {checks[-1][1]:.3f}, "
-                  f"{statistics.median(times):.2f} s/step", flush=True)
+                  f"{statistics.median(times):.3f} s/step", flush=True)
+            record(checks[-1][1])
     final = held_out_loss(model, held_out, context, device, batch)
     checks.append((steps, round(final, 5)))
-    parameters = sum(p.numel() for p in model.parameters())
+    record(final)
     print(f"{variant} seed {seed}: {final:.4f} nats per character held out", flush=True)
-    return {"variant": variant, "seed": seed, "steps": steps, "batch": batch, "context": context, "rate": options.rate,
-            "width": options.width, "blocks": options.blocks, "device": device, "torch": torch.__version__, "parameters": parameters,
-            "entropy": entropy, "loss": final, "seconds": round(time.time() - start, 1),
-            "seconds_per_step": round(statistics.median(times), 4), "training": losses,
-            "held_out": checks}
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------
@@ -227,10 +242,11 @@ def table(runs):
     """The runs against BF16 with the same seed, as Markdown."""
     lines = ["| variant | held-out loss by seed | median | gap to BF16 by seed | median gap |", "|---|---|---|---|---|"]
     for variant, (_, _, what) in VARIANTS.items():
-        if variant not in runs:
+        runs_of = {seed: run for seed, run in sorted(runs.get(variant, {}).items()) if run["done"] == run["steps"]}
+        if not runs_of:
             continue
-        losses = {seed: run["loss"] for seed, run in sorted(runs[variant].items())}
-        base = {seed: run["loss"] for seed, run in runs.get("bf16", {}).items()}
+        losses = {seed: run["loss"] for seed, run in runs_of.items()}
+        base = {seed: run["loss"] for seed, run in runs.get("bf16", {}).items() if run["done"] == run["steps"]}
         gaps = [100 * (loss / base[seed] - 1) for seed, loss in losses.items() if seed in base]
         lines.append(f"| `{variant}`: {what} | {', '.join(f'{loss:.4f}' for loss in losses.values())} "
                      f"| {statistics.median(losses.values()):.4f} | {', '.join(f'{gap:+.2f} %' for gap in gaps)} "
@@ -240,66 +256,120 @@ def table(runs):
 
 # ---- Plot ------------------------------------------------------------------------------------------------
 
-COLORS = {"bf16": "#222222", "nvfp4": "#c23b22", "whole": "#2266aa"}
+COLORS = {"bf16": "#222222", "nvfp4": "#c23b22", "nvfp4-no-sr": "#e08a1e", "nvfp4-no-rht": "#2f8f4e",
+          "nvfp4-1d": "#8a4fbf", "nvfp4-forward": "#999999", "whole": "#2266aa", "whole-no-sr": "#e0b41e",
+          "whole-no-rht": "#6fbf4f", "whole-1d": "#bf4f9f", "whole-forward": "#bbbbbb"}
 
 
-def plot(runs, path):
-    """Training losses (means of neighboring steps, first seed) and held-out losses (dots) as SVG."""
-    chosen = {variant: next(iter(runs[variant].values())) for variant in COLORS if variant in runs}
-    wide, high, left, top, right, bottom = 820, 480, 60, 30, 20, 50
-    steps = max(run["steps"] for run in chosen.values())
+class Picture:
+    """Curves over steps as SVG."""
+    WIDE, HIGH, LEFT, TOP, RIGHT, BOTTOM = 820, 480, 60, 30, 20, 50
+
+    def __init__(self, steps, low, high, distance, caption):
+        """distance: of the marks at the left."""
+        self.steps, self.low, self.high, self.entries = steps, low, high, 0
+        self.out = ['<svg xmlns="http://www.w3.org/2000/svg" '
+                    f'width="{self.WIDE}" height="{self.HIGH}" font-family="sans-serif" font-size="12">',
+                    '<rect width="100%" height="100%" fill="white"/>']
+        for i in range(math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9) + 1):
+            x, y = self.place(0, i * distance).split(",")
+            self.out.append(f'<path d="M{x},{y} H{self.WIDE - self.RIGHT}" stroke="#dddddd"/>'
+                            f'<text x="{self.LEFT - 8}" y="{float(y) + 4:.1f}" text-anchor="end">'
+                            f'{round(i * distance, 2):g}</text>')
+        for i in range(5):
+            x, y = self.place(steps * i / 4, low).split(",")
+            self.out.append(f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle">{round(steps * i / 4)}</text>')
+        self.out.append(f'<text x="{(self.LEFT + self.WIDE - self.RIGHT) / 2}" y="{self.HIGH - 10}" '
+                        f'text-anchor="middle">{caption}</text>')
+
+    def place(self, step, value):
+        x = self.LEFT + (self.WIDE - self.LEFT - self.RIGHT) * step / self.steps
+        share = (self.high - min(max(value, self.low), self.high)) / (self.high - self.low)
+        return f"{x:.1f},{self.TOP + (self.HIGH - self.TOP - self.BOTTOM) * share:.1f}"
+
+    def level(self, value, text):
+        y = self.place(0, value).split(",")[1]
+        self.out.append(f'<path d="M{self.LEFT},{y} H{self.WIDE - self.RIGHT}" stroke="#888888" stroke-dasharray="6 4"/>'
+                        f'<text x="{self.WIDE - self.RIGHT}" y="{float(y) - 5:.1f}" text-anchor="end">{text}</text>')
+
+    def curve(self, points, color, dashed=False):
+        style = ' stroke-dasharray="4 3"' if dashed else ""
+        self.out.append(f'<path d="M{" L".join(self.place(*point) for point in points)}" fill="none" '
+                        f'stroke="{color}"{style}/>')
+
+    def dots(self, points, color):
+        for point in points:
+            x, y = self.place(*point).split(",")
+            self.out.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>')
+
+    def entry(self, text, color):
+        self.entries += 1
+        y = self.TOP - 2 + 18 * self.entries
+        self.out.append(f'<path d="M{self.WIDE - 330},{y - 4} h30" stroke="{color}" stroke-width="2"/>'
+                        f'<text x="{self.WIDE - 290}" y="{y}">{text}</text>')
+
+    def write(self, path):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("\n".join([*self.out, "</svg>"]) + "\n")
+
+
+def plot_losses(runs, path):
+    """Training losses (means of neighboring steps, first seed) and held-out losses (dots)."""
+    chosen = {variant: next(iter(runs[variant].values())) for variant in ("bf16", "nvfp4", "whole") if variant in runs}
+    if not chosen:
+        return
     entropy = next(iter(chosen.values()))["entropy"]
     low = math.floor(10 * min(min(run["training"]) for run in chosen.values())) / 10
-    top_loss = max(entropy, low + 0.1)
-
-    def place(step, loss):
-        x = left + (wide - left - right) * step / steps
-        y = top + (high - top - bottom) * (top_loss - min(loss, top_loss)) / (top_loss - low)
-        return f"{x:.1f},{y:.1f}"
-
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" font-family="sans-serif" '
-           'font-size="12">', '<rect width="100%" height="100%" fill="white"/>']
-    mark = math.ceil(low * 5) / 5
-    while mark <= top_loss + 1e-9:
-        x, y = place(0, mark).split(",")
-        out.append(f'<path d="M{x},{y} H{wide - right}" stroke="#dddddd"/>'
-                   f'<text x="{left - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{mark:.1f}</text>')
-        mark += 0.2
-    for i in range(5):
-        x, y = place(steps * i / 4, low).split(",")
-        out.append(f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle">{round(steps * i / 4)}</text>')
-    limit = place(0, 0.6 * entropy).split(",")[1]
-    out.append(f'<path d="M{left},{limit} H{wide - right}" stroke="#888888" stroke-dasharray="6 4"/>'
-               f'<text x="{wide - right}" y="{float(limit) - 5:.1f}" text-anchor="end">'
-               '60 % of the unigram entropy</text>')
-    out.append(f'<text x="{(left + wide - right) / 2}" y="{high - 10}" text-anchor="middle">'
-               'step (lines: training loss, dots: held-out loss, in nats per character)</text>')
-    for i, (variant, run) in enumerate(chosen.items()):
-        color, span = COLORS[variant], max(1, steps // 100)
+    steps = max(run["steps"] for run in chosen.values())
+    picture = Picture(steps, low, max(entropy, low + 0.1), 0.2,
+                      "step (lines: training loss, dots: held-out loss, in nats per character)")
+    picture.level(0.6 * entropy, "60 % of the unigram entropy")
+    span = max(1, steps // 100)
+    for variant, run in chosen.items():
         means = [(at + span / 2, statistics.fmean(run["training"][at:at + span]))
-                 for at in range(0, run["steps"] - span + 1, span)]
-        out.append(f'<path d="M{" L".join(place(*mean) for mean in means)}" fill="none" stroke="{color}"/>')
-        for point in run["held_out"]:
-            x, y = place(*point).split(",")
-            out.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>')
-        y = top + 16 + 18 * i
-        out.append(f'<path d="M{wide - 330},{y - 4} h30" stroke="{color}" stroke-width="2"/>'
-                   f'<text x="{wide - 290}" y="{y}">{VARIANTS[variant][2]}: {run["loss"]:.3f}</text>')
-    out.append("</svg>")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("\n".join(out) + "\n")
+                 for at in range(0, run["done"] - span + 1, span)]
+        picture.curve(means, COLORS[variant])
+        picture.dots(run["held_out"], COLORS[variant])
+        picture.entry(f"{VARIANTS[variant][2]}: {run['loss']:.3f}", COLORS[variant])
+    picture.write(path)
+
+
+def plot_gaps(runs, path):
+    """How far above BF16 with the same seed the held-out loss is, in percent; other seeds than the first are dashed."""
+    gaps = {}
+    for variant, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            base = dict(map(tuple, runs.get("bf16", {}).get(seed, {}).get("held_out", [])))
+            points = [(step, 100 * (loss / base[step] - 1)) for step, loss in run["held_out"] if step in base]
+            if variant != "bf16" and points:
+                gaps.setdefault(variant, []).append(points)
+    if not gaps:
+        return
+    steps = max(run["steps"] for by_seed in runs.values() for run in by_seed.values())
+    later = [gap for curves in gaps.values() for points in curves for step, gap in points if step > steps // 5] or [0.0]
+    high = math.ceil(2 * max(later)) / 2 + 0.5
+    picture = Picture(steps, min(0.0, math.floor(2 * min(later)) / 2), high, 0.25 if high < 3 else 0.5,
+                      "step (held-out loss above that of BF16 with the same seed, in percent)")
+    for variant in (one for one in VARIANTS if one in gaps):
+        for i, points in enumerate(gaps[variant]):
+            picture.curve(points, COLORS[variant], dashed=i > 0)
+        picture.entry(f"{variant}: {', '.join(f'{points[-1][1]:+.2f} %' for points in gaps[variant])}", COLORS[variant])
+    picture.write(path)
 
 
 def report(options):
     """Table, results.json and plot of what the directory holds."""
     runs = collect(options.out)
     first = next(iter(next(iter(runs.values())).values()))
+    for variant, run in ((variant, run) for variant, by_seed in runs.items() for run in by_seed.values()):
+        if run["done"] < run["steps"]:
+            print(f"{variant} seed {run['seed']} stopped after step {run['done']} of {run['steps']}")
     print(f"{first['parameters']} parameters, {first['steps']} steps of {first['batch']} x {first['context']} "
           f"characters; unigram entropy {first['entropy']:.4f} nats, 60 % of it {0.6 * first['entropy']:.4f}")
     print(table(runs))
-    with open(os.path.join(options.out, "results.json"), "w", encoding="utf-8") as file:
-        json.dump([run for by_seed in runs.values() for run in by_seed.values()], file)
-    plot(runs, os.path.join(options.out, "losses.svg"))
+    write_json([run for by_seed in runs.values() for run in by_seed.values()], os.path.join(options.out, "results.json"))
+    plot_losses(runs, os.path.join(options.out, "losses.svg"))
+    plot_gaps(runs, os.path.join(options.out, "gaps.svg"))
 
 
 def main():
@@ -325,9 +395,7 @@ def main():
     os.makedirs(options.out, exist_ok=True)
     if options.one:
         torch.set_num_threads(options.threads)
-        result = train(options.one, seeds[0], options)
-        with open(os.path.join(options.out, f"run-{options.one}-{seeds[0]}.json"), "w", encoding="utf-8") as file:
-            json.dump(result, file)
+        train(options.one, seeds[0], options)
         return 0
     if not options.report:
         variants = list(VARIANTS) if options.variants == "all" else options.variants.split(",")

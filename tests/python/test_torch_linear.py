@@ -399,3 +399,13 @@ def test_example_trains(tmp_path):
     assert results["nvfp4"]["training"][3] != results["bf16"]["training"][3]
     svg = (out / "losses.svg").read_text()
     assert svg.startswith("<svg") and svg.count("<path") > 6 and "| `nvfp4`" in done.stdout
+    gap = 100 * (results["nvfp4"]["loss"] / results["bf16"]["loss"] - 1)
+    assert f"nvfp4: {gap:+.2f} %" in (out / "gaps.svg").read_text() and "| `whole`" in done.stdout
+
+    # A run that was stopped is shown as far as it came, and not compared.
+    half = {**results["whole"], "done": 6, "training": results["whole"]["training"][:6],
+            "held_out": [point for point in results["whole"]["held_out"] if point[0] <= 6]}
+    assert len(half["held_out"]) == 6 and len(results["whole"]["held_out"]) == 12
+    (out / "run-whole-0.json").write_text(json.dumps(half))
+    done = subprocess.run([*command, "--report"], env=env, capture_output=True, text=True, check=True)
+    assert "whole seed 0 stopped after step 6 of 12" in done.stdout and "| `whole`" not in done.stdout
