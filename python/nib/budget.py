@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which weights are worth more than 4 bits: `python -m nib.calibrate --quantize OUT --budget BITS`.
 
-Units are what servers fuse (q, k and v; gate and up; o; down), layer by layer. What a unit is worth is measured: the KL
-of the model's next-token distributions from the original's, with all of it in NVFP4, less that with this unit in FP8.
-Units with the most of it for each byte are written in FP8, until the budget is spent. Errors of layers say little about
-it (docs/accuracy.md).
+Units are what servers fuse (q, k and v; gate and up; o; down; all experts of a layer), layer by layer. What a unit is
+worth is measured: the KL of the model's next-token distributions from the original's, with all of it in NVFP4, less
+that with this unit in FP8, or as it is. What gains the most for each byte is written so, until the budget is spent.
+Errors of layers say little about it (docs/accuracy.md).
 
-The model runs a layer at a time: a stream of states with everything in NVFP4, from which one for each unit branches off
-at its layer, and one of the original. Experts stay in NVFP4.
+The model runs a layer at a time: a stream of states with everything in NVFP4, from which one for each unit and format
+branches off at its layer, and one of the original.
 """
 import contextlib
 import dataclasses
@@ -15,52 +15,96 @@ import dataclasses
 import torch
 
 from . import evaluate, streaming
+from ._checkpoint import Weights
 
-__all__ = ["Unit", "units_of", "measure", "choose", "NVFP4_BITS"]
+__all__ = ["Unit", "units_of", "measure", "choose", "FORMATS", "NVFP4_BITS"]
 
 NVFP4_BITS = 4.5  # with the scales of blocks
+FORMATS = ("fp8", "bf16")  # with a scale for each row; as the checkpoint has it
 
 
 @dataclasses.dataclass
 class Unit:
     """Weights that have more bits together, or not."""
 
-    name: str  # of the first
+    name: str  # of the first, or of the module of experts
     weights: list
-    elements: int
-    extra_bytes: int  # in FP8, with a scale for each row
-    gain: float = 0.0  # nats
-    chosen: bool = False
+    elements: int = 0
+    extra_bytes: dict = dataclasses.field(default_factory=dict)  # by format
+    gains: dict = dataclasses.field(default_factory=dict)  # nats, by format
+    chosen: str = "nvfp4"
 
 
-def units_of(plan):
-    """The units of a plan of quantize_checkpoint, in its order; experts are left out."""
+def units_of(plan, formats=("fp8",)):
+    """The units of a plan of quantize_checkpoint, in its order."""
     found = {}
     for row in plan["rows"]:
-        if row["action"] == "quantize" and ".experts." not in row["name"]:
-            unit = found.setdefault(row["group"] or row["name"], Unit(row["group"] or row["name"], [], 0, 0))
-            elements = row["rows"] * row["cols"]
-            unit.weights.append(row["name"])
-            unit.elements += elements
-            unit.extra_bytes += int(elements * (8 - NVFP4_BITS) / 8) + 4 * row["rows"]
+        if row["action"] != "quantize":
+            continue
+        before, experts, _ = row["name"].partition(".experts.")
+        name = before + ".experts" if experts else row["group"] or row["name"]
+        unit = found.setdefault(name, Unit(name, [], 0, dict.fromkeys(formats, 0)))
+        elements = row["rows"] * row["cols"]
+        sizes = {"fp8": elements + 4 * row["rows"], "bf16": row["bytes_in"]}
+        unit.weights.append(row["name"])
+        unit.elements += elements
+        for format in formats:
+            unit.extra_bytes[format] += int(sizes[format] - elements * NVFP4_BITS / 8)
     return list(found.values())
 
 
+def _steps(unit):
+    """How a unit may grow: (gain for a byte, unit, format, bytes), each more than the one before, and worth less."""
+    gain = size = 0
+    left = sorted(unit.gains, key=unit.extra_bytes.get)
+    while left:
+        worth = {format: (unit.gains[format] - gain) / (unit.extra_bytes[format] - size) for format in left}
+        best = max(left, key=worth.get)
+        if worth[best] <= 0:
+            return
+        yield worth[best], unit, best, unit.extra_bytes[best] - size
+        gain, size = unit.gains[best], unit.extra_bytes[best]
+        left = [format for format in left if unit.extra_bytes[format] > size]
+
+
 def choose(units, elements, bits):
-    """Mark the units to write in FP8: quantized weights, of `elements` values in all, take `bits` each at most."""
-    left = (bits - NVFP4_BITS) * elements / 8
-    for unit in sorted(units, key=lambda unit: (-unit.gain / unit.extra_bytes, unit.name)):
-        unit.chosen = unit.gain > 0 and unit.extra_bytes <= left
-        left -= unit.extra_bytes if unit.chosen else 0
-    return [weight for unit in units if unit.chosen for weight in unit.weights]
+    """Say of units what they become: quantized weights, of `elements` values in all, take `bits` each at most."""
+    left, ended = (bits - NVFP4_BITS) * elements / 8, set()
+    steps = [step for unit in units for step in _steps(unit)]
+    for _, unit, format, more in sorted(steps, key=lambda step: (-step[0], step[1].name)):
+        if more > left or unit.name in ended:
+            ended.add(unit.name)  # what comes next is more than that
+            continue
+        unit.chosen = format
+        left -= more
+    return units
+
+
+def weights_of(units, format):
+    return [weight for unit in units if unit.chosen == format for weight in unit.weights]
+
+
+class _Plain:
+    """A weight of the original, scaled as a folded checkpoint has it."""
+
+    def __init__(self, weights, name, scales, dtype):
+        self.weights, self.name, (self.columns, self.rows) = weights, name, scales
+        self.dtype, self.turned = dtype, False
+
+    def __getitem__(self, _):
+        values = torch.from_numpy(self.weights.read(self.name))
+        values = values if self.rows is None else values / self.rows[:, None]
+        values = (values if self.columns is None else values * self.columns).to(self.dtype)
+        return values.t().contiguous() if self.turned else values
 
 
 @contextlib.contextmanager
-def _raised(source, other, unit):
-    """A source of packed weights, those of a unit taken from another one."""
-    tensors = [f"{weight}.weight" for weight in unit.weights]
-    before = {tensor: source.weights[tensor] for tensor in tensors}
-    source.weights.update({tensor: other.weights[tensor] for tensor in tensors})
+def _raised(source, others):
+    """A source of packed weights, with others in place of some of them."""
+    before = {tensor: source.weights[tensor] for tensor in others}
+    for tensor, other in others.items():
+        other.turned = before[tensor].turned
+    source.weights.update(others)
     try:
         yield
     finally:
@@ -87,35 +131,55 @@ class _Streams:
         del self.states[(stream, b)]
 
 
+def _alternatives(unit, format, source, high, weights, scales):
+    """What the weights of a unit are in another format, {tensor: it}; None: not known."""
+    names = {f"{weight}.weight": weight for weight in unit.weights}
+    if not all(tensor in source.weights for tensor in names):
+        return None
+    if format == "bf16":
+        return {tensor: _Plain(weights, name, scales.get(name, (None, None)), source.dtype)
+                for tensor, name in names.items()}
+    found = {tensor: high.weights.get(tensor) for tensor in names}
+    return None if None in found.values() else found
+
+
 def measure(model, low, high, units, tokens, activations, memory=1 << 30, progress=None):
-    """Set the gain of each unit. `model` is a streaming.Streamed of the original, `low` and `high` are directories with
-    all of it in NVFP4 and in FP8; returns the KL with all in NVFP4. `progress(layer, layers)` after each layer."""
+    """Set the gains of each unit. `model` is a streaming.Streamed of the original, `low` and `high` are directories
+    with all of it in NVFP4 and in FP8; returns the KL with all in NVFP4. `progress(layer, layers)` after each layer."""
+    with Weights(model.directory) as weights:
+        return _measure(model, low, high, weights, units, tokens, activations, memory, progress)
+
+
+def _measure(model, low, high, weights, units, tokens, activations, memory, progress):
     from .torch.pretrained import PackedSource
-    sources = [PackedSource(directory, activations) for directory in (low, high)]
-    packed = streaming.Streamed(low, model.device, model.dtype, experts="eager", source=sources[0])
-    sources[1].dtype = packed.dtype
+    source, scales = PackedSource(low, activations), streaming.fold_scales(low)
+    packed = streaming.Streamed(low, model.device, model.dtype, experts="eager", source=source)
+    above = PackedSource(high, activations) if any("fp8" in unit.extra_bytes for unit in units) else None
+    if above:
+        above.dtype = packed.dtype
     batches, by_layer = tokens.split(1), {}
     for unit in units:
         layer = next((n for n in range(len(model)) if unit.name.startswith(_prefix(model, n))), None)
-        known = all(f"{weight}.weight" in source.weights for source in sources for weight in unit.weights)
-        if layer is not None and known:
-            by_layer.setdefault(layer, []).append(unit)
+        for format in unit.extra_bytes if layer is not None else []:
+            others = _alternatives(unit, format, source, above, weights, scales)
+            if others:
+                by_layer.setdefault(layer, {})[(unit.name, format)] = others
     original, streams = _Streams(model, batches, memory // 2), _Streams(packed, batches, memory // 2)
     branched = []
     for n in range(len(model)):
         with model.loaded(n):
             original.advance(n, "original")
-        for unit in by_layer.get(n, []):
-            with _raised(*sources, unit), packed.loaded(n):
-                streams.advance(n, unit.name, "base")
+        for stream, others in by_layer.get(n, {}).items():
+            with _raised(source, others), packed.loaded(n):
+                streams.advance(n, stream, "base")
         with packed.loaded(n):
             for stream in [*branched, "base"]:
                 streams.advance(n, stream)
-        branched += [unit.name for unit in by_layer.get(n, [])]
+        branched += by_layer.get(n, {})
         if progress:
             progress(n + 1, len(model))
     with model.loaded(len(model)), packed.loaded(len(model)):
-        scores = {stream: evaluate.Score(stream) for stream in ["base", *branched]}
+        scores = {stream: evaluate.Score(str(stream)) for stream in ["base", *branched]}
         for b, batch in enumerate(batches):
             wanted = model.run(len(model), batch, original.states[("original", b)])
             for stream, score in scores.items():
@@ -123,7 +187,7 @@ def measure(model, low, high, units, tokens, activations, memory=1 << 30, progre
     gains = {stream: score.kl / score.positions for stream, score in scores.items()}
     base = gains.pop("base")
     for unit in units:
-        unit.gain = base - gains.get(unit.name, base)
+        unit.gains = {format: base - gains.get((unit.name, format), base) for format in unit.extra_bytes}
     return base
 
 

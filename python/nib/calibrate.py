@@ -20,7 +20,7 @@ import time
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import corrections, imatrix, layerwise, streaming
+from . import budget, corrections, imatrix, layerwise, streaming
 from ._cli import Command, Progress, positive
 
 __all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
@@ -500,6 +500,7 @@ class Options:
     sequential: bool = False
     budget: float = 0.0  # bits of a quantized weight; 0: none
     budget_tokens: int = 8192  # that units are measured on
+    budget_formats: tuple = ("fp8",)  # of budget.FORMATS: what units may become
     force: bool = False  # replace what is at `quantize`
     tokens_sha256: str = ""  # of the tokens: set by calibrate()
 
@@ -598,13 +599,14 @@ class _Quantizing:
 
     def finish(self, stats, tokens, told):
         """The plan; with a budget its units too."""
-        options, fp8, units = self.options, [], None
+        options, units = self.options, []
         if options.budget:
             step = max(1, tokens.numel() // options.budget_tokens)
             memory = int(options.max_memory * (1 << 30))
-            fp8, units = self.layers.spend(stats, options.budget, tokens[::step], memory, told)
-        plan = self.layers.finish(options.quantize, stats, resume=True, force=options.force, fp8=fp8)
-        if units is not None:
+            units = self.layers.spend(stats, options.budget, options.budget_formats, tokens[::step], memory, told)
+        plan = self.layers.finish(options.quantize, stats, resume=True, force=options.force,
+                                  fp8=budget.weights_of(units, "fp8"), plain=budget.weights_of(units, "bf16"))
+        if units:
             plan["units"] = [dataclasses.asdict(unit) for unit in units]
             said = os.path.join(options.quantize, "nib-budget.json")
             _write_safely(said, lambda path: _write_json(path, plan["units"]))
@@ -714,7 +716,9 @@ def _parse(arguments):
     parser.add_argument("--scheme", choices=["nvfp4a16", "nvfp4"], default="nvfp4a16",
                         help="weights only, or activations too")
     parser.add_argument("--budget", metavar="BITS", type=float, default=0.0,
-                        help="of a quantized weight, from 4.5: those in FP8 that are worth it by KL; 0: none")
+                        help="of a quantized weight, from 4.5: those in FP8 that are worth most by KL; 0: none")
+    parser.add_argument("--budget-formats", metavar="F", nargs="+", choices=budget.FORMATS, default=["fp8"],
+                        help="what they may become: fp8, bf16 (as they are), or either")
     parser.add_argument("--budget-tokens", metavar="N", type=positive, default=8192, help="to measure that on")
     parser.add_argument("--force", action="store_true", help="replace OUT")
     parser.add_argument("--imatrix", metavar="FILE", help="write llama.cpp's imatrix (GGUF) too")
@@ -784,8 +788,9 @@ def _check_arguments(given):
     elif not given.force and not os.path.exists(f"{given.out or given.quantize}.partial") and \
             os.path.exists(given.quantize) and os.listdir(given.quantize) not in ([], [".nib-partial"]):
         _command.fail(f"{given.quantize}: exists; --force replaces it")
-    if given.budget and not 4.5 <= given.budget <= 8:
-        _command.fail(f"--budget is bits of a weight, from 4.5, those of NVFP4, to 8, those of FP8, not {given.budget}")
+    most = 16 if "bf16" in given.budget_formats else 8
+    if given.budget and not 4.5 <= given.budget <= most:
+        _command.fail(f"--budget is bits of a weight, from 4.5, those of NVFP4, to {most}, not {given.budget}")
     if given.sequential and not given.gptq:
         _command.fail("--sequential goes with --gptq")
     if given.gptq and not given.text:
@@ -803,17 +808,23 @@ def _options(given):
         how.update(gptq=True, damp=given.damp)
     return Options(given.device, getattr(torch, given.dtype) if given.dtype else None, given.batch, given.hessians,
                    given.all_experts, given.max_memory, None, given.restart, given.imatrix, given.quantize,
-                   how if given.quantize else {}, given.sequential, given.budget, given.budget_tokens, given.force)
+                   how if given.quantize else {}, given.sequential, given.budget, given.budget_tokens,
+                   tuple(given.budget_formats), given.force)
 
 
 def _say_plan(given, plan):
     """What became of the weights."""
     rows = [row for row in plan["rows"] if row["action"] in ("quantize", "fp8")]
-    bits = 8 * plan["changed_bytes_out"] / max(plan["changed_elements"], 1)
+    stay = [unit for unit in plan.get("units", []) if unit["chosen"] == "bf16"]
+    elements = [plan["changed_elements"], *(unit["elements"] for unit in stay)]
+    more = sum(unit["elements"] * budget.NVFP4_BITS / 8 + unit["extra_bytes"]["bf16"] for unit in stay)
+    bits = 8 * (plan["changed_bytes_out"] + more) / max(sum(elements), 1)
     print(f"{given.quantize}: {len(rows)} weights quantized, {bits:.2f} bits a weight")
-    for unit in sorted(plan.get("units", []), key=lambda unit: -unit["gain"]):
-        if unit["chosen"]:
-            print(f"  FP8: {', '.join(unit['weights'])}: KL {unit['gain']:+.5f}, {unit['extra_bytes']} bytes more")
+    chosen = [(unit, unit["chosen"]) for unit in plan.get("units", []) if unit["chosen"] != "nvfp4"]
+    for unit, format in sorted(chosen, key=lambda pair: -pair[0]["gains"][pair[1]]):
+        names = unit["weights"] if len(unit["weights"]) < 4 else [unit["name"]]
+        gain, size = unit["gains"][format], unit["extra_bytes"][format]
+        print(f"  {format}: {', '.join(names)}: KL {gain:+.5f}, {size} bytes more")
     rows = [row for row in rows if row["action"] == "quantize"]
     if not given.gptq:
         return

@@ -15,7 +15,7 @@ import shutil
 
 import torch
 
-from . import budget
+from . import budget, streaming
 from ._checkpoint import Weights, dequantize_checkpoint, quantize_checkpoint
 from ._library import ModeError
 
@@ -34,10 +34,26 @@ class Layers:
         plain = {key: value for key, value in options.items() if key not in (*NUMERICS, "activations")}
         plan = quantize_checkpoint(model.directory, out, dry_run=True, **plain)  # what is wrong is said at once
         self.chosen = [row["name"] for row in plan["rows"] if row["action"] == "quantize"]
+        self.stacks = self._keeps_stacks(out, plain)
+        if self.stacks and options.get("gptq"):
+            raise ValueError(f"{model.directory}: {options['format']} has its experts in stacks, into which codes that "
+                             "GPTQ chose do not go: write compressed-tensors (--format)")
         self.tensors = {}
         if sequential:
             with Weights(model.directory) as weights:
                 self.tensors = {name: weights.tensor(name) for name in self.chosen}
+
+    def _keeps_stacks(self, out, options):
+        """Whether experts are written as stacks: then all are NVFP4."""
+        expert = next((name for name in self.chosen if ".experts." in name), None)
+        try:
+            if expert:
+                quantize_checkpoint(self.model.directory, out, dry_run=True, fp8=[expert], **options)
+        except ModeError as error:
+            if "stays whole" not in str(error):
+                raise
+            return True
+        return False
 
     def hessians(self):
         """The directory of the Hessians of the layer at work."""
@@ -139,7 +155,8 @@ class Layers:
             save(os.path.join(at, f"stats-of-layer-{layer:05d}.safetensors"), known,
                  {"format": "nib-stats-1", "inputs": json.dumps(inputs)})
             rows = self.run(work, chosen, hessians=at)
-            scales = _fold_scales(os.path.join(work, "out"))
+            scales = {module: columns for module, (columns, _) in
+                      streaming.fold_scales(os.path.join(work, "out")).items() if columns is not None}
             current = os.path.join(work, "plain")
             dequantize_checkpoint(os.path.join(work, "out"), current, dtype="f32", force=True)
         rows = rows if rows is not None else self._plain_run(work, chosen)
@@ -190,31 +207,34 @@ class Layers:
         return quantize_checkpoint(self.model.directory, out, imatrix=stats, codes=self.codes if some else None,
                                    **{**options, **more})
 
-    def spend(self, stats, bits, tokens, memory, progress=None):
-        """The weights that a budget of `bits` makes FP8, and the units with what each is worth. What was measured is
-        there when the run goes on."""
+    def spend(self, stats, bits, formats, tokens, memory, progress=None):
+        """The units of a budget of `bits`, with what each is worth and what it becomes. What was measured is there when
+        the run goes on."""
         low, high = (os.path.join(self.directory, name) for name in ("nvfp4", "fp8"))
         note = os.path.join(self.directory, "units.json")
         plan = self._whole(low, stats, format="compressed-tensors", dry_run=True)
-        units = budget.units_of(plan)
+        units = budget.units_of(plan, formats)
+        units = [unit for unit in units if not (self.stacks and unit.name.endswith(".experts"))]
         if os.path.exists(note):
             with open(note, encoding="utf-8") as file:
                 gains = json.load(file)
             for unit in units:
-                unit.gain = gains[unit.name]
+                unit.gains = gains[unit.name]
         else:
             activations = "nvfp4" if self.options.get("scheme") == "nvfp4" else "bf16"
             self._whole(low, stats, format="compressed-tensors", force=True)
-            plain = {key: value for key, value in self.options.items() if key not in ("gptq", "damp", "format")}
-            quantize_checkpoint(self.model.directory, high, imatrix=stats, force=True, fp8=["*"],
-                                format="compressed-tensors", **plain)
+            if "fp8" in formats:
+                plain = {key: value for key, value in self.options.items() if key not in ("gptq", "damp", "format")}
+                quantize_checkpoint(self.model.directory, high, imatrix=stats, force=True, fp8=["*"],
+                                    format="compressed-tensors", **plain)
             budget.measure(self.model, low, high, units, tokens, activations, memory, progress)
             with open(note + ".tmp", "w", encoding="utf-8") as file:
-                json.dump({unit.name: unit.gain for unit in units}, file)
+                json.dump({unit.name: unit.gains for unit in units}, file)
             os.replace(note + ".tmp", note)
             for directory in (low, high):
-                shutil.rmtree(directory)
-        return budget.choose(units, plan["changed_elements"], bits), units
+                shutil.rmtree(directory, ignore_errors=True)
+        budget.choose(units, plan["changed_elements"], bits)
+        return units
 
     def finish(self, out, stats, **more):
         """Write the whole checkpoint. Returns its plan, with what the plans of the layers said of their weights."""
@@ -238,13 +258,3 @@ def _layer_of(tensor, layer):
     """"model.layers.3." of "model.layers.3.mlp.up_proj.weight"."""
     before, number, _ = tensor.partition(f".{layer}.")
     return before + number if number else ""
-
-
-def _fold_scales(directory):
-    """{module: what its columns were multiplied with}, of a folded checkpoint."""
-    from safetensors import safe_open
-    path = os.path.join(directory, "nib-fold.scales")
-    if not os.path.exists(path):
-        return {}
-    with safe_open(path, framework="pt") as file:
-        return {module: file.get_tensor(name) for module, name in json.loads(file.metadata()["columns"]).items()}

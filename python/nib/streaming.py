@@ -120,6 +120,19 @@ class Source:
         return torch.float32
 
 
+def fold_scales(directory):
+    """{module: (what its columns were multiplied with, what its rows were divided by)} of a folded checkpoint; None for
+    what was not."""
+    from safetensors import safe_open
+    path = os.path.join(directory, "nib-fold.scales")
+    if not os.path.exists(path):
+        return {}
+    with safe_open(path, framework="pt") as file:
+        columns, rows = (json.loads(file.metadata()[key]) for key in ("columns", "rows"))
+        return {module: tuple(file.get_tensor(which[module]) if module in which else None for which in (columns, rows))
+                for module in {**columns, **rows}}
+
+
 def _shards(directory):
     """{tensor: file} of a directory of safetensors."""
     from safetensors import safe_open

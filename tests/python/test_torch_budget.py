@@ -27,31 +27,44 @@ def kl(directory, reference, out):
     return float((reference.exp() * (reference - q)).sum(-1).mean())
 
 
-def test_gains_are_what_the_model_says(tmp_path):
-    save_model("Llama", tmp_path / "model", initializer_range=0.15)
+@pytest.mark.parametrize("family, few", [("Llama", slice(0, 3)), ("Mixtral", slice(0, 1)), ("GptOss", slice(0, 1))])
+def test_gains_are_what_the_model_says(tmp_path, family, few):
+    more = {} if family == "Llama" else {"num_local_experts": 3, "num_experts_per_tok": 2}
+    save_model(family, tmp_path / "model", initializer_range=0.15, **more)
     model, out, how = str(tmp_path / "model"), str(tmp_path / "out"), {"fold": True}
-    options = calibrate.Options(batch=8, first_tokens=False, quantize=out, how=how, budget=5.2, budget_tokens=72,
-                                dtype=torch.float32)
-    calibrate.calibrate(model, TOKENS, str(tmp_path / "stats"), options)
+    formats = ("fp8", "bf16")
+    options = calibrate.Options(batch=8, first_tokens=False, quantize=out, how=how, budget=6.0, budget_tokens=72,
+                                dtype=torch.float32, budget_formats=formats)
+    _, about = calibrate.calibrate(model, TOKENS, str(tmp_path / "stats"), options)
     with open(os.path.join(out, "nib-budget.json"), encoding="utf-8") as file:
         units = [budget.Unit(**unit) for unit in json.load(file)]
     assert [unit.weights for unit in units if "0.self_attn.k" in unit.name] == \
         [[f"model.layers.0.self_attn.{part}_proj" for part in "kqv"]]
-    assert len(units) == 8 and 0 < sum(unit.chosen for unit in units) < 8
+    assert len(units) == (8 if family == "Llama" else 6) and {*units[0].gains} == {*formats}
+    assert 0 < sum(unit.chosen != "nvfp4" for unit in units) < len(units)
+    assert family == "Llama" or [len(unit.weights) for unit in units if unit.name.endswith(".experts")] == [9, 9]
     with torch.inference_mode():
         whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         reference = whole(TOKENS[::8]).logits[:, :-1].log_softmax(-1)
     plan = {"imatrix": tmp_path / "stats", "fold": True, "force": True}
     nib.quantize_checkpoint(model, tmp_path / "all", **plan)
     base = kl(tmp_path / "all", reference, tmp_path / "plain")
-    for unit in units[:3]:
-        nib.quantize_checkpoint(model, tmp_path / "one", fp8=unit.weights, **plan)
-        gain = base - kl(tmp_path / "one", reference, tmp_path / "plain")
-        assert gain == pytest.approx(unit.gain, rel=0.05, abs=2e-4)
+    for unit in units[few]:
+        for format, option in (("fp8", "fp8"), ("bf16", "plain")):
+            nib.quantize_checkpoint(model, tmp_path / "one", **{option: unit.weights}, **plan)
+            gain = base - kl(tmp_path / "one", reference, tmp_path / "plain")
+            assert gain == pytest.approx(unit.gains[format], rel=0.05, abs=2e-4), (unit.name, format)
     assert kl(out, reference, tmp_path / "plain") < base
+    actions = {row["name"]: row["action"] for row in about["plan"]["rows"]}
+    for unit in units:
+        wanted = {"nvfp4": "quantize", "bf16": "keep", "fp8": "fp8"}[unit.chosen]
+        assert {actions[name] for name in unit.weights} == {wanted}
     report = nib.quantize_checkpoint(model, tmp_path / "none", dry_run=True, imatrix=tmp_path / "stats",
-                                     fp8=[w for unit in units if unit.chosen for w in unit.weights])
-    assert 4.5 < 8 * report["changed_bytes_out"] / report["changed_elements"] <= 5.25
+                                     **{option: budget.weights_of(units, format)
+                                        for format, option in (("fp8", "fp8"), ("bf16", "plain"))})
+    elements = sum(unit.elements for unit in units)
+    taken = sum(row["bytes_out"] for row in report["rows"] if any(row["name"] in unit.weights for unit in units))
+    assert 4.6 < 8 * taken / elements <= 6.05
 
 
 def tensors_of(directory):
@@ -110,16 +123,42 @@ def folded(directory, name):
     return columns, rows
 
 
+def chosen(given, bytes_left):
+    units = [budget.Unit(name, [name], 1000, sizes, gains) for name, sizes, gains in given]
+    budget.choose(units, 8 * bytes_left / 0.5, 5.0)
+    return {unit.name: unit.chosen for unit in units if unit.chosen != "nvfp4"}
+
+
 def test_what_is_chosen():
-    given = (("a", 100, 1.0), ("b", 50, 0.9), ("c", 100, -1.0), ("d", 400, 3.0), ("e", 60, 0.1))
-    units = [budget.Unit(name, [name], 1000, size, gain) for name, size, gain in given]
-    assert budget.choose(units, 8 * 160 / 0.5, 5.0) == ["a", "b"]  # b is the best for a byte, d does not fit, c harms
-    assert budget.choose(units, 8 * 1000 / 0.5, 5.0) == ["a", "b", "d", "e"]
+    given = [(name, {"fp8": size}, {"fp8": gain}) for name, size, gain in
+             (("a", 100, 1.0), ("b", 50, 0.9), ("c", 100, -1.0), ("d", 400, 3.0), ("e", 60, 0.1))]
+    assert chosen(given, 160) == {"a": "fp8", "b": "fp8"}  # b is the best for a byte, d does not fit, c harms
+    assert chosen(given, 1000) == dict.fromkeys("abde", "fp8")
+    both = [("a", {"fp8": 100, "bf16": 300}, {"fp8": 1.0, "bf16": 1.2}),
+            ("b", {"fp8": 100, "bf16": 300}, {"fp8": 0.5, "bf16": 2.4}),  # worth nothing in between
+            ("c", {"fp8": 100, "bf16": 300}, {"fp8": 0.4, "bf16": 0.3})]
+    assert chosen(both, 150) == {"a": "fp8"}
+    assert chosen(both, 400) == {"a": "fp8", "b": "bf16"}
+    assert chosen(both, 500) == {"a": "fp8", "b": "bf16", "c": "fp8"}
+    assert chosen(both, 700) == {"a": "bf16", "b": "bf16", "c": "fp8"}
+    assert chosen(both, 9000) == {"a": "bf16", "b": "bf16", "c": "fp8"}
+
+
+def test_stacks_that_stay_whole(tmp_path):
+    save_model("GptOss", tmp_path / "model", num_local_experts=3, num_experts_per_tok=2, num_hidden_layers=1)
+    model, out, how = str(tmp_path / "model"), str(tmp_path / "out"), {"format": "modelopt"}
+    with pytest.raises(ValueError, match="experts in stacks"):
+        calibrate.calibrate(model, TOKENS, None, calibrate.Options(quantize=out, how={**how, "gptq": True}))
+    _, about = calibrate.calibrate(model, TOKENS, None, calibrate.Options(
+        batch=8, quantize=str(tmp_path / "other"), how=how, budget=6.0, budget_tokens=72))
+    assert len(about["plan"]["units"]) == 2 and not any("experts" in unit["name"] for unit in about["plan"]["units"])
 
 
 def test_the_command_says_what_a_budget_is(tmp_path, capsys):
     save_model("Llama", tmp_path / "model", num_hidden_layers=1)
-    for wrong, why in ((["--budget", "4"], "from 4.5"), (["--budget", "5", "--out", "x"], "--quantize")):
+    for wrong, why in ((["--budget", "4"], "from 4.5"), (["--budget", "9"], "to 8"),
+                       (["--budget", "17", "--budget-formats", "bf16"], "to 16"),
+                       (["--budget", "5", "--out", "x"], "--quantize")):
         place = [] if "--out" in wrong else ["--quantize", str(tmp_path / "out")]
         with pytest.raises(SystemExit):
             calibrate.main([str(tmp_path / "model"), *place, *wrong])

@@ -97,13 +97,14 @@ class _Float8:
 
 
 class _Pieces:
-    """A stack put together of what was cut: members of each expert one below the other, or in turns."""
+    """A stack put together of what was cut: members of each expert, by name, one below the other or in turns."""
 
-    def __init__(self, experts, turned, interleaved):
-        self.experts, self.turned, self.interleaved = experts, turned, interleaved
+    def __init__(self, source, experts, turned, interleaved):
+        self.source, self.experts, self.turned, self.interleaved = source, experts, turned, interleaved
 
     def __getitem__(self, _):
-        whole = torch.stack([self._joined([member[...] for member in members]) for members in self.experts])
+        whole = torch.stack([self._joined([self.source._get(member)[...] for member in members])
+                             for members in self.experts])
         return whole.transpose(1, 2) if self.turned and whole.dim() == 3 else whole
 
     def _joined(self, members):
@@ -224,10 +225,10 @@ class PackedSource(streaming.Source):
             owner = modules.get(path)
             if owner is None or owner._parameters.get(leaf) is None:
                 continue
-            pieces = [[self._get(expert[member]) for member in members] for expert in experts]
+            pieces = [[expert[member] for member in members] for expert in experts]
             rows = sum(self._size(expert[member]) for expert in experts[:1] for member in members)
             turned = getattr(owner, "is_transposed", owner._parameters[leaf].shape[1] != rows)
-            self._joined[name] = _Pieces(pieces, turned, not getattr(owner, "is_concatenated", True))
+            self._joined[name] = _Pieces(self, pieces, turned, not getattr(owner, "is_concatenated", True))
 
     def _size(self, tensor):
         """The number of rows of a tensor."""
