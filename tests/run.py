@@ -676,7 +676,7 @@ def fuzz_objects(folder):
     """The libraries with what libFuzzer needs: (objects, ""), or (None, what a compiler said). The kernels of instruction sets are
     compiled plainly: targets do not reach them, and clang takes minutes for them under sanitizers."""
     os.makedirs(folder, exist_ok=True)
-    plain = ["clang", "-std=gnu11", "-g", "-O1", "-ffp-contract=off", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", "-c"]
+    plain = ["clang", "-std=gnu11", "-g", "-O2", "-ffp-contract=off", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", "-c"]
     checked = [*plain, "-fno-sanitize-recover=all", "-fsanitize=fuzzer-no-link,address,undefined"]
     sources = [(plain, source) for source in files("src/*/*/*.c")] + \
               [(checked, source) for source in [*files("src/*/*.c"), *files("checkpoint/*/*.c")]]
@@ -712,7 +712,7 @@ def stage_fuzz(tally):
         os.makedirs(folder + "/corpus")
         for file in files(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*"):
             shutil.copy(file, folder + "/corpus")
-        status, output = run(["clang", "-std=gnu11", "-g", "-O1", "-fno-sanitize-recover=all",
+        status, output = run(["clang", "-std=gnu11", "-g", "-O2", "-fno-sanitize-recover=all",
                               "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", source,
                               *wraps_of(source), *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
         words = [f"-dict={file}" for file in files(f"tests/fuzz/{name}.dict")]

@@ -146,6 +146,12 @@ nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const c
 const char *nib_check_id(enum nib_fault fault);
 /* The name of a weight's tensor in a role, for messages; its module where that is not there. */
 const char *nib_check_tensor(const nib_checkpoint *c, const struct nib_ck_weight *w, enum nib_ck_role role);
+/* Whether a weight's codes and block scales can be read as what they are: those of others can be neither compared nor
+ * repaired. */
+static inline bool nib_check_is_readable(const struct nib_checking *k, const struct nib_ck_weight *w)
+{
+    return !k->broken[w->tensor[NIB_ROLE_DATA]] && w->tensor[NIB_ROLE_SCALE] != NIB_NONE;
+}
 /* Whether the configuration wants activations of this module quantized; without one, whether any module has them. */
 bool nib_check_wants_input(const struct nib_checking *k, const char *module);
 /* Weights that are members of fused groups, those of one group side by side. */

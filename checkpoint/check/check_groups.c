@@ -73,6 +73,8 @@ static nib_status check_group(struct nib_checking *k, const struct nib_check_mem
             continue;
         }
         packed = w;
+        if (!nib_check_is_readable(k, w))
+            continue;
         if (tensor_scale && x->tensor_scale_good && x->tensor_scale != tensor_scale->tensor_scale &&
             !tensor_scales_told) {
             TRY(nib_check_found(k, NIB_FAULT_FUSED_TENSOR_SCALES, nib_check_tensor(c, w, NIB_ROLE_TENSOR_SCALE),

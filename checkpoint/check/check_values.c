@@ -200,12 +200,13 @@ static nib_status check_input(struct nib_checking *k, const struct nib_ck_weight
         return nib_check_found(k, NIB_FAULT_INPUT_NOT_FINITE, tensor, "it is %g", (double)out->input);
     if (out->input <= 0)
         return nib_check_found(k, NIB_FAULT_INPUT_NOT_POSITIVE, tensor, "it is %g", (double)out->input);
-    out->input_inverted = is_input_inverted(out);
-    if (out->input_inverted)
+    if (is_input_inverted(out)) {
+        out->input_inverted = isfinite(1 / out->input); /* the smallest values have no inverse */
         return nib_check_found(
             k, NIB_FAULT_INPUT_INVERTED, tensor, "%g as a %s expects activations of up to %.3g", (double)out->input,
             out->kind == NIB_TENSOR_SCALE_DIVISOR ? "divisor" : "multiplier",
             2688 * (out->kind == NIB_TENSOR_SCALE_DIVISOR ? 1 / (double)out->input : (double)out->input));
+    }
     out->input_good = true;
     return NIB_OK;
 }

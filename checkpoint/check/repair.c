@@ -47,8 +47,7 @@ static bool is_larger(bool divisors, float x, float y) { return divisors ? x < y
 static bool can_write(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
-    return r->k.weights[i].nvfp4 && w->format == r->plan->format && w->index < 0 &&
-           !r->k.broken[w->tensor[NIB_ROLE_DATA]] && w->tensor[NIB_ROLE_SCALE] != NIB_NONE;
+    return r->k.weights[i].nvfp4 && w->format == r->plan->format && w->index < 0 && nib_check_is_readable(&r->k, w);
 }
 
 static bool has_tensor_scale(const struct repair *r, size_t i)

@@ -160,10 +160,20 @@ bool nib_ck_is_python_number(const char *token, size_t length)
     return length - sign > DIGITS;
 }
 
+/* How many characters from here on are those of a number or a word; the text ends with a NUL. */
+static size_t token_length(const char *text)
+{
+    size_t length = 0;
+    for (char c; (c = text[length]); length++)
+        if (!(c >= '0' && c <= '9') && !(c >= 'A' && c <= 'Z') && !(c >= 'a' && c <= 'z') && c != '+' && c != '-' &&
+            c != '.')
+            break;
+    return length;
+}
+
 /* A configuration with these numbers as strings behind a mark: jansson rejects them, and nib_put_json takes the mark off. */
 static bool mark_numbers(const char *text, size_t bytes, struct nib_text *out)
 {
-    static const char of_tokens[] = "+-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
     size_t copied = 0;
     bool in_string = false, fits = true;
     for (size_t i = 0; i < bytes && fits;) {
@@ -172,8 +182,8 @@ static bool mark_numbers(const char *text, size_t bytes, struct nib_text *out)
             continue;
         }
         in_string ^= text[i] == '"';
-        const size_t length = in_string ? 0 : strspn(text + i, of_tokens); /* the text ends with a NUL */
-        if (nib_ck_is_python_number(text + i, length)) {
+        const size_t length = in_string ? 0 : token_length(text + i);
+        if (length > 0 && nib_ck_is_python_number(text + i, length)) {
             fits = nib_text_put(out, text + copied, i - copied) && nib_text_put(out, "\"\\u0001", 7) &&
                    nib_text_put(out, text + i, length) && nib_text_put(out, "\"", 1);
             copied = i + length;

@@ -376,6 +376,13 @@ def _(m): reshape(m, O + ".weight_scale", [HIDDEN, HIDDEN // 32], m.tensors[O + 
 def _(m): reshape(m, O + ".weight_scale", [HIDDEN // 2, HIDDEN // 16], m.tensors[O + ".weight_scale"][2][::2])
 
 
+@damage("scale-shape", "mo")
+def _(m):
+    # Of a member of a fused group, whose tensor scale cannot be made that of the others either.
+    reshape(m, UP + ".weight_scale", [INNER // 2, HIDDEN // 16], m.tensors[UP + ".weight_scale"][2][::2])
+    number(m, UP + ".weight_scale_2", 2 * get_number(m, UP + ".weight_scale_2"))
+
+
 @damage("tensor-scale-shape", "ct")
 def _(m): reshape(m, O + ".weight_global_scale", [2], m.tensors[O + ".weight_global_scale"][2] * 2)
 
@@ -463,6 +470,10 @@ def _(m):
 
 @damage("input-scale-inverted", "ct4", repaired=True)
 def _(m): number(m, O + ".input_global_scale", .01)
+
+
+@damage("input-scale-inverted", "ct4", repaired=True)
+def _(m): number(m, O + ".input_global_scale", 1e-43)  # which has no inverse
 
 
 @damage("fused-scales-differ", "ct", repaired=True)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_config.c - any bytes as config.json of directories with plain, stacked, packed, FP8 and MXFP4 weights, and once as
- * hf_quant_config.json: rejected with a message, or the checkpoint can be walked over and planned with.
+ * fuzz_config.c - any bytes as config.json of a directory with plain, stacked, packed, or FP8 and MXFP4 weights, or as
+ * hf_quant_config.json, by the first byte: rejected with a message, or the checkpoint can be walked over and planned with.
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
@@ -54,15 +54,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
     static const char packed_by_modelopt[] = "{\"quantization_config\": {\"quant_method\": \"modelopt\"}}";
     static const char *places[FILES + 1];
-    for (int i = 0; i <= FILES; i++) {
-        const int kind = i < FILES ? i : 3;
-        if (!places[i]) {
-            places[i] = make_directory();
-            put_tensors(places[i], "model.safetensors", files[kind].tensors, files[kind].n);
-            put_file(places[i], "config.json", packed_by_modelopt, strlen(packed_by_modelopt));
-        }
-        put_file(places[i], i < FILES ? "config.json" : "hf_quant_config.json", bytes, count);
-        try_directory(places[i]);
+    if (count == 0)
+        return 0;
+    const int i = bytes[0] % (FILES + 1), kind = i < FILES ? i : 3;
+    if (!places[i]) {
+        places[i] = make_directory();
+        put_tensors(places[i], "model.safetensors", files[kind].tensors, files[kind].n);
+        put_file(places[i], "config.json", packed_by_modelopt, strlen(packed_by_modelopt));
     }
+    put_file(places[i], i < FILES ? "config.json" : "hf_quant_config.json", bytes + 1, count - 1);
+    try_directory(places[i]);
     return 0;
 }

@@ -2,7 +2,7 @@
 /*
  * fuzz_model.c - any bytes as one of the files that come with a model: its tokenizer, in three forms, its model card, its
  * advice for sampling, from all of which a GGUF file is planned; and as the provenance by which a plan puts together what
- * another took apart. The first byte says which.
+ * another took apart. The first byte says which, and the family of the model.
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
@@ -56,27 +56,29 @@ static void try_gguf(const char *path)
     nib_checkpoint_close(c);
 }
 
-static void try_as(size_t name, const uint8_t *bytes, size_t count)
+static void try_as(size_t name, int family, const uint8_t *bytes, size_t count)
 {
     static const char *places[FAMILIES];
-    for (int i = 0; i < FAMILIES; i++) {
-        char config[512];
-        if (!places[i]) {
-            places[i] = make_directory();
-            put_tensors(places[i], "model.safetensors", llama, sizeof llama / sizeof *llama);
-            snprintf(config, sizeof config, "{\"model_type\": \"%s\", " SIZES "}", families[i]);
-            put_file(places[i], "config.json", config, strlen(config));
-        }
-        for (size_t n = 0; n < NAMES; n++) { /* what an earlier input left */
-            char path[256];
-            snprintf(path, sizeof path, "%s/%s", places[i], names[n]);
-            unlink(path);
-        }
-        if (name != 2)
-            put_file(places[i], names[0], TOKENIZER, strlen(TOKENIZER));
-        put_file(places[i], names[name], bytes, count);
-        try_gguf(places[i]);
+    static size_t before[FAMILIES]; /* what an earlier input left */
+    char text[512];
+    const char *place = places[family];
+    if (!place) {
+        place = places[family] = make_directory();
+        put_tensors(place, "model.safetensors", llama, sizeof llama / sizeof *llama);
+        snprintf(text, sizeof text, "{\"model_type\": \"%s\", " SIZES "}", families[family]);
+        put_file(place, "config.json", text, strlen(text));
+    } else if (before[family] != name) {
+        snprintf(text, sizeof text, "%s/%s", place, names[before[family]]);
+        unlink(text);
     }
+    before[family] = name;
+    snprintf(text, sizeof text, "%s/%s", place, names[0]);
+    if (name == 2)
+        unlink(text);
+    else if (name != 0 && access(text, F_OK))
+        put_file(place, names[0], TOKENIZER, strlen(TOKENIZER));
+    put_file(place, names[name], bytes, count);
+    try_gguf(place);
 }
 
 /* In config.json; what is no object there is not looked at. */
@@ -104,7 +106,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
         return 0;
     const size_t which = bytes[0] % (NAMES + 1);
     if (which < NAMES)
-        try_as(which, bytes + 1, count - 1);
+        try_as(which, bytes[0] / (NAMES + 1) % FAMILIES, bytes + 1, count - 1);
     else
         try_provenance(bytes + 1, count - 1);
     return 0;
