@@ -27,7 +27,10 @@ fi
 [ -d "$work/core" ] || "$own/bin/python" -m pip install -q --disable-pip-version-check --no-deps --target "$work/core" \
     'megatron-core==0.19.*' || { echo "megatron-core 0.19 cannot be had"; exit 77; }
 "$own/bin/python" "$root/tests/campaign/megatron_ranks.py" "$BUILD/libnib.so" "$work/core" cpu
-if [ -e "$BUILD/libnib_cuda.so" ] && "$own/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    NIB_CUDA_LIBRARY=$BUILD/libnib_cuda.so "$own/bin/python" "$root/tests/campaign/megatron_ranks.py" "$BUILD/libnib.so" \
-        "$work/core" cuda
-fi
+"$own/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || exit 0
+for library in "$BUILD/cuda-stage/libnib_cuda.so" "$BUILD/cuda/libnib_cuda.so"; do # of the stage `cuda`, of -DNIB_CUDA=ON
+    [ -e "$library" ] || continue
+    NIB_CUDA_LIBRARY=$library exec "$own/bin/python" "$root/tests/campaign/megatron_ranks.py" "$BUILD/libnib.so" "$work/core" cuda
+done
+echo "there is a GPU, but no libnib_cuda in $BUILD"
+exit 1
