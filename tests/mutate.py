@@ -59,11 +59,11 @@ ACCEPTED = os.path.join(ROOT, "tests/mutants_accepted.txt")
 
 # Files with places for faults.
 MUTATED = [*(f"{top}/{below}/*.[ch]" for top in ("src", "checkpoint") for below in ("*", "*/*")),
-           "tools/*.[ch]", "cuda/*.c", "cuda/*.h", "cuda/*.cuh"]
-NOT_MUTATED = ["cuda/test_*"]
+           "tools/*.[ch]", "cuda/*.c", "cuda/*.h", "cuda/*.cuh", "mpi/*.c"]
+NOT_MUTATED = ["cuda/test_*", "mpi/test_*"]
 
-# Tests: the programs of tests/ and tests/fuzz/ (on their corpus), the CUDA kernels on the host, `conform` (nib conform on the
-# golden files) and scripts of tests/cli/. "conform NIB_MAX_ISA=avx2" sets that variable. Sanitizers: the programs only.
+# Tests: the programs of tests/ and tests/fuzz/ (on their corpus), the CUDA kernels on the host, MPI where it is, `conform`
+# (nib conform on the golden files) and scripts of tests/cli/. "conform NIB_MAX_ISA=avx2" sets that variable. Sanitizers: the programs only.
 # test_load is long and about memory; the scripts that are not here build something, or look at words.
 SCRIPTS = ["bench", "check", "completion", "conform", "help", "json", "kill", "limits", "quantize", "report", "sandbox", "shard"]
 SETTINGS = ["test_kernels NIB_ROUNDS=1"] + [f"{test} NIB_MAX_ISA={isa}" for test in ("test_known_answers", "conform") for isa in ("scalar", "avx2")]
@@ -82,7 +82,9 @@ SANITIZERS = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
 WARNINGS = ["-O2", "-Wall", "-Werror=array-bounds", "-Werror=aggressive-loop-optimizations"]
 KINDS = {"plain": [], "covered": ["--coverage"], "sanitized": SANITIZERS}  # main takes "sanitized" away for --plain
 LIBRARIES = ["jansson", "libpcre2-8", "libxxhash"]
-ENVIRONMENT = {"LC_ALL": "C", "NIB_BROWSER": "", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
+ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+               "OMPI_MCA_btl": "self,tcp",  # no files in shared memory
+               "LC_ALL": "C", "NIB_BROWSER": "", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
                "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1:hard_rss_limit_mb=8192",
                "UBSAN_OPTIONS": "halt_on_error=1"}
 GIB = 1 << 30
@@ -282,7 +284,7 @@ def sources(*patterns, top=ROOT):
 
 
 LIBRARY = sources("src/*/*.c", "src/*/*/*.c", "checkpoint/*/*.c")
-CUDA = [*sources("cuda/*.c", "cuda/shim/*.c", "cuda/shim/*.cpp")]
+CUDA = [*sources("cuda/*.c", "cuda/shim/*.c"), *sources("cuda/shim/*.cpp")]
 
 
 def program_sources(program):
@@ -293,6 +295,8 @@ def program_sources(program):
         return [program + ".c"]
     if program.endswith("_shim"):
         return [f"cuda/{program[:-len('_shim')]}.c", *(source for source in CUDA if not source.startswith("cuda/test_"))]
+    if program == "test_mpi":
+        return sources("mpi/*mpi.c")
     found = [f"tests/{'fuzz/' if program.startswith('fuzz_') else ''}{program}.c"]
     return found + (["tools/sandbox.c"] if program == "test_sandbox" else [])
 
@@ -307,7 +311,8 @@ def programs_of(test):
 def all_tests():
     names = [os.path.basename(path)[:-len(".c")] for path in sources("tests/test_*.c", "tests/fuzz/fuzz_*.c")]
     names += [os.path.basename(path)[:-len(".c")] + "_shim" for path in sources("cuda/test_*.c")]
-    return [*(name for name in names if name not in LEFT_OUT), "conform", *SETTINGS, *(f"cli/{name}" for name in SCRIPTS)]
+    mpi = [f"test_mpi RANKS={n}" for n in (1, 3)] if shutil.which("mpicc") and shutil.which("mpirun") else []
+    return [*(name for name in names if name not in LEFT_OUT), *mpi, "conform", *SETTINGS, *(f"cli/{name}" for name in SCRIPTS)]
 
 
 def flags_of(source, kind):
@@ -318,6 +323,7 @@ def flags_of(source, kind):
         flags = ["-std=c++17", "-fno-strict-aliasing", "-Iinclude"]
     flags += {"src": ["-Isrc"], "checkpoint": ["-Isrc", "-Icheckpoint"],
               "tests": ["-Isrc", "-Icheckpoint", "-Itests", "-Itools"],
+              "mpi": ["-Itests", "-DNIB_MPI_MOST_BYTES=997"],
               "cuda": ["-Icuda/shim", "-Icuda", "-Isrc", "-Itests", "-DNIB_CUDA_SHIM=1"]}.get(top, [])
     if source.startswith("tests/fuzz/"):
         flags.append("-DNIB_FUZZ_MAIN")
@@ -327,7 +333,7 @@ def flags_of(source, kind):
 
 
 def is_of_tests(source):
-    return source.startswith(("tests/", "examples/", "bench/", "cuda/test_", "cuda/shim/cublaslt"))
+    return source.startswith(("tests/", "examples/", "bench/", "cuda/test_", "cuda/shim/cublaslt", "mpi/test_"))
 
 
 def is_of_instructions(source):
@@ -364,7 +370,7 @@ def finish(command, directory, timeout, environment=None, prepare=None):
 
 
 def compiler_of(source):
-    return "g++" if source.endswith(".cpp") else "gcc"
+    return "g++" if source.endswith(".cpp") else "mpicc" if source.startswith("mpi/") else "gcc"
 
 
 def compile_source(source, kind, objects, directory, more=(), through=()):
@@ -510,7 +516,7 @@ class Worker:
         wraps = [f"-Wl,--wrap={call}" for calls in wraps_of(program_sources(program)[0]).values() for call in calls]
         if kind == "covered":
             wraps += ["-Wl,--wrap=_exit", self.base.exit]
-        compiler = "g++" if any(compiler_of(source) == "g++" for source in program_sources(program)) else "gcc"
+        compiler = compiler_of(program_sources(program)[-1])  # the one that is not C comes last
         os.makedirs(os.path.dirname(target), exist_ok=True)
         status, output = finish([compiler, *KINDS[kind], "-fopenmp", "-pthread", "-rdynamic", *wraps, *objects,
                                  self.base.archive(kind), *self.base.libraries, "-ldl", "-lm", "-o", target], self.tree, 3600)
@@ -538,6 +544,8 @@ class Worker:
             command = [program, *sources(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*", top=self.tree)]
         else:
             command = [program]
+        if name == "test_mpi":
+            command = ["mpirun", "-n", settings[0].split("=")[1], program]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("NIB")}
         environment.update(ENVIRONMENT, NIB=program, BUILD=os.path.dirname(program),
                            **dict(setting.split("=") for setting in settings))
@@ -842,6 +850,13 @@ def told(mutant):
     return f"{mutant['file']}:{mutant['line']}: {mutant['operator']}: {mutant['before']} -> {mutant['after']}"
 
 
+def print_unrun(drawn, coverage):
+    for path, mutants in drawn.items():
+        for line, text in sorted({(m["line"], m["before"]) for m in mutants}):
+            if line in coverage.ran.get(path, {}) and not coverage.ran[path][line]:
+                print(f"{path}:{line}: {text}")
+
+
 def report(done, drawn, coverage, faults, skipped):
     """Prints it; the number of failures, with what else is at fault."""
     results = ("killed", "accepted", "survived", "undecided")
@@ -915,6 +930,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no mutant after this time")
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (%(default)s)")
     parser.add_argument("--list", action="store_true", help="print mutants, run nothing")
+    parser.add_argument("--unrun", action="store_true", help="print the lines for mutants that no test runs, and try none")
     parser.add_argument("--log", metavar="FILE", help="write results to it as they come, and go on from what it has")
     parser.add_argument("--survivors", action="store_true", help="try those of the log again that survived, nothing else")
     arguments = parser.parse_args()
@@ -949,6 +965,9 @@ def main():
     try:
         limits, coverage, faults = measure_original(workers, tests)
         print(f"{len(limits)} runs of tests pass without a mutant, {time.time() - start:.0f} s", flush=True)
+        if arguments.unrun:
+            print_unrun(drawn, coverage)
+            return 0
         done, unbegun = run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, start + arguments.seconds)
     finally:
         workers.end()
