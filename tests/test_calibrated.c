@@ -45,9 +45,9 @@ static float values[MATRICES][I * H], norms[2][H];
 static float attention[H], gate[E][H], down[E][I]; /* sums of squares */
 static const int64_t counts[E] = { 300, 0, 7 };
 
-static void make_model(void)
+static void make_model_with(const struct item *more)
 {
-    struct item items[MATRICES + 2];
+    struct item items[MATRICES + 3];
     static char names[MATRICES + 2][128];
     static const char *const norm_names[2] = { LAYER "input_layernorm.weight",
                                                LAYER "post_attention_layernorm.weight" };
@@ -64,9 +64,13 @@ static void make_model(void)
             norms[i][k] = k == 5 ? 0 : 1 + 0.1f * test_normal(); /* a zero cannot be divided by */
         items[MATRICES + i] = (struct item){ norm_names[i], NIB_F32, 1, { H }, norms[i] };
     }
-    put_tensors("model/model.safetensors", items, MATRICES + 2);
+    if (more)
+        items[MATRICES + 2] = *more;
+    put_tensors("model/model.safetensors", items, more ? MATRICES + 3 : MATRICES + 2);
     put_text("model/config.json", "{\"model_type\": \"qwen3_moe\", \"hidden_size\": 32, \"num_experts\": 3}");
 }
+
+static void make_model(void) { make_model_with(NULL); }
 
 static float square(void)
 {
@@ -442,6 +446,37 @@ TEST(searched_exponents)
     }
     CHECK_THAT(loss[1] < loss[0], "%g with the search, %g without a fold", loss[1], loss[0]);
     nib_checkpoint_close(in);
+}
+
+/* A module of a layer that is not known may read its norms; norms of several heads, which are matrices too, do not. */
+TEST(what_else_may_read_a_norm)
+{
+    static const float zeros[H * H];
+    static const struct {
+        const char *name;
+        int64_t rows;
+        bool reads;
+    } cases[] = { { LAYER "self_attn.q_norm.weight", 2, false },
+                  { LAYER "mlp.adapter.weight", H, true },
+                  { LAYER "mlp.adapter.table", H, true },
+                  { "model.adapter.weight", H, false } };
+    make_statistics("stats");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const struct item more = { cases[i].name, NIB_F32, 2, { cases[i].rows, H }, zeros };
+        make_model_with(&more);
+        nib_checkpoint *in = open_good(at("model"));
+        nib_quantize_options options = options_of();
+        options.fold = NIB_FOLD_FIXED;
+        options.fold_exponent = 0.5f;
+        nib_plan *plan = NULL;
+        CHECK_OK(nib_plan_quantize(in, &options, &plan));
+        const char *fold = row_of(plan, LAYER "self_attn.k_proj").fold;
+        CHECK_THAT(cases[i].reads ? strstr(fold, "mlp.adapter") && strstr(fold, "may read it too")
+                                  : !strcmp(fold, LAYER "input_layernorm"),
+                   "%s: %s", cases[i].name, fold);
+        nib_plan_destroy(plan);
+        nib_checkpoint_close(in);
+    }
 }
 
 TEST(folds_that_are_rejected)
