@@ -1023,26 +1023,26 @@ FP8 = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "mo
        "model.layers.1.mlp.down_proj")
 
 
-def mixed_by_modelopt(mtq, name, model, tokens, out):
+def mixed_by_modelopt(mtq, name, model, tokens, out, modules=tuple(f"{name}." for name in FP8)):
     """What ModelOpt writes of a mixture."""
     import copy
     from modelopt.torch.export import export_hf_checkpoint
     config = copy.deepcopy(getattr(mtq, name))
     for entry in mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG["quant_cfg"]:
         if entry["quantizer_name"] in ("*weight_quantizer", "*input_quantizer"):
-            config["quant_cfg"] += [{**entry, "quantizer_name": f"*{m}.{entry['quantizer_name'][1:]}"} for m in FP8]
+            config["quant_cfg"] += [{**entry, "quantizer_name": f"*{m}{entry['quantizer_name'][1:]}"} for m in modules]
     with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
         mtq.quantize(model, config, forward_loop=lambda m: m(tokens))
         export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=out)
 
 
-def same_mixture(what, theirs, ours):
+def same_mixture(what, theirs, ours, raised=FP8[0]):
     a, b = load_any(theirs), load(ours)
     forms = lambda tensors: {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
     wrong = sorted(map(str, set(forms(a).items()) ^ set(forms(b).items())))
     check(f"{what}: names, dtypes and shapes", not wrong, wrong[:6])
     wrong = [n for n in a if n in b and not n.endswith("input_scale") and not same_bytes(a[n], b[n])]
-    check(f"{what}: the same bytes", not wrong and a[FP8[0] + ".weight"].dtype == torch.float8_e4m3fn, wrong[:4])
+    check(f"{what}: the same bytes", not wrong and a[raised + ".weight"].dtype == torch.float8_e4m3fn, wrong[:4])
     a, b = (read_json(path, "config.json")["quantization_config"] for path in (theirs, ours))
     by_targets = lambda groups: {tuple(g["targets"]): g for g in groups.values()}
     check(f"{what}: groups", by_targets(a["config_groups"]) == by_targets(b["config_groups"]),
@@ -1051,6 +1051,24 @@ def same_mixture(what, theirs, ours):
     check(f"{what}: every other key", not wrong and set(a["ignore"]) <= set(b["ignore"]), (wrong, a, b))
     a, b = (read_json(path, "hf_quant_config.json")["quantization"] for path in (theirs, ours))
     check(f"{what}: hf_quant_config", all(a[key] == b.get(key) for key in a), (a, b))
+
+
+def mixed_experts(mtq, models):
+    """All experts of a layer in FP8: one that is named brings them along."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    torch.manual_seed(SEED)
+    source, theirs, ours = (place(f"mix-experts-{name}") for name in ("in", "theirs", "ours"))
+    config = Qwen3MoeConfig(vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+                            num_key_value_heads=2, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=64)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    tokens = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(SEED))
+    model = models.from_pretrained(source, dtype=torch.bfloat16)
+    mixed_by_modelopt(mtq, "NVFP4_DEFAULT_CFG", model, tokens, theirs, ["layers.1.mlp.experts.*"])
+    one = "model.layers.1.mlp.experts.2.up_proj"
+    nib("quantize", source, ours, "--dialect", "modelopt", "--format", "modelopt", "--scheme", "nvfp4", "--fp8", one)
+    same_mixture("a mixture of experts for ModelOpt", theirs, ours, one)
+    for path in (theirs, ours):
+        check("a mixture of experts: no finding", "no findings" in nib("check", path, "--against", source))
 
 
 def mixed():
@@ -1079,6 +1097,7 @@ def mixed():
         wrong = [n for n, t in values.items()
                  if n in weights and not torch.allclose(weights[n].data.float(), t.float(), rtol=2**-8, atol=0)]
         check(f"a mixture, {scheme}: transformers loads it", not wrong and len(values) > 16, wrong[:4])
+    mixed_experts(mtq, AutoModelForCausalLM)
     message = nib("quantize", source, place("mix-budget"), "--budget", "5.2")
     check("a budget without forward passes is called a guess", "is a guess" in message, message)
     for options, why in ((["--budget", "4"], "4.5"), (["--budget", "5", "--fp8", "*q_proj"], "one of the two"),

@@ -318,6 +318,31 @@ static json_t *producer(void) { return json_pack("{s:s, s:s}", "name", "modelopt
 
 #define MODELOPT_FP8 "FP8_PER_CHANNEL_PER_TOKEN"
 
+/* Bytes of "mlp.experts" in "mlp.experts.3.up_proj"; 0: it is none. */
+static size_t experts_bytes(const char *name)
+{
+    const char *const at = strstr(name, ".experts.");
+    return at ? (size_t)(at - name) + strlen(".experts") : 0;
+}
+
+/* What a mixture lists for a weight: its module, or that of all experts of its layer, where none of them stays. */
+static const char *listed_name(const nib_plan *plan, size_t weight, char *buffer, size_t bytes)
+{
+    const struct nib_ck_weight *weights = plan->in->weights;
+    const char *name = weights[weight].name;
+    const size_t length = has_fp8(plan) ? experts_bytes(name) : 0;
+    size_t first = weight;
+    if (!length || length >= bytes)
+        return name;
+    while (first > 0 && !strncmp(weights[first - 1].name, name, length + 1))
+        first--;
+    for (size_t i = first; i < plan->in->n_weights && !strncmp(weights[i].name, name, length + 1); i++)
+        if (!nib_plan_is_quantized(plan, i))
+            return name;
+    snprintf(buffer, bytes, "%.*s", (int)length, name);
+    return buffer;
+}
+
 /* Every quantized module with its algorithm: the form of weight-only checkpoints that all servers read. */
 static json_t *quantized_layers(const nib_plan *plan)
 {
@@ -327,7 +352,8 @@ static json_t *quantized_layers(const nib_plan *plan)
         const bool coded = action == NIB_ACTION_QUANTIZE || action == NIB_ACTION_CONVERT ||
                            action == NIB_ACTION_REPAIR ||
                            (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].format));
-        const char *name = plan->in->weights[i].name,
+        char buffer[1024];
+        const char *name = listed_name(plan, i, buffer, sizeof buffer),
                    *algorithm = plan->scheme == NIB_SCHEME_NVFP4 ? "NVFP4" : "W4A16_NVFP4";
         json_t *said = coded             ? json_pack("{s:s, s:i}", "quant_algo", algorithm, "group_size", 16)
                        : is_fp8(plan, i) ? json_pack("{s:s}", "quant_algo", MODELOPT_FP8)
@@ -350,12 +376,15 @@ static json_t *modelopt_targets(const nib_plan *plan, bool fp8)
 {
     json_t *list = json_array();
     for (size_t i = 0; i < plan->in->n_weights && list; i++) {
-        const char *name = plan->in->weights[i].name;
+        char buffer[1024];
+        const char *name = listed_name(plan, i, buffer, sizeof buffer);
         size_t at = json_array_size(list);
         if (!nib_plan_is_quantized(plan, i) || is_fp8(plan, i) != fp8)
             continue;
         while (at > 0 && strcmp(json_string_value(json_array_get(list, at - 1)), name) > 0)
             at--;
+        if (at > 0 && !strcmp(json_string_value(json_array_get(list, at - 1)), name))
+            continue; /* another expert */
         if (!add_name(list, at, name)) {
             json_decref(list);
             return NULL;
