@@ -4,6 +4,7 @@
  */
 #define _GNU_SOURCE
 #include "device_cases.h"
+#include "dlpack_structs.h"
 
 /* ---- Save and restore, buffers ---- */
 
@@ -82,29 +83,6 @@ TEST(large_files)
 
 /* ---- DLPack ---- */
 
-struct dl_tensor { /* DLPack's, by its specification */
-    void *data;
-    int32_t device_type, device_id, rank;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-};
-
-struct DLManagedTensor {
-    struct dl_tensor tensor;
-    void *context;
-    void (*deleter)(struct DLManagedTensor *self);
-};
-
-struct DLManagedTensorVersioned {
-    uint32_t major, minor;
-    void *context;
-    void (*deleter)(struct DLManagedTensorVersioned *self);
-    uint64_t flags;
-    struct dl_tensor tensor;
-};
-
 /* The tensor's buffers through DLPack of one generation and back, as a tensor that shares them. */
 static void exchange_parts(struct setting *s, bool versioned)
 {
@@ -122,8 +100,9 @@ static void exchange_parts(struct setting *s, bool versioned)
             CHECK_OK(nib_tensor_to_dlpack_versioned(s->t, (nib_part)part, &newer));
         else
             CHECK_OK(nib_tensor_to_dlpack(s->t, (nib_part)part, &plain));
-        const struct dl_tensor *const tensor = versioned ? &newer->tensor : &plain->tensor;
-        CHECK(tensor->device_type == FAKE_DLPACK_TYPE && tensor->device_id == 0 && tensor->data == array.data);
+        const DLTensor *const tensor = versioned ? &newer->dl_tensor : &plain->dl_tensor;
+        CHECK(tensor->device.device_type == FAKE_DLPACK_TYPE && tensor->device.device_id == 0 &&
+              tensor->data == array.data);
         for (int i = 0; i < 2; i++) { /* not where it is said to be */
             nib_device *const wrong = i ? other : NULL;
             if (versioned) {
@@ -157,7 +136,7 @@ static void run_dlpack(struct setting *s)
     nib_array x = { 0 };
     nib_tensor *t = NULL;
     CHECK_OK(nib_array_to_dlpack(&s->x, NULL, &managed));
-    CHECK(managed->tensor.device_type == FAKE_DLPACK_TYPE);
+    CHECK(managed->dl_tensor.device.device_type == FAKE_DLPACK_TYPE);
     CHECK_OK(nib_array_from_dlpack(managed, s->device, &x));
     CHECK_OK(nib_quantize(&s->q, &x, NULL, &t));
     check_same(s->host, t, s->device);

@@ -1,54 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * test_dlpack.c - arrays, buffers and parts of tensors through DLPack, against the binary interface as written down
- * here once more.
+ * in dlpack_structs.h.
  */
+#include "dlpack_structs.h"
 #include "test_tensors.h"
-
-/* ---- DLPack's structs, from its specification ---- */
-
-typedef struct {
-    int32_t device_type;
-    int32_t device_id;
-} DLDevice;
-
-typedef struct {
-    uint8_t code;
-    uint8_t bits;
-    uint16_t lanes;
-} DLDataType;
-
-typedef struct {
-    void *data;
-    DLDevice device;
-    int32_t ndim;
-    DLDataType dtype;
-    int64_t *shape;
-    int64_t *strides;
-    uint64_t byte_offset;
-} DLTensor;
-
-typedef struct DLManagedTensor {
-    DLTensor dl_tensor;
-    void *manager_ctx;
-    void (*deleter)(struct DLManagedTensor *self);
-} DLManagedTensor;
-
-typedef struct {
-    uint32_t major;
-    uint32_t minor;
-} DLPackVersion;
-
-typedef struct DLManagedTensorVersioned {
-    DLPackVersion version;
-    void *manager_ctx;
-    void (*deleter)(struct DLManagedTensorVersioned *self);
-    uint64_t flags;
-    DLTensor dl_tensor;
-} DLManagedTensorVersioned;
-
-_Static_assert(sizeof(DLTensor) == 48 && offsetof(DLTensor, shape) == 24, "the layout that DLPack fixes");
-_Static_assert(sizeof(DLManagedTensor) == 64 && sizeof(DLManagedTensorVersioned) == 80, "the same");
 
 enum { CPU = 1, CUDA = 2, CUDA_HOST = 3, ROCM = 10, ROCM_HOST = 11, CUDA_MANAGED = 13 };
 enum { READ_ONLY = 1, IS_COPIED = 2 };

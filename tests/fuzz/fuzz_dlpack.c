@@ -7,33 +7,12 @@
 #include <stdbool.h>
 
 #include "nib_dlpack.h"
+#include "dlpack_structs.h"
 #include "fuzz.h"
 
-/* DLPack's structs, from its specification. */
-struct tensor {
-    void *data;
-    int32_t device_type, device_id, rank;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-};
-struct DLManagedTensor {
-    struct tensor tensor;
-    void *context;
-    void (*deleter)(struct DLManagedTensor *self);
-};
-struct DLManagedTensorVersioned {
-    uint32_t major, minor;
-    void *context;
-    void (*deleter)(struct DLManagedTensorVersioned *self);
-    uint64_t flags;
-    struct tensor tensor;
-};
-
 static int deleted;
-static void delete_plain(struct DLManagedTensor *self) { deleted += self->context == &deleted; }
-static void delete_versioned(struct DLManagedTensorVersioned *self) { deleted += self->context == &deleted; }
+static void delete_plain(struct DLManagedTensor *self) { deleted += self->manager_ctx == &deleted; }
+static void delete_versioned(struct DLManagedTensorVersioned *self) { deleted += self->manager_ctx == &deleted; }
 
 /* Code and bits in one value, as a table of its own; what is not in it is no dtype of nib's. */
 static int bytes_of(int code, int bits)
@@ -52,7 +31,7 @@ enum { MEMORY = 4096, MOST = 10 }; /* dims: two more than nib takes */
 static _Alignas(64) uint8_t memory[MEMORY];
 
 struct drawn {
-    struct tensor tensor;
+    DLTensor tensor;
     int64_t shape[MOST], strides[MOST];
     uint32_t major;
     uint64_t flags;
@@ -74,19 +53,19 @@ static void draw_tensor(struct draws *d, struct drawn *out)
     static const uint8_t codes[] = { 0, 1, 2, 4, 5, 6, 10, 11, 12, 13, 14, 3, 255 }, widths[] = { 8, 16, 32, 64, 4, 0 };
     static const int32_t places[] = { 1, 1, 1, 1, 3, 11, 2, 13, 0, -1 };
     *out = (struct drawn){ .major = draw(d, 16) ? 1 : (uint32_t)draw_bytes(d, 4), .flags = (uint64_t)draw(d, 4) };
-    struct tensor *t = &out->tensor;
-    t->device_type = places[draw(d, (int)sizeof places / 4)];
-    t->device_id = draw(d, 3);
-    t->code = codes[draw(d, (int)sizeof codes)];
-    t->bits = widths[draw(d, (int)sizeof widths)];
-    t->lanes = (uint16_t)(draw(d, 8) ? 1 : draw_bytes(d, 2));
+    DLTensor *t = &out->tensor;
+    t->device.device_type = places[draw(d, (int)sizeof places / 4)];
+    t->device.device_id = draw(d, 3);
+    t->dtype.code = codes[draw(d, (int)sizeof codes)];
+    t->dtype.bits = widths[draw(d, (int)sizeof widths)];
+    t->dtype.lanes = (uint16_t)(draw(d, 8) ? 1 : draw_bytes(d, 2));
     const int rank = draw(d, 16);
-    t->rank = rank <= MOST ? rank : rank == 11 ? -1 : rank - 12;
-    for (int i = 0; i < t->rank; i++)
+    t->ndim = rank <= MOST ? rank : rank == 11 ? -1 : rank - 12;
+    for (int i = 0; i < t->ndim; i++)
         out->shape[i] = draw_dim(d, 1);
     t->shape = draw(d, 32) ? out->shape : NULL;
     t->strides = draw(d, 2) ? out->strides : NULL;
-    for (int i = 0; t->strides && i < t->rank; i++)
+    for (int i = 0; t->strides && i < t->ndim; i++)
         out->strides[i] = draw_dim(d, 20);
     t->data = draw(d, 16) ? memory : NULL;
     t->byte_offset = draw(d, 8) ? (uint64_t)draw(d, 256) * 8 : draw_bytes(d, 8);
@@ -104,17 +83,17 @@ struct expected {
     int64_t strides[MOST];
 };
 
-static struct expected model_of(const struct tensor *t)
+static struct expected model_of(const DLTensor *t)
 {
     struct expected e = { .accepted = true, .contiguous = true, .elements = 1 };
-    const int size = t->lanes == 1 ? bytes_of(t->code, t->bits) : 0;
-    e.accepted &= (t->device_type == 1 || t->device_type == 3 || t->device_type == 11) && size > 0;
-    e.accepted &= t->rank >= 0 && t->rank <= NIB_MAX_RANK && (t->rank == 0 || t->shape);
+    const int size = t->dtype.lanes == 1 ? bytes_of(t->dtype.code, t->dtype.bits) : 0;
+    e.accepted &= (t->device.device_type == 1 || t->device.device_type == 3 || t->device.device_type == 11) && size > 0;
+    e.accepted &= t->ndim >= 0 && t->ndim <= NIB_MAX_RANK && (t->ndim == 0 || t->shape);
     if (!e.accepted)
         return e;
     wide product = 1, low = 0, high = 0;
     bool empty = false;
-    for (int i = 0; i < t->rank; i++)
+    for (int i = 0; i < t->ndim; i++)
         if (t->shape[i] < 0)
             e.accepted = false;
         else if (t->shape[i] == 0)
@@ -126,7 +105,7 @@ static struct expected model_of(const struct tensor *t)
         return e;
     e.elements = empty ? 0 : (int64_t)product;
     int64_t step = 1;
-    for (int i = t->rank - 1; i >= 0; i--) {
+    for (int i = t->ndim - 1; i >= 0; i--) {
         e.strides[i] = t->strides ? t->strides[i] : step;
         e.contiguous &= empty || t->shape[i] == 1 || e.strides[i] == step;
         step *= t->shape[i] ? t->shape[i] : 1;
@@ -146,10 +125,10 @@ static struct expected model_of(const struct tensor *t)
 
 /* ---- What nib makes of it ---- */
 
-static void read_elements(const nib_array *array, const struct expected *e, const struct tensor *t)
+static void read_elements(const nib_array *array, const struct expected *e, const DLTensor *t)
 {
     static uint8_t got[1 << 16];
-    const int size = t->bits / 8;
+    const int size = t->dtype.bits / 8;
     nib_array out;
     if (e->elements == 0 || e->first < (uintptr_t)memory || e->end > (uintptr_t)(memory + MEMORY) ||
         e->elements * size > (int64_t)sizeof got)
@@ -159,7 +138,7 @@ static void read_elements(const nib_array *array, const struct expected *e, cons
     for (int64_t n = 0; n < e->elements; n++) {
         const uint8_t *at = (uint8_t *)t->data + t->byte_offset;
         int64_t rest = n, reach = 0;
-        for (int i = t->rank - 1; i >= 0; i--) {
+        for (int i = t->ndim - 1; i >= 0; i--) {
             reach += rest % t->shape[i] * e->strides[i];
             rest /= t->shape[i];
         }
@@ -207,7 +186,7 @@ static void take_over(struct DLManagedTensor *plain, struct DLManagedTensorVersi
     buffer = NULL;
     deleted = 0;
     const bool also = !nib_buffer_from_dlpack_versioned(versioned, NULL, &buffer);
-    require(also == (taken && versioned->major == 1 && !(versioned->flags & 1)), "a buffer of 1.x");
+    require(also == (taken && versioned->version.major == 1 && !(versioned->flags & 1)), "a buffer of 1.x");
     nib_buffer_release(buffer);
     require(deleted == also, "one deletion of 1.x");
 }
@@ -222,7 +201,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     draw_tensor(&d, &drawn);
     struct DLManagedTensor plain = { drawn.tensor, &deleted, delete_plain };
     struct DLManagedTensorVersioned versioned = {
-        drawn.major, 0, &deleted, delete_versioned, drawn.flags, drawn.tensor
+        { drawn.major, 0 }, &deleted, delete_versioned, drawn.flags, drawn.tensor
     };
     const struct expected e = model_of(&drawn.tensor);
     nib_array array = { .rank = -7 }, also = { .rank = -7 };
@@ -230,7 +209,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     const nib_status second = nib_array_from_dlpack_versioned(&versioned, NULL, &also);
     require(!status == e.accepted, e.accepted ? "accepted by the model" : "rejected by the model");
     require(drawn.major == 1 ? second == status : second == NIB_ERR_UNSUPPORTED, "the same of 1.x");
-    require(status || array.rank == drawn.tensor.rank, "the rank");
+    require(status || array.rank == drawn.tensor.ndim, "the rank");
     require(!status || (array.rank == -7 && also.rank == -7 && *nib_last_error()), "untouched");
     if (!status) {
         require(!e.elements || ((wide)(uintptr_t)array.data == e.first && array.bytes == (size_t)(e.end - e.first)),
