@@ -55,8 +55,11 @@ nib_status nib_check_run(struct nib_checking *k, const char *what, const nib_job
 {
     const nib_checkpoint *c = k->c;
     TRY(nib_ck_job(what, job, &k->job));
-    for (size_t i = 0; i < c->n_weights; i++)
+    k->uniform = true;
+    for (size_t i = 0; i < c->n_weights; i++) {
         k->total += nib_check_scanned_bytes(&c->weights[i]);
+        k->uniform &= c->weights[i].format == NIB_CHECKPOINT_FORMAT_PLAIN || c->weights[i].format == c->format;
+    }
     k->weights = nib_alloc_zeroed((c->n_weights + 1) * sizeof *k->weights);
     k->broken = nib_alloc_zeroed(c->n_tensors + 1);
     const nib_fpenv saved = nib_fpenv_enter();

@@ -132,6 +132,7 @@ struct nib_checking {
     struct nib_check_module *modules; /* in the order of names */
     size_t n_modules;
     bool has_inputs;                  /* some module has a scale of activations */
+    bool uniform;                     /* all that is quantized is of one format, which one configuration describes */
     struct nib_check_weight *weights; /* as the checkpoint's */
     bool *broken;                     /* tensors that cannot be read as what they are, and that was said */
     size_t found;                     /* findings so far */
@@ -142,15 +143,19 @@ struct nib_checking {
 /* Hand a finding to the caller: the tensor or file, and the fact. CANCELLED where it wants no more. */
 nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const char *tensor, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
+/* The same about the weight that has these codes: only where it can be written anew it is repairable. */
+nib_status nib_check_found_in(struct nib_checking *k, uint32_t codes, enum nib_fault fault, const char *tensor,
+                              const char *format, ...) __attribute__((format(printf, 5, 6)));
 /* The word for a kind of finding. */
 const char *nib_check_id(enum nib_fault fault);
 /* The name of a weight's tensor in a role, for messages; its module where that is not there. */
 const char *nib_check_tensor(const nib_checkpoint *c, const struct nib_ck_weight *w, enum nib_ck_role role);
-/* Whether a weight's codes and block scales can be read as what they are: those of others can be neither compared nor
- * repaired. */
-static inline bool nib_check_is_readable(const struct nib_checking *k, const struct nib_ck_weight *w)
+/* Whether a repair can write a weight anew: it is of the checkpoint's own format, and its codes and block scales can be
+ * read as what they are. Others cannot be compared with their group either. */
+static inline bool nib_check_is_writable(const struct nib_checking *k, const struct nib_ck_weight *w)
 {
-    return !k->broken[w->tensor[NIB_ROLE_DATA]] && w->tensor[NIB_ROLE_SCALE] != NIB_NONE;
+    return w->format == k->c->format && !k->broken[w->tensor[NIB_ROLE_DATA]] &&
+           (w->index >= 0 || w->tensor[NIB_ROLE_SCALE] != NIB_NONE);
 }
 /* Whether the configuration wants activations of this module quantized; without one, whether any module has them. */
 bool nib_check_wants_input(const struct nib_checking *k, const char *module);

@@ -395,7 +395,7 @@ nib_status nib_check_guess(struct nib_checking *k)
     for (size_t i = 0; i < c->n_weights; i++) {
         const struct nib_ck_weight *w = &c->weights[i];
         if (!k->weights[i].nvfp4 || !k->weights[i].tensor_scale_good || !k->weights[i].nonzero || w->index >= 0 ||
-            !nib_check_is_readable(k, w) || !sample_rows(k, w))
+            k->broken[w->tensor[NIB_ROLE_DATA]] || w->tensor[NIB_ROLE_SCALE] == NIB_NONE || !sample_rows(k, w))
             continue;
         struct sample s;
         TRY(make_sample(k, w, &s));

@@ -27,6 +27,7 @@ struct fault_facts {
 #define HINT NIB_SEVERITY_HINT
 #define CONVERT "make the file again from the original with nib quantize or convert_hf_to_gguf.py"
 #define REPAIR "run nib repair"
+#define BY_HAND "mend it by hand, or quantize the original again: nib repair cannot write this one"
 #define AGAIN "quantize the original again"
 
 static const struct fault_facts faults[NIB_FAULTS] = {
@@ -197,13 +198,17 @@ static const struct fault_facts faults[NIB_FAULTS] = {
 
 const char *nib_check_id(enum nib_fault fault) { return faults[fault].id; }
 
-nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const char *tensor, const char *format, ...)
+static bool is_of_configuration(enum nib_fault fault)
+{
+    return fault >= NIB_FAULT_CONFIG_ABSENT && fault <= NIB_FAULT_EMBEDDING_QUANTIZED;
+}
+
+__attribute__((format(printf, 5, 0))) static nib_status tell(struct nib_checking *k, enum nib_fault fault,
+                                                             bool repairable, const char *tensor, const char *format,
+                                                             va_list arguments)
 {
     char fact[1024];
-    va_list arguments;
-    va_start(arguments, format);
     vsnprintf(fact, sizeof fact, format, arguments);
-    va_end(arguments);
     const struct fault_facts *facts = &faults[fault];
     k->found++;
     const nib_finding finding = { .bytes = sizeof finding,
@@ -212,9 +217,30 @@ nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const c
                                   .tensor = *tensor ? tensor : "\"\"", /* a list of names may hold an empty one */
                                   .fact = fact,
                                   .consequence = facts->consequence,
-                                  .remedy = facts->remedy,
-                                  .repairable = facts->repairable };
+                                  .remedy = facts->repairable && !repairable ? BY_HAND : facts->remedy,
+                                  .repairable = facts->repairable && repairable };
     if (k->each(k->context, &finding))
         return nib_fail(NIB_ERR_CANCELLED, "checking: stopped by the caller");
     return NIB_OK;
+}
+
+nib_status nib_check_found(struct nib_checking *k, enum nib_fault fault, const char *tensor, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    const nib_status status = tell(k, fault, k->uniform || !is_of_configuration(fault), tensor, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+nib_status nib_check_found_in(struct nib_checking *k, uint32_t codes, enum nib_fault fault, const char *tensor,
+                              const char *format, ...)
+{
+    const uint32_t weight = k->c->tensors[codes].weight;
+    va_list arguments;
+    va_start(arguments, format);
+    const nib_status status = tell(k, fault, weight != NIB_NONE && nib_check_is_writable(k, &k->c->weights[weight]),
+                                   tensor, format, arguments);
+    va_end(arguments);
+    return status;
 }

@@ -387,8 +387,9 @@ nib_status nib_check_inputs(struct nib_checking *k)
             nib_ck_formats[m->format].tensor_scale_optional || !nib_check_wants_input(k, m->name))
             continue;
         if (find_misnamed(k->c, m, NIB_ROLE_INPUT) == NIB_NONE)
-            TRY(nib_check_found(k, NIB_FAULT_INPUT_MISSING, m->name, "activations are quantized, and %s is not there",
-                                nib_ck_suffix_name(m->layout, NIB_ROLE_INPUT)));
+            TRY(nib_check_found_in(k, m->tensor[NIB_ROLE_DATA], NIB_FAULT_INPUT_MISSING, m->name,
+                                   "activations are quantized, and %s is not there",
+                                   nib_ck_suffix_name(m->layout, NIB_ROLE_INPUT)));
     }
     return NIB_OK;
 }

@@ -180,10 +180,10 @@ static nib_status check_tensor_scale(struct nib_checking *k, const struct nib_ck
         return nib_check_found(k, NIB_FAULT_TENSOR_SCALE_NOT_POSITIVE, tensor, "it is %g", (double)out->tensor_scale);
     if (scan->nonzero && out->kind != NIB_TENSOR_SCALE_AMAX && is_inverted(out)) {
         out->tensor_scale_inverted = true;
-        return nib_check_found(k, NIB_FAULT_TENSOR_SCALE_INVERTED, tensor,
-                               "%g as a %s makes weights of up to %.3g, its inverse %.3g", (double)out->tensor_scale,
-                               out->kind == NIB_TENSOR_SCALE_DIVISOR ? "divisor" : "multiplier",
-                               amax_of(out, multiplier_of(out)), amax_of(out, 1 / multiplier_of(out)));
+        return nib_check_found_in(k, w->tensor[NIB_ROLE_DATA], NIB_FAULT_TENSOR_SCALE_INVERTED, tensor,
+                                  "%g as a %s makes weights of up to %.3g, its inverse %.3g", (double)out->tensor_scale,
+                                  out->kind == NIB_TENSOR_SCALE_DIVISOR ? "divisor" : "multiplier",
+                                  amax_of(out, multiplier_of(out)), amax_of(out, 1 / multiplier_of(out)));
     }
     out->tensor_scale_good = true;
     return NIB_OK;
@@ -197,13 +197,16 @@ static nib_status check_input(struct nib_checking *k, const struct nib_ck_weight
         return NIB_OK;
     TRY(nib_ck_read_input(k->c, w, &has_input, &out->input));
     if (!isfinite(out->input))
-        return nib_check_found(k, NIB_FAULT_INPUT_NOT_FINITE, tensor, "it is %g", (double)out->input);
+        return nib_check_found_in(k, w->tensor[NIB_ROLE_DATA], NIB_FAULT_INPUT_NOT_FINITE, tensor, "it is %g",
+                                  (double)out->input);
     if (out->input <= 0)
-        return nib_check_found(k, NIB_FAULT_INPUT_NOT_POSITIVE, tensor, "it is %g", (double)out->input);
+        return nib_check_found_in(k, w->tensor[NIB_ROLE_DATA], NIB_FAULT_INPUT_NOT_POSITIVE, tensor, "it is %g",
+                                  (double)out->input);
     if (is_input_inverted(out)) {
         out->input_inverted = isfinite(1 / out->input); /* the smallest values have no inverse */
-        return nib_check_found(
-            k, NIB_FAULT_INPUT_INVERTED, tensor, "%g as a %s expects activations of up to %.3g", (double)out->input,
+        return nib_check_found_in(
+            k, w->tensor[NIB_ROLE_DATA], NIB_FAULT_INPUT_INVERTED, tensor,
+            "%g as a %s expects activations of up to %.3g", (double)out->input,
             out->kind == NIB_TENSOR_SCALE_DIVISOR ? "divisor" : "multiplier",
             2688 * (out->kind == NIB_TENSOR_SCALE_DIVISOR ? 1 / (double)out->input : (double)out->input));
     }
@@ -246,8 +249,9 @@ static nib_status check_weight(struct nib_checking *k, size_t i, const struct sc
         return nib_check_found(k, NIB_FAULT_UNREADABLE, w->name, "%s", nib_last_error());
     out->all_nan = scan->blocks && scan->nan == scan->blocks && !scan->nonzero;
     if (out->all_nan) {
-        TRY(nib_check_found(k, NIB_FAULT_SCALE_ALL_NAN, nib_check_tensor(k->c, w, NIB_ROLE_SCALE),
-                            "all %lld scales are NaN and all codes 0", (long long)scan->blocks));
+        TRY(nib_check_found_in(k, w->tensor[NIB_ROLE_DATA], NIB_FAULT_SCALE_ALL_NAN,
+                               nib_check_tensor(k->c, w, NIB_ROLE_SCALE), "all %lld scales are NaN and all codes 0",
+                               (long long)scan->blocks));
     } else {
         TRY(check_tensor_scale(k, w, scan, out));
         TRY(check_scales(k, w, scan));

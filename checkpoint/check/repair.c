@@ -47,7 +47,7 @@ static bool is_larger(bool divisors, float x, float y) { return divisors ? x < y
 static bool can_write(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
-    return r->k.weights[i].nvfp4 && w->format == r->plan->format && w->index < 0 && nib_check_is_readable(&r->k, w);
+    return r->k.weights[i].nvfp4 && w->index < 0 && nib_check_is_writable(&r->k, w);
 }
 
 static bool has_tensor_scale(const struct repair *r, size_t i)
@@ -61,8 +61,7 @@ static bool has_tensor_scale(const struct repair *r, size_t i)
 static bool is_stack(const struct repair *r, size_t i)
 {
     const struct nib_ck_weight *w = &r->k.c->weights[i];
-    return r->k.weights[i].nvfp4 && w->format == r->plan->format && w->index >= 0 &&
-           !r->k.broken[w->tensor[NIB_ROLE_DATA]];
+    return r->k.weights[i].nvfp4 && w->index >= 0 && nib_check_is_writable(&r->k, w);
 }
 
 /* ---- Tensor scales ---- */
@@ -128,16 +127,6 @@ static nib_status share_tensor_scale(struct repair *r, const struct nib_check_me
 
 /* ---- Activations ---- */
 
-/* What is not described by a configuration of one kind of NVFP4 cannot be described anew. */
-static bool is_uniform(const struct repair *r)
-{
-    const nib_checkpoint *c = r->k.c;
-    for (size_t i = 0; i < c->n_weights; i++)
-        if (c->weights[i].format != NIB_CHECKPOINT_FORMAT_PLAIN && c->weights[i].format != r->plan->format)
-            return false;
-    return true;
-}
-
 /* Where one weight has a scale of activations and the configuration is made anew, all get one. */
 static void spread_inputs(struct repair *r)
 {
@@ -145,7 +134,7 @@ static void spread_inputs(struct repair *r)
     bool any = false;
     for (size_t i = 0; i < c->n_weights; i++)
         any |= can_write(r, i) ? r->with_input[i] : is_stack(r, i) && c->weights[i].tensor[NIB_ROLE_INPUT] != NIB_NONE;
-    r->all_inputs = any && r->configuration && is_uniform(r);
+    r->all_inputs = any && r->configuration;
     for (size_t i = 0; i < c->n_weights && r->all_inputs; i++)
         r->with_input[i] |= can_write(r, i);
 }
@@ -328,7 +317,7 @@ static nib_status choose_configuration(struct repair *r)
         if ((can_write(r, i) && r->with_input[i]) || misses_input(r, i) ||
             (is_stack(r, i) && c->weights[i].tensor[NIB_ROLE_INPUT] != NIB_NONE))
             r->plan->scheme = NIB_SCHEME_NVFP4;
-    if (r->configuration && is_uniform(r))
+    if (r->configuration)
         return NIB_OK; /* nib_plan_configure makes it from the rows */
     r->plan->config = c->config ? json_deep_copy(c->config) : json_object();
     r->plan->hf_quant = c->hf_quant_config ? json_deep_copy(c->hf_quant_config) : NULL;
