@@ -42,6 +42,7 @@ struct matrix {
 };
 enum { MATRICES = sizeof matrices / sizeof *matrices };
 
+static const float zeros[H * H];
 static float values[MATRICES][I * H], norms[2][H];
 static float attention[H], gate[E][H], down[E][I]; /* sums of squares */
 static const int64_t counts[E] = { 300, 0, 7 };
@@ -452,7 +453,6 @@ TEST(searched_exponents)
 /* A module of a layer that is not known may read its norms; norms of several heads, which are matrices too, do not. */
 TEST(what_else_may_read_a_norm)
 {
-    static const float zeros[H * H];
     static const struct {
         const char *name;
         int64_t rows;
@@ -475,6 +475,177 @@ TEST(what_else_may_read_a_norm)
         CHECK_THAT(cases[i].reads ? strstr(fold, "mlp.adapter") && strstr(fold, "may read it too")
                                   : !strcmp(fold, LAYER "input_layernorm"),
                    "%s: %s", cases[i].name, fold);
+        nib_plan_destroy(plan);
+        nib_checkpoint_close(in);
+    }
+}
+
+/* ---- What speaks against a fold ---- */
+
+enum { Q, GATE, UP, DOWN, NORM, FORWARD_NORM, MORE, DENSE };
+#define MLP LAYER "mlp."
+static const struct item dense[DENSE] = {
+    [Q] = { LAYER "self_attn.q_proj.weight", NIB_F32, 2, { 16, 16 }, zeros },
+    [GATE] = { MLP "gate_proj.weight", NIB_F32, 2, { 32, 16 }, zeros },
+    [UP] = { MLP "up_proj.weight", NIB_F32, 2, { 32, 16 }, zeros },
+    [DOWN] = { MLP "down_proj.weight", NIB_F32, 2, { 16, 32 }, zeros },
+    [NORM] = { LAYER "input_layernorm.weight", NIB_F32, 1, { 16 }, zeros },
+    [FORWARD_NORM] = { LAYER "post_attention_layernorm.weight", NIB_F32, 1, { 16 }, zeros },
+};
+
+static void put_dense_statistics(void)
+{
+    static const int64_t count = 4;
+    float squares[32];
+    for (int k = 0; k < 32; k++)
+        squares[k] = (float)(k + 1);
+    nib_writer *writer = NULL;
+    const struct item items[] = {
+        { "a.sum2", NIB_F32, 2, { 1, 16 }, squares },
+        { "a.count", NIB_I64, 1, { 1 }, &count },
+        { "b.sum2", NIB_F32, 2, { 1, 32 }, squares },
+        { "b.count", NIB_I64, 1, { 1 }, &count },
+    };
+    CHECK_OK(nib_writer_create(at("dense.stats"), &writer));
+    CHECK_OK(nib_writer_metadata(writer, "format", "nib-stats-1"));
+    CHECK_OK(nib_writer_metadata(writer, "inputs",
+                                 "{\"" LAYER "self_attn.q_proj\": \"a\", \"" MLP "gate_proj\": \"a\", \"" MLP
+                                 "up_proj\": \"a\", \"" MLP "gate_up_proj\": \"a\", \"" MLP "down_proj\": \"b\"}"));
+    for (size_t i = 0; i < 4; i++)
+        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
+    for (size_t i = 0; i < 4; i++)
+        CHECK_OK(nib_writer_write(writer, items[i].name, 0, items[i].data,
+                                  (size_t)elements_in(items[i].rank, items[i].shape) *
+                                      (size_t)nib_dtype_bits(items[i].dtype) / 8));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+}
+
+TEST(folds_that_cannot_be)
+{
+    static const struct {
+        const char *config;
+        int place; /* of the tensor that is another one */
+        struct item item;
+        const char *ignored, *weight, *fold;
+    } cases[] = {
+        { "llama",
+          MORE,
+          { "model.norm.weight", NIB_F32, 1, { 16 }, zeros },
+          NULL,
+          "self_attn.q_proj",
+          LAYER "input_layernorm" },
+        { "llama", MORE, { "model.norm.weight", NIB_F32, 1, { 16 }, zeros }, NULL, "mlp.down_proj", MLP "up_proj" },
+        { "llama",
+          NORM,
+          { LAYER "other.weight", NIB_F32, 1, { 16 }, zeros },
+          NULL,
+          "self_attn.q_proj",
+          "none: its norm is not there" },
+        { "llama",
+          NORM,
+          { LAYER "input_layernorm.weight", NIB_F32, 1, { 8 }, zeros },
+          NULL,
+          "self_attn.q_proj",
+          "none: its norm is not there" },
+        { "llama",
+          NORM,
+          { LAYER "input_layernorm.weight", NIB_I32, 1, { 16 }, zeros },
+          NULL,
+          "self_attn.q_proj",
+          "none: its norm is not there" },
+        { "llama",
+          MORE,
+          { LAYER "input_layernorm.bias", NIB_F32, 1, { 8 }, zeros },
+          NULL,
+          "self_attn.q_proj",
+          "none: its norm is not there" },
+        { "llama",
+          MORE,
+          { LAYER "self_attn.v_proj.weight", NIB_F32, 2, { 16, 8 }, zeros },
+          NULL,
+          "self_attn.q_proj",
+          "none: weights that read the norm do not fit it" },
+        { "llama",
+          MORE,
+          { "model.norm.weight", NIB_F32, 1, { 16 }, zeros },
+          "*q_proj",
+          "self_attn.q_proj",
+          "none: nothing that reads the norm is quantized" },
+        { "gemma",
+          NORM,
+          { LAYER "input_layernorm.weight", NIB_BF16, 1, { 16 }, zeros },
+          NULL,
+          "self_attn.q_proj",
+          LAYER "input_layernorm" },
+        { "llama",
+          Q,
+          { LAYER "self_attn.o_proj.weight", NIB_F32, 2, { 16, 16 }, zeros },
+          NULL,
+          "self_attn.o_proj",
+          "" },
+        { "llama",
+          Q,
+          { LAYER "self_attn.k_proj.weight", NIB_F32, 2, { 16, 16 }, zeros },
+          NULL,
+          "self_attn.k_proj",
+          "none: there are no statistics of its input" },
+        { "llama",
+          MORE,
+          { "model.norm.weight", NIB_F32, 1, { 16 }, zeros },
+          "*up_proj",
+          "mlp.down_proj",
+          "none: what makes its input stays as it is" },
+        { "llama",
+          UP,
+          { MLP "up_proj.weight", NIB_F32, 2, { 48, 16 }, zeros },
+          NULL,
+          "mlp.down_proj",
+          "none: what makes its input stays as it is" },
+        { "llama",
+          MORE,
+          { MLP "up_proj.bias", NIB_F32, 1, { 16 }, zeros },
+          NULL,
+          "mlp.down_proj",
+          "none: a bias that does not fit" },
+        { "llama", MORE, { MLP "up_proj.bias", NIB_F32, 1, { 32 }, zeros }, NULL, "mlp.down_proj", MLP "up_proj" },
+        { "llama\", \"swiglu_limit\": 7, \"x\": \"",
+          MORE,
+          { "model.norm.weight", NIB_F32, 1, { 16 }, zeros },
+          NULL,
+          "mlp.down_proj",
+          "" },
+        { "gpt_oss", MORE, { "model.norm.weight", NIB_F32, 1, { 16 }, zeros }, NULL, "mlp.down_proj", "" },
+        { "cohere",
+          FORWARD_NORM,
+          { LAYER "self_attn.q_norm.weight", NIB_F32, 1, { 16 }, zeros },
+          NULL,
+          "mlp.up_proj",
+          LAYER "input_layernorm" },
+        { "llama", GATE, { MLP "other_proj.bias", NIB_F32, 1, { 32 }, zeros }, NULL, "mlp.down_proj", "" },
+    };
+    put_dense_statistics();
+    CHECK(entries(at("dense")) >= 0 || mkdir(at("dense"), 0777) == 0);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct item items[DENSE];
+        char config[128], name[128];
+        memcpy(items, dense, sizeof items);
+        items[cases[i].place] = cases[i].item;
+        put_tensors("dense/model.safetensors", items, items[MORE].name ? DENSE : MORE);
+        snprintf(config, sizeof config, "{\"model_type\": \"%s\"}", cases[i].config);
+        put_text("dense/config.json", config);
+        nib_checkpoint *in = open_good(at("dense"));
+        nib_quantize_options options = options_of();
+        options.statistics = at("dense.stats");
+        options.fold = NIB_FOLD_FIXED;
+        options.fold_exponent = 0.5f;
+        options.ignore = &cases[i].ignored;
+        options.n_ignore = cases[i].ignored != NULL;
+        nib_plan *plan = NULL;
+        CHECK_OK(nib_plan_quantize(in, &options, &plan));
+        snprintf(name, sizeof name, LAYER "%s", cases[i].weight);
+        CHECK_THAT(plan && !strcmp(row_of(plan, name).fold, cases[i].fold), "case %zu: %s", i,
+                   plan ? row_of(plan, name).fold : "no plan");
         nib_plan_destroy(plan);
         nib_checkpoint_close(in);
     }
