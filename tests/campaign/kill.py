@@ -206,17 +206,18 @@ def make_calibration(work):
     config = transformers.LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
                                       num_attention_heads=4, num_key_value_heads=2)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(f"{work}/tiny")
-    tokens = torch.randint(3, 90, (8, 64))
+    tokens = torch.randint(3, 90, (12, 64))  # six for each column, which GPTQ wants
     options = calibrate.Options(batch=2, first_tokens=False)
     how = {"fold": True, "gptq": True, "damp": 0.1}
 
-    def quantizing(sequential):
-        options = calibrate.Options(batch=2, first_tokens=False, quantize="", how=how, sequential=sequential)
+    def quantizing(**more):
+        options = calibrate.Options(batch=2, first_tokens=False, how=how, **more)
         return lambda out: calibrate.calibrate(f"{work}/tiny", tokens, None, dataclasses.replace(options, quantize=out))
 
     return {"nib.calibrate": lambda out: calibrate.calibrate(f"{work}/tiny", tokens, out, options, {}),
-            "nib.calibrate --quantize --gptq": quantizing(False),
-            "nib.calibrate --quantize --gptq --sequential": quantizing(True)}
+            "nib.calibrate --quantize --gptq": quantizing(),
+            "nib.calibrate --quantize --gptq --sequential": quantizing(sequential=True),
+            "nib.calibrate --quantize --gptq --budget": quantizing(budget=5.0, budget_tokens=128)}
 
 
 def make_ways(nib, build, work, only):
