@@ -344,7 +344,7 @@ static inline void fake_want_side(const nib_device *device, const struct nib_sid
 {
     if (side->q)
         fake_want_usage(device, side->geometry, &side->memory);
-    else
+    else if (side->lines && side->length)
         fake_want(device, side->values, 2);
 }
 
@@ -353,6 +353,8 @@ static inline nib_status fake_op_product(nib_device *device, const struct nib_pr
     for (size_t i = 0; i < n; i++) {
         fake_want_side(device, &products[i].a);
         fake_want_side(device, &products[i].b);
+        if (!products[i].a.lines || !products[i].b.lines)
+            continue;
         fake_want(device, products[i].out.y, 2);
         fake_want(device, products[i].out.bias, 2);
     }

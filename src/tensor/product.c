@@ -178,14 +178,15 @@ nib_status nib_products(nib_device *host, const struct nib_kernels *kernels, con
     struct work w;
     size_t bytes = 0;
     bool shared = false;
+    _Alignas(float) char none[1]; /* a place for scratch of no bytes: NULL has no offsets, not even 0 */
     for (size_t i = 0; i < n; i++) {
         if (!has_outputs(&products[i]))
             continue;
         plan(host, kernels, &products[i], &w);
         bytes = scratch_bytes(&w) > bytes ? scratch_bytes(&w) : bytes;
     }
-    char *const scratch = bytes ? take_scratch(host, bytes, &shared) : NULL;
-    if (bytes && !scratch)
+    char *const scratch = bytes ? take_scratch(host, bytes, &shared) : none;
+    if (!scratch)
         return nib_fail(NIB_ERR_MEMORY, "no memory for the %zu bytes of scratch of a product", bytes);
     for (size_t i = 0; i < n; i++)
         if (has_outputs(&products[i])) {

@@ -2,339 +2,19 @@
 /*
  * fuzz_api.c - sequences of calls on a few tensors, on the host and on a device whose memory only its operations reach,
  * with allocations that fail: after every call each tensor has the bytes, the facts and the shared buffers of its model in
- * plain arrays (plain.h), and a call is accepted exactly where its contract says so. NIB_TEST_WRAP_ALLOC
+ * plain arrays (plain.h), products have the bits of the reference, and a call is accepted exactly where its contract says
+ * so. NIB_TEST_WRAP_ALLOC
  */
 #define _GNU_SOURCE
 #include <pthread.h>
 
 #include "nib_file.h"
-#include "nib_reference.h"
 #include "nib_shard.h"
-#include "fake_device.h"
+#include "api.h"
 #include "fuzz_directory.h"
-#include "plain.h"
 #include "tensor/tensor.h"
-#include "test_alloc.h"
 
-enum { SLOTS = 4, CALLS = 24, PART_SPACE = 1 << 17 };
-
-struct slot {
-    nib_tensor *t; /* NULL: free */
-    struct model m;
-    nib_device *device; /* NULL or the fake one */
-};
-
-static struct slot slots[SLOTS];
-static nib_device *fake;
-static uint8_t wanted[PART_SPACE];
-
-/* ---- A call that may run out of memory ---- */
-
-static bool injected;
-
-static void begin(struct draws *d)
-{
-    const int n = draw(d, 32);
-    injected = n < 8;
-    allocations_left = injected ? n : -1;
-}
-
-/* Whether it did what it should; a call that failed has said why, and failed where it should. */
-static bool done(nib_status status, bool accepted, const char *what)
-{
-    allocations_left = -1;
-    if (status == NIB_ERR_MEMORY && injected)
-        return false;
-    if (status)
-        require(!accepted && *nib_last_error(), what);
-    else
-        require(accepted, what);
-    return !status;
-}
-
-/* ---- Every tensor is what its model is ---- */
-
-static const nib_part parts_of[2][KINDS] = { { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE },
-                                             { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_TENSOR_SCALE } };
-
-static void check_parts(const nib_tensor *t, const struct model *m)
-{
-    for (int usage = 0; usage < 2; usage++)
-        for (int kind = 0; kind < KINDS; kind++) {
-            const nib_buffer *buffer = nib_tensor_buffer(t, parts_of[usage][kind]);
-            require((buffer != NULL) == (m->part[usage][kind] != NULL), "a part that is there or not");
-            if (!buffer)
-                continue;
-            const size_t bytes = part_bytes(m, usage, kind, wanted, sizeof wanted);
-            require(nib_buffer_bytes(buffer) == bytes, "the size of a part");
-            require(!bytes || !memcmp(nib_buffer_data(buffer), wanted, bytes), "the bytes of a part");
-        }
-}
-
-static void check_slot(const struct slot *s)
-{
-    nib_metadata facts = { .bytes = sizeof facts };
-    const struct model *m = &s->m;
-    require(!nib_tensor_get_metadata(s->t, &facts), "facts");
-    require(facts.format == m->q.format && facts.dtype == m->dtype && facts.rank == m->rank && facts.rows == m->rows &&
-                facts.cols == m->cols && !memcmp(facts.shape, m->shape, sizeof m->shape),
-            "format, dtype and shape");
-    require(facts.rowwise == has(m, 0) && facts.columnwise == has(m, 1) &&
-                facts.columnwise_valid == (has(m, 1) && !m->stale),
-            "usages");
-    require(nib_quantizer_equal(facts.quantizer, &m->q), "the quantizer");
-    require(nib_tensor_device(s->t) == s->device, "the device");
-    nib_tensor *here = NULL;
-    if (s->device)
-        require(!nib_tensor_to(s->t, NULL, &here), "the way to the host");
-    check_parts(s->device ? here : s->t, m);
-    nib_tensor_destroy(here);
-}
-
-/* Buffers are shared where arrays are, and nowhere else. */
-static void check_sharing(const struct slot *a, const struct slot *b)
-{
-    for (int usage = 0; usage < 2; usage++)
-        for (int kind = 0; kind < KINDS; kind++) {
-            const nib_part part = parts_of[usage][kind];
-            const struct plain *p = a->m.part[usage][kind], *o = b->m.part[usage][kind];
-            if (p && o)
-                require((nib_tensor_buffer(a->t, part) == nib_tensor_buffer(b->t, part)) == (p == o), "sharing");
-        }
-}
-
-static void check_all(void)
-{
-    for (int i = 0; i < SLOTS; i++) {
-        if (!slots[i].t)
-            continue;
-        check_slot(&slots[i]);
-        for (int j = 0; j < i; j++)
-            if (slots[j].t)
-                check_sharing(&slots[i], &slots[j]);
-    }
-}
-
-static void free_slot(struct slot *s)
-{
-    if (!s->t)
-        return;
-    nib_tensor_destroy(s->t);
-    drop_all(&s->m);
-    *s = (struct slot){ 0 };
-}
-
-/* A result goes to a place of its own. */
-static void keep(struct draws *d, nib_tensor *t, struct model m, nib_device *device)
-{
-    struct slot *s = &slots[draw(d, SLOTS)];
-    free_slot(s);
-    *s = (struct slot){ t, m, device };
-}
-
-/* ---- What is drawn ---- */
-
-static bool now_and_then(struct draws *d) { return draw(d, 6) == 1; }
-
-static void vary_quantizer(struct draws *d, nib_quantizer *q)
-{
-    const uint64_t which = draw_bytes(d, 3);
-#define VARY(bit, field, value) \
-    if (which >> (bit)&1)       \
-    q->field = value
-    VARY(0, rowwise, (uint8_t)draw(d, 2));
-    VARY(1, columnwise, (uint8_t)draw(d, 2));
-    VARY(2, swizzled, (uint8_t)draw(d, 2));
-    VARY(3, row_scaled, (uint8_t)draw(d, 2));
-    VARY(4, rht, (uint8_t)draw(d, 2));
-    VARY(5, rht_rowwise, (uint8_t)draw(d, 2));
-    VARY(6, rht_sign_mask, (uint16_t)draw_bytes(d, 2));
-    if (which >> 7 & 1)
-        q->block_dims[0] = draw(d, 2) ? q->block_dims[1] : 1;
-    VARY(8, scale_rule, (nib_scale_rule)draw(d, NIB_SCALE_RULE_COUNT));
-    VARY(9, rounding, (nib_rounding)draw(d, NIB_ROUNDING_COUNT));
-    VARY(10, dialect, (nib_dialect)draw(d, NIB_DIALECT_COUNT));
-    VARY(11, tensor_scale_rule, (nib_tensor_scale_rule)draw(d, NIB_TENSOR_SCALE_RULE_COUNT));
-    VARY(12, min_block_scale, draw(d, 2) ? 0x1p-6f : 0);
-    VARY(13, error_mode, (nib_error_mode)draw(d, NIB_ERROR_MODE_COUNT));
-    VARY(14, fast_error, (uint8_t)draw(d, 2));
-    VARY(15, e4m3_max, draw(d, 2) ? 256 : 448);
-    VARY(16, seed, draw_bytes(d, 2));
-    VARY(17, offset, draw_bytes(d, 2));
-    VARY(18, origin[0], 16 * draw(d, 4));
-    VARY(19, origin[1], 16 * draw(d, 4));
-    VARY(20, pow2_scales, (uint8_t)draw(d, 2));
-    VARY(21, mx_rule, (nib_mx_rule)draw(d, NIB_MX_RULE_COUNT));
-    VARY(22, element, (nib_dtype)(draw(d, 2) ? NIB_E5M2 : NIB_E4M3));
-    VARY(23, no_tensor_scale, (uint8_t)draw(d, 2));
-#undef VARY
-}
-
-static nib_quantizer draw_quantizer(struct draws *d)
-{
-    static const nib_format formats[] = { NIB_NVFP4, NIB_NVFP4,        NIB_NVFP4, NIB_NVFP4,
-                                          NIB_MXFP8, NIB_FLOAT8_BLOCK, NIB_MXFP4, NIB_FLOAT8 };
-    nib_quantizer q;
-    require(!nib_quantizer_init_format(&q, formats[draw(d, 8)]), "defaults");
-    if (draw(d, 4))
-        vary_quantizer(d, &q);
-    return q;
-}
-
-static int draw_shape(struct draws *d, int64_t shape[3])
-{
-    static const int64_t dims[] = { 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 64, 80, 128, 130, 0 };
-    const int rank = 1 + draw(d, 3);
-    int64_t elements = 1;
-    for (int i = 0; i < rank; i++) {
-        shape[i] = dims[draw(d, 16)];
-        elements *= shape[i] ? shape[i] : 1;
-        if (elements > ELEMENTS) {
-            elements /= shape[i];
-            shape[i] = 1;
-        }
-    }
-    return rank;
-}
-
-/* Values: a contiguous copy for the model, and the array that a call gets. */
-struct values {
-    _Alignas(64) uint8_t plain[4 * ELEMENTS], memory[16 * ELEMENTS];
-    nib_dtype dtype;
-    nib_array array;
-    void *uploaded;
-};
-static struct values given;
-
-static float draw_value(uint64_t seed, int64_t i, int kind)
-{
-    static const float special[] = { __builtin_nanf(""), __builtin_inff(), -__builtin_inff(), 3.4e38f, -0.0f, 1e-45f };
-    uint64_t z = seed + (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z ^= z >> 27;
-    const float uniform = (float)(int32_t)(z >> 32) * 0x1p-30f;
-    switch (kind) {
-    case 0:
-        return 0;
-    case 1:
-        return uniform * 1e-38f;
-    case 2:
-        return uniform * 1e30f;
-    case 3:
-        return z % 16 ? uniform : special[z / 16 % 6];
-    case 4:
-        return (float)(int)(z % 13) - 6; /* on the grid and between */
-    default:
-        return uniform;
-    }
-}
-
-/* Strides of the array in memory: contiguous, with gaps, backwards, or the first dims last. */
-static void draw_strides(struct draws *d, nib_array *a)
-{
-    const int kind = draw(d, 8), gap = kind == 1 ? 3 : 0;
-    int64_t step = 1;
-    for (int n = 0; n < a->rank; n++) {
-        const int i = kind == 2 ? n : a->rank - 1 - n;
-        a->strides[i] = step;
-        step *= (a->shape[i] ? a->shape[i] : 1) + (n ? 0 : gap);
-    }
-    const int64_t width = nib_dtype_bits(a->dtype) / 8;
-    int64_t reach = 0, first = 0;
-    for (int i = 0; i < a->rank; i++) {
-        const int64_t last = a->shape[i] ? a->shape[i] - 1 : 0;
-        reach += last * a->strides[i];
-        if (kind == 3) {
-            first += last * a->strides[i];
-            a->strides[i] = -a->strides[i];
-        }
-    }
-    a->bytes = (size_t)((reach + 1) * width);
-    a->offset = (size_t)(first * width);
-}
-
-static uint8_t *element(const nib_array *a, uint8_t *memory, int64_t n)
-{
-    int64_t at = 0;
-    for (int i = a->rank - 1; i >= 0; i--) {
-        at += n % a->shape[i] * a->strides[i];
-        n /= a->shape[i];
-    }
-    return memory + (int64_t)a->offset + at * (nib_dtype_bits(a->dtype) / 8);
-}
-
-static int64_t count_of(const nib_array *a)
-{
-    int64_t n = 1;
-    for (int i = 0; i < a->rank; i++)
-        n *= a->shape[i];
-    return n;
-}
-
-static void draw_values(struct draws *d, int rank, const int64_t *shape, nib_device *device)
-{
-    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
-    struct values *v = &given;
-    v->dtype = dtypes[draw(d, 3)];
-    const uint64_t seed = draw_bytes(d, 2);
-    const int kind = draw(d, 8);
-    require(!nib_array_init(&v->array, v->memory, v->dtype, rank, shape), "an array");
-    draw_strides(d, &v->array);
-    require(v->array.bytes <= sizeof v->memory, "space for values");
-    const size_t width = (size_t)nib_dtype_bits(v->dtype) / 8;
-    const int64_t n = count_of(&v->array);
-    for (int64_t i = 0; i < n; i++) {
-        const float x = draw_value(seed, i, kind);
-        require(!nib_encode(v->dtype, &x, 1, v->plain + (size_t)i * width), "a value");
-        memcpy(element(&v->array, v->memory, i), v->plain + (size_t)i * width, width);
-    }
-    v->uploaded = NULL;
-    if (device) {
-        v->uploaded = fake_upload(device, v->memory, v->array.bytes, 64);
-        v->array.data = v->uploaded;
-        v->array.device = device;
-    }
-}
-
-static void drop_values(nib_device *device)
-{
-    if (given.uploaded)
-        fake_free(device, given.uploaded);
-    given.uploaded = NULL;
-}
-
-/* Overrides on the host, which have a model; others would have to be uploaded. */
-struct given_overrides {
-    nib_overrides o;
-    float amax, scale, importance[MOST_LINES];
-    uint64_t offset;
-};
-
-static const nib_overrides *draw_overrides(struct draws *d, const nib_quantizer *q, int64_t cols, bool on_host,
-                                           struct given_overrides *g)
-{
-    g->o = (nib_overrides){ .bytes = sizeof g->o };
-    const int kind = on_host ? draw(d, 8) : 0;
-    const bool shares = !q->row_scaled && !q->rht && !q->rht_rowwise;
-    g->amax = (float)draw(d, 100) / 8;
-    g->scale = (float)(1 + draw(d, 100)) / 8;
-    g->offset = draw_bytes(d, 2);
-    if (kind == 1 && shares && forms[q->format].tensor_scales)
-        g->o.amax[0] = g->o.amax[1] = &g->amax;
-    if (kind == 2)
-        g->o.offset = &g->offset;
-    if (kind == 3 && q->format == NIB_FLOAT8)
-        g->o.scale = &g->scale;
-    if (kind == 4 && q->scale_rule == NIB_SCALE_SWEEP && q->rowwise && !q->columnwise && !q->rht_rowwise &&
-        q->format == NIB_NVFP4 && cols > 0) {
-        for (int64_t i = 0; i < cols; i++)
-            g->importance[i] = 0.25f * (float)(1 + (i * 7 + (int)g->offset) % 9);
-        require(!nib_importance_normalize(g->importance, cols, g->importance), "importance");
-        g->o.importance = g->importance;
-        g->o.importance_count = cols;
-    }
-    return &g->o;
-}
+enum { CALLS = 24 };
 
 /* ---- Calls: from values ---- */
 
@@ -903,6 +583,205 @@ static void call_shards(struct draws *d, struct slot *s)
     keep(d, ranks[0].t, result, NULL);
 }
 
+/* ---- Calls: products ---- */
+
+/* One side of a product: a usage of a tensor or plain values, where the call has it and, for the reference, on the host. */
+struct side {
+    const struct model *m; /* NULL: plain */
+    int usage;
+    int64_t lines, length;
+    nib_operand operand, host;
+    nib_tensor *copy;
+    nib_array array;
+};
+
+static void use_tensor(struct draws *d, const struct slot *s, struct side *out)
+{
+    const int from = draw(d, 3), usage = from != NIB_EITHER ? from : !has(&s->m, 0);
+    *out = (struct side){ &s->m, usage, lines_of(&s->m, usage), length_of(&s->m, usage), .copy = NULL };
+    out->operand = (nib_operand){ s->t, NULL, (nib_usage)from };
+    out->host = out->operand;
+    if (s->device) {
+        require(!nib_tensor_to(s->t, NULL, &out->copy), "the way to the host");
+        out->host.tensor = out->copy;
+    }
+}
+
+static void use_values(struct draws *d, int64_t length, nib_device *device, struct side *out)
+{
+    const int64_t shape[2] = { draw(d, 20), length };
+    *out = (struct side){ .lines = shape[0], .length = length };
+    draw_values(d, 2, shape, device);
+    out->array = given.array;
+    out->array.data = given.memory;
+    out->array.device = NULL;
+    out->operand.array = &given.array;
+    out->host.array = &out->array;
+}
+
+static bool can_multiply(const struct side *a, const struct side *b)
+{
+    const struct model *m = a->m ? a->m : b->m;
+    const int usage = a->m ? a->usage : b->usage;
+    if ((a->m && !can_read(a->m, a->usage)) || (b->m && !can_read(b->m, b->usage)) || a->length != b->length)
+        return false;
+    if (!a->m || !b->m)
+        return !has_rht(m, usage);
+    if (!form_of(a->m)->packed || a->m->q.format != b->m->q.format)
+        return true; /* decoded values */
+    return has_rht(a->m, a->usage) == has_rht(b->m, b->usage) &&
+           (!has_rht(a->m, a->usage) || a->m->q.rht_sign_mask == b->m->q.rht_sign_mask);
+}
+
+/* What a product has besides its sides. */
+struct product {
+    nib_gemm_options options;
+    nib_array bias, y;
+    float biases[ELEMENTS];
+    _Alignas(64) uint8_t before[16 * ELEMENTS], expected[16 * ELEMENTS], got[16 * ELEMENTS];
+};
+
+static void draw_product(struct draws *d, int64_t lines, int64_t columns, struct product *p)
+{
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    static const float factors[] = { 1, 0, -0.5f, 3e38f, __builtin_nanf("") };
+    const uint64_t seed = draw_bytes(d, 1);
+    const bool with_bias = draw(d, 2);
+    nib_gemm_options_init(&p->options);
+    p->options.alpha = factors[draw(d, 5)];
+    p->options.beta = factors[draw(d, 2) ? 1 : draw(d, 5)];
+    require(!nib_array_init(&p->y, p->expected, dtypes[draw(d, 3)], 2, (const int64_t[2]){ lines, columns }) &&
+                !nib_array_init(&p->bias, p->biases, NIB_F32, 1, &columns),
+            "arrays");
+    draw_strides(d, &p->y);
+    require(p->y.bytes <= sizeof p->before, "space for a product");
+    for (int64_t i = 0; i < columns; i++)
+        p->biases[i] = draw_value(seed, i, 3);
+    for (size_t i = 0; i < p->y.bytes; i++)
+        p->before[i] = (uint8_t)(seed + i * 37);
+    memcpy(p->expected, p->before, p->y.bytes);
+    memcpy(p->got, p->before, p->y.bytes);
+    p->options.bias = with_bias ? &p->bias : NULL;
+}
+
+/* The call, on the device that y is to be on; what it left in y is in p->got. */
+static nib_status multiply(struct draws *d, const struct side *a, const struct side *b, struct product *p,
+                           nib_device *device)
+{
+    nib_array y = p->y, bias = p->bias;
+    nib_gemm_options options = p->options;
+    y.data = device ? fake_upload(device, p->got, y.bytes, 64) : p->got;
+    bias.data = device ? fake_upload(device, p->biases, bias.bytes, 64) : p->biases;
+    y.device = bias.device = device;
+    options.bias = options.bias ? &bias : NULL;
+    begin(d);
+    const nib_status status = nib_gemm(&a->operand, &b->operand, &options, &y);
+    allocations_left = -1;
+    if (device) {
+        fake_download(device, p->got, y.data, y.bytes);
+        fake_free(device, y.data);
+        fake_free(device, bias.data);
+    }
+    return status;
+}
+
+static void call_product(struct draws *d, const struct slot *s, const struct slot *other)
+{
+    static struct product p;
+    struct side sides[2];
+    const bool plain = !other->t || draw(d, 3) == 0, swapped = draw(d, 2);
+    use_tensor(d, s, &sides[0]);
+    if (plain && sides[0].length * 20 <= ELEMENTS)
+        use_values(d, sides[0].length, s->device, &sides[1]);
+    else
+        use_tensor(d, plain ? s : other, &sides[1]);
+    const struct side *a = &sides[swapped], *b = &sides[!swapped];
+    const bool together = sides[1].m != &other->m || s->device == other->device;
+    if (a->lines * b->lines <= ELEMENTS) {
+        draw_product(d, a->lines, b->lines, &p);
+        const nib_status defined = nib_gemm_reference(&a->host, &b->host, &p.options, &p.y);
+        require(!defined == can_multiply(a, b), "the reference of a product");
+        const bool good = done(multiply(d, a, b, &p, s->device), !defined && together, "nib_gemm");
+        require(!memcmp(p.got, good ? p.expected : p.before, p.y.bytes), good ? "a product" : "no product");
+    }
+    if (sides[1].operand.array)
+        drop_values(s->device);
+    nib_tensor_destroy(sides[0].copy);
+    nib_tensor_destroy(sides[1].copy);
+}
+
+/* ---- Calls: groups ---- */
+
+enum { MEMBERS = 4 };
+
+static struct model member_model(const nib_quantizer *q, int64_t first, int64_t count, int64_t cols)
+{
+    static const nib_overrides nothing = { .bytes = sizeof nothing };
+    struct model m = { .q = *q, .dtype = given.dtype };
+    const int64_t shape[2] = { count, cols };
+    const uint8_t *values = given.plain + (size_t)(first * cols) * (size_t)nib_dtype_bits(given.dtype) / 8;
+    set_shape(&m, 2, shape);
+    for (int usage = 0; usage < 2; usage++)
+        if (usage ? q->columnwise : q->rowwise) {
+            allocate_usage(&m, usage);
+            plain_quantize(&m, usage, values, given.dtype, &nothing);
+        }
+    return m;
+}
+
+/* Members in shared buffers, which outlive the group. */
+static nib_status quantize_group(struct draws *d, const nib_quantizer *q, const int64_t *counts, size_t n, int64_t cols,
+                                 nib_tensor **out)
+{
+    nib_group *group = NULL;
+    begin(d);
+    nib_status status = nib_group_create(q, given.dtype, counts, n, cols, &group);
+    if (!status)
+        status = nib_group_quantize(group, &given.array, NULL);
+    for (size_t i = 0; i < n && !status; i++)
+        status = nib_group_member(group, i, &out[i]);
+    nib_group_destroy(group);
+    for (size_t i = 0; i < n && status; i++) {
+        nib_tensor_destroy(out[i]);
+        out[i] = NULL;
+    }
+    return status;
+}
+
+static void call_group(struct draws *d)
+{
+    static const int64_t rows[] = { 0, 1, 3, 16, 17, 32, 48, 64, 130 }, widths[] = { 1, 15, 16, 32, 48, 64 };
+    int64_t counts[MEMBERS], sum = 0;
+    nib_tensor *members[MEMBERS] = { NULL };
+    const size_t n = 1 + (size_t)draw(d, MEMBERS);
+    const int64_t cols = widths[draw(d, 6)];
+    for (size_t i = 0; i < n; i++) {
+        counts[i] = rows[draw(d, 9)];
+        counts[i] = (sum + counts[i]) * cols > ELEMENTS ? 0 : counts[i];
+        sum += counts[i];
+    }
+    nib_quantizer q = draw_quantizer(d);
+    const bool split = draw(d, 2);
+    draw_values(d, 2, (const int64_t[2]){ sum, cols }, NULL);
+    nib_quantizer alone = q;
+    alone.origin[0] = alone.origin[1] = 0; /* each is a whole of its own */
+    bool accepted = true;
+    for (size_t i = 0; i < n; i++) {
+        nib_array like;
+        require(!nib_array_init(&like, given.memory, given.dtype, 2, (const int64_t[2]){ counts[i], cols }), "rows");
+        accepted &= !nib_quantizer_check(&alone, &like);
+    }
+    if (split)
+        begin(d);
+    const nib_status status = split ? nib_split_quantize(&q, &given.array, counts, n, members)
+                                    : quantize_group(d, &q, counts, n, cols, members);
+    if (!done(status, accepted, split ? "nib_split_quantize" : "a group"))
+        return;
+    int64_t first = 0;
+    for (size_t i = 0; i < n; first += counts[i++])
+        keep(d, members[i], member_model(&alone, first, counts[i], cols), NULL);
+}
+
 /* ---- Sequences ---- */
 
 static void call_on(struct draws *d, struct slot *s, int what)
@@ -971,12 +850,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     struct draws d = { bytes, count };
     fake = fake_create(0);
     for (int i = 0; i < CALLS && d.left; i++) {
-        const int what = draw(&d, 24);
+        const int what = draw(&d, 28);
         struct slot *s = &slots[draw(&d, SLOTS)], *other = &slots[draw(&d, SLOTS)];
         if (what < 2 || !s->t)
             what ? call_quantize(&d) : call_create(&d);
         else if (what < 20)
             call_on(&d, s, what - 2);
+        else if (what >= 26)
+            call_group(&d);
+        else if (what >= 24)
+            call_product(&d, s, other);
         else if (other->t)
             what < 22 ? call_copy(&d, s, other) : call_equal(s, other);
         check_all();

@@ -1,0 +1,334 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * api.h - what calls on tensors are drawn from and compared with: a few slots, each a tensor and its model in plain arrays
+ * (plain.h); quantizers, shapes, values and overrides; allocations that fail.
+ */
+#ifndef NIB_FUZZ_API_H
+#define NIB_FUZZ_API_H
+
+#include "nib_reference.h"
+#include "fake_device.h"
+#include "plain.h"
+#include "test_alloc.h"
+
+enum { SLOTS = 4, PART_SPACE = 1 << 17 };
+
+struct slot {
+    nib_tensor *t; /* NULL: free */
+    struct model m;
+    nib_device *device; /* NULL or the fake one */
+};
+
+static struct slot slots[SLOTS];
+static nib_device *fake;
+static uint8_t wanted[PART_SPACE];
+
+/* ---- A call that may run out of memory ---- */
+
+static bool injected;
+
+static inline void begin(struct draws *d)
+{
+    const int n = draw(d, 32);
+    injected = n < 8;
+    allocations_left = injected ? n : -1;
+}
+
+/* Whether it did what it should; a call that failed has said why, and failed where it should. */
+static inline bool done(nib_status status, bool accepted, const char *what)
+{
+    allocations_left = -1;
+    if (status == NIB_ERR_MEMORY && injected)
+        return false;
+    if (status)
+        require(!accepted && *nib_last_error(), what);
+    else
+        require(accepted, what);
+    return !status;
+}
+
+/* ---- Every tensor is what its model is ---- */
+
+static const nib_part parts_of[2][KINDS] = { { NIB_ROW_DATA, NIB_ROW_SCALE, NIB_ROW_TENSOR_SCALE },
+                                             { NIB_COL_DATA, NIB_COL_SCALE, NIB_COL_TENSOR_SCALE } };
+
+static inline void check_parts(const nib_tensor *t, const struct model *m)
+{
+    for (int usage = 0; usage < 2; usage++)
+        for (int kind = 0; kind < KINDS; kind++) {
+            const nib_buffer *buffer = nib_tensor_buffer(t, parts_of[usage][kind]);
+            require((buffer != NULL) == (m->part[usage][kind] != NULL), "a part that is there or not");
+            if (!buffer)
+                continue;
+            const size_t bytes = part_bytes(m, usage, kind, wanted, sizeof wanted);
+            require(nib_buffer_bytes(buffer) == bytes, "the size of a part");
+            require(!bytes || !memcmp(nib_buffer_data(buffer), wanted, bytes), "the bytes of a part");
+        }
+}
+
+static inline void check_slot(const struct slot *s)
+{
+    nib_metadata facts = { .bytes = sizeof facts };
+    const struct model *m = &s->m;
+    require(!nib_tensor_get_metadata(s->t, &facts), "facts");
+    require(facts.format == m->q.format && facts.dtype == m->dtype && facts.rank == m->rank && facts.rows == m->rows &&
+                facts.cols == m->cols && !memcmp(facts.shape, m->shape, sizeof m->shape),
+            "format, dtype and shape");
+    require(facts.rowwise == has(m, 0) && facts.columnwise == has(m, 1) &&
+                facts.columnwise_valid == (has(m, 1) && !m->stale),
+            "usages");
+    require(nib_quantizer_equal(facts.quantizer, &m->q), "the quantizer");
+    require(nib_tensor_device(s->t) == s->device, "the device");
+    nib_tensor *here = NULL;
+    if (s->device)
+        require(!nib_tensor_to(s->t, NULL, &here), "the way to the host");
+    check_parts(s->device ? here : s->t, m);
+    nib_tensor_destroy(here);
+}
+
+/* Buffers are shared where arrays are, and nowhere else. */
+static inline void check_sharing(const struct slot *a, const struct slot *b)
+{
+    for (int usage = 0; usage < 2; usage++)
+        for (int kind = 0; kind < KINDS; kind++) {
+            const nib_part part = parts_of[usage][kind];
+            const struct plain *p = a->m.part[usage][kind], *o = b->m.part[usage][kind];
+            if (p && o)
+                require((nib_tensor_buffer(a->t, part) == nib_tensor_buffer(b->t, part)) == (p == o), "sharing");
+        }
+}
+
+static inline void check_all(void)
+{
+    for (int i = 0; i < SLOTS; i++) {
+        if (!slots[i].t)
+            continue;
+        check_slot(&slots[i]);
+        for (int j = 0; j < i; j++)
+            if (slots[j].t)
+                check_sharing(&slots[i], &slots[j]);
+    }
+}
+
+static inline void free_slot(struct slot *s)
+{
+    if (!s->t)
+        return;
+    nib_tensor_destroy(s->t);
+    drop_all(&s->m);
+    *s = (struct slot){ 0 };
+}
+
+/* A result goes to a place of its own. */
+static inline void keep(struct draws *d, nib_tensor *t, struct model m, nib_device *device)
+{
+    struct slot *s = &slots[draw(d, SLOTS)];
+    free_slot(s);
+    *s = (struct slot){ t, m, device };
+}
+
+/* ---- What is drawn ---- */
+
+static inline bool now_and_then(struct draws *d) { return draw(d, 6) == 1; }
+
+static inline void vary_quantizer(struct draws *d, nib_quantizer *q)
+{
+    const uint64_t which = draw_bytes(d, 3);
+#define VARY(bit, field, value) \
+    if (which >> (bit)&1)       \
+    q->field = value
+    VARY(0, rowwise, (uint8_t)draw(d, 2));
+    VARY(1, columnwise, (uint8_t)draw(d, 2));
+    VARY(2, swizzled, (uint8_t)draw(d, 2));
+    VARY(3, row_scaled, (uint8_t)draw(d, 2));
+    VARY(4, rht, (uint8_t)draw(d, 2));
+    VARY(5, rht_rowwise, (uint8_t)draw(d, 2));
+    VARY(6, rht_sign_mask, (uint16_t)draw_bytes(d, 2));
+    if (which >> 7 & 1)
+        q->block_dims[0] = draw(d, 2) ? q->block_dims[1] : 1;
+    VARY(8, scale_rule, (nib_scale_rule)draw(d, NIB_SCALE_RULE_COUNT));
+    VARY(9, rounding, (nib_rounding)draw(d, NIB_ROUNDING_COUNT));
+    VARY(10, dialect, (nib_dialect)draw(d, NIB_DIALECT_COUNT));
+    VARY(11, tensor_scale_rule, (nib_tensor_scale_rule)draw(d, NIB_TENSOR_SCALE_RULE_COUNT));
+    VARY(12, min_block_scale, draw(d, 2) ? 0x1p-6f : 0);
+    VARY(13, error_mode, (nib_error_mode)draw(d, NIB_ERROR_MODE_COUNT));
+    VARY(14, fast_error, (uint8_t)draw(d, 2));
+    VARY(15, e4m3_max, draw(d, 2) ? 256 : 448);
+    VARY(16, seed, draw_bytes(d, 2));
+    VARY(17, offset, draw_bytes(d, 2));
+    VARY(18, origin[0], 16 * draw(d, 4));
+    VARY(19, origin[1], 16 * draw(d, 4));
+    VARY(20, pow2_scales, (uint8_t)draw(d, 2));
+    VARY(21, mx_rule, (nib_mx_rule)draw(d, NIB_MX_RULE_COUNT));
+    VARY(22, element, (nib_dtype)(draw(d, 2) ? NIB_E5M2 : NIB_E4M3));
+    VARY(23, no_tensor_scale, (uint8_t)draw(d, 2));
+#undef VARY
+}
+
+static inline nib_quantizer draw_quantizer(struct draws *d)
+{
+    static const nib_format formats[] = { NIB_NVFP4, NIB_NVFP4,        NIB_NVFP4, NIB_NVFP4,
+                                          NIB_MXFP8, NIB_FLOAT8_BLOCK, NIB_MXFP4, NIB_FLOAT8 };
+    nib_quantizer q;
+    require(!nib_quantizer_init_format(&q, formats[draw(d, 8)]), "defaults");
+    if (draw(d, 4))
+        vary_quantizer(d, &q);
+    return q;
+}
+
+static inline int draw_shape(struct draws *d, int64_t shape[3])
+{
+    static const int64_t dims[] = { 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 64, 80, 128, 130, 0 };
+    const int rank = 1 + draw(d, 3);
+    int64_t elements = 1;
+    for (int i = 0; i < rank; i++) {
+        shape[i] = dims[draw(d, 16)];
+        elements *= shape[i] ? shape[i] : 1;
+        if (elements > ELEMENTS) {
+            elements /= shape[i];
+            shape[i] = 1;
+        }
+    }
+    return rank;
+}
+
+/* Values: a contiguous copy for the model, and the array that a call gets. */
+struct values {
+    _Alignas(64) uint8_t plain[4 * ELEMENTS], memory[16 * ELEMENTS];
+    nib_dtype dtype;
+    nib_array array;
+    void *uploaded;
+};
+static struct values given;
+
+static inline float draw_value(uint64_t seed, int64_t i, int kind)
+{
+    static const float special[] = { __builtin_nanf(""), __builtin_inff(), -__builtin_inff(), 3.4e38f, -0.0f, 1e-45f };
+    uint64_t z = seed + (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z ^= z >> 27;
+    const float uniform = (float)(int32_t)(z >> 32) * 0x1p-30f;
+    switch (kind) {
+    case 0:
+        return 0;
+    case 1:
+        return uniform * 1e-38f;
+    case 2:
+        return uniform * 1e30f;
+    case 3:
+        return z % 16 ? uniform : special[z / 16 % 6];
+    case 4:
+        return (float)(int)(z % 13) - 6; /* on the grid and between */
+    default:
+        return uniform;
+    }
+}
+
+/* Strides of the array in memory: contiguous, with gaps, backwards, or the first dims last. */
+static inline void draw_strides(struct draws *d, nib_array *a)
+{
+    const int kind = draw(d, 8), gap = kind == 1 ? 3 : 0;
+    int64_t step = 1;
+    for (int n = 0; n < a->rank; n++) {
+        const int i = kind == 2 ? n : a->rank - 1 - n;
+        a->strides[i] = step;
+        step *= (a->shape[i] ? a->shape[i] : 1) + (n ? 0 : gap);
+    }
+    const int64_t width = nib_dtype_bits(a->dtype) / 8;
+    int64_t reach = 0, first = 0;
+    for (int i = 0; i < a->rank; i++) {
+        const int64_t last = a->shape[i] ? a->shape[i] - 1 : 0;
+        reach += last * a->strides[i];
+        if (kind == 3) {
+            first += last * a->strides[i];
+            a->strides[i] = -a->strides[i];
+        }
+    }
+    a->bytes = (size_t)((reach + 1) * width);
+    a->offset = (size_t)(first * width);
+}
+
+static inline uint8_t *element(const nib_array *a, uint8_t *memory, int64_t n)
+{
+    int64_t at = 0;
+    for (int i = a->rank - 1; i >= 0; i--) {
+        at += n % a->shape[i] * a->strides[i];
+        n /= a->shape[i];
+    }
+    return memory + (int64_t)a->offset + at * (nib_dtype_bits(a->dtype) / 8);
+}
+
+static inline int64_t count_of(const nib_array *a)
+{
+    int64_t n = 1;
+    for (int i = 0; i < a->rank; i++)
+        n *= a->shape[i];
+    return n;
+}
+
+static inline void draw_values(struct draws *d, int rank, const int64_t *shape, nib_device *device)
+{
+    static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
+    struct values *v = &given;
+    v->dtype = dtypes[draw(d, 3)];
+    const uint64_t seed = draw_bytes(d, 2);
+    const int kind = draw(d, 8);
+    require(!nib_array_init(&v->array, v->memory, v->dtype, rank, shape), "an array");
+    draw_strides(d, &v->array);
+    require(v->array.bytes <= sizeof v->memory, "space for values");
+    const size_t width = (size_t)nib_dtype_bits(v->dtype) / 8;
+    const int64_t n = count_of(&v->array);
+    for (int64_t i = 0; i < n; i++) {
+        const float x = draw_value(seed, i, kind);
+        require(!nib_encode(v->dtype, &x, 1, v->plain + (size_t)i * width), "a value");
+        memcpy(element(&v->array, v->memory, i), v->plain + (size_t)i * width, width);
+    }
+    v->uploaded = NULL;
+    if (device) {
+        v->uploaded = fake_upload(device, v->memory, v->array.bytes, 64);
+        v->array.data = v->uploaded;
+        v->array.device = device;
+    }
+}
+
+static inline void drop_values(nib_device *device)
+{
+    if (given.uploaded)
+        fake_free(device, given.uploaded);
+    given.uploaded = NULL;
+}
+
+/* Overrides on the host, which have a model; others would have to be uploaded. */
+struct given_overrides {
+    nib_overrides o;
+    float amax, scale, importance[MOST_LINES];
+    uint64_t offset;
+};
+
+static inline const nib_overrides *draw_overrides(struct draws *d, const nib_quantizer *q, int64_t cols, bool on_host,
+                                                  struct given_overrides *g)
+{
+    g->o = (nib_overrides){ .bytes = sizeof g->o };
+    const int kind = on_host ? draw(d, 8) : 0;
+    const bool shares = !q->row_scaled && !q->rht && !q->rht_rowwise;
+    g->amax = (float)draw(d, 100) / 8;
+    g->scale = (float)(1 + draw(d, 100)) / 8;
+    g->offset = draw_bytes(d, 2);
+    if (kind == 1 && shares && forms[q->format].tensor_scales)
+        g->o.amax[0] = g->o.amax[1] = &g->amax;
+    if (kind == 2)
+        g->o.offset = &g->offset;
+    if (kind == 3 && q->format == NIB_FLOAT8)
+        g->o.scale = &g->scale;
+    if (kind == 4 && q->scale_rule == NIB_SCALE_SWEEP && q->rowwise && !q->columnwise && !q->rht_rowwise &&
+        q->format == NIB_NVFP4 && cols > 0) {
+        for (int64_t i = 0; i < cols; i++)
+            g->importance[i] = 0.25f * (float)(1 + (i * 7 + (int)g->offset) % 9);
+        require(!nib_importance_normalize(g->importance, cols, g->importance), "importance");
+        g->o.importance = g->importance;
+        g->o.importance_count = cols;
+    }
+    return &g->o;
+}
+
+#endif
