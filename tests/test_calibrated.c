@@ -971,13 +971,191 @@ TEST(hessians_that_are_rejected)
     nib_checkpoint_close(in);
 }
 
+/* ---- More than 4 bits ---- */
+
+static int count_rows(const nib_plan *plan, nib_action action, const char *part)
+{
+    nib_plan_row row = { .bytes = sizeof row };
+    int n = 0;
+    for (size_t i = 0; !nib_plan_get_row(plan, i, &row); i++)
+        n += row.action == action && strstr(row.name, part) && !strstr(row.name, "norm") &&
+             !strstr(row.name, "mlp.gate");
+    return n;
+}
+
+static void plan_counts(const nib_checkpoint *in, const nib_quantize_options *options, int attention_fp8,
+                        int attention_kept, int experts_fp8, int experts_kept)
+{
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_quantize(in, options, &plan));
+    const int found[] = { count_rows(plan, NIB_ACTION_FP8, "self_attn"), count_rows(plan, NIB_ACTION_KEEP, "self_attn"),
+                          count_rows(plan, NIB_ACTION_FP8, "experts"), count_rows(plan, NIB_ACTION_KEEP, "experts") };
+    CHECK_THAT(found[0] == attention_fp8 && found[1] == attention_kept && found[2] == experts_fp8 &&
+                   found[3] == experts_kept,
+               "%d %d %d %d", found[0], found[1], found[2], found[3]);
+    nib_plan_destroy(plan);
+}
+
+TEST(weights_that_have_more_bits_together)
+{
+    static const char *const k[] = { "*k_proj" }, *const expert[] = { EXPERT "1.up_proj" }, *const none[] = { "zz" };
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_plan *plan = NULL;
+    for (int fold = 0; fold < 2; fold++) {
+        nib_quantize_options options = options_of();
+        options.fold = fold ? NIB_FOLD_FIXED : NIB_FOLD_NONE;
+        options.fp8 = k;
+        options.n_fp8 = 1;
+        plan_counts(in, &options, 3, 0, 0, 0); /* q and v are fused with it */
+        options.plain = expert;
+        options.n_plain = 1;
+        plan_counts(in, &options, 3, 0, 0, 9);
+        options.plain = k;
+        options.fp8 = expert;
+        plan_counts(in, &options, 0, 3, 9, 0);
+        options.fp8 = options.plain = expert; /* as it is: more of them */
+        plan_counts(in, &options, 0, 0, 0, 9);
+        options.fp8 = none;
+        CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "fp8");
+        options.fp8 = k;
+        options.plain = none;
+        CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "plain");
+        options.plain = NULL;
+        CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "NULL");
+        options.n_plain = 0;
+        options.budget = 5;
+        CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "one of the two");
+    }
+    nib_checkpoint_close(in);
+    CHECK(!plan);
+}
+
+/* Bits of a weight that a plan takes; *raised: of how many weights it makes more. */
+static double bits_of(const nib_checkpoint *in, float budget, bool plain, int *raised)
+{
+    nib_quantize_options options = options_of();
+    nib_plan *plan = NULL;
+    nib_plan_row row = { .bytes = sizeof row };
+    double bytes = 0, elements = 0;
+    options.budget = budget;
+    options.budget_plain = plain;
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    for (size_t i = 0; !nib_plan_get_row(plan, i, &row); i++)
+        if (row.rows * row.cols > E * H && row.rows > 1) {
+            bytes += (double)row.bytes_out;
+            elements += (double)(row.rows * row.cols);
+        }
+    *raised = count_rows(plan, plain ? NIB_ACTION_KEEP : NIB_ACTION_FP8, "");
+    nib_plan_destroy(plan);
+    return 8 * bytes / elements;
+}
+
+TEST(a_budget_is_kept)
+{
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    for (int plain = 0; plain < 2; plain++) {
+        int before = 0, raised;
+        for (int step = 0; step <= 23; step++) {
+            const float budget = 4.5f + 0.5f * (float)step;
+            const double bits = bits_of(in, budget, plain, &raised);
+            /* a tensor scale of each weight is not counted in the budget */
+            CHECK_THAT(bits <= (double)budget + 0.1, "%g bits of %g", bits, (double)budget);
+            CHECK_THAT(raised >= before || plain, "%d weights, then %d", before, raised);
+            before = raised;
+        }
+        CHECK_THAT(plain ? before > 0 : before == 13, "%d weights", before); /* values of F32 take 32 bits */
+    }
+    nib_checkpoint_close(in);
+}
+
+TEST(rows_of_fp8)
+{
+    enum { ROWS = 5, COLS = 32 };
+    static float x[ROWS][COLS], read[ROWS][COLS];
+    const int64_t shape[2] = { ROWS, COLS };
+    static const char *const all[] = { "*" };
+    nib_array array;
+    if (entries(at("small")) < 0)
+        CHECK(mkdir(at("small"), 0777) == 0);
+    put_text("small/config.json", "{\"model_type\": \"llama\"}");
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < COLS; c++)
+            x[r][c] = r == 1 ? 0 : test_normal() * (r == 2 ? 0x1p-140f : r == 3 ? 0x1p120f : 1);
+    for (int bad = 0; bad < 3; bad++) {
+        const float kept = x[4][7];
+        x[4][7] = bad == 1 ? NAN : bad == 2 ? -INFINITY : kept;
+        put_tensors("small/model.safetensors",
+                    (struct item[]){ { LAYER "mlp.down_proj.weight", NIB_F32, 2, { ROWS, COLS }, x } }, 1);
+        nib_checkpoint *in = open_good(at("small"));
+        nib_plan *plan = NULL;
+        nib_quantize_options options;
+        nib_quantize_options_init(&options);
+        options.fp8 = all;
+        options.n_fp8 = 1;
+        CHECK_OK(nib_plan_quantize(in, &options, &plan));
+        if (bad) {
+            CHECK_FAILS(nib_plan_run(plan, at("fp8"), NULL, NULL), NIB_ERR_DATA, "down_proj\" is not finite at [4, 7]");
+            CHECK(!nib_os_exists(at("fp8/config.json")));
+        } else {
+            CHECK_OK(nib_plan_run(plan, at("fp8"), NULL, NULL));
+            nib_checkpoint *out = open_good(at("fp8"));
+            CHECK_OK(nib_array_init(&array, read, NIB_F32, 2, shape));
+            CHECK_OK(nib_checkpoint_read_rows(out, 0, 0, ROWS, &array));
+            nib_checkpoint_close(out);
+        }
+        CHECK_OK(nib_os_remove_directory(at("fp8")));
+        nib_plan_destroy(plan);
+        nib_checkpoint_close(in);
+        x[4][7] = kept;
+    }
+    for (int r = 0; r < ROWS; r++) {
+        float amax = 0;
+        for (int c = 0; c < COLS; c++)
+            amax = fmaxf(amax, fabsf(x[r][c]));
+        for (int c = 0; c < COLS; c++) { /* half a step of 3 bits, or of the smallest code; scales are BF16 */
+            const float step = fmaxf(fabsf(x[r][c]) / 16, fmaxf(amax / 448, 0x1p-126f) * 0x1p-9f) * 1.01f;
+            CHECK_THAT(fabsf(read[r][c] - x[r][c]) <= step, "[%d, %d]: %a for %a", r, c, (double)read[r][c],
+                       (double)x[r][c]);
+        }
+    }
+}
+
+/* Codes of another checkpoint, FP8 and, without GPTQ, what stays: what plans of a mixture are made of. */
+static void mix(nib_quantize_options *options)
+{
+    static const char *const fp8[] = { "*q_proj" }, *const experts[] = { "*.experts.0.up_proj" };
+    options->fp8 = options->gptq ? fp8 : experts;
+    options->n_fp8 = 1;
+    options->plain = fp8;
+    options->n_plain = !options->gptq;
+    options->codes = at("codes");
+}
+
+static void make_codes(const nib_checkpoint *in)
+{
+    static const char *const only[] = { "*o_proj" };
+    nib_quantize_options options;
+    nib_plan *plan = NULL;
+    nib_quantize_options_init(&options);
+    CHECK_OK(nib_os_remove_directory(at("codes")));
+    options.only = only;
+    options.n_only = 1;
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    CHECK_OK(nib_plan_run(plan, at("codes"), NULL, NULL));
+    nib_plan_destroy(plan);
+}
+
 static bool same_plans(const nib_plan *a, const nib_plan *b)
 {
-    bool same = a->n_tensors == b->n_tensors && a->n_weights == b->n_weights && a->fold->n == b->fold->n;
+    bool same = a->n_tensors == b->n_tensors && a->n_weights == b->n_weights && (!a->fold || a->fold->n == b->fold->n);
     for (size_t i = 0; same && i < a->in->n_weights; i++) {
         const nib_plan_row x = row_of(a, a->in->weights[i].name), y = row_of(b, b->in->weights[i].name);
         same = !strcmp(x.fold, y.fold) && !strcmp(x.statistics, y.statistics) && !strcmp(x.gptq, y.gptq) &&
-               x.tokens == y.tokens;
+               x.tokens == y.tokens && x.action == y.action;
     }
     return same;
 }
@@ -988,14 +1166,19 @@ TEST(without_memory)
     make_model();
     make_statistics("stats");
     nib_checkpoint *in = open_good(at("model"));
-    nib_quantize_options options = options_of();
-    options.scheme = NIB_SCHEME_NVFP4;
-    options.activation = NIB_ACTIVATION_STATISTICS;
     make_hessians("stats.hessians");
-    for (int fold = NIB_FOLD_FIXED; fold < NIB_FOLD_COUNT; fold++) {
+    make_codes(in);
+    for (int way = 0; way < 6; way++) {
+        nib_quantize_options options = options_of();
         nib_plan *whole = NULL;
-        options.gptq = fold == NIB_FOLD_FIXED;
-        options.fold = (nib_fold)fold;
+        options.scheme = NIB_SCHEME_NVFP4;
+        options.activation = NIB_ACTIVATION_STATISTICS;
+        options.gptq = way < 2;
+        options.fold = way == 3 ? NIB_FOLD_SEARCH : way < 3 ? NIB_FOLD_FIXED : NIB_FOLD_NONE;
+        if (way == 1 || way == 2)
+            mix(&options);
+        options.budget = way > 3 ? 6 : 0;
+        options.budget_plain = way == 5;
         CHECK_OK(nib_plan_quantize(in, &options, &whole));
         for (long n = 0, failed = 1; failed && n < 100000; n++) {
             nib_plan *plan = NULL;
@@ -1003,12 +1186,52 @@ TEST(without_memory)
             const nib_status status = nib_plan_quantize(in, &options, &plan);
             failed = allocations_left < 0;
             allocations_left = -1;
-            CHECK_THAT(status ? status == NIB_ERR_MEMORY && !plan : same_plans(plan, whole), "allocation %ld: %s: %s",
-                       n, nib_status_name(status), nib_last_error());
+            CHECK_THAT(status ? status == NIB_ERR_MEMORY && !plan : same_plans(plan, whole),
+                       "way %d, allocation %ld: %s: %s", way, n, nib_status_name(status), nib_last_error());
             CHECK(failed || n > 100);
             nib_plan_destroy(plan);
         }
         nib_plan_destroy(whole);
+    }
+    nib_checkpoint_close(in);
+}
+
+static void run_without_memory(const nib_plan *plan)
+{
+    nib_status status = NIB_ERR_MEMORY;
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1; /* the test's own, of which allocations fail */
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
+    for (long n = 0; status == NIB_ERR_MEMORY && n < 100000; n += 1 + n / 16) {
+        allocations_left = n;
+        status = nib_plan_run(plan, at("mixed"), NULL, &job);
+        allocations_left = -1;
+        CHECK_THAT(!status || status == NIB_ERR_MEMORY, "allocation %ld: %s: %s", n, nib_status_name(status),
+                   nib_last_error());
+        if (status && nib_os_exists(at("mixed/config.json"))) /* all was there, and was about to get its names */
+            CHECK_OK(nib_plan_run(plan, at("mixed"), &resume, &job));
+        CHECK_OK(nib_os_remove_directory(at("mixed")));
+    }
+    CHECK(!status);
+}
+
+TEST(a_run_without_memory)
+{
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    make_hessians("stats.hessians");
+    make_codes(in);
+    for (int gptq = 0; gptq < 2; gptq++) {
+        nib_quantize_options options = options_of();
+        nib_plan *plan = NULL;
+        options.fold = NIB_FOLD_FIXED;
+        options.gptq = (uint8_t)gptq;
+        mix(&options);
+        CHECK_OK(nib_plan_quantize(in, &options, &plan));
+        run_without_memory(plan);
+        nib_plan_destroy(plan);
     }
     nib_checkpoint_close(in);
 }

@@ -301,6 +301,7 @@ TEST(faults_over_another_output)
     run_faults(FILE_TO_FILE, OLD);
     run_faults(SHARDS, OLD);
     run_faults(REPAIR, OLD);
+    run_faults(MIXED, OLD);
 }
 
 TEST(faults_of_resuming)

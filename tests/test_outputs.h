@@ -91,7 +91,20 @@ static void make_inputs(void)
     put_text(at("in/tokenizer.json"), TINY_TOKENIZER);
 }
 
-enum kind { WRITER, TENSOR, GGUF_WRITER, FILE_TO_FILE, ONE_FILE, SHARDS, GGUF, CONVERT, REPAIR, DEQUANTIZE, KINDS };
+enum kind {
+    WRITER,
+    TENSOR,
+    GGUF_WRITER,
+    FILE_TO_FILE,
+    ONE_FILE,
+    SHARDS,
+    GGUF,
+    CONVERT,
+    REPAIR,
+    DEQUANTIZE,
+    MIXED,
+    KINDS
+};
 
 static const struct output {
     const char *what, *in, *out;
@@ -106,15 +119,24 @@ static const struct output {
     [CONVERT] = { "convert", "source", "converted" },
     [REPAIR] = { "repair", "broken", "repaired" },
     [DEQUANTIZE] = { "dequantize", "source", "plain" },
+    [MIXED] = { "quantize by GPTQ beside FP8 and codes", "more", "mixed" },
 };
 
 static nib_status make_plan(enum kind kind, bool other, const nib_checkpoint *in, nib_plan **plan)
 {
+    static const char *const fp8[] = { "*down_proj" };
     nib_quantize_options options;
     nib_quantize_options_init(&options);
     options.format = kind == GGUF ? NIB_CHECKPOINT_FORMAT_GGUF : NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS;
     options.shard_bytes = kind == SHARDS || (kind == ONE_FILE && other) ? 2000 : 0;
-    options.scale_rule = other ? NIB_SCALE_RTN : NIB_UNSET;
+    options.scale_rule = other && kind != MIXED ? NIB_SCALE_RTN : NIB_UNSET;
+    if (kind == MIXED) {
+        options.statistics = at("stats");
+        options.gptq = !other;
+        options.fp8 = fp8;
+        options.n_fp8 = 1;
+        options.codes = at("codes");
+    }
     switch (kind) {
     case CONVERT:
         return nib_plan_convert(in, NIB_CHECKPOINT_FORMAT_MODELOPT, plan);
@@ -181,12 +203,52 @@ static void put_index(const char *path)
     put_text(at("broken/" INDEX), text);
 }
 
+/* Statistics of an input and a Hessian of it, the unit matrix; weights, and codes for one of them. */
+static void make_more(void)
+{
+    static const char *const names[] = { "model.layers.0.self_attn.o_proj.weight",
+                                         "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.gate_proj.weight" };
+    static float squares[COLS], triangle[COLS * (COLS + 1) / 2];
+    const int64_t count = 6 * COLS, one = 1, rest = COLS * (COLS + 1) / 2;
+    nib_writer *writer = NULL;
+    CHECK(mkdir(at("more"), 0777) == 0 && mkdir(at("codes"), 0777) == 0);
+    CHECK_OK(write_plain(at("more/model.safetensors"), names, 3));
+    put_text(at("more/config.json"), "{\"model_type\": \"llama\"}");
+    for (int k = 0, i = 0; k < COLS; i += COLS - k++) {
+        squares[k] = (float)count;
+        triangle[i] = 1;
+    }
+    CHECK_OK(nib_writer_create(at("stats"), &writer));
+    CHECK_OK(nib_writer_metadata(writer, "format", "nib-stats-1"));
+    CHECK_OK(nib_writer_metadata(writer, "inputs", "{\"model.layers.0.self_attn.o_proj\": \"x\"}"));
+    CHECK_OK(nib_writer_declare(writer, "x.count", NIB_I64, 1, &one));
+    CHECK_OK(nib_writer_declare(writer, "x.sum2", NIB_F32, 2, (int64_t[]){ 1, COLS }));
+    CHECK_OK(nib_writer_declare(writer, "x.hessian", NIB_F32, 1, &rest));
+    CHECK_OK(nib_writer_write(writer, "x.count", 0, &count, sizeof count));
+    CHECK_OK(nib_writer_write(writer, "x.sum2", 0, squares, sizeof squares));
+    CHECK_OK(nib_writer_write(writer, "x.hessian", 0, triangle, sizeof triangle));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+    nib_checkpoint *in = NULL;
+    nib_plan *plan = NULL;
+    nib_quantize_options options;
+    nib_quantize_options_init(&options);
+    options.only = (const char *const[]){ "*gate_proj" };
+    options.n_only = 1;
+    CHECK_OK(nib_checkpoint_open(at("more"), &in));
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    CHECK_OK(nib_plan_run(plan, at("codes"), NULL, NULL));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
 /* What the later ones start from. */
 static void make_sources(void)
 {
     make_inputs();
     if (nib_os_exists(at("broken")))
         return;
+    make_more();
     CHECK_OK(make(SHARDS, false, "source", NULL));
     CHECK_OK(make(ONE_FILE, false, "broken", NULL));
     put_index(at("broken"));

@@ -339,9 +339,9 @@ static nib_status check_found(const nib_plan *plan, bool strict)
         const struct nib_out_row *row = &plan->rows[i];
         const bool wanted =
             row->action == NIB_ACTION_QUANTIZE && plan->in->weights[i].format != NIB_CHECKPOINT_FORMAT_MXFP4;
+        found += row->input.entry != NIB_NONE; /* of FP8 too: the file is of this model */
         if (!wanted)
             continue;
-        found += row->input.entry != NIB_NONE;
         first = missing || row->input.entry != NIB_NONE ? first : i;
         missing += row->input.entry == NIB_NONE;
     }

@@ -194,7 +194,8 @@ def run(*words):
 
 
 def make_calibration(work):
-    """{name: a function} of nib.calibrate on a tiny model; none without PyTorch."""
+    """{name: a function} of nib.calibrate on a tiny model, whose statistics and Hessians are then there too; none
+    without PyTorch."""
     try:
         import torch
         import transformers
@@ -209,6 +210,9 @@ def make_calibration(work):
     tokens = torch.randint(3, 90, (12, 64))  # six for each column, which GPTQ wants
     options = calibrate.Options(batch=2, first_tokens=False)
     how = {"fold": True, "gptq": True, "damp": 0.1}
+
+    calibrate.calibrate(f"{work}/tiny", tokens, f"{work}/tiny.stats",
+                        dataclasses.replace(options, hessians=f"{work}/tiny.stats.hessians"))
 
     def quantizing(**more):
         options = calibrate.Options(batch=2, first_tokens=False, how=how, **more)
@@ -248,6 +252,11 @@ def make_ways(nib, build, work, only):
     calibration = make_calibration(work)
     if not calibration:
         print("nib.calibrate is left out: there is no PyTorch", flush=True)
+    else:
+        words = [nib, "quantize", "-q", "--imatrix", f"{work}/tiny.stats", "--fold", "--gptq", "--shard-size", "40K"]
+        ways["quantize --gptq"] = (3, Command([*words, f"{work}/tiny"], out))
+        words += ["--fp8", "*.1.mlp.down_proj", "--plain", "*.2.self_attn.q_proj"]
+        ways["quantize --gptq --fp8 --plain"] = (2, Command([*words, "-t", "2", f"{work}/tiny"], out))
     ways |= {name: (2, Forked(function, f"{work}/stats")) for name, function in calibration.items()}
     return {name: way for name, way in ways.items() if not only or only == name}
 
