@@ -150,12 +150,15 @@ nib_status nib_check_found_in(struct nib_checking *k, uint32_t codes, enum nib_f
 const char *nib_check_id(enum nib_fault fault);
 /* The name of a weight's tensor in a role, for messages; its module where that is not there. */
 const char *nib_check_tensor(const nib_checkpoint *c, const struct nib_ck_weight *w, enum nib_ck_role role);
-/* Whether a repair can write a weight anew: it is of the checkpoint's own format, and its codes and block scales can be
- * read as what they are. Others cannot be compared with their group either. */
-static inline bool nib_check_is_writable(const struct nib_checking *k, const struct nib_ck_weight *w)
+/* Whether a repair can write a weight anew: it is of the checkpoint's own format, its codes and block scales can be read
+ * as what they are, and it has a tensor scale or needs none. Others cannot be compared with their group either. */
+static inline bool nib_check_is_writable(const struct nib_checking *k, size_t weight)
 {
+    const struct nib_ck_weight *w = &k->c->weights[weight];
+    const struct nib_check_weight *x = &k->weights[weight];
     return w->format == k->c->format && !k->broken[w->tensor[NIB_ROLE_DATA]] &&
-           (w->index >= 0 || w->tensor[NIB_ROLE_SCALE] != NIB_NONE);
+           (w->index >= 0 || (w->tensor[NIB_ROLE_SCALE] != NIB_NONE &&
+                              (x->tensor_scale_good || x->tensor_scale_inverted || x->all_nan)));
 }
 /* Whether the configuration wants activations of this module quantized; without one, whether any module has them. */
 bool nib_check_wants_input(const struct nib_checking *k, const char *module);

@@ -73,7 +73,7 @@ static nib_status check_group(struct nib_checking *k, const struct nib_check_mem
             continue;
         }
         packed = w;
-        if (!nib_check_is_writable(k, w))
+        if (!nib_check_is_writable(k, first[i].weight))
             continue;
         if (tensor_scale && x->tensor_scale_good && x->tensor_scale != tensor_scale->tensor_scale &&
             !tensor_scales_told) {

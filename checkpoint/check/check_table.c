@@ -239,8 +239,8 @@ nib_status nib_check_found_in(struct nib_checking *k, uint32_t codes, enum nib_f
     const uint32_t weight = k->c->tensors[codes].weight;
     va_list arguments;
     va_start(arguments, format);
-    const nib_status status = tell(k, fault, weight != NIB_NONE && nib_check_is_writable(k, &k->c->weights[weight]),
-                                   tensor, format, arguments);
+    const nib_status status =
+        tell(k, fault, weight != NIB_NONE && nib_check_is_writable(k, weight), tensor, format, arguments);
     va_end(arguments);
     return status;
 }

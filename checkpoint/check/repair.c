@@ -46,8 +46,7 @@ static bool is_larger(bool divisors, float x, float y) { return divisors ? x < y
 /* Weights whose own tensors can be written anew. */
 static bool can_write(const struct repair *r, size_t i)
 {
-    const struct nib_ck_weight *w = &r->k.c->weights[i];
-    return r->k.weights[i].nvfp4 && w->index < 0 && nib_check_is_writable(&r->k, w);
+    return r->k.weights[i].nvfp4 && r->k.c->weights[i].index < 0 && nib_check_is_writable(&r->k, i);
 }
 
 static bool has_tensor_scale(const struct repair *r, size_t i)
@@ -60,8 +59,7 @@ static bool has_tensor_scale(const struct repair *r, size_t i)
  * takes the place of a tensor scale that is wrong or missing. */
 static bool is_stack(const struct repair *r, size_t i)
 {
-    const struct nib_ck_weight *w = &r->k.c->weights[i];
-    return r->k.weights[i].nvfp4 && w->index >= 0 && nib_check_is_writable(&r->k, w);
+    return r->k.weights[i].nvfp4 && r->k.c->weights[i].index >= 0 && nib_check_is_writable(&r->k, i);
 }
 
 /* ---- Tensor scales ---- */
@@ -182,7 +180,7 @@ static bool changes(const struct repair *r, size_t i)
 {
     const struct nib_check_weight *x = &r->k.weights[i];
     const bool has_input = r->k.c->weights[i].tensor[NIB_ROLE_INPUT] != NIB_NONE;
-    if (!can_write(r, i) || !(has_tensor_scale(r, i) || x->all_nan))
+    if (!can_write(r, i))
         return false;
     return r->maps[i] || r->tensor_scales[i] != x->tensor_scale ||
            (r->with_input[i] && (!has_input || r->inputs[i] != x->input));
