@@ -16,7 +16,7 @@
 #include "format/codec.h"
 #include "tensor/gptq.h"
 
-enum { TILE = 128, HALF = TILE / 2, STEP = 16, ELEMENTS = TILE * TILE };
+enum { TILE = 128, STEP = 16, ELEMENTS = TILE * TILE };
 
 struct factorization {
     nib_subtract_fn *subtract;
@@ -27,6 +27,7 @@ struct factorization {
     double *diagonal; /* of the columns in their order, dead ones and damping included */
     double *tiles, *row;
     int64_t current; /* the tile column or row that is worked on */
+    int64_t shares;  /* of a tile: tasks */
     float *u;
 };
 
@@ -162,23 +163,30 @@ static void substitute(const struct factorization *f, const double *l, double *c
     }
 }
 
+/* `run` for every share of `tiles` tiles: halves, or quarters where halves would leave threads without work. */
+static void for_shares(struct factorization *f, int64_t tiles, void (*run)(void *context, int64_t task))
+{
+    f->shares = tiles < f->threads ? 4 : 2;
+    nib_parallel(f->shares * tiles, f->threads, run, f);
+}
+
 /* ---- L ---- */
 
-/* Half a tile of the current column, less what the columns before it make of it. */
+/* A share of a tile of the current column, less what the columns before it make of it. */
 static void update_column(void *context, int64_t task)
 {
     const struct factorization *f = context;
-    const int64_t j = f->current, i = j + task / 2, half = task % 2 * HALF;
+    const int64_t width = TILE / f->shares, j = f->current, i = j + task / f->shares, first = task % f->shares * width;
     for (int64_t p = 0; p < j; p++)
-        f->subtract(tile_at(f, i, j) + half, TILE, tile_at(f, j, p), TILE, tile_at(f, i, p) + half, TILE, TILE, HALF,
+        f->subtract(tile_at(f, i, j) + first, TILE, tile_at(f, j, p), TILE, tile_at(f, i, p) + first, TILE, TILE, width,
                     TILE);
 }
 
 static void solve_column(void *context, int64_t task)
 {
     const struct factorization *f = context;
-    const int64_t j = f->current, i = j + 1 + task / 2, half = task % 2 * HALF;
-    substitute(f, tile_at(f, j, j), tile_at(f, i, j) + half, HALF);
+    const int64_t width = TILE / f->shares, j = f->current, i = j + 1 + task / f->shares;
+    substitute(f, tile_at(f, j, j), tile_at(f, i, j) + task % f->shares * width, width);
 }
 
 /* The tile on the diagonal; false: its matrix is not positive definite. */
@@ -203,28 +211,29 @@ static bool factorize_tiles(struct factorization *f)
     nib_parallel(f->size, f->threads, load_row, f);
     for (f->current = 0; f->current < f->size; f->current++) {
         const int64_t below = f->size - f->current - 1;
-        nib_parallel(2 * (below + 1), f->threads, update_column, f);
+        for_shares(f, below + 1, update_column);
         if (!factorize_tile(f, tile_at(f, f->current, f->current)))
             return false;
-        nib_parallel(2 * below, f->threads, solve_column, f);
+        for_shares(f, below, solve_column);
     }
     return true;
 }
 
 /* ---- L^-1 ---- */
 
-/* Half a tile of the current row. Those on the left take longest: tasks come from both ends in turns. */
+/* A share of a tile of the current row. Those on the left take longest: tasks come from both ends in turns. */
 static void invert_row(void *context, int64_t task)
 {
     const struct factorization *f = context;
-    const int64_t i = f->current, j = task / 2 % 2 ? i - task / 4 : task / 4, half = task % 2 * HALF;
-    double *c = tile_at(f, i, j) + half;
+    const int64_t width = TILE / f->shares, first = task % f->shares * width, turn = task / f->shares;
+    const int64_t i = f->current, j = turn % 2 ? i - turn / 2 : turn / 2;
+    double *c = tile_at(f, i, j) + first;
     for (int64_t r = 0; r < TILE; r++)
-        for (int64_t k = 0; k < HALF; k++)
-            c[r * TILE + k] = i == j && r == half + k;
+        for (int64_t k = 0; k < width; k++)
+            c[r * TILE + k] = i == j && r == first + k;
     for (int64_t p = j; p < i; p++)
-        f->subtract(c, TILE, f->row + p * ELEMENTS, TILE, tile_at(f, p, j) + half, TILE, TILE, HALF, TILE);
-    substitute(f, f->row + i * ELEMENTS, c, HALF);
+        f->subtract(c, TILE, f->row + p * ELEMENTS, TILE, tile_at(f, p, j) + first, TILE, TILE, width, TILE);
+    substitute(f, f->row + i * ELEMENTS, c, width);
 }
 
 static void copy_tile(void *context, int64_t j)
@@ -237,7 +246,7 @@ static void invert_tiles(struct factorization *f)
 {
     for (f->current = 0; f->current < f->size; f->current++) {
         nib_parallel(f->current + 1, f->threads, copy_tile, f);
-        nib_parallel(2 * (f->current + 1), f->threads, invert_row, f);
+        for_shares(f, f->current + 1, invert_row);
     }
 }
 
