@@ -132,7 +132,8 @@ struct nib_cuda_few_rows {
     const void *x;
     nib_dtype dtype;
     int64_t rows, row_stride, element_stride;
-    bool whole; /* what few_rows calls WHOLE */
+    bool whole;      /* what few_rows calls WHOLE */
+    bool many_lines; /* enough for all processors, 32 at a time */
     struct nib_cuda_scaled_output to;
 };
 

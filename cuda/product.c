@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * product.c - products on a GPU. A code times its block's scale is exact in BF16, so tensor cores of any GPU multiply
- * what codes stand for: up to 16 rows by a kernel that reads the codes in place, more by cuBLASLt, from memory of the
+ * what codes stand for: up to 64 rows by a kernel that reads the codes in place, more by cuBLASLt, from memory of the
  * device that they are expanded into, or, where it has FP4 tensor cores, as they are.
  *
  * Sums round as tensor cores do: the bound is in docs/numerics.md 14. Tensor scales stay on the device.
@@ -10,7 +10,8 @@
 
 #include <stdio.h>
 
-enum { MOST_ROWS = 16, LONGEST = 1 << 30 }; /* that a kernel reads codes in place for */
+enum { MOST_ROWS = 64, LONGEST = 1 << 30 }; /* that a kernel reads codes in place for */
+enum { ROWS = 16 };                         /* at a time: to expand a weight takes as long as to read it five times */
 enum { WIDEST = 1 << 25 };                  /* distance of lines of which it adds up 64 in 32 bits */
 
 /* How a product is computed, and the memory that it needs besides. */
@@ -174,6 +175,17 @@ static bool is_whole(const struct nib_usage_geometry *g, const struct nib_usage_
            job->element_stride == 1 && ((uintptr_t)job->x | (uintptr_t)(job->row_stride * bytes)) % 16 == 0;
 }
 
+/* What comes after n rows. */
+static void skip_rows(struct nib_cuda_scaled_output *to, int64_t n)
+{
+    struct nib_product_output *const o = &to->out;
+    o->y = (char *)o->y + n * o->row_stride * (nib_dtypes[o->dtype].bits / 8);
+    if (o->bias)
+        o->bias = (const char *)o->bias + n * o->bias_row * (nib_dtypes[o->bias_dtype].bits / 8);
+    if (to->side[0].per_line)
+        to->side[0].values += n;
+}
+
 static void multiply_few(struct run *run, const struct plan *plan, const struct nib_product *p)
 {
     const struct nib_side *const a = &p->a, *const b = &p->b;
@@ -181,7 +193,6 @@ static void multiply_few(struct run *run, const struct plan *plan, const struct 
                                          nib_cuda_usage_of(b->geometry, &b->memory, b->memory.tensor_scales, false),
                                      .x = a->values,
                                      .dtype = plan->dtype,
-                                     .rows = a->lines,
                                      .row_stride = a->line_stride,
                                      .element_stride = a->element_stride,
                                      .to = output_of(p) };
@@ -192,9 +203,14 @@ static void multiply_few(struct run *run, const struct plan *plan, const struct 
         job.row_stride = plan->stride;
         job.element_stride = 1;
     }
-    job.whole = is_whole(b->geometry, &b->memory, &job);
-    if (!run->error)
+    for (int64_t first = 0; first < a->lines && !run->error; first += ROWS) {
+        job.rows = nib_min(ROWS, a->lines - first);
+        job.whole = is_whole(b->geometry, &b->memory, &job);
+        job.many_lines = b->lines >= (int64_t)64 * run->d->queue.processors;
         run->error = nib_cuda_launch_few_rows(&run->d->queue, &job);
+        job.x = (const char *)job.x + ROWS * job.row_stride * (nib_dtypes[job.dtype].bits / 8);
+        skip_rows(&job.to, ROWS);
+    }
 }
 
 /* ---- Many rows ---- */

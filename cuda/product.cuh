@@ -127,17 +127,18 @@ template <bool F16, class Get> DEV void multiply(float (&acc)[4], int lane, cons
 
 /* A warp takes LT times 16 lines of codes, 128 elements at a time: a lane has 32 elements of line g and 32 of line g + 8
  * of each 16. Which element is which of the tensor core's k is the same for codes and values, and otherwise of no matter; so
- * a word of eight codes is taken as pairs (0, 4), (1, 5), (2, 6), (3, 7), which a shift and a mask find. The warps of a
- * thread block divide k, and add up in shared memory.
+ * a word of eight codes is taken as pairs (0, 4), (1, 5), (2, 6), (3, 7), which shifts and masks find. The warps of a thread
+ * block divide k, and add up in shared memory, of which tiles take one half and then the other.
  *
- * Memory is the limit, so a lane's next AHEAD strips of codes are in flight while it works on one; at the end of a tile
- * these are those of the next. More lines to a warp read the values less often, which many rows of them need.
+ * Instructions are the limit, and memory soon after. A lane's next strip of codes is in flight while it works on one, that
+ * of the next tile at the end of a tile. More lines to a warp take the values from a cache less often. Beyond the last
+ * line, row or element one is read once more, and what comes of it is dropped.
  *
  * D: of the values. F32 is the sum of three BF16, each of which is multiplied. MT: eights of rows. WHOLE: lines of codes and
  * rows of values can be read in sixteens of bytes, scales two at a time. */
-template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> struct few_rows : kernel_defaults {
+template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows : kernel_defaults {
     enum {
-        PHASES = 3, /* the last one is empty: sums are read by then, and may be written again */
+        PHASES = 2,
         WARPS = THREADS / 32,
         LINES = 16 * LT,
         EACH = 32,            /* elements of a lane */
@@ -150,7 +151,8 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
     typedef nib_cuda_few_rows job;
     struct shared {
         uint32_t scale[256]; /* pairs */
-        float sums[WARPS][LINES][8 * MT + 1];
+        float factor;        /* of all sums, where they have the same */
+        float sums[2][WARPS][LINES][8 * MT + 1];
     };
     struct strip { /* a lane's codes and scales: of two lines of every 16 */
         uint4 codes[LT][2];
@@ -158,31 +160,37 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
     };
     struct places { /* of a lane's lines in a tile: offsets from its first */
         const uint8_t *codes, *scales;
+        int64_t first;
         int line[2 * LT];
         uint32_t code[2 * LT], scale[2 * LT];
     };
     struct state {
-        strip next[AHEAD];
-        uint32_t tile; /* that these are of */
+        strip first;   /* of a tile that is to come */
+        uint32_t tile; /* which one */
+        int half;
     };
     static uint32_t tiles(const job &j) { return (uint32_t)((j.weight.g.lines + LINES - 1) / LINES); }
 
+    static DEV_MEMBER bool has_one_factor(const job &j) { return !j.to.side[0].per_line && !j.to.side[1].per_line; }
+
     /* Codes are shifted into the exponent and the mantissa of a 16-bit float: that is 2^-126 (BF16) or 2^-14 (F16) of what
      * they stand for, subnormal or not. A scale has all but 2^-8 of that, so that none overflows. */
-    static DEV_MEMBER void begin(const job &, shared &s, state &mine, int t, bool)
+    static DEV_MEMBER void begin(const job &j, shared &s, state &mine, int t, bool)
     {
         const float scale = nib_f32_from_e4m3((uint8_t)t) * (F16 ? 0x1p6f : 0x1p118f);
         s.scale[t] = F16 ? f16_pair(scale, scale) : bf16_pair(scale, scale);
         mine.tile = UINT32_MAX;
+        mine.half = 0;
+        if (t == 0 && has_one_factor(j))
+            s.factor = scale_of_product(j.to, 0, 0);
     }
 
-    /* Where a lane's lines are. Beyond the last one it is read once more, and what comes of it dropped. */
     static DEV_MEMBER places places_of(const job &j, uint32_t tile, int lane)
     {
         const nib_cuda_usage &u = j.weight;
         const int64_t first = (int64_t)tile * LINES, left = u.g.lines - 1 - first;
         const int last = left < LINES ? (int)left : LINES - 1;
-        places at = { u.codes, u.scales, {}, {}, {} };
+        places at = { u.codes, u.scales, first, {}, {}, {} };
         if constexpr (WHOLE) {
             at.codes += first * u.g.line_stride;
             at.scales += u.g.swizzled ? nib_scale_index(&u.g, first, 0) : first * u.g.scale_line;
@@ -192,35 +200,37 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
             const int wanted = lane / 4 + 8 * i, line = wanted < last ? wanted : last;
             at.line[i] = line;
             at.code[i] = (uint32_t)line * (uint32_t)u.g.line_stride;
-            at.scale[i] = u.g.swizzled
-                              ? (uint32_t)(line % 32 * 16 + line / 32 * 4) /* from the first, a multiple of 16 */
-                              : (uint32_t)line * (uint32_t)u.g.scale_line;
+            at.scale[i] = u.g.swizzled ? (uint32_t)(line % 32 * 16 + line / 32 * 4) /* the first is a multiple of 16 */
+                                       : (uint32_t)line * (uint32_t)u.g.scale_line;
         }
         return at;
     }
 
-    /* Elements k.. of these. */
-    static DEV_MEMBER strip load_strip(const job &j, const places &at, uint32_t tile, int k)
+    static DEV_MEMBER void load_anywhere(const nib_cuda_usage &u, int64_t line, int k, uint4 &codes, uint32_t &scales)
+    {
+        uint32_t word[EACH / 8] = {};
+        for (int e = 0; e < EACH && k + e < u.g.length; e++)
+            word[e / 8] |= (uint32_t)nib_code_load(&u.g, u.codes, line, k + e) << 4 * (e % 8);
+        codes = make_uint4(word[0], word[1], word[2], word[3]);
+        for (int b = 0; b < 2 && k / NIB_BLOCK + b < u.g.blocks; b++)
+            scales |= (uint32_t)nib_scale_load(&u.g, u.scales, line, k / NIB_BLOCK + b) << 8 * b;
+    }
+
+    /* Elements k.. of a lane's lines. */
+    static DEV_MEMBER strip load_strip(const job &j, const places &at, int k)
     {
         const nib_cuda_usage &u = j.weight;
-        const int block = k / NIB_BLOCK, swizzled = block / 4 * 512 + block % 4;
         strip s = {};
-        if (k >= (int)u.g.length)
-            return s;
-        NIB_UNROLL
-        for (int i = 0; i < 2 * LT; i++) {
-            if constexpr (WHOLE) {
-                s.codes[i / 2][i % 2] = load_once((const uint4 *)(at.codes + (at.code[i] + (uint32_t)k / 2)));
-                s.scales[i / 2][i % 2] =
-                    *(const uint16_t *)(at.scales + (at.scale[i] + (uint32_t)(u.g.swizzled ? swizzled : block)));
-            } else {
-                const int64_t line = (int64_t)tile * LINES + at.line[i];
-                uint32_t word[EACH / 8] = {};
-                for (int e = 0; e < EACH && k + e < u.g.length; e++)
-                    word[e / 8] |= (uint32_t)nib_code_load(&u.g, u.codes, line, k + e) << 4 * (e % 8);
-                s.codes[i / 2][i % 2] = make_uint4(word[0], word[1], word[2], word[3]);
-                for (int b = 0; b < 2 && block + b < u.g.blocks; b++)
-                    s.scales[i / 2][i % 2] |= (uint32_t)nib_scale_load(&u.g, u.scales, line, block + b) << 8 * b;
+        if constexpr (!WHOLE) {
+            for (int i = 0; i < 2 * LT; i++)
+                load_anywhere(u, at.first + at.line[i], k, s.codes[i / 2][i % 2], s.scales[i / 2][i % 2]);
+        } else {
+            const int last = (int)u.g.length - EACH, from = k < last ? k : last, block = from / NIB_BLOCK;
+            const uint32_t scale = (uint32_t)(u.g.swizzled ? block / 4 * 512 + block % 4 : block);
+            NIB_UNROLL
+            for (int i = 0; i < 2 * LT; i++) {
+                s.codes[i / 2][i % 2] = load_once((const uint4 *)(at.codes + (at.code[i] + (uint32_t)from / 2)));
+                s.scales[i / 2][i % 2] = *(const uint16_t *)(at.scales + (at.scale[i] + scale));
             }
         }
         return s;
@@ -231,15 +241,22 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
         return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
     }
 
-    /* Eight codes as pairs of what they stand for, but for a power of two. */
+    /* Eight codes as pairs of what they stand for, but for a power of two. For BF16 a product has a nibble in two places at
+     * once: its sign where that belongs, and the rest. */
     static DEV_MEMBER void decode_word(uint32_t codes, uint32_t scale, uint32_t (&pairs)[4])
     {
         NIB_UNROLL
         for (int i = 0; i < 4; i++) {
-            const uint32_t sign = i < 3 ? codes << (12 - 4 * i) : codes;
-            const int up = (F16 ? 9 : 6) - 4 * i;
-            const uint32_t magnitude = up >= 0 ? codes << (up >= 0 ? up : 0) : codes >> (up < 0 ? -up : 0);
-            pairs[i] = scaled_pair((sign & 0x80008000u) | (magnitude & (F16 ? 0x0E000E00u : 0x01C001C0u)), scale, F16);
+            uint32_t pair;
+            if constexpr (F16) {
+                const uint32_t sign = i < 3 ? codes << (12 - 4 * i) : codes;
+                const uint32_t magnitude = i < 3 ? codes << (9 - 4 * i < 0 ? 0 : 9 - 4 * i) : codes >> 3;
+                pair = (sign & 0x80008000u) | (magnitude & 0x0E000E00u);
+            } else {
+                const uint32_t two = i < 2 ? codes : codes >> 8;
+                pair = (i % 2 ? (two & 0x00F000F0u) * 0x104u : (two & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
+            }
+            pairs[i] = scaled_pair(pair, scale, F16);
         }
     }
 
@@ -252,51 +269,42 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
                         a[h]);
     }
 
-    static DEV_MEMBER float value_of(const job &j, int64_t row, int64_t k)
+    /* F32 as a sum of BF16: cut off, not rounded, so that nothing overflows and what is left is exact. */
+    static DEV_MEMBER void split_values(float (&x)[8], uint32_t (&pairs)[PARTS][4])
     {
-        return k < j.weight.g.length ? nib_load_value(j.x, row * j.row_stride + k * j.element_stride, D) : 0.0f;
+        NIB_UNROLL
+        for (int n = 0; n < 4 * PARTS; n++) {
+            const int i = n % 4;
+            const uint32_t upper = __byte_perm(__float_as_uint(x[i]), __float_as_uint(x[i + 4]), 0x7632);
+            pairs[n / 4][i] = F16 ? f16_pair(x[i], x[i + 4]) : upper;
+            if (PARTS > 1) {
+                x[i] = __fsub_rn(x[i], low_half(upper));
+                x[i + 4] = __fsub_rn(x[i + 4], high_half(upper));
+            }
+        }
     }
 
     /* Values k..k + 7 of a row as pairs like those of codes. */
     static DEV_MEMBER void load_values(const job &j, int row, int k, uint32_t (&pairs)[PARTS][4])
     {
-        float x[8];
-        if (row >= j.rows || k >= j.weight.g.length) {
-            NIB_UNROLL
-            for (int i = 0; i < 4 * PARTS; i++)
-                pairs[i / 4][i % 4] = 0;
-            return;
-        }
+        const int64_t at = (row < j.rows ? row : j.rows - 1) * j.row_stride;
+        const bool inside = k < (int)j.weight.g.length;
         if constexpr (WHOLE && D != NIB_F32) {
-            const uint4 v = *(const uint4 *)((const uint16_t *)j.x + row * j.row_stride + k);
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (inside)
+                v = *(const uint4 *)((const uint16_t *)j.x + at + k);
             pairs[0][0] = __byte_perm(v.x, v.z, 0x5410);
             pairs[0][1] = __byte_perm(v.x, v.z, 0x7632);
             pairs[0][2] = __byte_perm(v.y, v.w, 0x5410);
             pairs[0][3] = __byte_perm(v.y, v.w, 0x7632);
-            return;
-        }
-        if constexpr (WHOLE) {
-            const uint4 *const at = (const uint4 *)((const float *)j.x + row * j.row_stride + k);
-            const uint4 low = at[0], high = at[1];
-            NIB_UNROLL
-            for (int i = 0; i < 8; i++)
-                x[i] = __uint_as_float(word_of(i < 4 ? low : high, i % 4));
         } else {
+            float x[8] = {};
             NIB_UNROLL
-            for (int i = 0; i < 8; i++)
-                x[i] = value_of(j, row, k + i);
-        }
-        NIB_UNROLL
-        for (int part = 0; part < PARTS; part++) {
-            NIB_UNROLL
-            for (int i = 0; i < 4; i++) {
-                const uint32_t upper = __byte_perm(__float_as_uint(x[i]), __float_as_uint(x[i + 4]), 0x7632);
-                pairs[part][i] = F16 ? f16_pair(x[i], x[i + 4]) : upper;
-                if (PARTS > 1) { /* cut off, not rounded: nothing overflows, and what is left is exact */
-                    x[i] = __fsub_rn(x[i], low_half(upper));
-                    x[i + 4] = __fsub_rn(x[i + 4], high_half(upper));
-                }
+            for (int i = 0; i < 8; i++) {
+                if (WHOLE ? inside : k + i < j.weight.g.length)
+                    x[i] = nib_load_value(j.x, at + (k + i) * (WHOLE ? 1 : j.element_stride), D);
             }
+            split_values(x, pairs);
         }
     }
 
@@ -305,16 +313,16 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
         return { { a[0][i], a[1][i], a[0][i + 1], a[1][i + 1] }, { b[i], b[i + 1] } };
     }
 
-    /* A lane's strip and the rows' values, by tensor cores. */
+    /* A lane's strip and the rows' values, by tensor cores: elements k.. of the warp. */
     static DEV_MEMBER void multiply_strip(const job &j, const shared &s, const strip &mine, uint32_t tile, int lane,
-                                          int k0, float (&acc)[LT][MT][4])
+                                          int k, float (&acc)[LT][MT][4])
     {
         NIB_UNROLL
         for (int word = 0; word < EACH / 8; word++) {
             uint32_t b[MT][PARTS][4];
             NIB_UNROLL
             for (int t = 0; t < MT; t++)
-                load_values(j, lane / 4 + 8 * t, k0 + lane % 4 * EACH + 8 * word, b[t]);
+                load_values(j, lane / 4 + 8 * t, k + lane % 4 * EACH + 8 * word, b[t]);
             NIB_UNROLL
             for (int n = 0; n < LT * MT * PARTS * 2; n++) {
                 const int sixteen = n / (MT * PARTS * 2), t = n / (PARTS * 2) % MT, part = n / 2 % PARTS, i = n % 2 * 2;
@@ -322,76 +330,88 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int AHEAD, int RESIDENT> stru
                 decode(s, mine, sixteen, word, a);
                 multiply<F16>(acc[sixteen][t], lane, fragments_of(a, b[t][part], i), [&](int l) {
                     uint32_t theirs[2][4], values[PARTS][4];
-                    decode(s, load_strip(j, places_of(j, tile, l), tile, k0 + l % 4 * EACH), sixteen, word, theirs);
-                    load_values(j, l / 4 + 8 * t, k0 + l % 4 * EACH + 8 * word, values);
+                    decode(s, load_strip(j, places_of(j, tile, l), k + l % 4 * EACH), sixteen, word, theirs);
+                    load_values(j, l / 4 + 8 * t, k + l % 4 * EACH + 8 * word, values);
                     return fragments_of(theirs, values[part], i);
                 });
             }
         }
     }
 
-    static DEV_MEMBER void load_first(const job &j, state &mine, uint32_t tile, int t)
-    {
-        const places at = places_of(j, tile, t % 32);
-        mine.tile = tile;
-        NIB_UNROLL
-        for (int d = 0; d < AHEAD; d++)
-            mine.next[d] = load_strip(j, at, tile, t / 32 * STEP + d * ROUND + t % 4 * EACH);
-    }
-
     static DEV_MEMBER void add_up(const job &j, shared &s, state &mine, uint32_t tile, uint32_t tiles, int t)
     {
-        const int lane = t % 32, warp = t / 32, length = (int)j.weight.g.length;
-        const places at = places_of(j, tile, lane);
+        const int lane = t % 32, warp = t / 32, begin = warp * STEP, own = begin + lane % 4 * EACH,
+                  length = (int)j.weight.g.length;
+        const uint32_t then = tiles - tile > thread_blocks() ? tile + thread_blocks() : tile;
+        places at = places_of(j, tile, lane);
         float acc[LT][MT][4] = {};
         if (mine.tile != tile)
-            load_first(j, mine, tile, t);
-        for (int k = warp * STEP; k < length; k += AHEAD * ROUND) {
-            NIB_UNROLL
-            for (int d = 0; d < AHEAD; d++) {
-                const strip current = mine.next[d];
-                mine.next[d] = load_strip(j, at, tile, k + (d + AHEAD) * ROUND + lane % 4 * EACH);
-                if (d == 0 || k + d * ROUND < length)
-                    multiply_strip(j, s, current, tile, lane, k + d * ROUND, acc);
+            mine.first = load_strip(j, at, own);
+        strip current = mine.first;
+        for (int k = 0; k < length; k += 2 * ROUND) {
+            const strip next = load_strip(j, at, own + k + ROUND);
+            if (begin + k < length)
+                multiply_strip(j, s, current, tile, lane, begin + k, acc);
+            if (k + 2 * ROUND < length) {
+                current = load_strip(j, at, own + k + 2 * ROUND);
+            } else {
+                at = places_of(j, then, lane);
+                current = load_strip(j, at, own);
             }
+            if (begin + k + ROUND < length)
+                multiply_strip(j, s, next, tile, lane, begin + k + ROUND, acc);
         }
-        if (tiles - tile > thread_blocks())
-            load_first(j, mine, tile + thread_blocks(), t);
+        mine.first = current;
+        mine.tile = then;
         NIB_UNROLL
         for (int i = 0; i < 4 * MT * LT; i++)
-            s.sums[warp][i / (4 * MT) * 16 + lane / 4 + i % 4 / 2 * 8][i / 4 % MT * 8 + lane % 4 * 2 + i % 2] =
-                acc[i / (4 * MT)][i / 4 % MT][i % 4];
+            s.sums[mine.half][warp][i / (4 * MT) * 16 + lane / 4 + i % 4 / 2 * 8]
+                  [i / 4 % MT * 8 + lane % 4 * 2 + i % 2] = acc[i / (4 * MT)][i / 4 % MT][i % 4];
+    }
+
+    static DEV_MEMBER void store(const job &j, const shared &s, const state &mine, int64_t line0, int i)
+    {
+        const int line = i % LINES, row = i / LINES;
+        float sum = 0;
+        if (line0 + line >= j.weight.g.lines)
+            return;
+        NIB_UNROLL
+        for (int w = 0; w < WARPS; w++)
+            sum = __fadd_rn(sum, s.sums[mine.half][w][line][row]);
+        const float factor = has_one_factor(j) ? s.factor : scale_of_product(j.to, row, line0 + line);
+        nib_output_store(&j.to.out, row, line0 + line, factor, sum * 0x1p8f);
     }
 
     template <int P>
     static DEV_MEMBER void phase(const job &j, shared &s, state &mine, uint32_t tile, uint32_t tiles, int t)
     {
-        const int64_t line0 = (int64_t)tile * LINES;
         if constexpr (P == 0)
             add_up(j, s, mine, tile, tiles, t);
-        for (int i = t; P == 1 && i < LINES * 8 * MT; i += THREADS) {
-            const int line = i % LINES, row = i / LINES;
-            if (row >= j.rows || line0 + line >= j.weight.g.lines)
-                continue;
-            float sum = 0;
-            NIB_UNROLL
-            for (int w = 0; w < WARPS; w++)
-                sum = __fadd_rn(sum, s.sums[w][line][row]);
-            store_product(j.to, row, line0 + line, sum * 0x1p8f);
-        }
+        for (int i = t; P == 1 && i < LINES * (int)j.rows; i += THREADS)
+            store(j, s, mine, (int64_t)tile * LINES, i);
+        if constexpr (P == 1)
+            mine.half ^= 1;
     }
 };
 
+/* Rows of F32 are three of BF16: their registers do for 16 lines. */
+template <nib_dtype D, int MT, class Run> static void choose_lines(const nib_cuda_few_rows &job, Run &run)
+{
+    enum { SIXTEENS = D == NIB_F32 ? 1 : 2, RESIDENT = D == NIB_F32 || MT == 2 ? 2 : 3 };
+    if (!job.whole)
+        run.template operator()<few_rows<D, MT, false, 1, 2>>(job);
+    else if (D == NIB_F32 || !job.many_lines)
+        run.template operator()<few_rows<D, MT, true, 1, RESIDENT>>(job);
+    else
+        run.template operator()<few_rows<D, MT, true, SIXTEENS, 2>>(job);
+}
+
 template <nib_dtype D, class Run> static void choose(const nib_cuda_few_rows &job, Run &run)
 {
-    if (job.rows <= 8 && job.whole)
-        run.template operator()<few_rows<D, 1, true, 1, 1, D == NIB_F32 ? 2 : 3>>(job);
-    else if (job.rows <= 8)
-        run.template operator()<few_rows<D, 1, false, 1, 1, 2>>(job);
-    else if (job.whole)
-        run.template operator()<few_rows<D, 2, true, D == NIB_F32 ? 1 : 2, 1, 2>>(job);
+    if (job.rows <= 8)
+        choose_lines<D, 1>(job, run);
     else
-        run.template operator()<few_rows<D, 2, false, 1, 1, 2>>(job);
+        choose_lines<D, 2>(job, run);
 }
 
 #endif
