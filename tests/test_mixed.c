@@ -1,0 +1,406 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_mixed.c - quantizations in which not every weight is NVFP4 of its own: FP8 by rows or plain, named in a list or
+ * chosen by a budget of bits, and codes that are taken over from another checkpoint.
+ */
+#define _GNU_SOURCE
+#include "io/checkpoint.h"
+#include "test_run.h"
+
+#include <float.h>
+
+enum { LAYERS = 4, ITEMS = 3 * LAYERS + 1 };
+
+/* Four layers of 1536 elements that servers fuse and 1536 that stand alone, and 256 outside of layers. */
+static void make_layers(void)
+{
+    struct random_item items[ITEMS];
+    static char names[ITEMS][64];
+    for (int layer = 0, i = 0; layer < LAYERS; layer++) {
+        static const struct random_item of_layer[] = { { "self_attn.q_proj", NIB_F32, 2, { 32, 32 }, 0.02f },
+                                                       { "self_attn.k_proj", NIB_F32, 2, { 16, 32 }, 0.1f },
+                                                       { "mlp.down_proj", NIB_F32, 2, { 32, 48 }, 0.5f } };
+        for (int j = 0; j < 3; j++, i++) {
+            snprintf(names[i], sizeof names[i], "model.layers.%d.%s.weight", layer, of_layer[j].name);
+            items[i] = of_layer[j];
+            items[i].name = names[i];
+        }
+    }
+    items[ITEMS - 1] = (struct random_item){ "head2.1x.proj.weight", NIB_F32, 2, { 16, 16 }, 1 };
+    fresh("in");
+    CHECK(mkdir(at("in"), 0777) == 0);
+    put_random(at("in/model.safetensors"), items, ITEMS);
+    put_text(at("in/config.json"), "{\"model_type\": \"llama\"}");
+}
+
+/* Actions of weights, by a letter each: K(ept), Q(uantized), 8; head2, then down, k and q of each layer. */
+static void check_actions(const nib_plan *plan, const char *wanted)
+{
+    char letters[ITEMS + LAYERS + 1] = "";
+    for (size_t i = 0, at = 0; i < ITEMS; i++) {
+        nib_plan_row row = { .bytes = sizeof row };
+        CHECK_OK(nib_plan_get_row(plan, i, &row));
+        letters[at++] = row.action == NIB_ACTION_QUANTIZE ? 'Q' : row.action == NIB_ACTION_FP8 ? '8' : 'K';
+        if (i % 3 == 0 && i + 1 < ITEMS)
+            letters[at++] = ' ';
+    }
+    CHECK_THAT(!strcmp(letters, wanted), "%s, not %s", letters, wanted);
+}
+
+static int no_finding(void *context, const nib_finding *finding)
+{
+    (void)context;
+    CHECK_THAT(finding->severity == NIB_SEVERITY_HINT, "%s: %s: %s", finding->id, finding->tensor, finding->fact);
+    return 0;
+}
+
+/* ---- FP8 ---- */
+
+/* A row's largest magnitude is 448, under a scale that BF16 rounds up; codes by the library's own rounding. */
+static void check_fp8(const nib_checkpoint *in, const nib_checkpoint *out, const char *name, nib_dtype of_scales)
+{
+    char full[128];
+    const struct nib_ck_tensor *x, *codes, *scales;
+    snprintf(full, sizeof full, "%s.weight", name);
+    float *values = read_tensor(in, full, &x);
+    uint8_t *found = read_tensor(out, full, &codes);
+    snprintf(full, sizeof full, "%s.weight_scale", name);
+    void *raw = read_tensor(out, full, &scales);
+    const int64_t rows = x->shape[0], cols = x->shape[1];
+    float *factors = malloc((size_t)rows * sizeof *factors);
+    CHECK(codes->dtype == NIB_E4M3 && codes->rank == 2 && codes->shape[0] == rows && codes->shape[1] == cols);
+    CHECK(scales->dtype == of_scales && scales->shape[0] == rows && scales->rank == (of_scales == NIB_BF16 ? 2 : 1));
+    CHECK_OK(nib_decode(of_scales, raw, (size_t)rows, factors));
+    for (int64_t r = 0; r < rows; r++) {
+        float amax = 0, scaled[64];
+        uint8_t wanted[64];
+        for (int64_t k = 0; k < cols; k++)
+            amax = fmaxf(amax, fabsf(values[r * cols + k]));
+        const float scale = amax > 0 ? fmaxf(amax / 448.0f, FLT_MIN) : 1;
+        CHECK_THAT(of_scales == NIB_F32 ? factors[r] == scale
+                                        : factors[r] >= scale && factors[r] < scale * (1 + 0x1p-7f),
+                   "%s: row %lld has %a, not %a", name, (long long)r, (double)factors[r], (double)scale);
+        for (int64_t k = 0; k < cols; k++)
+            scaled[k] = values[r * cols + k] / factors[r];
+        CHECK_OK(nib_encode(NIB_E4M3, scaled, (size_t)cols, wanted));
+        CHECK_BYTES(found + r * cols, wanted, (size_t)cols);
+    }
+    free(values);
+    free(found);
+    free(raw);
+    free(factors);
+}
+
+/* Some rows are zeros, some tiny, one has a single value: the scale of each is its own. */
+static void change_rows(void)
+{
+    nib_file *file = NULL;
+    nib_entry e;
+    size_t index;
+    float rows[3][32] = { { 0 }, { 0x1p-140f, -0x1p-139f }, { 0, 0, 3e38f } };
+    CHECK_OK(nib_file_open(at("in/model.safetensors"), &file));
+    CHECK_OK(nib_file_find(file, "model.layers.1.self_attn.q_proj.weight", &index));
+    CHECK_OK(nib_file_entry(file, index, &e));
+    const uint64_t begin = nib_file_data_begin(file) + e.begin;
+    nib_file_close(file);
+    FILE *raw = fopen(at("in/model.safetensors"), "r+b");
+    CHECK(raw && fseek(raw, (long)begin, SEEK_SET) == 0 && fwrite(rows, sizeof rows, 1, raw) == 1);
+    if (raw)
+        fclose(raw);
+}
+
+TEST(fp8_by_rows)
+{
+    static const char *const list[] = { "*layers.1.self_attn.q_proj", "re:.*layers\\.2\\.mlp.*" };
+    static const struct {
+        nib_checkpoint_format format;
+        nib_scheme scheme;
+        nib_dtype scales;
+        const char *config[3];
+    } cases[] = {
+        { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
+          NIB_SCHEME_NVFP4A16,
+          NIB_BF16,
+          { "\"group_1\"", "\"mixed-precision\"", "\"input_activations\": null" } },
+        { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
+          NIB_SCHEME_NVFP4,
+          NIB_BF16,
+          { "\"group_1\"", "\"float-quantized\"", "\"token\"" } },
+        { NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_SCHEME_NVFP4, NIB_F32, { "\"group_1\"", "MIXED_PRECISION", "FP8" } },
+    };
+    make_layers();
+    change_rows();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        nib_checkpoint *in = open_good(at("in"));
+        nib_quantize_options options = with(cases[i].format);
+        options.scheme = cases[i].scheme;
+        options.fp8 = list;
+        options.n_fp8 = 2;
+        nib_plan *plan = plan_quantize(in, &options);
+        check_actions(plan, "Q QQQ Q88 8QQ QQQ");
+        CHECK_OK(nib_plan_run(plan, fresh("out"), NULL, NULL));
+        nib_plan_destroy(plan);
+        nib_checkpoint *out = open_good(at("out"));
+        check_fp8(in, out, "model.layers.1.self_attn.q_proj", cases[i].scales);
+        check_fp8(in, out, "model.layers.1.self_attn.k_proj", cases[i].scales); /* servers fuse the two */
+        check_fp8(in, out, "model.layers.2.mlp.down_proj", cases[i].scales);
+        for (int j = 0; j < 3; j++)
+            CHECK_THAT(file_has(at("out/config.json"), cases[i].config[j]), "case %zu: %s", i, cases[i].config[j]);
+        CHECK_OK(nib_checkpoint_check(out, NULL, NULL, no_finding, NULL));
+        nib_checkpoint_close(out);
+        nib_checkpoint_close(in);
+    }
+}
+TEST(fp8_of_what_is_not_finite)
+{
+    static const char *const list[] = { "*q_proj" };
+    static const float bad[] = { NAN, INFINITY, -INFINITY };
+    for (size_t i = 0; i < 3; i++) {
+        float x[16 * 16] = { 1 };
+        x[37] = bad[i];
+        const struct item item = { "m.layers.0.self_attn.q_proj.weight", NIB_F32, 2, { 16, 16 }, x };
+        put_tensors("bad.safetensors", &item, 1);
+        nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+        options.fp8 = list;
+        options.n_fp8 = 1;
+        CHECK_FAILS(quantize(at("bad.safetensors"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA,
+                    "q_proj\" is not finite at [2, 5]");
+    }
+}
+
+/* ---- Lists and budgets ---- */
+
+TEST(weights_that_stay)
+{
+    static const char *const list[] = { "*layers.3.self_attn.k_proj" };
+    make_layers();
+    nib_checkpoint *in = open_good(at("in"));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    options.plain = list;
+    options.n_plain = 1;
+    nib_plan *plan = plan_quantize(in, &options);
+    check_actions(plan, "Q QQQ QQQ QQQ QKK");
+    nib_plan_row k = { .bytes = sizeof k }, q = { .bytes = sizeof q };
+    CHECK_OK(nib_plan_get_row(plan, 11, &k));
+    CHECK_OK(nib_plan_get_row(plan, 12, &q));
+    CHECK_THAT(!strcmp(k.reason, "it is to stay (--plain)"), "%s", k.reason);
+    CHECK_THAT(!strcmp(q.reason, "servers fuse it with model.layers.3.self_attn.k_proj, which stays"), "%s", q.reason);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+/* All experts of a layer go together, those of the next do not. */
+TEST(experts_are_fused)
+{
+    static const char *const list[] = { "m.layers.0.mlp.experts.1.up_proj" };
+#define UP(layer, expert) { "m.layers." #layer ".mlp.experts." #expert ".up_proj.weight", NIB_F32, 2, { 16, 16 }, 1 }
+    PUT(at("experts.safetensors"), UP(0, 0), UP(0, 1), UP(0, 2), UP(1, 0), UP(1, 1));
+    nib_checkpoint *in = open_good(at("experts.safetensors"));
+    for (int plain = 0; plain < 2; plain++) {
+        nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+        options.fp8 = options.plain = list;
+        options.n_fp8 = !plain;
+        options.n_plain = (size_t)plain;
+        nib_plan *plan = plan_quantize(in, &options);
+        for (size_t i = 0; i < 5; i++) {
+            nib_plan_row row = { .bytes = sizeof row };
+            CHECK_OK(nib_plan_get_row(plan, i, &row));
+            CHECK(row.action == (i >= 3 ? NIB_ACTION_QUANTIZE : plain ? NIB_ACTION_KEEP : NIB_ACTION_FP8));
+            CHECK_THAT(!strcmp(row.reason, !plain || i >= 3 ? ""
+                                           : i == 1         ? "it is to stay (--plain)"
+                                                            : "servers fuse it with what stays"),
+                       "%zu: %s", i, row.reason);
+        }
+        nib_plan_destroy(plan);
+    }
+    nib_checkpoint_close(in);
+}
+
+TEST(a_budget_goes_from_the_ends_to_the_middle)
+{
+    static const struct {
+        float bits;
+        bool plain;
+        const char *actions;
+    } cases[] = {
+        { 4.5f, false, "Q QQQ QQQ QQQ QQQ" }, { 5.1f, false, "Q QQQ QQQ QQQ 8QQ" },
+        { 5.6f, false, "Q QQQ QQQ QQQ 888" }, { 6.2f, false, "Q 8QQ QQQ QQQ 888" },
+        { 6.7f, false, "Q 888 QQQ QQQ 888" }, { 7.2f, false, "Q 888 QQQ 8QQ 888" },
+        { 9, false, "Q 888 888 888 888" },    { 16, true, "Q KQQ QQQ QQQ KKK" },
+        { 8, true, "Q QQQ QQQ QQQ KQQ" },
+    };
+    make_layers();
+    nib_checkpoint *in = open_good(at("in"));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+        options.budget = cases[i].bits;
+        options.budget_plain = cases[i].plain;
+        nib_plan *plan = plan_quantize(in, &options);
+        check_actions(plan, cases[i].actions);
+        CHECK(strstr(plan->note, "is a guess"));
+        nib_plan_row row = { .bytes = sizeof row };
+        CHECK_OK(nib_plan_get_row(plan, 10, &row));
+        CHECK(!strcmp(row.reason, cases[i].plain ? "the budget has bits for it" : ""));
+        nib_plan_destroy(plan);
+    }
+    nib_checkpoint_close(in);
+}
+
+TEST(lists_and_budgets_that_are_rejected)
+{
+    static const char *const list[] = { "*q_proj" }, *const nobody[] = { "*z_proj" },
+                             *const experts[] = { "*experts*" };
+    make_layers();
+    make_llama(at("llama"));
+    nib_plan *plan = NULL;
+    static const struct {
+        float budget;
+        bool plain, fp8, gguf;
+        nib_status status;
+        const char *words;
+    } cases[] = { { 4.4f, false, false, false, NIB_ERR_ARG, "from 4.5 bits" },
+                  { 16.5f, false, false, false, NIB_ERR_ARG, "to 16, not 16.5" },
+                  { NAN, false, false, false, NIB_ERR_ARG, "4.5" },
+                  { 5, false, true, false, NIB_ERR_MODE, "one of the two" },
+                  { 5, true, false, false, NIB_ERR_MODE, "one of the two" },
+                  { 5, false, false, true, NIB_ERR_MODE, "--budget-plain" },
+                  { 0, false, true, true, NIB_ERR_MODE, "GGUF has no FP8" } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        nib_quantize_options options =
+            with(cases[i].gguf ? NIB_CHECKPOINT_FORMAT_GGUF : NIB_CHECKPOINT_FORMAT_MODELOPT);
+        options.budget = cases[i].budget;
+        options.plain = options.fp8 = list;
+        options.n_plain = cases[i].plain;
+        options.n_fp8 = cases[i].fp8;
+        nib_checkpoint *in = open_good(at(cases[i].gguf ? "llama" : "in"));
+        CHECK_FAILS(nib_plan_quantize(in, &options, &plan), cases[i].status, cases[i].words);
+        nib_checkpoint_close(in);
+    }
+    nib_checkpoint *in = open_good(at("in"));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    options.fp8 = nobody;
+    options.n_fp8 = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "*z_proj");
+    nib_checkpoint_close(in);
+    make_stacks(at("stacks"), "gpt_oss");
+    in = open_good(at("stacks"));
+    options.fp8 = options.plain = experts;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "cannot be FP8 (--fp8)");
+    options.n_fp8 = 0;
+    options.n_plain = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "left out of it (--plain)");
+    nib_checkpoint_close(in);
+}
+
+/* ---- Codes of another checkpoint ---- */
+
+static void check_same_codes(const nib_checkpoint *a, const nib_checkpoint *b, const char *name)
+{
+    size_t i, j;
+    nib_weight x = { .bytes = sizeof x }, y = { .bytes = sizeof y };
+    uint8_t codes[2][32 * 48], scales[2][32 * 3];
+    CHECK_OK(nib_checkpoint_find_weight(a, name, &i));
+    CHECK_OK(nib_checkpoint_find_weight(b, name, &j));
+    CHECK_OK(nib_checkpoint_get_weight(a, i, &x));
+    CHECK_OK(nib_checkpoint_get_weight(b, j, &y));
+    CHECK_OK(nib_checkpoint_read_codes(a, i, 0, x.rows, codes[0], scales[0]));
+    CHECK_OK(nib_checkpoint_read_codes(b, j, 0, y.rows, codes[1], scales[1]));
+    CHECK_BYTES(codes[0], codes[1], (size_t)(x.rows * x.cols / 2));
+    CHECK_BYTES(scales[0], scales[1], (size_t)(x.rows * x.cols / 16));
+    CHECK(x.tensor_scale_kind == y.tensor_scale_kind ? x.tensor_scale == y.tensor_scale
+                                                     : x.tensor_scale == 1 / y.tensor_scale);
+}
+
+/* The tensor scale of a weight of out, in compressed-tensors' file "codes". */
+static void put_scale(const char *name, float value)
+{
+    nib_file *file = NULL;
+    nib_entry e;
+    size_t index;
+    CHECK_OK(nib_file_open(at("codes/model.safetensors"), &file));
+    CHECK_OK(nib_file_find(file, name, &index));
+    CHECK_OK(nib_file_entry(file, index, &e));
+    const uint64_t begin = nib_file_data_begin(file) + e.begin;
+    nib_file_close(file);
+    FILE *raw = fopen(at("codes/model.safetensors"), "r+b");
+    CHECK(raw && fseek(raw, (long)begin, SEEK_SET) == 0 && fwrite(&value, sizeof value, 1, raw) == 1);
+    if (raw)
+        fclose(raw);
+}
+
+TEST(codes_are_taken_over)
+{
+    static const char *const first[] = { "re:.*layers\\.[01]\\..*" };
+    make_layers();
+    nib_quantize_options rtn = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    rtn.scale_rule = NIB_SCALE_RTN;
+    rtn.tensor_scale_rule = NIB_TENSOR_SCALE_RULE_EXACT;
+    rtn.only = first;
+    rtn.n_only = 1;
+    CHECK_OK(quantize(at("in"), fresh("codes"), &rtn, NULL, NULL));
+    CHECK_OK(quantize(at("in"), fresh("swept"), NULL, NULL, NULL));
+    nib_checkpoint *codes = open_good(at("codes")), *swept = open_good(at("swept"));
+    for (int i = 0; i < 2; i++) {
+        nib_quantize_options options =
+            with(i ? NIB_CHECKPOINT_FORMAT_MODELOPT : NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+        options.codes = at("codes");
+        CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+        nib_checkpoint *out = open_good(at("out"));
+        CHECK(strstr(out->provenance, "\"codes_xxh3\""));
+        check_same_codes(out, codes, "model.layers.0.self_attn.q_proj");
+        check_same_codes(out, codes, "model.layers.1.mlp.down_proj");
+        check_same_codes(out, swept, "model.layers.2.self_attn.q_proj");
+        check_same_codes(out, swept, "model.layers.3.mlp.down_proj");
+        nib_checkpoint_close(out);
+    }
+    nib_checkpoint_close(codes);
+    nib_checkpoint_close(swept);
+}
+
+TEST(codes_that_do_not_fit)
+{
+    make_layers();
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    CHECK_OK(quantize(at("in"), fresh("codes"), NULL, NULL, NULL));
+    options.codes = at("codes");
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+    put_scale("model.layers.1.self_attn.k_proj.weight_global_scale", 3);
+    CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, "which servers fuse, have the");
+    put_scale("model.layers.1.self_attn.k_proj.weight_global_scale", 0);
+    CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, "k_proj\" is 0");
+    put_scale("model.layers.1.self_attn.k_proj.weight_global_scale", INFINITY);
+    CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, "k_proj\" is inf");
+    static const struct {
+        const char *name;
+        int64_t rows;
+        const char *words;
+    } cases[] = {
+        { "model.layers.0.self_attn.q_proj.weight", 32, "q_proj\", but not \"model.layers.0.self_attn.k_proj" },
+        { "model.layers.0.self_attn.k_proj.weight", 16, "k_proj\", but not \"model.layers.0.self_attn.q_proj" },
+        { "model.layers.0.self_attn.q_proj.weight", 16, "is [16, 32] there, and [32, 32] in" },
+        { "model.layers.9.self_attn.q_proj.weight", 16, "no NVFP4 weight of those" }
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        put_random(at("one.safetensors"), &(struct random_item){ cases[i].name, NIB_F32, 2, { cases[i].rows, 32 }, 1 },
+                   1);
+        CHECK_OK(quantize(at("one.safetensors"), fresh("codes"), NULL, NULL, NULL));
+        CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, cases[i].words);
+    }
+    options.codes = at("in");
+    CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, "no NVFP4 weight of those");
+    options.codes = at("nothing");
+    CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_IO, "nothing");
+    options.format = NIB_CHECKPOINT_FORMAT_GGUF;
+    make_llama(at("llama"));
+    CHECK_FAILS(quantize(at("llama"), at("out.gguf"), &options, NULL, NULL), NIB_ERR_MODE, "taken over into matrices");
+    options.codes = NULL;
+    CHECK_OK(quantize(at("llama"), at("out.gguf"), &options, NULL, NULL));
+    options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    options.codes = at("out.gguf");
+    CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_UNSUPPORTED, "from safetensors files");
+    make_stacks(at("stacks"), "gpt_oss");
+    options.format = NIB_CHECKPOINT_FORMAT_MODELOPT;
+    CHECK_FAILS(quantize(at("stacks"), fresh("out"), &options, NULL, NULL), NIB_ERR_MODE, "taken over into matrices");
+}
+
+TEST_MAIN
