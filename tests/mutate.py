@@ -70,8 +70,9 @@ SETTINGS = ["test_kernels NIB_ROUNDS=1"] + [f"{test} NIB_MAX_ISA={isa}" for test
 LEFT_OUT = ["test_load", "test_kernels"]  # the second for one round of the same
 # Tests that run much and look at little of it: what they are for.
 ONLY_FOR = {"cli/bench": "tools/bench*", "cli/shard": "src/shard/*"}
-# Whose runs leave no coverage behind, as a sandbox or a signal keeps them from it: a pattern and the tests to run besides.
-UNSEEN = [("tools/sandbox.[ch]", ["test_sandbox", "cli/sandbox"]), ("checkpoint/run/*", ["cli/kill"])]
+# Whose runs leave no coverage behind, as a sandbox, a signal or the machine keeps them from it: a pattern and the tests to run besides.
+UNSEEN = [("src/kernels/x86/*amx*", ["test_products", "test_gemm"]),  # by a processor that has it
+          ("tools/sandbox.[ch]", ["test_sandbox", "cli/sandbox"]), ("checkpoint/run/*", ["cli/kill"])]
 
 # Which machine a file is for: a pattern and what /proc/cpuinfo or the name of the architecture must have.
 MACHINES = [("*/arm/*", "aarch64"), ("*/x86/*avx512*", "avx512bw"), ("*/x86/*", "avx2")]
@@ -392,16 +393,16 @@ class Base:
     def objects(self, kind):
         return os.path.join(self.directory, kind)
 
-    def build(self, programs, jobs):
+    def build(self, programs, kinds, jobs):
         wanted = LIBRARY + sorted({source for program in programs for source in program_sources(program)})
         cache = ["ccache"] if shutil.which("ccache") else []
-        tasks = [(source, kind, self.objects(kind), ROOT, (), cache) for kind in KINDS for source in wanted]
+        tasks = [(source, kind, self.objects(kind), ROOT, (), cache) for kind in kinds for source in wanted]
         tasks.sort(key=lambda task: not (is_of_instructions(task[0]) or task[0].endswith(".cpp")))  # those take longest
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             for (source, kind, *_), (status, output) in zip(tasks, pool.map(lambda task: compile_source(*task), tasks)):
                 if status != 0:
                     raise SystemExit(f"{source} ({kind}): exit {status}\n{output}")
-        for kind in KINDS:
+        for kind in kinds:
             subprocess.run(["ar", "rcs", self.archive(kind), *(os.path.join(self.objects(kind), s + ".o") for s in LIBRARY)],
                            check=True)
         for source in wanted:
@@ -703,6 +704,31 @@ class Coverage:
             for first, last, count in functions:
                 spans.setdefault((first, last), set()).update([test] if count else [])
 
+    def save(self, path, limits, digest):
+        """To a file: sets of tests are few, and lines name theirs by its place."""
+        sets, tests = {}, sorted(self.seconds)
+        place = lambda found: sets.setdefault(tuple(sorted(tests.index(test) for test in found)), len(sets))
+        ran = {path: {line: place(found) for line, found in lines.items()} for path, lines in self.ran.items()}
+        functions = {path: [[*span, place(found)] for span, found in spans.items()] for path, spans in self.functions.items()}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"digest": digest, "tests": [[test, self.seconds[test], *limits[test, "plain"]] for test in tests],
+                       "sets": list(sets), "ran": ran, "functions": functions}, file)
+
+    def load(self, path, digest):
+        """The limits of tests, or None where the file is not there or of another tree."""
+        if not path or not os.path.exists(path):
+            return None
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+        if saved["digest"] != digest:
+            return None
+        tests = [test for test, *_ in saved["tests"]]
+        sets = [{tests[i] for i in places} for places in saved["sets"]]
+        self.seconds = {test: seconds for test, seconds, *_ in saved["tests"]}
+        self.ran = {p: {int(line): sets[place] for line, place in lines.items()} for p, lines in saved["ran"].items()}
+        self.functions = {p: {(first, last): sets[place] for first, last, place in spans} for p, spans in saved["functions"].items()}
+        return {(test, "plain"): tuple(limits) for test, _, *limits in saved["tests"]}
+
     def tests_of(self, mutant):
         """The tests that run a mutant's lines; where these have no code, its function; outside of one, anything of the file."""
         path, lines = mutant["file"], range(mutant["line"], mutant["last"] + 1)
@@ -718,13 +744,13 @@ class Coverage:
         return sorted((test for test in found if fnmatch.fnmatch(path, ONLY_FOR.get(test, "*"))), key=self.seconds.get)
 
 
-def measure_original(workers, tests):
-    """{(test, kind): the seconds of processor and clock that a mutant gets, and how it ends without one}, Coverage, faults."""
-    for kind in KINDS:
+def measure_original(workers, coverage, tests, kinds):
+    """{(test, kind): the seconds of processor and clock that a mutant gets, and how it ends without one}, faults; and the coverage."""
+    for kind in kinds:
         for test in sorted(tests, key=lambda test: not test.startswith("cli/")):  # they take longest
             if kind == "covered" or (kind == "sanitized" and test.startswith(("test_", "fuzz_"))):
                 workers.put("try_original", test, kind)
-    limits, coverage, faults = {}, Coverage(), []
+    limits, faults = {}, []
     for test, kind, status, output, processor, clock, found in workers.get():
         print(f"{test} ({kind}): exit {status}, {processor:.1f} s of the processor, {clock:.1f} s", flush=True)
         if status not in (0, 77):
@@ -734,7 +760,7 @@ def measure_original(workers, tests):
         if kind == "covered":
             limits[test, "plain"] = limits[test, kind]
             coverage.add(test, clock, found)
-    return limits, coverage, faults
+    return limits, faults
 
 
 # ---- The log ---------------------------------------------------------------------------------------------
@@ -749,12 +775,19 @@ def digest_of(*paths):
     return found.hexdigest()[:16]
 
 
+def all_files():
+    """All that a result depends on."""
+    found = sources(*MUTATED, "include/*.h", "cuda/shim/*", "examples/*.c", "bench/*.[ch]",
+                    *("tests/" + below for below in ("*", "*/*", "*/*/*", "*/*/*/*")))
+    return [path for path in found if os.path.isfile(os.path.join(ROOT, path)) and "__pycache__" not in path]
+
+
 class Log:
     """Results as they come, a line of JSON each, and those of earlier runs with the same log."""
 
     def __init__(self, path, again):
         self.path, self.known = path, {}
-        self.tests = digest_of(*(p for p in sources("tests/*", "tests/*/*", "cuda/test_*") if os.path.isfile(os.path.join(ROOT, p))))
+        self.tests = digest_of(*all_files())
         self.digests = {p: digest_of(p) for p in sources(*MUTATED)}  # now: the tree may be edited while this runs
         if path and os.path.exists(path):
             with open(path, encoding="utf-8") as file:
@@ -931,6 +964,7 @@ def main():
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (%(default)s)")
     parser.add_argument("--list", action="store_true", help="print mutants, run nothing")
     parser.add_argument("--unrun", action="store_true", help="print the lines for mutants that no test runs, and try none")
+    parser.add_argument("--coverage", metavar="FILE", help="take it from this file where it is of this tree, else write it there")
     parser.add_argument("--log", metavar="FILE", help="write results to it as they come, and go on from what it has")
     parser.add_argument("--survivors", action="store_true", help="try those of the log again that survived, nothing else")
     arguments = parser.parse_args()
@@ -954,7 +988,10 @@ def main():
     tests = [test for test in all_tests() if fnmatch.fnmatch(test, arguments.tests)]
     shutil.rmtree(WORK, ignore_errors=True)
     base = Base(os.path.join(WORK, "base"))
-    base.build({program for test in tests for program in programs_of(test)}, arguments.jobs)
+    coverage, whole = Coverage(), digest_of(*all_files())
+    known = coverage.load(arguments.coverage, whole)
+    kinds = [kind for kind in KINDS if not (known and kind == "covered")]
+    base.build({program for test in tests for program in programs_of(test)}, kinds, arguments.jobs)
     print(f"built, {time.time() - start:.0f} s", flush=True)
     for path in [path for path in drawn if path not in base.users]:
         skipped += wanted.pop(path)
@@ -963,7 +1000,10 @@ def main():
     scratch = scratch_directory(arguments.jobs)
     workers = Workers(base, arguments.jobs, scratch)
     try:
-        limits, coverage, faults = measure_original(workers, tests)
+        limits, faults = measure_original(workers, coverage, tests, kinds)
+        limits.update(known or {})
+        if arguments.coverage and not known:
+            coverage.save(arguments.coverage, limits, whole)
         print(f"{len(limits)} runs of tests pass without a mutant, {time.time() - start:.0f} s", flush=True)
         if arguments.unrun:
             print_unrun(drawn, coverage)
