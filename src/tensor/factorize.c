@@ -27,8 +27,12 @@ struct factorization {
     double *diagonal; /* of the columns in their order, dead ones and damping included */
     double *tiles, *row;
     int64_t current; /* the tile column or row that is worked on */
-    int64_t shares;  /* of a tile: tasks */
     float *u;
+
+    /* Tasks are shares of tiles, taken by whoever is free. */
+    void (*run)(const struct factorization *f, int64_t tile, int64_t first, int64_t width);
+    int64_t shares, tasks;
+    atomic_llong next;
 };
 
 static double *tile_at(const struct factorization *f, int64_t i, int64_t j)
@@ -163,30 +167,41 @@ static void substitute(const struct factorization *f, const double *l, double *c
     }
 }
 
-/* `run` for every share of `tiles` tiles: halves, or quarters where halves would leave threads without work. */
-static void for_shares(struct factorization *f, int64_t tiles, void (*run)(void *context, int64_t task))
+static void take_tasks(void *context, int64_t thread)
 {
-    f->shares = tiles < f->threads ? 4 : 2;
-    nib_parallel(f->shares * tiles, f->threads, run, f);
+    struct factorization *f = context;
+    const int64_t width = TILE / f->shares;
+    (void)thread;
+    for (int64_t task; (task = atomic_fetch_add_explicit(&f->next, 1, memory_order_relaxed)) < f->tasks;)
+        f->run(f, task / f->shares, task % f->shares * width, width);
+}
+
+/* `run` for `width` columns from `first` on of every one of so many tiles: a half, or a quarter where halves are too few. */
+static void for_tiles(struct factorization *f, int64_t tiles,
+                      void (*run)(const struct factorization *f, int64_t tile, int64_t first, int64_t width))
+{
+    f->run = run;
+    f->shares = tiles < 2 * f->threads ? 4 : 2;
+    f->tasks = f->shares * tiles;
+    atomic_store_explicit(&f->next, 0, memory_order_relaxed);
+    nib_parallel(f->threads, f->threads, take_tasks, f);
 }
 
 /* ---- L ---- */
 
-/* A share of a tile of the current column, less what the columns before it make of it. */
-static void update_column(void *context, int64_t task)
+/* Tile `below` of the current column, counted from the diagonal, less what the columns before it make of it. */
+static void update_column(const struct factorization *f, int64_t below, int64_t first, int64_t width)
 {
-    const struct factorization *f = context;
-    const int64_t width = TILE / f->shares, j = f->current, i = j + task / f->shares, first = task % f->shares * width;
+    const int64_t j = f->current, i = j + below;
     for (int64_t p = 0; p < j; p++)
         f->subtract(tile_at(f, i, j) + first, TILE, tile_at(f, j, p), TILE, tile_at(f, i, p) + first, TILE, TILE, width,
                     TILE);
 }
 
-static void solve_column(void *context, int64_t task)
+static void solve_column(const struct factorization *f, int64_t below, int64_t first, int64_t width)
 {
-    const struct factorization *f = context;
-    const int64_t width = TILE / f->shares, j = f->current, i = j + 1 + task / f->shares;
-    substitute(f, tile_at(f, j, j), tile_at(f, i, j) + task % f->shares * width, width);
+    const int64_t j = f->current, i = j + 1 + below;
+    substitute(f, tile_at(f, j, j), tile_at(f, i, j) + first, width);
 }
 
 /* The tile on the diagonal; false: its matrix is not positive definite. */
@@ -211,22 +226,20 @@ static bool factorize_tiles(struct factorization *f)
     nib_parallel(f->size, f->threads, load_row, f);
     for (f->current = 0; f->current < f->size; f->current++) {
         const int64_t below = f->size - f->current - 1;
-        for_shares(f, below + 1, update_column);
+        for_tiles(f, below + 1, update_column);
         if (!factorize_tile(f, tile_at(f, f->current, f->current)))
             return false;
-        for_shares(f, below, solve_column);
+        for_tiles(f, below, solve_column);
     }
     return true;
 }
 
 /* ---- L^-1 ---- */
 
-/* A share of a tile of the current row. Those on the left take longest: tasks come from both ends in turns. */
-static void invert_row(void *context, int64_t task)
+/* Tile j of the current row. The longest is the first. */
+static void invert_row(const struct factorization *f, int64_t j, int64_t first, int64_t width)
 {
-    const struct factorization *f = context;
-    const int64_t width = TILE / f->shares, first = task % f->shares * width, turn = task / f->shares;
-    const int64_t i = f->current, j = turn % 2 ? i - turn / 2 : turn / 2;
+    const int64_t i = f->current;
     double *c = tile_at(f, i, j) + first;
     for (int64_t r = 0; r < TILE; r++)
         for (int64_t k = 0; k < width; k++)
@@ -246,7 +259,7 @@ static void invert_tiles(struct factorization *f)
 {
     for (f->current = 0; f->current < f->size; f->current++) {
         nib_parallel(f->current + 1, f->threads, copy_tile, f);
-        for_shares(f, f->current + 1, invert_row);
+        for_tiles(f, f->current + 1, invert_row);
     }
 }
 
