@@ -141,6 +141,24 @@ def test_compressed_tensors_writes(tmp_path):
         assert error < 0.12
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_on_a_gpu(activations, tmp_path):
+    """The host's logits within what BF16 rounds, packed weights there, and tokens of a prompt."""
+    write(tmp_path, "modelopt")
+    host = nib.torch.from_pretrained(tmp_path, activations)
+    there = nib.torch.from_pretrained(tmp_path, activations, device="cuda")
+    layer = there.get_submodule(MODULES[0])
+    assert isinstance(layer, PackedLinear) and layer.matrix.runs[0].codes.is_cuda
+    with torch.inference_mode():
+        wanted = host(TOKENS).logits.float()
+        for tokens, expected in ((TOKENS, wanted), (TOKENS[:, :1], host(TOKENS[:, :1]).logits.float())):
+            found = there(tokens.cuda()).logits.float().cpu()
+            assert (found - expected).norm() < (0.05 if activations == "bf16" else 0.2) * expected.norm()
+        made = there.generate(TOKENS.cuda(), max_new_tokens=4, do_sample=False)
+    assert made.is_cuda and made.shape == (2, 24)
+
+
 def test_by_layers(tmp_path):
     """The same logits where one layer is in memory at a time."""
     write(tmp_path)
