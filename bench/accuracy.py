@@ -75,11 +75,15 @@ def prepare_calibration(folder, root="/usr/share"):
 
 
 def save_smollm2(folder):
+    import torch
+
     tokenizer, model = load_smollm2(folder, "cpu")
     del model.config.quantization_config  # of the GGUF file: such a model is not saved
-    plain = type(model)(model.config)
-    plain.load_state_dict(model.state_dict())
-    plain.bfloat16().save_pretrained(os.path.join(folder, "smollm2"))
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    plain.load_state_dict(model.bfloat16().state_dict(), assign=True)
+    plain.tie_weights()
+    plain.save_pretrained(os.path.join(folder, "smollm2"))
     tokenizer.save_pretrained(os.path.join(folder, "smollm2"))
 
 
@@ -496,8 +500,9 @@ def calibrate(arguments):
         costs["training"] = {"seconds": time.monotonic() - begin, "steps": arguments.steps}
         statistics, costs["small"] = make_statistics(directory, arguments.folder, device, tokens, "small")
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
-        rows += measure_calibrated("small", model, documents, statistics, device, arguments.draws)
-    write_figures(arguments.out, device, arguments.draws, {"calibrated": rows, "costs": costs})
+        for row in measure_calibrated("small", model, documents, statistics, device, arguments.draws):
+            rows.append(row)
+            write_figures(arguments.out, device, arguments.draws, {"calibrated": rows, "costs": costs})
 
 
 # ---- table ------------------------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def modelopt(model, tokens, out, config):
     from modelopt.torch.export import export_hf_checkpoint
 
     def forward(whole):
-        for row in tokens:
-            whole(row[None].to(whole.device), use_cache=False)
+        for batch in tokens.split(8):
+            whole(batch.to(whole.device), use_cache=False)
 
     mtq.quantize(model, getattr(mtq, config), forward)
     with torch.inference_mode():

@@ -143,21 +143,22 @@ def _alternatives(unit, format, source, high, weights, scales):
     return None if None in found.values() else found
 
 
-def measure(model, low, high, units, tokens, activations, memory=1 << 30, progress=None):
+def measure(model, low, high, units, batches, activations, memory=1 << 30, progress=None):
     """Set the gains of each unit. `model` is a streaming.Streamed of the original, `low` and `high` are directories
-    with all of it in NVFP4 and in FP8; returns the KL with all in NVFP4. `progress(layer, layers)` after each layer."""
+    with all of it in NVFP4 and in FP8, `batches` are of tokens; returns the KL with all in NVFP4.
+    `progress(layer, layers)` after each layer."""
     with Weights(model.directory) as weights:
-        return _measure(model, low, high, weights, units, tokens, activations, memory, progress)
+        return _measure(model, low, high, weights, units, batches, activations, memory, progress)
 
 
-def _measure(model, low, high, weights, units, tokens, activations, memory, progress):
+def _measure(model, low, high, weights, units, batches, activations, memory, progress):
     from .torch.pretrained import PackedSource
     source, scales = PackedSource(low, activations), streaming.fold_scales(low)
     packed = streaming.Streamed(low, model.device, model.dtype, experts="eager", source=source)
     above = PackedSource(high, activations) if any("fp8" in unit.extra_bytes for unit in units) else None
     if above:
         above.dtype = packed.dtype
-    batches, by_layer = tokens.split(1), {}
+    by_layer = {}
     for unit in units:
         layer = next((n for n in range(len(model)) if unit.name.startswith(_prefix(model, n))), None)
         for format in unit.extra_bytes if layer is not None else []:

@@ -603,7 +603,8 @@ class _Quantizing:
         if options.budget:
             step = max(1, tokens.numel() // options.budget_tokens)
             memory = int(options.max_memory * (1 << 30))
-            units = self.layers.spend(stats, options.budget, options.budget_formats, tokens[::step], memory, told)
+            batches = tokens[::step].split(options.batch)
+            units = self.layers.spend(stats, options.budget, options.budget_formats, batches, memory, told)
         plan = self.layers.finish(options.quantize, stats, resume=True, force=options.force,
                                   fp8=budget.weights_of(units, "fp8"), plain=budget.weights_of(units, "bf16"))
         if units:

@@ -207,7 +207,7 @@ class Layers:
         return quantize_checkpoint(self.model.directory, out, imatrix=stats, codes=self.codes if some else None,
                                    **{**options, **more})
 
-    def spend(self, stats, bits, formats, tokens, memory, progress=None):
+    def spend(self, stats, bits, formats, batches, memory, progress=None):
         """The units of a budget of `bits`, with what each is worth and what it becomes. What was measured is there when
         the run goes on."""
         low, high = (os.path.join(self.directory, name) for name in ("nvfp4", "fp8"))
@@ -227,7 +227,7 @@ class Layers:
                 plain = {key: value for key, value in self.options.items() if key not in ("gptq", "damp", "format")}
                 quantize_checkpoint(self.model.directory, high, imatrix=stats, force=True, fp8=["*"],
                                     format="compressed-tensors", **plain)
-            budget.measure(self.model, low, high, units, tokens, activations, memory, progress)
+            budget.measure(self.model, low, high, units, batches, activations, memory, progress)
             with open(note + ".tmp", "w", encoding="utf-8") as file:
                 json.dump({unit.name: unit.gains for unit in units}, file)
             os.replace(note + ".tmp", note)
