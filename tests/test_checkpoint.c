@@ -494,6 +494,59 @@ TEST(names_of_split_files)
     }
 }
 
+static void put_split(const char *name, int64_t number, int64_t count, int64_t tensors)
+{
+    nib_gguf_plan *plan = NULL;
+    nib_gguf_writer *writer = NULL;
+    CHECK_OK(nib_gguf_plan_create(at(name), &plan));
+    CHECK_OK(nib_gguf_put_string(plan, "general.architecture", "llama"));
+    CHECK_OK(nib_gguf_put_integer(plan, "split.no", NIB_GGUF_KIND_U16, number));
+    CHECK_OK(nib_gguf_put_integer(plan, "split.count", NIB_GGUF_KIND_U16, count));
+    if (tensors >= 0)
+        CHECK_OK(nib_gguf_put_integer(plan, "split.tensors.count", NIB_GGUF_KIND_I32, tensors));
+    CHECK_OK(nib_gguf_writer_create(plan, &writer));
+    CHECK_OK(nib_gguf_commit(writer));
+    nib_gguf_writer_destroy(writer);
+    nib_gguf_plan_destroy(plan);
+}
+
+/* A directory with one GGUF in several files is that; what else lies there, or what files say of themselves, may differ. */
+TEST(one_gguf_in_several_files)
+{
+    static const struct {
+        int64_t number, count, tensors;
+        const char *more;
+        nib_status status;
+        const char *words;
+    } cases[] = { { 1, 2, -1, NULL, NIB_OK, NULL },
+                  { 1, 2, 0, NULL, NIB_OK, NULL },
+                  { 0, 2, -1, NULL, NIB_ERR_DATA, "split.no" },
+                  { 1, 3, -1, NULL, NIB_ERR_DATA, "split.count" },
+                  { 1, 2, 5, NULL, NIB_ERR_DATA, "split.tensors.count is 5, and its 2 files have 0 tensors" },
+                  { 1, 2, -1, "m-00001-of-00003.gguf", NIB_ERR_UNSUPPORTED, "3 GGUF files" },
+                  { 1, 2, -1, "n-00001-of-00002.gguf", NIB_ERR_UNSUPPORTED, "3 GGUF files" },
+                  { 1, 2, -1, "more-00001-of-00002.gguf", NIB_ERR_UNSUPPORTED, "3 GGUF files" },
+                  { 1, 2, -1, "z.gguf", NIB_ERR_UNSUPPORTED, "3 GGUF files" } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        nib_checkpoint *c = NULL;
+        empty_directory();
+        put_split("m-00001-of-00002.gguf", 0, 2, cases[i].tensors);
+        put_split("m-00002-of-00002.gguf", cases[i].number, cases[i].count, -1);
+        if (cases[i].more)
+            put_split(cases[i].more, 0, 2, -1);
+        const nib_status status = nib_checkpoint_open(directory, &c);
+        CHECK_THAT(status == cases[i].status && (!status || strstr(nib_last_error(), cases[i].words)),
+                   "case %zu: %s: %s", i, nib_status_name(status), nib_last_error());
+        CHECK(status || c->n_files == 2);
+        nib_checkpoint_close(c);
+    }
+    empty_directory();
+    put_split("m-00001-of-00002.gguf", 0, 2, -1);
+    put_text("m-00002-of-00002.gguf", "{}      ");
+    nib_checkpoint *c = NULL;
+    CHECK_FAILS(nib_checkpoint_open(directory, &c), NIB_ERR_DATA, "m-00002-of-00002.gguf");
+}
+
 TEST(ends_of_names)
 {
     CHECK(nib_ck_ends_with("scale", "scale") && nib_ck_ends_with("a.scale", "scale") && nib_ck_ends_with("x", ""));

@@ -92,7 +92,7 @@ static bool read_scale(const char *text, float *out)
         value = strtod(text, &end);
     }
     *out = (float)value;
-    return *text && !*end && value >= 0 && value <= 448;
+    return end > text && end[-1] != '^' && !*end && value >= 0 && value <= 448;
 }
 
 static bool read_exponent(const char *text, float *out)

@@ -105,6 +105,43 @@ done <<'LIST'
 --dialect torchao TorchAO
 --preset mlp-only MLP_only
 LIST
+# ---- Numbers
+while read -r option value words; do
+    run 2 "$NIB" quantize --dry-run "$option" "$value" "$work/in" "$work/x"
+    has err "$option takes $words, not '$value'"
+done <<'LIST'
+--min-block-scale 449 a number from 0 to 448, such as 2^-6
+--min-block-scale -1 a number from 0 to 448, such as 2^-6
+--min-block-scale 2^9 a number from 0 to 448, such as 2^-6
+--min-block-scale 2^99999999999 a number from 0 to 448, such as 2^-6
+--min-block-scale 2^ a number from 0 to 448, such as 2^-6
+--min-block-scale 1x a number from 0 to 448, such as 2^-6
+--fold-exponent 1.1 a number from 0 to 1
+--fold-exponent -0.1 a number from 0 to 1
+--fold-exponent nan a number from 0 to 1
+--fold-exponent 1x a number from 0 to 1
+--damp -1 a number that is not negative, such as 0.1
+--damp inf a number that is not negative, such as 0.1
+--damp x a number that is not negative, such as 0.1
+--budget 4.4 bits of a weight, from 4.5 to 16
+--budget 16.1 bits of a weight, from 4.5 to 16
+--budget five bits of a weight, from 4.5 to 16
+LIST
+run 2 "$NIB" quantize --fold-search --fold-exponent 1 "$work/in" "$work/x"
+has err "--fold-search looks for the exponent"
+run 2 "$NIB" quantize --fold-exponent 1 "$work/in" "$work/x"
+has err "needs a file of statistics"
+run 0 "$NIB" quantize -q --min-block-scale 2^-6 "$work/in" "$work/word"
+same "$work/ct" "$work/word"
+run 0 "$NIB" quantize -q -f --min-block-scale 0.25 "$work/in" "$work/word"
+run 0 "$NIB" quantize -q --min-block-scale 2^-2 "$work/in" "$work/spelling"
+same "$work/word" "$work/spelling"
+run 0 "$NIB" quantize -q -f --min-block-scale 2^2 "$work/in" "$work/spelling"
+! diff -rq "$work/word" "$work/spelling" >/dev/null || fail "2^2 is not 2^-2"
+rm -r "$work/word" "$work/spelling"
+run 0 "$NIB" quantize --dry-run --json --budget 6 "$work/in" "$work/x"
+json "4.5 < 8 * d['changed_bytes_out'] / d['changed_elements'] <= 6 and 'is a guess' in d['note']"
+
 run 2 "$NIB" quantize --for tensorfoo "$work/in" "$work/x"
 has err "--for takes vllm, sglang, trtllm, transformers or llama.cpp, not 'tensorfoo'"
 run 2 "$NIB" quantize --scheme nvfp4 --activations NORM.json --dry-run "$work/in" "$work/x"
