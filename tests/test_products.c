@@ -203,7 +203,8 @@ TEST(forms)
         if (form == 8)
             q.scale_rule = NIB_SCALE_4OVER6, q.e4m3_max = 256;
         const bool whole = form == 7; /* a transform takes whole blocks of both axes */
-        const int64_t k = whole ? 160 : 150, m = whole ? 16 : 1 + test_below(40), n = whole ? 48 : 45;
+        const int64_t k = whole ? 160 : 150, n = whole ? 48 : 45;
+        const int64_t m = (i % 4 == 3 ? 96 : 0) + (whole ? 16 : 1 + test_below(40)); /* tiles begin at 96 */
         nib_operand a = operand_of(&q, (nib_usage)(i % 2), m, k), b = operand_of(&p, (nib_usage)test_below(2), n, k);
         check_bits("forms", &a, &b, NULL, NIB_F32);
         check_bits("forms", &b, &a, NULL, NIB_F32);
@@ -223,7 +224,7 @@ TEST(forms)
 /* Scales of any bits: negative ones, and NaNs that reach their outputs alone. */
 TEST(any_scale_byte)
 {
-    static const int64_t rows[] = { 1, 2, 9, 40 };
+    static const int64_t rows[] = { 1, 2, 9, 100 };
     for (int i = 0; i < 4 * COUNT(rows); i++) {
         nib_quantizer q = i / COUNT(rows) % 2 ? format(NIB_MXFP4) : default_quantizer();
         q.swizzled = i / COUNT(rows) / 2 == 1;
@@ -294,7 +295,7 @@ TEST(options)
 {
     static const nib_dtype dtypes[] = { NIB_F32, NIB_BF16, NIB_F16 };
     static const float factors[] = { 0, 1, -0.37f, 3e38f, 1e-30f };
-    enum { M = 19, N = 45, K = 70 };
+    enum { M = 101, N = 45, K = 70 };
     const nib_quantizer q = default_quantizer(), mxfp4 = format(NIB_MXFP4), mxfp8 = format(NIB_MXFP8);
     for (int i = 0; i < 90; i++) {
         const nib_quantizer *const kind = i % 4 == 2 ? &mxfp4 : i % 4 == 3 ? &mxfp8 : &q;

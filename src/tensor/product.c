@@ -34,7 +34,7 @@ static size_t scratch_bytes(const struct work *w)
 
 static int slot_of(const struct nib_kernels *kernels, const struct nib_product *p)
 {
-    enum { FEW_ROWS = 2, MANY_ROWS = 16 };
+    enum { FEW_ROWS = 2, MANY_ROWS = 96 }; /* tiles: what is packed for them must serve many rows */
     const int row = p->kind == NIB_PRODUCT_NVFP4   ? NIB_PRODUCT_ROW_NVFP4
                     : p->kind == NIB_PRODUCT_FIXED ? NIB_PRODUCT_ROW_FIXED
                                                    : NIB_PRODUCT_SLOTS;
