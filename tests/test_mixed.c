@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * test_mixed.c - quantizations in which not every weight is NVFP4 of its own: FP8 by rows or plain, named in a list or
- * chosen by a budget of bits, and codes that are taken over from another checkpoint.
+ * chosen by a budget of bits, codes that are taken over from another checkpoint; and statistics under other names, or of
+ * other models.
  */
 #define _GNU_SOURCE
 #include "io/checkpoint.h"
@@ -401,6 +402,119 @@ TEST(codes_that_do_not_fit)
     make_stacks(at("stacks"), "gpt_oss");
     options.format = NIB_CHECKPOINT_FORMAT_MODELOPT;
     CHECK_FAILS(quantize(at("stacks"), fresh("out"), &options, NULL, NULL), NIB_ERR_MODE, "taken over into matrices");
+}
+
+/* ---- Names of statistics ---- */
+
+struct statistic {
+    const char *module;
+    int64_t cols;
+    float factor;
+};
+
+/* Sums over four tokens, of squares that grow with the channel. */
+static void put_statistics(const struct statistic *all, size_t n)
+{
+    static const int64_t count = 4, one = 1;
+    char inputs[1024] = "{", names[16][128];
+    nib_writer *writer = NULL;
+    CHECK(n <= 8);
+    CHECK_OK(nib_writer_create(at("stats"), &writer));
+    for (size_t i = 0; i < n; i++) {
+        snprintf(names[2 * i], sizeof *names, "%s.sum2", all[i].module);
+        snprintf(names[2 * i + 1], sizeof *names, "%s.count", all[i].module);
+        snprintf(inputs + strlen(inputs), sizeof inputs - strlen(inputs), "%s\"%s\": \"%s\"", i ? ", " : "",
+                 all[i].module, all[i].module);
+        CHECK_OK(nib_writer_declare(writer, names[2 * i], NIB_F32, 2, (const int64_t[]){ 1, all[i].cols }));
+        CHECK_OK(nib_writer_declare(writer, names[2 * i + 1], NIB_I64, 1, &one));
+    }
+    strcat(inputs, "}");
+    CHECK_OK(nib_writer_metadata(writer, "format", "nib-stats-1"));
+    CHECK_OK(nib_writer_metadata(writer, "inputs", inputs));
+    for (size_t i = 0; i < n; i++) {
+        float sums[256];
+        for (int64_t k = 0; k < all[i].cols; k++)
+            sums[k] = all[i].factor * (float)(k + 1);
+        CHECK_OK(nib_writer_write(writer, names[2 * i], 0, sums, (size_t)all[i].cols * sizeof *sums));
+        CHECK_OK(nib_writer_write(writer, names[2 * i + 1], 0, &count, sizeof count));
+    }
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+}
+
+static void check_statistics(const nib_plan *plan, const char *name, const char *wanted)
+{
+    nib_plan_row row = { .bytes = sizeof row };
+    for (size_t i = 0; !nib_plan_get_row(plan, i, &row); i++)
+        if (!strcmp(row.name, name)) {
+            CHECK_THAT(!strcmp(row.statistics, wanted), "%s: %s, not %s", name, row.statistics, wanted);
+            return;
+        }
+    CHECK_THAT(false, "there is no %s", name);
+}
+
+/* nib's own names for a GGUF file, which has llama.cpp's. */
+TEST(statistics_of_a_gguf_by_other_names)
+{
+    static const struct statistic all[] = { { LAYER "self_attn.q_proj", H, 1 },
+                                            { LAYER "self_attn.k_proj", H, 1.0005f },
+                                            { "visual.blocks.0.proj", H, 1 },
+                                            { LAYER "mlp.gate_proj", H, 1 },
+                                            { LAYER "mlp.up_proj", H, 1 } };
+    make_llama(at("llama"));
+    put_statistics(all, 5);
+    nib_checkpoint *in = open_good(at("llama"));
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_dequantize(in, NIB_CHECKPOINT_FORMAT_GGUF, NIB_BF16, &plan));
+    CHECK_OK(nib_plan_run(plan, at("plain.gguf"), NULL, NULL));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+    in = open_good(at("plain.gguf"));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_GGUF);
+    options.statistics = at("stats");
+    plan = plan_quantize(in, &options);
+    check_statistics(plan, "blk.0.attn_q", "4 tokens");
+    check_statistics(plan, "blk.0.attn_k", "4 tokens");
+    check_statistics(plan, "blk.0.attn_v", "none: it is not in the file");
+    check_statistics(plan, "blk.0.ffn_up", "4 tokens");
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+/* Weights with one input whose statistics differ, and statistics of other shapes. */
+TEST(statistics_of_another_model)
+{
+    struct statistic all[] = { { LAYER "self_attn.q_proj", H, 1 },
+                               { LAYER "self_attn.k_proj", H, 1.0005f },
+                               { LAYER "self_attn.v_proj", H, 1 } };
+    make_llama(at("llama"));
+    nib_checkpoint *in = open_good(at("llama"));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    options.statistics = at("stats");
+    for (int i = 0; i < 2; i++) {
+        put_statistics(all, 3);
+        nib_plan *plan = plan_quantize(in, &options);
+        const char *note = strstr(plan->note, "statistics of ");
+        CHECK_THAT(!note == !i && (!i || (strstr(note, "of 2 weights differ") && strstr(note, "q_proj among them"))),
+                   "%s", plan->note);
+        nib_plan_destroy(plan);
+        all[1].factor = 1.002f; /* k, by whose name the set is called */
+    }
+    nib_plan *plan = NULL;
+    all[0].cols = 2 * H;
+    put_statistics(all, 3);
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA, "128 values in 1 slices");
+    all[0].cols = H + 1;
+    put_statistics(all, 3);
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA, "statistics of another model");
+    options.statistics = NULL;
+    options.statistics_strict = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "no file of statistics that could lack some");
+    options.statistics_strict = 0;
+    options.scheme = NIB_SCHEME_NVFP4;
+    options.activation = NIB_ACTIVATION_STATISTICS;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "need a file of them");
+    nib_checkpoint_close(in);
 }
 
 TEST_MAIN
