@@ -547,6 +547,58 @@ TEST(one_gguf_in_several_files)
     CHECK_FAILS(nib_checkpoint_open(directory, &c), NIB_ERR_DATA, "m-00002-of-00002.gguf");
 }
 
+/* Weights of a GGUF in GGML's own blocks, and in MXFP4's: a range of rows, whole and converted. */
+TEST(blocks_of_ggml)
+{
+    enum { R = 5, K = 64 };
+    static const struct {
+        uint32_t type;
+        int bytes; /* of 32 elements */
+    } cases[] = { { NIB_GGUF_Q8_0, 34 }, { NIB_GGUF_Q4_0, 18 }, { NIB_GGUF_MXFP4, 17 } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const size_t line = (size_t)cases[i].bytes * K / 32;
+        uint8_t blocks[R * 34 * K / 32];
+        for (size_t j = 0; j < sizeof blocks; j++)
+            blocks[j] = (uint8_t)test_below(100); /* finite scales, whether they are F16 or E8M0 */
+        nib_gguf_plan *plan = NULL;
+        nib_gguf_writer *writer = NULL;
+        empty_directory();
+        CHECK_OK(nib_gguf_plan_create(at("m.gguf"), &plan));
+        CHECK_OK(nib_gguf_put_string(plan, "general.architecture", "llama"));
+        CHECK_OK(nib_gguf_declare(plan, "blk.0.attn_q.weight", cases[i].type, 2, (const int64_t[]){ R, K }));
+        CHECK_OK(nib_gguf_writer_create(plan, &writer));
+        CHECK_OK(nib_gguf_write(writer, 0, 0, blocks, R * line));
+        CHECK_OK(nib_gguf_commit(writer));
+        nib_gguf_writer_destroy(writer);
+        nib_gguf_plan_destroy(plan);
+        nib_checkpoint *c = open_good(at("m.gguf"));
+        CHECK(c->n_weights == 1 && c->weights[0].rows == R && c->weights[0].cols == K);
+        float wanted[R * K], found[3 * K];
+        uint16_t narrow[3 * K], rounded[3 * K];
+        for (size_t r = 0; r < R; r++) {
+            if (cases[i].type != NIB_GGUF_MXFP4) {
+                nib_gguf_decode(cases[i].type, blocks + r * line, K / 32, wanted + r * K);
+                continue;
+            }
+            for (size_t k = 0; k < K; k++) { /* ggml has the second half of a block in the high nibbles */
+                static const float e2m1[8] = { 0, 0.5f, 1, 1.5f, 2, 3, 4, 6 };
+                const uint8_t *block = blocks + r * line + k / 32 * 17;
+                const uint8_t byte = block[1 + k % 16], code = k % 32 < 16 ? byte & 15 : byte >> 4;
+                wanted[r * K + k] = ldexpf(code & 8 ? -e2m1[code & 7] : e2m1[code & 7], block[0] - 127);
+            }
+        }
+        nib_array view;
+        CHECK_OK(nib_array_init(&view, found, NIB_F32, 2, (const int64_t[]){ 3, K }));
+        CHECK_OK(nib_checkpoint_read_rows(c, 0, 1, 3, &view));
+        CHECK_BYTES(found, wanted + K, sizeof found);
+        CHECK_OK(nib_array_init(&view, narrow, NIB_BF16, 2, (const int64_t[]){ 3, K }));
+        CHECK_OK(nib_checkpoint_read_rows(c, 0, 2, 3, &view));
+        CHECK_OK(nib_encode(NIB_BF16, wanted + 2 * K, 3 * K, rounded));
+        CHECK_BYTES(narrow, rounded, sizeof narrow);
+        nib_checkpoint_close(c);
+    }
+}
+
 TEST(ends_of_names)
 {
     CHECK(nib_ck_ends_with("scale", "scale") && nib_ck_ends_with("a.scale", "scale") && nib_ck_ends_with("x", ""));
