@@ -1196,6 +1196,13 @@ TEST(without_memory)
     nib_checkpoint_close(in);
 }
 
+static int count_finding(void *context, const nib_finding *finding)
+{
+    (void)finding;
+    ++*(long *)context;
+    return 0;
+}
+
 static void run_without_memory(const nib_plan *plan)
 {
     nib_status status = NIB_ERR_MEMORY;
@@ -1211,9 +1218,23 @@ static void run_without_memory(const nib_plan *plan)
                    nib_last_error());
         if (status && nib_os_exists(at("mixed/config.json"))) /* all was there, and was about to get its names */
             CHECK_OK(nib_plan_run(plan, at("mixed"), &resume, &job));
-        CHECK_OK(nib_os_remove_directory(at("mixed")));
+        if (status)
+            CHECK_OK(nib_os_remove_directory(at("mixed")));
     }
     CHECK(!status);
+    nib_checkpoint *out = open_good(at("mixed"));
+    long findings = 0, failed = 1;
+    for (long n = 0; failed && n < 100000; n++) {
+        allocations_left = n;
+        status = nib_checkpoint_check(out, NULL, &job, count_finding, &findings);
+        failed = allocations_left < 0;
+        allocations_left = -1;
+        CHECK_THAT(!status || (failed && status == NIB_ERR_MEMORY), "allocation %ld of a check: %s: %s", n,
+                   nib_status_name(status), nib_last_error());
+    }
+    CHECK_THAT(!status && !findings, "%ld findings", findings);
+    nib_checkpoint_close(out);
+    CHECK_OK(nib_os_remove_directory(at("mixed")));
 }
 
 TEST(a_run_without_memory)

@@ -43,8 +43,9 @@ static nib_status check_files(struct nib_checking *k)
 static nib_status run_checks(struct nib_checking *k)
 {
     static nib_status (*const checks[])(struct nib_checking * k) = {
-        check_files,      nib_check_modules, nib_check_wrapped_names, nib_check_gguf,     nib_check_weights,
-        nib_check_inputs, nib_check_shared,  nib_check_config,        nib_check_original, nib_check_guess,
+        check_files,       nib_check_modules,  nib_check_wrapped_names, nib_check_gguf,
+        nib_check_weights, nib_check_inputs,   nib_check_shared,        nib_check_config,
+        nib_check_mixture, nib_check_original, nib_check_guess,
     };
     for (size_t i = 0; i < sizeof checks / sizeof *checks; i++)
         TRY(checks[i](k));

@@ -10,6 +10,7 @@
  *     check_values.c    block scales, tensor scales, scales of activations
  *     check_groups.c    weights that servers fuse
  *     check_config.c    configuration against tensors
+ *     check_mixture.c   FP8 beside NVFP4
  *     check_original.c  codes and scales against the original, and what can be guessed without it
  */
 #ifndef NIB_CHECK_H
@@ -38,6 +39,9 @@ enum nib_fault {
     NIB_FAULT_STRAY,
     NIB_FAULT_PRE_QUANT_SCALE,
     NIB_FAULT_WRAPPED_NAME,
+    NIB_FAULT_FP8_SCALE_MISSING,
+    NIB_FAULT_FP8_SCALE_DTYPE,
+    NIB_FAULT_FP8_SCALE_SHAPE,
     NIB_FAULT_GGUF_KEY,
     NIB_FAULT_GGUF_TENSOR,
     NIB_FAULT_GGUF_TOKENIZER,
@@ -56,6 +60,8 @@ enum nib_fault {
     NIB_FAULT_SCALE_RANGE,
     NIB_FAULT_TENSOR_SCALE_INVERTED,
     NIB_FAULT_INPUT_INVERTED,
+    NIB_FAULT_FP8_SCALE_VALUE,
+    NIB_FAULT_FP8_NAN,
     /* fused groups */
     NIB_FAULT_FUSED_TENSOR_SCALES,
     NIB_FAULT_FUSED_INPUTS,
@@ -75,6 +81,7 @@ enum nib_fault {
     NIB_FAULT_CONFIG_TOO_WIDE,
     NIB_FAULT_CONFIG_LISTED,
     NIB_FAULT_CONFIG_UNLISTED,
+    NIB_FAULT_CONFIG_MIXTURE,
     NIB_FAULT_HF_MISSING,
     NIB_FAULT_HF_KEYS,
     NIB_FAULT_HF_DIFFERS,
@@ -200,6 +207,7 @@ nib_status nib_check_weights(struct nib_checking *k);
 nib_status nib_check_inputs(struct nib_checking *k);
 nib_status nib_check_shared(struct nib_checking *k);
 nib_status nib_check_config(struct nib_checking *k);
+nib_status nib_check_mixture(struct nib_checking *k);
 nib_status nib_check_original(struct nib_checking *k);
 nib_status nib_check_guess(struct nib_checking *k);
 

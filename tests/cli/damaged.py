@@ -260,8 +260,40 @@ def make_models():
         "quantized_layers": layers}},
         {"quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "exclude_modules": list(KEPT),
                           "quantized_layers": layers}})
+    models.update(make_mixtures(rounded, plain, forms, producer))
     models["ao"] = Model({**plain, **forms["ao"]}, {**CONFIG, "quantization_config": {"quant_method": "torchao"}})
     return models
+
+
+def make_mixtures(rounded, plain, forms, producer):
+    """FP8 beside NVFP4, with a scale for each row: of compressed-tensors and of ModelOpt."""
+    made = {"ct8": {}, "mo8": {}}
+    for name, rows in rounded.items():
+        if name not in FP8:
+            for form, kind in (("ct8", "ct"), ("mo8", "mo")):
+                made[form].update({n: t for n, t in forms[kind].items()
+                                   if n.startswith(name + ".") and "input" not in n})
+            continue
+        scales = [2.0 ** math.ceil(math.log2(max(map(abs, row)) / 448)) for row in rows]
+        codes = bytes(e4m3(abs(x) / s) | (0x80 if x < 0 else 0) for row, s in zip(rows, scales) for x in row)
+        shape = [len(rows), len(rows[0])]
+        for form, scale in (("ct8", ("BF16", [len(rows), 1], bf16_bytes(scales))),
+                            ("mo8", ("F32", [len(rows)], struct.pack(f"<{len(rows)}f", *scales)))):
+            made[form].update({name + ".weight": ("F8_E4M3", shape, codes), name + ".weight_scale": scale})
+    config = ct_config(False)
+    config["format"] = "mixed-precision"
+    config["config_groups"]["group_0"]["format"] = "nvfp4-pack-quantized"
+    config["config_groups"]["group_1"] = {
+        "targets": list(FP8), "format": "float-quantized", "input_activations": None, "output_activations": None,
+        "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}}
+    layers = {name: {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"} if name in FP8 else
+              {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in rounded}
+    modelopt = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "quantized_layers": layers}
+    return {"ct8": Model({**plain, **made["ct8"]}, {**CONFIG, "quantization_config": config}),
+            "mo8": Model({**plain, **made["mo8"]},
+                         {**CONFIG, "quantization_config": {"quant_method": "modelopt", "ignore": list(KEPT),
+                                                            "producer": producer, **modelopt}},
+                         {"producer": producer, "quantization": {"exclude_modules": list(KEPT), **modelopt}})}
 
 
 # ---- Damage ----------------------------------------------------------------------------------------------
@@ -269,6 +301,7 @@ def make_models():
 Q, K, V = (f"model.layers.1.self_attn.{x}_proj" for x in "qkv")
 O, DOWN = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"
 UP = "model.layers.2.mlp.experts.1.up_proj"
+FP8 = (Q, K, V, DOWN)  # in the mixtures
 DAMAGES = []
 
 
@@ -587,6 +620,115 @@ def _(m):
 def _(m):
     m.config["quantization_config"]["quantized_layers"].pop(O)
     m.hf["quantization"]["quantized_layers"].pop(O, None)
+
+
+def said(m, name, algorithm):
+    """What both files of ModelOpt say of a module."""
+    for layers in (m.config["quantization_config"]["quantized_layers"], m.hf["quantization"]["quantized_layers"]):
+        layers.pop(name, None)
+        if algorithm:
+            layers[name] = {"quant_algo": algorithm}
+
+
+def group(m, number):
+    return m.config["quantization_config"]["config_groups"][f"group_{number}"]
+
+
+@damage("fp8-scale-missing", "ct8")
+def _(m): del m.tensors[DOWN + ".weight_scale"]
+
+
+@damage("fp8-scale-missing", "mo8")
+def _(m): del m.tensors[Q + ".weight_scale"]
+
+
+@damage("codes-missing", "ct8")
+def _(m): del m.tensors[DOWN + ".weight"]
+
+
+@damage("fp8-scale-dtype", "ct8")
+def _(m): reshape(m, DOWN + ".weight_scale", [HIDDEN, 2], dtype="U8")
+
+
+@damage("fp8-scale-shape", "mo8")
+def _(m): reshape(m, DOWN + ".weight_scale", [HIDDEN // 2], m.tensors[DOWN + ".weight_scale"][2][:2 * HIDDEN])
+
+
+@damage("fp8-scale-shape", "ct8")
+def _(m): reshape(m, DOWN + ".weight_scale", [1, HIDDEN])
+
+
+@damage("fp8-scale-value", "ct8")
+def _(m): edit(m, DOWN + ".weight_scale", lambda b: b[:6] + b"\xc0\x7f" + b[8:])  # NaN
+
+
+@damage("fp8-scale-value", "mo8")
+def _(m): edit(m, DOWN + ".weight_scale", lambda b: b[:8] + bytes(4) + b[12:])
+
+
+@damage("fp8-scale-value", "mo8")
+def _(m): edit(m, DOWN + ".weight_scale", lambda b: b[:11] + bytes([b[11] | 0x80]) + b[12:])
+
+
+@damage("fp8-nan", "ct8")
+def _(m): edit(m, DOWN + ".weight", lambda b: b[:77] + b"\xff" + b[78:])
+
+
+@damage("fused-partly", "ct8")
+def _(m):
+    del m.tensors[V + ".weight_scale"]
+    reshape(m, V + ".weight", m.tensors[V + ".weight"][1], bytes(2 * len(m.tensors[V + ".weight"][2])), "BF16")
+    m.config["quantization_config"]["ignore"].append(V)
+
+
+@damage("config-mixture", "ct8")
+def _(m): group(m, 1)["targets"].remove(DOWN)
+
+
+@damage("config-mixture", "ct8")
+def _(m): group(m, 1)["targets"].append("re:.*o_proj")
+
+
+@damage("config-mixture", "ct8")
+def _(m): group(m, 1)["weights"]["num_bits"] = 4
+
+
+@damage("config-mixture", "ct8")
+def _(m): group(m, 1)["weights"]["strategy"] = "tensor"
+
+
+@damage("config-mixture", "ct8")
+def _(m): group(m, 1)["format"] = "pack-quantized"
+
+
+@damage("config-mixture", "ct8")
+def _(m): m.config["quantization_config"]["ignore"].append(DOWN)
+
+
+@damage("config-mixture", "mo8")
+def _(m): said(m, DOWN, None)
+
+
+@damage("config-mixture", "mo8")
+def _(m): said(m, DOWN, "FP8_PB_WO")
+
+
+@damage("config-mixture", "mo8")
+def _(m): said(m, "lm_head", "FP8")
+
+
+@damage("config-mixture", "mo8")
+def _(m):
+    m.config["quantization_config"]["ignore"].append(O)
+    m.hf["quantization"]["exclude_modules"].append(O)
+
+
+@damage("config-listed", "mo8")
+def _(m): said(m, DOWN, "W4A16_NVFP4")
+
+
+@damage("config-unlisted", "mo8")
+def _(m): said(m, O, "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 @damage("hf-config-missing", "mo", repaired=True)
