@@ -540,6 +540,57 @@ def test_masters_are_cast_through_the_host(gpu):
     assert torch.equal(shard.cpu(), expected._rowwise_data.view(-1))
 
 
+def test_what_fsdp2_gathers(place):
+    """Codes and scales to a tensor on the device, its amax without the host; the second time into the first's memory,
+    of which autograd has saved what it needs."""
+    weight = NVFP4Quantizer(with_2d_quantization=True)(place(sample(48, 64)))
+    expected = parts(weight)
+    gathered, metadata = weight.fsdp_pre_all_gather(None, weight.size(), weight.stride(), None, None)
+    whole, buffers = weight.fsdp_post_all_gather(gathered, metadata, torch.bfloat16)
+    for part in (*whole._parts(), *buffers):
+        assert part.device == place.device
+    versions = [whole._amax_rowwise._version, whole._amax_columnwise._version]
+    for buffer in buffers:
+        buffer.zero_()
+    weight.fsdp_post_all_gather(gathered, metadata, torch.bfloat16, out=whole)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(parts(whole), expected))
+    assert versions == [whole._amax_rowwise._version, whole._amax_columnwise._version]
+
+
+def test_copies_between_devices(gpu):
+    quantizer = NVFP4Quantizer(with_2d_quantization=True)
+    here, there = quantizer(sample()), quantizer(gpu(sample(seed=4)))
+    assert there.new_zeros((32, 80)).device == there.device == gpu.device
+    there.copy_(here)
+    assert same(here, there) and there._rowwise_data.is_cuda
+    here.zero_()
+    here.copy_(there)
+    assert same(here, there) and not here._rowwise_data.is_cuda
+
+
+def test_fsdp2_on_one_gpu(gpu, tmp_path):
+    """What the layer gives without it, its shard NVFP4 on the GPU; and a step of training."""
+    dist = torch.distributed
+    with nt.quantized_model_init(recipe=NVFP4BlockScaling()):
+        layer = nt.Linear(64, 96, bias=False, params_dtype=torch.bfloat16, device=gpu.device)
+    x = gpu(sample(32, 64))
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with nt.autocast(enabled=True, recipe=NVFP4BlockScaling()):
+            expected = layer(x)
+            dist.fsdp.fully_shard(layer)
+            y = layer(x)
+        assert torch.equal(y, expected)
+        y.float().square().mean().backward()
+        shard = layer.weight.to_local()
+        assert isinstance(shard, nt.NVFP4Tensor) and shard.device == gpu.device
+        before = shard.dequantize()
+        nt.FusedAdam(layer.parameters(), lr=0.1, master_weights=True).step()
+        assert not torch.equal(layer.weight.to_local().dequantize(), before)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_memory_is_torchs(gpu):
     quantizer = NVFP4Quantizer(with_2d_quantization=True)
     x = gpu(sample(1024, 1024))

@@ -238,7 +238,7 @@ def _on_data(tensor, func, args, kwargs):
 
 
 def _new_zeros(tensor, func, args, kwargs):
-    data = torch.zeros(args[1], dtype=torch.uint8)
+    data = torch.zeros(args[1], dtype=torch.uint8, device=kwargs.get("device") or tensor.device)
     other = _with_data(tensor, data)
     other._scale_inv = tensor._scale_inv.clone()
     return other

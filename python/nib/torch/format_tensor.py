@@ -621,7 +621,8 @@ class FormatTensor:
             return False
         if any(part is not None and _bridge.is_fake(part) for part in (*self._parts(), *src._parts())):
             return self._copy_traced(src)
-        source = _bridge.Native(src._struct(), self._dtype, tuple(src.shape), src._parts())
+        parts = [None if part is None else part.to(self.device) for part in src._parts()]
+        source = _bridge.Native(src._struct(), self._dtype, tuple(src.shape), parts)
         with self._native() as native, source as other:
             status = raw.nib_tensor_copy(native.handle, other.handle)
             if status in (_library.MismatchError.status, _library.UsageError.status):
@@ -853,7 +854,8 @@ def new_zeros_handler(tensor, func, args, kwargs):
     quantizer = tensor._get_quantizer().copy()
     quantizer.internal = False
     quantizer.set_usage(**tensor.get_usages())
-    return quantizer.make_empty(shape, dtype=kwargs.get("dtype") or tensor.dtype)
+    return quantizer.make_empty(shape, dtype=kwargs.get("dtype") or tensor.dtype,
+                                device=kwargs.get("device") or tensor.device)
 
 
 def record_stream_handler(tensor, func, args, kwargs):

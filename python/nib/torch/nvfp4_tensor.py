@@ -457,7 +457,7 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
         """(the whole tensor, the buffers it was made of)."""
         if len(all_gather_outputs) == 1:  # one rank alone, of which FSDP2 passes the first buffer on: the rest is here
             all_gather_outputs = (*all_gather_outputs, self._rowwise_scale_inv[:self.numel() // self.shape[-1]])
-        data, scales = (_bridge.host(t).contiguous() for t in all_gather_outputs)
+        data, scales = (_bridge.placed(t).contiguous() for t in all_gather_outputs)
         columnwise, amax, cols = metadata[1], metadata[2], metadata[7]
         rows = data.numel() // data.shape[-1]
         quantizer = self._get_quantizer().copy()
@@ -466,11 +466,12 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
         struct = self._struct()
         struct.rowwise, struct.columnwise = 1, bool(columnwise)
         if out is None:
-            out = quantizer.make_empty((rows, cols), dtype=param_dtype)
+            out = quantizer.make_empty((rows, cols), dtype=param_dtype, device=data.device)
         else:
             out._quantizer = quantizer
+        there = _bridge.on_gpu(amax)  # for it to stay there: it decides no code, and nobody waits
         gathered = _library.FsdpParts(data=_bridge.array(data.view(rows, -1)), scales=_bridge.array(scales),
-                                      tensor_scale=float(amax))
+                                      tensor_scale=1.0 if there else float(amax))
         gathered.scales.dtype = DType.kFloat8E4M3
         parts = self._parts()
         parts[1::2] = [None] * 3  # the columnwise usage is built of what was gathered
@@ -478,6 +479,9 @@ class NVFP4Tensor(FormatTensor, NVFP4TensorStorage, QuantizedTensor):
             lib.nib_tensor_set_quantizer(shard.handle, struct)
             lib.nib_fsdp_assign(shard.handle, gathered, rows, ctypes.c_void_p(native.handle.value))
             out._assign(native.parts())
+        for copied in (out._amax_rowwise, out._amax_columnwise) if there else ():
+            if copied is not None:
+                copied.data.copy_(amax)  # what autograd has saved of the gather before is the same value
         for name, value in zip(("_fp4_dtype", "_row_scaled_nvfp4", "_nvfp4_use_4over6", "_nvfp4_e4m3_max"),
                                (metadata[0], *metadata[4:7])):
             setattr(out, name, value)
