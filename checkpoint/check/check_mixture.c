@@ -204,9 +204,11 @@ static nib_status find_group(const json_t *groups, const char *module, const jso
             const bool is_class = text && strncmp(text, "re:", 3) != 0 && !strchr(text, '.');
             if (is_class && !*out)
                 *out = group;
-            if (!text || is_class || nib_patterns_create(&text, 1, &pattern))
+            if (!text || is_class)
                 continue;
-            const nib_status status = nib_patterns_match(pattern, module, &which);
+            nib_status status = nib_patterns_create(&text, 1, &pattern);
+            if (!status)
+                status = nib_patterns_match(pattern, module, &which);
             nib_patterns_destroy(pattern);
             if (status && status != NIB_ERR_ARG)
                 return status;
@@ -239,8 +241,10 @@ static nib_status check_said(struct nib_checking *k, const struct said *said, co
 {
     const char *const is = fp8 ? "FP8" : "NVFP4";
     uint32_t ignored = NIB_NONE;
-    if (said->ignored && !nib_patterns_match(said->ignored, module, &ignored) && ignored != NIB_NONE &&
-        (fp8 || said->mixed))
+    const nib_status matched = said->ignored ? nib_patterns_match(said->ignored, module, &ignored) : NIB_OK;
+    if (matched && matched != NIB_ERR_ARG) /* patterns that cannot be matched were said */
+        return matched;
+    if (ignored != NIB_NONE && (fp8 || said->mixed))
         return nib_check_found(k, NIB_FAULT_CONFIG_MIXTURE, module, "it is %s, and the configuration excludes it", is);
     if (!said->groups) {
         const char *algorithm = algorithm_of(said->layers, module);
