@@ -8,6 +8,8 @@
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
+#include "check/check.h"
+#include "plan/plan.h"
 #include "test_alloc.h"
 #include "test_weights.h"
 
@@ -372,6 +374,31 @@ TEST(names_severities)
     CHECK(nib_severity_name(NIB_SEVERITY_COUNT) == NULL && nib_severity_name((nib_severity)-1) == NULL);
 }
 
+static int look_up(void *context, const nib_finding *finding)
+{
+    char row[128];
+    snprintf(row, sizeof row, "\n| `%s`%s | %s |", finding->id, finding->repairable ? " *" : "",
+             nib_severity_name(finding->severity));
+    CHECK_THAT(strstr(context, row), "docs/check.md lacks %s", row + 1);
+    return 0;
+}
+
+/* docs/check.md has every finding, its severity, and a star where it can be repaired. */
+TEST(findings_are_documented)
+{
+    size_t bytes = 0;
+    char path[4096];
+    CHECK(realpath("docs/check.md", path));
+    char *file = get_file(path, &bytes), *text = calloc(bytes + 1, 1);
+    CHECK(file && text);
+    memcpy(text, file ? file : path, file ? bytes : 0);
+    struct nib_checking k = { .each = look_up, .context = text, .uniform = true };
+    for (int fault = 0; fault < NIB_FAULTS; fault++)
+        CHECK_OK(nib_check_found(&k, (enum nib_fault)fault, "t", "f"));
+    free(file);
+    free(text);
+}
+
 TEST(refuses_wrong_checks)
 {
     fill(0x70);
@@ -581,6 +608,44 @@ static void put_group(const float *tensor_scales, const char *prefix, bool divis
     put_tensors(at("g.safetensors"), items, n);
 }
 
+static int watch(void *context, const nib_progress *progress)
+{
+    uint64_t *last = context;
+    CHECK_THAT(progress->total > 0 && progress->total < 1 << 20 && progress->done <= progress->total, "%llu of %llu",
+               (unsigned long long)progress->done, (unsigned long long)progress->total);
+    last[0] = progress->done;
+    last[1] = progress->total;
+    return 0;
+}
+
+TEST(checks_tell_how_far_they_are)
+{
+    fill(0x70);
+    put_group((float[]){ 4096, 4096, 4096 }, "m.", true);
+    nib_checkpoint *c = open_good(at("g.safetensors"));
+    struct found found = { 0 };
+    uint64_t last[2] = { 0, 1 };
+    nib_job job;
+    nib_job_init(&job);
+    job.progress = watch;
+    job.context = last;
+    CHECK_OK(nib_checkpoint_check(c, NULL, &job, note, &found));
+    CHECK_THAT(3 * last[0] == 2 * last[1], "%llu of %llu before the last of three weights", (unsigned long long)last[0],
+               (unsigned long long)last[1]);
+    nib_checkpoint_close(c);
+}
+
+/* Block scales up to 32 of 448 and no more: the tensor scale could be smaller. */
+TEST(scales_in_too_small_a_range)
+{
+    for (uint8_t scale = 0x5E; scale < 0x62; scale++) {
+        fill(scale);
+        put_group((float[]){ 4096, 4096, 4096 }, "m.", true);
+        const struct found found = check_file(at("g.safetensors"));
+        CHECK_THAT(!strstr(found.ids, "scale-range") == (scale >= 0x60), "%02X: %s", (unsigned)scale, found.ids);
+    }
+}
+
 /* Carry a repair out, and compare: codes as they were, one tensor scale, and scales that are nearest to what they were. */
 static void check_repair(bool divisors, const float *tensor_scales, float shared)
 {
@@ -739,6 +804,8 @@ TEST(lives_without_memory)
             break;
     }
     CHECK(i > 10 && i < MOST);
+    nib_plan *whole = NULL;
+    CHECK_OK(nib_plan_repair(c, &whole));
     for (i = 0; i < MOST; i++) {
         nib_plan *plan = NULL;
         allocations_left = i;
@@ -747,11 +814,15 @@ TEST(lives_without_memory)
         allocations_left = -1;
         CHECK_THAT(status == NIB_OK || status == NIB_ERR_MEMORY, "allocation %ld: %s", i, nib_status_name(status));
         CHECK(!status == (plan != NULL));
+        CHECK_THAT(!plan || (plan->n_tensors == whole->n_tensors && plan->n_weights == whole->n_weights &&
+                             !plan->config == !whole->config && !plan->hf_quant == !whole->hf_quant),
+                   "allocation %ld: half a plan", i);
         nib_plan_destroy(plan);
         if (!failed)
             break;
     }
     CHECK(i > 10 && i < MOST);
+    nib_plan_destroy(whole);
     nib_weight_stats stats = { .bytes = sizeof stats };
     for (i = 0; i < MOST; i++) {
         allocations_left = i;

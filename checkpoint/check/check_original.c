@@ -178,8 +178,7 @@ static nib_status compare_kept(struct nib_checking *k, const struct sample *s)
         }
     }
     const double db = db_of(signal, noise);
-    const double wanted =
-        nib_ck_is_nvfp4(s->w->format) || s->w->format != NIB_CHECKPOINT_FORMAT_PLAIN ? bad_db : same_db;
+    const double wanted = s->w->format == NIB_CHECKPOINT_FORMAT_PLAIN ? same_db : bad_db;
     if (db >= wanted)
         return NIB_OK;
     return nib_check_found(k, NIB_FAULT_KEPT_DIFFERS, nib_check_tensor(k->c, s->w, NIB_ROLE_DATA),

@@ -334,7 +334,7 @@ bool nib_ck_llama_name(const char *module, char *name, size_t bytes, int64_t *ex
                                   feed_forward && experts  ? "_exps"
                                   : feed_forward && shared ? "_shexp"
                                                            : "");
-        return used > 0 && (size_t)used < bytes;
+        return (size_t)used < bytes;
     }
     return false;
 }
