@@ -299,10 +299,17 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
             pairs[0][3] = __byte_perm(v.y, v.w, 0x7632);
         } else {
             float x[8] = {};
+            uint4 quads[2] = {};
+            if (WHOLE && inside) {
+                const uint4 *const from = (const uint4 *)((const float *)j.x + at + k);
+                quads[0] = from[0], quads[1] = from[1];
+            }
             NIB_UNROLL
             for (int i = 0; i < 8; i++) {
-                if (WHOLE ? inside : k + i < j.weight.g.length)
-                    x[i] = nib_load_value(j.x, at + (k + i) * (WHOLE ? 1 : j.element_stride), D);
+                if constexpr (WHOLE)
+                    x[i] = __uint_as_float(word_of(quads[i / 4], i % 4));
+                else if (k + i < j.weight.g.length)
+                    x[i] = nib_load_value(j.x, at + (k + i) * j.element_stride, D);
             }
             split_values(x, pairs);
         }
