@@ -54,6 +54,9 @@ PRODUCT_SIMD void pack_columns_amx(const struct nib_side *b, int64_t first, int6
     const uint8_t *const codes = b->memory.codes + first * stride;
     for (int64_t k = 0; k < b->length; k += 128) {
         VF word[VL], scale[8];
+        if (lines == VL) /* those behind these lines come next: one stream, as in panels of bytes */
+            for (int64_t at = 0; at < VL * VL * 4; at += 64)
+                __builtin_prefetch(codes + VL * stride + k / 128 * VL * VL * 4 + at, 0, 2);
         load_words_vnni(codes + k / 2, stride, lines, bytes - k / 2, word);
         for (int64_t i = 0; i < 8 && k / NIB_BLOCK + i < blocks; i += 4)
             load_scales_vnni(b, first, lines, k / NIB_BLOCK + i, scale + i, SHAPE_NVFP4);
