@@ -404,6 +404,8 @@ TEST(folded_weights)
     CHECK_OK(nib_checkpoint_find_weight(out, EXPERT "0.up_proj", &theirs));
     CHECK_OK(nib_checkpoint_measure(in, mine, out, theirs, NULL, &stats));
     CHECK_THAT(nib_stats_sqnr(&stats) > 15, "%g dB", nib_stats_sqnr(&stats));
+    CHECK_OK(nib_checkpoint_measure(out, theirs, in, mine, NULL, &stats)); /* the folded one is unfolded for it */
+    CHECK_THAT(nib_stats_sqnr(&stats) > 15, "%g dB", nib_stats_sqnr(&stats));
     CHECK_FAILS(nib_plan_quantize(out, &options, &plan), NIB_ERR_UNSUPPORTED, "NVFP4 already");
     nib_checkpoint_close(out);
     nib_checkpoint_close(in);
@@ -521,6 +523,23 @@ static void put_dense_statistics(void)
     nib_writer_destroy(writer);
 }
 
+static nib_quantize_options dense_options(void)
+{
+    nib_quantize_options options = options_of();
+    options.statistics = at("dense.stats");
+    options.fold = NIB_FOLD_FIXED;
+    options.fold_exponent = 0.5f;
+    return options;
+}
+
+static void put_dense(const struct item *items, size_t n)
+{
+    if (entries(at("dense")) < 0)
+        CHECK(mkdir(at("dense"), 0777) == 0);
+    put_tensors("dense/model.safetensors", items, n);
+    put_text("dense/config.json", "{\"model_type\": \"llama\"}");
+}
+
 TEST(folds_that_cannot_be)
 {
     static const struct {
@@ -635,10 +654,7 @@ TEST(folds_that_cannot_be)
         snprintf(config, sizeof config, "{\"model_type\": \"%s\"}", cases[i].config);
         put_text("dense/config.json", config);
         nib_checkpoint *in = open_good(at("dense"));
-        nib_quantize_options options = options_of();
-        options.statistics = at("dense.stats");
-        options.fold = NIB_FOLD_FIXED;
-        options.fold_exponent = 0.5f;
+        nib_quantize_options options = dense_options();
         options.ignore = &cases[i].ignored;
         options.n_ignore = cases[i].ignored != NULL;
         nib_plan *plan = NULL;
@@ -649,6 +665,136 @@ TEST(folds_that_cannot_be)
         nib_plan_destroy(plan);
         nib_checkpoint_close(in);
     }
+}
+
+/* Biases of a norm and of up are divided as their weights are; in BF16 by powers of two, so that they stay exact. Where
+ * gate and up are one matrix, its first half keeps its rows. */
+TEST(folded_biases_and_halves)
+{
+    float bias[32];
+    uint16_t narrow[32];
+    for (int k = 0; k < 32; k++)
+        bias[k] = (float)(k + 1) / 8;
+    CHECK_OK(nib_encode(NIB_BF16, bias, 32, narrow));
+    put_dense_statistics();
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        struct item items[DENSE + 1];
+        const nib_dtype dtype = bf16 ? NIB_BF16 : NIB_F32;
+        const void *data = bf16 ? (const void *)narrow : bias;
+        float after[32], scales[32];
+        memcpy(items, dense, sizeof dense);
+        items[NORM].data = items[FORWARD_NORM].data = bias;
+        items[MORE] = (struct item){ LAYER "input_layernorm.bias", dtype, 1, { 16 }, data };
+        items[DENSE] = (struct item){ MLP "up_proj.bias", dtype, 1, { 32 }, data };
+        put_dense(items, DENSE + 1);
+        nib_checkpoint *in = open_good(at("dense"));
+        const nib_quantize_options options = dense_options();
+        nib_checkpoint_close(run_plan(in, &options, "out"));
+        nib_checkpoint_close(in);
+        for (int up = 0; up < 2; up++) {
+            uint16_t raw[32];
+            const char *name = up ? MLP "up_proj.bias" : LAYER "input_layernorm.bias";
+            const int n = up ? 32 : 16;
+            read_vector(at("out/nib-fold.scales"), up ? MLP "down_proj" : LAYER "input_layernorm", scales, n);
+            if (bf16) {
+                nib_file *file = NULL;
+                size_t index;
+                CHECK_OK(nib_file_open(at("out/model.safetensors"), &file));
+                CHECK_OK(nib_file_find(file, name, &index));
+                CHECK_OK(nib_file_read(file, index, 0, raw, (size_t)n * 2));
+                CHECK_OK(nib_decode(NIB_BF16, raw, (size_t)n, after));
+                nib_file_close(file);
+            } else {
+                read_vector(at("out/model.safetensors"), name, after, n);
+            }
+            int exponent, others = 0;
+            for (int k = 0; k < n; k++) {
+                CHECK_THAT(after[k] == bias[k] / scales[k], "%s, %d: %g, not %g / %g", name, k, (double)after[k],
+                           (double)bias[k], (double)scales[k]);
+                CHECK(!bf16 || frexpf(scales[k], &exponent) == 0.5f);
+                others += scales[k] != 1;
+            }
+            CHECK(others > 0);
+        }
+    }
+    struct item items[] = { dense[Q], { MLP "gate_up_proj.weight", NIB_F32, 2, { 64, 16 }, zeros }, dense[DOWN] };
+    float rows[64], columns[32];
+    put_dense(items, 3);
+    nib_checkpoint *in = open_good(at("dense"));
+    const nib_quantize_options options = dense_options();
+    nib_checkpoint_close(run_plan(in, &options, "out"));
+    nib_checkpoint_close(in);
+    read_vector(at("out/nib-fold.scales"), MLP "gate_up_proj", rows, 64);
+    read_vector(at("out/nib-fold.scales"), MLP "down_proj", columns, 32);
+    for (int r = 0; r < 32; r++)
+        CHECK(rows[r] == 1 && rows[32 + r] == columns[r]);
+}
+
+/* nib-fold.scales of an output that is opened again. */
+TEST(files_of_scales)
+{
+    static const struct {
+        const char *format, *columns, *rows;
+        nib_dtype dtype;
+        int64_t n;
+        float value;
+        const char *why;
+    } cases[] = {
+        { "nib-fold-1", "{\"" LAYER "self_attn.q_proj\": \"a\"}", "{}", NIB_F32, 16, 2, NULL },
+        { "nib-fold-1", "{\"no.such.weight\": \"z\"}", "{}", NIB_F32, 16, 2, NULL },
+        { "nib-fold-1", "{}", "{\"" MLP "up_proj\": \"a\"}", NIB_F32, 32, 0x1p-126f, NULL },
+        { "nib-fold-1", "{}", "{}", NIB_F32, 16, 0x1p126f, NULL },
+        { "nib-fold-2", "{}", "{}", NIB_F32, 16, 2, "it is not \"nib-fold-1\"" },
+        { NULL, "{}", "{}", NIB_F32, 16, 2, "it is not \"nib-fold-1\"" },
+        { "nib-fold-1", NULL, "{}", NIB_F32, 16, 2, "\"columns\": its metadata lack it" },
+        { "nib-fold-1", "{}", NULL, NIB_F32, 16, 2, "\"rows\": its metadata lack it" },
+        { "nib-fold-1", "{}", "[]", NIB_F32, 16, 2, "\"rows\": it is no JSON object" },
+        { "nib-fold-1", "{", "{}", NIB_F32, 16, 2, "nib-fold.scales" },
+        { "nib-fold-1", "{}", "{}", NIB_BF16, 16, 2, "scales are F32 of one dim" },
+        { "nib-fold-1", "{}", "{}", NIB_F32, 16, 0, "a scale is not positive" },
+        { "nib-fold-1", "{}", "{}", NIB_F32, 16, -1, "a scale is not positive" },
+        { "nib-fold-1", "{}", "{}", NIB_F32, 16, INFINITY, "not finite" },
+        { "nib-fold-1", "{}", "{}", NIB_F32, 16, NAN, "not finite" },
+        { "nib-fold-1", "{}", "{}", NIB_F32, 16, 0x1p-127f, "a scale is not positive" },
+        { "nib-fold-1", "{}", "{}", NIB_F32, 16, 0x1.000002p126f, "not finite" },
+        { "nib-fold-1", "{\"" LAYER "self_attn.q_proj\": \"b\"}", "{}", NIB_F32, 16, 2,
+          "q_proj\": its scales are missing" },
+        { "nib-fold-1", "{\"" LAYER "self_attn.q_proj\": 1}", "{}", NIB_F32, 16, 2,
+          "q_proj\": its scales are missing" },
+        { "nib-fold-1", "{\"" LAYER "self_attn.q_proj\": \"a\"}", "{}", NIB_F32, 17, 2,
+          "q_proj\": its scales are missing" },
+        { "nib-fold-1", "{}", "{\"" MLP "up_proj\": \"a\"}", NIB_F32, 16, 2, "up_proj\": its scales are missing" },
+    };
+    put_dense(dense, MORE);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        float scales[32];
+        nib_writer *writer = NULL;
+        for (int k = 0; k < 32; k++)
+            scales[k] = cases[i].value;
+        CHECK_OK(nib_writer_create(at("dense/nib-fold.scales"), &writer));
+        const char *const pairs[][2] = { { "format", cases[i].format },
+                                         { "columns", cases[i].columns },
+                                         { "rows", cases[i].rows } };
+        for (int j = 0; j < 3; j++)
+            if (pairs[j][1])
+                CHECK_OK(nib_writer_metadata(writer, pairs[j][0], pairs[j][1]));
+        CHECK_OK(nib_writer_declare(writer, "a", cases[i].dtype, 1, &cases[i].n));
+        CHECK_OK(nib_writer_write(writer, "a", 0, scales, (size_t)(cases[i].n * nib_dtype_bits(cases[i].dtype) / 8)));
+        CHECK_OK(nib_writer_commit(writer));
+        nib_writer_destroy(writer);
+        nib_checkpoint *c = NULL;
+        const nib_status status = nib_checkpoint_open(at("dense"), &c);
+        CHECK_THAT(cases[i].why ? status == NIB_ERR_DATA && strstr(nib_last_error(), cases[i].why) : !status,
+                   "case %zu: %s: %s", i, nib_status_name(status), status ? nib_last_error() : "");
+        if (i == 0 && c) {
+            nib_plan *plan = NULL;
+            put_dense_statistics();
+            const nib_quantize_options options = dense_options();
+            CHECK_FAILS(nib_plan_quantize(c, &options, &plan), NIB_ERR_MODE, "folded already");
+        }
+        nib_checkpoint_close(c);
+    }
+    CHECK(unlink(at("dense/nib-fold.scales")) == 0);
 }
 
 TEST(folds_that_are_rejected)
