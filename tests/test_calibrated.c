@@ -1117,6 +1117,62 @@ TEST(hessians_that_are_rejected)
     nib_checkpoint_close(in);
 }
 
+/* ---- Tensor scales of weighed weights ---- */
+
+static int find_wrong(void *context, const nib_finding *finding)
+{
+    *(int *)context += !strcmp(finding->id, "tensor-scale-wrong") && strstr(finding->tensor, "self_attn.q_proj");
+    return 0;
+}
+
+/* Multiply the tensor scale of q, which is one F32, in the file. */
+static void scale_q(const char *directory_name, float factor)
+{
+    char path[512];
+    nib_file *file = NULL;
+    nib_entry entry;
+    size_t index;
+    float value;
+    snprintf(path, sizeof path, "%s/model.safetensors", at(directory_name));
+    CHECK_OK(nib_file_open(path, &file));
+    CHECK_OK(nib_file_find(file, LAYER "self_attn.q_proj.weight_global_scale", &index));
+    CHECK_OK(nib_file_entry(file, index, &entry));
+    CHECK_OK(nib_file_read(file, index, 0, &value, sizeof value));
+    const long begin = (long)(nib_file_data_begin(file) + entry.begin);
+    nib_file_close(file);
+    FILE *raw = fopen(path, "r+b");
+    value *= factor;
+    CHECK(raw && !fseek(raw, begin, SEEK_SET) && fwrite(&value, sizeof value, 1, raw) == 1 && !fclose(raw));
+}
+
+TEST(a_tensor_scale_is_told_by_the_nearest_codes)
+{
+    static const struct {
+        float factor;
+        int wrong;
+    } cases[] = { { 1, 0 }, { 1.1f, 1 }, { 1 / 1.1f, 1 }, { 0.93f, 1 }, { 2, 1 } };
+    make_model();
+    make_statistics("stats");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        nib_checkpoint *in = open_good(at("model"));
+        nib_quantize_options options = options_of();
+        nib_plan *plan = NULL;
+        nib_job job;
+        int wrong = 0;
+        nib_job_init(&job);
+        CHECK_OK(nib_os_remove_directory(at("weighed")));
+        CHECK_OK(nib_plan_quantize(in, &options, &plan));
+        CHECK_OK(nib_plan_run(plan, at("weighed"), NULL, NULL));
+        nib_plan_destroy(plan);
+        scale_q("weighed", cases[i].factor);
+        nib_checkpoint *out = open_good(at("weighed"));
+        CHECK_OK(nib_checkpoint_check(out, in, &job, find_wrong, &wrong));
+        CHECK_THAT(wrong == cases[i].wrong, "%g: %d findings", (double)cases[i].factor, wrong);
+        nib_checkpoint_close(out);
+        nib_checkpoint_close(in);
+    }
+}
+
 /* ---- More than 4 bits ---- */
 
 static int count_rows(const nib_plan *plan, nib_action action, const char *part)

@@ -18,12 +18,15 @@ enum { SAMPLE_ROWS = 128, BLOCK = 16 };
 
 /* Signal to noise: what a quantization to 4 bits has at least, and what none can have. */
 static const double good_db = 12, bad_db = 8, same_db = 60;
-/* Rounding to 4 bits moves the size of a weight by a percent at most, unless errors of some columns counted for little. */
-static const double off_share = 0.04, off_share_weighted = 0.15;
+/* Under the right tensor scale every code is the nearest, whichever block scales were chosen and why: a tensor scale that is
+ * off by d moves about 2 d of normal values past a middle between codes, so that 2 % of them tell of d = 1 %. Where codes
+ * are not the nearest, the size of the weight tells: rounding moves it by a percent at most, and what chooses codes by
+ * other means (GPTQ, corrections) by some more. */
+static const double off_nearest = 0.02, off_share = 0.04, off_share_chosen = 0.15;
 
-static bool is_weighted(const nib_checkpoint *c)
+static bool has_chosen_codes(const nib_checkpoint *c)
 {
-    return c->provenance && strstr(c->provenance, "\"statistics_xxh3\"");
+    return c->provenance && (strstr(c->provenance, "\"gptq_damp\"") || strstr(c->provenance, "\"codes_xxh3\""));
 }
 
 struct sample {
@@ -120,13 +123,38 @@ static nib_status try_reading(const struct sample *s, const uint8_t *codes, cons
     return NIB_OK;
 }
 
+/* The share of values whose code is not the nearest. */
+static nib_status share_off_nearest(const struct sample *s, double *share)
+{
+    static const double middles[7] = { 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5 }, slack = 0x1p-8;
+    int64_t off = 0, n = 0;
+    memset(s->other_codes, 0x22,
+           (size_t)(s->rows * s->bytes)); /* ones: they decode to what codes are multiplied with */
+    TRY(nib_ck_decode(s->w, s->tensor_scale, s->other_codes, s->scales, s->rows, NIB_F32, s->decoded));
+    for (int64_t i = 0; i < s->rows * s->cols; i++) {
+        const int64_t row = i / s->cols, col = i % s->cols;
+        const int code = s->codes[row * s->bytes + col / 2] >> 4 * (col % 2) & 7;
+        const double x = fabs((double)s->original[i]) / (double)s->decoded[i];
+        if (!(s->decoded[i] > 0))
+            continue;
+        n++;
+        off +=
+            !((code == 0 || x >= middles[code - 1] * (1 - slack)) && (code == 7 || x <= middles[code] * (1 + slack)));
+    }
+    *share = n ? (double)off / (double)n : 1;
+    return NIB_OK;
+}
+
 static nib_status judge(struct nib_checking *k, const struct sample *s)
 {
     const char *codes = nib_check_tensor(k->c, s->w, NIB_ROLE_DATA),
                *scales = nib_check_tensor(k->c, s->w, NIB_ROLE_SCALE);
     struct fit as_is, other;
+    double share;
+    TRY(share_off_nearest(s, &share));
     TRY(try_reading(s, s->codes, s->scales, &as_is));
-    const bool off = fabs(as_is.factor - 1) > (is_weighted(k->c) ? off_share_weighted : off_share);
+    const double allowed = has_chosen_codes(k->c) ? off_share_chosen : off_share;
+    const bool off = share > off_nearest && fabs(as_is.factor - 1) > allowed;
     if (as_is.db >= bad_db && !(off && as_is.scaled_db >= good_db))
         return NIB_OK;
     if (as_is.scaled_db >= good_db)
