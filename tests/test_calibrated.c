@@ -500,7 +500,7 @@ static void put_dense_statistics(void)
     static const int64_t count = 4;
     float squares[32];
     for (int k = 0; k < 32; k++)
-        squares[k] = (float)(k + 1);
+        squares[k] = ldexpf(1, k);
     nib_writer *writer = NULL;
     const struct item items[] = {
         { "a.sum2", NIB_F32, 2, { 1, 16 }, squares },
@@ -714,7 +714,7 @@ TEST(folded_biases_and_halves)
                 CHECK(!bf16 || frexpf(scales[k], &exponent) == 0.5f);
                 others += scales[k] != 1;
             }
-            CHECK(others > 0);
+            CHECK_THAT(others > 0, "%s: %s has scales of 1", bf16 ? "BF16" : "F32", name);
         }
     }
     struct item items[] = { dense[Q], { MLP "gate_up_proj.weight", NIB_F32, 2, { 64, 16 }, zeros }, dense[DOWN] };
