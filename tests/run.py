@@ -192,6 +192,8 @@ def program_jobs(path, env=None):
             corpus = [f for f in files(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*") if os.path.isfile(f)]
             if not corpus:
                 return tally.fail(f"{name}: no corpus")
+            if name == "fuzz_cuda" and not os.path.exists(os.path.join(path, "tests/fuzz", name)):
+                return tally.missing(name, "there is no C++ compiler")
             status, output = run([os.path.join(path, "tests/fuzz", name), *corpus], env)
             return tally.ok() if status == 0 else tally.fail(f"{name} on its corpus: exit {status}", output)
         return job
@@ -673,19 +675,30 @@ FUZZ_MB = 512  # a small input that needs more is a finding; AddressSanitizer ke
 
 
 def fuzz_objects(folder):
-    """The libraries with what libFuzzer needs: (objects, ""), or (None, what a compiler said). The kernels of instruction sets are
-    compiled plainly: targets do not reach them, and clang takes minutes for them under sanitizers."""
+    """The libraries with what libFuzzer needs: (objects, those of a GPU that the host is, ""), or (None, None, what a compiler said).
+    The kernels of instruction sets are compiled plainly: targets do not reach them, and clang takes minutes for them under sanitizers."""
     os.makedirs(folder, exist_ok=True)
-    plain = ["clang", "-std=gnu11", "-g", "-O2", "-ffp-contract=off", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", "-c"]
+    include = ["-g", "-ffp-contract=off", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", "-Icuda", "-Icuda/shim", "-c"]
+    plain = ["clang", "-std=gnu11", "-O2", *include]
     checked = [*plain, "-fno-sanitize-recover=all", "-fsanitize=fuzzer-no-link,address,undefined"]
-    sources = [(plain, source) for source in files("src/*/*/*.c")] + \
-              [(checked, source) for source in [*files("src/*/*.c"), *files("checkpoint/*/*.c")]]
-    objects = [os.path.join(folder, os.path.relpath(source, ROOT).replace("/", "-") + ".o") for _, source in sources]
+    kernels = ["clang++", "-std=c++17", "-O1", "-fno-strict-aliasing", *include, "-fsanitize=fuzzer-no-link,address"]
+    core = [*((plain, source) for source in files("src/*/*/*.c")),
+            *((checked, source) for source in [*files("src/*/*.c"), *files("checkpoint/*/*.c")])]
+    cuda = [*((checked, source) for source in files("cuda/*.c") + files("cuda/shim/*.c") if not stem(source).startswith("test_")),
+            (kernels, os.path.join(ROOT, "cuda/shim/launch.cpp"))]
+
+    def compiled(pair):
+        command, source = pair
+        target = os.path.join(folder, os.path.relpath(source, ROOT).replace("/", "-") + ".o")
+        return (target, *run([*command, source, "-o", target]))
+
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for status, output in pool.map(lambda pair: run([*pair[0][0], pair[0][1], "-o", pair[1]]), zip(sources, objects)):
-            if status != 0:
-                return None, output
-    return objects, ""
+        results = list(pool.map(compiled, core + cuda))
+    for _, status, output in results:
+        if status != 0:
+            return None, None, output
+    objects = [target for target, _, _ in results]
+    return objects[:len(core)], objects[len(core):], ""
 
 
 def wraps_of(source):
@@ -700,7 +713,7 @@ def stage_fuzz(tally):
     seconds = os.environ.get("NIB_FUZZ_SECONDS", "600")
     if not shutil.which("clang"):
         return tally.missing("fuzz", "there is no clang")
-    objects, output = fuzz_objects(os.path.join(ROOT, "build/fuzz/objects"))
+    objects, gpu, output = fuzz_objects(os.path.join(ROOT, "build/fuzz/objects"))
     if not objects:
         return tally.fail("building the libraries for fuzzing", output)
     libraries = run(["pkg-config", "--libs", "jansson", "libpcre2-8", "libxxhash"])[1].split()
@@ -712,9 +725,10 @@ def stage_fuzz(tally):
         os.makedirs(folder + "/corpus")
         for file in files(f"tests/fuzz/corpus/{name[len('fuzz_'):]}/*"):
             shutil.copy(file, folder + "/corpus")
+        more = ["-Icuda/shim", *gpu, "-rdynamic", "-ldl"] if name == "fuzz_cuda" else []  # cublaslt.c is looked up by name
         status, output = run(["clang", "-std=gnu11", "-g", "-O2", "-fno-sanitize-recover=all",
                               "-fsanitize=fuzzer,address,undefined", "-Iinclude", "-Isrc", "-Icheckpoint", "-Itests", source,
-                              *wraps_of(source), *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
+                              *wraps_of(source), *more, *objects, *libraries, "-lm", "-pthread", "-o", folder + "/run"])
         words = [f"-dict={file}" for file in files(f"tests/fuzz/{name}.dict")]
         if status != 0:
             return status, output

@@ -7,21 +7,72 @@
 #define NIB_FUZZ_API_H
 
 #include "nib_reference.h"
-#include "fake_device.h"
 #include "plain.h"
 #include "test_alloc.h"
+#ifdef NIB_FUZZ_CUDA
+#include "nib_cuda.h"
+#else
+#include "fake_device.h"
+#endif
 
 enum { SLOTS = 4, PART_SPACE = 1 << 17 };
 
 struct slot {
     nib_tensor *t; /* NULL: free */
     struct model m;
-    nib_device *device; /* NULL or the fake one */
+    nib_device *device; /* NULL or `remote` */
 };
 
 static struct slot slots[SLOTS];
-static nib_device *fake;
 static uint8_t wanted[PART_SPACE];
+
+/* ---- A device that is not the host ---- */
+
+static nib_device *remote;
+
+#ifdef NIB_FUZZ_CUDA
+extern long shim_allocated;
+
+enum { PARTIAL = 1 }; /* it takes a part of the options, and its products keep to a bound */
+static inline nib_device *remote_create(void)
+{
+    nib_device *device = NULL;
+    require(!nib_cuda_create_stream(0, &device), "a GPU");
+    return device;
+}
+static inline int64_t remote_live(void) { return shim_allocated; }
+#else
+enum { PARTIAL = 0 };
+static inline nib_device *remote_create(void) { return fake_create(0); }
+static inline int64_t remote_live(void) { return fake_live(); }
+#endif
+
+static inline nib_array bytes_at(void *data, size_t bytes, nib_device *device)
+{
+    nib_array array;
+    require(!nib_array_init(&array, data, NIB_U8, 1, (const int64_t[1]){ (int64_t)bytes }), "bytes");
+    array.device = device;
+    return array;
+}
+
+/* Memory of a device with these bytes in it, and what is in it now. */
+static inline nib_buffer *upload(nib_device *device, void *from, size_t bytes)
+{
+    nib_buffer *buffer = NULL;
+    require(!nib_buffer_create(bytes, device, &buffer), "memory of the device");
+    const nib_array source = bytes_at(from, bytes, NULL), target = bytes_at(nib_buffer_data(buffer), bytes, device);
+    require(!nib_array_copy(&source, &target), "the way to the device");
+    return buffer;
+}
+
+static inline void download(const nib_buffer *buffer, void *to)
+{
+    const size_t bytes = nib_buffer_bytes(buffer);
+    const nib_array source = bytes_at(nib_buffer_data(buffer), bytes, nib_buffer_device(buffer)),
+                    target = bytes_at(to, bytes, NULL);
+    allocations_left = -1;
+    require(!nib_array_copy(&source, &target), "the way back");
+}
 
 /* ---- A call that may run out of memory ---- */
 
@@ -38,7 +89,7 @@ static inline void begin(struct draws *d)
 static inline bool done(nib_status status, bool accepted, const char *what)
 {
     allocations_left = -1;
-    if (status == NIB_ERR_MEMORY && injected)
+    if ((status == NIB_ERR_MEMORY && injected) || (status == NIB_ERR_UNSUPPORTED && PARTIAL))
         return false;
     if (status)
         require(!accepted && *nib_last_error(), what);
@@ -197,7 +248,7 @@ struct values {
     _Alignas(64) uint8_t plain[4 * ELEMENTS], memory[16 * ELEMENTS];
     nib_dtype dtype;
     nib_array array;
-    void *uploaded;
+    nib_buffer *uploaded;
 };
 static struct values given;
 
@@ -285,16 +336,15 @@ static inline void draw_values(struct draws *d, int rank, const int64_t *shape, 
     }
     v->uploaded = NULL;
     if (device) {
-        v->uploaded = fake_upload(device, v->memory, v->array.bytes, 64);
-        v->array.data = v->uploaded;
+        v->uploaded = upload(device, v->memory, v->array.bytes);
+        v->array.data = nib_buffer_data(v->uploaded);
         v->array.device = device;
     }
 }
 
-static inline void drop_values(nib_device *device)
+static inline void drop_values(void)
 {
-    if (given.uploaded)
-        fake_free(device, given.uploaded);
+    nib_buffer_release(given.uploaded);
     given.uploaded = NULL;
 }
 

@@ -28,7 +28,7 @@ static void fill_model(struct model *m, const nib_overrides *overrides)
 static void call_quantize(struct draws *d)
 {
     static struct given_overrides overrides;
-    nib_device *device = draw(d, 4) ? NULL : fake;
+    nib_device *device = draw(d, 4) ? NULL : remote;
     int64_t shape[3];
     const int rank = draw_shape(d, shape);
     const nib_quantizer q = draw_quantizer(d);
@@ -39,7 +39,7 @@ static void call_quantize(struct draws *d)
     begin(d);
     const nib_status status = nib_quantize(&q, &given.array, o, &t);
     require(!status == (t != NULL), "a tensor or none");
-    drop_values(device);
+    drop_values();
     if (!done(status, accepted, "nib_quantize"))
         return;
     struct model m = { .q = q, .dtype = given.dtype };
@@ -93,14 +93,14 @@ static void call_quantize_into(struct draws *d, struct slot *s)
         accepted = given.array.shape[i] == s->m.shape[i];
     begin(d);
     const nib_status status = nib_quantize_into(own ? NULL : &q, &given.array, o, flag ? &noop : NULL, s->t);
-    drop_values(s->device);
+    drop_values();
     if (done(status, accepted || flag == 1, "nib_quantize_into") && flag != 1)
         update_model(s, &q, o);
 }
 
 static void call_create(struct draws *d)
 {
-    nib_device *device = draw(d, 4) ? NULL : fake;
+    nib_device *device = draw(d, 4) ? NULL : remote;
     int64_t shape[3];
     const int rank = draw_shape(d, shape);
     const nib_quantizer q = draw_quantizer(d);
@@ -301,7 +301,7 @@ static void call_set_quantizer(struct draws *d, struct slot *s)
 
 static void call_to(struct draws *d, const struct slot *s)
 {
-    nib_device *device = draw(d, 2) ? NULL : fake;
+    nib_device *device = draw(d, 2) ? NULL : remote;
     nib_tensor *t = NULL;
     begin(d);
     if (done(nib_tensor_to(s->t, device, &t), true, "nib_tensor_to"))
@@ -375,7 +375,7 @@ static void call_file(struct draws *d, const struct slot *s)
         directory = make_directory();
         snprintf(path, sizeof path, "%s/tensor", directory);
     }
-    nib_device *device = draw(d, 2) ? NULL : fake;
+    nib_device *device = draw(d, 2) ? NULL : remote;
     nib_writer *writer = NULL;
     nib_file *file = NULL;
     nib_tensor *t = NULL;
@@ -459,17 +459,17 @@ static void call_dequantize(struct draws *d, const struct slot *s)
     require(out.bytes <= sizeof memory, "space for values");
     const bool fits = !by_rows || (first >= 0 && count >= 0 && first + count <= m->rows);
     const bool accepted = fits && (count == 0 || m->cols == 0 || can_read(m, usage));
-    if (s->device) {
-        out.data = fake_upload(s->device, memory, out.bytes, 64);
+    nib_buffer *buffer = s->device ? upload(s->device, memory, out.bytes) : NULL;
+    if (buffer) {
+        out.data = nib_buffer_data(buffer);
         out.device = s->device;
     }
     begin(d);
     const nib_status status = by_rows ? nib_dequantize_rows(s->t, (nib_usage)from, first, count, &out)
                                       : nib_dequantize(s->t, (nib_usage)from, &out);
-    if (s->device) {
-        fake_download(s->device, memory, out.data, out.bytes);
-        fake_free(s->device, out.data);
-    }
+    if (buffer)
+        download(buffer, memory);
+    nib_buffer_release(buffer);
     if (!done(status, accepted, "nib_dequantize") || count == 0 || m->cols == 0)
         return;
     const size_t width = (size_t)nib_dtype_bits(dtype) / 8;
@@ -670,18 +670,18 @@ static nib_status multiply(struct draws *d, const struct side *a, const struct s
 {
     nib_array y = p->y, bias = p->bias;
     nib_gemm_options options = p->options;
-    y.data = device ? fake_upload(device, p->got, y.bytes, 64) : p->got;
-    bias.data = device ? fake_upload(device, p->biases, bias.bytes, 64) : p->biases;
+    nib_buffer *outputs = device ? upload(device, p->got, y.bytes) : NULL;
+    nib_buffer *biases = device ? upload(device, p->biases, bias.bytes) : NULL;
+    y.data = device ? nib_buffer_data(outputs) : p->got;
+    bias.data = device ? nib_buffer_data(biases) : p->biases;
     y.device = bias.device = device;
     options.bias = options.bias ? &bias : NULL;
     begin(d);
     const nib_status status = nib_gemm(&a->operand, &b->operand, &options, &y);
-    allocations_left = -1;
-    if (device) {
-        fake_download(device, p->got, y.data, y.bytes);
-        fake_free(device, y.data);
-        fake_free(device, bias.data);
-    }
+    if (outputs)
+        download(outputs, p->got);
+    nib_buffer_release(outputs);
+    nib_buffer_release(biases);
     return status;
 }
 
@@ -702,10 +702,11 @@ static void call_product(struct draws *d, const struct slot *s, const struct slo
         const nib_status defined = nib_gemm_reference(&a->host, &b->host, &p.options, &p.y);
         require(!defined == can_multiply(a, b), "the reference of a product");
         const bool good = done(multiply(d, a, b, &p, s->device), !defined && together, "nib_gemm");
-        require(!memcmp(p.got, good ? p.expected : p.before, p.y.bytes), good ? "a product" : "no product");
+        if (!good || !s->device || !PARTIAL)
+            require(!memcmp(p.got, good ? p.expected : p.before, p.y.bytes), good ? "a product" : "no product");
     }
     if (sides[1].operand.array)
-        drop_values(s->device);
+        drop_values();
     nib_tensor_destroy(sides[0].copy);
     nib_tensor_destroy(sides[1].copy);
 }
@@ -848,7 +849,7 @@ static void call_on(struct draws *d, struct slot *s, int what)
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
     struct draws d = { bytes, count };
-    fake = fake_create(0);
+    remote = remote_create();
     for (int i = 0; i < CALLS && d.left; i++) {
         const int what = draw(&d, 28);
         struct slot *s = &slots[draw(&d, SLOTS)], *other = &slots[draw(&d, SLOTS)];
@@ -866,7 +867,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     }
     for (int i = 0; i < SLOTS; i++)
         free_slot(&slots[i]);
-    nib_device_release(fake);
-    require(fake_live() == 0, "nothing left on the device");
+    nib_device_release(remote);
+    require(remote_live() == 0, "nothing left on the device");
     return 0;
 }
