@@ -501,6 +501,7 @@ class Options:
     budget: float = 0.0  # bits of a quantized weight; 0: none
     budget_tokens: int = 8192  # that units are measured on
     budget_formats: tuple = ("fp8",)  # of budget.FORMATS: what units may become
+    fold_search: bool = False  # of the exponent by which it is folded
     force: bool = False  # replace what is at `quantize`
     tokens_sha256: str = ""  # of the tokens: set by calibrate()
 
@@ -599,14 +600,19 @@ class _Quantizing:
 
     def finish(self, stats, tokens, told):
         """The plan; with a budget its units too."""
-        options, units = self.options, []
+        options, units, folds = self.options, [], None
+        step = max(1, tokens.numel() // options.budget_tokens)
+        memory = int(options.max_memory * (1 << 30))
+        if options.fold_search:
+            folds = self.layers.search_fold(stats, tokens[::step], memory, told)
+            self.layers.options["fold"] = layerwise.best_fold(folds) or False
         if options.budget:
-            step = max(1, tokens.numel() // options.budget_tokens)
-            memory = int(options.max_memory * (1 << 30))
             batches = tokens[::step].split(options.batch)
             units = self.layers.spend(stats, options.budget, options.budget_formats, batches, memory, told)
         plan = self.layers.finish(options.quantize, stats, resume=True, force=options.force,
                                   fp8=budget.weights_of(units, "fp8"), plain=budget.weights_of(units, "bf16"))
+        if folds:
+            plan["folds"], plan["fold"] = folds, self.layers.options["fold"]
         if units:
             plan["units"] = [dataclasses.asdict(unit) for unit in units]
             said = os.path.join(options.quantize, "nib-budget.json")
@@ -712,6 +718,8 @@ def _parse(arguments):
                         help="GPTQ on what is quantized so far, making up for what it lost")
     parser.add_argument("--damp", metavar="X", type=float, default=0.1, help="of GPTQ, of the mean of the diagonal")
     parser.add_argument("--fold", action="store_true", help="move scales of channels into norms")
+    parser.add_argument("--fold-exponent", metavar="A", type=float, help="the same by E[x^2]^(A/2) (default 0.25)")
+    parser.add_argument("--fold-search", action="store_true", help="the same by the exponent with the least KL")
     parser.add_argument("--format", choices=["compressed-tensors", "modelopt"], default="compressed-tensors",
                         help="of OUT")
     parser.add_argument("--scheme", choices=["nvfp4a16", "nvfp4"], default="nvfp4a16",
@@ -783,15 +791,20 @@ def _check_arguments(given):
     if given.out and os.path.isdir(given.out):
         _command.fail(f"{given.out}: is a directory")
     if not given.quantize:
-        for option in ("gptq", "fold", "force", "budget"):
-            if getattr(given, option):
-                _command.fail(f"--{option} goes with --quantize OUT")
+        for option in ("gptq", "fold", "fold_exponent", "fold_search", "force", "budget"):
+            if getattr(given, option) not in (None, False, 0):
+                _command.fail(f"--{option.replace('_', '-')} goes with --quantize OUT")
     elif not given.force and not os.path.exists(f"{given.out or given.quantize}.partial") and \
             os.path.exists(given.quantize) and os.listdir(given.quantize) not in ([], [".nib-partial"]):
         _command.fail(f"{given.quantize}: exists; --force replaces it")
     most = 16 if "bf16" in given.budget_formats else 8
     if given.budget and not 4.5 <= given.budget <= most:
         _command.fail(f"--budget is bits of a weight, from 4.5, those of NVFP4, to {most}, not {given.budget}")
+    if given.fold_exponent is not None and not 0 <= given.fold_exponent <= 1:
+        _command.fail(f"--fold-exponent is from 0 to 1, not {given.fold_exponent}")
+    if given.fold_search and (given.gptq or given.fold_exponent is not None):
+        _command.fail("--fold-search looks for an exponent once the statistics of all layers are there: without "
+                      "--gptq, which takes what it found as --fold-exponent")
     if given.sequential and not given.gptq:
         _command.fail("--sequential goes with --gptq")
     if given.gptq and not given.text:
@@ -803,14 +816,16 @@ def _options(given):
     how = {"format": given.format, "scheme": given.scheme}
     if given.scheme == "nvfp4":
         how["activations"] = "statistics"
-    if given.fold:
+    if given.fold or given.fold_search:
         how["fold"] = True
+    if given.fold_exponent is not None:
+        how["fold"] = given.fold_exponent or False
     if given.gptq:
         how.update(gptq=True, damp=given.damp)
     return Options(given.device, getattr(torch, given.dtype) if given.dtype else None, given.batch, given.hessians,
                    given.all_experts, given.max_memory, None, given.restart, given.imatrix, given.quantize,
                    how if given.quantize else {}, given.sequential, given.budget, given.budget_tokens,
-                   tuple(given.budget_formats), given.force)
+                   tuple(given.budget_formats), given.fold_search, given.force)
 
 
 def _say_plan(given, plan):
@@ -821,6 +836,8 @@ def _say_plan(given, plan):
     more = sum(unit["elements"] * budget.NVFP4_BITS / 8 + unit["extra_bytes"]["bf16"] for unit in stay)
     bits = 8 * (plan["changed_bytes_out"] + more) / max(sum(elements), 1)
     print(f"{given.quantize}: {len(rows)} weights quantized, {bits:.2f} bits a weight")
+    for exponent, kl in plan.get("folds", {}).items():
+        print(f"  folded by {exponent}: KL {kl:.5f}{', taken' if exponent == float(plan['fold']) else ''}")
     chosen = [(unit, unit["chosen"]) for unit in plan.get("units", []) if unit["chosen"] != "nvfp4"]
     for unit, format in sorted(chosen, key=lambda pair: -pair[0]["gains"][pair[1]]):
         names = unit["weights"] if len(unit["weights"]) < 4 else [unit["name"]]
@@ -847,7 +864,7 @@ def main(arguments=None):
         tokens, about = _tokens(given)
         measuring = Progress(given.quiet)
         tensors, about = calibrate(given.model, tokens, given.out, _options(given), about, _Progress(given.quiet),
-                                   lambda *done: measuring("what units are worth: layer", *done))
+                                   lambda *done: measuring("what is worth it: step", *done))
     except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
         _command.fail(error)
     except KeyboardInterrupt:

@@ -151,6 +151,15 @@ def evaluate_by_layers(reference, model, documents, batch=1, memory=4 << 30, pro
     return scores
 
 
+def divergence(reference, directory, tokens, activations, memory):
+    """The mean KL, over windows of tokens [windows, length], of a quantized directory from a streaming.Streamed."""
+    from .torch.pretrained import PackedSource
+    model = streaming.Streamed(directory, reference.device, reference.dtype, experts="eager",
+                               source=PackedSource(directory, activations))
+    scores = evaluate_by_layers(reference, model, {"": list(tokens)}, memory=memory)
+    return sum(score.kl for score in scores) / sum(score.positions for score in scores)
+
+
 # ---- The command ---------------------------------------------------------------------------------------------
 
 _command = Command("evaluate")

@@ -15,13 +15,21 @@ import shutil
 
 import torch
 
-from . import budget, streaming
+from . import budget, evaluate, streaming
 from ._checkpoint import Weights, dequantize_checkpoint, quantize_checkpoint
 from ._library import ModeError
 
-__all__ = ["Layers", "NUMERICS"]
+__all__ = ["Layers", "NUMERICS", "best_fold"]
 
 NUMERICS = ("fold", "gptq", "damp")  # options of a quantization that a layer needs too
+FOLDS = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5)  # exponents that are tried; 0: no fold
+FOLD, NOISE = 0.25, 0.04  # the default, and by how much less KL tells a better one from a lucky one
+
+
+def best_fold(found):
+    """Of {exponent: KL}: the least, but the default where that is not told from it."""
+    best = min(found, key=found.get)
+    return FOLD if found[FOLD] <= found[best] * (1 + NOISE) else best
 
 
 class Layers:
@@ -206,6 +214,26 @@ class Layers:
         some = any(name.endswith(".safetensors") for name in os.listdir(self.codes))
         return quantize_checkpoint(self.model.directory, out, imatrix=stats, codes=self.codes if some else None,
                                    **{**options, **more})
+
+    def search_fold(self, stats, tokens, memory, progress=None):
+        """{exponent: KL} of the model folded by each, with the statistics of its inputs."""
+        note, work = (os.path.join(self.directory, name) for name in ("folds.json", "fold"))
+        found = {}
+        if os.path.exists(note):
+            with open(note, encoding="utf-8") as file:
+                found = {float(key): value for key, value in json.load(file).items()}
+        activations = "nvfp4" if self.options.get("scheme") == "nvfp4" else "bf16"
+        for exponent in FOLDS:
+            if exponent not in found:
+                self._whole(work, stats, format="compressed-tensors", force=True, fold=exponent or False)
+                found[exponent] = evaluate.divergence(self.model, work, tokens, activations, memory)
+                with open(note + ".tmp", "w", encoding="utf-8") as file:
+                    json.dump(found, file)
+                os.replace(note + ".tmp", note)
+            if progress:
+                progress(len(found), len(FOLDS))
+        shutil.rmtree(work, ignore_errors=True)
+        return found
 
     def spend(self, stats, bits, formats, batches, memory, progress=None):
         """The units of a budget of `bits`, with what each is worth and what it becomes. What was measured is there when

@@ -13,7 +13,7 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import nib  # noqa: E402
-from nib import budget, calibrate, streaming  # noqa: E402
+from nib import budget, calibrate, layerwise  # noqa: E402
 from test_torch_calibrate import save_model  # noqa: E402
 
 TOKENS = torch.randint(3, 120, (24, 24), generator=torch.Generator().manual_seed(5))
@@ -65,6 +65,33 @@ def test_gains_are_what_the_model_says(tmp_path, family, few):
     elements = sum(unit.elements for unit in units)
     taken = sum(row["bytes_out"] for row in report["rows"] if any(row["name"] in unit.weights for unit in units))
     assert 4.6 < 8 * taken / elements <= 6.05
+
+
+def test_a_fold_is_searched_by_kl(tmp_path, monkeypatch):
+    monkeypatch.setattr(layerwise, "FOLDS", (0.0, 0.25, 0.5))
+    save_model("Llama", tmp_path / "model", initializer_range=0.15)
+    values = load_file(tmp_path / "model/model.safetensors")
+    for name in values:
+        if name.endswith("layernorm.weight"):
+            values[name] = (values[name] * 4.0**(torch.arange(64) % 5 - 2)).bfloat16()
+    save_file(values, tmp_path / "model/model.safetensors", {"format": "pt"})
+    model, out = str(tmp_path / "model"), str(tmp_path / "out")
+    options = calibrate.Options(batch=8, first_tokens=False, quantize=out, how={"fold": True}, fold_search=True,
+                                budget_tokens=72, dtype=torch.float32)
+    _, about = calibrate.calibrate(model, TOKENS, str(tmp_path / "stats"), options)
+    plan = about["plan"]
+    with torch.inference_mode():
+        whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        reference = whole(TOKENS[::8]).logits[:, :-1].log_softmax(-1)
+    for exponent, found in plan["folds"].items():
+        nib.quantize_checkpoint(model, tmp_path / "one", imatrix=tmp_path / "stats", fold=exponent or False, force=True)
+        assert kl(tmp_path / "one", reference, tmp_path / "plain") == pytest.approx(found, rel=0.02)
+        if exponent == float(plan["fold"]):
+            assert tensors_of(tmp_path / "one") == tensors_of(out)
+    assert plan["fold"] == layerwise.best_fold(plan["folds"]) and plan["folds"][0.25] < plan["folds"][0.0]
+    assert layerwise.best_fold({0.0: 1.0, 0.25: 0.52, 0.4: 0.51}) == 0.25  # luck
+    assert layerwise.best_fold({0.0: 1.0, 0.25: 0.62, 0.4: 0.51}) == 0.4
+    assert layerwise.best_fold({0.0: 0.3, 0.25: 0.62, 0.4: 0.51}) == 0.0
 
 
 def tensors_of(directory):
@@ -157,6 +184,8 @@ def test_stacks_that_stay_whole(tmp_path):
 def test_the_command_says_what_a_budget_is(tmp_path, capsys):
     save_model("Llama", tmp_path / "model", num_hidden_layers=1)
     for wrong, why in ((["--budget", "4"], "from 4.5"), (["--budget", "9"], "to 8"),
+                       (["--fold-exponent", "2"], "from 0 to 1"),
+                       (["--fold-search", "--fold-exponent", "0.3"], "--fold-search looks for"),
                        (["--budget", "17", "--budget-formats", "bf16"], "to 16"),
                        (["--budget", "5", "--out", "x"], "--quantize")):
         place = [] if "--out" in wrong else ["--quantize", str(tmp_path / "out")]
