@@ -530,8 +530,8 @@ def table(files):
              "calibrated": calibrated_table(calibrated_rows, "smollm2"), "small": calibrated_table(calibrated_rows, "small"),
              "calibrated_documents": calibrated_documents(calibrated_rows, "smollm2"), "costs": costs_table(costs),
              **directories_tables(files),
-             "made": "; ".join(f"{figure['date']}, {figure['device']}, PyTorch {figure['torch']}, transformers {figure['transformers']}"
-                               for figure in figures)}
+             "made": "; ".join(dict.fromkeys(f"{figure['date']}, {figure['device']}, PyTorch {figure['torch']}, transformers "
+                                             f"{figure['transformers']}" for figure in figures))}
     sys.stdout.write(re.sub(r"<!-- (\w+) -->", lambda match: parts[match[1]], notes))
 
 
@@ -606,7 +606,7 @@ def calibrated_table(rows, model):
 
 def calibrated_documents(rows, model):
     """KL by document, where the figures have it."""
-    if not all("documents" in row for row in rows):
+    if not all("documents" in row for row in rows if row["model"] == model and row["shown"] and row["method"] in DRAWN):
         return ""
     lines = ["KL by document:", "", "| document | " + " | ".join(f"{method} W4A{bits}" for bits in (16, 4) for method in DRAWN) + " |",
              "|---|" + "---|" * (2 * len(DRAWN))]
