@@ -105,6 +105,36 @@ done <<'LIST'
 --dialect torchao TorchAO
 --preset mlp-only MLP_only
 LIST
+# ---- A terminal sees how far it is, and in the end nothing of it; a file, a pipe and -q do not
+cat >"$work/terminal.py" <<'PYTHON'
+import os, pty, subprocess, sys
+master, slave = pty.openpty()
+status = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=slave).returncode
+os.close(slave)
+text = b""
+try:
+    while part := os.read(master, 65536):
+        text += part
+except OSError:
+    pass
+sys.stdout.buffer.write(text)
+sys.exit(status)
+PYTHON
+for command in "quantize -f --report $work/terminal.html $work/in $work/terminal" "check $work/ct" "compare $work/in $work/ct" \
+    "inspect $work/ct"; do
+    run 0 python3 "$work/terminal.py" "$NIB" $command
+    python3 - "$work/out" <<'PYTHON' || fail "$command: what the terminal saw"
+import re, sys
+text = open(sys.argv[1], "rb").read().decode()
+drawn = text.split("\r\x1b[K")
+assert drawn[0] == "" and drawn[-1] == "" and len(drawn) > 2, drawn
+assert all(re.match(r"[a-z ]+ [ 0-9]{3} %", line) or not line for line in drawn), drawn
+PYTHON
+done
+run 0 python3 "$work/terminal.py" "$NIB" quantize -q -f "$work/in" "$work/terminal"
+empty out
+rm -r "$work/terminal"
+
 # ---- Numbers
 while read -r option value words; do
     run 2 "$NIB" quantize --dry-run "$option" "$value" "$work/in" "$work/x"
@@ -127,6 +157,8 @@ done <<'LIST'
 --budget 16.1 bits of a weight, from 4.5 to 16
 --budget five bits of a weight, from 4.5 to 16
 LIST
+run 2 "$NIB" quantize --min-block-scale '' "$work/in" "$work/x"
+has err "--min-block-scale takes a number"
 run 2 "$NIB" quantize --fold-search --fold-exponent 1 "$work/in" "$work/x"
 has err "--fold-search looks for the exponent"
 run 2 "$NIB" quantize --fold-exponent 1 "$work/in" "$work/x"
