@@ -691,7 +691,7 @@ class Coverage:
     """Which tests run which lines, and how long they take."""
 
     def __init__(self):
-        self.seconds = {}  # test: of the clock
+        self.seconds = {}  # test: of the processor
         self.ran = {}      # path: {line: tests}, of lines with code
         self.functions = {}  # path: {(first line, last line): tests}
 
@@ -729,8 +729,9 @@ class Coverage:
         self.functions = {p: {(first, last): sets[place] for first, last, place in spans} for p, spans in saved["functions"].items()}
         return {(test, "plain"): tuple(limits) for test, _, *limits in saved["tests"]}
 
-    def tests_of(self, mutant):
-        """The tests that run a mutant's lines; where these have no code, its function; outside of one, anything of the file."""
+    def tests_of(self, mutant, longest):
+        """The tests that run a mutant's lines; where these have no code, its function; outside of one, anything of the file.
+        Of many the long ones are left out."""
         path, lines = mutant["file"], range(mutant["line"], mutant["last"] + 1)
         of_lines = self.ran.get(path, {})
         if any(line in of_lines for line in lines):
@@ -741,7 +742,8 @@ class Coverage:
         for pattern, tests in UNSEEN:
             if fnmatch.fnmatch(path, pattern):
                 found |= set(tests) & set(self.seconds)
-        return sorted((test for test in found if fnmatch.fnmatch(path, ONLY_FOR.get(test, "*"))), key=self.seconds.get)
+        tests = sorted((test for test in found if fnmatch.fnmatch(path, ONLY_FOR.get(test, "*"))), key=self.seconds.get)
+        return [test for i, test in enumerate(tests) if i < 10 or self.seconds[test] <= longest]
 
 
 def measure_original(workers, coverage, tests, kinds):
@@ -756,10 +758,10 @@ def measure_original(workers, coverage, tests, kinds):
         if status not in (0, 77):
             faults.append(f"{test} ({kind}) fails without a mutant: {output[-1000:]}")
             continue
-        limits[test, kind] = 5 + 5 * processor, 60 + 20 * clock, status  # a script without a browser has looked at all else
+        limits[test, kind] = 5 + 5 * processor, 60 + 20 * processor, status  # a script without a browser has looked at all else
         if kind == "covered":
             limits[test, "plain"] = limits[test, kind]
-            coverage.add(test, clock, found)
+            coverage.add(test, processor, found)
     return limits, faults
 
 
@@ -779,7 +781,8 @@ def all_files():
     """All that a result depends on."""
     found = sources(*MUTATED, "include/*.h", "cuda/shim/*", "examples/*.c", "bench/*.[ch]",
                     *("tests/" + below for below in ("*", "*/*", "*/*/*", "*/*/*/*")))
-    return [path for path in found if os.path.isfile(os.path.join(ROOT, path)) and "__pycache__" not in path]
+    return [path for path in found if os.path.isfile(os.path.join(ROOT, path)) and "__pycache__" not in path and
+            path not in ("tests/mutate.py", "tests/mutants_accepted.txt")]
 
 
 class Log:
@@ -840,7 +843,7 @@ def scratch_directory(jobs):
     return tempfile.mkdtemp(prefix="nib-mutate-", dir=memory if enough else "/tmp")  # tests want a short name
 
 
-def run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, end):
+def run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, longest, end):
     """[mutant with its result], and how many were not begun: of each file as many as wanted that compile to something else."""
     done, left, tries = [], {path: iter(mutants) for path, mutants in drawn.items()}, collections.Counter()
     waiting = collections.deque(path for turn in range(max(wanted.values(), default=0))
@@ -862,7 +865,7 @@ def run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, end):
             if known:
                 take(known)
             elif mutant:
-                workers.put("try_mutant", mutant, coverage.tests_of(mutant), limits)
+                workers.put("try_mutant", mutant, coverage.tests_of(mutant, longest), limits)
 
     begin()
     for mutant in workers.get():
@@ -959,6 +962,8 @@ def main():
                         help="only this directory, this file or files such as src/*.h; may be repeated")
     parser.add_argument("--part", type=part_of, default=(1, 1), metavar="K/N", help="only every N-th file, from the K-th on")
     parser.add_argument("--tests", default="*", metavar="PATTERN", help="only these tests (%(default)s)")
+    parser.add_argument("--longest", type=float, default=float("inf"), metavar="SECONDS",
+                        help="where a line has ten tests, leave out those that take more of the processor")
     parser.add_argument("--plain", action="store_true", help="no tests under sanitizers")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no mutant after this time")
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (%(default)s)")
@@ -1001,14 +1006,15 @@ def main():
     workers = Workers(base, arguments.jobs, scratch)
     try:
         limits, faults = measure_original(workers, coverage, tests, kinds)
-        limits.update(known or {})
+        limits.update({key: value for key, value in (known or {}).items() if key[0] in tests})
         if arguments.coverage and not known:
             coverage.save(arguments.coverage, limits, whole)
         print(f"{len(limits)} runs of tests pass without a mutant, {time.time() - start:.0f} s", flush=True)
         if arguments.unrun:
             print_unrun(drawn, coverage)
             return 0
-        done, unbegun = run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, start + arguments.seconds)
+        done, unbegun = run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, arguments.longest,
+                                    start + arguments.seconds)
     finally:
         workers.end()
         shutil.rmtree(scratch, ignore_errors=True)
