@@ -20,8 +20,8 @@ enum {
     MAX_LINES = 8
 };
 
-static const char *const colours[MAX_LINES] = { "#1b6ca8", "#c0392b", "#27864a", "#8e44ad",
-                                                "#b9770e", "#117a8b", "#7f8c8d", "#2c3e50" };
+static const char *const colors[MAX_LINES] = { "#1b6ca8", "#c0392b", "#27864a", "#8e44ad",
+                                               "#b9770e", "#117a8b", "#7f8c8d", "#2c3e50" };
 
 struct plot {
     FILE *file;
@@ -118,14 +118,14 @@ static void draw_lines(const struct plot *p, const struct bench_result *results,
         if (!is_in(p, r) || (last && strcmp(last, r->operation) == 0))
             continue;
         last = r->operation;
-        fprintf(p->file, "<polyline fill=\"none\" stroke-width=\"2\" stroke=\"%s\" points=\"", colours[line]);
+        fprintf(p->file, "<polyline fill=\"none\" stroke-width=\"2\" stroke=\"%s\" points=\"", colors[line]);
         for (size_t k = i; k < n; k++)
             if (is_in(p, &results[k]) && strcmp(results[k].operation, last) == 0)
                 fprintf(p->file, "%.1f,%.1f ", place_x(p, p->x(&results[k])), place_y(p, bench_rate(&results[k])));
         const double y = HEIGHT + 14 + LEGEND * (line % LEGEND_ROWS),
                      x = p->left + LEFT + LEGEND_WIDTH * (line / LEGEND_ROWS);
         fprintf(p->file, "\"/>\n<path d=\"M%.1f %.1f h18\" stroke-width=\"3\" stroke=\"%s\"/>\n", x, y - 4,
-                colours[line]);
+                colors[line]);
         text(p, x + 24, y, "start", last);
         line++;
     }

@@ -5,7 +5,7 @@
  * Threads take panels of rows, one after the other through all files, and write what they become to its place. Every
  * place is known beforehand, so that neither threads nor memory nor ranks show in the result.
  */
-#include "run/run.h"
+#include "run/panels.h"
 
 #include "base/threads.h"
 
@@ -20,12 +20,7 @@
 #include "nib_reference.h"
 #include "nib_shard.h"
 
-enum {
-    COPY_BYTES = 1 << 20,       /* at a time, and STRIP_BYTES: what a core's second cache about holds */
-    STRIP_BYTES = 1 << 20,      /* of rows */
-    GPTQ_ROWS = 64,             /* a panel has a multiple of them where codes are chosen by GPTQ */
-    MOST_PANEL_BYTES = 16 << 20 /* more does not help, even where rows run down a stack's columns */
-};
+enum { STRIP_BYTES = 1 << 20 }; /* of rows: what a core's second cache about holds */
 
 static nib_status no_memory(void) { return nib_fail(NIB_ERR_MEMORY, "no memory for a panel of weights"); }
 
@@ -41,31 +36,11 @@ struct writing {
     bool finished;                /* an earlier run has written it */
 };
 
-/* A panel of work: rows of a weight, or bytes of a tensor. */
-struct panel {
-    uint32_t file;
-    uint32_t weight, tensor; /* one of them is NIB_NONE */
-    int64_t first, count;    /* rows, or bytes */
-    uint32_t stage;
-    uint64_t after; /* a scan that goes along has passed to here: what it takes is known, and lately read */
-};
-
-/* What is written under one factor of GPTQ; the first is without. Stages come one after the other, so that one factor at
- * a time is in memory. Panels without one go with the stage that was begun last, so that files are done in their order. */
-struct stage {
-    uint32_t hessian; /* of the plan; NIB_NONE: none */
-    const float *columns;
-    size_t begin, end; /* of its panels */
-};
-
 struct writer {
     struct nib_run *run;
     struct writing *files;
     struct nib_scan *scan; /* that goes along, or NULL */
-    struct panel *panels;
-    size_t n_panels, panels_capacity;
-    struct stage *stages;
-    size_t n_stages, stages_capacity;
+    struct nib_run_panels panels;
     struct nib_factor factor;    /* of the stage at work */
     size_t next, end;            /* of its panels, that to be taken, and behind the last */
     struct nib_text *provenance; /* empty until the scan has come to its end */
@@ -143,8 +118,9 @@ static void transpose(const char *lines, int64_t count, int64_t length, int64_t 
 
 /* Lines [count, length] of units become part of columns: unit k of line r goes to [index, k, first + r] of a tensor
  * [experts, length, rows]. */
-static nib_status put_transposed(const struct writer *writer, struct scratch *scratch, const struct panel *panel,
-                                 uint32_t tensor, const void *lines, int64_t length, size_t size)
+static nib_status put_transposed(const struct writer *writer, struct scratch *scratch,
+                                 const struct nib_run_panel *panel, uint32_t tensor, const void *lines, int64_t length,
+                                 size_t size)
 {
     enum { BAND = 64 };
     const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
@@ -166,7 +142,7 @@ static nib_status put_transposed(const struct writer *writer, struct scratch *sc
     return NIB_OK;
 }
 
-static nib_status put_lines(const struct writer *writer, struct scratch *scratch, const struct panel *panel,
+static nib_status put_lines(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel,
                             uint32_t tensor, const void *lines, int64_t length, size_t size)
 {
     const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
@@ -176,7 +152,7 @@ static nib_status put_lines(const struct writer *writer, struct scratch *scratch
                lines, (size_t)(panel->count * length) * size);
 }
 
-static nib_status put_codes(const struct writer *writer, struct scratch *scratch, const struct panel *panel,
+static nib_status put_codes(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel,
                             const uint8_t *codes, const uint8_t *scales)
 {
     const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
@@ -236,7 +212,7 @@ static int64_t strip_rows(const nib_checkpoint *in, const struct nib_ck_weight *
     return nib_min(nib_max(rows, BLOCK), count);
 }
 
-static nib_status quantize_rows(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status quantize_rows(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
@@ -297,7 +273,7 @@ static nib_status scale_fp8_row(const nib_plan *plan, const struct nib_out_weigh
     return NIB_OK;
 }
 
-static nib_status fp8_rows(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status fp8_rows(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
@@ -318,7 +294,7 @@ static nib_status fp8_rows(const struct writer *writer, struct scratch *scratch,
     return put_lines(writer, scratch, panel, w->out[NIB_ROLE_SCALE], scales + lines, 1, size_of(dtype));
 }
 
-static nib_status convert_mxfp4(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status convert_mxfp4(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
@@ -334,7 +310,7 @@ static nib_status convert_mxfp4(const struct writer *writer, struct scratch *scr
     return put_codes(writer, scratch, panel, scratch->codes, scratch->scales);
 }
 
-static nib_status keep_codes(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status keep_codes(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
@@ -373,7 +349,7 @@ static nib_status read_both(const nib_plan *plan, const struct nib_out_weight *w
     return NIB_OK;
 }
 
-static nib_status write_values(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status write_values(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
@@ -437,7 +413,7 @@ static nib_status find_values(const struct nib_run *run, const struct nib_out_we
     return NIB_OK;
 }
 
-static nib_status write_tensor_scales(const struct writer *writer, const struct panel *panel)
+static nib_status write_tensor_scales(const struct writer *writer, const struct nib_run_panel *panel)
 {
     const struct nib_out_weight *w = &writer->run->plan->weights[panel->weight];
     const uint64_t place = (uint64_t)w->index * sizeof(float);
@@ -453,7 +429,7 @@ static nib_status write_tensor_scales(const struct writer *writer, const struct 
 }
 
 /* MXFP4 that goes from safetensors to GGUF: the same codes and scales, regrouped. */
-static nib_status keep_mxfp4(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status keep_mxfp4(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_weight *w = &plan->weights[panel->weight];
@@ -472,7 +448,7 @@ static nib_status keep_mxfp4(const struct writer *writer, struct scratch *scratc
 /* ---- Tensors that are copied ---- */
 
 /* The biases of a stack that is put together again: [experts, parts * rows]. */
-static nib_status join_biases(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status join_biases(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_tensor *t = &plan->tensors[panel->tensor];
@@ -494,7 +470,7 @@ static nib_status join_biases(const struct writer *writer, struct scratch *scrat
 }
 
 /* Values first..first+count-1 of a tensor that becomes F32; a panel is some of them. */
-static nib_status cast_panel(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status cast_panel(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_tensor *t = &plan->tensors[panel->tensor];
@@ -522,7 +498,7 @@ static nib_status cast_panel(const struct writer *writer, struct scratch *scratc
     return put(writer, panel->file, panel->tensor, (uint64_t)panel->first, out, (size_t)panel->count);
 }
 
-static nib_status copy_panel(const struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status copy_panel(const struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     const nib_plan *plan = writer->run->plan;
     const struct nib_out_tensor *t = &plan->tensors[panel->tensor];
@@ -587,147 +563,7 @@ static nib_status close_file(const struct writer *writer, struct writing *f)
 
 /* ---- Panels ---- */
 
-static nib_status add_panel(struct writer *writer, struct panel panel)
-{
-    struct panel *panels = nib_grow(writer->panels, &writer->panels_capacity, writer->n_panels + 1, sizeof *panels);
-    if (!panels)
-        return no_memory();
-    writer->panels = panels;
-    panels[writer->n_panels++] = panel;
-    writer->files[panel.file].left++;
-    return NIB_OK;
-}
-
-/* The stage of a weight's panels. */
-static nib_status find_stage(struct writer *writer, const struct nib_out_weight *w, uint32_t *stage)
-{
-    *stage = writer->n_stages ? (uint32_t)writer->n_stages - 1 : 0;
-    if (writer->n_stages && w->hessian == NIB_NONE)
-        return NIB_OK;
-    for (size_t i = writer->n_stages; i-- > 0;)
-        if (writer->stages[i].hessian == w->hessian && writer->stages[i].columns == w->source.columns) {
-            *stage = (uint32_t)i;
-            return NIB_OK;
-        }
-    struct stage *stages = nib_grow(writer->stages, &writer->stages_capacity, writer->n_stages + 1, sizeof *stages);
-    if (!stages)
-        return no_memory();
-    writer->stages = stages;
-    *stage = (uint32_t)writer->n_stages;
-    stages[writer->n_stages++] = (struct stage){ .hessian = w->hessian, .columns = w->source.columns };
-    return NIB_OK;
-}
-
-/* Panels by their stages, in each as they were. */
-static nib_status sort_stages(struct writer *writer)
-{
-    struct panel *from = nib_alloc((writer->n_panels + 1) * sizeof *from);
-    if (!from)
-        return no_memory();
-    for (size_t i = 0; i < writer->n_panels; i++) {
-        from[i] = writer->panels[i];
-        writer->stages[from[i].stage].end++;
-    }
-    size_t at = 0;
-    for (size_t i = 0; i < writer->n_stages; i++) {
-        const size_t count = writer->stages[i].end;
-        writer->stages[i].begin = writer->stages[i].end = at;
-        at += count;
-    }
-    for (size_t i = 0; i < writer->n_panels; i++)
-        writer->panels[writer->stages[from[i].stage].end++] = from[i];
-    nib_free(from);
-    return NIB_OK;
-}
-
-/* The dtype in which a weight's rows are read. */
-static nib_dtype reading_dtype(const nib_plan *plan, const struct nib_out_weight *w)
-{
-    switch (w->action) {
-    case NIB_ACTION_QUANTIZE:
-        return plan->groups[w->group].dtype;
-    case NIB_ACTION_FP8:
-        return NIB_F32;
-    case NIB_ACTION_DEQUANTIZE:
-    case NIB_ACTION_KEEP:
-        return w->dtype;
-    default:
-        return NIB_BF16;
-    }
-}
-
-static uint64_t input_bytes(const nib_plan *plan, const struct panel *panel)
-{
-    if (panel->tensor != NIB_NONE)
-        return (uint64_t)panel->count;
-    const struct nib_out_weight *w = &plan->weights[panel->weight];
-    const int bits = nib_ck_formats[w->source.format].bits;
-    return (uint64_t)panel->count * (uint64_t)w->source.cols *
-           (uint64_t)(bits ? bits : nib_dtypes[w->source.dtype].bits) / 8;
-}
-
-/* Spread the panels of tensors, which come first and are hardly more than written, among those of weights, which take
- * time: only one thread at a time can write to a file, and others that want to would wait for it. */
-static nib_status spread(const struct writer *writer, size_t first, size_t weights)
-{
-    const size_t n = writer->n_panels - first, tensors = weights - first;
-    struct panel *to = writer->panels + first, *from = nib_alloc((n + 1) * sizeof *from);
-    struct kind {
-        const struct panel *next, *end;
-        double taken, bytes; /* of input */
-    } kinds[2] = { { from, from + tensors, 0, 0 }, { from + tensors, from + n, 0, 0 } };
-    if (!from)
-        return no_memory();
-    memcpy(from, to, n * sizeof *from);
-    for (size_t i = 0; i < n; i++)
-        kinds[i >= tensors].bytes += (double)input_bytes(writer->run->plan, &from[i]);
-    for (size_t i = 0; i < n; i++) {
-        const struct kind *a = &kinds[0], *b = &kinds[1];
-        const bool second = a->next == a->end || (b->next < b->end && b->taken * a->bytes <= a->taken * b->bytes);
-        struct kind *kind = &kinds[second];
-        kind->taken += (double)input_bytes(writer->run->plan, kind->next);
-        to[i] = *kind->next++;
-    }
-    nib_free(from);
-    return NIB_OK;
-}
-
-static nib_status cut_file(struct writer *writer, uint32_t file)
-{
-    const nib_plan *plan = writer->run->plan;
-    const struct writing *f = &writer->files[file];
-    const size_t first = writer->n_panels;
-    uint32_t stage;
-    TRY(find_stage(writer, &(struct nib_out_weight){ .hessian = NIB_NONE }, &stage));
-    const uint64_t panel = writer->run->memory / 2 < MOST_PANEL_BYTES ? writer->run->memory / 2 : MOST_PANEL_BYTES;
-    const int64_t chunk = (int64_t)(writer->run->memory / 2 < COPY_BYTES ? writer->run->memory / 2 : COPY_BYTES);
-    for (uint32_t i = 0; i < f->file->tensors; i++) {
-        const uint32_t tensor = f->file->first + i;
-        const struct nib_out_tensor *t = &plan->tensors[tensor];
-        if (t->producer == NIB_PRODUCE_WEIGHT)
-            continue;
-        const bool in_parts = t->producer == NIB_PRODUCE_COPY || t->producer == NIB_PRODUCE_CAST;
-        const int64_t bytes = (int64_t)t->bytes, at_once = in_parts ? nib_max(4, chunk / 4 * 4) : bytes;
-        for (int64_t at = 0; at < bytes; at += at_once)
-            TRY(add_panel(writer,
-                          (struct panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at), stage, 0 }));
-    }
-    const size_t weights = writer->n_panels;
-    for (size_t i = 0; i < f->weights; i++) {
-        const uint32_t weight = (uint32_t)(f->first_weight + i);
-        const struct nib_out_weight *w = &plan->weights[weight];
-        int64_t rows = nib_ck_rows_for(plan->in, &w->source, reading_dtype(plan, w), panel);
-        if (w->hessian != NIB_NONE) /* work for every thread: nobody goes on before all are done */
-            rows = nib_min(rows, nib_round_up(nib_ceil_div(w->source.rows, writer->run->threads), GPTQ_ROWS));
-        TRY(find_stage(writer, w, &stage));
-        for (int64_t row = 0; row < w->source.rows; row += rows)
-            TRY(add_panel(
-                writer, (struct panel){ file, weight, NIB_NONE, row, nib_min(rows, w->source.rows - row), stage, 0 }));
-    }
-    return spread(writer, first, weights);
-}
-
-static nib_status write_panel(struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status write_panel(struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     if (panel->weight == NIB_NONE)
         return copy_panel(writer, scratch, panel);
@@ -752,44 +588,13 @@ static nib_status write_panel(struct writer *writer, struct scratch *scratch, co
     }
 }
 
-/* When a scan that goes along has come to it. What does not depend on one waits until its source has been read, so that
- * it is not read twice. */
-static nib_status find_after(const struct writer *writer, struct panel *panel)
-{
-    const nib_plan *plan = writer->run->plan;
-    const bool of_weight = panel->weight != NIB_NONE;
-    const struct nib_out_weight *w = of_weight ? &plan->weights[panel->weight] : NULL;
-    const struct nib_out_tensor *t = of_weight ? NULL : &plan->tensors[panel->tensor];
-    const bool computed = w && w->action == NIB_ACTION_QUANTIZE;
-    if (t && t->producer != NIB_PRODUCE_COPY && t->producer != NIB_PRODUCE_CAST)
-        return NIB_OK;
-    TRY(nib_scan_end_of(writer->scan, computed ? w->group : NIB_NONE, w ? w->source.tensor[NIB_ROLE_DATA] : t->source,
-                        &panel->after));
-    if (t && t->producer == NIB_PRODUCE_COPY)
-        panel->after -= t->bytes - (uint64_t)(panel->first + panel->count);
-    return NIB_OK;
-}
-
-static int by_after(const void *left, const void *right)
-{
-    const struct panel *a = left, *b = right;
-    const uint64_t keys[4][2] = { { a->after, b->after },
-                                  { a->tensor, b->tensor },
-                                  { a->weight, b->weight },
-                                  { (uint64_t)a->first, (uint64_t)b->first } };
-    for (int i = 0; i < 4; i++)
-        if (keys[i][0] != keys[i][1])
-            return keys[i][0] < keys[i][1] ? -1 : 1;
-    return 0;
-}
-
 /* Panels of a stage one after the other, through all files; NULL where there is none, or the scan has not come to it. */
-static nib_status take_panel(struct writer *writer, const struct panel **panel)
+static nib_status take_panel(struct writer *writer, const struct nib_run_panel **panel)
 {
     struct nib_run *run = writer->run;
     nib_status status = NIB_OK;
     pthread_mutex_lock(&run->mutex);
-    *panel = writer->next < writer->end ? &writer->panels[writer->next] : NULL;
+    *panel = writer->next < writer->end ? &writer->panels.list[writer->next] : NULL;
     if (*panel && writer->scan && (*panel)->after > nib_scan_passed(writer->scan))
         *panel = NULL;
     writer->next += *panel != NULL;
@@ -799,7 +604,7 @@ static nib_status take_panel(struct writer *writer, const struct panel **panel)
     return status;
 }
 
-static nib_status finish_panel(struct writer *writer, struct scratch *scratch, const struct panel *panel)
+static nib_status finish_panel(struct writer *writer, struct scratch *scratch, const struct nib_run_panel *panel)
 {
     struct nib_run *run = writer->run;
     struct writing *f = &writer->files[panel->file];
@@ -811,7 +616,7 @@ static nib_status finish_panel(struct writer *writer, struct scratch *scratch, c
         TRY(close_file(writer, f));
     const char *name = panel->weight == NIB_NONE ? run->plan->tensors[panel->tensor].name
                                                  : run->plan->weights[panel->weight].source.name;
-    return nib_run_progress(run, name, input_bytes(run->plan, panel));
+    return nib_run_progress(run, name, nib_run_panel_bytes(run->plan, panel));
 }
 
 static nib_status write_panels(void *context, size_t item)
@@ -823,7 +628,7 @@ static nib_status write_panels(void *context, size_t item)
     nib_status status = NIB_OK;
     (void)item;
     while (!status && !atomic_load(&writer->run->stop)) {
-        const struct panel *panel;
+        const struct nib_run_panel *panel;
         status = take_panel(writer, &panel);
         if (!status && panel)
             status = finish_panel(writer, &scratch, panel);
@@ -865,14 +670,16 @@ static nib_status start_writer(struct writer *writer)
         f->finished = nib_os_exists(f->path);
         if (f->finished || i % ranks != rank)
             continue;
-        TRY(cut_file(writer, (uint32_t)i));
+        const size_t before = writer->panels.n;
+        TRY(nib_run_panels_cut(&writer->panels, run, (uint32_t)i, f->first_weight, f->weights));
+        f->left = writer->panels.n - before;
         if (f->left == 0) { /* nothing but a header */
             TRY(open_file(f));
             if (!writer->scan)
                 TRY(close_file(writer, f));
         }
     }
-    return sort_stages(writer);
+    return nib_run_panels_sort(&writer->panels);
 }
 
 static void end_writer(struct writer *writer)
@@ -886,8 +693,7 @@ static void end_writer(struct writer *writer)
         nib_free(f->path);
     }
     nib_free(writer->files);
-    nib_free(writer->panels);
-    nib_free(writer->stages);
+    nib_run_panels_free(&writer->panels);
 }
 
 static const char *phase_of(const nib_plan *plan)
@@ -904,7 +710,7 @@ static const char *phase_of(const nib_plan *plan)
     return "writing";
 }
 
-static nib_status write_stage(struct writer *writer, const struct stage *stage)
+static nib_status write_stage(struct writer *writer, const struct nib_run_stage *stage)
 {
     writer->next = stage->begin;
     writer->end = stage->end;
@@ -931,15 +737,13 @@ nib_status nib_run_write(struct nib_run *run, struct nib_scan *scan, struct nib_
     struct writer writer = { .run = run, .scan = scan, .provenance = provenance };
     nib_status status = start_writer(&writer);
     uint64_t total = 0;
-    for (size_t i = 0; i < writer.n_panels && !status; i++) {
-        total += input_bytes(run->plan, &writer.panels[i]);
-        status = scan ? find_after(&writer, &writer.panels[i]) : NIB_OK;
-    }
-    if (scan && !status && writer.n_panels)
-        qsort(writer.panels, writer.n_panels, sizeof *writer.panels, by_after);
+    for (size_t i = 0; i < writer.panels.n && !status; i++)
+        total += nib_run_panel_bytes(run->plan, &writer.panels.list[i]);
+    if (scan && !status)
+        status = nib_run_panels_follow(&writer.panels, run->plan, scan);
     nib_run_begin_phase(run, phase_of(run->plan), total);
-    for (size_t i = 0; i < writer.n_stages && !status; i++)
-        status = write_stage(&writer, &writer.stages[i]);
+    for (size_t i = 0; i < writer.panels.n_stages && !status; i++)
+        status = write_stage(&writer, &writer.panels.stages[i]);
     if (!status && scan)
         status = finish_scan(&writer);
     end_writer(&writer);
