@@ -582,6 +582,92 @@ TEST(dtypes_of_what_stays)
     }
 }
 
+/* Names of directories: what is a size, a version, a type, and what only looks like one. */
+TEST(names_say_sizes)
+{
+    static const struct {
+        const char *name, *base, *size, *tune;
+    } cases[] = { { "tiny-13k-instruct", "tiny", "13K", "instruct" },
+                  { "tiny-13k1-chat", "tiny", "13.1K", "chat" },
+                  { "tiny-0_013m", "tiny", "0.013M", NULL },
+                  { "tiny-large-13k", "tiny-large", "13K", NULL },
+                  { "tiny-large-fast", "tiny", "large", "fast" },
+                  { "tiny-13k-1m", "tiny", "13K", "1m" },
+                  { "tiny-13k-q8_0", "tiny", "13K", NULL } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        start(cases[i].name, "{\"model_type\": \"llama\", " SIZES "}", TINY_TOKENIZER);
+        PUT(cases[i].name, ATTENTION);
+        nib_gguf *file = made(cases[i].name);
+        STRING("general.basename", cases[i].base);
+        STRING("general.size_label", cases[i].size);
+        STRING("general.finetune", cases[i].tune);
+        nib_gguf_close(file);
+    }
+}
+
+TEST(licenses_in_a_list)
+{
+    static const struct {
+        const char *card, *license;
+    } cases[] = { { "[mit, apache-2.0]", "mit,apache-2.0" }, { "[mit]", "mit" }, { "[]", NULL } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char card[128];
+        start("m", "{\"model_type\": \"llama\", " SIZES "}", TINY_TOKENIZER);
+        PUT("m", ATTENTION);
+        snprintf(card, sizeof card, "---\nlicense: %s\n---\n", cases[i].card);
+        put_text("m/README.md", card);
+        nib_gguf *file = made("m");
+        STRING("general.license", cases[i].license);
+        nib_gguf_close(file);
+    }
+}
+
+/* By yarn with all that it knows, by yarn with what is in the configuration besides, and evenly. */
+TEST(positions_that_are_stretched)
+{
+#define ROPE(text) "{\"model_type\": \"qwen3\", " SIZES ", \"rope_scaling\": {" text "}}"
+    start("m",
+          ROPE("\"rope_type\": \"yarn\", \"factor\": 4, \"original_max_position_embeddings\": 77, "
+               "\"extrapolation_factor\": 1.5, \"attention_factor\": 2, \"beta_fast\": 32, \"beta_slow\": 3"),
+          TINY_TOKENIZER);
+    PUT("m", ATTENTION);
+    nib_gguf *file = made("m");
+    STRING("qwen3.rope.scaling.type", "yarn");
+    NUMBER("qwen3.rope.scaling.factor", 4);
+    INTEGER("qwen3.rope.scaling.original_context_length", 77);
+    NUMBER("qwen3.rope.scaling.yarn_ext_factor", 1.5);
+    NUMBER("qwen3.rope.scaling.yarn_attn_factor", 2);
+    NUMBER("qwen3.rope.scaling.yarn_beta_fast", 32);
+    NUMBER("qwen3.rope.scaling.yarn_beta_slow", 3);
+    nib_gguf_close(file);
+    start("m", ROPE("\"type\": \"yarn\", \"factor\": 2.5"), TINY_TOKENIZER);
+    PUT("m", ATTENTION);
+    file = made("m");
+    STRING("qwen3.rope.scaling.type", "yarn");
+    INTEGER("qwen3.rope.scaling.original_context_length", 512);
+    nib_gguf_close(file);
+    start("m", ROPE("\"type\": \"linear\", \"factor\": 2, \"original_max_position_embeddings\": 77"), TINY_TOKENIZER);
+    PUT("m", ATTENTION);
+    file = made("m");
+    size_t index;
+    STRING("qwen3.rope.scaling.type", "linear");
+    NUMBER("qwen3.rope.scaling.factor", 2);
+    CHECK(!nib_gguf_find_key(file, "qwen3.rope.scaling.original_context_length", &index));
+    nib_gguf_close(file);
+    static const char *const nothing[] = { ROPE("\"type\": \"yarn\""), ROPE("\"type\": \"other\", \"factor\": 2"),
+                                           ROPE("\"factor\": 2") };
+    for (size_t i = 0; i < 3; i++) {
+        start("m", nothing[i], TINY_TOKENIZER);
+        PUT("m", ATTENTION);
+        file = made("m");
+        STRING("qwen3.rope.scaling.type", NULL);
+        nib_gguf_close(file);
+    }
+    start("m", "{\"model_type\": \"qwen3\", " SIZES ", \"head_dim\": 5000000000}", TINY_TOKENIZER);
+    PUT("m", ATTENTION);
+    CHECK_FAILS(make("m", NIB_F32), NIB_ERR_DATA, "a head of 5000000000 is none");
+}
+
 TEST(stretched_frequencies_have_a_bound)
 {
     static const int64_t dims[] = { 1, 2, 65536, 65537 };
