@@ -635,6 +635,31 @@ TEST(checks_tell_how_far_they_are)
     nib_checkpoint_close(c);
 }
 
+/* A caller that stops at what differs from the original, whatever it is. */
+TEST(checks_against_an_original_can_be_stopped)
+{
+    float x[4 * 64];
+    for (int i = 0; i < 4 * 64; i++)
+        x[i] = test_normal();
+    fill(0x70);
+    put_group((float[]){ 4096, 4096, 4096 }, "m.", true);
+    const struct item items[] = { { "m.q_proj.weight", NIB_F32, 2, { 4, 64 }, x },
+                                  { "m.k_proj.weight", NIB_F32, 2, { 4, 64 }, x },
+                                  { "m.v_proj.weight", NIB_F32, 2, { 2, 64 }, x } };
+    put_tensors(at("o.safetensors"), items, 3);
+    nib_checkpoint *c = open_good(at("g.safetensors")), *original = open_good(at("o.safetensors"));
+    struct found all = { 0 };
+    CHECK_OK(nib_checkpoint_check(c, original, NULL, note, &all));
+    CHECK_THAT(all.n == 3 && strstr(all.ids, "weight-shape"), "%s", all.ids);
+    for (int i = 1; i <= all.n; i++) {
+        struct found found = { .stop_at = i };
+        CHECK_FAILS(nib_checkpoint_check(c, original, NULL, note, &found), NIB_ERR_CANCELLED, "stopped");
+        CHECK(found.n == i);
+    }
+    nib_checkpoint_close(c);
+    nib_checkpoint_close(original);
+}
+
 /* Block scales up to 32 of 448 and no more: the tensor scale could be smaller. */
 TEST(scales_in_too_small_a_range)
 {

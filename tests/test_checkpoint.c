@@ -10,6 +10,7 @@
 #include "model/roles.h"
 #include "model/weights.h"
 #include "io/gguf.h"
+#include "model/architectures.h"
 
 #include <math.h>
 
@@ -599,6 +600,28 @@ TEST(blocks_of_ggml)
     }
 }
 
+/* Names that llama.cpp has for modules, up to the longest that nib looks at. */
+TEST(names_of_llama_cpp)
+{
+    char long_name[512], name[64];
+    int64_t expert = 0;
+    CHECK(nib_ck_llama_name("model.layers.3.self_attn.q_proj", name, sizeof name, &expert) &&
+          !strcmp(name, "blk.3.attn_q"));
+    CHECK(expert == -1 && nib_ck_llama_name("lm_head", name, sizeof name, &expert) && !strcmp(name, "output"));
+    CHECK(nib_ck_llama_name("m.layers.0.mlp.experts.7.up_proj", name, sizeof name, &expert));
+    CHECK_THAT(expert == 7 && !strcmp(name, "blk.0.ffn_up_exps"), "%lld, %s", (long long)expert, name);
+    CHECK(!nib_ck_llama_name("sublayers.3.self_attn.q_proj", name, sizeof name, &expert));
+    CHECK(nib_ck_llama_name("sublayers.1.layers.3.self_attn.q_proj", name, sizeof name, &expert));
+    CHECK(!strcmp(name, "blk.3.attn_q") && !nib_ck_llama_name("layers.3.self_attn.z", name, sizeof name, &expert));
+    CHECK(!nib_ck_llama_name("layers.3.self_attn.q_proj", name, sizeof "blk.3.attn_q" - 1, &expert));
+    CHECK(nib_ck_llama_name("layers.3.self_attn.q_proj", name, sizeof "blk.3.attn_q", &expert));
+    for (int within = 253; within < 257; within++) {
+        snprintf(long_name, sizeof long_name, "layers.0.%0*d.self_attn.q_proj",
+                 within - (int)strlen(".self_attn.q_proj"), 0);
+        CHECK_THAT(nib_ck_llama_name(long_name, name, sizeof name, &expert) == (within <= 254), "%d", within);
+    }
+}
+
 TEST(ends_of_names)
 {
     CHECK(nib_ck_ends_with("scale", "scale") && nib_ck_ends_with("a.scale", "scale") && nib_ck_ends_with("x", ""));
@@ -996,6 +1019,7 @@ TEST(fused_and_kept)
     CHECK_OK(nib_checkpoint_format_from_name("modelopt", &format));
     CHECK(format == NIB_CHECKPOINT_FORMAT_MODELOPT && !nib_checkpoint_format_name(NIB_CHECKPOINT_FORMAT_COUNT));
     CHECK_FAILS(nib_checkpoint_format_from_name("modelopt", NULL), NIB_ERR_ARG, "out is NULL");
+    CHECK_FAILS(nib_checkpoint_format_from_name(NULL, &format), NIB_ERR_ARG, "name is NULL");
     CHECK_FAILS(nib_checkpoint_format_from_name("x", &format), NIB_ERR_ARG, "no checkpoint format \"x\"");
     nib_checkpoint_close(c);
 }

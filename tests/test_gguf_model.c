@@ -504,6 +504,22 @@ static void check_words(int line, const nib_gguf *file, const char *key, const c
 }
 #define WORDS(key, wanted) check_words(__LINE__, file, key, wanted)
 
+TEST(templates_with_names)
+{
+    start("q", "{\"model_type\": \"qwen2\", " SIZES "}", TINY_TOKENIZER);
+    put_text("q/tokenizer_config.json",
+             "{\"chat_template\": [{\"name\": \"default\", \"template\": \"one\"}, {\"name\": \"A-Z/0.9_az:@[`{\", "
+             "\"template\": \"two\"}, {\"name\": \"\", \"template\": \"three\"}, {\"name\": \"x\"}, 4, "
+             "{\"name\": \"rag\", \"template\": \"five\"}]}");
+    PUT("q", ATTENTION);
+    nib_gguf *file = made("q");
+    STRING("tokenizer.chat_template", "one");
+    STRING("tokenizer.chat_template.A_Z_0_9_az_____", "two");
+    STRING("tokenizer.chat_template.rag", "five");
+    WORDS("tokenizer.chat_templates", "A_Z_0_9_az_____|rag");
+    nib_gguf_close(file);
+}
+
 TEST(a_model_card_has_its_say)
 {
     start("x-1b", "{\"model_type\": \"llama\", " SIZES "}", TINY_TOKENIZER);

@@ -348,7 +348,9 @@ TEST(codes_are_taken_over)
         options.codes = at("codes");
         CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
         nib_checkpoint *out = open_good(at("out"));
-        CHECK(strstr(out->provenance, "\"codes_xxh3\""));
+        const char *hash = strstr(out->provenance, "\"codes_xxh3\":");
+        CHECK(hash && strspn(hash + strlen("\"codes_xxh3\":") + strspn(hash + strlen("\"codes_xxh3\":"), " \""),
+                             "0123456789abcdef") == 32);
         check_same_codes(out, codes, "model.layers.0.self_attn.q_proj");
         check_same_codes(out, codes, "model.layers.1.mlp.down_proj");
         check_same_codes(out, swept, "model.layers.2.self_attn.q_proj");

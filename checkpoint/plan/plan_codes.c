@@ -45,7 +45,7 @@ nib_status nib_plan_open_codes(nib_plan *plan, const char *path)
     nib_status status = hash && XXH3_128bits_reset(hash) == XXH_OK ? NIB_OK : no_memory();
     for (size_t i = 0; i < plan->codes->n_files && !status; i++)
         status = hash_header(hash, &plan->codes->files[i]);
-    char text[40] = "";
+    char text[33] = "";
     if (!status) {
         const XXH128_hash_t digest = XXH3_128bits_digest(hash);
         snprintf(text, sizeof text, "%016llx%016llx", (unsigned long long)digest.high64,
