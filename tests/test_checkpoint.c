@@ -283,7 +283,7 @@ TEST(nvfp4_packings)
     CHECK_OK(nib_checkpoint_find_weight(c, "mo", &index));
     CHECK_OK(nib_checkpoint_get_weight(c, index, &weight));
     CHECK(weight.tensor_scale_kind == NIB_TENSOR_SCALE_MULTIPLIER && weight.tensor_scale == p.g &&
-          !weight.has_input_scale);
+          !weight.has_input_scale && weight.input_scale == 1);
     nib_checkpoint_close(c);
     unpack(&p);
 }
