@@ -294,8 +294,9 @@ def program_sources(program):
         return sources("tools/*.c")
     if program.startswith(("examples/", "bench/")):
         return [program + ".c"]
-    if program.endswith("_shim"):
-        return [f"cuda/{program[:-len('_shim')]}.c", *(source for source in CUDA if not source.startswith("cuda/test_"))]
+    if program == "fuzz_cuda" or program.endswith("_shim"):
+        own = f"cuda/{program[:-len('_shim')]}.c" if program.endswith("_shim") else f"tests/fuzz/{program}.c"
+        return [own, *(source for source in CUDA if not source.startswith("cuda/test_"))]
     if program == "test_mpi":
         return sources("mpi/*mpi.c")
     found = [f"tests/{'fuzz/' if program.startswith('fuzz_') else ''}{program}.c"]
