@@ -16,7 +16,8 @@
 #include "format/codec.h"
 #include "tensor/gptq.h"
 
-enum { TILE = 128, STEP = 16, ELEMENTS = TILE * TILE };
+/* Lines of a tile are apart by more than a power of two, which would put them all in the same few places of a cache. */
+enum { TILE = 128, APART = TILE + 8, STEP = 16, ELEMENTS = TILE * APART };
 
 struct factorization {
     nib_subtract_fn *subtract;
@@ -145,7 +146,7 @@ static void load_row(void *context, int64_t i)
             for (int64_t r = 0; r < TILE; r++) {
                 const int64_t row = i * TILE + r, col = j * TILE + c;
                 const bool inside = row < f->n && col < row;
-                tile[c * TILE + r] =
+                tile[c * APART + r] =
                     inside       ? (double)at(f->hessian, f->n, f->order[f->n - 1 - row], f->order[f->n - 1 - col])
                     : row == col ? (row < f->n ? f->diagonal[f->n - 1 - row] : 1)
                                  : 0;
@@ -157,12 +158,12 @@ static void load_row(void *context, int64_t i)
 static void substitute(const struct factorization *f, const double *l, double *c, int64_t n)
 {
     for (int64_t first = 0; first < TILE; first += STEP) {
-        f->subtract(c + first * TILE, TILE, l + first, TILE, c, TILE, STEP, n, first);
+        f->subtract(c + first * APART, APART, l + first, APART, c, APART, STEP, n, first);
         for (int64_t i = first; i < first + STEP; i++) {
-            f->subtract(c + i * TILE, TILE, l + first * TILE + i, TILE, c + first * TILE, TILE, 1, n, i - first);
-            const double pivot = l[i * TILE + i];
+            f->subtract(c + i * APART, APART, l + first * APART + i, APART, c + first * APART, APART, 1, n, i - first);
+            const double pivot = l[i * APART + i];
             for (int64_t j = 0; j < n; j++)
-                c[i * TILE + j] = c[i * TILE + j] / pivot;
+                c[i * APART + j] = c[i * APART + j] / pivot;
         }
     }
 }
@@ -194,8 +195,8 @@ static void update_column(const struct factorization *f, int64_t below, int64_t 
 {
     const int64_t j = f->current, i = j + below;
     for (int64_t p = 0; p < j; p++)
-        f->subtract(tile_at(f, i, j) + first, TILE, tile_at(f, j, p), TILE, tile_at(f, i, p) + first, TILE, TILE, width,
-                    TILE);
+        f->subtract(tile_at(f, i, j) + first, APART, tile_at(f, j, p), APART, tile_at(f, i, p) + first, APART, TILE,
+                    width, TILE);
 }
 
 static void solve_column(const struct factorization *f, int64_t below, int64_t first, int64_t width)
@@ -208,8 +209,8 @@ static void solve_column(const struct factorization *f, int64_t below, int64_t f
 static bool factorize_tile(const struct factorization *f, double *tile)
 {
     for (int64_t j = 0; j < TILE; j++) {
-        double *column = tile + j * TILE;
-        f->subtract(column, TILE, tile + j, TILE, tile, TILE, 1, TILE, j);
+        double *column = tile + j * APART;
+        f->subtract(column, APART, tile + j, APART, tile, APART, 1, TILE, j);
         if (!(column[j] >= DBL_MIN && column[j] <= DBL_MAX))
             return false;
         column[j] = square_root(column[j]);
@@ -243,9 +244,9 @@ static void invert_row(const struct factorization *f, int64_t j, int64_t first, 
     double *c = tile_at(f, i, j) + first;
     for (int64_t r = 0; r < TILE; r++)
         for (int64_t k = 0; k < width; k++)
-            c[r * TILE + k] = i == j && r == first + k;
+            c[r * APART + k] = i == j && r == first + k;
     for (int64_t p = j; p < i; p++)
-        f->subtract(c, TILE, f->row + p * ELEMENTS, TILE, tile_at(f, p, j) + first, TILE, TILE, width, TILE);
+        f->subtract(c, APART, f->row + p * ELEMENTS, APART, tile_at(f, p, j) + first, APART, TILE, width, TILE);
     substitute(f, f->row + i * ELEMENTS, c, width);
 }
 
@@ -269,7 +270,7 @@ static void store_row(void *context, int64_t i)
     const int64_t row = f->n - 1 - i;
     for (int64_t j = 0; j < f->n; j++) {
         const int64_t col = f->n - 1 - j;
-        f->u[i * f->n + j] = j < i ? 0 : (float)tile_at(f, row / TILE, col / TILE)[row % TILE * TILE + col % TILE];
+        f->u[i * f->n + j] = j < i ? 0 : (float)tile_at(f, row / TILE, col / TILE)[row % TILE * APART + col % TILE];
     }
 }
 
