@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * product.c - products on a GPU. A code times its block's scale is exact in BF16, so tensor cores of any GPU multiply
- * what codes stand for: up to 64 rows by a kernel that reads the codes in place, more by cuBLASLt, from memory of the
+ * what codes stand for: up to 48 rows by a kernel that reads the codes in place, more by cuBLASLt, from memory of the
  * device that they are expanded into, or, where it has FP4 tensor cores, as they are.
  *
  * Sums round as tensor cores do: the bound is in docs/numerics.md 14. Tensor scales stay on the device.
@@ -10,8 +10,8 @@
 
 #include <stdio.h>
 
-enum { MOST_ROWS = 64, LONGEST = 1 << 30 }; /* that a kernel reads codes in place for */
-enum { ROWS = 16 };                         /* at a time: to expand a weight takes as long as to read it five times */
+enum { MOST_ROWS = 48, LONGEST = 1 << 30 }; /* that a kernel reads codes in place for */
+enum { ROWS = 16 };                         /* at a time: to expand a weight takes as long as to read it three times */
 enum { WIDEST = 1 << 25 };                  /* distance of lines of which it adds up 64 in 32 bits */
 
 /* How a product is computed, and the memory that it needs besides. */
