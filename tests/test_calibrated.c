@@ -1110,6 +1110,19 @@ TEST(hessians_that_are_rejected)
     options.scale_rule = NIB_UNSET;
     options.statistics = NULL;
     CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "statistics");
+    make_hessians("good");
+    static const float damps[][2] = { { NIB_UNSET, 0.1f }, { 0, 0 }, { 0.5f, 0.5f }, { 2, 2 } };
+    for (size_t i = 0; i < sizeof damps / sizeof *damps; i++) {
+        options = options_of();
+        options.gptq = 1;
+        options.hessians = at("good");
+        options.damp = damps[i][0];
+        CHECK_OK(nib_plan_quantize(in, &options, &plan));
+        CHECK_THAT(plan && fabs(plan->damp - (double)damps[i][1]) < 1e-7, "%g: %g", (double)damps[i][0],
+                   plan ? plan->damp : 0);
+        nib_plan_destroy(plan);
+        plan = NULL;
+    }
     options = options_of();
     options.damp = 0.1f;
     CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "--gptq");

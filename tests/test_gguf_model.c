@@ -552,6 +552,7 @@ TEST(a_model_card_has_its_say)
     nib_gguf_close(file);
     static const char *const bad[] = { "",
                                        "---",
+                                       "--x\nlicense: mit\n---\n",
                                        "---\nlicense: mit\n",
                                        "--- \nlicense: mit\n---\n",
                                        "text\n---\nlicense: mit\n---\n",
@@ -619,6 +620,19 @@ TEST(names_say_sizes)
         STRING("general.finetune", cases[i].tune);
         nib_gguf_close(file);
     }
+}
+
+/* Without a number of heads for keys there are as many as for queries. */
+TEST(heads_of_keys)
+{
+    start("m",
+          "{\"model_type\": \"llama\", \"hidden_size\": 64, \"intermediate_size\": 128, \"num_hidden_layers\": 1, "
+          "\"num_attention_heads\": 4, \"vocab_size\": 12}",
+          TINY_TOKENIZER);
+    PUT("m", F32("model.embed_tokens.weight", V, H), F32(LAYER "self_attn.k_proj.weight", H, H));
+    nib_gguf *file = made("m");
+    INTEGER("llama.attention.head_count_kv", 4);
+    nib_gguf_close(file);
 }
 
 TEST(licenses_in_a_list)
