@@ -570,7 +570,8 @@ def test_copies_between_devices(gpu):
 
 def test_fsdp2_on_one_gpu(gpu, tmp_path):
     """What the layer gives without it, its shard NVFP4 on the GPU; and a step of training."""
-    dist = torch.distributed
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
     with nt.quantized_model_init(recipe=NVFP4BlockScaling()):
         layer = nt.Linear(64, 96, bias=False, params_dtype=torch.bfloat16, device=gpu.device)
     x = gpu(sample(32, 64))
@@ -578,7 +579,7 @@ def test_fsdp2_on_one_gpu(gpu, tmp_path):
     try:
         with nt.autocast(enabled=True, recipe=NVFP4BlockScaling()):
             expected = layer(x)
-            dist.fsdp.fully_shard(layer)
+            fully_shard(layer)
             y = layer(x)
         assert torch.equal(y, expected)
         y.float().square().mean().backward()
