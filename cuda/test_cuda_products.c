@@ -193,7 +193,7 @@ static void close_call(struct call *c)
 }
 
 /* 2^-22 (K + 64) |alpha| |a| |b|, which holds what dequantizing rounds; and what the last roundings do: where there is
- * something to add to it, cuBLASLt has rounded the product. */
+ * something to add to it, cuBLASLt may have rounded the product. */
 static double bound_of(const struct call *c, const double *a, const double *b, double rest, double y, nib_dtype dtype)
 {
     const bool twice = dtype != NIB_F32 && (c->options.bias || c->options.beta != 0);
