@@ -265,9 +265,9 @@ class Picture:
     """Curves over steps as SVG."""
     WIDE, HIGH, LEFT, TOP, RIGHT, BOTTOM = 820, 480, 60, 30, 20, 50
 
-    def __init__(self, steps, low, high, distance, caption):
-        """distance: of the marks at the left."""
-        self.steps, self.low, self.high, self.entries = steps, low, high, 0
+    def __init__(self, steps, low, high, distance, caption, legend=WIDE - 330):
+        """distance: of the marks at the left; legend: where entries begin."""
+        self.steps, self.low, self.high, self.entries, self.legend = steps, low, high, 0, legend
         self.out = ['<svg xmlns="http://www.w3.org/2000/svg" '
                     f'width="{self.WIDE}" height="{self.HIGH}" font-family="sans-serif" font-size="12">',
                     '<rect width="100%" height="100%" fill="white"/>']
@@ -305,8 +305,8 @@ class Picture:
     def entry(self, text, color):
         self.entries += 1
         y = self.TOP - 2 + 18 * self.entries
-        self.out.append(f'<path d="M{self.WIDE - 330},{y - 4} h30" stroke="{color}" stroke-width="2"/>'
-                        f'<text x="{self.WIDE - 290}" y="{y}">{text}</text>')
+        self.out.append(f'<path d="M{self.legend},{y - 4} h30" stroke="{color}" stroke-width="2"/>'
+                        f'<text x="{self.legend + 40}" y="{y}">{text}</text>')
 
     def write(self, path):
         with open(path, "w", encoding="utf-8") as file:
@@ -349,7 +349,7 @@ def plot_gaps(runs, path):
     later = [gap for curves in gaps.values() for points in curves for step, gap in points if step > steps // 5] or [0.0]
     high = math.ceil(2 * max(later)) / 2 + 0.5
     picture = Picture(steps, min(0.0, math.floor(2 * min(later)) / 2), high, 0.25 if high < 3 else 0.5,
-                      "step (held-out loss above that of BF16 with the same seed, in percent)")
+                      "step (held-out loss above that of BF16 with the same seed, in percent)", legend=80)
     for variant in (one for one in VARIANTS if one in gaps):
         for i, points in enumerate(gaps[variant]):
             picture.curve(points, COLORS[variant], dashed=i > 0)
