@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# nib quantize, convert, dequantize: what they print and write, what they refuse, and what is left after a failure.
+# nib quantize, convert, dequantize: what they print and write, what they reject, and what is left after a failure.
 . tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
 BUILD=${BUILD:?the build folder}

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_config.c - any bytes as config.json of a directory with plain, stacked, packed, or FP8 and MXFP4 weights, or as
+ * fuzz_config.c - any bytes as config.json of a directory with plain, stacked, packed (beside FP8), or FP8 and MXFP4 weights, or as
  * hf_quant_config.json, by the first byte: rejected with a message, or the checkpoint can be walked over and planned with.
  */
 #define _GNU_SOURCE
@@ -24,6 +24,8 @@ static const struct put_tensor compressed[] = {
     { "model.layers.0.self_attn.q_proj.weight_scale", NIB_E4M3, 2, { 16, 4 }, 0x38 },
     { "model.layers.0.self_attn.q_proj.weight_global_scale", NIB_F32, 1, { 1 }, 0x42 },
     { "model.layers.0.self_attn.o_proj.weight", NIB_BF16, 2, { 16, 64 }, 0x3c },
+    { "model.layers.0.mlp.down_proj.weight", NIB_E4M3, 2, { 16, 32 }, 0x38 },
+    { "model.layers.0.mlp.down_proj.weight_scale", NIB_BF16, 2, { 16, 1 }, 0x3c },
 };
 static const struct put_tensor modelopt[] = {
     { "model.layers.0.self_attn.q_proj.weight", NIB_U8, 2, { 16, 32 }, 0x21 },
@@ -32,6 +34,8 @@ static const struct put_tensor modelopt[] = {
     { "model.layers.0.mlp.experts.gate_up_proj", NIB_U8, 3, { 2, 32, 32 }, 0x21 },
     { "model.layers.0.mlp.experts.gate_up_proj_weight_scale", NIB_E4M3, 3, { 2, 4, 32 }, 0x38 },
     { "model.layers.0.mlp.experts.gate_up_proj_weight_scale_2", NIB_F32, 0, { 0 }, 0x3c },
+    { "model.layers.0.mlp.down_proj.weight", NIB_E4M3, 2, { 16, 32 }, 0x38 },
+    { "model.layers.0.mlp.down_proj.weight_scale", NIB_F32, 1, { 16 }, 0x3c },
 };
 static const struct put_tensor eight_and_four[] = {
     { "model.layers.0.self_attn.o_proj.weight", NIB_E4M3, 2, { 32, 64 }, 0x38 },
