@@ -37,6 +37,7 @@ enum { PARTIAL = 1 }; /* it takes a part of the options, and its products keep t
 static inline nib_device *remote_create(void)
 {
     nib_device *device = NULL;
+    setenv("NIB_CUBLASLT_LIBRARY", "", 1); /* the shim's own, whatever else is there */
     require(!nib_cuda_create_stream(0, &device), "a GPU");
     return device;
 }
