@@ -444,7 +444,8 @@ def fence(*directories):
     handled = ctypes.c_uint64(changes)
     rules = libc.syscall(444, ctypes.byref(handled), ctypes.c_size_t(8), 0)
     done = rules >= 0
-    sinks = [(sink, write_file | truncate) for sink in ("/dev/null", "/dev/full", "/dev/zero")]
+    sinks = [(sink, write_file | truncate) for sink in ("/dev/null", "/dev/full", "/dev/zero", "/dev/ptmx", "/dev/pts")
+             if os.path.exists(sink)]  # the last two: terminals
     for path, access in [*((directory, changes) for directory in directories), *sinks]:
         rule = Beneath(access, os.open(path, os.O_PATH | os.O_CLOEXEC))
         done = done and libc.syscall(445, rules, 1, ctypes.byref(rule), 0) == 0
