@@ -211,8 +211,10 @@ def make_calibration(work):
     options = calibrate.Options(batch=2, first_tokens=False)
     how = {"fold": True, "gptq": True, "damp": 0.1}
 
-    calibrate.calibrate(f"{work}/tiny", tokens, f"{work}/tiny.stats",
-                        dataclasses.replace(options, hessians=f"{work}/tiny.stats.hessians"))
+    with_hessians = dataclasses.replace(options, hessians=f"{work}/tiny.stats.hessians")
+    once = Forked(lambda out: calibrate.calibrate(f"{work}/tiny", tokens, out, with_hessians), f"{work}/tiny.stats")
+    if once.wait(once.start())[0]:
+        raise Failure("nib.calibrate fails undisturbed")
 
     def quantizing(**more):
         options = calibrate.Options(batch=2, first_tokens=False, how=how, **more)
