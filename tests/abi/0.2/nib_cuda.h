@@ -23,8 +23,8 @@
  * packed weights; more need cuBLASLt, which is loaded then (libcublasLt.so.13 or .12, or what NIB_CUBLASLT_LIBRARY names),
  * and memory of the device, which grows to what its largest product needs and stays: 2 bytes for an element of a quantized
  * operand (4 where activations are F32), 32 MiB, and 4 bytes for an output that cuBLASLt cannot write itself. A captured
- * product has its memory from the graph, and a device with an allocator (below) from that. GPUs with FP4 tensor cores (sm_100 and later) multiply two NVFP4 operands as they
- * are, by unsigned scales: the sign of a scale is not looked at.
+ * product has its memory from the graph, and a device with an allocator (below) from that. GPUs with FP4 tensor cores
+ * (sm_100 and later) multiply two NVFP4 operands as they are, by unsigned scales: the sign of a scale is not looked at.
  */
 #ifndef NIB_CUDA_H
 #define NIB_CUDA_H
