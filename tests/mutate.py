@@ -67,7 +67,7 @@ NOT_MUTATED = ["cuda/test_*", "mpi/test_*"]
 # test_load is long and about memory; the scripts that are not here build something, or look at words.
 SCRIPTS = ["bench", "check", "completion", "conform", "help", "json", "kill", "limits", "quantize", "report", "sandbox", "shard"]
 SETTINGS = ["test_kernels NIB_ROUNDS=1"] + [f"{test} NIB_MAX_ISA={isa}" for test in ("test_known_answers", "conform") for isa in ("scalar", "avx2")]
-LEFT_OUT = ["test_load", "test_kernels", "fuzz_cuda"]  # the second for one round of the same, the third needs the shim
+LEFT_OUT = ["test_load", "test_kernels"]  # the second for one round of the same
 # Tests that run much and look at little of it: what they are for.
 ONLY_FOR = {"cli/bench": "tools/bench*", "cli/shard": "src/shard/*"}
 # Whose runs leave no coverage behind, as a sandbox, a signal or the machine keeps them from it: a pattern and the tests to run besides.
