@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time `nib quantize` of a checkpoint beside a copy of it that is synced, in turns.
 
-    quantize_copy.py NIB DIRECTORY [--rounds 11] [--cold] [--scale RULE]... [--check]
+    quantize_copy.py NIB DIRECTORY [--rounds 11] [--cold] [--scale RULE]... [--imatrix FILE] [--check]
 
 A copy is what nobody can do without: it reads all bytes and has them on the disk at the end. Both begin without their
 output. --cold drops what the system holds of the input before each run (root only), as after a download that was too
-large to stay in memory. Medians, least values, and the copy's median by that of each run; --check exits 1 if a default
-run is slower than the copy.
+large to stay in memory. --imatrix has runs by statistics of inputs too. Medians, least values, and the copy's median by
+that of each run; --check exits 1 if a default run is slower than the copy, or one by statistics has less than 0.9 of its
+speed.
 """
 import argparse
 import os
@@ -40,6 +41,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--scale", action="append", default=[])
+    parser.add_argument("--imatrix")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--out", default=None, help="a directory for outputs, on the disk of the input by default")
     options = parser.parse_args()
@@ -47,6 +49,8 @@ def main():
     out = os.path.join(base, f"copy.py-{os.getpid()}")
     runs = {"cp and sync": None, "nib quantize": []}
     runs.update({f"nib quantize --scale {rule}": ["--scale", rule] for rule in options.scale})
+    if options.imatrix:
+        runs["nib quantize --imatrix"] = ["--imatrix", options.imatrix]
     times = {name: [] for name in runs}
     for _ in range(options.rounds):
         for name, words in runs.items():
@@ -67,8 +71,13 @@ def main():
         middle = statistics.median(values)
         print(f"{name:28} median {middle * 1e3:7.1f} ms, least {min(values) * 1e3:7.1f} ms, "
               f"a copy's time by it {base_time / middle:.2f}")
-    if options.check and statistics.median(times["nib quantize"]) > base_time:
-        print("slower than a copy")
+    plain, faults = statistics.median(times["nib quantize"]), []
+    if plain > base_time:
+        faults.append("slower than a copy")
+    if options.imatrix and 0.9 * statistics.median(times["nib quantize --imatrix"]) > plain:
+        faults.append("by statistics less than 0.9 of the speed without")
+    if options.check and faults:
+        print("; ".join(faults))
         return 1
     return 0
 
