@@ -294,9 +294,12 @@ TEST(fp4_tensor_cores_take_codes_as_they_are)
     nib_device *const first = gpu;
     CHECK_OK(nib_cuda_create_stream(1, &gpu));
     shim_cublaslt_products = shim_cublaslt_codes = 0;
-    for (int i = 0; i < (SANITIZED ? 20 : 80) && !test_failures; i++)
+    const int few = SANITIZED ? 3 : 10; /* of both kinds: which come is drawn */
+    for (int i = 0;
+         i < 400 && !test_failures && (shim_cublaslt_codes < few || shim_cublaslt_products - shim_cublaslt_codes < few);
+         i++)
         run_call(gpu);
-    CHECK(shim_cublaslt_codes > 10 && shim_cublaslt_products > shim_cublaslt_codes);
+    CHECK(shim_cublaslt_codes >= few && shim_cublaslt_products - shim_cublaslt_codes >= few);
     shim_cublaslt_rejects_codes = 1; /* then by what they stand for */
     shim_cublaslt_codes = 0;
     for (int i = 0; i < 20 && !test_failures; i++)

@@ -299,7 +299,7 @@ TEST(options)
     const nib_quantizer q = default_quantizer(), mxfp4 = format(NIB_MXFP4), mxfp8 = format(NIB_MXFP8);
     for (int i = 0; i < 90; i++) {
         const nib_quantizer *const kind = i % 4 == 2 ? &mxfp4 : i % 4 == 3 ? &mxfp8 : &q;
-        float bias[N * 2], *x = normals(M * K);
+        float bias[M], *x = normals(M * K); /* M is the larger of both */
         char encoded[M * K * 4];
         nib_gemm_options o = defaults();
         const nib_dtype dtype = dtypes[i % 3], bias_dtype = dtypes[i / 3 % 3];
