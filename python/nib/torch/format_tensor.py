@@ -92,8 +92,8 @@ class FormatQuantizer(Quantizer):
         usage. On a GPU neither it nor the no-op flag comes to the host."""
         if not torch.compiler.is_compiling():
             prepared = getattr(dst, "_prepared", None)
-            flag = None if noop_flag is None else _flag(noop_flag, src)
-            if prepared is not None and prepared.again(self, src, dst, amax, flag):
+            if prepared is not None and prepared.again(self, src, dst, amax,
+                                                       None if noop_flag is None else _flag(noop_flag, src)):
                 return dst
         return self._update_eagerly(src, dst, noop_flag, amax)
 

@@ -84,10 +84,9 @@ def multiply(a, b, *, a_columnwise=False, b_columnwise=False, bias=None, device=
     FP32. A custom quantizer is asked for `dtype`, or that of its operand. Into `out` where there is one."""
     a, b = unwrap(a, a_columnwise), unwrap(b, b_columnwise)
     wide = wide or out is not None
-    place = place_of(a)
-    if takes(a, b, a_columnwise, b_columnwise) and (out is None or out.device == place):
+    if takes(a, b, a_columnwise, b_columnwise) and (out is None or out.device == place_of(a)):
         y = out if out is not None else torch.empty(lines(a, a_columnwise), lines(b, b_columnwise),
-                                                    dtype=dtype or torch.float32, device=place)
+                                                    dtype=dtype or torch.float32, device=place_of(a))
         run([Job(a, b, a_columnwise, b_columnwise, y, beta=1.0 if accumulate else 0.0, bias=bias)])
         return y if device is None or out is not None else y.to(device)
     if is_custom(a) and is_custom(b):
