@@ -213,7 +213,10 @@ static nib_status read_values(const struct nib_hessians *h, const struct entry *
 
 static nib_status check_values(struct nib_hessians *h)
 {
-    float *buffer = nib_alloc(CHUNK * sizeof *buffer);
+    int64_t most = 1;
+    for (size_t i = 0; i < h->n; i++)
+        most = nib_max(most, nib_min(CHUNK, values_of(h->entries[i].cols)));
+    float *buffer = nib_alloc((size_t)most * sizeof *buffer);
     XXH3_state_t *hash = XXH3_createState();
     nib_status status = buffer && hash && XXH3_128bits_reset(hash) == XXH_OK ? NIB_OK : no_memory();
     for (size_t i = 0; i < h->n && !status; i++) {

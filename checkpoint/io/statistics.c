@@ -302,7 +302,7 @@ static nib_status read_own(struct nib_statistics *s)
 
 /* ---- All of it ---- */
 
-enum { CHUNK = 1 << 18 }; /* floats that are looked at at once */
+enum { LEAST = 1 << 12, CHUNK = 1 << 18 }; /* floats that are looked at at once */
 
 static nib_status hash_file(struct nib_statistics *s, char *buffer, size_t bytes)
 {
@@ -408,8 +408,11 @@ static nib_status check_entry(const struct nib_statistics *s, const struct entry
 
 static nib_status check_values(struct nib_statistics *s)
 {
-    float *buffer = nib_alloc(CHUNK * sizeof *buffer);
-    nib_status status = buffer ? hash_file(s, (char *)buffer, CHUNK * sizeof *buffer) : no_memory(s->path);
+    int64_t most = LEAST;
+    for (size_t i = 0; i < s->n; i++)
+        most = nib_max(most, nib_min(CHUNK, nib_max(s->entries[i].values, s->entries[i].slices)));
+    float *buffer = nib_alloc((size_t)most * sizeof *buffer);
+    nib_status status = buffer ? hash_file(s, (char *)buffer, (size_t)most * sizeof *buffer) : no_memory(s->path);
     for (size_t i = 0; i < s->n && !status; i++) {
         const struct entry *e = &s->entries[i];
         if (i && !strcmp(e->name, s->entries[i - 1].name))
