@@ -56,14 +56,24 @@ struct fragments {
 
 #if defined(__CUDACC__)
 DEV uint32_t thread_blocks() { return gridDim.x; }
-/* What nobody will read again is not to drive anything out. */
+/* What nobody will read again is not to drive anything out. Volatile: where it is asked for, not where it is needed. */
 DEV uint4 load_once(const uint4 *at)
 {
     uint4 v;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(at));
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at));
     return v;
+}
+/* One of two scales that are side by side. */
+DEV float scale_of_two(uint32_t two, int which)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    const __half2 both(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3));
+    return which ? __high2float(both) : __low2float(both);
+#else
+    return nib_f32_from_e4m3((uint8_t)(two >> 8 * which));
+#endif
 }
 DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
 {
@@ -98,6 +108,7 @@ template <bool F16, class Get> DEV void multiply(float (&acc)[4], int, const fra
 #else
 DEV uint32_t thread_blocks() { return shim_thread_blocks; }
 DEV uint4 load_once(const uint4 *at) { return *at; }
+DEV float scale_of_two(uint32_t two, int which) { return nib_f32_from_e4m3((uint8_t)(two >> 8 * which)); }
 DEV float half_of_pair(uint32_t pair, int which, bool f16)
 {
     const uint16_t half = (uint16_t)(pair >> 16 * which);
@@ -132,7 +143,8 @@ template <bool F16, class Get> DEV void multiply(float (&acc)[4], int lane, cons
  *
  * Instructions are the limit, and memory soon after. A lane's next strip of codes is in flight while it works on one, that
  * of the next tile at the end of a tile. More lines to a warp take the values from a cache less often. Beyond the last
- * line, row or element one is read once more, and what comes of it is dropped.
+ * line or element one is read once more, and what comes of it is dropped. Rows that are not there are not read: the cache
+ * has the time of loads that agree, too.
  *
  * D: of the values. F32 is the sum of three BF16, each of which is multiplied. MT: eights of rows. WHOLE: lines of codes and
  * rows of values can be read in sixteens of bytes, scales two at a time. */
@@ -150,8 +162,7 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
     };
     typedef nib_cuda_few_rows job;
     struct shared {
-        uint32_t scale[256]; /* pairs */
-        float factor;        /* of all sums, where they have the same */
+        float factor; /* of all sums, where they have the same */
         float sums[2][WARPS][LINES][8 * MT + 1];
     };
     struct strip { /* a lane's codes and scales: of two lines of every 16 */
@@ -173,12 +184,8 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
 
     static DEV_MEMBER bool has_one_factor(const job &j) { return !j.to.side[0].per_line && !j.to.side[1].per_line; }
 
-    /* Codes are shifted into the exponent and the mantissa of a 16-bit float: that is 2^-126 (BF16) or 2^-14 (F16) of what
-     * they stand for, subnormal or not. A scale has all but 2^-8 of that, so that none overflows. */
     static DEV_MEMBER void begin(const job &j, shared &s, state &mine, int t, bool)
     {
-        const float scale = nib_f32_from_e4m3((uint8_t)t) * (F16 ? 0x1p6f : 0x1p118f);
-        s.scale[t] = F16 ? f16_pair(scale, scale) : bf16_pair(scale, scale);
         mine.tile = UINT32_MAX;
         mine.half = 0;
         if (t == 0 && has_one_factor(j))
@@ -260,13 +267,20 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
         }
     }
 
+    /* Codes are shifted into the exponent and the mantissa of a 16-bit float: that is 2^-126 (BF16) or 2^-14 (F16) of what
+     * they stand for, subnormal or not. A scale has all but 2^-8 of that, so that none overflows. */
+    static DEV_MEMBER uint32_t scale_pair(uint32_t two, int which)
+    {
+        const float scale = __fmul_rn(scale_of_two(two, which), F16 ? 0x1p6f : 0x1p118f);
+        return F16 ? f16_pair(scale, scale) : bf16_pair(scale, scale);
+    }
+
     /* Both lines of a sixteen, eight elements each. */
-    static DEV_MEMBER void decode(const shared &s, const strip &from, int sixteen, int word, uint32_t (&a)[2][4])
+    static DEV_MEMBER void decode(const strip &from, int sixteen, int word, uint32_t (&a)[2][4])
     {
         NIB_UNROLL
         for (int h = 0; h < 2; h++)
-            decode_word(word_of(from.codes[sixteen][h], word), s.scale[from.scales[sixteen][h] >> word / 2 * 8 & 255],
-                        a[h]);
+            decode_word(word_of(from.codes[sixteen][h], word), scale_pair(from.scales[sixteen][h], word / 2), a[h]);
     }
 
     /* F32 as a sum of BF16: cut off, not rounded, so that nothing overflows and what is left is exact. */
@@ -287,8 +301,8 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
     /* Values k..k + 7 of a row as pairs like those of codes. */
     static DEV_MEMBER void load_values(const job &j, int row, int k, uint32_t (&pairs)[PARTS][4])
     {
-        const int64_t at = (row < j.rows ? row : j.rows - 1) * j.row_stride;
-        const bool inside = k < (int)j.weight.g.length;
+        const int64_t at = row * j.row_stride;
+        const bool inside = row < (int)j.rows && k < (int)j.weight.g.length;
         if constexpr (WHOLE && D != NIB_F32) {
             uint4 v = make_uint4(0, 0, 0, 0);
             if (inside)
@@ -308,7 +322,7 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
             for (int i = 0; i < 8; i++) {
                 if constexpr (WHOLE)
                     x[i] = __uint_as_float(word_of(quads[i / 4], i % 4));
-                else if (k + i < j.weight.g.length)
+                else if (inside && k + i < j.weight.g.length)
                     x[i] = nib_load_value(j.x, at + (k + i) * j.element_stride, D);
             }
             split_values(x, pairs);
@@ -321,8 +335,8 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
     }
 
     /* A lane's strip and the rows' values, by tensor cores: elements k.. of the warp. */
-    static DEV_MEMBER void multiply_strip(const job &j, const shared &s, const strip &mine, uint32_t tile, int lane,
-                                          int k, float (&acc)[LT][MT][4])
+    static DEV_MEMBER void multiply_strip(const job &j, const strip &mine, uint32_t tile, int lane, int k,
+                                          float (&acc)[LT][MT][4])
     {
         NIB_UNROLL
         for (int word = 0; word < EACH / 8; word++) {
@@ -334,10 +348,10 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
             for (int n = 0; n < LT * MT * PARTS * 2; n++) {
                 const int sixteen = n / (MT * PARTS * 2), t = n / (PARTS * 2) % MT, part = n / 2 % PARTS, i = n % 2 * 2;
                 uint32_t a[2][4];
-                decode(s, mine, sixteen, word, a);
+                decode(mine, sixteen, word, a);
                 multiply<F16>(acc[sixteen][t], lane, fragments_of(a, b[t][part], i), [&](int l) {
                     uint32_t theirs[2][4], values[PARTS][4];
-                    decode(s, load_strip(j, places_of(j, tile, l), k + l % 4 * EACH), sixteen, word, theirs);
+                    decode(load_strip(j, places_of(j, tile, l), k + l % 4 * EACH), sixteen, word, theirs);
                     load_values(j, l / 4 + 8 * t, k + l % 4 * EACH + 8 * word, values);
                     return fragments_of(theirs, values[part], i);
                 });
@@ -358,7 +372,7 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
         for (int k = 0; k < length; k += 2 * ROUND) {
             const strip next = load_strip(j, at, own + k + ROUND);
             if (begin + k < length)
-                multiply_strip(j, s, current, tile, lane, begin + k, acc);
+                multiply_strip(j, current, tile, lane, begin + k, acc);
             if (k + 2 * ROUND < length) {
                 current = load_strip(j, at, own + k + 2 * ROUND);
             } else {
@@ -366,7 +380,7 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
                 current = load_strip(j, at, own);
             }
             if (begin + k + ROUND < length)
-                multiply_strip(j, s, next, tile, lane, begin + k + ROUND, acc);
+                multiply_strip(j, next, tile, lane, begin + k + ROUND, acc);
         }
         mine.first = current;
         mine.tile = then;
