@@ -334,7 +334,7 @@ TEST(compares_what_both_have)
 struct found {
     int n;
     char ids[512], fact[256]; /* the last one's */
-    int stop_at;
+    int stop_at, repairable;
 };
 
 static int note(void *context, const nib_finding *finding)
@@ -346,6 +346,7 @@ static int note(void *context, const nib_finding *finding)
     const size_t used = strlen(found->ids);
     snprintf(found->ids + used, sizeof found->ids - used, "%s ", finding->id);
     snprintf(found->fact, sizeof found->fact, "%s", finding->fact);
+    found->repairable += finding->repairable;
     return ++found->n == found->stop_at;
 }
 
@@ -735,7 +736,7 @@ TEST(repairs_shared_scales)
 /* Numbers of a stack are put right beside its codes. */
 TEST(repairs_stacks)
 {
-    static const float inverted = 4096, zero = 0;
+    static const float inverted = 4096, good = 0x1p-12f, zero = 0;
     const struct item items[] = {
         { "l.feed_forward.experts.gate_up_proj", NIB_U8, 3, { 2, 32, 32 }, codes },
         { "l.feed_forward.experts.gate_up_proj_weight_scale", NIB_E4M3, 3, { 2, 4, 32 }, scales },
@@ -777,6 +778,16 @@ TEST(repairs_stacks)
     }
     nib_checkpoint_close(out);
     remove(at("h.safetensors"));
+    /* Beside a tensor scale that is nothing, which no repair guesses, activations are still put right. */
+    struct item broken[7];
+    memcpy(broken, items, sizeof items);
+    broken[2].data = &good;
+    broken[5].data = &zero;
+    put_tensors(at("s.safetensors"), broken, 7);
+    found = check_file(at("s.safetensors"));
+    CHECK_THAT(strstr(found.ids, "tensor-scale-not-positive input-scale-not-positive ") == found.ids && found.n == 5 &&
+                   found.repairable == 3,
+               "found %s, %d repairable", found.ids, found.repairable);
     remove(at("config.json"));
 }
 

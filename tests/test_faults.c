@@ -40,6 +40,7 @@ static bool counting;
 static int n_calls, fault_at = -1; /* the call that the fault happens to */
 static enum fault fault;
 static uint8_t calls[MOST_CALLS];
+static bool unsaved; /* the close that failed was that of a file for writing */
 
 /* Counts a call below the test's directory; true: it is to fail. */
 static bool happens(enum call call)
@@ -102,6 +103,7 @@ int __wrap_close(int fd)
 {
     const bool fails = happens(CLOSE);
     const int error = errno;
+    unsaved |= fails && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDONLY;
     const int result = __real_close(fd);
     errno = fails ? error : errno;
     return fails ? -1 : result;
@@ -205,6 +207,7 @@ static nib_status run_with(enum kind kind, bool other, const nib_run_options *op
     fault_at = n;
     fault = what;
     n_calls = 0;
+    unsaved = false;
     counting = true;
     const nib_status status = make(kind, other, outputs[kind].out, options);
     counting = false;
@@ -242,6 +245,7 @@ static void check_fault(enum kind kind, enum before before, int stop, int n, enu
     CHECK_THAT(entries("/proc/self/fd") == open_before, "%s: a descriptor stays open", where);
     const uint64_t state = output_state(outputs[kind].out, &partial);
     if (!status) {
+        CHECK_THAT(!unsaved, "%s: what is written may be lost, and nobody hears of it", where);
         CHECK_THAT(state == whole && !partial, "%s: it says that all is well, and it is not", where);
         return;
     }

@@ -81,6 +81,22 @@ static nib_status make(const char *name, nib_dtype dtype)
     return status;
 }
 
+/* A weight that is not in the file takes nothing of it. */
+static void check_left_out(const char *name, const char *weight, uint64_t bytes)
+{
+    nib_checkpoint *c = NULL;
+    nib_plan *plan = NULL;
+    nib_plan_row row = { .bytes = sizeof row, .name = "" };
+    CHECK_OK(nib_checkpoint_open(at(name), &c));
+    CHECK_OK(nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_GGUF, NIB_F32, &plan));
+    for (size_t i = 0; strcmp(row.name, weight) && nib_plan_get_row(plan, i, &row) == NIB_OK; i++)
+        ;
+    CHECK_THAT(!strcmp(row.name, weight) && row.bytes_in == bytes && row.bytes_out == 0, "%s: %llu of %llu bytes",
+               row.name, (unsigned long long)row.bytes_out, (unsigned long long)row.bytes_in);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+}
+
 static nib_gguf *made(const char *name)
 {
     nib_gguf *file = NULL;
@@ -236,6 +252,7 @@ TEST(gemma_adds_one_to_norms_and_leaves_out_its_eyes)
         F32("language_model." LAYER "post_attention_layernorm.weight", H),
         F32("language_model." LAYER "pre_feedforward_layernorm.weight", H),
         F32("language_model." LAYER "self_attn.q_proj.weight", H, H));
+    check_left_out("gemma", "vision_tower.encoder.fc", H * H * sizeof(float));
     nib_gguf *file = made("gemma");
     float *norm = VALUES(file, "blk.0.post_attention_norm.weight", H), *q = VALUES(file, "blk.0.attn_q.weight", H, H);
     for (int i = 0; i < H; i++)
@@ -563,6 +580,7 @@ TEST(a_model_card_has_its_say)
                                        "---\nlicense: &a mit\n---\n",
                                        "---\nlicense:\n  a: mit\n---\n",
                                        "---\nlicense: mit\n  and more\n---\n",
+                                       "---\nlicense: mit\n--y\n---\n", /* two dashes end nothing */
                                        "---\nlicense: 2024-01-01\n---\n",
                                        "---\nlicense: \xff\xfe\n---\n" };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
@@ -604,13 +622,10 @@ TEST(names_say_sizes)
 {
     static const struct {
         const char *name, *base, *size, *tune;
-    } cases[] = { { "tiny-13k-instruct", "tiny", "13K", "instruct" },
-                  { "tiny-13k1-chat", "tiny", "13.1K", "chat" },
-                  { "tiny-0_013m", "tiny", "0.013M", NULL },
-                  { "tiny-large-13k", "tiny-large", "13K", NULL },
-                  { "tiny-large-fast", "tiny", "large", "fast" },
-                  { "tiny-13k-1m", "tiny", "13K", "1m" },
-                  { "tiny-13k-q8_0", "tiny", "13K", NULL } };
+    } cases[] = { { "tiny-13k-instruct", "tiny", "13K", "instruct" }, { "tiny-13k1-chat", "tiny", "13.1K", "chat" },
+                  { "tiny-0_013m", "tiny", "0.013M", NULL },          { "tiny-large-13k", "tiny-large", "13K", NULL },
+                  { "tiny-large-fast", "tiny", "large", "fast" },     { "tiny-13k-1m", "tiny", "13K", "1m" },
+                  { "tiny-13k-13k-14k", "tiny", "13K-14K", NULL },    { "tiny-13k-q8_0", "tiny", "13K", NULL } };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         start(cases[i].name, "{\"model_type\": \"llama\", " SIZES "}", TINY_TOKENIZER);
         PUT(cases[i].name, ATTENTION);
