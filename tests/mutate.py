@@ -7,15 +7,16 @@
     tests/mutate.py --part 2/4               of the second of four portions of the files
     tests/mutate.py --list                   what would be drawn; those that do not compile are redrawn
     tests/mutate.py --log LOG --survivors    of those in the log that survived, and nothing else
+    tests/mutate.py --log LOG --sanitized    these, and under sanitizers alone: the second half of a run that was --plain
 
 First the tests run on the unchanged tree, with coverage. A mutant is made in a copy of the tree below build/mutate, compiled
-and given to the tests that run its line, the shortest first and up to the first that fails: then it is killed. One that
-survives them meets the programs among them again under sanitizers, which see what it leaks and what it reads beyond an end
-(--plain: not). For kernels of instruction sets the compiler's warnings take their place. A mutant whose object code is that
+and given to the tests that run its line, up to the first that fails: then it is killed. Short ones come first, and those that
+have killed others of the same file. One that survives them meets the programs among them again under sanitizers, which see
+what it leaks and what it reads beyond an end (--plain: not). For kernels of instruction sets the compiler's warnings take their place. A mutant whose object code is that
 of the original is none, and redrawn. A test that takes more processor time than it should is a kill; one that takes more of
 the clock is one only if the unchanged program, tried then, is not slow as well.
 
-Results are printed and written to the log as they come, files in turns. A run goes on from its log: what was killed there,
+Results are printed and written to the log as they come, files in turns, those that take minutes to compile last. A run goes on from its log: what was killed there,
 in a file that is still the same, is not tried again, and what survived only if something has changed. After --seconds nothing
 new is begun, and what was not counts as skipped. tests/mutants_accepted.txt has those that no test could notice, each with
 the reason:
@@ -89,6 +90,7 @@ ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
                "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1:hard_rss_limit_mb=8192",
                "UBSAN_OPTIONS": "halt_on_error=1"}
 GIB = 1 << 30
+SECONDS_TO_LINK = 0.3  # a program
 
 # ---- What is changed -------------------------------------------------------------------------------------
 
@@ -299,6 +301,8 @@ def program_sources(program):
         return [own, *(source for source in CUDA if not source.startswith("cuda/test_"))]
     if program == "test_mpi":
         return sources("mpi/*mpi.c")
+    if program == "nib-mpi":
+        return [*(source for source in sources("tools/*.c") if source != "tools/main.c"), "mpi/main.c", "mpi/nib_mpi.c"]
     found = [f"tests/{'fuzz/' if program.startswith('fuzz_') else ''}{program}.c"]
     return found + (["tools/sandbox.c"] if program == "test_sandbox" else [])
 
@@ -307,13 +311,15 @@ def programs_of(test):
     name = test.split()[0]
     if name.startswith("cli/"):
         return ["nib", "examples/make_checkpoint", *(["bench/shard"] if name == "cli/shard" else [])]
+    if name == "mpi/test_tool":
+        return ["nib", "nib-mpi", "examples/make_checkpoint"]
     return ["nib"] if name == "conform" else [name]
 
 
 def all_tests():
     names = [os.path.basename(path)[:-len(".c")] for path in sources("tests/test_*.c", "tests/fuzz/fuzz_*.c")]
     names += [os.path.basename(path)[:-len(".c")] + "_shim" for path in sources("cuda/test_*.c")]
-    mpi = [f"test_mpi RANKS={n}" for n in (1, 3)] if shutil.which("mpicc") and shutil.which("mpirun") else []
+    mpi = [*(f"test_mpi RANKS={n}" for n in (1, 3)), "mpi/test_tool"] if shutil.which("mpicc") and shutil.which("mpirun") else []
     return [*(name for name in names if name not in LEFT_OUT), *mpi, "conform", *SETTINGS, *(f"cli/{name}" for name in SCRIPTS)]
 
 
@@ -325,7 +331,7 @@ def flags_of(source, kind):
         flags = ["-std=c++17", "-fno-strict-aliasing", "-Iinclude"]
     flags += {"src": ["-Isrc"], "checkpoint": ["-Isrc", "-Icheckpoint"],
               "tests": ["-Isrc", "-Icheckpoint", "-Itests", "-Itools"],
-              "mpi": ["-Itests", "-DNIB_MPI_MOST_BYTES=997"],
+              "mpi": ["-Itests", "-Itools", "-DNIB_MPI_MOST_BYTES=997"],
               "cuda": ["-Icuda/shim", "-Icuda", "-Isrc", "-Itests", "-DNIB_CUDA_SHIM=1"]}.get(top, [])
     if source.startswith("tests/fuzz/"):
         flags.append("-DNIB_FUZZ_MAIN")
@@ -388,6 +394,7 @@ class Base:
     def __init__(self, directory):
         self.directory = directory
         self.users = {}  # path: the sources that it is compiled into
+        self.unused = ["covered"]  # kinds that mutants are not tested in
         found = subprocess.run(["pkg-config", "--libs", *LIBRARIES], stdout=subprocess.PIPE, check=True)
         self.libraries = found.stdout.decode().split()
 
@@ -419,6 +426,11 @@ class Base:
             file.write("void __gcov_dump(void);\nvoid __real__exit(int) __attribute__((noreturn));\nvoid __wrap__exit(int);\n"
                        "void __wrap__exit(int status)\n{\n    __gcov_dump();\n    __real__exit(status);\n}\n")
         subprocess.run(["gcc", "-c", source, "-o", self.exit], check=True)
+
+    def cost(self, path):
+        """Of compiling a mutant, in sources."""
+        return sum(100 if re.search(r"/kernels_avx|\.cpp$", source) else 1
+                   for source in self.users.get(path, ()) if not is_of_tests(source))
 
     def archive(self, kind):
         return os.path.join(self.objects(kind), "library.a")
@@ -539,8 +551,8 @@ class Worker:
         """(exit status, None: too long by the clock; what it said; seconds of the processor and of the clock)."""
         name, *settings = test.split()
         program = [self.link(program, kind, original) for program in programs_of(test)][0]
-        if name.startswith("cli/"):
-            command = ["bash", f"tests/{name}.sh"]
+        if "/" in name:
+            command = ["bash", f"{name}.sh" if name.startswith("mpi/") else f"tests/{name}.sh"]
         elif name == "conform":
             command = [program, "conform", "-q", *sources("tests/golden/*.safetensors", top=self.tree)]
         elif name.startswith("fuzz_"):
@@ -572,7 +584,7 @@ class Worker:
     def run_tests(self, tests, limits):
         """The first test that fails, and how; (None, ""): none does."""
         for kind in KINDS:
-            if kind == "covered" or (kind == "sanitized" and all(is_of_instructions(s) for s in self.changed["plain"])):
+            if kind in self.base.unused or (kind == "sanitized" and all(is_of_instructions(s) for s in self.changed["plain"])):
                 continue
             if kind == "sanitized":
                 self.compile_changed(kind)
@@ -656,6 +668,7 @@ class Workers:
     """Processes, each of which fences itself in before it does anything."""
 
     def __init__(self, base, count, scratch):
+        self.base = base
         context = multiprocessing.get_context("fork")
         self.tasks, self.results = context.Queue(), context.Queue()
         self.open = 0
@@ -683,7 +696,9 @@ class Workers:
     def end(self):
         for process in self.processes:
             process.terminate()
-            process.join()
+        for process in self.processes:
+            process.join(30)
+            process.kill()  # one that was just about to wait for a task may not have heard
 
 
 # ---- Coverage --------------------------------------------------------------------------------------------
@@ -696,6 +711,7 @@ class Coverage:
         self.seconds = {}  # test: of the processor
         self.ran = {}      # path: {line: tests}, of lines with code
         self.functions = {}  # path: {(first line, last line): tests}
+        self.kills = collections.Counter()  # of a file, by a test
 
     def add(self, test, seconds, found):
         self.seconds[test] = seconds
@@ -744,8 +760,23 @@ class Coverage:
         for pattern, tests in UNSEEN:
             if fnmatch.fnmatch(path, pattern):
                 found |= set(tests) & set(self.seconds)
-        tests = sorted((test for test in found if fnmatch.fnmatch(path, ONLY_FOR.get(test, "*"))), key=self.seconds.get)
+        likely = lambda test: (self.seconds[test] + SECONDS_TO_LINK) / (1 + 8 * self.kills[path, test])
+        tests = sorted((test for test in found if fnmatch.fnmatch(path, ONLY_FOR.get(test, "*"))), key=likely)
         return [test for i, test in enumerate(tests) if i < 10 or self.seconds[test] <= longest]
+
+
+def limits_known(workers, tests, known):
+    """Of what another run has measured, what holds here: a test that ends in another way on this machine would kill everything."""
+    for test in sorted(tests, key=lambda test: -known.get((test, "plain"), (0,))[0]):
+        if (test, "plain") in known:
+            workers.put("try_original", test, "plain")
+    limits = {}
+    for test, kind, status, output, processor, clock, _ in workers.get():
+        if status == known[test, kind][2]:
+            limits[test, kind] = known[test, kind]
+        else:
+            print(f"left out {test}: exit {status} after {processor:.1f} s, {clock:.1f} s: {output[-300:]}", flush=True)
+    return limits
 
 
 def measure_original(workers, coverage, tests, kinds):
@@ -848,8 +879,8 @@ def scratch_directory(jobs):
 def run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, longest, end):
     """[mutant with its result], and how many were not begun: of each file as many as wanted that compile to something else."""
     done, left, tries = [], {path: iter(mutants) for path, mutants in drawn.items()}, collections.Counter()
-    waiting = collections.deque(path for turn in range(max(wanted.values(), default=0))
-                                for path, count in wanted.items() if turn < count)
+    waiting = collections.deque(path for costly in (False, True) for turn in range(max(wanted.values(), default=0))
+                                for path, count in wanted.items() if turn < count and (workers.base.cost(path) >= 50) == costly)
     retries = []
 
     def take(mutant):
@@ -857,6 +888,8 @@ def run_mutants(workers, drawn, wanted, log, limits, coverage, accepted, longest
             waiting.appendleft(mutant["file"])
         elif mutant["result"] == "survived" and (why := accepted.get((mutant["file"], mutant["before"], mutant["after"]))):
             mutant = {**mutant, "result": "accepted", "how": why}
+        elif mutant["result"] == "killed":
+            coverage.kills[mutant["file"], mutant["by"]] += 1
         done.append(mutant)
         return mutant
 
@@ -974,8 +1007,10 @@ def main():
     parser.add_argument("--coverage", metavar="FILE", help="take it from this file where it is of this tree, else write it there")
     parser.add_argument("--log", metavar="FILE", help="write results to it as they come, and go on from what it has")
     parser.add_argument("--survivors", action="store_true", help="try those of the log again that survived, nothing else")
+    parser.add_argument("--sanitized", action="store_true", help="the same, and only under sanitizers")
     arguments = parser.parse_args()
     start = time.time()
+    arguments.survivors |= arguments.sanitized
     if arguments.plain:
         KINDS.pop("sanitized")
 
@@ -995,6 +1030,7 @@ def main():
     tests = [test for test in all_tests() if fnmatch.fnmatch(test, arguments.tests)]
     shutil.rmtree(WORK, ignore_errors=True)
     base = Base(os.path.join(WORK, "base"))
+    base.unused += ["plain"] if arguments.sanitized else []
     coverage, whole = Coverage(), digest_of(*all_files())
     known = coverage.load(arguments.coverage, whole)
     kinds = [kind for kind in KINDS if not (known and kind == "covered")]
@@ -1008,7 +1044,8 @@ def main():
     workers = Workers(base, arguments.jobs, scratch)
     try:
         limits, faults = measure_original(workers, coverage, tests, kinds)
-        limits.update({key: value for key, value in (known or {}).items() if key[0] in tests})
+        if known:
+            limits.update(limits_known(workers, tests, known))
         if arguments.coverage and not known:
             coverage.save(arguments.coverage, limits, whole)
         print(f"{len(limits)} runs of tests pass without a mutant, {time.time() - start:.0f} s", flush=True)
