@@ -167,7 +167,7 @@ static nib_tensor *define_gptq(const nib_tensor *t, const float *x, const int32_
 
 TEST(a_factor_has_the_bits_of_its_definition)
 {
-    static const int64_t sizes[] = { 1, 2, 15, 16, 17, 64, 127, 128, 129, 200, 350 };
+    static const int64_t sizes[] = { 1, 2, 15, 16, 17, 64, 127, 128, 129, 200, 350, 520 };
     const int count = find_isas();
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
         const int64_t n = sizes[s];
@@ -425,6 +425,28 @@ TEST(a_scale_of_zero)
 }
 
 /* ---- What is rejected ---- */
+
+/* In the first tile, and in the last, where other threads wait for it: the next try has the bytes of one that needs no other. */
+TEST(tiles_that_are_not_positive_definite_are_tried_again)
+{
+    enum { N = 600 };
+    const size_t bytes = (size_t)N * N * sizeof(float);
+    float *wanted = malloc(bytes), *u = malloc(bytes);
+    int32_t order[N];
+    for (int k = 0; k < N; k += N - 2) {
+        float *h = unit_hessian(N);
+        *place(h, N, k, k + 1) = 3;
+        CHECK_OK(nib_factorize(host_of(1), NULL, h, N, 10, order, wanted, &(double){ 0 }));
+        for (size_t t = 0; t < sizeof thread_counts / sizeof *thread_counts; t++) {
+            double damped = 0;
+            CHECK_OK(nib_factorize(host_of(thread_counts[t]), NULL, h, N, 0.1, order, u, &damped));
+            CHECK(damped == 10);
+            CHECK_BYTES(u, wanted, bytes);
+        }
+        free(h);
+    }
+    free(wanted), free(u);
+}
 
 TEST(hessians_that_are_rejected)
 {

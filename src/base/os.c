@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -96,6 +97,8 @@ static void note_fork(void) { atomic_store(&forked, true); }
 __attribute__((constructor)) static void watch_forks(void) { (void)pthread_atfork(NULL, NULL, note_fork); }
 
 bool nib_threads_usable(void) { return !atomic_load(&forked); }
+
+void nib_os_yield(void) { (void)sched_yield(); }
 
 /* ---- Files ---- */
 

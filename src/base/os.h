@@ -20,6 +20,9 @@ NIB_PRIVATE void nib_fpenv_leave(nib_fpenv saved);
 /* False in a child after fork: the pool of worker threads did not survive it. */
 NIB_PRIVATE bool nib_threads_usable(void);
 
+/* Let another thread have the processor. */
+NIB_PRIVATE void nib_os_yield(void);
+
 /* Whether this process may use the processor's tiles: asks for them, once. x86-64 only. */
 bool nib_os_allow_amx(void);
 /* Whether the processor multiplies vectors of bytes. AArch64 only. */

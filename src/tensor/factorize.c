@@ -7,6 +7,9 @@
  * the order of k, each operation rounded to FP64, then one division; tiles and threads only decide when that happens.
  *
  * A tile of L is kept as [column][row], one of L^-1 as [row][column]: so everything below is c[i][j] -= a[k][i] * b[k][j].
+ *
+ * Threads take tasks from a list in which each needs only what stands before it, and wait for a tile where they need it:
+ * while one column is being finished, the next is under way.
  */
 #include <float.h>
 #include <stdatomic.h>
@@ -19,26 +22,76 @@
 /* Lines of a tile are apart by more than a power of two, which would put them all in the same few places of a cache. */
 enum { TILE = 128, APART = TILE + 8, STEP = 16, ELEMENTS = TILE * APART };
 
+/* A task is a share of a tile: WIDTH columns of c. DEPTH rows of b stay in a first-level cache for all rows of c. */
+enum { SHARES = 4, WIDTH = TILE / SHARES, DEPTH = 64, LINES = 8, ROWS = 2 };
+
 struct factorization {
     nib_subtract_fn *subtract;
     int threads;
     const float *hessian;
     int64_t n, size; /* columns; tiles in a row */
     const int32_t *order;
-    double *diagonal; /* of the columns in their order, dead ones and damping included */
-    double *tiles, *row;
-    int64_t current; /* the tile column or row that is worked on */
+    double *diagonal;     /* of the columns in their order, dead ones and damping included */
+    double *tiles, *rows; /* of L^-1: ROWS rows of L at a time */
     float *u;
 
-    /* Tasks are shares of tiles, taken by whoever is free. */
-    void (*run)(const struct factorization *f, int64_t tile, int64_t first, int64_t width);
-    int64_t shares, tasks;
+    atomic_int *done; /* of each tile: tasks */
+    atomic_int failed;
     atomic_llong next;
 };
 
+static int64_t tile_index(int64_t i, int64_t j) { return i * (i + 1) / 2 + j; }
+
 static double *tile_at(const struct factorization *f, int64_t i, int64_t j)
 {
-    return f->tiles + (i * (i + 1) / 2 + j) * ELEMENTS;
+    return f->tiles + tile_index(i, j) * ELEMENTS;
+}
+
+/* ---- Tasks ---- */
+
+/* A thread on its way through the list. */
+struct worker {
+    struct factorization *f;
+    int64_t task, taken;
+};
+
+/* Whether the next task of the list is this thread's: then it must do it. What it has taken last it has done by then. */
+static bool takes(struct worker *worker)
+{
+    if (worker->taken < worker->task)
+        worker->taken = atomic_fetch_add_explicit(&worker->f->next, 1, memory_order_relaxed);
+    return worker->task++ == worker->taken;
+}
+
+static void finish_task(struct factorization *f, int64_t i, int64_t j)
+{
+    atomic_fetch_add_explicit(&f->done[tile_index(i, j)], 1, memory_order_release);
+}
+
+/* Until so many tasks of a tile are done: other threads have taken them. False: one has failed. */
+static bool wait_for(struct factorization *f, int64_t i, int64_t j, int tasks)
+{
+    enum { PATIENCE = 1024 }; /* looks before others may have the processor: a microsecond */
+    const atomic_int *done = &f->done[tile_index(i, j)];
+    int looks = 0;
+    while (atomic_load_explicit(done, memory_order_acquire) < tasks) {
+        if (atomic_load_explicit(&f->failed, memory_order_relaxed))
+            return false;
+        if (looks < PATIENCE)
+            looks++;
+        else
+            nib_os_yield();
+    }
+    return true;
+}
+
+static void run_list(struct factorization *f, void (*list)(void *f, int64_t thread))
+{
+    for (int64_t t = 0; t < tile_index(f->size, 0); t++)
+        atomic_init(&f->done[t], 0);
+    atomic_init(&f->next, 0);
+    atomic_init(&f->failed, 0);
+    nib_parallel(f->threads, f->threads, list, f);
 }
 
 /* ---- The square root ---- */
@@ -73,11 +126,29 @@ static float at(const float *hessian, int64_t n, int64_t i, int64_t j)
     return hessian[nib_packed_row(n, nib_min(i, j)) + (size_t)(nib_max(i, j) - nib_min(i, j))];
 }
 
-static nib_status check_hessian(const float *hessian, int64_t n)
+static void check_rows(void *context, int64_t thread)
 {
-    for (int64_t i = 0; i < n; i++) {
-        const float *row = hessian + nib_packed_row(n, i);
-        for (int64_t j = i; j < n; j++) {
+    struct worker worker = { context, 0, -1 };
+    const struct factorization *f = worker.f;
+    (void)thread;
+    for (int64_t i = 0; i < f->n; i++) {
+        if (!takes(&worker))
+            continue;
+        const float *row = f->hessian + nib_packed_row(f->n, i);
+        bool fine = row[0] >= 0;
+        for (int64_t j = i; j < f->n; j++)
+            fine &= nib_abs(row[j - i]) <= FLT_MAX;
+        if (!fine)
+            atomic_store_explicit(&worker.f->failed, 1, memory_order_relaxed);
+    }
+}
+
+static nib_status check_hessian(struct factorization *f)
+{
+    run_list(f, check_rows);
+    for (int64_t i = 0; i < f->n && atomic_load(&f->failed); i++) {
+        const float *row = f->hessian + nib_packed_row(f->n, i);
+        for (int64_t j = i; j < f->n; j++) {
             const bool finite = nib_abs(row[j - i]) <= FLT_MAX;
             if (!finite || (i == j && row[0] < 0))
                 return nib_fail(NIB_ERR_ARG, "value (%lld, %lld) of the Hessian is %s", (long long)i, (long long)j,
@@ -136,74 +207,55 @@ static void find_diagonal(const struct factorization *f, double damp)
 
 /* ---- Tiles ---- */
 
-/* Row i of tiles from the Hessian: the last column of the order is the first. Behind it the diagonal is 1. */
-static void load_row(void *context, int64_t i)
+/* LINES rows of tiles from the Hessian: the last column of the order is the first. Behind it the diagonal is 1. */
+static void load_lines(const struct factorization *f, int64_t first)
 {
-    const struct factorization *f = context;
-    for (int64_t j = 0; j <= i; j++) {
-        double *tile = tile_at(f, i, j);
-        for (int64_t c = 0; c < TILE; c++)
-            for (int64_t r = 0; r < TILE; r++) {
-                const int64_t row = i * TILE + r, col = j * TILE + c;
-                const bool inside = row < f->n && col < row;
-                tile[c * APART + r] =
-                    inside       ? (double)at(f->hessian, f->n, f->order[f->n - 1 - row], f->order[f->n - 1 - col])
-                    : row == col ? (row < f->n ? f->diagonal[f->n - 1 - row] : 1)
-                                 : 0;
-            }
+    const int64_t i = first / TILE;
+    for (int64_t col = 0; col < (i + 1) * TILE; col++) {
+        double *to = tile_at(f, i, col / TILE) + col % TILE * APART + first % TILE;
+        const int32_t q = col < f->n ? f->order[f->n - 1 - col] : 0;
+        for (int64_t r = 0; r < LINES; r++) {
+            const int64_t row = first + r;
+            if (row < f->n && col < row)
+                to[r] = (double)at(f->hessian, f->n, f->order[f->n - 1 - row], q);
+            else
+                to[r] = row != col ? 0 : row < f->n ? f->diagonal[f->n - 1 - row] : 1;
+        }
     }
 }
 
-/* Solve with the lower triangle `l` of a tile: n columns of c, [TILE][n], one row after the other. */
-static void substitute(const struct factorization *f, const double *l, double *c, int64_t n)
+static void load_tiles(void *context, int64_t thread)
+{
+    struct worker worker = { context, 0, -1 };
+    (void)thread;
+    for (int64_t first = worker.f->size * TILE - LINES; first >= 0; first -= LINES) /* the longest first */
+        if (takes(&worker))
+            load_lines(worker.f, first);
+}
+
+/* A share of c less a * b. */
+static void subtract_tile(const struct factorization *f, double *c, const double *a, const double *b)
+{
+    for (int64_t k = 0; k < TILE * APART; k += DEPTH * APART)
+        f->subtract(c, APART, a + k, APART, b + k, APART, TILE, WIDTH, DEPTH);
+}
+
+/* Solve with the lower triangle `l` of a tile: a share of c, one row after the other. */
+static void substitute(const struct factorization *f, const double *l, double *c)
 {
     for (int64_t first = 0; first < TILE; first += STEP) {
-        f->subtract(c + first * APART, APART, l + first, APART, c, APART, STEP, n, first);
+        f->subtract(c + first * APART, APART, l + first, APART, c, APART, STEP, WIDTH, first);
         for (int64_t i = first; i < first + STEP; i++) {
-            f->subtract(c + i * APART, APART, l + first * APART + i, APART, c + first * APART, APART, 1, n, i - first);
+            f->subtract(c + i * APART, APART, l + first * APART + i, APART, c + first * APART, APART, 1, WIDTH,
+                        i - first);
             const double pivot = l[i * APART + i];
-            for (int64_t j = 0; j < n; j++)
+            for (int64_t j = 0; j < WIDTH; j++)
                 c[i * APART + j] = c[i * APART + j] / pivot;
         }
     }
 }
 
-static void take_tasks(void *context, int64_t thread)
-{
-    struct factorization *f = context;
-    const int64_t width = TILE / f->shares;
-    (void)thread;
-    for (int64_t task; (task = atomic_fetch_add_explicit(&f->next, 1, memory_order_relaxed)) < f->tasks;)
-        f->run(f, task / f->shares, task % f->shares * width, width);
-}
-
-/* `run` for `width` columns from `first` on of every one of so many tiles: a half, or a quarter where halves are too few. */
-static void for_tiles(struct factorization *f, int64_t tiles,
-                      void (*run)(const struct factorization *f, int64_t tile, int64_t first, int64_t width))
-{
-    f->run = run;
-    f->shares = tiles < 2 * f->threads ? 4 : 2;
-    f->tasks = f->shares * tiles;
-    atomic_store_explicit(&f->next, 0, memory_order_relaxed);
-    nib_parallel(f->threads, f->threads, take_tasks, f);
-}
-
 /* ---- L ---- */
-
-/* Tile `below` of the current column, counted from the diagonal, less what the columns before it make of it. */
-static void update_column(const struct factorization *f, int64_t below, int64_t first, int64_t width)
-{
-    const int64_t j = f->current, i = j + below;
-    for (int64_t p = 0; p < j; p++)
-        f->subtract(tile_at(f, i, j) + first, APART, tile_at(f, j, p), APART, tile_at(f, i, p) + first, APART, TILE,
-                    width, TILE);
-}
-
-static void solve_column(const struct factorization *f, int64_t below, int64_t first, int64_t width)
-{
-    const int64_t j = f->current, i = j + 1 + below;
-    substitute(f, tile_at(f, j, j), tile_at(f, i, j) + first, width);
-}
 
 /* The tile on the diagonal; false: its matrix is not positive definite. */
 static bool factorize_tile(const struct factorization *f, double *tile)
@@ -222,56 +274,113 @@ static bool factorize_tile(const struct factorization *f, double *tile)
     return true;
 }
 
-static bool factorize_tiles(struct factorization *f)
+/* How many tasks a tile of L takes. */
+static int tasks_of(int64_t i, int64_t j) { return SHARES + (i == j); }
+
+/* Less what the columns before make of it, then solved with the tile on the diagonal, whose last share does the rest. */
+static void find_share(struct factorization *f, int64_t i, int64_t j, int64_t first)
 {
-    nib_parallel(f->size, f->threads, load_row, f);
-    for (f->current = 0; f->current < f->size; f->current++) {
-        const int64_t below = f->size - f->current - 1;
-        for_tiles(f, below + 1, update_column);
-        if (!factorize_tile(f, tile_at(f, f->current, f->current)))
-            return false;
-        for_tiles(f, below, solve_column);
+    double *c = tile_at(f, i, j) + first;
+    for (int64_t p = 0; p < j; p++) {
+        if (!wait_for(f, i, p, SHARES) || !wait_for(f, j, p, SHARES))
+            return;
+        subtract_tile(f, c, tile_at(f, j, p), tile_at(f, i, p) + first);
     }
-    return true;
+    if (i > j) {
+        if (!wait_for(f, j, j, tasks_of(j, j)))
+            return;
+        substitute(f, tile_at(f, j, j), c);
+    } else if (first + WIDTH == TILE) {
+        if (!wait_for(f, j, j, SHARES - 1))
+            return;
+        if (!factorize_tile(f, tile_at(f, j, j)))
+            atomic_store_explicit(&f->failed, 1, memory_order_relaxed);
+        finish_task(f, j, j);
+    }
+    finish_task(f, i, j);
+}
+
+static void factorize_tiles(void *context, int64_t thread)
+{
+    struct worker worker = { context, 0, -1 };
+    (void)thread;
+    for (int64_t j = 0; j < worker.f->size; j++)
+        for (int64_t i = j; i < worker.f->size; i++)
+            for (int64_t share = 0; share < SHARES; share++)
+                if (takes(&worker))
+                    find_share(worker.f, i, j, share * WIDTH);
 }
 
 /* ---- L^-1 ---- */
 
-/* Tile j of the current row. The longest is the first. */
-static void invert_row(const struct factorization *f, int64_t j, int64_t first, int64_t width)
+/* Tile p of row i of L, in a copy, since it is overwritten. */
+static double *row_at(const struct factorization *f, int64_t i, int64_t p)
 {
-    const int64_t i = f->current;
+    return f->rows + (i % ROWS * f->size + p) * ELEMENTS;
+}
+
+static void copy_tile(struct factorization *f, int64_t i, int64_t j)
+{
+    for (int64_t p = 0; p <= i - ROWS; p++) /* who read the row that was there before */
+        (void)wait_for(f, i - ROWS, p, 1 + SHARES);
+    memcpy(row_at(f, i, j), tile_at(f, i, j), ELEMENTS * sizeof *f->rows);
+    finish_task(f, i, j);
+}
+
+static void invert_share(struct factorization *f, int64_t i, int64_t j, int64_t first)
+{
     double *c = tile_at(f, i, j) + first;
+    (void)wait_for(f, i, j, 1);
     for (int64_t r = 0; r < TILE; r++)
-        for (int64_t k = 0; k < width; k++)
+        for (int64_t k = 0; k < WIDTH; k++)
             c[r * APART + k] = i == j && r == first + k;
-    for (int64_t p = j; p < i; p++)
-        f->subtract(c, APART, f->row + p * ELEMENTS, APART, tile_at(f, p, j) + first, APART, TILE, width, TILE);
-    substitute(f, f->row + i * ELEMENTS, c, width);
+    for (int64_t p = j; p < i; p++) {
+        (void)(wait_for(f, i, p, 1) && wait_for(f, p, j, 1 + SHARES));
+        subtract_tile(f, c, row_at(f, i, p), tile_at(f, p, j) + first);
+    }
+    (void)wait_for(f, i, i, 1);
+    substitute(f, row_at(f, i, i), c);
+    finish_task(f, i, j);
 }
 
-static void copy_tile(void *context, int64_t j)
+/* In a row the longest is the first. */
+static void invert_tiles(void *context, int64_t thread)
 {
-    const struct factorization *f = context;
-    memcpy(f->row + j * ELEMENTS, tile_at(f, f->current, j), ELEMENTS * sizeof *f->row);
-}
-
-static void invert_tiles(struct factorization *f)
-{
-    for (f->current = 0; f->current < f->size; f->current++) {
-        nib_parallel(f->current + 1, f->threads, copy_tile, f);
-        for_tiles(f, f->current + 1, invert_row);
+    struct worker worker = { context, 0, -1 };
+    (void)thread;
+    for (int64_t i = 0; i < worker.f->size; i++) {
+        for (int64_t j = 0; j <= i; j++)
+            if (takes(&worker))
+                copy_tile(worker.f, i, j);
+        for (int64_t j = 0; j <= i; j++)
+            for (int64_t share = 0; share < SHARES; share++)
+                if (takes(&worker))
+                    invert_share(worker.f, i, j, share * WIDTH);
     }
 }
 
-static void store_row(void *context, int64_t i)
+/* Row i of U is a row of L^-1 from its end. */
+static void store_row(const struct factorization *f, int64_t i)
 {
-    const struct factorization *f = context;
     const int64_t row = f->n - 1 - i;
-    for (int64_t j = 0; j < f->n; j++) {
-        const int64_t col = f->n - 1 - j;
-        f->u[i * f->n + j] = j < i ? 0 : (float)tile_at(f, row / TILE, col / TILE)[row % TILE * APART + col % TILE];
+    float *u = f->u + i * f->n;
+    memset(u, 0, (size_t)i * sizeof *u);
+    for (int64_t j = 0; j <= row / TILE; j++) {
+        const double *from = tile_at(f, row / TILE, j) + row % TILE * APART;
+        const int64_t count = nib_min(TILE, row + 1 - j * TILE);
+        float *to = u + f->n - j * TILE - count;
+        for (int64_t c = 0; c < count; c++)
+            to[count - 1 - c] = (float)from[c];
     }
+}
+
+static void store_rows(void *context, int64_t thread)
+{
+    struct worker worker = { context, 0, -1 };
+    (void)thread;
+    for (int64_t i = 0; i < worker.f->n; i++)
+        if (takes(&worker))
+            store_row(worker.f, i);
 }
 
 /* ---- All of it ---- */
@@ -282,10 +391,12 @@ static nib_status factorize(struct factorization *f, double damp, double *damped
     enum { TRIES = 4 };
     for (int i = 0; i < TRIES; i++, damp *= 10) {
         find_diagonal(f, damp);
-        if (!factorize_tiles(f))
+        run_list(f, load_tiles);
+        run_list(f, factorize_tiles);
+        if (atomic_load(&f->failed))
             continue;
-        invert_tiles(f);
-        nib_parallel(f->n, f->threads, store_row, f);
+        run_list(f, invert_tiles);
+        run_list(f, store_rows);
         *damped = damp;
         return NIB_OK;
     }
@@ -310,17 +421,19 @@ nib_status nib_factorize(const nib_device *host, const struct nib_kernels *kerne
                                .n = n,
                                .size = nib_ceil_div(n, TILE),
                                .u = u };
-    TRY(check_hessian(hessian, n));
-    const size_t tiles = (size_t)(f.size * (f.size + 1) / 2) * ELEMENTS * sizeof *f.tiles;
+    const size_t tiles = (size_t)tile_index(f.size, 0) * ELEMENTS * sizeof *f.tiles;
     int32_t *found = nib_alloc((size_t)n * sizeof *found);
     f.diagonal = nib_alloc((size_t)n * sizeof *f.diagonal);
     f.tiles = nib_alloc(tiles);
-    f.row = nib_alloc((size_t)f.size * ELEMENTS * sizeof *f.row);
+    f.rows = nib_alloc(ROWS * (size_t)f.size * ELEMENTS * sizeof *f.rows);
+    f.done = nib_alloc((size_t)tile_index(f.size, 0) * sizeof *f.done);
     f.order = found;
-    nib_status status = found && f.diagonal && f.tiles && f.row
-                            ? find_order(hessian, n, found)
+    nib_status status = found && f.diagonal && f.tiles && f.rows && f.done
+                            ? check_hessian(&f)
                             : nib_fail(NIB_ERR_MEMORY, "no memory to factorize a Hessian of %lld columns: %.1f GB",
                                        (long long)n, (double)tiles / 1e9);
+    if (!status)
+        status = find_order(hessian, n, found);
     const nib_fpenv saved = nib_fpenv_enter();
     if (!status)
         status = factorize(&f, damp, damped);
@@ -330,7 +443,8 @@ nib_status nib_factorize(const nib_device *host, const struct nib_kernels *kerne
     nib_free(found);
     nib_free(f.diagonal);
     nib_free(f.tiles);
-    nib_free(f.row);
+    nib_free(f.rows);
+    nib_free(f.done);
     return status;
 }
 
