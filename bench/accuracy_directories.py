@@ -29,11 +29,31 @@ ORDER = ("rtn", "sweep", "A", "A+B", "A+B, searched", "A+C", "A+B+C", "sequentia
          "llm-compressor GPTQ", "ModelOpt", "ModelOpt AWQ")
 
 
+def take_smoothing(directory, place):
+    """{module: what its input is multiplied by} of a directory of AWQ, which nib rejects, and what it is without that: in `place`."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    join = os.path.join
+    with safe_open(join(directory, "model.safetensors"), framework="pt") as file:
+        names = [name for name in file.keys() if name.endswith(".pre_quant_scale")]
+        if not names:
+            return {}, directory
+        smoothed = {name.rpartition(".")[0]: file.get_tensor(name).float() for name in names}
+        os.mkdir(place)
+        save_file({name: file.get_tensor(name) for name in file.keys() if name not in names}, join(place, "model.safetensors"))
+    for name in ("config.json", "hf_quant_config.json"):
+        with open(join(directory, name), encoding="utf-8") as file, open(join(place, name), "w", encoding="utf-8") as to:
+            to.write(file.read().replace("NVFP4_AWQ", "NVFP4"))
+    return smoothed, place
+
+
 def read_directory(nib, directory):
-    """{tensor: FP32 values}, {module: scale of its activations, or None for FP8}, bits of a quantized weight."""
+    """{tensor: FP32 values}, {module: scale of its activations, or None for FP8}, {module: what its input is multiplied by (AWQ)},
+    bits of a quantized weight."""
     from safetensors import safe_open
     with tempfile.TemporaryDirectory() as place:
-        nib.dequantize_checkpoint(directory, os.path.join(place, "plain"), dtype="f32")
+        smoothed, source = take_smoothing(directory, os.path.join(place, "smooth"))
+        nib.dequantize_checkpoint(source, os.path.join(place, "plain"), dtype="f32")
         values = {}
         for name in sorted(os.listdir(os.path.join(place, "plain"))):
             if name.endswith(".safetensors"):
@@ -57,7 +77,7 @@ def read_directory(nib, directory):
                 if part in ("weight_packed", "weight_scale") or (part == "weight" and piece.get_dtype() in ("F8_E4M3", "U8")):
                     stored += size * (4 if piece.get_dtype() == "F32" else 1)
                     elements += size * {"weight_packed": 2, "weight": 2 if piece.get_dtype() == "U8" else 1}.get(part, 0)
-    return values, inputs, 8 * stored / elements if elements else 16.0
+    return values, inputs, smoothed, 8 * stored / elements if elements else 16.0
 
 
 def fake_fp8(torch, x):
@@ -66,9 +86,11 @@ def fake_fp8(torch, x):
     return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
-def hooks_of(torch, model, inputs):
+def hooks_of(torch, model, inputs, smoothed):
     found = []
     for name, module in model.named_modules():
+        if name in smoothed:
+            found.append(module.register_forward_pre_hook(lambda _, args, by=smoothed[name]: (args[0] * by.to(args[0].device),)))
         if name in inputs:
             scale = inputs[name]
             change = (lambda x: fake_fp8(torch, x)) if scale is None else \
@@ -105,12 +127,12 @@ def measure(arguments):
             rows = json.load(file)["directories"]
     for name, directory in (given.split("=", 1) for given in arguments.directories):
         name, _, alone = name.partition("@")
-        values, inputs, bits = read_directory(nib, directory)
+        values, inputs, smoothed, bits = read_directory(nib, directory)
         with torch.no_grad():
             for key, value in before.items():
                 model.get_parameter(key).copy_(torch.from_numpy(values[key]).view(value.shape) if key in values else value)
         for activations in [int(alone)] if alone else BITS:
-            hooks = hooks_of(torch, model, inputs) if activations == 4 else []
+            hooks = hooks_of(torch, model, inputs if activations == 4 else {}, smoothed)
             tables = iter(kept)
             scores = evaluate.evaluate(lambda _: next(tables).float(), logits, documents)
             for hook in hooks:
