@@ -97,7 +97,7 @@ static nib_status check_codes(struct nib_checking *k, uint32_t tensor)
 {
     enum { CHUNK = 1 << 20 };
     const struct nib_ck_tensor *t = &k->c->tensors[tensor];
-    uint8_t *bytes = nib_alloc(CHUNK);
+    uint8_t *bytes = nib_alloc(t->bytes < CHUNK ? (size_t)t->bytes : CHUNK);
     nib_status status = bytes ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory for %s", t->name);
     for (uint64_t at = 0; at < t->bytes && !status; at += CHUNK) {
         const size_t n = t->bytes - at < CHUNK ? (size_t)(t->bytes - at) : CHUNK;
