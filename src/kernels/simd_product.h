@@ -274,28 +274,48 @@ PRODUCT_SIMD VF PRODUCT(quiet)(VF x)
     return vf_of(vi_or(vi_andnot(nan, vi_of(x)), vi_and(nan, vi_set1(0x7FC00000))));
 }
 
-/* A row of accumulators to its outputs. */
+/* VL outputs that lie side by side: what is there, and what replaces it. */
+PRODUCT_SIMD VF PRODUCT(load_outputs)(const void *y, nib_dtype dtype)
+{
+    return dtype == NIB_F32 ? vf_load(y) : dtype == NIB_BF16 ? vf_load_bf16(y) : vf_load_f16(y);
+}
+
+PRODUCT_SIMD void PRODUCT(store_outputs)(void *y, nib_dtype dtype, VF value)
+{
+    const VI bits = vi_of(value); /* the one NaN does not overflow by what rounds it to BF16 */
+    if (dtype == NIB_F32)
+        vf_store(y, value);
+    else if (dtype == NIB_F16)
+        vf_store_f16(y, value);
+    else
+        vi_store_halves(y, vi_srl(vi_add(vi_add(bits, vi_set1(0x7FFF)), vi_and(vi_srl(bits, 16), vi_set1(1))), 16));
+}
+
+/* A row of accumulators to its outputs; those that make no vector, or lie apart, one by one. */
 PRODUCT_SIMD void PRODUCT(store_row)(const struct nib_product_output *out, int64_t i, int64_t first, int64_t count,
                                      const float *acc, const float *factor, const float *bias)
 {
-    _Alignas(64) float y[NIB_PANEL_COLUMNS];
-    const int bytes = out->dtype == NIB_F32 ? 4 : 2;
+    const nib_dtype dtype = out->dtype;
+    const int bytes = dtype == NIB_F32 ? 4 : 2;
     char *const to = nib_output_at(out, i, first);
-    for (int j = 0; j < count; j += VL) {
+    for (int64_t j = 0; j < count; j += VL) {
+        const bool together = out->col_stride == 1 && count - j >= VL;
+        char *const at = to + j * out->col_stride * bytes;
         VF value = vf_mul(vf_load(factor + j), vf_load(acc + j));
         if (out->bias)
             value = vf_add(value, vf_load(bias + j));
-        vf_store(y + j, out->beta != 0 ? value : PRODUCT(quiet)(value));
-    }
-    if (out->dtype == NIB_F32 && out->col_stride == 1 && out->beta == 0) {
-        memcpy(to, y, (size_t)count * sizeof *y);
-        return;
-    }
-    for (int64_t j = 0; j < count; j++) {
-        char *const at = to + j * out->col_stride * bytes;
-        if (out->beta != 0)
-            y[j] = y[j] + out->beta * nib_load_value(at, 0, out->dtype);
-        nib_store_value(at, out->dtype, y[j]);
+        if (together) {
+            if (out->beta != 0)
+                value = vf_add(value, vf_mul(vf_set1(out->beta), PRODUCT(load_outputs)(at, dtype)));
+            PRODUCT(store_outputs)(at, dtype, PRODUCT(quiet)(value));
+            continue;
+        }
+        float y[VL];
+        vf_store(y, value);
+        for (int64_t k = 0; k < nib_min(VL, count - j); k++) {
+            char *const one = at + k * out->col_stride * bytes;
+            nib_store_value(one, dtype, out->beta != 0 ? y[k] + out->beta * nib_load_value(one, 0, dtype) : y[k]);
+        }
     }
 }
 

@@ -25,6 +25,8 @@ SIMD void vf_store(float *p, VF v) { vst1q_f32(p, v); }
 SIMD VI vi_load(const int32_t *p) { return vld1q_s32(p); }
 SIMD VF vf_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 SIMD VF vf_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+SIMD void vf_store_f16(uint16_t *p, VF v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+SIMD void vi_store_halves(uint16_t *p, VI v) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(v))); }
 SIMD VF vf_set1(float x) { return vdupq_n_f32(x); }
 SIMD VI vi_set1(int x) { return vdupq_n_s32(x); }
 SIMD VI vi_of(VF v) { return vreinterpretq_s32_f32(v); }

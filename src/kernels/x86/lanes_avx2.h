@@ -36,6 +36,11 @@ SIMD VF vf_load_bf16(const uint16_t *p)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
 }
+SIMD void vf_store_f16(uint16_t *p, VF v) { _mm_storeu_si128((void *)p, _mm256_cvtps_ph(v, 0)); }
+SIMD void vi_store_halves(uint16_t *p, VI v) /* of lanes whose upper halves are 0 */
+{
+    _mm_storeu_si128((void *)p, _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+}
 SIMD VF vf_set1(float x) { return _mm256_set1_ps(x); }
 SIMD VI vi_set1(int x) { return _mm256_set1_epi32(x); }
 SIMD VI vi_of(VF v) { return _mm256_castps_si256(v); }

@@ -36,6 +36,8 @@ SIMD VF vf_load_bf16(const uint16_t *p)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
 }
+SIMD void vf_store_f16(uint16_t *p, VF v) { _mm256_storeu_si256((void *)p, _mm512_cvtps_ph(v, 0)); }
+SIMD void vi_store_halves(uint16_t *p, VI v) { _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16(v)); }
 SIMD VF vf_set1(float x) { return _mm512_set1_ps(x); }
 SIMD VI vi_set1(int x) { return _mm512_set1_epi32(x); }
 SIMD VI vi_of(VF v) { return _mm512_castps_si512(v); }
