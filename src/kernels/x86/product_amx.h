@@ -13,18 +13,51 @@ enum { TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * NIB_BLOCK * 2, AMX_ROWS = 2 * TI
 
 /* ---- Packing ---- */
 
-static void pack_tiles(const struct nib_product *p, struct nib_row_range range, int64_t row, void *packed)
+/* A block of a row: its scale times every value that a code can have, in BF16 (exact: what is cut off is 0), then one of
+ * them for each code. */
+PRODUCT_SIMD void pack_block_amx(const uint8_t *codes, float scale, uint16_t *to)
 {
-    const int64_t blocks = nib_ceil_div(p->a.length, NIB_BLOCK);
+    const VF values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    const __m256i scaled = _mm512_cvtepi32_epi16(vi_srl(vi_of(vf_mul(values, vf_set1(scale))), 16));
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)codes));
+    const __m256i nibbles = _mm256_or_si256(bytes, _mm256_slli_epi32(bytes, 12)); /* in the low four bits of words */
+    _mm256_storeu_si256((void *)to, _mm256_permutexvar_epi16(nibbles, scaled));
+}
+
+/* The scales of sixteen blocks of a line, or of those that are left. */
+PRODUCT_SIMD void line_scales_amx(const struct nib_side *side, int64_t line, int64_t block, float out[16])
+{
+    uint32_t words[4] = { 0 };
+    for (int i = 0; i < 4 && block + 4 * i < side->geometry->blocks; i++)
+        words[i] = nib_four_scales(side, line, block + 4 * i);
+    vf_store(out, scales_e4m3_vnni(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)words))));
+}
+
+PRODUCT_SLOT void pack_tiles(const struct nib_product *p, struct nib_row_range range, int64_t row, void *packed)
+{
+    const struct nib_side *const a = &p->a;
+    const int64_t blocks = nib_ceil_div(a->length, NIB_BLOCK), bytes = nib_ceil_div(a->length, 2);
     for (int64_t r = row; r < row + NIB_PACKED_ROWS; r++) {
         uint16_t *to = (uint16_t *)packed + r / TILE_ROWS * blocks * TILE_BYTES / 2 + r % TILE_ROWS * NIB_BLOCK;
+        const int64_t line = range.first + r;
+        const uint8_t *const codes = a->memory.codes + line * a->geometry->line_stride;
+        float scales[16];
         for (int64_t b = 0; b < blocks; b++, to += TILE_BYTES / 2) {
-            int32_t q[NIB_BLOCK] = { 0 };
-            float quarter = 0;
-            if (r < range.count)
-                nib_code_block(&p->a, range.first + r, b * NIB_BLOCK, q, &quarter);
-            for (int i = 0; i < NIB_BLOCK; i++) /* exact: what is cut off is 0 */
-                to[i] = (uint16_t)(nib_bits((float)q[i] * (2 * quarter)) >> 16);
+            uint8_t last[NIB_BLOCK / 2] = { 0 };
+            if (r >= range.count) {
+                memset(to, 0, NIB_BLOCK * sizeof *to);
+                continue;
+            }
+            if (b % 16 == 0)
+                line_scales_amx(a, line, b, scales);
+            if ((b + 1) * NIB_BLOCK <= a->length) {
+                pack_block_amx(codes + b * NIB_BLOCK / 2, scales[b % 16], to);
+                continue;
+            }
+            memcpy(last, codes + b * NIB_BLOCK / 2, (size_t)(bytes - b * NIB_BLOCK / 2));
+            if (a->length % 2)
+                last[a->length % NIB_BLOCK / 2] &= 15;
+            pack_block_amx(last, scales[b % 16], to);
         }
     }
 }
