@@ -229,7 +229,6 @@ nib_status nib_cuda_blas_multiply(struct nib_cuda_device *d, const struct nib_cu
     struct heuristic found = { 0 };
     handle h = NULL;
     int count = 0;
-    *done = false;
     TRY(open_handle(d, &h));
     int status = describe(p, &all);
     if (!status)

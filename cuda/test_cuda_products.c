@@ -252,7 +252,7 @@ static void run_call(nib_device *device)
 
 #if NIB_CUDA_SHIM
 extern long shim_cublaslt_products, shim_cublaslt_codes;
-extern int shim_cublaslt_rejects_codes;
+extern int shim_cublaslt_rejects_codes, shim_cublaslt_calls, shim_cublaslt_fails_at, shim_cublaslt_objects;
 
 /* Before anything has loaded the library. */
 TEST(a_library_that_is_not_there_is_named)
@@ -306,6 +306,48 @@ TEST(fp4_tensor_cores_take_codes_as_they_are)
         run_call(gpu);
     CHECK(shim_cublaslt_codes == 0);
     shim_cublaslt_rejects_codes = 0;
+    nib_device_release(gpu);
+    gpu = first;
+}
+#endif
+
+#if NIB_CUDA_SHIM
+/* Each call of the library fails once: codes with a bias, and values, on the GPU that takes both. */
+TEST(a_library_that_fails_is_heard_of)
+{
+    nib_device *const first = gpu;
+    CHECK_OK(nib_cuda_create_stream(1, &gpu));
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    struct side a = plain_side(NIB_BF16, 80, 64), b = tensor_side(&q, 80, 64), c = tensor_side(&q, 96, 64),
+                bias = plain_side(NIB_F32, 1, 96);
+    a.operand.array = &a.array;
+    bias.array.rank = 1;
+    bias.array.shape[0] = 96;
+    bias.array.strides[0] = bias.array.strides[1];
+    nib_gemm_options options;
+    nib_gemm_options_init(&options);
+    options.bias = &bias.array;
+    struct memory m;
+    const nib_array y = random_matrix(NIB_F32, 80, 96, &m);
+    CHECK_OK(nib_gemm(&b.operand, &c.operand, &options, &y)); /* what is loaded once is loaded */
+    for (int codes = 0; codes < 2; codes++) {
+        nib_status status = NIB_ERR_DEVICE;
+        int n = -1;
+        shim_cublaslt_codes = shim_cublaslt_products = 0;
+        while (status && !test_failures) {
+            shim_cublaslt_calls = 0;
+            shim_cublaslt_fails_at = ++n;
+            status = nib_gemm(codes ? &b.operand : &a.operand, &c.operand, &options, &y);
+            CHECK_THAT(status ? strstr(nib_last_error(), "cuBLASLt") != NULL : n == shim_cublaslt_calls,
+                       "call %d of %d: %s: %s", n, shim_cublaslt_calls, nib_status_name(status), nib_last_error());
+            CHECK_THAT(shim_cublaslt_objects == 0, "call %d: %d objects stay", n, shim_cublaslt_objects);
+        }
+        CHECK_THAT(n > 12 && shim_cublaslt_products == 1 && shim_cublaslt_codes == codes, "%d calls", n);
+        shim_cublaslt_fails_at = -1;
+    }
+    release(&m);
+    close_side(&a), close_side(&b), close_side(&c), close_side(&bias);
     nib_device_release(gpu);
     gpu = first;
 }

@@ -542,6 +542,50 @@ TEST(checks_stacks_of_no_rank)
     CHECK_THAT(strcmp(found.ids, "codes-shape tensor-scale-shape ") == 0, "found %s", found.ids);
 }
 
+/* Three layers of two weights that multiply the same input, whose large columns are the same; in the last one's second
+ * weight they are where their neighbors should be. */
+static void put_pairs(const char *first, const char *second)
+{
+    enum { LAYERS = 3, ROWS = 32, COLS = 512 };
+    static uint8_t pairs[2][ROWS * COLS / 2];
+    static char names[LAYERS * 2 * 3][64];
+    struct item items[LAYERS * 2 * 3];
+    for (size_t i = 0; i < sizeof pairs[0]; i++) {
+        const uint8_t large_first = (i % (COLS / 2)) * 2654435761u >> 16 & 1;
+        pairs[0][i] = large_first ? 0x17 : 0x71;
+        pairs[1][i] = (uint8_t)(pairs[0][i] << 4 | pairs[0][i] >> 4);
+    }
+    for (size_t i = 0; i < LAYERS * 2; i++) {
+        const struct item of_weight[] = {
+            { "weight_packed", NIB_U8, 2, { ROWS, COLS / 2 }, pairs[i == LAYERS * 2 - 1] },
+            { "weight_scale", NIB_E4M3, 2, { ROWS, COLS / 16 }, scales },
+            { "weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 4096 } },
+        };
+        for (size_t j = 0; j < 3; j++) {
+            snprintf(names[3 * i + j], sizeof names[0], "m.layers.%zu.%s.%s", i / 2, i % 2 ? second : first,
+                     of_weight[j].name);
+            items[3 * i + j] = of_weight[j];
+            items[3 * i + j].name = names[3 * i + j];
+        }
+    }
+    put_tensors(at("p.safetensors"), items, LAYERS * 2 * 3);
+}
+
+TEST(guesses_the_order_of_nibbles)
+{
+    fill(0x70);
+    put_pairs("mlp.gate_proj", "mlp.up_proj");
+    struct found found = check_file(at("p.safetensors"));
+    CHECK_THAT(strcmp(found.ids, "maybe-swapped ") == 0, "found %s", found.ids);
+    nib_checkpoint *c = open_good(at("p.safetensors"));
+    found = (struct found){ .stop_at = 1 };
+    CHECK_FAILS(nib_checkpoint_check(c, NULL, NULL, note, &found), NIB_ERR_CANCELLED, "stopped");
+    nib_checkpoint_close(c);
+    put_pairs("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"); /* these need not agree */
+    found = check_file(at("p.safetensors"));
+    CHECK_THAT(found.n == 0, "found %s", found.ids);
+}
+
 /* Weights whose numbers say nothing: no elements, and dims that no file can fill. */
 TEST(checks_empty_tensors)
 {

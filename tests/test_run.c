@@ -757,6 +757,37 @@ TEST(patterns_choose_and_sets_stay_together)
     nib_checkpoint_close(in);
 }
 
+/* Of names that differ in their numbers one is named; what has no elements is no weight, and stays. */
+TEST(names_of_layers_and_weights_of_nothing)
+{
+    static const float values[16 * 16] = { 1 };
+    const struct item items[] = { { "a.9.q_proj.weight", NIB_F32, 2, { 16, 16 }, values },
+                                  { "a.8.q_proj.weight", NIB_F32, 2, { 16, 16 }, values },
+                                  { "a.10.q_proj.weight", NIB_F32, 2, { 16, 16 }, values },
+                                  { "b.q_proj.weight", NIB_F32, 2, { 0, 16 }, values },
+                                  { "c.q_proj.weight", NIB_F32, 2, { 16, 0 }, values } };
+    put_tensors(at("n.safetensors"), items, 5);
+    nib_checkpoint *in = open_good(at("n.safetensors"));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    static const char *const slip[] = { "a.9.q_porj" };
+    nib_plan *plan = NULL;
+    options.only = slip;
+    options.n_only = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "near it are \"a.");
+    CHECK_THAT(!strstr(nib_last_error(), " and "), "%s", nib_last_error());
+    options.n_only = 0;
+    plan = plan_quantize(in, &options);
+    CHECK(strcmp(reason_of(in, plan, "a.9.q_proj"), "") == 0);
+    for (size_t i = 3; i < 5; i++) {
+        nib_plan_row row = { .bytes = sizeof row };
+        CHECK_OK(nib_plan_get_row(plan, i, &row));
+        CHECK_THAT(row.action == NIB_ACTION_KEEP && strcmp(row.reason, "it has no elements") == 0, "%s: %s", row.name,
+                   row.reason);
+    }
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
 /* A name with a slip in it would be quantized, or left out, without a word. */
 TEST(patterns_that_match_nothing)
 {

@@ -329,8 +329,6 @@ static nib_status reason_to_keep(const struct chooser *chooser, const struct nib
         *reason = nib_ck_default_keep(chooser->plan->in, w->name);
     if (!*reason)
         *reason = nib_ck_reader_keep(chooser->plan->in, o->reader, o->format, w);
-    if (!*reason && (w->rows == 0 || w->cols == 0))
-        *reason = "it has no elements";
     if (!*reason && w->cols % multiple) {
         *reason = nib_plan_string(chooser->plan, "its %lld columns are not a multiple of %d", (long long)w->cols,
                                   (int)multiple);

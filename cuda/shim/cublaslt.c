@@ -11,9 +11,11 @@
 #include "cuda_runtime_api.h"
 #include "format/codec.h"
 
-enum { OK = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15, F32 = 0, F16 = 2, BF16 = 14, E2M1 = 33 };
+enum { OK = 0, INVALID_VALUE = 7, EXECUTION_FAILED = 13, NOT_SUPPORTED = 15, F32 = 0, F16 = 2, BF16 = 14, E2M1 = 33 };
 long shim_cublaslt_products, shim_cublaslt_codes; /* so many were asked for */
 int shim_cublaslt_rejects_codes;
+int shim_cublaslt_calls, shim_cublaslt_fails_at = -1; /* which call fails */
+int shim_cublaslt_objects;                            /* so many are there */
 
 struct description {
     uint64_t attribute[64];
@@ -66,9 +68,14 @@ const char *cublasLtGetStatusName(int status)
     return status == INVALID_VALUE ? "CUBLAS_STATUS_INVALID_VALUE" : "CUBLAS_STATUS_UNKNOWN";
 }
 
+static int fails(void) { return shim_cublaslt_calls++ == shim_cublaslt_fails_at; }
+
 static int create(struct description **out)
 {
+    if (fails())
+        return EXECUTION_FAILED;
     *out = calloc(1, sizeof **out);
+    shim_cublaslt_objects += *out != NULL;
     return *out ? OK : 3;
 }
 int cublasLtMatmulDescCreate(struct description **out, int compute, int scale)
@@ -77,11 +84,14 @@ int cublasLtMatmulDescCreate(struct description **out, int compute, int scale)
 }
 int cublasLtMatmulDescDestroy(struct description *d)
 {
+    shim_cublaslt_objects--;
     free(d);
     return OK;
 }
 static int set(struct description *d, int attribute, const void *value, size_t bytes)
 {
+    if (fails())
+        return EXECUTION_FAILED;
     memset(&d->attribute[attribute], 0, 8);
     memcpy(&d->attribute[attribute], value, bytes);
     d->set |= (size_t)1 << attribute;
@@ -94,14 +104,18 @@ int cublasLtMatmulDescSetAttribute(struct description *d, int attribute, const v
 }
 int cublasLtMatrixLayoutCreate(struct layout **out, int type, uint64_t rows, uint64_t columns, int64_t leading)
 {
+    if (fails())
+        return EXECUTION_FAILED;
     *out = malloc(sizeof **out);
     if (!*out)
         return 3;
+    shim_cublaslt_objects++;
     **out = (struct layout){ type, rows, columns, leading };
     return OK;
 }
 int cublasLtMatrixLayoutDestroy(struct layout *l)
 {
+    shim_cublaslt_objects--;
     free(l);
     return OK;
 }
@@ -132,6 +146,8 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, struct description *how, struct
                                    struct result *out, int *found)
 {
     (void)handle, (void)c, (void)wanted;
+    if (fails())
+        return EXECUTION_FAILED;
     const int status = check(how, a, b, d);
     if (!status && preference->attribute[3] != 2)
         return INVALID_VALUE;
@@ -190,6 +206,8 @@ int cublasLtMatmul(void *handle, struct description *how, const void *alpha, con
                    cudaStream_t stream)
 {
     (void)handle, (void)algorithm, (void)c_layout;
+    if (fails())
+        return EXECUTION_FAILED;
     if (c != d || !workspace || check(how, a_layout, b_layout, d_layout))
         return INVALID_VALUE;
     memset(workspace, 0xA5, bytes < 4096 ? bytes : 4096); /* it is the product's own */
