@@ -274,6 +274,8 @@ nib_status nib_plan_scale_activations(nib_plan *plan, const uint32_t *group);
  * experts of its layer, which count as 256 tokens more. */
 nib_status nib_plan_mean_squares(const nib_plan *plan, const struct nib_plan_input *input, int64_t cols, float *out,
                                  double *tokens);
+/* That of an input that is divided by `scale`, which may come from another one: finite as it was. */
+float nib_plan_folded_square(float square, float scale);
 /* An amax of activations from the root of a mean square. */
 #define NIB_AMAX_OF_RMS 32.0f
 

@@ -68,7 +68,7 @@ static nib_status loss_of(const nib_plan *plan, const struct samples *samples, c
     if (!(amax > 0 && amax <= FLT_MAX))
         return NIB_OK; /* zeros, or what the scan will report */
     for (int64_t k = 0; k < cols; k++)
-        importance[k] = (float)((double)squares[k] / ((double)scales[k] * (double)scales[k]));
+        importance[k] = nib_plan_folded_square(squares[k], scales[k]);
     TRY(nib_importance_normalize(importance, cols, importance));
     TRY(nib_array_init(&x, samples->scaled, NIB_F32, 2, shape));
     const nib_overrides overrides = {

@@ -264,6 +264,12 @@ nib_status nib_plan_mean_squares(const nib_plan *plan, const struct nib_plan_inp
     return NIB_OK;
 }
 
+float nib_plan_folded_square(float square, float scale)
+{
+    const double folded = (double)square / ((double)scale * (double)scale);
+    return folded < (double)FLT_MAX ? (float)folded : FLT_MAX;
+}
+
 /* ---- Weights ---- */
 
 static nib_status note_row(struct nib_out_row *row, const char *text)

@@ -190,10 +190,8 @@ static nib_status find_importance(const nib_plan *plan, struct scratch *scratch,
         if (!reserve(&scratch->importance, &scratch->importance_bytes, (size_t)w->source.cols * sizeof(float)))
             return no_memory();
         TRY(nib_plan_mean_squares(plan, &w->statistics, w->source.cols, scratch->importance, &tokens));
-        for (int64_t k = 0; k < w->source.cols && w->source.columns; k++) { /* of an input that was divided */
-            const double scale = (double)w->source.columns[k];
-            scratch->importance[k] = (float)((double)scratch->importance[k] / (scale * scale));
-        }
+        for (int64_t k = 0; k < w->source.cols && w->source.columns; k++)
+            scratch->importance[k] = nib_plan_folded_square(scratch->importance[k], w->source.columns[k]);
         TRY(nib_importance_normalize(scratch->importance, w->source.cols, scratch->importance));
         scratch->important = weight;
     }
