@@ -207,30 +207,32 @@ static void find_diagonal(const struct factorization *f, double damp)
 
 /* ---- Tiles ---- */
 
-/* LINES rows of tiles from the Hessian: the last column of the order is the first. Behind it the diagonal is 1. */
-static void load_lines(const struct factorization *f, int64_t first)
+/* From the Hessian: the last column of the order is the first. Behind it the diagonal is 1. LINES rows at a time, which are
+ * a line of a cache in each column. */
+static void load_tile(const struct factorization *f, int64_t i, int64_t j)
 {
-    const int64_t i = first / TILE;
-    for (int64_t col = 0; col < (i + 1) * TILE; col++) {
-        double *to = tile_at(f, i, col / TILE) + col % TILE * APART + first % TILE;
-        const int32_t q = col < f->n ? f->order[f->n - 1 - col] : 0;
-        for (int64_t r = 0; r < LINES; r++) {
-            const int64_t row = first + r;
-            if (row < f->n && col < row)
-                to[r] = (double)at(f->hessian, f->n, f->order[f->n - 1 - row], q);
-            else
-                to[r] = row != col ? 0 : row < f->n ? f->diagonal[f->n - 1 - row] : 1;
-        }
-    }
+    double *tile = tile_at(f, i, j);
+    for (int64_t line = 0; line < TILE; line += LINES)
+        for (int64_t c = 0; c < TILE; c++)
+            for (int64_t r = line; r < line + LINES; r++) {
+                const int64_t row = i * TILE + r, col = j * TILE + c;
+                const bool inside = row < f->n && col < row;
+                tile[c * APART + r] =
+                    inside       ? (double)at(f->hessian, f->n, f->order[f->n - 1 - row], f->order[f->n - 1 - col])
+                    : row == col ? (row < f->n ? f->diagonal[f->n - 1 - row] : 1)
+                                 : 0;
+            }
 }
 
+/* A tile is one thread's: its pages are new, and threads that ask for the same ones at once wait for each other. */
 static void load_tiles(void *context, int64_t thread)
 {
     struct worker worker = { context, 0, -1 };
     (void)thread;
-    for (int64_t first = worker.f->size * TILE - LINES; first >= 0; first -= LINES) /* the longest first */
-        if (takes(&worker))
-            load_lines(worker.f, first);
+    for (int64_t i = 0; i < worker.f->size; i++)
+        for (int64_t j = 0; j <= i; j++)
+            if (takes(&worker))
+                load_tile(worker.f, i, j);
 }
 
 /* A share of c less a * b. */
