@@ -113,14 +113,15 @@ static float number(void)
     return sum * 1.7320508f;
 }
 
-/* Of tokens in which a channel has half of what its neighbor has, and some are large. */
+/* Of tokens in which a channel has half of what its neighbor has, all have a tenth in common, and some are large. Without
+ * the tenth, as in no text, U would fall below what is normal in FP32 and FP64, and Intel's processors with it. */
 static float *hessian_of(int64_t n)
 {
     float *h = malloc((size_t)n * (size_t)(n + 1) / 2 * sizeof *h), *to = h;
     for (int64_t i = 0; i < n && h; i++) {
         float covariance = 1;
         for (int64_t j = i; j < n; j++, covariance *= 0.5f)
-            *to++ = covariance * (i % 61 ? 1 : 8) * (j % 61 ? 1 : 8);
+            *to++ = (covariance + 0.1f) * (i % 61 ? 1 : 8) * (j % 61 ? 1 : 8);
     }
     return h;
 }
