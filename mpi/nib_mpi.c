@@ -120,11 +120,11 @@ static nib_status barrier(void *context)
 /* What can be said of a communicator without talking over it. */
 static nib_status check_mpi(MPI_Comm mpi)
 {
-    int initialised = 0, finalised = 0, inter = 0;
-    if (MPI_Initialized(&initialised) != MPI_SUCCESS || !initialised)
+    int initialized = 0, finalized = 0, inter = 0;
+    if (MPI_Initialized(&initialized) != MPI_SUCCESS || !initialized)
         return nib_set_error(NIB_ERR_ARG, "MPI is not initialized: call MPI_Init first");
-    if (MPI_Finalized(&finalised) != MPI_SUCCESS || finalised)
-        return nib_set_error(NIB_ERR_ARG, "MPI is finalised");
+    if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized)
+        return nib_set_error(NIB_ERR_ARG, "MPI is finalized");
     if (mpi == MPI_COMM_NULL)
         return nib_set_error(NIB_ERR_ARG, "the communicator is MPI_COMM_NULL");
     const nib_status status = status_of("MPI_Comm_test_inter", MPI_Comm_test_inter(mpi, &inter));

@@ -269,7 +269,7 @@ int main(int argc, char **argv)
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Finalize();
-    failed += nib_comm_mpi_create(MPI_COMM_WORLD, &before) != NIB_ERR_ARG || !strstr(nib_last_error(), "finalised");
+    failed += nib_comm_mpi_create(MPI_COMM_WORLD, &before) != NIB_ERR_ARG || !strstr(nib_last_error(), "finalized");
     if (rank == 0)
         printf("%d passed, %d failed, 0 skipped\n", passed, failed);
     return failed != 0;

@@ -27,6 +27,14 @@ for n in 1 2 3; do
     grep -q -- "--force replaces it" "$work/log" || fail "no word of --force: $(cat "$work/log")"
     if timeout 60 mpirun -n $n "$BUILD/nib-mpi" quantize "$work/nothing" "$work/x" >"$work/log" 2>&1; then fail "there is no input"; fi
 done
+# What is only looked at is no failure, and leaves nothing.
+mpirun -n 2 "$BUILD/nib-mpi" quantize --dry-run "$work/in" "$work/dry" >"$work/log" 2>&1 || fail "a dry run: $(cat "$work/log")"
+[ ! -e "$work/dry" ] || fail "a dry run wrote something"
+# A rank that does not come to the first meeting, as it cannot read its input: the other hears of it.
+timeout 60 mpirun -n 1 "$BUILD/nib-mpi" quantize "$work/in" "$work/half" : -n 1 "$BUILD/nib-mpi" quantize "$work/nothing" "$work/half" >"$work/log" 2>&1
+result=$?
+case $result in 0 | 124) fail "one rank has no input, and the tool ended with $result: $(cat "$work/log")" ;; esac
+[ ! -e "$work/half" ] || fail "one rank has no input, and there is an output"
 # Where MPI fails on one rank, the others wait for it; the tool ends all of them.
 cat >"$work/failing.c" <<'END'
 #include <mpi.h>

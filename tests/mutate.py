@@ -395,6 +395,7 @@ class Base:
         self.directory = directory
         self.users = {}  # path: the sources that it is compiled into
         self.unused = ["covered"]  # kinds that mutants are not tested in
+        self.most_sanitized = None  # tests of a mutant under sanitizers
         found = subprocess.run(["pkg-config", "--libs", *LIBRARIES], stdout=subprocess.PIPE, check=True)
         self.libraries = found.stdout.decode().split()
 
@@ -588,11 +589,11 @@ class Worker:
                 continue
             if kind == "sanitized":
                 self.compile_changed(kind)
-            for test in tests:
-                if (test, kind) in limits:
-                    how = self.kills(test, kind, limits[test, kind])
-                    if how:
-                        return test + ("" if kind == "plain" else f" ({kind})"), how
+            found = [test for test in tests if (test, kind) in limits]
+            for test in found[:self.base.most_sanitized if kind == "sanitized" else None]:
+                how = self.kills(test, kind, limits[test, kind])
+                if how:
+                    return test + ("" if kind == "plain" else f" ({kind})"), how
         for source in self.changed["plain"]:
             if is_of_instructions(source):
                 status, output = compile_source(source, "plain", os.path.join(self.out, "warned"), self.tree, WARNINGS)
@@ -779,11 +780,12 @@ def limits_known(workers, tests, known):
     return limits
 
 
-def measure_original(workers, coverage, tests, kinds):
+def measure_original(workers, coverage, tests, kinds, longest):
     """{(test, kind): the seconds of processor and clock that a mutant gets, and how it ends without one}, faults; and the coverage."""
     for kind in kinds:
         for test in sorted(tests, key=lambda test: not test.startswith("cli/")):  # they take longest
-            if kind == "covered" or (kind == "sanitized" and test.startswith(("test_", "fuzz_"))):
+            if kind == "covered" or (kind == "sanitized" and test.startswith(("test_", "fuzz_")) and
+                                     coverage.seconds.get(test, 0) <= longest):
                 workers.put("try_original", test, kind)
     limits, faults = {}, []
     for test, kind, status, output, processor, clock, found in workers.get():
@@ -1000,6 +1002,7 @@ def main():
     parser.add_argument("--longest", type=float, default=float("inf"), metavar="SECONDS",
                         help="where a line has ten tests, leave out those that take more of the processor")
     parser.add_argument("--plain", action="store_true", help="no tests under sanitizers")
+    parser.add_argument("--most-sanitized", type=int, metavar="N", help="at most so many tests of a mutant under sanitizers")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no mutant after this time")
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (%(default)s)")
     parser.add_argument("--list", action="store_true", help="print mutants, run nothing")
@@ -1031,6 +1034,7 @@ def main():
     shutil.rmtree(WORK, ignore_errors=True)
     base = Base(os.path.join(WORK, "base"))
     base.unused += ["plain"] if arguments.sanitized else []
+    base.most_sanitized = arguments.most_sanitized
     coverage, whole = Coverage(), digest_of(*all_files())
     known = coverage.load(arguments.coverage, whole)
     kinds = [kind for kind in KINDS if not (known and kind == "covered")]
@@ -1043,8 +1047,8 @@ def main():
     scratch = scratch_directory(arguments.jobs)
     workers = Workers(base, arguments.jobs, scratch)
     try:
-        limits, faults = measure_original(workers, coverage, tests, kinds)
-        if known:
+        limits, faults = measure_original(workers, coverage, tests, kinds, arguments.longest)
+        if known and "plain" not in base.unused:
             limits.update(limits_known(workers, tests, known))
         if arguments.coverage and not known:
             coverage.save(arguments.coverage, limits, whole)
