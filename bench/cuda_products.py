@@ -2,40 +2,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products on a GPU beside cuBLAS's of BF16 in the same run: bench/cuda_products.py. Needs PyTorch, a GPU, libnib_cuda.
 
-Microseconds of replayed graphs, medians, from weights that no cache holds. W4A16 is an NVFP4 weight by BF16 values, W4A4 by
-NVFP4. Returns 1 where a bar does not hold.
+Microseconds of graphs that are replayed in alternation, medians, from weights that no cache holds. W4A16 is an NVFP4
+weight by BF16 values, W4A4 by NVFP4. Returns 1 where a bar does not hold.
 """
+import statistics
 import sys
 
 import torch
 
 import nib.torch as nt
-from cuda import graph_microseconds
 from nib.torch import products
 
 SHAPES = (28672, 8192), (4096, 14336)
 FEW, MANY = (1, 2, 4, 8, 16), (32, 64, 128, 512, 4096)
 BARS = {1: 2.3, 2: 2.3, 4: 2.3, 16: 1.1}  # times cuBLAS, of W4A16 on the first shape
 OVERHEAD = 0.13  # over cuBLAS at 4096 rows
+REPLAYS = 16  # the first is not counted
 CACHE = 200 << 20  # bytes that are more than it holds
 
 
-def microseconds(call, weights, m):
-    """Of one call, over all weights."""
-    def all_of_them():
-        for weight in weights:
-            call(weight)
+def graph_of(call, weights, m):
+    """A graph of calls over all weights, and how many there are in it."""
     repeat = max(1, (20 if m <= 64 else 4) // len(weights))
-    return graph_microseconds(all_of_them, repeat, 11) / len(weights)
+    call(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights * repeat:
+            call(weight)
+    return graph, repeat * len(weights)
+
+
+def replay(graph, calls):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / calls
 
 
 def measure(n, k, m, plain, quantized):
-    """{kind: microseconds} of M rows by weights that are plain, and the same quantized."""
+    """{kind: microseconds} of M rows by weights that are plain, and the same quantized. In alternation: a GPU that has
+    multiplied for a while runs slower than one that comes from rest."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     codes = nt.NVFP4Quantizer(columnwise=False)(x)
-    return {"cuBLAS": microseconds(lambda w: torch.matmul(x, w.t()), plain, m),
-            "W4A16": microseconds(lambda w: products.multiply(x, w, dtype=torch.bfloat16), quantized, m),
-            "W4A4": microseconds(lambda w: products.multiply(codes, w, dtype=torch.bfloat16), quantized, m)}
+    graphs = {"cuBLAS": graph_of(lambda w: torch.matmul(x, w.t()), plain, m),
+              "W4A16": graph_of(lambda w: products.multiply(x, w, dtype=torch.bfloat16), quantized, m),
+              "W4A4": graph_of(lambda w: products.multiply(codes, w, dtype=torch.bfloat16), quantized, m)}
+    times = [{kind: replay(*graph) for kind, graph in graphs.items()} for _ in range(REPLAYS)][1:]
+    return {kind: statistics.median(time[kind] for time in times) for kind in graphs}
 
 
 def weights_of(n, k):

@@ -133,7 +133,7 @@ struct nib_cuda_few_rows {
     nib_dtype dtype;
     int64_t rows, row_stride, element_stride;
     bool whole;      /* what few_rows calls WHOLE */
-    bool many_lines; /* enough for all processors, 32 at a time */
+    bool many_lines; /* enough for all processors, four thread blocks of 16 each */
     struct nib_cuda_scaled_output to;
 };
 

@@ -20,9 +20,9 @@ enum barrier { BLOCK_BARRIER, WARP_BARRIER };
 struct nothing {
 };
 
-/* What kernels have unless they say otherwise. */
+/* What kernels have unless they say otherwise. A persistent one has as many thread blocks as there is room for. */
 struct kernel_defaults {
-    enum { PHASES = 1, ENDS = 0, BARRIER_AFTER_FIRST = BLOCK_BARRIER };
+    enum { PHASES = 1, ENDS = 0, PERSISTENT = 1, SIZE = THREADS, BARRIER_AFTER_FIRST = BLOCK_BARRIER };
     typedef nothing shared;
     typedef nothing state;
     template <class Job, class Shared, class State>

@@ -32,7 +32,7 @@ static __device__ __forceinline__ void run_phases(const typename K::job &job, ty
 #endif
 
 template <class K>
-__global__ void __launch_bounds__(THREADS, NIB_CUDA_RESIDENT(K::BLOCKS))
+__global__ void __launch_bounds__(K::SIZE, NIB_CUDA_RESIDENT(K::BLOCKS))
     run_kernel(const __grid_constant__ typename K::job job, uint32_t tiles)
 {
     __shared__ typename K::shared shared;
@@ -57,7 +57,7 @@ template <class K> static cudaError_t resident_blocks(int ordinal, int *out)
     static int known[DEVICES]; /* by ordinal; every thread finds the same */
     int blocks = ordinal < DEVICES ? __atomic_load_n(&known[ordinal], __ATOMIC_RELAXED) : 0;
     if (!blocks) {
-        const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, run_kernel<K>, THREADS, 0);
+        const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, run_kernel<K>, K::SIZE, 0);
         if (error)
             return error;
         if (ordinal < DEVICES)
@@ -80,9 +80,9 @@ struct launcher {
         if (error || !blocks)
             return;
         const int64_t resident = (int64_t)blocks * queue->processors;
-        const uint32_t grid = tiles < 1 ? 1 : tiles < resident ? tiles : (uint32_t)resident;
+        const uint32_t grid = tiles < 1 ? 1 : tiles < resident || !K::PERSISTENT ? tiles : (uint32_t)resident;
         void *arguments[] = { (void *)&job, (void *)&tiles };
-        error = cudaLaunchKernel((const void *)run_kernel<K>, dim3(grid), dim3(THREADS), arguments, 0, queue->stream);
+        error = cudaLaunchKernel((const void *)run_kernel<K>, dim3(grid), dim3(K::SIZE), arguments, 0, queue->stream);
     }
 };
 

@@ -55,12 +55,12 @@ struct fragments {
 };
 
 #if defined(__CUDACC__)
-DEV uint32_t thread_blocks() { return gridDim.x; }
-/* What nobody will read again is not to drive anything out. Volatile: where it is asked for, not where it is needed. */
+/* What nobody will read again is not to drive anything out; what lies beside it is read next. Volatile: where it is
+ * asked for, not where it is needed. */
 DEV uint4 load_once(const uint4 *at)
 {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at));
     return v;
@@ -72,7 +72,9 @@ DEV float scale_of_two(uint32_t two, int which)
     const __half2 both(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3));
     return which ? __high2float(both) : __low2float(both);
 #else
-    return nib_f32_from_e4m3((uint8_t)(two >> 8 * which));
+    const uint32_t scale = two >> 8 * which, magnitude = scale & 0x7F; /* shifted up that is 2^-120 of it */
+    const float value = magnitude == 0x7F ? NAN : __fmul_rn(__uint_as_float(magnitude << 20), 0x1p120f);
+    return __uint_as_float(__float_as_uint(value) | (scale & 0x80) << 24);
 #endif
 }
 DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
@@ -106,7 +108,6 @@ template <bool F16, class Get> DEV void multiply(float (&acc)[4], int, const fra
             : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
 }
 #else
-DEV uint32_t thread_blocks() { return shim_thread_blocks; }
 DEV uint4 load_once(const uint4 *at) { return *at; }
 DEV float scale_of_two(uint32_t two, int which) { return nib_f32_from_e4m3((uint8_t)(two >> 8 * which)); }
 DEV float half_of_pair(uint32_t pair, int which, bool f16)
@@ -120,12 +121,14 @@ DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
                 high = half_of_pair(pair, 1, f16) * half_of_pair(scale, 1, f16);
     return f16 ? f16_pair(low, high) : bf16_pair(low, high);
 }
-/* Lanes are one after the other: what the others bring is found again. Lane 4 g + q has rows g and g + 8 of A and column g
- * of B, of both the k-pairs q and q + 4; of the product it has columns 2 q and 2 q + 1. */
-template <bool F16, class Get> DEV void multiply(float (&acc)[4], int lane, const fragments &, Get get)
+/* Lanes are one after the other: what the others bring is found again. Lane 4 g + q has rows g and g + 8 of A and
+ * column g of B, of both the k-pairs q and q + 4; of the product it has columns 2 q and 2 q + 1. */
+template <bool F16, class Get> DEV void multiply(float (&acc)[4], int lane, const fragments &mine, Get get)
 {
+    const auto bring = [&](int other) { return other == lane ? mine : get(other); };
     for (int q = 0; q < 4; q++) {
-        const fragments rows = get(lane / 4 * 4 + q), columns[2] = { get(lane % 4 * 8 + q), get(lane % 4 * 8 + 4 + q) };
+        const fragments rows = bring(lane / 4 * 4 + q),
+                        columns[2] = { bring(lane % 4 * 8 + q), bring(lane % 4 * 8 + 4 + q) };
         for (int i = 0; i < 4; i++)
             for (int k = 0; k < 4; k++)
                 acc[i] += half_of_pair(rows.a[i / 2 + k / 2 * 2], k % 2, F16) *
@@ -136,81 +139,76 @@ template <bool F16, class Get> DEV void multiply(float (&acc)[4], int lane, cons
 
 /* ---- Few rows ---- */
 
-/* A warp takes LT times 16 lines of codes, 128 elements at a time: a lane has 32 elements of line g and 32 of line g + 8
- * of each 16. Which element is which of the tensor core's k is the same for codes and values, and otherwise of no matter; so
- * a word of eight codes is taken as pairs (0, 4), (1, 5), (2, 6), (3, 7), which shifts and masks find. The warps of a thread
- * block divide k, and add up in shared memory, of which tiles take one half and then the other.
+/* A warp takes LT times 16 lines of codes, a strip of 128 elements at a time: a lane has 32 elements of line g and 32
+ * of line g + 8 of each 16. Which element is which of the tensor core's k is the same for codes and values, and
+ * otherwise of no matter; so a word of eight codes is taken as pairs (0, 4), (1, 5), (2, 6), (3, 7), which shifts and
+ * masks find. The warps of a thread block divide k, and add up in shared memory.
  *
- * Instructions are the limit, and memory soon after. A lane's next strip of codes is in flight while it works on one, that
- * of the next tile at the end of a tile. More lines to a warp take the values from a cache less often. Beyond the last
- * line or element one is read once more, and what comes of it is dropped. Rows that are not there are not read: the cache
- * has the time of loads that agree, too.
+ * Instructions are the limit, and memory soon after: pointers walk, and only strips that are not whole are looked at.
+ * The next strip is in flight while a lane works on one. A thread block has one tile: those that come as others end
+ * keep processors busy. Rows that are not there are not read: loads that agree take the cache's time, too.
  *
- * D: of the values. F32 is the sum of three BF16, each of which is multiplied. MT: eights of rows. WHOLE: lines of codes and
- * rows of values can be read in sixteens of bytes, scales two at a time. */
-template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows : kernel_defaults {
+ * D: of the values. F32 is the sum of three BF16, each of which is multiplied. MT: eights of rows. WHOLE: lines of
+ * codes and rows of values can be read in sixteens of bytes, scales two at a time. */
+template <nib_dtype D, int MT, bool WHOLE, int LT, int WARPS, int RESIDENT> struct few_rows : kernel_defaults {
     enum {
         PHASES = 2,
-        WARPS = THREADS / 32,
+        PERSISTENT = 0,
+        SIZE = 32 * WARPS,
         LINES = 16 * LT,
         EACH = 32,            /* elements of a lane */
         STEP = 4 * EACH,      /* of a warp */
         ROUND = WARPS * STEP, /* of a thread block */
         F16 = D == NIB_F16,
         PARTS = D == NIB_F32 ? 3 : 1,
+        BYTES = D == NIB_F32 ? 4 : 2,
         BLOCKS = RESIDENT
     };
     typedef nib_cuda_few_rows job;
     struct shared {
         float factor; /* of all sums, where they have the same */
-        float sums[2][WARPS][LINES][8 * MT + 1];
+        float sums[WARPS][LINES][8 * MT + 1];
     };
     struct strip { /* a lane's codes and scales: of two lines of every 16 */
         uint4 codes[LT][2];
         uint32_t scales[LT][2];
     };
-    struct places { /* of a lane's lines in a tile: offsets from its first */
+    struct cursor { /* a lane's part of a strip in the first of its lines, and how far the eighth line after one is */
         const uint8_t *codes, *scales;
-        int64_t first;
-        int line[2 * LT];
-        uint32_t code[2 * LT], scale[2 * LT];
+        uint32_t line_step, scale_step;
+        int whole; /* strips that begin before this element are there for all lanes */
     };
-    struct state {
-        strip first;   /* of a tile that is to come */
-        uint32_t tile; /* which one */
-        int half;
+    struct row { /* a lane's part of a strip in a row of values */
+        const char *values;
+        int reach; /* strips that begin before this element have one */
     };
     static uint32_t tiles(const job &j) { return (uint32_t)((j.weight.g.lines + LINES - 1) / LINES); }
 
     static DEV_MEMBER bool has_one_factor(const job &j) { return !j.to.side[0].per_line && !j.to.side[1].per_line; }
 
-    static DEV_MEMBER void begin(const job &j, shared &s, state &mine, int t, bool)
+    /* ---- Strips ---- */
+
+    static DEV_MEMBER int64_t line_of(uint32_t tile, int lane) { return (int64_t)tile * LINES + lane / 4; }
+
+    static DEV_MEMBER cursor cursor_of(const job &j, uint32_t tile, int lane, int k)
     {
-        mine.tile = UINT32_MAX;
-        mine.half = 0;
-        if (t == 0 && has_one_factor(j))
-            s.factor = scale_of_product(j.to, 0, 0);
+        const nib_usage_geometry &g = j.weight.g;
+        const int64_t line = line_of(tile, lane);
+        const int own = k + lane % 4 * EACH, block = own / NIB_BLOCK;
+        if constexpr (!WHOLE)
+            return {};
+        return { j.weight.codes + line * g.line_stride + own / 2,
+                 j.weight.scales + (g.swizzled ? nib_scale_index(&g, line, block) : line * g.scale_line + block),
+                 8 * (uint32_t)g.line_stride,
+                 g.swizzled ? 128 : 8 * (uint32_t)g.scale_line, /* a tile is part of 32 lines that are side by side */
+                 line_of(tile + 1, 0) <= g.lines ? (int)g.length / STEP * STEP : 0 };
     }
 
-    static DEV_MEMBER places places_of(const job &j, uint32_t tile, int lane)
+    /* Swizzled, four blocks of 128 lines are 512 bytes. */
+    static DEV_MEMBER void advance(const job &j, cursor &at)
     {
-        const nib_cuda_usage &u = j.weight;
-        const int64_t first = (int64_t)tile * LINES, left = u.g.lines - 1 - first;
-        const int last = left < LINES ? (int)left : LINES - 1;
-        places at = { u.codes, u.scales, first, {}, {}, {} };
-        if constexpr (WHOLE) {
-            at.codes += first * u.g.line_stride;
-            at.scales += u.g.swizzled ? nib_scale_index(&u.g, first, 0) : first * u.g.scale_line;
-        }
-        NIB_UNROLL
-        for (int i = 0; i < 2 * LT; i++) {
-            const int wanted = lane / 4 + 8 * i, line = wanted < last ? wanted : last;
-            at.line[i] = line;
-            at.code[i] = (uint32_t)line * (uint32_t)u.g.line_stride;
-            at.scale[i] = u.g.swizzled ? (uint32_t)(line % 32 * 16 + line / 32 * 4) /* the first is a multiple of 16 */
-                                       : (uint32_t)line * (uint32_t)u.g.scale_line;
-        }
-        return at;
+        at.codes += ROUND / 2;
+        at.scales += j.weight.g.swizzled ? ROUND / (4 * NIB_BLOCK) * 512 : ROUND / NIB_BLOCK;
     }
 
     static DEV_MEMBER void load_anywhere(const nib_cuda_usage &u, int64_t line, int k, uint4 &codes, uint32_t &scales)
@@ -223,24 +221,34 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
             scales |= (uint32_t)nib_scale_load(&u.g, u.scales, line, k / NIB_BLOCK + b) << 8 * b;
     }
 
-    /* Elements k.. of a lane's lines. */
-    static DEV_MEMBER strip load_strip(const job &j, const places &at, int k)
+    static DEV_MEMBER void load_line(const cursor &at, int i, strip &s)
     {
-        const nib_cuda_usage &u = j.weight;
-        strip s = {};
-        if constexpr (!WHOLE) {
-            for (int i = 0; i < 2 * LT; i++)
-                load_anywhere(u, at.first + at.line[i], k, s.codes[i / 2][i % 2], s.scales[i / 2][i % 2]);
-        } else {
-            const int last = (int)u.g.length - EACH, from = k < last ? k : last, block = from / NIB_BLOCK;
-            const uint32_t scale = (uint32_t)(u.g.swizzled ? block / 4 * 512 + block % 4 : block);
+        s.codes[i / 2][i % 2] = load_once((const uint4 *)(at.codes + (uint32_t)i * at.line_step));
+        s.scales[i / 2][i % 2] = *(const uint16_t *)(at.scales + (uint32_t)i * at.scale_step);
+    }
+
+    /* A lane's part of the strip at k; zeros where there is no such line or element. */
+    static DEV_MEMBER void load_strip(const job &j, const cursor &at, uint32_t tile, int lane, int k, strip &s)
+    {
+        const nib_usage_geometry &g = j.weight.g;
+        if (k < at.whole) {
             NIB_UNROLL
-            for (int i = 0; i < 2 * LT; i++) {
-                s.codes[i / 2][i % 2] = load_once((const uint4 *)(at.codes + (at.code[i] + (uint32_t)from / 2)));
-                s.scales[i / 2][i % 2] = *(const uint16_t *)(at.scales + (at.scale[i] + scale));
-            }
+            for (int i = 0; i < 2 * LT; i++)
+                load_line(at, i, s);
+            return;
         }
-        return s;
+        const int own = k + lane % 4 * EACH;
+        s = {};
+        NIB_UNROLL
+        for (int i = 0; i < 2 * LT; i++) {
+            const int64_t line = line_of(tile, lane) + 8 * i;
+            if (own >= (int)g.length || line >= g.lines)
+                continue;
+            if constexpr (WHOLE)
+                load_line(at, i, s);
+            else
+                load_anywhere(j.weight, line, own, s.codes[i / 2][i % 2], s.scales[i / 2][i % 2]);
+        }
     }
 
     static DEV_MEMBER uint32_t word_of(const uint4 &q, int i)
@@ -275,14 +283,6 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
         return F16 ? f16_pair(scale, scale) : bf16_pair(scale, scale);
     }
 
-    /* Both lines of a sixteen, eight elements each. */
-    static DEV_MEMBER void decode(const strip &from, int sixteen, int word, uint32_t (&a)[2][4])
-    {
-        NIB_UNROLL
-        for (int h = 0; h < 2; h++)
-            decode_word(word_of(from.codes[sixteen][h], word), scale_pair(from.scales[sixteen][h], word / 2), a[h]);
-    }
-
     /* F32 as a sum of BF16: cut off, not rounded, so that nothing overflows and what is left is exact. */
     static DEV_MEMBER void split_values(float (&x)[8], uint32_t (&pairs)[PARTS][4])
     {
@@ -298,15 +298,21 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
         }
     }
 
-    /* Values k..k + 7 of a row as pairs like those of codes. */
-    static DEV_MEMBER void load_values(const job &j, int row, int k, uint32_t (&pairs)[PARTS][4])
+    static DEV_MEMBER row row_of(const job &j, int lane, int eight, int k)
     {
-        const int64_t at = row * j.row_stride;
-        const bool inside = row < (int)j.rows && k < (int)j.weight.g.length;
+        const int number = lane / 4 + 8 * eight, first = lane % 4 * EACH;
+        return { (const char *)j.x + (number * j.row_stride + (first + k) * j.element_stride) * BYTES,
+                 number < (int)j.rows ? (int)j.weight.g.length - first : 0 };
+    }
+
+    /* Eight values of a lane's part of the strip at k as pairs like those of codes. */
+    static DEV_MEMBER void load_values(const job &j, const row &from, int k, int word, uint32_t (&pairs)[PARTS][4])
+    {
+        const uint4 *const quad = (const uint4 *)from.values;
         if constexpr (WHOLE && D != NIB_F32) {
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (inside)
-                v = *(const uint4 *)((const uint16_t *)j.x + at + k);
+            if (k < from.reach)
+                v = quad[word];
             pairs[0][0] = __byte_perm(v.x, v.z, 0x5410);
             pairs[0][1] = __byte_perm(v.x, v.z, 0x7632);
             pairs[0][2] = __byte_perm(v.y, v.w, 0x5410);
@@ -314,18 +320,27 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
         } else {
             float x[8] = {};
             uint4 quads[2] = {};
-            if (WHOLE && inside) {
-                const uint4 *const from = (const uint4 *)((const float *)j.x + at + k);
-                quads[0] = from[0], quads[1] = from[1];
-            }
+            if (WHOLE && k < from.reach)
+                quads[0] = quad[2 * word], quads[1] = quad[2 * word + 1];
             NIB_UNROLL
             for (int i = 0; i < 8; i++) {
                 if constexpr (WHOLE)
                     x[i] = __uint_as_float(word_of(quads[i / 4], i % 4));
-                else if (inside && k + i < j.weight.g.length)
-                    x[i] = nib_load_value(j.x, at + (k + i) * j.element_stride, D);
+                else if (k + 8 * word + i < from.reach)
+                    x[i] = nib_load_value(from.values, (8 * word + i) * j.element_stride, D);
             }
             split_values(x, pairs);
+        }
+    }
+
+    /* Both lines of a sixteen, eight elements each. A scale is decoded for two words. */
+    static DEV_MEMBER void decode(const strip &from, int sixteen, int word, uint32_t (&scale)[2], uint32_t (&a)[2][4])
+    {
+        NIB_UNROLL
+        for (int h = 0; h < 2; h++) {
+            if (word % 2 == 0)
+                scale[h] = scale_pair(from.scales[sixteen][h], word / 2);
+            decode_word(word_of(from.codes[sixteen][h], word), scale[h], a[h]);
         }
     }
 
@@ -334,63 +349,73 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
         return { { a[0][i], a[1][i], a[0][i + 1], a[1][i + 1] }, { b[i], b[i + 1] } };
     }
 
-    /* A lane's strip and the rows' values, by tensor cores: elements k.. of the warp. */
-    static DEV_MEMBER void multiply_strip(const job &j, const strip &mine, uint32_t tile, int lane, int k,
-                                          float (&acc)[LT][MT][4])
+    /* What another lane brings, which the host finds again. */
+    static DEV_MEMBER fragments fragments_of_lane(const job &j, uint32_t tile, int lane, int k, int sixteen, int eight,
+                                                  int part, int word, int i)
     {
+        uint32_t scale[2], a[2][4], values[PARTS][4];
+        strip theirs;
+        load_strip(j, cursor_of(j, tile, lane, k), tile, lane, k, theirs);
+        decode(theirs, sixteen, word / 2 * 2, scale, a);
+        decode(theirs, sixteen, word, scale, a);
+        load_values(j, row_of(j, lane, eight, k), k, word, values);
+        return fragments_of(a, values[part], i);
+    }
+
+    /* A lane's part of the strip at k and the rows' values, by tensor cores. */
+    static DEV_MEMBER void multiply_strip(const job &j, const strip &mine, const row (&rows)[MT], uint32_t tile,
+                                          int lane, int k, float (&acc)[LT][MT][4])
+    {
+        uint32_t scale[LT][2];
         NIB_UNROLL
         for (int word = 0; word < EACH / 8; word++) {
             uint32_t b[MT][PARTS][4];
             NIB_UNROLL
             for (int t = 0; t < MT; t++)
-                load_values(j, lane / 4 + 8 * t, k + lane % 4 * EACH + 8 * word, b[t]);
+                load_values(j, rows[t], k, word, b[t]);
             NIB_UNROLL
-            for (int n = 0; n < LT * MT * PARTS * 2; n++) {
-                const int sixteen = n / (MT * PARTS * 2), t = n / (PARTS * 2) % MT, part = n / 2 % PARTS, i = n % 2 * 2;
+            for (int l = 0; l < LT; l++) {
                 uint32_t a[2][4];
-                decode(mine, sixteen, word, a);
-                multiply<F16>(acc[sixteen][t], lane, fragments_of(a, b[t][part], i), [&](int l) {
-                    uint32_t theirs[2][4], values[PARTS][4];
-                    decode(load_strip(j, places_of(j, tile, l), k + l % 4 * EACH), sixteen, word, theirs);
-                    load_values(j, l / 4 + 8 * t, k + l % 4 * EACH + 8 * word, values);
-                    return fragments_of(theirs, values[part], i);
-                });
+                decode(mine, l, word, scale[l], a);
+                NIB_UNROLL
+                for (int n = 0; n < MT * PARTS * 2; n++) {
+                    const int t = n / (PARTS * 2), part = n / 2 % PARTS, i = n % 2 * 2;
+                    multiply<F16>(acc[l][t], lane, fragments_of(a, b[t][part], i),
+                                  [&](int other) { return fragments_of_lane(j, tile, other, k, l, t, part, word, i); });
+                }
             }
         }
     }
 
-    static DEV_MEMBER void add_up(const job &j, shared &s, state &mine, uint32_t tile, uint32_t tiles, int t)
+    static DEV_MEMBER void add_up(const job &j, shared &s, uint32_t tile, int t)
     {
-        const int lane = t % 32, warp = t / 32, begin = warp * STEP, own = begin + lane % 4 * EACH,
-                  length = (int)j.weight.g.length;
-        const uint32_t then = tiles - tile > thread_blocks() ? tile + thread_blocks() : tile;
-        places at = places_of(j, tile, lane);
+        const int lane = t % 32, warp = t / 32, begin = warp * STEP;
+        cursor at = cursor_of(j, tile, lane, begin);
+        strip next;
+        row rows[MT];
         float acc[LT][MT][4] = {};
-        if (mine.tile != tile)
-            mine.first = load_strip(j, at, own);
-        strip current = mine.first;
-        for (int k = 0; k < length; k += 2 * ROUND) {
-            const strip next = load_strip(j, at, own + k + ROUND);
-            if (begin + k < length)
-                multiply_strip(j, current, tile, lane, begin + k, acc);
-            if (k + 2 * ROUND < length) {
-                current = load_strip(j, at, own + k + 2 * ROUND);
-            } else {
-                at = places_of(j, then, lane);
-                current = load_strip(j, at, own);
-            }
-            if (begin + k + ROUND < length)
-                multiply_strip(j, next, tile, lane, begin + k + ROUND, acc);
+        load_strip(j, at, tile, lane, begin, next);
+        if (t == 0 && has_one_factor(j)) /* while codes are on their way */
+            s.factor = scale_of_product(j.to, 0, 0);
+        NIB_UNROLL
+        for (int i = 0; i < MT; i++)
+            rows[i] = row_of(j, lane, i, begin);
+        for (int k = begin; k < (int)j.weight.g.length; k += ROUND) {
+            const strip current = next;
+            advance(j, at);
+            load_strip(j, at, tile, lane, k + ROUND, next);
+            multiply_strip(j, current, rows, tile, lane, k, acc);
+            NIB_UNROLL
+            for (int i = 0; i < MT; i++)
+                rows[i].values += ROUND * BYTES * (WHOLE ? 1 : j.element_stride);
         }
-        mine.first = current;
-        mine.tile = then;
         NIB_UNROLL
         for (int i = 0; i < 4 * MT * LT; i++)
-            s.sums[mine.half][warp][i / (4 * MT) * 16 + lane / 4 + i % 4 / 2 * 8]
-                  [i / 4 % MT * 8 + lane % 4 * 2 + i % 2] = acc[i / (4 * MT)][i / 4 % MT][i % 4];
+            s.sums[warp][i / (4 * MT) * 16 + lane / 4 + i % 4 / 2 * 8][i / 4 % MT * 8 + lane % 4 * 2 + i % 2] =
+                acc[i / (4 * MT)][i / 4 % MT][i % 4];
     }
 
-    static DEV_MEMBER void store(const job &j, const shared &s, const state &mine, int64_t line0, int i)
+    static DEV_MEMBER void store(const job &j, const shared &s, int64_t line0, int i)
     {
         const int line = i % LINES, row = i / LINES;
         float sum = 0;
@@ -398,33 +423,37 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int RESIDENT> struct few_rows
             return;
         NIB_UNROLL
         for (int w = 0; w < WARPS; w++)
-            sum = __fadd_rn(sum, s.sums[mine.half][w][line][row]);
+            sum = __fadd_rn(sum, s.sums[w][line][row]);
         const float factor = has_one_factor(j) ? s.factor : scale_of_product(j.to, row, line0 + line);
         nib_output_store(&j.to.out, row, line0 + line, factor, sum * 0x1p8f);
     }
 
-    template <int P>
-    static DEV_MEMBER void phase(const job &j, shared &s, state &mine, uint32_t tile, uint32_t tiles, int t)
+    template <int P> static DEV_MEMBER void phase(const job &j, shared &s, state &, uint32_t tile, uint32_t, int t)
     {
         if constexpr (P == 0)
-            add_up(j, s, mine, tile, tiles, t);
-        for (int i = t; P == 1 && i < LINES * (int)j.rows; i += THREADS)
-            store(j, s, mine, (int64_t)tile * LINES, i);
-        if constexpr (P == 1)
-            mine.half ^= 1;
+            add_up(j, s, tile, t);
+        for (int i = t; P == 1 && i < LINES * (int)j.rows; i += SIZE)
+            store(j, s, (int64_t)tile * LINES, i);
     }
 };
 
-/* Rows of F32 are three of BF16: their registers do for 16 lines. */
+/* What is fastest on an H200. Few lines leave processors idle unless more warps divide k. A row more costs time of the
+ * cache: from the fifth on a warp takes two sixteens of lines, where there are so many. Rows of F32 are three of BF16, and
+ * their registers do for one. */
 template <nib_dtype D, int MT, class Run> static void choose_lines(const nib_cuda_few_rows &job, Run &run)
 {
-    enum { SIXTEENS = D == NIB_F32 ? 1 : 2, RESIDENT = D == NIB_F32 || MT == 2 ? 2 : 3 };
     if (!job.whole)
-        run.template operator()<few_rows<D, MT, false, 1, 2>>(job);
-    else if (D == NIB_F32 || !job.many_lines)
-        run.template operator()<few_rows<D, MT, true, 1, RESIDENT>>(job);
+        run.template operator()<few_rows<D, MT, false, 1, 8, 2>>(job);
+    else if constexpr (D == NIB_F32)
+        run.template operator()<few_rows<D, MT, true, 1, 8, 2>>(job);
+    else if (!job.many_lines)
+        run.template operator()<few_rows<D, MT, true, 1, 16, MT == 1 ? 2 : 1>>(job);
+    else if constexpr (MT == 2)
+        run.template operator()<few_rows<D, MT, true, 2, 8, 2>>(job);
+    else if (job.rows > 4)
+        run.template operator()<few_rows<D, MT, true, 2, 4, 4>>(job);
     else
-        run.template operator()<few_rows<D, MT, true, SIXTEENS, 2>>(job);
+        run.template operator()<few_rows<D, MT, true, 1, 8, 4>>(job);
 }
 
 template <nib_dtype D, class Run> static void choose(const nib_cuda_few_rows &job, Run &run)

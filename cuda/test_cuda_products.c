@@ -36,18 +36,22 @@ static void random_values(void *out, nib_dtype dtype, int64_t n)
     free(x);
 }
 
+static bool tidy; /* rows side by side where memory begins, and scales of 1x16 */
+
 /* A matrix whose rows or columns are side by side, with gaps or without. */
 static nib_array random_matrix(nib_dtype dtype, int64_t rows, int64_t cols, struct memory *m)
 {
-    const int64_t bytes = nib_dtype_bits(dtype) / 8, gap = test_below(3) ? 0 : test_below(2) ? 16 : 1 + test_below(7);
-    const bool transposed = test_below(4) == 0, spread = test_below(8) == 0;
+    const int64_t bytes = nib_dtype_bits(dtype) / 8, gap = tidy || test_below(3) ? 0
+                                                           : test_below(2)       ? 16
+                                                                                 : 1 + test_below(7);
+    const bool transposed = !tidy && test_below(4) == 0, spread = !tidy && test_below(8) == 0;
     nib_array a = { .dtype = dtype, .rank = 2, .shape = { rows, cols } };
     a.strides[transposed ? 0 : 1] = spread ? 2 : 1;
     a.strides[transposed ? 1 : 0] = (transposed ? rows : cols) * (spread ? 2 : 1) + gap;
     const int64_t n = rows * a.strides[0] + cols * a.strides[1] + 1;
     void *const data = malloc((size_t)(n * bytes));
     random_values(data, dtype, n);
-    *m = memory_of(data, (size_t)(n * bytes), test_below(4) ? 0 : (size_t)(bytes * test_below(8)));
+    *m = memory_of(data, (size_t)(n * bytes), tidy || test_below(4) ? 0 : (size_t)(bytes * test_below(8)));
     a.data = m->data;
     a.bytes = m->bytes;
     a.device = gpu;
@@ -123,7 +127,7 @@ static nib_quantizer random_quantizer(bool rht)
     q.rowwise = !q.columnwise;
     q.swizzled = test_below(4) == 0;
     q.row_scaled = !rht && test_below(6) == 0;
-    q.block_dims[0] = !rht && !q.row_scaled && test_below(4) == 0 ? 16 : 1;
+    q.block_dims[0] = !tidy && !rht && !q.row_scaled && test_below(4) == 0 ? 16 : 1;
     q.rht = rht && q.columnwise;
     q.rht_rowwise = rht && q.rowwise;
     CHECK_OK(nib_quantizer_check(&q, NULL));
@@ -139,14 +143,21 @@ struct call {
     struct memory y_memory, bias_memory;
 };
 
-static void open_call(struct call *c)
+struct size {
+    int64_t m, n, k;
+};
+
+static struct size random_size(void)
 {
     static const int64_t rows[] = { 1, 2, 3, 5, 8, 9, 13, 16, 17, 40, 64, 65, 70, 100 };
-    const bool quantized = test_below(2), rht = quantized && test_below(4) == 0, swapped = test_below(4) == 0;
-    const int64_t m = rows[test_below(14)], n = test_below(4) ? 1 + test_below(70) : 128;
-    int64_t k = test_below(2) ? 32 * (1 + test_below(20)) : 1 + test_below(300);
-    if (rht)
-        k = (k + 15) / 16 * 16;
+    return (struct size){ rows[test_below(14)], test_below(4) ? 1 + test_below(70) : 128,
+                          test_below(2) ? 32 * (1 + test_below(20)) : 1 + test_below(300) };
+}
+
+static void open_call(struct call *c, struct size size)
+{
+    const bool quantized = test_below(2), rht = quantized && test_below(4) == 0, swapped = !tidy && test_below(4) == 0;
+    const int64_t m = size.m, n = size.n, k = rht ? (size.k + 15) / 16 * 16 : size.k;
     *c = (struct call){ 0 };
     const nib_dtype dtype = dtypes[test_below(3)], y_dtype = dtypes[test_below(3)];
     const nib_quantizer qa = random_quantizer(rht), qb = random_quantizer(rht);
@@ -236,10 +247,10 @@ static void compare(const struct call *c, const void *before, const void *bias)
     free(after);
 }
 
-static void run_call(nib_device *device)
+static void run_call(nib_device *device, struct size size)
 {
     struct call c;
-    open_call(&c);
+    open_call(&c, size);
     void *const before = copy_of(&c.y_memory), *const bias = c.options.bias ? copy_of(&c.bias_memory) : NULL;
     nib_array y = c.y;
     y.device = device;
@@ -284,7 +295,21 @@ TEST(random_products_are_within_their_bound)
     const char *const wanted = getenv("NIB_CUDA_PRODUCTS");
     const long n = wanted ? strtol(wanted, NULL, 10) : NIB_CUDA_SHIM ? (SANITIZED ? 30 : 120) : 3000;
     for (long i = 0; i < n && !test_failures; i++)
-        run_call(gpu);
+        run_call(gpu, random_size());
+}
+
+/* Few lines and as many as leave no processor idle, of more strips than warps take at once, the last one not whole. */
+TEST(every_kernel_of_few_rows_is_within_its_bound)
+{
+    NEEDS_GPU;
+    static const int64_t rows[] = { 1, 4, 5, 8, 13 };
+    const int64_t many = NIB_CUDA_SHIM ? 133 : 12805;
+    tidy = true;
+    for (int i = 0; i < 5 && !test_failures; i++) {
+        run_call(gpu, (struct size){ rows[i], 40, 4192 });
+        run_call(gpu, (struct size){ rows[i], many, 1120 });
+    }
+    tidy = false;
 }
 
 #if NIB_CUDA_SHIM
@@ -298,12 +323,12 @@ TEST(fp4_tensor_cores_take_codes_as_they_are)
     for (int i = 0;
          i < 400 && !test_failures && (shim_cublaslt_codes < few || shim_cublaslt_products - shim_cublaslt_codes < few);
          i++)
-        run_call(gpu);
+        run_call(gpu, random_size());
     CHECK(shim_cublaslt_codes >= few && shim_cublaslt_products - shim_cublaslt_codes >= few);
     shim_cublaslt_rejects_codes = 1; /* then by what they stand for */
     shim_cublaslt_codes = 0;
     for (int i = 0; i < 20 && !test_failures; i++)
-        run_call(gpu);
+        run_call(gpu, random_size());
     CHECK(shim_cublaslt_codes == 0);
     shim_cublaslt_rejects_codes = 0;
     nib_device_release(gpu);
@@ -517,7 +542,7 @@ TEST(memory_comes_from_an_allocator)
     allocator.release = take_back;
     CHECK_OK(nib_cuda_set_allocator(gpu, &allocator));
     for (int i = 0; i < 30 && !test_failures; i++)
-        run_call(gpu);
+        run_call(gpu, random_size());
     CHECK(lent.taken > 5 && lent.taken == lent.returned);
     struct side a = tensor_side(&q, 20, 64), b = tensor_side(&q, 16, 64);
     struct memory m;

@@ -16,7 +16,7 @@
 template <class K> struct thread_block {
     typename K::shared shared;
     std::vector<typename K::state> states;
-    thread_block() : states(THREADS)
+    thread_block() : states(K::SIZE)
     {
         memset((void *)&shared, 0xA5, sizeof shared);
         memset((void *)states.data(), 0xA5, states.size() * sizeof(typename K::state));
@@ -26,7 +26,7 @@ template <class K> struct thread_block {
 template <class K, int P>
 static void run_phases(const typename K::job &job, thread_block<K> &b, uint32_t tile, uint32_t tiles)
 {
-    for (int t = 0; t < THREADS; t++)
+    for (int t = 0; t < K::SIZE; t++)
         K::template phase<P>(job, b.shared, b.states[(size_t)t], tile, tiles, t);
     if constexpr (P + 1 < K::PHASES)
         run_phases<K, P + 1>(job, b, tile, tiles);
@@ -36,17 +36,16 @@ template <class K> static void run_kernel(const typename K::job &job, uint32_t t
 {
     if (is_stopped(job))
         return;
-    shim_thread_blocks = grid;
     for (uint32_t block = 0; block < grid; block++) {
         const std::unique_ptr<thread_block<K>> b(new thread_block<K>);
-        for (int t = 0; t < THREADS; t++)
+        for (int t = 0; t < K::SIZE; t++)
             K::begin(job, b->shared, b->states[(size_t)t], t, block == 0);
         for (uint32_t tile = block; tile < tiles; tile += grid)
             run_phases<K, 0>(job, *b, tile, tiles);
         if constexpr (K::ENDS) {
-            for (int t = 0; t < THREADS; t++)
+            for (int t = 0; t < K::SIZE; t++)
                 K::gather(job, b->shared, b->states[(size_t)t], t);
-            for (int t = 0; t < THREADS; t++)
+            for (int t = 0; t < K::SIZE; t++)
                 K::finish(job, b->shared, t, grid);
         }
     }
@@ -58,7 +57,7 @@ struct host_launcher {
         enum { RESIDENT = 3 }; /* so that thread blocks have several tiles each */
         const uint32_t tiles = K::tiles(job);
         if (tiles || K::ENDS)
-            run_kernel<K>(job, tiles, tiles < 1 ? 1 : tiles < RESIDENT ? tiles : (uint32_t)RESIDENT);
+            run_kernel<K>(job, tiles, tiles < 1 ? 1 : tiles < RESIDENT || !K::PERSISTENT ? tiles : (uint32_t)RESIDENT);
     }
 };
 

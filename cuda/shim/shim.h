@@ -116,7 +116,6 @@ static inline uint32_t atomicCAS(uint32_t *at, uint32_t expected, uint32_t value
     return old;
 }
 static inline void __threadfence() {}
-static uint32_t shim_thread_blocks; /* of the launch */
 /* Lanes are one after the other: each counts for itself. */
 static inline uint32_t max_of_warp(uint32_t value) { return value; }
 static inline bool speaks_for_warp(int) { return true; }
