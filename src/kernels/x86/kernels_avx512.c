@@ -253,8 +253,6 @@ SIMD void store_random(uint8_t *out, VI first, VI second)
 }
 
 #define SWEEPS 1
-#include "kernels/x86/sweep_avx512.h"
-
 #include "kernels/x86/rows.h"
 
 /* ---- Columns (columns.h) ---- */

@@ -39,19 +39,13 @@
  * FP32 has two vectors to a block, F16 is widened as it is loaded, and AVX-512 has two blocks to a vector of words.
  *
  * The including file defines amax_bits, code_group and code_group_randomly, and what random_bytes_of works with. Where
- * SWEEPS is 1 rows of BF16 by the sweep go this way too, and it defines sweep_fixed (sweep_avx512.h).
+ * SWEEPS is 1 rows of BF16 by the sweep go this way too (sweep_avx512.h).
  */
 
 enum { GROUP = 8, GROUPS = 64, STRIP = GROUP * GROUPS, GROUP_LENGTH = GROUP * BLOCK };
 enum { GATHERED = 64 }; /* blocks that are gathered at once */
-#if !SWEEPS
-SIMD bool sweep_fixed(const char *x, const char *next, VF amaxes, const struct nib_coding *coding,
-                      const struct lane_scaler *scaler, int exponent, VI *scales)
-{
-    (void)x, (void)next, (void)amaxes, (void)coding, (void)scaler, (void)exponent, (void)scales;
-    return false;
-}
-#endif
+
+struct sweep_weights;
 
 /* Groups at equal distances: along a row, or one below the other. */
 struct strip {
@@ -60,6 +54,7 @@ struct strip {
     uint8_t *codes;
     int64_t x_step, codes_step;                 /* bytes from group to group */
     int64_t line, block, line_step, block_step; /* of the first block of a group in the usage */
+    const struct sweep_weights *weights;        /* of AT_ONCE groups each; NULL: none counts more than another */
 };
 
 /* What the strips of a panel have in common. */
@@ -72,9 +67,28 @@ struct strip_job {
     bool below;               /* what comes next lies below, not beside */
     VI keys[2][10];           /* of the ten rounds of Philox */
     float factors[128];       /* of every scale under this tensor scale */
-    bool fixed;               /* the tensor scale is 2^exponent, for sweep_fixed */
+    bool fixed;               /* the tensor scale is 2^exponent */
     int exponent;
 };
+
+/* Groups whose amaxes fill a vector, and groups that go through together: so many that the constants of each step are
+ * loaded once for all of them, and so few that the steps of different ones overlap. */
+enum { AT_ONCE = VL / GROUP, BATCH = VL < 16 ? 4 : 8 };
+
+#if SWEEPS
+#include "kernels/x86/sweep_avx512.h"
+#else
+struct sweep_weights {
+    int none;
+};
+SIMD void sweep_weights_of(const VF importance[BLOCK], struct sweep_weights *out) { (void)importance, (void)out; }
+SIMD VI sweep_scales_of(const char *x, const char *next, VF amaxes, const struct strip_job *job,
+                        const struct sweep_weights *weights)
+{
+    (void)x, (void)next, (void)amaxes, (void)job, (void)weights;
+    return vi_set1(0);
+}
+#endif
 
 SIMD int bytes_of(nib_dtype dtype) { return dtype == NIB_F32 ? 4 : 2; }
 
@@ -124,10 +138,6 @@ SIMD void random_bytes_of(const struct strip_job *job, int64_t line, int64_t blo
 }
 
 /* ---- Strips ---- */
-
-/* Groups whose amaxes fill a vector, and groups that go through together: so many that the constants of each step are
- * loaded once for all of them, and so few that the steps of different ones overlap. */
-enum { AT_ONCE = VL / GROUP, BATCH = VL < 16 ? 4 : 8 };
 
 /* Blocks from one that is coded to what is prefetched: beyond those whose amaxes are made, two batches on. */
 enum { AHEAD = VL < 16 ? 128 : 176 };
@@ -196,32 +206,16 @@ SIMD bool scales_and_factors_of(const float *amaxes, int n, const struct strip_j
     return vf_all_less(most, vf_set1(0x1p100f));
 }
 
-/* The same of VL blocks by the lanes of simd.h, which can always tell. */
-__attribute__((noinline)) SLOT VI sweep_lanes(const char *x, const char *next, const struct nib_coding *coding,
-                                              const struct lane_scaler *scaler, nib_dtype dtype)
-{
-    const void *pointers[VL];
-    VF values[BLOCK];
-    struct lanes lanes;
-    for (int b = 0; b < VL; b++)
-        pointers[b] = (b < GROUP ? x : next - GROUP * BLOCK * bytes_of(dtype)) + b * BLOCK * bytes_of(dtype);
-    load_blocks(pointers, dtype, values);
-    own_lanes(&lanes, values);
-    return choose_sweep(&lanes, absmax_of(&lanes), coding, scaler, NULL).code;
-}
-
 /* The scales that a sweep finds for the blocks of groups g.., whose amaxes are known. */
-SIMD void swept_scales_of(const struct strip *strip, const struct strip_job *job, int g, nib_dtype dtype,
-                          const float *amaxes, uint8_t *scales)
+SIMD void swept_scales_of(const struct strip *strip, const struct strip_job *job, int g, const float *amaxes,
+                          uint8_t *scales)
 {
     const char *x = strip->x + g * strip->x_step;
     const int n = groups_of_batch(strip, g);
     for (int k = 0; k < n; k += AT_ONCE, x += AT_ONCE * strip->x_step, amaxes += VL, scales += VL) {
         const char *const next = k + AT_ONCE <= n ? x + (AT_ONCE - 1) * strip->x_step : x;
-        VI codes;
-        if (!job->fixed || !sweep_fixed(x, next, vf_load(amaxes), job->coding, &job->scaler, job->exponent, &codes))
-            codes = sweep_lanes(x, next, job->coding, &job->scaler, dtype);
-        vi_store_low_bytes(scales, codes);
+        const struct sweep_weights *const weights = strip->weights ? strip->weights + (g + k) / AT_ONCE : NULL;
+        vi_store_low_bytes(scales, sweep_scales_of(x, next, vf_load(amaxes), job, weights));
     }
 }
 
@@ -302,7 +296,7 @@ SIMD void strip_scales(const struct strip *strip, const struct strip_job *job, i
     uint8_t *const scales = state->scales + g * GROUP;
     const int n = groups_of_batch(strip, g) * GROUP;
     if (SWEEPS && dtype == NIB_BF16 && job->coding->scale_rule == NIB_SCALE_SWEEP) {
-        swept_scales_of(strip, job, g, dtype, state->amaxes, scales);
+        swept_scales_of(strip, job, g, state->amaxes, scales);
         state->fits = false;
         return;
     }
@@ -362,7 +356,7 @@ SIMD void quantize_part(const struct strip_job *job, int64_t row, int64_t col, i
 
 /* A strip of the panel, from (row, col) on, its scales stored. */
 SIMD void quantize_panel_strip(const struct strip_job *job, int64_t row, int64_t col, int groups, bool down, int lines,
-                               nib_dtype dtype, bool random)
+                               nib_dtype dtype, bool random, const struct sweep_weights *weights)
 {
     struct strip_state state;
     const struct nib_usage_geometry *const g = job->target->geometry;
@@ -376,7 +370,8 @@ SIMD void quantize_panel_strip(const struct strip_job *job, int64_t row, int64_t
                                  .line = panel->row + row,
                                  .block = (panel->col + col) / BLOCK,
                                  .line_step = down,
-                                 .block_step = down ? 0 : GROUP };
+                                 .block_step = down ? 0 : GROUP,
+                                 .weights = weights };
     if (!quantize_strip(&strip, job, lines, dtype, random, &state)) {
         quantize_part(job, row, col, down ? groups : lines, down ? GROUP_LENGTH : groups * GROUP_LENGTH);
         return;
@@ -395,7 +390,7 @@ SIMD void quantize_panel_strip(const struct strip_job *job, int64_t row, int64_t
 
 /* Blocks first..first+n-1 of rows row..row+rows-1, at most GATHERED in all and n less than a group, side by side. */
 SIMD void quantize_gathered(const struct strip_job *job, int64_t row, int64_t rows, int64_t first, int n,
-                            nib_dtype dtype)
+                            nib_dtype dtype, const struct sweep_weights *weights)
 {
     char x[GATHERED * BLOCK * 4] __attribute__((aligned(64)));
     uint8_t codes[GATHERED * 8];
@@ -405,7 +400,8 @@ SIMD void quantize_gathered(const struct strip_job *job, int64_t row, int64_t ro
                                  .x = x,
                                  .codes = codes,
                                  .x_step = GROUP * block_bytes,
-                                 .codes_step = GROUP * 8 };
+                                 .codes_step = GROUP * 8,
+                                 .weights = weights };
     for (int r = 0; r < rows; r++)
         for (int b = 0; b < n; b++)
             memcpy(x + (r * n + b) * block_bytes, element_address(job->panel, row + r, (first + b) * BLOCK),
@@ -436,6 +432,61 @@ SIMD void set_row_scaler(struct strip_job *job, int64_t row)
     job->exponent = (int)(bits >> 23) - 127;
 }
 
+/* Whole blocks from `first` on, which are less than a group. */
+SIMD void quantize_left_blocks(struct strip_job *job, int64_t first, nib_dtype dtype,
+                               const struct sweep_weights *weights)
+{
+    const struct nib_panel *const panel = job->panel;
+    const bool per_line = job->target->tensor_scale_per_line;
+    const int left = (int)(panel->cols / BLOCK - first);
+    const int64_t at_once = per_line || left == 0 ? 1 : GATHERED / left;
+    job->ahead = 0;
+    for (int64_t row = 0; left > 0 && row < panel->rows; row += at_once) {
+        if (per_line)
+            set_row_scaler(job, row);
+        quantize_gathered(job, row, nib_min(at_once, panel->rows - row), first, left, dtype, weights);
+    }
+}
+
+/* The weights of `groups` groups, whose block i is block first + i % period of a row. Where the last AT_ONCE groups are
+ * not all there, one stands for the others too, as its values do. */
+SIMD void make_weights(const struct strip_job *job, int64_t first, int64_t period, int groups,
+                       struct sweep_weights *out)
+{
+    const float *const importance = job->coding->importance + job->panel->col + first * BLOCK;
+    for (int g = 0; g < groups; g += AT_ONCE, out++) {
+        const void *blocks[VL];
+        VF values[BLOCK];
+        for (int b = 0; b < VL; b++)
+            blocks[b] = importance + (g * GROUP + (g + AT_ONCE <= groups ? b : b % GROUP)) % period * BLOCK;
+        load_blocks(blocks, NIB_F32, values);
+        sweep_weights_of(values, out);
+    }
+}
+
+/* By a weighted sweep: some columns of all rows, then the next, since their weights are the same in every row. */
+SIMD void quantize_weighted_blocks(struct strip_job *job, nib_dtype dtype)
+{
+    struct sweep_weights weights[GROUPS / AT_ONCE];
+    const struct nib_panel *const panel = job->panel;
+    const bool per_line = job->target->tensor_scale_per_line;
+    const int64_t blocks = panel->cols / BLOCK, in_row = blocks / GROUP, left = blocks % GROUP;
+    for (int64_t g = 0; g < in_row; g += GROUPS) {
+        const int groups = (int)nib_min(GROUPS, in_row - g);
+        make_weights(job, g * GROUP, groups * GROUP, groups, weights);
+        job->ahead = in_row > GROUPS ? job->row_bytes : AHEAD * BLOCK * bytes_of(dtype);
+        for (int64_t row = 0; row < panel->rows; row++) {
+            if (per_line)
+                set_row_scaler(job, row);
+            quantize_panel_strip(job, row, g * GROUP_LENGTH, groups, false, 1, dtype, false, weights);
+        }
+    }
+    if (left > 0)
+        make_weights(job, in_row * GROUP, left, GATHERED / GROUP, weights);
+    quantize_left_blocks(job, in_row * GROUP, dtype, weights);
+    quantize_part(job, 0, blocks * BLOCK, panel->rows, panel->cols - blocks * BLOCK);
+}
+
 SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool random)
 {
     const struct nib_panel *const panel = job->panel;
@@ -450,16 +501,11 @@ SIMD void quantize_row_blocks(struct strip_job *job, nib_dtype dtype, bool rando
             set_row_scaler(job, row);
         for (int64_t g = 0; g < in_row; g += GROUPS)
             quantize_panel_strip(job, row, g * GROUP_LENGTH,
-                                 (int)nib_min(GROUPS, down ? panel->rows - row : in_row - g), down, 1, dtype, random);
+                                 (int)nib_min(GROUPS, down ? panel->rows - row : in_row - g), down, 1, dtype, random,
+                                 NULL);
     }
-    const int left = (int)(panel->cols / BLOCK - in_row * GROUP);
-    const int64_t at_once = per_line || left == 0 ? 1 : GATHERED / left;
-    job->ahead = 0;
-    for (int64_t row = 0; !random && left > 0 && row < panel->rows; row += at_once) {
-        if (per_line)
-            set_row_scaler(job, row);
-        quantize_gathered(job, row, nib_min(at_once, panel->rows - row), in_row * GROUP, left, dtype);
-    }
+    if (!random)
+        quantize_left_blocks(job, in_row * GROUP, dtype, NULL);
     const int64_t done = random ? length : panel->cols / BLOCK * BLOCK;
     quantize_part(job, 0, done, panel->rows, panel->cols - done);
 }
@@ -474,7 +520,7 @@ SIMD void quantize_row_tiles(struct strip_job *job, nib_dtype dtype)
     for (int64_t row = 0; row < panel->rows; row += BLOCK)
         for (int64_t col = 0; col < length; col += WIDTH * GROUP_LENGTH)
             quantize_panel_strip(job, row, col, (int)nib_min(WIDTH, (length - col) / GROUP_LENGTH), false,
-                                 (int)nib_min(BLOCK, panel->rows - row), dtype, false);
+                                 (int)nib_min(BLOCK, panel->rows - row), dtype, false, NULL);
     quantize_part(job, 0, length, panel->rows, panel->cols - length);
 }
 
@@ -506,7 +552,9 @@ SIMD void begin_rows(struct strip_job *job, const struct nib_panel *panel, const
 
 SIMD void code_rows_as(struct strip_job *job, nib_dtype dtype)
 {
-    if (job->coding->tile_lines > 1)
+    if (SWEEPS && dtype == NIB_BF16 && job->coding->importance)
+        quantize_weighted_blocks(job, dtype);
+    else if (job->coding->tile_lines > 1)
         quantize_row_tiles(job, dtype);
     else if (job->coding->rounding == NIB_ROUND_NEAREST)
         quantize_row_blocks(job, dtype, false);
@@ -520,7 +568,8 @@ SIMD void quantize_rows_as(const struct nib_panel *panel, const struct nib_codin
 {
     struct nib_panel row = *panel;
     struct strip_job job;
-    if (coding->tile_lines == 1 && coding->rounding == NIB_ROUND_NEAREST && rows_follow(panel, target)) {
+    if (coding->tile_lines == 1 && coding->rounding == NIB_ROUND_NEAREST && !coding->importance &&
+        rows_follow(panel, target)) {
         row.rows = 1;
         row.cols = row.stride = panel->rows * panel->cols;
     }

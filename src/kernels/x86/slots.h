@@ -12,11 +12,11 @@ static bool supports_rows(const struct nib_coding *coding)
     return is_te_rtn(coding) && coding->usage == NIB_ROWWISE && !coding->rht;
 }
 
-/* The default of checkpoints: the plain sweep under a power of two. */
+/* The default of checkpoints: the sweep under a power of two. */
 static bool supports_sweep(const struct nib_panel *panel, const struct nib_coding *coding)
 {
     return SWEEPS && panel->dtype == NIB_BF16 && coding->scale_rule == NIB_SCALE_SWEEP && !coding->dialect->fixed &&
-           coding->usage == NIB_ROWWISE && !coding->rht && !coding->importance && coding->rules.pow2 &&
+           coding->usage == NIB_ROWWISE && !coding->rht && coding->rules.pow2 &&
            coding->rules.tensor_scale == NIB_TENSOR_SCALE_MULTIPLIER;
 }
 
