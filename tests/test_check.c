@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
 #include "check/check.h"
+#include "io/names.h"
 #include "plan/plan.h"
 #include "test_alloc.h"
 #include "test_weights.h"
@@ -47,7 +48,7 @@ static struct pair make_pair(int64_t rows, int64_t cols)
         const float size = 0.02f * expf(2 * test_normal());
         float amax = 0, scaled[16];
         for (int i = 0; i < 16; i++) {
-            p.a[16 * b + i] = test_below(50) ? size * test_normal() : 0;
+            p.a[16 * b + i] = test_below(50) && b % 64 != 37 ? size * test_normal() : 0; /* some blocks of nothing */
             amax = fmaxf(amax, fabsf(p.a[16 * b + i]));
         }
         const float wanted = amax / 6 * p.tensor_scale * (0.8f + 0.4f * (float)test_uniform());
@@ -360,12 +361,33 @@ static struct found check_file(const char *path)
 }
 
 static uint8_t codes[4 * 64 * 64], scales[4 * 64 * 16];
+static void put_group(const float *tensor_scales, const char *prefix, bool divisors);
 
 static void fill(uint8_t scale)
 {
     for (size_t i = 0; i < sizeof codes; i++)
         codes[i] = (uint8_t)test_random();
     memset(scales, scale, sizeof scales);
+}
+
+/* From 32 on the largest scale is large enough. */
+TEST(checks_the_range_of_scales)
+{
+    for (uint8_t scale = 0x5F; scale <= 0x60; scale++) {
+        fill(scale);
+        put_group((float[]){ 4096, 4096, 4096 }, "m.", true);
+        const struct found found = check_file(at("g.safetensors"));
+        CHECK_THAT(strcmp(found.ids, scale < 0x60 ? "scale-range " : "") == 0, "%02x: found %s", scale, found.ids);
+    }
+}
+
+/* A key that does not fit is none. */
+TEST(keys_of_fused_weights)
+{
+    char key[32];
+    CHECK(nib_ck_fused_key("a.up_proj", key, sizeof "a.{gate_proj}") && !strcmp(key, "a.{gate_proj}"));
+    CHECK(!nib_ck_fused_key("a.up_proj", key, sizeof "a.{gate_proj}" - 1));
+    CHECK(!nib_ck_fused_key("a.o_proj", key, sizeof key));
 }
 
 TEST(names_severities)

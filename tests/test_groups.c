@@ -294,6 +294,9 @@ TEST(groups_refuse)
     q.rht = 1;
     CHECK_FAILS(nib_split_quantize(&q, &x, SHAPE(17, 15), 2, t), NIB_ERR_SHAPE, "17 rows");
     CHECK_FAILS(nib_group_amax(&q, &x, SHAPE(17, 15), 2, (float *const[2]){ amax, NULL }), NIB_ERR_SHAPE, "17 rows");
+    float three[3] = { -1, -1, -1 }; /* stay, although the first could be had */
+    CHECK_FAILS(nib_group_amax(&q, &x, SHAPE(16, 8, 8), 3, (float *const[2]){ three, NULL }), NIB_ERR_SHAPE, "8 rows");
+    CHECK(three[0] == -1 && three[1] == -1 && three[2] == -1);
     q.rht = 0;
     q.row_scaled = 1;
     CHECK_FAILS(nib_group_amax(&q, &x, SHAPE(16, 16), 2, (float *const[2]){ amax, NULL }), NIB_ERR_MODE, "one amax");

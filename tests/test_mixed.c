@@ -174,6 +174,7 @@ TEST(fp8_of_what_is_not_finite)
 TEST(weights_that_stay)
 {
     static const char *const list[] = { "*layers.3.self_attn.k_proj" };
+    static const char stays[] = "\"model.layers.3.self_attn.k_proj\"";
     make_layers();
     nib_checkpoint *in = open_good(at("in"));
     nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
@@ -188,6 +189,30 @@ TEST(weights_that_stay)
     CHECK_THAT(!strcmp(q.reason, "servers fuse it with model.layers.3.self_attn.k_proj, which stays"), "%s", q.reason);
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
+    /* Beside weights of FP8 ModelOpt names those of each kind: what stays is in no list but that of what is left out. */
+    static const char *const fp8[] = { "*layers.2.mlp.down_proj" };
+    options.fp8 = fp8;
+    options.n_fp8 = 1;
+    CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
+    size_t bytes = 0, times = 0;
+    char *text = get_file(at("out/config.json"), &bytes);
+    for (size_t i = 0; text && i + strlen(stays) <= bytes; i++)
+        times += memcmp(text + i, stays, strlen(stays)) == 0;
+    CHECK_THAT(times == 1, "config.json has %s %zu times", stays, times);
+    free(text);
+}
+
+/* What cannot be read as a weight is no reason to write all the others. */
+TEST(weights_that_cannot_be_read)
+{
+    static const uint8_t zeros[2 * 4 * 2 * 16];
+    static const float values[32 * 32];
+    const struct item items[] = { { "a.experts.down_proj_blocks", NIB_U8, 4, { 2, 4, 2, 15 }, zeros },
+                                  { "a.experts.down_proj_scales", NIB_U8, 3, { 2, 4, 2 }, zeros },
+                                  { "a.o_proj.weight", NIB_F32, 2, { 32, 32 }, values } };
+    put_tensors(at("b.safetensors"), items, 3);
+    CHECK_FAILS(quantize(at("b.safetensors"), fresh("out"), NULL, NULL, NULL), NIB_ERR_DATA,
+                "down_proj_blocks\": its last dim is not the 16 bytes of a block");
 }
 
 /* All experts of a layer go together, those of the next do not. */
@@ -372,6 +397,15 @@ TEST(codes_that_do_not_fit)
     CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, "which servers fuse, have the");
     put_scale("model.layers.1.self_attn.k_proj.weight_global_scale", 0);
     CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, "k_proj\" is 0");
+    static const uint8_t zeros[32 * 16];
+    const struct item incomplete[] = {
+        { "model.layers.0.self_attn.q_proj.weight_packed", NIB_U8, 2, { 32, 16 }, zeros },
+        { "model.layers.0.self_attn.q_proj.weight_scale", NIB_E4M3, 2, { 32, 2 }, zeros }
+    };
+    put_tensors(at("incomplete.safetensors"), incomplete, 2);
+    options.codes = at("incomplete.safetensors");
+    CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, "its tensor scale is missing");
+    options.codes = at("codes");
     put_scale("model.layers.1.self_attn.k_proj.weight_global_scale", INFINITY);
     CHECK_FAILS(quantize(at("in"), fresh("out"), &options, NULL, NULL), NIB_ERR_DATA, "k_proj\" is inf");
     static const struct {

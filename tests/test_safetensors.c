@@ -6,6 +6,7 @@
  * Built with NIB_TEST_WRAP_ALLOC and -Wl,--wrap=aligned_alloc,--wrap=realloc it also fails every allocation once.
  */
 #define _GNU_SOURCE
+#include "file/interval_set.h"
 #include "test_alloc.h"
 #include "test_directory.h"
 
@@ -1139,6 +1140,42 @@ TEST(large_header)
         printf("%zu entries: %ld KiB, %ld.%02ld s\n", count, usage.ru_maxrss, (long)usage.ru_utime.tv_sec,
                (long)usage.ru_utime.tv_usec / 10000);
     unlink(path);
+}
+
+/* In whatever order, against a byte for each place. */
+TEST(intervals_in_any_order)
+{
+    enum { BYTES = 64 };
+    for (int round = 0; round < 200 && !test_failures; round++) {
+        struct nib_interval_set set = { 0 };
+        bool there[BYTES + 1] = { false };
+        struct nib_interval gap = { 0, 0 };
+        size_t first = 0;
+        for (int n = 0; nib_interval_set_gap(&set, BYTES, &gap); n++) {
+            CHECK_THAT(n < 10000, "it is never full");
+            const uint64_t begin = test_below(BYTES), end = begin + 1 + test_below(nib_min(4, BYTES - (int)begin));
+            CHECK(nib_interval_set_reserve(&set));
+            nib_interval_set_add(&set, begin, end);
+            memset(there + begin, true, (size_t)(end - begin));
+            size_t runs = 0;
+            for (size_t i = 0; i < BYTES; i++)
+                runs += there[i] && !there[i + 1];
+            CHECK_THAT(set.n == runs, "%zu intervals, not %zu", set.n, runs);
+            for (first = 0; there[first]; first++)
+                ;
+            for (size_t i = 0; i < set.n; i++)
+                CHECK(there[set.list[i].begin] && !there[set.list[i].end] &&
+                      (!set.list[i].begin || !there[set.list[i].begin - 1]));
+            size_t last = first;
+            while (last < BYTES && !there[last])
+                last++;
+            CHECK(nib_interval_set_gap(&set, BYTES, &gap) == (first < BYTES));
+            CHECK(first == BYTES || (gap.begin == first && gap.end == last));
+            if (test_failures)
+                break;
+        }
+        nib_interval_set_free(&set);
+    }
 }
 
 TEST_MAIN

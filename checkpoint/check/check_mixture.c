@@ -163,7 +163,6 @@ static nib_status read_ignored(const json_t *list, struct nib_patterns **out)
     const size_t n = json_array_size(list);
     const char **entries = nib_alloc((n + 1) * sizeof *entries);
     size_t used = 0;
-    *out = NULL;
     if (!entries)
         return nib_fail(NIB_ERR_MEMORY, "no memory for the configuration");
     for (size_t i = 0; i < n; i++)

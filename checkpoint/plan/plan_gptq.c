@@ -29,7 +29,7 @@ nib_status nib_plan_open_hessians(nib_plan *plan, const char *statistics, const 
                         directory ? "" : beside);
     plan->damp = damp < 0 ? 0.1 : (double)damp;
     char text[32];
-    snprintf(text, sizeof text, "%.9g", damp < 0 ? 0.1 : (double)damp);
+    snprintf(text, sizeof text, "%.9g", plan->damp);
     if (json_object_set_new(plan->options, "gptq_damp", json_string(text)) ||
         json_object_set_new(plan->options, "hessians_xxh3", json_string(nib_hessians_hash(plan->hessians))))
         return no_memory();

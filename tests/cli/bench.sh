@@ -30,6 +30,9 @@ assert {r["part"] for r in report["results"]} == {"shape", "size", "threads"}
 for r in report["results"]:
     assert r["gelem_s"] > 0 and r["gb_s"] > 0 and r["floor_share"] > 0 and r["seconds"] > 0, r
     assert r["scalar_ratio"] > 0 and r["rows"] > 0 and r["cols"] > 0 and r["threads"] >= 1, r
+    assert abs(r["gelem_s"] * r["seconds"] / (r["rows"] * r["cols"] * 1e-9) - 1) < 1e-3 and r["floor_share"] < 1000, r
+names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+assert report["machine"] == (names[0] if names else "unknown"), report["machine"]
 svg = tree.parse(sys.argv[2]).getroot()
 assert svg.tag.endswith("svg"), svg.tag
 assert len(svg.findall("{http://www.w3.org/2000/svg}polyline")) >= 4

@@ -27,6 +27,12 @@ run 1 "$NIB" check --all "$work/bad"
 lines 24 '^error config-ignored: model.layers'
 run 1 "$NIB" check -q "$work/bad"
 lines 1 .
+sed 's/"model.layers.2.mlp.gate"/"re:.*layers.0.self_attn.[qkv]_proj"/' "$good/config.json" >"$work/three.json"
+cp -r "$work/bad" "$work/three"
+mv "$work/three.json" "$work/three/config.json"
+run 1 "$NIB" check "$work/three"
+lines 3 '^error config-ignored: model.layers' # three are told, and there is no rest to count
+lines 0 'more; --all'
 run 1 "$NIB" check --json "$work/bad"
 python3 -c 'import json,sys; r=json.load(sys.stdin); assert r["errors"] == len(r["findings"]) == 25, r["errors"]' \
     <"$work/out" || fail "JSON"

@@ -30,6 +30,16 @@ report 0 inspect "$NIB" inspect --json "$work/in"
 report 0 inspect "$NIB" inspect --json "$work/k"
 report 0 inspect "$NIB" inspect --json --quick "$work/q"
 reports+=("report=$work/q.json" "report=$work/k.json" "report=$work/c.json")
+# The table for people says the same.
+"$NIB" inspect --json "$work/k" >"$work/inspected.json" 2>"$work/err" && "$NIB" inspect "$work/k" >"$work/inspected" 2>"$work/err" || fail "inspect"
+python3 - "$work/inspected.json" "$work/inspected" <<'EOP' || fail "the table of nib inspect is not its report"
+import json, sys
+shares = ["%.1f%% %.2f%%" % (100 * w["zero_codes"], 100 * w["small_scales"])
+          for w in json.load(open(sys.argv[1]))["weights"] if w.get("zero_codes") is not None]
+lines = [" ".join(line.split()) for line in open(sys.argv[2], errors="replace") if line.count("%") >= 2]
+assert shares and len(lines) == len(shares), (len(lines), len(shares))
+assert all(share in line for share, line in zip(shares, lines)), list(zip(shares, lines))[:3]
+EOP
 
 # A path that is not UTF-8, scales that are not finite, a finding, a weight that cannot be read.
 cp -r "$work/k" "$work/b"$'\xff\x01'"d"

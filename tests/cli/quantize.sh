@@ -184,6 +184,8 @@ rm -r "$work/word" "$work/spelling"
 run 0 "$NIB" quantize --dry-run --json --budget 6 "$work/in" "$work/x"
 json "4.5 < 8 * d['changed_bytes_out'] / d['changed_elements'] <= 6 and 'is a guess' in d['note']"
 
+run 2 "$NIB" quantize --shard-size 99999999999999999999 "$work/in" "$work/x"
+has err "--shard-size takes a size such as 512M or 5G, not '99999999999999999999'"
 run 2 "$NIB" quantize --for tensorfoo "$work/in" "$work/x"
 has err "--for takes vllm, sglang, trtllm, transformers or llama.cpp, not 'tensorfoo'"
 run 2 "$NIB" quantize --scheme nvfp4 --activations NORM.json --dry-run "$work/in" "$work/x"
