@@ -3,6 +3,7 @@
 # SmolLM2-135M as llm-compressor and ModelOpt calibrate it, each in its own virtual environment (PyPI), beside nib's A+B and A+B+C from
 # the same tokens: KL of each, and nib's is the least. NIB_ACCURACY is the directory that `bench/accuracy.py prepare` made.
 # NIB_TOKENS (16384) are calibrated on, NIB_WINDOWS (3) of each document evaluated; hours on a CPU, minutes with NIB_DEVICE=cuda.
+# ModelOpt's AWQ quantizes while it searches, which its kernels do on a GPU alone.
 set -eu
 : "${NIB:?the path of the tool}" "${BUILD:?the build directory}"
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -24,7 +25,9 @@ environment() { # PACKAGE: its Python
     echo "$own/bin/python"
 }
 rows=()
-for peer in llm-compressor llm-compressor-gptq modelopt modelopt-awq; do
+peers=(llm-compressor llm-compressor-gptq modelopt)
+[ "$device" = cpu ] || peers+=(modelopt-awq)
+for peer in "${peers[@]}"; do
     case $peer in llm*) python=$(environment llm-compressor llmcompressor) ;; *) python=$(environment modelopt "nvidia-modelopt[hf]") ;; esac ||
         { echo "the package of $peer cannot be had"; exit 77; }
     "$python" "$root/bench/accuracy_peers.py" "$peer" "$data/smollm2" "$work/$peer" --text "${texts[@]}" --tokens "$tokens" \
