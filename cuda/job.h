@@ -126,7 +126,7 @@ struct nib_cuda_scaled_output {
     struct nib_cuda_side_scale side[2];
 };
 
-/* At most 16 rows of plain values by lines of codes. */
+/* At most 16 rows of plain values by lines of codes, 32 of 16 bits where they are whole. */
 struct nib_cuda_few_rows {
     struct nib_cuda_usage weight;
     const void *x;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * product.c - products on a GPU. A code times its block's scale is exact in BF16, so tensor cores of any GPU multiply
- * what codes stand for: up to 48 rows by a kernel that reads the codes in place, more by cuBLASLt, from memory of the
+ * what codes stand for: up to 64 rows by a kernel that reads the codes in place, more by cuBLASLt, from memory of the
  * device that they are expanded into, or, where it has FP4 tensor cores, as they are.
  *
  * Sums round as tensor cores do: the bound is in docs/numerics.md 14. Tensor scales stay on the device.
@@ -10,8 +10,8 @@
 
 #include <stdio.h>
 
-enum { MOST_ROWS = 48, LONGEST = 1 << 30 }; /* that a kernel reads codes in place for */
-enum { ROWS = 16 };                         /* at a time: to expand a weight takes as long as to read it three times */
+enum { MOST_ROWS = 64, LONGEST = 1 << 30 }; /* that a kernel reads codes in place for */
+enum { ROWS = 32, ROWS_OF_F32 = 16 };       /* at a time */
 enum { WIDEST = 1 << 25 };                  /* distance of lines of which it adds up 64 in 32 bits */
 
 /* How a product is computed, and the memory that it needs besides. */
@@ -203,13 +203,14 @@ static void multiply_few(struct run *run, const struct plan *plan, const struct 
         job.row_stride = plan->stride;
         job.element_stride = 1;
     }
-    for (int64_t first = 0; first < a->lines && !run->error; first += ROWS) {
-        job.rows = nib_min(ROWS, a->lines - first);
-        job.whole = is_whole(b->geometry, &b->memory, &job);
-        job.many_lines = b->lines >= (int64_t)64 * run->d->queue.processors;
+    job.whole = is_whole(b->geometry, &b->memory, &job);
+    job.many_lines = b->lines >= (int64_t)64 * run->d->queue.processors;
+    const int64_t most = job.whole && job.dtype != NIB_F32 ? ROWS : ROWS_OF_F32;
+    for (int64_t first = 0; first < a->lines && !run->error; first += most) {
+        job.rows = nib_min(most, a->lines - first);
         run->error = nib_cuda_launch_few_rows(&run->d->queue, &job);
-        job.x = (const char *)job.x + ROWS * job.row_stride * (nib_dtypes[job.dtype].bits / 8);
-        skip_rows(&job.to, ROWS);
+        job.x = (const char *)job.x + most * job.row_stride * (nib_dtypes[job.dtype].bits / 8);
+        skip_rows(&job.to, most);
     }
 }
 

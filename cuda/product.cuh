@@ -438,18 +438,16 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int WARPS, int RESIDENT> stru
 };
 
 /* What is fastest on an H200. Few lines leave processors idle unless more warps divide k. A row more costs time of the
- * cache: from the fifth on a warp takes two sixteens of lines, where there are so many. Rows of F32 are three of BF16, and
- * their registers do for one. */
-template <nib_dtype D, int MT, class Run> static void choose_lines(const nib_cuda_few_rows &job, Run &run)
+ * cache: from the fifth on a warp takes two sixteens of lines, where there are so many. Rows of F32 are three of BF16,
+ * and their registers do for one. */
+template <nib_dtype D, int MT, class Run> static void choose_whole(const nib_cuda_few_rows &job, Run &run)
 {
-    if (!job.whole)
-        run.template operator()<few_rows<D, MT, false, 1, 8, 2>>(job);
-    else if constexpr (D == NIB_F32)
+    if constexpr (D == NIB_F32)
         run.template operator()<few_rows<D, MT, true, 1, 8, 2>>(job);
     else if (!job.many_lines)
         run.template operator()<few_rows<D, MT, true, 1, 16, MT == 1 ? 2 : 1>>(job);
-    else if constexpr (MT == 2)
-        run.template operator()<few_rows<D, MT, true, 2, 8, 2>>(job);
+    else if constexpr (MT > 1)
+        run.template operator()<few_rows<D, MT, true, 2, 16 / MT, 2>>(job);
     else if (job.rows > 4)
         run.template operator()<few_rows<D, MT, true, 2, 4, 4>>(job);
     else
@@ -458,10 +456,14 @@ template <nib_dtype D, int MT, class Run> static void choose_lines(const nib_cud
 
 template <nib_dtype D, class Run> static void choose(const nib_cuda_few_rows &job, Run &run)
 {
-    if (job.rows <= 8)
-        choose_lines<D, 1>(job, run);
-    else
-        choose_lines<D, 2>(job, run);
+    if (!job.whole)
+        run.template operator()<few_rows<D, 2, false, 1, 8, 2>>(job);
+    else if (job.rows <= 8)
+        choose_whole<D, 1>(job, run);
+    else if (D == NIB_F32 || job.rows <= 16)
+        choose_whole<D, 2>(job, run);
+    else if constexpr (D != NIB_F32)
+        choose_whole<D, 4>(job, run);
 }
 
 #endif

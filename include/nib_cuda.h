@@ -19,7 +19,7 @@
  * Devices can be made while streams are captured. What overrides point to is on the GPU, and its values are not looked at.
  *
  * nib_gemm and nib_gemm_grouped multiply two NVFP4 operands, or one and plain values, which are not rounded. Tensor cores
- * add up, in an order that depends on the sizes and the GPU, within the bound of docs/numerics.md 14. Up to 48 rows read
+ * add up, in an order that depends on the sizes and the GPU, within the bound of docs/numerics.md 14. Up to 64 rows read
  * packed weights; more need cuBLASLt, which is loaded then (libcublasLt.so.13 or .12, or what NIB_CUBLASLT_LIBRARY names),
  * and memory of the device, which grows to what its largest product needs and stays: 2 bytes for an element of a quantized
  * operand (4 where activations are F32), 32 MiB, and 4 bytes for an output that cuBLASLt cannot write itself. A captured
