@@ -10,6 +10,9 @@
 #include <pthread.h>
 
 #include "tensor/product.h"
+#if defined(__x86_64__)
+#include "tiles.h"
+#endif
 
 /* ---- Every instruction set ---- */
 
@@ -35,6 +38,13 @@ static void find_isas(void)
         if (found)
             isas[isa_count++] = (struct isa){ isa->name, merged };
     }
+#if defined(__x86_64__)
+    if (isa_count && isa_count < MOST_ISAS && strcmp(isas[isa_count - 1].name, "avx512") == 0) {
+        merged.multiply[NIB_PRODUCT_TILES] = software_products_amx.multiply[NIB_PRODUCT_TILES];
+        merged.pack_rows[NIB_PRODUCT_TILES] = software_products_amx.pack_rows[NIB_PRODUCT_TILES];
+        isas[isa_count++] = (struct isa){ "tiles in software", merged };
+    }
+#endif
 }
 
 static size_t element_bytes(nib_dtype dtype) { return (size_t)nib_dtype_bits(dtype) / 8; }
@@ -176,12 +186,16 @@ TEST(many_rows)
     const nib_quantizer q = default_quantizer();
     nib_operand a = operand_of(&q, NIB_ROWWISE, 1030, 20), b = operand_of(&q, NIB_ROWWISE, 3, 20),
                 c = operand_of(&q, NIB_ROWWISE, 2, 20), d = operand_of(&q, NIB_COLUMNWISE, 70, 1030),
-                e = operand_of(&q, NIB_ROWWISE, 1, 1030);
+                e = operand_of(&q, NIB_ROWWISE, 1, 1030), f = operand_of(&q, NIB_ROWWISE, 35, 4130),
+                g = operand_of(&q, NIB_ROWWISE, 400, 4130), h = operand_of(&q, NIB_ROWWISE, 530, 4130),
+                i = operand_of(&q, NIB_ROWWISE, 3, 4130);
     check_bits("many rows", &a, &b, NULL, NIB_F32);
     check_bits("many columns", &c, &a, NULL, NIB_F32);
     check_bits("long lines", &d, &d, NULL, NIB_F32);
     check_bits("a long line", &e, &d, NULL, NIB_F32);
-    discard(&a), discard(&b), discard(&c), discard(&d), discard(&e);
+    check_bits("more of k than is packed at a time", &f, &g, NULL, NIB_BF16);
+    check_bits("more rows than are packed at a time", &h, &i, NULL, NIB_F32);
+    discard(&a), discard(&b), discard(&c), discard(&d), discard(&e), discard(&f), discard(&g), discard(&h), discard(&i);
 }
 
 /* Forms of NVFP4: layouts, tensor scales, transforms, block shapes. */

@@ -156,6 +156,10 @@ float nib_product_accumulate(const struct nib_product *p, int64_t i, int64_t j);
 /* The most columns of a panel, and what rows are packed in multiples of, for every instruction set. */
 enum { NIB_PANEL_COLUMNS = 32, NIB_PACKED_ROWS = 32 };
 
+/* Columns that are packed for tiles at a time, so that rows which come from far away serve many, and how much of k: what the
+ * second-level cache holds beside the rows. */
+enum { NIB_TILES_COLUMNS = 128, NIB_TILES_K = 4096 };
+
 /* Slots: the kinds of product, and what is faster where its conditions hold. */
 enum {
     NIB_PRODUCT_ROW_NVFP4 = NIB_PRODUCT_KINDS, /* few rows: codes of b, whose scales are row-major, are read in place */
@@ -175,7 +179,7 @@ struct nib_row_range {
 typedef void nib_pack_rows_fn(const struct nib_product *p, struct nib_row_range range, int64_t row, void *packed);
 
 /* Columns first..first+count-1 of a range of rows, which were packed. `scratch` is the thread's own. count is at most
- * NIB_PANEL_COLUMNS, but of any size for a slot that reads codes in place. */
+ * NIB_PANEL_COLUMNS, NIB_TILES_COLUMNS of tiles, and of any size for a slot that reads codes in place. */
 typedef void nib_multiply_fn(const struct nib_product *p, struct nib_row_range range, const void *packed, int64_t first,
                              int64_t count, void *scratch);
 
@@ -183,5 +187,12 @@ typedef void nib_multiply_fn(const struct nib_product *p, struct nib_row_range r
 static inline int64_t nib_packed_length(int64_t length) { return nib_round_up(length, 128); }
 static inline int64_t nib_packed_row_bytes(int64_t length) { return nib_packed_length(length) * 4 + 1024; }
 static inline int64_t nib_panel_bytes(int64_t length) { return NIB_PANEL_COLUMNS * nib_packed_length(length) * 4; }
+
+/* A thread's scratch for tiles: columns in BF16, and accumulators where k is cut. */
+static inline int64_t nib_tiles_bytes(int64_t length, int64_t rows)
+{
+    const int64_t k = nib_min(nib_packed_length(length), NIB_TILES_K);
+    return NIB_TILES_COLUMNS * (2 * k + (length > k ? nib_round_up(rows, NIB_PACKED_ROWS) * 4 : 0));
+}
 
 #endif

@@ -333,7 +333,8 @@ PRODUCT_SLOT void PRODUCT(store_tile)(const struct nib_product *p, int64_t row, 
 
 /* ---- Slots ---- */
 
-/* A panel that is there by all rows. */
+/* A panel that is there by all rows. Each panel begins at other rows, so that threads do not all ask for the same new pages
+ * of y at once. */
 PRODUCT_SIMD void PRODUCT(multiply_panel)(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
                                           int64_t first, int64_t count, const uint8_t *panel, int64_t apart,
                                           PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
@@ -342,8 +343,10 @@ PRODUCT_SIMD void PRODUCT(multiply_panel)(const struct nib_product *p, struct ni
     _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
     struct product_tile tile;
     const int64_t blocks = nib_ceil_div(p->a.length, shape.block);
+    const int64_t groups = nib_ceil_div(range.count, NIB_GROUP_ROWS), turn = first / NIB_PANEL_COLUMNS * 5;
     PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
-    for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t row = (g + turn) % groups * NIB_GROUP_ROWS;
         const uint8_t *const group = x + row / NIB_GROUP_ROWS * blocks * nib_row_record(shape.planes, shape.block);
         const int rows = (int)nib_min(NIB_GROUP_ROWS, range.count - row);
         for (int i = 0, step = 0; i < rows; i += steps[step]) {

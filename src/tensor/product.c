@@ -6,22 +6,27 @@
  */
 #include "tensor/product.h"
 
-/* Rows that are packed at a time, so that scratch memory does not grow with them: a panel is unpacked once for so many. */
-enum { RANGE_ROWS = 512 };
+/* Rows that are packed at a time, so that scratch memory does not grow with them: a panel is unpacked once for so many. Of
+ * short ones more, for about as much memory. */
+static int64_t range_rows(int64_t length)
+{
+    enum { LEAST = 512, MOST = 8192, ELEMENTS = 512 * 4096 };
+    const int64_t rows = ELEMENTS / nib_packed_length(nib_max(1, length));
+    return nib_max(LEAST, nib_min(MOST, rows / NIB_PACKED_ROWS * NIB_PACKED_ROWS));
+}
 
 struct work {
     struct nib_product product; /* sides of kind VALUES are plain here */
     struct nib_side a, b;       /* as they were */
     nib_pack_rows_fn *pack;
     nib_multiply_fn *multiply;
-    bool in_place; /* the slot takes any number of columns */
+    int64_t columns; /* of a task */
     int threads;
     /* Scratch: packed rows and decoded rows of a range; of each thread a panel and decoded columns. */
     size_t packed_bytes, decoded_bytes, panel_bytes, columns_bytes;
     char *packed, *panels;
     float *decoded;
     struct nib_row_range range;
-    int64_t columns; /* of a task */
     atomic_llong next;
 };
 
@@ -34,7 +39,7 @@ static size_t scratch_bytes(const struct work *w)
 
 static int slot_of(const struct nib_kernels *kernels, const struct nib_product *p)
 {
-    enum { FEW_ROWS = 2, MANY_ROWS = 96 }; /* tiles: what is packed for them must serve many rows */
+    enum { FEW_ROWS = 2, MANY_ROWS = 16 }; /* tiles: what is packed for them must serve some rows */
     const int row = p->kind == NIB_PRODUCT_NVFP4   ? NIB_PRODUCT_ROW_NVFP4
                     : p->kind == NIB_PRODUCT_FIXED ? NIB_PRODUCT_ROW_FIXED
                                                    : NIB_PRODUCT_SLOTS;
@@ -56,21 +61,32 @@ static int threads_for(const nib_device *host, const struct nib_product *p)
     return nib_thread_count(host, nib_max(columns, all / 16));
 }
 
+/* Columns of a task: many, so that rows are read seldom, but of a thread that finds its core busy others take some. */
+static int64_t columns_for(int slot, const struct nib_product *p, int threads)
+{
+    enum { TASKS_PER_THREAD = 4 };
+    const bool in_place = slot == NIB_PRODUCT_ROW_NVFP4 || slot == NIB_PRODUCT_ROW_FIXED;
+    const bool tiles = slot == NIB_PRODUCT_TILES && p->a.lines > NIB_PACKED_ROWS;
+    const int64_t most = in_place ? INT64_MAX : tiles ? NIB_TILES_COLUMNS : NIB_PANEL_COLUMNS;
+    const int64_t share = nib_ceil_div(p->b.lines, TASKS_PER_THREAD * (int64_t)threads);
+    return nib_min(most, nib_round_up(share, NIB_PANEL_COLUMNS));
+}
+
 static void plan(const nib_device *host, const struct nib_kernels *kernels, const struct nib_product *p, struct work *w)
 {
     const int slot = slot_of(kernels, p);
-    const int64_t rows = nib_min(p->a.lines, RANGE_ROWS), length = p->a.length;
+    const int64_t length = p->a.length, rows = nib_min(p->a.lines, range_rows(length));
     const bool values = p->kind == NIB_PRODUCT_VALUES;
     *w = (struct work){ .product = *p,
                         .a = p->a,
                         .b = p->b,
                         .pack = kernels->pack_rows[slot],
                         .multiply = kernels->multiply[slot],
-                        .in_place = slot == NIB_PRODUCT_ROW_NVFP4 || slot == NIB_PRODUCT_ROW_FIXED,
                         .threads = threads_for(host, p) };
+    w->columns = columns_for(slot, p, w->threads);
     if (w->pack) {
         w->packed_bytes = (size_t)(nib_round_up(rows, NIB_PACKED_ROWS) * nib_packed_row_bytes(length));
-        w->panel_bytes = (size_t)nib_panel_bytes(length);
+        w->panel_bytes = (size_t)(slot == NIB_PRODUCT_TILES ? nib_tiles_bytes(length, rows) : nib_panel_bytes(length));
     }
     if (values && p->a.q)
         w->decoded_bytes = (size_t)nib_round_up(rows * length * 4, 64);
@@ -123,15 +139,12 @@ static void multiply_panels(void *context, int64_t i)
 
 static void run(struct work *w, char *scratch)
 {
-    enum { TASKS_PER_THREAD = 4 }; /* of a thread that finds its core busy, others take some */
     w->packed = scratch;
     w->decoded = (float *)(void *)(scratch + w->packed_bytes);
     w->panels = scratch + w->packed_bytes + w->decoded_bytes;
-    w->columns = NIB_PANEL_COLUMNS;
-    if (w->in_place)
-        w->columns = nib_round_up(nib_ceil_div(w->b.lines, TASKS_PER_THREAD * (int64_t)w->threads), NIB_PANEL_COLUMNS);
-    for (int64_t first = 0; first < w->a.lines; first += RANGE_ROWS) {
-        w->range = (struct nib_row_range){ first, nib_min(RANGE_ROWS, w->a.lines - first) };
+    const int64_t rows = range_rows(w->a.length);
+    for (int64_t first = 0; first < w->a.lines; first += rows) {
+        w->range = (struct nib_row_range){ first, nib_min(rows, w->a.lines - first) };
         if (w->decoded_bytes)
             w->product.a = decoded_side(&w->a, w->decoded, first);
         if (w->decoded_bytes || w->pack)

@@ -3,13 +3,14 @@
  * product_amx.h - NVFP4 by NVFP4 in tiles. A code times its scale is exact in BF16, and a tile of K = 16 adds one block's
  * exact sum to every accumulator with one rounding: the reference's own order.
  *
- * Rows are packed in tiles of 16 rows x 16 elements, columns in tiles of 8 pairs of elements x 16 columns.
+ * Rows are packed in tiles of 16 rows x 16 elements, columns in tiles of 8 pairs of elements x 16 columns; of every block
+ * the two tiles of 32 columns lie side by side.
  */
 #define AMX_TARGET target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,fma,f16c")
 #define AMX_SIMD __attribute__((AMX_TARGET, always_inline)) static inline
 #define AMX_SLOT __attribute__((AMX_TARGET)) static
 
-enum { TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * NIB_BLOCK * 2, AMX_ROWS = 2 * TILE_ROWS };
+enum { TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * NIB_BLOCK * 2 };
 
 /* ---- Packing ---- */
 
@@ -69,32 +70,46 @@ PRODUCT_SIMD void pack_word_amx(VI word, VF scale, uint8_t *to)
         _mm256_setr_epi16(0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, (short)0x8000, (short)0xBF00,
                           (short)0xBF80, (short)0xBFC0, (short)0xC000, (short)0xC040, (short)0xC080, (short)0xC0C0));
     const VI shift = vi_set1(4 << 16), upper = vi_set1((int)0xFFFF0000u);
+    const VI both = _mm512_broadcast_i32x4(_mm_setr_epi8(0, -1, 0, -1, 4, -1, 4, -1, 8, -1, 8, -1, 12, -1, 12, -1));
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
     {
         /* A byte in both halves of its lane, shifted to its upper nibble in the upper one. */
-        const VI byte = vi_and(vi_srl(word, 8u * (unsigned)i), vi_set1(255));
-        const VI both = vi_or(byte, vi_sll(byte, 16));
-        const VI pair = _mm512_permutexvar_epi16(_mm512_srlv_epi16(both, shift), values);
+        const VI byte = _mm512_shuffle_epi8(word, _mm512_add_epi8(both, _mm512_set1_epi8((char)i)));
+        const VI pair = _mm512_permutexvar_epi16(_mm512_srlv_epi16(byte, shift), values);
         const VF low = vf_mul(vf_of(vi_sll(pair, 16)), scale), high = vf_mul(vf_of(vi_and(pair, upper)), scale);
-        _mm512_storeu_si512(to + i * 64, vi_or(vi_srl(vi_of(low), 16), vi_and(vi_of(high), upper)));
+        _mm512_storeu_si512(to + i * 64, vi_merge(vi_srl(vi_of(low), 16), vi_of(high), upper));
     }
 }
 
-/* Sixteen columns, or as many as are there. */
-PRODUCT_SIMD void pack_columns_amx(const struct nib_side *b, int64_t first, int64_t lines, uint8_t *out)
+/* The scales of eight blocks of sixteen columns, or of what is there of both. */
+PRODUCT_SIMD void column_scales_amx(const struct nib_side *b, int64_t first, int64_t lines, int64_t block, VF out[8])
 {
-    const int64_t stride = b->geometry->line_stride, bytes = nib_ceil_div(b->length, 2), blocks = b->geometry->blocks;
+    const struct nib_usage_geometry *const g = b->geometry;
+    const bool whole = lines == VL && !g->swizzled && block + 8 <= g->blocks;
+    if (whole && row_scales_vnni(nib_side_scales(b, first, block), g->scale_line, out)) {
+        UNROLL for (int i = 0; i < 8; i++) out[i] = vf_mul(out[i], vf_set1(256));
+        return;
+    }
+    for (int64_t i = 0; i < 8 && block + i < g->blocks; i += 4)
+        load_scales_vnni(b, first, lines, block + i, out + i, SHAPE_NVFP4);
+}
+
+/* Blocks from `start` on of sixteen columns, or of as many as are there, every other tile from `out` on. */
+PRODUCT_SIMD void pack_columns_amx(const struct nib_side *b, int64_t first, int64_t lines, int64_t start,
+                                   int64_t blocks, uint8_t *out)
+{
+    const int64_t stride = b->geometry->line_stride, bytes = nib_ceil_div(b->length, 2);
     const uint8_t *const codes = b->memory.codes + first * stride;
-    for (int64_t k = 0; k < b->length; k += 128) {
+    for (int64_t block = 0; block < blocks; block += 8) {
+        const int64_t at = (start + block) * NIB_BLOCK / 2;
         VF word[VL], scale[8];
         if (lines == VL) /* those behind these lines come next: one stream, as in panels of bytes */
-            for (int64_t at = 0; at < VL * VL * 4; at += 64)
-                __builtin_prefetch(codes + VL * stride + k / 128 * VL * VL * 4 + at, 0, 2);
-        load_words_vnni(codes + k / 2, stride, lines, bytes - k / 2, word);
-        for (int64_t i = 0; i < 8 && k / NIB_BLOCK + i < blocks; i += 4)
-            load_scales_vnni(b, first, lines, k / NIB_BLOCK + i, scale + i, SHAPE_NVFP4);
-        UNROLL for (int i = 0; i < VL; i++) if (k / NIB_BLOCK + i / 2 < blocks) pack_word_amx(
-            vi_of(word[i]), scale[i / 2], out + (k / NIB_BLOCK + i / 2) * TILE_BYTES + i % 2 * TILE_BYTES / 2);
+            for (int64_t line = 0; line < VL; line++)
+                __builtin_prefetch(codes + VL * stride + VL * at + line * 64, 0, 2);
+        column_scales_amx(b, first, lines, start + block, scale);
+        load_words_vnni(codes + at, stride, lines, bytes - at, word);
+        UNROLL for (int i = 0; i < VL; i++) if (block + i / 2 < blocks) pack_word_amx(
+            vi_of(word[i]), scale[i / 2], out + (block + i / 2) * 2 * TILE_BYTES + i % 2 * TILE_BYTES / 2);
     }
 }
 
@@ -106,71 +121,114 @@ struct tile_config {
     uint8_t rows[16];
 };
 
-/* Accumulators 0 to 3, rows 4 and 5, columns 6 and 7. */
+/* Accumulators 0 and 1, rows 2, columns 3 and 4. With four accumulators a tile would be loaded less often, but two threads
+ * of a core then have no registers left to load the next ones into: half the speed, measured. */
 AMX_SIMD void configure_tiles(void)
 {
     struct tile_config config = { .palette = 1 };
-    for (int i = 0; i < 8; i++) {
-        config.bytes[i] = i == 4 || i == 5 ? NIB_BLOCK * 2 : 64;
-        config.rows[i] = i < 6 ? TILE_ROWS : NIB_BLOCK / 2;
+    for (int i = 0; i < 5; i++) {
+        config.bytes[i] = i == 2 ? NIB_BLOCK * 2 : 64;
+        config.rows[i] = i < 3 ? TILE_ROWS : NIB_BLOCK / 2;
     }
     /* gcc 12 believes that the instruction reads eight bytes, and drops the rest of the struct. */
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
-AMX_SIMD void prefetch_tile(const uint8_t *tile)
+/* Some blocks of k of the columns of a task. A panel is NIB_PANEL_COLUMNS of them. */
+struct tiles_part {
+    int64_t start, blocks;
+    int64_t first, count;
+    const uint8_t *panels;
+};
+
+/* Sixteen rows by thirty-two columns, added to what `acc` has where k goes on. A quarter of the rows that come next is
+ * brought nearer, since four panels are what they are needed for. */
+AMX_SLOT void multiply_two_tiles(const uint8_t *x, const uint8_t *columns, const uint8_t *next, int64_t blocks,
+                                 bool goes_on, float *acc)
 {
-    enum { TILES_AHEAD = 4 };
-    UNROLL for (int i = 0; i < TILE_BYTES; i += 64)
-        _mm_prefetch((const char *)tile + TILES_AHEAD * TILE_BYTES + i, _MM_HINT_T0);
+    enum { AHEAD = 4, STRIDE = NIB_PANEL_COLUMNS * 4 };
+    if (goes_on) {
+        _tile_loadd(0, acc, STRIDE);
+        _tile_loadd(1, acc + 16, STRIDE);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
+    for (int64_t b = 0; b < blocks; b++, x += TILE_BYTES, columns += 2 * TILE_BYTES, next += TILE_BYTES / 4) {
+        _tile_loadd(2, x, NIB_BLOCK * 2);
+        _tile_loadd(3, columns, 64);
+        _tile_dpbf16ps(0, 2, 3);
+        UNROLL for (int i = 0; i < TILE_BYTES; i += 64)
+            _mm_prefetch((const char *)x + AHEAD * TILE_BYTES + i, _MM_HINT_T0);
+        _tile_loadd(4, columns + TILE_BYTES, 64);
+        _tile_dpbf16ps(1, 2, 4);
+        UNROLL for (int i = 0; i < 2 * TILE_BYTES; i += 64)
+            _mm_prefetch((const char *)columns + AHEAD * 2 * TILE_BYTES + i, _MM_HINT_T0);
+        _mm_prefetch((const char *)next, _MM_HINT_T1);
+        _mm_prefetch((const char *)next + 64, _MM_HINT_T1);
+    }
+    _tile_stored(0, acc, STRIDE);
+    _tile_stored(1, acc + 16, STRIDE);
 }
 
-/* Thirty-two rows by thirty-two columns; `apart` bytes are from sixteen to the next sixteen, of both. */
-AMX_SLOT void multiply_two_tiles(const uint8_t *x, const uint8_t *columns, int64_t apart, int64_t blocks, float *out)
+AMX_SLOT void pack_panels(const struct nib_side *b, const struct tiles_part *part, uint8_t *panels)
 {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t b = 0; b < blocks; b++, x += TILE_BYTES, columns += TILE_BYTES) {
-        _tile_loadd(4, x, NIB_BLOCK * 2);
-        _tile_loadd(6, columns, 64);
-        prefetch_tile(x);
-        prefetch_tile(columns);
-        _tile_loadd(7, columns + apart, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, x + apart, NIB_BLOCK * 2);
-        prefetch_tile(x + apart);
-        prefetch_tile(columns + apart);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+    for (int64_t v = 0; v < nib_round_up(part->count, NIB_PANEL_COLUMNS); v += VL) {
+        const int64_t lines = nib_max(0, nib_min(VL, part->count - v));
+        uint8_t *const to = panels + (v / NIB_PANEL_COLUMNS * 2 * part->blocks + v / VL % 2) * TILE_BYTES;
+        pack_columns_amx(b, part->first + (lines ? v : 0), lines, part->start, part->blocks, to);
     }
-    _tile_stored(0, out, NIB_PANEL_COLUMNS * 4);
-    _tile_stored(1, out + 16, NIB_PANEL_COLUMNS * 4);
-    _tile_stored(2, out + TILE_ROWS * NIB_PANEL_COLUMNS, NIB_PANEL_COLUMNS * 4);
-    _tile_stored(3, out + TILE_ROWS * NIB_PANEL_COLUMNS + 16, NIB_PANEL_COLUMNS * 4);
+}
+
+/* The outputs of sixteen rows of a panel, or of those that are there. */
+static void store_panel(const struct nib_product *p, int64_t row, int64_t rows, int64_t first, int64_t count,
+                        const struct product_tile *tiles)
+{
+    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
+    load_factors_vnni(p, row, first, count, factor, bias);
+    for (int64_t i = 0; i < rows; i += NIB_GROUP_ROWS)
+        store_tile_vnni(p, row + i, (int)nib_min(NIB_GROUP_ROWS, rows - i), first, count, &tiles[i / NIB_GROUP_ROWS],
+                        factor, bias);
+}
+
+/* All rows by a part of k. Rows are the outer loop: columns come from the second-level cache in any case, and rows that are
+ * there too serve all of them. Each task begins at other rows, so that threads do not all ask for the same new pages of y
+ * at once. */
+AMX_SLOT void multiply_part(const struct nib_product *p, struct nib_row_range range, const uint8_t *packed,
+                            const struct tiles_part *part, struct product_tile *kept)
+{
+    enum { TILES = TILE_ROWS / NIB_GROUP_ROWS, PANELS = NIB_TILES_COLUMNS / NIB_PANEL_COLUMNS };
+    const int64_t all = nib_ceil_div(p->a.length, NIB_BLOCK), sixteens = nib_ceil_div(range.count, TILE_ROWS);
+    const int64_t turn = part->first / part->count;
+    struct product_tile own[TILES];
+    for (int64_t i = 0; i < sixteens; i++) {
+        const int64_t at = (i + turn) % sixteens, rows = nib_min(TILE_ROWS, range.count - at * TILE_ROWS);
+        const uint8_t *const x = packed + (at * all + part->start) * TILE_BYTES;
+        const uint8_t *const next = packed + ((at + 1) % sixteens * all + part->start) * TILE_BYTES;
+        for (int64_t v = 0; v * NIB_PANEL_COLUMNS < part->count; v++) {
+            struct product_tile *const tiles = kept ? kept + (at * PANELS + v) * TILES : own;
+            multiply_two_tiles(x, part->panels + v * 2 * part->blocks * TILE_BYTES,
+                               next + v * part->blocks * TILE_BYTES / PANELS, part->blocks, part->start != 0,
+                               tiles[0].acc[0]);
+            if (part->start + part->blocks == all)
+                store_panel(p, range.first + at * TILE_ROWS, rows, part->first + v * NIB_PANEL_COLUMNS,
+                            nib_min(NIB_PANEL_COLUMNS, part->count - v * NIB_PANEL_COLUMNS), tiles);
+        }
+    }
 }
 
 AMX_SLOT void multiply_tiles(const struct nib_product *p, struct nib_row_range range, const void *packed, int64_t first,
                              int64_t count, void *scratch)
 {
-    const int64_t blocks = nib_ceil_div(p->a.length, NIB_BLOCK), apart = blocks * TILE_BYTES;
-    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
-    struct product_tile tiles[AMX_ROWS / NIB_GROUP_ROWS];
-    uint8_t *const columns = scratch;
-    for (int v = 0; v < 2; v++) {
-        const int64_t lines = nib_max(0, nib_min(VL, count - v * VL));
-        pack_columns_amx(&p->b, first + (lines ? v * VL : 0), lines, columns + v * apart);
-    }
-    load_factors_vnni(p, range.first, first, count, factor, bias);
+    const int64_t all = nib_ceil_div(p->a.length, NIB_BLOCK), most = NIB_TILES_K / NIB_BLOCK;
+    uint8_t *const panels = scratch;
+    struct product_tile *const kept = all > most ? (void *)(panels + NIB_TILES_COLUMNS * NIB_TILES_K * 2) : NULL;
     configure_tiles();
-    for (int64_t row = 0; row < range.count; row += AMX_ROWS) {
-        multiply_two_tiles((const uint8_t *)packed + row / TILE_ROWS * apart, columns, apart, blocks, tiles[0].acc[0]);
-        for (int64_t i = 0; i < AMX_ROWS && row + i < range.count; i += NIB_GROUP_ROWS)
-            store_tile_vnni(p, range.first + row + i, (int)nib_min(NIB_GROUP_ROWS, range.count - row - i), first, count,
-                            &tiles[i / NIB_GROUP_ROWS], factor, bias);
+    for (int64_t start = 0; start < all; start += most) {
+        const struct tiles_part part = { start, nib_min(most, all - start), first, count, panels };
+        pack_panels(&p->b, &part, panels);
+        multiply_part(p, range, packed, &part, kept);
     }
     _tile_release();
 }
