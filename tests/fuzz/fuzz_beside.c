@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_beside.c - any bytes as a file that lies beside weights, by the first byte: amaxes of activations, the scales of a
- * fold, what a run that was stopped left (its state, a note of its scan, its output), and tokens and templates in files of
- * their own. Rejected with a message, or the plan, the comparison or the run is one: a run that was resumed has the
+ * fuzz_beside.c - any bytes as a file that lies beside weights, by the first byte: amaxes of activations, scales of a
+ * fold, what a run that was stopped left (its state, a note of its scan, its output), and tokens and templates in files
+ * of their own. Rejected with a message, or the plan, the comparison or the run is one: a run that was resumed has the
  * bytes of one that was not, unless a note of the same file told it other amaxes.
  */
 #define _GNU_SOURCE
