@@ -58,7 +58,7 @@ void nib_code_block(const struct nib_side *side, int64_t line, int64_t first, in
     }
     for (int i = 0; i < NIB_BLOCK && n < NIB_BLOCK; i++)
         q[i] = i < n ? doubled[codes[i / 2] >> 4 * (i % 2) & 15] : 0;
-    *factor = quarter_scale(side, line, first / NIB_BLOCK);
+    *factor = 0.25f * nib_f32_from_e4m3(*nib_side_scales(side, line, first / NIB_BLOCK));
 }
 
 void nib_pack_block_rows(const struct nib_product *p, struct nib_row_range range, int64_t row, void *packed)

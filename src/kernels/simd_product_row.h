@@ -22,13 +22,16 @@ enum { ROW_WORDS_K = VL * 8 };
 #endif
 
 /* A block's values and their factor; the other planes hold what a byte does not. */
-static void PRODUCT(pack_row_block)(const int32_t q[NIB_BLOCK], float factor, int block, int8_t *record, int planes)
+PRODUCT_SIMD void PRODUCT(pack_row_block)(const int32_t q[NIB_BLOCK], float factor, int block, int8_t *record,
+                                          const int planes)
 {
     int32_t *const corrections = (int32_t *)(void *)(record + planes * ROW_WORDS_K);
     float *const factors = (float *)(void *)(corrections + VL);
     int8_t *const even = record + block * 8, *const odd = even + VL * 4;
+    int32_t sums[2] = { 0, 0 }; /* of the block's two words */
     factors[block] = 256 * factor;
-    for (int i = 0; i < NIB_BLOCK / 2; i++) {
+    UNROLL for (int i = 0; i < NIB_BLOCK / 2; i++)
+    {
         const int high[2] = { planes == 2 ? nib_high_byte(q[2 * i]) : 0,
                               planes == 2 ? nib_high_byte(q[2 * i + 1]) : 0 };
         even[i] = (int8_t)(q[2 * i] - 256 * high[0]);
@@ -37,27 +40,38 @@ static void PRODUCT(pack_row_block)(const int32_t q[NIB_BLOCK], float factor, in
             even[ROW_WORDS_K + i] = (int8_t)high[0];
             odd[ROW_WORDS_K + i] = (int8_t)high[1];
         }
-        corrections[2 * block + i / 4] -= NIB_WEIGHT_BIAS * (q[2 * i] + q[2 * i + 1]);
+        sums[i / 4] += q[2 * i] + q[2 * i + 1];
+    }
+    corrections[2 * block] = -NIB_WEIGHT_BIAS * sums[0];
+    corrections[2 * block + 1] = -NIB_WEIGHT_BIAS * sums[1];
+}
+
+PRODUCT_SIMD void PRODUCT(pack_one_row)(const struct nib_side *a, int64_t line, int8_t *to, const int planes)
+{
+    const int64_t blocks = nib_ceil_div(a->length, NIB_BLOCK);
+    for (int64_t b = 0; b < blocks; b++) {
+        int32_t q[NIB_BLOCK];
+        float factor;
+        if (planes == 2)
+            nib_fixed_block(a, line, b * NIB_BLOCK, q, &factor);
+        else
+            nib_code_block(a, line, b * NIB_BLOCK, q, &factor);
+        PRODUCT(pack_row_block)
+        (q, factor, (int)(b % ROW_BLOCKS), to + b / ROW_BLOCKS * ROW_RECORD(planes), planes);
     }
 }
 
-static void PRODUCT(pack_row)(const struct nib_product *p, struct nib_row_range range, int64_t row, void *packed)
+PRODUCT_SLOT void PRODUCT(pack_row)(const struct nib_product *p, struct nib_row_range range, int64_t row, void *packed)
 {
     const int planes = p->kind == NIB_PRODUCT_FIXED ? 2 : 1;
     const int64_t blocks = nib_ceil_div(p->a.length, NIB_BLOCK), records = nib_ceil_div(blocks, ROW_BLOCKS);
     for (int64_t r = row; r < nib_min(row + NIB_PACKED_ROWS, range.count); r++) {
         int8_t *const to = (int8_t *)packed + r * records * ROW_RECORD(planes);
         memset(to, 0, (size_t)(records * ROW_RECORD(planes)));
-        for (int64_t b = 0; b < blocks; b++) {
-            int32_t q[NIB_BLOCK];
-            float factor;
-            if (planes == 2)
-                nib_fixed_block(&p->a, range.first + r, b * NIB_BLOCK, q, &factor);
-            else
-                nib_code_block(&p->a, range.first + r, b * NIB_BLOCK, q, &factor);
-            PRODUCT(pack_row_block)
-            (q, factor, (int)(b % ROW_BLOCKS), to + b / ROW_BLOCKS * ROW_RECORD(planes), planes);
-        }
+        if (planes == 2)
+            PRODUCT(pack_one_row)(&p->a, range.first + r, to, 2);
+        else
+            PRODUCT(pack_one_row)(&p->a, range.first + r, to, 1);
     }
 }
 
