@@ -40,6 +40,22 @@ lines = [" ".join(line.split()) for line in open(sys.argv[2], errors="replace") 
 assert shares and len(lines) == len(shares), (len(lines), len(shares))
 assert all(share in line for share, line in zip(shares, lines)), list(zip(shares, lines))[:3]
 EOP
+"$NIB" compare --json "$work/in" "$work/q" >"$work/compared.json" 2>"$work/err" && "$NIB" compare "$work/in" "$work/q" >"$work/compared" 2>"$work/err" || fail "compare"
+python3 - "$work/compared.json" "$work/compared" <<'EOP' || fail "the table of nib compare is not its report"
+import json, sys
+worst = json.load(open(sys.argv[1]))["worst"]
+lines = [line.split() for line in open(sys.argv[2], errors="replace")][1:]
+rows = [["%.2f" % w["sqnr_db"], "%.5f" % w["relative_l2"], "%.5g" % w["max_error"], "%.2f%%" % (100 * w["zeroed"] / w["elements"]),
+         "%.3f%%" % (100 * w["clipped"] / w["elements"]), "%.2f%%" % (100 * w["underflowed_blocks"] / w["blocks"])] for w in worst]
+assert rows and [line[:6] for line in lines[:len(rows)]] == rows, (lines[:2], rows[:2])
+EOP
+"$NIB" compare "$work/q" "$work/q" >"$work/compared" 2>"$work/err" || fail "compare"
+grep -q same "$work/compared" || fail "what is the same is not called so: $(cat "$work/compared")"
+# A report that cannot be put in its place leaves nothing.
+mkdir "$work/page.html"
+"$NIB" compare -q --report "$work/page.html" "$work/in" "$work/q" >"$work/out" 2>"$work/err" && fail "a report over a directory"
+grep -q "cannot write the report .*page.html: Is a directory" "$work/err" || fail "a report over a directory: $(cat "$work/err")"
+[ "$(find "$work" -name 'page.html?*')" = "" ] || fail "what was to be the report is left"
 
 # A path that is not UTF-8, scales that are not finite, a finding, a weight that cannot be read.
 cp -r "$work/k" "$work/b"$'\xff\x01'"d"
