@@ -40,7 +40,7 @@ static bool counting;
 static int n_calls, fault_at = -1; /* the call that the fault happens to */
 static enum fault fault;
 static uint8_t calls[MOST_CALLS];
-static bool unsaved; /* the close that failed was that of a file for writing */
+static char unsaved[512]; /* the file for writing whose close failed */
 
 /* Counts a call below the test's directory; true: it is to fail. */
 static bool happens(enum call call)
@@ -103,7 +103,13 @@ int __wrap_close(int fd)
 {
     const bool fails = happens(CLOSE);
     const int error = errno;
-    unsaved |= fails && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDONLY;
+    struct stat facts; /* nobody misses what is in a file without a name, such as a lock that was removed */
+    if (fails && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDONLY && __real_fstat(fd, &facts) == 0 && facts.st_nlink) {
+        char link[32];
+        snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+        const ssize_t length = readlink(link, unsaved, sizeof unsaved - 1);
+        unsaved[length < 0 ? 0 : length] = '\0';
+    }
     const int result = __real_close(fd);
     errno = fails ? error : errno;
     return fails ? -1 : result;
@@ -207,7 +213,7 @@ static nib_status run_with(enum kind kind, bool other, const nib_run_options *op
     fault_at = n;
     fault = what;
     n_calls = 0;
-    unsaved = false;
+    *unsaved = '\0';
     counting = true;
     const nib_status status = make(kind, other, outputs[kind].out, options);
     counting = false;
@@ -245,7 +251,7 @@ static void check_fault(enum kind kind, enum before before, int stop, int n, enu
     CHECK_THAT(entries("/proc/self/fd") == open_before, "%s: a descriptor stays open", where);
     const uint64_t state = output_state(outputs[kind].out, &partial);
     if (!status) {
-        CHECK_THAT(!unsaved, "%s: what is written may be lost, and nobody hears of it", where);
+        CHECK_THAT(!*unsaved, "%s: what is written to %s may be lost, and nobody hears of it", where, unsaved);
         CHECK_THAT(state == whole && !partial, "%s: it says that all is well, and it is not", where);
         return;
     }
