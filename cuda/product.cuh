@@ -437,21 +437,19 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int WARPS, int RESIDENT> stru
     }
 };
 
-/* What is fastest on an H200. Few lines leave processors idle unless more warps divide k. A row more costs time of the
- * cache: from the fifth on a warp takes two sixteens of lines, where there are so many. Rows of F32 are three of BF16,
- * and their registers do for one. */
+/* What is fastest on an H200. Few lines leave processors idle unless more warps divide k; many are best left to thread
+ * blocks of few warps, of which more are at work while one begins or ends. A row more costs time of the cache: from the
+ * sixth on a warp takes two sixteens of lines. Rows of F32 are three of BF16, and their registers do for one. */
 template <nib_dtype D, int MT, class Run> static void choose_whole(const nib_cuda_few_rows &job, Run &run)
 {
     if constexpr (D == NIB_F32)
         run.template operator()<few_rows<D, MT, true, 1, 8, 2>>(job);
     else if (!job.many_lines)
-        run.template operator()<few_rows<D, MT, true, 1, 16, MT == 1 ? 2 : 1>>(job);
-    else if constexpr (MT > 1)
-        run.template operator()<few_rows<D, MT, true, 2, 16 / MT, 2>>(job);
-    else if (job.rows > 4)
-        run.template operator()<few_rows<D, MT, true, 2, 4, 4>>(job);
-    else
-        run.template operator()<few_rows<D, MT, true, 1, 8, 4>>(job);
+        run.template operator()<few_rows<D, MT, true, MT == 4 ? 2 : 1, MT == 1 ? 16 : 8, MT == 4 ? 1 : 2>>(job);
+    else if (MT > 1 || job.rows > 5)
+        run.template operator()<few_rows<D, MT, true, 2, 4, MT == 4 ? 2 : 4>>(job);
+    else if constexpr (MT == 1)
+        run.template operator()<few_rows<D, MT, true, 1, 4, 8>>(job);
 }
 
 template <nib_dtype D, class Run> static void choose(const nib_cuda_few_rows &job, Run &run)
