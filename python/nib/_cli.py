@@ -42,6 +42,8 @@ class Command:
             self.fail(f"--device {name}: PyTorch has no such device")
         if found.type == "cuda" and not torch.cuda.is_available():
             self.fail(f"--device {name}: there is no GPU that PyTorch can use")
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            self.fail(f"--device {name}: the last GPU is cuda:{torch.cuda.device_count() - 1}")
         return found
 
 

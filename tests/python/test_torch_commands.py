@@ -97,6 +97,14 @@ def test_evaluate_rejects(place, capsys, arguments, message):
     assert error.startswith("nib: evaluate: ") and message in error
 
 
+def test_gpus_are_counted(place, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        generate.main([str(place / "nvfp4"), "w1", "--device", "cuda:2"])
+    assert capsys.readouterr().err == "nib: generate: --device cuda:2: the last GPU is cuda:1\n"
+
+
 def test_generate(place, capsys, monkeypatch):
     directory = str(place / "nvfp4")
 
