@@ -158,7 +158,7 @@ enum { NIB_PANEL_COLUMNS = 32, NIB_PACKED_ROWS = 32 };
 
 /* Columns that are packed for tiles at a time, so that rows which come from far away serve many, and how much of k: what the
  * second-level cache holds beside the rows. */
-enum { NIB_TILES_COLUMNS = 128, NIB_TILES_K = 4096 };
+enum { NIB_TILES_COLUMNS = 64, NIB_TILES_K = 4096 };
 
 /* Slots: the kinds of product, and what is faster where its conditions hold. */
 enum {

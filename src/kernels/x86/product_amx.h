@@ -10,7 +10,7 @@
 #define AMX_SIMD __attribute__((AMX_TARGET, always_inline)) static inline
 #define AMX_SLOT __attribute__((AMX_TARGET)) static
 
-enum { TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * NIB_BLOCK * 2 };
+enum { TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * NIB_BLOCK * 2, TASK_PANELS = NIB_TILES_COLUMNS / NIB_PANEL_COLUMNS };
 
 /* ---- Packing ---- */
 
@@ -121,12 +121,12 @@ struct tile_config {
     uint8_t rows[16];
 };
 
-/* Accumulators 0 and 1, rows 2, columns 3 and 4. With four accumulators a tile would be loaded less often, but two threads
- * of a core then have no registers left to load the next ones into: half the speed, measured. */
+/* Accumulators 0 and 1, rows 2, columns 3. With four accumulators a tile would be loaded less often, but two threads of a
+ * core then have no registers left to load the next ones into: half the speed, measured. */
 AMX_SIMD void configure_tiles(void)
 {
     struct tile_config config = { .palette = 1 };
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 4; i++) {
         config.bytes[i] = i == 2 ? NIB_BLOCK * 2 : 64;
         config.rows[i] = i < 3 ? TILE_ROWS : NIB_BLOCK / 2;
     }
@@ -142,12 +142,12 @@ struct tiles_part {
     const uint8_t *panels;
 };
 
-/* Sixteen rows by thirty-two columns, added to what `acc` has where k goes on. A quarter of the rows that come next is
- * brought nearer, since four panels are what they are needed for. */
+/* Sixteen rows by thirty-two columns, added to what `acc` has where k goes on. Of the rows that come next each panel of
+ * a task brings its part nearer. */
 AMX_SLOT void multiply_two_tiles(const uint8_t *x, const uint8_t *columns, const uint8_t *next, int64_t blocks,
                                  bool goes_on, float *acc)
 {
-    enum { AHEAD = 4, STRIDE = NIB_PANEL_COLUMNS * 4 };
+    enum { AHEAD = 4, STRIDE = NIB_PANEL_COLUMNS * 4, NEXT = TILE_BYTES / TASK_PANELS };
     if (goes_on) {
         _tile_loadd(0, acc, STRIDE);
         _tile_loadd(1, acc + 16, STRIDE);
@@ -155,18 +155,17 @@ AMX_SLOT void multiply_two_tiles(const uint8_t *x, const uint8_t *columns, const
         _tile_zero(0);
         _tile_zero(1);
     }
-    for (int64_t b = 0; b < blocks; b++, x += TILE_BYTES, columns += 2 * TILE_BYTES, next += TILE_BYTES / 4) {
+    for (int64_t b = 0; b < blocks; b++, x += TILE_BYTES, columns += 2 * TILE_BYTES, next += NEXT) {
         _tile_loadd(2, x, NIB_BLOCK * 2);
         _tile_loadd(3, columns, 64);
         _tile_dpbf16ps(0, 2, 3);
         UNROLL for (int i = 0; i < TILE_BYTES; i += 64)
             _mm_prefetch((const char *)x + AHEAD * TILE_BYTES + i, _MM_HINT_T0);
-        _tile_loadd(4, columns + TILE_BYTES, 64);
-        _tile_dpbf16ps(1, 2, 4);
+        _tile_loadd(3, columns + TILE_BYTES, 64);
+        _tile_dpbf16ps(1, 2, 3);
         UNROLL for (int i = 0; i < 2 * TILE_BYTES; i += 64)
             _mm_prefetch((const char *)columns + AHEAD * 2 * TILE_BYTES + i, _MM_HINT_T0);
-        _mm_prefetch((const char *)next, _MM_HINT_T1);
-        _mm_prefetch((const char *)next + 64, _MM_HINT_T1);
+        UNROLL for (int i = 0; i < NEXT; i += 64) _mm_prefetch((const char *)next + i, _MM_HINT_T1);
     }
     _tile_stored(0, acc, STRIDE);
     _tile_stored(1, acc + 16, STRIDE);
@@ -198,7 +197,7 @@ static void store_panel(const struct nib_product *p, int64_t row, int64_t rows, 
 AMX_SLOT void multiply_part(const struct nib_product *p, struct nib_row_range range, const uint8_t *packed,
                             const struct tiles_part *part, struct product_tile *kept)
 {
-    enum { TILES = TILE_ROWS / NIB_GROUP_ROWS, PANELS = NIB_TILES_COLUMNS / NIB_PANEL_COLUMNS };
+    enum { TILES = TILE_ROWS / NIB_GROUP_ROWS };
     const int64_t all = nib_ceil_div(p->a.length, NIB_BLOCK), sixteens = nib_ceil_div(range.count, TILE_ROWS);
     const int64_t turn = part->first / part->count;
     struct product_tile own[TILES];
@@ -207,9 +206,9 @@ AMX_SLOT void multiply_part(const struct nib_product *p, struct nib_row_range ra
         const uint8_t *const x = packed + (at * all + part->start) * TILE_BYTES;
         const uint8_t *const next = packed + ((at + 1) % sixteens * all + part->start) * TILE_BYTES;
         for (int64_t v = 0; v * NIB_PANEL_COLUMNS < part->count; v++) {
-            struct product_tile *const tiles = kept ? kept + (at * PANELS + v) * TILES : own;
+            struct product_tile *const tiles = kept ? kept + (at * TASK_PANELS + v) * TILES : own;
             multiply_two_tiles(x, part->panels + v * 2 * part->blocks * TILE_BYTES,
-                               next + v * part->blocks * TILE_BYTES / PANELS, part->blocks, part->start != 0,
+                               next + v * part->blocks * TILE_BYTES / TASK_PANELS, part->blocks, part->start != 0,
                                tiles[0].acc[0]);
             if (part->start + part->blocks == all)
                 store_panel(p, range.first + at * TILE_ROWS, rows, part->first + v * NIB_PANEL_COLUMNS,
