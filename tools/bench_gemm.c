@@ -124,18 +124,6 @@ static double fma_peak(bool quick)
     return loop ? 2.0 * PEAK_CHAINS * PEAK_STEPS * lanes / time_of(loop, out, 1, quick) : 0;
 }
 
-struct reading {
-    char *memory;
-    int64_t bytes;
-    int threads;
-};
-
-static void read_all(void *context)
-{
-    const struct reading *r = context;
-    bench_run_stream(BENCH_READ, r->memory, NULL, r->bytes, r->threads);
-}
-
 /* ---- Products ---- */
 
 /* Weights that are multiplied in turn, so many that no cache holds them. */
@@ -144,6 +132,23 @@ struct weights {
     int n;
     int64_t bytes; /* of each: codes and scales */
 };
+
+/* Reading them, as often and in as large parts as a product does: what is left of them in a cache of hundreds of megabytes
+ * is then the same for both. */
+struct reading {
+    const struct weights *weights;
+    int turn, threads;
+    int64_t bytes; /* of codes: what a turn reads */
+};
+
+static void read_codes(void *context)
+{
+    struct reading *const r = context;
+    nib_buffer *const codes = nib_tensor_buffer(r->weights->tensors[r->turn], NIB_ROW_DATA);
+    r->bytes = (int64_t)nib_buffer_bytes(codes);
+    bench_run_stream(BENCH_READ, nib_buffer_data(codes), NULL, r->bytes, r->threads);
+    r->turn = (r->turn + 1) % r->weights->n;
+}
 
 static uint64_t next_random(uint64_t *state)
 {
@@ -198,7 +203,6 @@ struct gemm_bench {
     nib_tensor *codes; /* [GEMM_ROWS, cols]: its first rows are a view */
     float *values, *y;
     nib_device *hosts[2]; /* one thread, and all */
-    struct reading reading;
 };
 
 /* Rows of activations by all weights, on one thread or on all. */
@@ -218,14 +222,14 @@ static nib_status measure(struct gemm_bench *b, bool plain, int64_t rows, int al
     call.x = plain ? (nib_operand){ NULL, &values, NIB_ROWWISE } : (nib_operand){ codes, NULL, NIB_ROWWISE };
     call.y.device = b->hosts[all];
     const int threads = all ? o->threads : 1;
-    struct timed timed[2] = { { multiply, &call, 0 }, { read_all, &b->reading, 0 } };
+    struct reading reading = { .weights = &b->weights, .turn = b->weights.n / 2, .threads = threads };
+    struct timed timed[2] = { { multiply, &call, 0 }, { read_codes, &reading, 0 } };
     const bool with_reading = rows == 1 && !plain; /* what memory gives is what such a product is compared with */
     bench_bind(threads);
-    b->reading.threads = threads;
     time_in_turn(timed, with_reading ? 2 : 1, threads, o->quick);
     const double time = timed[0].seconds;
     if (with_reading)
-        b->report->read[all] = (double)b->reading.bytes / timed[1].seconds;
+        b->report->read[all] = (double)reading.bytes / timed[1].seconds;
     nib_tensor_destroy(codes);
     if (call.status)
         return call.status;
@@ -242,7 +246,7 @@ static nib_status measure(struct gemm_bench *b, bool plain, int64_t rows, int al
 static nib_status prepare(struct gemm_bench *b)
 {
     const struct bench_gemm_options *o = b->options;
-    const int64_t enough = o->quick ? 1 << 20 : (int64_t)512 << 20;
+    const int64_t enough = o->quick ? 1 << 20 : (int64_t)1 << 30;
     uint64_t state = 88172645463325252u;
     nib_status status = random_tensor(BENCH_GEMM_MOST_ROWS, o->cols, &state, &b->codes);
     b->weights.bytes = o->rows * o->cols / 2 + o->rows * o->cols / 16;
@@ -250,18 +254,14 @@ static nib_status prepare(struct gemm_bench *b)
     b->weights.tensors = calloc((size_t)n, sizeof *b->weights.tensors);
     b->values = malloc((size_t)(BENCH_GEMM_MOST_ROWS * o->cols) * sizeof *b->values);
     b->y = calloc((size_t)(BENCH_GEMM_MOST_ROWS * o->rows), sizeof *b->y);
-    b->reading.bytes = o->quick ? 1 << 22 : (int64_t)256 << 20;
-    b->reading.memory = bench_allocate(b->reading.bytes);
-    if (!status && (!b->weights.tensors || !b->values || !b->y || !b->reading.memory))
+    if (!status && (!b->weights.tensors || !b->values || !b->y))
         status = nib_set_error(NIB_ERR_MEMORY, "no memory for the operands of products");
     for (; !status && b->weights.n < n; b->weights.n += !status)
         status = random_tensor(o->rows, o->cols, &state, &b->weights.tensors[b->weights.n]);
     for (int64_t i = 0; !status && i < BENCH_GEMM_MOST_ROWS * o->cols; i++)
         b->values[i] = (float)(int32_t)next_random(&state) * 0x1p-31f;
-    if (!status) {
-        memset(b->reading.memory, 0x5A, (size_t)b->reading.bytes);
+    if (!status)
         status = nib_host_create(1, &b->hosts[0]);
-    }
     if (!status)
         status = nib_host_create(o->threads, &b->hosts[1]);
     return status;
@@ -275,7 +275,6 @@ static void clean(struct gemm_bench *b)
     nib_device_release(b->hosts[0]);
     nib_device_release(b->hosts[1]);
     free(b->weights.tensors);
-    free(b->reading.memory);
     free(b->values);
     free(b->y);
 }
