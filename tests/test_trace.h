@@ -250,11 +250,12 @@ static int trace_sync(struct trace_tree *disk, const struct trace_step **pending
     return left;
 }
 
-/* Every state after each step from `first` on. Returns what is on disk for certain in the end. */
+/* Every state after each step from `first` on, and subsets that are drawn, with NIB_CAMPAIGN 1,000 of them. Returns what is on disk for certain in the end. */
 static struct trace_tree trace_cuts(int first, void (*check)(void *context, const struct trace_tree *tree, int step),
                                     void *context)
 {
     static const struct trace_step *pending[TRACE_STEPS];
+    const int subsets = getenv("NIB_CAMPAIGN") ? 1000 : 4;
     struct trace_tree disk = trace_before, tree;
     int n = 0;
     memset(trace_unsynced, 0, sizeof trace_unsynced);
@@ -266,10 +267,11 @@ static struct trace_tree trace_cuts(int first, void (*check)(void *context, cons
             pending[n++] = step;
         if (step->kind == TRACE_WRITE || step->kind == TRACE_MAKE || step->kind == TRACE_SYNC)
             trace_unsynced[step->file] = step->kind != TRACE_SYNC;
-        for (int choice = 0; i >= first && choice < 2 + 3 * n; choice++) {
+        const int chosen = 2 + 3 * n; /* of up to three changes these are all */
+        for (int choice = 0; i >= first && choice < chosen + (n > 3 ? subsets : 0); choice++) {
             tree = disk;
             for (int j = 0; j < n; j++)
-                if (trace_survives(choice, j))
+                if (choice < chosen ? trace_survives(choice, j) : test_below(2))
                     trace_apply(&tree, pending[j]);
             check(context, &tree, i);
         }
