@@ -188,13 +188,15 @@ TEST(many_rows)
                 c = operand_of(&q, NIB_ROWWISE, 2, 20), d = operand_of(&q, NIB_COLUMNWISE, 70, 1030),
                 e = operand_of(&q, NIB_ROWWISE, 1, 1030), f = operand_of(&q, NIB_ROWWISE, 35, 4130),
                 g = operand_of(&q, NIB_ROWWISE, 400, 4130), h = operand_of(&q, NIB_ROWWISE, 530, 4130),
-                i = operand_of(&q, NIB_ROWWISE, 3, 4130);
+                i = operand_of(&q, NIB_ROWWISE, 3, 4130), j = operand_of(&q, NIB_ROWWISE, 1030, 16);
     check_bits("many rows", &a, &b, NULL, NIB_F32);
     check_bits("many columns", &c, &a, NULL, NIB_F32);
     check_bits("long lines", &d, &d, NULL, NIB_F32);
     check_bits("a long line", &e, &d, NULL, NIB_F32);
     check_bits("more of k than is packed at a time", &f, &g, NULL, NIB_BF16);
     check_bits("more rows than are packed at a time", &h, &i, NULL, NIB_F32);
+    check_bits("many pages of y", &j, &j, NULL, NIB_BF16);
+    discard(&j);
     discard(&a), discard(&b), discard(&c), discard(&d), discard(&e), discard(&f), discard(&g), discard(&h), discard(&i);
 }
 

@@ -35,40 +35,22 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-struct timed {
-    void (*call)(void *context);
-    void *context;
-    double seconds; /* the median */
-};
-
-/* The median times of calls that take turns, after one of each that does not count: what slows the machine down for a
- * while then slows down all of them. */
-static void time_in_turn(struct timed *calls, int n, int threads, bool quick)
-{
-    enum { MOST_CALLS = 2, MOST = 200 };
-    double times[MOST_CALLS][MOST];
-    const double enough = quick ? 0.01 : 0.4;
-    int rounds = 0;
-    for (int i = 0; i < n; i++)
-        calls[i].call(calls[i].context);
-    for (double spent = 0; rounds < MOST && (spent < n * enough || rounds < 3); rounds++)
-        for (int i = 0; i < n; i++) {
-            const double start = seconds(clock_for(threads));
-            calls[i].call(calls[i].context);
-            times[i][rounds] = seconds(clock_for(threads)) - start;
-            spent += times[i][rounds];
-        }
-    for (int i = 0; i < n; i++) {
-        qsort(times[i], (size_t)rounds, sizeof *times[i], by_value);
-        calls[i].seconds = times[i][rounds / 2];
-    }
-}
-
+/* The median time of a call, after one that does not count. */
 static double time_of(void (*call)(void *context), void *context, int threads, bool quick)
 {
-    struct timed timed = { call, context, 0 };
-    time_in_turn(&timed, 1, threads, quick);
-    return timed.seconds;
+    enum { MOST = 200 };
+    double times[MOST];
+    const double enough = quick ? 0.01 : 0.4;
+    int n = 0;
+    call(context);
+    for (double spent = 0; n < MOST && (spent < enough || n < 3); n++) {
+        const double start = seconds(clock_for(threads));
+        call(context);
+        times[n] = seconds(clock_for(threads)) - start;
+        spent += times[n];
+    }
+    qsort(times, (size_t)n, sizeof *times, by_value);
+    return times[n / 2];
 }
 
 /* ---- What the machine can do ---- */
@@ -124,6 +106,18 @@ static double fma_peak(bool quick)
     return loop ? 2.0 * PEAK_CHAINS * PEAK_STEPS * lanes / time_of(loop, out, 1, quick) : 0;
 }
 
+struct reading {
+    char *memory;
+    int64_t bytes;
+    int threads;
+};
+
+static void read_all(void *context)
+{
+    const struct reading *r = context;
+    bench_run_stream(BENCH_READ, r->memory, NULL, r->bytes, r->threads);
+}
+
 /* ---- Products ---- */
 
 /* Weights that are multiplied in turn, so many that no cache holds them. */
@@ -132,23 +126,6 @@ struct weights {
     int n;
     int64_t bytes; /* of each: codes and scales */
 };
-
-/* Reading them, as often and in as large parts as a product does: what is left of them in a cache of hundreds of megabytes
- * is then the same for both. */
-struct reading {
-    const struct weights *weights;
-    int turn, threads;
-    int64_t bytes; /* of codes: what a turn reads */
-};
-
-static void read_codes(void *context)
-{
-    struct reading *const r = context;
-    nib_buffer *const codes = nib_tensor_buffer(r->weights->tensors[r->turn], NIB_ROW_DATA);
-    r->bytes = (int64_t)nib_buffer_bytes(codes);
-    bench_run_stream(BENCH_READ, nib_buffer_data(codes), NULL, r->bytes, r->threads);
-    r->turn = (r->turn + 1) % r->weights->n;
-}
 
 static uint64_t next_random(uint64_t *state)
 {
@@ -222,14 +199,8 @@ static nib_status measure(struct gemm_bench *b, bool plain, int64_t rows, int al
     call.x = plain ? (nib_operand){ NULL, &values, NIB_ROWWISE } : (nib_operand){ codes, NULL, NIB_ROWWISE };
     call.y.device = b->hosts[all];
     const int threads = all ? o->threads : 1;
-    struct reading reading = { .weights = &b->weights, .turn = b->weights.n / 2, .threads = threads };
-    struct timed timed[2] = { { multiply, &call, 0 }, { read_codes, &reading, 0 } };
-    const bool with_reading = rows == 1 && !plain; /* what memory gives is what such a product is compared with */
     bench_bind(threads);
-    time_in_turn(timed, with_reading ? 2 : 1, threads, o->quick);
-    const double time = timed[0].seconds;
-    if (with_reading)
-        b->report->read[all] = (double)reading.bytes / timed[1].seconds;
+    const double time = time_of(multiply, &call, threads, o->quick);
     nib_tensor_destroy(codes);
     if (call.status)
         return call.status;
@@ -279,20 +250,37 @@ static void clean(struct gemm_bench *b)
     free(b->y);
 }
 
+static nib_status measure_machine(struct gemm_bench *b)
+{
+    const struct bench_gemm_options *o = b->options;
+    /* More than any cache holds: there are some of 300 MB. */
+    struct reading reading = { .bytes = o->quick ? 1 << 22 : (int64_t)1 << 30, .threads = 1 };
+    reading.memory = bench_allocate(reading.bytes);
+    if (!reading.memory)
+        return nib_set_error(NIB_ERR_MEMORY, "no memory to read");
+    memset(reading.memory, 0x5A, (size_t)reading.bytes);
+    bench_bind(1);
+    b->report->fma = fma_peak(o->quick);
+    b->report->read[0] = (double)reading.bytes / time_of(read_all, &reading, 1, o->quick);
+    reading.threads = o->threads;
+    bench_bind(o->threads);
+    b->report->read[1] = (double)reading.bytes / time_of(read_all, &reading, o->threads, o->quick);
+    free(reading.memory);
+    return NIB_OK;
+}
+
 nib_status bench_gemm(const struct bench_gemm_options *options, struct bench_gemm_report *report)
 {
     static const int64_t rows[] = { 1, 4, 16, 64, BENCH_GEMM_MOST_ROWS };
     struct gemm_bench b = { .options = options, .report = report };
     *report = (struct bench_gemm_report){ .n = 0 };
-    nib_status status = prepare(&b);
-    bench_bind(1);
-    report->fma = fma_peak(options->quick);
+    nib_status status = measure_machine(&b);
+    if (!status)
+        status = prepare(&b);
     for (int all = 0; all < (options->threads > 1 ? 2 : 1); all++)
         for (int plain = 0; plain < 2; plain++)
             for (size_t i = 0; !status && i < sizeof rows / sizeof *rows; i++)
                 status = measure(&b, plain, rows[i], all);
-    if (options->threads == 1)
-        report->read[1] = report->read[0];
     clean(&b);
     return status;
 }
