@@ -128,7 +128,7 @@ static void try_scales(const uint8_t *bytes, size_t count)
     for (size_t i = 0; i < facts.weights; i++) {
         nib_weight w = { .bytes = sizeof w };
         nib_weight_stats stats = { .bytes = sizeof stats };
-        size_t other;
+        size_t other = 0;
         require(!nib_checkpoint_get_weight(c, i, &w) && !nib_checkpoint_find_weight(plain, w.name, &other), "a weight");
         require(known(nib_checkpoint_measure(plain, other, c, i, &job, &stats)), "measuring");
     }
