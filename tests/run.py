@@ -176,7 +176,7 @@ build.done = set()
 
 # Test programs share the processors: a team of threads that waits must not burn one.
 SHARED = {"OMP_WAIT_POLICY": "passive"}
-LONGEST = ("test_quantize_layouts", "test_environment", "test_devices_failures", "test_devices", "test_kernels", "test_publish")
+LONGEST = ("test_quantize_layouts", "test_environment", "test_devices_failures", "test_devices", "test_kernels", "test_publish", "test_power")
 
 
 def program_jobs(path, env=None):

@@ -18,6 +18,7 @@
 #include "test.h"
 
 enum { TRACE_STEPS = 4096, TRACE_NAMES = 1024, TRACE_NAME_BYTES = 96, TRACE_ENTRIES = 256, TRACE_FDS = 1024 };
+enum { TRACE_CHANGES = 4096 };
 
 /* MAKE: a file, whose data is not on disk even while it has none. */
 enum trace_kind { TRACE_WRITE, TRACE_SYNC, TRACE_MAKE, TRACE_MKDIR, TRACE_UNLINK, TRACE_RENAME };
@@ -34,6 +35,14 @@ struct trace_step {
     struct trace_place place, to;
 };
 
+/* What a call made of a file's data: bytes at an offset; without bytes, a size of `offset`, exactly or at least. */
+struct trace_change {
+    int step, file;
+    size_t offset, bytes;
+    char *data;
+    bool exact;
+};
+
 struct trace_tree {
     int n;
     struct trace_entry {
@@ -47,6 +56,10 @@ static struct trace_step trace_steps[TRACE_STEPS];
 static struct trace_tree trace_before, trace_now;
 static int trace_n_names, trace_n_steps, trace_n_files, trace_fds[TRACE_FDS];
 static bool trace_on;
+/* For a test that wants them: the changes of all writes. */
+static struct trace_change trace_changes[TRACE_CHANGES];
+static int trace_n_changes;
+static bool trace_keeps_data;
 static pthread_mutex_t trace_mutex = PTHREAD_MUTEX_INITIALIZER;
 /* Steps until one fails, and with trace_dead all that come after it, as if the process had been killed; -1: none. */
 static int trace_left = -1;
@@ -165,6 +178,16 @@ static void trace_step(struct trace_step step)
     trace_apply(&trace_now, &step);
 }
 
+static void trace_keep(struct trace_change change, const void *data)
+{
+    change.step = trace_n_steps - 1;
+    if (data) {
+        change.data = malloc(change.bytes ? change.bytes : 1);
+        memcpy(change.data, data, change.bytes);
+    }
+    trace_changes[trace_bounded(trace_n_changes++, TRACE_CHANGES, "writes")] = change;
+}
+
 /* Give what is there numbers, directories before what is in them. */
 static void trace_import(const char *path, int dir)
 {
@@ -190,6 +213,8 @@ static void trace_start(const char *root)
     snprintf(trace_root, sizeof trace_root, "%s", root);
     trace_n_names = trace_n_steps = trace_n_files = trace_now.n = 0;
     trace_failed = -1;
+    while (trace_n_changes)
+        free(trace_changes[--trace_n_changes].data);
     memset(trace_fds, -1, sizeof trace_fds);
     trace_import(root, 0);
     trace_before = trace_now;
@@ -251,8 +276,8 @@ static int trace_sync(struct trace_tree *disk, const struct trace_step **pending
 }
 
 /* Every state after each step from `first` on, and subsets that are drawn, with NIB_CAMPAIGN 1,000 of them. Returns what is on disk for certain in the end. */
-static struct trace_tree trace_cuts(int first, void (*check)(void *context, const struct trace_tree *tree, int step),
-                                    void *context)
+static inline struct trace_tree
+trace_cuts(int first, void (*check)(void *context, const struct trace_tree *tree, int step), void *context)
 {
     static const struct trace_step *pending[TRACE_STEPS];
     const int subsets = getenv("NIB_CAMPAIGN") ? 1000 : 4;
@@ -355,7 +380,7 @@ int __wrap_close(int fd)
 }
 
 /* One step that changes a file, or syncs it; false: it must fail. */
-static bool trace_touch(enum trace_kind kind, int fd)
+static bool trace_touch(enum trace_kind kind, int fd, struct trace_change change, const void *data)
 {
     pthread_mutex_lock(&trace_mutex);
     const int file = trace_on ? trace_fds[fd] : -1;
@@ -366,23 +391,33 @@ static bool trace_touch(enum trace_kind kind, int fd)
             place = trace_now.entries[i].place;
     if (file >= 0 && !fails)
         trace_step((struct trace_step){ kind, file, place, { -1, -1 } });
+    change.file = file;
+    if (file >= 0 && !fails && kind == TRACE_WRITE && trace_keeps_data)
+        trace_keep(change, data);
     pthread_mutex_unlock(&trace_mutex);
     return !fails;
 }
 
 ssize_t __wrap_pwrite(int fd, const void *data, size_t bytes, off_t offset)
 {
-    return trace_touch(TRACE_WRITE, fd) ? __real_pwrite(fd, data, bytes, offset) : -1;
+    const struct trace_change change = { .offset = (size_t)offset, .bytes = bytes };
+    return trace_touch(TRACE_WRITE, fd, change, data) ? __real_pwrite(fd, data, bytes, offset) : -1;
 }
 
 int __wrap_fallocate(int fd, int mode, off_t first, off_t bytes)
 {
-    return trace_touch(TRACE_WRITE, fd) ? __real_fallocate(fd, mode, first, bytes) : -1;
+    const struct trace_change change = { .offset = (size_t)(first + bytes) };
+    return trace_touch(TRACE_WRITE, fd, change, NULL) ? __real_fallocate(fd, mode, first, bytes) : -1;
 }
-int __wrap_ftruncate(int fd, off_t bytes) { return trace_touch(TRACE_WRITE, fd) ? __real_ftruncate(fd, bytes) : -1; }
+
+int __wrap_ftruncate(int fd, off_t bytes)
+{
+    const struct trace_change change = { .offset = (size_t)bytes, .exact = true };
+    return trace_touch(TRACE_WRITE, fd, change, NULL) ? __real_ftruncate(fd, bytes) : -1;
+}
 
 /* Not passed on: a test has no power cut to fear, and less time. */
-int __wrap_fsync(int fd) { return trace_touch(TRACE_SYNC, fd) ? 0 : -1; }
+int __wrap_fsync(int fd) { return trace_touch(TRACE_SYNC, fd, (struct trace_change){ 0 }, NULL) ? 0 : -1; }
 
 int __wrap_rename(const char *from, const char *to)
 {
