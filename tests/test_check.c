@@ -571,6 +571,7 @@ static void put_pairs(const char *first, const char *second)
     enum { LAYERS = 3, ROWS = 32, COLS = 512 };
     static uint8_t pairs[2][ROWS * COLS / 2];
     static char names[LAYERS * 2 * 3][64];
+    static const float multiplier = 4096;
     struct item items[LAYERS * 2 * 3];
     for (size_t i = 0; i < sizeof pairs[0]; i++) {
         const uint8_t large_first = (i % (COLS / 2)) * 2654435761u >> 16 & 1;
@@ -581,7 +582,7 @@ static void put_pairs(const char *first, const char *second)
         const struct item of_weight[] = {
             { "weight_packed", NIB_U8, 2, { ROWS, COLS / 2 }, pairs[i == LAYERS * 2 - 1] },
             { "weight_scale", NIB_E4M3, 2, { ROWS, COLS / 16 }, scales },
-            { "weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 4096 } },
+            { "weight_global_scale", NIB_F32, 1, { 1 }, &multiplier },
         };
         for (size_t j = 0; j < 3; j++) {
             snprintf(names[3 * i + j], sizeof names[0], "m.layers.%zu.%s.%s", i / 2, i % 2 ? second : first,
