@@ -205,15 +205,6 @@ static void cut(enum kind kind, int step, int subsets)
     }
 }
 
-/* Subsets that are drawn are shared out among them. */
-static int count_syncs(void)
-{
-    int n = 0;
-    for (int i = 0; i < trace_n_steps; i++)
-        n += trace_steps[i].kind == TRACE_SYNC;
-    return n ? n : 1;
-}
-
 /* A run: undisturbed, which makes the reference; or killed at a step and made again. Returns the step at which it was
  * killed, 0 where it should not be, and -1 where it has no such step. */
 static int record(enum kind kind, bool over_another, int kill)
@@ -247,13 +238,12 @@ static int record(enum kind kind, bool over_another, int kill)
 /* All cuts from a step of the trace on. In the end all that was seen must be all that is there. */
 static void cut_trace(enum kind kind, int first, int subsets)
 {
-    const int share = subsets / count_syncs() + 1;
     int at_change = 0;
     for (int i = 0; i < trace_n_steps; i++) {
         const struct trace_step *const step = &trace_steps[i];
         disk.is_directory[step->file] |= step->kind == TRACE_MKDIR;
         if (step->kind == TRACE_SYNC && i >= first)
-            cut(kind, i, share);
+            cut(kind, i, subsets);
         if (step->kind == TRACE_SYNC)
             sync_disk(step->file);
         else if (step->kind != TRACE_WRITE)
@@ -268,7 +258,7 @@ static void cut_trace(enum kind kind, int first, int subsets)
     output_threads = 2;
 }
 
-enum { SUBSETS = 20 };
+enum { SUBSETS = 2 };
 static int many(void) { return getenv("NIB_CAMPAIGN") ? 1000 : SUBSETS; }
 
 TEST(cuts_over_nothing)
