@@ -572,13 +572,15 @@ __attribute__((noinline)) SLOT VF squared_error_clamped(group_vectors magnitudes
     return squared_error_lanes(magnitudes, NULL, factor, f, true);
 }
 
-__attribute__((noinline)) SLOT VF weighted_error(group_vectors magnitudes, group_vectors importance, VF factor, VF f)
+/* That there is importance is said, or else every element would ask. */
+__attribute__((noinline, nonnull)) SLOT VF weighted_error(group_vectors magnitudes, group_vectors importance, VF factor,
+                                                          VF f)
 {
     return squared_error_lanes(magnitudes, importance, factor, f, false);
 }
 
-__attribute__((noinline)) SLOT VF weighted_error_clamped(group_vectors magnitudes, group_vectors importance, VF factor,
-                                                         VF f)
+__attribute__((noinline, nonnull)) SLOT VF weighted_error_clamped(group_vectors magnitudes, group_vectors importance,
+                                                                  VF factor, VF f)
 {
     return squared_error_lanes(magnitudes, importance, factor, f, true);
 }
