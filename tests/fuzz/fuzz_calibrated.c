@@ -122,15 +122,17 @@ static void put_statistics(const char *directory)
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
-    static const char *place, *out, *drawn, *good;
+    static const char *out, *drawn, *good;
+    static nib_checkpoint *plain;
     char statistics[256];
-    if (!place) {
-        place = make_directory();
+    if (!plain) {
+        const char *place = make_directory();
         out = make_directory();
         drawn = make_directory();
         good = make_directory();
         put_tensors(place, "model.safetensors", model, sizeof model / sizeof *model);
         put_file(place, "config.json", config, strlen(config));
+        require(!nib_checkpoint_open(place, &plain), "a good model");
         put_statistics(good);
     }
     if (count == 0)
@@ -139,9 +141,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     put_file(drawn, as_statistics ? "stats" : "stats-of-layer-00000.safetensors", bytes + 1, count - 1);
     snprintf(statistics, sizeof statistics, "%s/stats", as_statistics ? drawn : good);
     walk_hessians(statistics, as_statistics ? NULL : drawn);
-    nib_checkpoint *c = NULL;
-    require(!nib_checkpoint_open(place, &c), "a good model");
-    quantize(c, statistics, as_statistics ? NULL : drawn, as_statistics ? bytes[0] / 2 % 4 : 2, out);
-    nib_checkpoint_close(c);
+    quantize(plain, statistics, as_statistics ? NULL : drawn, as_statistics ? bytes[0] / 2 % 4 : 2, out);
     return 0;
 }

@@ -46,19 +46,17 @@ static const char *const names[] = { "tokenizer.json",     "tokenizer_config.jso
 enum { NAMES = sizeof names / sizeof *names };
 
 /* A GGUF file of the directory, planned only: its keys are part of the plan. */
-static void try_gguf(const char *path)
+static void try_gguf(const nib_checkpoint *c)
 {
-    nib_checkpoint *c = NULL;
     nib_plan *plan = NULL;
-    require(!nib_checkpoint_open(path, &c), "a good directory");
     const nib_status status = nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_GGUF, NIB_F32, &plan);
     walk_plan(status, plan);
-    nib_checkpoint_close(c);
 }
 
 static void try_as(size_t name, int family, const uint8_t *bytes, size_t count)
 {
     static const char *places[FAMILIES];
+    static nib_checkpoint *models[FAMILIES]; /* a plan reads what lies beside weights, not the opening of them */
     static size_t before[FAMILIES]; /* what an earlier input left */
     char text[512];
     const char *place = places[family];
@@ -67,6 +65,7 @@ static void try_as(size_t name, int family, const uint8_t *bytes, size_t count)
         put_tensors(place, "model.safetensors", llama, sizeof llama / sizeof *llama);
         snprintf(text, sizeof text, "{\"model_type\": \"%s\", " SIZES "}", families[family]);
         put_file(place, "config.json", text, strlen(text));
+        require(!nib_checkpoint_open(place, &models[family]), "a good directory");
     } else if (before[family] != name) {
         snprintf(text, sizeof text, "%s/%s", place, names[before[family]]);
         unlink(text);
@@ -78,7 +77,7 @@ static void try_as(size_t name, int family, const uint8_t *bytes, size_t count)
     else if (name != 0 && access(text, F_OK))
         put_file(place, names[0], TOKENIZER, strlen(TOKENIZER));
     put_file(place, names[name], bytes, count);
-    try_gguf(place);
+    try_gguf(models[family]);
 }
 
 /* In config.json; what is no object there is not looked at. */
