@@ -72,8 +72,8 @@ bool nib_check_wants_input(const struct nib_checking *k, const char *module)
     const nib_checkpoint *c = k->c;
     const char *key;
     json_t *group;
-    const bool known = k->n_modules && is_method(c, k->modules[0].format);
-    if (known && k->modules[0].format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS) {
+    const bool known = k->n_modules && is_method(c, k->format);
+    if (known && k->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS) {
         json_object_foreach(json_object_get(c->quantization, "config_groups"), key, group)
         {
             if (json_is_object(get(group, "input_activations")))
@@ -583,7 +583,7 @@ nib_status nib_check_config(struct nib_checking *k)
         return nib_check_found(k, NIB_FAULT_CONFIG_ABSENT, "config.json", "it is not there");
     if (!c->quantization && !c->hf_quant_config)
         return nib_check_found(k, NIB_FAULT_CONFIG_MISSING, "config.json", "it has no quantization_config");
-    const nib_checkpoint_format format = k->modules[0].format;
+    const nib_checkpoint_format format = k->format;
     if (!is_method(c, format))
         return nib_check_found(k, NIB_FAULT_CONFIG_METHOD, "config.json",
                                "quant_method is \"%s\", and the tensors are those of %s",

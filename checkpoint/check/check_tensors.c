@@ -442,6 +442,8 @@ static nib_status take_module(struct nib_checking *k, const struct suffixes *suf
     m->name = name;
     m->format = format;
     m->layout = layout;
+    if (k->n_modules == 1 || format == c->format)
+        k->format = format;
     for (int role = 0; role < NIB_ROLE_COUNT; role++)
         m->tensor[role] = find_named(c, name, layout->suffixes[role]);
     k->has_inputs |= m->tensor[NIB_ROLE_INPUT] != NIB_NONE;

@@ -25,7 +25,8 @@ static inline void require(int condition, const char *what)
     }
 }
 
-/* Choices made by the bytes of an input, for targets that draw calls from it. At its end everything is 0. */
+/* Choices made by the bytes of an input, for targets that draw calls from it. At its end everything is 0. Never two draws among
+ * the arguments of one call or the values of one list: C leaves their order to the compiler, and an input means one thing. */
 struct draws {
     const uint8_t *bytes;
     size_t left;

@@ -52,7 +52,8 @@ static void draw_tensor(struct draws *d, struct drawn *out)
 {
     static const uint8_t codes[] = { 0, 1, 2, 4, 5, 6, 10, 11, 12, 13, 14, 3, 255 }, widths[] = { 8, 16, 32, 64, 4, 0 };
     static const int32_t places[] = { 1, 1, 1, 1, 3, 11, 2, 13, 0, -1 };
-    *out = (struct drawn){ .major = draw(d, 16) ? 1 : (uint32_t)draw_bytes(d, 4), .flags = (uint64_t)draw(d, 4) };
+    const uint32_t major = draw(d, 16) ? 1 : (uint32_t)draw_bytes(d, 4);
+    *out = (struct drawn){ .major = major, .flags = (uint64_t)draw(d, 4) };
     DLTensor *t = &out->tensor;
     t->device.device_type = places[draw(d, (int)sizeof places / 4)];
     t->device.device_id = draw(d, 3);

@@ -76,8 +76,12 @@ static bool is_named(const char *name)
 static void rename_tensor(struct draws *d, struct tensor *t)
 {
     char name[96];
-    snprintf(name, sizeof name, "%s%s.%s", draw(d, 8) ? "" : "module.", modules[draw(d, MODULES)],
-             draw(d, 16) ? roles[draw(d, 2)][draw(d, ROLES)] : "pre_quant_scale");
+    const char *wrapper = draw(d, 8) ? "" : "module.", *module = modules[draw(d, MODULES)], *role = "pre_quant_scale";
+    if (draw(d, 16)) {
+        const int form = draw(d, 2);
+        role = roles[form][draw(d, ROLES)];
+    }
+    snprintf(name, sizeof name, "%s%s.%s", wrapper, module, role);
     if (!is_named(name))
         memcpy(t->name, name, sizeof name);
 }
@@ -166,6 +170,8 @@ static void write_config(struct draws *d, const char *directory, int form, bool 
         snprintf(inputs, sizeof inputs,
                  "{\"num_bits\": 4, \"type\": \"float\", \"strategy\": \"tensor_group\", "
                  "\"group_size\": 16, \"dynamic\": \"local\", \"symmetric\": true}");
+    const char *kept = kinds[draw(d, 4) ? 0 : draw(d, 3)], *algo = algos[draw(d, 4) ? !activations : draw(d, 4)];
+    const char *compressed = draw(d, 8) ? "compressed" : "frozen", *list = ignored[draw(d, 6)];
     snprintf(
         text, sizeof text,
         "{\"model_type\": \"llama\", \"num_hidden_layers\": 1, \"quantization_config\": {\"quant_method\": \"%s\", "
@@ -173,9 +179,7 @@ static void write_config(struct draws *d, const char *directory, int form, bool 
         "\"config_groups\": {\"group_0\": {\"targets\": [\"%s\"], \"input_activations\": %s, \"weights\": "
         "{\"num_bits\": %d, \"type\": \"float\", \"strategy\": \"tensor_group\", \"group_size\": %d, "
         "\"symmetric\": true, \"dynamic\": false}}}}}",
-        methods[method], kinds[draw(d, 4) ? 0 : draw(d, 3)], algos[draw(d, 4) ? !activations : draw(d, 4)],
-        draw(d, 8) ? "compressed" : "frozen", ignored[draw(d, 6)], targets[draw(d, 2) ? 0 : draw(d, 4)], inputs, bits,
-        size);
+        methods[method], kept, algo, compressed, list, targets[draw(d, 2) ? 0 : draw(d, 4)], inputs, bits, size);
     if (kind == 6) /* no quantization_config at all */
         snprintf(text, sizeof text, "{\"model_type\": \"llama\", \"num_hidden_layers\": 1}");
     put_file(directory, "config.json", text, strlen(text));

@@ -97,7 +97,8 @@ static bool draw_entry(struct draws *d, struct entry *e, bool gguf)
     static const int types[] = { 0, 1, 2, 8, 12, 14, 30, 39, 24, 28 };
     static const int64_t dims[] = { 1, 2, 3, 4, 5, 8, 32, 64, 256, 0 };
     int64_t elements = 1;
-    *e = (struct entry){ .kind = gguf ? types[draw(d, 10)] : draw(d, NIB_DTYPE_COUNT), .rank = draw(d, gguf ? 5 : 7) };
+    const int kind = gguf ? types[draw(d, 10)] : draw(d, NIB_DTYPE_COUNT);
+    *e = (struct entry){ .kind = kind, .rank = draw(d, gguf ? 5 : 7) };
     for (int i = 0; i < e->rank; i++) {
         e->shape[i] = dims[draw(d, gguf ? 9 : 10)];
         elements *= e->shape[i];
