@@ -387,6 +387,23 @@ TEST(options_are_checked_alike_everywhere)
         }
 }
 
+/* So are the squares of a Hessian, which may be subnormal: they are put in order, and a negative one is rejected. */
+TEST(hessians_are_judged_alike_everywhere)
+{
+    const float good[] = { 1e-40f, 0, 0, 3e-40f, 0, 2e-40f }, bad[] = { 1, 0, 0, -1e-40f, 0, 1 };
+    for (int i = 0; i < COUNT(surroundings); i++) {
+        int32_t order[3] = { 0 }, none[3];
+        float u[9];
+        surround(i);
+        const nib_status status = nib_gptq_factorize(good, 3, 0, NULL, order, u, NULL);
+        const nib_status rejected = nib_gptq_factorize(bad, 3, 0, NULL, none, u, NULL);
+        fesetenv(FE_DFL_ENV);
+        CHECK_THAT(status == NIB_OK && order[0] == 1 && order[1] == 2 && order[2] == 0, "%s: %s, order %d %d %d",
+                   surroundings[i].name, nib_status_name(status), (int)order[0], (int)order[1], (int)order[2]);
+        CHECK_THAT(rejected == NIB_ERR_ARG, "%s: %s", surroundings[i].name, nib_status_name(rejected));
+    }
+}
+
 TEST(a_child_of_a_process_that_used_threads)
 {
     const struct outcome plain = plain_outcome(), threaded = compute(&inputs, 4);

@@ -430,13 +430,13 @@ nib_status nib_factorize(const nib_device *host, const struct nib_kernels *kerne
     f.rows = nib_alloc(ROWS * (size_t)f.size * ELEMENTS * sizeof *f.rows);
     f.done = nib_alloc((size_t)tile_index(f.size, 0) * sizeof *f.done);
     f.order = found;
+    const nib_fpenv saved = nib_fpenv_enter(); /* squares may be subnormal: to be compared they must not be zeros */
     nib_status status = found && f.diagonal && f.tiles && f.rows && f.done
                             ? check_hessian(&f)
                             : nib_fail(NIB_ERR_MEMORY, "no memory to factorize a Hessian of %lld columns: %.1f GB",
                                        (long long)n, (double)tiles / 1e9);
     if (!status)
         status = find_order(hessian, n, found);
-    const nib_fpenv saved = nib_fpenv_enter();
     if (!status)
         status = factorize(&f, damp, damped);
     nib_fpenv_leave(saved);
