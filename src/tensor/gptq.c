@@ -71,7 +71,7 @@ static float value_at(const struct job *job, int64_t row, int64_t col)
 static void load_values(const struct job *job, struct lane *lane)
 {
     for (int64_t r = 0; r < job->group; r++)
-        lane->finite[r] = r < lane->rows;
+        lane->finite[r] = true;
     for (int64_t j = 0; j < job->m->cols; j++)
         for (int64_t r = 0; r < job->group; r++) {
             const float value = r < lane->rows ? value_at(job, lane->first + r, job->order[j]) : 0;
