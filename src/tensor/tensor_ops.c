@@ -217,7 +217,7 @@ nib_status nib_tensor_slice(const nib_tensor *t, int64_t first, int64_t count, n
         return nib_fail(NIB_ERR_SHAPE, "%lld rows from row %lld on, of %lld", (long long)count, (long long)first,
                         (long long)rows);
     const bool bordered = t->q.block_dims[0] > 1 || nib_tensor_has(t, NIB_COLUMNWISE);
-    if (bordered && count && (first % block || ((first + count) % block && first + count != rows)))
+    if (bordered && count && (first % block || (count % block && first + count != rows)))
         return nib_fail(NIB_ERR_SHAPE, "rows %lld to %lld are not at block borders, which are multiples of %lld",
                         (long long)first, (long long)(first + count), (long long)block);
     TRY(NIB_DEVICE_HAS(nib_device_of(t->device), copy_rectangle));
