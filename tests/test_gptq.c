@@ -189,6 +189,19 @@ TEST(a_factor_has_the_bits_of_its_definition)
     }
 }
 
+/* A square root keeps all bits: two channels with the same input are told apart by a damping of two units in the last
+ * place of 1, and L is { 1 + 2^-52, 0; 1 - 2^-52, 2^-25 }. */
+TEST(a_damping_of_the_last_bits_counts)
+{
+    const float h[] = { 1, 1, 1 }, wanted[] = { 0x1p25f, -0x1p25f, 0, 1 };
+    int32_t order[2];
+    float u[4];
+    double damped = 0;
+    CHECK_OK(nib_gptq_factorize(h, 2, 0x1p-51, NULL, order, u, &damped));
+    CHECK(damped == 0x1p-51 && order[0] == 0 && order[1] == 1);
+    CHECK_BYTES(u, wanted, sizeof u);
+}
+
 struct factor {
     int32_t *order;
     float *u, *h;
@@ -539,6 +552,11 @@ TEST(tensors_that_are_rejected)
     for (int i = 0; i < 4; i++) {
         f.u[3 * N + 3] = pivots[i];
         CHECK_FAILS(nib_gptq(&x, f.order, f.u, N, t), NIB_ERR_ARG, "u[3][3]");
+    }
+    static const float extremes[] = { FLT_MIN, FLT_MAX };
+    for (int i = 0; i < 2; i++) {
+        f.u[3 * N + 3] = extremes[i];
+        CHECK_OK(nib_gptq(&x, f.order, f.u, N, t));
     }
     nib_tensor_destroy(t);
     free(x.data), free(other.data);
