@@ -120,6 +120,12 @@ TEST(save_and_restore_a_mixed_list)
     saved[12].buffer = saved[8].buffer;
     CHECK_FAILS(nib_restore_from_saved(items, 5, saved, 15, &used), NIB_ERR_SHAPE, "bytes instead of");
     saved[12].buffer = kept;
+    saved[13].array.data = x;
+    CHECK_FAILS(nib_restore_from_saved(items, 5, saved, 15, &used), NIB_ERR_ARG, "entry 13 is a plain array");
+    saved[13].array.data = NULL;
+    saved[14].buffer = kept;
+    CHECK_FAILS(nib_restore_from_saved(items, 5, saved, 15, &used), NIB_ERR_ARG, "entry 14 is a part of a tensor");
+    saved[14].buffer = NULL;
     CHECK(used == 99 && !metadata_of(items[1].tensor).rowwise && !items[0].array.data);
 
     CHECK_OK(nib_restore_from_saved(items, 5, saved, 20, &used));

@@ -76,6 +76,23 @@ TEST(update_usage_builds_the_direct_copy)
             }
 }
 
+/* -1 keeps what is there, whatever a quantizer asks of later updates. */
+TEST(update_usage_keeps_what_is_there)
+{
+    for (int has = 0; has < 4; has++)
+        for (int asked = 0; asked < 4; asked++) {
+            nib_quantizer q = usages(has & 1, has >> 1);
+            nib_tensor *t = some(&q, DIMS(16, 16)), *before = clone_of(t);
+            q.rowwise = asked & 1, q.columnwise = asked >> 1;
+            CHECK_OK(nib_tensor_set_quantizer(t, &q));
+            CHECK_OK(nib_tensor_update_usage(t, -1, -1));
+            CHECK(equal(t, before));
+            CHECK(quantizer_of(t).rowwise == (has & 1) && quantizer_of(t).columnwise == has >> 1);
+            nib_tensor_destroy(before);
+            nib_tensor_destroy(t);
+        }
+}
+
 TEST(set_quantizer)
 {
     for (int i = 0; i < VARIANTS; i++)
