@@ -4,6 +4,7 @@
  */
 #include "test_kinds.h"
 
+#include <fenv.h>
 #include <float.h>
 
 static const struct kind mxfp4 = { "mxfp4", NIB_MXFP4, NIB_E2M1, 1, 32 };
@@ -97,6 +98,25 @@ TEST(quantized_mxfp4_becomes_nvfp4)
     CHECK_FAILS(nib_mxfp4_to_nvfp4(from, NULL, &to), NIB_ERR_MISMATCH, "float8");
     nib_tensor_destroy(from);
     CHECK_FAILS(nib_mxfp4_to_nvfp4(NULL, NULL, &to), NIB_ERR_ARG, "");
+}
+
+/* The caller's rounding mode changes nothing, and is there afterwards. */
+TEST(a_conversion_leaves_the_rounding_mode)
+{
+    nib_quantizer q = quantizer(&mxfp4);
+    const nib_array x = matrix(33, 45);
+    nib_tensor *from = quantize(&q, &x, NULL), *to = NULL;
+    const int mode = fegetround();
+    volatile float one = 1, little = 0x1p-60f, sum;
+    fesetround(FE_UPWARD);
+    const nib_status status = nib_mxfp4_to_nvfp4(from, NULL, &to);
+    sum = one + little;
+    fesetround(mode);
+    CHECK(sum > 1);
+    CHECK_OK(status);
+    check_conversion_keeps_values(from, to);
+    nib_tensor_destroy(to);
+    nib_tensor_destroy(from);
 }
 
 /* A block that lies `below` powers of two under the largest, with these codes in it, beside one of the largest. */
