@@ -169,6 +169,31 @@ TEST(row_scaled_vectors_are_given_per_copy)
     free(x.data);
 }
 
+/* A number that is negative is a mistake; a negative zero is a zero. */
+TEST(given_numbers_are_not_negative)
+{
+    static const float bad[] = { -1, -1e-45f, -INFINITY };
+    const nib_array x = random_matrix(NORMAL, NIB_F32, 2, 16);
+    const nib_quantizer q = mode_of(RTN);
+    nib_tensor *t = NULL;
+    for (int i = 0; i < COUNT(bad); i++) {
+        const nib_overrides amax = given_amax(&bad[i], NULL), tensor_scale = given_tensor_scale(NULL, &bad[i]);
+        CHECK_FAILS(nib_quantize(&q, &x, &amax, &t), NIB_ERR_ARG, "rowwise amax 0 is negative");
+        CHECK_FAILS(nib_quantize(&q, &x, &tensor_scale, &t), NIB_ERR_ARG, "columnwise tensor scale 0 is negative");
+    }
+    CHECK(!t);
+    const float zeros[] = { 0, -0.0f };
+    for (int kind = 0; kind < 2; kind++) {
+        const nib_overrides plus = kind ? given_tensor_scale(&zeros[0], NULL) : given_amax(&zeros[0], NULL),
+                            minus = kind ? given_tensor_scale(&zeros[1], NULL) : given_amax(&zeros[1], NULL);
+        nib_tensor *a = quantize(&q, &x, &plus), *b = quantize(&q, &x, &minus);
+        CHECK(same_part(a, NIB_ROW_DATA, b, NIB_ROW_DATA) && same_part(a, NIB_ROW_SCALE, b, NIB_ROW_SCALE));
+        nib_tensor_destroy(a);
+        nib_tensor_destroy(b);
+    }
+    free(x.data);
+}
+
 TEST(given_must_say_its_size)
 {
     const nib_array x = random_matrix(NORMAL, NIB_F32, 2, 16);
@@ -336,6 +361,17 @@ static void fake_as_both(const nib_quantizer *q, const nib_array *x, enum kind k
 }
 
 TEST(fake_quantization) { for_all(fake_as_both); }
+
+TEST(fake_quantization_of_nothing)
+{
+    const nib_array no_rows = array_of(NULL, NIB_F32, DIMS(0, 32)), no_cols = array_of(NULL, NIB_F32, DIMS(32, 0));
+    for (int mode = 0; mode < MODES; mode++)
+        for (int usage = 0; usage < 2; usage++) {
+            const nib_quantizer q = mode_of(mode);
+            CHECK_OK(nib_fake_quantize(&q, &no_rows, NULL, (nib_usage)usage, &no_rows));
+            CHECK_OK(nib_fake_quantize(&q, &no_cols, NULL, (nib_usage)usage, &no_cols));
+        }
+}
 
 TEST(fake_quantization_that_is_rejected)
 {
