@@ -677,6 +677,19 @@ TEST(nothing)
     discard(&a), discard(&b), discard(&c), discard(&d);
 }
 
+/* Without outputs nothing is computed, and no memory is asked for, however long the lines are. */
+TEST(no_outputs_of_very_long_lines)
+{
+    const int64_t length = INT64_C(1) << 50;
+    const nib_quantizer q = usages(1, 0);
+    nib_operand a = operand_of(&q, NIB_ROWWISE, 0, length);
+    const nib_array x = array_of(NULL, NIB_F32, DIMS(0, length)), out = array_of(NULL, NIB_F32, DIMS(0, 0));
+    const nib_operand v = plain(&x);
+    CHECK_OK(nib_gemm(&a, &a, NULL, &out));
+    CHECK_OK(nib_gemm(&v, &a, NULL, &out));
+    discard(&a);
+}
+
 /* Calls at the same time on one device: one has its scratch, the others their own. */
 
 struct caller {
