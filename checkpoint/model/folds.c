@@ -195,7 +195,7 @@ static nib_status read_values(struct opening *o, size_t entries)
         bytes += (size_t)e.shape[0];
     }
     o->n = bytes;
-    o->c->fold_scales = nib_alloc((2 * bytes + 1) * sizeof(float));
+    o->c->fold_scales = nib_alloc(2 * bytes * sizeof(float));
     if (!o->c->fold_scales)
         return nib_ck_no_memory(o->c);
     float *inverse = o->c->fold_scales + bytes;
@@ -250,8 +250,8 @@ static nib_status read_folds(struct opening *o)
     const char *format = nib_file_metadata(file, "format");
     const size_t entries = nib_file_count(file);
     o->file = file;
-    o->first = nib_alloc((entries + 1) * sizeof *o->first);
-    o->c->folds = nib_alloc_zeroed((o->c->n_weights + 1) * sizeof *o->c->folds);
+    o->first = nib_alloc(entries * sizeof *o->first);
+    o->c->folds = nib_alloc_zeroed(o->c->n_weights * sizeof *o->c->folds);
     nib_status status = o->first && o->c->folds ? NIB_OK : nib_ck_no_memory(o->c);
     if (!status && (!format || strcmp(format, "nib-fold-1") != 0))
         status = bad_file(o->path, "format", "it is not \"nib-fold-1\"");
