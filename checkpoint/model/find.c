@@ -94,9 +94,8 @@ static nib_status stack_of(struct finder *finder, const char *name, int64_t rank
                            struct nib_ck_stack *out)
 {
     nib_checkpoint *c = finder->c;
-    const nib_status status = nib_ck_stack_of(c, name, rank, shape, is, out);
-    if (status != NIB_ERR_DATA)
-        return status;
+    if (!nib_ck_stack_of(c, name, rank, shape, is, out))
+        return NIB_OK;
     *is = false;
     return nib_ck_diagnostic(c, "open-orientation", name, nib_last_error(), true);
 }
