@@ -622,6 +622,20 @@ TEST(names_of_llama_cpp)
     }
 }
 
+/* What a message lists is cut where its room ends. */
+TEST(names_of_formats)
+{
+    char whole[128], text[128];
+    nib_ck_written_names(NIB_ACTION_QUANTIZE, whole, sizeof whole);
+    CHECK_THAT(!strcmp(whole, "compressed-tensors, modelopt or gguf"), "%s", whole);
+    for (size_t bytes = 1; bytes <= strlen(whole); bytes++) {
+        memset(text, '#', sizeof text);
+        nib_ck_written_names(NIB_ACTION_QUANTIZE, text, bytes);
+        CHECK_THAT(strlen(text) == bytes - 1 && !strncmp(text, whole, bytes - 1) && text[bytes] == '#', "%zu: %s",
+                   bytes, text);
+    }
+}
+
 TEST(ends_of_names)
 {
     CHECK(nib_ck_ends_with("scale", "scale") && nib_ck_ends_with("a.scale", "scale") && nib_ck_ends_with("x", ""));
@@ -674,6 +688,34 @@ TEST(gguf_files)
         nib_checkpoint_close(c);
     }
     unpack(&p);
+}
+
+/* A row of more bytes than are read at once. */
+TEST(wide_rows_of_gguf)
+{
+    enum { BLOCKS = (1 << 20) / NIB_GGUF_NVFP4_BYTES + 1, ALL = 2 * BLOCKS };
+    uint8_t *stored = malloc(ALL * NIB_GGUF_NVFP4_BYTES), *wanted = malloc(ALL * NIB_GGUF_NVFP4_BYTES),
+            *found = malloc(ALL * NIB_GGUF_NVFP4_BYTES);
+    nib_gguf_plan *plan = NULL;
+    nib_gguf_writer *writer = NULL;
+    for (size_t i = 0; i < ALL * NIB_GGUF_NVFP4_BYTES; i++)
+        stored[i] = (uint8_t)(i % 127);
+    nib_gguf_nvfp4_split(stored, ALL, wanted, wanted + ALL * NIB_GGUF_NVFP4_CODES);
+    empty_directory();
+    CHECK_OK(nib_gguf_plan_create(at("m.gguf"), &plan));
+    CHECK_OK(nib_gguf_put_string(plan, "general.architecture", "llama"));
+    CHECK_OK(nib_gguf_declare(plan, "blk.0.attn_q.weight", NIB_GGUF_NVFP4, 2,
+                              (int64_t[]){ 2, BLOCKS * NIB_GGUF_NVFP4_ELEMENTS }));
+    CHECK_OK(nib_gguf_writer_create(plan, &writer));
+    CHECK_OK(nib_gguf_write(writer, 0, 0, stored, ALL * NIB_GGUF_NVFP4_BYTES));
+    CHECK_OK(nib_gguf_commit(writer));
+    nib_gguf_writer_destroy(writer);
+    nib_gguf_plan_destroy(plan);
+    nib_checkpoint *c = open_good(directory);
+    CHECK_OK(nib_checkpoint_read_codes(c, 0, 0, 2, found, found + ALL * NIB_GGUF_NVFP4_CODES));
+    CHECK_BYTES(found, wanted, ALL * NIB_GGUF_NVFP4_BYTES);
+    nib_checkpoint_close(c);
+    free(stored), free(wanted), free(found);
 }
 
 /* ---- Experts ---- */

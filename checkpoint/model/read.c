@@ -246,7 +246,8 @@ nib_status nib_ck_linear_codes(const nib_checkpoint *c, const struct nib_ck_weig
 nib_status nib_ck_gguf_codes(const nib_checkpoint *c, const struct nib_ck_weight *w, int64_t first, int64_t count,
                              uint8_t *codes, uint8_t *scales)
 {
-    const int64_t blocks = w->cols / NIB_GGUF_NVFP4_ELEMENTS, at_once = nib_max(1, (1 << 20) / nib_max(1, blocks * 36));
+    const int64_t blocks = w->cols / NIB_GGUF_NVFP4_ELEMENTS;
+    const int64_t at_once = nib_max(1, (1 << 20) / (blocks * NIB_GGUF_NVFP4_BYTES));
     const size_t line = (size_t)blocks * NIB_GGUF_NVFP4_BYTES, n = (size_t)nib_min(at_once, count);
     const struct place place = { w->tensor[NIB_ROLE_DATA], 1, w->rows, (int64_t)line, w->index };
     uint8_t *buffer = nib_alloc(n * (line + (size_t)blocks * (NIB_GGUF_NVFP4_CODES + NIB_GGUF_NVFP4_SCALES)));
