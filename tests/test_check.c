@@ -254,6 +254,43 @@ TEST(measures_a_weight_with_itself)
     free_pair(&p);
 }
 
+/* An amax goes with the largest scale of a block: 448, or 256 of four-over-six. */
+TEST(measures_saved_tensors)
+{
+    const float amax = 8;
+    const nib_overrides overrides = { .bytes = sizeof overrides, .amax = { &amax, NULL } };
+    struct pair p = make_pair(24, 64);
+    for (int i = 0; i < 2; i++) {
+        nib_quantizer q;
+        nib_array x, codes, scales;
+        nib_tensor *t = NULL;
+        nib_writer *writer = NULL;
+        nib_quantizer_init(&q);
+        q.columnwise = 0;
+        if (i)
+            q.scale_rule = NIB_SCALE_4OVER6, q.e4m3_max = 256;
+        CHECK_OK(nib_array_init(&x, p.a, NIB_F32, 2, (const int64_t[2]){ p.rows, p.cols }));
+        CHECK_OK(nib_quantize(&q, &x, &overrides, &t));
+        CHECK_OK(nib_tensor_part(t, NIB_ROW_DATA, &codes));
+        CHECK_OK(nib_tensor_part(t, NIB_ROW_SCALE, &scales));
+        CHECK(scales.shape[1] == p.cols / 16);
+        memcpy(p.codes, codes.data, (size_t)(p.rows * p.cols / 2));
+        memcpy(p.scales, scales.data, (size_t)(p.rows * p.cols / 16));
+        p.tensor_scale = 6 * (float)q.e4m3_max / amax;
+        put_pair(&p);
+        CHECK_OK(nib_writer_create(at("b.safetensors"), &writer));
+        CHECK_OK(nib_writer_declare_tensor(writer, "m", t));
+        CHECK_OK(nib_writer_write_tensor(writer, "m", t));
+        CHECK_OK(nib_writer_commit(writer));
+        nib_writer_destroy(writer);
+        nib_tensor_destroy(t);
+        const nib_weight_stats want = by_definition(&p), got = measured(1, 0);
+        CHECK(want.clipped > 10);
+        check_stats(&got, &want);
+    }
+    free_pair(&p);
+}
+
 static int stop(void *context, const nib_progress *progress)
 {
     CHECK(progress->bytes >= sizeof *progress && progress->phase);
@@ -326,6 +363,11 @@ TEST(compares_what_both_have)
     CHECK_FAILS(nib_checkpoint_compare(NULL, b, NULL, count_compared, NULL, NULL, NULL), NIB_ERR_ARG, "a is NULL");
     CHECK_FAILS(nib_checkpoint_compare(a, NULL, NULL, count_compared, NULL, NULL, NULL), NIB_ERR_ARG, "b is NULL");
     CHECK_FAILS(nib_checkpoint_compare(a, b, NULL, NULL, NULL, NULL, NULL), NIB_ERR_ARG, "each is NULL");
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = -1;
+    CHECK_FAILS(nib_checkpoint_compare(a, b, &job, count_compared, &left_to_see, NULL, NULL), NIB_ERR_ARG,
+                "-1 threads");
     nib_checkpoint_close(a);
     nib_checkpoint_close(b);
 }
