@@ -572,6 +572,8 @@ TEST(what_transformers_cannot_do_is_said_or_rejected)
     facts_of(at("in"), NIB_READER_ANY, &facts, reason, sizeof reason);
     CHECK(strstr(facts.note, "garbage"));
     CHECK_FAILS(quantize(at("in"), fresh("out"), NIB_READER_TRANSFORMERS, NULL), NIB_ERR_UNSUPPORTED, "one by one");
+    MAKE(at("in"), "{\"model_type\": \"qwen3_moe\"}", NIB_BF16, { "m.mlp.experts.9.up_proj.weight", 2, { H, H } });
+    CHECK_FAILS(quantize(at("in"), fresh("out"), NIB_READER_TRANSFORMERS, NULL), NIB_ERR_UNSUPPORTED, "one by one");
     MAKE(at("in"), "{\"model_type\": \"llama4_text\"}", NIB_BF16,
          { "m.feed_forward.experts.0.up_proj.weight", 2, { H, H } });
     CHECK_OK(quantize(at("in"), fresh("out"), NIB_READER_TRANSFORMERS, NULL));
