@@ -160,6 +160,28 @@ static void check_number(int line, const nib_gguf *file, const char *key, double
 }
 #define NUMBER(key, wanted) check_number(__LINE__, file, key, wanted) /* NAN: not there */
 
+/* The strings of a key with a bar between them; the caller frees it. */
+static char *strings_of(const nib_gguf *file, const char *key)
+{
+    struct nib_gguf_strings strings = { 0 };
+    bool found = false;
+    char *all = calloc(1, 1024);
+    CHECK_OK(nib_gguf_get_strings(file, key, &strings, &found));
+    for (size_t i = 0; i < strings.count; i++)
+        snprintf(all + strlen(all), 1024 - strlen(all), "%s%s", i ? "|" : "", strings.text + strings.starts[i]);
+    nib_gguf_strings_free(&strings);
+    return all;
+}
+
+static void check_words(int line, const nib_gguf *file, const char *key, const char *wanted)
+{
+    char *all = strings_of(file, key);
+    if (strcmp(all, wanted) != 0)
+        test_fail(__FILE__, line, "%s is %s, not %s", key, all, wanted);
+    free(all);
+}
+#define WORDS(key, wanted) check_words(__LINE__, file, key, wanted)
+
 /* Row r of heads of n rows, as llama.cpp wants them: the first half and the second alternate. */
 static int64_t source_row(int64_t r, int64_t n) { return r / n * n + r % 2 * (n / 2) + r % n / 2; }
 
@@ -244,6 +266,7 @@ TEST(gemma_adds_one_to_norms_and_leaves_out_its_eyes)
           "\"final_logit_softcapping\": 30.0}}",
           NULL);
     put_file("gemma/tokenizer.model", model, sizeof model);
+    put_text("gemma/added_tokens.json", "{\"none\": -1, \"nor this\": \"7\", \"beyond\": 12, \"word\": 7}");
     put_text("gemma/tokenizer_config.json",
              "{\"added_tokens_decoder\": {\"5\": {\"content\": \"x\xE2\x96\x81y\"}, \"6\": "
              "{\"content\": \"<|z|>\"}}, \"model_max_length\": 1000000000000000019884624838656}");
@@ -274,9 +297,11 @@ TEST(gemma_adds_one_to_norms_and_leaves_out_its_eyes)
     CHECK_OK(nib_gguf_get_strings(file, "tokenizer.ggml.tokens", &tokens, &found));
     CHECK(tokens.count == V && !strcmp(tokens.text + tokens.starts[1], "a"));
     CHECK(!strcmp(tokens.text + tokens.starts[5], "x y") && !strcmp(tokens.text + tokens.starts[11], "[PAD11]"));
+    CHECK(!strcmp(tokens.text + tokens.starts[7], "word"));
     CHECK(nib_gguf_find_key(file, "tokenizer.ggml.token_type", &index));
     CHECK_OK(nib_gguf_read_value(file, index, 0, types, sizeof types));
-    CHECK(types[0] == 2 && types[1] == 1 && types[2] == 6 && types[5] == 4 && types[6] == 3 && types[11] == 5);
+    CHECK(types[0] == 2 && types[1] == 1 && types[2] == 6 && types[5] == 4 && types[6] == 3 && types[7] == 4 &&
+          types[11] == 5);
     CHECK(nib_gguf_find_key(file, "tokenizer.ggml.scores", &index));
     CHECK_OK(nib_gguf_read_value(file, index, 0, scores, sizeof scores));
     CHECK(scores[1] == -1 && scores[5] == -1000 && scores[11] == -10000);
@@ -481,6 +506,61 @@ TEST(special_tokens_and_templates)
     nib_gguf_close(file);
 }
 
+#define SPECIAL(word) "{\"SpecialToken\": {\"id\": \"" word "\"}}"
+#define SEQUENCE(letter) "{\"Sequence\": {\"id\": \"" letter "\"}}"
+
+/* What ends every text separates none; what stands before it does. */
+TEST(separators_of_texts_that_have_an_end)
+{
+    static const struct {
+        const char *middle;
+        int separated;
+    } cases[] = { { SPECIAL("</s>"), 0 }, { SPECIAL("</s>") ", " SPECIAL("</s>"), 1 } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char rest[1024];
+        snprintf(rest, sizeof rest,
+                 ", \"added_tokens\": [{\"id\": 5, \"content\": \"</s>\", \"special\": true}], \"post_processor\": "
+                 "{\"type\": \"TemplateProcessing\", \"single\": [" SEQUENCE("A") ", " SPECIAL("</s>") "], "
+                 "\"pair\": [" SEQUENCE("A") ", %s, " SEQUENCE("B") ", " SPECIAL("</s>") "]}",
+                 cases[i].middle);
+        start("q", "{\"model_type\": \"qwen2\", " SIZES "}", tokenizer_with("{\"type\": \"ByteLevel\"}", rest));
+        put_text("q/tokenizer_config.json", "{\"eos_token\": \"</s>\"}");
+        PUT("q", ATTENTION);
+        nib_gguf *file = made("q");
+        INTEGER("tokenizer.ggml.eos_token_id", 5);
+        INTEGER("tokenizer.ggml.add_eos_token", 1);
+        INTEGER("tokenizer.ggml.add_sep_token", cases[i].separated);
+        nib_gguf_close(file);
+    }
+}
+
+/* Without its scores; which tokens are special, tokenizer_config.json says. */
+TEST(sentencepiece_that_has_become_a_tokenizer_json)
+{
+    start("m", "{\"model_type\": \"llama\", " SIZES "}",
+          "{\"model\": {\"type\": \"BPE\", \"byte_fallback\": true, \"vocab\": {\"<s>\": 0, \"</s>\": 1, \"a\": 2, "
+          "\"<0x41>\": 3, \"<x>\": 4}}, \"decoder\": {\"type\": \"Sequence\"}, \"added_tokens\": [{\"id\": 0, "
+          "\"content\": \"<s>\"}, {\"id\": 5, \"content\": \"word\"}]}");
+    put_text("m/tokenizer_config.json", "{\"bos_token\": \"<s>\", \"eos_token\": {\"content\": \"</s>\"}, "
+                                        "\"additional_special_tokens\": [\"<x>\"]}");
+    PUT("m", ATTENTION);
+    nib_gguf *file = made("m");
+    static const int32_t wanted[] = { 3, 3, 1, 6, 3, 4 };
+    int32_t types[6];
+    float scores[6];
+    size_t index;
+    STRING("tokenizer.ggml.model", "llama");
+    WORDS("tokenizer.ggml.tokens", "<s>|</s>|a|<0x41>|<x>|word");
+    CHECK(nib_gguf_find_key(file, "tokenizer.ggml.token_type", &index));
+    CHECK_OK(nib_gguf_read_value(file, index, 0, types, sizeof types));
+    CHECK_BYTES(types, wanted, sizeof types);
+    CHECK(nib_gguf_find_key(file, "tokenizer.ggml.scores", &index));
+    CHECK_OK(nib_gguf_read_value(file, index, 0, scores, sizeof scores));
+    for (int i = 0; i < 6; i++)
+        CHECK(scores[i] == -1000);
+    nib_gguf_close(file);
+}
+
 TEST(words_of_two_tokens_and_what_is_given_twice)
 {
     start("zoo-z", "{\"model_type\": \"qwen2\", " SIZES ", \"eos_token_id\": 7, \"final_logit_softcapping\": 0}",
@@ -498,28 +578,6 @@ TEST(words_of_two_tokens_and_what_is_given_twice)
     NUMBER("general.sampling.penalty_repeat", 2);
     nib_gguf_close(file);
 }
-
-/* The strings of a key with a bar between them; the caller frees it. */
-static char *strings_of(const nib_gguf *file, const char *key)
-{
-    struct nib_gguf_strings strings = { 0 };
-    bool found = false;
-    char *all = calloc(1, 1024);
-    CHECK_OK(nib_gguf_get_strings(file, key, &strings, &found));
-    for (size_t i = 0; i < strings.count; i++)
-        snprintf(all + strlen(all), 1024 - strlen(all), "%s%s", i ? "|" : "", strings.text + strings.starts[i]);
-    nib_gguf_strings_free(&strings);
-    return all;
-}
-
-static void check_words(int line, const nib_gguf *file, const char *key, const char *wanted)
-{
-    char *all = strings_of(file, key);
-    if (strcmp(all, wanted) != 0)
-        test_fail(__FILE__, line, "%s is %s, not %s", key, all, wanted);
-    free(all);
-}
-#define WORDS(key, wanted) check_words(__LINE__, file, key, wanted)
 
 TEST(templates_with_names)
 {
@@ -578,6 +636,7 @@ TEST(a_model_card_has_its_say)
                                        "---\nlicense: \"mit\n---\n",
                                        "---\nlicense: \"\\u0041\"\n---\n",
                                        "---\nlicense: &a mit\n---\n",
+                                       "---\nlicense:mit\n---\n", /* no key without a space */
                                        "---\nlicense:\n  a: mit\n---\n",
                                        "---\nlicense: mit\n  and more\n---\n",
                                        "---\nlicense: mit\n--y\n---\n", /* two dashes end nothing */
@@ -648,6 +707,12 @@ TEST(heads_of_keys)
     nib_gguf *file = made("m");
     INTEGER("llama.attention.head_count_kv", 4);
     nib_gguf_close(file);
+    start("m",
+          "{\"model_type\": \"llama\", \"hidden_size\": 64, \"intermediate_size\": 128, \"num_hidden_layers\": 1, "
+          "\"num_attention_heads\": 0, \"vocab_size\": 12}",
+          TINY_TOKENIZER);
+    PUT("m", F32("model.embed_tokens.weight", V, H));
+    CHECK_FAILS(make("m", NIB_F32), NIB_ERR_DATA, "a head of 0 is none"); /* and no number is missing */
 }
 
 TEST(licenses_in_a_list)
@@ -779,6 +844,7 @@ TEST(what_has_no_place_is_rejected_with_the_remedy)
         { "llama", "model.layers.x.mlp.up_proj.weight", 128, "has no place" },
         { "llama", "score.weight", 2, "has no place" },
         { "qwen3_moe", LAYER "mlp.shared_expert.up_proj.weight", 128, "has no place" },
+        { "qwen3_moe", LAYER "mlp.experts.0.up_proj.bias", 128, "has no place" }, /* one of many in a stack */
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char config[512];
@@ -891,7 +957,7 @@ TEST(no_allocation_that_fails_does_harm)
     start("moe", "{\"model_type\": \"qwen3_moe\", " SIZES ", \"num_experts\": 2, \"moe_intermediate_size\": 128}",
           TINY_TOKENIZER);
     PUT("moe", ATTENTION, F32(LAYER "mlp.gate.weight", 2, H), EXPERT("0"), EXPERT("1"));
-    put_text("moe/README.md", "---\nlicense: mit\nbase_model: a/b\n---\n");
+    put_text("moe/README.md", "---\nlicense: mit\nbase_model: a/b\nurl: c\n---\n");
     fail_each_allocation("moe", 60);
     CHECK(quantize_to(at("moe"), at("quantized.gguf")) > 0);
     fail_each_allocation("quantized.gguf", 20);
