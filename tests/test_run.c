@@ -88,6 +88,7 @@ TEST(what_is_not_quantized_is_copied_byte_for_byte)
     CHECK(!nib_os_exists(at("out/.nib-partial")));
     CHECK(file_has(at("out/config.json"), "\"rope_theta\": 10000.0"));
     CHECK(file_has(at("out/config.json"), "\"rms_norm_eps\": 1e-05"));
+    CHECK(file_has(at("out/config.json"), "\"most\": 1e+20"));
     CHECK(file_has(at("out/config.json"), "\"lm_head\""));
     CHECK(file_has(at("out/config.json"), LAYER "mlp.odd"));
 }

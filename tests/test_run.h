@@ -120,7 +120,7 @@ static inline void make_model(const char *path)
         { LAYER "mlp.down_proj.weight", NIB_F32, 2, { H, I }, 0.02f }, { "counter", NIB_I64, 1, { 8 }, 0 });
     snprintf(name, sizeof name, "%s/config.json", path);
     put_text(name, "{\"model_type\": \"llama\", \"hidden_size\": 64, \"rms_norm_eps\": 1e-05, \"rope_theta\": 10000.0, "
-                   "\"torch_dtype\": \"bfloat16\"}");
+                   "\"most\": 1e+20, \"torch_dtype\": \"bfloat16\"}");
     snprintf(name, sizeof name, "%s/tokenizer.json", path);
     put_text(name, "{}");
     snprintf(name, sizeof name, "%s/pytorch_model.bin", path);
