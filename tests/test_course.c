@@ -455,6 +455,35 @@ TEST(no_allocation_that_fails_leaves_half_a_plan)
     nib_checkpoint_close(in);
 }
 
+static long json_left = -1; /* as allocations_left, of the JSON library */
+
+static void *allocate_json(size_t bytes) { return json_left >= 0 && json_left-- == 0 ? NULL : malloc(bytes); }
+
+/* The same configuration, or no plan. */
+TEST(no_json_that_fails_leaves_half_a_configuration)
+{
+    make_model(at("in"));
+    const nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *whole = plan_quantize(in, &options);
+    json_set_alloc_funcs(allocate_json, free);
+    for (long left = 0, failed = 1; failed; left++) {
+        nib_plan *plan = NULL;
+        json_left = left;
+        const nib_status status = nib_plan_quantize(in, &options, &plan);
+        failed = json_left < 0;
+        json_left = -1;
+        CHECK_THAT(status ? strstr(nib_last_error(), "no memory") && !plan
+                          : json_equal(plan->config, whole->config) && json_equal(plan->hf_quant, whole->hf_quant),
+                   "allocation %ld: %s: %s", left, nib_status_name(status), nib_last_error());
+        CHECK(failed || left > 100);
+        nib_plan_destroy(plan);
+    }
+    json_set_alloc_funcs(malloc, free);
+    nib_plan_destroy(whole);
+    nib_checkpoint_close(in);
+}
+
 static void fail_each_allocation(const char *in, uint64_t shard_bytes)
 {
     make_model(at("in"));
