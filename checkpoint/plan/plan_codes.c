@@ -94,7 +94,7 @@ static nib_status check_set(const nib_plan *plan, size_t weight)
     if (!codes != !first)
         return nib_fail(NIB_ERR_DATA, "%s: it has %s, but not %s, which servers fuse with it", plan->codes->path,
                         nib_quote(names[!codes]).text, nib_quote(names[!!codes]).text);
-    if (!codes || codes == first)
+    if (codes == first)
         return NIB_OK;
     TRY(nib_ck_read_tensor_scale(plan->codes, codes, &kind, &one));
     TRY(nib_ck_read_tensor_scale(plan->codes, first, &kind, &other));
