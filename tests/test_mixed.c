@@ -272,9 +272,27 @@ TEST(a_budget_goes_from_the_ends_to_the_middle)
     nib_checkpoint_close(in);
 }
 
+/* FP8 takes 5.5 bits more than NVFP4 here, with its scales of rows: 2.75 for each of two weights are enough for one. */
+TEST(a_budget_is_spent_to_the_last_bit)
+{
+    PUT(at("even.safetensors"), { "m.layers.0.mlp.down_proj.weight", NIB_F32, 2, { 16, 16 }, 1 },
+        { "m.layers.1.mlp.down_proj.weight", NIB_F32, 2, { 16, 16 }, 1 });
+    nib_checkpoint *in = open_good(at("even.safetensors"));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    options.budget = 4.5f + 2.75f;
+    nib_plan *plan = plan_quantize(in, &options);
+    nib_plan_row first = { .bytes = sizeof first }, last = { .bytes = sizeof last };
+    CHECK_OK(nib_plan_get_row(plan, 0, &first));
+    CHECK_OK(nib_plan_get_row(plan, 1, &last));
+    CHECK(first.action == NIB_ACTION_QUANTIZE && last.action == NIB_ACTION_FP8);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
 TEST(lists_and_budgets_that_are_rejected)
 {
-    static const char *const list[] = { "*q_proj" }, *const nobody[] = { "*z_proj" };
+    static const char *const list[] = { "*q_proj" }, *const nobody[] = { "*qq_proj" };
+    static const char *const endless[] = { "re:head2.*|(.+)+[!?]" };
     make_layers();
     make_llama(at("llama"));
     nib_plan *plan = NULL;
@@ -303,9 +321,16 @@ TEST(lists_and_budgets_that_are_rejected)
     }
     nib_checkpoint *in = open_good(at("in"));
     nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    options.budget_plain = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_MODE, "a budget"); /* there is none */
+    options.budget_plain = 0;
     options.fp8 = nobody;
     options.n_fp8 = 1;
-    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "*z_proj");
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "*qq_proj");
+    CHECK_THAT(strstr(nib_last_error(), "near it are \"model.layers.0.self_attn.q_proj\", \"model.layers.0.mlp.down"),
+               "%s", nib_last_error()); /* of four layers one */
+    options.fp8 = endless; /* that it matches one weight does not make it end for the others */
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "limit");
     nib_checkpoint_close(in);
     make_stacks(at("stacks"), "gpt_oss");
     in = open_good(at("stacks"));
