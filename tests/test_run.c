@@ -362,6 +362,36 @@ TEST(torchao_is_told_what_a_file_has)
     nib_checkpoint_close(c);
 }
 
+/* Of a plan that is cut into two files anywhere, each header has the weights whose codes are in its own. */
+TEST(torchao_is_told_of_no_other_file)
+{
+    make_model(at("in"));
+    CHECK_OK(quantize(at("in"), fresh("ct"), NULL, NULL, NULL));
+    nib_checkpoint *c = open_good(at("ct"));
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_convert(c, NIB_CHECKPOINT_FORMAT_TORCHAO, &plan));
+    CHECK(plan->n_files == 1);
+    for (uint32_t cut = 0; cut <= plan->files[0].tensors; cut++) {
+        struct nib_out_file parts[2] = { plan->files[0], plan->files[0] };
+        size_t weights = 0;
+        parts[0].tensors = parts[1].first = cut;
+        parts[1].tensors -= cut;
+        for (int i = 0; i < 2; i++) {
+            struct nib_text text;
+            CHECK_OK(nib_plan_header(plan, &parts[i], "{}", &text));
+            const char *at_it = text.bytes, *const end = text.bytes + text.used;
+            while ((at_it = memmem(at_it, (size_t)(end - at_it), "NVFP4Tensor", 11))) {
+                at_it += 11;
+                weights++;
+            }
+            nib_free(text.bytes);
+        }
+        CHECK_THAT(weights == 6, "cut at %u: %zu weights", cut, weights);
+    }
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+}
+
 static int is_same(void *context, const nib_compared *compared)
 {
     size_t *coded = context;
@@ -829,6 +859,18 @@ TEST(patterns_that_match_nothing)
     options.only = endless;
     CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "limit");
     nib_checkpoint_close(in);
+    /* A name of more than a KB is nothing that anybody would mean. */
+    static const char *const long_ones[] = { "x*" };
+    char name[1200];
+    memset(name, 'x', sizeof name);
+    memcpy(name + sizeof name - 6, ".bias", 6);
+    PUT(at("long.safetensors"), { "a.weight", NIB_BF16, 2, { 16, 16 }, 1 }, { name, NIB_BF16, 1, { 16 }, 1 });
+    in = open_good(at("long.safetensors"));
+    options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    options.ignore = long_ones;
+    options.n_ignore = 1;
+    CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "\"x*\" matches no module");
+    nib_checkpoint_close(in);
 }
 
 static float input_of(const char *path, const char *name)
@@ -854,6 +896,10 @@ TEST(activations_have_scales_of_three_kinds)
     CHECK_OK(quantize(at("in"), fresh("out"), &options, NULL, NULL));
     CHECK(input_of(at("out"), LAYER "self_attn.q_proj") == 8.0f / 2688.0f);
     CHECK(input_of(at("out"), LAYER "mlp.down_proj") == 1);
+    PUT(at("fused.safetensors"), { LAYER "input_layernorm.weight", NIB_F32, 1, { H }, 0 },
+        { LAYER "self_attn.qkv_proj.weight", NIB_F32, 2, { 16, H }, 1 });
+    CHECK_OK(quantize(at("fused.safetensors"), fresh("out"), &options, NULL, NULL));
+    CHECK(input_of(at("out"), LAYER "self_attn.qkv_proj") == 8.0f / 2688.0f);
     static const struct {
         float gamma, scale;
     } norms[] = { { 0, 1 }, { INFINITY, 1 }, { 0x1p100f, 1 }, { -0x1p98f, 0x1p100f / 2688 } };
