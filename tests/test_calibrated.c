@@ -46,6 +46,7 @@ static const float zeros[H * H];
 static float values[MATRICES][I * H], norms[2][H];
 static float attention[H], gate[E][H], down[E][I]; /* sums of squares */
 static const int64_t counts[E] = { 300, 0, 7 };
+static int silent = -1; /* the expert whose down reads nothing but zeros */
 
 static void make_model_with(const struct item *more)
 {
@@ -91,7 +92,7 @@ static void make_statistics(const char *path)
         for (int k = 0; k < H; k++)
             gate[e][k] = (float)counts[e] * square();
         for (int k = 0; k < I; k++)
-            down[e][k] = (float)counts[e] * square();
+            down[e][k] = e == silent ? 0 : (float)counts[e] * square();
     }
     const struct item items[] = {
         { LAYER "self_attn.q_proj.sum2", NIB_F32, 2, { 1, H }, attention },
@@ -123,7 +124,7 @@ static void make_statistics(const char *path)
 
 /* ---- What must come out ---- */
 
-/* Mean squares of an expert's input, mixed with those of all; of down each counts by its mean. */
+/* Mean squares of an expert's input, mixed with those of all; of down each counts by its mean, and zeros do not. */
 static void mixed_squares(const float *sums, int64_t cols, int expert, bool of_down, float *out)
 {
     double pooled[I] = { 0 }, weight = 0;
@@ -137,6 +138,8 @@ static void mixed_squares(const float *sums, int64_t cols, int expert, bool of_d
             averages[e] += (double)means[e][k];
         }
         averages[e] /= (double)cols;
+        if (of_down && e == silent)
+            continue;
         const double share = of_down ? 1 / averages[e] : (double)counts[e];
         for (int64_t k = 0; k < cols; k++)
             pooled[k] += (double)means[e][k] * share;
@@ -282,6 +285,27 @@ TEST(a_weighted_sweep)
     CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_DATA,
                 "none of the 13 weights to quantize: it has \"m.experts.1.up\"");
     nib_checkpoint_close(in);
+}
+
+/* An expert whose down reads zeros says nothing about what the others read. */
+TEST(an_expert_that_reads_zeros)
+{
+    silent = 2;
+    make_model();
+    make_statistics("stats");
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    nib_checkpoint *out = run_plan(in, &options, "out");
+    for (size_t i = 0; i < MATRICES; i++) {
+        float squares[I];
+        if (strcmp(matrices[i].name, EXPERT "0.down_proj") && strcmp(matrices[i].name, EXPERT "1.down_proj"))
+            continue;
+        CHECK(squares_of(i, squares));
+        check_codes(out, i, values[i], group_amax(i, values), squares);
+    }
+    nib_checkpoint_close(out);
+    nib_checkpoint_close(in);
+    silent = -1;
 }
 
 /* Measured amaxes count twice where tokens are few, the others are guessed, and what has none gets 1. */
@@ -827,7 +851,7 @@ TEST(folds_that_are_rejected)
 /* ---- GPTQ ---- */
 
 static float hessians[3][I * (I + 1) / 2]; /* of attention, of what experts read, and of down */
-static const struct {
+static struct {
     const char *name;
     int64_t cols, tokens; /* below 0: not said */
 } hessian_of[3] = { { LAYER "self_attn.q_proj", H, 6 * H },
@@ -1034,6 +1058,25 @@ TEST(a_hessian_that_is_not_positive_definite)
         check_codes(out, i, values[i], group_amax(i, values), squares);
     }
     nib_checkpoint_close(out);
+    nib_checkpoint_close(in);
+}
+
+/* What a Hessian says of its tokens counts, whatever the statistics were made of. */
+TEST(a_hessian_of_no_tokens)
+{
+    make_model();
+    make_statistics("stats");
+    hessian_of[1].tokens = 0;
+    make_hessians("stats.hessians");
+    hessian_of[1].tokens = -1;
+    nib_checkpoint *in = open_good(at("model"));
+    nib_quantize_options options = options_of();
+    nib_plan *plan = NULL;
+    options.gptq = 1;
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    const nib_plan_row row = row_of(plan, EXPERT "1.up_proj");
+    CHECK_THAT(!strcmp(row.gptq, "none: 0 tokens, and 32 columns need 192"), "%s", row.gptq);
+    nib_plan_destroy(plan);
     nib_checkpoint_close(in);
 }
 
@@ -1372,6 +1415,8 @@ static bool same_plans(const nib_plan *a, const nib_plan *b)
         same = !strcmp(x.fold, y.fold) && !strcmp(x.statistics, y.statistics) && !strcmp(x.gptq, y.gptq) &&
                x.tokens == y.tokens && x.action == y.action;
     }
+    for (size_t i = 0; same && i < a->n_groups; i++)
+        same = a->groups[i].input_amax == b->groups[i].input_amax;
     return same;
 }
 
