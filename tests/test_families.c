@@ -225,6 +225,27 @@ TEST(stacks_come_back_of_parts_that_stayed_and_by_way_of_another_format)
     check_same(at("in"), at("back"));
 }
 
+/* A file whose metadata have this under "nib", and what is left when its codes are values again. */
+static nib_checkpoint *dequantize_told(const char *provenance, const struct item *items, size_t n)
+{
+    nib_writer *writer = NULL;
+    CHECK_OK(nib_writer_create(at("told.safetensors"), &writer));
+    CHECK_OK(nib_writer_metadata(writer, "nib", provenance));
+    for (size_t i = 0; i < n; i++)
+        CHECK_OK(nib_writer_declare(writer, items[i].name, items[i].dtype, items[i].rank, items[i].shape));
+    for (size_t i = 0; i < n; i++)
+        CHECK_OK(nib_writer_write(writer, items[i].name, 0, items[i].data,
+                                  (size_t)elements_in(items[i].rank, items[i].shape) *
+                                      (size_t)nib_dtype_bits(items[i].dtype) / 8));
+    CHECK_OK(nib_writer_commit(writer));
+    nib_writer_destroy(writer);
+    CHECK_OK(dequantize(at("told.safetensors"), at("plain.safetensors"), 0));
+    CHECK(unlink(at("told.safetensors")) == 0);
+    nib_checkpoint *c = open_good(at("plain.safetensors"));
+    CHECK(unlink(at("plain.safetensors")) == 0);
+    return c;
+}
+
 TEST(what_provenance_says_is_believed_only_where_it_fits)
 {
     static const char *const texts[] = {
@@ -255,24 +276,60 @@ TEST(what_provenance_says_is_believed_only_where_it_fits)
         { "m.experts.1.odd.weight_global_scale", NIB_F32, 1, { 1 }, &one },
     };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
-        nib_writer *writer = NULL;
-        CHECK_OK(nib_writer_create(at("told.safetensors"), &writer));
-        CHECK_OK(nib_writer_metadata(writer, "nib", texts[i]));
-        for (size_t j = 0; j < sizeof items / sizeof *items; j++)
-            CHECK_OK(nib_writer_declare(writer, items[j].name, items[j].dtype, items[j].rank, items[j].shape));
-        for (size_t j = 0; j < sizeof items / sizeof *items; j++)
-            CHECK_OK(nib_writer_write(writer, items[j].name, 0, items[j].data,
-                                      (size_t)elements_in(items[j].rank, items[j].shape) *
-                                          (size_t)nib_dtype_bits(items[j].dtype) / 8));
-        CHECK_OK(nib_writer_commit(writer));
-        nib_writer_destroy(writer);
-        CHECK_OK(dequantize(at("told.safetensors"), at("plain.safetensors"), 0));
-        nib_checkpoint *c = open_good(at("plain.safetensors"));
+        nib_checkpoint *c = dequantize_told(texts[i], items, sizeof items / sizeof *items);
         CHECK_THAT(c->n_tensors == 4 && nib_ck_find_tensor(c, "m.experts.1.odd.weight") != NIB_NONE, "%s", texts[i]);
         nib_checkpoint_close(c);
-        CHECK(unlink(at("plain.safetensors")) == 0);
     }
-    CHECK(unlink(at("told.safetensors")) == 0);
+}
+
+/* Only what computes can have been the bias of a stack: integers of that name stay beside it, as they are. */
+TEST(biases_that_are_no_floats_are_in_no_stack)
+{
+    static const uint8_t codes[16 * 8], scales[16];
+    static const float one = 1;
+    static const int32_t numbers[16];
+    for (int floats = 0; floats < 2; floats++) {
+        const struct item items[] = {
+            { "m.experts.0.up.weight_packed", NIB_U8, 2, { 16, 8 }, codes },
+            { "m.experts.0.up.weight_scale", NIB_E4M3, 2, { 16, 1 }, scales },
+            { "m.experts.0.up.weight_global_scale", NIB_F32, 1, { 1 }, &one },
+            { "m.experts.0.up.bias", floats ? NIB_F32 : NIB_I32, 1, { 16 }, numbers },
+        };
+        nib_checkpoint *c = dequantize_told(
+            "{\"restore\": [{\"tensor\": \".x\", \"experts\": \".experts\", \"parts\": [\"up\"]}]}", items, 4);
+        const bool joined = nib_ck_find_tensor(c, "m.x_bias") != NIB_NONE;
+        const bool beside = nib_ck_find_tensor(c, "m.experts.0.up.bias") != NIB_NONE;
+        CHECK(c->n_tensors == 2 && nib_ck_find_tensor(c, "m.x") != NIB_NONE);
+        CHECK_THAT(joined == floats && beside == !floats, "%d: %d %d %s", floats, joined, beside, c->tensors[0].name);
+        nib_checkpoint_close(c);
+    }
+}
+
+static long json_left = -1; /* the allocation of JSON that finds 0 here fails */
+
+static void *allocate_json(size_t bytes) { return json_left >= 0 && json_left-- == 0 ? NULL : malloc(bytes); }
+
+/* What is noted of both stacks goes along, or there is no plan. Where there is no memory to parse provenance there may
+ * be no note at all: jansson does not always tell that from a text that is no JSON. */
+TEST(no_allocation_of_json_that_fails_leaves_half_of_the_notes)
+{
+    make_gpt_oss(at("in"), "bfloat16", NIB_BF16);
+    CHECK_OK(quantize(at("in"), fresh("out"), NIB_READER_ANY, NULL));
+    nib_checkpoint *c = open_good(at("out"));
+    json_set_alloc_funcs(allocate_json, free);
+    for (long left = 0, failed = 1; failed; left++) {
+        nib_plan *plan = NULL;
+        json_left = left;
+        const nib_status status = nib_plan_convert(c, NIB_CHECKPOINT_FORMAT_MODELOPT, &plan);
+        failed = json_left < 0;
+        json_left = -1;
+        const size_t notes = plan ? json_array_size(plan->restore) : 0;
+        CHECK_THAT(status ? status == NIB_ERR_MEMORY && !plan : notes == 2 || (failed && notes == 0),
+                   "allocation %ld: %s: %s: %zu notes", left, nib_status_name(status), nib_last_error(), notes);
+        nib_plan_destroy(plan);
+    }
+    json_set_alloc_funcs(malloc, free);
+    nib_checkpoint_close(c);
 }
 
 TEST(no_allocation_that_fails_leaves_half_a_stack)
