@@ -81,18 +81,33 @@ static nib_status make(const char *name, nib_dtype dtype)
     return status;
 }
 
-/* A weight that is not in the file takes nothing of it. */
+static nib_plan_row row_of(const nib_plan *plan, const char *weight)
+{
+    nib_plan_row row = { .bytes = sizeof row, .name = "" };
+    for (size_t i = 0; strcmp(row.name, weight) && nib_plan_get_row(plan, i, &row) == NIB_OK; i++)
+        ;
+    CHECK_THAT(!strcmp(row.name, weight), "there is no row %s", weight);
+    return row;
+}
+
+/* A weight that is not in the file takes nothing of it, and is not quantized for it. */
 static void check_left_out(const char *name, const char *weight, uint64_t bytes)
 {
     nib_checkpoint *c = NULL;
     nib_plan *plan = NULL;
-    nib_plan_row row = { .bytes = sizeof row, .name = "" };
+    nib_quantize_options options;
     CHECK_OK(nib_checkpoint_open(at(name), &c));
     CHECK_OK(nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_GGUF, NIB_F32, &plan));
-    for (size_t i = 0; strcmp(row.name, weight) && nib_plan_get_row(plan, i, &row) == NIB_OK; i++)
-        ;
-    CHECK_THAT(!strcmp(row.name, weight) && row.bytes_in == bytes && row.bytes_out == 0, "%s: %llu of %llu bytes",
-               row.name, (unsigned long long)row.bytes_out, (unsigned long long)row.bytes_in);
+    nib_plan_row row = row_of(plan, weight);
+    CHECK_THAT(row.bytes_in == bytes && row.bytes_out == 0, "%s: %llu of %llu bytes", row.name,
+               (unsigned long long)row.bytes_out, (unsigned long long)row.bytes_in);
+    nib_plan_destroy(plan);
+    nib_quantize_options_init(&options);
+    options.format = NIB_CHECKPOINT_FORMAT_GGUF;
+    CHECK_OK(nib_plan_quantize(c, &options, &plan));
+    row = row_of(plan, weight);
+    CHECK_THAT(row.action == NIB_ACTION_KEEP && !strcmp(row.reason, "llama.cpp has it in a file of its own"), "%s",
+               row.reason);
     nib_plan_destroy(plan);
     nib_checkpoint_close(c);
 }
@@ -354,6 +369,29 @@ TEST(experts_are_stacked_in_the_order_of_their_numbers)
     items[n - 1].shape[1] = 64;
     put("moe", items, n);
     CHECK_FAILS(make("moe", NIB_F32), NIB_ERR_DATA, "another shape");
+}
+
+/* The experts of a tensor have one type: where one of them stays, the others do, and those of other tensors do not. */
+TEST(experts_of_a_gguf_stay_together)
+{
+    static const char *const ignored[] = { "blk.0.ffn_down_exps.1" };
+    nib_quantize_options options;
+    nib_plan *plan = NULL;
+    start("moe", "{\"model_type\": \"qwen3_moe\", " SIZES ", \"num_experts\": 2, \"moe_intermediate_size\": 128}",
+          TINY_TOKENIZER);
+    PUT("moe", F32("model.embed_tokens.weight", V, H), EXPERT("0"), EXPERT("1"));
+    CHECK_OK(make("moe", NIB_F32));
+    nib_checkpoint *c = open_good(at("out.gguf"));
+    nib_quantize_options_init(&options);
+    options.format = NIB_CHECKPOINT_FORMAT_GGUF;
+    options.ignore = ignored;
+    options.n_ignore = 1;
+    CHECK_OK(nib_plan_quantize(c, &options, &plan));
+    const nib_plan_row kept = row_of(plan, "blk.0.ffn_down_exps.0"), changed = row_of(plan, "blk.0.ffn_up_exps.0");
+    CHECK_THAT(!strcmp(kept.reason, "it is in one tensor with blk.0.ffn_down_exps.1, which stays"), "%s", kept.reason);
+    CHECK(kept.action == NIB_ACTION_KEEP && changed.action == NIB_ACTION_QUANTIZE);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
 }
 
 /* Codes 0..31 of a block and its scale must be found again, in ggml's order. */
@@ -776,6 +814,21 @@ TEST(positions_that_are_stretched)
     start("m", "{\"model_type\": \"qwen3\", " SIZES ", \"head_dim\": 5000000000}", TINY_TOKENIZER);
     PUT("m", ATTENTION);
     CHECK_FAILS(make("m", NIB_F32), NIB_ERR_DATA, "a head of 5000000000 is none");
+}
+
+/* Waves of up to 2048 positions, a quarter of the context, are as they were, and those beyond it are stretched by 8. In
+ * between is the one of 6283: 1 / (0.898734 / 8 + 0.101266), by how far it is from both ends. */
+TEST(frequencies_are_stretched_as_llama_3_has_them)
+{
+    static const float wanted[] = { 1, 1, 1, 1, 1, 1, 4.681483f, 8 };
+    start("m", "{\"model_type\": \"llama\", " SIZES ", \"rope_scaling\": {\"rope_type\": \"llama3\"}}", TINY_TOKENIZER);
+    PUT("m", ATTENTION);
+    nib_gguf *file = made("m");
+    float *factors = VALUES(file, "rope_freqs.weight", 8);
+    for (int i = 0; i < 8; i++)
+        CHECK_THAT(fabsf(factors[i] - wanted[i]) < 1e-5f, "factor %d is %.7g", i, (double)factors[i]);
+    free(factors);
+    nib_gguf_close(file);
 }
 
 TEST(stretched_frequencies_have_a_bound)
