@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include "test_tensors.h"
 
+#include "kernels/kernels.h"
 #include "tensor/quantize.h"
 
 #include <fenv.h>
@@ -321,8 +322,41 @@ static pid_t start_without_tiles(struct outcome *out)
 }
 #endif
 
-/* The first test, because the process must not have used the library: its kernels are chosen, and any threads started,
- * in the child. */
+/* Whether NIB_MAX_ISA=name takes all that there is up to the last line of that name, and nothing behind it. */
+static bool is_strongest(const char *name)
+{
+    struct nib_kernels wanted = { 0 };
+    const struct nib_isa *last = nib_isas;
+    setenv("NIB_MAX_ISA", name, 1);
+    for (const struct nib_isa *isa = nib_isas; isa->name; isa++)
+        last = strcmp(isa->name, name) == 0 ? isa : last;
+    for (const struct nib_isa *isa = nib_isas; isa <= last; isa++) {
+        if (!isa->present())
+            continue;
+#define X(operation, count)             \
+    for (int i = 0; i < (count); i++)   \
+        if (isa->kernels->operation[i]) \
+            wanted.operation[i] = isa->kernels->operation[i];
+        NIB_KERNELS(X)
+        NIB_PRODUCT_KERNELS(X)
+        NIB_GPTQ_KERNELS(X)
+#undef X
+    }
+    return memcmp(&wanted, nib_kernels_best(), sizeof wanted) == 0;
+}
+
+/* The first tests, because the process must not have used the library: its kernels are chosen, and any threads started,
+ * in a child. */
+TEST(the_strongest_set_can_be_named)
+{
+    for (const struct nib_isa *isa = nib_isas; isa->name; isa++) {
+        const pid_t child = fork();
+        if (!child)
+            _exit(!is_strongest(isa->name));
+        wait_for(child, isa->name);
+    }
+}
+
 TEST(first_used_in_a_child)
 {
     make_inputs(&inputs, 0);
@@ -344,7 +378,7 @@ TEST(first_used_in_a_child)
     munmap(scalar, sizeof *scalar);
 }
 
-/* The second, because worker threads inherit the control of whoever starts them: here they are started with everything
+/* The next, because worker threads inherit the control of whoever starts them: here they are started with everything
  * set. */
 TEST(workers_started_in_odd_surroundings)
 {
@@ -616,6 +650,10 @@ TEST(threads_that_pay)
     CHECK(nib_thread_count(host_of(4), 100 * each) == four);
     CHECK(nib_thread_count(host_of(4), 3 * each) == three);
     CHECK(nib_thread_count(host_of(4), 0) == 1 && nib_thread_count(host_of(1), 100 * each) == 1);
+    const pid_t child = fork(); /* which has none of its parent's threads */
+    if (!child)
+        _exit(nib_thread_count(host_of(4), 100 * each) != 1);
+    wait_for(child, "threads in a child");
 }
 
 TEST(the_instruction_set_has_a_name)
