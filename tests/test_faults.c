@@ -208,16 +208,26 @@ static const nib_run_options force = { .bytes = sizeof force, .force = 1 },
                              resume = { .bytes = sizeof resume, .force = 1, .resume = 1 };
 
 /* With a fault at call n; -1: without. */
-static nib_status run_with(enum kind kind, bool other, const nib_run_options *options, int n, enum fault what)
+static void begin_faults(int n, enum fault what)
 {
     fault_at = n;
     fault = what;
     n_calls = 0;
     *unsaved = '\0';
     counting = true;
-    const nib_status status = make(kind, other, outputs[kind].out, options);
+}
+
+static void end_faults(void)
+{
     counting = false;
     fault_at = -1;
+}
+
+static nib_status run_with(enum kind kind, bool other, const nib_run_options *options, int n, enum fault what)
+{
+    begin_faults(n, what);
+    const nib_status status = make(kind, other, outputs[kind].out, options);
+    end_faults();
     return status;
 }
 
@@ -319,6 +329,58 @@ TEST(faults_of_resuming)
     run_faults(FILE_TO_FILE, STOPPED);
     run_faults(SHARDS, STOPPED);
     run_faults(GGUF, STOPPED);
+}
+
+/* Codes are read for their scale first, and again to be written. */
+TEST(faults_of_reading_mxfp4)
+{
+    static uint8_t usual[MOST_CALLS], blocks[2][ROWS][2][16], scales[2][ROWS][2];
+    const struct item items[] = { { "m.experts.gate_up_proj_blocks", NIB_U8, 4, { 2, ROWS, 2, 16 }, blocks },
+                                  { "m.experts.gate_up_proj_scales", NIB_U8, 3, { 2, ROWS, 2 }, scales } };
+    memset(blocks, 0x5B, sizeof blocks);
+    memset(scales, 125, sizeof scales);
+    CHECK(mkdir(at("mx"), 0777) == 0);
+    put_tensors("mx/model.safetensors", items, 2);
+    put_text(at("mx/config.json"), "{\"model_type\": \"gpt_oss\", \"hidden_size\": 64, \"intermediate_size\": 16}");
+    nib_checkpoint *in = open_good(at("mx"));
+    nib_plan *plan = NULL;
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1;
+    CHECK_OK(nib_plan_quantize(in, NULL, &plan));
+    begin_faults(-1, FAILS);
+    CHECK_OK(nib_plan_run(plan, at("nv"), &force, &job));
+    end_faults();
+    const int n = n_calls;
+    memcpy(usual, calls, sizeof usual);
+    for (int i = 0; i < n; i++)
+        if (usual[i] == READ) {
+            clear("nv");
+            begin_faults(i, FAILS);
+            const nib_status status = nib_plan_run(plan, at("nv"), &force, &job);
+            end_faults();
+            CHECK_THAT(status == NIB_ERR_IO, "call %d: %s", i, nib_status_name(status));
+        }
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
+TEST(what_stays_in_a_directory_is_told)
+{
+    int first = 0;
+    for (int round = 0; round < 2; round++) {
+        CHECK(mkdir(at("kept"), 0777) == 0);
+        put_text(at("kept/file"), "");
+        begin_faults(round ? first : -1, FAILS);
+        const nib_status status = nib_os_remove_directory(at("kept"));
+        end_faults();
+        if (round)
+            CHECK_FAILS(status, NIB_ERR_IO, "kept: cannot remove what is in it");
+        else
+            CHECK_OK(status);
+        while (first < n_calls && calls[first] != REMOVE)
+            first++;
+    }
 }
 
 TEST_MAIN
