@@ -354,6 +354,29 @@ TEST(fsdp)
     }
 }
 
+/* Shards without rows too; and one column has no next one, to which a stride would lead. */
+TEST(fsdp_of_next_to_nothing)
+{
+    for (int64_t rows = 0; rows <= 2; rows++) {
+        float x[2] = { 1, -3 };
+        nib_array all;
+        nib_tensor *shard = NULL, *out = NULL;
+        nib_quantizer q;
+        nib_fsdp_parts parts = { .bytes = sizeof parts };
+        int equal = 0;
+        CHECK_OK(nib_quantizer_init_format(&q, NIB_FLOAT8));
+        CHECK_OK(nib_array_init(&all, x, NIB_F32, 2, SHAPE(rows, 1)));
+        CHECK_OK(nib_quantize(&q, &all, NULL, &shard));
+        CHECK_OK(nib_fsdp_extract(shard, &parts));
+        CHECK(parts.data.shape[0] == rows && parts.data.shape[1] == 1);
+        parts.data.strides[1] = 7;
+        CHECK_OK(nib_fsdp_assign(shard, &parts, rows, &out));
+        CHECK_OK(nib_tensor_equal(out, shard, &equal));
+        CHECK(equal);
+        nib_tensor_destroy(shard), nib_tensor_destroy(out);
+    }
+}
+
 TEST(fsdp_refuses)
 {
     nib_fsdp_parts parts = { .bytes = sizeof parts };
