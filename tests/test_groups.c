@@ -163,6 +163,7 @@ TEST(group_amax)
                 CHECK_THAT(row[i] == expected[0][i] && col[i] == expected[1][i] && col_alone[i] == col[i],
                            "kind %d, member %d of %d", kind, i, n);
         }
+        CHECK_FAILS(nib_group_amax(&c.q, &c.x, c.rows, MEMBERS, NULL), NIB_ERR_ARG, "amax is NULL");
         free(c.values);
     }
 }

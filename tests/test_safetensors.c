@@ -303,7 +303,8 @@ TEST(read_ranges)
     REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") ",\"b\":" ENTRY("U8", "[1]", "[2,3]") "}", 3, "leave a hole");
     REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[1,3]") "}", 3,
              "tensor \"b\": data_offsets [1, 3] overlap the tensor before them, which ends at byte 2");
-    REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[0,2]") "}", 2, "overlap");
+    REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[2]", "[0,2]") "}", 2,
+             "tensor \"b\": data_offsets [0, 2] overlap the tensor before them, which ends at byte 2");
     REJECTED("{\"a\":" ENTRY("U8", "[2]", "[0,2]") ",\"b\":" ENTRY("U8", "[0]", "[1,1]") "}", 2, "overlap");
     REJECTED("{\"a\":" ENTRY("U8", "[0]", "[3,3]") "}", 0, "leave a hole");
     REJECTED("{\"a\":" ENTRY("U8", "[1]", "[0,1]") "}", 2, "its tensors take 1 bytes, but 2 bytes follow the header");
