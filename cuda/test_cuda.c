@@ -632,6 +632,17 @@ TEST(what_a_gpu_does_not_do_it_says)
     nib_quantizer_init(&q);
     q.amax_comm = nib_comm_serial();
     CHECK_FAILS(nib_quantize(&q, &x.device, NULL, &t), NIB_ERR_UNSUPPORTED, "no communicator");
+    nib_quantizer_init(&q);
+    for (int axis = 0; axis < 2; axis++) { /* too many, even of nothing */
+        nib_array many = x.device;
+        many.shape[axis] = INT64_C(1) << 34;
+        many.shape[!axis] = 0;
+        CHECK_FAILS(nib_quantize(&q, &many, NULL, &t), NIB_ERR_UNSUPPORTED, "fewer than 2^34 rows and columns");
+        many.shape[axis]--;
+        CHECK_OK(nib_quantize(&q, &many, NULL, &t));
+        nib_tensor_destroy(t);
+        t = NULL;
+    }
     CHECK(!t);
     CHECK_OK(nib_quantizer_init_format(&q, NIB_MXFP8));
     CHECK_OK(nib_quantize(&q, &x.host, NULL, &t)); /* it can live there, but not be decoded */

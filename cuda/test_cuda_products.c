@@ -378,6 +378,41 @@ TEST(a_library_that_fails_is_heard_of)
 }
 #endif
 
+/* ---- Where codes are ---- */
+
+/* A caller's may begin where no sixteen bytes can be read at once. */
+TEST(codes_begin_anywhere)
+{
+    NEEDS_GPU;
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    q.columnwise = 0;
+    tidy = true; /* but for codes */
+    for (size_t skew = 1; skew <= 8; skew *= 2) {
+        struct call c = { .a = plain_side(NIB_BF16, 3, 64), .b = tensor_side(&q, 16, 64) };
+        nib_buffer *parts[NIB_PART_COUNT], *codes = NULL;
+        for (int part = 0; part < NIB_PART_COUNT; part++)
+            parts[part] = nib_tensor_buffer(c.b.device, (nib_part)part);
+        const nib_buffer *const from = nib_tensor_buffer(c.b.host, NIB_ROW_DATA);
+        c.b.memory = memory_of(nib_buffer_data(from), nib_buffer_bytes(from), skew);
+        CHECK_OK(nib_buffer_borrow(c.b.memory.data, c.b.memory.bytes, gpu, NULL, NULL, &codes));
+        parts[NIB_ROW_DATA] = codes;
+        nib_tensor *moved = NULL;
+        CHECK_OK(nib_tensor_from_buffers(&q, NIB_F32, 2, (const int64_t[]){ 16, 64 }, parts, NIB_PART_COUNT, &moved));
+        nib_buffer_release(codes);
+        c.y = random_matrix(NIB_F32, 3, 16, &c.y_memory);
+        nib_gemm_options_init(&c.options);
+        snprintf(where, sizeof where, "codes %zu bytes behind an aligned address", skew);
+        void *const before = copy_of(&c.y_memory);
+        CHECK_OK(nib_gemm(&(nib_operand){ .array = &c.a.array }, &(nib_operand){ .tensor = moved }, NULL, &c.y));
+        compare(&c, before, NULL);
+        free(before);
+        nib_tensor_destroy(moved);
+        close_call(&c);
+    }
+    tidy = false;
+}
+
 /* ---- What is not finite ---- */
 
 static float result_at(const struct memory *m, int64_t i)
