@@ -33,14 +33,13 @@ static inline const uint8_t *nib_side_scales(const struct nib_side *side, int64_
     return scales + (g->swizzled ? nib_scale_index(g, line, block) : line * g->scale_line + block);
 }
 
-/* The scales of four blocks of a line, of which `block` is a multiple, as bytes; 0 where there is no block. Lines of scales
- * are padded to whole words. */
+/* The scales of four blocks of a line, of which `block` is a multiple, as bytes; anything where there is no block. Lines of
+ * scales are padded to whole words. */
 static inline uint32_t nib_four_scales(const struct nib_side *side, int64_t line, int64_t block)
 {
     uint32_t word;
-    const int64_t left = side->geometry->blocks - block;
     memcpy(&word, nib_side_scales(side, line, block), sizeof word);
-    return left < 4 ? word & ((1u << 8 * left) - 1) : word;
+    return word;
 }
 
 #endif
