@@ -142,7 +142,7 @@ nib_status nib_run_panels_cut(struct nib_run_panels *panels, const struct nib_ru
         if (t->producer == NIB_PRODUCE_WEIGHT)
             continue;
         const bool in_parts = t->producer == NIB_PRODUCE_COPY || t->producer == NIB_PRODUCE_CAST;
-        const int64_t bytes = (int64_t)t->bytes, at_once = in_parts ? nib_max(4, chunk / 4 * 4) : bytes;
+        const int64_t bytes = (int64_t)t->bytes, at_once = in_parts ? chunk / 4 * 4 : bytes;
         for (int64_t at = 0; at < bytes; at += at_once)
             TRY(add_panel(
                 panels, (struct nib_run_panel){ file, NIB_NONE, tensor, at, nib_min(at_once, bytes - at), stage, 0 }));

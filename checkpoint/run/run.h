@@ -16,7 +16,7 @@ struct nib_run {
     nib_job job;
     nib_run_options options;
     int threads;
-    uint64_t memory; /* of each thread, for data */
+    uint64_t memory; /* of each thread, for data: 64 KiB or more */
 
     /* The directory of the run (staging.c). */
     char *out;      /* as given, without a slash at the end */
