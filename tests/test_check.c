@@ -555,6 +555,25 @@ TEST(compares_weights_of_zeros)
     }
 }
 
+/* Of groups that are none of NVFP4 the first is named, with what is wrong with it. */
+TEST(names_the_first_wrong_group)
+{
+    fill(0x70);
+    CHECK(mkdir(at("groups"), 0777) == 0);
+    put_text("groups/config.json",
+             "{\"quantization_config\": {\"quant_method\": \"compressed-tensors\", "
+             "\"format\": \"nvfp4-pack-quantized\", \"quantization_status\": \"compressed\", \"config_groups\": {"
+             "\"one\": {\"targets\": [\"Linear\"], \"weights\": {\"num_bits\": 8}}, "
+             "\"two\": {\"targets\": [\"Linear\"], \"weights\": {\"num_bits\": 4, \"group_size\": 32}}}}}");
+    const struct item items[] = { { "m.weight_packed", NIB_U8, 2, { 4, 32 }, codes },
+                                  { "m.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                  { "m.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 4096 } } };
+    put_tensors("groups/model.safetensors", items, 3);
+    const struct found found = check_file(at("groups"));
+    CHECK_THAT(strcmp(found.ids, "config-scheme ") == 0, "found %s", found.ids);
+    CHECK_THAT(strcmp(found.fact, "config_groups.one: weights.num_bits is 8 instead of 4") == 0, "%s", found.fact);
+}
+
 /* A stack of experts as ModelOpt writes it for some families. */
 TEST(checks_stacks)
 {

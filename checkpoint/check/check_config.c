@@ -316,18 +316,16 @@ static nib_status check_groups_of_config(struct nib_checking *k, const json_t *c
 {
     static const char *const parts[] = { "weights", "input_activations" }, *const keys[] = { "scale_dtype",
                                                                                              "zp_dtype" };
-    const char *name, *fault = "it has no config_groups";
+    const char *name;
     json_t *group, *groups = json_object_get(config, "config_groups");
-    char buffer[256], where[128] = "";
+    char buffer[256], first_fault[384] = "";
     bool good = false, told = false;
     json_object_foreach(groups, name, group)
     {
         const char *this_fault = group_fault(group, buffer, sizeof buffer);
         good |= !this_fault;
-        if (this_fault && !*where) {
-            fault = this_fault;
-            snprintf(where, sizeof where, "config_groups.%.80s: ", name);
-        }
+        if (this_fault && !*first_fault)
+            snprintf(first_fault, sizeof first_fault, "config_groups.%.80s: %s", name, this_fault);
         for (int i = 0; i < 4 && !told; i++)
             if (json_object_get(json_object_get(group, parts[i / 2]), keys[i % 2])) {
                 told = true;
@@ -336,7 +334,8 @@ static nib_status check_groups_of_config(struct nib_checking *k, const json_t *c
             }
     }
     if (!good)
-        TRY(nib_check_found(k, NIB_FAULT_CONFIG_SCHEME, "config.json", "%s%s", where, fault));
+        TRY(nib_check_found(k, NIB_FAULT_CONFIG_SCHEME, "config.json", "%s",
+                            *first_fault ? first_fault : "it has no config_groups"));
     return NIB_OK;
 }
 
