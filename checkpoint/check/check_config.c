@@ -259,8 +259,6 @@ static nib_status check_widths(struct nib_checking *k, const struct exclusions *
 {
     for (size_t j = 0; j < e->n; j++) {
         const char *entry = e->entries[j];
-        if (strpbrk(entry, "*?["))
-            continue;
         for (size_t i = 0; i < k->n_modules; i++) {
             char fused[1024];
             const char *name = k->modules[i].name;
