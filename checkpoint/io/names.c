@@ -288,18 +288,13 @@ bool nib_ck_is_conv1d(const nib_checkpoint *c, const char *module)
 }
 
 /* Inputs of gate_up and outputs of down are the model's hidden size; the other axis is the experts' own size, once or
- * twice. Only one reading fits, unless the two are equal. */
+ * twice. Only one reading fits, unless both axes are of the hidden size or neither is. */
 static nib_status orientation(const nib_checkpoint *c, const char *tensor, const int64_t *shape, bool two_parts,
                               bool *transposed)
 {
     const int64_t hidden = nib_ck_config_int(c, "hidden_size", -1);
-    const int64_t inner = nib_ck_config_int(c, "moe_intermediate_size", nib_ck_config_int(c, "intermediate_size", -1));
-    const int64_t n = two_parts ? 2 * inner : hidden, k = two_parts ? hidden : inner; /* rows and columns of a matrix */
-    const bool straight = shape[1] == n && shape[2] == k, turned = shape[1] == k && shape[2] == n;
     const struct family *family = family_of(c);
-    if (hidden > 0 && inner > 0 && straight != turned)
-        *transposed = turned;
-    else if (hidden > 0 && (shape[1] == hidden) != (shape[2] == hidden))
+    if (hidden > 0 && (shape[1] == hidden) != (shape[2] == hidden))
         *transposed = (shape[1] == hidden) == two_parts; /* the hidden size is where K is, or where N is */
     else if (family)
         *transposed = family->transposed;
