@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
 #include "check/check.h"
+#include "io/gguf.h"
 #include "io/names.h"
 #include "plan/plan.h"
 #include "test_alloc.h"
@@ -504,13 +505,14 @@ TEST(stops_at_any_finding)
         at("d/config.json"),
         "{\"quantization_config\": {\"quant_method\": \"modelopt\", \"quant_algo\": \"NVFP4\", \"ignore\": [\"x\"]}}");
     const float multiplier = 0x1p-12f, zero = 0;
+    const uint8_t odd_scales[4 * 4] = { 0x7F, 0xF0, 0, 1 };
     const struct item items[] = {
         { "lm_head.weight", NIB_U8, 2, { 4, 32 }, codes },
         { "lm_head.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
         { "lm_head.weight_scale_2", NIB_F32, 0, { 0 }, &multiplier },
         { "lm_head.input_global_scale", NIB_F32, 0, { 0 }, &multiplier }, /* another format's name */
         { "m.gate.weight", NIB_U8, 2, { 4, 32 }, codes },
-        { "m.gate.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+        { "m.gate.weight_scale", NIB_E4M3, 2, { 4, 4 }, odd_scales },
         { "m.gate.weight_scale_2", NIB_F32, 0, { 0 }, &zero },
         { "m.gate.pre_quant_scale", NIB_F32, 0, { 0 }, &multiplier },
         { "m.up.weight", NIB_F32, 2, { 4, 16 }, codes },
@@ -520,7 +522,8 @@ TEST(stops_at_any_finding)
     put_tensors(at("d/model.safetensors"), items, sizeof items / sizeof *items);
     struct found all = check_file(at("d"));
     CHECK_THAT(strcmp(all.ids,
-                      "companion-misnamed pre-quant-scale codes-missing tensor-scale-not-positive input-scale-missing "
+                      "companion-misnamed pre-quant-scale codes-missing tensor-scale-not-positive scale-nan "
+                      "scale-negative scale-zero scale-subnormal input-scale-missing "
                       "head-quantized router-quantized hf-config-missing config-not-ignored ") == 0,
                "found %s", all.ids);
     nib_checkpoint *c = open_good(at("d"));
@@ -555,6 +558,30 @@ TEST(compares_weights_of_zeros)
     }
 }
 
+/* Block scales that clip make a weight smaller; while its codes are the nearest ones, its tensor scale is right. */
+TEST(compares_weights_that_are_clipped)
+{
+    float plain[4 * 64];
+    uint8_t packed_codes[4 * 32];
+    for (size_t i = 0; i < sizeof packed_codes; i++) {
+        packed_codes[i] = i % 8 ? 0x55 : 0x57;       /* 3, and one 6 in each block of 16 */
+        plain[2 * i] = (i % 8 ? 3 : 9) * (1 / 32.f); /* with the scales 128 / 4096 */
+        plain[2 * i + 1] = 3 / 32.f;
+    }
+    fill(0x70);
+    const struct item packed[] = { { "m.weight_packed", NIB_U8, 2, { 4, 32 }, packed_codes },
+                                   { "m.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                   { "m.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 4096 } } };
+    put_tensors(at("a.safetensors"), (struct item[]){ { "m.weight", NIB_F32, 2, { 4, 64 }, plain } }, 1);
+    put_tensors(at("b.safetensors"), packed, 3);
+    nib_checkpoint *a = open_good(at("a.safetensors")), *b = open_good(at("b.safetensors"));
+    struct found found = { 0 };
+    CHECK_OK(nib_checkpoint_check(b, a, NULL, note, &found));
+    CHECK_THAT(found.n == 0, "found %s: %s", found.ids, found.fact);
+    nib_checkpoint_close(a);
+    nib_checkpoint_close(b);
+}
+
 /* Of groups that are none of NVFP4 the first is named, with what is wrong with it. */
 TEST(names_the_first_wrong_group)
 {
@@ -572,6 +599,33 @@ TEST(names_the_first_wrong_group)
     const struct found found = check_file(at("groups"));
     CHECK_THAT(strcmp(found.ids, "config-scheme ") == 0, "found %s", found.ids);
     CHECK_THAT(strcmp(found.fact, "config_groups.one: weights.num_bits is 8 instead of 4") == 0, "%s", found.fact);
+}
+
+/* Where llama.cpp multiplies without a tensor scale, one that is 1 is not missed. */
+TEST(checks_scales_that_llama_cpp_ignores)
+{
+    enum { R = 4, K = 64 };
+    for (int i = 0; i < 2; i++) {
+        const float tensor_scale = i ? 0x1p-12f : 1;
+        uint8_t blocks[R * 36];
+        nib_gguf_plan *plan = NULL;
+        nib_gguf_writer *writer = NULL;
+        fill(0x60);
+        CHECK(nib_gguf_nvfp4_join(codes, scales, R, blocks) == 0);
+        CHECK_OK(nib_gguf_plan_create(at("m.gguf"), &plan));
+        CHECK_OK(nib_gguf_put_string(plan, "general.architecture", "qwen2moe"));
+        CHECK_OK(nib_gguf_declare(plan, "blk.0.ffn_up.weight", NIB_GGUF_NVFP4, 2, (int64_t[]){ R, K }));
+        CHECK_OK(nib_gguf_declare(plan, "blk.0.ffn_up.scale", NIB_GGUF_F32, 1, (int64_t[]){ 1 }));
+        CHECK_OK(nib_gguf_writer_create(plan, &writer));
+        CHECK_OK(nib_gguf_write(writer, 0, 0, blocks, sizeof blocks));
+        CHECK_OK(nib_gguf_write(writer, 1, 0, &tensor_scale, sizeof tensor_scale));
+        CHECK_OK(nib_gguf_commit(writer));
+        nib_gguf_writer_destroy(writer);
+        nib_gguf_plan_destroy(plan);
+        const struct found found = check_file(at("m.gguf"));
+        CHECK_THAT(strcmp(found.ids, i ? "gguf-scale-ignored " : "") == 0, "%g: found %s", (double)tensor_scale,
+                   found.ids);
+    }
 }
 
 /* A stack of experts as ModelOpt writes it for some families. */
@@ -968,6 +1022,25 @@ TEST(lives_without_memory)
             break;
     }
     CHECK(i > 10 && i < MOST);
+    /* Codes of 4 rows, and scales of 128: whether what lies around them is zero takes memory to find out. */
+    const struct item padded[] = { { "m.weight_packed", NIB_U8, 2, { 4, 32 }, codes },
+                                   { "m.weight_scale", NIB_E4M3, 2, { 128, 4 }, scales },
+                                   { "m.weight_global_scale", NIB_F32, 1, { 1 }, (float[]){ 4096 } } };
+    put_tensors(at("p.safetensors"), padded, 3);
+    nib_checkpoint *p = open_good(at("p.safetensors"));
+    for (i = 0; i < MOST; i++) {
+        struct found found = { 0 };
+        allocations_left = i;
+        const nib_status status = nib_checkpoint_check(p, NULL, &job, note, &found);
+        const bool failed = allocations_left < 0;
+        allocations_left = -1;
+        CHECK_THAT(status ? status == NIB_ERR_MEMORY : strcmp(found.ids, "scale-padding ") == 0,
+                   "allocation %ld: %s, found %s", i, nib_status_name(status), found.ids);
+        if (!failed)
+            break;
+    }
+    CHECK(i > 3 && i < MOST);
+    nib_checkpoint_close(p);
     nib_plan *whole = NULL;
     CHECK_OK(nib_plan_repair(c, &whole));
     for (i = 0; i < MOST; i++) {
