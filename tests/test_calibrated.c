@@ -1020,6 +1020,12 @@ TEST(codes_by_gptq)
         free(wanted), free(got);
     }
     nib_plan_destroy(plan);
+    hessian_of[0].tokens = 0; /* which is too few, and no mistake */
+    write_hessians("stats.hessians");
+    hessian_of[0].tokens = 6 * H;
+    CHECK_OK(nib_plan_quantize(in, &options, &plan));
+    CHECK(!strcmp(row_of(plan, LAYER "self_attn.v_proj").gptq, "none: 0 tokens, and 32 columns need 192"));
+    nib_plan_destroy(plan);
     nib_checkpoint_close(in);
 }
 
