@@ -302,7 +302,7 @@ static nib_status orientation(const nib_checkpoint *c, const char *tensor, const
         return nib_fail(
             NIB_ERR_DATA,
             "%s: tensor %s: [%lld, %lld, %lld] may be experts of [outputs, inputs] or of [inputs, outputs]: "
-            "config.json must say hidden_size and moe_intermediate_size, or a model_type that nib knows",
+            "config.json must say a hidden_size that one axis has, or a model_type that nib knows",
             c->path, nib_quote(tensor).text, (long long)shape[0], (long long)shape[1], (long long)shape[2]);
     return NIB_OK;
 }
