@@ -146,11 +146,8 @@ nib_status bench_call_run(struct bench_call *call)
 static nib_status make_values(struct bench_call *call, int64_t rows, int64_t cols)
 {
     const int64_t shape[2] = { rows, cols };
-    const nib_status status = nib_array_init(&call->plain, call, call->operation->dtype, 2, shape); /* for its size */
-    if (status)
-        return status;
-    call->plain.data = call->values = bench_allocate((int64_t)call->plain.bytes);
-    return call->values && fill(call->values, call->operation->dtype, rows * cols) ? NIB_OK : NIB_ERR_MEMORY;
+    call->values = bench_values(call->operation->dtype, rows * cols);
+    return call->values ? nib_array_init(&call->plain, call->values, call->operation->dtype, 2, shape) : NIB_ERR_MEMORY;
 }
 
 nib_status bench_call_open(struct bench_call *call, int64_t rows, int64_t cols, int threads,
