@@ -3,6 +3,7 @@
 # nib bench: its report parses, its plot is well-formed, wrong usage is refused. No figure is judged.
 . tests/cli/expect.bash
 NIB=${NIB:?the path of the tool}
+CC=${CC:-cc}
 
 run 0 "$NIB" bench --list
 empty err
@@ -27,15 +28,24 @@ assert len(report["floors"]) >= 11 and all(f["value"] > 0 and f["target"] > 0 fo
 by_shape = [r for r in report["results"] if r["part"] == "shape"]
 assert [r["operation"] for r in by_shape] == names, "every operation, in order"
 assert {r["part"] for r in report["results"]} == {"shape", "size", "threads"}
+def traffic(name):
+    """Bytes that are read and written for an element: its own, twice where the amax is looked for, codes and scales."""
+    kind, dtype = name.split(".")
+    coded = {"amax": 0, "float8": 1, "mxfp8": 33 / 32, "mxfp4": 17 / 32}.get(kind, 9 / 16) * (1 + ("both" in kind))
+    return (4 if dtype == "f32" else 2) * (1 + (kind in ("whole", "row-scaled"))) + coded
 for r in report["results"]:
     assert r["gelem_s"] > 0 and r["gb_s"] > 0 and r["floor_share"] > 0 and 0 < r["seconds"] < 60, r
     assert r["scalar_ratio"] > 0 and r["rows"] > 0 and r["cols"] > 0 and r["threads"] >= 1, r
-    assert abs(r["gelem_s"] * r["seconds"] / (r["rows"] * r["cols"] * 1e-9) - 1) < 1e-3 and r["floor_share"] < 1000, r
+    assert abs(r["gelem_s"] * r["seconds"] / (r["rows"] * r["cols"] * 1e-9) - 1) < 1e-3, r
+    assert abs(r["gb_s"] / r["gelem_s"] / traffic(r["operation"]) - 1) < 1e-3, r
+    assert r["threads"] > 1 or r["floor_share"] < 1000, r  # threads may wait long for a processor
 names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
 assert report["machine"] == (names[0] if names else "unknown"), report["machine"]
 svg = tree.parse(sys.argv[2]).getroot()
 assert svg.tag.endswith("svg"), svg.tag
-assert len(svg.findall("{http://www.w3.org/2000/svg}polyline")) >= 4
+plots = [[r["operation"] for r in report["results"] if r["part"] == part] for part in ("size", "threads")]
+drawn = [len(line.get("points").split()) for line in svg.findall("{http://www.w3.org/2000/svg}polyline")]
+assert drawn == [plot.count(name) for plot in plots for name in dict.fromkeys(plot)], "a line for each operation"
 END
 
 run 0 "$NIB" bench --quick --no-scalar --shape 64x256 quantize.bf16
@@ -52,7 +62,9 @@ report = json.load(open(sys.argv[1]))
 assert report["read_gb_s"] > 0 and report["read_all_gb_s"] > 0 and report["fma_gflop_s"] > 0
 found = [(r["product"], r["m"], r["threads"]) for r in report["gemm"]]
 assert found == [(p, m, t) for t in (1, 2) for p in ("W4A4", "W4A16") for m in (1, 4, 16, 64, 512)], found
-assert all(r["gflop_s"] > 0 and r["weights_gb_s"] > 0 for r in report["gemm"])
+for r in report["gemm"]:  # a weight of 256 x 1024, with a scale for 16 codes
+    assert abs(r["gflop_s"] * r["seconds"] / (2e-9 * r["m"] * 256 * 1024) - 1) < 1e-3, r
+    assert abs(r["weights_gb_s"] * r["seconds"] / (1e-9 * 9 / 16 * 256 * 1024) - 1) < 1e-3, r
 assert len(report["floors"]) == 5 and all(0 < f["target"] < f["goal"] and f["value"] > 0 for f in report["floors"])
 END
 run 0 "$NIB" bench --gemm --quick --shape 64x256
@@ -65,6 +77,41 @@ if command -v taskset >/dev/null; then
     grep -q '"cpus": 1,' "$work/out" || fail "one processor"
     ! grep -q '"threads": 2' "$work/out" || fail "no more threads than processors"
 fi
+
+# A GPU that is the host, by a clock that always says a nanosecond: the copy moves 4 x 2 x 256 KiB in it, and an operation's
+# share is its bytes by those.
+cat >"$work/gpu.c" <<'C'
+#include <stdio.h>
+#include "nib.h"
+nib_status nib_cuda_count(int *count) { return *count = 1, NIB_OK; }
+nib_status nib_cuda_describe(int ordinal, char *text, size_t bytes) { return snprintf(text, bytes, "GPU %d", ordinal), NIB_OK; }
+nib_status nib_cuda_create_stream(int ordinal, nib_device **out) { return nib_host_create(1, out); }
+nib_status nib_cuda_synchronize(nib_device *device) { return NIB_OK; }
+nib_status nib_cuda_measure(nib_device *device, nib_status (*enqueue)(void *context), void *context, int repetitions, double *seconds)
+{
+    return *seconds = 1e-9, enqueue(context);
+}
+C
+"$CC" -shared -fPIC -Iinclude -o "$work/gpu.so" "$work/gpu.c" || exit 1
+run 0 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick --json
+empty err
+python3 - "$work/out" <<'END' || fail "the report of a GPU is not as it should be"
+import json, sys
+report = json.load(open(sys.argv[1]))
+names = [r["operation"] for r in report["results"]]
+assert report["device"] == "GPU 0" and len(names) == len(set(names)) == 22, names
+assert abs(report["copy_bytes_s"] / (8 * 256 * 1024 * 1e9) - 1) < 1e-9, report["copy_bytes_s"]
+for r in report["results"]:
+    kind, dtype = r["operation"].split(".")
+    plain, coded = 4 if dtype == "f32" else 2, 9 / 16 * (1 + kind.startswith("both"))
+    passes = {"fake": 2, "fake-whole": 3}.get(kind, 2 if "whole" in kind else 1)
+    wanted = plain * passes + (0 if kind.startswith(("amax", "fake")) else coded)
+    assert (r["rows"], r["cols"], r["bytes"]) == (256, 512, wanted * 256 * 512), r
+    assert abs(r["share"] / (r["bytes"] / (8 * 256 * 1024)) - 1) < 1e-9 and r["seconds"] == 1e-9, r
+END
+run 0 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick rows.f sweep
+has out "GPU 0; a copy of 1 GiB moves 2097152 GB/s"
+[ "$(sed 1,2d "$work/out" | cut -d' ' -f1 | tr '\n' ' ')" = "sweep.bf16 rows.f32 rows.f16 " ] || fail "the operations of two names"
 
 run 2 "$NIB" bench no-such-operation
 empty out
