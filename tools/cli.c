@@ -245,9 +245,10 @@ static enum cli_parsed parse(const struct cli_command *self, const struct cli_op
     opterr = 0;
     for (int got; (got = getopt_long(argc, argv, letters, names, NULL)) != -1;) {
         if (got == ':' || got == '?') {
-            /* A letter may stand in a cluster such as -vx; for a long option optopt is 0 or a LONG_BASE number. */
+            /* A letter may stand in a cluster such as -vx, which optind is not behind before its end; for a long option
+             * optopt is 0 or a LONG_BASE number. */
             const char letter[] = { '-', (char)optopt, 0 };
-            const bool is_letter = optopt > 0 && optopt < LONG_BASE && strncmp(argv[optind - 1], "--", 2) != 0;
+            const bool is_letter = optopt != 0 && optopt < LONG_BASE;
             cli_error("%s: %s '%s'; see nib %s --help", self->name,
                       got == ':' ? "an argument is missing after" : "cannot take option",
                       is_letter ? letter : argv[optind - 1], self->name);

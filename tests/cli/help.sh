@@ -93,6 +93,8 @@ for command in "conform tests/golden/te_1d.safetensors" "bench --quick"; do
     run 2 env NIB_CUDA_LIBRARY="$work/none.so" "$NIB" $command --device cuda
     has err "nib: ${command%% *}: --device cuda needs libnib_cuda: $work/none.so: cannot open"
     empty out
+    run 2 env NIB_CUDA_LIBRARY=libc.so.6 "$NIB" $command --device cuda
+    has err "nib: ${command%% *}: --device cuda needs libnib_cuda: libc.so.6 is not nib's library of this version"
     run 2 "$NIB" $command --device gpu
     has err "nib: ${command%% *}: there is no device 'gpu'; a device is host, cuda or cuda:N"
     run 2 "$NIB" $command --device cuda:x
@@ -103,6 +105,8 @@ run 0 "$NIB" conform -q tests/golden/te_1d.safetensors --device host
 run 2 "$NIB" version now
 has err "nib: version: takes no operand, such as 'now'"
 run 2 "$NIB" version -vx
+has err "nib: version: cannot take option '-x'"
+run 2 "$NIB" version --verbose -xv
 has err "nib: version: cannot take option '-x'"
 run 2 "$NIB" version --verbose=1
 has err "'--verbose=1'"
@@ -116,6 +120,13 @@ status=0
 "$NIB" version >&- 2>"$work/err" || status=$?
 [ $status = 2 ] || fail "nib version >&-: exit $status"
 has err "nib: cannot write standard output"
+# No file takes the place of a standard stream that is closed, or what is meant for the stream would be written into it.
+if strace -o "$work/trace" true 2>/dev/null; then
+    ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0" strace -o "$work/trace" -e trace=openat \
+        bash -c 'exec "$0" inspect tests/golden/te_1d.safetensors <&- >&- 2>&-' "$NIB"
+    grep te_1d "$work/trace" >"$work/out" || fail "the file is not opened"
+    ! grep -qE '= [012]$' "$work/out" || fail "a file is a standard stream"
+fi
 status=0
 { sleep 0.2; "$NIB" help 2>"$work/err"; echo $? >"$work/status"; } | true
 [ "$(cat "$work/status")" = 2 ] || fail "nib help into a closed pipe: exit $(cat "$work/status")"
