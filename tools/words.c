@@ -123,7 +123,7 @@ static const struct spelling {
     { "1", "one" },
 };
 
-/* Small letters and digits alone; false where there is anything else than what is used to join words. */
+/* In small letters and without what is used to join words; false where nothing is left, or too much. */
 static bool plain_letters(const char *text, char *out, size_t bytes)
 {
     size_t n = 0;
@@ -131,7 +131,7 @@ static bool plain_letters(const char *text, char *out, size_t bytes)
         const char c = *text >= 'A' && *text <= 'Z' ? (char)(*text - 'A' + 'a') : *text;
         if (strchr("-_. /", c))
             continue;
-        if (n + 1 == bytes || !((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9')))
+        if (n + 1 == bytes)
             return false;
         out[n++] = c;
     }
