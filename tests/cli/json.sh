@@ -91,6 +91,7 @@ python3 tests/cli/schema.py "${reports[@]}" || fail "reports are not what docs/j
 # The same of a page with values that are not finite: no number in it may be inf or nan.
 "$NIB" compare -q "$work/in" "$work/bad" --report "$work/bad.html" >/dev/null || fail "no page"
 ! grep -qiE '="[^"]*(inf|nan)[^"a-z]*"' "$work/bad.html" || fail "a value that is not finite is in an attribute of the page"
+grep -q '<title>byte 0x7F: [1-9][0-9]* blocks</title>' "$work/bad.html" || fail "a scale that is no number is not told by its byte"
 # And that a report which is not so is noticed.
 sed 's/"schema": 1/"schema": "1"/; s/"kept"/"held"/' "$work/report0" >"$work/wrong"
 python3 tests/cli/schema.py "plan=$work/wrong" >"$work/out" && fail "a wrong report passes"

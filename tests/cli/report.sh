@@ -31,6 +31,7 @@ run 0 "$NIB" inspect --quick "$work/q/model.safetensors"
 run 0 "$NIB" inspect --json "$work/q"
 json "$work/out" 'len(r["weights"]) == 27 and len(r["tensors"]) == 88 and r["provenance"]["command"] == "quantize"'
 json "$work/out" 'all(sum(w["code_counts"]) == math.prod(w["shape"]) == 16 * sum(w["scale_counts"])
+     and w["zero_codes"] == (w["code_counts"][0] + w["code_counts"][8]) / sum(w["code_counts"])
      for w in r["weights"] if w["format"] == "compressed-tensors")'
 run 2 "$NIB" inspect "$work/nothing"
 run 2 "$NIB" inspect
@@ -73,6 +74,9 @@ fi
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/x.pdf"
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/no/x.html"
 matches err 'cannot write the report .*: No such file or directory'
+run 2 bash -c "ulimit -f 8; exec '$NIB' compare -q '$original' '$work/q' --report '$work/x.html'"
+matches err 'cannot write the report .*/x.html: File too large'
+[ "$(find "$work" -name 'x.html*')" = "" ] || fail "a part of a report is left"
 python3 - "$work/other.safetensors" <<'EOP'
 import json, struct, sys
 h = json.dumps({"a.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}).encode()
@@ -112,6 +116,30 @@ json "$work/q.json" 'all(len(w["worst_rows"]) == len(w["worst_blocks"]) == 8 and
     and 0 < w["worst_blocks"][0]["error_share"] < w["worst_rows"][0]["error_share"] < 1
     and w["worst_rows"][0]["sqnr_db"] < w["sqnr_db"] + 3 for w in r["weights"] if w["fate"] == "quantized")'
 json "$work/q.json" '[w["sqnr_db"] for w in r["weights"]][:24] == sorted(w["sqnr_db"] for w in r["weights"] if w["sqnr_db"])'
+json "$work/q.json" '[w["name"] for w in r["weights"]][24:] == sorted(w["name"] for w in r["weights"] if w["fate"] == "kept")'
+# The page says the same: sizes with bars to the longest of them, sums of what became of weights, and how often codes occur.
+python3 - "$work/q.html" "$work/q.json" <<'EOP' || fail "the page is not the report"
+import json, re, sys
+page, report = open(sys.argv[1]).read(), json.load(open(sys.argv[2]))
+def table(name):
+    return re.search(rf'<table id="{name}".*?</table>', page, re.S)[0]
+def size(n):
+    unit = 0
+    while n >= 999.5:
+        n, unit = n / 1000, unit + 1
+    return "%.*f %s" % (unit > 0 and n < 99.95, n, ("B", "KB", "MB", "GB")[unit])
+sizes = [k[key] for k in report["kinds"] for key in ("bytes_a", "bytes_b")]
+assert re.findall(r'bar[01]" y="\d" width="([\d.]+)"', table("sizes")) == ["%.1f" % (400 * n / max(sizes)) for n in sizes]
+groups = {}
+for w in report["weights"]:
+    what = w["fate"] + (": " + w["reason"] if w["reason"] else "")
+    n, before, after = groups.get(what, (0, 0, 0))
+    groups[what] = n + 1, before + w["bytes_a"], after + w["bytes_b"]
+rows = re.findall(r'<tr><td class="l">(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>', table("fates"))
+assert sorted(rows) == sorted((what, str(n), size(a), size(b)) for what, (n, a, b) in groups.items()), rows
+counts = report["code_counts"]
+assert re.findall(r": (\d+) codes, ", page) == [str(n) for n in (*counts[:8:-1], counts[0] + counts[8], *counts[1:8])]
+EOP
 # Kinds: the last word of a name, unless it says nothing or another part of the model has it too.
 python3 - "$work/kinds.safetensors" <<'EOP'
 import json, struct, sys
@@ -125,6 +153,16 @@ run 0 "$NIB" compare -q "$work/kinds.safetensors" "$work/kinds.safetensors" --re
 json "$work/kinds.json" '[k["kind"] for k in r["kinds"]] == ["attention.output.dense", "experts up_proj", "lm_head", "output.dense", "query",
     "shared up_proj", "up_proj", "vision attn.proj", "everything else"]'
 json "$work/kinds.json" 'sorted(str(w["layer"]) for w in r["weights"]) == ["0", "0", "0", "1", "1", "1", "2", "None"]'
+
+# Where every weight differs, and rows end within a block.
+python3 - "$work/one.safetensors" "$work/two.safetensors" <<'EOP'
+import json, struct, sys
+h = json.dumps({f"model.layers.{i}.up_proj.weight": {"dtype": "F32", "shape": [1, 20], "data_offsets": [80 * i, 80 * i + 80]} for i in range(2)}).encode()
+for path, last in zip(sys.argv[1:], (1, 2)):
+    open(path, "wb").write(struct.pack("<Q", len(h)) + h + struct.pack("<20f", *[1] * 19, last) * 2)
+EOP
+run 0 "$NIB" compare -q "$work/one.safetensors" "$work/two.safetensors" --report "$work/ends.html"
+[ "$(grep -cF '<td class="l">0, 16&ndash;19</td>' "$work/ends.html")" = 2 ] || fail "the last block of a row"
 
 # Weights that one alone has are in the report too.
 python3 - "$work/original" "$work/less" <<'EOP'
