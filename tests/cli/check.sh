@@ -105,5 +105,12 @@ run 0 "$NIB" check --against "$original" "$work/fixed"
 run 2 "$NIB" repair "$work/bad" "$work/fixed"
 run 0 "$NIB" repair --force "$work/bad" "$work/fixed"
 run 2 "$NIB" repair "$work/bad"
+python3 tests/cli/damaged.py --damage scale-nan "$work/both" || exit 1
+sed -i 's/"quant_method": "compressed-tensors"/"quant_method": "modelopt"/' "$work/both/config.json"
+run 1 "$NIB" repair "$work/both" "$work/rest"
+has err "rest: 1 errors and 0 warnings are left, for which the original is needed; see nib check"
+run 1 "$NIB" check "$work/rest"
+lines 1 '^error scale-nan: '
+has out "rest: 1 error, 0 warnings, 0 hints"
 
 [ $failures = 0 ]

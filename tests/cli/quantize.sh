@@ -141,9 +141,19 @@ assert drawn[0] == "" and drawn[-1] == "" and len(drawn) > 2, drawn
 assert all(re.match(r"[a-z ]+ [ 0-9]{3} %", line) or not line for line in drawn), drawn
 PYTHON
 done
-run 0 python3 "$work/terminal.py" "$NIB" quantize -q -f "$work/in" "$work/terminal"
-empty out
+for command in "quantize -q -f $work/in $work/terminal" "check -q $work/ct" "check --json $work/ct"; do
+    run 0 python3 "$work/terminal.py" "$NIB" $command
+    empty out
+done
 rm -r "$work/terminal"
+# The name of the weight that it is at, of which a terminal obeys nothing.
+python3 - "$work/name.safetensors" <<'PYTHON'
+import json, struct, sys
+header = json.dumps({"layers.0.\x1b[2J\x7fup~proj.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}).encode()
+open(sys.argv[1], "wb").write(struct.pack("<Q", len(header)) + header + bytes(4))
+PYTHON
+run 0 python3 "$work/terminal.py" "$NIB" compare "$work/name.safetensors" "$work/name.safetensors"
+has out "layers.0.?[2J?up~proj"
 
 # ---- Numbers
 while read -r option value words; do
@@ -331,6 +341,18 @@ before=$(cd "$work/large" && cksum ./*)
 mkdir "$work/disk"
 if mount -t tmpfs -o size=8M tmpfs "$work/disk" 2>/dev/null; then
     mounted=$work/disk
+    # Sizes beyond all units are told in the largest.
+    python3 - "$work/disk/huge.safetensors" <<'PYTHON'
+import json, struct, sys
+size = 2 * 10**15
+header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+with open(sys.argv[1], "wb") as file:
+    file.write(struct.pack("<Q", len(header)) + header)
+    file.truncate(8 + len(header) + size)
+PYTHON
+    run 0 "$NIB" inspect "$work/disk/huge.safetensors"
+    has out "1 tensors, 2000 TB"
+    rm "$work/disk/huge.safetensors"
     run 2 "$NIB" quantize "$work/large" "$work/disk/out"
     has err "make room"
     [ "$(ls "$work/disk/out")" = "" ] || fail "something has a final name on the full disk"

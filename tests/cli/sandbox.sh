@@ -63,6 +63,9 @@ NIB_SANDBOX=on HF_HUB_CACHE=$work/hub run 2 "$NIB" inspect a/b
 has err "in $hub/snapshots/0123"
 run 2 "$NIB" inspect "$work/none"
 has err "NIB_SANDBOX"
+# Rules that cannot be made are not left out.
+run 2 bash -c "ulimit -n 4; exec '$NIB' inspect '$work/expected'"
+has err "no sandbox as NIB_SANDBOX wants it: none: Landlock: Too many open files"
 # What fails leaves no directory behind.
 run 2 "$NIB" quantize "$work/plain" "$work/plain/within"
 [ ! -e "$work/plain/within" ] || fail "a rejected output directory is left over"
