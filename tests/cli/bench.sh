@@ -78,6 +78,14 @@ if command -v taskset >/dev/null; then
     ! grep -q '"threads": 2' "$work/out" || fail "no more threads than processors"
 fi
 
+# Where there is no memory, sizes are left out.
+echo 'MemAvailable:       0 kB' >"$work/meminfo"
+if unshare -m mount --bind "$work/meminfo" /proc/meminfo 2>/dev/null; then
+    run 0 unshare -m bash -c 'mount --bind "$1" /proc/meminfo && exec "$0" bench --quick --no-scalar quantize.bf16' "$NIB" "$work/meminfo"
+    has err "nib: bench: quantize.bf16 of 16x16 is left out: it takes 0 MB of memory, and 0 MB are free"
+    lines 0 '^quantize.bf16 +16x'
+fi
+
 # A GPU that is the host, by a clock that always says a nanosecond: the copy moves 4 x 2 x 256 KiB in it, and an operation's
 # share is its bytes by those.
 cat >"$work/gpu.c" <<'C'
