@@ -139,8 +139,8 @@ struct nib_checking {
     struct nib_check_module *modules; /* in the order of names */
     size_t n_modules;
     nib_checkpoint_format format; /* of which a configuration must speak: that of whole weights, where there are any */
-    bool has_inputs;                  /* some module has a scale of activations */
-    bool uniform;                     /* all that is quantized is of one format, which one configuration describes */
+    bool has_inputs;              /* some module has a scale of activations */
+    bool uniform;                 /* all that is quantized is of one format, which one configuration describes */
     struct nib_check_weight *weights; /* as the checkpoint's */
     bool *broken;                     /* tensors that cannot be read as what they are, and that was said */
     size_t found;                     /* findings so far */
