@@ -753,10 +753,12 @@ def stage_fuzz(tally):
                 continue
             tally.ok()
             tried = re.search(r"number_of_executed_units: (\d+)", output)
-            reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", output)
+            reached = re.findall(r"^#(\d+)\s.*cov: (\d+) ft: (\d+) corp: (\d+)", output, re.M)
             if tried and reached:
-                print("  {}: seed {}, {} inputs in {} s, {} edges, {} features, corpus {}".format(
-                    name, FUZZ_SEED, tried[1], seconds, *reached[-1]), flush=True)
+                _, edges, features, corpus = reached[-1]
+                last = next(number for number, so_far, *_ in reached if so_far == edges)
+                print(f"  {name}: seed {FUZZ_SEED}, {tried[1]} inputs in {seconds} s, {edges} edges (the last with input {last}), "
+                      f"{features} features, corpus {corpus}", flush=True)
 
 
 def stage_mutate(tally):
