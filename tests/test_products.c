@@ -377,7 +377,7 @@ TEST(strides)
 TEST(ends_of_memory)
 {
     static const int64_t sizes[][3] = {
-        { 1, 33, 70 }, { 2, 50, 290 }, { 1, 128, 128 }, { 5, 17, 33 }, { 40, 35, 161 }
+        { 1, 33, 70 }, { 2, 50, 290 }, { 1, 128, 128 }, { 1, 128, 40 }, { 5, 17, 33 }, { 40, 35, 161 }
     };
     for (int i = 0; i < COUNT(sizes) * 3; i++) {
         const int64_t m = sizes[i % COUNT(sizes)][0], n = sizes[i % COUNT(sizes)][1], k = sizes[i % COUNT(sizes)][2];
@@ -678,6 +678,28 @@ TEST(nothing)
     out = array_of(NULL, NIB_F32, DIMS(5, 0));
     CHECK_OK(nib_gemm(&d, &c, NULL, &out));
     discard(&a), discard(&b), discard(&c), discard(&d);
+}
+
+/* What a longer product has left in scratch, here factors that are no numbers, is none of a shorter one's. */
+TEST(scratch_of_an_earlier_product)
+{
+    enum { LINES = 64, LONG = 512 };
+    const nib_quantizer q = usages(1, 0);
+    static float x[LONG];
+    for (int i = 0; i < LONG; i++)
+        x[i] = NAN;
+    for (int64_t k = 64; k < LONG; k += 64) {
+        const nib_array all = array_of(x, NIB_F32, DIMS(1, LONG));
+        nib_operand longer = operand_of(&q, NIB_ROWWISE, LINES, LONG), shorter = operand_of(&q, NIB_ROWWISE, LINES, k);
+        float *const numbers = malloc((size_t)k * sizeof *numbers);
+        fill(numbers, NIB_F32, k);
+        const nib_array few = array_of(numbers, NIB_F32, DIMS(1, k));
+        const nib_operand left = plain(&all), v = plain(&few);
+        check_bits("no numbers", &left, &longer, NULL, NIB_F32);
+        check_bits("after no numbers", &v, &shorter, NULL, NIB_F32);
+        free(numbers);
+        discard(&longer), discard(&shorter);
+    }
 }
 
 /* Without outputs nothing is computed, and no memory is asked for, however long the lines are. */
