@@ -190,12 +190,11 @@ SIMD void store_row_scales(const struct nib_target *target, const struct any_sca
     if (g->lines_per_scale > 1) /* all of them have one scale in memory */
         lines = 1;
     for (int64_t l = line; l < line + lines; l++) {
-        if (!g->swizzled && g->scale_block == 1 && g->scale_bytes == 1) {
+        if (!g->swizzled && g->scale_block == 1 && g->scale_bytes == 1)
             memcpy((uint8_t *)target->scales + nib_scale_index(g, l, first), s->bits.bytes, (size_t)n);
-            continue;
-        }
-        for (int b = 0; b < n; b++)
-            nib_scale_store(g, target->scales, l, first + b, scale_bits(s, b, g->scale_bytes));
+        else
+            for (int b = 0; b < n; b++)
+                nib_scale_store(g, target->scales, l, first + b, scale_bits(s, b, g->scale_bytes));
     }
 }
 
