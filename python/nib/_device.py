@@ -30,7 +30,7 @@ class Host:
         handle = ctypes.c_void_p()
         lib.nib_host_create(fit(threads, 32), handle)
         self._handle, self._threads = handle.value, threads
-        weakref.finalize(self, raw.nib_device_release, self._handle)
+        weakref.finalize(self, raw.nib_device_release, self._handle).atexit = False  # others may use it until the end
 
     @property
     def name(self):

@@ -141,7 +141,7 @@ class _Held:
 
     def __init__(self, buffer):
         lib.nib_buffer_retain(buffer)
-        weakref.finalize(self, raw.nib_buffer_release, buffer)
+        weakref.finalize(self, raw.nib_buffer_release, buffer).atexit = False  # arrays may be read until the very end
 
 
 class Tensor:
@@ -411,31 +411,39 @@ def quantize(x, quantizer=None, *, dtype=None, overrides=None, **options):
                 _library.fail(status)
             return Tensor(handle)
     array, keeper = _arrays.borrow(x, dtype)
-    struct, kept = _overrides(overrides)
+    struct, kept = _overrides(overrides, quantizer, tuple(array.shape[:array.rank]))
     out = ctypes.c_void_p()
     lib.nib_quantize(quantizer.struct, array, struct, out)
     del keeper, kept
     return Tensor(out)
 
 
-def _overrides(overrides):
-    """nib_overrides of a dict, and what must live as long."""
+def _overrides(overrides, quantizer, shape):
+    """nib_overrides of a dict, and what must live as long. The library gets no sizes: they are checked here."""
     if not overrides:
         return None, None
     struct, kept = _library.Overrides(), []
+    lines = (math.prod(shape[:-1]), shape[-1] if shape else 1) if quantizer.row_scaled else (1, 1)
 
-    def floats(value):
+    def floats(value, name=None, count=None):
         if value is None:
             return None
         kept.append(np.ascontiguousarray(value, np.float32).reshape(-1))
+        if count is not None and kept[-1].size != count:
+            raise _library.ShapeError(f"{name} has {kept[-1].size} values instead of {count}")
         return kept[-1].ctypes.data
 
     for name, value in overrides.items():
         if name in ("amax", "tensor_scale"):
             pair = value if isinstance(value, tuple) else (value, value)
-            getattr(struct, name)[:] = [floats(v) for v in pair]
+            if len(pair) != 2:
+                raise _library.ArgumentError(f"{name} is one value or a pair (rowwise, columnwise), not {len(pair)}")
+            for usage, wanted in enumerate((quantizer.rowwise, quantizer.columnwise)):
+                if wanted or not quantizer.row_scaled:  # the lines of a usage that is not made have no values
+                    getattr(struct, name)[usage] = floats(pair[usage], f"the {Usage(usage).name.lower()} {name}",
+                                                          lines[usage])
         elif name == "scale":
-            struct.scale = floats(value)
+            struct.scale = floats(value, name, 1)
         elif name == "importance":
             struct.importance = floats(value)
             struct.importance_count = 0 if value is None else kept[-1].size

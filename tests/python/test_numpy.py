@@ -6,6 +6,8 @@ import gc
 import os
 import pickle
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -272,6 +274,34 @@ def test_overrides(x):
         nib.quantize(x, overrides={"amx": 1})
     f = nib.quantize(x, format="float8", overrides={"scale": 2.0})
     assert f.row_tensor_scale[0] == 0.5
+    rows, cols = np.arange(1, 1 + x.shape[0]), np.arange(1, 1 + x.shape[1])
+    own = nib.quantize(x, row_scaled=True, overrides={"amax": (rows, cols)})
+    assert np.array_equal(own.row_tensor_scale, rows) and np.array_equal(own.col_tensor_scale, cols)
+    alone = nib.quantize(x, row_scaled=True, columnwise=False, overrides={"amax": rows})
+    assert np.array_equal(alone.row_data, own.row_data)
+
+
+def test_overrides_of_another_size(x):
+    """The library would read what lies behind them."""
+    for options, overrides, message in (
+            ({"row_scaled": True}, {"amax": 1.0}, f"rowwise amax has 1 values instead of {x.shape[0]}"),
+            ({"row_scaled": True, "rowwise": False}, {"tensor_scale": np.ones(x.shape[1] - 1)},
+             "columnwise tensor_scale"),
+            ({}, {"amax": []}, "amax has 0 values instead of 1"), ({}, {"amax": (1.0, [2.0, 3.0])}, "columnwise amax"),
+            ({"format": "float8"}, {"scale": []}, "scale has 0 values instead of 1")):
+        with pytest.raises(nib.ShapeError, match=message):
+            nib.quantize(x, overrides=overrides, **options)
+    with pytest.raises(nib.ArgumentError, match="a pair"):
+        nib.quantize(x, overrides={"amax": (1.0,)})
+
+
+def test_parts_are_there_until_the_end():
+    """What runs at exit may read them, in whatever order: their memory was given back before."""
+    code = ("import atexit\nimport numpy as np\nimport nib\natexit.register(lambda: print(int(a.sum()) == b))\n"
+            "t = nib.quantize(np.random.default_rng(1).standard_normal((2048, 2048), np.float32))\n"
+            "a, b = t.row_data, int(t.row_data.sum())\ndel t\n")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "True\n")
 
 
 def test_gptq(x):
