@@ -600,6 +600,28 @@ def test_step_errors():
         tex.nvfp4_2d_compute_partial_amax(torch.zeros(4), torch.zeros(1, 1, dtype=torch.float64), 16, 16, 0, 16)
     with pytest.raises(ValueError, match="bytes"):
         tex.nvfp4_2d_scale_transpose(torch.zeros(16, 4), torch.zeros(16, 4, dtype=torch.uint8), 1, 1)
+    with pytest.raises(ValueError, match="not in 16"):
+        tex.nvfp4_2d_scale_transpose(torch.zeros(16, 4, dtype=torch.uint8), torch.zeros(16, 4, dtype=torch.uint8), 2, 1)
+    for room in (torch.zeros(2, 1), torch.zeros(0)):  # the library would write beyond it
+        with pytest.raises(ValueError, match="2 x 20 has 2 tiles"):
+            tex.nvfp4_2d_compute_partial_amax(torch.zeros(4), room[:1], 2, 20, 0, 16)
+
+
+def test_amaxes_that_do_not_fit():
+    """The library would read what lies behind them."""
+    import transformer_engine_torch as tex
+    x, rows = torch.randn(32, 16), torch.arange(1.0, 33.0)
+    plain = nib.torch.NVFP4Quantizer()
+    by_row = nib.torch.NVFP4Quantizer(columnwise=False, row_scaled_nvfp4=True)
+    assert torch.equal(tex.nvfp4_quantize_with_amax(x, by_row, rows)._amax_rowwise, rows)
+    t = by_row(x)
+    by_row.update_quantized(x, t, amax=rows)
+    assert torch.equal(t._amax_rowwise, rows)
+    for quantizer, amax in ((plain, torch.ones(0)), (plain, torch.ones(2)), (by_row, torch.ones(1))):
+        with pytest.raises(ValueError, match="values here"):
+            tex.nvfp4_quantize_with_amax(x, quantizer, amax)
+        with pytest.raises(ValueError, match="values here"):
+            quantizer.update_quantized(x, quantizer(x), amax=amax)
 
 
 def test_expanded_scales_keep_their_stride():

@@ -238,6 +238,9 @@ def test_matrix():
     exact = x @ values.t() + bias
     assert (y - exact).abs().max() <= 2 ** -12 * exact.abs().max()
     assert torch.equal(both(x[:, ::2], bias), y[:, ::2]) and both(x[:0]).shape == (0, 5, 80)
+    for other in (bias[:1], bias[:0], torch.cat([bias, bias])):  # the library would read what lies behind it
+        with pytest.raises(ValueError, match="for 80 columns"):
+            both(x, other)
     elsewhere = both._product_of_values(x, bias)
     assert torch.allclose(elsewhere, exact, rtol=1e-4, atol=1e-4)
     x.requires_grad_()

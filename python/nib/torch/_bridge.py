@@ -253,6 +253,20 @@ def _draw_on_gpu(struct, device, there):
     return None
 
 
+def fitting_amaxes(struct, shape, amaxes):
+    """(rowwise, columnwise) amaxes of a caller's, as many as the library will read: one, or one for each line."""
+    if amaxes[0] is None and amaxes[1] is None:
+        return amaxes
+    lines = (math.prod(shape[:-1]), shape[-1] if len(shape) else 1) if struct.row_scaled else (1, 1)
+    found = []
+    for amax, count, wanted in zip(amaxes, lines, (struct.rowwise, struct.columnwise)):
+        amax = amax if wanted or not struct.row_scaled else None  # lines of a usage that is not made have none
+        if amax is not None and amax.numel() != count:
+            raise ValueError(f"an amax of a tensor {tuple(shape)} has {count} values here, not {amax.numel()}")
+        found.append(amax)
+    return found
+
+
 def overrides_of(amaxes=(None, None), offset=None):
     """nib_overrides that keep the tensors they point to; None where there are none."""
     if offset is None and amaxes[0] is None and amaxes[1] is None:

@@ -33,7 +33,7 @@ class Update:
         self.array, self.overrides, self.struct = _bridge.array(src), Overrides(), struct
         self.native = _bridge.Native(struct, src.dtype, tuple(dst.shape), dst._parts())
         self.native.forget()
-        self._point = _pointing(self.overrides, amax, src)
+        self._point = _pointing(self.overrides, amax, src, struct)
         self.again = self._prepared(dict(quantizer.__dict__), src, dst)
 
     def __del__(self):
@@ -104,7 +104,7 @@ def _unchanged(dst, names):
     return unchanged
 
 
-def _pointing(overrides, amax, src):
+def _pointing(overrides, amax, src, struct):
     """A function that makes the overrides point to the caller's amax; it looks only at another one than the last."""
     amaxes, known, pointer = overrides.amax, None, None
 
@@ -112,7 +112,7 @@ def _pointing(overrides, amax, src):
         nonlocal known, pointer
         if amax is known and (amax is None or pointer is not None and amax.data_ptr() == pointer):
             return
-        checked = checked_amaxes(amax, src)
+        checked = _bridge.fitting_amaxes(struct, src.shape, checked_amaxes(amax, src))
         amaxes[0], amaxes[1] = (None if one is None else one.data_ptr() for one in checked)
         known, pointer = amax, amaxes[0] if type(amax) is torch.Tensor else None
     point(amax, src)

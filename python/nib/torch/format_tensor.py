@@ -67,6 +67,7 @@ class FormatQuantizer(Quantizer):
     def _quantization(self, comm, tensor, amaxes=(None, None)):
         """(nib_quantizer, nib_overrides) with everything set that belongs to one quantization of a tensor."""
         struct = self._known_struct() if self._stays() else self._struct()
+        amaxes = _bridge.fitting_amaxes(struct, tensor.shape, amaxes)
         drawn = _bridge.draw(struct, tensor) if struct.rounding else None
         if comm is not None and _bridge.on_gpu(tensor):
             amaxes = _bridge.reduced_amaxes(struct, tensor.detach(), comm)

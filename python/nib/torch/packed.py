@@ -157,6 +157,8 @@ class Matrix:
         shape = x.shape
         if shape[-1] != self.k:
             raise ValueError(f"activations {list(shape)} by a weight [{self.n}, {self.k}]: inner sizes differ")
+        if bias is not None and (bias.numel() != self.n or bias.device != x.device):
+            raise ValueError(f"a bias {list(bias.shape)} on {bias.device} for {self.n} columns on {x.device}")
         if not x.is_contiguous():
             x = x.contiguous()
         y = torch.empty(*shape[:-1], self.n, dtype=x.dtype, device=x.device)

@@ -198,6 +198,9 @@ def nvfp4_2d_compute_partial_amax(tensor, amax, h, w, start_offset, block_len=16
     """The amax of each 16x16 tile of an h x w weight, of which `tensor` is the shard from start_offset on; 0 for tiles
     of which it has nothing."""
     _check_block(block_len)
+    tiles = ((h + 15) // 16) * ((w + 15) // 16)
+    if amax.numel() != tiles:
+        raise ValueError(f"a weight of {h} x {w} has {tiles} tiles, but there is room for {amax.numel()} amaxes")
     quantizer = NVFP4Quantizer(columnwise=False, with_2d_quantization=True)
     shard = _bridge.host(tensor.detach()).reshape(-1)
     with quantizer.make_empty((h, w))._native() as native:
@@ -324,6 +327,8 @@ def nvfp4_2d_scale_transpose(input, output, M_tiles, K_tiles):
     """Scales of 16x16 blocks, each on the 16 rows of its block, as those of the transpose; the padding is zero."""
     if output.shape[0] < 16 * K_tiles:
         raise ValueError(f"{16 * K_tiles} rows of scales do not fit {output.shape[0]}")
+    if input.shape[0] < 16 * M_tiles:
+        raise ValueError(f"{16 * M_tiles} rows of scales are not in {input.shape[0]}")
     lib.nib_transpose_scales(_bytes(input), 16 * M_tiles, 16 * K_tiles, input.stride(0), _bytes(output),
                              output.stride(0))
     output.view(torch.uint8)[16 * K_tiles:].zero_()
