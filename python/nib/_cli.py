@@ -6,6 +6,11 @@ import sys
 import time
 
 
+def shown(text):
+    """What can be shown on a terminal: names in files may hold characters that control it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 class Command:
     """Messages and arguments of one command."""
 
@@ -13,7 +18,7 @@ class Command:
         self.name = name
 
     def say(self, message):
-        print(f"nib: {self.name}: {message}", file=sys.stderr, flush=True)
+        print(f"nib: {self.name}: {shown(message)}", file=sys.stderr, flush=True)
 
     def fail(self, message):
         """One line, and the status of wrong use and of input that cannot be used."""

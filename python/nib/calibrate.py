@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import budget, corrections, imatrix, layerwise, streaming
-from ._cli import Command, Progress, positive
+from ._cli import Command, Progress, positive, shown
 
 __all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
 
@@ -360,13 +360,14 @@ def _windows(path, tokenizer, length, most):
     """The first `most` windows of a file, one behind the other; each begins as the tokenizer begins a text."""
     first = tokenizer("a", add_special_tokens=True).input_ids[:1]
     first = first if first and first[0] == tokenizer.bos_token_id else []
-    found, left = [], []
+    found, left, own = [], [], length - len(first)
     for tokens in _records(path, tokenizer):
         left += tokens
-        own = length - len(first)
-        while len(left) >= own and len(found) < most:
-            found.append(first + left[:own])
-            left = left[own:]
+        at = 0
+        while len(left) - at >= own and len(found) < most:
+            found.append(first + left[at:at + own])
+            at += own
+        left = left[at:]
         if len(found) == most:
             break
     return found
@@ -378,7 +379,8 @@ def token_batches(directory, paths, length, sequences):
     import transformers
     if sequences < len(paths):
         length, sequences = max(1, length * sequences // len(paths)), len(paths)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    with streaming.naming(directory, "no tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     cut = [_windows(os.fspath(path), tokenizer, length, sequences) for path in paths]
     turns = [part[i] for i in range(sequences) for part in cut if i < len(part)][:sequences]
     if not turns:
@@ -437,11 +439,11 @@ class _Partial:
     def __init__(self, out, identity, restart):
         self.path, self.identity = f"{out}.partial", json.dumps(identity, sort_keys=True, indent=1)
         note = os.path.join(self.path, "run.json")
-        if restart:
-            shutil.rmtree(self.path, ignore_errors=True)
-        if os.path.exists(note):
-            with open(note, encoding="utf-8") as file:
-                if file.read() != self.identity:
+        if restart or not os.path.exists(note):  # without its note it is of no run, but left of one that was removed
+            self.remove()
+        else:
+            with open(note, "rb") as file:
+                if file.read() != self.identity.encode():
                     raise ValueError(f"{self.path} is of another run (model, text or options); --restart discards it")
         os.makedirs(self.path, exist_ok=True)
         _write_safely(note, self._write_identity)
@@ -470,12 +472,18 @@ class _Partial:
             shutil.rmtree(os.path.join(self.path, f"states-{n - 1:05d}{stream}"), ignore_errors=True)
 
     def layers(self):
-        from safetensors import safe_open
         for n in range(self.done()):
-            with safe_open(self._layer(n), framework="pt") as file:
-                yield {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["inputs"])
+            with streaming.opened(self._layer(n)) as file:
+                try:
+                    inputs = dict(json.loads(file.metadata()["inputs"]))
+                except (TypeError, KeyError, ValueError):
+                    raise ValueError(f"{self._layer(n)}: it is no layer of a run; --restart discards it") from None
+                yield {key: file.get_tensor(key) for key in file.keys()}, inputs
 
     def remove(self):
+        """The note goes first: a rest without it is not believed."""
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(self.path, "run.json"))
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -569,7 +577,8 @@ def _identity(model, tokens, options):
               if key not in ("max_memory", "restart", "imatrix", "force", "tokens_sha256")}
     return {"model": os.path.abspath(model.directory), "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
             "shape": list(tokens.shape), "options": chosen, "dtype": str(model.dtype),
-            "files": [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in model.files()]}
+            "files": [[path, os.path.getsize(path), os.stat(path).st_mtime_ns]
+                      for path in [os.path.join(model.directory, "config.json"), *model.files()]]}
 
 
 class _Quantizing:
@@ -757,7 +766,8 @@ def _tokens(given):
         sums = {os.path.basename(path): _sha256(path) for path in given.text}
         return tokens, {"text": json.dumps(list(sums)), "text_sha256": json.dumps(sums)}
     _command.say("NO TEXT: RANDOM TOKENS. Statistics of text are better; give some with --text.")
-    config = transformers.AutoConfig.from_pretrained(given.model, local_files_only=True)
+    with streaming.naming(given.model, "transformers cannot read its config.json"):
+        config = transformers.AutoConfig.from_pretrained(given.model, local_files_only=True)
     return random_batches(config, given.sequence_length, sequences, given.seed), {"text": "[]", "random_tokens": "true"}
 
 
@@ -842,7 +852,7 @@ def _say_plan(given, plan):
     for unit, format in sorted(chosen, key=lambda pair: -pair[0]["gains"][pair[1]]):
         names = unit["weights"] if len(unit["weights"]) < 4 else [unit["name"]]
         gain, size = unit["gains"][format], unit["extra_bytes"][format]
-        print(f"  {format}: {', '.join(names)}: KL {gain:+.5f}, {size} bytes more")
+        print(f"  {format}: {shown(', '.join(names))}: KL {gain:+.5f}, {size} bytes more")
     rows = [row for row in rows if row["action"] == "quantize"]
     if not given.gptq:
         return
@@ -854,7 +864,7 @@ def _say_plan(given, plan):
                 without.setdefault(said, []).append(row["name"])
         print(f"  {len(rows) - sum(map(len, without.values()))} {what}")
         for said, names in without.items():
-            print(f"  {len(names)} not, {names[0]} for one: {said.removeprefix('none: ')}")
+            print(f"  {len(names)} not, {shown(names[0])} for one: {shown(said.removeprefix('none: '))}")
 
 
 def main(arguments=None):
@@ -865,7 +875,7 @@ def main(arguments=None):
         measuring = Progress(given.quiet)
         tensors, about = calibrate(given.model, tokens, given.out, _options(given), about, _Progress(given.quiet),
                                    lambda *done: measuring("what is worth it: step", *done))
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:  # NotImplementedError is a RuntimeError
         _command.fail(error)
     except KeyboardInterrupt:
         _command.fail(f"interrupted; the same command goes on from {given.out or given.quantize}.partial")

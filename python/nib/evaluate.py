@@ -74,14 +74,19 @@ def evaluate(reference, model, documents, progress=None):
     return scores
 
 
+def _exp(x):
+    """math.exp raises where the result is too large: a broken model is that far off."""
+    return math.exp(x) if x < 709 else math.nan if math.isnan(x) else math.inf
+
+
 def summarize(scores):
     """Of windows of one length: mean KL with its standard error over windows, perplexities, top-1 agreement."""
     positions = sum(s.positions for s in scores)
     kl = torch.tensor([s.kl / s.positions for s in scores], dtype=torch.float64)
     error = float(kl.std()) / math.sqrt(len(kl)) if len(kl) > 1 else math.nan
     return {"windows": len(scores), "positions": positions, "kl": float(kl.mean()), "kl_error": error,
-            "perplexity": math.exp(sum(s.loss for s in scores) / positions),
-            "reference_perplexity": math.exp(sum(s.reference_loss for s in scores) / positions),
+            "perplexity": _exp(sum(s.loss for s in scores) / positions),
+            "reference_perplexity": _exp(sum(s.reference_loss for s in scores) / positions),
             "top1": sum(s.agreed for s in scores) / positions}
 
 
@@ -93,8 +98,10 @@ def _is_quantized(directory):
     if not os.path.exists(config):
         raise ValueError(f"{directory}: there is no config.json in it")
     with open(config, encoding="utf-8") as file:
-        said = "quantization_config" in json.load(file)
-    return said or os.path.exists(os.path.join(directory, "hf_quant_config.json"))
+        said = json.load(file)
+    if not isinstance(said, dict):
+        raise ValueError(f"{config}: it is no JSON object")
+    return "quantization_config" in said or os.path.exists(os.path.join(directory, "hf_quant_config.json"))
 
 
 def _open(kind, directory, device, dtype, activations):
@@ -191,7 +198,8 @@ def _parse(arguments):
 def _documents(given):
     import transformers
     from .calibrate import _windows
-    tokenizer = transformers.AutoTokenizer.from_pretrained(given.against, local_files_only=True)
+    with streaming.naming(given.against, "no tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(given.against, local_files_only=True)
     found = {}
     for path in given.text:
         name = os.path.splitext(os.path.basename(path))[0]
@@ -217,6 +225,8 @@ def _scores(given, device, documents):
     for directory in directories:
         opened.append(_open(kind, directory, device, dtype, given.activations))
         dtype = dtype or opened[0].dtype  # both in the original's
+        if opened[-1].model.get_output_embeddings() is None:
+            raise ValueError(f"{directory}: {type(opened[-1].model).__name__} has no head, and says nothing of tokens")
     sizes = [one.model.config.get_text_config().vocab_size for one in opened]
     if sizes[0] != sizes[1]:
         raise ValueError(f"{given.directory}: its vocabulary has {sizes[1]} tokens, that of {given.against} {sizes[0]}")
@@ -298,6 +308,8 @@ def main(arguments=None):
     for path in [*given.text, *([given.report] if given.report else [])]:
         if not os.path.isfile(path):
             _command.fail(f"{path}: no such file")
+    if given.length < 2:
+        _command.fail("--length 1: a window of one token has none to predict")
     device = _command.device(given.device)
     try:
         import transformers

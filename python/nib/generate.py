@@ -106,7 +106,7 @@ def main(arguments=None):
     words = given.tokenizer or given.directory
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(words, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # it raises what it likes over a damaged file
         _command.fail(f"{words}: no tokenizer: {error}; --tokenizer takes another directory")
     tokens, options = _tokens(tokenizer, given), _sampling(given)
     if not tokens.numel():
@@ -116,6 +116,8 @@ def main(arguments=None):
     try:
         model = from_pretrained(given.directory, given.activations, device,
                                 getattr(torch, given.dtype) if given.dtype else None)
+        if not model.can_generate():
+            raise ValueError(f"{given.directory}: {type(model).__name__} generates no text")
         printer = _Printer(tokenizer)
         with torch.inference_mode():
             model.generate(tokens.to(device), attention_mask=torch.ones_like(tokens).to(device), streamer=printer,

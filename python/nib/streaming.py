@@ -27,6 +27,39 @@ import torch
 __all__ = ["Loader", "Source", "Streamed", "States"]
 
 
+@contextlib.contextmanager
+def naming(directory, what):
+    """What other packages raise over a directory's files is anything: here it is a ValueError that names it."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        if isinstance(error, (ValueError, RuntimeError)) and os.fspath(directory) in str(error):
+            raise
+        raise ValueError(f"{directory}: {what}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def opened(path):
+    """A safetensors file."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    with file:
+        yield file
+
+
+def _slice(file, path, tensor):
+    from safetensors import SafetensorError
+    try:
+        return file.get_slice(tensor)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {tensor}: {error}") from None
+
+
 class Reached(Exception):
     """The layer in question has run: nobody needs the rest of the forward."""
 
@@ -73,7 +106,12 @@ class States:
     def __getitem__(self, key):
         if key in self._memory:
             return self._memory[key]
-        return torch.load(self._path(key), map_location="cpu", weights_only=True)
+        try:
+            return torch.load(self._path(key), map_location="cpu", weights_only=True)
+        except Exception as error:  # zip, pickle and torch have one each
+            said = str(error).partition("\n")[0] or type(error).__name__
+            remedy = "" if self._own else "; --restart begins anew"
+            raise ValueError(f"{self._path(key)}: a state that was kept cannot be read: {said}{remedy}") from error
 
     def __delitem__(self, key):
         self._used -= _bytes(self._memory.pop(key, None))
@@ -98,11 +136,10 @@ class Source:
     @contextlib.contextmanager
     def slices(self, tensors):
         """{tensor: its slice}."""
-        from safetensors import safe_open
         with contextlib.ExitStack() as stack:
-            files = {path: stack.enter_context(safe_open(path, framework="pt"))
+            files = {path: stack.enter_context(opened(path))
                      for path in {self.files[tensor] for tensor in tensors}}
-            yield {tensor: files[self.files[tensor]].get_slice(tensor) for tensor in tensors}
+            yield {tensor: _slice(files[self.files[tensor]], self.files[tensor], tensor) for tensor in tensors}
 
     def install(self, loader, names):
         """Put in place what is no plain parameter. Returns what takes it away again."""
@@ -110,11 +147,10 @@ class Source:
 
     def stored_dtype(self):
         """The dtype of the first tensor of 16 or 32 bits."""
-        from safetensors import safe_open
         names = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
         for tensor, path in self.files.items():
-            with safe_open(path, framework="pt") as file:
-                stored = names.get(file.get_slice(tensor).get_dtype())
+            with opened(path) as file:
+                stored = names.get(_slice(file, path, tensor).get_dtype())
             if stored:
                 return stored
         return torch.float32
@@ -135,7 +171,6 @@ def fold_scales(directory):
 
 def _shards(directory):
     """{tensor: file} of a directory of safetensors."""
-    from safetensors import safe_open
     index = os.path.join(directory, "model.safetensors.index.json")
     if os.path.exists(index):
         with open(index, encoding="utf-8") as file:
@@ -153,7 +188,7 @@ def _shards(directory):
     found = {}
     for name in files:
         path = os.path.join(directory, name)
-        with safe_open(path, framework="pt") as file:
+        with opened(path) as file:
             found.update(dict.fromkeys(file.keys(), path))
     return found
 
@@ -161,8 +196,9 @@ def _shards(directory):
 def _model_class(config, directory):
     import transformers
     for name in getattr(config, "architectures", None) or []:
-        if isinstance(getattr(transformers, name, None), type):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
     try:
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
@@ -207,7 +243,8 @@ class Loader:
         from transformers.conversion_mapping import get_model_conversion_mapping
         self.directory, self.device = os.fspath(directory), torch.device(device)
         self.source = source or Source(self.directory)
-        config = transformers.AutoConfig.from_pretrained(self.directory, local_files_only=True)
+        with naming(self.directory, "transformers cannot read its config.json"):
+            config = transformers.AutoConfig.from_pretrained(self.directory, local_files_only=True)
         if getattr(config, "quantization_config", None):
             if source is None:
                 raise ValueError(f"{self.directory}: it is quantized; take the original")
@@ -215,7 +252,8 @@ class Loader:
         self.dtype = dtype or self._stored_dtype(config)
         if experts:
             config._experts_implementation = experts
-        with torch.device("meta"), _default_dtype(self.dtype):
+        with naming(self.directory, "transformers cannot make a model of its config.json"), torch.device("meta"), \
+                _default_dtype(self.dtype):
             self.model = _model_class(config, self.directory)(config).eval().requires_grad_(False)
         self._mapping = get_model_conversion_mapping(self.model)
         self._plan = self.model._get_dtype_plan(self.dtype)
@@ -372,10 +410,14 @@ class Streamed(Loader):
         n = len(self) the logits, on the device; with head=False what stands between the layers and the head runs, and
         nothing is returned. Layer n must be loaded."""
         reached = {}
+        if n and not (isinstance(state, dict) and isinstance(state.get("shared"), dict) and "output" in state):
+            raise ValueError(f"what is to be the state after layer {n - 1} is none")
         before = _to(state, self.device) if n else None
 
         def earlier(*_, **given):
             for key, value in before["shared"].items():
+                if not isinstance(given.get(key), collections.abc.MutableMapping):
+                    raise ValueError(f"the state after layer {n - 1} has {key!r} for a layer that takes none")
                 given[key].update(value)
             return before["output"]
 

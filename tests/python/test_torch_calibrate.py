@@ -189,6 +189,61 @@ def test_a_killed_run_goes_on_and_gives_the_same_file(tmp_path):
         assert a.read() == b.read()
 
 
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """(the model, the statistics) of a run that was stopped in its second layer."""
+    def stop(layer, *_):
+        if layer == 1:
+            raise Stopped
+
+    save_model("Llama", tmp_path / "model")
+    with pytest.raises(Stopped):
+        calibrate.calibrate(tmp_path / "model", TOKENS, str(tmp_path / "stats"), OPTIONS, {}, stop)
+    return tmp_path / "model", tmp_path / "stats"
+
+
+def test_another_configuration_is_another_run(interrupted):
+    model, stats = interrupted
+    about = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**about, "rms_norm_eps": 0.5}), encoding="utf-8")
+    with pytest.raises(ValueError, match="another run.*--restart"):
+        calibrate.calibrate(model, TOKENS, str(stats), OPTIONS, {})
+
+
+def test_what_was_left_without_its_note_is_not_believed(interrupted):
+    """A run that was killed while it removed its directory leaves some of it: here layers of other tokens."""
+    model, stats = interrupted
+    other = (TOKENS + 1) % 120
+    os.remove(f"{stats}.partial/run.json")
+    calibrate.calibrate(model, other, str(stats), OPTIONS, {})
+    calibrate.calibrate(model, other, f"{stats}-whole", OPTIONS, {})
+    assert stats.read_bytes() == (stats.parent / "stats-whole").read_bytes()
+
+
+@pytest.mark.parametrize("file, content, message", [
+    ("states-00000/1.pt", b"", "1.pt: a state that was kept cannot be read: EOFError; --restart"),
+    ("states-00000/1.pt", b"PK", "1.pt: a state that was kept cannot be read"),
+    ("states-00000/1.pt", [1], "state after layer 0 is none"),
+    ("states-00000/1.pt", {"output": 1, "shared": {"x": {}}}, "layer 0 has 'x'"),
+    ("layer-00000.safetensors", b"", "layer-00000.safetensors: "),
+    ("layer-00000.safetensors", b"\2\0\0\0\0\0\0\0{}", "is no layer of a run; --restart"),
+])
+def test_a_damaged_rest_of_a_run(interrupted, file, content, message):
+    model, stats = interrupted
+    path = f"{stats}.partial/{file}"
+    if isinstance(content, bytes):
+        with open(path, "wb") as out:
+            out.write(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=message):
+        calibrate.calibrate(model, TOKENS, str(stats), OPTIONS, {})
+
+
 def test_the_imatrix_is_as_llama_cpp_reads_it(tmp_path):
     gguf = pytest.importorskip("gguf")
     save_model("Qwen3Moe", tmp_path / "model", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 
 import pytest
 
@@ -11,7 +12,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from nib import evaluate, generate  # noqa: E402
+from nib import calibrate, evaluate, generate  # noqa: E402
 from test_torch_pretrained import write  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(120)]
@@ -86,6 +87,7 @@ def test_where_models_do_not_fit(place, capsys, monkeypatch):
     (["{nvfp4}", "--against", "{plain}"], "required: --text; see python -m nib.evaluate --help"),
     (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--device", "warp"], "no such device"),
     (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--windows", "0"], "invalid a positive integer value"),
+    (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--length", "1"], "has none to predict"),
     (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--length", "32", "--report", "{a}", "-q"], "no report of"),
 ])
 def test_evaluate_rejects(place, capsys, arguments, message):
@@ -131,3 +133,52 @@ def test_generate(place, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         generate.main([str(place / "plain"), "w1"])
     assert "no NVFP4 weight" in capsys.readouterr().err
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("file, content, message", [
+    ("model.safetensors", "", "model.safetensors: "),
+    ("config.json", "[]", "{directory}"),
+    ("config.json", {"architectures": [1]}, "cannot make a model of its config.json: TypeError"),
+    ("config.json", {"hidden_act": "none"}, "cannot make a model of its config.json: KeyError"),
+    ("config.json", {"num_attention_heads": 0}, "{directory}: "),
+    ("tokenizer.json", "{}", "{directory}: no tokenizer: "),
+    ("tokenizer.json", "[" * 5000, "{directory}: no tokenizer: "),
+    (INDEX, '{"weight_map": {"model.norm.weight": "\\u001b[2J.safetensors"}}', ""),
+])
+def test_damaged_directories(place, tmp_path, capsys, file, content, message):
+    """One line that names the directory or file, whatever other packages raise, and nothing that a terminal obeys."""
+    for name, command, arguments in (
+            ("nvfp4", generate, ["w1", "--max-new-tokens", "1"]),
+            ("nvfp4", evaluate, ["--against", str(place / "plain"), "--text", str(place / "a.txt"), "--length", "32"]),
+            ("plain", calibrate, ["--text", str(place / "a.txt"), "--out", str(tmp_path / "stats"), "--tokens", "64",
+                                  "--sequence-length", "32"])):
+        directory = tmp_path / command.__name__
+        shutil.copytree(place / name, directory)
+        if command is evaluate and "tokenizer" in file:
+            continue  # it has the original's
+        text = content if isinstance(content, str) else json.dumps(
+            {**json.loads((directory / file).read_text(encoding="utf-8")), **content})
+        (directory / file).write_text(text, encoding="utf-8")
+        with pytest.raises(SystemExit) as caught:
+            command.main([str(directory), *arguments])
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert caught.value.code == 2 and message.format(directory=directory) in error and "\x1b" not in error
+
+
+def test_architectures_are_models(place, tmp_path, capsys):
+    """Other classes of transformers are not made with a configuration; one without a head says nothing."""
+    directory = tmp_path / "model"
+    shutil.copytree(place / "nvfp4", directory)
+    about = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    for name in ("GenerationConfig", "LlamaModel"):
+        (directory / "config.json").write_text(json.dumps({**about, "architectures": [name]}), encoding="utf-8")
+        if name == "GenerationConfig":
+            assert generate.main([str(directory), "w1", "--max-new-tokens", "1"]) == 0
+    for command, arguments in ((generate, ["w1"]), (evaluate, ["--against", str(place / "plain"), "--text",
+                                                               str(place / "a.txt"), "--length", "32", "-q"])):
+        with pytest.raises(SystemExit):
+            command.main([str(directory), *arguments])
+        assert "LlamaModel" in capsys.readouterr().err

@@ -62,3 +62,8 @@ def test_the_error_is_over_windows():
     assert whole["kl"] == pytest.approx(0.2) and whole["kl_error"] == pytest.approx(0.1)
     assert whole["perplexity"] == pytest.approx(math.exp(2)) and whole["reference_perplexity"] == pytest.approx(math.e)
     assert math.isnan(evaluate.summarize(scores[:1])["kl_error"])
+
+
+def test_a_broken_model_has_a_perplexity_beyond_all_numbers():
+    whole = evaluate.summarize([evaluate.Score("a", 1, kl=1.0, loss=1e4, reference_loss=math.nan)] * 2)
+    assert whole["perplexity"] == math.inf and math.isnan(whole["reference_perplexity"])

@@ -312,6 +312,7 @@ def from_pretrained(directory, activations="bf16", device="cpu", dtype=None):
     loader = streaming.Loader(directory, device, dtype, experts="eager", source=source)
     model = loader.load()
     if model.can_generate() and os.path.exists(os.path.join(directory, "generation_config.json")):
-        model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
+        with streaming.naming(directory, "transformers cannot read its generation_config.json"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
     model.save_pretrained = types.MethodType(_no_saving, model)
     return model
