@@ -2,6 +2,7 @@
 """Layers against plain PyTorch that calls quantizers and products by hand; what recipes keep in layers."""
 import io
 import math
+import pickle
 
 import pytest
 
@@ -449,8 +450,6 @@ def test_delayed_scaling():
 
 
 def test_extra_state_runs_no_code():
-    import pickle
-
     class Bad:
         def __reduce__(self):
             return print, ("executed",)
@@ -459,6 +458,26 @@ def test_extra_state_runs_no_code():
         with pytest.raises(pickle.UnpicklingError, match="print"):
             layer.set_extra_state(torch.frombuffer(bytearray(pickle.dumps(payload)), dtype=torch.uint8))
     layer.set_extra_state(torch.frombuffer(bytearray(pickle.dumps({"recipe": MXFP8BlockScaling()})), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"amax_history_fwd": torch.zeros(1, 1).expand(1 << 50, 3), "recipe": None}, "amax_history_fwd is no tensor"),
+    ({"amax_history_bwd": torch.zeros(1, 1).expand(1 << 50, 2)}, "amax_history_bwd is no tensor"),
+    ({"recipe": DelayedScaling(amax_history_len=1 << 50)}, "not that of its histories"), ({"recipe": 7}, "not that of"),
+    ({"scale_fwd": 5}, "scale_fwd is no tensor"), ({"extra_fp8_variables": {"scaling_fwd": 5}}, "more than that"),
+    ({"extra_fp8_variables": {"num_gemms": 1 << 50}}, None)])
+def test_extra_state_takes_no_more_memory_than_it_has(change, message):
+    state = {"scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(4, 3), "scale_bwd": torch.ones(2),
+             "amax_history_bwd": torch.zeros(4, 2), "recipe": DelayedScaling(amax_history_len=4)}
+    layer = nt.Linear(32, 32)
+    given = torch.frombuffer(bytearray(pickle.dumps({**state, **change})), dtype=torch.uint8)
+    if message is None:
+        layer.set_extra_state(given)
+        assert layer.fp8_meta["num_gemms"] == 1 and layer.fp8_meta["scaling_fwd"].amax_history.shape == (4, 3)
+        return
+    with pytest.raises(RuntimeError, match=message):
+        layer.set_extra_state(given)
+    assert "scaling_fwd" not in layer.fp8_meta
 
 
 def test_calibration():

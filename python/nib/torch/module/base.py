@@ -472,9 +472,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         loaded = _Unpickler(io.BytesIO(state.detach().cpu().numpy().tobytes())).load()
         if not isinstance(loaded, dict) or "scale_fwd" not in loaded:
             return  # of a recipe that remembers nothing
+        self._check_loaded(loaded, state.numel())
         meta = self.fp8_meta
         meta.update(loaded.get("extra_fp8_variables", {}))
-        meta.setdefault("num_gemms", self._num_gemms)
+        meta["num_gemms"] = self._num_gemms
         history = loaded["amax_history_fwd"]
         if "recipe" not in meta or not has_delayed_scaling_state(meta):
             meta["recipe"] = loaded.get("recipe") or recipes.DelayedScaling(amax_history_len=history.shape[0])
@@ -485,6 +486,22 @@ class TransformerEngineBaseModule(torch.nn.Module):
                     kept = meta[f"scaling_{suffix}"]
                     kept.scale.copy_(loaded[f"scale_{suffix}"])
                     kept.amax_history.copy_(loaded[f"amax_history_{suffix}"])
+
+    def _check_loaded(self, loaded, size):
+        """What is made for an extra state is no larger than its bytes: views of one value can have any shape."""
+        for name, dims in (("scale_fwd", 1), ("amax_history_fwd", 2), ("scale_bwd", 1), ("amax_history_bwd", 2)):
+            value = loaded.get(name)
+            if name not in loaded and name.endswith("bwd"):
+                continue
+            if not isinstance(value, torch.Tensor) or value.dim() != dims or \
+                    value.numel() * value.element_size() > size:
+                raise RuntimeError(f"an extra state of {size} bytes: its {name} is no tensor of {dims} dims within it")
+        recipe, more = loaded.get("recipe"), loaded.get("extra_fp8_variables", {})
+        if recipe is not None and (type(recipe) is not recipes.DelayedScaling or
+                                   recipe.amax_history_len != len(loaded["amax_history_fwd"])):
+            raise RuntimeError("an extra state whose recipe is not that of its histories")
+        if not isinstance(more, dict) or {"recipe", "scaling_fwd", "scaling_bwd"} & set(more):
+            raise RuntimeError("an extra state whose extra_fp8_variables are more than that")
 
     def get_fp8_meta_tensors(self):
         """Copies of scales and histories; None without any."""
