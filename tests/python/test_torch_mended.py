@@ -200,3 +200,14 @@ def test_deferred_init():
                 assert layer(noise(16, 64)).shape == (16, 96)
         with nib.torch.autocast(recipe=recipe), torch.no_grad():
             assert make("meta")(torch.empty(16, 64, device="meta")).device.type == "meta"
+
+
+def test_views_with_other_signs():
+    """The imaginary part of a conjugate is a view of memory that has the other signs."""
+    x = torch.view_as_complex(noise(32, 32, 2)).conj().imag
+    assert x.is_neg() and x.detach().is_neg()
+    for quantizer in (NVFP4Quantizer(), Float8CurrentScalingQuantizer(DType.kFloat8E4M3)):
+        want, t = quantizer(x.resolve_neg()), quantizer(x)
+        assert torch.equal(t.dequantize(), want.dequantize())
+        quantizer.update_quantized(x, t)
+        assert torch.equal(t.dequantize(), want.dequantize())

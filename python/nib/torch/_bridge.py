@@ -56,13 +56,13 @@ def on_gpu(t):
 
 
 def host(t):
-    """The tensor in host memory."""
-    return t if t.device.type == "cpu" else t.cpu()
+    """The tensor in host memory, with its own signs: views of imaginary parts may have a bit for the other ones."""
+    return t.resolve_neg() if t.device.type == "cpu" else t.cpu().resolve_neg()
 
 
 def placed(t):
     """The tensor where the library computes: where it is, if that is a GPU, or in host memory."""
-    return t if on_gpu(t) else host(t)
+    return t.resolve_neg() if on_gpu(t) else host(t)
 
 
 def device_of(t):
