@@ -324,6 +324,24 @@ TEST(resuming_is_for_the_same_plan_and_input)
     CHECK_OK(quantize(at("in"), fresh("out"), &options, &resume, NULL));
 }
 
+/* Files of the model may be called like temporary ones; a run that was stopped among the final names has none of those. */
+TEST(resuming_keeps_what_only_looks_temporary)
+{
+    make_model(at("in"));
+    put_text(at("in/notes.tmp-1.txt"), "notes");
+    put_text(at("in/notes.tmp-1-0"), "more notes");
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 },
+                          force = { .bytes = sizeof force, .force = 1 };
+    CHECK_OK(quantize(at("in"), fresh("whole"), NULL, NULL, NULL));
+    const char *out = fresh("out");
+    CHECK(mkdir(out, 0777) == 0 && mkdir(at("out/config.json"), 0777) == 0); /* in the way of the last name */
+    CHECK_FAILS(quantize(at("in"), out, NULL, &force, NULL), NIB_ERR_IO, "config.json: cannot remove");
+    CHECK(nib_os_exists(at("out/.nib-partial/complete")));
+    CHECK(rmdir(at("out/config.json")) == 0);
+    CHECK_OK(quantize(at("in"), out, NULL, &resume, NULL));
+    check_same_directory(at("whole"), at("out"));
+}
+
 static void run_another(void)
 {
     const nib_run_options force = { .bytes = sizeof force, .force = 1 };

@@ -400,7 +400,8 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
     *left = is_complete(run) ? NIB_STAGING_COMPLETE : NIB_STAGING_OPEN;
     TRY(nib_os_list(run->partial, remove_temporary, run->partial));
     TRY(nib_os_make_directory(run->fresh, NULL));
-    return nib_os_list(run->fresh, remove_temporary, run->fresh);
+    /* Behind the marker there are none in new/, and a file of the input may be called like one. */
+    return *left == NIB_STAGING_COMPLETE ? NIB_OK : nib_os_list(run->fresh, remove_temporary, run->fresh);
 }
 
 nib_status nib_staging_open(struct nib_run *run, const char *out, enum nib_staging_left *left)
