@@ -16,6 +16,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "text.h"
+
 enum {
     LONG_BASE = 256, /* getopt_long returns this plus the option's number, whether it was short or long */
     HELP_COLUMN = 26
@@ -26,16 +28,13 @@ bool cli_list_words;
 
 static const struct cli_option help_option = { 'h', "help", CLI_FLAG, NULL, NULL, "show this text", 0, 0 };
 
-/* Anything that a terminal could take for a command becomes '?': names come from files that anyone may have written. */
 static void put_line(FILE *stream, const char *prefix, const char *format, va_list arguments)
 {
     char text[4096];
     const int length = vsnprintf(text, sizeof text, format, arguments);
     if (length < 0)
         return;
-    for (char *p = text; *p; p++)
-        if ((unsigned char)*p < 0x20 || *p == 0x7F)
-            *p = '?';
+    text_disarm(text);
     fprintf(stream, "%s%s%s\n", prefix, text, (size_t)length < sizeof text ? "" : "...");
 }
 

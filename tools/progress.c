@@ -43,14 +43,15 @@ double progress_clock(void)
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* Names come from files that anyone may have written: nothing of them may command the terminal. */
+/* The end of it, where it is long. */
 static void put_name(const char *name)
 {
     enum { MOST = 40 };
     const size_t length = strlen(name);
-    const char *from = length > MOST ? name + length - MOST : name;
-    for (; *from; from++)
-        fputc((unsigned char)*from < 0x20 || *from == 0x7F ? '?' : *from, stderr);
+    char text[MOST + 1];
+    snprintf(text, sizeof text, "%s", length > MOST ? name + length - MOST : name);
+    text_disarm(text);
+    fputs(text, stderr);
 }
 
 static void put_duration(double seconds)

@@ -30,6 +30,20 @@ const char *text_db(double db, char *buffer, size_t size)
     return buffer;
 }
 
+/* Control characters are one byte, or two: C2 and 80 to 9F. One of these alone is one where characters are bytes. */
+void text_disarm(char *text)
+{
+    int left = 0; /* bytes of a character that are still to come */
+    for (unsigned char *p = (unsigned char *)text; *p; p++) {
+        const bool inner = left > 0 && *p >= 0x80 && *p < 0xC0;
+        left = inner ? left - 1 : *p > 0xF4 ? 0 : *p >= 0xF0 ? 3 : *p >= 0xE0 ? 2 : *p >= 0xC2 ? 1 : 0;
+        const bool two = !inner && *p == 0xC2 && p[1] >= 0x80 && p[1] < 0xA0;
+        if (*p < 0x20 || *p == 0x7F || (*p >= 0x80 && *p < 0xA0 && !inner) || two)
+            *p = '?';
+        left = two ? 0 : left; /* the second is alone now */
+    }
+}
+
 double text_bits(uint64_t bytes, uint64_t values) { return values ? 8 * (double)bytes / (double)values : 0; }
 
 json_t *text_report(const char *command, json_t *fields)

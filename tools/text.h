@@ -14,6 +14,8 @@
 const char *text_bytes(uint64_t bytes, char *buffer, size_t size);
 /* A number of decibels: "21.60", "same" where nothing differs. */
 const char *text_db(double db, char *buffer, size_t size);
+/* Whatever a terminal could take for a command becomes '?': names come from files that anyone may have written. */
+void text_disarm(char *text);
 /* Bits that each of so many values takes; 0 where there is none. */
 double text_bits(uint64_t bytes, uint64_t values);
 /* A report in JSON: the version of nib, that of the schema (docs/json.md) and the command, then `fields`, an object that

@@ -77,6 +77,9 @@ run 2 "$NIB" --bogus
 run 2 "$NIB" ''
 run 2 "$NIB" $'a\e[31mb\nc'
 has err "'a?[31mb?c'" # nothing that a terminal would obey
+wide=$'\xc2\xa0\xc3\xa9\xd0\x80\xd3\x9f\xe2\x82\xac\xf0\x9f\x98\x80'
+run 2 "$NIB" $'\xc2\x9b2J\xc2\x80\xc2\x9f \x9b2J '"$wide"$'\x9f'
+has err "'??2J???? ?2J $wide?'" # nor one of two bytes, or one that is beyond ASCII and part of no character
 
 header=$(sed -n 's/^#define NIB_VERSION "\(.*\)"$/\1/p' include/nib.h)
 for words in version --version; do

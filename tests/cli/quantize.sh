@@ -149,11 +149,11 @@ rm -r "$work/terminal"
 # The name of the weight that it is at, of which a terminal obeys nothing.
 python3 - "$work/name.safetensors" <<'PYTHON'
 import json, struct, sys
-header = json.dumps({"layers.0.\x1b[2J\x7fup~proj.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}).encode()
+header = json.dumps({"layers.0.\x1b[2J\x7f\u009b2Jup~proj.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}).encode()
 open(sys.argv[1], "wb").write(struct.pack("<Q", len(header)) + header + bytes(4))
 PYTHON
 run 0 python3 "$work/terminal.py" "$NIB" compare "$work/name.safetensors" "$work/name.safetensors"
-has out "layers.0.?[2J?up~proj"
+has out "layers.0.?[2J???2Jup~proj"
 
 # ---- Numbers
 while read -r option value words; do
