@@ -45,9 +45,9 @@ static void put_name(FILE *f, const char *name)
     char part[256];
     fputs("<code>", f);
     while (*name) {
-        size_t length = strcspn(name, ".") + 1;
-        length = length <= strlen(name) ? length : strlen(name);
-        length = length < sizeof part ? length : sizeof part - 1;
+        size_t length = 0; /* never looks further: a name may have millions of bytes */
+        while (length < sizeof part - 1 && name[length] && name[length++] != '.')
+            continue;
         while (length > 1 && ((unsigned char)name[length] & 0xC0) == 0x80) /* not within a character */
             length--;
         memcpy(part, name, length);

@@ -16,7 +16,7 @@ HUGE = 1 << 62
 EMPTY = [[HUGE, 0], [0, HUGE], [1 << 40, 0, 64], [1 << 31, 0, 16], [1 << 40, 16, 0]]  # shapes without a byte
 COMMANDS = [line.split() for line in (
     "inspect IN", "check IN", "quantize IN OUT", "quantize IN OUT.gguf", "dequantize IN OUT", "repair IN OUT",
-    "convert --format modelopt IN OUT", "compare IN IN")]
+    "convert --format modelopt IN OUT", "compare IN IN", "compare --report OUT.html IN IN")]
 WEIGHT = {"model.layers.0.mlp.up_proj.weight": ("BF16", [16, 16], 512)}
 
 
@@ -107,6 +107,8 @@ def checkpoints():
     with open(long, "wb") as file:
         file.write(struct.pack("<Q", 99999999) + b'{"a":')
     yield long
+    for name, part in (("dotted", "a."), ("undotted", "a")):
+        yield directory(name, {"model.layers.0." + part * (2 << 20) + ".weight": ("BF16", [16, 16], 512)}, config={"model_type": "llama"})
     yield gguf("alignment.gguf", [string("general.alignment") + struct.pack("<II", 4, 1 << 31)], [("a", [32], 0)])
     yield gguf("split.gguf", [string("split.count") + struct.pack("<IH", 2, 65535)], [])
     yield gguf("array.gguf", [string("a") + struct.pack("<IIQ", 9, 0, 1 << 30)], [])
