@@ -552,8 +552,19 @@ TEST(one_gguf_in_several_files)
     }
     empty_directory();
     put_split("m-00001-of-00002.gguf", 0, 2, -1);
+    put_split("m-00002-of-00002.gguf", 1, 2, -1);
+    nib_checkpoint *c = open_good(at("m-00001-of-00002.gguf"));
+    nib_plan *plan = NULL;
+    const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+    CHECK_OK(nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_GGUF, NIB_BF16, &plan));
+    CHECK_FAILS(nib_plan_run(plan, at("m-00002-of-00002.gguf"), &force, NULL), NIB_ERR_MODE, "in the place of");
+    CHECK_OK(nib_plan_run(plan, at("m.gguf"), &force, NULL));
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+    empty_directory();
+    put_split("m-00001-of-00002.gguf", 0, 2, -1);
     put_text("m-00002-of-00002.gguf", "{}      ");
-    nib_checkpoint *c = NULL;
+    c = NULL;
     CHECK_FAILS(nib_checkpoint_open(directory, &c), NIB_ERR_DATA, "m-00002-of-00002.gguf");
 }
 

@@ -195,6 +195,19 @@ TEST(the_place_of_the_output_is_checked)
     CHECK(symlink(at("in"), at("link")) == 0);
     CHECK_FAILS(quantize(at("in"), at("link/x"), NULL, &force, NULL), NIB_ERR_MODE, "within the input");
     unlink(at("link"));
+    /* Files that are read and lie elsewhere: what a link names, and codes. */
+    make_model(at("old"));
+    CHECK(rename(at("in/model-00002-of-00002.safetensors"), at("kept")) == 0);
+    CHECK(symlink(at("old/model-00002-of-00002.safetensors"), at("in/model-00002-of-00002.safetensors")) == 0);
+    CHECK_FAILS(quantize(at("in"), at("old"), NULL, &force, NULL), NIB_ERR_MODE, "around ");
+    CHECK(strstr(nib_last_error(), "/in/model-00002-of-00002.safetensors, which is read"));
+    CHECK(rename(at("kept"), at("in/model-00002-of-00002.safetensors")) == 0);
+    CHECK_OK(quantize(at("in"), fresh("out"), NULL, NULL, NULL));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+    options.codes = at("out");
+    CHECK_FAILS(quantize(at("in"), at("out"), &options, &force, NULL), NIB_ERR_MODE, "around ");
+    CHECK_OK(quantize(at("in"), fresh("out"), NULL, NULL, NULL));
+    CHECK_OK(nib_os_remove_directory(at("old")));
     CHECK_FAILS(quantize(at("in"), at("no/such/directory"), NULL, NULL, NULL), NIB_ERR_IO, "no such place");
     CHECK_FAILS(quantize(at("in"), "", NULL, NULL, NULL), NIB_ERR_ARG, "no name");
     CHECK_OK(nib_os_remove_directory(at("out")));

@@ -62,6 +62,24 @@ static bool lies_in(const char *inner, const char *outer)
     return !strncmp(inner, outer, n) && (inner[n] == '\0' || inner[n] == '/' || (n > 0 && outer[n - 1] == '/'));
 }
 
+/* The files that a checkpoint has may lie elsewhere than where it was opened: others of a split GGUF, or what links name.
+ * None may be where a file of the output gets its name. */
+static nib_status check_files_apart(const struct nib_run *run, const nib_checkpoint *c, const char *target)
+{
+    const size_t n = strlen(target);
+    for (size_t f = 0; f < c->n_files; f++) {
+        char *file;
+        TRY(nib_os_real_path(c->files[f].path, &file));
+        const bool same = !strcmp(file, target);
+        const bool touched = run->as_file ? same : lies_in(file, target) && !strchr(file + n + !same, '/');
+        nib_free(file);
+        if (touched)
+            return nib_fail(NIB_ERR_MODE, "%s: the output would be %s %s, which is read: choose another place",
+                            run->out, same ? "in the place of" : "around", c->files[f].path);
+    }
+    return NIB_OK;
+}
+
 /* The input must not be touched, nor must it lie where an old output is cleared away. */
 static nib_status check_apart(const struct nib_run *run)
 {
@@ -76,6 +94,10 @@ static nib_status check_apart(const struct nib_run *run)
                           : lies_in(target, source) ? "within"
                                                     : "around",
                           in->path);
+    if (!status)
+        status = check_files_apart(run, in, target);
+    if (!status && run->plan->codes)
+        status = check_files_apart(run, run->plan->codes, target);
     nib_free(source);
     nib_free(target);
     return status;
