@@ -211,3 +211,7 @@ def test_views_with_other_signs():
         assert torch.equal(t.dequantize(), want.dequantize())
         quantizer.update_quantized(x, t)
         assert torch.equal(t.dequantize(), want.dequantize())
+    plain = nib.quantize(x.resolve_neg())
+    assert (nib.quantize(x).dequantize() == plain.dequantize()).all()
+    with pytest.raises(nib.ArgumentError, match="other signs"):
+        plain.dequantize(out=x)
