@@ -9,6 +9,7 @@
 #include "model/roles.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 
 static const json_t *get(const json_t *object, const char *key) { return object ? json_object_get(object, key) : NULL; }
 
@@ -378,26 +379,32 @@ static nib_status check_algo(struct nib_checking *k, const char *file, const jso
     return NIB_OK;
 }
 
-static bool holds(const json_t *list, const json_t *item)
+/* The texts of a list's entries as the keys of an object, whatever they are; NULL without memory. */
+static json_t *texts_of(const json_t *list)
 {
+    json_t *texts = json_object();
     size_t i;
-    const json_t *other;
-    json_array_foreach(list, i, other)
+    json_t *item;
+    json_array_foreach(list, i, item)
     {
-        if (json_equal(other, item))
-            return true;
+        char *text = texts ? json_dumps(item, JSON_ENCODE_ANY | JSON_SORT_KEYS) : NULL;
+        if (texts && (!text || json_object_set(texts, text, item))) {
+            json_decref(texts);
+            texts = NULL;
+        }
+        free(text);
     }
-    return false;
+    return texts;
 }
 
 /* An entry of one list that the other has not; NULL without. */
-static const char *first_missing(const json_t *from, const json_t *in)
+static const char *first_missing(json_t *from, const json_t *in)
 {
-    size_t i;
-    const json_t *item;
-    json_array_foreach(from, i, item)
+    const char *text;
+    json_t *item;
+    json_object_foreach(from, text, item)
     {
-        if (!holds(in, item))
+        if (!json_object_get(in, text))
             return json_string_value(item) ? json_string_value(item) : "?";
     }
     return NULL;
@@ -414,12 +421,19 @@ static nib_status check_both_files(struct nib_checking *k, const json_t *config,
         if (get(config, both[i]) && get(hf, both[i]) && !json_equal(get(config, both[i]), get(hf, both[i])))
             return nib_check_found(k, NIB_FAULT_HF_DIFFERS, file, "its %s is not that of config.json", both[i]);
     const json_t *ours = exclusions_of(config), *theirs = exclusions_of(hf);
-    const char *missing = ours && theirs ? first_missing(ours, theirs) : NULL;
-    const char *more = ours && theirs ? first_missing(theirs, ours) : NULL;
-    if (missing || more)
-        return nib_check_found(k, NIB_FAULT_HF_DIFFERS, file, "only %s excludes %s", missing ? "config.json" : file,
-                               missing ? missing : more);
-    return NIB_OK;
+    if (!ours || !theirs)
+        return NIB_OK;
+    json_t *texts = texts_of(ours), *their_texts = texts_of(theirs);
+    const char *missing = first_missing(texts, their_texts), *more = first_missing(their_texts, texts);
+    nib_status status = NIB_OK;
+    if (!texts || !their_texts)
+        status = nib_fail(NIB_ERR_MEMORY, "%s: no memory for its configuration", k->c->path);
+    else if (missing || more)
+        status = nib_check_found(k, NIB_FAULT_HF_DIFFERS, file, "only %s excludes %s", missing ? "config.json" : file,
+                                 missing ? missing : more);
+    json_decref(texts);
+    json_decref(their_texts);
+    return status;
 }
 
 static nib_status check_modelopt(struct nib_checking *k)

@@ -57,6 +57,7 @@ struct nib_checkpoint {
     json_t *quantization;    /* borrowed from config: quantization_config, wherever it was; NULL without */
     json_t *hf_quant_config; /* hf_quant_config.json; NULL without */
     const char *model_type;
+    bool composed;          /* config.json has configurations of parts: text, vision, audio */
     char *architecture;     /* general.architecture of a GGUF file; NULL without */
     const char *provenance; /* of the first file that has one */
     nib_checkpoint_format format;

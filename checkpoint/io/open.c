@@ -265,11 +265,25 @@ static json_t *find_quantization(const nib_checkpoint *c)
     return NULL;
 }
 
+static bool is_composed(const nib_checkpoint *c)
+{
+    const char *key;
+    json_t *value;
+    json_object_foreach(c->config, key, value)
+    {
+        if (json_is_object(value) && nib_ck_ends_with(key, "_config") && strcmp(key, "quantization_config") != 0 &&
+            strcmp(key, "compression_config") != 0)
+            return true;
+    }
+    return false;
+}
+
 static nib_status read_configuration(nib_checkpoint *c)
 {
     TRY(read_object(c, "config.json", CONFIG_LIMIT, &c->config, &c->config_text));
     TRY(read_object(c, "hf_quant_config.json", CONFIG_LIMIT, &c->hf_quant_config, NULL));
     c->quantization = find_quantization(c);
+    c->composed = is_composed(c);
     const char *type = json_string_value(json_object_get(c->config, "model_type"));
     c->model_type = type ? type : "";
     return NIB_OK;

@@ -375,23 +375,9 @@ static const struct renaming {
     { "", "", "model.", true },
 };
 
-/* Whether config.json has configurations of parts: text, vision, audio. */
-static bool is_composed(const nib_checkpoint *c)
-{
-    const char *key;
-    json_t *value;
-    json_object_foreach((json_t *)(uintptr_t)c->config, key, value)
-    {
-        if (json_is_object(value) && nib_ck_ends_with(key, "_config") && strcmp(key, "quantization_config") != 0 &&
-            strcmp(key, "compression_config") != 0)
-            return true;
-    }
-    return false;
-}
-
 bool nib_ck_reader_name(const nib_checkpoint *c, const char *module, char *buffer, size_t bytes)
 {
-    const bool composed = is_composed(c) && strncmp(module, "model.", 6) != 0 && strcmp(module, "lm_head") != 0;
+    const bool composed = c->composed && strncmp(module, "model.", 6) != 0 && strcmp(module, "lm_head") != 0;
     for (size_t i = 0; i < sizeof renamings / sizeof *renamings; i++) {
         const struct renaming *r = &renamings[i];
         if (*r->family ? !is_family(c, r->family) : !composed)
@@ -415,15 +401,15 @@ static bool is_renamed(const nib_checkpoint *c, const char *module)
     return false;
 }
 
-bool nib_ck_tower_pattern(const nib_checkpoint *c, const char *module, char *buffer, size_t bytes)
+bool nib_ck_tower_part(const nib_checkpoint *c, const char *module, char *buffer, size_t bytes)
 {
     static const char plain[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_";
     struct parts p;
     size_t part;
     cut(module, &p);
     if (!role_facts[find_role(c, &p, &part)].tower || is_renamed(c, module) || part + 1 >= p.n ||
-        strspn(p.part[part], plain) != p.length[part])
+        strspn(p.part[part], plain) != p.length[part] || p.length[part] >= bytes)
         return false;
-    const int n = snprintf(buffer, bytes, "re:(.*\\.)?%.*s\\..*", (int)p.length[part], p.part[part]);
-    return n > 0 && (size_t)n < bytes;
+    snprintf(buffer, bytes, "%.*s", (int)p.length[part], p.part[part]);
+    return true;
 }

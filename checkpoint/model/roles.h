@@ -42,8 +42,8 @@ const char *nib_ck_reader_rejects(const nib_checkpoint *c, nib_reader reader);
 const char *nib_ck_head_name(const nib_checkpoint *c);
 /* The name by which transformers knows a module; false where that is the checkpoint's own. */
 bool nib_ck_reader_name(const nib_checkpoint *c, const char *module, char *buffer, size_t bytes);
-/* A pattern "re:" for the whole part of the model that a module of another modality belongs to, whatever stands before
- * it; false where it belongs to none. */
-bool nib_ck_tower_pattern(const nib_checkpoint *c, const char *module, char *buffer, size_t bytes);
+/* The part of its name that says which tower a module of another modality belongs to, of letters, digits and '_'; false
+ * where it belongs to none. */
+bool nib_ck_tower_part(const nib_checkpoint *c, const char *module, char *buffer, size_t bytes);
 
 #endif

@@ -152,52 +152,55 @@ static bool add_heads(const nib_plan *plan, json_t *list)
     return true;
 }
 
-/* Whether a pattern means a module that is quantized. */
-static bool is_too_wide(const nib_plan *plan, const char *pattern)
-{
-    struct nib_patterns *one;
-    uint32_t which = NIB_NONE;
-    if (nib_patterns_create(&pattern, 1, &one))
-        return true;
-    for (size_t i = 0; i < plan->in->n_weights && which == NIB_NONE; i++)
-        if (!is_kept(plan, i) && nib_patterns_match(one, plan->in->weights[i].name, &which))
-            which = 0;
-    nib_patterns_destroy(one);
-    return which != NIB_NONE;
-}
+enum { PART_BYTES = 1000 };
 
-static bool is_listed(const json_t *list, size_t first, const char *name)
+/* Parts of names that say which tower a module that stays belongs to: true where one that is quantized has it too, so that
+ * a pattern for all of the tower would mean it. NULL without memory. */
+static json_t *find_towers(const nib_plan *plan)
 {
-    for (size_t i = first; i < json_array_size(list); i++)
-        if (!strcmp(json_string_value(json_array_get(list, i)), name))
-            return true;
-    return false;
+    json_t *towers = json_object();
+    char part[PART_BYTES];
+    for (size_t i = 0; i < plan->in->n_weights && towers; i++)
+        if (is_kept(plan, i) && nib_ck_tower_part(plan->in, plan->in->weights[i].name, part, sizeof part) &&
+            !json_object_get(towers, part) && json_object_set_new(towers, part, json_false())) {
+            json_decref(towers);
+            towers = NULL;
+        }
+    for (size_t i = 0; i < plan->in->n_weights && json_object_size(towers) > 0; i++)
+        for (const char *at = plan->in->weights[i].name, *dot; !is_kept(plan, i) && (dot = strchr(at, '.'));
+             at = dot + 1) {
+            const size_t length = (size_t)(dot - at) < sizeof part ? (size_t)(dot - at) : 0;
+            memcpy(part, at, length);
+            part[length] = 0;
+            if (json_object_get(towers, part))
+                (void)json_object_set_new(towers, part, json_true()); /* in the place of the other: takes no memory */
+        }
+    return towers;
 }
 
 /* transformers looks modules up by its own names, which checkpoints need not have: those that differ are listed too, and
  * towers by patterns, since much is renamed within some. */
 static bool add_readers_names(const nib_plan *plan, json_t *list)
 {
-    const size_t first = json_array_size(list);
-    char name[1024];
-    for (size_t i = 0; i < plan->in->n_weights; i++) {
+    json_t *towers = find_towers(plan);
+    char name[1024], part[PART_BYTES];
+    bool fits = towers != NULL;
+    for (size_t i = 0; i < plan->in->n_weights && fits; i++) {
         const char *weight = plan->in->weights[i].name;
         if (!is_kept(plan, i))
             continue;
-        if (nib_ck_tower_pattern(plan->in, weight, name, sizeof name)) {
-            if (is_listed(list, first, name))
-                continue;
-            if (!is_too_wide(plan, name)) {
-                if (!add_name(list, json_array_size(list), name))
-                    return false;
-                continue;
-            }
+        const json_t *tower =
+            nib_ck_tower_part(plan->in, weight, part, sizeof part) ? json_object_get(towers, part) : NULL;
+        if (json_is_false(tower)) { /* its first module */
+            snprintf(name, sizeof name, "re:(.*\\.)?%s\\..*", part);
+            fits = add_name(list, json_array_size(list), name) && !json_object_set_new(towers, part, json_null());
+        } else if (!json_is_null(tower) && nib_ck_reader_name(plan->in, weight, name, sizeof name) &&
+                   strcmp(name, "lm_head") != 0) {
+            fits = add_name(list, json_array_size(list), name);
         }
-        if (nib_ck_reader_name(plan->in, weight, name, sizeof name) && strcmp(name, "lm_head") != 0 &&
-            !add_name(list, json_array_size(list), name))
-            return false;
     }
-    return true;
+    json_decref(towers);
+    return fits;
 }
 
 /* Modules that stay in high precision, by their full names: a loader would make packed ones of them otherwise. */
@@ -325,35 +328,44 @@ static size_t experts_bytes(const char *name)
     return at ? (size_t)(at - name) + strlen(".experts") : 0;
 }
 
-/* What a mixture lists for a weight: its module, or that of all experts of its layer, where none of them stays. */
-static const char *listed_name(const nib_plan *plan, size_t weight, char *buffer, size_t bytes)
+/* What a mixture lists for one weight after the other. */
+struct listing {
+    const nib_plan *plan;
+    bool mixed;
+    size_t end; /* behind the experts of the layer that was met last */
+    bool whole; /* none of them stays */
+    char name[1024];
+};
+
+/* The module of a weight, or that of all experts of its layer, where none of them stays. Weights come in their order. */
+static const char *listed_name(struct listing *l, size_t weight)
 {
-    const struct nib_ck_weight *weights = plan->in->weights;
+    const struct nib_ck_weight *weights = l->plan->in->weights;
     const char *name = weights[weight].name;
-    const size_t length = has_fp8(plan) ? experts_bytes(name) : 0;
-    size_t first = weight;
-    if (!length || length >= bytes)
+    const size_t length = l->mixed ? experts_bytes(name) : 0;
+    if (!length || length >= sizeof l->name)
         return name;
-    while (first > 0 && !strncmp(weights[first - 1].name, name, length + 1))
-        first--;
-    for (size_t i = first; i < plan->in->n_weights && !strncmp(weights[i].name, name, length + 1); i++)
-        if (!nib_plan_is_quantized(plan, i))
-            return name;
-    snprintf(buffer, bytes, "%.*s", (int)length, name);
-    return buffer;
+    if (weight >= l->end) {
+        l->whole = true;
+        for (l->end = weight; l->end < l->plan->in->n_weights && !strncmp(weights[l->end].name, name, length + 1);
+             l->end++)
+            l->whole &= nib_plan_is_quantized(l->plan, l->end);
+        snprintf(l->name, sizeof l->name, "%.*s", (int)length, name);
+    }
+    return l->whole ? l->name : name;
 }
 
 /* Every quantized module with its algorithm: the form of weight-only checkpoints that all servers read. */
 static json_t *quantized_layers(const nib_plan *plan)
 {
     json_t *layers = json_object();
+    struct listing listing = { .plan = plan, .mixed = has_fp8(plan) };
     for (size_t i = 0; i < plan->in->n_weights && layers; i++) {
         const nib_action action = plan->rows[i].action;
         const bool coded = action == NIB_ACTION_QUANTIZE || action == NIB_ACTION_CONVERT ||
                            action == NIB_ACTION_REPAIR ||
                            (action == NIB_ACTION_KEEP && nib_ck_is_nvfp4(plan->in->weights[i].format));
-        char buffer[1024];
-        const char *name = listed_name(plan, i, buffer, sizeof buffer),
+        const char *name = listed_name(&listing, i),
                    *algorithm = plan->scheme == NIB_SCHEME_NVFP4 ? "NVFP4" : "W4A16_NVFP4";
         json_t *said = coded             ? json_pack("{s:s, s:i}", "quant_algo", algorithm, "group_size", 16)
                        : is_fp8(plan, i) ? json_pack("{s:s}", "quant_algo", MODELOPT_FP8)
@@ -371,26 +383,43 @@ static json_t *modelopt_arguments(void)
     return json_pack("{s:b, s:i, s:s, s:i}", "dynamic", 0, "num_bits", 4, "type", "float", "group_size", 16);
 }
 
+static int by_text(const void *a, const void *b)
+{
+    return strcmp(json_string_value(*(json_t *const *)a), json_string_value(*(json_t *const *)b));
+}
+
+/* Each text of a list once, in the order of bytes. The list itself is gone; NULL for NULL, and without memory. */
+static json_t *sort_names(json_t *list)
+{
+    const size_t n = json_array_size(list);
+    json_t **names = list ? nib_alloc((n + 1) * sizeof *names) : NULL, *sorted = names ? json_array() : NULL;
+    for (size_t i = 0; i < n && sorted; i++)
+        names[i] = json_array_get(list, i);
+    if (sorted)
+        qsort(names, n, sizeof(json_t *), by_text);
+    for (size_t i = 0; i < n && sorted; i++)
+        if ((i == 0 || by_text(&names[i - 1], &names[i]) != 0) && json_array_append(sorted, names[i])) {
+            json_decref(sorted);
+            sorted = NULL;
+        }
+    nib_free(names);
+    json_decref(list);
+    return sorted;
+}
+
 /* The modules of FP8 or of NVFP4, in the order of their names' bytes, as ModelOpt sorts them. */
 static json_t *modelopt_targets(const nib_plan *plan, bool fp8)
 {
     json_t *list = json_array();
+    struct listing listing = { .plan = plan, .mixed = has_fp8(plan) };
     for (size_t i = 0; i < plan->in->n_weights && list; i++) {
-        char buffer[1024];
-        const char *name = listed_name(plan, i, buffer, sizeof buffer);
-        size_t at = json_array_size(list);
-        if (!nib_plan_is_quantized(plan, i) || is_fp8(plan, i) != fp8)
-            continue;
-        while (at > 0 && strcmp(json_string_value(json_array_get(list, at - 1)), name) > 0)
-            at--;
-        if (at > 0 && !strcmp(json_string_value(json_array_get(list, at - 1)), name))
-            continue; /* another expert */
-        if (!add_name(list, at, name)) {
+        const char *name = listed_name(&listing, i);
+        if (nib_plan_is_quantized(plan, i) && is_fp8(plan, i) == fp8 && !add_name(list, json_array_size(list), name)) {
             json_decref(list);
-            return NULL;
+            list = NULL;
         }
     }
-    return list;
+    return sort_names(list);
 }
 
 /* ModelOpt's form of a mixture: groups in the order in which they are met. */

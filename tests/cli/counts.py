@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""counts.py NIB DIRECTORY: very many weights, modules and keys, each run within a minute. With work that grows with the square of
+their number none would be."""
+import json
+import os
+import struct
+import subprocess
+import sys
+
+NIB, ROOT = sys.argv[1], sys.argv[2]
+COUNT = 100000
+WEIGHT = ("BF16", [1, 16], 32)
+PACKED = {"weight": ("U8", [1, 8], 8), "weight_scale": ("F8_E4M3", [1, 1], 1), "weight_scale_2": ("F32", [], 4),
+          "input_scale": ("F32", [], 4)}
+DOWN = {"model.layers.0.mlp.down_proj.weight": WEIGHT}
+LLAMA = {"model_type": "llama", "hidden_size": 16}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def directory(name, tensors, **files):
+    path, header, at = os.path.join(ROOT, name), {}, 0
+    for tensor, (dtype, shape, size) in tensors.items():
+        header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    os.makedirs(path)
+    with open(os.path.join(path, "model.safetensors"), "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + b"\1" * at)
+    for file, value in files.items():
+        with open(os.path.join(path, file + ".json"), "w", encoding="utf-8") as out:
+            json.dump(value, out)
+    return path
+
+
+def packed(module):
+    return {f"{module}.{part}": facts for part, facts in PACKED.items()}
+
+
+def runs():
+    experts = directory("experts", {f"model.layers.0.mlp.experts.{i // 3}.{('gate', 'up', 'down')[i % 3]}_proj.weight": WEIGHT
+                                    for i in range(COUNT)}, config={"model_type": "qwen3_moe", "num_experts": COUNT // 3})
+    yield ["quantize", "--format", "modelopt", "--fp8", "*.down_proj", "--dry-run", experts, "out"]
+    weights = directory("weights", {f"model.layers.{i}.mlp.down_proj.weight": WEIGHT for i in range(2 * COUNT)}, config=LLAMA)
+    yield ["quantize", "--format", "modelopt", "--dry-run", weights, "out"]
+    kept = {f"head.{i}.odd.weight": ("BF16", [1, 8], 16) for i in range(COUNT)}
+    keys = {f"k{i}": i for i in range(COUNT)}
+    yield ["quantize", "--dry-run", directory("keys", {**kept, **DOWN}, config={**LLAMA, **keys}), "out"]
+    towers = {f"a.vision_{i}.lin.weight": WEIGHT for i in range(COUNT)}
+    yield ["quantize", "--dry-run", directory("towers", {**towers, **DOWN}, config={**LLAMA, "text_config": {}}), "out"]
+    tower = {f"vision_tower.{i}.lin.weight": WEIGHT for i in range(COUNT)}
+    yield ["convert", "--format", "compressed-tensors", "--dry-run",
+           directory("tower", {**tower, **packed("vision_tower.z.lin")}, config={**LLAMA, "quantization_config": MODELOPT}), "out"]
+    excluded = [f"model.layers.{i}.mlp.gate_proj" for i in range(2 * COUNT)]
+    yield ["check", directory("excluded", packed("model.layers.0.mlp.down_proj"),
+                              config={**LLAMA, "quantization_config": {**MODELOPT, "ignore": excluded}},
+                              hf_quant_config={"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None,
+                                                                "exclude_modules": excluded[::-1]}})]
+
+
+def main():
+    faults, count = 0, 0
+    for words in runs():
+        count += 1
+        try:
+            code = subprocess.run([NIB, *words], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, timeout=60).returncode
+        except subprocess.TimeoutExpired:
+            code = "a minute"
+        if code != (words[0] == "check"):  # which finds scales of bytes that are all the same
+            print("FAILED:", *words, "ends with", code)
+            faults += 1
+    print(f"{count - faults} passed, {faults} failed")
+    sys.exit(faults != 0)
+
+
+main()
