@@ -48,7 +48,7 @@ def runs():
     yield ["quantize", "--dry-run", directory("keys", {**kept, **DOWN}, config={**LLAMA, **keys}), "out"]
     towers = {f"a.vision_{i}.lin.weight": WEIGHT for i in range(COUNT)}
     yield ["quantize", "--dry-run", directory("towers", {**towers, **DOWN}, config={**LLAMA, "text_config": {}}), "out"]
-    tower = {f"vision_tower.{i}.lin.weight": WEIGHT for i in range(COUNT)}
+    tower = {f"vision_tower.{i}.lin.weight": WEIGHT for i in range(2 * COUNT)}
     yield ["convert", "--format", "compressed-tensors", "--dry-run",
            directory("tower", {**tower, **packed("vision_tower.z.lin")}, config={**LLAMA, "quantization_config": MODELOPT}), "out"]
     excluded = [f"model.layers.{i}.mlp.gate_proj" for i in range(2 * COUNT)]
