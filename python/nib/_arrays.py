@@ -100,7 +100,7 @@ def _borrow_dlpack(x, writable):
     """A capsule that is looked at and not taken over: the producer's deleter runs when it goes."""
     if getattr(x, "is_neg", bool)():  # PyTorch's view of memory that has the other signs, of which DLPack says nothing
         if writable:
-            raise _library.ArgumentError("the array is a view with the other signs: resolve_neg() makes one that can be written")
+            raise _library.ArgumentError("the array is a view with the other signs, which cannot be written")
         x = x.resolve_neg()
     try:
         capsule = x.__dlpack__(max_version=(1, 0))
