@@ -5,6 +5,7 @@
 ml_dtypes.bfloat16 where that package is there, or uint16 with `dtype="bf16"`.
 """
 import ctypes
+import math
 
 import numpy as np
 
@@ -115,6 +116,11 @@ def _borrow_dlpack(x, writable):
     else:
         lib.nib_array_from_dlpack(_Capsule._get(capsule, b"dltensor"), entered.handle, array)
     return array, capsule
+
+
+def amax_counts(row_scaled, shape):
+    """How many amaxes, or tensor scales, the library reads for the rowwise and for the columnwise usage."""
+    return (math.prod(shape[:-1]), shape[-1] if len(shape) else 1) if row_scaled else (1, 1)
 
 
 def borrow(x, dtype=None, writable=False):

@@ -423,7 +423,7 @@ def _overrides(overrides, quantizer, shape):
     if not overrides:
         return None, None
     struct, kept = _library.Overrides(), []
-    lines = (math.prod(shape[:-1]), shape[-1] if shape else 1) if quantizer.row_scaled else (1, 1)
+    counts = _arrays.amax_counts(quantizer.row_scaled, shape)
 
     def floats(value, name=None, count=None):
         if value is None:
@@ -441,7 +441,7 @@ def _overrides(overrides, quantizer, shape):
             for usage, wanted in enumerate((quantizer.rowwise, quantizer.columnwise)):
                 if wanted or not quantizer.row_scaled:  # the lines of a usage that is not made have no values
                     getattr(struct, name)[usage] = floats(pair[usage], f"the {Usage(usage).name.lower()} {name}",
-                                                          lines[usage])
+                                                          counts[usage])
         elif name == "scale":
             struct.scale = floats(value, name, 1)
         elif name == "importance":

@@ -11,7 +11,6 @@
 """
 import ctypes
 import functools
-import math
 import threading
 
 import torch
@@ -257,9 +256,8 @@ def fitting_amaxes(struct, shape, amaxes):
     """(rowwise, columnwise) amaxes of a caller's, as many as the library will read: one, or one for each line."""
     if amaxes[0] is None and amaxes[1] is None:
         return amaxes
-    lines = (math.prod(shape[:-1]), shape[-1] if len(shape) else 1) if struct.row_scaled else (1, 1)
-    found = []
-    for amax, count, wanted in zip(amaxes, lines, (struct.rowwise, struct.columnwise)):
+    found, counts = [], _arrays.amax_counts(struct.row_scaled, shape)
+    for amax, count, wanted in zip(amaxes, counts, (struct.rowwise, struct.columnwise)):
         amax = amax if wanted or not struct.row_scaled else None  # lines of a usage that is not made have none
         if amax is not None and amax.numel() != count:
             raise ValueError(f"an amax of a tensor {tuple(shape)} has {count} values here, not {amax.numel()}")
@@ -283,7 +281,7 @@ def reduced_amaxes(struct, x, comm):
     """The amaxes of a tensor on a GPU over the ranks of a communicator, without any of them coming to the host."""
     import torch.distributed as dist
     shape, pointers = tuple(x.shape), (ctypes.POINTER(ctypes.c_float) * 2)()
-    lines = (math.prod(shape[:-1]), shape[-1]) if struct.row_scaled else (1, 1)
+    lines = _arrays.amax_counts(struct.row_scaled, shape)
     found = [torch.empty(n, dtype=torch.float32, device=x.device) if wanted else None
              for n, wanted in zip(lines, (struct.rowwise, struct.columnwise))]
     for i, amax in enumerate(found):
