@@ -3,9 +3,10 @@
  * fake_device.h - a device whose memory nobody can touch but its own operations.
  *
  * Its memory is pages without access, which every operation opens, does what the host does, and closes again: a layer
- * above the seam (base/device.h) that follows a pointer into it crashes. Pages nobody may ever touch lie on both sides,
- * and what lies between data and page is seen to be untouched when the memory goes. Operations see to it that pointers
- * are of the device (or of the host) where they should be, and abort otherwise.
+ * above the seam (base/device.h) that follows a pointer into it crashes. Under AddressSanitizer they are poisoned instead,
+ * which asks nothing of the kernel. Pages nobody may ever touch lie on both sides, and what lies between data and page is
+ * seen to be untouched when the memory goes. Operations see to it that pointers are of the device (or of the host) where
+ * they should be, and abort otherwise.
  *
  * The n-th operation from now on fails by fake_fail_at, and fake_ops has the device's own table: an operation that is
  * set to NULL is one that the device does not have.
@@ -23,6 +24,10 @@
 #include "base/threads.h"
 #include "format/format.h"
 #include "kernels/product.h"
+#include "sanitized.h"
+#if SANITIZED
+#include <sanitizer/asan_interface.h>
+#endif
 
 enum { FAKE_DLPACK_TYPE = 12 }; /* kDLExtDev */
 enum { FAKE_OPERATIONS = sizeof(struct nib_device_ops) / sizeof(void *), FAKE_FILLER = 0xA5 };
@@ -70,18 +75,28 @@ __attribute__((noreturn)) static inline void fake_abort(const char *what)
 
 static inline size_t fake_page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
-static inline void fake_protect(const struct fake_memory *memory, int protection)
+#if SANITIZED
+static inline void fake_set_access(const struct fake_memory *memory, bool open)
 {
-    if (mprotect(memory->pages + fake_page(), memory->inner, protection))
+    if (open)
+        __asan_unpoison_memory_region(memory->pages + fake_page(), memory->inner);
+    else
+        __asan_poison_memory_region(memory->pages + fake_page(), memory->inner);
+}
+#else
+static inline void fake_set_access(const struct fake_memory *memory, bool open)
+{
+    if (mprotect(memory->pages + fake_page(), memory->inner, open ? PROT_READ | PROT_WRITE : PROT_NONE))
         fake_abort("mprotect failed");
 }
+#endif
 
 static inline void fake_open(void)
 {
     pthread_mutex_lock(&fake_lock);
     if (fake_depth++ == 0)
         for (const struct fake_memory *m = fake_memories; m; m = m->next)
-            fake_protect(m, PROT_READ | PROT_WRITE);
+            fake_set_access(m, true);
     pthread_mutex_unlock(&fake_lock);
 }
 
@@ -90,7 +105,7 @@ static inline void fake_close(void)
     pthread_mutex_lock(&fake_lock);
     if (--fake_depth == 0)
         for (const struct fake_memory *m = fake_memories; m; m = m->next)
-            fake_protect(m, PROT_NONE);
+            fake_set_access(m, false);
     pthread_mutex_unlock(&fake_lock);
 }
 
@@ -112,12 +127,13 @@ static inline void *fake_allocate(nib_device *device, size_t bytes, size_t align
         return NULL;
     }
     memory->data = memory->pages + page + memory->inner - taken;
-    fake_protect(memory, PROT_READ | PROT_WRITE);
+    if (mprotect(memory->pages + page, memory->inner, PROT_READ | PROT_WRITE))
+        fake_abort("mprotect failed");
     memset(memory->pages + page, FAKE_FILLER, memory->inner);
     memset(memory->data, 0, bytes);
     pthread_mutex_lock(&fake_lock);
     if (fake_depth == 0)
-        fake_protect(memory, PROT_NONE);
+        fake_set_access(memory, false);
     memory->next = fake_memories;
     fake_memories = memory;
     pthread_mutex_unlock(&fake_lock);
@@ -136,7 +152,7 @@ static inline void fake_free(nib_device *device, void *data)
         fake_abort("memory is freed that is not the device's");
     *link = memory->next;
     pthread_mutex_unlock(&fake_lock);
-    fake_protect(memory, PROT_READ);
+    fake_set_access(memory, true);
     const char *const first = memory->pages + fake_page(), *const end = first + memory->inner;
     for (const char *at = first; at < end; at++)
         if ((at < memory->data || at >= memory->data + memory->bytes) && (unsigned char)*at != FAKE_FILLER)

@@ -25,18 +25,7 @@
 #include "nib_file.h"
 #include "nib_reference.h"
 #include "nib_shard.h"
-
-/* Under AddressSanitizer, which takes time, memory and stack of its own. */
-#if defined(__SANITIZE_ADDRESS__)
-#define SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
-#ifndef SANITIZED
-#define SANITIZED 0
-#endif
+#include "sanitized.h" /* which takes time, memory and stack of its own */
 
 struct test {
     const char *name;
