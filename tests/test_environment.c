@@ -694,7 +694,7 @@ TEST(the_instruction_set_is_the_best_there_is)
         SKIP("NIB_MAX_ISA is set");
         return;
     }
-    const bool tiles = has_flags(avx512) && has_flags("avx512_vnni avx512vbmi amx_bf16 amx_tile") &&
+    const bool tiles = has_flags(avx512) && has_flags("avx512_vnni avx512vbmi avx512_fp16 amx_bf16 amx_tile") &&
                        syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
     const char *best = tiles ? "amx" : has_flags(avx512) ? "avx512" : has_flags(avx2) ? "avx2" : "scalar";
     CHECK_THAT(strcmp(nib_isa(), best) == 0, "%s, and the processor has %s", nib_isa(), best);

@@ -40,10 +40,9 @@ static bool has_vnni(void)
  * it rejects that the sets above serve. */
 static bool has_amx(void)
 {
-    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
+    enum { AMX_BF16 = 1 << 22, AVX512_FP16 = 1 << 23, AMX_TILE = 1 << 24, ALL = AMX_BF16 | AVX512_FP16 | AMX_TILE };
     unsigned a, b, c, d;
-    return has_vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE) &&
-           nib_os_allow_amx();
+    return has_vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & ALL) == ALL && nib_os_allow_amx();
 }
 #endif
 

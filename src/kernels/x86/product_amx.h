@@ -5,6 +5,9 @@
  *
  * Rows are packed in tiles of 16 rows x 16 elements, columns in tiles of 8 pairs of elements x 16 columns; of every block
  * the two tiles of 32 columns lie side by side.
+ *
+ * Columns are multiplied by their scales in F16, of which the sign, the exponent and seven bits of the mantissa are those of
+ * a BF16 that is 2^-112 of it; rows are packed 2^112 times as large. Neither is ever subnormal, which tiles would take for 0.
  */
 #define AMX_TARGET target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,fma,f16c")
 #define AMX_SIMD __attribute__((AMX_TARGET, always_inline)) static inline
@@ -13,6 +16,16 @@
 enum { TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * NIB_BLOCK * 2, TASK_PANELS = NIB_TILES_COLUMNS / NIB_PANEL_COLUMNS };
 
 /* ---- Packing ---- */
+
+#ifndef multiply_halves /* a test has its own, for processors without it */
+/* By name, since clang 14 shows its function only to files that are compiled for AVX-512's F16 as a whole. */
+AMX_SIMD VI multiply_halves(VI a, VI b)
+{
+    VI product;
+    __asm__("vmulph %2, %1, %0" : "=v"(product) : "v"(a), "v"(b));
+    return product;
+}
+#endif
 
 /* A block of a row: its scale times every value that a code can have, in BF16 (exact: what is cut off is 0), then one of
  * them for each code. */
@@ -31,7 +44,8 @@ PRODUCT_SIMD void line_scales_amx(const struct nib_side *side, int64_t line, int
     uint32_t words[4] = { 0 };
     for (int i = 0; i < 4 && block + 4 * i < side->geometry->blocks; i++)
         words[i] = nib_four_scales(side, line, block + 4 * i);
-    vf_store(out, scales_e4m3_vnni(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)words))));
+    const VF scales = scales_e4m3_vnni(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)words)));
+    vf_store(out, vf_mul(scales, vf_set1(0x1p112f)));
 }
 
 PRODUCT_SLOT void pack_tiles(const struct nib_product *p, struct nib_row_range range, int64_t row, void *packed)
@@ -63,53 +77,91 @@ PRODUCT_SLOT void pack_tiles(const struct nib_product *p, struct nib_row_range r
     }
 }
 
-/* Eight elements of sixteen columns, a word of codes in each lane: four rows of pairs. */
-PRODUCT_SIMD void pack_word_amx(VI word, VF scale, uint8_t *to)
+/* Eight elements of sixteen columns, a word of codes in each lane: four rows of pairs. The scales are 2^-8 of them, and so
+ * the codes 2^8 times what they stand for. */
+AMX_SIMD void pack_word_amx(VI word, VI scale, uint8_t *to)
 {
-    const VI values = _mm512_broadcast_i32x8(
-        _mm256_setr_epi16(0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, (short)0x8000, (short)0xBF00,
-                          (short)0xBF80, (short)0xBFC0, (short)0xC000, (short)0xC040, (short)0xC080, (short)0xC0C0));
-    const VI shift = vi_set1(4 << 16), upper = vi_set1((int)0xFFFF0000u);
-    const VI both = _mm512_broadcast_i32x4(_mm_setr_epi8(0, -1, 0, -1, 4, -1, 4, -1, 8, -1, 8, -1, 12, -1, 12, -1));
+    const VI values = _mm512_broadcast_i32x8(_mm256_setr_epi16(
+        0, 0x5800, 0x5C00, 0x5E00, 0x6000, 0x6200, 0x6400, 0x6600, (short)0x8000, (short)0xD800, (short)0xDC00,
+        (short)0xDE00, (short)0xE000, (short)0xE200, (short)0xE400, (short)0xE600));
+    const VI kept = _mm512_set1_epi16((short)0x8FFF), first = _mm512_set1_epi64(0x0024002000040000);
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
     {
-        /* A byte in both halves of its lane, shifted to its upper nibble in the upper one. */
-        const VI byte = _mm512_shuffle_epi8(word, _mm512_add_epi8(both, _mm512_set1_epi8((char)i)));
-        const VI pair = _mm512_permutexvar_epi16(_mm512_srlv_epi16(byte, shift), values);
-        const VF low = vf_mul(vf_of(vi_sll(pair, 16)), scale), high = vf_mul(vf_of(vi_and(pair, upper)), scale);
-        _mm512_storeu_si512(to + i * 64, vi_merge(vi_srl(vi_of(low), 16), vi_of(high), upper));
+        /* Of byte i of each lane a nibble in the low bits of either half; of five bits the permutation looks at. */
+        const VI nibbles = _mm512_multishift_epi64_epi8(_mm512_add_epi8(first, _mm512_set1_epi8((char)(8 * i))), word);
+        const VI pair = _mm512_permutexvar_epi16(nibbles, values);
+        _mm512_storeu_si512(to + i * 64, vi_and(_mm512_srai_epi16(multiply_halves(pair, scale), 3), kept));
     }
 }
 
-/* The scales of eight blocks of sixteen columns, or of what is there of both. */
-PRODUCT_SIMD void column_scales_amx(const struct nib_side *b, int64_t first, int64_t lines, int64_t block, VF out[8])
+/* The scale bytes of eight blocks of sixteen columns, or of what is there of both; else 0. */
+AMX_SIMD void column_scales_amx(const struct nib_side *b, int64_t first, int64_t lines, int64_t block, VI out[2])
 {
     const struct nib_usage_geometry *const g = b->geometry;
-    const bool whole = lines == VL && !g->swizzled && block + 8 <= g->blocks;
-    if (whole && row_scales_vnni(nib_side_scales(b, first, block), g->scale_line, out)) {
-        UNROLL for (int i = 0; i < 8; i++) out[i] = vf_mul(out[i], vf_set1(256));
+    if (lines == VL && !g->swizzled && block + 8 <= g->blocks) {
+        load_scale_bytes_vnni(nib_side_scales(b, first, block), g->scale_line, out);
         return;
     }
-    for (int64_t i = 0; i < 8 && block + i < g->blocks; i += 4)
-        load_scales_vnni(b, first, lines, block + i, out + i, SHAPE_NVFP4);
+    uint8_t copy[VL][8] = { { 0 } };
+    for (int64_t line = 0; line < lines; line++)
+        for (int64_t i = 0; i < 8 && block + i < g->blocks; i += 4) {
+            const uint32_t four = nib_four_scales(b, first + line, block + i);
+            memcpy(&copy[line][i], &four, sizeof four);
+        }
+    load_scale_bytes_vnni(copy[0], 8, out);
 }
 
-/* Blocks from `start` on of sixteen columns, or of as many as are there, every other tile from `out` on. */
-PRODUCT_SIMD void pack_columns_amx(const struct nib_side *b, int64_t first, int64_t lines, int64_t start,
-                                   int64_t blocks, uint8_t *out)
+/* The scale of a block for both halves of each lane: 2^-8 of it in F16, whose exponent is E4M3's with one bit more. */
+AMX_SIMD VI block_scale_amx(VI bytes, int block)
 {
-    const int64_t stride = b->geometry->line_stride, bytes = nib_ceil_div(b->length, 2);
-    const uint8_t *const codes = b->memory.codes + first * stride;
+    const VI places = _mm512_setr_epi32(0x00000000, 0x01000100, 0x02000200, 0x03000300, 0x04000400, 0x05000500,
+                                        0x06000600, 0x07000700, 0x08000800, 0x09000900, 0x0A000A00, 0x0B000B00,
+                                        0x0C000C00, 0x0D000D00, 0x0E000E00, 0x0F000F00);
+    const VI upper = _mm512_maskz_permutexvar_epi8(
+        0xAAAAAAAAAAAAAAAA, _mm512_add_epi8(places, _mm512_set1_epi8((char)(16 * block))), bytes);
+    return vi_and(_mm512_srai_epi16(upper, 1), _mm512_set1_epi16((short)0xBFFF));
+}
+
+/* F16 has no place for what E4M3 calls a NaN: such blocks are filled with BF16's. */
+__attribute__((noinline)) AMX_SLOT void put_nans_amx(const VI bytes[2], int64_t blocks, uint8_t *out)
+{
+    uint8_t scales[8][VL];
+    memcpy(scales, bytes, sizeof scales);
+    for (int64_t block = 0; block < blocks; block++)
+        for (int line = 0; line < VL; line++)
+            for (int pair = 0; (scales[block][line] & 0x7F) == 0x7F && pair < NIB_BLOCK / 2; pair++)
+                memset(out + block * 2 * TILE_BYTES + pair * 64 + line * 4, 0xFF, 4);
+}
+
+/* Blocks from `start` on, up to eight of them, of sixteen columns, or of as many as are there, every other tile from `out`
+ * on. */
+AMX_SIMD void pack_eight_blocks(const struct nib_side *b, int64_t first, int64_t lines, int64_t start, int64_t blocks,
+                                uint8_t *out)
+{
+    const int64_t stride = b->geometry->line_stride, at = start * NIB_BLOCK / 2;
+    const VI nan = _mm512_set1_epi8(0x7F);
+    VF word[VL];
+    VI scales[2];
+    column_scales_amx(b, first, lines, start, scales);
+    load_words_vnni(b->memory.codes + first * stride + at, stride, lines, nib_ceil_div(b->length, 2) - at, word);
+    UNROLL for (int i = 0; i < VL; i++) if (i / 2 < blocks)
+        pack_word_amx(vi_of(word[i]), block_scale_amx(scales[i / 8], i / 2 % 4),
+                      out + i / 2 * 2 * TILE_BYTES + i % 2 * TILE_BYTES / 2);
+    if (_mm512_cmpeq_epi8_mask(vi_and(scales[0], nan), nan) | _mm512_cmpeq_epi8_mask(vi_and(scales[1], nan), nan))
+        put_nans_amx(scales, blocks, out);
+}
+
+/* Any number of blocks. The lines behind these come next: one stream, as in panels of bytes. */
+AMX_SIMD void pack_columns_amx(const struct nib_side *b, int64_t first, int64_t lines, int64_t start, int64_t blocks,
+                               uint8_t *out)
+{
+    const int64_t stride = b->geometry->line_stride;
+    const uint8_t *const next = b->memory.codes + (first + VL) * stride;
     for (int64_t block = 0; block < blocks; block += 8) {
-        const int64_t at = (start + block) * NIB_BLOCK / 2;
-        VF word[VL], scale[8];
-        if (lines == VL) /* those behind these lines come next: one stream, as in panels of bytes */
+        if (lines == VL)
             for (int64_t line = 0; line < VL; line++)
-                __builtin_prefetch(codes + VL * stride + VL * at + line * 64, 0, 2);
-        column_scales_amx(b, first, lines, start + block, scale);
-        load_words_vnni(codes + at, stride, lines, bytes - at, word);
-        UNROLL for (int i = 0; i < VL; i++) if (block + i / 2 < blocks) pack_word_amx(
-            vi_of(word[i]), scale[i / 2], out + (block + i / 2) * 2 * TILE_BYTES + i % 2 * TILE_BYTES / 2);
+                __builtin_prefetch(next + VL * (start + block) * NIB_BLOCK / 2 + line * 64, 0, 2);
+        pack_eight_blocks(b, first, lines, start + block, nib_min(8, blocks - block), out + block * 2 * TILE_BYTES);
     }
 }
 
@@ -121,14 +173,15 @@ struct tile_config {
     uint8_t rows[16];
 };
 
-/* Accumulators 0 and 1, rows 2, columns 3. With four accumulators a tile would be loaded less often, but two threads of a
- * core then have no registers left to load the next ones into: half the speed, measured. */
+/* Accumulators 0 and 1, rows 2, columns 3; a second sixteen of rows has 4, 5 and 6, and 7 are columns, too. With four
+ * accumulators a tile is loaded less often, but two threads of a core then have no registers left to load the next ones
+ * into: half the speed, measured, where tiles are the limit. */
 AMX_SIMD void configure_tiles(void)
 {
     struct tile_config config = { .palette = 1 };
-    for (int i = 0; i < 4; i++) {
-        config.bytes[i] = i == 2 ? NIB_BLOCK * 2 : 64;
-        config.rows[i] = i < 3 ? TILE_ROWS : NIB_BLOCK / 2;
+    for (int i = 0; i < 8; i++) {
+        config.bytes[i] = i % 4 == 2 ? NIB_BLOCK * 2 : 64;
+        config.rows[i] = i % 4 == 3 ? NIB_BLOCK / 2 : TILE_ROWS;
     }
     /* gcc 12 believes that the instruction reads eight bytes, and drops the rest of the struct. */
     __asm__ volatile("" : : "r"(&config) : "memory");
@@ -217,6 +270,83 @@ AMX_SLOT void multiply_part(const struct nib_product *p, struct nib_row_range ra
     }
 }
 
+/* ---- Few rows ---- */
+
+/* Some blocks of one or two sixteens of rows, `apart` bytes from one to the other, by thirty-two columns. */
+AMX_SIMD void multiply_blocks(const uint8_t *x, int64_t apart, const uint8_t *columns, int64_t blocks, const bool two)
+{
+    enum { AHEAD = 8 };
+    for (int64_t b = 0; b < blocks; b++, x += TILE_BYTES, columns += 2 * TILE_BYTES) {
+        _tile_loadd(2, x, NIB_BLOCK * 2);
+        _tile_loadd(3, columns, 64);
+        _tile_dpbf16ps(0, 2, 3);
+        _tile_loadd(7, columns + TILE_BYTES, 64);
+        _tile_dpbf16ps(1, 2, 7);
+        if (two) {
+            _tile_loadd(6, x + apart, NIB_BLOCK * 2);
+            _tile_dpbf16ps(4, 6, 3);
+            _tile_dpbf16ps(5, 6, 7);
+        }
+        UNROLL for (int i = 0; i < TILE_BYTES; i += 64)
+        {
+            _mm_prefetch((const char *)x + AHEAD * TILE_BYTES + i, _MM_HINT_T0);
+            if (two)
+                _mm_prefetch((const char *)x + apart + AHEAD * TILE_BYTES + i, _MM_HINT_T0);
+        }
+    }
+}
+
+/* What packing columns costs is not shared by many rows here: so eight blocks are multiplied while the next eight are
+ * packed, which the processor does at the same time, and what is packed stays in the first-level cache. */
+AMX_SIMD void multiply_panel_amx(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
+                                 int64_t first, int64_t count, uint8_t *buffers, const bool two)
+{
+    enum { EIGHT = 8, STRIDE = NIB_PANEL_COLUMNS * 4, LINES = EIGHT * NIB_BLOCK / 2 * VL / 64 };
+    const int64_t all = nib_ceil_div(p->a.length, NIB_BLOCK), apart = all * TILE_BYTES;
+    const uint8_t *next = p->b.memory.codes + (first + NIB_PANEL_COLUMNS) * p->b.geometry->line_stride;
+    struct product_tile tiles[4];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(4);
+    _tile_zero(5);
+    for (int64_t block = 0; block < all + EIGHT; block += EIGHT) {
+        uint8_t *const to = buffers + block / EIGHT % 2 * EIGHT * 2 * TILE_BYTES;
+        const uint8_t *const from = buffers + (block / EIGHT + 1) % 2 * EIGHT * 2 * TILE_BYTES;
+        for (int64_t half = 0; half < 2; half++) {
+            const int64_t lines = nib_max(0, nib_min(VL, count - half * VL));
+            const int64_t done = block - EIGHT + half * EIGHT / 2;
+            if (block < all) {
+                UNROLL for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * 64, 0, 2);
+                next += LINES * 64;
+                pack_eight_blocks(&p->b, first + (lines ? half * VL : 0), lines, block, nib_min(EIGHT, all - block),
+                                  to + half * TILE_BYTES);
+            }
+            if (block)
+                multiply_blocks(x + done * TILE_BYTES, apart, from + half * EIGHT * TILE_BYTES,
+                                nib_min(EIGHT / 2, all - done), two);
+        }
+    }
+    _tile_stored(0, tiles[0].acc[0], STRIDE);
+    _tile_stored(1, tiles[0].acc[0] + VL, STRIDE);
+    _tile_stored(4, tiles[2].acc[0], STRIDE);
+    _tile_stored(5, tiles[2].acc[0] + VL, STRIDE);
+    store_panel(p, range.first, range.count, first, count, tiles);
+}
+
+AMX_SLOT void multiply_few_rows(const struct nib_product *p, struct nib_row_range range, const void *packed,
+                                int64_t first, int64_t count, void *scratch)
+{
+    for (int64_t v = 0; v < count; v += NIB_PANEL_COLUMNS) {
+        const int64_t columns = nib_min(NIB_PANEL_COLUMNS, count - v);
+        if (range.count <= TILE_ROWS)
+            multiply_panel_amx(p, range, packed, first + v, columns, scratch, false);
+        else
+            multiply_panel_amx(p, range, packed, first + v, columns, scratch, true);
+    }
+}
+
+/* ---- The slot ---- */
+
 AMX_SLOT void multiply_tiles(const struct nib_product *p, struct nib_row_range range, const void *packed, int64_t first,
                              int64_t count, void *scratch)
 {
@@ -224,7 +354,9 @@ AMX_SLOT void multiply_tiles(const struct nib_product *p, struct nib_row_range r
     uint8_t *const panels = scratch;
     struct product_tile *const kept = all > most ? (void *)(panels + NIB_TILES_COLUMNS * NIB_TILES_K * 2) : NULL;
     configure_tiles();
-    for (int64_t start = 0; start < all; start += most) {
+    if (range.count <= 2 * TILE_ROWS)
+        multiply_few_rows(p, range, packed, first, count, scratch);
+    for (int64_t start = 0; start < all && range.count > 2 * TILE_ROWS; start += most) {
         const struct tiles_part part = { start, nib_min(most, all - start), first, count, panels };
         pack_panels(&p->b, &part, panels);
         multiply_part(p, range, packed, &part, kept);

@@ -42,8 +42,9 @@ SIMD void vi_transpose_quarters(VI v[4])
     v[3] = _mm512_shuffle_i32x4(c, d, 0xDD);
 }
 
-/* The scales of eight blocks of sixteen columns: eight bytes of each column, then sixteen of each block. */
-PRODUCT_SIMD bool row_scales_vnni(const uint8_t *s, int64_t stride, VF out[8])
+/* The scales of eight blocks of sixteen columns: eight bytes of each column, then sixteen of each block, four blocks in a
+ * vector. */
+PRODUCT_SIMD void load_scale_bytes_vnni(const uint8_t *s, int64_t stride, VI out[2])
 {
     VI low = _mm512_setzero_si512(), high = low;
     const VI spread = _mm512_setr_epi64(0x3830282018100800, 0x7870686058504840, 0x3931292119110901, 0x7971696159514941,
@@ -56,14 +57,20 @@ PRODUCT_SIMD bool row_scales_vnni(const uint8_t *s, int64_t stride, VF out[8])
         low = _mm512_mask_set1_epi64(low, (__mmask8)(1 << i), words[0]);
         high = _mm512_mask_set1_epi64(high, (__mmask8)(1 << i), words[1]);
     }
-    const VI most = _mm512_set1_epi8(0x7E);
-    if (_mm512_cmpgt_epu8_mask(_mm512_max_epu8(low, high), most))
+    out[0] = _mm512_permutex2var_epi8(low, spread, high);
+    out[1] = _mm512_permutex2var_epi8(low, _mm512_add_epi8(spread, _mm512_set1_epi8(4)), high);
+}
+
+PRODUCT_SIMD bool row_scales_vnni(const uint8_t *s, int64_t stride, VF out[8])
+{
+    VI bytes[2];
+    load_scale_bytes_vnni(s, stride, bytes);
+    if (_mm512_cmpgt_epu8_mask(_mm512_max_epu8(bytes[0], bytes[1]), _mm512_set1_epi8(0x7E)))
         return false;
-    const VI first = _mm512_permutex2var_epi8(low, spread, high);
-    const VI second = _mm512_permutex2var_epi8(low, _mm512_add_epi8(spread, _mm512_set1_epi8(4)), high);
 #define HALVES(v, i) _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm512_extracti32x4_epi32(v, i)), 7))
-    out[0] = HALVES(first, 0), out[1] = HALVES(first, 1), out[2] = HALVES(first, 2), out[3] = HALVES(first, 3);
-    out[4] = HALVES(second, 0), out[5] = HALVES(second, 1), out[6] = HALVES(second, 2), out[7] = HALVES(second, 3);
+    out[0] = HALVES(bytes[0], 0), out[1] = HALVES(bytes[0], 1), out[2] = HALVES(bytes[0], 2);
+    out[3] = HALVES(bytes[0], 3), out[4] = HALVES(bytes[1], 0), out[5] = HALVES(bytes[1], 1);
+    out[6] = HALVES(bytes[1], 2), out[7] = HALVES(bytes[1], 3);
 #undef HALVES
     return true;
 }
@@ -72,7 +79,12 @@ PRODUCT_SIMD bool row_scales_vnni(const uint8_t *s, int64_t stride, VF out[8])
 
 const struct nib_kernels nib_products_avx512 = { PRODUCT_SLOTS };
 
+/* Tiles need an instruction of AVX-512's F16, which all processors with tiles have, but not every compiler's assembler. */
+#if __has_include(<avx512fp16intrin.h>)
 #include "kernels/x86/product_amx.h"
+#else
+const struct nib_kernels nib_products_amx = { .multiply = { NULL } };
+#endif
 
 #else
 typedef int nib_no_products_avx512; /* a translation unit may not be empty */
