@@ -27,8 +27,8 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* Blocks of VL words of codes. */
-enum { ROW_BLOCKS = VL / 2 };
+/* Blocks of VL words of codes; rows that are few, and what is packed of k for them at a time. */
+enum { ROW_BLOCKS = VL / 2, FEW_ROWS = 16, FEW_ROWS_K = 512 };
 
 /* Bytes of a block of a vector of columns. */
 #define PANEL_RECORD(block) ((block)*VL + VL * 4)
@@ -43,10 +43,16 @@ struct product_shape {
 #define SHAPE_FIXED ((struct product_shape){ 2, 16, false })
 #define SHAPE_MXFP4 ((struct product_shape){ 1, 32, true })
 
-/* A tile of accumulators. */
+/* Blocks start..end-1 of k. While they are packed, what is read `ahead` lines later is brought nearer. */
+struct k_part {
+    int64_t start, end, ahead;
+};
+
+/* A tile of accumulators, and what all of them begin with. */
 struct product_tile {
     _Alignas(64) float acc[NIB_GROUP_ROWS][NIB_PANEL_COLUMNS];
 };
+static const struct product_tile no_terms;
 
 #endif
 
@@ -93,15 +99,15 @@ PRODUCT_SIMD void PRODUCT(store_scales)(const VF *scales, int64_t n, VF factor, 
 }
 
 /* Those of rows that lie side by side and have no special ones go the way of single rows. */
-PRODUCT_SIMD void PRODUCT(pack_scales)(const struct nib_side *b, int64_t first, int64_t lines, uint8_t *out,
-                                       const struct product_shape shape)
+PRODUCT_SIMD void PRODUCT(pack_scales)(const struct nib_side *b, int64_t first, int64_t lines, struct k_part part,
+                                       uint8_t *out, const struct product_shape shape)
 {
     const struct nib_usage_geometry *g = b->geometry;
     const bool fast = ROW_BLOCKS >= 4 && !shape.powers && lines == VL && !g->swizzled;
     VF scales[ROW_BLOCKS < 4 ? 4 : ROW_BLOCKS];
-    for (int64_t block = 0, n; block < g->blocks; block += n) {
-        uint8_t *const to = out + block * PANEL_RECORD(shape.block);
-        n = nib_min(fast ? ROW_BLOCKS : 4, g->blocks - block);
+    for (int64_t block = part.start, n; block < part.end; block += n) {
+        uint8_t *const to = out + (block - part.start) * PANEL_RECORD(shape.block);
+        n = nib_min(fast ? ROW_BLOCKS : 4, part.end - block);
         if (fast && n == ROW_BLOCKS && PRODUCT(row_scales)(nib_side_scales(b, first, block), g->scale_line, scales)) {
             PRODUCT(store_scales)(scales, ROW_BLOCKS, vf_set1(256), to, shape);
             continue;
@@ -144,22 +150,22 @@ PRODUCT_SIMD void PRODUCT(pack_codes)(const uint8_t *codes, int64_t stride, int6
     }
 }
 
-PRODUCT_SIMD void PRODUCT(pack_columns)(const struct nib_side *b, int64_t first, int64_t lines, uint8_t *out,
-                                        const struct product_shape shape)
+PRODUCT_SIMD void PRODUCT(pack_columns)(const struct nib_side *b, int64_t first, int64_t lines, struct k_part part,
+                                        uint8_t *out, const struct product_shape shape)
 {
     enum { WORDS_K = VL * 8 };
     const int64_t stride = b->geometry->line_stride, bytes = nib_ceil_div(b->length, 2);
-    const int64_t padded = nib_round_up(b->length, shape.block);
+    const int64_t begin = part.start * shape.block, end = part.end * shape.block;
     const uint8_t *codes = b->memory.codes + first * stride;
-    for (int64_t k = 0; k < b->length; k += WORDS_K) {
+    for (int64_t k = begin; k < end; k += WORDS_K) {
         if (lines == VL) /* those behind these lines come next, and lie behind them: one stream */
             for (int64_t at = 0; at < VL * VL * 4; at += 64)
-                __builtin_prefetch(codes + VL * stride + k / WORDS_K * VL * VL * 4 + at, 0, 2);
+                __builtin_prefetch(codes + part.ahead * stride + k / WORDS_K * VL * VL * 4 + at, 0, 2);
         PRODUCT(pack_codes)
-        (codes + k / 2, stride, lines, bytes - k / 2, (int)(nib_min(WORDS_K, padded - k) / 8),
-         out + k / shape.block * PANEL_RECORD(shape.block), shape);
+        (codes + k / 2, stride, lines, bytes - k / 2, (int)(nib_min(WORDS_K, end - k) / 8),
+         out + (k - begin) / shape.block * PANEL_RECORD(shape.block), shape);
     }
-    PRODUCT(pack_scales)(b, first, lines, out, shape);
+    PRODUCT(pack_scales)(b, first, lines, part, out, shape);
 }
 
 /* ---- Micro-kernels ---- */
@@ -209,36 +215,41 @@ PRODUCT_SIMD void PRODUCT(multiply_block)(const uint8_t *x, int row, VI weights[
     }
 }
 
-/* Some rows of a group by PRODUCT_VECTORS vectors of columns, `apart` bytes from one to the next. */
+/* Some rows of a group by PRODUCT_VECTORS vectors of columns, `apart` bytes from one to the next: `to` is `from` and the
+ * terms of these blocks. */
 PRODUCT_SIMD void PRODUCT(multiply_tile)(const uint8_t *x, const uint8_t *panel, int64_t apart, int64_t blocks, int row,
-                                         const int rows, float *out, const struct product_shape shape)
+                                         const int rows, const float *from, float *to, const struct product_shape shape)
 {
     VF acc[PRODUCT_ROWS][PRODUCT_VECTORS];
-    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int v = 0; v < PRODUCT_VECTORS; v++) acc[i][v] = vf_set1(0);
+    from += row * NIB_PANEL_COLUMNS;
+    to += row * NIB_PANEL_COLUMNS;
+    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int v = 0; v < PRODUCT_VECTORS; v++) acc[i][v] =
+        vf_load(from + i * NIB_PANEL_COLUMNS + v * VL);
     for (int64_t block = 0; block < blocks; block++) {
         VI weights[PRODUCT_VECTORS][8];
         VF scales[PRODUCT_VECTORS];
         UNROLL for (int v = 0; v < PRODUCT_VECTORS; v++)
         {
-            const uint8_t *const from = panel + v * apart;
+            const uint8_t *const columns = panel + v * apart;
             UNROLL for (int j = 0; j < shape.block / 4; j++) weights[v][j] =
-                vi_load((const int32_t *)(const void *)(from + j * VL * 4));
-            scales[v] = vf_load((const float *)(const void *)(from + shape.block * VL));
+                vi_load((const int32_t *)(const void *)(columns + j * VL * 4));
+            scales[v] = vf_load((const float *)(const void *)(columns + shape.block * VL));
         }
         UNROLL for (int i = 0; i < rows; i++) PRODUCT(multiply_block)(x, row + i, weights, scales, acc[i], shape);
         x += nib_row_record(shape.planes, shape.block);
         panel += PANEL_RECORD(shape.block);
     }
     UNROLL for (int i = 0; i < rows; i++) UNROLL for (int v = 0; v < PRODUCT_VECTORS; v++)
-        vf_store(out + (row + i) * NIB_PANEL_COLUMNS + v * VL, acc[i][v]);
+        vf_store(to + i * NIB_PANEL_COLUMNS + v * VL, acc[i][v]);
 }
 
 /* Functions of their own, so that each has the registers to itself. */
-#define MICRO_KERNEL(name, rows, shape)                                                                              \
-    __attribute__((noinline)) PRODUCT_SLOT void PRODUCT(name)(const uint8_t *x, const uint8_t *panel, int64_t apart, \
-                                                              int64_t blocks, int row, float *out)                   \
-    {                                                                                                                \
-        PRODUCT(multiply_tile)(x, panel, apart, blocks, row, rows, out, shape);                                      \
+#define MICRO_KERNEL(name, rows, shape)                                                                         \
+    __attribute__((noinline)) PRODUCT_SLOT void PRODUCT(name)(const uint8_t *x, const uint8_t *panel,           \
+                                                              int64_t apart, int64_t blocks, int row,           \
+                                                              const float *from, float *to)                     \
+    {                                                                                                           \
+        PRODUCT(multiply_tile)(x, panel, apart, blocks, row, rows, from, to, shape);                            \
     }
 #define MICRO_KERNELS(name, shape)                \
     MICRO_KERNEL(name##_all, PRODUCT_ROWS, shape) \
@@ -251,7 +262,7 @@ MICRO_KERNELS(fixed, SHAPE_FIXED)
 MICRO_KERNELS(mxfp4, SHAPE_MXFP4)
 
 typedef void PRODUCT(micro_fn)(const uint8_t *x, const uint8_t *panel, int64_t apart, int64_t blocks, int row,
-                               float *out);
+                               const float *from, float *to);
 
 /* ---- Outputs ---- */
 
@@ -333,44 +344,85 @@ PRODUCT_SLOT void PRODUCT(store_tile)(const struct nib_product *p, int64_t row, 
 
 /* ---- Slots ---- */
 
-/* A panel that is there by all rows. Each panel begins at other rows, so that threads do not all ask for the same new pages
- * of y at once. */
-PRODUCT_SIMD void PRODUCT(multiply_panel)(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
-                                          int64_t first, int64_t count, const uint8_t *panel, int64_t apart,
-                                          PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
+/* The rows of a group by the columns of a panel: the tile `to` is `from` and their terms. */
+PRODUCT_SIMD void PRODUCT(multiply_group)(const uint8_t *group, int64_t rows, int64_t count, const uint8_t *panel,
+                                          int64_t apart, int64_t blocks, PRODUCT(micro_fn) *const micro[4],
+                                          const struct product_tile *from, struct product_tile *to)
 {
     static const int steps[4] = { PRODUCT_ROWS, 4, 2, 1 };
-    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
-    struct product_tile tile;
-    const int64_t blocks = nib_ceil_div(p->a.length, shape.block);
-    const int64_t groups = nib_ceil_div(range.count, NIB_GROUP_ROWS), turn = first / NIB_PANEL_COLUMNS * 5;
-    PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t row = (g + turn) % groups * NIB_GROUP_ROWS;
-        const uint8_t *const group = x + row / NIB_GROUP_ROWS * blocks * nib_row_record(shape.planes, shape.block);
-        const int rows = (int)nib_min(NIB_GROUP_ROWS, range.count - row);
-        for (int i = 0, step = 0; i < rows; i += steps[step]) {
-            while (steps[step] > rows - i)
-                step++;
-            for (int64_t v = 0; v * VL < count; v += PRODUCT_VECTORS)
-                micro[step](group, panel + v * apart, apart, blocks, i, tile.acc[0] + v * VL);
-        }
-        PRODUCT(store_tile)(p, range.first + row, rows, first, count, &tile, factor, bias);
+    for (int i = 0, step = 0; i < rows; i += steps[step]) {
+        while (steps[step] > rows - i)
+            step++;
+        for (int64_t v = 0; v * VL < count; v += PRODUCT_VECTORS)
+            micro[step](group, panel + v * apart, apart, blocks, i, from->acc[0] + v * VL, to->acc[0] + v * VL);
     }
 }
 
-/* Packs the columns of a panel, and what is missing to whole vectors, and multiplies. */
+/* Packs a part of the columns, and what is missing to whole vectors. */
+PRODUCT_SIMD void PRODUCT(pack_panel)(const struct nib_side *b, int64_t first, int64_t count, struct k_part part,
+                                      int64_t apart, uint8_t *panel, const struct product_shape shape)
+{
+    for (int64_t v = 0; v * VL < nib_round_up(count, PRODUCT_VECTORS * VL); v++) {
+        const int64_t lines = nib_max(0, nib_min(VL, count - v * VL));
+        PRODUCT(pack_columns)(b, first + (lines ? v * VL : 0), lines, part, panel + v * apart, shape);
+    }
+}
+
+/* Few rows by a panel: k is cut, so that what is packed stays in the first-level cache and is multiplied while the processor
+ * packs what comes next. */
+PRODUCT_SIMD void PRODUCT(multiply_few_rows)(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
+                                             int64_t first, int64_t count, uint8_t *panel,
+                                             PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
+{
+    const int64_t record = nib_row_record(shape.planes, shape.block), step = FEW_ROWS_K / shape.block;
+    const int64_t blocks = nib_ceil_div(p->a.length, shape.block), apart = step * PANEL_RECORD(shape.block);
+    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
+    struct product_tile tiles[FEW_ROWS / NIB_GROUP_ROWS];
+    for (int64_t start = 0; start < blocks; start += step) {
+        const struct k_part part = { start, nib_min(start + step, blocks), NIB_PANEL_COLUMNS };
+        PRODUCT(pack_panel)(&p->b, first, count, part, apart, panel, shape);
+        for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {
+            struct product_tile *const tile = &tiles[row / NIB_GROUP_ROWS];
+            PRODUCT(multiply_group)
+            (x + (row / NIB_GROUP_ROWS * blocks + start) * record, nib_min(NIB_GROUP_ROWS, range.count - row), count, panel,
+             apart, part.end - start, micro, start ? tile : &no_terms, tile);
+        }
+    }
+    PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
+    for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS)
+        PRODUCT(store_tile)
+        (p, range.first + row, (int)nib_min(NIB_GROUP_ROWS, range.count - row), first, count, &tiles[row / NIB_GROUP_ROWS],
+         factor, bias);
+}
+
+/* Many rows by a panel, which is packed once for all of them. Each panel begins at other rows, so that threads do not all
+ * ask for the same new pages of y at once. */
+PRODUCT_SIMD void PRODUCT(multiply_many_rows)(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
+                                              int64_t first, int64_t count, uint8_t *panel,
+                                              PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
+{
+    const int64_t record = nib_row_record(shape.planes, shape.block), blocks = nib_ceil_div(p->a.length, shape.block);
+    const int64_t groups = nib_ceil_div(range.count, NIB_GROUP_ROWS), turn = first / NIB_PANEL_COLUMNS * 5;
+    const int64_t apart = blocks * PANEL_RECORD(shape.block);
+    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
+    PRODUCT(pack_panel)(&p->b, first, count, (struct k_part){ 0, blocks, VL }, apart, panel, shape);
+    PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (g + turn) % groups, row = at * NIB_GROUP_ROWS, rows = nib_min(NIB_GROUP_ROWS, range.count - row);
+        struct product_tile tile;
+        PRODUCT(multiply_group)(x + at * blocks * record, rows, count, panel, apart, blocks, micro, &no_terms, &tile);
+        PRODUCT(store_tile)(p, range.first + row, (int)rows, first, count, &tile, factor, bias);
+    }
+}
+
 PRODUCT_SIMD void PRODUCT(multiply_columns)(const struct nib_product *p, struct nib_row_range range, const void *packed,
                                             int64_t first, int64_t count, void *scratch,
                                             PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
 {
-    const int64_t apart = nib_ceil_div(p->b.length, shape.block) * PANEL_RECORD(shape.block);
-    uint8_t *const panel = scratch;
-    for (int64_t v = 0; v * VL < nib_round_up(count, PRODUCT_VECTORS * VL); v++) {
-        const int64_t lines = nib_max(0, nib_min(VL, count - v * VL));
-        PRODUCT(pack_columns)(&p->b, first + (lines ? v * VL : 0), lines, panel + v * apart, shape);
-    }
-    PRODUCT(multiply_panel)(p, range, packed, first, count, panel, apart, micro, shape);
+    if (range.count <= FEW_ROWS)
+        PRODUCT(multiply_few_rows)(p, range, packed, first, count, scratch, micro, shape);
+    else
+        PRODUCT(multiply_many_rows)(p, range, packed, first, count, scratch, micro, shape);
 }
 
 #define PRODUCT_KERNEL(name, shape)                                                                                  \
