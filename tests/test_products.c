@@ -154,7 +154,7 @@ TEST(sizes)
 {
     static const int64_t rows[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 33, 64, 130 };
     static const int64_t columns[] = { 1, 7, 16, 31, 32, 33, 50, 65, 100 };
-    static const int64_t lengths[] = { 1, 15, 16, 17, 31, 64, 100, 127, 128, 129, 250, 300 };
+    static const int64_t lengths[] = { 1, 15, 16, 17, 31, 64, 100, 127, 128, 129, 250, 300, 512, 513, 1090 };
     const nib_quantizer nvfp4 = default_quantizer(), mxfp4 = format(NIB_MXFP4);
     for (int i = 0; i < COUNT(rows) * 3; i++) {
         const int64_t m = rows[i % COUNT(rows)], n = columns[test_below(COUNT(columns))];
@@ -240,7 +240,7 @@ TEST(forms)
 /* Scales of any bits: negative ones, and NaNs that reach their outputs alone. */
 TEST(any_scale_byte)
 {
-    static const int64_t rows[] = { 1, 2, 9, 100 };
+    static const int64_t rows[] = { 1, 2, 9, 20, 100 };
     for (int i = 0; i < 4 * COUNT(rows); i++) {
         nib_quantizer q = i / COUNT(rows) % 2 ? format(NIB_MXFP4) : default_quantizer();
         q.swizzled = i / COUNT(rows) / 2 == 1;
