@@ -13,6 +13,8 @@
 #define AMX_SIMD __attribute__((AMX_TARGET, always_inline)) static inline
 #define AMX_SLOT __attribute__((AMX_TARGET)) static
 
+#define UPPER_BYTES 0xAAAAAAAAAAAAAAAAu /* of words, as a mask */
+
 enum { TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * NIB_BLOCK * 2, TASK_PANELS = NIB_TILES_COLUMNS / NIB_PANEL_COLUMNS };
 
 /* ---- Packing ---- */
@@ -78,18 +80,19 @@ PRODUCT_SLOT void pack_tiles(const struct nib_product *p, struct nib_row_range r
 }
 
 /* Eight elements of sixteen columns, a word of codes in each lane: four rows of pairs. The scales are 2^-8 of them, and so
- * the codes 2^8 times what they stand for. */
+ * the codes 2^8 times what they stand for, which in F16 is an upper byte alone. */
 AMX_SIMD void pack_word_amx(VI word, VI scale, uint8_t *to)
 {
-    const VI values = _mm512_broadcast_i32x8(_mm256_setr_epi16(
-        0, 0x5800, 0x5C00, 0x5E00, 0x6000, 0x6200, 0x6400, 0x6600, (short)0x8000, (short)0xD800, (short)0xDC00,
-        (short)0xDE00, (short)0xE000, (short)0xE200, (short)0xE400, (short)0xE600));
-    const VI kept = _mm512_set1_epi16((short)0x8FFF), first = _mm512_set1_epi64(0x0024002000040000);
+    const VI values = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0x58, 0x5C, 0x5E, 0x60, 0x62, 0x64, 0x66, (char)0x80,
+                                                           (char)0xD8, (char)0xDC, (char)0xDE, (char)0xE0, (char)0xE2,
+                                                           (char)0xE4, (char)0xE6));
+    const VI kept = _mm512_set1_epi16((short)0x8FFF), first = _mm512_set1_epi64(0x2400200004000000);
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
     {
-        /* Of byte i of each lane a nibble in the low bits of either half; of five bits the permutation looks at. */
+        /* Of byte i of each lane a nibble in the upper byte of either half, and others above it: the permutation looks at
+         * six bits, and the table is there four times. */
         const VI nibbles = _mm512_multishift_epi64_epi8(_mm512_add_epi8(first, _mm512_set1_epi8((char)(8 * i))), word);
-        const VI pair = _mm512_permutexvar_epi16(nibbles, values);
+        const VI pair = _mm512_maskz_permutexvar_epi8(UPPER_BYTES, nibbles, values);
         _mm512_storeu_si512(to + i * 64, vi_and(_mm512_srai_epi16(multiply_halves(pair, scale), 3), kept));
     }
 }
@@ -118,7 +121,7 @@ AMX_SIMD VI block_scale_amx(VI bytes, int block)
                                         0x06000600, 0x07000700, 0x08000800, 0x09000900, 0x0A000A00, 0x0B000B00,
                                         0x0C000C00, 0x0D000D00, 0x0E000E00, 0x0F000F00);
     const VI upper = _mm512_maskz_permutexvar_epi8(
-        0xAAAAAAAAAAAAAAAA, _mm512_add_epi8(places, _mm512_set1_epi8((char)(16 * block))), bytes);
+        UPPER_BYTES, _mm512_add_epi8(places, _mm512_set1_epi8((char)(16 * block))), bytes);
     return vi_and(_mm512_srai_epi16(upper, 1), _mm512_set1_epi16((short)0xBFFF));
 }
 
@@ -134,9 +137,9 @@ __attribute__((noinline)) AMX_SLOT void put_nans_amx(const VI bytes[2], int64_t 
 }
 
 /* Blocks from `start` on, up to eight of them, of sixteen columns, or of as many as are there, every other tile from `out`
- * on. */
+ * on. As much of what comes later, from `next` on, is brought nearer, a line at a time, since others wait for lines too. */
 AMX_SIMD void pack_eight_blocks(const struct nib_side *b, int64_t first, int64_t lines, int64_t start, int64_t blocks,
-                                uint8_t *out)
+                                const uint8_t *next, uint8_t *out)
 {
     const int64_t stride = b->geometry->line_stride, at = start * NIB_BLOCK / 2;
     const VI nan = _mm512_set1_epi8(0x7F);
@@ -145,8 +148,11 @@ AMX_SIMD void pack_eight_blocks(const struct nib_side *b, int64_t first, int64_t
     column_scales_amx(b, first, lines, start, scales);
     load_words_vnni(b->memory.codes + first * stride + at, stride, lines, nib_ceil_div(b->length, 2) - at, word);
     UNROLL for (int i = 0; i < VL; i++) if (i / 2 < blocks)
+    {
+        __builtin_prefetch(next + i * 64, 0, 2);
         pack_word_amx(vi_of(word[i]), block_scale_amx(scales[i / 8], i / 2 % 4),
                       out + i / 2 * 2 * TILE_BYTES + i % 2 * TILE_BYTES / 2);
+    }
     if (_mm512_cmpeq_epi8_mask(vi_and(scales[0], nan), nan) | _mm512_cmpeq_epi8_mask(vi_and(scales[1], nan), nan))
         put_nans_amx(scales, blocks, out);
 }
@@ -157,12 +163,9 @@ AMX_SIMD void pack_columns_amx(const struct nib_side *b, int64_t first, int64_t 
 {
     const int64_t stride = b->geometry->line_stride;
     const uint8_t *const next = b->memory.codes + (first + VL) * stride;
-    for (int64_t block = 0; block < blocks; block += 8) {
-        if (lines == VL)
-            for (int64_t line = 0; line < VL; line++)
-                __builtin_prefetch(next + VL * (start + block) * NIB_BLOCK / 2 + line * 64, 0, 2);
-        pack_eight_blocks(b, first, lines, start + block, nib_min(8, blocks - block), out + block * 2 * TILE_BYTES);
-    }
+    for (int64_t block = 0; block < blocks; block += 8)
+        pack_eight_blocks(b, first, lines, start + block, nib_min(8, blocks - block),
+                          next + VL * (start + block) * NIB_BLOCK / 2, out + block * 2 * TILE_BYTES);
 }
 
 /* ---- Tiles ---- */
@@ -301,7 +304,7 @@ AMX_SIMD void multiply_blocks(const uint8_t *x, int64_t apart, const uint8_t *co
 AMX_SIMD void multiply_panel_amx(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
                                  int64_t first, int64_t count, uint8_t *buffers, const bool two)
 {
-    enum { EIGHT = 8, STRIDE = NIB_PANEL_COLUMNS * 4, LINES = EIGHT * NIB_BLOCK / 2 * VL / 64 };
+    enum { EIGHT = 8, STRIDE = NIB_PANEL_COLUMNS * 4 };
     const int64_t all = nib_ceil_div(p->a.length, NIB_BLOCK), apart = all * TILE_BYTES;
     const uint8_t *next = p->b.memory.codes + (first + NIB_PANEL_COLUMNS) * p->b.geometry->line_stride;
     struct product_tile tiles[4];
@@ -316,10 +319,9 @@ AMX_SIMD void multiply_panel_amx(const struct nib_product *p, struct nib_row_ran
             const int64_t lines = nib_max(0, nib_min(VL, count - half * VL));
             const int64_t done = block - EIGHT + half * EIGHT / 2;
             if (block < all) {
-                UNROLL for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * 64, 0, 2);
-                next += LINES * 64;
                 pack_eight_blocks(&p->b, first + (lines ? half * VL : 0), lines, block, nib_min(EIGHT, all - block),
-                                  to + half * TILE_BYTES);
+                                  next, to + half * TILE_BYTES);
+                next += EIGHT * NIB_BLOCK / 2 * VL;
             }
             if (block)
                 multiply_blocks(x + done * TILE_BYTES, apart, from + half * EIGHT * TILE_BYTES,
