@@ -137,19 +137,23 @@ __attribute__((noinline)) AMX_SLOT void put_nans_amx(const VI bytes[2], int64_t 
 }
 
 /* Blocks from `start` on, up to eight of them, of sixteen columns, or of as many as are there, every other tile from `out`
- * on. As much of what comes later, from `next` on, is brought nearer, a line at a time, since others wait for lines too. */
+ * on. What comes next of these lines is brought into the first-level cache, and as much from `next` on nearer: a little at a
+ * time, since tiles wait for lines too. */
 AMX_SIMD void pack_eight_blocks(const struct nib_side *b, int64_t first, int64_t lines, int64_t start, int64_t blocks,
                                 const uint8_t *next, uint8_t *out)
 {
+    enum { EIGHT_BLOCKS = 8 * NIB_BLOCK / 2 }; /* bytes of a line */
     const int64_t stride = b->geometry->line_stride, at = start * NIB_BLOCK / 2;
+    const uint8_t *const codes = b->memory.codes + first * stride + at;
     const VI nan = _mm512_set1_epi8(0x7F);
     VF word[VL];
     VI scales[2];
     column_scales_amx(b, first, lines, start, scales);
-    load_words_vnni(b->memory.codes + first * stride + at, stride, lines, nib_ceil_div(b->length, 2) - at, word);
+    load_words_vnni(codes, stride, lines, nib_ceil_div(b->length, 2) - at, word);
     UNROLL for (int i = 0; i < VL; i++) if (i / 2 < blocks)
     {
-        __builtin_prefetch(next + i * 64, 0, 2);
+        __builtin_prefetch(codes + i * stride + EIGHT_BLOCKS, 0, 3);
+        __builtin_prefetch(next + i * EIGHT_BLOCKS, 0, 2);
         pack_word_amx(vi_of(word[i]), block_scale_amx(scales[i / 8], i / 2 % 4),
                       out + i / 2 * 2 * TILE_BYTES + i % 2 * TILE_BYTES / 2);
     }
