@@ -377,6 +377,12 @@ static bool hash_in_turn(struct reader *r, uint64_t index, const unsigned char *
     return true;
 }
 
+/* Memory for any chunk of the file. */
+static unsigned char *chunk_memory(const struct reader *r)
+{
+    return nib_alloc(CARRY + (r->bytes < CHUNK ? (size_t)r->bytes : CHUNK));
+}
+
 /* The next chunk; in front of it stand a few bytes of the one before. *any is false where there is none. */
 static nib_status read_chunk(struct reader *r, unsigned char *memory, size_t *next, bool *any)
 {
@@ -406,7 +412,7 @@ static void fail_reader(struct reader *r)
 static nib_status read_as_thread(void *context, size_t item)
 {
     struct reader *r = context;
-    unsigned char *memory = nib_alloc(CARRY + CHUNK);
+    unsigned char *memory = chunk_memory(r);
     nib_status status = memory ? NIB_OK : no_memory();
     size_t next = r->scan->first[r->file];
     bool any = true;
@@ -750,7 +756,7 @@ nib_status nib_scan_read(struct nib_scan *s, struct nib_scan_hand *hand, bool *a
 {
     struct reader *r = s->reader;
     if (!hand->memory)
-        hand->memory = nib_alloc(CARRY + CHUNK);
+        hand->memory = chunk_memory(r);
     TRY(hand->memory ? read_chunk(r, hand->memory, &hand->next, any) : no_memory());
     pthread_mutex_lock(&r->mutex);
     while (!*any && r->done < r->taken && !r->failed)

@@ -262,7 +262,7 @@ static nib_status write_buffer(nib_writer *writer, const char *entry, const nib_
     nib_device *const device = nib_buffer_device(buffer);
     if (nib_device_is_host(device))
         return nib_writer_write(writer, entry, 0, data, bytes);
-    char *chunk = nib_alloc(CHUNK);
+    char *chunk = nib_alloc(bytes < CHUNK ? bytes : CHUNK);
     nib_status status = chunk ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory to write \"%s\"", entry);
     for (size_t done = 0; done < bytes && !status; done += CHUNK) {
         const size_t n = bytes - done < CHUNK ? bytes - done : CHUNK;
@@ -391,7 +391,7 @@ static nib_status read_buffer(const nib_file *file, size_t index, nib_buffer *bu
     nib_device *const device = nib_buffer_device(buffer);
     if (nib_device_is_host(device))
         return nib_file_read(file, index, 0, data, bytes);
-    char *chunk = nib_alloc(CHUNK);
+    char *chunk = nib_alloc(bytes < CHUNK ? bytes : CHUNK);
     nib_status status = chunk ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "%s: no memory to read it", nib_file_path(file));
     for (size_t done = 0; done < bytes && !status; done += CHUNK) {
         const size_t n = bytes - done < CHUNK ? bytes - done : CHUNK;
