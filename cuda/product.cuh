@@ -93,6 +93,13 @@ DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
     }
     return r;
 }
+/* What another lane brings is not asked for. */
+template <class K, class Find> DEV typename K::brought of_lane(uint32_t, int, int, Find find)
+{
+    typename K::brought theirs;
+    find(theirs);
+    return theirs;
+}
 /* acc += A B, of which a lane has four elements. The other lanes' fragments are theirs to bring. */
 template <bool F16, class Get> DEV void multiply(float (&acc)[4], int, const fragments &f, Get)
 {
@@ -120,6 +127,26 @@ DEV uint32_t scaled_pair(uint32_t pair, uint32_t scale, bool f16)
     const float low = half_of_pair(pair, 0, f16) * half_of_pair(scale, 0, f16),
                 high = half_of_pair(pair, 1, f16) * half_of_pair(scale, 1, f16);
     return f16 ? f16_pair(low, high) : bf16_pair(low, high);
+}
+/* What a lane brings to a strip of a kernel's tile, found where nobody has asked for it in this launch. */
+template <class K, class Find> static const typename K::brought &of_lane(uint32_t tile, int k, int lane, Find find)
+{
+    static thread_local struct {
+        uint64_t launch;
+        uint32_t tile, known; /* by lane */
+        int k;
+        typename K::brought lanes[32];
+    } strip;
+    if (strip.launch != shim_launches || strip.tile != tile || strip.k != k) {
+        strip.launch = shim_launches;
+        strip.tile = tile;
+        strip.k = k;
+        strip.known = 0;
+    }
+    if (!(strip.known >> lane & 1))
+        find(strip.lanes[lane]);
+    strip.known |= 1u << lane;
+    return strip.lanes[lane];
 }
 /* Lanes are one after the other: what the others bring is found again. Lane 4 g + q has rows g and g + 8 of A and
  * column g of B, of both the k-pairs q and q + 4; of the product it has columns 2 q and 2 q + 1. */
@@ -349,17 +376,29 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int WARPS, int RESIDENT> stru
         return { { a[0][i], a[1][i], a[0][i + 1], a[1][i + 1] }, { b[i], b[i + 1] } };
     }
 
-    /* What another lane brings, which the host finds again. */
+    /* What another lane brings, which the host finds again: for all that ask within a strip, once. */
+    struct brought {
+        uint32_t a[LT][EACH / 8][2][4], b[MT][EACH / 8][PARTS][4];
+    };
+    static DEV_MEMBER void bring(const job &j, uint32_t tile, int lane, int k, brought &out)
+    {
+        strip theirs;
+        load_strip(j, cursor_of(j, tile, lane, k), tile, lane, k, theirs);
+        for (int l = 0; l < LT; l++) {
+            uint32_t scale[2];
+            for (int word = 0; word < EACH / 8; word++)
+                decode(theirs, l, word, scale, out.a[l][word]);
+        }
+        for (int t = 0; t < MT; t++)
+            for (int word = 0; word < EACH / 8; word++)
+                load_values(j, row_of(j, lane, t, k), k, word, out.b[t][word]);
+    }
     static DEV_MEMBER fragments fragments_of_lane(const job &j, uint32_t tile, int lane, int k, int sixteen, int eight,
                                                   int part, int word, int i)
     {
-        uint32_t scale[2], a[2][4], values[PARTS][4];
-        strip theirs;
-        load_strip(j, cursor_of(j, tile, lane, k), tile, lane, k, theirs);
-        decode(theirs, sixteen, word / 2 * 2, scale, a);
-        decode(theirs, sixteen, word, scale, a);
-        load_values(j, row_of(j, lane, eight, k), k, word, values);
-        return fragments_of(a, values[part], i);
+        const brought &theirs =
+            of_lane<few_rows>(tile, k, lane, [&](brought &out) { bring(j, tile, lane, k, out); });
+        return fragments_of(theirs.a[sixteen][word], theirs.b[eight][word][part], i);
     }
 
     /* A lane's part of the strip at k and the rows' values, by tensor cores. */

@@ -12,6 +12,8 @@
 #include "layout.cuh"
 #include "product.cuh"
 
+thread_local uint64_t shim_launches;
+
 /* Shared memory has whatever was there before. */
 template <class K> struct thread_block {
     typename K::shared shared;
@@ -36,6 +38,7 @@ template <class K> static void run_kernel(const typename K::job &job, uint32_t t
 {
     if (is_stopped(job))
         return;
+    shim_launches++;
     for (uint32_t block = 0; block < grid; block++) {
         const std::unique_ptr<thread_block<K>> b(new thread_block<K>);
         for (int t = 0; t < K::SIZE; t++)

@@ -5,11 +5,26 @@
  */
 #include "cuda_runtime_api.h"
 
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define POISONS 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define POISONS 1
+#endif
+#endif
+#ifdef POISONS
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(memory, bytes) ((void)(memory), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(memory, bytes) ((void)(memory), (void)(bytes))
+#endif
 
 long shim_fail_allocation, shim_allocated, shim_waits, shim_allocations;
 
@@ -147,15 +162,64 @@ static void run_set(const void *job)
     memset(m->to, m->value, m->bytes);
 }
 
+/* Large memory that was freed is kept for who wants as much: from the system it would be fresh pages at each device. */
+enum { LARGE = 1 << 16, KEPT = 4, WORKSPACE = 32 << 20, FILLED = 1 << 16 };
+static struct block {
+    size_t bytes;
+    void *memory;
+    int taken;
+} kept[KEPT];
+static pthread_mutex_t keeping = PTHREAD_MUTEX_INITIALIZER;
+
+static void *take(size_t bytes)
+{
+    void *memory = NULL;
+    pthread_mutex_lock(&keeping);
+    for (int i = 0; i < KEPT && bytes >= LARGE && !memory; i++)
+        if (kept[i].memory && !kept[i].taken && kept[i].bytes == bytes) {
+            kept[i].taken = 1;
+            memory = kept[i].memory;
+            ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
+        }
+    if (!memory)
+        memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    for (int i = 0, known = 0; i < KEPT && bytes >= LARGE && memory && !known; i++) {
+        known = kept[i].memory == memory;
+        if (!kept[i].memory) {
+            kept[i] = (struct block){ bytes, memory, 1 };
+            known = 1;
+        }
+    }
+    pthread_mutex_unlock(&keeping);
+    return memory;
+}
+
+static void give(void *memory)
+{
+    int i = 0;
+    pthread_mutex_lock(&keeping);
+    while (memory && i < KEPT && kept[i].memory != memory)
+        i++;
+    if (!memory || i == KEPT)
+        free(memory);
+    else if (!kept[i].taken)
+        abort();
+    else {
+        kept[i].taken = 0;
+        ASAN_POISON_MEMORY_REGION(memory, kept[i].bytes);
+    }
+    pthread_mutex_unlock(&keeping);
+}
+
 static cudaError_t allocate(void **out, size_t bytes)
 {
     shim_allocations++;
     if (shim_fail_allocation && --shim_fail_allocation == 0)
         return fail(cudaErrorMemoryAllocation);
-    void *const memory = bytes < (size_t)1 << 40 ? aligned_alloc(256, (bytes + 255) / 256 * 256) : NULL;
+    void *const memory = bytes < (size_t)1 << 40 ? take(bytes) : NULL;
     if (!memory)
         return fail(cudaErrorMemoryAllocation);
-    memset(memory, FILLER, bytes);
+    memset(memory, FILLER, bytes < WORKSPACE ? bytes : FILLED);
     shim_allocated++;
     *out = memory;
     return cudaSuccess;
@@ -169,7 +233,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
 cudaError_t cudaFree(void *memory)
 {
     shim_allocated -= memory != NULL;
-    free(memory);
+    give(memory);
     return cudaSuccess;
 }
 cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream)
@@ -185,7 +249,7 @@ cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream)
     shim_allocated--;
     if (is_captured(stream))
         return add_work(stream->captured, run_nothing, memory);
-    free(memory);
+    give(memory);
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t stream)
@@ -271,7 +335,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph)
     if (--graph->references)
         return cudaSuccess;
     for (size_t i = 0; i < graph->n; i++)
-        free(graph->work[i].job);
+        give(graph->work[i].job); /* or memory of the device */
     free(graph->work);
     free(graph);
     return cudaSuccess;

@@ -13,6 +13,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "format/codec.h"
 
@@ -37,13 +40,29 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+#if defined(__x86_64__) /* fesetround would set the x87 unit, too */
+static inline unsigned shim_round_to_zero()
+{
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | _MM_ROUND_TOWARD_ZERO);
+    return before;
+}
+static inline void shim_round_as(unsigned before) { _mm_setcsr(before); }
+#else
+static inline int shim_round_to_zero()
+{
+    const int before = fegetround();
+    fesetround(FE_TOWARDZERO);
+    return before;
+}
+static inline void shim_round_as(int before) { fesetround(before); }
+#endif
 static inline float __fmaf_rz(float a, float b, float c)
 {
-    const int mode = fegetround();
     volatile float in[3] = { a, b, c };
-    fesetround(FE_TOWARDZERO);
+    const auto before = shim_round_to_zero();
     volatile float r = fmaf(in[0], in[1], in[2]);
-    fesetround(mode);
+    shim_round_as(before);
     return r;
 }
 static inline uint32_t __float2uint_rz(float x) { return (uint32_t)x; }
@@ -116,6 +135,9 @@ static inline uint32_t atomicCAS(uint32_t *at, uint32_t expected, uint32_t value
     return old;
 }
 static inline void __threadfence() {}
+/* Kernels that this thread has begun, from 1 on. */
+extern thread_local uint64_t shim_launches;
+
 /* Lanes are one after the other: each counts for itself. */
 static inline uint32_t max_of_warp(uint32_t value) { return value; }
 static inline bool speaks_for_warp(int) { return true; }
