@@ -3,9 +3,9 @@
  * fake_device.h - a device whose memory nobody can touch but its own operations.
  *
  * Its memory is pages without access, which every operation opens, does what the host does, and closes again: a layer
- * above the seam (base/device.h) that follows a pointer into it crashes. Under AddressSanitizer they are poisoned instead,
- * which asks nothing of the kernel. Pages nobody may ever touch lie on both sides, and what lies between data and page is
- * seen to be untouched when the memory goes. Operations see to it that pointers are of the device (or of the host) where
+ * above the seam (base/device.h) that follows a pointer into it crashes. Under AddressSanitizer it is poisoned instead,
+ * which asks nothing of the kernel. Pages nobody may ever touch lie on both sides (a few poisoned bytes there), and what
+ * lies between data and page is seen to be untouched when the memory goes. Operations see to it that pointers are of the device (or of the host) where
  * they should be, and abort otherwise.
  *
  * The n-th operation from now on fails by fake_fail_at, and fake_ops has the device's own table: an operation that is
@@ -73,22 +73,55 @@ __attribute__((noreturn)) static inline void fake_abort(const char *what)
 
 /* ---- Doors ---- */
 
-static inline size_t fake_page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
-
 #if SANITIZED
+static inline size_t fake_page(void) { return 64; }
+
+/* What is beside the data stays poisoned as long as the memory is there. */
 static inline void fake_set_access(const struct fake_memory *memory, bool open)
 {
     if (open)
-        __asan_unpoison_memory_region(memory->pages + fake_page(), memory->inner);
+        __asan_unpoison_memory_region(memory->data, memory->bytes);
     else
-        __asan_poison_memory_region(memory->pages + fake_page(), memory->inner);
+        __asan_poison_memory_region(memory->data, memory->bytes);
+}
+
+static inline void *fake_map(size_t bytes)
+{
+    void *memory;
+    return posix_memalign(&memory, 64, bytes) ? NULL : memory;
+}
+
+static inline void fake_unmap(void *memory, size_t bytes)
+{
+    (void)bytes;
+    free(memory);
+}
+
+/* From its first byte to its last, at both ends of its life. */
+static inline void fake_set_pages(const struct fake_memory *memory, bool open)
+{
+    if (open)
+        __asan_unpoison_memory_region(memory->pages, memory->inner + 2 * fake_page());
+    else
+        __asan_poison_memory_region(memory->pages, memory->inner + 2 * fake_page());
 }
 #else
+static inline size_t fake_page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
 static inline void fake_set_access(const struct fake_memory *memory, bool open)
 {
     if (mprotect(memory->pages + fake_page(), memory->inner, open ? PROT_READ | PROT_WRITE : PROT_NONE))
         fake_abort("mprotect failed");
 }
+
+static inline void *fake_map(size_t bytes)
+{
+    void *const memory = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+static inline void fake_unmap(void *memory, size_t bytes) { munmap(memory, bytes); }
+static inline void fake_set_pages(const struct fake_memory *memory, bool open) { fake_set_access(memory, open); }
 #endif
 
 static inline void fake_open(void)
@@ -121,19 +154,19 @@ static inline void *fake_allocate(nib_device *device, size_t bytes, size_t align
         return NULL;
     }
     *memory = (struct fake_memory){ .inner = (taken + page) / page * page, .bytes = bytes, .ordinal = device->ordinal };
-    memory->pages = mmap(NULL, memory->inner + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory->pages == MAP_FAILED) {
+    memory->pages = fake_map(memory->inner + 2 * page);
+    if (!memory->pages) {
         free(memory);
         return NULL;
     }
     memory->data = memory->pages + page + memory->inner - taken;
-    if (mprotect(memory->pages + page, memory->inner, PROT_READ | PROT_WRITE))
-        fake_abort("mprotect failed");
+    fake_set_pages(memory, true);
     memset(memory->pages + page, FAKE_FILLER, memory->inner);
     memset(memory->data, 0, bytes);
+    fake_set_pages(memory, false);
     pthread_mutex_lock(&fake_lock);
-    if (fake_depth == 0)
-        fake_set_access(memory, false);
+    if (fake_depth != 0)
+        fake_set_access(memory, true);
     memory->next = fake_memories;
     fake_memories = memory;
     pthread_mutex_unlock(&fake_lock);
@@ -152,12 +185,12 @@ static inline void fake_free(nib_device *device, void *data)
         fake_abort("memory is freed that is not the device's");
     *link = memory->next;
     pthread_mutex_unlock(&fake_lock);
-    fake_set_access(memory, true);
+    fake_set_pages(memory, true);
     const char *const first = memory->pages + fake_page(), *const end = first + memory->inner;
     for (const char *at = first; at < end; at++)
         if ((at < memory->data || at >= memory->data + memory->bytes) && (unsigned char)*at != FAKE_FILLER)
             fake_abort("something was written beside its memory");
-    munmap(memory->pages, memory->inner + 2 * fake_page());
+    fake_unmap(memory->pages, memory->inner + 2 * fake_page());
     free(memory);
     fake_live_memories--;
 }
