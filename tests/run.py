@@ -709,10 +709,13 @@ def fuzz_objects(folder):
 
 
 def wraps_of(source):
-    """What makes allocations fail, for a target that says so, as in CMakeLists.txt."""
+    """What makes allocations fail or keeps files in memory, for a target that says so: CMakeLists.txt has the calls."""
+    with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
+        calls = dict(re.findall(r"set\(wraps_(\w+) ([^)]*)\)", file.read()))
     with open(source, encoding="utf-8") as file:
-        wraps = "NIB_TEST_WRAP_ALLOC" in file.read()
-    return ["-DNIB_TEST_WRAP_ALLOC", "-Wl,--wrap=aligned_alloc,--wrap=realloc"] if wraps else []
+        kinds = re.findall(r"NIB_TEST_WRAP_(\w+)", file.read())
+    return [word for kind in sorted(set(kinds))
+            for word in [f"-DNIB_TEST_WRAP_{kind}", *(f"-Wl,--wrap={call}" for call in calls[kind].split())]]
 
 
 def stage_fuzz(tally):

@@ -12,12 +12,25 @@
 #include "nib_checkpoint.h"
 #include "nib_file.h"
 #include "fuzz.h"
+#ifdef NIB_TEST_WRAP_MEMORY
+#include "memory_files.h"
+#endif
 
 /* ---- The directory ---- */
 
 enum { FOLDERS = 8 };
 static char directories[FOLDERS][64];
 static int n_directories;
+
+#ifdef NIB_TEST_WRAP_MEMORY
+static inline const char *make_directory(void)
+{
+    char *path = directories[n_directories++];
+    snprintf(path, sizeof directories[0], MEMORY_ROOT "/%d", n_directories);
+    require(mkdir(path, 0777) == 0, "a directory");
+    return path;
+}
+#else
 static pid_t owner;
 
 static inline void remove_directories(void)
@@ -46,12 +59,14 @@ static inline const char *make_directory(void)
     return path;
 }
 
+#endif
+
 static inline void put_file(const char *directory, const char *name, const void *bytes, size_t count)
 {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", directory, name);
     const int fd = open(path, O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
-    require(fd >= 0 && write(fd, bytes, count) == (ssize_t)count && !close(fd), "writing a file");
+    require(fd >= 0 && pwrite(fd, bytes, count, 0) == (ssize_t)count && !close(fd), "writing a file");
 }
 
 struct put_tensor {

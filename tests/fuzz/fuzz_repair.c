@@ -2,7 +2,7 @@
 /*
  * fuzz_repair.c - a small NVFP4 checkpoint, damaged as the input says (tensors dropped, renamed, reshaped, filled, scales
  * of any bits, a configuration of parts or of any bytes), then nib repair of what was read: rejected with a message, or an
- * output with the same codes and nothing repairable left, which can be converted or dequantized.
+ * output with the same codes and nothing repairable left, which can be converted or dequantized. NIB_TEST_WRAP_MEMORY
  */
 #define _GNU_SOURCE
 #include <stdbool.h>
@@ -254,6 +254,9 @@ static void run_plan(nib_status status, nib_plan *plan, const char *out)
     nib_plan_destroy(plan);
 }
 
+/* What is made of an output, now and then. */
+enum { DEQUANTIZE = 1, CONVERT = 4 };
+
 /* What was written is a checkpoint as good as any. */
 static void use_output(const nib_checkpoint *in, const char *out, const char *other, int use)
 {
@@ -275,8 +278,8 @@ static void use_output(const nib_checkpoint *in, const char *out, const char *ot
     const nib_checkpoint_format into = facts.format == NIB_CHECKPOINT_FORMAT_MODELOPT
                                            ? NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS
                                            : NIB_CHECKPOINT_FORMAT_MODELOPT;
-    if (use < 2) {
-        const nib_status status = use ? nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_BF16, &plan)
+    if (use == CONVERT || use == DEQUANTIZE) {
+        const nib_status status = use == DEQUANTIZE ? nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_BF16, &plan)
                                       : nib_plan_convert(c, into, &plan);
         run_plan(status, plan, other);
     }
@@ -327,6 +330,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
         damage(&d);
     write_tensors(in);
     write_config(&d, in, form, activations);
-    repair(in, out, other, draw(&d, 4));
+    repair(in, out, other, draw(&d, 8));
     return 0;
 }
