@@ -2,7 +2,7 @@
 /*
  * product.c - products on the host: rows of A are packed once for all threads, then threads take panels of columns.
  *
- * k is never cut, and an output is one thread's; so bits depend on neither the threads nor the panels.
+ * An output is one thread's, whose terms are added in the order of k; so bits depend on neither the threads nor the panels.
  */
 #include "tensor/product.h"
 
