@@ -3,6 +3,7 @@
  * fuzz_calibrated.c - any bytes as statistics of inputs (imatrix, old and new, or nib's own, Hessians in it) or as a file
  * of Hessians beside good statistics, by the first byte: rejected with a message, or every Hessian can be read and is
  * finite, and a small model is planned and quantized with them: weighted, folded, by GPTQ, with scales of activations.
+ * NIB_TEST_WRAP_MEMORY
  */
 #define _GNU_SOURCE
 #include <stdbool.h>
