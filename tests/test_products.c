@@ -678,6 +678,13 @@ TEST(nothing)
     out = array_of(NULL, NIB_F32, DIMS(5, 0));
     CHECK_OK(nib_gemm(&d, &c, NULL, &out));
     discard(&a), discard(&b), discard(&c), discard(&d);
+    for (int64_t m = 1; m < 70; m += 17) {
+        a = operand_of(&q, NIB_ROWWISE, m, 0), b = operand_of(&q, NIB_ROWWISE, 65, 0);
+        check_bits("no length", &a, &b, NULL, NIB_F32);
+        o.bias = NULL;
+        check_bits("no length, to what is there", &a, &b, &o, NIB_BF16);
+        discard(&a), discard(&b);
+    }
 }
 
 /* What a longer product has left in scratch, here factors that are no numbers, is none of a shorter one's. */

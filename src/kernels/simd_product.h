@@ -378,7 +378,7 @@ PRODUCT_SIMD void PRODUCT(multiply_few_rows)(const struct nib_product *p, struct
     const int64_t blocks = nib_ceil_div(p->a.length, shape.block), apart = step * PANEL_RECORD(shape.block);
     _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
     struct product_tile tiles[FEW_ROWS / NIB_GROUP_ROWS];
-    for (int64_t start = 0; start < blocks; start += step) {
+    for (int64_t start = 0; start == 0 || start < blocks; start += step) { /* lines of no length have outputs too */
         const struct k_part part = { start, nib_min(start + step, blocks), NIB_PANEL_COLUMNS };
         PRODUCT(pack_panel)(&p->b, first, count, part, apart, panel, shape);
         for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {

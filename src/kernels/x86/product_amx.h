@@ -362,11 +362,12 @@ AMX_SLOT void multiply_tiles(const struct nib_product *p, struct nib_row_range r
     configure_tiles();
     if (range.count <= 2 * TILE_ROWS)
         multiply_few_rows(p, range, packed, first, count, scratch);
-    for (int64_t start = 0; start < all && range.count > 2 * TILE_ROWS; start += most) {
-        const struct tiles_part part = { start, nib_min(most, all - start), first, count, panels };
-        pack_panels(&p->b, &part, panels);
-        multiply_part(p, range, packed, &part, kept);
-    }
+    else
+        for (int64_t start = 0; start == 0 || start < all; start += most) { /* once if there is no k */
+            const struct tiles_part part = { start, nib_min(most, all - start), first, count, panels };
+            pack_panels(&p->b, &part, panels);
+            multiply_part(p, range, packed, &part, kept);
+        }
     _tile_release();
 }
 
