@@ -320,7 +320,7 @@ TEST(options)
         nib_gemm_options o = defaults();
         const nib_dtype dtype = dtypes[i % 3], bias_dtype = dtypes[i / 3 % 3];
         nib_array b = array_of(bias, bias_dtype, DIMS(N)), values = array_of(encoded, dtypes[i / 9 % 3], DIMS(M, K));
-        fill(bias, bias_dtype, N);
+        fill(bias, bias_dtype, M);
         CHECK_OK(nib_encode(values.dtype, x, M * K, encoded));
         o.alpha = factors[test_below(COUNT(factors))];
         o.beta = factors[test_below(COUNT(factors))];
