@@ -89,14 +89,15 @@ static void peak_neon(void *out)
 }
 #endif
 
-/* FP32 multiplications and additions of one thread, per second; 0 where nobody knows how to ask. */
+/* FP32 multiplications and additions of one thread, per second, in vectors as wide as the kernels' may be; 0 where nobody
+ * knows how to ask. */
 static double fma_peak(bool quick)
 {
     float out[16];
     void (*loop)(void *) = NULL;
     int lanes = 0;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f"))
+    if (__builtin_cpu_supports("avx512f") && strcmp(nib_isa(), "avx2") != 0)
         loop = peak_avx512, lanes = 16;
     else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         loop = peak_avx2, lanes = 8;
@@ -301,7 +302,7 @@ static double bytes(const struct bench_gemm_result *r) { return r ? r->bytes / r
 
 /* What must hold, and what was shown to be reachable, by instruction set and maker: 512-bit units multiply bytes at two to
  * four times the rate of floats, and a maker's FMA peak says little about another's. AVX2 has no bar of the read bandwidth,
- * since there the processor is what one row waits for, and of the FMA peak only where AVX-512 has no more units than it. */
+ * since there the processor is what one row waits for, and none of Intel's FMA peak. */
 int bench_gemm_bars(const struct bench_gemm_report *r, bool intel, struct bench_gemm_bar bars[BENCH_GEMM_BARS])
 {
     const struct bench_gemm_result *one = find(r, false, 1, false), *all = find(r, false, 1, true);
