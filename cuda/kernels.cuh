@@ -20,7 +20,8 @@ enum barrier { BLOCK_BARRIER, WARP_BARRIER };
 struct nothing {
 };
 
-/* What kernels have unless they say otherwise. A persistent one has as many thread blocks as there is room for. */
+/* What kernels have unless they say otherwise. A persistent one has as many thread blocks as there is room for, and each
+ * has tiles one after the other. One that is not has a thread block for each tile, and nothing before or after it. */
 struct kernel_defaults {
     enum { PHASES = 1, ENDS = 0, PERSISTENT = 1, SIZE = THREADS, BARRIER_AFTER_FIRST = BLOCK_BARRIER };
     typedef nothing shared;

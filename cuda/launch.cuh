@@ -37,12 +37,17 @@ __global__ void __launch_bounds__(K::SIZE, NIB_CUDA_RESIDENT(K::BLOCKS))
 {
     __shared__ typename K::shared shared;
     typename K::state state;
+    static_assert(K::PERSISTENT || !K::ENDS, "nothing comes after the tile of a kernel that has one");
     if (is_stopped(job))
         return;
-    K::begin(job, shared, state, (int)threadIdx.x, blockIdx.x == 0);
-    __syncthreads();
-    for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x)
-        run_phases<K, 0>(job, shared, state, tile, tiles);
+    if constexpr (K::PERSISTENT) {
+        K::begin(job, shared, state, (int)threadIdx.x, blockIdx.x == 0);
+        __syncthreads();
+        for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+            run_phases<K, 0>(job, shared, state, tile, tiles);
+    } else { /* a loop of one turn takes registers: few_rows spilled */
+        run_phases<K, 0>(job, shared, state, blockIdx.x, tiles);
+    }
     if constexpr (K::ENDS) {
         K::gather(job, shared, state, (int)threadIdx.x);
         __syncthreads();

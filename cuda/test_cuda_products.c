@@ -298,7 +298,8 @@ TEST(random_products_are_within_their_bound)
         run_call(gpu, random_size());
 }
 
-/* Few lines and as many as leave no processor idle, of more strips than warps take at once, the last one not whole. */
+/* Few lines and as many as leave no processor idle, not in whole tiles and in whole ones: three strips and more of each
+ * warp, the last one not whole. */
 TEST(every_kernel_of_few_rows_is_within_its_bound)
 {
     NEEDS_GPU;
@@ -306,8 +307,10 @@ TEST(every_kernel_of_few_rows_is_within_its_bound)
     const int64_t many = NIB_CUDA_SHIM ? 133 : 12805;
     tidy = true;
     for (int i = 0; i < 5 && !test_failures; i++) {
-        run_call(gpu, (struct size){ rows[i], 40, 4192 });
-        run_call(gpu, (struct size){ rows[i], many, 1120 });
+        for (int whole = 0; whole < 2 && !test_failures; whole++) {
+            run_call(gpu, (struct size){ rows[i], 40 + 8 * whole, 6240 });
+            run_call(gpu, (struct size){ rows[i], many + 27 * whole, 1632 });
+        }
     }
     tidy = false;
 }

@@ -41,7 +41,7 @@ template <class K> static void run_kernel(const typename K::job &job, uint32_t t
     shim_launches++;
     for (uint32_t block = 0; block < grid; block++) {
         const std::unique_ptr<thread_block<K>> b(new thread_block<K>);
-        for (int t = 0; t < K::SIZE; t++)
+        for (int t = 0; t < K::SIZE && K::PERSISTENT; t++)
             K::begin(job, b->shared, b->states[(size_t)t], t, block == 0);
         for (uint32_t tile = block; tile < tiles; tile += grid)
             run_phases<K, 0>(job, *b, tile, tiles);

@@ -135,6 +135,7 @@ static inline uint32_t atomicCAS(uint32_t *at, uint32_t expected, uint32_t value
     return old;
 }
 static inline void __threadfence() {}
+static inline void __syncwarp() {} /* within a phase lanes do not wait for what others write */
 /* Kernels that this thread has begun, from 1 on. */
 extern thread_local uint64_t shim_launches;
 
