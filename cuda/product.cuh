@@ -418,8 +418,7 @@ template <nib_dtype D, int MT, bool WHOLE, int LT, int WARPS, int RESIDENT> stru
     static DEV_MEMBER fragments fragments_of_lane(const job &j, uint32_t tile, int lane, int k, int sixteen, int eight,
                                                   int part, int word, int i)
     {
-        const brought &theirs =
-            of_lane<few_rows>(tile, k, lane, [&](brought &out) { bring(j, tile, lane, k, out); });
+        const brought &theirs = of_lane<few_rows>(tile, k, lane, [&](brought &out) { bring(j, tile, lane, k, out); });
         return fragments_of(theirs.a[sixteen][word], theirs.b[eight][word][part], i);
     }
 

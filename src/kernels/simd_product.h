@@ -244,12 +244,11 @@ PRODUCT_SIMD void PRODUCT(multiply_tile)(const uint8_t *x, const uint8_t *panel,
 }
 
 /* Functions of their own, so that each has the registers to itself. */
-#define MICRO_KERNEL(name, rows, shape)                                                                         \
-    __attribute__((noinline)) PRODUCT_SLOT void PRODUCT(name)(const uint8_t *x, const uint8_t *panel,           \
-                                                              int64_t apart, int64_t blocks, int row,           \
-                                                              const float *from, float *to)                     \
-    {                                                                                                           \
-        PRODUCT(multiply_tile)(x, panel, apart, blocks, row, rows, from, to, shape);                            \
+#define MICRO_KERNEL(name, rows, shape)                                                                              \
+    __attribute__((noinline)) PRODUCT_SLOT void PRODUCT(name)(const uint8_t *x, const uint8_t *panel, int64_t apart, \
+                                                              int64_t blocks, int row, const float *from, float *to) \
+    {                                                                                                                \
+        PRODUCT(multiply_tile)(x, panel, apart, blocks, row, rows, from, to, shape);                                 \
     }
 #define MICRO_KERNELS(name, shape)                \
     MICRO_KERNEL(name##_all, PRODUCT_ROWS, shape) \
@@ -384,15 +383,15 @@ PRODUCT_SIMD void PRODUCT(multiply_few_rows)(const struct nib_product *p, struct
         for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {
             struct product_tile *const tile = &tiles[row / NIB_GROUP_ROWS];
             PRODUCT(multiply_group)
-            (x + (row / NIB_GROUP_ROWS * blocks + start) * record, nib_min(NIB_GROUP_ROWS, range.count - row), count, panel,
-             apart, part.end - start, micro, start ? tile : &no_terms, tile);
+            (x + (row / NIB_GROUP_ROWS * blocks + start) * record, nib_min(NIB_GROUP_ROWS, range.count - row), count,
+             panel, apart, part.end - start, micro, start ? tile : &no_terms, tile);
         }
     }
     PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
-    for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS)
-        PRODUCT(store_tile)
-        (p, range.first + row, (int)nib_min(NIB_GROUP_ROWS, range.count - row), first, count, &tiles[row / NIB_GROUP_ROWS],
-         factor, bias);
+    for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {
+        const int rows = (int)nib_min(NIB_GROUP_ROWS, range.count - row);
+        PRODUCT(store_tile)(p, range.first + row, rows, first, count, &tiles[row / NIB_GROUP_ROWS], factor, bias);
+    }
 }
 
 /* Many rows by a panel, which is packed once for all of them. Each panel begins at other rows, so that threads do not all
@@ -408,7 +407,8 @@ PRODUCT_SIMD void PRODUCT(multiply_many_rows)(const struct nib_product *p, struc
     PRODUCT(pack_panel)(&p->b, first, count, (struct k_part){ 0, blocks, VL }, apart, panel, shape);
     PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
     for (int64_t g = 0; g < groups; g++) {
-        const int64_t at = (g + turn) % groups, row = at * NIB_GROUP_ROWS, rows = nib_min(NIB_GROUP_ROWS, range.count - row);
+        const int64_t at = (g + turn) % groups, row = at * NIB_GROUP_ROWS,
+                      rows = nib_min(NIB_GROUP_ROWS, range.count - row);
         struct product_tile tile;
         PRODUCT(multiply_group)(x + at * blocks * record, rows, count, panel, apart, blocks, micro, &no_terms, &tile);
         PRODUCT(store_tile)(p, range.first + row, (int)rows, first, count, &tile, factor, bias);

@@ -117,7 +117,8 @@ static inline void check_parts(const nib_tensor *t, const struct model *m, const
             require(nib_buffer_device(buffer) == device, "the device of a part");
             if (device)
                 download(buffer, downloaded);
-            require(!bytes || !memcmp(device ? downloaded : nib_buffer_data(buffer), wanted, bytes), "the bytes of a part");
+            require(!bytes || !memcmp(device ? downloaded : nib_buffer_data(buffer), wanted, bytes),
+                    "the bytes of a part");
         }
 }
 

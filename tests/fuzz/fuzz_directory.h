@@ -155,8 +155,9 @@ static inline void walk_plan(nib_status status, nib_plan *plan)
 
 static inline void walk_plans(const nib_checkpoint *c)
 {
-    static const nib_checkpoint_format formats[] = { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS, NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_CHECKPOINT_FORMAT_GGUF,
-                                            NIB_CHECKPOINT_FORMAT_TORCHAO };
+    static const nib_checkpoint_format formats[] = { NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS,
+                                                     NIB_CHECKPOINT_FORMAT_MODELOPT, NIB_CHECKPOINT_FORMAT_GGUF,
+                                                     NIB_CHECKPOINT_FORMAT_TORCHAO };
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
         nib_plan *plan = NULL;
         if (formats[i] != NIB_CHECKPOINT_FORMAT_TORCHAO) {

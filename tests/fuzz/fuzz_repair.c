@@ -279,8 +279,9 @@ static void use_output(const nib_checkpoint *in, const char *out, const char *ot
                                            ? NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS
                                            : NIB_CHECKPOINT_FORMAT_MODELOPT;
     if (use == CONVERT || use == DEQUANTIZE) {
-        const nib_status status = use == DEQUANTIZE ? nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_BF16, &plan)
-                                                    : nib_plan_convert(c, into, &plan);
+        const nib_status status = use == DEQUANTIZE
+                                      ? nib_plan_dequantize(c, NIB_CHECKPOINT_FORMAT_PLAIN, NIB_BF16, &plan)
+                                      : nib_plan_convert(c, into, &plan);
         run_plan(status, plan, other);
     }
     nib_checkpoint_close(c);

@@ -30,7 +30,7 @@ enum { MEMORY_FIRST = 1 << 20, MEMORY_FDS = 64, MEMORY_NODES = 128, MEMORY_NAME 
 /* A file or a directory; 0 is the root. */
 struct memory_node {
     bool taken, directory;
-    int parent; /* -1: without a name */
+    int parent;         /* -1: without a name */
     int opened, locked; /* descriptors; the one that has the lock, + 1 */
     char name[MEMORY_NAME];
     uint8_t *data;
@@ -159,8 +159,12 @@ static inline int memory_make(const struct memory_place *place, bool directory)
     struct memory_node *node = &memory_nodes[i];
     uint8_t *data = node->data;
     const size_t room = node->room;
-    *node = (struct memory_node){ .taken = true, .directory = directory, .parent = place->directory, .data = data,
-                                  .room = room, .number = ++memory_clock };
+    *node = (struct memory_node){ .taken = true,
+                                  .directory = directory,
+                                  .parent = place->directory,
+                                  .data = data,
+                                  .room = room,
+                                  .number = ++memory_clock };
     memcpy(node->name, place->name, sizeof node->name);
     node->changed = memory_nodes[place->directory].changed = memory_clock;
     return i;
@@ -539,8 +543,7 @@ struct dirent *__wrap_readdir(DIR *listing)
     if (!own)
         return __real_readdir(listing);
     const int directory = memory_fd_of(own->fd)->node;
-    while (own->next < MEMORY_NODES &&
-           !(memory_nodes[own->next].taken && memory_nodes[own->next].parent == directory))
+    while (own->next < MEMORY_NODES && !(memory_nodes[own->next].taken && memory_nodes[own->next].parent == directory))
         own->next++;
     if (own->next == MEMORY_NODES)
         return NULL;

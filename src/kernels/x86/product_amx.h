@@ -83,9 +83,9 @@ PRODUCT_SLOT void pack_tiles(const struct nib_product *p, struct nib_row_range r
  * the codes 2^8 times what they stand for, which in F16 is an upper byte alone. */
 AMX_SIMD void pack_word_amx(VI word, VI scale, uint8_t *to)
 {
-    const VI values = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0x58, 0x5C, 0x5E, 0x60, 0x62, 0x64, 0x66, (char)0x80,
-                                                           (char)0xD8, (char)0xDC, (char)0xDE, (char)0xE0, (char)0xE2,
-                                                           (char)0xE4, (char)0xE6));
+    const VI values =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0x58, 0x5C, 0x5E, 0x60, 0x62, 0x64, 0x66, (char)0x80, (char)0xD8,
+                                             (char)0xDC, (char)0xDE, (char)0xE0, (char)0xE2, (char)0xE4, (char)0xE6));
     const VI kept = _mm512_set1_epi16((short)0x8FFF), first = _mm512_set1_epi64(0x2400200004000000);
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
     {
