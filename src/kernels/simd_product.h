@@ -343,17 +343,75 @@ PRODUCT_SLOT void PRODUCT(store_tile)(const struct nib_product *p, int64_t row, 
 
 /* ---- Slots ---- */
 
+/* What a kind of product has of its own: how a part of the columns of a panel is packed, from `panel` on, `apart` bytes from
+ * one vector of columns to the next; and what multiplies eight rows of it, four, two and one. */
+typedef void PRODUCT(pack_fn)(const struct nib_side *b, int64_t first, int64_t count, struct k_part part, int64_t apart,
+                              uint8_t *panel);
+struct PRODUCT(panel_kernel) {
+    PRODUCT(pack_fn) * pack;
+    PRODUCT(micro_fn) * micro[4];
+    int64_t rows_record, panel_record;
+    int block;
+};
+
 /* The rows of a group by the columns of a panel: the tile `to` is `from` and their terms. */
-PRODUCT_SIMD void PRODUCT(multiply_group)(const uint8_t *group, int64_t rows, int64_t count, const uint8_t *panel,
-                                          int64_t apart, int64_t blocks, PRODUCT(micro_fn) *const micro[4],
-                                          const struct product_tile *from, struct product_tile *to)
+PRODUCT_SLOT void PRODUCT(multiply_group)(const struct PRODUCT(panel_kernel) * kernel, const uint8_t *group,
+                                          int64_t rows, int64_t count, const uint8_t *panel, int64_t apart,
+                                          int64_t blocks, const struct product_tile *from, struct product_tile *to)
 {
     static const int steps[4] = { PRODUCT_ROWS, 4, 2, 1 };
     for (int i = 0, step = 0; i < rows; i += steps[step]) {
         while (steps[step] > rows - i)
             step++;
         for (int64_t v = 0; v * VL < count; v += PRODUCT_VECTORS)
-            micro[step](group, panel + v * apart, apart, blocks, i, from->acc[0] + v * VL, to->acc[0] + v * VL);
+            kernel->micro[step](group, panel + v * apart, apart, blocks, i, from->acc[0] + v * VL, to->acc[0] + v * VL);
+    }
+}
+
+/* Few rows by a panel: k is cut, so that what is packed stays in the first-level cache and is multiplied while the processor
+ * packs what comes next. */
+PRODUCT_SLOT void PRODUCT(multiply_few_rows)(const struct PRODUCT(panel_kernel) * kernel, const struct nib_product *p,
+                                             struct nib_row_range range, const uint8_t *x, int64_t first, int64_t count,
+                                             uint8_t *panel)
+{
+    const int64_t blocks = nib_ceil_div(p->a.length, kernel->block), step = FEW_ROWS_K / kernel->block;
+    const int64_t apart = step * kernel->panel_record;
+    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
+    struct product_tile tiles[FEW_ROWS / NIB_GROUP_ROWS];
+    for (int64_t start = 0; start == 0 || start < blocks; start += step) { /* lines of no length have outputs too */
+        const struct k_part part = { start, nib_min(start + step, blocks), NIB_PANEL_COLUMNS };
+        kernel->pack(&p->b, first, count, part, apart, panel);
+        for (int64_t g = 0; g * NIB_GROUP_ROWS < range.count; g++)
+            PRODUCT(multiply_group)
+        (kernel, x + (g * blocks + start) * kernel->rows_record,
+         nib_min(NIB_GROUP_ROWS, range.count - g * NIB_GROUP_ROWS), count, panel, apart, part.end - start,
+         start ? &tiles[g] : &no_terms, &tiles[g]);
+    }
+    PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
+    for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {
+        const int rows = (int)nib_min(NIB_GROUP_ROWS, range.count - row);
+        PRODUCT(store_tile)(p, range.first + row, rows, first, count, &tiles[row / NIB_GROUP_ROWS], factor, bias);
+    }
+}
+
+/* Many rows by a panel, which is packed once for all of them. Each panel begins at other rows, so that threads do not all
+ * ask for the same new pages of y at once. */
+PRODUCT_SLOT void PRODUCT(multiply_many_rows)(const struct PRODUCT(panel_kernel) * kernel, const struct nib_product *p,
+                                              struct nib_row_range range, const uint8_t *x, int64_t first,
+                                              int64_t count, uint8_t *panel)
+{
+    const int64_t blocks = nib_ceil_div(p->a.length, kernel->block), apart = blocks * kernel->panel_record;
+    const int64_t groups = nib_ceil_div(range.count, NIB_GROUP_ROWS), turn = first / NIB_PANEL_COLUMNS * 5;
+    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
+    kernel->pack(&p->b, first, count, (struct k_part){ 0, blocks, VL }, apart, panel);
+    PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (g + turn) % groups, row = at * NIB_GROUP_ROWS;
+        const int64_t rows = nib_min(NIB_GROUP_ROWS, range.count - row);
+        struct product_tile tile;
+        PRODUCT(multiply_group)
+        (kernel, x + at * blocks * kernel->rows_record, rows, count, panel, apart, blocks, &no_terms, &tile);
+        PRODUCT(store_tile)(p, range.first + row, (int)rows, first, count, &tile, factor, bias);
     }
 }
 
@@ -367,71 +425,25 @@ PRODUCT_SIMD void PRODUCT(pack_panel)(const struct nib_side *b, int64_t first, i
     }
 }
 
-/* Few rows by a panel: k is cut, so that what is packed stays in the first-level cache and is multiplied while the processor
- * packs what comes next. */
-PRODUCT_SIMD void PRODUCT(multiply_few_rows)(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
-                                             int64_t first, int64_t count, uint8_t *panel,
-                                             PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
-{
-    const int64_t record = nib_row_record(shape.planes, shape.block), step = FEW_ROWS_K / shape.block;
-    const int64_t blocks = nib_ceil_div(p->a.length, shape.block), apart = step * PANEL_RECORD(shape.block);
-    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
-    struct product_tile tiles[FEW_ROWS / NIB_GROUP_ROWS];
-    for (int64_t start = 0; start == 0 || start < blocks; start += step) { /* lines of no length have outputs too */
-        const struct k_part part = { start, nib_min(start + step, blocks), NIB_PANEL_COLUMNS };
-        PRODUCT(pack_panel)(&p->b, first, count, part, apart, panel, shape);
-        for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {
-            struct product_tile *const tile = &tiles[row / NIB_GROUP_ROWS];
-            PRODUCT(multiply_group)
-            (x + (row / NIB_GROUP_ROWS * blocks + start) * record, nib_min(NIB_GROUP_ROWS, range.count - row), count,
-             panel, apart, part.end - start, micro, start ? tile : &no_terms, tile);
-        }
-    }
-    PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
-    for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {
-        const int rows = (int)nib_min(NIB_GROUP_ROWS, range.count - row);
-        PRODUCT(store_tile)(p, range.first + row, rows, first, count, &tiles[row / NIB_GROUP_ROWS], factor, bias);
-    }
-}
-
-/* Many rows by a panel, which is packed once for all of them. Each panel begins at other rows, so that threads do not all
- * ask for the same new pages of y at once. */
-PRODUCT_SIMD void PRODUCT(multiply_many_rows)(const struct nib_product *p, struct nib_row_range range, const uint8_t *x,
-                                              int64_t first, int64_t count, uint8_t *panel,
-                                              PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
-{
-    const int64_t record = nib_row_record(shape.planes, shape.block), blocks = nib_ceil_div(p->a.length, shape.block);
-    const int64_t groups = nib_ceil_div(range.count, NIB_GROUP_ROWS), turn = first / NIB_PANEL_COLUMNS * 5;
-    const int64_t apart = blocks * PANEL_RECORD(shape.block);
-    _Alignas(64) float factor[NIB_PANEL_COLUMNS] = { 0 }, bias[NIB_PANEL_COLUMNS] = { 0 };
-    PRODUCT(pack_panel)(&p->b, first, count, (struct k_part){ 0, blocks, VL }, apart, panel, shape);
-    PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t at = (g + turn) % groups, row = at * NIB_GROUP_ROWS,
-                      rows = nib_min(NIB_GROUP_ROWS, range.count - row);
-        struct product_tile tile;
-        PRODUCT(multiply_group)(x + at * blocks * record, rows, count, panel, apart, blocks, micro, &no_terms, &tile);
-        PRODUCT(store_tile)(p, range.first + row, (int)rows, first, count, &tile, factor, bias);
-    }
-}
-
-PRODUCT_SIMD void PRODUCT(multiply_columns)(const struct nib_product *p, struct nib_row_range range, const void *packed,
-                                            int64_t first, int64_t count, void *scratch,
-                                            PRODUCT(micro_fn) *const micro[4], const struct product_shape shape)
-{
-    if (range.count <= FEW_ROWS)
-        PRODUCT(multiply_few_rows)(p, range, packed, first, count, scratch, micro, shape);
-    else
-        PRODUCT(multiply_many_rows)(p, range, packed, first, count, scratch, micro, shape);
-}
-
-#define PRODUCT_KERNEL(name, shape)                                                                                  \
-    PRODUCT_SLOT void PRODUCT(multiply_##name)(const struct nib_product *p, struct nib_row_range range,              \
-                                               const void *packed, int64_t first, int64_t count, void *scratch)      \
-    {                                                                                                                \
-        static PRODUCT(micro_fn) *const micro[4] = { PRODUCT(name##_all), PRODUCT(name##_four), PRODUCT(name##_two), \
-                                                     PRODUCT(name##_one) };                                          \
-        PRODUCT(multiply_columns)(p, range, packed, first, count, scratch, micro, shape);                            \
+#define PRODUCT_KERNEL(name, shape)                                                                                    \
+    PRODUCT_SLOT void PRODUCT(pack_##name)(const struct nib_side *b, int64_t first, int64_t count, struct k_part part, \
+                                           int64_t apart, uint8_t *panel)                                              \
+    {                                                                                                                  \
+        PRODUCT(pack_panel)(b, first, count, part, apart, panel, shape);                                               \
+    }                                                                                                                  \
+    PRODUCT_SLOT void PRODUCT(multiply_##name)(const struct nib_product *p, struct nib_row_range range,                \
+                                               const void *packed, int64_t first, int64_t count, void *scratch)        \
+    {                                                                                                                  \
+        const struct PRODUCT(panel_kernel)                                                                             \
+            kernel = { PRODUCT(pack_##name),                                                                           \
+                       { PRODUCT(name##_all), PRODUCT(name##_four), PRODUCT(name##_two), PRODUCT(name##_one) },        \
+                       nib_row_record((shape).planes, (shape).block),                                                  \
+                       PANEL_RECORD((shape).block),                                                                    \
+                       (shape).block };                                                                                \
+        if (range.count <= FEW_ROWS)                                                                                   \
+            PRODUCT(multiply_few_rows)(&kernel, p, range, packed, first, count, scratch);                              \
+        else                                                                                                           \
+            PRODUCT(multiply_many_rows)(&kernel, p, range, packed, first, count, scratch);                             \
     }
 
 PRODUCT_KERNEL(nvfp4, SHAPE_NVFP4)
