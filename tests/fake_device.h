@@ -5,8 +5,8 @@
  * Its memory is pages without access, which every operation opens, does what the host does, and closes again: a layer
  * above the seam (base/device.h) that follows a pointer into it crashes. Under AddressSanitizer it is poisoned instead,
  * which asks nothing of the kernel. Pages nobody may ever touch lie on both sides (a few poisoned bytes there), and what
- * lies between data and page is seen to be untouched when the memory goes. Operations see to it that pointers are of the device (or of the host) where
- * they should be, and abort otherwise.
+ * lies between data and page is seen to be untouched when the memory goes. Operations see to it that pointers are of the
+ * device (or of the host) where they should be, and abort otherwise.
  *
  * The n-th operation from now on fails by fake_fail_at, and fake_ops has the device's own table: an operation that is
  * set to NULL is one that the device does not have.

@@ -344,7 +344,7 @@ PRODUCT_SLOT void PRODUCT(store_tile)(const struct nib_product *p, int64_t row, 
 /* ---- Slots ---- */
 
 /* What a kind of product has of its own: how a part of the columns of a panel is packed, from `panel` on, `apart` bytes from
- * one vector of columns to the next; and what multiplies eight rows of it, four, two and one. */
+ * one vector of columns to the next; and what multiplies PRODUCT_ROWS rows by it, four, two and one. */
 typedef void PRODUCT(pack_fn)(const struct nib_side *b, int64_t first, int64_t count, struct k_part part, int64_t apart,
                               uint8_t *panel);
 struct PRODUCT(panel_kernel) {
@@ -381,11 +381,12 @@ PRODUCT_SLOT void PRODUCT(multiply_few_rows)(const struct PRODUCT(panel_kernel) 
     for (int64_t start = 0; start == 0 || start < blocks; start += step) { /* lines of no length have outputs too */
         const struct k_part part = { start, nib_min(start + step, blocks), NIB_PANEL_COLUMNS };
         kernel->pack(&p->b, first, count, part, apart, panel);
-        for (int64_t g = 0; g * NIB_GROUP_ROWS < range.count; g++)
-            PRODUCT(multiply_group)
-        (kernel, x + (g * blocks + start) * kernel->rows_record,
-         nib_min(NIB_GROUP_ROWS, range.count - g * NIB_GROUP_ROWS), count, panel, apart, part.end - start,
-         start ? &tiles[g] : &no_terms, &tiles[g]);
+        for (int64_t g = 0; g * NIB_GROUP_ROWS < range.count; g++) {
+            const uint8_t *const group = x + (g * blocks + start) * kernel->rows_record;
+            const int64_t rows = nib_min(NIB_GROUP_ROWS, range.count - g * NIB_GROUP_ROWS), n = part.end - start;
+            const struct product_tile *const from = start ? &tiles[g] : &no_terms;
+            PRODUCT(multiply_group)(kernel, group, rows, count, panel, apart, n, from, &tiles[g]);
+        }
     }
     PRODUCT(load_factors)(p, range.first, first, count, factor, bias);
     for (int64_t row = 0; row < range.count; row += NIB_GROUP_ROWS) {
