@@ -23,9 +23,10 @@ import subprocess
 import sys
 import time
 
+from performance import put
+
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../python"))
 DOCUMENTS = ("pentateuch", "jargon", "debian-reference")
-HEADING = "## A model\n"
 
 
 def prepare(directory, tool):
@@ -227,7 +228,7 @@ def section(f):
            kl[name]["ratio"] <= 0.01) for name in kl),
         ("Linear 4096 to 4096, M = 512, forward and backward, times torch's BF16", f"{f['training']['ratio']:.2f}", "at most 1.3",
          f["training"]["ratio"] <= 1.3)]
-    lines = [HEADING, f"SmolLM2-135M quantized by `nib quantize` and run by `nib.torch.from_pretrained`, beside transformers' BF16 on the same "
+    lines = ["## A model\n", f"SmolLM2-135M quantized by `nib quantize` and run by `nib.torch.from_pretrained`, beside transformers' BF16 on the same "
              f"thread, by its processor time (`bench/model.py`; {f['date']}, {f['machine']}, PyTorch {f['torch']}, transformers "
              f"{f['transformers']}; a load of {f['load']:.0f} on the machine).\n", "| figure | is | bar | |", "|---|---|---|---|"]
     lines += [f"| {what} | {value} | {bar} | {verdict(holds)} |" for what, value, bar, holds in rows]
@@ -243,13 +244,7 @@ def section(f):
 
 def table(path, page):
     with open(path, encoding="utf-8") as file:
-        new = section(json.load(file)) + "\n"
-    with open(page, encoding="utf-8") as file:
-        text = file.read()
-    old = re.search(r"^## A model\n.*?(?=^## )", text, re.M | re.S)
-    place = old.span() if old else (text.index("## Memory\n"),) * 2
-    with open(page, "w", encoding="utf-8") as file:
-        file.write(text[:place[0]] + new + text[place[1]:])
+        put(page, section(json.load(file)))
 
 
 def main():

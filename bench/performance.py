@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make docs/performance.md from the JSON of `nib bench` and the counts of bench/instructions.py.
+"""Put the figures of `nib bench` and the counts of bench/instructions.py into docs/performance.md.
 
-    performance.py INSTRUCTIONS.json REPORT.json [MORE.json...] >docs/performance.md
+    performance.py docs/performance.md INSTRUCTIONS.json REPORT.json [MORE.json...]
 
 The first report is shown whole; of the others, which are of other instruction sets or machines, what must hold and the operations.
-
-What is not measured, such as predictions that failed, is in bench/performance_notes.md and comes last.
+Sections that no script measures, such as predictions that failed, stay as they are.
 """
 import json
-import os
+import re
 import sys
 
 INTRODUCTION = """# Performance
@@ -36,6 +35,21 @@ the figure is the median of the ratios.
 def table(head, rows):
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join("---" for _ in head) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def sections_of(text):
+    """A page by its headings of the second order; what comes before the first of them, if anything does, is under ""."""
+    parts = [part.strip("\n") for part in re.split(r"^(?=## )", text, flags=re.M)]
+    return {part.partition("\n")[0] if part.startswith("## ") else "": part for part in parts if part}
+
+
+def put(path, text):
+    """Replace those sections of a page that the text has; one that the page lacks comes last."""
+    with open(path, encoding="utf-8") as file:
+        sections = sections_of(file.read())
+    sections.update(sections_of(text))
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("\n\n".join(sections.values()) + "\n")
 
 
 def result_row(r, shape=True):
@@ -128,20 +142,16 @@ def page(instructions, report, *others):
         yield table(["operation", *isas],
                     [[name] + [f"{instructions['counts'][isa][name]:.2f}" if name in instructions["counts"][isa]
                                else "" for isa in isas] for name in names]) + "\n"
-    notes = os.path.join(os.path.dirname(os.path.abspath(__file__)), "performance_notes.md")
-    if os.path.exists(notes):
-        with open(notes, encoding="utf-8") as file:
-            yield file.read()
 
 
 def main():
-    if len(sys.argv) < 3:
+    if len(sys.argv) < 4:
         sys.exit(__doc__)
     documents = []
-    for path in sys.argv[1:]:
+    for path in sys.argv[2:]:
         with open(path, encoding="utf-8") as file:
             documents.append(json.load(file))
-    sys.stdout.write("\n".join(page(*documents)).rstrip("\n") + "\n")
+    put(sys.argv[1], "\n".join(page(*documents)))
 
 
 if __name__ == "__main__":

@@ -5,20 +5,19 @@
     products.py docs/performance.md REPORT.json [MORE.json...]
 """
 import json
-import re
 import sys
 
-from performance import table
+from performance import put, table
 
-HEADING = "## Products\n"
-INTRODUCTION = """An NVFP4 weight by NVFP4 activations (W4A4) and by plain ones (W4A16), packing and unpacking included, from weights that no
+INTRODUCTION = """## Products
+
+An NVFP4 weight by NVFP4 activations (W4A4) and by plain ones (W4A16), packing and unpacking included, from weights that no
 cache holds (`nib bench --gemm`). One thread by its processor time, several by the clock. GB/s are those of packed weights. Ratios are
 against the FP32 FMA peak of one thread and the read bandwidth of the same run.
 """
 
 
 def section(reports):
-    yield HEADING
     yield INTRODUCTION
     for r in reports:
         yield (f"### Products by {r['isa']}, {r['machine']}\n\n{r['cpus']} processors, {r['compiler']}; FMA peak {r['fma_gflop_s']:.0f} GFLOP/s; "
@@ -42,13 +41,7 @@ def main():
     for path in sys.argv[2:]:
         with open(path, encoding="utf-8") as file:
             reports.append(json.load(file))
-    with open(sys.argv[1], encoding="utf-8") as file:
-        page = file.read()
-    new = "\n".join(section(reports)).rstrip("\n") + "\n\n"
-    old = re.search(r"^## Products\n.*?(?=^## )", page, re.M | re.S)
-    place = old.span() if old else (page.index("## Memory\n"),) * 2
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write(page[:place[0]] + new + page[place[1]:])
+    put(sys.argv[1], "\n".join(section(reports)))
 
 
 if __name__ == "__main__":

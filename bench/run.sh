@@ -29,7 +29,9 @@ else
 fi
 
 # With AVX-512 the kernels of AVX2 are shown whole and the others beside them.
-python3 bench/performance.py "$work/instructions.json" "$work/report.json" $more >"$work/performance.md"
+cp docs/performance.md "$work/"
+# shellcheck disable=SC2086
+python3 bench/performance.py "$work/performance.md" "$work/instructions.json" "$work/report.json" $more
 products=
 for isa in avx2 avx512 amx; do
     NIB_MAX_ISA=$isa "$nib" bench --gemm --json --threads "$(nproc)" >"$work/gemm.$isa.json"
