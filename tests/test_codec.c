@@ -294,6 +294,62 @@ TEST(random_bits)
     }
 }
 
+/* ---- a * b + c in one rounding ---- */
+
+/* A value whose sums with a product are exact, a tie, just off one, or lost in it. */
+static float addend_near(float product)
+{
+    const int distance = (int)test_below(60) - 30;
+    const uint32_t kept = 0xFFFFFFFFu << test_below(24);
+    const float near = nib_float(nib_bits(ldexpf(product, distance)) & kept);
+    return test_below(2) ? near : -near;
+}
+
+static float factor_near_one(void)
+{
+    const uint32_t kept = 0xFFFFFFFFu << test_below(24);
+    return nib_float(((uint32_t)test_random() & 0x807FFFFFu & kept) | (uint32_t)(120 + test_below(16)) << 23);
+}
+
+static void check_fma(float a, float b, float c)
+{
+    const volatile float x = a, y = b, z = c;
+    const volatile double odd = nib_fma_to_odd(a, b, c);
+    const float want = fmaf(x, y, z), got = nib_fma(a, b, c);
+    CHECK_THAT(isnan(want) ? isnan(got) : nib_bits(want) == nib_bits(got), "%a * %a + %a is %a, not %a", (double)a,
+               (double)b, (double)c, (double)got, (double)want);
+    static const int modes[] = { FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO };
+    for (int i = 0; i < 3; i++) { /* what is rounded to odd can still be rounded any way */
+        fesetround(modes[i]);
+        const volatile float one_rounding = fmaf(x, y, z), two_roundings = (float)odd;
+        fesetround(FE_TONEAREST);
+        const float one = one_rounding, two = two_roundings;
+        /* Sums of opposites are -0 where the mode is downward. */
+        CHECK_THAT(isnan(one) ? isnan(two)
+                   : one == 0 ? two == 0
+                              : nib_bits(one) == nib_bits(two),
+                   "mode %d: %a * %a + %a is %a, not %a", i, (double)a, (double)b, (double)c, (double)two, (double)one);
+    }
+}
+
+TEST(fused_multiply_add)
+{
+    for (int i = 0; i < 300000; i++) {
+        const float a = factor_near_one(), b = factor_near_one();
+        check_fma(a, b, addend_near(a * b));
+        const float small = ldexpf(a, -100 - (int)test_below(50)), large = ldexpf(a, (int)test_below(130));
+        check_fma(small, b, addend_near(small * b));
+        check_fma(large, b, addend_near(large * b));
+        check_fma(nib_float((uint32_t)test_random()), nib_float((uint32_t)test_random()),
+                  nib_float((uint32_t)test_random()));
+    }
+    const float special[] = { 0,        -0.0f,   1,        -1,       0x1p-149f, -0x1p-149f, FLT_MIN,
+                              0x1p-75f, FLT_MAX, -FLT_MAX, INFINITY, -INFINITY, NAN };
+    enum { SPECIAL = sizeof special / sizeof *special };
+    for (int i = 0; i < SPECIAL * SPECIAL * SPECIAL; i++)
+        check_fma(special[i % SPECIAL], special[i / SPECIAL % SPECIAL], special[i / SPECIAL / SPECIAL]);
+}
+
 /* ---- nib_encode and nib_decode ---- */
 
 /* Whole ranges at once; nothing but the codes is written, nothing beyond the numbers is read. */

@@ -9,13 +9,9 @@
 #ifndef NIB_CUDA_SHIM_H
 #define NIB_CUDA_SHIM_H
 
-#include <fenv.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 #include "format/codec.h"
 
@@ -39,31 +35,13 @@ static inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-#if defined(__x86_64__) /* fesetround would set the x87 unit, too */
-static inline unsigned shim_round_to_zero()
-{
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | _MM_ROUND_TOWARD_ZERO);
-    return before;
-}
-static inline void shim_round_as(unsigned before) { _mm_setcsr(before); }
-#else
-static inline int shim_round_to_zero()
-{
-    const int before = fegetround();
-    fesetround(FE_TOWARDZERO);
-    return before;
-}
-static inline void shim_round_as(int before) { fesetround(before); }
-#endif
+static inline float __fmaf_rn(float a, float b, float c) { return nib_fma(a, b, c); }
+/* Without the processor's mode of rounding: a compiler may move other arithmetic to where it is another. */
 static inline float __fmaf_rz(float a, float b, float c)
 {
-    volatile float in[3] = { a, b, c };
-    const auto before = shim_round_to_zero();
-    volatile float r = fmaf(in[0], in[1], in[2]);
-    shim_round_as(before);
-    return r;
+    const double sum = nib_fma_to_odd(a, b, c);
+    const float nearest = (float)sum;
+    return fabs((double)nearest) > fabs(sum) ? nib_float(nib_bits(nearest) - 1) : nearest;
 }
 static inline uint32_t __float2uint_rz(float x) { return (uint32_t)x; }
 static inline uint32_t __float_as_uint(float x) { return nib_bits(x); }

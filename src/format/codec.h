@@ -58,6 +58,25 @@ NIB_INLINE float nib_fmax(float a, float b) { return b > a || nib_is_nan(a) ? b 
 /* The sign of a NaN that arithmetic made depends on the processor: results have one NaN. */
 NIB_INLINE float nib_quiet(float x) { return nib_is_nan(x) ? nib_float(0x7FC00000u) : x; }
 
+/* a * b + c rounded to odd: the product of two floats is exact in double, and where the sum is not, its last bit is set.
+ * So what is lost never decides how the sum becomes a float. */
+NIB_INLINE double nib_fma_to_odd(float a, float b, float c)
+{
+    const double product = (double)a * (double)b, addend = (double)c;
+    double sum = product + addend;
+    const double part = sum - product, lost = (product - (sum - part)) + (addend - part);
+    uint64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    if (lost != 0 && !(bits & 1) && (bits >> 52 & 2047) != 2047) {
+        bits += (lost > 0) == (sum > 0) ? 1 : (uint64_t)-1;
+        memcpy(&sum, &bits, sizeof sum);
+    }
+    return sum;
+}
+
+/* The same in one rounding, to nearest, without the math library. */
+NIB_INLINE float nib_fma(float a, float b, float c) { return (float)nib_fma_to_odd(a, b, c); }
+
 /* ---- E2M1 ---- */
 
 /* Each midpoint between two magnitudes counts once |x| is past it; where the upper neighbor is the even code, reaching

@@ -56,22 +56,6 @@ struct nib_product {
 /* Elements that share a term. */
 static inline int64_t nib_product_block(enum nib_product_kind kind) { return kind == NIB_PRODUCT_MXFP4 ? 32 : 16; }
 
-/* a * b + c in one rounding, without the math library: the product of two floats is exact in double, the sum is rounded
- * to odd there, and so what is lost never decides the rounding to float. */
-static inline float nib_fma(float a, float b, float c)
-{
-    const double product = (double)a * (double)b, addend = (double)c;
-    double sum = product + addend;
-    const double part = sum - product, lost = (product - (sum - part)) + (addend - part);
-    uint64_t bits;
-    memcpy(&bits, &sum, sizeof bits);
-    if (lost != 0 && !(bits & 1) && (bits >> 52 & 2047) != 2047) {
-        bits += (lost > 0) == (sum > 0) ? 1 : (uint64_t)-1;
-        memcpy(&sum, &bits, sizeof sum);
-    }
-    return (float)sum;
-}
-
 /* The exponent of a block of plain values: the smallest e, -100 or more, with amax < 2^e. amax is finite. */
 static inline int nib_fixed_exponent(float amax)
 {

@@ -78,6 +78,7 @@ NIB_INLINE void codecs(const struct block *b)
         mix_float(b, nib_f32_from_e8m0(byte));
         mix_float(b, nib_f32_from_bf16(half));
         mix_float(b, nib_f32_from_f16(half));
+        mix_float(b, nib_fma(x, b->x[(i + 1) % NIB_BLOCK], b->x[(i + 2) % NIB_BLOCK] * nib_float(byte << 23)));
         uint32_t words[4];
         nib_philox_block(b->random, b->random + 4, words);
         mix(b, words[i % 4]);
