@@ -486,6 +486,23 @@ TEST(no_allocation_that_fails_leaves_half_a_plan)
     nib_checkpoint_close(in);
 }
 
+TEST(patterns_are_text)
+{
+    static const char *const pattern[] = { "a*", "\xC3*" };
+    make_model(at("in"));
+    nib_checkpoint *in = open_good(at("in"));
+    for (int list = 0; list < 4; list++) {
+        nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS);
+        const char *const **const lists[] = { &options.ignore, &options.only, &options.fp8, &options.plain };
+        size_t *const counts[] = { &options.n_ignore, &options.n_only, &options.n_fp8, &options.n_plain };
+        nib_plan *plan = NULL;
+        *lists[list] = pattern;
+        *counts[list] = 2;
+        CHECK_FAILS(nib_plan_quantize(in, &options, &plan), NIB_ERR_ARG, "\"?*\" is not UTF-8");
+    }
+    nib_checkpoint_close(in);
+}
+
 static long json_left = -1; /* as allocations_left, of the JSON library */
 
 static void *allocate_json(size_t bytes) { return json_left >= 0 && json_left-- == 0 ? NULL : malloc(bytes); }
@@ -504,7 +521,7 @@ TEST(no_json_that_fails_leaves_half_a_configuration)
         const nib_status status = nib_plan_quantize(in, &options, &plan);
         failed = json_left < 0;
         json_left = -1;
-        CHECK_THAT(status ? strstr(nib_last_error(), "no memory") && !plan
+        CHECK_THAT(status ? status == NIB_ERR_MEMORY && strstr(nib_last_error(), "no memory") && !plan
                           : json_equal(plan->config, whole->config) && json_equal(plan->hf_quant, whole->hf_quant),
                    "allocation %ld: %s: %s", left, nib_status_name(status), nib_last_error());
         CHECK(failed || left > 100);

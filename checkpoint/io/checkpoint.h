@@ -60,6 +60,7 @@ struct nib_checkpoint {
     bool composed;          /* config.json has configurations of parts: text, vision, audio */
     char *architecture;     /* general.architecture of a GGUF file; NULL without */
     const char *provenance; /* of the first file that has one */
+    json_t *notes;          /* the same, understood; NULL where there is none, or something else by its name */
     nib_checkpoint_format format;
     struct nib_ck_file *files;
     size_t n_files;

@@ -124,15 +124,28 @@ static size_t count_values(const char *text, size_t bytes)
     return n;
 }
 
+/* What jansson says where memory runs out depends on where it does: a good text is not to blame, whatever it says. */
+static bool is_lack_of_memory(const json_error_t *error, const char *text, size_t bytes)
+{
+    const enum json_error_code code = json_error_code(error);
+    if (code == json_error_out_of_memory || code == json_error_unknown)
+        return true;
+    if (code != json_error_invalid_syntax && code != json_error_premature_end_of_input &&
+        code != json_error_end_of_input_expected)
+        return false;
+    return nib_json_valid(text, bytes);
+}
+
 nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, json_t **out)
 {
-    json_error_t error;
+    json_error_t error = { .text = "" }; /* jansson leaves the code alone that it has none for */
     if (bytes > VALUES_LIMIT && count_values(text, bytes) > VALUES_LIMIT)
         return nib_fail(NIB_ERR_DATA, "%s: it has more values than the limit of %d", path, VALUES_LIMIT);
     json_t *value = json_loadb(text, bytes, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
+    if (!value && is_lack_of_memory(&error, text, bytes))
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its JSON", path);
     if (!value)
-        return nib_fail(json_error_code(&error) == json_error_out_of_memory ? NIB_ERR_MEMORY : NIB_ERR_DATA,
-                        "%s: line %d: %s", path, error.line, nib_quote(error.text).text);
+        return nib_fail(NIB_ERR_DATA, "%s: line %d: %s", path, error.line, nib_quote(error.text).text);
     *out = value;
     return NIB_OK;
 }
@@ -819,13 +832,17 @@ static nib_status set_paths(nib_checkpoint *c, const char *path)
     return c->directory ? NIB_OK : nib_ck_no_memory(c);
 }
 
-static void find_provenance(nib_checkpoint *c)
+/* Who else calls something "nib" may write there what they like. */
+static nib_status find_provenance(nib_checkpoint *c)
 {
     for (size_t f = 0; f < c->n_files && !c->provenance; f++)
         if (c->files[f].safetensors)
             c->provenance = nib_file_metadata(c->files[f].safetensors, "nib");
     if (c->provenance && strlen(c->provenance) > PROVENANCE_LIMIT)
         c->provenance = NULL;
+    const nib_status status =
+        c->provenance ? nib_ck_parse_json(c->path, c->provenance, strlen(c->provenance), &c->notes) : NIB_OK;
+    return status == NIB_ERR_DATA ? NIB_OK : status;
 }
 
 nib_status nib_ck_open(const char *path, nib_checkpoint **out)
@@ -836,12 +853,13 @@ nib_status nib_ck_open(const char *path, nib_checkpoint **out)
     nib_status status = set_paths(c, path);
     if (!status)
         status = c->is_directory ? open_directory(c) : open_file(c);
+    if (!status)
+        status = find_provenance(c);
     if (status) {
         status = nib_ck_explain(c->path ? c->path : path, status);
         nib_checkpoint_close(c);
         return status;
     }
-    find_provenance(c);
     bool found;
     if (c->n_files && c->files[0].gguf) /* one of another kind is the check's affair */
         (void)nib_gguf_get_string(c->files[0].gguf, "general.architecture", &c->architecture, &found);
@@ -860,6 +878,7 @@ void nib_checkpoint_close(nib_checkpoint *c)
     }
     json_decref(c->config);
     json_decref(c->hf_quant_config);
+    json_decref(c->notes);
     nib_free(c->config_text);
     nib_free(c->architecture);
     nib_free(c->files);

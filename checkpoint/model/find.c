@@ -373,14 +373,11 @@ nib_dtype nib_ck_config_dtype(const nib_checkpoint *c)
 nib_dtype nib_ck_nominal_dtype(const nib_checkpoint *c)
 {
     static const nib_dtype dtypes[] = { NIB_F32, NIB_F16, NIB_BF16 };
-    json_t *provenance = c->provenance ? json_loads(c->provenance, JSON_REJECT_DUPLICATES, NULL) : NULL;
-    const char *noted = json_string_value(json_object_get(provenance, "dtype"));
-    nib_dtype found = nib_ck_config_dtype(c);
+    const char *noted = json_string_value(json_object_get(c->notes, "dtype"));
     for (size_t i = 0; noted && i < sizeof dtypes / sizeof *dtypes; i++)
         if (!strcmp(noted, nib_dtype_name(dtypes[i])))
-            found = dtypes[i];
-    json_decref(provenance);
-    return found;
+            return dtypes[i];
+    return nib_ck_config_dtype(c);
 }
 
 static nib_status check_repeated(const nib_checkpoint *c)

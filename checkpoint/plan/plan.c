@@ -64,7 +64,6 @@ void nib_plan_destroy(nib_plan *plan)
     json_decref(plan->hf_quant);
     json_decref(plan->amaxes);
     json_decref(plan->restore);
-    json_decref(plan->source);
     nib_statistics_close(plan->statistics);
     nib_hessians_close(plan->hessians);
     nib_checkpoint_close(plan->codes);

@@ -207,7 +207,6 @@ struct nib_plan {
     const char *note;      /* what a user of the result must know; "" otherwise */
     nib_dtype noted_dtype; /* of what was quantized, where config.json says another one; NIB_DTYPE_COUNT otherwise */
     json_t *restore;       /* what of the input was taken apart, for provenance: see plan_restore.c; NULL: nothing */
-    json_t *source;        /* the input's provenance, once it was asked for */
     struct nib_restored *restored; /* DEQUANTIZE */
     size_t n_restored;
     struct nib_out_tensor *tensors;
@@ -332,7 +331,7 @@ nib_status nib_plan_note_cut(nib_plan *plan, const struct nib_ck_weight *w);
 nib_status nib_plan_carry_notes(nib_plan *plan);
 /* Stacks that the input's provenance tells of, and that are complete. */
 nib_status nib_plan_find_restored(nib_plan *plan);
-/* Whether it says that this weight was stored as [inputs, outputs]: behind nib_plan_find_restored. */
+/* Whether it says that this weight was stored as [inputs, outputs]. */
 bool nib_plan_was_transposed(const nib_plan *plan, const struct nib_ck_weight *w);
 
 /* The name of the stack that a weight comes from, as a stack that is written whole bears it; NULL without memory. */

@@ -227,9 +227,22 @@ static json_t *pattern_list(const char *const *patterns, size_t n)
     return list;
 }
 
+/* Provenance is JSON, which has no other text. */
+static nib_status check_text(const char *const *patterns, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (!nib_utf8_valid(patterns[i]))
+            return nib_fail(NIB_ERR_ARG, "the pattern %s is not UTF-8", nib_quote(patterns[i]).text);
+    return NIB_OK;
+}
+
 static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
 {
     char floor[32];
+    TRY(check_text(o->ignore, o->n_ignore));
+    TRY(check_text(o->only, o->n_only));
+    TRY(check_text(o->fp8, o->n_fp8));
+    TRY(check_text(o->plain, o->n_plain));
     /* A dialect other than te has a tensor scale of its own. */
     const nib_tensor_scale_rule rule = o->dialect == NIB_UNSET || o->dialect == NIB_DIALECT_TE
                                            ? plan->q.tensor_scale_rule
@@ -242,7 +255,7 @@ static nib_status note_options(nib_plan *plan, const nib_quantize_options *o)
                               nib_activation_name(o->activation), "preset", nib_preset_name(o->preset), "ignore",
                               pattern_list(o->ignore, o->n_ignore), "only", pattern_list(o->only, o->n_only));
     if (!noted)
-        return nib_fail(NIB_ERR_ARG, "a pattern is not UTF-8, or there is no memory for what provenance says");
+        return no_memory();
     if ((o->n_fp8 && json_object_set_new(noted, "fp8", pattern_list(o->fp8, o->n_fp8))) ||
         (o->n_plain && json_object_set_new(noted, "plain", pattern_list(o->plain, o->n_plain))) ||
         (o->budget > 0 && json_object_set_new(noted, "budget", json_real((double)o->budget))) ||

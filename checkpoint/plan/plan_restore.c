@@ -81,13 +81,8 @@ void nib_plan_note_dtype(nib_plan *plan)
         plan->noted_dtype = dtype;
 }
 
-/* What the input's own provenance says: parsed once, it may be long. */
-static const json_t *notes_of(nib_plan *plan)
-{
-    if (!plan->source && plan->in->provenance)
-        plan->source = json_loads(plan->in->provenance, JSON_REJECT_DUPLICATES, NULL);
-    return json_object_get(plan->source, "restore");
-}
+/* What the input's own provenance says. */
+static const json_t *notes_of(const nib_plan *plan) { return json_object_get(plan->in->notes, "restore"); }
 
 nib_status nib_plan_carry_notes(nib_plan *plan)
 {
@@ -257,7 +252,7 @@ nib_status nib_plan_find_restored(nib_plan *plan)
 
 bool nib_plan_was_transposed(const nib_plan *plan, const struct nib_ck_weight *w)
 {
-    const json_t *notes = json_object_get(plan->source, "restore");
+    const json_t *notes = notes_of(plan);
     const char *dot = strrchr(w->name, '.'), *last = dot ? dot + 1 : w->name;
     for (size_t i = 0; nib_ck_is_nvfp4(w->format) && w->index < 0 && i < json_array_size(notes) && i < MOST_RULES;
          i++) {

@@ -610,3 +610,10 @@ nib_status nib_json_skip(struct nib_json *json)
     } while (depth > 0);
     return NIB_OK;
 }
+
+bool nib_json_valid(const char *text, size_t bytes)
+{
+    /* All of it has been read: the chunk is not written. */
+    struct nib_json json = { .fd = -1, .path = "", .chunk = (unsigned char *)(uintptr_t)text, .filled = bytes };
+    return !nib_json_skip(&json) && !nib_json_end(&json);
+}

@@ -96,4 +96,7 @@ nib_status nib_json_skip(struct nib_json *json);
 /* Nothing but whitespace may be left. */
 nib_status nib_json_end(struct nib_json *json);
 
+/* Whether a text in memory is one value. */
+NIB_PRIVATE bool nib_json_valid(const char *text, size_t bytes);
+
 #endif
