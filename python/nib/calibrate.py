@@ -10,6 +10,8 @@ the largest magnitude, per expert where the weight is a stack of experts. docs/c
 import bisect
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -432,20 +434,56 @@ def _save(path, tensors, metadata):
     _write_safely(path, write)
 
 
+def _lock(path):
+    """The descriptor of a file that nobody else has locked; its directory is made, and may be gone in between."""
+    while True:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # file systems without locks must do without
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    os.close(file)
+                    raise
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.stat(path)):
+                    return file
+            os.close(file)
+
+
 class _Partial:
     """The directory STATS.partial: statistics by layer, and the states that the next layer begins with. What is in it
-    is of one model, one text and one set of options."""
+    is of one model, one text and one set of options, and of one process at a time."""
 
     def __init__(self, out, identity, restart):
         self.path, self.identity = f"{out}.partial", json.dumps(identity, sort_keys=True, indent=1)
+        try:
+            self.lock = _lock(os.path.join(self.path, "lock"))
+        except BlockingIOError:
+            raise ValueError(f"{self.path}: another run is writing here: wait for it, or choose another output") from None
+        try:
+            self._open(restart)
+        except BaseException:
+            os.close(self.lock)
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.close(self.lock)
+        with contextlib.suppress(OSError):  # where a file that is open keeps its directory (NFS)
+            os.rmdir(self.path)
+
+    def _open(self, restart):
         note = os.path.join(self.path, "run.json")
         if restart or not os.path.exists(note):  # without its note it is of no run, but left of one that was removed
-            self.remove()
+            self._clear()
         else:
             with open(note, "rb") as file:
                 if file.read() != self.identity.encode():
                     raise ValueError(f"{self.path} is of another run (model, text or options); --restart discards it")
-        os.makedirs(self.path, exist_ok=True)
         _write_safely(note, self._write_identity)
 
     def _write_identity(self, path):
@@ -480,11 +518,21 @@ class _Partial:
                     raise ValueError(f"{self._layer(n)}: it is no layer of a run; --restart discards it") from None
                 yield {key: file.get_tensor(key) for key in file.keys()}, inputs
 
+    def _clear(self):
+        """The note goes first: a rest without it is not believed. The lock stays."""
+        names = [name for name in os.listdir(self.path) if name not in ("run.json", "lock")]
+        for name in ["run.json", *names]:
+            path = os.path.join(self.path, name)
+            with contextlib.suppress(OSError):
+                os.remove(path)
+            shutil.rmtree(path, ignore_errors=True)
+
     def remove(self):
-        """The note goes first: a rest without it is not believed."""
+        """Whoever waits for the lock finds that it is gone, and makes another directory."""
+        self._clear()
         with contextlib.suppress(OSError):
-            os.remove(os.path.join(self.path, "run.json"))
-        shutil.rmtree(self.path, ignore_errors=True)
+            os.remove(os.path.join(self.path, "lock"))
+            os.rmdir(self.path)
 
 
 # ---- All of it -------------------------------------------------------------------------------------------------------
@@ -646,19 +694,8 @@ def _statistics(model, tokens, partial, options, metadata):
                      "tokens_sha256": options.tokens_sha256, **(metadata or {}), "inputs": json.dumps(inputs)}
 
 
-def calibrate(directory, tokens, out, options=None, metadata=None, progress=None, told=None):
-    """Statistics of a model's inputs over tokens [sequences, length], written to `out` (None, where the model is
-    quantized with them: nowhere). `progress(layer, layers, batch, batches)` is called after each batch. What an
-    interrupted call left in `out`.partial is taken up again. Returns the tensors, and what is said of them: the
-    metadata, and "plan" of the quantization. `told(layer, layers)` is called while a budget is measured."""
-    options = dataclasses.replace(options or Options())
-    if options.first_tokens is None:
-        options.first_tokens = tokens.numel() < ENOUGH
-    model = streaming.Streamed(directory, options.device, options.dtype, experts="eager")
+def _calibrate(model, tokens, out, options, metadata, partial, progress, told):
     batches = tokens.split(options.batch)
-    identity = _identity(model, tokens, options)
-    partial = _Partial(out or options.quantize, identity, options.restart)
-    options.tokens_sha256 = identity["tokens"]
     quantizing = _Quantizing(model, partial, batches, options) if options.quantize else None
     start = partial.done()
     limit = int(options.max_memory * (1 << 30) / (4 if options.sequential else 2))  # generations, streams
@@ -688,6 +725,21 @@ def calibrate(directory, tokens, out, options=None, metadata=None, progress=None
         about["plan"] = quantizing.finish(stats, tokens, told)
     partial.remove()
     return tensors, about
+
+
+def calibrate(directory, tokens, out, options=None, metadata=None, progress=None, told=None):
+    """Statistics of a model's inputs over tokens [sequences, length], written to `out` (None, where the model is
+    quantized with them: nowhere). `progress(layer, layers, batch, batches)` is called after each batch. What an
+    interrupted call left in `out`.partial is taken up again. Returns the tensors, and what is said of them: the
+    metadata, and "plan" of the quantization. `told(layer, layers)` is called while a budget is measured."""
+    options = dataclasses.replace(options or Options())
+    if options.first_tokens is None:
+        options.first_tokens = tokens.numel() < ENOUGH
+    model = streaming.Streamed(directory, options.device, options.dtype, experts="eager")
+    identity = _identity(model, tokens, options)
+    options.tokens_sha256 = identity["tokens"]
+    with _Partial(out or options.quantize, identity, options.restart) as partial:
+        return _calibrate(model, tokens, out, options, metadata, partial, progress, told)
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------

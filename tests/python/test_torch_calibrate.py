@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """nib.calibrate: statistics equal sums taken by hand, with hooks on the whole model; killed runs go on; files."""
+import dataclasses
 import json
 import os
 import re
@@ -204,6 +205,24 @@ def interrupted(tmp_path):
     with pytest.raises(Stopped):
         calibrate.calibrate(tmp_path / "model", TOKENS, str(tmp_path / "stats"), OPTIONS, {}, stop)
     return tmp_path / "model", tmp_path / "stats"
+
+
+def test_two_runs_into_one_output_do_not_meet(tmp_path):
+    """The second is told, with --restart too, and the first has what it has alone; then anyone may come."""
+    save_model("Llama", tmp_path / "model")
+    stats, met = tmp_path / "stats", []
+
+    def second(*_):
+        for restart in (False, True):
+            options = dataclasses.replace(OPTIONS, restart=restart)
+            with pytest.raises(ValueError, match="stats.partial: another run is writing here"):
+                calibrate.calibrate(tmp_path / "model", (TOKENS + 1) % 120, str(stats), options, {})
+            met.append(restart)
+
+    calibrate.calibrate(tmp_path / "model", TOKENS, str(stats), OPTIONS, {}, second)
+    assert met and not os.path.exists(f"{stats}.partial")
+    calibrate.calibrate(tmp_path / "model", TOKENS, f"{stats}-alone", OPTIONS, {})
+    assert stats.read_bytes() == (tmp_path / "stats-alone").read_bytes()
 
 
 def test_another_configuration_is_another_run(interrupted):
