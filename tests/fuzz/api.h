@@ -48,6 +48,13 @@ static inline nib_device *remote_create(void) { return fake_create(0); }
 static inline int64_t remote_live(void) { return fake_live(); }
 #endif
 
+/* Where a new tensor is: most are where the target looks for faults. */
+static inline nib_device *draw_device(struct draws *d)
+{
+    const int n = draw(d, 4);
+    return (PARTIAL ? n != 1 : n == 0) ? remote : NULL;
+}
+
 static inline nib_array bytes_at(void *data, size_t bytes, nib_device *device)
 {
     nib_array array;
@@ -183,37 +190,42 @@ static inline void keep(struct draws *d, nib_tensor *t, struct model m, nib_devi
 
 static inline bool now_and_then(struct draws *d) { return draw(d, 6) == 1; }
 
+/* Most options exclude others: but for some quantizers, what would be rejected stays as it was. */
 static inline void vary_quantizer(struct draws *d, nib_quantizer *q)
 {
     const uint64_t which = draw_bytes(d, 3);
-#define VARY(bit, field, value) \
-    if (which >> (bit)&1)       \
-    q->field = value
-    VARY(0, rowwise, (uint8_t)draw(d, 2));
-    VARY(1, columnwise, (uint8_t)draw(d, 2));
-    VARY(2, swizzled, (uint8_t)draw(d, 2));
-    VARY(3, row_scaled, (uint8_t)draw(d, 2));
-    VARY(4, rht, (uint8_t)draw(d, 2));
-    VARY(5, rht_rowwise, (uint8_t)draw(d, 2));
-    VARY(6, rht_sign_mask, (uint16_t)draw_bytes(d, 2));
-    if (which >> 7 & 1)
-        q->block_dims[0] = draw(d, 2) ? q->block_dims[1] : 1;
-    VARY(8, scale_rule, (nib_scale_rule)draw(d, NIB_SCALE_RULE_COUNT));
-    VARY(9, rounding, (nib_rounding)draw(d, NIB_ROUNDING_COUNT));
-    VARY(10, dialect, (nib_dialect)draw(d, NIB_DIALECT_COUNT));
-    VARY(11, tensor_scale_rule, (nib_tensor_scale_rule)draw(d, NIB_TENSOR_SCALE_RULE_COUNT));
-    VARY(12, min_block_scale, draw(d, 2) ? 0x1p-6f : 0);
-    VARY(13, error_mode, (nib_error_mode)draw(d, NIB_ERROR_MODE_COUNT));
-    VARY(14, fast_error, (uint8_t)draw(d, 2));
-    VARY(15, e4m3_max, draw(d, 2) ? 256 : 448);
-    VARY(16, seed, draw_bytes(d, 2));
-    VARY(17, offset, draw_bytes(d, 2));
-    VARY(18, origin[0], 16 * draw(d, 4));
-    VARY(19, origin[1], 16 * draw(d, 4));
-    VARY(20, pow2_scales, (uint8_t)draw(d, 2));
-    VARY(21, mx_rule, (nib_mx_rule)draw(d, NIB_MX_RULE_COUNT));
-    VARY(22, element, (nib_dtype)(draw(d, 2) ? NIB_E5M2 : NIB_E4M3));
-    VARY(23, no_tensor_scale, (uint8_t)draw(d, 2));
+    const bool careful = draw(d, 4) != 0;
+#define VARY(bit, field, value)                      \
+    if (which >> (bit)&1) {                          \
+        const nib_quantizer before = *q;             \
+        q->field = value;                            \
+        if (careful && nib_quantizer_check(q, NULL)) \
+            *q = before;                             \
+    }
+    VARY(0, rowwise, (uint8_t)draw(d, 2))
+    VARY(1, columnwise, (uint8_t)draw(d, 2))
+    VARY(2, swizzled, (uint8_t)draw(d, 2))
+    VARY(3, row_scaled, (uint8_t)draw(d, 2))
+    VARY(4, rht, (uint8_t)draw(d, 2))
+    VARY(5, rht_rowwise, (uint8_t)draw(d, 2))
+    VARY(6, rht_sign_mask, (uint16_t)draw_bytes(d, 2))
+    VARY(7, block_dims[0], draw(d, 2) ? q->block_dims[1] : 1)
+    VARY(8, scale_rule, (nib_scale_rule)draw(d, NIB_SCALE_RULE_COUNT))
+    VARY(9, rounding, (nib_rounding)draw(d, NIB_ROUNDING_COUNT))
+    VARY(10, dialect, (nib_dialect)draw(d, NIB_DIALECT_COUNT))
+    VARY(11, tensor_scale_rule, (nib_tensor_scale_rule)draw(d, NIB_TENSOR_SCALE_RULE_COUNT))
+    VARY(12, min_block_scale, draw(d, 2) ? 0x1p-6f : 0)
+    VARY(13, error_mode, (nib_error_mode)draw(d, NIB_ERROR_MODE_COUNT))
+    VARY(14, fast_error, (uint8_t)draw(d, 2))
+    VARY(15, e4m3_max, draw(d, 2) ? 256 : 448)
+    VARY(16, seed, draw_bytes(d, 2))
+    VARY(17, offset, draw_bytes(d, 2))
+    VARY(18, origin[0], 16 * draw(d, 4))
+    VARY(19, origin[1], 16 * draw(d, 4))
+    VARY(20, pow2_scales, (uint8_t)draw(d, 2))
+    VARY(21, mx_rule, (nib_mx_rule)draw(d, NIB_MX_RULE_COUNT))
+    VARY(22, element, (nib_dtype)(draw(d, 2) ? NIB_E5M2 : NIB_E4M3))
+    VARY(23, no_tensor_scale, (uint8_t)draw(d, 2))
 #undef VARY
 }
 

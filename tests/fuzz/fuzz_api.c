@@ -14,7 +14,8 @@
 #include "fuzz_directory.h"
 #include "tensor/tensor.h"
 
-enum { CALLS = 24 };
+/* Of an input. Of a GPU's kernels one call shows what there is to see, and takes long. */
+enum { CALLS = PARTIAL ? 6 : 24 };
 
 /* ---- Calls: from values ---- */
 
@@ -28,7 +29,7 @@ static void fill_model(struct model *m, const nib_overrides *overrides)
 static void call_quantize(struct draws *d)
 {
     static struct given_overrides overrides;
-    nib_device *device = draw(d, 4) ? NULL : remote;
+    nib_device *device = draw_device(d);
     int64_t shape[3];
     const int rank = draw_shape(d, shape);
     const nib_quantizer q = draw_quantizer(d);
@@ -98,9 +99,97 @@ static void call_quantize_into(struct draws *d, struct slot *s)
         update_model(s, &q, o);
 }
 
+/* Values that were quantized, in the place of others or beside them, and nothing else changed there. */
+static void call_fake_quantize(struct draws *d)
+{
+    static struct given_overrides overrides;
+    static _Alignas(64) uint8_t values[4 * ELEMENTS], memory[16 * ELEMENTS], expected[16 * ELEMENTS];
+    nib_device *device = draw_device(d);
+    int64_t shape[3];
+    const int rank = draw_shape(d, shape), usage = draw(d, 2);
+    nib_quantizer q = draw_quantizer(d);
+    q.rowwise = usage == NIB_ROWWISE;
+    q.columnwise = usage == NIB_COLUMNWISE;
+    draw_values(d, rank, shape, device);
+    const nib_overrides *o = draw_overrides(d, &q, shape[rank - 1], !device, &overrides);
+    const bool accepted = !nib_quantizer_check(&q, &given.array), in_place = draw(d, 2);
+    nib_array out = given.array;
+    nib_buffer *beside = NULL;
+    if (!in_place) {
+        require(!nib_array_init(&out, memory, given.dtype, rank, shape), "an array");
+        draw_strides(d, &out);
+        require(out.bytes <= sizeof memory, "space for values");
+        if (device) {
+            beside = upload(device, memory, out.bytes);
+            out.data = nib_buffer_data(beside);
+            out.device = device;
+        }
+    }
+    uint8_t *got = in_place ? given.memory : memory;
+    memcpy(expected, got, out.bytes);
+    begin(d);
+    const nib_status status = nib_fake_quantize(&q, &given.array, o, (nib_usage)usage, &out);
+    if (device)
+        download(in_place ? given.uploaded : beside, got);
+    nib_buffer_release(beside);
+    drop_values();
+    if (done(status, accepted, "nib_fake_quantize")) {
+        struct model m = { .q = q, .dtype = given.dtype };
+        set_shape(&m, rank, shape);
+        allocate_usage(&m, usage);
+        fill_model(&m, o);
+        plain_decode(&m, usage, given.dtype, values);
+        move_elements(&out, expected, values, true);
+        drop_all(&m);
+    }
+    require(!memcmp(got, expected, out.bytes), "values that were quantized");
+}
+
+static void call_amax(struct draws *d)
+{
+    static float wanted_amax[2][MOST_LINES], got[2][MOST_LINES];
+    nib_device *device = draw_device(d);
+    int64_t shape[3];
+    const int rank = draw_shape(d, shape);
+    nib_quantizer q = draw_quantizer(d);
+    draw_values(d, rank, shape, device);
+    struct model m = { .q = q, .dtype = given.dtype };
+    set_shape(&m, rank, shape);
+    nib_buffer *on_device[2] = { NULL, NULL };
+    float *amax[2];
+    for (int usage = 0; usage < 2; usage++) {
+        amax[usage] = draw(d, 8) ? got[usage] : NULL;
+        memset(got[usage], 0x5A, sizeof got[usage]);
+        if (amax[usage] && device)
+            on_device[usage] = upload(device, got[usage], sizeof got[usage]);
+        if (on_device[usage])
+            amax[usage] = nib_buffer_data(on_device[usage]);
+    }
+    q.rowwise = q.rowwise && amax[0];
+    q.columnwise = q.columnwise && amax[1];
+    const bool accepted = !nib_quantizer_check(&q, &given.array) && form_of(&m)->tensor_scales;
+    begin(d);
+    const nib_status status = nib_amax(&m.q, &given.array, amax);
+    for (int usage = 0; usage < 2; usage++) {
+        if (on_device[usage])
+            download(on_device[usage], got[usage]);
+        nib_buffer_release(on_device[usage]);
+    }
+    drop_values();
+    const bool good = done(status, accepted, "nib_amax");
+    for (int usage = 0; usage < 2; usage++) {
+        const struct nib_panel panel = plain_panel(&m, given.plain, given.dtype);
+        const struct nib_coding coding = nib_coding_of(&m.q, (nib_usage)usage, given.dtype);
+        memset(wanted_amax[usage], 0x5A, sizeof wanted_amax[usage]);
+        if (good && (usage ? q.columnwise : q.rowwise))
+            memcpy(wanted_amax[usage], plain_amaxes(&m, &panel, &coding), 4 * entries_of(&m, usage, TENSOR_SCALES));
+        require(!memcmp(got[usage], wanted_amax[usage], sizeof got[usage]), "amaxes");
+    }
+}
+
 static void call_create(struct draws *d)
 {
-    nib_device *device = draw(d, 4) ? NULL : remote;
+    nib_device *device = draw_device(d);
     int64_t shape[3];
     const int rank = draw_shape(d, shape);
     const nib_quantizer q = draw_quantizer(d);
@@ -579,7 +668,7 @@ static void call_shards(struct draws *d, struct slot *s)
 {
     struct model *m = &s->m;
     const int64_t elements = m->rows * m->cols;
-    const int team = draw(d, 12), n = team < 6 ? 1 : 2 + team % (RANKS - 1); /* threads that wait take long */
+    const int team = draw(d, 16), n = team < 13 ? 1 : 2 + team % (RANKS - 1); /* threads that wait take long */
     if (!can_cast(m) || s->device || m->q.columnwise != has(m, 1) || m->q.format == NIB_MXFP8)
         return;
     /* The master in the nominal dtype, so that rounding it to that changes nothing. */
@@ -668,12 +757,15 @@ static bool can_multiply(const struct side *a, const struct side *b)
            (!has_rht(a->m, a->usage) || a->m->q.rht_sign_mask == b->m->q.rht_sign_mask);
 }
 
+enum { TOGETHER = 2 }; /* products of a group */
+
 /* What a product has besides its sides. */
 struct product {
     nib_gemm_options options;
     nib_array bias, y;
+    int n; /* times the same, all in one call */
     float biases[ELEMENTS];
-    _Alignas(64) uint8_t before[16 * ELEMENTS], expected[16 * ELEMENTS], got[16 * ELEMENTS];
+    _Alignas(64) uint8_t before[16 * ELEMENTS], expected[16 * ELEMENTS], got[TOGETHER][16 * ELEMENTS];
 };
 
 static void draw_product(struct draws *d, int64_t lines, int64_t columns, struct product *p)
@@ -695,27 +787,39 @@ static void draw_product(struct draws *d, int64_t lines, int64_t columns, struct
     for (size_t i = 0; i < p->y.bytes; i++)
         p->before[i] = (uint8_t)(seed + i * 37);
     memcpy(p->expected, p->before, p->y.bytes);
-    memcpy(p->got, p->before, p->y.bytes);
+    p->n = draw(d, 4) ? 1 : TOGETHER;
+    for (int i = 0; i < p->n; i++)
+        memcpy(p->got[i], p->before, p->y.bytes);
     p->options.bias = with_bias ? &p->bias : NULL;
 }
 
-/* The call, on the device that y is to be on; what it left in y is in p->got. */
+/* The call, on the device that y is to be on; what it left in each y is in p->got. */
 static nib_status multiply(struct draws *d, const struct side *a, const struct side *b, struct product *p,
                            nib_device *device)
 {
-    nib_array y = p->y, bias = p->bias;
+    nib_array y[TOGETHER], bias = p->bias;
     nib_gemm_options options = p->options;
-    nib_buffer *outputs = device ? upload(device, p->got, y.bytes) : NULL;
+    nib_buffer *outputs[TOGETHER] = { NULL };
     nib_buffer *biases = device ? upload(device, p->biases, bias.bytes) : NULL;
-    y.data = device ? nib_buffer_data(outputs) : p->got;
+    for (int i = 0; i < p->n; i++) {
+        outputs[i] = device ? upload(device, p->got[i], p->y.bytes) : NULL;
+        y[i] = p->y;
+        y[i].data = device ? nib_buffer_data(outputs[i]) : p->got[i];
+        y[i].device = device;
+    }
     bias.data = device ? nib_buffer_data(biases) : p->biases;
-    y.device = bias.device = device;
+    bias.device = device;
     options.bias = options.bias ? &bias : NULL;
+    const nib_operand left[TOGETHER] = { a->operand, a->operand }, right[TOGETHER] = { b->operand, b->operand };
+    const nib_gemm_options *const all[TOGETHER] = { &options, &options };
     begin(d);
-    const nib_status status = nib_gemm(&a->operand, &b->operand, &options, &y);
-    if (outputs)
-        download(outputs, p->got);
-    nib_buffer_release(outputs);
+    const nib_status status =
+        p->n > 1 ? nib_gemm_grouped(left, right, all, y, TOGETHER) : nib_gemm(left, right, &options, y);
+    for (int i = 0; i < p->n; i++) {
+        if (device)
+            download(outputs[i], p->got[i]);
+        nib_buffer_release(outputs[i]);
+    }
     nib_buffer_release(biases);
     return status;
 }
@@ -737,8 +841,11 @@ static void call_product(struct draws *d, const struct slot *s, const struct slo
         const nib_status defined = nib_gemm_reference(&a->host, &b->host, &p.options, &p.y);
         require(!defined == can_multiply(a, b), "the reference of a product");
         const bool good = done(multiply(d, a, b, &p, s->device), !defined && together, "nib_gemm");
-        if (!good || !s->device || !PARTIAL)
-            require(!memcmp(p.got, good ? p.expected : p.before, p.y.bytes), good ? "a product" : "no product");
+        for (int i = 0; i < p.n; i++) {
+            if (!good || !s->device || !PARTIAL)
+                require(!memcmp(p.got[i], good ? p.expected : p.before, p.y.bytes), good ? "a product" : "no product");
+            require(!memcmp(p.got[i], p.got[0], p.y.bytes), "the same product");
+        }
     }
     if (sides[1].operand.array)
         drop_values();
@@ -886,12 +993,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
     struct draws d = { bytes, count };
     remote = remote_create();
     for (int i = 0; i < CALLS && d.left; i++) {
-        const int what = draw(&d, 28);
+        const int what = draw(&d, 32);
         struct slot *s = &slots[draw(&d, SLOTS)], *other = &slots[draw(&d, SLOTS)];
-        if (what < 2 || !s->t)
+        if (what < 2 || (what < 28 && !s->t))
             what ? call_quantize(&d) : call_create(&d);
         else if (what < 20)
             call_on(&d, s, what - 2);
+        else if (what >= 28)
+            what < 31 ? call_fake_quantize(&d) : call_amax(&d);
         else if (what >= 26)
             call_group(&d);
         else if (what >= 24)

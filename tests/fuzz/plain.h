@@ -310,22 +310,36 @@ static float plain_tensor_scales[MOST_LINES];
     (nib_kernels_scalar.operation[format] ? nib_kernels_scalar.operation[format] \
                                           : nib_kernels_scalar.operation[NIB_GENERIC_FORMAT])
 
-/* The tensor scales of a usage from the data, or from the caller's amax; returns the multiplier, where there is one. */
-static inline float plain_scale(const struct model *m, const struct nib_panel *panel, const struct nib_coding *coding,
-                                const nib_overrides *overrides)
+static inline struct nib_panel plain_panel(const struct model *m, const void *x, nib_dtype dtype)
+{
+    return (struct nib_panel){ x, dtype, m->cols, 0, 0, m->rows, m->cols };
+}
+
+/* The amaxes of a usage, as they come from the data: of its lines, or of all of them. */
+static inline const float *plain_amaxes(const struct model *m, const struct nib_panel *panel,
+                                        const struct nib_coding *coding)
 {
     static float amaxes[MOST_LINES];
     const int64_t lines = lines_of(m, (int)coding->usage);
-    float whole = 0, scale = 1;
+    float whole = 0;
     memset(amaxes, 0, sizeof amaxes);
     if (panel->rows && panel->cols)
         SCALAR(absmax_lines, m->q.format)(panel, coding, amaxes);
     for (int64_t i = 0; i < lines; i++)
         whole = amaxes[i] > whole ? amaxes[i] : whole;
+    if (!m->q.row_scaled)
+        amaxes[0] = whole;
+    return amaxes;
+}
+
+/* The tensor scales of a usage from the data, or from the caller's amax; returns the multiplier, where there is one. */
+static inline float plain_scale(const struct model *m, const struct nib_panel *panel, const struct nib_coding *coding,
+                                const nib_overrides *overrides)
+{
+    const float *given = overrides->amax[coding->usage], *amaxes = given ? given : plain_amaxes(m, panel, coding);
+    float scale = 1;
     for (size_t i = 0; i < entries_of(m, (int)coding->usage, TENSOR_SCALES); i++) {
-        const float *given = overrides->amax[coding->usage];
-        const float amax = given ? given[i] : m->q.row_scaled ? amaxes[i] : whole;
-        plain_tensor_scales[i] = nib_tensor_scale_from_amax(&m->q, coding, amax, &scale);
+        plain_tensor_scales[i] = nib_tensor_scale_from_amax(&m->q, coding, amaxes[i], &scale);
         if (overrides->scale) {
             scale = *overrides->scale;
             plain_tensor_scales[i] = 1 / scale;
@@ -338,7 +352,7 @@ static inline float plain_scale(const struct model *m, const struct nib_panel *p
 static inline void plain_quantize(struct model *m, int usage, const void *x, nib_dtype dtype,
                                   const nib_overrides *overrides)
 {
-    const struct nib_panel panel = { x, dtype, m->cols, 0, 0, m->rows, m->cols };
+    const struct nib_panel panel = plain_panel(m, x, dtype);
     const struct nib_usage_geometry g = plain_geometry(m, usage);
     struct nib_coding coding = nib_coding_of(&m->q, (nib_usage)usage, dtype);
     coding.offset = overrides->offset ? *overrides->offset : coding.offset;
