@@ -1032,6 +1032,94 @@ TEST(patterns)
     nib_patterns_destroy(NULL);
 }
 
+enum { LIST = 40, SHORT = 8 };
+
+/* Up to 7 letters of a few, so that they meet. */
+static char *draw_text(char *out, const char *letters, int64_t least)
+{
+    const int64_t n = least + (int64_t)test_below(SHORT - 1 - (uint64_t)least);
+    for (int64_t i = 0; i < n; i++)
+        out[i] = letters[test_below(strlen(letters))];
+    out[n] = '\0';
+    return out;
+}
+
+/* Of a list the first one counts that matches by itself, wherever it is looked for. */
+TEST(lists_of_patterns)
+{
+    for (int round = 0; round < 300; round++) {
+        static char texts[LIST][SHORT];
+        const char *list[LIST];
+        struct nib_patterns *all = NULL, *one[LIST];
+        const size_t n = test_below(LIST + 1);
+        for (size_t i = 0; i < n; i++) {
+            list[i] = test_below(20) ? draw_text(texts[i], test_below(2) ? "ab" : "ab*?", 1) : "re:a.*b$";
+            CHECK_OK(nib_patterns_create(&list[i], 1, &one[i]));
+        }
+        CHECK_OK(nib_patterns_create(list, n, &all));
+        for (int i = 0; i < 50; i++) {
+            char name[SHORT];
+            uint32_t got, want = NIB_NONE, which = NIB_NONE;
+            draw_text(name, "ab", 0);
+            for (uint32_t j = 0; j < n && want == NIB_NONE; j++) {
+                CHECK_OK(nib_patterns_match(one[j], name, &which));
+                want = which == NIB_NONE ? NIB_NONE : j;
+            }
+            CHECK_OK(nib_patterns_match(all, name, &got));
+            CHECK_THAT(got == want, "%s: %u, not %u", name, got, want);
+        }
+        nib_patterns_destroy(all);
+        for (size_t i = 0; i < n; i++)
+            nib_patterns_destroy(one[i]);
+    }
+}
+
+struct places {
+    bool found[LIST][SHORT];
+    int n, most;
+};
+
+static bool note_place(void *context, size_t word, size_t at)
+{
+    struct places *places = context;
+    CHECK(word < LIST && at < SHORT && !places->found[word][at]);
+    places->found[word][at] = true;
+    return ++places->n < places->most;
+}
+
+TEST(words_within_names)
+{
+    for (int round = 0; round < 500; round++) {
+        static char texts[LIST][SHORT];
+        const char *list[LIST];
+        struct nib_words *words = NULL;
+        const size_t n = test_below(LIST + 1);
+        for (size_t i = 0; i < n; i++)
+            list[i] = draw_text(texts[i], test_below(4) ? "ab" : "a\xFF", 1);
+        CHECK_OK(nib_words_create(list, n, &words));
+        for (int i = 0; i < 20; i++) {
+            char name[SHORT];
+            struct places all = { .most = INT32_MAX }, want = { .n = 0 }, first = { .most = 1 };
+            draw_text(name, "ab\xFF", 0);
+            for (size_t at = 0; name[at]; at++)
+                for (size_t j = 0; j < n; j++) {
+                    size_t earlier = 0; /* the same word is one */
+                    while (strcmp(list[earlier], list[j]))
+                        earlier++;
+                    want.found[j][at] = earlier == j && !strncmp(name + at, list[j], strlen(list[j]));
+                    want.n += want.found[j][at];
+                }
+            nib_words_find(words, name, note_place, &all);
+            CHECK_THAT(all.n == want.n && !memcmp(all.found, want.found, sizeof all.found), "%s: %d, not %d", name,
+                       all.n, want.n);
+            nib_words_find(words, name, note_place, &first);
+            CHECK(first.n == (want.n > 0));
+        }
+        nib_words_destroy(words);
+    }
+    nib_words_destroy(NULL);
+}
+
 TEST(fused_and_kept)
 {
     char a[200], b[200];

@@ -96,13 +96,14 @@ struct exclusions {
     size_t n;
     struct nib_patterns *patterns; /* NULL: the list could not be understood, and that was said */
     struct nib_patterns *targets;  /* the only modules that are meant; NULL: all */
-    bool substrings;               /* as vLLM reads ModelOpt's */
+    struct nib_words *words;       /* the entries as vLLM reads ModelOpt's; NULL: of others */
 };
 
 static void free_exclusions(struct exclusions *e)
 {
     nib_patterns_destroy(e->patterns);
     nib_patterns_destroy(e->targets);
+    nib_words_destroy(e->words);
     nib_free(e->entries);
 }
 
@@ -137,7 +138,7 @@ static nib_status read_targets(struct nib_checking *k, const json_t *config, str
 /* The list as patterns. Globs mean nothing to compressed-tensors: they are told of and left out. */
 static nib_status read_exclusions(struct nib_checking *k, const json_t *list, bool modelopt, struct exclusions *out)
 {
-    struct exclusions e = { .substrings = modelopt };
+    struct exclusions e = { 0 };
     size_t i;
     const json_t *item;
     e.entries = nib_alloc((json_array_size(list) + 1) * sizeof *e.entries);
@@ -156,6 +157,8 @@ static nib_status read_exclusions(struct nib_checking *k, const json_t *list, bo
     }
     if (!status)
         status = say_pattern(k, nib_patterns_create(e.entries, e.n, &e.patterns));
+    if (!status && modelopt)
+        status = nib_words_create(e.entries, e.n, &e.words);
     if (status)
         free_exclusions(&e);
     else
@@ -185,12 +188,27 @@ static bool is_parent(const char *entry, const char *name)
     return strncmp(entry, name, length) == 0 && (name[length] == '.' || name[length] == 0);
 }
 
-static bool is_part_of_any(const struct exclusions *e, const char *name)
+/* What of a list stands in a name: an entry, and one that is a parent. */
+struct hits {
+    const struct exclusions *e;
+    const char *name;
+    bool any, parent;
+};
+
+static bool note_hit(void *context, size_t entry, size_t at)
 {
-    for (size_t i = 0; i < e->n; i++)
-        if (strstr(name, e->entries[i]))
-            return true;
-    return false;
+    struct hits *hits = context;
+    hits->any = true;
+    hits->parent |= at == 0 && is_parent(hits->e->entries[entry], hits->name);
+    return at == 0;
+}
+
+static struct hits hits_of(const struct exclusions *e, const char *name)
+{
+    struct hits hits = { .e = e, .name = name };
+    if (e->words)
+        nib_words_find(e->words, name, note_hit, &hits);
+    return hits;
 }
 
 /* The name that vLLM gives to the layer that a module becomes part of. */
@@ -232,47 +250,69 @@ static nib_status check_exclusions(struct nib_checking *k, const struct exclusio
     for (size_t i = 0; i < k->n_modules; i++) {
         const struct nib_check_module *m = &k->modules[i];
         TRY(is_excluded(e, m->name, false, &excluded));
-        for (size_t j = 0; !excluded && e->substrings && j < e->n; j++)
-            excluded = is_parent(e->entries[j], m->name);
-        if (excluded)
+        if (excluded || hits_of(e, m->name).parent)
             TRY(nib_check_found(k, NIB_FAULT_CONFIG_IGNORED, m->name,
                                 "it is quantized, and the configuration excludes it"));
     }
     for (size_t i = 0; i < c->n_weights; i++) {
         const struct nib_ck_weight *w = &c->weights[i];
         uint32_t target = 0;
-        if (!is_linear(c, w) || (e->substrings && is_tower(w->name)))
+        if (!is_linear(c, w) || (e->words && is_tower(w->name)))
             continue;
         if (e->targets)
             TRY(nib_patterns_match(e->targets, w->name, &target));
         if (target == NIB_NONE)
             continue;
         TRY(is_excluded(e, w->name, w->index >= 0, &excluded));
-        if (!excluded && !(e->substrings && is_part_of_any(e, w->name)))
+        if (!excluded && !hits_of(e, w->name).any)
             TRY(nib_check_found(k, NIB_FAULT_CONFIG_NOT_IGNORED, w->name,
                                 "it is not quantized, and the configuration does not exclude it"));
     }
     return NIB_OK;
 }
 
+/* The first module, from 1 on, whose name an entry is part of without meaning it. */
+struct widths {
+    const struct exclusions *e;
+    size_t module, *first;
+    const char *name;
+    char fused[1024];
+};
+
+static bool note_width(void *context, size_t entry, size_t at)
+{
+    (void)at;
+    struct widths *w = context;
+    const char *text = w->e->entries[entry];
+    if (!w->first[entry] && !is_parent(text, w->name) && !is_parent(text, w->fused))
+        w->first[entry] = w->module;
+    return true;
+}
+
 /* Entries that vLLM finds within names that they do not mean. */
 static nib_status check_widths(struct nib_checking *k, const struct exclusions *e)
 {
-    for (size_t j = 0; j < e->n; j++) {
-        const char *entry = e->entries[j];
-        for (size_t i = 0; i < k->n_modules; i++) {
-            char fused[1024];
-            const char *name = k->modules[i].name;
-            fused_name(name, fused, sizeof fused);
-            const char *hit = strstr(fused, entry) ? fused : strstr(name, entry) ? name : NULL;
-            if (!hit || is_parent(entry, name) || is_parent(entry, fused))
-                continue;
-            TRY(nib_check_found(k, NIB_FAULT_CONFIG_TOO_WIDE, "config.json", "the excluded \"%s\" is also part of %s",
-                                entry, hit));
-            break;
-        }
+    struct widths w = { .e = e, .first = nib_alloc_zeroed((e->n + 1) * sizeof *w.first) };
+    if (!w.first)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its configuration", k->c->path);
+    for (w.module = 1; w.module <= k->n_modules; w.module++) {
+        w.name = k->modules[w.module - 1].name;
+        fused_name(w.name, w.fused, sizeof w.fused);
+        nib_words_find(e->words, w.fused, note_width, &w);
+        if (!is(w.fused, w.name))
+            nib_words_find(e->words, w.name, note_width, &w);
     }
-    return NIB_OK;
+    nib_status status = NIB_OK;
+    for (size_t j = 0; !status && j < e->n; j++) {
+        if (!w.first[j])
+            continue;
+        w.name = k->modules[w.first[j] - 1].name;
+        fused_name(w.name, w.fused, sizeof w.fused);
+        status = nib_check_found(k, NIB_FAULT_CONFIG_TOO_WIDE, "config.json", "the excluded \"%s\" is also part of %s",
+                                 e->entries[j], strstr(w.fused, e->entries[j]) ? w.fused : w.name);
+    }
+    nib_free(w.first);
+    return status;
 }
 
 /* ---- compressed-tensors ---- */

@@ -8,6 +8,7 @@
 
 #include <pcre2.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "file/json.h"
 
@@ -20,7 +21,11 @@ struct nib_patterns {
     struct pattern {
         char *text;
         pcre2_code *expression; /* NULL: exact or glob */
+        bool glob;
     } * each;
+    struct nib_names exact; /* lists have thousands, and models more names */
+    uint32_t *exact_at;     /* the first pattern that each of them is */
+    size_t *others, n_others;
 };
 
 static bool is_glob(const char *text) { return strpbrk(text, "*?") != NULL; }
@@ -55,6 +60,7 @@ static nib_status compile(const char *text, struct pattern *out)
     if (!out->text)
         return nib_fail(NIB_ERR_MEMORY, "no memory for the pattern %s", nib_quote(text).text);
     memcpy(out->text, text, bytes);
+    out->glob = is_glob(text);
     if (strncmp(text, "re:", 3) != 0)
         return NIB_OK;
     int code;
@@ -69,26 +75,49 @@ static nib_status compile(const char *text, struct pattern *out)
                     (const char *)reason);
 }
 
+/* Where a pattern is looked for. */
+static bool list_pattern(struct nib_patterns *patterns, size_t i)
+{
+    const struct pattern *pattern = &patterns->each[i];
+    struct nib_names *exact = &patterns->exact;
+    const size_t start = exact->text.used;
+    uint32_t id;
+    size_t place;
+    if (pattern->expression || pattern->glob) {
+        patterns->others[patterns->n_others++] = i;
+        return true;
+    }
+    if (nib_names_find(exact, pattern->text, &id, &place))
+        return true;
+    patterns->exact_at[exact->order.n] = (uint32_t)i;
+    return nib_text_put(&exact->text, pattern->text, strlen(pattern->text) + 1) && nib_names_add(exact, start);
+}
+
 nib_status nib_patterns_create(const char *const *patterns, size_t n, struct nib_patterns **out)
 {
     struct nib_patterns *made = nib_alloc_zeroed(sizeof *made);
-    if (made)
+    if (made) {
         made->each = nib_alloc_zeroed((n + 1) * sizeof *made->each);
-    if (!made || !made->each) {
-        nib_free(made);
-        return nib_fail(NIB_ERR_MEMORY, "no memory for %zu patterns", n);
+        made->exact_at = nib_alloc((n + 1) * sizeof *made->exact_at);
+        made->others = nib_alloc((n + 1) * sizeof *made->others);
     }
-    nib_status status = NIB_OK;
+    nib_status status = made && made->each && made->exact_at && made->others
+                            ? NIB_OK
+                            : nib_fail(NIB_ERR_MEMORY, "no memory for %zu patterns", n);
     for (size_t i = 0; !status && i < n; i++) {
         made->n = i + 1;
         status = patterns[i] && *patterns[i] ? compile(patterns[i], &made->each[i])
                                              : nib_fail(NIB_ERR_ARG, "pattern %zu is empty", i + 1);
+        if (!status && !list_pattern(made, i))
+            status = nib_fail(NIB_ERR_MEMORY, "no memory for %zu patterns", n);
     }
-    if (status)
+    if (status) {
         nib_patterns_destroy(made);
-    else
-        *out = made;
-    return status;
+        return status;
+    }
+    nib_names_finish(&made->exact);
+    *out = made;
+    return NIB_OK;
 }
 
 static nib_status expression_matches(const struct pattern *pattern, const char *name, bool *matches)
@@ -113,18 +142,18 @@ static nib_status expression_matches(const struct pattern *pattern, const char *
 
 nib_status nib_patterns_match(const struct nib_patterns *patterns, const char *name, uint32_t *which)
 {
-    *which = NIB_NONE;
-    for (size_t i = 0; i < patterns->n; i++) {
-        const struct pattern *pattern = &patterns->each[i];
-        bool matches = false;
+    uint32_t id;
+    size_t place;
+    *which = nib_names_find(&patterns->exact, name, &id, &place) ? patterns->exact_at[id] : NIB_NONE;
+    for (size_t i = 0; i < patterns->n_others && patterns->others[i] < *which; i++) {
+        const struct pattern *pattern = &patterns->each[patterns->others[i]];
+        bool matches;
         if (pattern->expression)
             TRY(expression_matches(pattern, name, &matches));
         else
-            matches = is_glob(pattern->text) ? glob_matches(pattern->text, name) : strcmp(pattern->text, name) == 0;
-        if (matches) {
-            *which = (uint32_t)i;
-            return NIB_OK;
-        }
+            matches = glob_matches(pattern->text, name);
+        if (matches)
+            *which = (uint32_t)patterns->others[i];
     }
     return NIB_OK;
 }
@@ -138,7 +167,96 @@ void nib_patterns_destroy(struct nib_patterns *patterns)
         pcre2_code_free(patterns->each[i].expression);
     }
     nib_free(patterns->each);
+    nib_names_free(&patterns->exact);
+    nib_free(patterns->exact_at);
+    nib_free(patterns->others);
     nib_free(patterns);
+}
+
+/* ---- Words within names ---- */
+
+/* In the order of their bytes, so that what a text begins with stands before it, and nothing else in between. */
+struct nib_words {
+    size_t n;
+    struct word {
+        const char *text;
+        size_t length, place; /* in the list */
+        size_t within;        /* the longest other one that this one begins with, or NO_WORD */
+    } * each;
+};
+#define NO_WORD SIZE_MAX
+
+static int compare_words(const void *a, const void *b)
+{
+    const struct word *x = a, *y = b;
+    const int order = strcmp(x->text, y->text);
+    return order ? order : (x->place > y->place) - (x->place < y->place);
+}
+
+static bool begins_with(const char *text, const struct word *word)
+{
+    return strncmp(text, word->text, word->length) == 0;
+}
+
+/* The longest word that `text` begins with, of one and of those that it begins with. */
+static size_t longest_of(const struct nib_words *words, size_t word, const char *text)
+{
+    while (word != NO_WORD && !begins_with(text, &words->each[word]))
+        word = words->each[word].within;
+    return word;
+}
+
+nib_status nib_words_create(const char *const *list, size_t n, struct nib_words **out)
+{
+    struct nib_words *made = nib_alloc_zeroed(sizeof *made);
+    struct word *each = made ? made->each = nib_alloc((n + 1) * sizeof *each) : NULL;
+    if (!each) {
+        nib_words_destroy(made);
+        return nib_fail(NIB_ERR_MEMORY, "no memory for %zu words", n);
+    }
+    for (size_t i = 0; i < n; i++)
+        each[i] = (struct word){ list[i], strlen(list[i]), i, NO_WORD };
+    qsort(each, n, sizeof *each, compare_words);
+    for (size_t i = 0; i < n; i++) {
+        if (made->n && strcmp(each[made->n - 1].text, each[i].text) == 0)
+            continue;
+        each[made->n] = each[i];
+        each[made->n].within = longest_of(made, made->n ? made->n - 1 : NO_WORD, each[i].text);
+        made->n++;
+    }
+    *out = made;
+    return NIB_OK;
+}
+
+/* The last word that is not behind `text`, or NO_WORD. */
+static size_t last_before(const struct nib_words *words, const char *text)
+{
+    size_t low = 0;
+    for (size_t high = words->n; low < high;) {
+        const size_t middle = low + (high - low) / 2;
+        if (strcmp(words->each[middle].text, text) <= 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low ? low - 1 : NO_WORD;
+}
+
+void nib_words_find(const struct nib_words *words, const char *name, nib_word_found *found, void *context)
+{
+    for (size_t at = 0; name[at]; at++) {
+        size_t word = longest_of(words, last_before(words, name + at), name + at);
+        for (; word != NO_WORD; word = words->each[word].within)
+            if (!found(context, words->each[word].place, at))
+                return;
+    }
+}
+
+void nib_words_destroy(struct nib_words *words)
+{
+    if (words)
+        nib_free(words->each);
+    nib_free(words);
 }
 
 /* ---- Parts of a name ---- */

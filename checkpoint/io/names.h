@@ -20,6 +20,14 @@ nib_status nib_patterns_create(const char *const *patterns, size_t n, struct nib
 nib_status nib_patterns_match(const struct nib_patterns *patterns, const char *name, uint32_t *which);
 void nib_patterns_destroy(struct nib_patterns *patterns);
 
+/* The words of a list, which outlives them, that stand anywhere in a name. */
+struct nib_words;
+nib_status nib_words_create(const char *const *list, size_t n, struct nib_words **out);
+/* A word by its first place in the list, and where it stands in the name; false: no more are wanted. */
+typedef bool nib_word_found(void *context, size_t word, size_t at);
+void nib_words_find(const struct nib_words *words, const char *name, nib_word_found *found, void *context);
+void nib_words_destroy(struct nib_words *words);
+
 /* The set of weights that a server fuses into one matrix and that must share a tensor scale: equal keys, equal sets.
  * Writes "PARENT{q_proj,k_proj,v_proj}" to buffer; false where a name is in no set. */
 bool nib_ck_fused_key(const char *weight, char *buffer, size_t bytes);
