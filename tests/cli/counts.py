@@ -52,6 +52,10 @@ def runs():
     tower = {f"vision_tower.{i}.lin.weight": WEIGHT for i in range(2 * COUNT)}
     yield ["convert", "--format", "compressed-tensors", "--dry-run",
            directory("tower", {**tower, **packed("vision_tower.z.lin")}, config={**LLAMA, "quantization_config": MODELOPT}), "out"]
+    halves = [f"model.layers.{i}.mlp.{part}_proj" for i in range(COUNT // 2) for part in ("gate", "down")]
+    yield ["check", directory("halves", {**{f"{module}.weight": WEIGHT for module in halves[::2]},
+                                         **{name: facts for module in halves[1::2] for name, facts in packed(module).items()}},
+                              config={**LLAMA, "quantization_config": {**MODELOPT, "ignore": halves[::2]}})]
     excluded = [f"model.layers.{i}.mlp.gate_proj" for i in range(2 * COUNT)]
     yield ["check", directory("excluded", packed("model.layers.0.mlp.down_proj"),
                               config={**LLAMA, "quantization_config": {**MODELOPT, "ignore": excluded}},
