@@ -15,7 +15,7 @@
 #include "fake_device.h"
 #endif
 
-enum { SLOTS = 4, PART_SPACE = 1 << 17 };
+enum { SLOTS = 4, PART_SPACE = 1 << 17, MANY = 4096 /* elements, where they need not be whole tiles */ };
 
 struct slot {
     nib_tensor *t; /* NULL: free */
@@ -34,17 +34,22 @@ static nib_device *remote;
 extern long shim_allocated;
 
 enum { PARTIAL = 1 }; /* it takes a part of the options, and its products keep to a bound */
-static inline nib_device *remote_create(void)
+static inline nib_device *remote_create(struct draws *d)
 {
+    const int ordinal = draw(d, 4) == 3; /* the shim's second one has FP4 tensor cores */
     nib_device *device = NULL;
     setenv("NIB_CUBLASLT_LIBRARY", "", 1); /* the shim's own, whatever else is there */
-    require(!nib_cuda_create_stream(0, &device), "a GPU");
+    require(!nib_cuda_create_stream(ordinal, &device), "a GPU");
     return device;
 }
 static inline int64_t remote_live(void) { return shim_allocated; }
 #else
 enum { PARTIAL = 0 };
-static inline nib_device *remote_create(void) { return fake_create(0); }
+static inline nib_device *remote_create(struct draws *d)
+{
+    (void)d;
+    return fake_create(0);
+}
 static inline int64_t remote_live(void) { return fake_live(); }
 #endif
 
@@ -244,7 +249,12 @@ static inline int draw_shape(struct draws *d, int64_t shape[3])
 {
     static const int64_t dims[] = { 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 64, 80, 128, 130, 0 };
     const int kind = draw(d, 24), rank = 1 + kind % 3; /* most are small: time goes with elements */
-    const int64_t most = kind < 18 ? ELEMENTS / 8 : ELEMENTS;
+    const int64_t most = kind < 18 ? MANY / 8 : MANY;
+    if (PARTIAL && kind >= 22) {
+        shape[0] = 128;
+        shape[1] = kind == 22 ? 64 : 128;
+        return 2;
+    }
     int64_t elements = 1;
     for (int i = 0; i < rank; i++) {
         shape[i] = dims[draw(d, 16)];

@@ -830,13 +830,13 @@ static void call_product(struct draws *d, const struct slot *s, const struct slo
     struct side sides[2];
     const bool plain = !other->t || draw(d, 3) == 0, swapped = draw(d, 2);
     use_tensor(d, s, &sides[0]);
-    if (plain && sides[0].length * 20 <= ELEMENTS)
+    if (plain && sides[0].length * 20 <= MANY)
         use_values(d, sides[0].length, s->device, &sides[1]);
     else
         use_tensor(d, plain ? s : other, &sides[1]);
     const struct side *a = &sides[swapped], *b = &sides[!swapped];
     const bool together = sides[1].m != &other->m || s->device == other->device;
-    if (a->lines * b->lines <= ELEMENTS) {
+    if (a->lines * b->lines <= MANY && a->lines * b->lines * a->length <= 64 * MANY) {
         draw_product(d, a->lines, b->lines, &p);
         const nib_status defined = nib_gemm_reference(&a->host, &b->host, &p.options, &p.y);
         require(!defined == can_multiply(a, b), "the reference of a product");
@@ -900,7 +900,7 @@ static void call_group(struct draws *d)
     const int64_t cols = widths[draw(d, 6)];
     for (size_t i = 0; i < n; i++) {
         counts[i] = rows[draw(d, 9)];
-        counts[i] = (sum + counts[i]) * cols > ELEMENTS ? 0 : counts[i];
+        counts[i] = (sum + counts[i]) * cols > MANY ? 0 : counts[i];
         sum += counts[i];
     }
     nib_quantizer q = draw_quantizer(d);
@@ -991,7 +991,7 @@ static void call_on(struct draws *d, struct slot *s, int what)
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count)
 {
     struct draws d = { bytes, count };
-    remote = remote_create();
+    remote = remote_create(&d);
     for (int i = 0; i < CALLS && d.left; i++) {
         const int what = draw(&d, 32);
         struct slot *s = &slots[draw(&d, SLOTS)], *other = &slots[draw(&d, SLOTS)];
