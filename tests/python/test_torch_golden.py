@@ -70,6 +70,15 @@ def test_gist():
         compare(case, tensors, lambda part: got[part].numpy())
 
 
+def test_gist_by_a_scale_that_is_a_view():
+    """Its memory has the other sign."""
+    x, scale = torch.randn(4, 32), torch.tensor(1 - 7j).conj().imag
+    assert scale.is_neg()
+    (codes, scales, _), (wanted, wanted_scales, _) = gist.quant_nvfp4_torch(x, scale), gist.quant_nvfp4_torch(x, 7.0)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scales.view(torch.uint8), wanted_scales.view(torch.uint8))
+
+
 @pytest.mark.parametrize("stem", vectors.QUANTIZE_FILES)
 def test_torch_tensors_by_dlpack(stem):
     cases, arrays = vectors.load(stem)

@@ -43,7 +43,7 @@ def quant_nvfp4_torch(x, global_scale=None):
     struct.columnwise = 0
     overrides = tensor_scale = None
     if global_scale is not None:
-        tensor_scale = torch.as_tensor(global_scale, dtype=torch.float32).reshape(1)
+        tensor_scale = _bridge.host(torch.as_tensor(global_scale, dtype=torch.float32).detach()).reshape(1)
         overrides = _library.Overrides()
         overrides.tensor_scale[0] = tensor_scale.data_ptr()
     source = _bridge.host(x.detach())
