@@ -170,6 +170,8 @@ TEST(hostile_folders)
     check_rejected(NIB_ERR_DATA, "duplicate");
     put_text("config.json", "[1]");
     check_rejected(NIB_ERR_DATA, "not a JSON object");
+    put_text("config.json", "null");
+    check_rejected(NIB_ERR_DATA, "config.json: line 1");
     put_text("config.json", "{}");
     put_text("hf_quant_config.json", "{");
     check_rejected(NIB_ERR_DATA, "hf_quant_config.json: line 1");

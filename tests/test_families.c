@@ -226,7 +226,7 @@ TEST(stacks_come_back_of_parts_that_stayed_and_by_way_of_another_format)
 }
 
 /* A file whose metadata have this under "nib", and what is left when its codes are values again. */
-static nib_checkpoint *dequantize_told(const char *provenance, const struct item *items, size_t n)
+static void write_told(const char *provenance, const struct item *items, size_t n)
 {
     nib_writer *writer = NULL;
     CHECK_OK(nib_writer_create(at("told.safetensors"), &writer));
@@ -239,6 +239,11 @@ static nib_checkpoint *dequantize_told(const char *provenance, const struct item
                                       (size_t)nib_dtype_bits(items[i].dtype) / 8));
     CHECK_OK(nib_writer_commit(writer));
     nib_writer_destroy(writer);
+}
+
+static nib_checkpoint *dequantize_told(const char *provenance, const struct item *items, size_t n)
+{
+    write_told(provenance, items, n);
     CHECK_OK(dequantize(at("told.safetensors"), at("plain.safetensors"), 0));
     CHECK(unlink(at("told.safetensors")) == 0);
     nib_checkpoint *c = open_good(at("plain.safetensors"));
@@ -250,7 +255,11 @@ TEST(what_provenance_says_is_believed_only_where_it_fits)
 {
     static const char *const texts[] = {
         "nothing",
+        " 1.0",
+        "\"0.2\"",
+        "null",
         "{\"restore\": [",
+        "{\"restore\": [{\"matrix\": \"up\\u0000x\"}], \"dtype\": \"F32\\u0000\"}",
         "{\"restore\": 5}",
         "{\"restore\": [5, {}, {\"tensor\": \"\", \"experts\": \".experts\", \"parts\": [\"up\"]}]}",
         "{\"restore\": [{\"tensor\": \".x\", \"experts\": \".experts\", \"parts\": [\"up\", \"down\"]}]}",
@@ -281,6 +290,31 @@ TEST(what_provenance_says_is_believed_only_where_it_fits)
         CHECK_THAT(c->n_tensors == 4 && nib_ck_find_tensor(c, "m.experts.1.odd.weight") != NIB_NONE, "%s", texts[i]);
         nib_checkpoint_close(c);
     }
+}
+
+TEST(what_provenance_says_goes_on_as_far_as_it_is_understood)
+{
+    static const uint8_t codes[16 * 8], scales[16];
+    static const float one = 1;
+    const struct item items[] = {
+        { "m.up.weight_packed", NIB_U8, 2, { 16, 8 }, codes },
+        { "m.up.weight_scale", NIB_E4M3, 2, { 16, 1 }, scales },
+        { "m.up.weight_global_scale", NIB_F32, 1, { 1 }, &one },
+    };
+    write_told("{\"restore\": [{\"matrix\": \"q\", \"x\": [[[5]]]}, {\"else\": 1}, [], {\"tensor\": \".x\", \"x\": {}, "
+               "\"experts\": \".experts\", \"parts\": [\"a\", \"b\"], \"transposed\": true}]}",
+               items, 3);
+    nib_checkpoint *c = open_good(at("told.safetensors"));
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_convert(c, NIB_CHECKPOINT_FORMAT_MODELOPT, &plan));
+    char *text = plan ? json_dumps(plan->restore, JSON_COMPACT | JSON_SORT_KEYS) : NULL;
+    CHECK_THAT(text && !strcmp(text, "[{\"matrix\":\"q\"},{\"experts\":\".experts\",\"interleaved\":false,"
+                                     "\"parts\":[\"a\",\"b\"],\"tensor\":\".x\",\"transposed\":true}]"),
+               "%s", text ? text : "");
+    free(text);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+    CHECK(unlink(at("told.safetensors")) == 0);
 }
 
 /* Only what computes can have been the bias of a stack: integers of that name stay beside it, as they are. */

@@ -133,21 +133,29 @@ static bool is_lack_of_memory(const json_error_t *error, const char *text, size_
     if (code != json_error_invalid_syntax && code != json_error_premature_end_of_input &&
         code != json_error_end_of_input_expected)
         return false;
-    return nib_json_valid(text, bytes);
+    const char *first = text;
+    while (first < text + bytes && memchr(" \t\r\n", *first, 4))
+        first++;
+    return first < text + bytes && (*first == '{' || *first == '[') && nib_json_valid(text, bytes); /* no mere value */
 }
 
-nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, json_t **out)
+static nib_status parse(const char *path, const char *text, size_t bytes, size_t flags, json_t **out)
 {
     json_error_t error = { .text = "" }; /* jansson leaves the code alone that it has none for */
     if (bytes > VALUES_LIMIT && count_values(text, bytes) > VALUES_LIMIT)
         return nib_fail(NIB_ERR_DATA, "%s: it has more values than the limit of %d", path, VALUES_LIMIT);
-    json_t *value = json_loadb(text, bytes, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
+    json_t *value = json_loadb(text, bytes, JSON_REJECT_DUPLICATES | flags, &error);
     if (!value && is_lack_of_memory(&error, text, bytes))
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its JSON", path);
     if (!value)
         return nib_fail(NIB_ERR_DATA, "%s: line %d: %s", path, error.line, nib_quote(error.text).text);
     *out = value;
     return NIB_OK;
+}
+
+nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, json_t **out)
+{
+    return parse(path, text, bytes, JSON_ALLOW_NUL, out);
 }
 
 static char *join_path(const char *directory, const char *name)
@@ -832,7 +840,7 @@ static nib_status set_paths(nib_checkpoint *c, const char *path)
     return c->directory ? NIB_OK : nib_ck_no_memory(c);
 }
 
-/* Who else calls something "nib" may write there what they like. */
+/* Who else calls something "nib" may write there what they like. What goes on to outputs has no NUL within strings. */
 static nib_status find_provenance(nib_checkpoint *c)
 {
     for (size_t f = 0; f < c->n_files && !c->provenance; f++)
@@ -841,7 +849,7 @@ static nib_status find_provenance(nib_checkpoint *c)
     if (c->provenance && strlen(c->provenance) > PROVENANCE_LIMIT)
         c->provenance = NULL;
     const nib_status status =
-        c->provenance ? nib_ck_parse_json(c->path, c->provenance, strlen(c->provenance), &c->notes) : NIB_OK;
+        c->provenance ? parse(c->path, c->provenance, strlen(c->provenance), 0, &c->notes) : NIB_OK;
     return status == NIB_ERR_DATA ? NIB_OK : status;
 }
 

@@ -42,13 +42,27 @@ static nib_status add_note(nib_plan *plan, json_t *note)
     return json_array_append_new(plan->restore, note) ? no_memory() : NIB_OK;
 }
 
+static nib_status note_matrix(nib_plan *plan, const char *name)
+{
+    return add_note(plan, json_pack("{s:s}", "matrix", name));
+}
+
+/* parts[1] is NULL where there is one. */
+static nib_status note_stack(nib_plan *plan, const char *tensor, const char *experts, const char *const parts[2],
+                             bool transposed, bool interleaved)
+{
+    json_t *names = parts[1] ? json_pack("[s, s]", parts[0], parts[1]) : json_pack("[s]", parts[0]);
+    return add_note(plan, json_pack("{s:s, s:s, s:o, s:b, s:b}", "tensor", tensor, "experts", experts, "parts", names,
+                                    "transposed", (int)transposed, "interleaved", (int)interleaved));
+}
+
 nib_status nib_plan_note_cut(nib_plan *plan, const struct nib_ck_weight *w)
 {
     const nib_checkpoint *in = plan->in;
     const struct nib_ck_tensor *t = &in->tensors[w->tensor[NIB_ROLE_DATA]];
     const char *dot = strrchr(w->name, '.');
     if (w->index < 0)
-        return w->transposed ? add_note(plan, json_pack("{s:s}", "matrix", dot ? dot + 1 : w->name)) : NIB_OK;
+        return w->transposed ? note_matrix(plan, dot ? dot + 1 : w->name) : NIB_OK;
     if (w->format != NIB_CHECKPOINT_FORMAT_PLAIN || t->ggml_type >= 0)
         return NIB_OK; /* MXFP4 does not come back, and GGUF has no such names */
     struct nib_ck_stack stack;
@@ -56,11 +70,8 @@ nib_status nib_plan_note_cut(nib_plan *plan, const struct nib_ck_weight *w)
     TRY(nib_ck_stack_of(in, t->name, t->rank, t->shape, &is, &stack));
     if (!is)
         return NIB_OK;
-    json_t *parts =
-        stack.parts[1] ? json_pack("[s, s]", stack.parts[0], stack.parts[1]) : json_pack("[s]", stack.parts[0]);
-    return add_note(plan, json_pack("{s:s, s:s, s:o, s:b, s:b}", "tensor", t->name + stack.prefix_bytes, "experts",
-                                    stack.prefix, "parts", parts, "transposed", (int)stack.transposed, "interleaved",
-                                    (int)stack.interleaved));
+    return note_stack(plan, t->name + stack.prefix_bytes, stack.prefix, stack.parts, stack.transposed,
+                      stack.interleaved);
 }
 
 /* Older models have no dtype in config.json: of F32 weights plain ones would come back in BF16. */
@@ -84,14 +95,6 @@ void nib_plan_note_dtype(nib_plan *plan)
 /* What the input's own provenance says. */
 static const json_t *notes_of(const nib_plan *plan) { return json_object_get(plan->in->notes, "restore"); }
 
-nib_status nib_plan_carry_notes(nib_plan *plan)
-{
-    const json_t *notes = notes_of(plan);
-    for (size_t i = 0; i < json_array_size(notes) && i < MOST_RULES; i++)
-        TRY(add_note(plan, json_incref(json_array_get(notes, i))));
-    return NIB_OK;
-}
-
 /* ---- Putting together ---- */
 
 /* An entry of the list, understood. */
@@ -113,6 +116,22 @@ static bool read_rule(const json_t *note, struct rule *out)
         out->parts[i] = json_string_value(json_array_get(parts, i));
     return out->tensor && *out->tensor && out->experts && *out->experts && (out->n == 1 || out->n == 2) &&
            out->parts[0] && (out->n == 1 || out->parts[1]);
+}
+
+/* What is not understood stays behind: who knows what it would do to the next reader. */
+nib_status nib_plan_carry_notes(nib_plan *plan)
+{
+    const json_t *notes = notes_of(plan);
+    for (size_t i = 0; i < json_array_size(notes) && i < MOST_RULES; i++) {
+        const json_t *note = json_array_get(notes, i);
+        const char *matrix = json_string_value(json_object_get(note, "matrix"));
+        struct rule rule;
+        if (matrix)
+            TRY(note_matrix(plan, matrix));
+        else if (read_rule(note, &rule))
+            TRY(note_stack(plan, rule.tensor, rule.experts, rule.parts, rule.transposed, rule.interleaved));
+    }
+    return NIB_OK;
 }
 
 /* A weight that is part of an expert by some rule. */
