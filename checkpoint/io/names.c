@@ -182,7 +182,9 @@ struct nib_words {
         const char *text;
         size_t length, place; /* in the list */
         size_t within;        /* the longest other one that this one begins with, or NO_WORD */
+        size_t seen;          /* the last name that it was found in */
     } * each;
+    size_t names; /* that were asked for */
 };
 #define NO_WORD SIZE_MAX
 
@@ -215,7 +217,7 @@ nib_status nib_words_create(const char *const *list, size_t n, struct nib_words 
         return nib_fail(NIB_ERR_MEMORY, "no memory for %zu words", n);
     }
     for (size_t i = 0; i < n; i++)
-        each[i] = (struct word){ list[i], strlen(list[i]), i, NO_WORD };
+        each[i] = (struct word){ list[i], strlen(list[i]), i, NO_WORD, 0 };
     qsort(each, n, sizeof *each, compare_words);
     for (size_t i = 0; i < n; i++) {
         if (made->n && strcmp(each[made->n - 1].text, each[i].text) == 0)
@@ -242,13 +244,17 @@ static size_t last_before(const struct nib_words *words, const char *text)
     return low ? low - 1 : NO_WORD;
 }
 
-void nib_words_find(const struct nib_words *words, const char *name, nib_word_found *found, void *context)
+void nib_words_find(struct nib_words *words, const char *name, nib_word_found *found, void *context)
 {
+    words->names++;
     for (size_t at = 0; name[at]; at++) {
-        size_t word = longest_of(words, last_before(words, name + at), name + at);
-        for (; word != NO_WORD; word = words->each[word].within)
-            if (!found(context, words->each[word].place, at))
+        size_t i = longest_of(words, last_before(words, name + at), name + at);
+        /* What a word begins with was found with it. */
+        for (; i != NO_WORD && words->each[i].seen != words->names; i = words->each[i].within) {
+            words->each[i].seen = words->names;
+            if (!found(context, words->each[i].place, at))
                 return;
+        }
     }
 }
 

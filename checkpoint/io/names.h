@@ -23,9 +23,10 @@ void nib_patterns_destroy(struct nib_patterns *patterns);
 /* The words of a list, which outlives them, that stand anywhere in a name. */
 struct nib_words;
 nib_status nib_words_create(const char *const *list, size_t n, struct nib_words **out);
-/* A word by its first place in the list, and where it stands in the name; false: no more are wanted. */
+/* A word by its first place in the list, and where it first stands in the name; false: no more are wanted. */
 typedef bool nib_word_found(void *context, size_t word, size_t at);
-void nib_words_find(const struct nib_words *words, const char *name, nib_word_found *found, void *context);
+/* In the order of places, longer ones first. Not for several threads at once. */
+void nib_words_find(struct nib_words *words, const char *name, nib_word_found *found, void *context);
 void nib_words_destroy(struct nib_words *words);
 
 /* The set of weights that a server fuses into one matrix and that must share a tensor scale: equal keys, equal sets.
