@@ -436,8 +436,14 @@ def _save(path, tensors, metadata):
 
 def _lock(path):
     """The descriptor of a file that nobody else has locked; its directory is made, and may be gone in between."""
+    directory = os.path.dirname(path)
     while True:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except FileExistsError:  # said of one that is removed at this moment, too
+            if os.path.lexists(directory) and not os.path.isdir(directory):
+                raise
+            continue
         with contextlib.suppress(FileNotFoundError):
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:

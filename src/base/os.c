@@ -100,6 +100,28 @@ bool nib_threads_usable(void) { return !atomic_load(&forked); }
 
 void nib_os_yield(void) { (void)sched_yield(); }
 
+static void *wait_for_the_others(void *mutex)
+{
+    pthread_mutex_lock(mutex);
+    pthread_mutex_unlock(mutex);
+    return NULL;
+}
+
+int nib_os_start_threads(int threads)
+{
+    pthread_mutex_t all = PTHREAD_MUTEX_INITIALIZER;
+    pthread_t *others = nib_alloc((size_t)threads * sizeof *others);
+    int started = 1; /* the caller */
+    pthread_mutex_lock(&all);
+    while (others && started < threads && !pthread_create(&others[started], NULL, wait_for_the_others, &all))
+        started++;
+    pthread_mutex_unlock(&all);
+    for (int i = 1; i < started; i++)
+        pthread_join(others[i], NULL);
+    nib_free(others);
+    return started;
+}
+
 /* ---- Files ---- */
 
 /* strerror_r returns the text with glibc's own declarations, and a number with those of POSIX (musl). */

@@ -20,6 +20,9 @@ NIB_PRIVATE void nib_fpenv_leave(nib_fpenv saved);
 /* False in a child after fork: the pool of worker threads did not survive it. */
 NIB_PRIVATE bool nib_threads_usable(void);
 
+/* How many threads there can be at a time, at most so many: they are started, the caller's but one, and end. */
+int nib_os_start_threads(int threads);
+
 /* Let another thread have the processor. */
 NIB_PRIVATE void nib_os_yield(void);
 

@@ -6,6 +6,7 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#include <stdatomic.h>
 #endif
 
 #include "base/os.h"
@@ -23,6 +24,21 @@ int nib_thread_count(const nib_device *device, int64_t elements)
     return (int)nib_max(1, nib_min(threads, elements / NIB_ELEMENTS_PER_THREAD));
 }
 
+#ifdef _OPENMP
+/* As many as can be started: OpenMP ends the process where one cannot. What was possible once is not tried again. */
+static int startable(int threads)
+{
+    static atomic_int proven = 1;
+    const int known = atomic_load(&proven);
+    if (threads <= known)
+        return threads;
+    const int started = nib_os_start_threads(threads);
+    if (started > known)
+        atomic_store(&proven, started);
+    return started;
+}
+#endif
+
 static void run_serially(int64_t n, void (*body)(void *context, int64_t i), void *context)
 {
     const nib_fpenv saved = nib_fpenv_enter();
@@ -34,7 +50,9 @@ static void run_serially(int64_t n, void (*body)(void *context, int64_t i), void
 void nib_parallel(int64_t n, int threads, void (*body)(void *context, int64_t i), void *context)
 {
 #ifdef _OPENMP
-    if (threads > 1 && n > 1) { /* otherwise not even a team of one: after a fork it could not be had */
+    if (threads > 1 && n > 1) /* otherwise not even a team of one: after a fork it could not be had */
+        threads = startable(threads);
+    if (threads > 1 && n > 1) {
 #pragma omp parallel num_threads(threads)
         {
             const nib_fpenv saved = nib_fpenv_enter();
