@@ -532,6 +532,37 @@ TEST(no_json_that_fails_leaves_half_a_configuration)
     nib_checkpoint_close(in);
 }
 
+/* The same keys, or no output. */
+TEST(no_json_that_fails_is_left_out_of_an_output)
+{
+    make_model(at("in"));
+    const nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    nib_checkpoint *in = open_good(at("in"));
+    nib_plan *plan = plan_quantize(in, &options);
+    nib_job job;
+    nib_job_init(&job);
+    job.threads = 1;
+    for (long left = 0, failed = 1; failed; left++) {
+        CHECK_OK(nib_os_remove_directory(at("out")));
+        json_set_alloc_funcs(allocate_json, free);
+        json_left = left;
+        const nib_status status = nib_plan_run(plan, at("out"), NULL, &job);
+        failed = json_left < 0;
+        json_left = -1;
+        json_set_alloc_funcs(malloc, free);
+        CHECK_THAT(!status || !nib_os_exists(at("out/config.json")), "allocation %ld: %s", left, nib_last_error());
+        nib_checkpoint *out = status ? NULL : open_good(at("out"));
+        if (out) /* and what it was made by */
+            CHECK_THAT(json_object_size(out->config) == json_object_size(plan->config) + 1 &&
+                           json_object_size(out->hf_quant_config) == json_object_size(plan->hf_quant) &&
+                           json_equal(out->quantization, json_object_get(plan->config, "quantization_config")),
+                       "allocation %ld: %zu keys", left, json_object_size(out->config));
+        nib_checkpoint_close(out);
+    }
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+}
+
 static void fail_each_allocation(const char *in, uint64_t shard_bytes)
 {
     make_model(at("in"));

@@ -317,8 +317,8 @@ static nib_status choose_configuration(struct repair *r)
             r->plan->scheme = NIB_SCHEME_NVFP4;
     if (r->configuration)
         return NIB_OK; /* nib_plan_configure makes it from the rows */
-    r->plan->config = c->config ? json_deep_copy(c->config) : json_object();
-    r->plan->hf_quant = c->hf_quant_config ? json_deep_copy(c->hf_quant_config) : NULL;
+    r->plan->config = c->config ? nib_ck_copy_json(c->config) : json_object();
+    r->plan->hf_quant = c->hf_quant_config ? nib_ck_copy_json(c->hf_quant_config) : NULL;
     return r->plan->config && !r->plan->hf_quant == !c->hf_quant_config ? NIB_OK : no_memory(r);
 }
 

@@ -102,6 +102,8 @@ nib_status nib_ck_read_text(const char *path, size_t limit, char **out, size_t *
 /* Whether a token is a number of Python's json that JSON or jansson has not: Infinity, -Infinity, NaN, or an integer of
  * more than 18 digits. In c->config they are strings behind a \x01. */
 bool nib_ck_is_python_number(const char *token, size_t length);
+/* All of it, or NULL: jansson's own copy lacks what it has no memory for. */
+json_t *nib_ck_copy_json(json_t *value);
 /* JSON with its path in the message; duplicate keys and trailing garbage are rejected. */
 nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, json_t **out);
 

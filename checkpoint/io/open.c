@@ -158,6 +158,15 @@ nib_status nib_ck_parse_json(const char *path, const char *text, size_t bytes, j
     return parse(path, text, bytes, JSON_ALLOW_NUL, out);
 }
 
+json_t *nib_ck_copy_json(json_t *value)
+{
+    json_t *copy = json_deep_copy(value);
+    if (copy && json_equal(copy, value))
+        return copy;
+    json_decref(copy);
+    return NULL;
+}
+
 static char *join_path(const char *directory, const char *name)
 {
     const size_t bytes = strlen(directory) + strlen(name) + 2;

@@ -491,7 +491,7 @@ nib_status nib_plan_configure(nib_plan *plan)
 {
     if (plan->config || plan->gguf)
         return NIB_OK;
-    plan->config = plan->in->config ? json_deep_copy(plan->in->config) : json_object();
+    plan->config = plan->in->config ? nib_ck_copy_json(plan->in->config) : json_object();
     if (!plan->config)
         return no_memory();
     drop_stale(plan->config);

@@ -189,8 +189,9 @@ static nib_status write_configuration(struct nib_run *run, const char *provenanc
     if (!nib_run_writes(plan, "config.json"))
         return NIB_OK;
     json_t *config = json_copy(plan->config);
+    const bool whole = config && json_object_size(config) == json_object_size(plan->config);
     nib_status status =
-        config && !json_object_set_new(config, "nib", json_loads(provenance, 0, NULL)) ? NIB_OK : no_memory();
+        whole && !json_object_set_new(config, "nib", json_loads(provenance, 0, NULL)) ? NIB_OK : no_memory();
     if (!status)
         status = write_json(run, "config.json", config);
     json_decref(config);
