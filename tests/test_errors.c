@@ -86,6 +86,10 @@ TEST(every_status)
     array = array_of(x, NIB_F32, DIMS(16));
     CHECK(nib_quantize(&q, &array, NULL, &out) == NIB_ERR_COMM);
     q.amax_comm = NULL;
+    q.row_scaled = 1;
+    array = array_of(x, NIB_F32, DIMS(INT64_C(1) << 50, 0)); /* no loop over rows without a number for each */
+    CHECK(nib_quantize(&q, &array, NULL, &out) == NIB_ERR_MEMORY);
+    q.row_scaled = 0;
     q.e4m3_max = 256;
     CHECK(nib_quantizer_check(&q, NULL) == NIB_ERR_MODE);
     CHECK(nib_file_open("/no such file", &file) == NIB_ERR_IO);

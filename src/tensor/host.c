@@ -82,13 +82,16 @@ static nib_status check_quantization(nib_device *device, const nib_quantizer *q,
                             (long long)i);
     if (overrides->scale && !is_positive(*overrides->scale))
         return nib_fail(NIB_ERR_ARG, "the overriding scale is not positive");
-    for (int usage = 0; usage < 2; usage++)
-        for (int64_t i = 0; i < geometry->usage[usage].tensor_scales; i++) {
-            const bool amax = overrides->amax[usage] && is_negative(overrides->amax[usage][i]);
-            if (amax || (overrides->tensor_scale[usage] && is_negative(overrides->tensor_scale[usage][i])))
+    for (int usage = 0; usage < 2; usage++) {
+        const float *const amaxes = overrides->amax[usage], *const scales = overrides->tensor_scale[usage];
+        const int64_t count = amaxes || scales ? geometry->usage[usage].tensor_scales : 0;
+        for (int64_t i = 0; i < count; i++) {
+            const bool amax = amaxes && is_negative(amaxes[i]);
+            if (amax || (scales && is_negative(scales[i])))
                 return nib_fail(NIB_ERR_ARG, "the overriding %s %s %lld is negative", usage ? "columnwise" : "rowwise",
                                 amax ? "amax" : "tensor scale", (long long)i);
         }
+    }
     return NIB_OK;
 }
 
