@@ -96,6 +96,37 @@ static bool find_tensor(struct run *run, const char *tensor, size_t *index)
     return found;
 }
 
+static void describe(char *text, size_t bytes, nib_dtype dtype, int rank, const int64_t *shape)
+{
+    snprintf(text, bytes, "%s [", nib_dtype_name(dtype));
+    for (int i = 0; i < rank; i++) {
+        const size_t used = strlen(text);
+        snprintf(text + used, bytes - used, "%s%" PRId64, i ? ", " : "", shape[i]);
+    }
+    const size_t used = strlen(text);
+    snprintf(text + used, bytes - used, "]");
+}
+
+/* A tensor without elements takes no byte of the file whatever its other dimensions are, and what is made of it may have
+ * a number for each of its rows. */
+static bool check_dimensions(struct run *run, const char *tensor, const nib_entry *entry)
+{
+    enum { MOST = 1 << 20 };
+    int64_t lines = 1;
+    bool empty = false, good = true;
+    for (int i = 0; i < entry->rank; i++) {
+        empty |= entry->shape[i] == 0;
+        good &= entry->shape[i] <= MOST / lines;
+        lines *= good && entry->shape[i] ? entry->shape[i] : 1;
+    }
+    char is[256];
+    if (!empty || good)
+        return true;
+    describe(is, sizeof is, entry->dtype, (int)entry->rank, entry->shape);
+    return conform_bad(run->result, "its tensor '%s' is %s: without elements, the rest of a shape is %d at most",
+                       tensor, is, (int)MOST);
+}
+
 /* Read `CASE/tensor` whole, and note that a case has it. */
 static bool read_tensor(struct run *run, const char *tensor, nib_array *out)
 {
@@ -109,20 +140,9 @@ static bool read_tensor(struct run *run, const char *tensor, nib_array *out)
     if (entry.rank < 1 || entry.rank > NIB_MAX_RANK)
         return conform_bad(run->result, "its tensor '%s' has rank %" PRId64 ", not 1 to %d", tensor, entry.rank,
                            NIB_MAX_RANK);
-    if (!allocate_array(run, entry.dtype, (int)entry.rank, entry.shape, out))
+    if (!check_dimensions(run, tensor, &entry) || !allocate_array(run, entry.dtype, (int)entry.rank, entry.shape, out))
         return false;
     return nib_file_read(run->file->file, index, 0, out->data, out->bytes) == NIB_OK || library_failed(run);
-}
-
-static void describe(char *text, size_t bytes, nib_dtype dtype, int rank, const int64_t *shape)
-{
-    snprintf(text, bytes, "%s [", nib_dtype_name(dtype));
-    for (int i = 0; i < rank; i++) {
-        const size_t used = strlen(text);
-        snprintf(text + used, bytes - used, "%s%" PRId64, i ? ", " : "", shape[i]);
-    }
-    const size_t used = strlen(text);
-    snprintf(text + used, bytes - used, "]");
 }
 
 /* Whether what the file has is what the case needs. One-byte codes may come as plain bytes. */

@@ -184,6 +184,12 @@ bad "case '$one': its tensor 'row_amax' has rank 0" te_1d only $one shape $one/r
 bad "case '$one': its tensor 'row_amax' is F32 [1], not F32 [16]" te_1d only $one set $one row_scaled true \
     set $one given_amax true # too few numbers are not read past their end
 bad "case '$one': " te_1d only $one type $one/x I32
+python3 -c 'import json, struct, sys
+text = json.dumps({"__metadata__": {"cases": json.dumps({"c": {"op": "quantize", "format": "nvfp4", "dialect": "te"}})},
+                   "c/x": {"dtype": "F32", "shape": [17179869184, 0], "data_offsets": [0, 0]}}).encode()
+sys.stdout.buffer.write(struct.pack("<Q", len(text)) + text)' >"$work/v.safetensors"
+run 2 "$NIB" conform "$work/v.safetensors"
+has err "case 'c': its tensor 'x' is F32 [17179869184, 0]: without elements, the rest of a shape is 1048576 at most"
 bad "no case uses its tensor '$one/extra'" te_1d only $one copy $one/x $one/extra
 bad "no case uses its tensor '$one/tensor_scale'" te_1d only $one copy $one/row_amax $one/tensor_scale
 bad "no case uses its tensor '$one/col_amax'" te_1d only $one set $one columnwise false

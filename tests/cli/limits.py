@@ -129,6 +129,16 @@ def statistics():
     yield path
 
 
+def vectors():
+    """Files for nib conform: one amax for each row, where rows have no element."""
+    for i, shape in enumerate([*EMPTY, [1 << 28, 0], [1 << 34, 0], [0, 1 << 34], [1 << 11, 0, 1 << 11]]):
+        for usage in ("rowwise", "columnwise"):
+            case = {"op": "quantize", "format": "nvfp4", "dialect": "te", "row_scaled": True, "rowwise": False, usage: True}
+            path = os.path.join(ROOT, f"{usage}{i}.safetensors")
+            safetensors(path, {"c/x": ("F32", shape, 0)}, {"cases": json.dumps({"c": case})})
+            yield path
+
+
 def size_of(path):
     if os.path.isdir(path):
         return sum(os.path.getsize(os.path.join(path, name)) for name in os.listdir(path))
@@ -158,6 +168,7 @@ def main():
             for path in checkpoints() for words in COMMANDS]
     good = directory("good", WEIGHT, config={"model_type": "llama"})
     jobs += [[NIB, "quantize", "--imatrix", path, good, out] for path in statistics()]
+    jobs += [[NIB, "conform", path] for path in vectors()]
     for job in jobs:
         fault = run(job)
         runs += 1
