@@ -19,6 +19,7 @@
 #include "cli.h"
 #include "commands.h"
 #include "nib.h"
+#include "output.h"
 
 /* ---- What is measured ---- */
 
@@ -759,6 +760,13 @@ static enum cli_exit bench_all(struct report *report, const struct shape *only)
     return status;
 }
 
+static bool can_plot(const struct options *options, int code)
+{
+    if (code)
+        cli_error("bench: cannot write '%s': %s", options->svg, output_reason(code));
+    return !code;
+}
+
 static enum cli_exit bench(const struct options *options)
 {
     struct report report = { .options = options };
@@ -773,13 +781,14 @@ static enum cli_exit bench(const struct options *options)
     }
     if (options->gemm)
         return run_gemm(options, options->shape ? &overrides : options->quick ? &quick_shape : &shapes[0]);
+    if (options->svg && !can_plot(options, output_try(options->svg)))
+        return CLI_FAILED;
     enum cli_exit status = bench_all(&report, options->shape ? &overrides : NULL);
     if (status == CLI_FINE && options->json)
         status = print_json(&report);
-    if (status == CLI_FINE && options->svg && !bench_write_svg(options->svg, report.results, report.n)) {
-        cli_error("bench: cannot write '%s'", options->svg);
+    if (status == CLI_FINE && options->svg &&
+        !can_plot(options, bench_write_svg(options->svg, report.results, report.n)))
         status = CLI_FAILED;
-    }
     free(report.results);
     return status;
 }

@@ -137,7 +137,7 @@ struct bench_result {
 
 static inline double bench_rate(const struct bench_result *r) { return (double)(r->rows * r->cols) / r->median * 1e-9; }
 
-/* Throughput against size, and against threads. False if the file could not be written. */
-bool bench_write_svg(const char *path, const struct bench_result *results, size_t n);
+/* Throughput against size, and against threads. 0, or a code for output_reason. */
+int bench_write_svg(const char *path, const struct bench_result *results, size_t n);
 
 #endif

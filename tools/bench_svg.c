@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "bench.h"
+#include "output.h"
 
 enum {
     WIDTH = 520,
@@ -131,11 +132,8 @@ static void draw_lines(const struct plot *p, const struct bench_result *results,
     }
 }
 
-bool bench_write_svg(const char *path, const struct bench_result *results, size_t n)
+static void draw(FILE *file, const struct bench_result *results, size_t n)
 {
-    FILE *file = fopen(path, "w");
-    if (!file)
-        return false;
     struct plot plots[] = {
         { .part = "size",
           .title = "Gelem/s by size, one call",
@@ -163,6 +161,14 @@ bool bench_write_svg(const char *path, const struct bench_result *results, size_
         draw_lines(&plots[i], results, n);
     }
     fprintf(file, "</svg>\n");
-    const bool good = !ferror(file);
-    return fclose(file) == 0 && good;
+}
+
+int bench_write_svg(const char *path, const struct bench_result *results, size_t n)
+{
+    struct output out;
+    const int code = output_open(&out, path);
+    if (code)
+        return code;
+    draw(out.file, results, n);
+    return output_close(&out, true);
 }

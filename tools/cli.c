@@ -7,14 +7,10 @@
 
 #include "cli.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <getopt.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "text.h"
 
@@ -64,22 +60,6 @@ bool cli_confine(const struct cli_command *self, const struct sandbox_path *path
     if (!good)
         cli_error("%s: no sandbox as NIB_SANDBOX wants it: %s", self->name, sandbox_state());
     return good;
-}
-
-int cli_try_file(const char *path)
-{
-    char name[4096];
-    struct stat there;
-    if (stat(path, &there) == 0 && S_ISDIR(there.st_mode))
-        return EISDIR;
-    if ((size_t)snprintf(name, sizeof name, "%s.tmp-%ld", path, (long)getpid()) >= sizeof name)
-        return ENAMETOOLONG;
-    const int fd = open(name, O_WRONLY | O_CREAT | O_EXCL, 0666);
-    if (fd < 0)
-        return errno;
-    close(fd);
-    unlink(name);
-    return 0;
 }
 
 static void show_option(const struct cli_option *option)

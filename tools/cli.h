@@ -95,11 +95,6 @@ extern bool cli_list_words;
 /* A line `nib: ...` on stderr. Names in it may come from hostile files: control characters are replaced. */
 void cli_error(const char *format, ...) CLI_FORMAT(1, 2);
 
-/* Whether a file can be made under this name. It is tried, beside a file that may be there already, and taken away
- * again: who may write where cannot be asked otherwise. Long work is not begun for a file that cannot be written in the
- * end. 0, or the errno. */
-int cli_try_file(const char *path);
-
 /* A line on stdout, made harmless in the same way. */
 void cli_print(const char *format, ...) CLI_FORMAT(1, 2);
 

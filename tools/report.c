@@ -7,7 +7,6 @@
 #include "report.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,6 +14,7 @@
 #include <unistd.h>
 
 #include "cli.h"
+#include "output.h"
 #include "report_html.h"
 #include "text.h"
 
@@ -550,7 +550,7 @@ static bool same_directory(const char *a, const char *b)
 {
     struct stat first, second;
     char left[4096], right[4096];
-    if (stat(*a ? a : ".", &first) == 0 && stat(*b ? b : ".", &second) == 0)
+    if (stat(a, &first) == 0 && stat(b, &second) == 0)
         return first.st_dev == second.st_dev && first.st_ino == second.st_ino;
     tidy_path(a, left, sizeof left);
     tidy_path(b, right, sizeof right);
@@ -582,58 +582,37 @@ bool report_can_write(const char *path, const char *a, const char *b, bool name_
         cli_error("a report is FILE.html or FILE.json, not '%s'", path);
         return false;
     }
-    snprintf(directory, sizeof directory, "%.*s", slash ? (int)(slash - path) + 1 : 0, path);
+    if (!output_parent(path, directory, sizeof directory)) {
+        cli_error("cannot write the report %s: %s", path, strerror(ENAMETOOLONG));
+        return false;
+    }
     if (replaces(slash ? slash + 1 : path, directory, a, b)) {
         cli_error("the report %s would replace a file of the checkpoint: give it another name", path);
         return false;
     }
-    const int code = name_only ? 0 : cli_try_file(path);
+    const int code = name_only ? 0 : output_try(path);
     if (!code || (code == ENOENT && same_directory(directory, b))) /* the run will make it */
         return true;
-    cli_error("cannot write the report %s: %s", path, strerror(code));
+    cli_error("cannot write the report %s: %s", path, output_reason(code));
     return false;
-}
-
-/* A rename lasts when its directory is on the disk. File systems that cannot sync one keep it otherwise. */
-static bool sync_parent(const char *path)
-{
-    char directory[4096] = ".";
-    const char *const slash = strrchr(path, '/');
-    if (slash)
-        snprintf(directory, sizeof directory, "%.*s", (int)(slash - path) + 1, path);
-    const int fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    const bool good = fd >= 0 && (fsync(fd) == 0 || errno == EINVAL);
-    if (fd >= 0)
-        close(fd);
-    return good;
 }
 
 bool report_write(const struct report *report, const nib_plan *plan, const char *path)
 {
-    char *temporary = malloc(strlen(path) + 32);
-    if (!temporary) {
-        cli_error("%s: no memory for the report", path);
-        return false;
-    }
-    sprintf(temporary, "%s.tmp-%ld", path, (long)getpid());
-    FILE *file = fopen(temporary, "w");
-    bool good = file != NULL;
-    errno = good ? 0 : errno;
-    if (good) {
+    struct output out;
+    int code = output_open(&out, path);
+    if (!code) {
         struct report_items items;
-        good = report_list(report, plan, &items) &&
-               (ends_with(path, ".json") ? write_json(file, report, &items) : report_write_html(file, report, &items));
+        bool good = report_list(report, plan, &items);
+        if (good)
+            good = ends_with(path, ".json") ? write_json(out.file, report, &items)
+                                            : report_write_html(out.file, report, &items);
         report_items_free(&items);
-        good &= !ferror(file) && fflush(file) == 0 && fsync(fileno(file)) == 0;
-        good &= fclose(file) == 0;
-        good = good && rename(temporary, path) == 0 && sync_parent(path);
-        if (!good)
-            remove(temporary);
+        code = output_close(&out, good);
     }
-    if (!good)
-        cli_error("cannot write the report %s: %s", path, errno ? strerror(errno) : "no memory");
-    free(temporary);
-    return good;
+    if (code)
+        cli_error("cannot write the report %s: %s", path, output_reason(code));
+    return !code;
 }
 
 bool report_make(const char *path, const nib_checkpoint *original, const nib_checkpoint *quantized,

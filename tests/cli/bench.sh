@@ -131,7 +131,24 @@ run 2 "$NIB" bench --shape 1048576x1048576
 has err "is beyond --size-limit"
 run 2 "$NIB" bench --threads 0
 run 2 "$NIB" bench --size-limit 1
-run 2 "$NIB" bench --quick --no-scalar --shape 16x16 --svg "$work/no/such/folder.svg" quantize.f32
-has err "nib: bench: cannot write"
+
+# Whether a plot can be written is known before anything is measured, and one that cannot leaves what there was.
+plot=(bench --quick --no-scalar --shape 16x16 quantize.f32 --svg)
+run 2 "$NIB" "${plot[@]}" "$work/no/such/folder.svg"
+empty out
+has err "nib: bench: cannot write '$work/no/such/folder.svg': No such file or directory"
+run 2 "$NIB" "${plot[@]}" "$work"
+empty out
+has err "Is a directory"
+mkfifo "$work/pipe.svg"
+run 2 timeout 60 "$NIB" "${plot[@]}" "$work/pipe.svg"
+empty out
+has err "pipe.svg': it is not a regular file"
+[ -p "$work/pipe.svg" ] || fail "a pipe was replaced"
+echo precious >"$work/full.svg"
+run 2 bash -c 'ulimit -f 1; exec "$0" "$@"' "$NIB" "${plot[@]}" "$work/full.svg"
+has err "full.svg': File too large"
+[ "$(cat "$work/full.svg")" = precious ] || fail "a plot is gone for one that could not be written"
+[ "$(find "$work" -name '*.tmp-*')" = "" ] || fail "a part of a plot is left"
 
 [ $failures = 0 ]

@@ -74,6 +74,12 @@ fi
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/x.pdf"
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/no/x.html"
 matches err 'cannot write the report .*: No such file or directory'
+mkfifo "$work/pipe.html"
+run 2 timeout 60 "$NIB" compare -q "$original" "$work/q" --report "$work/pipe.html"
+empty out
+has err "nib: cannot write the report $work/pipe.html: it is not a regular file"
+[ -p "$work/pipe.html" ] || fail "a pipe was replaced"
+rm "$work/pipe.html"
 run 2 bash -c "ulimit -f 8; exec '$NIB' compare -q '$original' '$work/q' --report '$work/x.html'"
 matches err 'cannot write the report .*/x.html: File too large'
 [ "$(find "$work" -name 'x.html*')" = "" ] || fail "a part of a report is left"
