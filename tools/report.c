@@ -557,19 +557,50 @@ static bool same_directory(const char *a, const char *b)
     return strcmp(left, right) == 0;
 }
 
-/* Whether a report of this name in the directory of a checkpoint would take the place of one of its files. */
+/* Where the files of a model are: it may be named by one of them. */
+static bool model_directory(const char *path, char *directory, size_t bytes)
+{
+    struct stat there;
+    return stat(path, &there) == 0 && !S_ISDIR(there.st_mode) ? output_parent(path, directory, bytes)
+                                                              : (size_t)snprintf(directory, bytes, "%s", path) < bytes;
+}
+
+/* Whether a file is a report that nib made: near its beginning it says so. */
+static bool is_report(const char *path)
+{
+    enum { BEGINNING = 32768 };
+    char *const text = malloc(BEGINNING + 1);
+    FILE *const file = text ? fopen(path, "r") : NULL;
+    const char *const mark = ends_with(path, ".html") ? REPORT_TITLE : "\"command\": \"report\"";
+    if (file) {
+        text[fread(text, 1, BEGINNING, file)] = 0;
+        fclose(file);
+    }
+    const bool found = file && strstr(text, mark);
+    free(text);
+    return found;
+}
+
+/* Whether a report of this name in the directory of a checkpoint would take the place of one of its files; of an input's
+ * too where it is an output's, for a run copies them. What is no regular file is for output_try to tell. */
 static bool replaces(const char *name, const char *directory, const char *a, const char *b)
 {
     static const char *const own[] = { "config.json", "hf_quant_config.json", "model.safetensors.index.json" };
     const char *const checkpoints[] = { a, b };
-    char path[4096];
-    if (!same_directory(directory, a) && !same_directory(directory, b))
+    char models[2][4096], path[4096];
+    struct stat there;
+    for (int i = 0; i < 2; i++)
+        if (!model_directory(checkpoints[i], models[i], sizeof models[i]))
+            return false; /* nor can it be opened */
+    const bool in_b = same_directory(directory, models[1]);
+    if (!in_b && !same_directory(directory, models[0]))
         return false;
     for (size_t i = 0; i < sizeof own / sizeof *own; i++)
         if (strcmp(name, own[i]) == 0)
             return true;
-    for (int i = 0; i < 2 && ends_with(name, ".json"); i++)
-        if ((size_t)snprintf(path, sizeof path, "%s/%s", checkpoints[i], name) < sizeof path && access(path, F_OK) == 0)
+    for (int i = 0; i < 1 + in_b; i++)
+        if ((size_t)snprintf(path, sizeof path, "%s/%s", models[i], name) < sizeof path && stat(path, &there) == 0 &&
+            S_ISREG(there.st_mode) && !is_report(path))
             return true;
     return false;
 }

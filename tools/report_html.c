@@ -474,7 +474,7 @@ static void put_head(FILE *f, const struct report *r)
             "href=\"data:,\">\n<title>",
             report_script_hash);
     put_called(f, r->facts_b.path);
-    fputs(": quantization report</title>\n<style>\n", f);
+    fputs(REPORT_TITLE "\n<style>\n", f);
     put_lines(f, report_style);
     fputs("</style>\n<script>\n", f);
     put_lines(f, report_script);

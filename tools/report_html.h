@@ -10,6 +10,8 @@
 
 #include "report.h"
 
+#define REPORT_TITLE ": quantization report</title>" /* after what is reported on */
+
 /* One self-contained page; false without memory. */
 bool report_write_html(FILE *file, const struct report *report, const struct report_items *items);
 

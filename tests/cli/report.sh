@@ -74,6 +74,34 @@ fi
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/x.pdf"
 run 2 "$NIB" compare "$original" "$work/q" --report "$work/no/x.html"
 matches err 'cannot write the report .*: No such file or directory'
+# It takes the place of no file of a model, however that is named, and of an earlier report anywhere.
+cp -r "$work/q" "$work/model"
+echo kept >"$work/model/page.html"
+echo '{}' >"$work/model/generation_config.json"
+cp -r "$work/model" "$work/before"
+for model in "$work/model" "$work/model/model.safetensors"; do
+    for name in config.json generation_config.json page.html; do
+        for pair in "$original $model" "$model $original"; do
+            run 2 "$NIB" compare -q --report "$work/model/$name" $pair
+            has err "nib: the report $work/model/$name would replace a file of the checkpoint: give it another name"
+        done
+    done
+    run 2 "$NIB" quantize -q -f --report "$work/model/page.html" "$model" "$work/none"
+    absent "$work/none"
+done
+same "$work/before" "$work/model"
+tool=$(realpath "$NIB")
+run 2 bash -c 'cd "$0" && exec "$@"' "$work/model" "$tool" compare -q --report config.json model.safetensors "$original"
+has err "nib: the report config.json would replace"
+same "$work/before" "$work/model"
+for name in over.html over.json; do
+    for _ in 1 2; do
+        run 0 "$NIB" compare -q --report "$work/model/$name" "$original" "$work/model/model.safetensors"
+        run 0 "$NIB" quantize -q -f --report "$work/again/$name" "$original" "$work/again"
+    done
+    echo kept >"$work/$name"
+    run 0 "$NIB" compare -q --report "$work/$name" "$original" "$work/model"
+done
 mkfifo "$work/pipe.html"
 run 2 timeout 60 "$NIB" compare -q "$original" "$work/q" --report "$work/pipe.html"
 empty out
