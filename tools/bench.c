@@ -20,6 +20,7 @@
 #include "commands.h"
 #include "nib.h"
 #include "output.h"
+#include "text.h"
 
 /* ---- What is measured ---- */
 
@@ -647,7 +648,7 @@ static enum cli_exit print_json(const struct report *report)
                   (int)report->options->threads, "memory_gb_s", streams, "floors", floors, "results", results);
     if (!all)
         return out_of_memory();
-    const bool written = json_dumpf(all, stdout, JSON_INDENT(1) | JSON_REAL_PRECISION(6)) == 0 && putchar('\n') != EOF;
+    const bool written = text_dump(stdout, all, JSON_INDENT(1) | JSON_REAL_PRECISION(6));
     json_decref(all);
     return written || ferror(stdout) ? CLI_FINE : out_of_memory(); /* main sees what could not be written */
 }
@@ -710,7 +711,7 @@ static enum cli_exit run_gemm(const struct options *options, const struct shape 
     json_t *const all = json_of_gemm(&report, bars, n);
     if (!all)
         return out_of_memory();
-    const bool written = json_dumpf(all, stdout, JSON_INDENT(1) | JSON_REAL_PRECISION(6)) == 0 && putchar('\n') != EOF;
+    const bool written = text_dump(stdout, all, JSON_INDENT(1) | JSON_REAL_PRECISION(6));
     json_decref(all);
     return written || ferror(stdout) ? CLI_FINE : out_of_memory();
 }

@@ -15,6 +15,7 @@
 #include "bench.h"
 #include "cli.h"
 #include "device.h"
+#include "text.h"
 
 enum what { AMAX, QUANTIZE, WHOLE, DEQUANTIZE, FAKE, FAKE_WHOLE }; /* whole: the amax is looked for too */
 
@@ -302,7 +303,7 @@ enum cli_exit bench_cuda(const struct bench_cuda_options *options)
     bool written = true;
     if (list && !status) {
         json_t *const document = json_pack("{s:s, s:f, s:O}", "device", gpu, "copy_bytes_s", rate, "results", list);
-        written = document && json_dumpf(document, stdout, JSON_INDENT(2)) == 0 && putchar('\n') != EOF;
+        written = document && text_dump(stdout, document, JSON_INDENT(2));
         json_decref(document);
     }
     json_decref(list);

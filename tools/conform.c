@@ -68,6 +68,14 @@ static void report_bad(struct report *report, const char *name, const char *mess
     note_bad(report, name, message);
 }
 
+/* With --json it is said of all at once. */
+static void report_no_memory(struct report *report)
+{
+    report->incomplete = true;
+    if (!report->options->json)
+        report_bad(report, NULL, "out of memory");
+}
+
 static void report_difference(struct report *report, const char *name, const struct conform_result *result)
 {
     char index[256] = "", expected[16], got[16];
@@ -196,6 +204,11 @@ static json_t *read_cases(struct report *report, const nib_file *file)
         return NULL;
     }
     json_t *const cases = json_loads(text, JSON_REJECT_DUPLICATES, &error);
+    if (text_lost_memory()) { /* jansson may call it anything, or leave out a character */
+        report_no_memory(report);
+        json_decref(cases);
+        return NULL;
+    }
     if (!cases) {
         snprintf(message, sizeof message, "its \"cases\" are not JSON: line %d, column %d: %s", error.line,
                  error.column, error.text);
@@ -235,7 +248,7 @@ static void check_file(struct report *report, struct totals *totals)
         if (file.claimed)
             check_cases(report, totals, &file, cases);
         else
-            report_bad(report, NULL, "out of memory");
+            report_no_memory(report);
     }
     free(file.claimed);
     json_decref(cases);
@@ -265,9 +278,7 @@ static enum cli_exit check_files(const struct options *options, char **paths)
             return out_of_memory();
     }
     if (all) {
-        const bool written = json_dumpf(all, stdout, JSON_INDENT(2)) == 0 && putchar('\n') != EOF;
-        json_decref(all);
-        if (!written && !ferror(stdout))
+        if (!text_print(all))
             return out_of_memory();
     } else {
         if (totals.unsupported)

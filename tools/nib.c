@@ -14,6 +14,7 @@
 #include "commands.h"
 #include "device.h"
 #include "nib.h"
+#include "text.h"
 
 static enum cli_exit run_help(const struct cli_command *self, int argc, char **argv);
 static enum cli_exit run_version(const struct cli_command *self, int argc, char **argv);
@@ -163,9 +164,13 @@ static void hold_standard_descriptors(void)
         close(fd);
 }
 
-/* A report that did not arrive is not a success, whatever the command found. */
+/* A report that is not whole or did not arrive is not a success, whatever the command found. */
 static enum cli_exit finish(enum cli_exit result)
 {
+    if (result != CLI_FAILED && text_lost_memory()) {
+        cli_error("out of memory");
+        result = CLI_FAILED;
+    }
     errno = 0;
     const bool flushed = fflush(stdout) == 0;
     if (flushed && !ferror(stdout))
@@ -177,6 +182,7 @@ static enum cli_exit finish(enum cli_exit result)
 int cli_main(int argc, char **argv)
 {
     hold_standard_descriptors();
+    text_watch_memory();
     signal(SIGPIPE, SIG_IGN); /* a reader that went away is a write error like any other */
     signal(SIGXFSZ, SIG_IGN); /* and so is a file that may not grow */
     if (argc < 2) {

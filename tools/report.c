@@ -514,7 +514,7 @@ static bool write_json(FILE *file, const struct report *r, const struct report_i
                             report_differences(r->facts_a.provenance, r->facts_b.provenance), "code_counts",
                             counts_of(r->codes, 16), "scale_counts", counts_of(r->scales, 256), "plan", plan_of(items),
                             "kinds", kinds, "weights", rows));
-    const bool good = report && json_dumpf(report, file, JSON_INDENT(1)) == 0 && fputc('\n', file) != EOF;
+    const bool good = report && text_dump(file, report, JSON_INDENT(1));
     json_decref(report);
     return good;
 }
@@ -639,7 +639,7 @@ bool report_write(const struct report *report, const nib_plan *plan, const char 
             good = ends_with(path, ".json") ? write_json(out.file, report, &items)
                                             : report_write_html(out.file, report, &items);
         report_items_free(&items);
-        code = output_close(&out, good);
+        code = output_close(&out, good && !text_lost_memory());
     }
     if (code)
         cli_error("cannot write the report %s: %s", path, output_reason(code));

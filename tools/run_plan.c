@@ -228,6 +228,14 @@ static bool print_json(const struct cli_command *self, const nib_plan *plan, con
 
 /* ---- The run ---- */
 
+/* A list in a plan, or a note in an output, may lack what there was no memory for. */
+static bool is_whole(const struct cli_command *self, const char *what)
+{
+    if (text_lost_memory())
+        cli_error("%s: out of memory: %s may not be whole", self->name, what);
+    return !text_lost_memory();
+}
+
 enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, const char *out,
                        const struct run_flags *flags, const char *done)
 {
@@ -237,6 +245,8 @@ enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, con
     const nib_run_options options = { .bytes = sizeof options, .resume = flags->resume, .force = flags->force };
     nib_status status = nib_plan_get_facts(plan, &facts);
     const double began = progress_clock();
+    if (!is_whole(self, "the plan"))
+        return CLI_FAILED;
     if (!status && !flags->dry_run) {
         progress_catch_interrupts();
         progress_begin(&progress, &job, flags->threads, flags->quiet || cli_silent);
@@ -252,6 +262,8 @@ enum cli_exit run_plan(const struct cli_command *self, const nib_plan *plan, con
     }
     if (status)
         return run_failed(self);
+    if (!is_whole(self, out))
+        return CLI_FAILED;
     if (cli_silent)
         return CLI_FINE;
     const double seconds = progress_clock() - began;

@@ -2,7 +2,7 @@
 #include "text.h"
 
 #include <math.h>
-#include <stdio.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -46,6 +46,20 @@ void text_disarm(char *text)
 
 double text_bits(uint64_t bytes, uint64_t values) { return values ? 8 * (double)bytes / (double)values : 0; }
 
+static atomic_bool lost_memory;
+
+static void *allocate(size_t bytes)
+{
+    void *const memory = malloc(bytes);
+    if (!memory)
+        lost_memory = true;
+    return memory;
+}
+
+void text_watch_memory(void) { json_set_alloc_funcs(allocate, free); }
+
+bool text_lost_memory(void) { return lost_memory; }
+
 json_t *text_report(const char *command, json_t *fields)
 {
     enum { SCHEMA = 1 }; /* docs/json.md says when it changes */
@@ -60,12 +74,18 @@ json_t *text_report(const char *command, json_t *fields)
 
 bool text_print(json_t *report)
 {
-    char *text = report ? json_dumps(report, JSON_INDENT(2)) : NULL;
-    if (text)
+    char *text = report && !lost_memory ? json_dumps(report, JSON_INDENT(2)) : NULL;
+    const bool good = text && !lost_memory;
+    if (good)
         puts(text);
     free(text);
     json_decref(report);
-    return text != NULL;
+    return good;
+}
+
+bool text_dump(FILE *file, const json_t *value, size_t flags)
+{
+    return !lost_memory && json_dumpf(value, file, flags) == 0 && fputc('\n', file) != EOF;
 }
 
 json_t *text_json(const char *text)
