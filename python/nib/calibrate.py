@@ -467,7 +467,8 @@ class _Partial:
         try:
             self.lock = _lock(os.path.join(self.path, "lock"))
         except BlockingIOError:
-            raise ValueError(f"{self.path}: another run is writing here: wait for it, or choose another output") from None
+            raise ValueError(f"{self.path}: another run is writing here: wait for it, "
+                             "or choose another output") from None
         try:
             self._open(restart)
         except BaseException:

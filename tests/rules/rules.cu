@@ -24,6 +24,14 @@ struct block {
 
 NIB_INLINE void mix(const struct block *b, uint32_t value) { *b->hash = (*b->hash ^ value) * 16777619u; }
 NIB_INLINE void mix_float(const struct block *b, float value) { mix(b, nib_bits(nib_quiet(value))); }
+NIB_INLINE void mix_double(const struct block *b, double value)
+{
+    uint64_t bits = 0; /* of any NaN */
+    if (value == value)
+        memcpy(&bits, &value, sizeof bits);
+    mix(b, (uint32_t)bits);
+    mix(b, (uint32_t)(bits >> 32));
+}
 NIB_INLINE void mix_block(const struct block *b, const float x[NIB_BLOCK])
 {
     for (int i = 0; i < NIB_BLOCK; i++)
@@ -78,7 +86,9 @@ NIB_INLINE void codecs(const struct block *b)
         mix_float(b, nib_f32_from_e8m0(byte));
         mix_float(b, nib_f32_from_bf16(half));
         mix_float(b, nib_f32_from_f16(half));
-        mix_float(b, nib_fma(x, b->x[(i + 1) % NIB_BLOCK], b->x[(i + 2) % NIB_BLOCK] * nib_float(byte << 23)));
+        const float factor = b->x[(i + 1) % NIB_BLOCK], addend = b->x[(i + 2) % NIB_BLOCK] * nib_float(byte << 23);
+        mix_float(b, nib_fma(x, factor, addend));
+        mix_double(b, nib_fma_to_odd(x, factor, addend));
         uint32_t words[4];
         nib_philox_block(b->random, b->random + 4, words);
         mix(b, words[i % 4]);
