@@ -188,6 +188,31 @@ static void clear(const char *out)
         nib_os_remove(at(out));
 }
 
+/* Whether two files are the same, or two directories with all that is in them. */
+static inline bool same(const char *a, const char *b)
+{
+    size_t n, m;
+    if (nib_os_is_directory(a) != nib_os_is_directory(b))
+        return false;
+    if (!nib_os_is_directory(a)) {
+        char *const one = get_file(a, &n), *const other = get_file(b, &m);
+        const bool equal = one && other && n == m && !memcmp(one, other, n);
+        free(one);
+        free(other);
+        return equal;
+    }
+    bool equal = entries(a) == entries(b);
+    DIR *listing = opendir(a);
+    for (struct dirent *item; equal && (item = readdir(listing));) {
+        char inner[2][512];
+        snprintf(inner[0], sizeof inner[0], "%s/%s", a, item->d_name);
+        snprintf(inner[1], sizeof inner[1], "%s/%s", b, item->d_name);
+        equal = !strcmp(item->d_name, ".") || !strcmp(item->d_name, "..") || same(inner[0], inner[1]);
+    }
+    closedir(listing);
+    return equal;
+}
+
 /* An index of one file, which a repair keeps. */
 static void put_index(const char *path)
 {

@@ -148,30 +148,6 @@ static void put_disk(const char *out)
 
 /* ---- After a cut ---- */
 
-static bool same(const char *a, const char *b)
-{
-    size_t n, m;
-    if (nib_os_is_directory(a) != nib_os_is_directory(b))
-        return false;
-    if (!nib_os_is_directory(a)) {
-        char *const one = get_file(a, &n), *const other = get_file(b, &m);
-        const bool equal = one && other && n == m && !memcmp(one, other, n);
-        free(one);
-        free(other);
-        return equal;
-    }
-    bool equal = entries(a) == entries(b);
-    DIR *listing = opendir(a);
-    for (struct dirent *item; equal && (item = readdir(listing));) {
-        char inner[2][512];
-        snprintf(inner[0], sizeof inner[0], "%s/%s", a, item->d_name);
-        snprintf(inner[1], sizeof inner[1], "%s/%s", b, item->d_name);
-        equal = !strcmp(item->d_name, ".") || !strcmp(item->d_name, "..") || same(inner[0], inner[1]);
-    }
-    closedir(listing);
-    return equal;
-}
-
 static const nib_run_options resume = { .bytes = sizeof resume, .force = 1, .resume = 1 };
 
 static void go_on(enum kind kind, int step, int choice)

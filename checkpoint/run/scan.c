@@ -559,7 +559,7 @@ static nib_status scan_or_recall(void *context, size_t item)
     struct nib_hash before;
     if (!path)
         return no_memory();
-    if (run->options.resume && nib_os_exists(path) && !nib_ck_read_text(path, 64 << 20, &text, &bytes)) {
+    if (run->options.resume && nib_os_is_own_file(path) && !nib_ck_read_text(path, 64 << 20, &text, &bytes)) {
         json_t *note = json_loadb(text, bytes, 0, NULL);
         noted = note && take_note(s, f, note, &before, &same);
         json_decref(note);

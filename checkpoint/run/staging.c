@@ -144,6 +144,22 @@ static nib_status check_place(const struct nib_run *run)
     return NIB_OK;
 }
 
+/* What a run makes itself is never a link: one would lead to files that are not the run's. --force clears away what else
+ * is in its place. */
+static nib_status clear_way(const struct nib_run *run, const char *path, bool is_own, const char *kind)
+{
+    if (is_own || !nib_os_exists(path))
+        return NIB_OK;
+    return run->options.force
+               ? nib_os_remove_any(path)
+               : nib_fail(NIB_ERR_MODE, "%s: it is not %s that a run made: --force removes it", path, kind);
+}
+
+static nib_status clear_way_of_directory(const struct nib_run *run, const char *path)
+{
+    return clear_way(run, path, nib_os_is_own_directory(path), "a directory");
+}
+
 /* ---- Which plan ---- */
 
 static void hash_tensor(XXH3_state_t *hash, const struct nib_out_tensor *t)
@@ -227,7 +243,9 @@ static nib_status take_lock(struct nib_run *run)
 {
     char *path = nib_staging_path(run->partial, "lock");
     bool busy = false;
-    const nib_status status = path ? nib_os_lock(path, &run->lock, &busy) : no_memory(run->partial);
+    nib_status status = path ? clear_way(run, path, nib_os_is_own_file(path), "a file") : no_memory(run->partial);
+    if (!status)
+        status = nib_os_lock(path, &run->lock, &busy);
     nib_free(path);
     TRY(status);
     return busy ? nib_fail(NIB_ERR_MODE, "%s: another run is writing here: wait for it, or choose another output",
@@ -244,7 +262,7 @@ static nib_status remove_old(void *context, const char *name)
     char *path = nib_staging_path(run->partial, name);
     if (!path)
         return no_memory(run->partial);
-    const nib_status status = nib_os_is_directory(path) ? nib_os_remove_directory(path) : nib_os_remove_file(path);
+    const nib_status status = nib_os_remove_any(path);
     nib_free(path);
     return status;
 }
@@ -402,6 +420,8 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
 {
     bool ours, other, done = false;
     TRY(check_apart(run));
+    TRY(clear_way_of_directory(run, run->partial));
+    TRY(clear_way_of_directory(run, run->finished));
     if (run->options.resume)
         TRY(is_done(run, &done));
     if (done) {
@@ -421,6 +441,7 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
         return clear_partial(run);
     *left = is_complete(run) ? NIB_STAGING_COMPLETE : NIB_STAGING_OPEN;
     TRY(nib_os_list(run->partial, remove_temporary, run->partial));
+    TRY(clear_way_of_directory(run, run->fresh));
     TRY(nib_os_make_directory(run->fresh, NULL));
     /* Behind the marker there are none in new/, and a file of the input may be called like one. */
     return *left == NIB_STAGING_COMPLETE ? NIB_OK : nib_os_list(run->fresh, remove_temporary, run->fresh);

@@ -301,12 +301,13 @@ nib_status nib_os_identity(const char *path, struct nib_os_identity *out)
 }
 
 /* A record lock would go when any descriptor of the file is closed; flock's goes with this one. Whoever had the lock
- * may have removed the file meanwhile: a lock on a file without a name excludes no other process. */
+ * may have removed the file meanwhile: a lock on a file without a name excludes no other process. A link is not
+ * followed: what it names would be created. */
 nib_status nib_os_lock(const char *path, int *fd, bool *busy)
 {
     *busy = false;
     for (;;) {
-        const int opened = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        const int opened = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
         if (opened < 0)
             return io_error(path, "cannot create");
         struct stat mine, named;
@@ -317,7 +318,7 @@ nib_status nib_os_lock(const char *path, int *fd, bool *busy)
             close(opened);
             return status;
         }
-        if (fstat(opened, &mine) == 0 && stat(path, &named) == 0 && mine.st_ino == named.st_ino) {
+        if (fstat(opened, &mine) == 0 && lstat(path, &named) == 0 && mine.st_ino == named.st_ino) {
             *fd = opened;
             return NIB_OK;
         }
@@ -350,6 +351,18 @@ bool nib_os_exists(const char *path)
 {
     struct stat facts;
     return lstat(path, &facts) == 0;
+}
+
+bool nib_os_is_own_directory(const char *path)
+{
+    struct stat facts;
+    return lstat(path, &facts) == 0 && S_ISDIR(facts.st_mode);
+}
+
+bool nib_os_is_own_file(const char *path)
+{
+    struct stat facts;
+    return lstat(path, &facts) == 0 && S_ISREG(facts.st_mode);
 }
 
 /* Synced in its parent even if it was there: whoever made it may have been killed before the sync. But then the parent
@@ -413,6 +426,11 @@ static nib_status remove_entries(int fd, const char *path)
     }
     closedir(directory);
     return status;
+}
+
+nib_status nib_os_remove_any(const char *path)
+{
+    return nib_os_is_own_directory(path) ? nib_os_remove_directory(path) : nib_os_remove_file(path);
 }
 
 nib_status nib_os_remove_directory(const char *path)

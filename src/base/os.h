@@ -56,16 +56,20 @@ struct nib_os_identity {
     int64_t seconds, nanoseconds; /* of the last change of its data */
 };
 NIB_PRIVATE nib_status nib_os_identity(const char *path, struct nib_os_identity *out);
-/* Create or open a file and lock it against other processes, until it is closed; *busy where another has it. */
+/* Create or open a file, not a link, and lock it against other processes, until it is closed; *busy where another has it. */
 NIB_PRIVATE nib_status nib_os_lock(const char *path, int *fd, bool *busy);
 
 /* Directories. A path may end in a slash. */
 NIB_PRIVATE bool nib_os_is_directory(const char *path);
 NIB_PRIVATE bool nib_os_exists(const char *path); /* anything, a dangling link too */
+/* What is there itself, not what a link leads to. */
+NIB_PRIVATE bool nib_os_is_own_directory(const char *path);
+NIB_PRIVATE bool nib_os_is_own_file(const char *path);
 /* Its parent must be there, and is synced; no error if it is there already, and *made (or NULL) is false. */
 NIB_PRIVATE nib_status nib_os_make_directory(const char *path, bool *made);
 /* With everything in it; links are not followed; fine if absent. */
 NIB_PRIVATE nib_status nib_os_remove_directory(const char *path);
+NIB_PRIVATE nib_status nib_os_remove_any(const char *path); /* a directory as above, or whatever is there */
 NIB_PRIVATE void nib_os_remove_empty_directory(const char *path);
 /* Names in a directory, each to `each` until that fails, in no order, without "." and "..". */
 NIB_PRIVATE nib_status nib_os_list(const char *path, nib_status (*each)(void *context, const char *name),

@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_left.c - what an interrupted run left, in any state: links lead nowhere, and --force can always start over.
+ */
+#define _GNU_SOURCE
+#include "nib_checkpoint.h"
+#include "test_outputs.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <sys/resource.h>
+
+static const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 },
+                             force = { .bytes = sizeof force, .force = 1 };
+
+/* ---- A run that was stopped ---- */
+
+/* Of an output: the directory of the run, what is in it, or what that is called while it is removed. */
+static const char *left_at(enum kind kind, const char *name)
+{
+    static char path[256];
+    const char *const out = outputs[kind].out;
+    const bool finished = !strcmp(name, "finished");
+    snprintf(path, sizeof path, "%s%s.nib-%s%s%s", at(out), strchr(out, '.') ? "" : "/",
+             finished ? "finished" : "partial", *name && !finished ? "/" : "", finished ? "" : name);
+    return path;
+}
+
+static void make_reference(enum kind kind)
+{
+    make_sources();
+    clear(outputs[kind].out);
+    clear("reference");
+    CHECK_OK(make(kind, false, outputs[kind].out, NULL));
+    CHECK(rename(at(outputs[kind].out), at("reference")) == 0);
+    CHECK_OK(nib_os_remove_directory(at("outside")));
+    CHECK(mkdir(at("outside"), 0777) == 0);
+    put_text(at("outside/kept"), "precious");
+}
+
+static void check_outside(const char *what)
+{
+    size_t count;
+    char *text = get_file(at("outside/kept"), &count);
+    CHECK_THAT(entries(at("outside")) == 1 && text && !strcmp(text, "precious"), "%s: a link was followed", what);
+    free(text);
+}
+
+/* As where no file may be larger: it is known which plan it was, and nothing is finished. */
+static void stop(enum kind kind)
+{
+    struct rlimit before;
+    CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0 && signal(SIGXFSZ, SIG_IGN) != SIG_ERR);
+    CHECK(setrlimit(RLIMIT_FSIZE, &(struct rlimit){ 300, before.rlim_max }) == 0);
+    clear(outputs[kind].out);
+    nib_os_remove(left_at(kind, "finished"));
+    const nib_status status = make(kind, false, outputs[kind].out, NULL);
+    CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
+    CHECK(status == NIB_ERR_IO && exists(left_at(kind, "state.json")) && entries(left_at(kind, "new")) == 0);
+}
+
+static void check_whole(enum kind kind, const char *what)
+{
+    CHECK_THAT(same(at(outputs[kind].out), at("reference")), "%s, %s: other bytes", outputs[kind].what, what);
+    CHECK_THAT(!nib_os_exists(left_at(kind, "")) && !nib_os_exists(left_at(kind, "finished")), "%s, %s: it is left",
+               outputs[kind].what, what);
+}
+
+static void check_run(enum kind kind, const nib_run_options *options, const char *what)
+{
+    CHECK_THAT(!make(kind, false, outputs[kind].out, options), "%s, %s: %s", outputs[kind].what, what,
+               nib_last_error());
+    check_whole(kind, what);
+}
+
+/* ---- Things ---- */
+
+enum thing { ZEROS, DIRECTORY, FIFO, LINK_TO_DIRECTORY, LINK_TO_FILE, LINK_TO_NOTHING, THINGS };
+static const char *const thing_names[THINGS] = {
+    "zeros", "a directory", "a FIFO", "a link to a directory", "a link to a file", "a link to nothing"
+};
+
+/* In the place of what is there. */
+static void put_thing(const char *path, enum thing thing)
+{
+    static const char zeros[5000];
+    static const char *const targets[THINGS] = {
+        [LINK_TO_DIRECTORY] = "outside", [LINK_TO_FILE] = "outside/kept", [LINK_TO_NOTHING] = "outside/none"
+    };
+    if (unlink(path) < 0 && errno != ENOENT)
+        CHECK_OK(nib_os_remove_directory(path));
+    if (thing == ZEROS)
+        put_file(path, zeros, sizeof zeros);
+    else if (thing == DIRECTORY)
+        CHECK(mkdir(path, 0777) == 0);
+    else if (thing == FIFO)
+        CHECK(mkfifo(path, 0666) == 0);
+    else
+        CHECK(symlink(at(targets[thing]), path) == 0);
+}
+
+static const enum kind two_kinds[] = { SHARDS, GGUF };
+
+/* What a run has made itself is a directory or a file: nothing else is taken for it, and --force clears it. */
+TEST(only_what_a_run_makes_is_taken_for_it)
+{
+    static const struct {
+        const char *name;
+        enum thing own; /* what a run makes there */
+    } places[] = { { "", DIRECTORY }, { "new", DIRECTORY }, { "finished", DIRECTORY }, { "lock", ZEROS } };
+    for (size_t k = 0; k < 2; k++) {
+        const enum kind kind = two_kinds[k];
+        make_reference(kind);
+        for (size_t i = 0; i < sizeof places / sizeof *places; i++)
+            for (enum thing thing = 0; thing < THINGS; thing++) {
+                char what[300];
+                if (thing == places[i].own)
+                    continue;
+                stop(kind);
+                put_thing(left_at(kind, places[i].name), thing);
+                snprintf(what, sizeof what, "%s is %s", left_at(kind, places[i].name), thing_names[thing]);
+                CHECK_THAT(make(kind, false, outputs[kind].out, &resume) == NIB_ERR_MODE &&
+                               strstr(nib_last_error(), left_at(kind, places[i].name)) &&
+                               strstr(nib_last_error(), "--force"),
+                           "%s: %s", what, nib_last_error());
+                check_outside(what);
+                check_run(kind, &force, what);
+                check_outside(what);
+            }
+    }
+}
+
+TEST(links_beside_a_state_are_removed)
+{
+    make_reference(SHARDS);
+    for (int i = 0; i < 2; i++) {
+        stop(SHARDS);
+        put_thing(left_at(SHARDS, "link"), LINK_TO_DIRECTORY);
+        put_thing(left_at(SHARDS, "directory"), DIRECTORY);
+        put_thing(left_at(SHARDS, "directory/link"), LINK_TO_DIRECTORY);
+        check_run(SHARDS, i ? &force : &resume, "links in the directory of a run");
+        check_outside("links in the directory of a run");
+    }
+}
+
+TEST_MAIN
