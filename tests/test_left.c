@@ -130,6 +130,22 @@ TEST(only_what_a_run_makes_is_taken_for_it)
     }
 }
 
+/* A state that is none is that of another run. */
+TEST(a_state_that_cannot_be_read_is_of_another_run)
+{
+    for (size_t k = 0; k < 2; k++) {
+        const enum kind kind = two_kinds[k];
+        make_reference(kind);
+        for (enum thing thing = 0; thing < THINGS; thing++) {
+            stop(kind);
+            put_thing(left_at(kind, "state.json"), thing);
+            CHECK_FAILS(make(kind, false, outputs[kind].out, &resume), NIB_ERR_MODE, "had other options");
+            check_run(kind, &force, thing_names[thing]);
+            check_outside(thing_names[thing]);
+        }
+    }
+}
+
 TEST(links_beside_a_state_are_removed)
 {
     make_reference(SHARDS);
@@ -141,6 +157,34 @@ TEST(links_beside_a_state_are_removed)
         check_run(SHARDS, i ? &force : &resume, "links in the directory of a run");
         check_outside("links in the directory of a run");
     }
+}
+
+static long json_left = -1;
+
+static void *allocate_json(size_t bytes) { return json_left >= 0 && json_left-- == 0 ? NULL : malloc(bytes); }
+
+/* What fails for want of memory is not another run. */
+TEST(no_memory_makes_no_other_run)
+{
+    make_reference(SHARDS);
+    nib_checkpoint *in = NULL;
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_checkpoint_open(at(outputs[SHARDS].in), &in));
+    CHECK_OK(make_plan(SHARDS, false, in, &plan));
+    for (long left = 0, failed = 1; failed; left++) {
+        stop(SHARDS);
+        json_set_alloc_funcs(allocate_json, free);
+        json_left = left;
+        const nib_status status = nib_plan_run(plan, at(outputs[SHARDS].out), &resume, NULL);
+        failed = json_left < 0;
+        json_left = -1;
+        json_set_alloc_funcs(malloc, free);
+        CHECK_THAT(!status || status == NIB_ERR_MEMORY, "allocation %ld: %s", left, nib_last_error());
+        CHECK(failed || left > 10);
+    }
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+    check_whole(SHARDS, "the last");
 }
 
 TEST_MAIN

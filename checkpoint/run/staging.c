@@ -208,31 +208,41 @@ static nib_status take_fingerprint(struct nib_run *run)
     return status;
 }
 
+enum { STATE_BYTES = 128 };
+
+static size_t put_state(const struct nib_run *run, char text[STATE_BYTES])
+{
+    return (size_t)snprintf(text, STATE_BYTES, "{\"version\":\"" NIB_VERSION "\",\"plan\":\"%s\"}\n", run->fingerprint);
+}
+
 static nib_status write_state(const struct nib_run *run)
 {
-    char text[128], *path = nib_staging_path(run->partial, "state.json");
-    snprintf(text, sizeof text, "{\"version\":\"" NIB_VERSION "\",\"plan\":\"%s\"}\n", run->fingerprint);
-    const nib_status status = path ? nib_staging_write(path, text, strlen(text)) : no_memory(run->partial);
+    char text[STATE_BYTES], *path = nib_staging_path(run->partial, "state.json");
+    const size_t bytes = put_state(run, text);
+    const nib_status status = path ? nib_staging_write(path, text, bytes) : no_memory(run->partial);
     nib_free(path);
     return status;
 }
 
-/* Whether what is in the directory is of this plan. No state yet: an earlier run was stopped before it began. */
+/* Whether what is in the directory is of this plan: its state is what this run would write, byte for byte. No state yet:
+ * an earlier run was stopped before it began. */
 static nib_status read_state(const struct nib_run *run, bool *ours, bool *other)
 {
-    char *path = nib_staging_path(run->partial, "state.json"), *text = NULL;
-    size_t bytes;
+    char expected[STATE_BYTES], found[STATE_BYTES], *path = nib_staging_path(run->partial, "state.json");
+    const size_t count = put_state(run, expected);
+    int fd = -1;
+    uint64_t bytes = 0;
     nib_status status = path ? NIB_OK : no_memory(run->partial);
-    *ours = *other = false;
-    if (!status && nib_os_exists(path)) {
-        status = nib_ck_read_text(path, 4096, &text, &bytes);
-        json_t *state = status ? NULL : json_loadb(text, bytes, 0, NULL);
-        const char *plan = json_string_value(json_object_get(state, "plan"));
-        *ours = plan && !strcmp(plan, run->fingerprint);
-        *other = !*ours;
-        json_decref(state);
+    const bool any = !status && nib_os_exists(path);
+    *ours = false;
+    if (any && nib_os_is_own_file(path))
+        status = nib_os_open_read(path, &fd, &bytes);
+    if (!status && bytes == count) {
+        status = nib_os_read_at(fd, path, 0, found, count);
+        *ours = !status && !memcmp(found, expected, count);
     }
-    nib_free(text);
+    *other = any && !*ours;
+    nib_os_close(fd);
     nib_free(path);
     return status;
 }
@@ -418,7 +428,7 @@ static nib_status clear_partial(struct nib_run *run)
 
 static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
 {
-    bool ours, other, done = false;
+    bool ours = false, other = false, done = false;
     TRY(check_apart(run));
     TRY(clear_way_of_directory(run, run->partial));
     TRY(clear_way_of_directory(run, run->finished));
@@ -432,12 +442,13 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
     TRY(make_directories(run));
     TRY(take_lock(run));
     TRY(nib_os_remove_directory(run->finished));
-    TRY(read_state(run, &ours, &other));
-    if (run->options.resume && other && !run->options.force)
+    if (run->options.resume)
+        TRY(read_state(run, &ours, &other));
+    if (other && !run->options.force)
         return nib_fail(NIB_ERR_MODE,
                         "%s: the run that was stopped here had other options or another input: --force starts over",
                         run->out);
-    if (!(run->options.resume && ours))
+    if (!ours)
         return clear_partial(run);
     *left = is_complete(run) ? NIB_STAGING_COMPLETE : NIB_STAGING_OPEN;
     TRY(nib_os_list(run->partial, remove_temporary, run->partial));
