@@ -4,9 +4,11 @@
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
+#include "plan/plan.h"
 #include "test_outputs.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -185,6 +187,97 @@ TEST(no_memory_makes_no_other_run)
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
     check_whole(SHARDS, "the last");
+}
+
+/* ---- Finished files ---- */
+
+/* The name of the first file of tensors, in new/. */
+static const char *data_of(enum kind kind)
+{
+    static char name[100];
+    nib_checkpoint *in = NULL;
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_checkpoint_open(at(outputs[kind].in), &in));
+    CHECK_OK(make_plan(kind, false, in, &plan));
+    snprintf(name, sizeof name, "new/%s", plan ? plan->files[0].name : "");
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(in);
+    return name;
+}
+
+/* The same under its final name, in the output or in the reference. */
+static const char *final_of(enum kind kind, const char *out)
+{
+    static char path[256];
+    const bool file = strchr(outputs[kind].out, '.');
+    snprintf(path, sizeof path, "%s%s", at(out), file ? "" : data_of(kind) + strlen("new"));
+    return path;
+}
+
+enum copy { WHOLE, JUNK, NO_HEADER, OTHER_HEADER, OTHER_HASH, SHORTER, LONGER, COPIES };
+static const char *const copy_names[COPIES] = { "whole",      "junk",    "no header", "another header",
+                                                "other hash", "shorter", "longer" };
+
+static void put_copy(enum kind kind, enum copy copy)
+{
+    size_t count;
+    char *bytes = get_file(final_of(kind, "reference"), &count);
+    CHECK(bytes != NULL);
+    bytes = realloc(bytes, count + 1);
+    char *hash = memmem(bytes, count, "xxh3", 4);
+    CHECK(hash != NULL);
+    hash +=
+        strcspn(hash, ":") + 3; /* in a safetensors header there is a backslash, and one digit is as good as another */
+    if (copy == NO_HEADER)
+        memset(bytes, 0, 100);
+    if (copy == OTHER_HEADER)
+        hash[-9] ^= 1;
+    if (copy == OTHER_HASH)
+        hash[2] = hash[2] == '0' ? '1' : '0';
+    put_file(left_at(kind, data_of(kind)), bytes, copy == JUNK ? 4 : count - (copy == SHORTER) + (copy == LONGER));
+    free(bytes);
+}
+
+/* A file that is kept is as old as it was. */
+static void check_copy(enum kind kind, enum copy copy)
+{
+    static const struct timespec old[2] = { { .tv_sec = 1000 }, { .tv_sec = 1000 } };
+    struct stat facts = { 0 };
+    stop(kind);
+    put_copy(kind, copy);
+    CHECK(utimensat(AT_FDCWD, left_at(kind, data_of(kind)), old, 0) == 0);
+    check_run(kind, &resume, copy_names[copy]);
+    CHECK(stat(final_of(kind, outputs[kind].out), &facts) == 0);
+    CHECK_THAT((facts.st_mtim.tv_sec == 1000) == (copy == WHOLE), "%s: %s", outputs[kind].what, copy_names[copy]);
+}
+
+TEST(a_file_is_finished_by_its_size_and_header)
+{
+    for (size_t k = 0; k < 2; k++) {
+        const enum kind kind = two_kinds[k];
+        make_reference(kind);
+        for (enum copy copy = 0; copy < COPIES; copy++)
+            check_copy(kind, copy);
+        for (enum thing thing = 0; thing < THINGS; thing++) {
+            stop(kind);
+            put_thing(left_at(kind, data_of(kind)), thing);
+            check_run(kind, &resume, thing_names[thing]);
+            check_outside(thing_names[thing]);
+        }
+        stop(kind);
+        CHECK(symlink(final_of(kind, "reference"), left_at(kind, data_of(kind))) == 0);
+        check_run(kind, &resume, "a link to a whole file");
+        CHECK(nib_os_is_own_file(final_of(kind, outputs[kind].out)));
+    }
+}
+
+TEST(finished_files_of_every_kind_are_kept)
+{
+    for (enum kind kind = FILE_TO_FILE; kind < KINDS; kind++) {
+        make_reference(kind);
+        check_copy(kind, WHOLE);
+        check_copy(kind, NO_HEADER);
+    }
 }
 
 TEST_MAIN

@@ -200,7 +200,7 @@ static nib_status write_configuration(struct nib_run *run, const char *provenanc
 
 /* ---- The run ---- */
 
-/* Better now than after hours. */
+/* Better now than after hours. Of an earlier run nothing but finished files is there. */
 static nib_status check_room(const struct nib_run *run)
 {
     const nib_plan *plan = run->plan;
@@ -210,7 +210,7 @@ static nib_status check_room(const struct nib_run *run)
         char *path = nib_staging_path(run->fresh, plan->files[i].name);
         if (!path)
             return no_memory();
-        needed += nib_os_exists(path) ? 0 : plan->files[i].bytes; /* an earlier run has written it */
+        needed += nib_os_exists(path) ? 0 : plan->files[i].bytes;
         nib_free(path);
     }
     return needed <= there ? NIB_OK

@@ -125,6 +125,17 @@ char *nib_staging_path(const char *directory, const char *name); /* NULL without
 /* Files of the input directory that go along: tokenizer, license ... */
 nib_status nib_staging_copy_others(struct nib_run *run);
 
+/* ---- What an earlier run left (left.c) ---- */
+
+/* Whether a file is there whole: of the size and with the header that the plan has, given this provenance. Hashes that it
+ * does not know yet may be any. */
+nib_status nib_left_is_done(const nib_plan *plan, const struct nib_out_file *file, const char *path,
+                            const char *provenance, bool *done);
+/* Whether all files of the plan have their final names. */
+nib_status nib_left_all_in_out(const struct nib_run *run, bool *done);
+/* Of partial/new only finished files of the plan stay. */
+nib_status nib_left_sweep(const struct nib_run *run);
+
 /* Whether a group gets the tensor scale 1 instead of what the dialect makes of its amax: it is nothing but zeros, or its
  * reader knows of no tensor scale. */
 bool nib_run_is_unit(const nib_plan *plan, const struct nib_out_group *group, float amax);

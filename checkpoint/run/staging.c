@@ -8,8 +8,8 @@
  *                      new/          finished files, each synced before it has its name
  *                      complete      all are there: from now on they get their final names
  *
- * A kill leaves this directory, and a resumed run looks at what is in it: a file under its name in new/ is finished. After
- * `complete` there is only one way, forward: what is missing in new/ is in OUT already.
+ * A kill leaves this directory, and a resumed run looks at what is in it (left.c). After `complete` there is only one way,
+ * forward: what is missing in new/ is in OUT already.
  */
 #include "run/run.h"
 
@@ -337,73 +337,6 @@ static bool is_complete(const struct nib_run *run)
     return complete;
 }
 
-/* Whether a hash of the input follows. GGUF has them in a string of its own, safetensors in one of JSON. */
-static bool ends_with_key(const char *text, size_t bytes)
-{
-    static const char *const keys[] = { "xxh3\":\"", "xxh3\\\":\\\"" };
-    for (int k = 0; k < 2; k++) {
-        const size_t n = strlen(keys[k]);
-        if (bytes >= n && !memcmp(text + bytes - n, keys[k], n))
-            return true;
-    }
-    return false;
-}
-
-/* Hashes of the input differ from those that a header is laid out with, and nothing else may. */
-static bool same_header(const char *expected, const char *found, size_t bytes)
-{
-    enum { DIGITS = 32 };
-    for (size_t i = 0; i < bytes; i++) {
-        if (expected[i] != found[i])
-            return false;
-        if (ends_with_key(expected, i + 1))
-            i += DIGITS;
-    }
-    return true;
-}
-
-static nib_status is_file_done(const struct nib_run *run, const struct nib_out_file *file, const char *provenance,
-                               bool *done)
-{
-    char *path = run->as_file ? nib_staging_path(run->out, "") : nib_staging_path(run->out, file->name), *found = NULL;
-    if (!path)
-        return no_memory(run->out);
-    if (run->as_file)
-        path[strlen(run->out)] = '\0';
-    *done = false;
-    int fd = -1;
-    uint64_t bytes;
-    struct nib_text header = { 0 };
-    nib_status status = NIB_OK;
-    if (nib_os_exists(path) && !nib_os_open_read(path, &fd, &bytes) && bytes == file->bytes) {
-        status = nib_plan_header(run->plan, file, provenance, &header);
-        found = status ? NULL : nib_alloc(header.used);
-        if (!status && !found)
-            status = no_memory(run->out);
-        if (!status)
-            status = nib_os_read_at(fd, path, 0, found, header.used);
-        *done = !status && same_header(header.bytes, found, header.used);
-    }
-    nib_os_close(fd);
-    nib_free(found);
-    nib_free(header.bytes);
-    nib_free(path);
-    return status;
-}
-
-/* Whether the output is there, complete, from this plan: the run that is to be resumed was stopped after its end. */
-static nib_status is_done(const struct nib_run *run, bool *done)
-{
-    struct nib_text provenance;
-    TRY(nib_plan_provenance(run->plan, NULL, &provenance));
-    nib_status status = NIB_OK;
-    *done = !nib_os_exists(run->partial);
-    for (size_t i = 0; i < run->plan->n_files && *done && !status; i++)
-        status = is_file_done(run, &run->plan->files[i], provenance.bytes, done);
-    nib_free(provenance.bytes);
-    return status;
-}
-
 /* What all this was done in, which no longer looks like an unfinished run. A power cut must not bring back its name once
  * some of it is gone. The directory that holds it is the output, or the one that the output is in. */
 static nib_status remove_finished(const struct nib_run *run)
@@ -432,8 +365,8 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
     TRY(check_apart(run));
     TRY(clear_way_of_directory(run, run->partial));
     TRY(clear_way_of_directory(run, run->finished));
-    if (run->options.resume)
-        TRY(is_done(run, &done));
+    if (run->options.resume && !nib_os_exists(run->partial)) /* it may have been stopped after its end */
+        TRY(nib_left_all_in_out(run, &done));
     if (done) {
         *left = NIB_STAGING_DONE;
         return remove_finished(run);
@@ -454,8 +387,7 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
     TRY(nib_os_list(run->partial, remove_temporary, run->partial));
     TRY(clear_way_of_directory(run, run->fresh));
     TRY(nib_os_make_directory(run->fresh, NULL));
-    /* Behind the marker there are none in new/, and a file of the input may be called like one. */
-    return *left == NIB_STAGING_COMPLETE ? NIB_OK : nib_os_list(run->fresh, remove_temporary, run->fresh);
+    return *left == NIB_STAGING_COMPLETE ? NIB_OK : nib_left_sweep(run);
 }
 
 nib_status nib_staging_open(struct nib_run *run, const char *out, enum nib_staging_left *left)

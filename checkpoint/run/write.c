@@ -33,7 +33,6 @@ struct writing {
     int fd;
     size_t first_weight, weights; /* of plan->weights */
     size_t left;                  /* panels of work that are not done */
-    bool finished;                /* an earlier run has written it */
 };
 
 struct writer {
@@ -642,6 +641,14 @@ static nib_status write_panels(void *context, size_t item)
     return status;
 }
 
+/* Whether an earlier run has written it, from this input: hashes are known, unless a scan goes along, which is not resumed. */
+static nib_status find_finished(const struct writer *writer, const struct writing *f, bool *finished)
+{
+    *finished = false;
+    return writer->scan ? NIB_OK
+                        : nib_left_is_done(writer->run->plan, f->file, f->path, writer->provenance->bytes, finished);
+}
+
 /* Which weights go to which file: both are in the same order. */
 static nib_status start_writer(struct writer *writer)
 {
@@ -665,8 +672,11 @@ static nib_status start_writer(struct writer *writer)
         f->path = nib_staging_path(run->fresh, f->file->name);
         if (!f->path)
             return no_memory();
-        f->finished = nib_os_exists(f->path);
-        if (f->finished || i % ranks != rank)
+        if (i % ranks != rank)
+            continue;
+        bool finished;
+        TRY(find_finished(writer, f, &finished));
+        if (finished)
             continue;
         const size_t before = writer->panels.n;
         TRY(nib_run_panels_cut(&writer->panels, run, (uint32_t)i, f->first_weight, f->weights));
