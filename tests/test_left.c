@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_left.c - what an interrupted run left, in any state: links lead nowhere, and --force can always start over.
+ * test_left.c - what an interrupted run left, in any state: links lead nowhere, what is not finished is written anew, what
+ * is not part of the output goes, and --force can always start over.
  */
 #define _GNU_SOURCE
 #include "nib_checkpoint.h"
@@ -278,6 +279,125 @@ TEST(finished_files_of_every_kind_are_kept)
         check_copy(kind, WHOLE);
         check_copy(kind, NO_HEADER);
     }
+}
+
+/* ---- The marker ---- */
+
+/* Files of the reference, all of them or those (not) of tensors, where a run keeps them or under their final names. */
+static void put_files(enum kind kind, bool tensors, bool others, bool in_out)
+{
+    static const struct timespec old[2] = { { .tv_sec = 1000 }, { .tv_sec = 1000 } };
+    DIR *listing = opendir(at("reference"));
+    for (struct dirent *item; listing && (item = readdir(listing));) {
+        char from[512], to[512];
+        size_t count;
+        if (item->d_name[0] == '.' ||
+            !(strstr(item->d_name, ".safetensors") && !strstr(item->d_name, ".json") ? tensors : others))
+            continue;
+        snprintf(from, sizeof from, "%s/%s", at("reference"), item->d_name);
+        snprintf(to, sizeof to, "%s/%s", in_out ? at(outputs[kind].out) : left_at(kind, "new"), item->d_name);
+        char *bytes = get_file(from, &count);
+        put_file(to, bytes, count);
+        CHECK(utimensat(AT_FDCWD, to, old, 0) == 0);
+        free(bytes);
+    }
+    if (listing)
+        closedir(listing);
+}
+
+static bool is_old(const char *name)
+{
+    struct stat facts = { 0 };
+    char path[512];
+    snprintf(path, sizeof path, "%s/%s", at(outputs[SHARDS].out), name);
+    CHECK_THAT(stat(path, &facts) == 0, "there is no %s", path);
+    return facts.st_mtim.tv_sec == 1000;
+}
+
+static void put_strangers(enum kind kind)
+{
+    static const char *const names[THINGS] = { "new/evil.py",  "new/directory", "new/model.tmp-1-2",
+                                               "new/evil.txt", "new/README.md", "new/config.json.tmp-3-4" };
+    for (enum thing thing = 0; thing < THINGS; thing++)
+        put_thing(left_at(kind, names[thing]), thing);
+}
+
+TEST(a_marker_alone_completes_nothing)
+{
+    for (enum kind kind = FILE_TO_FILE; kind < KINDS; kind++) {
+        make_reference(kind);
+        stop(kind);
+        put_text(left_at(kind, "complete"), "");
+        check_run(kind, &resume, "a marker alone");
+    }
+    make_reference(SHARDS);
+    for (enum thing thing = 0; thing < THINGS; thing++) {
+        stop(SHARDS);
+        put_thing(left_at(SHARDS, "complete"), thing);
+        check_run(SHARDS, &resume, thing_names[thing]);
+        check_outside(thing_names[thing]);
+    }
+}
+
+/* What lacks a file, or has another thing in its place, is finished; what is finished keeps its files. */
+TEST(a_marker_completes_what_is_there)
+{
+    static const struct {
+        const char *what;
+        bool tensors, moved_tensors, others, moved_others;
+        const char *missing; /* or none */
+        int thing;           /* in its place, or THINGS */
+        bool whole;
+    } cases[] = { { "all", true, false, true, false, NULL, THINGS, true },
+                  { "tensors moved", false, true, true, false, NULL, THINGS, true },
+                  { "all moved", false, true, false, true, NULL, THINGS, true },
+                  { "tensors alone", true, false, false, false, NULL, THINGS, false },
+                  { "moved tensors alone", false, true, false, false, NULL, THINGS, false },
+                  { "no configuration", true, false, true, false, "new/config.json", THINGS, false },
+                  { "no index", true, false, true, false, "new/" INDEX, THINGS, false },
+                  { "no tokenizer", true, false, true, false, "new/tokenizer.json", THINGS, false },
+                  { "a linked configuration", true, false, true, false, "new/config.json", LINK_TO_FILE, false },
+                  { "junk", true, true, true, false, "tensors", ZEROS, false } };
+    make_reference(SHARDS);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        for (int strangers = 0; strangers < 2; strangers++) {
+            stop(SHARDS);
+            if (cases[i].tensors)
+                put_files(SHARDS, true, false, false);
+            if (cases[i].moved_tensors)
+                put_files(SHARDS, true, false, true);
+            if (cases[i].others)
+                put_files(SHARDS, false, true, false);
+            if (cases[i].moved_others)
+                put_files(SHARDS, false, true, true);
+            const char *missing = cases[i].missing;
+            if (missing && cases[i].thing < THINGS)
+                put_thing(left_at(SHARDS, strcmp(missing, "tensors") ? missing : data_of(SHARDS)), cases[i].thing);
+            else if (missing)
+                CHECK(unlink(left_at(SHARDS, missing)) == 0);
+            if (strangers)
+                put_strangers(SHARDS);
+            put_text(left_at(SHARDS, "complete"), "");
+            check_run(SHARDS, &resume, cases[i].what);
+            check_outside(cases[i].what);
+            CHECK_THAT(is_old("config.json") == cases[i].whole, "%s", cases[i].what);
+        }
+}
+
+TEST(strangers_get_no_names)
+{
+    for (size_t k = 0; k < 2; k++)
+        for (int complete = 0; complete < 2; complete++) {
+            const enum kind kind = two_kinds[k];
+            make_reference(kind);
+            stop(kind);
+            put_copy(kind, WHOLE);
+            put_strangers(kind);
+            if (complete)
+                put_text(left_at(kind, "complete"), "");
+            check_run(kind, &resume, "strangers");
+            check_outside("strangers");
+        }
 }
 
 TEST_MAIN

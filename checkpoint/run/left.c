@@ -87,10 +87,75 @@ nib_status nib_left_all_in_out(const struct nib_run *run, bool *done)
     return status;
 }
 
+/* ---- All that a run writes ---- */
+
+/* What is in new/ gets the name, whatever has it. */
+static nib_status is_file_there(const struct nib_run *run, const struct nib_out_file *file, const char *provenance,
+                                bool *there)
+{
+    char *path = nib_staging_path(run->fresh, file->name);
+    nib_status status = path ? NIB_OK : no_memory(run->fresh);
+    *there = false;
+    if (!status && !nib_os_exists(path))
+        status = is_in_out(run, file, provenance, there);
+    else if (!status && nib_os_is_own_file(path))
+        status = nib_left_is_done(run->plan, file, path, provenance, there);
+    nib_free(path);
+    return status;
+}
+
+static nib_status is_name_there(const struct nib_run *run, const char *name, bool *there)
+{
+    char *fresh = nib_staging_path(run->fresh, name), *out = nib_staging_path(run->out, name);
+    const nib_status status = fresh && out ? NIB_OK : no_memory(run->fresh);
+    *there = !status && (nib_os_exists(fresh) ? nib_os_is_own_file(fresh) : nib_os_exists(out));
+    nib_free(fresh);
+    nib_free(out);
+    return status;
+}
+
+struct look {
+    const struct nib_run *run;
+    bool whole;
+};
+
+static nib_status look_for_other(void *context, const char *name)
+{
+    struct look *look = context;
+    bool goes;
+    TRY(nib_staging_goes_along(look->run, name, &goes));
+    return goes && look->whole ? is_name_there(look->run, name, &look->whole) : NIB_OK;
+}
+
+static nib_status look_beside(struct look *look)
+{
+    const nib_plan *plan = look->run->plan;
+    for (int i = 0; i < NIB_RUN_BESIDE && look->whole; i++)
+        if (nib_run_writes(plan, nib_run_beside[i]))
+            TRY(is_name_there(look->run, nib_run_beside[i], &look->whole));
+    return look->whole && plan->in->is_directory ? nib_os_list(plan->in->directory, look_for_other, look) : NIB_OK;
+}
+
+nib_status nib_left_is_whole(const struct nib_run *run, bool *whole)
+{
+    struct look look = { run, true };
+    struct nib_text provenance;
+    TRY(nib_plan_provenance(run->plan, NULL, &provenance));
+    nib_status status = NIB_OK;
+    for (size_t i = 0; i < run->plan->n_files && look.whole && !status; i++)
+        status = is_file_there(run, &run->plan->files[i], provenance.bytes, &look.whole);
+    nib_free(provenance.bytes);
+    if (!status && look.whole && !run->as_file)
+        status = look_beside(&look);
+    *whole = !status && look.whole;
+    return status;
+}
+
 /* ---- The directory of finished files ---- */
 
 struct sweep {
     const struct nib_run *run;
+    bool whole;
     struct nib_text provenance;
 };
 
@@ -102,27 +167,36 @@ static const struct nib_out_file *find_file(const nib_plan *plan, const char *na
     return NULL;
 }
 
-static nib_status keep_finished(void *context, const char *name)
+/* Where all is there, it has been looked at. What stands beside the tensors is otherwise written again. */
+static nib_status stays(const struct sweep *sweep, const char *name, const char *path, bool *stays)
+{
+    const struct nib_run *run = sweep->run;
+    const struct nib_out_file *file = find_file(run->plan, name);
+    *stays = sweep->whole && (file || (!run->as_file && nib_run_writes(run->plan, name)));
+    if (*stays || !nib_os_is_own_file(path))
+        return NIB_OK;
+    if (sweep->whole)
+        return nib_staging_goes_along(run, name, stays);
+    return file ? nib_left_is_done(run->plan, file, path, sweep->provenance.bytes, stays) : NIB_OK;
+}
+
+static nib_status sweep_entry(void *context, const char *name)
 {
     const struct sweep *sweep = context;
-    const nib_plan *plan = sweep->run->plan;
-    const struct nib_out_file *file = find_file(plan, name);
     char *path = nib_staging_path(sweep->run->fresh, name);
-    nib_status status = path ? NIB_OK : no_memory(sweep->run->fresh);
-    bool done = false;
-    if (!status && file && nib_os_is_own_file(path))
-        status = nib_left_is_done(plan, file, path, sweep->provenance.bytes, &done);
-    if (!status && !done)
+    bool keep = false;
+    nib_status status = path ? stays(sweep, name, path, &keep) : no_memory(sweep->run->fresh);
+    if (!status && !keep)
         status = nib_os_remove_any(path);
     nib_free(path);
     return status;
 }
 
-nib_status nib_left_sweep(const struct nib_run *run)
+nib_status nib_left_sweep(const struct nib_run *run, bool whole)
 {
-    struct sweep sweep = { .run = run };
+    struct sweep sweep = { .run = run, .whole = whole };
     TRY(nib_plan_provenance(run->plan, NULL, &sweep.provenance));
-    const nib_status status = nib_os_list(run->fresh, keep_finished, &sweep);
+    const nib_status status = nib_os_list(run->fresh, sweep_entry, &sweep);
     nib_free(sweep.provenance.bytes);
     return status;
 }

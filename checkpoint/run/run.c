@@ -155,6 +155,8 @@ static nib_status write_json(const struct nib_run *run, const char *name, const 
 
 #define INDEX "model.safetensors.index.json"
 
+const char *const nib_run_beside[NIB_RUN_BESIDE] = { INDEX, "hf_quant_config.json", NIB_FOLD_FILE, "config.json" };
+
 bool nib_run_writes(const nib_plan *plan, const char *name)
 {
     if (!strcmp(name, INDEX))
@@ -162,7 +164,7 @@ bool nib_run_writes(const nib_plan *plan, const char *name)
     if (!strcmp(name, "hf_quant_config.json"))
         return plan->hf_quant;
     if (!strcmp(name, NIB_FOLD_FILE)) /* or copied, since the codes stay what they were */
-        return plan->fold || plan->in->folds;
+        return plan->fold || (plan->in->folds && plan->in->is_directory);
     return !strcmp(name, "config.json") && plan->config && (plan->in->config || json_object_size(plan->config) > 0);
 }
 

@@ -55,7 +55,9 @@ nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t by
 /* A tensor scale in another sense. Powers of two, which is what quantizing here gives by default, lose nothing. */
 float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_scale to, int32_t e4m3_max);
 
-/* Whether the output has this file beside its tensors: the index, a configuration, scales that were folded. */
+/* What an output may have beside its tensors, and whether it has it: the index, configurations, scales that were folded. */
+enum { NIB_RUN_BESIDE = 4 };
+extern const char *const nib_run_beside[NIB_RUN_BESIDE];
 bool nib_run_writes(const nib_plan *plan, const char *name);
 
 /* Of a group whose amax is known. */
@@ -124,6 +126,8 @@ nib_status nib_staging_write(const char *path, const void *bytes, size_t count);
 char *nib_staging_path(const char *directory, const char *name); /* NULL without memory */
 /* Files of the input directory that go along: tokenizer, license ... */
 nib_status nib_staging_copy_others(struct nib_run *run);
+/* Whether a file of this name goes along, and is there. */
+nib_status nib_staging_goes_along(const struct nib_run *run, const char *name, bool *goes);
 
 /* ---- What an earlier run left (left.c) ---- */
 
@@ -133,8 +137,10 @@ nib_status nib_left_is_done(const nib_plan *plan, const struct nib_out_file *fil
                             const char *provenance, bool *done);
 /* Whether all files of the plan have their final names. */
 nib_status nib_left_all_in_out(const struct nib_run *run, bool *done);
-/* Of partial/new only finished files of the plan stay. */
-nib_status nib_left_sweep(const struct nib_run *run);
+/* Whether all that the run writes is in partial/new or has its final name, and no more than names are missing. */
+nib_status nib_left_is_whole(const struct nib_run *run, bool *whole);
+/* Of partial/new only finished files of the plan stay; where all is there, also what else belongs to the output. */
+nib_status nib_left_sweep(const struct nib_run *run, bool whole);
 
 /* Whether a group gets the tensor scale 1 instead of what the dialect makes of its amax: it is nothing but zeros, or its
  * reader knows of no tensor scale. */

@@ -359,6 +359,21 @@ static nib_status clear_partial(struct nib_run *run)
     return nib_os_make_directory(run->fresh, NULL);
 }
 
+/* The marker alone says nothing. Where something is missing, the run goes on, and the marker must not stand for it. */
+static nib_status look_at_left(struct nib_run *run, enum nib_staging_left *left)
+{
+    bool whole = is_complete(run);
+    if (whole) {
+        TRY(nib_left_is_whole(run, &whole));
+        if (!whole) {
+            TRY(remove_old(run, "complete"));
+            TRY(nib_os_sync_directory(run->partial));
+        }
+    }
+    *left = whole ? NIB_STAGING_COMPLETE : NIB_STAGING_OPEN;
+    return nib_left_sweep(run, whole);
+}
+
 static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
 {
     bool ours = false, other = false, done = false;
@@ -383,11 +398,10 @@ static nib_status open_first(struct nib_run *run, enum nib_staging_left *left)
                         run->out);
     if (!ours)
         return clear_partial(run);
-    *left = is_complete(run) ? NIB_STAGING_COMPLETE : NIB_STAGING_OPEN;
     TRY(nib_os_list(run->partial, remove_temporary, run->partial));
     TRY(clear_way_of_directory(run, run->fresh));
     TRY(nib_os_make_directory(run->fresh, NULL));
-    return *left == NIB_STAGING_COMPLETE ? NIB_OK : nib_left_sweep(run);
+    return look_at_left(run, left);
 }
 
 nib_status nib_staging_open(struct nib_run *run, const char *out, enum nib_staging_left *left)
@@ -478,15 +492,26 @@ static nib_status copy_file(const char *from, const char *to)
     return status;
 }
 
+nib_status nib_staging_goes_along(const struct nib_run *run, const char *name, bool *goes)
+{
+    *goes = false;
+    if (run->as_file || !run->plan->in->is_directory || !goes_along(name))
+        return NIB_OK;
+    char *path = nib_staging_path(run->plan->in->directory, name);
+    *goes = path && nib_os_exists(path) && !nib_os_is_directory(path);
+    nib_free(path);
+    return path ? NIB_OK : no_memory(run->plan->in->directory);
+}
+
 static nib_status copy_other(void *context, const char *name)
 {
     const struct nib_run *run = context;
-    if (!goes_along(name))
+    bool goes;
+    TRY(nib_staging_goes_along(run, name, &goes));
+    if (!goes)
         return NIB_OK;
     char *from = nib_staging_path(run->plan->in->directory, name), *to = nib_staging_path(run->fresh, name);
-    nib_status status = from && to ? NIB_OK : no_memory(run->fresh);
-    if (!status && !nib_os_is_directory(from))
-        status = copy_file(from, to);
+    const nib_status status = from && to ? copy_file(from, to) : no_memory(run->fresh);
     nib_free(from);
     nib_free(to);
     return status;
