@@ -100,26 +100,25 @@ bool nib_threads_usable(void) { return !atomic_load(&forked); }
 
 void nib_os_yield(void) { (void)sched_yield(); }
 
-static void *wait_for_the_others(void *mutex)
+struct chain {
+    int started, wanted;
+};
+
+/* Each starts the next one and waits for its end: then all are there at a time, and no list of them is needed. */
+static void *start_next(void *context)
 {
-    pthread_mutex_lock(mutex);
-    pthread_mutex_unlock(mutex);
+    struct chain *chain = context;
+    pthread_t next;
+    if (++chain->started < chain->wanted && !pthread_create(&next, NULL, start_next, chain))
+        pthread_join(next, NULL);
     return NULL;
 }
 
 int nib_os_start_threads(int threads)
 {
-    pthread_mutex_t all = PTHREAD_MUTEX_INITIALIZER;
-    pthread_t *others = nib_alloc((size_t)threads * sizeof *others);
-    int started = 1; /* the caller */
-    pthread_mutex_lock(&all);
-    while (others && started < threads && !pthread_create(&others[started], NULL, wait_for_the_others, &all))
-        started++;
-    pthread_mutex_unlock(&all);
-    for (int i = 1; i < started; i++)
-        pthread_join(others[i], NULL);
-    nib_free(others);
-    return started;
+    struct chain chain = { 0, threads };
+    (void)start_next(&chain);
+    return chain.started;
 }
 
 /* ---- Files ---- */
