@@ -164,6 +164,8 @@ class Forked:
         if pid == 0:
             status = 1
             try:
+                torch = sys.modules["torch"]  # its thread pool, made anew in a child, is not safe from several threads
+                torch.set_num_threads(torch.get_num_threads())
                 self.function(self.out)
                 status = 0
             finally:
