@@ -355,6 +355,49 @@ TEST(resuming_keeps_what_only_looks_temporary)
     check_same_directory(at("whole"), at("out"));
 }
 
+/* What stands beside the weights and cannot be copied ends a run before any weight is written. */
+TEST(files_beside_the_weights_come_first)
+{
+    const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
+    make_model(at("in"));
+    CHECK(mkfifo(at("in/pipe.txt"), 0666) == 0);
+    CHECK_FAILS(quantize(at("in"), fresh("out"), NULL, &resume, NULL), NIB_ERR_IO, "pipe.txt: not a regular file");
+    CHECK(!nib_os_exists(at("out/.nib-partial/scan-00000.json")));
+    CHECK(unlink(at("in/pipe.txt")) == 0 && symlink("nowhere", at("in/link.txt")) == 0);
+    CHECK_FAILS(quantize(at("in"), at("out"), NULL, &resume, NULL), NIB_ERR_IO, "link.txt: cannot open");
+    CHECK(!nib_os_exists(at("out/.nib-partial/scan-00000.json")));
+    CHECK(unlink(at("in/link.txt")) == 0);
+    put_text(at("in/notes.txt"), "notes");
+    CHECK_OK(quantize(at("in"), at("out"), NULL, &resume, NULL));
+    CHECK(nib_os_exists(at("out/notes.txt")));
+}
+
+/* A temporary name is longer than the name; a character may lie where it is cut. */
+TEST(names_may_be_as_long_as_the_system_takes)
+{
+    enum { LONGEST = 255 };
+    char name[LONGEST + 1], in[PATH_MAX], out[PATH_MAX];
+    make_model(at("in"));
+    fresh("out");
+    for (int wide = 0; wide < 4; wide++) {
+        memset(name, 'n', LONGEST);
+        name[LONGEST] = '\0';
+        if (wide)
+            memcpy(name + 64 - wide, "\U0001F600", 4);
+        snprintf(in, sizeof in, "%s/%s", at("in"), name);
+        put_text(in, "notes");
+    }
+    CHECK_OK(quantize(at("in"), at("out"), NULL, NULL, NULL));
+    CHECK(!nib_os_exists(at("out/.nib-partial")));
+    for (int wide = 0; wide < 4; wide++) {
+        memset(name, 'n', LONGEST);
+        if (wide)
+            memcpy(name + 64 - wide, "\U0001F600", 4);
+        snprintf(out, sizeof out, "%s/%s", at("out"), name);
+        CHECK(nib_os_exists(out));
+    }
+}
+
 static void run_another(void)
 {
     const nib_run_options force = { .bytes = sizeof force, .force = 1 };
@@ -453,6 +496,10 @@ TEST(a_file_becomes_a_file)
     CHECK(c && c->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS && c->n_files == 1);
     nib_checkpoint_close(c);
     CHECK_FAILS(quantize(in, at("one.safetensors"), NULL, NULL, NULL), NIB_ERR_MODE, "--force");
+    const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+    CHECK(mkfifo(at("pipe.safetensors"), 0666) == 0); /* somebody may be reading it */
+    CHECK_FAILS(quantize(in, at("pipe.safetensors"), NULL, &force, NULL), NIB_ERR_MODE, "not a regular file");
+    CHECK(nib_os_is_special(at("pipe.safetensors")) && !nib_os_exists(at("pipe.safetensors.nib-partial")));
     CHECK_FAILS(quantize(in, in, NULL, NULL, NULL), NIB_ERR_MODE, "in the place of");
     const nib_run_options resume = { .bytes = sizeof resume, .resume = 1 };
     CHECK_OK(quantize(in, at("one.safetensors"), NULL, &resume, NULL)); /* it is complete */

@@ -159,19 +159,11 @@ struct sweep {
     struct nib_text provenance;
 };
 
-static const struct nib_out_file *find_file(const nib_plan *plan, const char *name)
-{
-    for (size_t i = 0; i < plan->n_files; i++)
-        if (!strcmp(plan->files[i].name, name))
-            return &plan->files[i];
-    return NULL;
-}
-
 /* Where all is there, it has been looked at. What stands beside the tensors is otherwise written again. */
 static nib_status stays(const struct sweep *sweep, const char *name, const char *path, bool *stays)
 {
     const struct nib_run *run = sweep->run;
-    const struct nib_out_file *file = find_file(run->plan, name);
+    const struct nib_out_file *file = nib_run_file(run, name);
     *stays = sweep->whole && (file || (!run->as_file && nib_run_writes(run->plan, name)));
     if (*stays || !nib_os_is_own_file(path))
         return NIB_OK;

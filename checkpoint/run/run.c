@@ -178,8 +178,6 @@ static nib_status write_configuration(struct nib_run *run, const char *provenanc
         TRY(nib_plan_index(plan, &text));
         TRY(write_text(run, INDEX, &text));
     }
-    if (plan->in->is_directory)
-        TRY(nib_staging_copy_others(run));
     if (plan->fold) {
         char *path = nib_staging_path(run->fresh, NIB_FOLD_FILE);
         const nib_status status = path ? nib_plan_write_fold(plan, path) : no_memory();
@@ -242,11 +240,18 @@ static nib_status write_in_one_pass(struct nib_run *run, struct nib_text *proven
     return status;
 }
 
+/* The other files first: one that cannot be copied must not be found after hours. */
+static nib_status begin_writing(struct nib_run *run)
+{
+    TRY(check_room(run));
+    return run->plan->in->is_directory ? nib_staging_copy_others(run) : NIB_OK;
+}
+
 static nib_status write_all(struct nib_run *run)
 {
     const bool first = !run->job.comm || run->job.comm->rank == 0;
     struct nib_text provenance = { 0 };
-    TRY(nib_agree(run->job.comm, first ? check_room(run) : NIB_OK, 3));
+    TRY(nib_agree(run->job.comm, first ? begin_writing(run) : NIB_OK, 3));
     nib_status status =
         nib_scan_goes_along(run) ? write_in_one_pass(run, &provenance) : write_in_two_passes(run, &provenance);
     if (!status && first)
@@ -255,6 +260,20 @@ static nib_status write_all(struct nib_run *run)
         status = nib_run_check_sources(run);
     nib_free(provenance.bytes);
     return nib_agree(run->job.comm, status, 1);
+}
+
+static int by_name(const void *a, const void *b)
+{
+    const struct nib_out_file *const *x = a, *const *y = b;
+    return strcmp((*x)->name, (*y)->name);
+}
+
+const struct nib_out_file *nib_run_file(const struct nib_run *run, const char *name)
+{
+    const struct nib_out_file key = { .name = (char *)name }, *const wanted = &key;
+    const struct nib_out_file *const *const found =
+        bsearch(&wanted, run->by_name, run->plan->n_files, sizeof wanted, by_name);
+    return found ? *found : NULL;
 }
 
 static nib_status start(struct nib_run *run)
@@ -268,8 +287,12 @@ static nib_status start(struct nib_run *run)
     run->hashes = nib_alloc_zeroed((in->n_files + 1) * sizeof *run->hashes);
     run->amaxes = nib_alloc_zeroed((run->plan->n_groups + 1) * sizeof *run->amaxes);
     run->tensor_scales = nib_alloc_zeroed((run->plan->n_groups + 1) * sizeof *run->tensor_scales);
-    if (!run->identities || !run->hashes || !run->amaxes || !run->tensor_scales)
+    run->by_name = nib_alloc((run->plan->n_files + 1) * sizeof *run->by_name);
+    if (!run->by_name || !run->identities || !run->hashes || !run->amaxes || !run->tensor_scales)
         return no_memory();
+    for (size_t f = 0; f < run->plan->n_files; f++)
+        run->by_name[f] = &run->plan->files[f];
+    qsort(run->by_name, run->plan->n_files, sizeof *run->by_name, by_name);
     for (size_t f = 0; f < in->n_files; f++)
         TRY(nib_os_identity(in->files[f].path, &run->identities[f]));
     return NIB_OK;
@@ -309,6 +332,7 @@ nib_status nib_plan_run(const nib_plan *plan, const char *out, const nib_run_opt
     nib_staging_close(&run, status);
     nib_fpenv_leave(saved);
     pthread_mutex_destroy(&run.mutex);
+    nib_free(run.by_name);
     nib_free(run.identities);
     nib_free(run.hashes);
     nib_free(run.amaxes);

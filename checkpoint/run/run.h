@@ -13,6 +13,7 @@
 
 struct nib_run {
     const nib_plan *plan;
+    const struct nib_out_file **by_name; /* the plan's files */
     nib_job job;
     nib_run_options options;
     int threads;
@@ -59,6 +60,9 @@ float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_sc
 enum { NIB_RUN_BESIDE = 4 };
 extern const char *const nib_run_beside[NIB_RUN_BESIDE];
 bool nib_run_writes(const nib_plan *plan, const char *name);
+
+/* The file of the plan that has this name, or NULL. */
+const struct nib_out_file *nib_run_file(const struct nib_run *run, const char *name);
 
 /* Of a group whose amax is known. */
 void nib_run_find_tensor_scale(struct nib_run *run, size_t group);

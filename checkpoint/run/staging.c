@@ -123,6 +123,8 @@ static nib_status check_place(const struct nib_run *run)
     struct emptiness e = { 0 };
     const bool exists = nib_os_exists(run->out), directory = nib_os_is_directory(run->out);
     if (run->as_file) {
+        if (nib_os_is_special(run->out)) /* a rename would put a file in the place of a pipe that somebody reads */
+            return nib_fail(NIB_ERR_MODE, "%s: it is not a regular file: choose another name", run->out);
         e.others = exists;
         e.partial = nib_os_exists(run->partial);
         if (directory)
@@ -526,9 +528,8 @@ nib_status nib_staging_copy_others(struct nib_run *run)
 
 static int publishing_rank(const struct nib_run *run, const char *name)
 {
-    for (size_t i = 0; i < run->plan->n_files; i++)
-        if (!strcmp(run->plan->files[i].name, name))
-            return 0;
+    if (nib_run_file(run, name))
+        return 0;
     return nib_ck_ends_with(name, ".index.json") ? 1 : !strcmp(name, "config.json") ? 3 : 2;
 }
 

@@ -174,19 +174,35 @@ nib_status nib_os_read_at(int fd, const char *path, uint64_t offset, void *out, 
     return NIB_OK;
 }
 
+/* The name may be as long as the system takes: then only its beginning is in the temporary one, up to where a character
+ * of UTF-8 begins, as some file systems take no others. */
+static size_t shortened(const char *path)
+{
+    enum { SHORT = 64 };
+    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
+    size_t n = strlen(name);
+    if (n > SHORT)
+        for (n = SHORT; n > 0 && ((unsigned char)name[n] & 0xC0) == 0x80;)
+            n--;
+    return (size_t)(name - path) + n;
+}
+
 nib_status nib_os_create_temporary(const char *path, int *fd, char **temporary)
 {
     static atomic_uint counter;
-    const size_t bytes = strlen(path) + 48;
+    size_t kept = strlen(path);
+    const size_t bytes = kept + 48;
     char *name = nib_alloc(bytes);
     if (!name)
         return nib_fail(NIB_ERR_MEMORY, "%s: no memory for a temporary name", path);
     for (;;) {
-        snprintf(name, bytes, "%s.tmp-%ld-%u", path, (long)getpid(), atomic_fetch_add(&counter, 1));
+        snprintf(name, bytes, "%.*s.tmp-%ld-%u", (int)kept, path, (long)getpid(), atomic_fetch_add(&counter, 1));
         *fd = open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         if (*fd >= 0)
             break;
-        if (errno != EEXIST) { /* left over by a killed process of the same id: take the next name */
+        if (errno == ENAMETOOLONG && shortened(path) < kept) {
+            kept = shortened(path);
+        } else if (errno != EEXIST) { /* left over by a killed process of the same id: take the next name */
             nib_status status = io_error(path, "cannot create a temporary file beside it");
             nib_free(name);
             return status;
@@ -344,6 +360,12 @@ bool nib_os_is_directory(const char *path)
 {
     struct stat facts;
     return stat(path, &facts) == 0 && S_ISDIR(facts.st_mode);
+}
+
+bool nib_os_is_special(const char *path)
+{
+    struct stat facts;
+    return stat(path, &facts) == 0 && !S_ISREG(facts.st_mode) && !S_ISDIR(facts.st_mode);
 }
 
 bool nib_os_exists(const char *path)

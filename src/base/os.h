@@ -35,7 +35,7 @@ bool nib_os_has_sdot(void);
 NIB_PRIVATE nib_status nib_os_open_read(const char *path, int *fd, uint64_t *bytes);
 NIB_PRIVATE nib_status nib_os_read_at(int fd, const char *path, uint64_t offset, void *out,
                                       size_t bytes); /* all of it or IO */
-/* Create PATH.tmp-PID-N in the same directory; *temporary is freed by the caller with nib_free. */
+/* Create PATH.tmp-PID-N in the same directory, PATH's name shortened where this is too long; *temporary is freed by the caller with nib_free. */
 NIB_PRIVATE nib_status nib_os_create_temporary(const char *path, int *fd, char **temporary);
 NIB_PRIVATE nib_status nib_os_write_at(int fd, const char *path, uint64_t offset, const void *data, size_t bytes);
 /* Have the system begin to write these bytes to the disk, so that a sync at the end waits for less. No more than a hint. */
@@ -61,7 +61,8 @@ NIB_PRIVATE nib_status nib_os_lock(const char *path, int *fd, bool *busy);
 
 /* Directories. A path may end in a slash. */
 NIB_PRIVATE bool nib_os_is_directory(const char *path);
-NIB_PRIVATE bool nib_os_exists(const char *path); /* anything, a dangling link too */
+NIB_PRIVATE bool nib_os_is_special(const char *path); /* neither a file nor a directory: a pipe, a socket, a device */
+NIB_PRIVATE bool nib_os_exists(const char *path);     /* anything, a dangling link too */
 /* What is there itself, not what a link leads to. */
 NIB_PRIVATE bool nib_os_is_own_directory(const char *path);
 NIB_PRIVATE bool nib_os_is_own_file(const char *path);
