@@ -91,9 +91,11 @@ struct verdict {
     double value, target;
 };
 
+enum { ONE_THREAD = 1, DEFAULT_LIMIT = 1 << 30 };
+
 struct options {
     bool json, quick, no_scalar, list, only_floors, gemm;
-    int32_t threads, size_limit;
+    int32_t threads, size_limit; /* ONE_THREAD and DEFAULT_LIMIT if not given */
     const char *svg, *shape, *device;
     char **filters; /* NULL at the end; none: everything */
 };
@@ -730,6 +732,29 @@ static bool parse_shape(const char *text, struct shape *out)
            out->rows % 16 == 0 && out->cols % 16 == 0;
 }
 
+/* What would be without effect in a run of products, or on a GPU; NULL: nothing. */
+static const char *out_of_place(const struct options *o, bool gpu)
+{
+    const struct {
+        const char *name;
+        bool given, of_products;
+    } all[] = {
+        { "--svg", o->svg, false },
+        { "--floors", o->only_floors, false },
+        { "--no-scalar", o->no_scalar, false },
+        { "--list", o->list, false },
+        { "a NAME", *o->filters && !gpu, false },
+        { "--gemm", o->gemm, true },
+        { "--threads", o->threads != ONE_THREAD, true },
+        { "--size-limit", o->size_limit != DEFAULT_LIMIT, true },
+        { "--shape", o->shape, true },
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i].given && (gpu || !all[i].of_products))
+            return all[i].name;
+    return NULL;
+}
+
 static void print_heading(const struct options *options)
 {
     if (!options->json)
@@ -796,7 +821,7 @@ static enum cli_exit bench(const struct options *options)
 
 static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
 {
-    struct options options = { .threads = 1, .size_limit = 1 << 30 };
+    struct options options = { .threads = ONE_THREAD, .size_limit = DEFAULT_LIMIT };
     const struct cli_option table[] = {
         { 0, "json", CLI_FLAG, &options.json, NULL, "report in JSON", 0, 0 },
         { 0, "quick", CLI_FLAG, &options.quick, NULL, "small sizes and few repetitions, to see that it works", 0, 0 },
@@ -818,7 +843,13 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
     if (parsed != CLI_GO)
         return parsed == CLI_HELPED ? CLI_FINE : CLI_FAILED;
     options.filters = argv + first;
-    if (options.device && strcmp(options.device, "host") != 0)
+    const bool gpu = options.device && strcmp(options.device, "host") != 0;
+    const char *const wrong = gpu || options.gemm ? out_of_place(&options, gpu) : NULL;
+    if (wrong) {
+        cli_error("bench: %s does not go with %s%s", wrong, gpu ? "--device " : "--gemm", gpu ? options.device : "");
+        return CLI_FAILED;
+    }
+    if (gpu)
         return bench_cuda(&(struct bench_cuda_options){ options.device, options.json, options.quick, options.filters });
     int wanted = 0;
     for (int i = 0; i < bench_operation_count; i++) {
@@ -846,7 +877,8 @@ const struct cli_command cli_bench = {
     "speed, how often faster than the scalar kernels, and the distance between the quartiles of the repetitions.\n\n"
     "With --gemm: NVFP4 weights by NVFP4 (W4A4) and by plain activations (W4A16), 1 to 512 rows of them, beside what "
     "one\n"
-    "thread multiplies and reads; then what must hold, and the goal. One thread is timed by its processor time.\n\n"
+    "thread multiplies and reads; then what must hold, and the goal. One thread is timed by its processor time. No\n"
+    "NAME, --floors, --no-scalar, --list or --svg goes with it.\n\n"
     "With --device cuda calls on a GPU are measured instead, as replayed graphs: microseconds, 10^9 elements and "
     "bytes\n"
     "per second, and the share of what a copy on the device, measured in the same run, allows for these bytes.\n\n"

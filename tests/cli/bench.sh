@@ -132,6 +132,20 @@ has err "is beyond --size-limit"
 run 2 "$NIB" bench --threads 0
 run 2 "$NIB" bench --size-limit 1
 
+# What would be without effect is rejected.
+run 2 "$NIB" bench --gemm --quick --svg "$work/products.svg"
+empty out
+has err "nib: bench: --svg does not go with --gemm"
+run 2 "$NIB" bench --gemm --quick quantize
+has err "nib: bench: a NAME does not go with --gemm"
+for option in "--svg $work/gpu.svg" --floors --no-scalar --list --gemm "--threads 2" "--size-limit 65536" "--shape 16x16"; do
+    # shellcheck disable=SC2086
+    run 2 "$NIB" bench --device cuda:1 --quick $option
+    empty out
+    has err "nib: bench: ${option%% *} does not go with --device cuda:1"
+done
+[ ! -e "$work/products.svg" ] && [ ! -e "$work/gpu.svg" ] || fail "a plot of nothing"
+
 # Whether a plot can be written is known before anything is measured, and one that cannot leaves what there was.
 plot=(bench --quick --no-scalar --shape 16x16 quantize.f32 --svg)
 run 2 "$NIB" "${plot[@]}" "$work/no/such/folder.svg"
