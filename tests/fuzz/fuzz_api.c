@@ -6,6 +6,7 @@
  * so. NIB_TEST_WRAP_ALLOC
  */
 #define _GNU_SOURCE
+#include <math.h>
 #include <pthread.h>
 
 #include "nib_file.h"
@@ -824,6 +825,64 @@ static nib_status multiply(struct draws *d, const struct side *a, const struct s
     return status;
 }
 
+/* What a side stands for, line by line. */
+static void read_side(const struct side *s, double *out)
+{
+    static float values[ELEMENTS];
+    const int64_t n = s->lines * s->length;
+    nib_array array;
+    if (!s->m) {
+        require(!nib_decode(given.dtype, given.plain, (size_t)n, values), "plain values");
+    } else {
+        require(!nib_array_init(&array, values, NIB_F32, s->m->rank, s->m->shape) &&
+                    !nib_dequantize(s->host.tensor, (nib_usage)s->usage, &array),
+                "values of a tensor");
+    }
+    for (int64_t i = 0; i < n; i++)
+        out[i] = s->m && s->usage ? values[i % s->length * s->lines + i / s->length] : values[i];
+}
+
+static double y_at(const struct product *p, const uint8_t *y, int64_t i, int64_t j)
+{
+    const int64_t width = nib_dtype_bits(p->y.dtype) / 8;
+    float x;
+    require(!nib_decode(p->y.dtype, y + p->y.offset + (i * p->y.strides[0] + j * p->y.strides[1]) * width, 1, &x), "y");
+    return x;
+}
+
+/* A GPU's product within the bound of docs/numerics.md 14, as cuda/test_cuda_products.c has it, where nothing comes near
+ * an overflow. What is subnormal may be lost. */
+static void check_bound(const struct side *a, const struct side *b, const struct product *p)
+{
+    static double left[ELEMENTS], right[ELEMENTS];
+    const double alpha = (double)p->options.alpha, beta = (double)p->options.beta, large = 0x1p100;
+    const double last = p->y.dtype == NIB_F32 ? 0x1p-24 : p->y.dtype == NIB_F16 ? 0x1p-11 : 0x1p-8;
+    const bool twice = p->y.dtype != NIB_F32 && (p->options.bias || beta != 0);
+    read_side(a, left);
+    read_side(b, right);
+    for (int64_t i = 0; i < a->lines; i++)
+        for (int64_t j = 0; j < b->lines; j++) {
+            const double *const x = left + i * a->length, *const y = right + j * b->length;
+            double sum = 0, xx = 0, yy = 0;
+            for (int64_t k = 0; k < a->length; k++) {
+                sum += x[k] * y[k];
+                xx += x[k] * x[k];
+                yy += y[k] * y[k];
+            }
+            const double bias = p->options.bias ? (double)p->biases[j] : 0,
+                         old = beta != 0 ? beta * y_at(p, p->before, i, j) : 0, rest = fabs(bias) + fabs(old),
+                         exact = alpha * sum + bias + old, got = y_at(p, p->got[0], i, j),
+                         terms = (double)(a->length + 64), norms = sqrt(xx) + sqrt(yy),
+                         bound = 0x1p-22 * (terms * fabs(alpha) * sqrt(xx * yy) + rest) +
+                                 last * (fabs(exact) + (twice ? fabs(exact) + rest : 0)) +
+                                 (p->y.dtype == NIB_F16 ? 0x1p-23 : 0) + 0x1p-110 * terms * (1 + norms);
+            const bool small = fabs(alpha) <= 1 && norms < large && sqrt(xx * yy) < large && rest < large &&
+                               isfinite(y_at(p, p->expected, i, j)) &&
+                               (p->y.dtype != NIB_F16 || fabs(exact) + bound < 65504);
+            require(!small || fabs(got - exact) <= bound, "a product within its bound");
+        }
+}
+
 static void call_product(struct draws *d, const struct slot *s, const struct slot *other)
 {
     static struct product p;
@@ -846,6 +905,8 @@ static void call_product(struct draws *d, const struct slot *s, const struct slo
                 require(!memcmp(p.got[i], good ? p.expected : p.before, p.y.bytes), good ? "a product" : "no product");
             require(!memcmp(p.got[i], p.got[0], p.y.bytes), "the same product");
         }
+        if (good && s->device && PARTIAL)
+            check_bound(a, b, &p);
     }
     if (sides[1].operand.array)
         drop_values();
