@@ -372,6 +372,31 @@ TEST(files_beside_the_weights_come_first)
     CHECK(nib_os_exists(at("out/notes.txt")));
 }
 
+static int note_warning(void *context, const nib_progress *progress)
+{
+    char *text = context;
+    if (progress->warning)
+        snprintf(text + strlen(text), 512 - strlen(text), "%s\n", progress->warning);
+    return 0;
+}
+
+/* What stays behind is said, but for weights in another form and what is hidden. */
+TEST(directories_beside_the_weights_are_named)
+{
+    char warnings[512] = "";
+    const nib_job job = { .bytes = sizeof job, .progress = note_warning, .context = warnings };
+    make_model(at("in"));
+    CHECK(mkdir(at("in/1_Pooling"), 0777) == 0 && mkdir(at("in/onnx"), 0777) == 0 && mkdir(at("in/.git"), 0777) == 0);
+    put_text(at("in/1_Pooling/pooling.json"), "{}");
+    put_text(at("in/onnx/model.onnx"), "weights");
+    put_text(at("in/.git/description"), "hidden");
+    CHECK_OK(quantize(at("in"), fresh("out"), NULL, NULL, &job));
+    CHECK_THAT(strstr(warnings, "/in: directories stay behind: copy \"1_Pooling\" if what loads the model reads it\n"),
+               "%s", warnings);
+    CHECK_THAT(!strstr(warnings, "onnx") && !strstr(warnings, "git"), "%s", warnings);
+    CHECK(!nib_os_exists(at("out/1_Pooling")));
+}
+
 /* A temporary name is longer than the name; a character may lie where it is cut. */
 TEST(names_may_be_as_long_as_the_system_takes)
 {

@@ -21,20 +21,11 @@ static void fold(float *hessian, int64_t n, const float *columns)
 static nib_status warn(struct nib_run *run, const struct nib_hessian *h)
 {
     char text[1024];
-    int stop = 0;
     snprintf(text, sizeof text,
              "%s: the Hessian of %s is not positive definite, however it is damped: weights that read it keep the "
              "codes of the sweep",
              h->path, nib_quote(h->name).text);
-    pthread_mutex_lock(&run->mutex);
-    if (run->job.progress)
-        stop = run->job.progress(run->job.context, &(nib_progress){ .bytes = sizeof(nib_progress),
-                                                                    .phase = run->phase,
-                                                                    .done = run->done,
-                                                                    .total = run->total,
-                                                                    .warning = text });
-    pthread_mutex_unlock(&run->mutex);
-    return stop ? nib_fail(NIB_ERR_CANCELLED, "the run was stopped before its end") : NIB_OK;
+    return nib_run_warn(run, text);
 }
 
 static nib_status factorize(struct nib_run *run, const struct nib_hessian *h, const float *hessian,

@@ -77,7 +77,7 @@ void nib_run_begin_phase(struct nib_run *run, const char *phase, uint64_t total)
     run->total = total;
 }
 
-nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t bytes)
+static nib_status tell(struct nib_run *run, uint64_t bytes, const char *tensor, const char *warning)
 {
     int stop = 0;
     pthread_mutex_lock(&run->mutex);
@@ -87,10 +87,18 @@ nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t by
                                                                     .phase = run->phase,
                                                                     .tensor = tensor,
                                                                     .done = run->done,
-                                                                    .total = run->total });
+                                                                    .total = run->total,
+                                                                    .warning = warning });
     pthread_mutex_unlock(&run->mutex);
     return stop ? nib_fail(NIB_ERR_CANCELLED, "the run was stopped before its end") : NIB_OK;
 }
+
+nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t bytes)
+{
+    return tell(run, bytes, tensor, NULL);
+}
+
+nib_status nib_run_warn(struct nib_run *run, const char *warning) { return tell(run, 0, NULL, warning); }
 
 /* ---- Tensor scales ---- */
 
@@ -316,7 +324,7 @@ nib_status nib_plan_run(const nib_plan *plan, const char *out, const nib_run_opt
 {
     NIB_REQUIRE(plan);
     NIB_REQUIRE(out);
-    struct nib_run run = { .plan = plan, .lock = -1 };
+    struct nib_run run = { .plan = plan, .lock = -1, .phase = "" };
     TRY(read_choices(options, job, &run));
     if (pthread_mutex_init(&run.mutex, NULL))
         return no_memory();

@@ -52,6 +52,8 @@ nib_status nib_run_parallel(struct nib_run *run, size_t n, nib_status (*body)(vo
 void nib_run_begin_phase(struct nib_run *run, const char *phase, uint64_t total);
 /* So many bytes of the phase are done. CANCELLED where the caller wants that. */
 nib_status nib_run_progress(struct nib_run *run, const char *tensor, uint64_t bytes);
+/* What whoever uses the result must know. */
+nib_status nib_run_warn(struct nib_run *run, const char *warning);
 
 /* A tensor scale in another sense. Powers of two, which is what quantizing here gives by default, lose nothing. */
 float nib_run_translate(float tensor_scale, nib_tensor_scale from, nib_tensor_scale to, int32_t e4m3_max);

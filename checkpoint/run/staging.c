@@ -505,15 +505,35 @@ nib_status nib_staging_goes_along(const struct nib_run *run, const char *name, b
     return path ? NIB_OK : no_memory(run->plan->in->directory);
 }
 
+static nib_status look_in_directory(void *any, const char *name)
+{
+    *(bool *)any |= goes_along(name);
+    return NIB_OK;
+}
+
+/* Weights in another form often have a directory; what embeddings are pooled by (1_Pooling/config.json) has one too. */
+static nib_status warn_of_directory(struct nib_run *run, const char *path, const char *name)
+{
+    char text[1024];
+    bool any = false;
+    if (*name == '.' || !nib_os_is_directory(path))
+        return NIB_OK;
+    if (!nib_os_list(path, look_in_directory, &any) && !any) /* one that cannot be looked into may have something */
+        return NIB_OK;
+    snprintf(text, sizeof text, "%.300s: directories stay behind: copy %s if what loads the model reads it",
+             run->plan->in->path, nib_quote(name).text);
+    return nib_run_warn(run, text);
+}
+
 static nib_status copy_other(void *context, const char *name)
 {
-    const struct nib_run *run = context;
+    struct nib_run *run = context;
     bool goes;
     TRY(nib_staging_goes_along(run, name, &goes));
-    if (!goes)
-        return NIB_OK;
     char *from = nib_staging_path(run->plan->in->directory, name), *to = nib_staging_path(run->fresh, name);
-    const nib_status status = from && to ? copy_file(from, to) : no_memory(run->fresh);
+    const nib_status status = !from || !to ? no_memory(run->fresh)
+                              : goes       ? copy_file(from, to)
+                                           : warn_of_directory(run, from, name);
     nib_free(from);
     nib_free(to);
     return status;
