@@ -281,6 +281,13 @@ enum cli_exit bench_cuda(const struct bench_cuda_options *options)
 {
     struct bench b = { 0 };
     char why[1024], gpu[256] = "";
+    bool any = false;
+    for (size_t i = 0; i < sizeof operations / sizeof *operations; i++)
+        any |= is_wanted(&operations[i], options->filters);
+    if (!any) {
+        cli_error("bench: no operation of a GPU begins with '%s'", *options->filters);
+        return CLI_FAILED;
+    }
     if (!device_open("bench", options->device, 0, &b.device))
         return CLI_FAILED;
     b.calls = device_cuda(why, sizeof why);

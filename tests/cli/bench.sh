@@ -120,6 +120,9 @@ END
 run 0 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick rows.f sweep
 has out "GPU 0; a copy of 1 GiB moves 2097152 GB/s"
 [ "$(sed 1,2d "$work/out" | cut -d' ' -f1 | tr '\n' ' ')" = "sweep.bf16 rows.f32 rows.f16 " ] || fail "the operations of two names"
+run 2 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick no-such-operation
+empty out
+has err "nib: bench: no operation of a GPU begins with 'no-such-operation'"
 
 run 2 "$NIB" bench no-such-operation
 empty out
