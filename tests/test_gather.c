@@ -377,6 +377,32 @@ TEST(fsdp_of_next_to_nothing)
     }
 }
 
+/* A framework gathers where the result is to be. */
+TEST(fsdp_into_its_own_buffers)
+{
+    static const nib_format formats[] = { NIB_NVFP4, NIB_MXFP8, NIB_FLOAT8 };
+    float x[64 * 80];
+    nib_array all;
+    for (int i = 0; i < 64 * 80; i++)
+        x[i] = (float)(i % 97) - 40;
+    CHECK_OK(nib_array_init(&all, x, NIB_F32, 2, SHAPE(64, 80)));
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
+        nib_quantizer q;
+        nib_tensor *t = NULL, *before = NULL;
+        nib_fsdp_parts parts = { .bytes = sizeof parts };
+        int equal = 0;
+        CHECK_OK(nib_quantizer_init_format(&q, formats[i]));
+        q.block_dims[0] = q.block_dims[1]; /* square: columns are built */
+        CHECK_OK(nib_quantize(&q, &all, NULL, &t));
+        CHECK_OK(nib_tensor_clone(t, &before));
+        CHECK_OK(nib_fsdp_extract(t, &parts));
+        CHECK_OK(nib_fsdp_assign(before, &parts, 64, &t));
+        CHECK_OK(nib_tensor_equal(t, before, &equal));
+        CHECK_THAT(equal, "%s: the tensor has changed", nib_format_name(formats[i]));
+        nib_tensor_destroy(t), nib_tensor_destroy(before);
+    }
+}
+
 TEST(fsdp_refuses)
 {
     nib_fsdp_parts parts = { .bytes = sizeof parts };

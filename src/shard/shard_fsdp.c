@@ -106,7 +106,30 @@ static nib_status check_parts(const nib_fsdp_parts *parts, const nib_tensor *t, 
     return columnwise ? NIB_DEVICE_HAS(device, build_columnwise) : NIB_OK;
 }
 
-static nib_status write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
+static bool overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes)
+{
+    const uintptr_t first = (uintptr_t)a, second = (uintptr_t)b;
+    return first < second + (uintptr_t)b_bytes && second < first + (uintptr_t)a_bytes;
+}
+
+/* A framework may have gathered into the tensor's own buffers: scales that are overwritten before they are read are
+ * copied aside. *aside is NULL where none are. */
+static nib_status save_scales(const nib_fsdp_parts *parts, const nib_tensor *t, nib_buffer **aside)
+{
+    const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
+    const struct nib_usage_memory memory = nib_tensor_memory(t, NIB_ROWWISE);
+    const int64_t bytes = g->lines * g->scale_shape[1] * g->scale_bytes;
+    *aside = NULL;
+    if (!memory.scales || !bytes)
+        return NIB_OK;
+    const void *const scales = nib_array_first(&parts->scales);
+    if (!overlap(scales, bytes, memory.scales, g->scales_bytes) && !overlap(scales, bytes, memory.codes, g->data_bytes))
+        return NIB_OK;
+    TRY(nib_buffer_create((size_t)bytes, t->device, aside));
+    return nib_device_move(t->device, nib_buffer_data(*aside), t->device, scales, (size_t)bytes);
+}
+
+static nib_status write_parts(const nib_fsdp_parts *parts, const nib_buffer *aside, nib_tensor *t)
 {
     nib_device *const device = nib_device_of(t->device);
     const struct nib_usage_geometry *g = &t->geometry.usage[NIB_ROWWISE];
@@ -118,11 +141,22 @@ static nib_status write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
         gathered.scale_shape[0] = g->lines;
         TRY(device->ops->zero(device, memory.scales, (size_t)g->scales_bytes));
         if (g->lines && g->blocks)
-            TRY(device->ops->repack_scales(device, &gathered, nib_array_first(&parts->scales), g, memory.scales));
+            TRY(device->ops->repack_scales(
+                device, &gathered, aside ? nib_buffer_data(aside) : nib_array_first(&parts->scales), g, memory.scales));
     }
     if (memory.tensor_scales)
         TRY(device->ops->fill(device, memory.tensor_scales, 1, parts->tensor_scale));
     return NIB_OK;
+}
+
+static nib_status write_gathered(const nib_fsdp_parts *parts, nib_tensor *t)
+{
+    nib_buffer *aside;
+    nib_status status = save_scales(parts, t, &aside);
+    if (!status)
+        status = write_parts(parts, aside, t);
+    nib_buffer_release(aside);
+    return status;
 }
 
 /* Memory for the usages, and then their bytes. What was not there before is dropped again on failure. */
