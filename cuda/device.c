@@ -283,10 +283,20 @@ static cudaError_t launch_equal(struct nib_cuda_device *d, const struct nib_usag
     return error;
 }
 
+/* The flag is one for all threads that have this device. */
+static cudaError_t compare(struct nib_cuda_device *d, const struct nib_usage_geometry *g,
+                           const struct nib_usage_memory *a, const struct nib_usage_memory *b, bool *out)
+{
+    pthread_mutex_lock(&d->turn);
+    const cudaError_t error = launch_equal(d, g, a, b, out);
+    pthread_mutex_unlock(&d->turn);
+    return error;
+}
+
 static nib_status equal(nib_device *device, const struct nib_usage_geometry *geometry, const struct nib_usage_memory *a,
                         const struct nib_usage_memory *b, bool *out)
 {
-    ON_DEVICE(device, "comparing tensors", launch_equal(d, geometry, a, b, out));
+    ON_DEVICE(device, "comparing tensors", compare(d, geometry, a, b, out));
 }
 
 static cudaError_t read_flag(const struct nib_cuda_device *d, const float *flag, bool *set)
@@ -384,7 +394,7 @@ static void destroy(nib_device *device)
     close_device(d);
     nib_cuda_leave(before);
     pthread_mutex_destroy(&d->lock);
-    pthread_mutex_destroy(&d->products);
+    pthread_mutex_destroy(&d->turn);
     nib_free(d);
 }
 
@@ -446,7 +456,7 @@ static nib_status create(int ordinal, void *stream, bool own_stream, nib_device 
     d->queue.ordinal = ordinal;
     d->own_stream = own_stream;
     pthread_mutex_init(&d->lock, NULL);
-    pthread_mutex_init(&d->products, NULL);
+    pthread_mutex_init(&d->turn, NULL);
     cudaError_t error = nib_cuda_enter(ordinal, &before);
     if (!error)
         error = open_device(d);
@@ -457,7 +467,7 @@ static nib_status create(int ordinal, void *stream, bool own_stream, nib_device 
         return NIB_OK;
     }
     pthread_mutex_destroy(&d->lock);
-    pthread_mutex_destroy(&d->products);
+    pthread_mutex_destroy(&d->turn);
     nib_free(d);
     return status;
 }

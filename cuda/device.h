@@ -36,7 +36,7 @@ struct nib_cuda_device {
     pthread_mutex_t lock;         /* of the chunks */
     struct nib_cuda_chunk *chunks;
     nib_cuda_allocator allocator; /* of its functions either both or none */
-    pthread_mutex_t products;     /* of what follows */
+    pthread_mutex_t turn;         /* of calls whose launches tell one another by the place, and of what follows */
     void *memory;                 /* that products work in; grown when one needs more */
     size_t memory_bytes;
 };

@@ -378,9 +378,9 @@ nib_status nib_cuda_product(nib_device *device, const struct nib_product *produc
     }
     nib_status status = nib_cuda_status(d, "a product", nib_cuda_enter(d->queue.ordinal, &before));
     if (!status) {
-        pthread_mutex_lock(&d->products);
+        pthread_mutex_lock(&d->turn);
         status = multiply_all(d, products, n, bytes);
-        pthread_mutex_unlock(&d->products);
+        pthread_mutex_unlock(&d->turn);
     }
     nib_cuda_leave(before);
     return status;

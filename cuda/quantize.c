@@ -425,6 +425,7 @@ static nib_status fake_values(struct call *c, nib_usage usage, const nib_array *
         c->error = open_matrix(c->d, out, c->geometry->rows, c->geometry->cols, false, &y, &to);
     if (!c->error && c->q->row_scaled && g->tensor_scales)
         c->error = nib_cuda_borrow(c->d, (size_t)g->tensor_scales_bytes, &lines);
+    pthread_mutex_lock(&c->d->turn); /* the place has the tensor scale until the launch that reads it */
     if (!c->error) {
         struct nib_cuda_place *const place = lines ? NULL : place_of(c);
         c->memory[usage].tensor_scales = place ? &place->tensor_scale : lines;
@@ -438,9 +439,10 @@ static nib_status fake_values(struct call *c, nib_usage usage, const nib_array *
         job.out_aligned = is_aligned(y.first, y.row_stride * y.bytes, 16);
         job.reverse = job.reverse && !in_place;
         c->error = nib_cuda_launch_quantize(&c->d->queue, &job);
-        if (!c->error && to)
-            c->error = copy_strided(c->d, out, to, true);
     }
+    pthread_mutex_unlock(&c->d->turn);
+    if (!c->error && to)
+        c->error = copy_strided(c->d, out, to, true);
     close_matrix(c->d, from);
     close_matrix(c->d, to);
     close_matrix(c->d, lines);

@@ -8,6 +8,8 @@
  */
 #include <math.h>
 #include <pthread.h>
+#include <stdatomic.h>
+#include <time.h>
 
 #include "test_gpu.h"
 
@@ -897,6 +899,99 @@ TEST(two_threads_with_a_stream_each)
     nib_tensor_destroy(host);
     free_pair(&x);
 }
+
+#if NIB_CUDA_SHIM
+/* Two calls on one device: the second one begins before a launch of the first. It may wait for the first, which therefore
+ * does not wait for ever. */
+struct call {
+    nib_tensor *a, *b;
+    int equal;
+    nib_quantizer q;
+    struct pair x;
+    nib_array y;
+    nib_status status;
+};
+static struct call *second;
+static pthread_t second_thread;
+static atomic_int second_is_done;
+
+static void make_call(struct call *c)
+{
+    c->status = c->a ? nib_tensor_equal(c->a, c->b, &c->equal)
+                     : nib_fake_quantize(&c->q, &c->x.device, NULL, NIB_ROWWISE, &c->y);
+}
+
+static void *make_second_call(void *context)
+{
+    make_call(second);
+    atomic_store(&second_is_done, 1);
+    return context;
+}
+
+static void begin_second_call(void)
+{
+    CHECK(pthread_create(&second_thread, NULL, make_second_call, NULL) == 0);
+    for (int i = 0; i < 100 && !atomic_load(&second_is_done); i++)
+        nanosleep(&(struct timespec){ .tv_nsec = 1000000 }, NULL);
+}
+
+static void make_both_calls(struct call calls[2], long after)
+{
+    second = &calls[1];
+    atomic_store(&second_is_done, 0);
+    shim_meanwhile = begin_second_call;
+    shim_meanwhile_after = after;
+    make_call(&calls[0]);
+    CHECK(!shim_meanwhile);
+    pthread_join(second_thread, NULL);
+    CHECK_OK(calls[0].status);
+    CHECK_OK(calls[1].status);
+}
+
+TEST(two_threads_compare_on_one_stream)
+{
+    struct pair x[2] = { pair_of(NIB_F32, NORMAL, 32, 48), pair_of(NIB_F32, NORMAL, 32, 48) };
+    nib_quantizer q;
+    nib_tensor *t[2] = { NULL };
+    nib_quantizer_init(&q);
+    q.columnwise = 0; /* the other usage would tell them apart */
+    for (int i = 0; i < 2; i++)
+        CHECK_OK(nib_quantize(&q, &x[i].device, NULL, &t[i]));
+    for (long after = 1; after < 5; after++) { /* the last one is before the flag is read */
+        struct call calls[2] = { { .a = t[0], .b = t[1], .equal = -1 }, { .a = t[0], .b = t[0], .equal = -1 } };
+        make_both_calls(calls, after);
+        CHECK_THAT(calls[0].equal == 0 && calls[1].equal == 1, "after %ld: %d and %d", after, calls[0].equal,
+                   calls[1].equal);
+    }
+    for (int i = 0; i < 2; i++) {
+        nib_tensor_destroy(t[i]);
+        free_pair(&x[i]);
+    }
+}
+
+TEST(two_threads_round_on_one_stream)
+{
+    struct call calls[2] = { { .x = pair_of(NIB_F32, NORMAL, 32, 48) }, { .x = pair_of(NIB_F32, LARGE, 32, 48) } };
+    struct memory y[2];
+    for (int i = 0; i < 2; i++) {
+        nib_quantizer_init(&calls[i].q);
+        y[i] = memory_of(NULL, calls[i].x.host.bytes, 0);
+        calls[i].y = calls[i].x.device;
+        calls[i].y.data = y[i].data;
+    }
+    make_both_calls(calls, 1);
+    for (int i = 0; i < 2; i++) {
+        nib_array wanted = calls[i].x.host;
+        wanted.data = malloc(wanted.bytes);
+        CHECK_OK(nib_fake_quantize(&calls[i].q, &calls[i].x.host, NULL, NIB_ROWWISE, &wanted));
+        snprintf(where, sizeof where, "call %d", i);
+        same_bytes("fake values", wanted.data, y[i].data, wanted.bytes);
+        free(wanted.data);
+        release(&y[i]);
+        free_pair(&calls[i].x);
+    }
+}
+#endif
 
 /* ---- Large ---- */
 

@@ -80,6 +80,8 @@ cudaError_t shim_enqueue(cudaStream_t stream, void (*run)(const void *job), cons
 
 /* The n-th allocation from here on fails; 0: none does. What is allocated now, and how often waits were asked for. */
 extern long shim_fail_allocation, shim_allocated, shim_waits, shim_allocations;
+extern void (*shim_meanwhile)(void);
+extern long shim_meanwhile_after;
 
 #ifdef __cplusplus
 }
