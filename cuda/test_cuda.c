@@ -786,6 +786,45 @@ TEST(graphs_are_replayed_anywhere_with_other_offsets)
     nib_device_release(other);
 }
 
+/* A tensor of another stream, which is busy: what the update asks of that comes late. */
+TEST(an_update_is_in_the_stream_of_its_values)
+{
+    NEEDS_GPU;
+    struct pair x = pair_of(NIB_BF16, NORMAL, 48, 80);
+    nib_quantizer q;
+    nib_device *other = NULL;
+    nib_tensor *host = NULL, *first = NULL, *device = NULL;
+    void *stream = NULL;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t ready = NULL;
+    nib_quantizer_init(&q);
+    CHECK_OK(nib_cuda_create_stream(0, &other));
+    CHECK_OK(nib_cuda_stream(other, &stream));
+    CHECK_OK(nib_quantize(&q, &x.host, NULL, &host));
+    q.columnwise = 0;
+    CHECK_OK(nib_quantize(&q, &x.host, NULL, &first));
+    CHECK_OK(nib_tensor_to(first, other, &device));
+    CHECK_OK(nib_cuda_synchronize(other));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) == cudaSuccess);
+    q.columnwise = 1;
+    CHECK_OK(nib_quantize_into(&q, &x.device, NULL, NULL, device));
+    CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+    CHECK(cudaGraphInstantiate(&ready, graph, 0) == cudaSuccess);
+    CHECK_OK(nib_cuda_synchronize(gpu));
+    CHECK(cudaGraphLaunch(ready, stream) == cudaSuccess);
+    CHECK_OK(nib_cuda_synchronize(other));
+    snprintf(where, sizeof where, "an update");
+    same_tensors(host, device);
+    CHECK(nib_tensor_device(device) == other);
+    (void)cudaGraphExecDestroy(ready);
+    (void)cudaGraphDestroy(graph);
+    nib_tensor_destroy(host);
+    nib_tensor_destroy(first);
+    nib_tensor_destroy(device);
+    nib_device_release(other);
+    free_pair(&x);
+}
+
 TEST(captured_calls_have_no_limit)
 {
     NEEDS_GPU;

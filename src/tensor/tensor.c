@@ -410,7 +410,10 @@ static nib_status prepare_update(const nib_quantizer *q, const nib_array *x, con
             return NIB_OK;
     }
     TRY(load_overrides(out->device, &out->q, overrides, &updated->geometry, &out->overrides));
-    return nib_tensor_allocate(updated, out->q.rowwise, out->q.columnwise);
+    updated->device = x->device; /* new memory is zeroed in the order of what is written into it */
+    const nib_status status = nib_tensor_allocate(updated, out->q.rowwise, out->q.columnwise);
+    updated->device = t->device;
+    return status;
 }
 
 nib_status nib_quantize_into(const nib_quantizer *q, const nib_array *x, const nib_overrides *overrides,
