@@ -114,19 +114,26 @@ static nib_status status_of(const struct nib_cuda_device *d, int status)
     return nib_fail(NIB_ERR_DEVICE, "%s: cuBLASLt: %s", d->base.name, lt.status_name(status));
 }
 
+enum { GPUS = 64 };
+
+bool nib_cuda_blas_serves(const struct nib_cuda_device *d)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, load);
+    return !*why_not && d->queue.ordinal < GPUS;
+}
+
 /* A GPU has one handle, for all streams, which stays: a new one would allocate, and a stream that is captured must not. */
 static nib_status open_handle(struct nib_cuda_device *d, handle *out)
 {
-    enum { GPUS = 64 };
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
     static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
     static handle handles[GPUS];
     const int ordinal = d->queue.ordinal;
-    pthread_once(&once, load);
+    const bool serves = nib_cuda_blas_serves(d);
     if (*why_not)
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s needs cuBLASLt (libcublasLt.so.13 or .12) for this product: %s",
                         d->base.name, why_not);
-    if (ordinal >= GPUS)
+    if (!serves)
         return nib_fail(NIB_ERR_UNSUPPORTED, "%s: cuBLASLt is used on the first %d GPUs", d->base.name, (int)GPUS);
     pthread_mutex_lock(&opening);
     const int status = handles[ordinal] ? DONE : lt.create(&handles[ordinal]);

@@ -31,6 +31,9 @@ struct nib_cuda_blas_product {
     void *workspace; /* of NIB_CUDA_BLAS_BYTES */
 };
 
+/* Whether there is a cuBLASLt for this GPU. */
+bool nib_cuda_blas_serves(const struct nib_cuda_device *d);
+
 /* *done is false where the library has no product for this; then nothing was enqueued. UNSUPPORTED where there is no
  * cuBLASLt. The device is the current one. */
 nib_status nib_cuda_blas_multiply(struct nib_cuda_device *d, const struct nib_cuda_blas_product *product, bool *done);

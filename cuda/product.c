@@ -84,7 +84,8 @@ static struct plan plan_of(const struct nib_cuda_device *d, const struct nib_pro
                          .stride = nib_round_up(a->length, NIB_BLOCK) };
     const int64_t bytes = nib_dtypes[plan.dtype].bits / 8;
     plan.copied = !quantized && (a->element_stride != 1 || a->line_stride < a->length);
-    plan.fp4 = quantized && d->major >= 10 && a->length % 32 == 0 && has_fp4_lines(a) && has_fp4_lines(&p->b);
+    plan.fp4 = quantized && d->major >= 10 && a->length % 32 == 0 && has_fp4_lines(a) && has_fp4_lines(&p->b) &&
+               (!plan.few || nib_cuda_blas_serves(d)); /* few rows do not need the library */
     plan.direct = is_direct(p, plan.dtype);
     if (quantized)
         plan.a = reserve(&plan, a->lines * plan.stride * bytes);

@@ -265,12 +265,27 @@ static void run_call(nib_device *device, struct size size)
 extern long shim_cublaslt_products, shim_cublaslt_codes;
 extern int shim_cublaslt_rejects_codes, shim_cublaslt_calls, shim_cublaslt_fails_at, shim_cublaslt_objects;
 
+/* Few rows of codes, on the GPU that has FP4 tensor cores. */
+static bool multiplies_few_rows(void)
+{
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    CHECK_OK(nib_cuda_create_stream(1, &gpu));
+    struct side a = tensor_side(&q, 16, 64), b = tensor_side(&q, 32, 64);
+    struct memory m;
+    const nib_array y = random_matrix(NIB_F32, 16, 32, &m);
+    return nib_gemm(&a.operand, &b.operand, NULL, &y) == NIB_OK && !strstr(nib_last_error(), "cuBLASLt");
+}
+
 /* Before anything has loaded the library. */
 TEST(a_library_that_is_not_there_is_named)
 {
     const pid_t child = fork();
     if (child == 0) {
         setenv("NIB_CUBLASLT_LIBRARY", "/nowhere/libcublasLt.so", 1);
+        if (!multiplies_few_rows())
+            _exit(2);
+        CHECK_OK(nib_cuda_create_stream(0, &gpu));
         nib_quantizer q;
         nib_quantizer_init(&q);
         struct side a = plain_side(NIB_BF16, 70, 32), b = tensor_side(&q, 16, 32);
