@@ -581,6 +581,8 @@ static cudaError_t capture(cudaStream_t stream, nib_status (*enqueue)(void *cont
         error = cudaGraphInstantiate(out, graph, 0);
     if (graph)
         (void)cudaGraphDestroy(graph);
+    if (*status) /* what failed in the call has also ended the capture */
+        (void)cudaGetLastError();
     return *status ? cudaSuccess : error;
 }
 

@@ -52,8 +52,9 @@ static cudaError_t launch_items(const nib_cuda_queue *queue, const typename Item
     if (n <= 0)
         return cudaSuccess;
     const int64_t blocks = (n + THREADS - 1) / THREADS, most = (int64_t)queue->processors * 16;
-    run_items<Item><<<(unsigned)(blocks < most ? blocks : most), THREADS, 0, queue->stream>>>(*job, n);
-    return cudaGetLastError();
+    void *arguments[] = { (void *)job, (void *)&n };
+    return cudaLaunchKernel((const void *)run_items<Item>, dim3((unsigned)(blocks < most ? blocks : most)),
+                            dim3(THREADS), arguments, 0, queue->stream);
 }
 
 #include "items.inc"

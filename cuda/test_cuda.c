@@ -871,6 +871,29 @@ TEST(measuring_is_a_graph_too)
     close_step(&s);
 }
 
+static nib_status wait_for_the_second(void *context)
+{
+    int *const calls = context;
+    return (*calls)++ ? nib_cuda_synchronize(gpu) : NIB_OK; /* which a capture does not allow */
+}
+
+TEST(what_cannot_be_measured_leaves_nothing_behind)
+{
+    NEEDS_GPU;
+    struct step s;
+    nib_tensor *slice = NULL;
+    double seconds = -1;
+    int calls = 0;
+    open_step(&s, 0);
+    CHECK_FAILS(nib_cuda_measure(gpu, wait_for_the_second, &calls, 5, &seconds), NIB_ERR_DEVICE, "waiting");
+    CHECK(calls == 2 && seconds == -1);
+    CHECK(cudaGetLastError() == cudaSuccess);
+    CHECK_OK(nib_tensor_slice(s.tensor, 0, 16, &slice));
+    CHECK_OK(nib_cuda_measure(gpu, run_step, &s, 5, &seconds));
+    nib_tensor_destroy(slice);
+    close_step(&s);
+}
+
 #if NIB_CUDA_SHIM
 TEST(an_update_neither_waits_nor_allocates)
 {

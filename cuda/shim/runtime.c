@@ -44,7 +44,7 @@ struct work {
 struct shim_graph {
     struct work *work;
     size_t n;
-    int references, global;
+    int references, global, invalid;
 };
 struct shim_stream {
     struct shim_graph *captured;
@@ -112,6 +112,8 @@ const char *cudaGetErrorString(cudaError_t error)
         return "invalid device ordinal";
     case cudaErrorStreamCaptureUnsupported:
         return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+        return "operation failed due to a previous error during capture";
     }
     return "unknown error";
 }
@@ -290,7 +292,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream)
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
     shim_waits++;
-    return is_captured(stream) ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+    if (!is_captured(stream))
+        return cudaSuccess;
+    stream->captured->invalid = 1;
+    return fail(cudaErrorStreamCaptureUnsupported);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *out)
 {
@@ -321,7 +326,11 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
     *out = stream->captured;
     stream->captured = NULL;
     captures -= (*out)->global;
-    return cudaSuccess;
+    if (!(*out)->invalid)
+        return cudaSuccess;
+    (void)cudaGraphDestroy(*out);
+    *out = NULL;
+    return fail(cudaErrorStreamCaptureInvalidated);
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags)
 {
