@@ -81,6 +81,8 @@ def _borrow_numpy(x, code=None):
             raise DtypeError(f"an array of {x.dtype} is nothing that nib takes")
     elif x.dtype.itemsize * 8 != raw.nib_dtype_bits(code):
         raise DtypeError(f"an array of {x.dtype} cannot hold {DType(code).name}")
+    elif not x.dtype.isnative:
+        raise DtypeError(f"an array of {x.dtype} has its bytes in the other order")
     return fill(Array(), x.__array_interface__["data"][0], code, x.shape, x.strides, x.dtype.itemsize)
 
 

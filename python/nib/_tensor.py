@@ -529,6 +529,8 @@ def decode(codes, dtype, n=None):
     elif not hasattr(codes, "dtype"):  # NumPy would make 64-bit integers of a list
         codes = np.asarray(codes, np.uint8)
     codes = np.ascontiguousarray(codes).reshape(-1)
+    if not codes.dtype.isnative:
+        codes = codes.astype(codes.dtype.newbyteorder("="))
     most = codes.nbytes * 8 // raw.nib_dtype_bits(code)
     n = most if n is None else n
     if not 0 <= n <= most:

@@ -99,6 +99,18 @@ def test_bfloat16_as_bits(x):
     assert np.array_equal(out, t.dequantize().view(np.uint16))
 
 
+def test_bytes_in_the_other_order(x):
+    """Also where a dtype says what they are: the library would read them in this machine's order."""
+    bits = (x.view(np.uint32) >> 16).astype(np.uint16)
+    for swapped, dtype in ((x.astype(x.dtype.newbyteorder()), None), (x.astype(x.dtype.newbyteorder()), "float32"),
+                           (bits.astype(bits.dtype.newbyteorder()), "bf16")):
+        with pytest.raises(nib.DtypeError, match="an array of [<>]"):
+            nib.quantize(swapped, dtype=dtype)
+        with pytest.raises(nib.DtypeError, match="an array of [<>]"):
+            nib.quantize(x).dequantize(dtype, out=swapped)
+    assert np.array_equal(nib.decode(bits.astype(bits.dtype.newbyteorder()), "bf16"), nib.decode(bits, "bf16"))
+
+
 @pytest.mark.skipif(ml_dtypes is None, reason="ml_dtypes is not installed")
 def test_bfloat16_of_ml_dtypes(x):
     b = x.astype(ml_dtypes.bfloat16)
