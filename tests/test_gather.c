@@ -92,6 +92,29 @@ static int gather_badly(const nib_comm *comm, void *context)
 
 TEST(a_gather_that_one_rank_cannot_make) { CHECK(team_run(3, gather_badly, NULL) == 0); }
 
+/* Ranks that gather other usages, by bytes or not. */
+static int gather_crossed(const nib_comm *comm, void *context)
+{
+    const uint64_t seed = 0;
+    int faults = 0;
+    nib_quantizer q;
+    nib_tensor *t = NULL;
+    (void)context;
+    CASE_OK(nib_quantizer_init_format(&q, NIB_MXFP8));
+    CASE_OK(nib_tensor_create(&q, NIB_BF16, 2, SHAPE(32, 32), NULL, &t));
+    const int64_t start = comm->rank * 512;
+    for (int usage = 0; usage < 2; usage++) {
+        const nib_usage mine = (nib_usage)(comm->rank ? 1 - usage : usage);
+        const nib_status status = comm->rank ? nib_all_gather_param(t, mine, start, 512, NULL, comm)
+                                             : nib_all_gather_param_bytes(t, mine, start, 512, NULL, comm);
+        CASE_CHECK(status == NIB_ERR_MISMATCH, "usage %d: %s", usage, nib_status_name(status));
+    }
+    nib_tensor_destroy(t);
+    return faults;
+}
+
+TEST(gathers_that_are_not_the_same) { CHECK(team_run(2, gather_crossed, NULL) == 0); }
+
 /* ---- Tensors by rows ---- */
 
 struct stack {

@@ -215,6 +215,12 @@ static int split_over_ranks(const nib_comm *comm, void *context)
         for (int i = 0; i < 3; i++)
             nib_tensor_destroy(none[i]);
     }
+    /* And so must members. */
+    const nib_status fewer = comm->size > 1 ? NIB_ERR_MISMATCH : NIB_OK;
+    CASE_CHECK(nib_split_quantize(&q, &x, comm->rank ? rows : SHAPE(64), comm->rank ? 3 : 1, none) == fewer, "%s",
+               nib_last_error());
+    for (int i = 0; i < 3; i++)
+        nib_tensor_destroy(fewer || i ? NULL : none[i]);
     /* A rank without a place for the result does not leave the others waiting. */
     nib_tensor *nowhere = NULL;
     nib_tensor **const last = comm->rank == comm->size - 1 ? NULL : &nowhere;

@@ -104,7 +104,7 @@ NIB_PRIVATE nib_status nib_agree(const nib_comm *comm, nib_status status, uint64
 nib_status nib_reduce(const nib_comm *comm, const char *what, float *values, size_t n);
 nib_status nib_gather(const nib_comm *comm, const char *what, const void *mine, void *all, const size_t *counts);
 
-/* Mixes a word into a key of nib_agree. */
+/* Mixes a word into a key of nib_agree, which begins with 0: two bare words that are equal would leave nothing. */
 static inline uint64_t nib_mix(uint64_t key, uint64_t word)
 {
     key = (key ^ word) * 0x100000001B3u;

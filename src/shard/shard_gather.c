@@ -116,7 +116,7 @@ static nib_status gather_param(nib_tensor *t, nib_usage usage, int64_t start, in
     struct nib_code_place place = { 0 };
     nib_status status = check_own(merge ? "nib_all_gather_param" : "nib_all_gather_param_bytes", t, usage, start,
                                   length, shard, comm, &gather, &place);
-    uint64_t key = nib_mix(merge, (uint64_t)usage);
+    uint64_t key = nib_mix(nib_mix(0, merge), (uint64_t)usage);
     if (!status)
         key = nib_mix(nib_mix(nib_mix(key, (uint64_t)t->geometry.rows), (uint64_t)t->geometry.cols),
                       (uint64_t)t->q.format);

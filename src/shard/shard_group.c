@@ -125,7 +125,7 @@ static nib_status group_amaxes(const nib_quantizer *q, const nib_comm *comm, con
         status = nib_fail(NIB_ERR_MODE, "there is no amax per tensor to reduce: every block has its own");
     if (!status)
         status = find_all(q, x, counts, n, out, &total);
-    uint64_t key = nib_mix(n, total); /* with amaxes per row, each must meet its like */
+    uint64_t key = nib_mix(nib_mix(0, n), total); /* with amaxes per row, each must meet its like */
     for (size_t i = 0; i < n && !status && q->row_scaled; i++)
         key = nib_mix(key, (uint64_t)counts[i]);
     status = nib_agree(comm, status, key);
