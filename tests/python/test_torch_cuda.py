@@ -200,6 +200,18 @@ def test_what_is_prepared_is_used_and_dropped(place):
         assert getattr(other, "_prepared", None) is None and same(other, there)
 
 
+def test_what_is_prepared_sees_other_signs(place):
+    """A view of imaginary parts whose bit for the other signs is set has the strides of one without."""
+    quantizer = NVFP4Quantizer()
+    x = torch.complex(sample(dtype=torch.float32), sample(dtype=torch.float32, seed=9))
+    there, z = quantizer(place(x.imag)), place(x)
+    for _ in range(2):
+        quantizer.update_quantized(z.imag, there)
+    assert there._prepared is not None
+    quantizer.update_quantized(z.conj().imag, there)
+    assert same(there, place.host(quantizer.quantize, -x.imag))
+
+
 def test_random_rounding(place):
     quantizer = NVFP4Quantizer(stochastic_rounding=True, with_2d_quantization=True)
     x = place(sample(128, 128))

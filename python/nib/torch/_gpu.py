@@ -63,7 +63,7 @@ class Update:
         def again(quantizer, src, dst, amax, flag):
             nonlocal stream
             if src.dtype is not dtype or src.shape != shape or src.get_device() != ordinal or type(src) not in _PLAIN \
-                    or not (src.is_contiguous() if contiguous else src.stride() == stride):
+                    or not (src.is_contiguous() if contiguous else src.stride() == stride) or src.is_neg():
                 return False
             now = dst.__dict__
             parts = first_parts(now)
