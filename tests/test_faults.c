@@ -70,9 +70,26 @@ REAL(int, rmdir, const char *);
 REAL(int, unlinkat, int, const char *, int);
 REAL(int, fstat, int, struct stat *);
 REAL(int, stat, const char *, struct stat *);
+REAL(int, lstat, const char *, struct stat *);
 REAL(DIR *, opendir, const char *);
 REAL(struct dirent *, readdir, DIR *);
 REAL(int, flock, int, int);
+
+/* Another run's, which begins as soon as this one has seen that there is none. */
+static int other_lock = -1;
+static bool other_begins;
+
+/* Removes the same directories, a moment before. */
+static bool other_removes;
+
+static void take_lock_between(const char *path)
+{
+    if (!other_begins)
+        return;
+    other_begins = false;
+    other_lock = __real_openat(AT_FDCWD, path, O_RDWR | O_CREAT | O_EXCL, 0666);
+    CHECK(other_lock >= 0 && __real_flock(other_lock, LOCK_EX | LOCK_NB) == 0);
+}
 
 static int open_with(int at_fd, const char *path, int flags, va_list arguments)
 {
@@ -140,16 +157,33 @@ int __wrap_fallocate(int fd, int mode, off_t first, off_t bytes)
 int __wrap_ftruncate(int fd, off_t bytes) { return happens(RESIZE) ? -1 : __real_ftruncate(fd, bytes); }
 int __wrap_rename(const char *from, const char *to) { return happens(RENAME) ? -1 : __real_rename(from, to); }
 int __wrap_mkdir(const char *path, mode_t mode) { return happens(MKDIR) ? -1 : __real_mkdir(path, mode); }
-int __wrap_rmdir(const char *path) { return happens(REMOVE) ? -1 : __real_rmdir(path); }
+int __wrap_rmdir(const char *path)
+{
+    if (other_removes)
+        (void)__real_rmdir(path);
+    other_removes = false;
+    return happens(REMOVE) ? -1 : __real_rmdir(path);
+}
 int __wrap_unlink(const char *path) { return happens(REMOVE) ? -1 : __real_unlinkat(AT_FDCWD, path, 0); }
 int __wrap_fstat(int fd, struct stat *out) { return happens(FACTS) ? -1 : __real_fstat(fd, out); }
 int __wrap_stat(const char *path, struct stat *out) { return happens(FACTS) ? -1 : __real_stat(path, out); }
+int __wrap_lstat(const char *path, struct stat *out)
+{
+    const int result = __real_lstat(path, out), error = errno;
+    const char *name = strrchr(path, '/');
+    if (result < 0 && name && !strcmp(name, "/lock"))
+        take_lock_between(path);
+    errno = error;
+    return result;
+}
 DIR *__wrap_opendir(const char *path) { return happens(LIST) ? NULL : __real_opendir(path); }
 struct dirent *__wrap_readdir(DIR *listing) { return happens(LIST) ? NULL : __real_readdir(listing); }
 int __wrap_flock(int fd, int operation) { return happens(LOCK) ? -1 : __real_flock(fd, operation); }
 
 int __wrap_unlinkat(int at_fd, const char *path, int flags)
 {
+    if (other_removes && flags & AT_REMOVEDIR)
+        (void)__real_unlinkat(at_fd, path, flags);
     return happens(REMOVE) ? -1 : __real_unlinkat(at_fd, path, flags);
 }
 
@@ -363,6 +397,37 @@ TEST(faults_of_reading_mxfp4)
         }
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
+}
+
+TEST(a_lock_that_is_taken_meanwhile_stays)
+{
+    struct stat facts, named;
+    make_sources();
+    for (int forced = 0; forced < 2; forced++) {
+        clear(outputs[SHARDS].out);
+        other_begins = true;
+        const nib_status status = make(SHARDS, false, outputs[SHARDS].out, forced ? &force : NULL);
+        CHECK_FAILS(status, NIB_ERR_MODE, "another run is writing here");
+        char path[64];
+        snprintf(path, sizeof path, "%s/.nib-partial/lock", outputs[SHARDS].out);
+        CHECK(fstat(other_lock, &facts) == 0 && stat(at(path), &named) == 0 && facts.st_ino == named.st_ino);
+        /* Nor is what a run at work has made what a stopped one left. */
+        CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "another run is writing here");
+        CHECK(close(other_lock) == 0);
+        CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "a run was stopped here");
+    }
+}
+
+TEST(a_directory_that_goes_meanwhile_is_removed)
+{
+    for (int files = 0; files < 2; files++) {
+        CHECK(mkdir(at("going"), 0777) == 0 && mkdir(at("going/inner"), 0777) == 0);
+        if (files)
+            put_text(at("going/inner/file"), "");
+        other_removes = true;
+        CHECK_OK(nib_os_remove_directory(at("going")));
+        CHECK(!nib_os_exists(at("going")));
+    }
 }
 
 TEST(what_stays_in_a_directory_is_told)

@@ -117,6 +117,25 @@ static nib_status note_entry(void *context, const char *name)
     return NIB_OK;
 }
 
+/* Whether a process is at work in what an earlier run left, as it seems. */
+static nib_status is_at_work(const struct nib_run *run, bool *busy)
+{
+    char *path = nib_staging_path(run->partial, "lock");
+    int fd = -1;
+    *busy = false;
+    nib_status status = path ? NIB_OK : no_memory(run->partial);
+    if (!status && nib_os_is_own_file(path))
+        status = nib_os_lock(path, &fd, busy);
+    nib_os_close(fd);
+    nib_free(path);
+    return status;
+}
+
+static nib_status at_work(const struct nib_run *run)
+{
+    return nib_fail(NIB_ERR_MODE, "%s: another run is writing here: wait for it, or choose another output", run->out);
+}
+
 /* What is there already, against what was asked for. Without resume and force nothing may be. */
 static nib_status check_place(const struct nib_run *run)
 {
@@ -137,6 +156,11 @@ static nib_status check_place(const struct nib_run *run)
     }
     if (run->options.force || (run->options.resume && (e.partial || !e.others)))
         return NIB_OK;
+    bool busy = false;
+    if (e.partial)
+        TRY(is_at_work(run, &busy));
+    if (busy)
+        return at_work(run);
     if (e.partial)
         return nib_fail(NIB_ERR_MODE, "%s: a run was stopped here: --resume continues it, --force starts over",
                         run->out);
@@ -147,10 +171,11 @@ static nib_status check_place(const struct nib_run *run)
 }
 
 /* What a run makes itself is never a link: one would lead to files that are not the run's. --force clears away what else
- * is in its place. */
-static nib_status clear_way(const struct nib_run *run, const char *path, bool is_own, const char *kind)
+ * is in its place. It is looked at once: what another run makes between two looks, a lock above all, is not in the way. */
+static nib_status clear_way(const struct nib_run *run, const char *path, enum nib_os_kind wanted, const char *kind)
 {
-    if (is_own || !nib_os_exists(path))
+    const enum nib_os_kind found = nib_os_kind_of(path);
+    if (found == wanted || found == NIB_OS_NOTHING)
         return NIB_OK;
     return run->options.force
                ? nib_os_remove_any(path)
@@ -159,7 +184,7 @@ static nib_status clear_way(const struct nib_run *run, const char *path, bool is
 
 static nib_status clear_way_of_directory(const struct nib_run *run, const char *path)
 {
-    return clear_way(run, path, nib_os_is_own_directory(path), "a directory");
+    return clear_way(run, path, NIB_OS_DIRECTORY, "a directory");
 }
 
 /* ---- Which plan ---- */
@@ -255,14 +280,12 @@ static nib_status take_lock(struct nib_run *run)
 {
     char *path = nib_staging_path(run->partial, "lock");
     bool busy = false;
-    nib_status status = path ? clear_way(run, path, nib_os_is_own_file(path), "a file") : no_memory(run->partial);
+    nib_status status = path ? clear_way(run, path, NIB_OS_FILE, "a file") : no_memory(run->partial);
     if (!status)
         status = nib_os_lock(path, &run->lock, &busy);
     nib_free(path);
     TRY(status);
-    return busy ? nib_fail(NIB_ERR_MODE, "%s: another run is writing here: wait for it, or choose another output",
-                           run->out)
-                : NIB_OK;
+    return busy ? at_work(run) : NIB_OK;
 }
 
 /* All but the lock, which is held. */

@@ -374,6 +374,14 @@ bool nib_os_exists(const char *path)
     return lstat(path, &facts) == 0;
 }
 
+enum nib_os_kind nib_os_kind_of(const char *path)
+{
+    struct stat facts;
+    if (lstat(path, &facts) < 0)
+        return NIB_OS_NOTHING;
+    return S_ISREG(facts.st_mode) ? NIB_OS_FILE : S_ISDIR(facts.st_mode) ? NIB_OS_DIRECTORY : NIB_OS_OTHER;
+}
+
 bool nib_os_is_own_directory(const char *path)
 {
     struct stat facts;
@@ -438,11 +446,13 @@ static nib_status remove_entries(int fd, const char *path)
             unlinkat(dirfd(directory), entry->d_name, 0) == 0 || errno == ENOENT)
             continue;
         const int inner = openat(dirfd(directory), entry->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        if (inner < 0 && errno == ENOENT)
+            continue;
         if (inner < 0)
             status = io_error(path, "cannot remove what is in it");
         else
             status = remove_entries(inner, path);
-        if (!status && unlinkat(dirfd(directory), entry->d_name, AT_REMOVEDIR) < 0)
+        if (!status && unlinkat(dirfd(directory), entry->d_name, AT_REMOVEDIR) < 0 && errno != ENOENT)
             status = io_error(path, "cannot remove what is in it");
     }
     closedir(directory);
@@ -460,7 +470,7 @@ nib_status nib_os_remove_directory(const char *path)
     if (fd < 0)
         return errno == ENOENT ? NIB_OK : io_error(path, "cannot open the directory");
     TRY(remove_entries(fd, path));
-    return rmdir(path) < 0 ? io_error(path, "cannot remove this directory") : NIB_OK;
+    return rmdir(path) < 0 && errno != ENOENT ? io_error(path, "cannot remove this directory") : NIB_OK;
 }
 
 void nib_os_remove_empty_directory(const char *path) { (void)rmdir(path); }

@@ -64,6 +64,8 @@ NIB_PRIVATE bool nib_os_is_directory(const char *path);
 NIB_PRIVATE bool nib_os_is_special(const char *path); /* neither a file nor a directory: a pipe, a socket, a device */
 NIB_PRIVATE bool nib_os_exists(const char *path);     /* anything, a dangling link too */
 /* What is there itself, not what a link leads to. */
+enum nib_os_kind { NIB_OS_NOTHING, NIB_OS_FILE, NIB_OS_DIRECTORY, NIB_OS_OTHER };
+NIB_PRIVATE enum nib_os_kind nib_os_kind_of(const char *path);
 NIB_PRIVATE bool nib_os_is_own_directory(const char *path);
 NIB_PRIVATE bool nib_os_is_own_file(const char *path);
 /* Its parent must be there, and is synced; no error if it is there already, and *made (or NULL) is false. */
