@@ -71,10 +71,16 @@ static bool has_data(const struct nib_ck_tensor *t) { return t->bytes > 0 && t->
 static nib_status add_stack(struct finder *finder, const struct nib_ck_stack *stack, const struct nib_ck_weight *common,
                             const char *tensor, int64_t experts, int64_t rows)
 {
+    enum { FEW = 16 << 10, BYTES_PER_BYTE = 64 };
     const int parts = stack->parts[1] ? 2 : 1;
+    const struct nib_ck_tensor *data = &finder->c->tensors[common->tensor[NIB_ROLE_DATA]];
     if (rows % parts)
         return nib_ck_diagnostic(finder->c, "open-orientation", tensor, "its rows do not divide into gate and up",
                                  true);
+    /* Each expert has the whole name: a long one before many that have hardly any data would take any memory. */
+    if ((uint64_t)experts > (FEW + BYTES_PER_BYTE * data->bytes) / ((uint64_t)parts * (stack->prefix_bytes + 1)))
+        return nib_ck_diagnostic(finder->c, "open-orientation", tensor,
+                                 "its experts have too little data for names as long as this", true);
     for (int64_t e = 0; e < experts; e++)
         for (int part = 0; part < parts; part++) {
             struct nib_ck_weight w = *common;

@@ -98,6 +98,8 @@ def checkpoints():
     yield noted
     yield directory("patterns", WEIGHT, config={"quantization_config": {
         "quant_method": "compressed-tensors", "ignore": ["re:(a+)+$", "re:(.*)*x"] * 200}})
+    yield directory("stack", {"m." + "a" * 20000 + ".experts.gate_up_proj": ("BF16", [5000, 2, 1], 20000)},
+                    config={"model_type": "qwen3_5_moe", "hidden_size": 1})
     yield directory("provenance", WEIGHT, {"nib": "[" * 2000}, config={"model_type": "llama"})
     deep = os.path.join(ROOT, "deep.safetensors")
     with open(deep, "wb") as file:
