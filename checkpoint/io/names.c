@@ -14,10 +14,20 @@
 
 /* ---- Patterns ---- */
 
-enum { MATCH_LIMIT = 200000 }; /* steps of the matcher: a pattern that needs more is a mistake, or an attack */
+/* A pattern that needs more is a mistake, or an attack; so is a list that needs more with all names together. */
+enum {
+    FIRST_LIMIT = 200,      /* steps of the matcher, ten times as many each time that these do not do */
+    MATCH_LIMIT = 200000,   /* the last of them */
+    HEAP_LIMIT = 8 << 10,   /* KiB: what the matcher remembers on its way back has the size of all groups */
+    CODE_LIMIT = 16 << 20,  /* bytes of the compiled expressions of a list: 20 bytes of text can become 60,000 */
+    STEP_OF_EXPRESSION = 8, /* steps of a glob, and once more for every 64 bytes that it may pass over */
+    LONGEST_NAME = 4096     /* bytes of one that is looked at as more than a whole */
+};
+#define LIST_LIMIT 10000000000u /* steps of globs: some ten seconds */
 
 struct nib_patterns {
-    size_t n;
+    size_t n, code_bytes;
+    uint64_t steps; /* so far */
     struct pattern {
         char *text;
         pcre2_code *expression; /* NULL: exact or glob */
@@ -31,10 +41,11 @@ struct nib_patterns {
 static bool is_glob(const char *text) { return strpbrk(text, "*?") != NULL; }
 
 /* '*' is any number of bytes, '?' one. Backtracks to the last star only, so that nothing is exponential. */
-static bool glob_matches(const char *pattern, const char *name)
+static bool glob_matches(const char *pattern, const char *name, uint64_t *steps)
 {
     const char *star = NULL, *resume = NULL;
-    while (*name) {
+    ++*steps;
+    for (; *name; ++*steps) {
         if (*pattern == '*') {
             star = pattern++;
             resume = name;
@@ -53,9 +64,10 @@ static bool glob_matches(const char *pattern, const char *name)
     return !*pattern;
 }
 
-static nib_status compile(const char *text, struct pattern *out)
+static nib_status compile(struct nib_patterns *patterns, const char *text, struct pattern *out)
 {
     const size_t bytes = strlen(text) + 1;
+    size_t code_bytes = 0;
     out->text = nib_alloc(bytes);
     if (!out->text)
         return nib_fail(NIB_ERR_MEMORY, "no memory for the pattern %s", nib_quote(text).text);
@@ -67,8 +79,14 @@ static nib_status compile(const char *text, struct pattern *out)
     PCRE2_SIZE place;
     out->expression = pcre2_compile((PCRE2_SPTR)(text + 3), PCRE2_ZERO_TERMINATED,
                                     PCRE2_ANCHORED | PCRE2_UTF | PCRE2_NEVER_BACKSLASH_C, &code, &place, NULL);
-    if (out->expression)
-        return NIB_OK;
+    if (out->expression) {
+        (void)pcre2_pattern_info(out->expression, PCRE2_INFO_SIZE, &code_bytes);
+        patterns->code_bytes += code_bytes;
+        return patterns->code_bytes <= CODE_LIMIT
+                   ? NIB_OK
+                   : nib_fail(NIB_ERR_ARG, "the pattern %s and those before it take more than %d bytes of memory",
+                              nib_quote(text).text, CODE_LIMIT);
+    }
     unsigned char reason[128];
     pcre2_get_error_message(code, reason, sizeof reason);
     return nib_fail(NIB_ERR_ARG, "the pattern %s: at byte %zu: %s", nib_quote(text).text, (size_t)place + 3,
@@ -106,7 +124,7 @@ nib_status nib_patterns_create(const char *const *patterns, size_t n, struct nib
                             : nib_fail(NIB_ERR_MEMORY, "no memory for %zu patterns", n);
     for (size_t i = 0; !status && i < n; i++) {
         made->n = i + 1;
-        status = patterns[i] && *patterns[i] ? compile(patterns[i], &made->each[i])
+        status = patterns[i] && *patterns[i] ? compile(made, patterns[i], &made->each[i])
                                              : nib_fail(NIB_ERR_ARG, "pattern %zu is empty", i + 1);
         if (!status && !list_pattern(made, i))
             status = nib_fail(NIB_ERR_MEMORY, "no memory for %zu patterns", n);
@@ -120,17 +138,31 @@ nib_status nib_patterns_create(const char *const *patterns, size_t n, struct nib
     return NIB_OK;
 }
 
-static nib_status expression_matches(const struct pattern *pattern, const char *name, bool *matches)
+/* By ever more steps, so that what most matches need is not counted as what the worst may. */
+static int match(const struct pattern *pattern, const char *name, size_t length, uint64_t *steps)
 {
     pcre2_match_data *data = pcre2_match_data_create(1, NULL);
     pcre2_match_context *context = data ? pcre2_match_context_create(NULL) : NULL;
-    int found = PCRE2_ERROR_NOMEMORY;
-    if (context) {
-        pcre2_set_match_limit(context, MATCH_LIMIT);
-        found = pcre2_match(pattern->expression, (PCRE2_SPTR)name, PCRE2_ZERO_TERMINATED, 0, 0, data, context);
+    int found = context ? PCRE2_ERROR_MATCHLIMIT : PCRE2_ERROR_NOMEMORY;
+    if (context)
+        pcre2_set_heap_limit(context, HEAP_LIMIT);
+    for (uint32_t limit = FIRST_LIMIT; limit <= MATCH_LIMIT && found == PCRE2_ERROR_MATCHLIMIT; limit *= 10) {
+        pcre2_set_match_limit(context, limit);
+        found = pcre2_match(pattern->expression, (PCRE2_SPTR)name, length, 0, 0, data, context);
+        *steps += limit * (STEP_OF_EXPRESSION * (1 + (uint64_t)length / 64));
     }
     pcre2_match_context_free(context);
     pcre2_match_data_free(data);
+    return found;
+}
+
+static nib_status expression_matches(const struct pattern *pattern, const char *name, uint64_t *steps, bool *matches)
+{
+    const size_t length = strlen(name);
+    if (length > LONGEST_NAME)
+        return nib_fail(NIB_ERR_ARG, "the pattern %s on %s: the name has %zu bytes, more than %d",
+                        nib_quote(pattern->text).text, nib_quote(name).text, length, LONGEST_NAME);
+    const int found = match(pattern, name, length, steps);
     *matches = found >= 0;
     if (found >= 0 || found == PCRE2_ERROR_NOMATCH)
         return NIB_OK;
@@ -140,7 +172,7 @@ static nib_status expression_matches(const struct pattern *pattern, const char *
                     nib_quote(pattern->text).text, nib_quote(name).text, (const char *)reason);
 }
 
-nib_status nib_patterns_match(const struct nib_patterns *patterns, const char *name, uint32_t *which)
+nib_status nib_patterns_match(struct nib_patterns *patterns, const char *name, uint32_t *which)
 {
     uint32_t id;
     size_t place;
@@ -148,10 +180,14 @@ nib_status nib_patterns_match(const struct nib_patterns *patterns, const char *n
     for (size_t i = 0; i < patterns->n_others && patterns->others[i] < *which; i++) {
         const struct pattern *pattern = &patterns->each[patterns->others[i]];
         bool matches;
+        if (patterns->steps > LIST_LIMIT)
+            return nib_fail(NIB_ERR_ARG,
+                            "the %zu patterns with a wildcard, of which one is %s, take too long on all names",
+                            patterns->n_others, nib_quote(pattern->text).text);
         if (pattern->expression)
-            TRY(expression_matches(pattern, name, &matches));
+            TRY(expression_matches(pattern, name, &patterns->steps, &matches));
         else
-            matches = glob_matches(pattern->text, name);
+            matches = glob_matches(pattern->text, name, &patterns->steps);
         if (matches)
             *which = (uint32_t)patterns->others[i];
     }
@@ -182,6 +218,7 @@ struct nib_words {
         const char *text;
         size_t length, place; /* in the list */
         size_t within;        /* the longest other one that this one begins with, or NO_WORD */
+        size_t far, depth;    /* one that is within those within it, and how many these are: ways are short by both */
         size_t seen;          /* the last name that it was found in */
     } * each;
     size_t names; /* that were asked for */
@@ -195,17 +232,30 @@ static int compare_words(const void *a, const void *b)
     return order ? order : (x->place > y->place) - (x->place < y->place);
 }
 
-static bool begins_with(const char *text, const struct word *word)
-{
-    return strncmp(text, word->text, word->length) == 0;
-}
-
-/* The longest word that `text` begins with, of one and of those that it begins with. */
+/* The longest word that `text` begins with, of one and of those that it begins with: their lengths alone decide. */
 static size_t longest_of(const struct nib_words *words, size_t word, const char *text)
 {
-    while (word != NO_WORD && !begins_with(text, &words->each[word]))
-        word = words->each[word].within;
+    size_t common = 0;
+    while (word != NO_WORD && text[common] && words->each[word].text[common] == text[common])
+        common++;
+    while (word != NO_WORD && words->each[word].length > common) {
+        const struct word *w = &words->each[word];
+        word = w->far != NO_WORD && words->each[w->far].length > common ? w->far : w->within;
+    }
     return word;
+}
+
+/* A far one is as far again as the far one of what is within, where that goes twice, as in a skew-binary number. */
+static void find_far(const struct nib_words *words, struct word *word)
+{
+    word->far = word->within;
+    if (word->within == NO_WORD)
+        return;
+    const struct word *within = &words->each[word->within];
+    const struct word *far = within->far == NO_WORD ? NULL : &words->each[within->far];
+    word->depth = within->depth + 1;
+    if (far && far->far != NO_WORD && within->depth - far->depth == far->depth - words->each[far->far].depth)
+        word->far = far->far;
 }
 
 nib_status nib_words_create(const char *const *list, size_t n, struct nib_words **out)
@@ -217,13 +267,14 @@ nib_status nib_words_create(const char *const *list, size_t n, struct nib_words 
         return nib_fail(NIB_ERR_MEMORY, "no memory for %zu words", n);
     }
     for (size_t i = 0; i < n; i++)
-        each[i] = (struct word){ list[i], strlen(list[i]), i, NO_WORD, 0 };
+        each[i] = (struct word){ .text = list[i], .length = strlen(list[i]), .place = i, .within = NO_WORD };
     qsort(each, n, sizeof *each, compare_words);
     for (size_t i = 0; i < n; i++) {
         if (made->n && strcmp(each[made->n - 1].text, each[i].text) == 0)
             continue;
         each[made->n] = each[i];
         each[made->n].within = longest_of(made, made->n ? made->n - 1 : NO_WORD, each[i].text);
+        find_far(made, &each[made->n]);
         made->n++;
     }
     *out = made;
@@ -247,6 +298,8 @@ static size_t last_before(const struct nib_words *words, const char *text)
 void nib_words_find(struct nib_words *words, const char *name, nib_word_found *found, void *context)
 {
     words->names++;
+    if (strlen(name) > LONGEST_NAME) /* nobody's module */
+        return;
     for (size_t at = 0; name[at]; at++) {
         size_t i = longest_of(words, last_before(words, name + at), name + at);
         /* What a word begins with was found with it. */

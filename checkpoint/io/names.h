@@ -13,11 +13,12 @@ static inline bool nib_ck_ends_with(const char *name, const char *end)
     return n >= m && strcmp(name + n - m, end) == 0;
 }
 
-/* Patterns of modules: exact, glob, re: (PCRE2, anchored at the start, with a match limit). */
+/* Patterns of modules: exact, glob, re: (PCRE2, anchored at the start), with limits of time and memory. */
 struct nib_patterns;
 nib_status nib_patterns_create(const char *const *patterns, size_t n, struct nib_patterns **out);
-/* The first that matches, or NIB_NONE. A pattern that runs into its limit is an error. */
-nib_status nib_patterns_match(const struct nib_patterns *patterns, const char *name, uint32_t *which);
+/* The first that matches, or NIB_NONE. A pattern that runs into a limit is an error, and so is a list that has taken too
+ * many steps for all names together. Not for several threads at once. */
+nib_status nib_patterns_match(struct nib_patterns *patterns, const char *name, uint32_t *which);
 void nib_patterns_destroy(struct nib_patterns *patterns);
 
 /* The words of a list, which outlives them, that stand anywhere in a name. */

@@ -27,7 +27,7 @@ void nib_plan_leave_plain(nib_plan *plan, size_t weight, const char *reason)
     plan->rows[weight].raised = true;
 }
 
-static nib_status raise_row(nib_plan *plan, bool plain, const struct nib_patterns *list, size_t weight)
+static nib_status raise_row(nib_plan *plan, bool plain, struct nib_patterns *list, size_t weight)
 {
     const struct nib_ck_weight *w = &plan->in->weights[weight];
     uint32_t which = NIB_NONE;

@@ -17,6 +17,8 @@ PACKED = {"weight": ("U8", [1, 8], 8), "weight_scale": ("F8_E4M3", [1, 1], 1), "
 DOWN = {"model.layers.0.mlp.down_proj.weight": WEIGHT}
 LLAMA = {"model_type": "llama", "hidden_size": 16}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+CODES = {"weight_packed": ("U8", [1, 8], 8), "weight_scale": ("F8_E4M3", [1, 1], 1), "weight_global_scale": ("F32", [1], 4)}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 
 def directory(name, tensors, **files):
@@ -34,8 +36,16 @@ def directory(name, tensors, **files):
     return path
 
 
-def packed(module):
-    return {f"{module}.{part}": facts for part, facts in PACKED.items()}
+def packed(module, parts=None):
+    return {f"{module}.{part}": facts for part, facts in (parts or PACKED).items()}
+
+
+def compressed(name, modules, others=None, groups=None, ignore=()):
+    """Of compressed-tensors, with these modules packed."""
+    tensors = {tensor: facts for module in modules for tensor, facts in packed(module, CODES).items()}
+    return directory(name, {**tensors, **(others or {})}, config={**LLAMA, "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": list(ignore),
+        "config_groups": groups or {"all": {"targets": ["Linear"], "weights": NVFP4}}}})
 
 
 def runs():
@@ -61,6 +71,15 @@ def runs():
                               config={**LLAMA, "quantization_config": {**MODELOPT, "ignore": excluded}},
                               hf_quant_config={"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None,
                                                                 "exclude_modules": excluded[::-1]}})]
+    downs = [f"model.layers.{i}.mlp.down_proj" for i in range(COUNT)]
+    globs = directory("globs", {name: facts for module in downs for name, facts in packed(module).items()}, config={
+        **LLAMA, "quantization_config": {**MODELOPT, "ignore": [f"*.{i}.x*" for i in range(COUNT)]}})
+    yield ["check", globs]
+    yield ["check", compressed("expressions", [f"m.{i}.{'a' * 24}.x" for i in range(COUNT // 20)], None, None,
+                               [f"re:.*a.*a.*a.*{i}[YZ]" for i in range(COUNT // 20)])]
+    nested = directory("nested", {name: facts for i in range(COUNT // 25) for name, facts in packed("a" * 2000 + f"b{i}.x").items()},
+                       config={**LLAMA, "quantization_config": {**MODELOPT, "ignore": ["a" * (i + 1) for i in range(2000)]}})
+    yield ["check", nested]
 
 
 def main():

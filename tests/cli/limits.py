@@ -98,6 +98,11 @@ def checkpoints():
     yield noted
     yield directory("patterns", WEIGHT, config={"quantization_config": {
         "quant_method": "compressed-tensors", "ignore": ["re:(a+)+$", "re:(.*)*x"] * 200}})
+    codes = {"a" * 120 + "." + part: facts for part, facts in (("weight_packed", ("U8", [1, 8], 8)), ("weight_scale", ("F8_E4M3", [1, 1], 1)),
+                                                               ("weight_global_scale", ("F32", [1], 4)))}
+    for name, ignore in (("compiled", [f"re:{i}(((abcd){{20}}){{20}}){{7}}" for i in range(2000)]),
+                         ("remembered", ["re:(?:" + "(x?)" * 400 + "a)*[bc]"])):
+        yield directory(name, {**WEIGHT, **codes}, config={"quantization_config": {"quant_method": "compressed-tensors", "ignore": ignore}})
     yield directory("stack", {"m." + "a" * 20000 + ".experts.gate_up_proj": ("BF16", [5000, 2, 1], 20000)},
                     config={"model_type": "qwen3_5_moe", "hidden_size": 1})
     yield directory("provenance", WEIGHT, {"nib": "[" * 2000}, config={"model_type": "llama"})
