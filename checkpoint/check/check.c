@@ -57,6 +57,7 @@ nib_status nib_check_run(struct nib_checking *k, const char *what, const nib_job
     const nib_checkpoint *c = k->c;
     TRY(nib_ck_job(what, job, &k->job));
     k->uniform = true;
+    k->groups_want_inputs = nib_check_groups_want_inputs(c);
     for (size_t i = 0; i < c->n_weights; i++) {
         k->total += nib_check_scanned_bytes(&c->weights[i]);
         k->uniform &= c->weights[i].format == NIB_CHECKPOINT_FORMAT_PLAIN || c->weights[i].format == c->format;

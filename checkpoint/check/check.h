@@ -140,6 +140,7 @@ struct nib_checking {
     size_t n_modules;
     nib_checkpoint_format format; /* of which a configuration must speak: that of whole weights, where there are any */
     bool has_inputs;              /* some module has a scale of activations */
+    bool groups_want_inputs;      /* some group of compressed-tensors has quantized activations */
     bool uniform;                 /* all that is quantized is of one format, which one configuration describes */
     struct nib_check_weight *weights; /* as the checkpoint's */
     bool *broken;                     /* tensors that cannot be read as what they are, and that was said */
@@ -168,6 +169,8 @@ static inline bool nib_check_is_writable(const struct nib_checking *k, size_t we
            (w->index >= 0 || (w->tensor[NIB_ROLE_SCALE] != NIB_NONE &&
                               (x->tensor_scale_good || x->tensor_scale_inverted || x->all_nan)));
 }
+/* Whether a group of compressed-tensors' configuration has quantized activations. */
+bool nib_check_groups_want_inputs(const nib_checkpoint *c);
 /* Whether the configuration wants activations of this module quantized; without one, whether any module has them. */
 bool nib_check_wants_input(const struct nib_checking *k, const char *module);
 /* Weights that are members of fused groups, those of one group side by side. */

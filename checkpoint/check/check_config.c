@@ -68,20 +68,24 @@ static bool is_method(const nib_checkpoint *c, nib_checkpoint_format format)
     return strncmp(get_text(c->quantization, "quant_method"), wanted, strlen(wanted)) == 0;
 }
 
+bool nib_check_groups_want_inputs(const nib_checkpoint *c)
+{
+    const char *key;
+    json_t *group;
+    json_object_foreach(json_object_get(c->quantization, "config_groups"), key, group)
+    {
+        if (json_is_object(get(group, "input_activations")))
+            return true;
+    }
+    return false;
+}
+
 bool nib_check_wants_input(const struct nib_checking *k, const char *module)
 {
     const nib_checkpoint *c = k->c;
-    const char *key;
-    json_t *group;
     const bool known = k->n_modules && is_method(c, k->format);
-    if (known && k->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS) {
-        json_object_foreach(json_object_get(c->quantization, "config_groups"), key, group)
-        {
-            if (json_is_object(get(group, "input_activations")))
-                return true;
-        }
-        return false;
-    }
+    if (known && k->format == NIB_CHECKPOINT_FORMAT_COMPRESSED_TENSORS)
+        return k->groups_want_inputs;
     const json_t *modelopt = known ? modelopt_of(c) : NULL;
     const char *algo = get_text(modelopt, "quant_algo");
     if (is_mixed(modelopt))
@@ -513,23 +517,59 @@ static const char *without_parts(const char *name, int parts, char *buffer, size
     return buffer;
 }
 
-/* Experts of a stack may be listed one by one: loaders look for anything below their module. */
-static bool is_listed(const json_t *layers, const struct nib_check_module *m)
+/* Names that quantized_layers lists as NVFP4, in their order. */
+struct listed_names {
+    const char **each;
+    size_t n;
+};
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+static nib_status read_listed(const nib_checkpoint *c, const json_t *layers, struct listed_names *out)
 {
     const char *key;
     json_t *layer;
+    *out = (struct listed_names){ .each = nib_alloc((json_object_size(layers) + 1) * sizeof *out->each) };
+    if (!out->each)
+        return nib_fail(NIB_ERR_MEMORY, "%s: no memory for its configuration", c->path);
+    json_object_foreach((json_t *)(uintptr_t)layers, key, layer)
+    {
+        if (is_nvfp4_algo(get_text(layer, "quant_algo")))
+            out->each[out->n++] = key;
+    }
+    qsort(out->each, out->n, sizeof *out->each, compare_names);
+    return NIB_OK;
+}
+
+/* Whether one of the names begins so. */
+static bool any_begins(const struct listed_names *names, const char *text)
+{
+    size_t low = 0, high = names->n;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (strcmp(names->each[middle], text) < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < names->n && strncmp(names->each[low], text, strlen(text)) == 0;
+}
+
+/* Experts of a stack may be listed one by one: loaders look for anything below their module. */
+static bool is_listed(const json_t *layers, const struct listed_names *names, const struct nib_check_module *m)
+{
     char buffer[1024];
     if (is_nvfp4_algo(get_text(listed(layers, m->name), "quant_algo")))
         return true;
     if (!nib_check_is_stack(m))
         return false;
-    without_parts(m->name, 1, buffer, sizeof buffer);
-    json_object_foreach((json_t *)(uintptr_t)layers, key, layer)
-    {
-        if (is_parent(buffer, key) && is_nvfp4_algo(get_text(layer, "quant_algo")))
-            return true;
-    }
-    return false;
+    without_parts(m->name, 1, buffer, sizeof buffer - 1);
+    if (is_nvfp4_algo(get_text(get(layers, buffer), "quant_algo")))
+        return true;
+    return any_begins(names, strcat(buffer, "."));
 }
 
 static bool is_quantized(const struct nib_checking *k, const char *name)
@@ -545,10 +585,15 @@ static nib_status check_layers(struct nib_checking *k, const json_t *layers)
 {
     const char *name;
     json_t *layer;
-    for (size_t i = 0; i < k->n_modules; i++)
-        if (!is_listed(layers, &k->modules[i]))
-            TRY(nib_check_found(k, NIB_FAULT_CONFIG_UNLISTED, k->modules[i].name,
-                                "it is quantized, and quantized_layers does not list it as NVFP4"));
+    struct listed_names names;
+    TRY(read_listed(k->c, layers, &names));
+    nib_status status = NIB_OK;
+    for (size_t i = 0; i < k->n_modules && !status; i++)
+        if (!is_listed(layers, &names, &k->modules[i]))
+            status = nib_check_found(k, NIB_FAULT_CONFIG_UNLISTED, k->modules[i].name,
+                                     "it is quantized, and quantized_layers does not list it as NVFP4");
+    nib_free(names.each);
+    TRY(status);
     json_object_foreach((json_t *)(uintptr_t)layers, name, layer)
     {
         if (is_nvfp4_algo(get_text(layer, "quant_algo")) && !is_quantized(k, name))

@@ -152,6 +152,9 @@ static nib_status check_alone(struct nib_checking *k, const struct nib_ck_tensor
 
 struct said {
     const json_t *groups;         /* of compressed-tensors; NULL: ModelOpt */
+    struct nib_patterns *targets; /* of them, but for classes; NULL: none that can be understood */
+    const json_t **group_of;      /* each of these */
+    const json_t *of_class;       /* the first group that names a class */
     const json_t *layers;         /* quantized_layers */
     const char *format;           /* of compressed-tensors, where a group has none of its own */
     bool mixed;                   /* ModelOpt has several algorithms */
@@ -186,38 +189,49 @@ static nib_status find_said(const nib_checkpoint *c, struct said *out)
     return read_ignored(list, &out->ignored);
 }
 
-/* The group of compressed-tensors that a module is in: one that names it, before one that names its class. */
-static nib_status find_group(const json_t *groups, const char *module, const json_t **out)
+/* The targets of all groups that name modules, one behind the other. Those that cannot be compiled are left out. */
+static nib_status read_groups(struct said *said)
 {
-    const char *key;
-    json_t *group, *target;
-    size_t i;
-    *out = NULL;
-    json_object_foreach((json_t *)(uintptr_t)groups, key, group)
+    const char *key, **texts;
+    json_t *group, *target, *const groups = (json_t *)(uintptr_t)said->groups;
+    size_t i, n = 0, used = 0;
+    json_object_foreach(groups, key, group) { n += json_array_size(json_object_get(group, "targets")); }
+    texts = nib_alloc((n + 1) * sizeof *texts);
+    said->group_of = nib_alloc((n + 1) * sizeof *said->group_of);
+    nib_status status = texts && said->group_of ? NIB_OK : nib_fail(NIB_ERR_MEMORY, "no memory for the configuration");
+    json_object_foreach(groups, key, group)
     {
         json_array_foreach(json_object_get(group, "targets"), i, target)
         {
             const char *text = json_string_value(target);
-            uint32_t which = NIB_NONE;
-            struct nib_patterns *pattern = NULL;
             const bool is_class = text && strncmp(text, "re:", 3) != 0 && !strchr(text, '.');
-            if (is_class && !*out)
-                *out = group;
-            if (!text || is_class)
+            struct nib_patterns *alone = NULL;
+            if (is_class && !said->of_class)
+                said->of_class = group;
+            if (status || !text || is_class)
                 continue;
-            nib_status status = nib_patterns_create(&text, 1, &pattern);
-            if (!status)
-                status = nib_patterns_match(pattern, module, &which);
-            nib_patterns_destroy(pattern);
-            if (status && status != NIB_ERR_ARG)
-                return status;
-            if (!status && which != NIB_NONE) {
-                *out = group;
-                return NIB_OK;
+            status = nib_patterns_create(&text, 1, &alone);
+            nib_patterns_destroy(alone);
+            if (!status) {
+                texts[used] = text;
+                said->group_of[used++] = group;
             }
+            status = status == NIB_ERR_ARG ? NIB_OK : status;
         }
     }
-    return NIB_OK;
+    if (!status && used)
+        status = nib_patterns_create(texts, used, &said->targets);
+    nib_free(texts);
+    return status == NIB_ERR_ARG ? NIB_OK : status;
+}
+
+/* The group of compressed-tensors that a module is in: one that names it, before one that names its class. */
+static nib_status find_group(const struct said *said, const char *module, const json_t **out)
+{
+    uint32_t which = NIB_NONE;
+    const nib_status status = said->targets ? nib_patterns_match(said->targets, module, &which) : NIB_OK;
+    *out = status || which == NIB_NONE ? said->of_class : said->group_of[which];
+    return status == NIB_ERR_ARG ? NIB_OK : status;
 }
 
 /* What quantized_layers says of a module or of one around it. */
@@ -253,7 +267,7 @@ static nib_status check_said(struct nib_checking *k, const struct said *said, co
                                *algorithm ? "says " : "does not list it", algorithm);
     }
     const json_t *group;
-    TRY(find_group(said->groups, module, &group));
+    TRY(find_group(said, module, &group));
     const json_t *weights = get(group, "weights");
     const json_int_t bits = json_integer_value(get(weights, "num_bits"));
     if (group && bits != (fp8 ? 8 : 4))
@@ -323,6 +337,8 @@ nib_status nib_check_mixture(struct nib_checking *k)
         return NIB_OK;
     const bool configured = c->is_directory && (c->quantization || c->hf_quant_config);
     nib_status status = configured ? find_said(c, &said) : NIB_OK;
+    if (!status && said.groups)
+        status = read_groups(&said);
     for (uint32_t i = 0; i < c->n_tensors && !status; i++)
         status = check_tensor(k, i, &said, configured);
     for (size_t i = 0; i < k->n_modules && configured && !status; i++)
@@ -330,5 +346,7 @@ nib_status nib_check_mixture(struct nib_checking *k)
     if (!status && configured)
         status = check_listed(k, &said);
     nib_patterns_destroy(said.ignored);
+    nib_patterns_destroy(said.targets);
+    nib_free(said.group_of);
     return status;
 }

@@ -19,6 +19,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 16}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 CODES = {"weight_packed": ("U8", [1, 8], 8), "weight_scale": ("F8_E4M3", [1, 1], 1), "weight_global_scale": ("F32", [1], 4)}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+FP8 = {"model.layers.0.mlp.up_proj.weight": ("F8_E4M3", [1, 16], 16), "model.layers.0.mlp.up_proj.weight_scale": ("F32", [1, 1], 4)}
 
 
 def directory(name, tensors, **files):
@@ -72,6 +73,8 @@ def runs():
                               hf_quant_config={"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None,
                                                                 "exclude_modules": excluded[::-1]}})]
     downs = [f"model.layers.{i}.mlp.down_proj" for i in range(COUNT)]
+    yield ["check", compressed("targets", downs, FP8, {"all": {"targets": downs[::-1], "weights": NVFP4}})]
+    yield ["check", compressed("groups", downs, None, {f"group_{i}": {"targets": ["Linear"], "weights": NVFP4} for i in range(COUNT)})]
     globs = directory("globs", {name: facts for module in downs for name, facts in packed(module).items()}, config={
         **LLAMA, "quantization_config": {**MODELOPT, "ignore": [f"*.{i}.x*" for i in range(COUNT)]}})
     yield ["check", globs]
@@ -80,6 +83,11 @@ def runs():
     nested = directory("nested", {name: facts for i in range(COUNT // 25) for name, facts in packed("a" * 2000 + f"b{i}.x").items()},
                        config={**LLAMA, "quantization_config": {**MODELOPT, "ignore": ["a" * (i + 1) for i in range(2000)]}})
     yield ["check", nested]
+    stack = {"": ("U8", [1, 8, 16], 128), "_weight_scale": ("F8_E4M3", [1, 1, 16], 16), "_weight_scale_2": ("F32", [], 4)}
+    stacks = {f"model.layers.{i}.mlp.experts.down_proj{end}": facts for i in range(COUNT) for end, facts in stack.items()}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+             "quantized_layers": {f"model.layers.{i}.mlp.down_proj": {"quant_algo": "FP8"} for i in range(2 * COUNT)}}
+    yield ["check", directory("stacks", stacks, config={"model_type": "llama4", "hidden_size": 16, "quantization_config": mixed})]
 
 
 def main():
