@@ -91,9 +91,21 @@ static void take_lock_between(const char *path)
     CHECK(other_lock >= 0 && __real_flock(other_lock, LOCK_EX | LOCK_NB) == 0);
 }
 
+static const char *hidden; /* the end of a path that cannot be looked at */
+
+static bool ends_with(const char *path, const char *end)
+{
+    const size_t n = strlen(path), m = strlen(end);
+    return n >= m && !strcmp(path + n - m, end);
+}
+
 static int open_with(int at_fd, const char *path, int flags, va_list arguments)
 {
     const mode_t mode = flags & O_CREAT ? (mode_t)va_arg(arguments, int) : 0;
+    if (hidden && ends_with(path, hidden)) {
+        errno = EACCES;
+        return -1;
+    }
     return happens(OPEN) ? -1 : __real_openat(at_fd, path, flags, mode);
 }
 
@@ -169,9 +181,9 @@ int __wrap_fstat(int fd, struct stat *out) { return happens(FACTS) ? -1 : __real
 int __wrap_stat(const char *path, struct stat *out) { return happens(FACTS) ? -1 : __real_stat(path, out); }
 int __wrap_lstat(const char *path, struct stat *out)
 {
-    const int result = __real_lstat(path, out), error = errno;
-    const char *name = strrchr(path, '/');
-    if (result < 0 && name && !strcmp(name, "/lock"))
+    const bool fails = hidden && ends_with(path, hidden);
+    const int result = fails ? -1 : __real_lstat(path, out), error = fails ? EACCES : errno;
+    if (result < 0 && ends_with(path, "/lock"))
         take_lock_between(path);
     errno = error;
     return result;
@@ -416,6 +428,25 @@ TEST(a_lock_that_is_taken_meanwhile_stays)
         CHECK(close(other_lock) == 0);
         CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "a run was stopped here");
     }
+}
+
+TEST(what_cannot_be_looked_at_is_not_absent)
+{
+    static const char *const names[] = { "/config.json", "/hf_quant_config.json", "/model.safetensors.index.json" };
+    nib_checkpoint *in = NULL;
+    make_sources();
+    CHECK(mkdir(at("hidden"), 0777) == 0);
+    put_tensors("hidden/model.safetensors", (const struct item[]){ { "m.weight", NIB_U8, 1, { 4 }, "abcd" } }, 1);
+    put_text(at("hidden/model.safetensors.index.json"), "{\"weight_map\": {\"m.weight\": \"model.safetensors\"}}");
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        hidden = names[i];
+        const nib_status status = nib_checkpoint_open(at("hidden"), &in);
+        hidden = NULL;
+        CHECK_FAILS(status, NIB_ERR_IO, "Permission denied");
+        CHECK_THAT(strstr(nib_last_error(), names[i]), "%s: %s", names[i], nib_last_error());
+    }
+    CHECK_OK(nib_checkpoint_open(at("hidden"), &in));
+    nib_checkpoint_close(in);
 }
 
 TEST(a_directory_that_goes_meanwhile_is_removed)

@@ -243,7 +243,7 @@ static nib_status read_object(const nib_checkpoint *c, const char *name, size_t 
     if (!path)
         return nib_ck_no_memory(c);
     nib_status status = NIB_OK;
-    if (nib_os_exists(path)) {
+    if (!nib_os_is_absent(path)) {
         status = nib_ck_read_text(path, limit, &text, &bytes);
         if (!status)
             status = text_out ? parse_config(c, path, text, bytes, out) : nib_ck_parse_json(path, text, bytes, out);
@@ -416,7 +416,7 @@ static nib_status add_split(nib_checkpoint *c, const char *path, const struct sp
     for (long i = 0; i < split->count && !status; i++) {
         snprintf(each, bytes, "%.*s-%05ld-of-%05ld.gguf", (int)split->prefix, path, i + 1, split->count);
         const char *slash = strrchr(each, '/');
-        if (!nib_os_exists(each))
+        if (nib_os_is_absent(each))
             status = nib_fail(NIB_ERR_DATA, "%s: it is one of %ld files, and %s is not there: download it", path,
                               split->count, nib_quote(slash ? slash + 1 : each).text);
         if (!status)

@@ -273,7 +273,7 @@ nib_status nib_ck_read_folds(nib_checkpoint *c)
     if (!c->is_directory)
         return NIB_OK;
     const int n = snprintf(path, sizeof path, "%s/%s", c->directory, NIB_FOLD_FILE);
-    return n > 0 && (size_t)n < sizeof path && nib_os_exists(path) ? read_folds(&o) : NIB_OK;
+    return n > 0 && (size_t)n < sizeof path && !nib_os_is_absent(path) ? read_folds(&o) : NIB_OK;
 }
 
 static const struct nib_ck_fold *fold_of(const nib_checkpoint *c, const struct nib_ck_weight *w)

@@ -710,7 +710,7 @@ static nib_status put_chat_template(struct tokenizer *t)
         return no_memory();
     if (own || !t->config)
         return put_template(t, own);
-    if (nib_os_exists(path)) {
+    if (!nib_os_is_absent(path)) {
         char *text;
         size_t bytes;
         TRY(nib_ck_read_text(path, LIMIT, &text, &bytes));
@@ -739,7 +739,7 @@ static nib_status put_by_family(struct tokenizer *t)
         return no_memory();
     if (any && json_is_boolean(prefix))
         TRY(nib_gguf_put_integer(t->out, "tokenizer.ggml.add_space_prefix", NIB_GGUF_KIND_BOOL, json_is_true(prefix)));
-    if (family != NIB_FAMILY_QWEN3_MOE && family != NIB_FAMILY_GPT_OSS && nib_os_exists(model)) {
+    if (family != NIB_FAMILY_QWEN3_MOE && family != NIB_FAMILY_GPT_OSS && !nib_os_is_absent(model)) {
         TRY(put_sentencepiece(t, model));
         return family == NIB_FAMILY_GEMMA3
                    ? nib_gguf_put_integer(t->out, "tokenizer.ggml.add_space_prefix", NIB_GGUF_KIND_BOOL, 0)

@@ -374,6 +374,12 @@ bool nib_os_exists(const char *path)
     return lstat(path, &facts) == 0;
 }
 
+bool nib_os_is_absent(const char *path)
+{
+    struct stat facts;
+    return lstat(path, &facts) < 0 && (errno == ENOENT || errno == ENOTDIR);
+}
+
 enum nib_os_kind nib_os_kind_of(const char *path)
 {
     struct stat facts;

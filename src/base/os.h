@@ -63,6 +63,7 @@ NIB_PRIVATE nib_status nib_os_lock(const char *path, int *fd, bool *busy);
 NIB_PRIVATE bool nib_os_is_directory(const char *path);
 NIB_PRIVATE bool nib_os_is_special(const char *path); /* neither a file nor a directory: a pipe, a socket, a device */
 NIB_PRIVATE bool nib_os_exists(const char *path);     /* anything, a dangling link too */
+NIB_PRIVATE bool nib_os_is_absent(const char *path);  /* for sure: not where it cannot be told */
 /* What is there itself, not what a link leads to. */
 enum nib_os_kind { NIB_OS_NOTHING, NIB_OS_FILE, NIB_OS_DIRECTORY, NIB_OS_OTHER };
 NIB_PRIVATE enum nib_os_kind nib_os_kind_of(const char *path);
