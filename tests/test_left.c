@@ -393,6 +393,23 @@ TEST(a_marker_completes_what_is_there)
         }
 }
 
+/* With nothing left of a run, an output is complete only with what makes its files one model. */
+TEST(an_output_that_lacks_its_configuration_is_not_complete)
+{
+    static const char *const names[] = { "config.json", "model.safetensors.index.json" };
+    char path[64];
+    make_reference(SHARDS);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        clear(outputs[SHARDS].out);
+        check_run(SHARDS, NULL, "anew");
+        check_run(SHARDS, &resume, "complete");
+        snprintf(path, sizeof path, "%s/%s", outputs[SHARDS].out, names[i]);
+        CHECK(unlink(at(path)) == 0);
+        CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, &resume), NIB_ERR_MODE, "--force replaces it");
+        check_run(SHARDS, &force, names[i]);
+    }
+}
+
 TEST(strangers_get_no_names)
 {
     for (size_t k = 0; k < 2; k++)

@@ -75,6 +75,15 @@ static nib_status is_in_out(const struct nib_run *run, const struct nib_out_file
     return status;
 }
 
+/* What else a directory of this plan has, whatever is in it. */
+static nib_status is_beside_in_out(const struct nib_run *run, const char *name, bool *there)
+{
+    char *path = nib_staging_path(run->out, name);
+    *there = path && nib_os_exists(path);
+    nib_free(path);
+    return path ? NIB_OK : no_memory(run->out);
+}
+
 nib_status nib_left_all_in_out(const struct nib_run *run, bool *done)
 {
     struct nib_text provenance;
@@ -84,6 +93,9 @@ nib_status nib_left_all_in_out(const struct nib_run *run, bool *done)
     for (size_t i = 0; i < run->plan->n_files && *done && !status; i++)
         status = is_in_out(run, &run->plan->files[i], provenance.bytes, done);
     nib_free(provenance.bytes);
+    for (int i = 0; i < NIB_RUN_BESIDE && !run->as_file && *done && !status; i++)
+        if (nib_run_writes(run->plan, nib_run_beside[i]))
+            status = is_beside_in_out(run, nib_run_beside[i], done);
     return status;
 }
 
