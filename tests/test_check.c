@@ -601,6 +601,50 @@ TEST(names_the_first_wrong_group)
     CHECK_THAT(strcmp(found.fact, "config_groups.one: weights.num_bits is 8 instead of 4") == 0, "%s", found.fact);
 }
 
+static int note_wide(void *context, const nib_finding *finding)
+{
+    char *facts = context;
+    const size_t used = strlen(facts);
+    if (!strcmp(finding->id, "config-too-wide"))
+        snprintf(facts + used, 512 - used, "%s\n", finding->fact);
+    return 0;
+}
+
+/* Of each entry the first module in whose name, or that of the layer that it becomes part of, it stands without meaning it. */
+TEST(entries_that_are_part_of_other_names)
+{
+    static const char *const names[] = { "a.down_proj", "a.up_proj", "z.last" };
+    static const float multiplier = 0x1p-12f;
+    static char items_names[9][32];
+    struct item items[9];
+    char facts[512] = "";
+    fill(0x70);
+    for (size_t i = 0; i < 9; i++) {
+        static const char *const parts[] = { "weight", "weight_scale", "weight_scale_2" };
+        const struct item of_module[] = { { "", NIB_U8, 2, { 4, 32 }, codes },
+                                            { "", NIB_E4M3, 2, { 4, 4 }, scales },
+                                            { "", NIB_F32, 0, { 0 }, &multiplier } };
+        snprintf(items_names[i], sizeof items_names[i], "%s.%s", names[i / 3], parts[i % 3]);
+        items[i] = of_module[i % 3];
+        items[i].name = items_names[i];
+    }
+    CHECK(mkdir(at("wide"), 0777) == 0);
+    put_text("wide/config.json",
+             "{\"quantization_config\": {\"quant_method\": \"modelopt\", \"quant_algo\": \"NVFP4\", "
+             "\"ignore\": [\"last\", \"_proj\", \"gate_up\", \"up_proj\", \"a.down\", \"nothing\", "
+             "\"a.up_proj\"]}}");
+    put_tensors("wide/model.safetensors", items, 9);
+    nib_checkpoint *c = open_good(at("wide"));
+    CHECK_OK(nib_checkpoint_check(c, NULL, NULL, note_wide, facts));
+    CHECK_THAT(strcmp(facts, "the excluded \"last\" is also part of z.last\n"
+                             "the excluded \"_proj\" is also part of a.down_proj\n"
+                             "the excluded \"gate_up\" is also part of a.gate_up_proj\n"
+                             "the excluded \"up_proj\" is also part of a.gate_up_proj\n"
+                             "the excluded \"a.down\" is also part of a.down_proj\n") == 0,
+               "%s", facts);
+    nib_checkpoint_close(c);
+}
+
 /* Where llama.cpp multiplies without a tensor scale, one that is 1 is not missed. */
 TEST(checks_scales_that_llama_cpp_ignores)
 {
