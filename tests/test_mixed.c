@@ -242,6 +242,37 @@ TEST(experts_are_fused)
     nib_checkpoint_close(in);
 }
 
+/* ModelOpt lists the experts of a layer as one module where all are quantized; otherwise those that are. */
+TEST(experts_are_listed_together)
+{
+    static const char *const fp8[] = { "*layers.2.*" }, *const ignore[] = { "*1.mlp.experts.0.*" };
+    PUT(at("experts.safetensors"), UP(0, 0), UP(0, 1), UP(1, 0), UP(1, 1), UP(2, 0), UP(2, 1), UP(3, 0));
+    nib_quantize_options options = with(NIB_CHECKPOINT_FORMAT_MODELOPT);
+    options.fp8 = fp8;
+    options.ignore = ignore;
+    options.n_fp8 = options.n_ignore = 1;
+    CHECK_OK(quantize(at("experts.safetensors"), fresh("out"), &options, NULL, NULL));
+    json_t *config = json_load_file(at("out/config.json"), 0, NULL);
+    json_t *said = json_object_get(config, "quantization_config"), *groups = json_object_get(said, "config_groups");
+    json_t *lists[] = { json_object_get(json_object_get(groups, "group_0"), "targets"),
+                        json_object_get(json_object_get(groups, "group_1"), "targets"),
+                        json_object_get(said, "quantized_layers") };
+    static const char *const wanted[] = {
+        "[\"m.layers.0.mlp.experts\",\"m.layers.1.mlp.experts.1.up_proj\",\"m.layers.3.mlp.experts\"]",
+        "[\"m.layers.2.mlp.experts\"]",
+        "{\"m.layers.0.mlp.experts\":{\"group_size\":16,\"quant_algo\":\"W4A16_NVFP4\"},"
+        "\"m.layers.1.mlp.experts.1.up_proj\":{\"group_size\":16,\"quant_algo\":\"W4A16_NVFP4\"},"
+        "\"m.layers.2.mlp.experts\":{\"quant_algo\":\"FP8_PER_CHANNEL_PER_TOKEN\"},"
+        "\"m.layers.3.mlp.experts\":{\"group_size\":16,\"quant_algo\":\"W4A16_NVFP4\"}}"
+    };
+    for (int i = 0; i < 3; i++) {
+        char *text = json_dumps(lists[i], JSON_COMPACT | JSON_SORT_KEYS);
+        CHECK_THAT(text && !strcmp(text, wanted[i]), "%s", text ? text : "nothing");
+        free(text);
+    }
+    json_decref(config);
+}
+
 TEST(a_budget_goes_from_the_ends_to_the_middle)
 {
     static const struct {
