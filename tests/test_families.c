@@ -317,6 +317,30 @@ TEST(what_provenance_says_goes_on_as_far_as_it_is_understood)
     CHECK(unlink(at("told.safetensors")) == 0);
 }
 
+/* Each would be looked for in every name. */
+TEST(of_notes_in_provenance_sixteen_go_on)
+{
+    static const uint8_t codes[16 * 8], scales[16];
+    static const float one = 1;
+    const struct item items[] = {
+        { "m.up.weight_packed", NIB_U8, 2, { 16, 8 }, codes },
+        { "m.up.weight_scale", NIB_E4M3, 2, { 16, 1 }, scales },
+        { "m.up.weight_global_scale", NIB_F32, 1, { 1 }, &one },
+    };
+    char text[1024] = "{\"restore\": [";
+    for (int i = 0; i < 17; i++)
+        snprintf(text + strlen(text), sizeof text - strlen(text), "%s{\"matrix\": \"q%d\"}", i ? ", " : "", i);
+    snprintf(text + strlen(text), sizeof text - strlen(text), "]}");
+    write_told(text, items, 3);
+    nib_checkpoint *c = open_good(at("told.safetensors"));
+    nib_plan *plan = NULL;
+    CHECK_OK(nib_plan_convert(c, NIB_CHECKPOINT_FORMAT_MODELOPT, &plan));
+    CHECK(plan && json_array_size(plan->restore) == 16);
+    nib_plan_destroy(plan);
+    nib_checkpoint_close(c);
+    CHECK(unlink(at("told.safetensors")) == 0);
+}
+
 /* Only what computes can have been the bias of a stack: integers of that name stay beside it, as they are. */
 TEST(biases_that_are_no_floats_are_in_no_stack)
 {
