@@ -993,6 +993,8 @@ TEST(codes_by_gptq)
     CHECK(!strcmp(row_of(plan, EXPERT "2.down_proj").gptq, "none: 7 tokens, and 48 columns need 288"));
     CHECK(!strcmp(row_of(plan, LAYER "self_attn.o_proj").gptq, "none: there are no statistics of its input"));
     CHECK(!*row_of(plan, LAYER "mlp.gate").gptq);
+    const char *damp = json_string_value(json_object_get(plan->options, "gptq_damp"));
+    CHECK_THAT(damp && !strcmp(damp, "0.1"), "provenance has the damping %s", damp ? damp : "of nothing");
     nib_plan_destroy(plan);
     for (size_t i = 0; i < MATRICES; i++)
         for (int k = 0; k < I; k++)
