@@ -15,6 +15,7 @@ cat >"$work/fail.c" <<'C'
 #include <stdlib.h>
 #include <unistd.h>
 void *__libc_malloc(size_t bytes);
+void *__libc_calloc(size_t count, size_t bytes);
 static atomic_long n;
 static long at = -1;
 __attribute__((constructor)) static void begin(void)
@@ -29,13 +30,15 @@ __attribute__((destructor)) static void end(void)
     if (descriptor && write(atoi(descriptor), text, (size_t)snprintf(text, sizeof text, "%ld", (long)n)) < 0)
         perror("FAIL_COUNT");
 }
-void *malloc(size_t bytes)
+static int fails(void)
 {
     if (n++ != at)
-        return __libc_malloc(bytes);
+        return 0;
     errno = ENOMEM;
-    return NULL;
+    return 1;
 }
+void *malloc(size_t bytes) { return fails() ? NULL : __libc_malloc(bytes); }
+void *calloc(size_t count, size_t bytes) { return fails() ? NULL : __libc_calloc(count, bytes); }
 C
 if ! "$CC" -O1 -shared -fPIC -o "$work/fail.so" "$work/fail.c" 2>"$work/err" || ! LD_PRELOAD=$work/fail.so true; then
     echo "malloc cannot be replaced here" && exit 77
