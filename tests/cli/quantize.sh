@@ -93,6 +93,9 @@ run 2 "$NIB" quantize --for transformers "$work/in" "$work/x"
 has err "experts"
 run 2 "$NIB" quantize --for nobody "$work/in" "$work/x"
 has err "--for takes vllm"
+word=$(head -c 64 /dev/zero | tr '\0' a) # one letter more than any that is compared
+run 2 "$NIB" quantize --scale "$word" "$work/in" "$work/x"
+has err "--scale takes rtn, 4over6 or sweep, not '$word'"
 
 # ---- Words in any case, and as others spell them
 while read -r option word spelling; do
@@ -147,13 +150,18 @@ for command in "quantize -q -f $work/in $work/terminal" "check -q $work/ct" "che
 done
 rm -r "$work/terminal"
 # The name of the weight that it is at, of which a terminal obeys nothing.
-python3 - "$work/name.safetensors" <<'PYTHON'
-import json, struct, sys
-header = json.dumps({"layers.0.\x1b[2J\x7f\u009b2Jup~proj.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}).encode()
+for name in 'layers.0.\u001b[2J\u007f\u009b2Jup~proj' 'a.layer.that.is.left.out.0123456789.layers.0.mlp.experts.7.up_proj'; do
+    python3 - "$work/name.safetensors" "$name" <<'PYTHON'
+import struct, sys
+header = ('{"%s.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}' % sys.argv[2]).encode()
 open(sys.argv[1], "wb").write(struct.pack("<Q", len(header)) + header + bytes(4))
 PYTHON
-run 0 python3 "$work/terminal.py" "$NIB" compare "$work/name.safetensors" "$work/name.safetensors"
+    run 0 python3 "$work/terminal.py" "$NIB" compare "$work/name.safetensors" "$work/name.safetensors"
+    cat "$work/out" >>"$work/drawn"
+done
+cp "$work/drawn" "$work/out"
 has out "layers.0.?[2J???2Jup~proj"
+has out " %  123456789.layers.0.mlp.experts.7.up_proj" # of a long one the last 40 bytes
 
 # ---- Numbers
 while read -r option value words; do
