@@ -175,8 +175,8 @@ static long json_left = -1;
 
 static void *allocate_json(size_t bytes) { return json_left >= 0 && json_left-- == 0 ? NULL : malloc(bytes); }
 
-/* What fails for want of memory is not another run. */
-TEST(no_memory_makes_no_other_run)
+/* Goes on from what `prepare` leaves, with each allocation of JSON failing. */
+static void check_without_json(void (*prepare)(void), const char *what)
 {
     make_reference(SHARDS);
     nib_checkpoint *in = NULL;
@@ -184,20 +184,25 @@ TEST(no_memory_makes_no_other_run)
     CHECK_OK(nib_checkpoint_open(at(outputs[SHARDS].in), &in));
     CHECK_OK(make_plan(SHARDS, false, in, &plan));
     for (long left = 0, failed = 1; failed; left++) {
-        stop(SHARDS);
+        prepare();
         json_set_alloc_funcs(allocate_json, free);
         json_left = left;
         const nib_status status = nib_plan_run(plan, at(outputs[SHARDS].out), &resume, NULL);
         failed = json_left < 0;
         json_left = -1;
         json_set_alloc_funcs(malloc, free);
-        CHECK_THAT(!status || status == NIB_ERR_MEMORY, "allocation %ld: %s", left, nib_last_error());
+        CHECK_THAT(!status || status == NIB_ERR_MEMORY, "%s, allocation %ld: %s", what, left, nib_last_error());
         CHECK(failed || left > 10);
     }
     nib_plan_destroy(plan);
     nib_checkpoint_close(in);
-    check_whole(SHARDS, "the last");
+    check_whole(SHARDS, what);
 }
+
+static void stop_shards(void) { stop(SHARDS); }
+
+/* What fails for want of memory is not another run. */
+TEST(no_memory_makes_no_other_run) { check_without_json(stop_shards, "the last"); }
 
 /* ---- Finished files ---- */
 
@@ -408,6 +413,22 @@ TEST(an_output_that_lacks_its_configuration_is_not_complete)
         CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, &resume), NIB_ERR_MODE, "--force replaces it");
         check_run(SHARDS, &force, names[i]);
     }
+}
+
+static void leave_marker(void)
+{
+    stop(SHARDS);
+    put_files(SHARDS, true, true, false);
+    put_text(left_at(SHARDS, "complete"), "");
+}
+
+static void finish_shards(void) { check_run(SHARDS, &force, "a run before"); }
+
+/* Nor is an output taken for whole without it. */
+TEST(no_memory_to_look_at_what_is_whole)
+{
+    check_without_json(leave_marker, "with a marker");
+    check_without_json(finish_shards, "finished");
 }
 
 TEST(strangers_get_no_names)
