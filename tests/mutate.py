@@ -4,6 +4,7 @@
 
     tests/mutate.py                          of every file 3 mutants, and one for every 40 lines that have a place for one
     tests/mutate.py --only src/shard         of this directory; a file or a pattern such as 'src/*.h' does as well
+    tests/mutate.py --since v1.0             of lines that have changed since
     tests/mutate.py --part 2/4               of the second of four portions of the files
     tests/mutate.py --list                   what would be drawn; those that do not compile are redrawn
     tests/mutate.py --log LOG --survivors    of those in the log that survived, and nothing else
@@ -972,20 +973,37 @@ def chosen_files(only, part):
     return found[part[0] - 1::part[1]]
 
 
+def changed_lines(commit):
+    """{path: its lines that are not as they were in a commit}."""
+    text = subprocess.run(["git", "diff", "-U0", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/", commit, "--", *MUTATED],
+                          cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    lines, path = {}, None
+    for line in text.splitlines():
+        hunk = re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line)
+        if line.startswith("+++ b/"):
+            path = line[len("+++ b/"):]
+        elif hunk:
+            lines.setdefault(path, set()).update(range(int(hunk[1]), int(hunk[1]) + int(hunk[2] or 1)))
+    return lines
+
+
 def draw(arguments, log):
     """{path: mutants in the order of their draw}, {path: how many of them}, and how many are not for this machine."""
     drawn, wanted, skipped = {}, {}, 0
     if arguments.survivors:
         drawn, skipped = log.survivors()
         return drawn, {path: len(mutants) for path, mutants in drawn.items()}, skipped
+    changed = arguments.since and changed_lines(arguments.since)
     for path in chosen_files(arguments.only, arguments.part):
         mutants, why = drawn_mutants(path, arguments.seed), not_for_this_machine(path)
+        if arguments.since:
+            mutants = [mutant for mutant in mutants if mutant["line"] in changed.get(path, ())]
         lines = len({mutant["line"] for mutant in mutants})
         count = min(len(mutants), max(arguments.per_file, -(-lines // arguments.per_lines)))
         if why:
             skipped += count
             print(f"skipped {path}: {why}")
-        else:
+        elif mutants:
             drawn[path], wanted[path] = mutants, count
     return drawn, wanted, skipped
 
@@ -997,6 +1015,7 @@ def main():
     parser.add_argument("--per-lines", type=int, default=40, metavar="N", help="at least one for so many lines (%(default)s)")
     parser.add_argument("--only", action="append", metavar="PATTERN",
                         help="only this directory, this file or files such as src/*.h; may be repeated")
+    parser.add_argument("--since", metavar="COMMIT", help="only lines that have changed since")
     parser.add_argument("--part", type=part_of, default=(1, 1), metavar="K/N", help="only every N-th file, from the K-th on")
     parser.add_argument("--tests", default="*", metavar="PATTERN", help="only these tests (%(default)s)")
     parser.add_argument("--longest", type=float, default=float("inf"), metavar="SECONDS",
