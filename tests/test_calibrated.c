@@ -11,6 +11,7 @@
 #include "test_alloc.h"
 #include "test_weights.h"
 
+#include <errno.h>
 #include <math.h>
 #include <sys/stat.h>
 
@@ -1036,6 +1037,33 @@ static int note_warning(void *context, const nib_progress *progress)
     if (progress->warning)
         snprintf(context, 256, "%s", progress->warning);
     return 0;
+}
+
+/* An output that clears away what was there must not do so with what it reads. */
+TEST(statistics_are_not_replaced)
+{
+    const nib_run_options force = { .bytes = sizeof force, .force = 1 };
+    static const char *const places[] = { "out/stats.safetensors", "out/layers" };
+    make_model();
+    make_statistics("stats");
+    make_hessians("stats.hessians");
+    for (int gptq = 0; gptq < 2; gptq++) {
+        nib_checkpoint *in = open_good(at("model"));
+        nib_quantize_options options = options_of();
+        nib_plan *plan = NULL;
+        CHECK(mkdir(at("out"), 0777) == 0 || errno == EEXIST);
+        CHECK(rename(at(gptq ? "stats.hessians" : "stats"), at(places[gptq])) == 0);
+        options.statistics = at(gptq ? "stats" : places[0]);
+        options.gptq = (uint8_t)gptq;
+        options.hessians = gptq ? at("out/layers") : NULL;
+        CHECK_OK(nib_plan_quantize(in, &options, &plan));
+        CHECK_FAILS(nib_plan_run(plan, at(gptq ? "out/layers" : "out"), &force, NULL), NIB_ERR_MODE,
+                    "safetensors, which is read: choose another place");
+        CHECK(strstr(nib_last_error(), "would be around"));
+        nib_plan_destroy(plan);
+        nib_checkpoint_close(in);
+        CHECK(rename(at(places[gptq]), at(gptq ? "stats.hessians" : "stats")) == 0);
+    }
 }
 
 /* What is not positive definite leaves the codes of the sweep, and says so. */

@@ -62,21 +62,35 @@ static bool lies_in(const char *inner, const char *outer)
     return !strncmp(inner, outer, n) && (inner[n] == '\0' || inner[n] == '/' || (n > 0 && outer[n - 1] == '/'));
 }
 
-/* The files that a checkpoint has may lie elsewhere than where it was opened: others of a split GGUF, or what links name.
- * None may be where a file of the output gets its name. */
+/* No file that is read may be where a file of the output gets its name, or an old one is cleared away. */
+static nib_status check_file_apart(const struct nib_run *run, const char *path, const char *target)
+{
+    char *file;
+    TRY(nib_os_real_path(path, &file));
+    const bool same = !strcmp(file, target);
+    const bool touched = run->as_file ? same : lies_in(file, target) && !strchr(file + strlen(target) + !same, '/');
+    nib_free(file);
+    return touched ? nib_fail(NIB_ERR_MODE, "%s: the output would be %s %s, which is read: choose another place",
+                              run->out, same ? "in the place of" : "around", path)
+                   : NIB_OK;
+}
+
+/* The files that a checkpoint has may lie elsewhere than where it was opened: others of a split GGUF, or what links name. */
 static nib_status check_files_apart(const struct nib_run *run, const nib_checkpoint *c, const char *target)
 {
-    const size_t n = strlen(target);
-    for (size_t f = 0; f < c->n_files; f++) {
-        char *file;
-        TRY(nib_os_real_path(c->files[f].path, &file));
-        const bool same = !strcmp(file, target);
-        const bool touched = run->as_file ? same : lies_in(file, target) && !strchr(file + n + !same, '/');
-        nib_free(file);
-        if (touched)
-            return nib_fail(NIB_ERR_MODE, "%s: the output would be %s %s, which is read: choose another place",
-                            run->out, same ? "in the place of" : "around", c->files[f].path);
-    }
+    for (size_t f = 0; f < c->n_files; f++)
+        TRY(check_file_apart(run, c->files[f].path, target));
+    return NIB_OK;
+}
+
+static nib_status check_statistics_apart(const struct nib_run *run, const char *target)
+{
+    const nib_plan *plan = run->plan;
+    if (plan->statistics)
+        TRY(check_file_apart(run, nib_statistics_path(plan->statistics), target));
+    const size_t n = plan->hessians ? nib_hessians_count(plan->hessians) : 0;
+    for (size_t i = 0; i < n; i++)
+        TRY(check_file_apart(run, nib_hessians_at(plan->hessians, i).path, target));
     return NIB_OK;
 }
 
@@ -98,6 +112,8 @@ static nib_status check_apart(const struct nib_run *run)
         status = check_files_apart(run, in, target);
     if (!status && run->plan->codes)
         status = check_files_apart(run, run->plan->codes, target);
+    if (!status)
+        status = check_statistics_apart(run, target);
     nib_free(source);
     nib_free(target);
     return status;

@@ -275,6 +275,7 @@ def test_the_command(place, tmp_path, capsys):
     assert f"{out}: 14 weights quantized, 4.5" in told and "14 by GPTQ" in told
     assert json.load(open(os.path.join(out, "config.json"), encoding="utf-8"))["quantization_config"]
     for wrong, why in ((["--quantize", out, *text], "exists; --force"), (text, "nothing is to be written"),
+                       (["--quantize", out + "x", "--out", out + "x/stats", *text], "would lie in the output"),
                        (["--out", out + "x", "--gptq", *text], "--gptq goes with --quantize"),
                        (["--quantize", out + "x", "--sequential", *text], "goes with --gptq"),
                        (["--quantize", out + "x", "--gptq"], "needs text")):
