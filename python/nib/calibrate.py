@@ -863,7 +863,7 @@ def _check_arguments(given):
         for option in ("gptq", "fold", "fold_exponent", "fold_search", "force", "budget"):
             if getattr(given, option) not in (None, False, 0):
                 _command.fail(f"--{option.replace('_', '-')} goes with --quantize OUT")
-    elif given.out and os.path.realpath(os.path.dirname(os.path.abspath(given.out))) == os.path.realpath(given.quantize):
+    elif given.out and os.path.dirname(os.path.realpath(given.out)) == os.path.realpath(given.quantize):
         _command.fail(f"{given.out}: it would lie in the output of --quantize: choose another place")
     elif not given.force and not os.path.exists(f"{given.out or given.quantize}.partial") and \
             os.path.exists(given.quantize) and os.listdir(given.quantize) not in ([], [".nib-partial"]):
