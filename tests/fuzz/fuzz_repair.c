@@ -111,7 +111,7 @@ static void damage(struct draws *d)
             t->shape[1] = rows;
         } else {
             t->rank = t->rank == 1 && t->shape[0] == 1 ? 0 : 1;
-            t->shape[0] = t->rank && t->bytes == 4 ? 1 : t->shape[0];
+            t->shape[0] = t->bytes == (size_t)nib_dtype_bits(t->dtype) / 8 ? 1 : t->shape[0];
         }
         break;
     case 4: /* fewer rows */
