@@ -52,16 +52,56 @@ void nib_cuda_leave(int before)
         return on_device;                                               \
     } while (0)
 
+/* ---- Captures ---- */
+
+/* While a stream is captured, by this thread or by another, the runtime allocates and frees only for a thread that says
+ * that it knows; any other gets an error, and has ended the capture. restrain() takes what relax() returned. */
+static enum cudaStreamCaptureMode relax(void)
+{
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return mode;
+}
+
+static void restrain(enum cudaStreamCaptureMode mode) { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
+
+/* An error stands for the default stream beside a captured one that waits for it. */
+static bool takes_no_work_now(cudaStream_t stream)
+{
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+    if (error)
+        (void)cudaGetLastError();
+    return error || capture != cudaStreamCaptureStatusNone;
+}
+
+/* Zeroed now, and at no replay: on a stream of its own, since whichever is captured has no part in it. */
+static cudaError_t zero_aside(void *memory, size_t bytes)
+{
+    cudaStream_t aside = NULL;
+    cudaError_t error = cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking);
+    if (!error)
+        error = cudaMemsetAsync(memory, 0, bytes, aside);
+    if (!error)
+        error = cudaStreamSynchronize(aside);
+    if (aside)
+        (void)cudaStreamDestroy(aside);
+    return error;
+}
+
 /* ---- Memory ---- */
 
 static cudaError_t allocate_zeroed(const struct nib_cuda_device *d, size_t bytes, void **out)
 {
     void *memory = NULL;
+    const enum cudaStreamCaptureMode mode = relax();
     cudaError_t error = cudaMalloc(&memory, bytes ? bytes : 1);
     if (!error && bytes)
-        error = cudaMemsetAsync(memory, 0, bytes, d->queue.stream);
+        error = takes_no_work_now(d->queue.stream) ? zero_aside(memory, bytes)
+                                                   : cudaMemsetAsync(memory, 0, bytes, d->queue.stream);
     if (error && memory)
         (void)cudaFree(memory);
+    restrain(mode);
     if (!error)
         *out = memory;
     return error;
@@ -78,10 +118,12 @@ static nib_status allocate(nib_device *device, size_t bytes, void **out)
 static void free_memory(nib_device *device, void *memory)
 {
     int before;
+    const enum cudaStreamCaptureMode mode = relax();
     if (!nib_cuda_enter(nib_cuda_device_of(device)->queue.ordinal, &before))
         (void)cudaFree(memory);
     (void)cudaGetLastError();
     nib_cuda_leave(before);
+    restrain(mode);
 }
 
 cudaError_t nib_cuda_borrow(const struct nib_cuda_device *d, size_t bytes, void **out)
@@ -315,40 +357,28 @@ static nib_status is_set(nib_device *device, const float *flag, bool *set)
 
 /* ---- Places ---- */
 
-/* Zeroed on a stream of its own: whichever is captured has no part in it. */
 static cudaError_t make_places(struct nib_cuda_place **out)
 {
     const size_t bytes = NIB_CUDA_PLACES * sizeof **out;
     void *places = NULL;
-    cudaStream_t aside = NULL;
+    const enum cudaStreamCaptureMode mode = relax();
     cudaError_t error = cudaMalloc(&places, bytes);
     if (!error)
-        error = cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking);
-    if (!error)
-        error = cudaMemsetAsync(places, 0, bytes, aside);
-    if (!error)
-        error = cudaStreamSynchronize(aside);
-    if (aside)
-        (void)cudaStreamDestroy(aside);
-    if (error)
+        error = zero_aside(places, bytes);
+    if (error && places)
         (void)cudaFree(places);
-    else
+    restrain(mode);
+    if (!error)
         *out = places;
     return error;
 }
 
-/* While another stream is captured, the runtime takes such calls from a thread that says that it knows. */
 static cudaError_t add_chunk(struct nib_cuda_device *d)
 {
     struct nib_cuda_chunk *const chunk = nib_alloc_zeroed(sizeof *chunk);
     if (!chunk)
         return cudaErrorMemoryAllocation;
-    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
-    if (!error) {
-        error = make_places(&chunk->places);
-        (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    }
+    const cudaError_t error = make_places(&chunk->places);
     if (error) {
         nib_free(chunk);
         return error;
@@ -374,6 +404,7 @@ cudaError_t nib_cuda_take_place(struct nib_cuda_device *d, struct nib_cuda_place
 /* What a device has on the GPU. */
 static void close_device(struct nib_cuda_device *d)
 {
+    const enum cudaStreamCaptureMode mode = relax();
     nib_cuda_product_close(d);
     while (d->chunks) {
         struct nib_cuda_chunk *const chunk = d->chunks;
@@ -384,6 +415,7 @@ static void close_device(struct nib_cuda_device *d)
     if (d->own_stream && d->queue.stream)
         (void)cudaStreamDestroy(d->queue.stream);
     (void)cudaGetLastError();
+    restrain(mode);
 }
 
 static void destroy(nib_device *device)

@@ -859,6 +859,99 @@ TEST(captured_calls_have_no_limit)
     free_pair(&x);
 }
 
+/* What a thread that captures nothing does meanwhile. */
+struct meanwhile {
+    nib_tensor *tensor;
+    nib_device *device;
+    nib_array *x;
+    int failures;
+};
+
+static void *come_and_go(void *context)
+{
+    struct meanwhile *const m = context;
+    nib_buffer *buffer = NULL;
+    nib_device *fresh = NULL;
+    nib_tensor_destroy(m->tensor);
+    nib_device_release(m->device);
+    m->failures = nib_cuda_create_stream(0, &fresh) || nib_buffer_create((size_t)1 << 20, fresh, &buffer);
+    nib_buffer_release(buffer);
+    nib_device_release(fresh);
+    return NULL;
+}
+
+static size_t free_bytes(void)
+{
+    size_t bytes = 0, total;
+#if NIB_CUDA_SHIM
+    bytes = total = (size_t)(1000000 - shim_allocated); /* of an allocation each */
+#else
+    CHECK(cudaMemGetInfo(&bytes, &total) == cudaSuccess);
+#endif
+    return bytes;
+}
+
+/* In whichever mode: what is new is zero at once and not at each replay, what goes is freed, and the capture goes on. */
+TEST(tensors_come_and_go_while_a_stream_is_captured)
+{
+    NEEDS_GPU;
+    static const enum cudaStreamCaptureMode modes[] = { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
+                                                        cudaStreamCaptureModeRelaxed };
+    enum { LARGE_BYTES = 64 << 20 };
+    struct pair x = pair_of(NIB_BF16, NORMAL, 48, 80);
+    nib_quantizer q;
+    nib_tensor *host = NULL;
+    void *stream = NULL;
+    nib_quantizer_init(&q);
+    CHECK_OK(nib_quantize(&q, &x.host, NULL, &host));
+    CHECK_OK(nib_cuda_stream(gpu, &stream));
+    for (int i = 0; i < 6; i++) {
+        const bool threaded = i % 2;
+        struct meanwhile m = { 0 };
+        nib_tensor *inside = NULL, *zeroed = NULL;
+        nib_buffer *large = NULL;
+        cudaGraph_t graph = NULL;
+        cudaGraphExec_t ready = NULL;
+        pthread_t thread;
+        snprintf(where, sizeof where, "mode %d%s", i / 2, threaded ? ", another thread" : "");
+        CHECK_OK(nib_cuda_create_stream(0, &m.device));
+        CHECK_OK(nib_quantize(&q, &x.device, NULL, &m.tensor));
+        CHECK_OK(nib_quantize(&q, &x.device, NULL, &zeroed));
+        CHECK_OK(nib_tensor_zero(zeroed));
+        CHECK_OK(nib_buffer_create(LARGE_BYTES, gpu, &large));
+        CHECK_OK(nib_cuda_synchronize(gpu));
+        CHECK(cudaStreamBeginCapture(stream, modes[i / 2]) == cudaSuccess);
+        CHECK_OK(nib_quantize(&q, &x.device, NULL, &inside));
+        const size_t before = free_bytes();
+        nib_buffer_release(large);
+        CHECK_THAT(free_bytes() > before, "%s: freed nothing", where);
+        if (threaded) {
+            CHECK(pthread_create(&thread, NULL, come_and_go, &m) == 0);
+            pthread_join(thread, NULL);
+        } else {
+            come_and_go(&m);
+        }
+        CHECK_THAT(!m.failures, "%s: making something failed", where);
+        CHECK_THAT(cudaStreamEndCapture(stream, &graph) == cudaSuccess && graph, "%s: the capture has ended", where);
+        (void)cudaGetLastError();
+        int equal = 0;
+        CHECK_OK(nib_tensor_equal(zeroed, inside, &equal));
+        CHECK_THAT(equal, "%s: a new tensor holds something before the first replay", where);
+        if (graph && cudaGraphInstantiate(&ready, graph, 0) == cudaSuccess) {
+            CHECK(cudaGraphLaunch(ready, stream) == cudaSuccess);
+            CHECK_OK(nib_cuda_synchronize(gpu));
+            same_tensors(host, inside);
+            (void)cudaGraphExecDestroy(ready);
+        }
+        if (graph)
+            (void)cudaGraphDestroy(graph);
+        nib_tensor_destroy(inside);
+        nib_tensor_destroy(zeroed);
+    }
+    nib_tensor_destroy(host);
+    free_pair(&x);
+}
+
 TEST(measuring_is_a_graph_too)
 {
     NEEDS_GPU;

@@ -34,7 +34,6 @@ enum { GPUS = 2, FILLER = 0xA5 };
 static _Thread_local int current;
 static _Thread_local cudaError_t last;
 static _Thread_local enum cudaStreamCaptureMode thread_mode;
-static int captures; /* under way, in global mode */
 
 /* What a graph does at a replay. */
 struct work {
@@ -44,8 +43,13 @@ struct work {
 struct shim_graph {
     struct work *work;
     size_t n;
-    int references, global, invalid;
+    int references, invalid;
+    enum cudaStreamCaptureMode mode; /* of its capture, and the thread that began it */
+    pthread_t thread;
+    struct shim_graph *next;
 };
+static struct shim_graph *captures; /* under way */
+static pthread_mutex_t capturing = PTHREAD_MUTEX_INITIALIZER;
 struct shim_stream {
     struct shim_graph *captured;
 };
@@ -151,6 +155,20 @@ cudaError_t shim_enqueue(cudaStream_t stream, void (*run)(const void *job), cons
     return add_work(stream->captured, run, copy);
 }
 
+/* What a thread may not call while it captures, or another does for all threads, but where it says that it knows: it fails
+ * and ends these captures. */
+static cudaError_t unsafe(void)
+{
+    int forbidden = 0;
+    pthread_mutex_lock(&capturing);
+    for (struct shim_graph *graph = captures; graph && thread_mode != cudaStreamCaptureModeRelaxed; graph = graph->next)
+        if (graph->mode == cudaStreamCaptureModeGlobal ||
+            (graph->mode == cudaStreamCaptureModeThreadLocal && pthread_equal(graph->thread, pthread_self())))
+            forbidden = graph->invalid = 1;
+    pthread_mutex_unlock(&capturing);
+    return forbidden ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+
 /* ---- Memory ---- */
 
 struct memory {
@@ -235,12 +253,14 @@ static cudaError_t allocate(void **out, size_t bytes)
 }
 cudaError_t cudaMalloc(void **out, size_t bytes)
 {
-    if (captures && thread_mode != cudaStreamCaptureModeRelaxed)
-        return fail(cudaErrorStreamCaptureUnsupported);
-    return allocate(out, bytes);
+    const cudaError_t error = unsafe();
+    return error ? error : allocate(out, bytes);
 }
 cudaError_t cudaFree(void *memory)
 {
+    const cudaError_t error = memory ? unsafe() : cudaSuccess;
+    if (error)
+        return error;
     shim_allocated -= memory != NULL;
     give(memory);
     return cudaSuccess;
@@ -317,15 +337,24 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
     if (!stream->captured)
         return fail(cudaErrorMemoryAllocation);
     stream->captured->references = 1;
-    stream->captured->global = mode == cudaStreamCaptureModeGlobal;
-    captures += stream->captured->global;
+    stream->captured->mode = mode;
+    stream->captured->thread = pthread_self();
+    pthread_mutex_lock(&capturing);
+    stream->captured->next = captures;
+    captures = stream->captured;
+    pthread_mutex_unlock(&capturing);
     return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
 {
     *out = stream->captured;
     stream->captured = NULL;
-    captures -= (*out)->global;
+    pthread_mutex_lock(&capturing);
+    struct shim_graph **at = &captures;
+    while (*at != *out)
+        at = &(*at)->next;
+    *at = (*out)->next;
+    pthread_mutex_unlock(&capturing);
     if (!(*out)->invalid)
         return cudaSuccess;
     (void)cudaGraphDestroy(*out);

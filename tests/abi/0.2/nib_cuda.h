@@ -16,7 +16,9 @@
  * the stream, and can be captured too: arrays whose rows do not lie side by side or not at equal distances, and
  * nib_fake_quantize with an amax per line. A captured call that looks for an amax, nib_fake_quantize always, has 32 bytes
  * of the GPU that the device keeps (one such call in 4096 allocates), so that the device must outlive the graph.
- * Devices can be made while streams are captured. What overrides point to is on the GPU, and its values are not looked at.
+ * Devices, buffers and tensors can be made and released while streams are captured, by whichever thread: their memory is
+ * allocated, zeroed and freed at once, not by the graph. What overrides point to is on the GPU, and its values are not
+ * looked at.
  *
  * nib_gemm and nib_gemm_grouped multiply two NVFP4 operands, or one and plain values, which are not rounded. Tensor cores
  * add up, in an order that depends on the sizes and the GPU, within the bound of docs/numerics.md 14. Up to 64 rows read
