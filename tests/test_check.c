@@ -610,6 +610,15 @@ static int note_wide(void *context, const nib_finding *finding)
     return 0;
 }
 
+static int note_listed(void *context, const nib_finding *finding)
+{
+    char *names = context;
+    const size_t used = strlen(names);
+    if (!strcmp(finding->id, "config-listed"))
+        snprintf(names + used, 64 - used, "%s ", finding->tensor);
+    return 0;
+}
+
 /* Of each entry the first module in whose name, or that of the layer that it becomes part of, it stands without meaning it. */
 TEST(entries_that_are_part_of_other_names)
 {
@@ -642,6 +651,31 @@ TEST(entries_that_are_part_of_other_names)
                              "the excluded \"up_proj\" is also part of a.gate_up_proj\n"
                              "the excluded \"a.down\" is also part of a.down_proj\n") == 0,
                "%s", facts);
+    nib_checkpoint_close(c);
+}
+
+/* What lists a parent means the modules below it, also where the name of a sibling is sorted between them. */
+TEST(parents_that_are_listed)
+{
+    static const float multiplier = 0x1p-12f;
+    fill(0x70);
+    CHECK(mkdir(at("parents"), 0777) == 0);
+    put_text("parents/config.json",
+             "{\"quantization_config\": {\"quant_method\": \"modelopt\", \"quant_algo\": \"MIXED_PRECISION\", "
+             "\"quantized_layers\": {\"m\": {\"quant_algo\": \"NVFP4\"}, \"m-2\": {\"quant_algo\": \"NVFP4\"}, "
+             "\"m.up\": {\"quant_algo\": \"NVFP4\"}, \"m-\": {\"quant_algo\": \"NVFP4\"}, "
+             "\"m.u\": {\"quant_algo\": \"NVFP4\"}, \"z\": {\"quant_algo\": \"NVFP4\"}}}}");
+    const struct item items[] = { { "m-2.weight", NIB_U8, 2, { 4, 32 }, codes },
+                                  { "m-2.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                  { "m-2.weight_scale_2", NIB_F32, 0, { 0 }, &multiplier },
+                                  { "m.up.weight", NIB_U8, 2, { 4, 32 }, codes },
+                                  { "m.up.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                  { "m.up.weight_scale_2", NIB_F32, 0, { 0 }, &multiplier } };
+    char names[64] = "";
+    put_tensors("parents/model.safetensors", items, 6);
+    nib_checkpoint *c = open_good(at("parents"));
+    CHECK_OK(nib_checkpoint_check(c, NULL, NULL, note_listed, names));
+    CHECK_THAT(strcmp(names, "m- m.u z ") == 0, "listed and not quantized: %s", names);
     nib_checkpoint_close(c);
 }
 

@@ -494,18 +494,30 @@ static nib_status check_modelopt(struct nib_checking *k)
     return config ? check_both_files(k, config, hf) : NIB_OK;
 }
 
-/* The first quantized module that is this one, or below it; NULL without. */
-static const struct nib_check_module *find_module(const struct nib_checking *k, const char *name)
+/* The first quantized module whose name, with an end behind it, is not below this one. */
+static size_t lower_bound(const struct nib_checking *k, const char *name, size_t length, const char *end)
 {
     size_t low = 0, high = k->n_modules;
     while (low < high) {
         const size_t middle = low + (high - low) / 2;
-        if (strcmp(k->modules[middle].name, name) < 0)
+        const char *const module = k->modules[middle].name;
+        const int order = strncmp(module, name, length);
+        if (order < 0 || (order == 0 && strcmp(module + length, end) < 0))
             low = middle + 1;
         else
             high = middle;
     }
-    return low < k->n_modules && is_parent(name, k->modules[low].name) ? &k->modules[low] : NULL;
+    return low;
+}
+
+/* The quantized module of this name, or the first below it; NULL without. Siblings like "m-2" are between the two. */
+static const struct nib_check_module *find_module(const struct nib_checking *k, const char *name)
+{
+    const size_t length = strlen(name);
+    size_t i = lower_bound(k, name, length, "");
+    if (i < k->n_modules && strcmp(k->modules[i].name, name) != 0)
+        i = lower_bound(k, name, length, ".");
+    return i < k->n_modules && is_parent(name, k->modules[i].name) ? &k->modules[i] : NULL;
 }
 
 /* "experts" of "experts.gate_up_proj" (one part) or of "experts.3.up_proj" (two). */
