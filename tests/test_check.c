@@ -679,6 +679,51 @@ TEST(parents_that_are_listed)
     nib_checkpoint_close(c);
 }
 
+static int note_unlisted(void *context, const nib_finding *finding)
+{
+    char *names = context;
+    const size_t used = strlen(names);
+    if (!strcmp(finding->id, "config-unlisted"))
+        snprintf(names + used, 128 - used, "%s ", finding->tensor);
+    return 0;
+}
+
+/* A stack is listed by its module, or by anything below this: not by what stands beside it. */
+TEST(stacks_that_are_listed)
+{
+    enum { STACKS = 5 };
+    static const char *const modules[STACKS] = { "a.experts", "b.experts", "c.experts", "d.experts", "e.experts" };
+    static const char *const ends[] = { "", "_weight_scale", "_weight_scale_2" };
+    static const float tensor_scale = 1.0f / 4096;
+    static char items_names[STACKS * 3][48];
+    struct item items[STACKS * 3];
+    char names[128] = "";
+    fill(0x70);
+    for (size_t i = 0; i < STACKS * 3; i++) {
+        const struct item of_stack[] = { { "", NIB_U8, 3, { 2, 32, 32 }, codes },
+                                         { "", NIB_E4M3, 3, { 2, 4, 32 }, scales },
+                                         { "", NIB_F32, 0, { 0 }, &tensor_scale } };
+        snprintf(items_names[i], sizeof items_names[i], "%s.gate_up_proj%s", modules[i / 3], ends[i % 3]);
+        items[i] = of_stack[i % 3];
+        items[i].name = items_names[i];
+    }
+    CHECK(mkdir(at("stacks"), 0777) == 0);
+    put_text("stacks/config.json",
+             "{\"model_type\": \"llama4\", \"hidden_size\": 64, \"intermediate_size\": 16, "
+             "\"quantization_config\": {\"quant_method\": \"modelopt\", \"quant_algo\": \"MIXED_PRECISION\", "
+             "\"quantized_layers\": {\"a.experts\": {\"quant_algo\": \"NVFP4\"}, "
+             "\"b.experts.1.up_proj\": {\"quant_algo\": \"NVFP4\"}, "
+             "\"c.shared.up_proj\": {\"quant_algo\": \"NVFP4\"}, "
+             "\"d.experts-2.up_proj\": {\"quant_algo\": \"NVFP4\"}, "
+             "\"e.experts.1.up_proj\": {\"quant_algo\": \"FP8\"}}}}");
+    put_tensors("stacks/model.safetensors", items, STACKS * 3);
+    nib_checkpoint *c = open_good(at("stacks"));
+    CHECK_OK(nib_checkpoint_check(c, NULL, NULL, note_unlisted, names));
+    CHECK_THAT(strcmp(names, "c.experts.gate_up_proj d.experts.gate_up_proj e.experts.gate_up_proj ") == 0,
+               "quantized and not listed: %s", names);
+    nib_checkpoint_close(c);
+}
+
 /* Where llama.cpp multiplies without a tensor scale, one that is 1 is not missed. */
 TEST(checks_scales_that_llama_cpp_ignores)
 {
