@@ -821,6 +821,28 @@ TEST(stacks_of_experts)
     nib_checkpoint_close(c);
 }
 
+/* Names may have as many bytes as 64 times the data, and a few more: one expert more is one too many. */
+TEST(stacks_of_long_names)
+{
+    static const uint16_t values[258];
+    char a[192], name[240];
+    memset(a, 'a', sizeof a);
+    for (int parts = 1; parts <= 2; parts++) {
+        const int64_t most = 256 / parts; /* most * parts * 192 is 16 KiB + 64 * most * parts * 2 */
+        for (int more = 0; more < 2; more++) {
+            empty_directory();
+            snprintf(name, sizeof name, "%.191s.experts.%s", a, parts == 1 ? "down_proj" : "gate_up_proj");
+            PUT("model.safetensors", { name, NIB_BF16, 3, { most + more, parts, 1 }, values });
+            put_text("config.json", "{\"model_type\": \"qwen3_5_moe\", \"hidden_size\": 1}");
+            nib_checkpoint *c = open_good(directory);
+            CHECK_THAT(c->n_weights == (more ? 0 : 256) && c->n_diagnostics == (size_t)more, "%d, %d: %zu weights",
+                       parts, more, c->n_weights);
+            CHECK(!c->n_diagnostics || strstr(c->diagnostics[0].fact, "too little data for names as long as this"));
+            nib_checkpoint_close(c);
+        }
+    }
+}
+
 /* ModelOpt keeps some stacks whole: codes [E, K/2, N], scales [E, K/16, N]. */
 TEST(packed_stack)
 {
