@@ -679,6 +679,54 @@ TEST(parents_that_are_listed)
     nib_checkpoint_close(c);
 }
 
+static int note_mixture(void *context, const nib_finding *finding)
+{
+    char *facts = context;
+    const size_t used = strlen(facts);
+    if (!strcmp(finding->id, "config-mixture"))
+        snprintf(facts + used, 512 - used, "%s: %s\n", finding->tensor, finding->fact);
+    return 0;
+}
+
+/* A target that nobody understands, or that is no text, takes nothing from those behind it; of classes the first counts,
+ * and it does so for a name that a target takes too long on. */
+TEST(groups_that_name_modules_and_classes)
+{
+    static const char *const names[] = { "a.up", "c.up", "d.up", "eeeeeeeeeeeeeeeeeeeeeeeeeeeeee.up" };
+    static const float multiplier = 4096, scale = 1;
+    static char items_names[12][64];
+    struct item items[14] = { [12] = { "b.up.weight", NIB_E4M3, 2, { 4, 64 }, codes },
+                              [13] = { "b.up.weight_scale", NIB_F32, 2, { 1, 1 }, &scale } };
+    char facts[512] = "";
+    fill(0x70);
+    for (size_t i = 0; i < 12; i++) {
+        static const char *const parts[] = { "weight_packed", "weight_scale", "weight_global_scale" };
+        const struct item of_module[] = { { "", NIB_U8, 2, { 4, 32 }, codes },
+                                          { "", NIB_E4M3, 2, { 4, 4 }, scales },
+                                          { "", NIB_F32, 1, { 1 }, &multiplier } };
+        snprintf(items_names[i], sizeof items_names[i], "%s.%s", names[i / 3], parts[i % 3]);
+        items[i] = of_module[i % 3];
+        items[i].name = items_names[i];
+    }
+    CHECK(mkdir(at("classes"), 0777) == 0);
+    put_text("classes/config.json",
+             "{\"quantization_config\": {\"quant_method\": \"compressed-tensors\", \"format\": \"mixed-precision\", "
+             "\"quantization_status\": \"compressed\", \"config_groups\": {"
+             "\"one\": {\"targets\": [\"re:(\", 5, \"Linear\"], \"format\": \"float-quantized\", "
+             "\"weights\": {\"num_bits\": 8, \"strategy\": \"tensor\"}}, "
+             "\"two\": {\"targets\": [\"re:a[.].*\", \"re:(e+)+[XY]\"], \"format\": \"nvfp4-pack-quantized\", "
+             "\"weights\": {\"num_bits\": 4, \"group_size\": 16}}, "
+             "\"three\": {\"targets\": [\"Linear\", \"d.up\"], \"format\": \"nvfp4-pack-quantized\", "
+             "\"weights\": {\"num_bits\": 4, \"group_size\": 16}}}}}");
+    put_tensors("classes/model.safetensors", items, 14);
+    nib_checkpoint *c = open_good(at("classes"));
+    CHECK_OK(nib_checkpoint_check(c, NULL, NULL, note_mixture, facts));
+    CHECK_THAT(strcmp(facts, "c.up: it is NVFP4, and its group says 8 bits\n"
+                             "eeeeeeeeeeeeeeeeeeeeeeeeeeeeee.up: it is NVFP4, and its group says 8 bits\n") == 0,
+               "%s", facts);
+    nib_checkpoint_close(c);
+}
+
 static int note_unlisted(void *context, const nib_finding *finding)
 {
     char *names = context;
