@@ -268,12 +268,13 @@ static nib_status read_folds(struct opening *o)
 
 nib_status nib_ck_read_folds(nib_checkpoint *c)
 {
-    char path[4096];
-    struct opening o = { .c = c, .path = path };
+    struct opening o = { .c = c };
     if (!c->is_directory)
         return NIB_OK;
-    const int n = snprintf(path, sizeof path, "%s/%s", c->directory, NIB_FOLD_FILE);
-    return n > 0 && (size_t)n < sizeof path && !nib_os_is_absent(path) ? read_folds(&o) : NIB_OK;
+    o.path = nib_ck_string(c, "%s/%s", c->directory, NIB_FOLD_FILE);
+    if (!o.path)
+        return nib_ck_no_memory(c);
+    return nib_os_is_absent(o.path) ? NIB_OK : read_folds(&o);
 }
 
 static const struct nib_ck_fold *fold_of(const nib_checkpoint *c, const struct nib_ck_weight *w)
