@@ -420,6 +420,15 @@ TEST(names_may_be_as_long_as_the_system_takes)
             memcpy(name + 64 - wide, "\U0001F600", 4);
         snprintf(out, sizeof out, "%s/%s", at("out"), name);
         CHECK(nib_os_exists(out));
+        /* Some systems take no part of a character. */
+        char *temporary = NULL, wanted[LONGEST];
+        int fd = -1;
+        snprintf(wanted, sizeof wanted, "%.*s.tmp-", 64 - wide, name);
+        CHECK_OK(nib_os_create_temporary(out, &fd, &temporary));
+        CHECK_THAT(temporary && strncmp(strrchr(temporary, '/') + 1, wanted, strlen(wanted)) == 0, "%s", temporary);
+        nib_os_close(fd);
+        remove(temporary);
+        nib_free(temporary);
     }
 }
 
