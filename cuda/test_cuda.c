@@ -921,7 +921,13 @@ TEST(tensors_come_and_go_while_a_stream_is_captured)
         CHECK_OK(nib_buffer_create(LARGE_BYTES, gpu, &large));
         CHECK_OK(nib_cuda_synchronize(gpu));
         CHECK(cudaStreamBeginCapture(stream, modes[i / 2]) == cudaSuccess);
+#if NIB_CUDA_SHIM
+        const long waits = shim_waits; /* its streams are never late: whoever zeroes aside must still wait */
+#endif
         CHECK_OK(nib_quantize(&q, &x.device, NULL, &inside));
+#if NIB_CUDA_SHIM
+        CHECK_THAT(shim_waits >= waits + 2, "%s: %ld waits for two usages", where, shim_waits - waits);
+#endif
         const size_t before = free_bytes();
         nib_buffer_release(large);
         CHECK_THAT(free_bytes() > before, "%s: freed nothing", where);

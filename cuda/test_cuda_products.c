@@ -335,7 +335,22 @@ TEST(every_kernel_of_few_rows_is_within_its_bound)
 TEST(fp4_tensor_cores_take_codes_as_they_are)
 {
     nib_device *const first = gpu;
-    CHECK_OK(nib_cuda_create_stream(1, &gpu));
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    for (int second = 0; second < 2; second++) {
+        struct memory m;
+        shim_cublaslt_products = shim_cublaslt_codes = 0;
+        if (second)
+            CHECK_OK(nib_cuda_create_stream(1, &gpu));
+        const nib_array y = random_matrix(NIB_F32, 80, 96, &m);
+        struct side a = tensor_side(&q, 80, 64), b = tensor_side(&q, 96, 64);
+        CHECK_OK(nib_gemm(&a.operand, &b.operand, NULL, &y));
+        CHECK_THAT(shim_cublaslt_products == 1 && shim_cublaslt_codes == second, "GPU %d: %ld of codes", second,
+                   shim_cublaslt_codes);
+        close_side(&a);
+        close_side(&b);
+        release(&m);
+    }
     shim_cublaslt_products = shim_cublaslt_codes = 0;
     const int few = SANITIZED ? 3 : 10; /* of both kinds: which come is drawn */
     for (int i = 0;
