@@ -141,6 +141,11 @@ empty out
 has err "nib: bench: --svg does not go with --gemm"
 run 2 "$NIB" bench --gemm --quick quantize
 has err "nib: bench: a NAME does not go with --gemm"
+for option in --floors --no-scalar --list; do
+    run 2 "$NIB" bench --gemm --quick "$option"
+    empty out
+    has err "nib: bench: $option does not go with --gemm"
+done
 for option in "--svg $work/gpu.svg" --floors --no-scalar --list --gemm "--threads 2" "--size-limit 65536" "--shape 16x16"; do
     # shellcheck disable=SC2086
     run 2 "$NIB" bench --device cuda:1 --quick $option
