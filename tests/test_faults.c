@@ -79,8 +79,8 @@ REAL(int, flock, int, int);
 static int other_lock = -1;
 static bool other_begins;
 
-/* Removes the same directories, a moment before. */
-static bool other_removes;
+/* Removes the same directories, a moment before; or as soon as this one has seen that they are no files. */
+static bool other_removes, other_removes_early;
 
 static void take_lock_between(const char *path)
 {
@@ -196,7 +196,11 @@ int __wrap_unlinkat(int at_fd, const char *path, int flags)
 {
     if (other_removes && flags & AT_REMOVEDIR)
         (void)__real_unlinkat(at_fd, path, flags);
-    return happens(REMOVE) ? -1 : __real_unlinkat(at_fd, path, flags);
+    const int result = happens(REMOVE) ? -1 : __real_unlinkat(at_fd, path, flags), error = errno;
+    if (other_removes_early && result < 0 && error == EISDIR)
+        (void)__real_unlinkat(at_fd, path, AT_REMOVEDIR);
+    errno = error;
+    return result;
 }
 
 /* ---- What is there ---- */
@@ -451,14 +455,16 @@ TEST(what_cannot_be_looked_at_is_not_absent)
 
 TEST(a_directory_that_goes_meanwhile_is_removed)
 {
-    for (int files = 0; files < 2; files++) {
+    for (int i = 0; i < 3; i++) {
         CHECK(mkdir(at("going"), 0777) == 0 && mkdir(at("going/inner"), 0777) == 0);
-        if (files)
+        if (i == 1)
             put_text(at("going/inner/file"), "");
         other_removes = true;
+        other_removes_early = i == 2;
         CHECK_OK(nib_os_remove_directory(at("going")));
         CHECK(!nib_os_exists(at("going")));
     }
+    other_removes_early = false;
 }
 
 TEST(what_stays_in_a_directory_is_told)
