@@ -8,8 +8,9 @@ import sys
 
 NIB, ROOT = sys.argv[1:]
 MOST = 1 << 30 if os.environ.get("NIB_CAMPAIGN") == "1" else 120  # calls that fail, for a command
-COMMANDS = ["inspect q", "inspect --json q", "check --json q", "compare --json in q", "compare -q --report out.json in q",
-            "compare -q --report out.html in q", "conform --json vectors.safetensors", "quantize -q -n in none"]
+COMMANDS = ["inspect q", "inspect --json q", "check --json q", "check --json m", "compare --json in q",
+            "compare -q --report out.json in q", "compare -q --report out.html in q", "conform --json vectors.safetensors",
+            "quantize -q -n in none"]
 
 
 def run(command, at):

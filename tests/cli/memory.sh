@@ -45,5 +45,7 @@ if ! "$CC" -O1 -shared -fPIC -o "$work/fail.so" "$work/fail.c" 2>"$work/err" || 
 fi
 "$BUILD/examples/make_checkpoint" --family demo --layers 1 --hidden 64 --intermediate 64 "$work/in" >/dev/null || exit 1
 "$NIB" quantize -q "$work/in" "$work/q" || exit 1
+"$NIB" quantize -q --fp8 "*.o_proj" "$work/in" "$work/m" || exit 1
+sed -i 's/"model.layers.0.self_attn.o_proj"/"re:.*[.]o_proj"/' "$work/m/config.json" # a target that is matched
 cp tests/golden/te_row_scaled.safetensors "$work/vectors.safetensors"
 python3 tests/cli/memory.py "$(realpath "$NIB")" "$work"
