@@ -1056,6 +1056,38 @@ TEST(patterns)
     nib_patterns_destroy(NULL);
 }
 
+/* What time and memory a list may take, whoever wrote it. */
+TEST(limits_of_patterns)
+{
+    enum { LONGEST = 4096, MANY = 1000 };
+    static const char *const slow = "re:a{4000}.*.*.*[XY]", *const large = "re:(((abcd){20}){20}){7}";
+    const char *list[MANY];
+    char name[LONGEST + 2] = "";
+    struct nib_patterns *patterns = NULL;
+    uint32_t which;
+    memset(name, 'a', LONGEST);
+    CHECK_OK(nib_patterns_create(&slow, 1, &patterns));
+    int n = 0;
+    while (n < MANY && nib_patterns_match(patterns, name, &which) == NIB_OK) /* each is below the limit of one */
+        n++;
+    CHECK_THAT(n >= 10 && n < MANY && strstr(nib_last_error(), "take too long on all names"), "%d: %s", n,
+               nib_last_error());
+    nib_patterns_destroy(patterns);
+
+    CHECK_OK(nib_patterns_create((const char *[]){ "re:a*$" }, 1, &patterns));
+    CHECK_OK(nib_patterns_match(patterns, name, &which));
+    CHECK(which == 0);
+    name[LONGEST] = 'a';
+    CHECK_FAILS(nib_patterns_match(patterns, name, &which), NIB_ERR_ARG, "the name has 4097 bytes, more than 4096");
+    nib_patterns_destroy(patterns);
+
+    for (int i = 0; i < MANY; i++)
+        list[i] = large;
+    CHECK_OK(nib_patterns_create(list, 10, &patterns));
+    nib_patterns_destroy(patterns);
+    CHECK_FAILS(nib_patterns_create(list, MANY, &patterns), NIB_ERR_ARG, "take more than 16777216 bytes of memory");
+}
+
 enum { LIST = 40, SHORT = 8 };
 
 /* Up to 7 letters of a few, so that they meet. */
