@@ -1060,6 +1060,8 @@ TEST(statistics_are_not_replaced)
         CHECK_FAILS(nib_plan_run(plan, at(gptq ? "out/layers" : "out"), &force, NULL), NIB_ERR_MODE,
                     "safetensors, which is read: choose another place");
         CHECK(strstr(nib_last_error(), "would be around"));
+        if (gptq) /* a directory in the output's stays */
+            CHECK_OK(nib_plan_run(plan, at("out"), &force, NULL));
         nib_plan_destroy(plan);
         nib_checkpoint_close(in);
         CHECK(rename(at(places[gptq]), at(gptq ? "stats.hessians" : "stats")) == 0);

@@ -1034,6 +1034,7 @@ TEST(patterns)
         { "re:.*gate$", "model.mlp.gate", true },
         { "re:gate$", "model.mlp.gate", false }, /* from the start, as Python's re.match */
         { "re:model", "model.mlp.gate", true },
+        { "re:^model", "model.mlp.gate", true },
         { "re:.*\\.(q|k)_proj", "a.k_proj", true },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

@@ -103,10 +103,11 @@ C
 "$CC" -shared -fPIC -Iinclude -o "$work/gpu.so" "$work/gpu.c" || exit 1
 run 0 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick --json
 empty err
-python3 - "$work/out" <<'END' || fail "the report of a GPU is not as it should be"
+python3 - "$work/out" "$work/gpu-names" <<'END' || fail "the report of a GPU is not as it should be"
 import json, sys
 report = json.load(open(sys.argv[1]))
 names = [r["operation"] for r in report["results"]]
+open(sys.argv[2], "w").write("\n".join(names) + "\n")
 assert report["device"] == "GPU 0" and len(names) == len(set(names)) == 22, names
 assert abs(report["copy_bytes_s"] / (8 * 256 * 1024 * 1e9) - 1) < 1e-9, report["copy_bytes_s"]
 for r in report["results"]:
@@ -120,6 +121,10 @@ END
 run 0 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick rows.f sweep
 has out "GPU 0; a copy of 1 GiB moves 2097152 GB/s"
 [ "$(sed 1,2d "$work/out" | cut -d' ' -f1 | tr '\n' ' ')" = "sweep.bf16 rows.f32 rows.f16 " ] || fail "the operations of two names"
+for name in amax.bf16 "$(tail -n 1 "$work/gpu-names")"; do # the first one, and the last one
+    run 0 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick "$name"
+    has out "$name "
+done
 run 2 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick no-such-operation
 empty out
 has err "nib: bench: no operation of a GPU begins with 'no-such-operation'"
