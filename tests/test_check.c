@@ -772,6 +772,25 @@ TEST(stacks_that_are_listed)
     nib_checkpoint_close(c);
 }
 
+/* Where nothing says so, activations are quantized if any module has a scale of them. */
+TEST(scales_of_activations_without_a_configuration)
+{
+    static const float multiplier = 4096;
+    fill(0x70);
+    const struct item items[] = { { "a.weight_packed", NIB_U8, 2, { 4, 32 }, codes },
+                                  { "a.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                  { "a.weight_global_scale", NIB_F32, 1, { 1 }, &multiplier },
+                                  { "b.weight_packed", NIB_U8, 2, { 4, 32 }, codes },
+                                  { "b.weight_scale", NIB_E4M3, 2, { 4, 4 }, scales },
+                                  { "b.weight_global_scale", NIB_F32, 1, { 1 }, &multiplier },
+                                  { "b.input_global_scale", NIB_F32, 1, { 1 }, &multiplier } };
+    for (size_t n = 6; n <= 7; n++) {
+        put_tensors(at("i.safetensors"), items, n);
+        const struct found found = check_file(at("i.safetensors"));
+        CHECK_THAT(strcmp(found.ids, n == 6 ? "" : "input-scale-missing ") == 0, "found %s", found.ids);
+    }
+}
+
 /* Where llama.cpp multiplies without a tensor scale, one that is 1 is not missed. */
 TEST(checks_scales_that_llama_cpp_ignores)
 {
