@@ -431,6 +431,10 @@ TEST(a_lock_that_is_taken_meanwhile_stays)
         CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "another run is writing here");
         CHECK(close(other_lock) == 0);
         CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "a run was stopped here");
+        /* Without a lock no descriptor is closed: the first one is somebody else's. */
+        CHECK(dup2(STDOUT_FILENO, STDIN_FILENO) == STDIN_FILENO && unlink(at(path)) == 0);
+        CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "a run was stopped here");
+        CHECK(fcntl(STDIN_FILENO, F_GETFD) >= 0);
     }
 }
 
