@@ -422,6 +422,16 @@ TEST(fsdp_into_its_own_buffers)
         CHECK_OK(nib_fsdp_assign(before, &parts, 64, &t));
         CHECK_OK(nib_tensor_equal(t, before, &equal));
         CHECK_THAT(equal, "%s: the tensor has changed", nib_format_name(formats[i]));
+        /* Scales where the codes are to be. */
+        nib_fsdp_parts own = parts;
+        CHECK_OK(nib_fsdp_extract(before, &parts));
+        if (parts.scales.data) {
+            memcpy(own.data.data, parts.scales.data, parts.scales.bytes);
+            parts.scales.data = own.data.data;
+            CHECK_OK(nib_fsdp_assign(before, &parts, 64, &t));
+            CHECK_OK(nib_tensor_equal(t, before, &equal));
+            CHECK_THAT(equal, "%s: scales among codes", nib_format_name(formats[i]));
+        }
         nib_tensor_destroy(t), nib_tensor_destroy(before);
     }
 }
