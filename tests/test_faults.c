@@ -430,7 +430,10 @@ TEST(a_lock_that_is_taken_meanwhile_stays)
         /* Nor is what a run at work has made what a stopped one left. */
         CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "another run is writing here");
         CHECK(close(other_lock) == 0);
-        CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "a run was stopped here");
+        CHECK_FAILS(run_with(SHARDS, false, NULL, -1, FAILS), NIB_ERR_MODE, "a run was stopped here");
+        const uint8_t *const lock = memchr(calls, LOCK, (size_t)n_calls);
+        CHECK(lock != NULL);
+        CHECK_FAILS(run_with(SHARDS, false, NULL, (int)(lock - calls), FAILS), NIB_ERR_IO, "cannot lock");
         /* Without a lock no descriptor is closed: the first one is somebody else's. */
         CHECK(dup2(STDOUT_FILENO, STDIN_FILENO) == STDIN_FILENO && unlink(at(path)) == 0);
         CHECK_FAILS(make(SHARDS, false, outputs[SHARDS].out, NULL), NIB_ERR_MODE, "a run was stopped here");
