@@ -67,7 +67,7 @@ for r in report["gemm"]:  # a weight of 256 x 1024, with a scale for 16 codes
     assert abs(r["weights_gb_s"] * r["seconds"] / (1e-9 * 9 / 16 * 256 * 1024) - 1) < 1e-3, r
 assert len(report["floors"]) == 5 and all(0 < f["target"] < f["goal"] and f["value"] > 0 for f in report["floors"])
 END
-run 0 "$NIB" bench --gemm --quick --shape 64x256
+run 0 "$NIB" bench --gemm --quick --shape 64x256 --size-limit 65536
 has out "FP32 FMA of one thread"
 has out "W4A4, M = 16: of M = 512"
 
