@@ -891,6 +891,13 @@ static size_t free_bytes(void)
     return bytes;
 }
 
+/* What allocates while a stream is captured says so to the runtime, and takes it back. */
+static void check_mode_is_as_before(void)
+{
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+    CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess && mode == cudaStreamCaptureModeGlobal);
+}
+
 /* In whichever mode: what is new is zero at once and not at each replay, what goes is freed, and the capture goes on. */
 TEST(tensors_come_and_go_while_a_stream_is_captured)
 {
@@ -953,6 +960,7 @@ TEST(tensors_come_and_go_while_a_stream_is_captured)
             (void)cudaGraphDestroy(graph);
         nib_tensor_destroy(inside);
         nib_tensor_destroy(zeroed);
+        check_mode_is_as_before();
     }
     nib_tensor_destroy(host);
     free_pair(&x);
