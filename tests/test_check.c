@@ -679,6 +679,31 @@ TEST(parents_that_are_listed)
     nib_checkpoint_close(c);
 }
 
+static int note_unlisted(void *context, const nib_finding *finding)
+{
+    char *names = context;
+    const size_t used = strlen(names);
+    if (!strcmp(finding->id, "config-unlisted"))
+        snprintf(names + used, 1400 - used, "%s ", finding->tensor);
+    return 0;
+}
+
+/* Each allocation that fails is told, and not taken for an answer. */
+static void check_without_memory(const nib_checkpoint *c)
+{
+    bool failed = true;
+    const nib_job job = { .bytes = sizeof job, .threads = 1 };
+    for (long left = 0; failed && !test_failures; left++) {
+        char nothing[1400] = "";
+        allocations_left = left;
+        const nib_status status = nib_checkpoint_check(c, NULL, &job, note_unlisted, nothing);
+        failed = allocations_left < 0;
+        allocations_left = -1;
+        CHECK_THAT(status == (failed ? NIB_ERR_MEMORY : NIB_OK) && (failed || left > 10), "allocation %ld: %s", left,
+                   nib_status_name(status));
+    }
+}
+
 static int note_mixture(void *context, const nib_finding *finding)
 {
     char *facts = context;
@@ -688,8 +713,8 @@ static int note_mixture(void *context, const nib_finding *finding)
     return 0;
 }
 
-/* A target that nobody understands, or that is no text, takes nothing from those behind it; of classes the first counts,
- * and it does so for a name that a target takes too long on. */
+/* A target that nobody understands, or that is no text, takes nothing from those behind it. Of classes the first one
+ * counts, also for a name that a target takes too long on. */
 TEST(groups_that_name_modules_and_classes)
 {
     static const char *const names[] = { "a.up", "c.up", "d.up", "eeeeeeeeeeeeeeeeeeeeeeeeeeeeee.up" };
@@ -721,32 +746,27 @@ TEST(groups_that_name_modules_and_classes)
     put_tensors("classes/model.safetensors", items, 14);
     nib_checkpoint *c = open_good(at("classes"));
     CHECK_OK(nib_checkpoint_check(c, NULL, NULL, note_mixture, facts));
+    check_without_memory(c);
     CHECK_THAT(strcmp(facts, "c.up: it is NVFP4, and its group says 8 bits\n"
                              "eeeeeeeeeeeeeeeeeeeeeeeeeeeeee.up: it is NVFP4, and its group says 8 bits\n") == 0,
                "%s", facts);
     nib_checkpoint_close(c);
 }
 
-static int note_unlisted(void *context, const nib_finding *finding)
-{
-    char *names = context;
-    const size_t used = strlen(names);
-    if (!strcmp(finding->id, "config-unlisted"))
-        snprintf(names + used, 128 - used, "%s ", finding->tensor);
-    return 0;
-}
-
-/* A stack is listed by its module, or by anything below this: not by what stands beside it. */
+/* A stack is listed by its module, or by anything below this: not by what stands beside it, nor one with a name that is
+ * longer than any. */
 TEST(stacks_that_are_listed)
 {
-    enum { STACKS = 5 };
-    static const char *const modules[STACKS] = { "a.experts", "b.experts", "c.experts", "d.experts", "e.experts" };
+    enum { STACKS = 7 };
+    static char long_name[1100], items_names[STACKS * 3][1200];
+    static const char *const modules[STACKS] = { "a.experts", "b.experts", "c.experts", "d.experts",
+                                                 "e.experts", "f.experts", long_name };
     static const char *const ends[] = { "", "_weight_scale", "_weight_scale_2" };
     static const float tensor_scale = 1.0f / 4096;
-    static char items_names[STACKS * 3][48];
     struct item items[STACKS * 3];
-    char names[128] = "";
+    char names[1400] = "";
     fill(0x70);
+    snprintf(long_name, sizeof long_name, "%01080d.experts", 0);
     for (size_t i = 0; i < STACKS * 3; i++) {
         const struct item of_stack[] = { { "", NIB_U8, 3, { 2, 32, 32 }, codes },
                                          { "", NIB_E4M3, 3, { 2, 4, 32 }, scales },
@@ -763,11 +783,14 @@ TEST(stacks_that_are_listed)
              "\"b.experts.1.up_proj\": {\"quant_algo\": \"NVFP4\"}, "
              "\"c.shared.up_proj\": {\"quant_algo\": \"NVFP4\"}, "
              "\"d.experts-2.up_proj\": {\"quant_algo\": \"NVFP4\"}, "
+             "\"f.experts\": {\"quant_algo\": \"NVFP4\"}, \"f.experts.gate_up_proj\": {\"quant_algo\": \"FP8\"}, "
              "\"e.experts.1.up_proj\": {\"quant_algo\": \"FP8\"}}}}");
     put_tensors("stacks/model.safetensors", items, STACKS * 3);
     nib_checkpoint *c = open_good(at("stacks"));
     CHECK_OK(nib_checkpoint_check(c, NULL, NULL, note_unlisted, names));
-    CHECK_THAT(strcmp(names, "c.experts.gate_up_proj d.experts.gate_up_proj e.experts.gate_up_proj ") == 0,
+    check_without_memory(c);
+    CHECK_THAT(strncmp(names, "000", 3) == 0 && strcmp(strchr(names, ' '), " c.experts.gate_up_proj d.experts.gate_up_proj "
+                                                                           "e.experts.gate_up_proj ") == 0,
                "quantized and not listed: %s", names);
     nib_checkpoint_close(c);
 }
