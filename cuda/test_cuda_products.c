@@ -6,7 +6,10 @@
  * Built for a GPU and over cuda/shim, where the host runs the kernels, and a cuBLASLt of its own the rest.
  */
 #include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <sys/wait.h>
+#include <time.h>
 
 #include "test_gpu.h"
 
@@ -372,6 +375,72 @@ TEST(fp4_tensor_cores_take_codes_as_they_are)
 #endif
 
 #if NIB_CUDA_SHIM
+/* Another product on the same device begins before a launch of the first, with which it shares the device's memory. It
+ * may wait for the first, which therefore does not wait for ever. */
+struct product {
+    struct side a, b;
+    nib_array y;
+    struct memory memory;
+    nib_status status;
+};
+static struct product *second_call;
+static pthread_t second_thread;
+static atomic_int second_is_done;
+
+static void *multiply(void *context)
+{
+    struct product *const c = context;
+    c->status = nib_gemm(&c->a.operand, &c->b.operand, NULL, &c->y);
+    atomic_store(&second_is_done, c == second_call);
+    return NULL;
+}
+
+static void begin_second_call(void)
+{
+    CHECK(pthread_create(&second_thread, NULL, multiply, second_call) == 0);
+    for (int i = 0; i < 100 && !atomic_load(&second_is_done); i++)
+        nanosleep(&(struct timespec){ .tv_nsec = 1000000 }, NULL);
+}
+
+TEST(two_threads_multiply_on_one_stream)
+{
+    struct product calls[2];
+    void *alone[2];
+    nib_quantizer q;
+    nib_quantizer_init(&q);
+    tidy = true;
+    for (int i = 0; i < 2; i++) {
+        calls[i].a = tensor_side(&q, 80, 64);
+        calls[i].b = tensor_side(&q, 96, 64);
+        calls[i].y = random_matrix(NIB_F32, 80, 96, &calls[i].memory);
+        multiply(&calls[i]);
+        CHECK_OK(calls[i].status);
+        alone[i] = copy_of(&calls[i].memory);
+    }
+    tidy = false;
+    second_call = &calls[1];
+    for (long after = 1; after < 4; after++) {
+        atomic_store(&second_is_done, 0);
+        shim_meanwhile = begin_second_call;
+        shim_meanwhile_after = after;
+        multiply(&calls[0]);
+        CHECK(!shim_meanwhile);
+        pthread_join(second_thread, NULL);
+        for (int i = 0; i < 2; i++) {
+            void *const now = copy_of(&calls[i].memory);
+            CHECK_OK(calls[i].status);
+            CHECK_THAT(memcmp(now, alone[i], calls[i].memory.bytes) == 0, "after %ld: product %d is another", after, i);
+            free(now);
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        free(alone[i]);
+        close_side(&calls[i].a);
+        close_side(&calls[i].b);
+        release(&calls[i].memory);
+    }
+}
+
 /* Each call of the library fails once: codes with a bias, and values, on the GPU that takes both. */
 TEST(a_library_that_fails_is_heard_of)
 {
