@@ -3,6 +3,7 @@
  * quantize.c - nib quantize: a model in high precision to NVFP4, as a server loads it.
  */
 #include <float.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -84,10 +85,8 @@ static bool read_scale(const char *text, float *out)
     char *end;
     double value;
     if (strncmp(text, "2^", 2) == 0) {
-        const long power = strtol(text + 2, &end, 10);
-        value = 1;
-        for (long i = 0; i < labs(power) && i < 64; i++)
-            value *= power < 0 ? 0.5 : 2;
+        const long power = strtol(text + 2, &end, 10); /* beyond a long: its least or its largest */
+        value = ldexp(1, power < -64 ? -64 : power > 64 ? 64 : (int)power);
     } else {
         value = strtod(text, &end);
     }

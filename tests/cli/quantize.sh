@@ -198,6 +198,10 @@ run 0 "$NIB" quantize -q --min-block-scale 2^-2 "$work/in" "$work/spelling"
 same "$work/word" "$work/spelling"
 run 0 "$NIB" quantize -q -f --min-block-scale 2^2 "$work/in" "$work/spelling"
 ! diff -rq "$work/word" "$work/spelling" >/dev/null || fail "2^2 is not 2^-2"
+for power in -10 -9999999999999999999; do # less than any of E4M3
+    run 2 "$NIB" quantize -q --dry-run --min-block-scale "2^$power" "$work/in" "$work/x"
+    has err "min_block_scale must be 0 or a positive value that E4M3 has"
+done
 rm -r "$work/word" "$work/spelling"
 run 0 "$NIB" quantize --dry-run --json --budget 6 "$work/in" "$work/x"
 json "4.5 < 8 * d['changed_bytes_out'] / d['changed_elements'] <= 6 and 'is a guess' in d['note']"
