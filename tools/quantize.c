@@ -279,6 +279,16 @@ static enum cli_exit quantize(const struct cli_command *self, struct arguments *
     return result;
 }
 
+/* Who will not write it need not try. Nothing that is read may be in its place. */
+static bool can_report(const struct arguments *a, const char *in, const char *out)
+{
+    const bool name_only = a->run.dry_run || (run_comm && run_comm->rank != 0);
+    const char *const report = a->run.report;
+    return !report || (report_can_write(report, in, out, name_only) &&
+                       (!a->codes || report_can_write(report, a->codes, a->codes, true)) &&
+                       report_spares(report, a->imatrix) && report_spares(report, a->activations.text));
+}
+
 static void set_defaults(struct arguments *a)
 {
     *a = (struct arguments){
@@ -342,8 +352,7 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
         cli_error("quantize: takes an input and an output, not %d operands; see nib quantize --help", argc - first);
         return CLI_FAILED;
     }
-    const bool name_only = a.run.dry_run || (run_comm && run_comm->rank != 0); /* who will not write it need not try */
-    if (a.run.report && !report_can_write(a.run.report, argv[first], argv[first + 1], name_only))
+    if (!can_report(&a, argv[first], argv[first + 1]))
         return CLI_FAILED;
     return quantize(self, &a, argv[first], argv[first + 1]);
 }

@@ -605,6 +605,16 @@ static bool replaces(const char *name, const char *directory, const char *a, con
     return false;
 }
 
+bool report_spares(const char *path, const char *read)
+{
+    struct stat report, file;
+    if (!read || stat(path, &report) != 0 || stat(read, &file) != 0 || report.st_dev != file.st_dev ||
+        report.st_ino != file.st_ino)
+        return true;
+    cli_error("the report %s would replace a file that is read: give it another name", path);
+    return false;
+}
+
 bool report_can_write(const char *path, const char *a, const char *b, bool name_only)
 {
     char directory[4096];
@@ -621,7 +631,7 @@ bool report_can_write(const char *path, const char *a, const char *b, bool name_
         cli_error("the report %s would replace a file of the checkpoint: give it another name", path);
         return false;
     }
-    const int code = name_only ? 0 : output_try(path);
+    const int code = same_directory(path, b) ? EISDIR : name_only ? 0 : output_try(path);
     if (!code || (code == ENOENT && same_directory(directory, b))) /* the run will make it */
         return true;
     cli_error("cannot write the report %s: %s", path, output_reason(code));

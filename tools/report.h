@@ -94,6 +94,8 @@ bool report_make(const char *path, const nib_checkpoint *original, const nib_che
  * of which nothing may be replaced; b may be a directory that the run will make. If not, a message is on standard
  * error. */
 bool report_can_write(const char *path, const char *a, const char *b, bool name_only);
+/* The same of a file that is read besides; NULL for none. */
+bool report_spares(const char *path, const char *read);
 
 /* What two provenances say differently: [{"option": "options.scale_rule", "a": "rtn", "b": "sweep"}, ...]; a value that
  * one lacks is null. Either may be NULL. NULL without memory. */

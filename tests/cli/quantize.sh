@@ -270,6 +270,9 @@ mkdir "$work/q.html"
 run 2 "$NIB" quantize --report "$work/q.html" "$work/in" "$work/x"
 has err "Is a directory"
 absent "$work/x"
+run 2 "$NIB" quantize --report "$work/x.html" "$work/in" "$work//x.html/" # which would be the output
+has err "nib: cannot write the report $work/x.html: Is a directory"
+absent "$work/x.html"
 run 0 "$NIB" quantize -q --report "$work/x//./q.html" "$work/in" "$work/x/" # in an output that is not there yet
 [ -s "$work/x/q.html" ] || fail "no report in the output"
 [ "$(find "$work" -name '*.tmp-*')" = "" ] || fail "something was left of a trial"

@@ -102,6 +102,20 @@ for name in over.html over.json; do
     echo kept >"$work/$name"
     run 0 "$NIB" compare -q --report "$work/$name" "$original" "$work/model"
 done
+# Nor of anything else that is read.
+echo '{}' >"$work/amax.json"
+run 2 "$NIB" quantize -q --scheme nvfp4 --activations "$work/amax.json" --report "$work//amax.json" "$original" "$work/none"
+has err "nib: the report $work//amax.json would replace a file that is read: give it another name"
+run 2 "$NIB" quantize -q --imatrix "$work/amax.json" --report "$work/amax.json" "$original" "$work/none"
+has err "would replace a file that is read"
+[ "$(cat "$work/amax.json")" = '{}' ] || fail "a report took the place of the scales of activations"
+for name in config.json page.html; do
+    run 2 "$NIB" quantize -q --codes "$work/model" --report "$work/model/$name" "$original" "$work/none"
+    has err "nib: the report $work/model/$name would replace a file of the checkpoint: give it another name"
+done
+absent "$work/none"
+rm "$work/model/over.html" "$work/model/over.json"
+same "$work/before" "$work/model"
 mkfifo "$work/pipe.html"
 run 2 timeout 60 "$NIB" compare -q "$original" "$work/q" --report "$work/pipe.html"
 empty out
