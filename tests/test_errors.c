@@ -53,6 +53,17 @@ TEST(the_last_error_is_a_threads_own)
     CHECK_FAILS(nib_format_from_name(name, &format), NIB_ERR_ARG, "nnn");
     CHECK(strlen(nib_last_error()) == sizeof error.text - 1);
     CHECK_FAILS(nib_dialect_from_name(nib_last_error(), (nib_dialect[1]){ NIB_DIALECT_TE }), NIB_ERR_ARG, "nnn");
+
+    /* It has its end, which says what is wrong, and no part of a character. */
+    for (size_t ascii = 0; ascii < 4; ascii++) {
+        nib_file *file = UNTOUCHED;
+        memset(name, 'n', ascii);
+        for (size_t i = ascii; i < sizeof name - 2; i += 2)
+            memcpy(name + i, "\xC3\xA9", 3);
+        CHECK_FAILS(nib_file_open(name, &file), NIB_ERR_IO, "\xC3\xA9: cannot open: File name too long");
+        const char *const gap = strstr(nib_last_error(), "...");
+        CHECK(gap && gap[-1] == '\xA9' && gap[3] == '\xC3' && strlen(nib_last_error()) >= sizeof error.text - 3);
+    }
 }
 
 TEST(an_error_of_ones_own)

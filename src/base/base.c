@@ -12,13 +12,34 @@
 
 static _Thread_local nib_error last_error;
 
+static bool is_within_character(char c) { return ((unsigned char)c & 0xC0) == 0x80; }
+
+/* Without its middle: a message begins with the name of a file, which may be long, and ends with the fact. */
+static void shorten(const char *text, size_t length, char *out, size_t bytes)
+{
+    size_t head = (bytes - sizeof "...") / 2, tail = length - head;
+    while (head > 0 && is_within_character(text[head]))
+        head--;
+    while (is_within_character(text[tail]))
+        tail++;
+    snprintf(out, bytes, "%.*s...%s", (int)head, text, text + tail);
+}
+
 nib_status nib_fail(nib_status status, const char *format, ...)
 {
-    va_list arguments;
+    va_list arguments, again;
     va_start(arguments, format);
+    va_copy(again, arguments);
     /* A message may quote the previous one (layers add their own context), so build it aside. */
     char text[sizeof last_error.text];
-    vsnprintf(text, sizeof text, format, arguments);
+    const int length = vsnprintf(text, sizeof text, format, arguments);
+    char *const whole = length >= (int)sizeof text ? nib_alloc((size_t)length + 1) : NULL;
+    if (whole) { /* otherwise it lacks its end */
+        vsnprintf(whole, (size_t)length + 1, format, again);
+        shorten(whole, (size_t)length, text, sizeof text);
+        nib_free(whole);
+    }
+    va_end(again);
     va_end(arguments);
     memcpy(last_error.text, text, sizeof text);
     last_error.status = status;

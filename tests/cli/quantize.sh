@@ -256,6 +256,8 @@ run 2 "$NIB" inspect "$hub"
 has err "with 3 models: name the snapshot of one of them, such as $hub/models--org--none/"
 run 2 "$NIB" inspect "$work/nothing"
 has err "nothing: cannot open: No such file or directory"
+run 2 "$NIB" inspect "$work/$(printf 'deep/%.0s' {1..200})model" # however long the path is
+has err "deep/model: cannot open: No such file or directory"
 printf 'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n' >"$work/lfs.safetensors"
 run 2 "$NIB" inspect "$work/lfs.safetensors"
 has err "git lfs pull"

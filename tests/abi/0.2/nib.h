@@ -90,14 +90,15 @@ typedef struct nib_error {
 /* "NIB_ERR_SHAPE" and so on; never NULL. */
 NIB_API const char *nib_status_name(nib_status status);
 
-/* The message of this thread's last failed call; "" before any. Valid until the thread's next failure. */
+/* The message of this thread's last failed call; "" before any. Valid until the thread's next failure. One that is longer
+ * than nib_error holds lacks its middle. */
 NIB_API const char *nib_last_error(void);
 
 /* The same with its status, copied to the caller. */
 NIB_API void nib_get_error(nib_error *out);
 
 /* For code around the library, such as a communicator: set this thread's message, and return the status. The text is
- * copied, and cut to what nib_error holds. Nothing happens for NIB_OK. */
+ * copied, and shortened to what nib_error holds. Nothing happens for NIB_OK. */
 NIB_API nib_status nib_set_error(nib_status status, const char *text);
 
 /* ---- Devices ------------------------------------------------------------------------------------------- */
