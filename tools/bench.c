@@ -114,12 +114,27 @@ static const struct shape *cached_shape(const struct bench_operation *operation)
     return operation->columnwise ? &cached_columns : operation->dtype == NIB_F32 ? &cached_rows : &cached_halves;
 }
 
+static bool begins_with(const char *name, const char *filter) { return strncmp(name, filter, strlen(filter)) == 0; }
+
 static bool is_wanted(const struct options *options, const struct bench_operation *operation)
 {
     bool wanted = !*options->filters;
     for (char **filter = options->filters; *filter; filter++)
-        wanted |= strncmp(operation->name, *filter, strlen(*filter)) == 0;
+        wanted |= begins_with(operation->name, *filter);
     return wanted;
+}
+
+/* The first NAME with which no operation begins, or NULL. */
+static const char *name_of_none(const struct options *options)
+{
+    for (char **filter = options->filters; *filter; filter++) {
+        int i = 0;
+        while (i < bench_operation_count && !begins_with(bench_operations[i].name, *filter))
+            i++;
+        if (i == bench_operation_count)
+            return *filter;
+    }
+    return NULL;
 }
 
 /* ---- Errors ---- */
@@ -851,16 +866,14 @@ static enum cli_exit run(const struct cli_command *self, int argc, char **argv)
     }
     if (gpu)
         return bench_cuda(&(struct bench_cuda_options){ options.device, options.json, options.quick, options.filters });
-    int wanted = 0;
-    for (int i = 0; i < bench_operation_count; i++) {
-        wanted += is_wanted(&options, &bench_operations[i]);
-        if (options.list && is_wanted(&options, &bench_operations[i]))
-            cli_print("%s", bench_operations[i].name);
-    }
-    if (wanted == 0) {
-        cli_error("bench: no operation begins with '%s'; see nib bench --list", argv[first]);
+    const char *const none = name_of_none(&options);
+    if (none) {
+        cli_error("bench: no operation begins with '%s'; see nib bench --list", none);
         return CLI_FAILED;
     }
+    for (int i = 0; i < bench_operation_count && options.list; i++)
+        if (is_wanted(&options, &bench_operations[i]))
+            cli_print("%s", bench_operations[i].name);
     return options.list ? CLI_FINE : bench(&options);
 }
 

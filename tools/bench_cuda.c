@@ -227,12 +227,28 @@ static nib_status measure_copy(struct bench *b, bool quick, double *rate)
     return status;
 }
 
+static bool begins_with(const char *name, const char *filter) { return strncmp(name, filter, strlen(filter)) == 0; }
+
 static bool is_wanted(const struct operation *o, char **filters)
 {
     bool wanted = !*filters;
     for (; *filters; filters++)
-        wanted |= strncmp(o->name, *filters, strlen(*filters)) == 0;
+        wanted |= begins_with(o->name, *filters);
     return wanted;
+}
+
+/* The first NAME with which no operation begins, or NULL. */
+static const char *name_of_none(char **filters)
+{
+    enum { OPERATIONS = sizeof operations / sizeof *operations };
+    for (; *filters; filters++) {
+        int i = 0;
+        while (i < OPERATIONS && !begins_with(operations[i].name, *filters))
+            i++;
+        if (i == OPERATIONS)
+            return *filters;
+    }
+    return NULL;
 }
 
 /* One line, or one entry of the list. */
@@ -281,11 +297,9 @@ enum cli_exit bench_cuda(const struct bench_cuda_options *options)
 {
     struct bench b = { 0 };
     char why[1024], gpu[256] = "";
-    bool any = false;
-    for (size_t i = 0; i < sizeof operations / sizeof *operations; i++)
-        any |= is_wanted(&operations[i], options->filters);
-    if (!any) {
-        cli_error("bench: no operation of a GPU begins with '%s'", *options->filters);
+    const char *const none = name_of_none(options->filters);
+    if (none) {
+        cli_error("bench: no operation of a GPU begins with '%s'", none);
         return CLI_FAILED;
     }
     if (!device_open("bench", options->device, 0, &b.device))

@@ -125,13 +125,17 @@ for name in amax.bf16 "$(tail -n 1 "$work/gpu-names")"; do # the first one, and 
     run 0 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick "$name"
     has out "$name "
 done
-run 2 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick no-such-operation
-empty out
-has err "nib: bench: no operation of a GPU begins with 'no-such-operation'"
+for names in no-such-operation "sweep no-such-operation"; do
+    run 2 env NIB_CUDA_LIBRARY="$work/gpu.so" "$NIB" bench --device cuda --quick $names
+    empty out
+    has err "nib: bench: no operation of a GPU begins with 'no-such-operation'"
+done
 
-run 2 "$NIB" bench no-such-operation
-empty out
-has err "nib: bench: no operation begins with 'no-such-operation'; see nib bench --list"
+for names in no-such-operation "no-such-operation amax" "amax no-such-operation" "--list amax no-such-operation"; do
+    run 2 "$NIB" bench --quick $names
+    empty out
+    has err "nib: bench: no operation begins with 'no-such-operation'; see nib bench --list"
+done
 run 2 "$NIB" bench --shape 17x16
 has err "nib: bench: --shape takes ROWSxCOLS"
 run 2 "$NIB" bench --shape 16
