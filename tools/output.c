@@ -26,10 +26,13 @@ static char *temporary_name(const char *path)
     return name;
 }
 
-/* A rename would put a file in the place of a pipe that somebody reads, and cannot in that of a directory. */
+/* A rename would put a file in the place of a pipe that somebody reads, and cannot in that of a directory. Nothing is
+ * called "", but a temporary file beside it could be made. */
 static int check_place(const char *path)
 {
     struct stat there;
+    if (!*path)
+        return ENOENT;
     if (stat(path, &there) != 0 || S_ISREG(there.st_mode))
         return 0;
     return S_ISDIR(there.st_mode) ? EISDIR : NO_FILE;

@@ -168,6 +168,9 @@ plot=(bench --quick --no-scalar --shape 16x16 quantize.f32 --svg)
 run 2 "$NIB" "${plot[@]}" "$work/no/such/folder.svg"
 empty out
 has err "nib: bench: cannot write '$work/no/such/folder.svg': No such file or directory"
+run 2 "$NIB" "${plot[@]}" ''
+empty out
+has err "nib: bench: cannot write '': No such file or directory"
 run 2 "$NIB" "${plot[@]}" "$work"
 empty out
 has err "Is a directory"
