@@ -20,7 +20,8 @@
 
 void report_put(FILE *f, const char *text)
 {
-    for (; *text; text++)
+    for (size_t n; *text; text += n ? n : 1) {
+        n = text_character(text);
         switch (*text) {
         case '&':
             fputs("&amp;", f);
@@ -35,8 +36,9 @@ void report_put(FILE *f, const char *text)
             fputs("&quot;", f);
             break;
         default:
-            fputc((unsigned char)*text < 0x20 || *text == 0x7F ? '?' : *text, f);
+            fwrite(n ? text : "?", 1, n ? n : 1, f);
         }
+    }
 }
 
 /* The name of a module, which may be broken behind its dots. */

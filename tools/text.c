@@ -44,6 +44,27 @@ void text_disarm(char *text)
     }
 }
 
+size_t text_character(const char *text)
+{
+    const unsigned char *const p = (const unsigned char *)text, first = *p;
+    if (first < 0x80)
+        return first >= 0x20 && first != 0x7F;
+    const size_t n = first < 0xC2 || first > 0xF4 ? 0 : first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+    /* The second byte tells control characters, forms that are too long, halves of a pair, and what is beyond Unicode. */
+    const unsigned char least = first == 0xC2 || first == 0xE0 ? 0xA0
+                                : first == 0xF0                ? 0x90
+                                                               : 0x80,
+                        most = first == 0xED   ? 0x9F
+                               : first == 0xF4 ? 0x8F
+                                               : 0xBF;
+    if (n == 0 || p[1] < least || p[1] > most)
+        return 0;
+    for (size_t i = 2; i < n; i++)
+        if ((p[i] & 0xC0) != 0x80)
+            return 0;
+    return n;
+}
+
 double text_bits(uint64_t bytes, uint64_t values) { return values ? 8 * (double)bytes / (double)values : 0; }
 
 static atomic_bool lost_memory;
@@ -72,12 +93,30 @@ json_t *text_report(const char *command, json_t *fields)
     return report;
 }
 
+/* JSON with escapes for the control characters that jansson leaves as they are: DEL, and those of two bytes, which it
+ * passes on together. */
+static int put_json(const char *text, size_t bytes, void *file)
+{
+    size_t done = 0;
+    for (size_t i = 0; i < bytes; i++) {
+        const unsigned char c = (unsigned char)text[i], next = i + 1 < bytes ? (unsigned char)text[i + 1] : 0;
+        const bool two = c == 0xC2 && next >= 0x80 && next < 0xA0;
+        if (c != 0x7F && !two)
+            continue;
+        if (fwrite(text + done, 1, i - done, file) != i - done || fprintf(file, "\\u%04X", two ? next : c) < 0)
+            return -1;
+        i += two;
+        done = i + 1;
+    }
+    return fwrite(text + done, 1, bytes - done, file) == bytes - done ? 0 : -1;
+}
+
 bool text_print(json_t *report)
 {
     char *text = report && !lost_memory ? json_dumps(report, JSON_INDENT(2)) : NULL;
     const bool good = text && !lost_memory;
-    if (good)
-        puts(text);
+    if (good && put_json(text, strlen(text), stdout) == 0)
+        putchar('\n');
     free(text);
     json_decref(report);
     return good;
@@ -85,7 +124,7 @@ bool text_print(json_t *report)
 
 bool text_dump(FILE *file, const json_t *value, size_t flags)
 {
-    return !lost_memory && json_dumpf(value, file, flags) == 0 && fputc('\n', file) != EOF;
+    return !lost_memory && json_dump_callback(value, put_json, file, flags) == 0 && fputc('\n', file) != EOF;
 }
 
 json_t *text_json(const char *text)

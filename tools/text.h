@@ -17,6 +17,8 @@ const char *text_bytes(uint64_t bytes, char *buffer, size_t size);
 const char *text_db(double db, char *buffer, size_t size);
 /* Whatever a terminal could take for a command becomes '?': names come from files that anyone may have written. */
 void text_disarm(char *text);
+/* Bytes of the character of UTF-8 that a text begins with; 0 for a control character, and for what is none. */
+size_t text_character(const char *text);
 /* Bits that each of so many values takes; 0 where there is none. */
 double text_bits(uint64_t bytes, uint64_t values);
 /* jansson says that a value could not be added to another one by a result that is easily lost, as the value is then. Call

@@ -62,6 +62,34 @@ cp -r "$work/k" "$work/b"$'\xff\x01'"d"
 report 0 inspect "$NIB" inspect --json "$work/b"$'\xff\x01'"d"
 report 0 check "$NIB" check --json "$work/b"$'\xff\x01'"d"
 report 0 plan "$NIB" dequantize --json --dry-run "$work/in" "$work/o"$'\xfe'
+"$NIB" compare -q "$work/in" "$work/b"$'\xff\x01'"d" --report "$work/path.html" >/dev/null || fail "no page"
+# Names with all that a terminal obeys, and paths: reports are UTF-8 without control characters, and say the names.
+python3 - "$work/control.safetensors" <<'EOP'
+import json, struct, sys
+names = ["a.\u009b2J.\x7f.\x1b[2J.\xa0\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff.weight", "b.\x80.\x9f\x9f.weight"]
+header = json.dumps({name: {"dtype": "F32", "shape": [1, 16], "data_offsets": [64 * i, 64 * i + 64]} for i, name in enumerate(names)})
+open(sys.argv[1], "wb").write(struct.pack("<Q", len(header)) + header.encode() + struct.pack("<32f", *range(32)))
+EOP
+report 0 inspect "$NIB" inspect --json "$work/control.safetensors"
+cp "${reports[-1]#*=}" "$work/control.json"
+report 0 plan "$NIB" quantize --json "$work/control.safetensors" "$work/controlled" --report "$work/controlled.json"
+cp "${reports[-1]#*=}" "$work/plan.json"
+"$NIB" compare -q "$work/control.safetensors" "$work/controlled" --report "$work/controlled.html" >/dev/null || fail "no page"
+python3 - "$work" <<'EOP' || fail "control characters, or names without them"
+import html, json, sys
+texts = {name: open(f"{sys.argv[1]}/{name}", "rb").read().decode() for name in
+         ("control.json", "plan.json", "controlled.json", "controlled.html", "path.html")}
+for name, text in texts.items():
+    wrong = [c for c in text if (c < " " and c != "\n") or "\x7f" <= c < "\xa0"]
+    assert not wrong, (name, wrong[:3])
+name = json.loads(texts["control.json"])["weights"][0]["name"]
+assert name == "a.\u009b2J.\x7f.\x1b[2J.\xa0\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff", ascii(name)
+assert name in (row["name"] for row in json.loads(texts["plan.json"])["rows"])
+assert name in (row["name"] for row in json.loads(texts["controlled.json"])["weights"])
+page = html.unescape(texts["controlled.html"]).replace("<wbr>", "")
+assert "a.??2J.?.?[2J.\xa0\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff<" in page
+assert "b??d" in texts["path.html"]
+EOP
 cp -r "$work/k" "$work/bad"
 python3 - "$work/bad/model.safetensors" <<'EOP'
 import json, struct, sys
