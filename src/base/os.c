@@ -100,8 +100,29 @@ bool nib_threads_usable(void) { return !atomic_load(&forked); }
 
 void nib_os_yield(void) { (void)sched_yield(); }
 
+/* The largest stack that the environment asks OpenMP to give a thread, in KiB unless it says otherwise; 0: none. */
+static size_t openmp_stack(void)
+{
+    static const char *const names[] = { "OMP_STACKSIZE", "GOMP_STACKSIZE", "KMP_STACKSIZE" };
+    size_t most = 0;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        static const char units[] = "bkmgt";
+        const char *const text = getenv(names[i]);
+        char *end = NULL;
+        const unsigned long long number = text ? strtoull(text, &end, 10) : 0;
+        while (end && (*end == ' ' || *end == '\t'))
+            end++;
+        const char *const unit = end && *end ? strchr(units, *end | 0x20) : NULL;
+        const int shift = unit ? 10 * (int)(unit - units) : 10;
+        if (number <= SIZE_MAX >> shift && (size_t)number << shift > most)
+            most = (size_t)number << shift;
+    }
+    return most;
+}
+
 struct chain {
     int started, wanted;
+    pthread_attr_t attributes;
 };
 
 /* Each starts the next one and waits for its end: then all are there at a time, and no list of them is needed. */
@@ -109,15 +130,19 @@ static void *start_next(void *context)
 {
     struct chain *chain = context;
     pthread_t next;
-    if (++chain->started < chain->wanted && !pthread_create(&next, NULL, start_next, chain))
+    if (++chain->started < chain->wanted && !pthread_create(&next, &chain->attributes, start_next, chain))
         pthread_join(next, NULL);
     return NULL;
 }
 
 int nib_os_start_threads(int threads)
 {
-    struct chain chain = { 0, threads };
+    struct chain chain = { .wanted = threads };
+    if (pthread_attr_init(&chain.attributes))
+        return 1;
+    (void)pthread_attr_setstacksize(&chain.attributes, openmp_stack()); /* too small a one changes nothing */
     (void)start_next(&chain);
+    (void)pthread_attr_destroy(&chain.attributes);
     return chain.started;
 }
 

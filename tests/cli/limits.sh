@@ -13,6 +13,10 @@ for kilobytes in 12000 20000 60000; do # there may be no memory for more than th
     status=$?
     [ $status = 0 ] || [ $status = 2 ] || fail "check in $kilobytes KB: exit $status"
 done
+# Nor of threads with stacks as large as OpenMP is told to make them.
+for stack in OMP_STACKSIZE=1G "OMP_STACKSIZE= 1000 m" GOMP_STACKSIZE=1000000 OMP_STACKSIZE=999999T; do
+    [ $limit = 0 ] || run 0 bash -c 'ulimit -v 3000000 && OMP_NUM_THREADS=8 exec env "$0" "$1" check -t 8 "$2"' "$stack" "$NIB" "$work/threads"
+done
 python3 tests/cli/limits.py "$NIB" "$work" $limit || failures=$((failures + 1))
 python3 tests/cli/counts.py "$NIB" "$work" || failures=$((failures + 1))
 [ $failures = 0 ]
