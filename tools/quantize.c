@@ -91,7 +91,8 @@ static bool read_scale(const char *text, float *out)
         value = strtod(text, &end);
     }
     *out = (float)value;
-    return end > text && end[-1] != '^' && !*end && value >= 0 && value <= 448;
+    const bool vanished = value > 0 && *out == 0; /* 0 means none, which is not what was asked for */
+    return end > text && end[-1] != '^' && !*end && value >= 0 && value <= 448 && !vanished;
 }
 
 static bool read_exponent(const char *text, float *out)

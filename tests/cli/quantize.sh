@@ -169,6 +169,7 @@ while read -r option value words; do
     has err "$option takes $words, not '$value'"
 done <<'LIST'
 --min-block-scale 449 a number from 0 to 448, such as 2^-6
+--min-block-scale 1e-300 a number from 0 to 448, such as 2^-6
 --min-block-scale -1 a number from 0 to 448, such as 2^-6
 --min-block-scale 2^9 a number from 0 to 448, such as 2^-6
 --min-block-scale 2^99999999999 a number from 0 to 448, such as 2^-6
