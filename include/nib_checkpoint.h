@@ -164,7 +164,7 @@ typedef struct nib_weight_stats {
     int64_t zeroed;      /* a not 0, b 0 */
     int64_t clipped;     /* |a| above what b's block can hold: 6 times its factor */
     int64_t underflowed; /* blocks of b with scale 0 or code 1..7 (below 2^-6), and something in a */
-    int64_t nonfinite;   /* of a */
+    int64_t nonfinite;   /* of a: an infinite error where b is not the same, and otherwise left out */
     int64_t codes[16];   /* how often each 4-bit code is in b; NVFP4 checkpoint formats only */
     int64_t scales[256]; /* how often each scale byte */
     /* Those with the largest error_squares, the largest first, of equal ones the first; where there are fewer with an

@@ -90,18 +90,19 @@ static nib_weight_stats by_definition(const struct pair *p)
     for (int64_t i = 0; i < s.elements; i++) {
         const uint8_t scale = p->scales[i / 16], code = p->codes[i / 2] >> 4 * (i % 2) & 15;
         const float factor = e4m3(scale) / p->tensor_scale, y = values[code] * factor;
-        const double x = p->a[i], error = fabs((double)y - x);
+        const double x = p->a[i];
         s.codes[code]++;
         s.scales[scale] += i % 16 == 0;
-        if (!isfinite(p->a[i])) {
+        const double error = isnan(y) || !isfinite(x) ? INFINITY : fabs((double)y - x);
+        s.error_squares += error * error;
+        if (isfinite(x)) {
+            s.sum_squares += x * x;
+            s.amax = fmax(s.amax, fabs(x));
+            s.zeroed += y == 0 && x != 0;
+            s.clipped += fabs(x) > 6 * fabsf(factor);
+        } else {
             s.nonfinite++;
-            continue;
         }
-        s.sum_squares += x * x;
-        s.error_squares += isnan(y) ? INFINITY : error * error;
-        s.amax = fmax(s.amax, fabs(x));
-        s.zeroed += y == 0 && x != 0;
-        s.clipped += fabs(x) > 6 * fabsf(factor);
         if (error > s.max_error) {
             s.max_error = error;
             s.max_error_row = i / p->cols;
@@ -227,7 +228,8 @@ TEST(measures_what_is_not_finite)
     nib_weight_stats want = by_definition(&p), got = measured(2, 0);
     CHECK(got.nonfinite == 3);
     check_stats(&got, &want);
-    p.a[200] = 0;
+    CHECK(isinf(got.error_squares) && got.max_error_row == 0 && got.max_error_col == 5);
+    p.a[5] = p.a[80] = p.a[81] = p.a[200] = 0;
     p.scales[7] = 0x7F;
     put_pair(&p);
     got = measured(1, 0);
@@ -237,6 +239,28 @@ TEST(measures_what_is_not_finite)
     CHECK(isinf(got.worst_rows[0].error_squares) && got.worst_rows[0].row == 7 / 4 && got.worst_rows[1].row != 7 / 4);
     CHECK(nib_stats_sqnr(&got) == -INFINITY);
     free_pair(&p);
+}
+
+/* The same NaN or infinity is no error, any other value is one; the rest of a is measured. */
+TEST(measures_against_what_is_not_finite)
+{
+    static const float others[] = { 1, 0, NAN, INFINITY, -INFINITY };
+    for (int64_t cols = 16; cols <= 24; cols += 8)
+        for (size_t i = 2; i < 5; i++)
+            for (size_t j = 0; j < 5; j++) {
+                float a[24], b[24];
+                for (int k = 0; k < 24; k++)
+                    a[k] = b[k] = (float)(k + 1);
+                a[cols - 3] = others[i];
+                b[cols - 3] = others[j];
+                put_tensors(at("a.safetensors"), (struct item[]){ { "m.weight", NIB_F32, 2, { 1, cols }, a } }, 1);
+                put_tensors(at("b.safetensors"), (struct item[]){ { "m.weight", NIB_F32, 2, { 1, cols }, b } }, 1);
+                const nib_weight_stats got = measured(1, 0);
+                const double wanted = i == j ? 0 : INFINITY;
+                CHECK(got.nonfinite == 1 && got.amax == (double)cols && got.zeroed == 0 && got.clipped == 0);
+                CHECK(got.error_squares == wanted && got.max_error == wanted);
+                CHECK(isfinite(got.sum_squares) && got.worst_rows[0].error_squares == wanted);
+            }
 }
 
 TEST(measures_a_weight_with_itself)

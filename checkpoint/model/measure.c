@@ -131,17 +131,23 @@ struct tally {
     int64_t pairs[4][256]; /* bytes of two codes; several, or equal bytes would wait for one another */
 };
 
-/* The slow way, for ends of rows and for what is infinite or overflows: an element of a that is not finite is only
- * counted, one of b is an infinite error. */
+/* Infinite where one of the two is not finite, unless both are the same. */
+static double error_of(float a, float b)
+{
+    if (isfinite(a) && isfinite(b))
+        return fabs((double)b - (double)a);
+    return a == b || (isnan(a) && isnan(b)) ? 0 : INFINITY;
+}
+
+/* The slow way, for ends of rows and for what is infinite or overflows: of an element of a that is not finite only the
+ * error counts. */
 static void measure_elements(const float *a, const float *b, int64_t n, float limit, int64_t row, int64_t col,
                              struct row_sums *sums, nib_weight_stats *stats)
 {
     for (int64_t i = 0; i < n; i++) {
-        if (!isfinite(a[i])) {
-            stats->nonfinite++;
-            continue;
-        }
-        const double x = a[i], error = isfinite(b[i]) ? fabs((double)b[i] - x) : INFINITY;
+        const bool finite = isfinite(a[i]);
+        const double x = finite ? a[i] : 0, error = error_of(a[i], b[i]);
+        stats->nonfinite += !finite;
         sums->squares += x * x;
         sums->errors += error * error;
         stats->amax = fmax(stats->amax, fabs(x));
