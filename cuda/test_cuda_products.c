@@ -383,7 +383,7 @@ struct product {
     struct memory memory;
     nib_status status;
 };
-static struct product *second_call;
+static struct product at_once[2];
 static pthread_t second_thread;
 static atomic_int second_is_done;
 
@@ -391,53 +391,52 @@ static void *multiply(void *context)
 {
     struct product *const c = context;
     c->status = nib_gemm(&c->a.operand, &c->b.operand, NULL, &c->y);
-    atomic_store(&second_is_done, c == second_call);
+    atomic_store(&second_is_done, c == &at_once[1]);
     return NULL;
 }
 
 static void begin_second_call(void)
 {
-    CHECK(pthread_create(&second_thread, NULL, multiply, second_call) == 0);
+    CHECK(pthread_create(&second_thread, NULL, multiply, &at_once[1]) == 0);
     for (int i = 0; i < 100 && !atomic_load(&second_is_done); i++)
         nanosleep(&(struct timespec){ .tv_nsec = 1000000 }, NULL);
 }
 
 TEST(two_threads_multiply_on_one_stream)
 {
-    struct product calls[2];
     void *alone[2];
     nib_quantizer q;
     nib_quantizer_init(&q);
     tidy = true;
     for (int i = 0; i < 2; i++) {
-        calls[i].a = tensor_side(&q, 80, 64);
-        calls[i].b = tensor_side(&q, 96, 64);
-        calls[i].y = random_matrix(NIB_F32, 80, 96, &calls[i].memory);
-        multiply(&calls[i]);
-        CHECK_OK(calls[i].status);
-        alone[i] = copy_of(&calls[i].memory);
+        at_once[i].a = tensor_side(&q, 80, 64);
+        at_once[i].b = tensor_side(&q, 96, 64);
+        at_once[i].y = random_matrix(NIB_F32, 80, 96, &at_once[i].memory);
+        multiply(&at_once[i]);
+        CHECK_OK(at_once[i].status);
+        alone[i] = copy_of(&at_once[i].memory);
     }
     tidy = false;
-    second_call = &calls[1];
     for (long after = 1; after < 4; after++) {
         atomic_store(&second_is_done, 0);
         shim_meanwhile = begin_second_call;
         shim_meanwhile_after = after;
-        multiply(&calls[0]);
+        multiply(&at_once[0]);
         CHECK(!shim_meanwhile);
         pthread_join(second_thread, NULL);
         for (int i = 0; i < 2; i++) {
-            void *const now = copy_of(&calls[i].memory);
-            CHECK_OK(calls[i].status);
-            CHECK_THAT(memcmp(now, alone[i], calls[i].memory.bytes) == 0, "after %ld: product %d is another", after, i);
+            void *const now = copy_of(&at_once[i].memory);
+            CHECK_OK(at_once[i].status);
+            CHECK_THAT(memcmp(now, alone[i], at_once[i].memory.bytes) == 0, "after %ld: product %d is another", after,
+                       i);
             free(now);
         }
     }
     for (int i = 0; i < 2; i++) {
         free(alone[i]);
-        close_side(&calls[i].a);
-        close_side(&calls[i].b);
-        release(&calls[i].memory);
+        close_side(&at_once[i].a);
+        close_side(&at_once[i].b);
+        release(&at_once[i].memory);
     }
 }
 
