@@ -133,6 +133,10 @@ static bool take_item(const struct cli_command *self, const struct cli_option *o
         cli_error("%s: --%s may be given %zu times", self->name, option->name, most);
         return false;
     }
+    if (!*text) { /* what a variable of a shell that was never set comes to */
+        cli_error("%s: --%s takes a %s, not ''", self->name, option->name, option->argument);
+        return false;
+    }
     list->items[list->n++] = text;
     return true;
 }

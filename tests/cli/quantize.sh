@@ -186,6 +186,10 @@ done <<'LIST'
 --budget 16.1 bits of a weight, from 4.5 to 16
 --budget five bits of a weight, from 4.5 to 16
 LIST
+for option in --ignore --only --fp8 --plain; do
+    run 2 "$NIB" quantize --dry-run "$option" lm_head "$option" '' "$work/in" "$work/x"
+    has err "nib: quantize: $option takes a PATTERN, not ''"
+done
 run 2 "$NIB" quantize --min-block-scale '' "$work/in" "$work/x"
 has err "--min-block-scale takes a number"
 run 2 "$NIB" quantize --fold-search --fold-exponent 1 "$work/in" "$work/x"
