@@ -292,6 +292,23 @@ TEST(what_provenance_says_is_believed_only_where_it_fits)
     }
 }
 
+/* Whatever else stands there was not left by a run of nib, and says nothing of two that would have it. */
+TEST(provenance_is_an_object)
+{
+    static const float values[16];
+    static const char *const texts[] = { "{\"a\": 1}", "nothing", "", "5", "[]", "null", "{", "{\"a\": \"\\u0000\"}" };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        nib_checkpoint_facts facts = { .bytes = sizeof facts };
+        write_told(texts[i], (struct item[]){ { "m.weight", NIB_F32, 2, { 1, 16 }, values } }, 1);
+        nib_checkpoint *c = open_good(at("told.safetensors"));
+        CHECK_OK(nib_checkpoint_get_facts(c, &facts));
+        CHECK_THAT(i ? !facts.provenance : facts.provenance && !strcmp(facts.provenance, texts[0]), "%s: %s", texts[i],
+                   facts.provenance ? facts.provenance : "none");
+        nib_checkpoint_close(c);
+    }
+    CHECK(unlink(at("told.safetensors")) == 0);
+}
+
 TEST(what_provenance_says_goes_on_as_far_as_it_is_understood)
 {
     static const uint8_t codes[16 * 8], scales[16];

@@ -857,8 +857,14 @@ static nib_status find_provenance(nib_checkpoint *c)
             c->provenance = nib_file_metadata(c->files[f].safetensors, "nib");
     if (c->provenance && strlen(c->provenance) > PROVENANCE_LIMIT)
         c->provenance = NULL;
-    const nib_status status =
-        c->provenance ? parse(c->path, c->provenance, strlen(c->provenance), 0, &c->notes) : NIB_OK;
+    if (!c->provenance)
+        return NIB_OK;
+    const nib_status status = parse(c->path, c->provenance, strlen(c->provenance), 0, &c->notes);
+    if (!json_is_object(c->notes)) {
+        json_decref(c->notes);
+        c->notes = NULL;
+        c->provenance = NULL;
+    }
     return status == NIB_ERR_DATA ? NIB_OK : status;
 }
 
