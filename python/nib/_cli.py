@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the commands of the package have in common: `python -m nib.NAME`."""
 import argparse
+import contextlib
+import math
 import os
 import sys
 import time
@@ -9,6 +11,15 @@ import time
 def shown(text):
     """What can be shown on a terminal: names in files may hold characters that control it."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """With the defaults that say something."""
+
+    def _get_help_string(self, action):
+        if isinstance(action.default, list) and action.default:
+            return f"{action.help} (default: {' '.join(action.default)})"
+        return super()._get_help_string(action) if action.default else action.help
 
 
 class Command:
@@ -33,11 +44,16 @@ class Command:
                 command.fail(f"{message}; see python -m nib.{command.name} --help")
 
         return Parser(prog=f"python -m nib.{self.name}", description=description,
-                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                      formatter_class=_Help)
 
     def directory(self, path):
         if not os.path.isdir(path):
             self.fail(f"{path}: no such directory")
+
+    def file(self, path):
+        """One that is read more than once, so that no pipe will do."""
+        if not os.path.isfile(path):
+            self.fail(f"{path}: {'no regular file' if os.path.exists(path) else 'no such file'}")
 
     def device(self, name):
         import torch
@@ -53,13 +69,28 @@ class Command:
 
 
 def positive(text):
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"takes a positive integer, not '{text}'")
 
 
-positive.__name__ = "a positive integer"  # as argparse puts it: invalid a positive integer value
+def seed(text):
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := int(text)) < 1 << 63:
+            return value
+    raise argparse.ArgumentTypeError(f"takes an integer from 0 to 2^63 - 1, not '{text}'")
+
+
+def number(low, high=math.inf):
+    """The type of a finite number within these."""
+    def read(text):
+        with contextlib.suppress(ValueError):
+            if low <= (value := float(text)) <= high and math.isfinite(value):
+                return value
+        least = f"a number from {low} to {high}" if math.isfinite(high) else f"a number of at least {low}"
+        raise argparse.ArgumentTypeError(f"takes {least}, not '{text}'")
+    return read
 
 
 class Progress:

@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import budget, corrections, imatrix, layerwise, streaming
-from ._cli import Command, Progress, positive, shown
+from ._cli import Command, Progress, number, positive, seed, shown
 
 __all__ = ["calibrate", "Options", "token_batches", "random_batches", "main"]
 
@@ -337,7 +337,7 @@ def _routed(rows, kept):
 def _records(path, tokenizer):
     """Tokens of a file, a text or a line of JSON at a time."""
     if not path.endswith((".jsonl", ".ndjson")):
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8") as file:
             while part := file.read(1 << 20):
                 part += file.readline()
                 yield tokenizer(part, add_special_tokens=False, verbose=False).input_ids
@@ -350,10 +350,13 @@ def _records(path, tokenizer):
                 record = json.loads(line)
                 if isinstance(record.get("messages"), list):
                     tokens = tokenizer.apply_chat_template(record["messages"], tokenize=True, return_dict=False)
+                elif not isinstance(record["text"], str):
+                    raise ValueError("its `text` is no string")
                 else:
                     tokens = tokenizer(record["text"], add_special_tokens=False, verbose=False).input_ids
             except Exception as error:  # templates raise what they like
-                what = "it has neither `messages` nor `text`" if isinstance(error, KeyError) else error
+                is_other = isinstance(error, (AttributeError, KeyError))
+                what = "it has neither `messages` nor `text`" if is_other else error
                 raise ValueError(f"{path}:{number}: {what}") from error
             yield tokens + ([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])
 
@@ -363,15 +366,18 @@ def _windows(path, tokenizer, length, most):
     first = tokenizer("a", add_special_tokens=True).input_ids[:1]
     first = first if first and first[0] == tokenizer.bos_token_id else []
     found, left, own = [], [], length - len(first)
-    for tokens in _records(path, tokenizer):
-        left += tokens
-        at = 0
-        while len(left) - at >= own and len(found) < most:
-            found.append(first + left[at:at + own])
-            at += own
-        left = left[at:]
-        if len(found) == most:
-            break
+    try:
+        for tokens in _records(path, tokenizer):
+            left += tokens
+            at = 0
+            while len(left) - at >= own and len(found) < most:
+                found.append(first + left[at:at + own])
+                at += own
+            left = left[at:]
+            if len(found) == most:
+                break
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: it is not text in UTF-8: {error.reason}") from error
     return found
 
 
@@ -784,9 +790,10 @@ def _parse(arguments):
     parser.add_argument("--gptq", action="store_true", help="choose its codes by GPTQ, layer by layer")
     parser.add_argument("--sequential", action="store_true",
                         help="GPTQ on what is quantized so far, making up for what it lost")
-    parser.add_argument("--damp", metavar="X", type=float, default=0.1, help="of GPTQ, of the mean of the diagonal")
+    parser.add_argument("--damp", metavar="X", type=number(0), default=0.1, help="of GPTQ, of the mean of the diagonal")
     parser.add_argument("--fold", action="store_true", help="move scales of channels into norms")
-    parser.add_argument("--fold-exponent", metavar="A", type=float, help="the same by E[x^2]^(A/2) (default 0.25)")
+    parser.add_argument("--fold-exponent", metavar="A", type=number(0, 1),
+                        help="the same by E[x^2]^(A/2) (default 0.25)")
     parser.add_argument("--fold-search", action="store_true", help="the same by the exponent with the least KL")
     parser.add_argument("--format", choices=["compressed-tensors", "modelopt"], default="compressed-tensors",
                         help="of OUT")
@@ -807,8 +814,9 @@ def _parse(arguments):
     parser.add_argument("--hessians", metavar="DIRECTORY", help="write means of x x^T too, one file for a layer")
     parser.add_argument("--all-experts", action="store_true",
                         help="take statistics of every expert from all tokens (outputs stay the router's)")
-    parser.add_argument("--max-memory", metavar="GB", type=float, default=1.0, help="of hidden states; more is on disk")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random tokens")
+    parser.add_argument("--max-memory", metavar="GB", type=number(0), default=1.0,
+                        help="of hidden states; more is on disk")
+    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="of random tokens")
     parser.add_argument("--restart", action="store_true", help="discard what an interrupted run left")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
     return parser.parse_args(arguments)
@@ -852,8 +860,7 @@ def _say_experts(tensors):
 def _check_arguments(given):
     """What is wrong with them, before anything takes long."""
     for path in given.text:
-        if not os.path.isfile(path):
-            _command.fail(f"{path}: no such file")
+        _command.file(path)
     _command.directory(given.model)
     if not given.out and not given.quantize:
         _command.fail("nothing is to be written: give --out STATS, --quantize OUT, or both")
@@ -871,8 +878,6 @@ def _check_arguments(given):
     most = 16 if "bf16" in given.budget_formats else 8
     if given.budget and not 4.5 <= given.budget <= most:
         _command.fail(f"--budget is bits of a weight, from 4.5, those of NVFP4, to {most}, not {given.budget}")
-    if given.fold_exponent is not None and not 0 <= given.fold_exponent <= 1:
-        _command.fail(f"--fold-exponent is from 0 to 1, not {given.fold_exponent}")
     if given.fold_search and (given.gptq or given.fold_exponent is not None):
         _command.fail("--fold-search looks for an exponent once the statistics of all layers are there: without "
                       "--gptq, which takes what it found as --fold-exponent")

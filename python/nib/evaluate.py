@@ -306,8 +306,7 @@ def main(arguments=None):
     for directory in (given.directory, given.against):
         _command.directory(directory)
     for path in [*given.text, *([given.report] if given.report else [])]:
-        if not os.path.isfile(path):
-            _command.fail(f"{path}: no such file")
+        _command.file(path)
     if given.length < 2:
         _command.fail("--length 1: a window of one token has none to predict")
     device = _command.device(given.device)

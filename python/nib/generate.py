@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 
-from ._cli import Command, positive
+from ._cli import Command, number, positive, seed
 
 __all__ = ["main"]
 
@@ -20,11 +20,11 @@ def _parse(arguments):
     parser.add_argument("directory", metavar="DIRECTORY", help="an NVFP4 checkpoint with its tokenizer")
     parser.add_argument("prompt", metavar="PROMPT", help="text to go on from; - reads it from standard input")
     parser.add_argument("--max-new-tokens", metavar="N", type=positive, default=128, help="stop after so many")
-    parser.add_argument("--temperature", metavar="T", type=float, help="0 takes the likeliest token; none: what "
+    parser.add_argument("--temperature", metavar="T", type=number(0), help="0 takes the likeliest token; none: what "
                         "generation_config.json says")
-    parser.add_argument("--top-p", metavar="P", type=float, help="sample among the likeliest that make up P")
+    parser.add_argument("--top-p", metavar="P", type=number(0, 1), help="sample among the likeliest that make up P")
     parser.add_argument("--top-k", metavar="K", type=positive, help="sample among the K likeliest")
-    parser.add_argument("--seed", metavar="N", type=int, help="of sampling")
+    parser.add_argument("--seed", metavar="N", type=seed, help="of sampling")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
     parser.add_argument("--activations", choices=["bf16", "nvfp4"], default="bf16", help="nvfp4 quantizes them too")
@@ -36,7 +36,11 @@ def _parse(arguments):
 
 
 def _tokens(tokenizer, given):
-    text = sys.stdin.read() if given.prompt == "-" else given.prompt
+    try:
+        text = sys.stdin.read() if given.prompt == "-" else given.prompt
+        f"{text}{given.system}".encode()  # bytes that are no text come as halves of pairs, or are an error at once
+    except UnicodeError:
+        _command.fail("the prompt is not text in UTF-8")
     if given.system and not given.chat:
         _command.fail("--system is part of a chat: give --chat too")
     if not given.chat:
@@ -52,8 +56,6 @@ def _tokens(tokenizer, given):
 def _sampling(given):
     """The arguments of generate()."""
     options = {"max_new_tokens": given.max_new_tokens}
-    if given.temperature is not None and given.temperature < 0:
-        _command.fail(f"--temperature {given.temperature}: it is 0 or more")
     if given.temperature == 0:
         return {**options, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     chosen = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k")

@@ -317,9 +317,15 @@ def test_text_becomes_windows(tmp_path):
     assert one.tolist() == [got[0].tolist(), got[1].tolist()]
     with pytest.raises(ValueError, match="b.jsonl: less text than one sequence"):
         calibrate.token_batches(tmp_path, [tmp_path / "b.jsonl"], 500, 4)
-    (tmp_path / "c.jsonl").write_text('{"text": "w1"}\n{"words": 1}\n')
-    with pytest.raises(ValueError, match="c.jsonl:2: .*neither"):
-        calibrate.token_batches(tmp_path, [tmp_path / "c.jsonl"], 5, 4)
+    for line, why in (('{"words": 1}', "it has neither"), ("[]", "it has neither"),
+                      ('{"text": 5}', "its `text` is no string"), ("{", "Expecting")):
+        (tmp_path / "c.jsonl").write_text(f'{{"text": "w1"}}\n{line}\n')
+        with pytest.raises(ValueError, match=f"c.jsonl:2: {why}"):
+            calibrate.token_batches(tmp_path, [tmp_path / "c.jsonl"], 5, 4)
+    for name in ("d.txt", "d.jsonl"):  # what it says would otherwise be calibrated on is no text at all
+        (tmp_path / name).write_bytes('{"text": "w1 w2 w3"}\n'.encode("utf-16"))
+        with pytest.raises(ValueError, match=f"{name}: it is not text in UTF-8: invalid start byte"):
+            calibrate.token_batches(tmp_path, [tmp_path / name], 5, 4)
 
 
 def test_the_command(tmp_path, capsys):
@@ -336,6 +342,8 @@ def test_the_command(tmp_path, capsys):
     assert calibrate.main([*line, "-q"]) == 0
     assert "RANDOM TOKENS" in capsys.readouterr().err and load(stats)[1]["random_tokens"] == "true"
     wrong_lines = [([*line, "--tokens", "0"], "--tokens"), (["--foo", *line], "--foo"), ([model], "--out"),
+                   ([*line, "--text", str(tmp_path)], "no regular file"), ([*line, "--damp", "nan"], "at least 0, not 'nan'"),
+                   ([*line, "--damp", "-1"], "--damp"), ([*line, "--max-memory", "inf"], "--max-memory"),
                    ([*line, "--text", "absent"], "absent: no such file"), ([*line, "--batch", "-1"], "--batch"),
                    ([model + "x", *line[1:]], "no such directory")]
     if not torch.cuda.is_available():

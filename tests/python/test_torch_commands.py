@@ -86,7 +86,8 @@ def test_where_models_do_not_fit(place, capsys, monkeypatch):
     (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--length", "999"], "no document has 999 tokens"),
     (["{nvfp4}", "--against", "{plain}"], "required: --text; see python -m nib.evaluate --help"),
     (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--device", "warp"], "no such device"),
-    (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--windows", "0"], "invalid a positive integer value"),
+    (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--windows", "0"], "takes a positive integer, not '0'"),
+    (["{nvfp4}", "--against", "{plain}", "--text", "{plain}"], "plain: no regular file"),
     (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--length", "1"], "has none to predict"),
     (["{nvfp4}", "--against", "{plain}", "--text", "{a}", "--length", "32", "--report", "{a}", "-q"], "no report of"),
 ])
@@ -126,10 +127,18 @@ def test_generate(place, capsys, monkeypatch):
     chat = said("-", "--chat", "--system", "w4", "--max-new-tokens", "2", "--activations", "nvfp4", "--stats")
     assert "prompt 5 tokens" in chat.err  # system w4 user w9 w7
     for wrong, message in (([""], "the prompt is empty"), (["w1", "--system", "w2"], "--chat too"),
-                           (["w1", "--temperature", "-1"], "0 or more"), (["w1", "--tokenizer", "no"], "no tokenizer")):
+                           (["w1", "--temperature", "-1"], "takes a number of at least 0, not '-1'"),
+                           (["w1", "--temperature", "inf"], "--temperature"), (["w1", "--seed", "9" * 19], "--seed"),
+                           (["w1\udcff"], "not text in UTF-8"), (["w1", "--chat", "--system", "\udcff"], "not text in UTF-8"),
+                           (["w1", "--top-p", "1.5"], "from 0 to 1, not '1.5'"),
+                           (["w1", "--tokenizer", "no"], "no tokenizer")):
         with pytest.raises(SystemExit):
             generate.main([directory, *wrong])
         assert message in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w1 \xff"), "utf-8"))
+    with pytest.raises(SystemExit):
+        generate.main([directory, "-"])
+    assert capsys.readouterr().err == "nib: generate: the prompt is not text in UTF-8\n"
     with pytest.raises(SystemExit):
         generate.main([str(place / "plain"), "w1"])
     assert "no NVFP4 weight" in capsys.readouterr().err
