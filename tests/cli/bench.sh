@@ -136,6 +136,8 @@ for names in no-such-operation "no-such-operation amax" "amax no-such-operation"
     empty out
     has err "nib: bench: no operation begins with 'no-such-operation'; see nib bench --list"
 done
+run 0 "$NIB" bench --device host --list amax # the host by its name is no GPU, which lists nothing
+has out amax.f32
 run 2 "$NIB" bench --shape 17x16
 has err "nib: bench: --shape takes ROWSxCOLS"
 run 2 "$NIB" bench --shape 16

@@ -342,8 +342,9 @@ def test_the_command(tmp_path, capsys):
     assert calibrate.main([*line, "-q"]) == 0
     assert "RANDOM TOKENS" in capsys.readouterr().err and load(stats)[1]["random_tokens"] == "true"
     wrong_lines = [([*line, "--tokens", "0"], "--tokens"), (["--foo", *line], "--foo"), ([model], "--out"),
-                   ([*line, "--text", str(tmp_path)], "no regular file"), ([*line, "--damp", "nan"], "at least 0, not 'nan'"),
-                   ([*line, "--damp", "-1"], "--damp"), ([*line, "--max-memory", "inf"], "--max-memory"),
+                   ([*line, "--text", str(tmp_path)], "no regular file"),
+                   ([*line, "--damp", "nan"], "at least 0, not 'nan'"), ([*line, "--damp", "-1"], "--damp"),
+                   ([*line, "--max-memory", "inf"], "--max-memory"),
                    ([*line, "--text", "absent"], "absent: no such file"), ([*line, "--batch", "-1"], "--batch"),
                    ([model + "x", *line[1:]], "no such directory")]
     if not torch.cuda.is_available():

@@ -129,7 +129,8 @@ def test_generate(place, capsys, monkeypatch):
     for wrong, message in (([""], "the prompt is empty"), (["w1", "--system", "w2"], "--chat too"),
                            (["w1", "--temperature", "-1"], "takes a number of at least 0, not '-1'"),
                            (["w1", "--temperature", "inf"], "--temperature"), (["w1", "--seed", "9" * 19], "--seed"),
-                           (["w1\udcff"], "not text in UTF-8"), (["w1", "--chat", "--system", "\udcff"], "not text in UTF-8"),
+                           (["w1\udcff"], "not text in UTF-8"),
+                           (["w1", "--chat", "--system", "\udcff"], "not text in UTF-8"),
                            (["w1", "--top-p", "1.5"], "from 0 to 1, not '1.5'"),
                            (["w1", "--tokenizer", "no"], "no tokenizer")):
         with pytest.raises(SystemExit):
